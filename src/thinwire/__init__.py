@@ -1,0 +1,29 @@
+"""Thinwire: train one model on many replicas joined by thin links.
+
+Every replica trains by itself; now and then one fragment of the model is exchanged in a few bits per parameter, while training goes on.
+"""
+
+__version__ = "0.1.0"
+
+from thinwire.codecs import E3M0, Cast, Codec, Identity
+from thinwire.errors import (
+    CheckpointError,
+    ConfigurationError,
+    DataError,
+    DisagreementError,
+    LinkError,
+    ModelError,
+    NonFiniteError,
+    PacketError,
+    PeerError,
+    ThinwireError,
+)
+from thinwire.exchange import Direct, Exchange
+from thinwire.group import Group, ThreadGroup, TorchGroup, run_threads
+from thinwire.merge import Eager, Mix
+from thinwire.outer import Average, Nesterov, Outer
+from thinwire.partition import BySize, Fragment, Partition, Sequential, Strided, Whole
+from thinwire.recipes import data_parallel, diloco, eager_diloco, local_sgd, streaming_diloco
+from thinwire.replica import Replica
+from thinwire.schedule import Every, Schedule, Staggered, short_first
+from thinwire.strategy import Deltas, Gradients, Strategy, parse

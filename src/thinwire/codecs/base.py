@@ -1,0 +1,44 @@
+"""What a codec is."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import NonFiniteError
+from thinwire.packet import HEADER_NBYTES
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """Turns a flat fp32 CPU tensor into a predictable number of bytes and back.
+
+    A codec is a frozen dataclass; its text is its identity on the wire. Laws (tests/core/test_laws.py): the payload has exactly
+    `nbytes(numel)` bytes; decoding depends on the bytes only; encoding what was decoded gives the same bytes; q(-x) = -q(x).
+    """
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of the payload for `numel` elements (`packet_nbytes` adds the header)."""
+
+    def encode(self, x: Tensor, payload: Tensor) -> None:
+        """Write flat fp32 `x` (finite) into `payload` (uint8, `nbytes(x.numel())`)."""
+
+    def decode_add(self, payload: Tensor, out: Tensor) -> None:
+        """Add the decoded values to flat fp32 `out`."""
+
+
+def packet_nbytes(codec: Codec, numel: int) -> int:
+    """What travels for `numel` elements: 48 bytes of header and the payload."""
+    return HEADER_NBYTES + codec.nbytes(numel)
+
+
+def check_finite(x: Tensor) -> None:
+    """Raise `NonFiniteError` if `x` holds NaN or infinity.
+
+    One pass: a sum of squares in fp32 can overflow for finite input, so only a suspicious sum is looked at element by element.
+    """
+    if not torch.isfinite(torch.dot(x, x)) and not bool(torch.isfinite(x).all()):
+        count = int((~torch.isfinite(x)).sum())
+        raise NonFiniteError(f"the delta has {count} of {x.numel()} values that are NaN or infinite; it was not sent.")

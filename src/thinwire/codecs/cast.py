@@ -1,0 +1,53 @@
+"""Dense formats without a scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Identity:
+    """fp32 as it is: 32 bits per parameter. The baseline and the oracle."""
+
+    def nbytes(self, numel: int) -> int:
+        return 4 * numel
+
+    def encode(self, x: Tensor, payload: Tensor) -> None:
+        payload.view(torch.float32).copy_(x)
+
+    def decode_add(self, payload: Tensor, out: Tensor) -> None:
+        out.add_(payload.view(torch.float32))
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Round to nearest in a 16-bit float: 16 bits per parameter.
+
+    bf16 keeps fp32's range with 8 bits of precision. fp16 has 11 bits of precision and saturates at ±65504 (an outer
+    gradient never gets near it, but a saturated value must not become infinite).
+    """
+
+    dtype: Literal["bf16", "fp16"] = "bf16"
+
+    _TORCH: ClassVar[dict[str, torch.dtype]] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+    def __post_init__(self) -> None:
+        if self.dtype not in self._TORCH:
+            raise ConfigurationError(f"Cast(dtype={self.dtype!r}): bf16 or fp16 is needed; for 4 bits use E3M0().")
+
+    def nbytes(self, numel: int) -> int:
+        return 2 * numel
+
+    def encode(self, x: Tensor, payload: Tensor) -> None:
+        dtype = self._TORCH[self.dtype]
+        limit = torch.finfo(dtype).max
+        payload.view(dtype).copy_(x.clamp(-limit, limit))
+
+    def decode_add(self, payload: Tensor, out: Tensor) -> None:
+        out.add_(payload.view(self._TORCH[self.dtype]))

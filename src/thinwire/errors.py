@@ -1,0 +1,57 @@
+"""Everything Thinwire raises on purpose.
+
+    ThinwireError
+    ├── ConfigurationError (ValueError)   a combination that cannot work; raised when it is made
+    ├── ModelError                        a model or optimizer that cannot be served
+    ├── DataError                         text that is missing, empty or unreadable
+    ├── CheckpointError                   a checkpoint that is damaged, foreign or absent
+    ├── PacketError                       bytes from a peer that are not the packet that was due
+    ├── NonFiniteError                    NaN or infinity in a delta; refused before it reaches an anchor
+    └── PeerError                         the fault lies between replicas
+        ├── DisagreementError             replicas differ in model, strategy or code version
+        └── LinkError                     a peer is gone, or a message did not come in time
+
+Every message says what was given, what is needed and what to do.
+"""
+
+from __future__ import annotations
+
+
+class ThinwireError(Exception):
+    """The root: catch this to catch everything Thinwire raises on purpose."""
+
+
+class ConfigurationError(ThinwireError, ValueError):
+    """A combination that cannot work. Raised when it is made, not when it runs."""
+
+
+class ModelError(ThinwireError):
+    """A model or optimizer that cannot be served."""
+
+
+class DataError(ThinwireError):
+    """Text that is missing, empty or unreadable."""
+
+
+class CheckpointError(ThinwireError):
+    """A checkpoint that is damaged, foreign or absent."""
+
+
+class PacketError(ThinwireError):
+    """Bytes from a peer that are not the packet that was due."""
+
+
+class NonFiniteError(ThinwireError):
+    """NaN or infinity in a delta."""
+
+
+class PeerError(ThinwireError):
+    """The fault lies between replicas."""
+
+
+class DisagreementError(PeerError):
+    """Replicas differ in model, strategy or code version."""
+
+
+class LinkError(PeerError):
+    """A peer is gone, or a message did not come in time."""

@@ -1,0 +1,251 @@
+"""Replicas as processes under `torch.distributed`.
+
+Only point-to-point messages are used: everybody sends to everybody in one round trip, while gloo's ring collectives pay
+a round trip for each ring step and move about 1.3 MB in each.
+
+gloo neither authenticates nor encrypts: use it on a private network or inside a tunnel, never on an open one.
+
+How gloo (torch 2.13) behaves, measured, and what follows:
+
+* `isend` and `irecv` may be called from several threads at once, and `wait` lets other Python threads run.
+* A send ends only when the receiver has posted its side: post both directions before waiting for either.
+* A message *longer* than its buffer ends the receiving process (`std::terminate`); a shorter one is taken without a
+  word. Nothing on top of gloo prevents that without one more round trip, so sizes must be agreed on beforehand, and
+  what was received must be checked.
+* A `wait` that times out closes every connection of this replica's group, for good. Nothing else does while a thread
+  waits: `abort`, `shutdown` and `destroy_process_group` leave both ends waiting. `close` makes use of this.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported without saying so
+
+from thinwire.errors import ConfigurationError, LinkError
+from thinwire.group.base import TAGS, Transfer, travelling
+
+_NEVER = TAGS + 2  # a tag under which nobody sends
+
+
+class _Message(NamedTuple):
+    verb: str  # "send to" or "receive from"
+    peer: int
+    work: dist.Work | RuntimeError  # the error, if gloo refused it at once: told by `wait`, as all that peers do
+
+
+class _TorchTransfer:
+    queued_seconds = 0.0
+    transfer_seconds = 0.0
+
+    def __init__(self, group: TorchGroup, tag: int, purpose: str, messages: list[_Message]) -> None:
+        self._group, self._tag, self._purpose, self._messages = group, tag, purpose, messages
+
+    def wait(self) -> None:
+        for verb, peer, work in self._messages:
+            try:
+                if isinstance(work, RuntimeError):
+                    raise work
+                work.wait()
+            except RuntimeError as error:
+                what = f"{verb} replica {peer} ({self._purpose}, tag {self._tag})"
+                raise self._group._explained(what, error) from error
+        self._messages = []
+        self._group._open.discard(self)
+
+
+class _DeviceTransfer:
+    """Messages on their way from GPU to GPU."""
+
+    queued_seconds = 0.0
+    transfer_seconds = 0.0
+
+    def __init__(
+        self, group: TorchGroup, works: list[dist.Work], landing: Mapping[int, Tensor], recv: Mapping[int, Tensor]
+    ) -> None:
+        self._group, self._works, self._landing, self._recv = group, works, landing, recv
+        self._stream = torch.cuda.current_stream()
+
+    def wait(self) -> None:
+        try:
+            with torch.cuda.stream(self._stream):  # not the stream of the training: it must not wait for that
+                for work in self._works:
+                    work.wait()
+                for peer, buffer in self._recv.items():
+                    buffer.copy_(self._landing[peer])
+                self._stream.synchronize()
+        except RuntimeError as error:
+            raise self._group._explained(f"exchange with replica {', '.join(map(str, self._recv))}", error) from error
+
+
+class TorchGroup:
+    """One replica's view of a group whose replicas are processes (or, with shards, sets of processes).
+
+    With `shards` > 1, shard s of each replica talks with its twins, shard s of the others, and `site` joins the shards
+    of this replica (there, `rank` is the shard). `timeout` is how long a `wait` lasts at most; choose it longer than the
+    slowest peer can be late. After a time-out the group is dead: leave and start again from a checkpoint.
+    """
+
+    def __init__(
+        self, process_group: dist.ProcessGroup, timeout: float, shard: int = 0, shards: int = 1,
+        site: TorchGroup | None = None,
+    ) -> None:  # fmt: skip
+        self.rank, self.size = process_group.rank(), process_group.size()
+        self.timeout, self.shard, self.shards, self.site = timeout, shard, shards, site
+        self._process_group = process_group
+        self._closed = False
+        # Transfers that nobody waited for yet: a receive that is dropped while its message is on the way would leave
+        # gloo with a buffer that is gone.
+        self._open: set[_TorchTransfer] = set()
+        self._one_at_a_time = threading.Lock()
+
+    @classmethod
+    def from_world(cls, replicas: int, backend: str = "gloo", timeout: float = 60.0) -> TorchGroup:
+        """The group of this process in a world of `replicas` times shards ranks, after `init_process_group`.
+
+        World rank r is shard r % shards of replica r // shards. Every rank of the world must call this, at the same
+        point. gloo carries packets over the CPU, whatever the default group uses; choose "nccl" only where GPUs of
+        different replicas share a fast network. Raises `ConfigurationError` and `LinkError`.
+        """
+        if not dist.is_initialized():
+            raise ConfigurationError("torch.distributed is not initialised; call `start_torch` first.")
+        world, rank = dist.get_world_size(), dist.get_rank()
+        if replicas < 1 or world % replicas or not timeout > 0:
+            raise ConfigurationError(
+                f"replicas={replicas}, timeout={timeout} were given for a world of {world} ranks; "
+                "a divisor of the world and a positive time are needed."
+            )
+        shards = world // replicas
+        replica, shard = divmod(rank, shards)
+
+        def subgroup(ranks: list[int]) -> dist.ProcessGroup:
+            made: dist.ProcessGroup = dist.new_group(ranks, timeout=timedelta(seconds=timeout), backend=backend)
+            return made
+
+        try:  # all ranks make all groups, in the same order, and keep those they are in
+            twins = [subgroup(list(range(s, world, shards))) for s in range(shards)]
+            sites = [subgroup(list(range(m * shards, (m + 1) * shards))) for m in range(replicas if shards > 1 else 0)]
+        except RuntimeError as error:
+            raise LinkError(
+                f"rank {rank} of {world} could not join its group: {_first_line(error)}. "
+                "Every rank must be running and reachable from every other."
+            ) from error
+        site = cls(sites[replica], timeout) if shards > 1 else None
+        return cls(twins[shard], timeout, shard, shards, site)
+
+    def post(
+        self, tag: int, send: Mapping[int, Tensor], recv: Mapping[int, Tensor], purpose: str = "packet"
+    ) -> Transfer:
+        """See `Group.post`."""
+        send, recv = travelling(self, tag, send), travelling(self, tag, recv)
+        if self._closed:
+            raise self._closed_error()
+        if dist.get_backend(self._process_group) == "nccl":
+            return self._post_on_device(send, recv)
+        messages: list[_Message] = []
+        # Receives first: a message whose receiver is ready leaves at once.
+        carrier = self._process_group
+        for verb, start, tensors in (("receive from", carrier.recv, recv), ("send to", carrier.send, send)):
+            for peer, tensor in tensors.items():
+                work: dist.Work | RuntimeError
+                try:
+                    work = start([tensor], peer, tag)
+                except RuntimeError as error:
+                    work = error
+                messages.append(_Message(verb, peer, work))
+        transfer = _TorchTransfer(self, tag, purpose, messages)
+        self._open.add(transfer)
+        return transfer
+
+    def close(self) -> None:
+        """See `Group.close`. The process group of torch itself ends with `destroy_process_group`."""
+        if self._closed:
+            return
+        self._closed = True
+        if self.site is not None:
+            self.site.close()
+        if dist.get_backend(self._process_group) == "nccl":
+            return  # peers find out by their time-out
+        for peer in range(self.size):
+            if peer != self.rank:
+                nothing = torch.empty(1, dtype=torch.uint8)
+                with suppress(RuntimeError):  # the time-out closes all connections (see the top of this file)
+                    self._process_group.recv([nothing], peer, _NEVER).wait(timedelta(milliseconds=1))
+
+    def _post_on_device(self, send: Mapping[int, Tensor], recv: Mapping[int, Tensor]) -> Transfer:
+        """Over NCCL. Not covered by tests: it needs one GPU for each replica.
+
+        NCCL knows no tags: it matches the messages of a pair by their order alone. All replicas must post in the same
+        order, both directions together; so it goes with one exchange thread, and not under a `LinkedGroup`.
+        """
+        device = torch.device("cuda", torch.cuda.current_device())
+        with self._one_at_a_time, torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+            landing = {peer: torch.empty_like(buffer, device=device) for peer, buffer in recv.items()}
+            operations = [
+                dist.P2POp(call, tensors[peer].to(device), group=self._process_group, group_peer=peer)
+                for call, tensors in ((dist.isend, send), (dist.irecv, landing))
+                for peer in sorted(tensors)
+            ]
+            works = dist.batch_isend_irecv(operations) if operations else []
+            return _DeviceTransfer(self, works, landing, recv)
+
+    def _explained(self, what: str, error: RuntimeError) -> LinkError:
+        if self._closed:
+            return self._closed_error()
+        if "Timed out" in str(error):
+            return LinkError(
+                f"could not {what} within {self.timeout:g} s: the link is cut, or the peer is late. "
+                "This group is dead now; leave, look at that replica, and go on from a checkpoint, "
+                "with a longer timeout if it was only late."
+            )
+        if "Application timeout" in str(error):
+            return LinkError(f"could not {what}: an earlier time-out ended this group. Go on from a checkpoint.")
+        return LinkError(
+            f"could not {what}: it has left or crashed ({_first_line(error)}). Look for its last words, "
+            "then go on from a checkpoint."
+        )
+
+    def _closed_error(self) -> LinkError:
+        return LinkError(f"the group of replica {self.rank} is closed. Post and wait before closing it.")
+
+
+def start_torch(
+    rank: int,
+    world_size: int,
+    master_addr: str,
+    master_port: int,
+    timeout_seconds: float = 60.0,
+    backend: str = "gloo",
+) -> None:
+    """Join `world_size` processes into a torch.distributed world; rank 0 keeps the address book at `master_port`.
+
+    End with `torch.distributed.destroy_process_group()`. Raises `LinkError` if the port is taken, the host does not
+    answer, or not everybody came within `timeout_seconds`.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    where = f"{master_addr}:{master_port}"
+    try:
+        store = TCPStore(master_addr, master_port, world_size, is_master=rank == 0, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    except RuntimeError as error:  # torch's DistError and its kin
+        reason = _first_line(error)
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error):
+            raise LinkError(f"{where} is in use on this machine. End what holds it, or choose another port.") from error
+        if rank == 0:
+            advice = f"Start all {world_size} ranks, and check that they reach {where}."
+        else:
+            advice = f"Check that rank 0 runs there, that {where} can be reached from here, and that all ranks started."
+        raise LinkError(
+            f"rank {rank} of {world_size} could not join at {where} within {timeout_seconds:g} s ({reason}). {advice}"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]

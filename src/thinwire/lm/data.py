@@ -1,0 +1,379 @@
+"""Real text as batches: found, split, tokenised once into a cache, and read where it lies.
+
+    corpus = Corpus.open(["books/", "notes.jsonl"])
+    tokens_BT, targets_BT = corpus.batch(seed=0, replica=1, replicas=4, step=17, batch=8, sequence=128)
+
+Without paths the text is the Python standard library: some 10 MB of code and prose that every reader has.
+
+The cache has one folder for each (sources, tokenizer): `tokens.bin` (flat little-endian uint8, uint16 or uint32: the
+training text, then the held-out text), `manifest.json`, and `tokenizer.json` where merges were learned. It is
+written under another name and renamed, so two processes may prepare at once; it may be deleted at any time.
+
+Shapes: B batch, T sequence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from thinwire.errors import ConfigurationError, DataError
+from thinwire.lm.tokens import BPE, SUFFIXES, Bytes, Source, Tokenizer, dtype_of, find, pieces, standard_library
+from thinwire.seeds import derive
+
+FORMAT = 1  # of the cache; a new number rebuilds every cache
+SAMPLE = 256 << 20  # bytes of text that merges are learned from
+BLOCKS, BLOCK = 64, 1 << 20  # a checksum reads so many blocks, evenly spaced: opening 100 GB must not take minutes
+
+
+# The cache: tokens on disk
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a cache folder holds. `split` is "files" (whole files held out) or "tail" (the end of the text)."""
+
+    format: int
+    name: str
+    files: int
+    held_out_files: int
+    skipped_files: int
+    nbytes: int
+    tokens: int
+    training_tokens: int
+    split: str
+    dtype: str
+    tokenizer: str
+    checksum: str
+
+
+def default_cache() -> Path:
+    """Where this platform keeps what can be made again, for this user."""
+    home = Path.home()
+    if sys.platform == "darwin":
+        return home / "Library" / "Caches" / "thinwire"
+    if sys.platform == "win32":
+        return home / "AppData" / "Local" / "thinwire" / "cache"
+    return home / ".cache" / "thinwire"
+
+
+def _checksum(file: Path) -> str:
+    """BLAKE2b of the length and of at most BLOCKS blocks, evenly spaced: the whole of a file up to 64 MiB."""
+    size = file.stat().st_size
+    digest = hashlib.blake2b(str(size).encode(), digest_size=16)
+    with file.open("rb") as stream:
+        for block in range(BLOCKS):
+            stream.seek(max(block * BLOCK, (size - BLOCK) * block // (BLOCKS - 1)))
+            digest.update(stream.read(BLOCK))
+    return digest.hexdigest()
+
+
+def _load(folder: Path, tokenizer: Tokenizer) -> Corpus | None:
+    """The corpus in a cache folder; None where there is none, or a damaged one."""
+    try:
+        manifest = Manifest(**json.loads((folder / "manifest.json").read_text()))
+        if isinstance(tokenizer, BPE) and tokenizer.file is None:
+            tokenizer = BPE.load(folder / "tokenizer.json")
+        if (tokenizer.fingerprint, _checksum(folder / "tokens.bin")) != (manifest.tokenizer, manifest.checksum):
+            return None
+        dtype = np.dtype(manifest.dtype).newbyteorder("<")
+        tokens = np.memmap(folder / "tokens.bin", dtype, mode="r", shape=(manifest.tokens,))
+    except (OSError, ValueError, TypeError, DataError):
+        return None
+    return Corpus(folder, tokenizer, manifest, tokens)
+
+
+def _prepare(folder: Path, name: str, sources: list[Source], tokenizer: Tokenizer, column: str, share: float) -> Corpus:
+    """Tokenise into a folder of another name, then rename it; whoever comes second takes what the first has made."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        making = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        raise DataError(f"cache {folder.parent}: {error} · a folder to write in is needed · give cache=...") from error
+    try:
+        held_out = [source for source in sources if derive(0, f"held out {source.name}") < share * 2**63]
+        training = [source for source in sources if source not in set(held_out)]
+        by_files = 0.2 < sum(s.nbytes for s in held_out) / (share * sum(s.nbytes for s in sources)) < 3
+        if not by_files:
+            training, held_out = sources, []
+        given = tokenizer
+        if isinstance(tokenizer, BPE) and tokenizer.file is None:
+            tokenizer = tokenizer.train(_sample(training, column), making / "tokenizer.json")
+        with (making / "tokens.bin").open("wb") as out:
+            first = _tokenise(training, tokenizer, column, out)
+            second = _tokenise(held_out, tokenizer, column, out)
+            out.flush()
+            os.fsync(out.fileno())
+        tokens, skipped, nbytes = (a + b for a, b in zip(first, second))
+        if not tokens:
+            why = "not UTF-8" if skipped else "empty"
+            raise DataError(f"{name}: all of {len(sources)} files {why} · text in UTF-8 is needed · give other files")
+        dtype = dtype_of(tokenizer.vocabulary)
+        boundary = first[0] if by_files else tokens - int(tokens * share)
+        manifest = Manifest(
+            FORMAT, name, len(sources), len(held_out), skipped, nbytes, tokens, boundary,
+            "files" if by_files else "tail", dtype.name, tokenizer.fingerprint, _checksum(making / "tokens.bin"),
+        )  # fmt: skip
+        with (making / "manifest.json").open("w") as out_text:
+            json.dump(dataclasses.asdict(manifest), out_text, indent=2)
+            out_text.flush()
+            os.fsync(out_text.fileno())
+        return _publish(making, folder, given)
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+
+
+def _publish(making: Path, folder: Path, tokenizer: Tokenizer) -> Corpus:
+    for _ in range(3):  # somebody may publish between our look and our rename
+        if (corpus := _load(folder, tokenizer)) is not None:
+            return corpus
+        if folder.exists():  # damaged: out of the way
+            shutil.rmtree(folder, ignore_errors=True)
+        try:
+            making.rename(folder)
+        except OSError:
+            continue
+    corpus = _load(folder, tokenizer)
+    if corpus is None:
+        raise DataError(f"{folder} cannot be written · a cache folder is needed · free the place, or give cache=...")
+    return corpus
+
+
+def _tokenise(sources: list[Source], tokenizer: Tokenizer, column: str, out: IO[bytes]) -> tuple[int, int, int]:
+    """Append the tokens of `sources`; returns (tokens, files skipped, bytes), a document's end counted as one byte."""
+    dtype = dtype_of(tokenizer.vocabulary).newbyteorder("<")
+    begin, skipped, nbytes = out.tell(), 0, 0
+    for source in sources:
+        start, length, open_document = out.tell(), 0, False
+        try:
+            for piece in pieces(source, column):
+                if piece:
+                    data = piece.encode()
+                    out.write(tokenizer.encode(data).astype(dtype, copy=False).tobytes())
+                    length, open_document = length + len(data), True
+                elif piece is None and open_document:
+                    out.write(np.array([tokenizer.end], dtype).tobytes())
+                    length, open_document = length + 1, False
+        except UnicodeDecodeError:  # take back what was written of it
+            out.seek(start)
+            out.truncate()
+            skipped, length = skipped + 1, 0
+        nbytes += length
+    return (out.tell() - begin) // dtype.itemsize, skipped, nbytes
+
+
+def _sample(sources: list[Source], column: str) -> Iterator[str]:
+    """Every n-th piece of the training text, so many that about SAMPLE bytes come together."""
+    stride = 1 + sum(source.nbytes for source in sources) // SAMPLE
+    number = 0
+    for source in sources:
+        try:
+            for piece in pieces(source, column):
+                if piece:
+                    if number % stride == 0:
+                        yield piece
+                    number += 1
+        except UnicodeDecodeError:
+            continue
+
+
+# Batches: positions in the tokens, as pure functions
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """A pseudo-random order of 0..size-1 that is computed where it is asked, in constant memory.
+
+    A Feistel network on pairs (l, r) in Z_a x Z_b with a·b just above `size`: l += F(r) mod a, r += F(l) mod b, four
+    times over. Each step can be undone, so the pairs are permuted; an image ≥ `size` is sent through again until it
+    falls inside ("cycle walking", Black & Rogaway 2002), which keeps it one to one.
+
+    >>> sorted(Permutation(5, seed=3)(np.arange(5)).tolist())
+    [0, 1, 2, 3, 4]
+    """
+
+    size: int
+    seed: int
+
+    def __call__(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The places of a one-dimensional array of indices."""
+        place = index.astype(np.uint64)
+        moving = np.ones(len(place), bool)
+        while moving.any():
+            place[moving] = self._turn(place[moving])
+            moving = place >= self.size
+        return place.astype(np.int64)
+
+    def _turn(self, place: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        rows = math.isqrt(max(self.size - 1, 0)) + 1
+        a, b = np.uint64(rows), np.uint64(-(-self.size // rows))
+        left, right = place // b, place % b
+        for turn in range(4):
+            left = (left + self._noise(right, 2 * turn) % a) % a
+            right = (right + self._noise(left, 2 * turn + 1) % b) % b
+        return left * b + right
+
+    def _noise(self, x: NDArray[np.uint64], turn: int) -> NDArray[np.uint64]:
+        """SplitMix64's finisher (Steele et al. 2014) of x and the turn's key, modulo 2^64 as uint64 arrays are."""
+        x = x + np.uint64(derive(self.seed, "turn", turn))
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Tokenised text on disk, cut into windows of `sequence` tokens. Made by `Corpus.open`; never in memory whole."""
+
+    folder: Path
+    tokenizer: Tokenizer
+    manifest: Manifest
+    tokens: NDArray[np.unsignedinteger[Any]]
+
+    @classmethod
+    def open(
+        cls,
+        paths: Sequence[str | Path] = (),
+        tokenizer: Tokenizer | None = None,
+        cache: str | Path | None = None,
+        column: str = "text",
+        held_out_share: float = 0.05,
+    ) -> Corpus:
+        """Find the text and tokenise it, unless a sound cache of just this text and tokenizer is there.
+
+        paths            files and folders; none is the Python standard library
+        tokenizer        `Bytes()` by default; an untrained `BPE` is trained on the training text
+        cache            a folder; by default the user's cache folder
+        column           where .jsonl and .parquet keep the text
+        held_out_share   of the text, for evaluation: whole files, chosen by the hash of their names; where files
+                         are too few to come near this share, the end of the text (`describe` says which)
+
+        Sources are known by path, size and time of change. Files that are not UTF-8 are skipped and counted.
+        Errors: DataError for a path that is not there, no text, a wrong column, a broken line.
+        """
+        if not 0.0 < held_out_share <= 0.5:
+            raise ConfigurationError(
+                f"held_out_share={held_out_share} · evaluation needs some text and training most · take 0.05"
+            )
+        tokenizer = tokenizer or Bytes()
+        name = ", ".join(map(str, paths)) or f"Python {sys.version_info[0]}.{sys.version_info[1]} standard library"
+        sources = list(dict.fromkeys(find(paths) if paths else standard_library()))
+        if not sum(source.nbytes for source in sources):
+            raise DataError(f"{name}: {len(sources)} files, no text · some of {', '.join(SUFFIXES)} is needed")
+        recipe = (FORMAT, tokenizer.fingerprint, column, held_out_share, *map(dataclasses.astuple, sources))
+        key = hashlib.blake2b(repr(recipe).encode(), digest_size=12).hexdigest()
+        folder = Path(cache or default_cache()) / f"tokens-{key}"
+        return _load(folder, tokenizer) or _prepare(folder, name, sources, tokenizer, column, held_out_share)
+
+    @property
+    def vocabulary(self) -> int:
+        """What the model's vocabulary must be."""
+        return self.tokenizer.vocabulary
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Over the whole text; nats per byte = nats per token / this. A document's end counts as one byte."""
+        return self.manifest.nbytes / self.manifest.tokens
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal where the tokens and their split are equal: what replicas compare when they should share one text."""
+        known = (self.tokenizer.fingerprint, self.manifest.checksum, self.manifest.training_tokens)
+        return hashlib.blake2b(repr(known).encode(), digest_size=8).hexdigest()
+
+    def windows(self, sequence: int) -> int:
+        """How many windows the training text has: stretches of `sequence` tokens and their successors."""
+        return max(0, (self.manifest.training_tokens - 1) // sequence)
+
+    def batch(
+        self,
+        seed: int,
+        replica: int,
+        replicas: int,
+        step: int,
+        batch: int,
+        sequence: int,
+        shard: int = 0,
+        shards: int = 1,
+    ) -> tuple[Tensor, Tensor]:
+        """tokens_BT and targets_BT (int64; the targets are the next tokens) of a replica's `step`, counted from 0.
+
+        A pure function of its arguments. Replica m owns the windows m, m + replicas, ...: what two replicas read never
+        overlaps. It reads each of its windows once an epoch, in an order of its own that is new in every epoch.
+        A replica of several ranks passes `shard` of `shards`: its rows of the same batch.
+        """
+        for given, low, high, name in (
+            (replica, 0, replicas, "replica"), (shard, 0, shards, "shard"),
+            (step, 0, math.inf, "step"), (batch, 1, math.inf, "batch"), (sequence, 1, math.inf, "sequence"),
+        ):  # fmt: skip
+            if not low <= given < high:
+                raise ConfigurationError(f"{name}={given} · {low} ≤ {name} < {high} is needed · mend the number")
+        if batch % shards:
+            raise ConfigurationError(f"batch={batch} on shards={shards} · equal rows are needed · take a multiple")
+        own = (self.windows(sequence) - replica + replicas - 1) // replicas
+        if own < 1:
+            raise DataError(
+                f"{self.manifest.training_tokens} training tokens for {replicas} replicas · each needs a window of "
+                f"{sequence} tokens and one more · give more text, or a shorter sequence"
+            )
+        rows = batch // shards
+        position = step * batch + shard * rows + np.arange(rows, dtype=np.int64)
+        epoch, index = np.divmod(position, own)
+        window = np.empty_like(index)
+        for turn in np.unique(epoch):
+            order = Permutation(own, derive(seed, "order", replica, int(turn)))
+            window[epoch == turn] = order(index[epoch == turn])
+        return self._cut((window * replicas + replica) * sequence, sequence)
+
+    def held_out(self, batch: int, sequence: int, limit: int | None = None) -> list[tuple[Tensor, Tensor]]:
+        """Batches of the held-out text, evenly spread over it, at most `limit`; the same on every replica.
+
+        Only full batches, so that their mean is the mean over tokens; one smaller batch where the text has no more.
+        """
+        first, count = self.manifest.training_tokens, self.manifest.tokens - self.manifest.training_tokens
+        windows = max(0, (count - 1) // sequence)
+        if not windows:
+            raise DataError(
+                f"{count} held-out tokens · one window of {sequence} and one more are needed · "
+                "give more text, a larger held_out_share, or a shorter sequence"
+            )
+        batch = min(batch, windows)
+        batches = min(windows // batch, limit or windows)
+        starts = first + np.arange(batches * batch, dtype=np.int64) * windows // (batches * batch) * sequence
+        return [self._cut(row, sequence) for row in starts.reshape(batches, batch)]
+
+    def _cut(self, starts: NDArray[np.int64], sequence: int) -> tuple[Tensor, Tensor]:
+        cut = np.stack([self.tokens[start : start + sequence + 1] for start in starts]).astype(np.int64)
+        both = torch.from_numpy(cut)
+        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+
+    def describe(self) -> dict[str, str | int | float]:
+        """What the text is, for display."""
+        held_out = {"files": f"{self.manifest.held_out_files} whole files", "tail": "the end of the text"}
+        return {
+            "text": self.manifest.name,
+            "files": self.manifest.files,
+            "skipped files (not UTF-8)": self.manifest.skipped_files,
+            "bytes": self.manifest.nbytes,
+            "tokens": self.manifest.tokens,
+            "held out tokens": self.manifest.tokens - self.manifest.training_tokens,
+            "held out": held_out[self.manifest.split],
+            "tokenizer": self.tokenizer.fingerprint,
+            "vocabulary": self.vocabulary,
+            "bytes per token": round(self.bytes_per_token, 3),
+        }

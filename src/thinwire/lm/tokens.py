@@ -1,0 +1,293 @@
+"""From files to text, from text to numbers, and back.
+
+`Bytes()` needs nothing and compares with anything; `BPE(vocabulary=...)` is learned from the training text, once,
+and then lies beside the tokens as one JSON file. A loss in nats per token becomes nats per byte, comparable
+between tokenizers, when it is divided by `Corpus.bytes_per_token`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sysconfig
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thinwire.errors import ConfigurationError, DataError
+
+END = "<|end|>"  # what stands between two documents
+SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")  # read in folders; a file given by name may have any
+PIECE = 1 << 18  # characters tokenised at a time
+
+
+# Text in files
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of text. `name` is its path below the folder that was given: the split hangs on it, not on the machine."""
+
+    path: Path
+    name: str
+    nbytes: int
+    modified: int
+
+
+def standard_library() -> Iterator[Source]:
+    """The sources of this Python, without tests, character tables and what its build wrote for one machine."""
+    without = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}
+    for source in find([sysconfig.get_paths()["stdlib"]], without):
+        if source.path.suffix == ".py" and not source.name.startswith(("config-", "_sysconfigdata")):
+            yield source
+
+
+def find(paths: Sequence[str | Path], without: Collection[str] = ()) -> Iterator[Source]:
+    """Every file of text at `paths`. Folders are searched to the bottom in sorted order; hidden files and folders, and
+    folders named in `without`, are left out."""
+    for given in map(Path, paths):
+        if given.is_file():
+            yield _source(given, given.name)
+        elif not given.is_dir():
+            raise DataError(f"{given} · a file or folder that exists is needed · check the path")
+        names = []
+        for folder, below, files in os.walk(given):
+            below[:] = [name for name in below if not name.startswith(".") and name not in without]
+            names += [Path(folder, name).relative_to(given).as_posix() for name in files if name[0] != "."]
+        for name in sorted(names):
+            path = given / name
+            if path.suffix.lower() in SUFFIXES and path.is_file():
+                yield _source(path, name)
+
+
+def _source(path: Path, name: str) -> Source:
+    # absolute, not resolved: a link into a store of blobs would lose its suffix
+    return Source(path.absolute(), name, path.stat().st_size, path.stat().st_mtime_ns)
+
+
+def pieces(source: Source, column: str) -> Iterator[str | None]:
+    """The text of a file in pieces of bounded size; None ends a document. UnicodeDecodeError: not UTF-8.
+
+    A .jsonl line and a .parquet row are documents, with their text under `column`; any other file is one document.
+    """
+    if source.path.suffix.lower() == ".parquet":
+        yield from _rows(source, column)
+        return
+    with source.path.open(encoding="utf-8-sig", newline="") as file:
+        if source.path.suffix.lower() == ".jsonl":
+            yield from _lines(source, file, column)
+            return
+        while piece := file.read(PIECE):
+            yield piece + file.readline(PIECE)  # to the end of a line, so that no word is cut
+        yield None
+
+
+def _lines(source: Source, file: IO[str], column: str) -> Iterator[str | None]:
+    for number, line in enumerate(file, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(
+                f"{source.path}:{number} is not JSON ({error}) · one object a line is needed · mend or remove the line"
+            ) from error
+        found = list(record) if isinstance(record, dict) else type(record).__name__
+        if not isinstance(record, dict) or not isinstance(record.get(column), str):
+            raise DataError(
+                f"{source.path}:{number} has {found} · text under {column!r} is needed · name the right column"
+            )
+        yield record[column].encode(errors="replace").decode()  # JSON can spell half a surrogate pair, UTF-8 cannot
+        yield None
+
+
+def _rows(source: Source, column: str) -> Iterator[str | None]:
+    try:
+        import pyarrow as arrow
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise ConfigurationError(
+            f"{source.path} · reading .parquet needs pyarrow · pip install thinwire[parquet]"
+        ) from error
+    try:
+        with parquet.ParquetFile(source.path) as file:
+            field = file.schema_arrow.field(column) if column in file.schema_arrow.names else None
+            if field is None or not (arrow.types.is_string(field.type) or arrow.types.is_large_string(field.type)):
+                found = ", ".join(f"{each.name} ({each.type})" for each in file.schema_arrow)
+                raise DataError(
+                    f"{source.path} has columns {found} · text under {column!r} is needed · name the right column"
+                )
+            for batch in file.iter_batches(batch_size=1024, columns=[column]):
+                for text in batch.column(0).to_pylist():
+                    yield text or ""
+                    yield None
+    except arrow.ArrowInvalid as error:
+        raise DataError(f"{source.path}: {error} · a whole .parquet file is needed · fetch it again") from error
+
+
+# Tokenizers
+
+
+class Tokenizer(Protocol):
+    """Turns text into token numbers below `vocabulary`; `end` closes a document."""
+
+    @property
+    def vocabulary(self) -> int: ...
+
+    @property
+    def end(self) -> int: ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal where, and only where, the same text becomes the same tokens."""
+
+    def encode(self, text: str | bytes) -> NDArray[np.unsignedinteger[Any]]: ...
+    def decode(self, tokens: Iterable[int]) -> str: ...
+
+
+def dtype_of(vocabulary: int) -> np.dtype[np.unsignedinteger[Any]]:
+    """The narrowest of uint8, uint16 and uint32 that holds every token."""
+    return np.dtype(np.uint8 if vocabulary <= 1 << 8 else np.uint16 if vocabulary <= 1 << 16 else np.uint32)
+
+
+def bytes_per_token(tokenizer: Tokenizer, text: str | bytes) -> float:
+    """UTF-8 bytes of `text` for each of its tokens. Nats per byte = nats per token / this.
+
+    >>> bytes_per_token(Bytes(), "naïve")
+    1.0
+    """
+    data = text.encode() if isinstance(text, str) else text
+    tokens = len(tokenizer.encode(data))
+    if not tokens:
+        raise DataError("an empty text · bytes per token need at least one token · give some text")
+    return len(data) / tokens
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """One token a byte of UTF-8. Byte 0, which no text contains, ends a document.
+
+    >>> Bytes().encode("hé").tolist()
+    [104, 195, 169]
+    >>> Bytes().decode([104, 195, 169])
+    'hé'
+    """
+
+    @property
+    def vocabulary(self) -> int:
+        return 256
+
+    @property
+    def end(self) -> int:
+        return 0
+
+    @property
+    def fingerprint(self) -> str:
+        return "bytes"
+
+    def encode(self, text: str | bytes) -> NDArray[np.unsignedinteger[Any]]:
+        """The bytes, as uint8."""
+        return np.frombuffer(text.encode() if isinstance(text, str) else text, np.uint8)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text; a broken UTF-8 sequence (a model may write one) becomes U+FFFD."""
+        return bytes(tokens).decode(errors="replace")
+
+
+@dataclass(frozen=True)
+class BPE:
+    """Byte-level byte-pair encoding (Sennrich et al., arXiv 1508.07909; bytes as in GPT-2): any text has tokens.
+
+    vocabulary   tokens wanted: 256 bytes, the end of a document, and merges; `train` finds fewer in a small
+                 text and then says so in its result
+    file         a trained `tokenizer.json`; None is untrained, and `Corpus.open` trains it
+
+    Replicas must agree on tokens. Sites that hold different text give all of them one file.
+
+    >>> trained = BPE(260).train(["low lower lowest"] * 9, Path(tempfile.mkdtemp()) / "tokenizer.json")
+    >>> trained.decode(trained.encode("slow"))
+    'slow'
+    """
+
+    vocabulary: int = 4096
+    file: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.vocabulary <= 256:
+            raise ConfigurationError(
+                f"BPE(vocabulary={self.vocabulary}) · 256 bytes and the end of a document come before any merge · "
+                "take at least 257, or Bytes()"
+            )
+
+    @classmethod
+    def load(cls, file: str | Path) -> BPE:
+        """A trained tokenizer from its JSON file, with the vocabulary found there."""
+        bpe = cls(file=Path(file))
+        return replace(bpe, vocabulary=bpe._trained.get_vocab_size())
+
+    @property
+    def end(self) -> int:
+        return 0
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """From the file's content; an untrained one is known by its recipe."""
+        if self.file is None:
+            return f"bpe-{self.vocabulary}-untrained"
+        return "bpe-" + hashlib.sha256(self._trained.to_str().encode()).hexdigest()[:16]
+
+    @cached_property
+    def _trained(self) -> Any:
+        from tokenizers import Tokenizer as Trained
+
+        if self.file is None:
+            raise ConfigurationError(
+                f"{self!r} is untrained · merges are needed to read or write tokens · "
+                "call train(texts, file), or give it to Corpus.open"
+            )
+        try:
+            trained = Trained.from_file(str(self.file))
+        except Exception as error:  # the Rust side raises bare Exception for every fault
+            raise DataError(
+                f"{self.file}: {error} · the JSON file of a trained tokenizer is needed · check the path, or train anew"
+            ) from error
+        if trained.token_to_id(END) != self.end:
+            raise DataError(
+                f"{self.file} has no token {END} with number {self.end} · documents are told apart by it · "
+                "train with BPE.train, or add it to the file"
+            )
+        return trained
+
+    def train(self, texts: Iterable[str], file: Path) -> BPE:
+        """Learn the merges from `texts`, write them to `file`, return the tokenizer that reads it."""
+        from tokenizers import Tokenizer as Trained
+        from tokenizers import decoders, models, pre_tokenizers, trainers
+
+        trained = Trained(models.BPE())
+        trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        trained.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=self.vocabulary,
+            special_tokens=[END],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        trained.train_from_iterator(texts, trainer)
+        trained.save(str(file))
+        return replace(self, vocabulary=trained.get_vocab_size(), file=file)
+
+    def encode(self, text: str | bytes) -> NDArray[np.unsignedinteger[Any]]:
+        """Token numbers, as uint16 (uint32 from 65,537 tokens on). END written out in a text is read as END."""
+        text = text.decode() if isinstance(text, bytes) else text
+        return np.array(self._trained.encode(text).ids, dtype_of(self.vocabulary))
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text; END is left out, broken UTF-8 becomes U+FFFD."""
+        text: str = self._trained.decode([int(token) for token in tokens])
+        return text

@@ -1,0 +1,410 @@
+"""One replica's event file read back: its sessions joined, its events as arrays and spans.
+
+A run that was killed and resumed has written some steps twice. Of those, the lines before the resume are dropped (what
+they cost is kept as `lost`), and the sessions are laid end to end in seconds, the lost time included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thinwire.observe.events import Event, Tail
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+_ALWAYS_KEPT = ("start", "resume", "warning", "stop")  # they stay true when their step is done again
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of time on a replica, in seconds since the run began."""
+
+    begin: float
+    end: float
+    step: int
+    fragment: int = -1
+
+    def overlap(self, other: Span) -> float:
+        """Seconds that both have in common."""
+        return max(0.0, min(self.end, other.end) - max(self.begin, other.begin))
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """One fragment's exchange: in the air from `begin` to `end`, on the link from `link_begin` to `link_end`."""
+
+    fragment: int
+    round: int
+    step: int
+    begin: float
+    end: float
+    link_begin: float
+    link_end: float
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """An event worth telling: a warning, a resume, a refused round, a skipped step, a stop."""
+
+    seconds: float
+    step: int
+    replica: int
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Work that a resume did again."""
+
+    span: Span
+    steps: int
+    nbytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluations:
+    """Evaluation points, arrays [E]; `nbytes` is what the replica that evaluated had sent by then."""
+
+    step: Integers
+    seconds: Floats
+    nbytes: Integers
+    loss: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicaRecord:
+    """What one replica did. Arrays over inner steps are [S]; `nbytes` is what had been sent when the step ended."""
+
+    replica: int
+    start: Event
+    step: Integers
+    loss: Floats
+    smooth: Floats
+    tokens: Integers
+    begin: Floats
+    compute_seconds: Floats
+    nbytes: Integers
+    flights: tuple[Flight, ...]
+    stalls: tuple[Span, ...]
+    merges: tuple[Span, ...]
+    pauses: tuple[Span, ...]  # evaluations and checkpoints
+    departed: Mapping[int, int]  # fragment -> rounds
+    landed: Mapping[int, int]
+    refused: Mapping[int, int]
+    sent: Mapping[int, int]  # fragment -> bytes
+    skipped: int
+    evaluations: Evaluations
+    notes: tuple[Note, ...]
+    lost: tuple[Lost, ...]
+    windows: tuple[Span, ...]  # the training loop of each session, first step to last
+    sessions: int
+    stopped: str | None  # why the last session stopped before its time
+    end: Event | None
+    damaged: int
+
+    @classmethod
+    def load(cls, path: Path) -> ReplicaRecord | None:
+        """Read one event file; None if nothing was started in it."""
+        tail = Tail(path)
+        events = tail.read()
+        last = tail.last()
+        sessions = _sessions(events if last is None else [*events, last])
+        return _record(_joined(sessions), tail.damaged) if sessions else None
+
+    @property
+    def seconds(self) -> Floats:
+        """When each step ended [S]."""
+        return self.begin + self.compute_seconds
+
+    @property
+    def nbytes_sent(self) -> int:
+        """Bytes of all packets that departed and count."""
+        return sum(self.sent.values())
+
+    @property
+    def stall_seconds(self) -> float:
+        return sum(span.end - span.begin for span in self.stalls)
+
+    @property
+    def wall_seconds(self) -> float:
+        """The training loop from first step to last, without evaluations and checkpoints."""
+        whole = sum(window.end - window.begin for window in self.windows)
+        return whole - sum(pause.overlap(window) for window in self.windows for pause in self.pauses)
+
+    @property
+    def compute_utilization(self) -> float:
+        """Seconds in inner steps over `wall_seconds`; NaN before the first step."""
+        wall = self.wall_seconds
+        return float(self.compute_seconds.sum()) / wall if wall > 0 else math.nan
+
+    def sent_between(self, edges: Floats) -> Floats:
+        """Bytes on the link in each bin between `edges` [B+1] (seconds): [B]; a packet is spread over its transfer."""
+        if not self.flights:
+            return np.zeros(len(edges) - 1)
+        begin = np.array([flight.link_begin for flight in self.flights])
+        end = np.maximum([flight.link_end for flight in self.flights], begin + 1e-3)
+        rate = np.array([float(flight.nbytes) for flight in self.flights]) / (end - begin)
+        times = np.concatenate([begin, end])
+        order = np.argsort(times, kind="stable")
+        times, slope = times[order], np.cumsum(np.concatenate([rate, -rate])[order])
+        sent = np.concatenate([[0.0], np.cumsum(slope[:-1] * np.diff(times))])
+        between: Floats = np.maximum(np.diff(np.interp(edges, times, sent)), 0.0)
+        return between
+
+
+def number(value: object) -> float:
+    """A field that should be a number; NaN if it is none."""
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def smoothed(loss: Iterable[float], keep: float = 0.95) -> Floats:
+    """Exponential moving average without start-up bias; values that are not finite are passed over."""
+    mean, weight, out = 0.0, 0.0, []
+    for value in loss:
+        if math.isfinite(value):
+            mean, weight = keep * mean + (1 - keep) * value, keep * weight + 1 - keep
+        out.append(mean / weight if weight else math.nan)
+    return np.array(out, dtype=np.float64)
+
+
+def fragments_of(start: Event) -> list[tuple[str, int]]:
+    """(name, parameters) of every fragment a `start` event lists."""
+    listed = start["fragments"] if isinstance(start["fragments"], list) else []
+    pairs = [item if isinstance(item, dict) else {} for item in listed]
+    return [(str(item.get("name", index)), int(_finite(item.get("numel")))) for index, item in enumerate(pairs)]
+
+
+@dataclass
+class _Joined:
+    """Events that count, each with the second at which its session began."""
+
+    kept: list[tuple[float, Event]] = field(default_factory=list)
+    lost: list[Lost] = field(default_factory=list)
+    windows: list[Span] = field(default_factory=list)
+
+
+def _sessions(events: Iterable[Event]) -> list[list[Event]]:
+    sessions: list[list[Event]] = []
+    for event in events:
+        if event["event"] == "start":
+            sessions.append([event])
+        elif sessions:
+            sessions[-1].append(event)
+    return sessions
+
+
+def _from_step(session: Sequence[Event]) -> int | None:
+    """The step after which this session wrote anew; None if it got nowhere."""
+    for event in session:
+        if event["event"] == "resume":
+            return int(_finite(event["from_step"]))
+        if event["event"] == "step":  # it began from nothing
+            return int(event["step"]) - 1
+    return None
+
+
+def _joined(sessions: Sequence[Sequence[Event]]) -> _Joined:
+    joined, offset = _Joined(), 0.0
+    for session in sessions:
+        from_step = _from_step(session)
+        if from_step is not None:
+            _drop(joined, from_step, offset)
+        joined.kept += [(offset, event) for event in session]
+        offset += max(_end_of(event) for event in session)
+    return joined
+
+
+def _drop(joined: _Joined, from_step: int, resumed_at: float) -> None:
+    """Take out what was done after `from_step` before the resume at `resumed_at` seconds."""
+    gone = [
+        (offset, event)
+        for offset, event in joined.kept
+        if event["step"] > from_step and event["event"] not in _ALWAYS_KEPT
+    ]
+    if not gone:
+        return
+    dropped = {id(event) for _, event in gone}
+    joined.kept = [(offset, event) for offset, event in joined.kept if id(event) not in dropped]
+    steps = [(offset, event) for offset, event in gone if event["event"] == "step"]
+    begin = min((offset + _finite(event["begin"]) for offset, event in steps), default=resumed_at)
+    nbytes = sum(int(_finite(event["nbytes"])) for _, event in gone if event["event"] == "depart")
+    joined.lost.append(Lost(Span(begin, max(begin, resumed_at), from_step), len(steps), nbytes))
+
+
+def _end_of(event: Event) -> float:
+    return max(_finite(event["seconds"]), _finite(event.get("end")))
+
+
+def _finite(value: object) -> float:
+    result = number(value)
+    return result if math.isfinite(result) else 0.0
+
+
+def _record(joined: _Joined, damaged: int) -> ReplicaRecord:
+    of: dict[str, list[tuple[float, Event]]] = {}
+    for offset, event in joined.kept:
+        of.setdefault(event["event"], []).append((offset, event))
+    start = of["start"][-1][1]
+    names = {name: index for index, (name, _) in enumerate(fragments_of(start))}
+    steps, departs, lands = of.get("step", []), of.get("depart", []), of.get("land", [])
+    stalls = tuple(span for offset, event in lands if (span := _stall(offset, event, names)).end > span.begin)
+    loss = _column(steps, "loss")
+    return ReplicaRecord(
+        replica=int(_finite(start["replica"])),
+        start=start,
+        step=np.array([event["step"] for _, event in steps], dtype=np.int64),
+        loss=loss,
+        smooth=smoothed(loss),
+        tokens=np.array([int(_finite(event["tokens"])) for _, event in steps], dtype=np.int64),
+        begin=_column(steps, "begin") + np.array([offset for offset, _ in steps]),
+        compute_seconds=_column(steps, "compute_seconds"),
+        nbytes=_sent_by([event["step"] for _, event in steps], departs),
+        flights=_flights(of.get("flight", []), departs, names),
+        stalls=stalls,
+        merges=tuple(_merge(offset, event, names) for offset, event in lands),
+        pauses=tuple(_pause(offset, event) for kind in ("eval", "checkpoint") for offset, event in of.get(kind, [])),
+        departed=_rounds(departs, names),
+        landed=_rounds(lands, names),
+        refused=_rounds(of.get("refused", []), names),
+        sent=_nbytes(departs, names),
+        skipped=len(of.get("skip", [])),
+        evaluations=_evaluations(of.get("eval", []), departs),
+        notes=_notes(joined, int(_finite(start["replica"]))),
+        lost=tuple(joined.lost),
+        windows=_windows(joined),
+        sessions=len(of["start"]),
+        stopped=_stopped(joined),
+        end=_end(joined),
+        damaged=damaged,
+    )
+
+
+def _column(events: Sequence[tuple[float, Event]], name: str) -> Floats:
+    return np.array([number(event[name]) for _, event in events], dtype=np.float64)
+
+
+def _fragment(event: Event, names: Mapping[str, int]) -> int:
+    given = event["fragment"]
+    return int(given) if isinstance(given, int | float) and math.isfinite(given) else names.get(str(given), -1)
+
+
+def _sent_by(steps: Sequence[int], departs: Sequence[tuple[float, Event]]) -> Integers:
+    """Cumulative bytes after each of `steps`, departures of the same step included."""
+    nbytes = np.cumsum([0, *(int(_finite(event["nbytes"])) for _, event in departs)])
+    at = np.maximum.accumulate([0, *(event["step"] for _, event in departs)])
+    sent: Integers = nbytes[np.searchsorted(at[1:], np.array(steps, dtype=np.int64), side="right")]
+    return sent
+
+
+def _flights(
+    flights: Sequence[tuple[float, Event]], departs: Sequence[tuple[float, Event]], names: Mapping[str, int]
+) -> tuple[Flight, ...]:
+    left = {(_fragment(event, names), event["round"]): event for _, event in departs}
+    found: dict[tuple[int, object], Flight] = {}  # a flight repeated after a resume counts once
+    for offset, event in flights:
+        key = (_fragment(event, names), event["round"])
+        depart = left.get(key)
+        begin, end = offset + _finite(event["begin"]), offset + _finite(event["end"])
+        link_begin = min(begin + _finite(event["queued_seconds"]), end)
+        transfer = _finite(event["transfer_seconds"])
+        link_end = min(link_begin + transfer, end) if transfer > 0 else end
+        nbytes = int(_finite(depart["nbytes"])) if depart else 0
+        step = int(depart["step"] if depart else event["step"])
+        found[key] = Flight(key[0], int(_finite(key[1])), step, begin, max(begin, end), link_begin, link_end, nbytes)
+    return tuple(sorted(found.values(), key=lambda flight: flight.begin))
+
+
+def _stall(offset: float, event: Event, names: Mapping[str, int]) -> Span:
+    begin = offset + _finite(event["begin"])
+    return Span(begin, begin + _finite(event["stall_seconds"]), event["step"], _fragment(event, names))
+
+
+def _merge(offset: float, event: Event, names: Mapping[str, int]) -> Span:
+    begin = _stall(offset, event, names).end
+    return Span(begin, begin + _finite(event["seconds_spent"]), event["step"], _fragment(event, names))
+
+
+def _pause(offset: float, event: Event) -> Span:
+    """An evaluation or a checkpoint, which are written when they are over."""
+    end = offset + _finite(event["seconds"])
+    return Span(end - _finite(event["seconds_spent"]), end, event["step"])
+
+
+def _rounds(events: Sequence[tuple[float, Event]], names: Mapping[str, int]) -> Mapping[int, int]:
+    return Counter(_fragment(event, names) for _, event in events)
+
+
+def _nbytes(departs: Sequence[tuple[float, Event]], names: Mapping[str, int]) -> Mapping[int, int]:
+    total: Counter[int] = Counter()
+    for _, event in departs:
+        total[_fragment(event, names)] += int(_finite(event["nbytes"]))
+    return total
+
+
+def _evaluations(evals: Sequence[tuple[float, Event]], departs: Sequence[tuple[float, Event]]) -> Evaluations:
+    steps = [event["step"] for _, event in evals]
+    return Evaluations(
+        step=np.array(steps, dtype=np.int64),
+        seconds=np.array([offset + _finite(event["seconds"]) for offset, event in evals], dtype=np.float64),
+        nbytes=_sent_by(steps, departs),
+        loss=_column(evals, "loss"),
+    )
+
+
+def _windows(joined: _Joined) -> tuple[Span, ...]:
+    """One a session: from its first step to the end of its last step or landing."""
+    reach: dict[float, list[float]] = {}
+    for offset, event in joined.kept:
+        spent = {"step": "compute_seconds", "land": "seconds_spent"}.get(event["event"])
+        if spent is not None:
+            begin = offset + _finite(event["begin"])
+            reach.setdefault(offset, []).extend(
+                (begin, begin + _finite(event.get("stall_seconds")) + _finite(event[spent]))
+            )
+    return tuple(Span(min(times), max(times), 0) for times in reach.values())
+
+
+def _last_session(joined: _Joined, kind: str) -> Iterator[Event]:
+    last_start = max(index for index, (_, event) in enumerate(joined.kept) if event["event"] == "start")
+    return (event for _, event in joined.kept[last_start:] if event["event"] == kind)
+
+
+def _end(joined: _Joined) -> Event | None:
+    return next((event for event in _last_session(joined, "end") if isinstance(event["summary"], dict)), None)
+
+
+def _stopped(joined: _Joined) -> str | None:
+    return next((str(event["reason"]) for event in _last_session(joined, "stop")), None)
+
+
+def _notes(joined: _Joined, replica: int) -> tuple[Note, ...]:
+    notes = []
+    for offset, event in joined.kept:
+        kind = event["event"]
+        if kind == "refused":
+            text = f"round {event['round']} of fragment {event['fragment']}, by {event['by']}: {event['reason']}"
+        elif kind == "resume":
+            text = f"from step {event['from_step']}, {event['path']}"
+            text += "".join(f"; passed over {_skipped(item)}" for item in event["skipped"] or ())
+        elif kind in ("skip", "stop"):
+            text = str(event["reason"])
+        elif kind == "warning":
+            text = str(event["message"])
+        else:
+            continue
+        notes.append(Note(offset + _finite(event["seconds"]), event["step"], replica, kind, text))
+    return tuple(notes)
+
+
+def _skipped(item: object) -> str:
+    return f"{item.get('path')} ({item.get('reason')})" if isinstance(item, dict) else str(item)

@@ -1,0 +1,216 @@
+"""A run folder read back: its settings, its replicas, and the numbers that follow from them."""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from thinwire.errors import DataError
+from thinwire.observe.replicas import Evaluations, Note, ReplicaRecord, fragments_of, number
+from thinwire.observe.units import text_of_bits, text_of_loss, text_of_nbytes, text_of_seconds, text_of_share
+
+PROVENANCES = ("measured", "emulated", "simulated", "predicted")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The numbers of a run: bytes, utilisation and stalls are the replicas' means, wall is the slowest one's.
+
+    `tokens` are all replicas' together. The fields are the keys of an `end` event's summary and of `summary.json`.
+    """
+
+    strategy: str
+    replicas: int
+    steps: int
+    tokens: int
+    parameters: int
+    eval_loss: float | None
+    wire_bytes_sent: float
+    bits_per_parameter_per_step: float
+    compute_utilization: float
+    wall_seconds: float
+    stall_seconds: float
+    provenance: str
+
+    def figures(self) -> list[tuple[str, str]]:
+        """(what, value as text), in the order in which they are shown everywhere; all of them are `provenance`."""
+        return [
+            ("evaluation loss", text_of_loss(self.eval_loss)),
+            ("sent per replica", text_of_nbytes(self.wire_bytes_sent)),
+            ("bits per parameter and step", text_of_bits(self.bits_per_parameter_per_step)),
+            ("compute utilisation", text_of_share(self.compute_utilization)),
+            ("training loop", text_of_seconds(self.wall_seconds)),
+            ("stalled per replica", text_of_seconds(self.stall_seconds)),
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class RunRecord:
+    """One run folder, read back. `remarks` say what is odd about it."""
+
+    folder: Path
+    settings: Mapping[str, Any]
+    replicas: tuple[ReplicaRecord, ...]
+    summary: Summary
+    status: str  # "finished", "stopped: why" or "still running or killed"
+    remarks: tuple[str, ...]
+
+    @classmethod
+    def load(cls, folder: str | Path) -> RunRecord:
+        """Read `folder`. Raises `DataError` if it is no run or holds no event yet."""
+        folder = Path(folder)
+        paths = sorted(folder.glob("events/replica-*.jsonl"))
+        if not paths:
+            raise DataError(
+                f"{folder} {'is no run' if folder.is_dir() else 'does not exist'}: there is no events/replica-0.jsonl "
+                "in it. Give the folder that `thinwire train` wrote."
+            )
+        records = [record for path in paths if (record := ReplicaRecord.load(path)) is not None]
+        if not records:
+            raise DataError(f"{folder} holds no event yet: its run was never started, or only just. Try again later.")
+        replicas = tuple(sorted(records, key=lambda record: record.replica))
+        settings, remarks = _settings(folder, replicas[0].start)
+        summary, more = _summary(folder, replicas)
+        return cls(folder, settings, replicas, summary, _status(replicas), (*remarks, *more, *_remarks(replicas)))
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @property
+    def evaluations(self) -> Evaluations:
+        """Of the first replica that evaluated: the anchors are the same on all."""
+        return next((r.evaluations for r in self.replicas if len(r.evaluations.step)), self.replicas[0].evaluations)
+
+    @property
+    def fragments(self) -> list[tuple[str, int]]:
+        """(name, parameters) of every fragment."""
+        return fragments_of(self.replicas[0].start)
+
+    @property
+    def bits_per_second(self) -> float | None:
+        """The link's rate, if it is known."""
+        link = self.replicas[0].start["link"]
+        rate = number(link.get("bits_per_second")) if isinstance(link, dict) else math.nan
+        return rate if math.isfinite(rate) and rate > 0 else None
+
+    @property
+    def notes(self) -> list[Note]:
+        return sorted((note for replica in self.replicas for note in replica.notes), key=lambda note: note.seconds)
+
+
+def _settings(folder: Path, start: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
+    path = folder / "run.toml"
+    logged = start["run"] if isinstance(start["run"], dict) else {}
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8")), []
+    except FileNotFoundError:
+        return logged, ["There is no run.toml; the settings are those of the event log."]
+    except (OSError, ValueError) as error:
+        return logged, [f"run.toml cannot be read ({error}); the settings are those of the event log."]
+
+
+def _status(replicas: Sequence[ReplicaRecord]) -> str:
+    reason = next((replica.stopped for replica in replicas if replica.stopped is not None), None)
+    if reason is not None:
+        return f"stopped: {reason}"
+    return "finished" if all(replica.end for replica in replicas) else "still running or killed"
+
+
+def _summary(folder: Path, replicas: Sequence[ReplicaRecord]) -> tuple[Summary, list[str]]:
+    """What the run said of itself when it ended; where it did not, what its events say."""
+    computed = _computed(replicas)
+    said = [replica.end["summary"] for replica in replicas if replica.end]
+    if len(said) < len(replicas):
+        return computed, [
+            "No end is written, so the run is still going or was killed; the numbers are from its events."
+        ]
+    if max(replica.sessions for replica in replicas) > 1:  # an `end` speaks of its own session only
+        words = {key: said[0][key] for key in ("eval_loss", "provenance") if key in said[0]}
+        return _overlaid(computed, words), ["The run was resumed; the numbers are from the events of all its sessions."]
+    means = {key: _mean([summary.get(key) for summary in said]) for key in said[0]}
+    return _overlaid(computed, {**_summary_file(folder), **means}), []
+
+
+def _mean(values: Sequence[object]) -> object:
+    numbers = [number(value) for value in values]
+    return values[0] if any(math.isnan(value) for value in numbers) else sum(numbers) / len(numbers)
+
+
+def _overlaid(summary: Summary, said: Mapping[str, object]) -> Summary:
+    """`summary` with those of its fields that `said` has in the right type."""
+    changed: dict[str, Any] = {}
+    for item in fields(Summary):
+        value = said.get(item.name)
+        if item.name == "provenance":
+            changed |= {item.name: value} if value in PROVENANCES else {}
+        elif item.name == "strategy":
+            changed |= {item.name: value} if isinstance(value, str) else {}
+        elif not math.isnan(number(value)):
+            whole = isinstance(getattr(summary, item.name), int) and math.isfinite(number(value))
+            changed[item.name] = int(number(value)) if whole else number(value)
+    return replace(summary, **changed)
+
+
+def _summary_file(folder: Path) -> Mapping[str, object]:
+    try:
+        said = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def _computed(replicas: Sequence[ReplicaRecord]) -> Summary:
+    """The summary that follows from the events alone."""
+    start = replicas[0].start
+    evaluated = next((r.evaluations.loss for r in replicas if len(r.evaluations.loss)), None)
+    steps = min((int(r.step[-1]) if len(r.step) else 0) for r in replicas)
+    parameters = int(number(start["parameters"])) if math.isfinite(number(start["parameters"])) else 0
+    nbytes = float(np.mean([r.nbytes_sent for r in replicas]))
+    used = [r.compute_utilization for r in replicas if math.isfinite(r.compute_utilization)]
+    return Summary(
+        strategy=str(start["strategy"]),
+        replicas=len(replicas),
+        steps=steps,
+        tokens=sum(int(r.tokens.sum()) for r in replicas),
+        parameters=parameters,
+        eval_loss=float(evaluated[-1]) if evaluated is not None else None,
+        wire_bytes_sent=nbytes,
+        bits_per_parameter_per_step=8 * nbytes / (parameters * steps) if parameters and steps else math.nan,
+        compute_utilization=float(np.mean(used)) if used else math.nan,
+        wall_seconds=max(r.wall_seconds for r in replicas),
+        stall_seconds=float(np.mean([r.stall_seconds for r in replicas])),
+        provenance=_provenance(start),
+    )
+
+
+def _provenance(start: Mapping[str, Any]) -> str:
+    """The word a run deserves that did not live to say it itself: a link with a set rate is a shaped one."""
+    link = start["link"]
+    return "emulated" if isinstance(link, dict) and math.isfinite(number(link.get("bits_per_second"))) else "measured"
+
+
+def _remarks(replicas: Sequence[ReplicaRecord]) -> list[str]:
+    start, remarks = replicas[0].start, []
+    expected = number(start["replicas"])
+    if math.isfinite(expected) and len(replicas) < expected:
+        remarks.append(f"{len(replicas)} of {int(expected)} replicas left an event log.")
+    damaged = sum(replica.damaged for replica in replicas)
+    if damaged:
+        remarks.append(f"{damaged} damaged line{'s were' if damaged > 1 else ' was'} passed over in the event logs.")
+    lost = [lost for replica in replicas for lost in replica.lost]
+    if lost:
+        seconds = sum(item.span.end - item.span.begin for item in lost)
+        remarks.append(
+            f"{sum(item.steps for item in lost)} inner steps ({text_of_seconds(seconds)}, "
+            f"{text_of_nbytes(sum(item.nbytes for item in lost))}), all replicas together, were lost to restarts and "
+            "done again; they are not in the numbers."
+        )
+    return remarks

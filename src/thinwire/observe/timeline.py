@@ -1,0 +1,181 @@
+"""The timeline: what every replica computed, what was in the air meanwhile, and where it had to wait.
+
+Every replica has a row for its own time (inner steps, stalls, outer steps, pauses) and as many below it as it had flights in
+the air at once. Bars beyond a budget are joined with their neighbours, except in the window that is shown first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from thinwire.observe.charts import Chart, Json, View, colour, typical_window
+from thinwire.observe.replicas import Flight, ReplicaRecord, Span
+from thinwire.observe.runs import RunRecord
+from thinwire.observe.units import text_of_nbytes, text_of_seconds
+
+BARS = 6000  # on one timeline
+ROWS = 8  # replicas drawn
+LANES = 4  # rows for the flights of one replica
+
+COMPUTE, STALL, OUTER, PAUSE, LOST = "#8ba6bf", "#d0564a", "#7d5bb5", "#b9b4a8", "#8a8a8a55"
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One bar to be drawn in `row`; `count` events are joined in it."""
+
+    row: int
+    begin: float
+    end: float
+    text: str
+    label: str = ""
+    paint: str = ""
+    count: int = 1
+
+
+def timeline_chart(record: RunRecord) -> Chart:
+    """Rows of bars over time; first shown is `typical_window`."""
+    window = typical_window(record)
+    drawn = record.replicas[:ROWS]
+    kinds: dict[str, list[Bar]] = {name: [] for name in _STYLES}
+    labels: list[str] = []
+    for replica in drawn:
+        lanes = _lanes(replica.flights)
+        for name, bars in _bars(replica, len(labels), lanes).items():
+            kinds[name] += bars
+        labels += [f"replica {replica.replica}"] + ["in the air" if lane == 0 else "" for lane in range(max(lanes, default=0) + 1)]
+    most = BARS // len(kinds)
+    thinned = {name: joined(bars, window, most) for name, bars in kinds.items()}
+    remarks = [_LEGEND]
+    if any(len(thinned[name]) < len(kinds[name]) for name in kinds):
+        remarks.append("Thinned: outside the window shown first, neighbouring bars are joined; hover tells how many.")
+    if len(record.replicas) > ROWS:
+        remarks.append(f"The first {ROWS} of {len(record.replicas)} replicas are drawn.")
+    data = [_bar_trace(name, bars) for name, bars in thinned.items() if bars]
+    y: Json = {"tickvals": list(range(len(labels))), "ticktext": labels, "range": [len(labels) - 0.4, -0.6]}
+    x: Json = {"meta": "seconds", "title": {"text": "time"}, "range": list(window), "autorange": False}
+    layout: Json = {"xaxis": x, "yaxis": y | {"fixedrange": True, "showgrid": False, "zeroline": False}}
+    layout |= {"barmode": "overlay", "dragmode": "pan", "hovermode": "closest", "meta": "timeline"}
+    layout["uniformtext"] = {"minsize": 9, "mode": "hide"}
+    return Chart([View("", data, layout)], 110 + 26 * len(labels), tuple(remarks))
+
+
+_LEGEND = (
+    "Numbers are fragments. Faint: waiting for the link or travelling; full: on the link. "
+    "Drag to move through the whole run."
+)
+
+_STYLES: dict[str, Json] = {
+    "lost, done again": {"color": LOST, "width": 0.92},
+    "inner steps": {"color": COMPUTE, "width": 0.8},
+    "evaluation, checkpoint": {"color": PAUSE, "width": 0.8},
+    "stall": {"color": STALL, "width": 0.8},
+    "outer step": {"color": OUTER, "width": 0.8},
+    "in the air": {"opacity": 0.38, "width": 0.72},
+    "on the link": {"opacity": 0.95, "width": 0.72},
+}
+
+
+def _bars(replica: ReplicaRecord, row: int, lanes: Sequence[int]) -> dict[str, list[Bar]]:
+    steps = zip(replica.begin.tolist(), replica.seconds.tolist(), replica.step.tolist())
+    flights = list(zip(replica.flights, lanes))
+    return {
+        "lost, done again": [
+            _bar(row, lost.span, f"{lost.steps} steps after step {lost.span.step}, done again") for lost in replica.lost
+        ],
+        "inner steps": [Bar(row, begin, end, f"step {step}") for begin, end, step in steps],
+        "evaluation, checkpoint": [_bar(row, span, f"pause after step {span.step}") for span in replica.pauses],
+        "stall": [_bar(row, span, f"waits for fragment {span.fragment} at step {span.step}") for span in replica.stalls],
+        "outer step": [_bar(row, span, f"outer step of fragment {span.fragment}") for span in replica.merges],
+        "in the air": [
+            Bar(row + 1 + lane, f.begin, f.end, _flight_text(f), paint=colour(f.fragment)) for f, lane in flights
+        ],
+        "on the link": [
+            Bar(row + 1 + lane, f.link_begin, f.link_end, _flight_text(f), str(f.fragment), colour(f.fragment))
+            for f, lane in flights
+        ],
+    }
+
+
+def _bar(row: int, span: Span, text: str) -> Bar:
+    return Bar(row, span.begin, span.end, text)
+
+
+def _flight_text(flight: Flight) -> str:
+    return (
+        f"fragment {flight.fragment}, round {flight.round}, left after step {flight.step}<br>{text_of_nbytes(flight.nbytes)}, "
+        f"{text_of_seconds(flight.end - flight.begin)} in the air, "
+        f"{text_of_seconds(flight.link_end - flight.link_begin)} on the link"
+    )
+
+
+def _lanes(flights: Sequence[Flight]) -> list[int]:
+    """A row for every flight, so that those in the air together lie below each other; the last row takes what is left."""
+    free: list[float] = []
+    rows = []
+    for flight in flights:
+        row = next((index for index, time in enumerate(free) if time <= flight.begin), len(free))
+        row = min(row, LANES - 1)
+        if row == len(free):
+            free.append(0.0)
+        free[row] = max(free[row], flight.end)
+        rows.append(row)
+    return rows
+
+
+def joined(bars: Sequence[Bar], window: tuple[float, float], most: int) -> list[Bar]:
+    """At most about `most` bars: those outside `window` joined over ever wider gaps until they are few enough."""
+    if len(bars) <= most:
+        return list(bars)
+    near: Callable[[Bar], bool] = lambda bar: bar.end >= window[0] and bar.begin <= window[1]
+    inside = [bar for bar in bars if near(bar)]
+    outside = sorted((bar for bar in bars if not near(bar)), key=lambda bar: (bar.row, bar.begin))
+    gap, room = 1e-3, max(most - len(inside), most // 4)
+    while len(outside) > room:
+        outside = _across(outside, gap, window)
+        gap *= 2
+    return outside + inside
+
+
+def _across(bars: Sequence[Bar], gap: float, window: tuple[float, float]) -> list[Bar]:
+    out = [bars[0]]
+    for bar in bars[1:]:
+        last = out[-1]
+        split = last.end < window[0] <= bar.begin  # the window lies between them
+        if bar.row != last.row or bar.begin - last.end > gap or split:
+            out.append(bar)
+            continue
+        count = last.count + bar.count
+        paint = last.paint if last.paint == bar.paint else "#8a8a8a" if last.paint else ""
+        out[-1] = Bar(last.row, last.begin, max(last.end, bar.end), last.text, "", paint, count)
+    return out
+
+
+def _bar_trace(name: str, bars: Sequence[Bar]) -> Json:
+    style = _STYLES[name]
+    marker: Json = {"color": [bar.paint for bar in bars] if bars[0].paint else style["color"], "line": {"width": 0}}
+    trace: dict[str, Any] = {
+        "type": "bar",
+        "orientation": "h",
+        "name": name,
+        "y": [bar.row for bar in bars],
+        "base": [round(bar.begin, 5) for bar in bars],
+        "x": [round(max(bar.end - bar.begin, 1e-5), 5) for bar in bars],
+        "width": style["width"],
+        "marker": marker,
+        "opacity": style.get("opacity", 1.0),
+        "customdata": [_hover(bar) for bar in bars],
+        "hovertemplate": "%{customdata}<extra></extra>",
+        "showlegend": "color" in style,
+    }
+    if name == "on the link":
+        trace |= {"text": [bar.label for bar in bars], "textposition": "inside", "insidetextanchor": "middle"}
+        trace |= {"textangle": 0, "insidetextfont": {"color": "#ffffff", "size": 11}}
+    return trace
+
+
+def _hover(bar: Bar) -> str:
+    length = text_of_seconds(bar.end - bar.begin)
+    return f"{bar.text}, {length}" if bar.count == 1 else f"{bar.count} joined for drawing, from {bar.text}; {length}"

@@ -1,0 +1,69 @@
+"""Numbers as people read them: the one place where bytes, rates and seconds become text."""
+
+from __future__ import annotations
+
+import math
+from typing import TypeGuard
+
+NOTHING = "–"  # what stands where no number is known
+
+
+def _scaled(value: float, units: tuple[str, ...], base: float = 1000.0) -> str:
+    index = 0
+    while abs(value) >= base * 0.9995 and index < len(units) - 1:
+        value, index = value / base, index + 1
+    digits = 0 if (index == 0 and value == int(value)) or abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    return f"{value:.{digits}f} {units[index]}".rstrip()
+
+
+def text_of_nbytes(nbytes: float | None) -> str:
+    """Bytes in decimal units, as links are sold: `text_of_nbytes(1_250_000) == "1.25 MB"`."""
+    return _scaled(nbytes, ("B", "kB", "MB", "GB", "TB", "PB")) if known(nbytes) else NOTHING
+
+
+def text_of_rate(bits_per_second: float | None) -> str:
+    """`text_of_rate(20e6) == "20.0 Mbit/s"`."""
+    units = ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s")
+    return _scaled(bits_per_second, units) if known(bits_per_second) else NOTHING
+
+
+def text_of_count(count: float | None) -> str:
+    """Parameters, tokens: `text_of_count(7_100_000) == "7.10 M"`."""
+    return _scaled(count, ("", "k", "M", "B", "T")) if known(count) else NOTHING
+
+
+def text_of_seconds(seconds: float | None) -> str:
+    """`0.0123 -> "12.3 ms"`, `75 -> "1 min 15 s"`, `90061 -> "1 d 1 h"`."""
+    if not known(seconds):
+        return NOTHING
+    if seconds < 0:
+        return "-" + text_of_seconds(-seconds)
+    if seconds < 59.95:
+        return f"{seconds:.1f} s" if seconds >= 1 or seconds == 0 else f"{seconds * 1000:.3g} ms"
+    whole = round(seconds)
+    for size, unit, part, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            return f"{whole // size} {unit} {whole % size // part} {smaller}"
+    return f"{whole} s"
+
+
+def text_of_share(share: float | None) -> str:
+    """`0.953 -> "95.3 %"`."""
+    return f"{share * 100:.1f} %" if known(share) else NOTHING
+
+
+def text_of_bits(bits: float | None) -> str:
+    """Bits per parameter and step, three significant digits: `text_of_bits(0.13463) == "0.135"`."""
+    return f"{bits:.3g}" if known(bits) else NOTHING
+
+
+def text_of_loss(loss: float | None) -> str:
+    """Four digits after the point; a loss that is not finite says so."""
+    if loss is None:
+        return NOTHING
+    return f"{loss:.4f}" if math.isfinite(loss) else str(loss)
+
+
+def known(value: float | None) -> TypeGuard[float]:
+    """Whether there is a finite number."""
+    return value is not None and math.isfinite(value)

@@ -1,0 +1,108 @@
+"""The wire format: a fixed header and a payload whose size is known before it is encoded.
+
+| bytes | field    | meaning                                                          |
+|-------|----------|------------------------------------------------------------------|
+| 4     | magic    | `TWPK`                                                           |
+| 2     | version  | of this format                                                   |
+| 2     | flags    | `REFUSED`: no values inside, drop the round; `STOP`: sender wants to stop |
+| 4     | codec    | CRC-32 of the codec's own text, so that its parameters count too |
+| 4     | sender   | replica                                                          |
+| 4     | fragment | index                                                            |
+| 8     | round    | how often this fragment has departed before                      |
+| 8     | numel    | elements in the delta                                            |
+| 8     | nbytes   | of the payload                                                   |
+| 4     | checksum | CRC-32 of the header with this field zero, then the payload      |
+
+All little-endian, 48 bytes. Bytes from a peer are hostile until `open_packet` has compared every field with what is due; nothing
+is allocated from a length they contain. CRC-32 finds accidents, not forgery: see docs/design.md on open networks.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import PacketError
+
+MAGIC = b"TWPK"
+VERSION = 1
+REFUSED = 1
+STOP = 2
+_LAYOUT = struct.Struct("<4sHHIIIQQQI")
+_CHECKSUM = struct.Struct("<I")
+HEADER_NBYTES = _LAYOUT.size
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a packet says of itself, apart from magic, version and checksum."""
+
+    codec: int
+    sender: int
+    fragment: int
+    round: int
+    numel: int
+    nbytes: int
+    flags: int = 0
+
+
+def identity(codec: object) -> int:
+    """A codec's name on the wire: CRC-32 of its text, parameters included."""
+    return zlib.crc32(repr(codec).encode())
+
+
+def payload(packet: Tensor) -> Tensor:
+    """The bytes behind the header, as a view."""
+    return packet[HEADER_NBYTES:]
+
+
+def seal(packet: Tensor, header: Header) -> None:
+    """Write `header` and the checksum in front of the payload that `packet` already holds."""
+    view = packet.numpy().data
+    _LAYOUT.pack_into(
+        view, 0, MAGIC, VERSION, header.flags, header.codec, header.sender, header.fragment,
+        header.round, header.numel, header.nbytes, 0,
+    )  # fmt: skip
+    _CHECKSUM.pack_into(view, HEADER_NBYTES - _CHECKSUM.size, zlib.crc32(view))
+
+
+def open_packet(packet: Tensor, due: Header) -> int:
+    """Compare `packet` with the one that is `due` (its flags aside) and return its flags.
+
+    Raises `PacketError` naming the first field that differs. Reads only `packet`, allocates nothing.
+    """
+    sender = due.sender
+    if packet.numel() != HEADER_NBYTES + due.nbytes:
+        raise PacketError(
+            f"replica {sender} sent {packet.numel()} bytes, {HEADER_NBYTES + due.nbytes} were due. "
+            "Do all replicas run the same strategy?"
+        )
+    view = packet.numpy().data
+    magic, version, flags, *fields, checksum = _LAYOUT.unpack_from(view)
+    if magic != MAGIC or version != VERSION:
+        raise PacketError(
+            f"replica {sender} sent magic {magic!r} version {version}, {MAGIC!r} version {VERSION} is needed. "
+            "Run the same version of Thinwire on every replica."
+        )
+    body = zlib.crc32(view[HEADER_NBYTES:], zlib.crc32(bytes(4), zlib.crc32(view[: HEADER_NBYTES - 4])))
+    if checksum != body:
+        raise PacketError(f"the packet of replica {sender} is damaged: checksum {checksum:08x}, computed {body:08x}.")
+    names = ("codec", "sender", "fragment", "round", "numel", "nbytes")
+    for name, got in zip(names, fields):
+        if got != getattr(due, name):
+            raise PacketError(
+                f"replica {sender} sent {name} {got}, {getattr(due, name)} was due. "
+                "Do all replicas run the same strategy from the same step?"
+            )
+    if flags & ~(REFUSED | STOP):
+        raise PacketError(f"replica {sender} sent unknown flags {flags:#x}; run the same version everywhere.")
+    return int(flags)
+
+
+def empty_packet(nbytes: int) -> Tensor:
+    """Room for a packet with a payload of `nbytes`."""
+    return torch.empty(HEADER_NBYTES + nbytes, dtype=torch.uint8)

@@ -1,0 +1,431 @@
+"""One replica: the only room that knows the order of things.
+
+After inner step t: the fragments that are due depart (snapshot, delta, launch); the flights that are due land (outer step, merge). Everything between is
+in `flight.py`, beside training.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from thinwire.codecs import Identity
+from thinwire.contact import agree_on_start, digest, introduce
+from thinwire.errors import CheckpointError, DisagreementError, ModelError
+from thinwire.flight import Crew, Flight, Landed
+from thinwire.group.base import Group, gather
+from thinwire.merge import Eager, Mix
+from thinwire.outer import Average, State
+from thinwire.partition import Fragment, local, trainable
+from thinwire.strategy import Gradients, Strategy
+
+Settle = Callable[[Tensor], tuple[Tensor, State]]
+
+
+class Observer(Protocol):
+    def __call__(self, event: str, step: int, **fields: Any) -> None: ...
+
+
+def _silent(event: str, step: int, **fields: Any) -> None:
+    """Observe nothing."""
+
+
+@dataclass
+class _Piece:
+    """A fragment and what this replica remembers of it."""
+
+    fragment: Fragment
+    index: int
+    anchor: Tensor  # flat fp32; replaced, never changed in place
+    state: State
+    rounds: int = 0
+    flight: Flight | None = None
+    # eager updates only: what this replica is ahead of the anchor
+    deviation: Tensor | None = None
+    deviation_state: State = field(default_factory=dict)
+    own: Tensor | None = None  # the own delta that is in the air
+
+    @property
+    def base(self) -> Tensor:
+        """Where the fragment's inner steps started."""
+        return self.anchor if self.deviation is None else self.anchor + self.deviation
+
+    def slices(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each parameter's local part with its slice of `flat`, in the same shape."""
+        begin = 0
+        for _, parameter in self.fragment.parameters:
+            part = local(parameter.detach())
+            yield part, flat[begin : begin + part.numel()].view(part.shape)
+            begin += part.numel()
+
+
+class Replica:
+    """Attach a strategy to a model, its optimizer and a group; the training loop stays as it is.
+
+    ```python
+    with Replica(streaming_diloco(every=100, delay=5), model, optimizer, group):
+        for batch in data:
+            model(batch).loss.backward()
+            optimizer.step()          # counts an inner step; departures and landings happen here
+            optimizer.zero_grad()
+    ```
+
+    On entry the replicas compare code, strategy and model, and all start from replica 0's weights if theirs differ. On a clean exit
+    what is in the air lands, one last round carries what was trained since, and the model holds the outer weights (the anchors).
+
+    *Every replica must take the same number of inner steps*: one call of `optimizer.step` is one. Gradient accumulation, closures and
+    schedulers need nothing; a loop that wants to skip an update calls `step` with gradients set to None.
+
+    Parameters: frozen ones are left alone, tied ones travel once, any floating dtype is exchanged as fp32 and written back in its own. Buffers stay local.
+    Inner optimizer state is local and never reset (as in the paper). Parameters sharded by FSDP2 (`fully_shard`) are exchanged shard by shard:
+    `group` joins a rank with its twins in the other replicas, `site` the ranks of this replica. FSDP1, DDP and GradScaler (which skips steps)
+    are not supported.
+
+    Cost: 4 bytes a parameter for the anchor, 4 for Nesterov momentum, 4 a parameter in the air. The main thread pays for a snapshot
+    at departure and a merge at landing, and waits there if the flight is late.
+
+    `observer(event, step, **fields)` hears depart, flight, land, refused and warning events; times are `clock()`'s.
+    Raises `ModelError` (nothing trainable; an optimizer that does not hold the parameters), `DisagreementError`, `LinkError`.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        group: Group,
+        *,
+        site: Group | None = None,
+        observer: Observer = _silent,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.strategy, self.model, self.optimizer, self.group = strategy, model, optimizer, group
+        self.step = 0
+        self.stopping = False
+        self.stall_seconds = 0.0
+        self.seconds = 0.0  # spent by the main thread in departures and landings, stalls included
+        self._observe, self._clock = observer, clock
+        _check_optimizer(model, optimizer)
+        fragments = strategy.partition.fragments(model)
+        introduce(group, strategy, fragments)
+        self._gradients_exchanged = False
+        self._crew = Crew(strategy, group, site, clock)
+        self._pieces = [self._piece(fragment, index) for index, fragment in enumerate(fragments)]
+        if agree_on_start(group, [piece.anchor for piece in self._pieces]):
+            self._observe("warning", 0, message="replicas began with different weights; all start from replica 0's")
+        self._load_anchors()
+        hooks = [optimizer.register_step_post_hook(lambda *_: self._after_inner_step())]
+        if isinstance(strategy.signal, Gradients):
+            hooks.append(optimizer.register_step_pre_hook(lambda *_: self.exchange_gradients()))
+        self._hooks = hooks
+
+    # ---- what a training loop may ask
+
+    @property
+    def fragments(self) -> list[Fragment]:
+        return [piece.fragment for piece in self._pieces]
+
+    @property
+    def in_flight(self) -> list[int]:
+        """Indices of the fragments that are in the air."""
+        return [piece.index for piece in self._pieces if piece.flight]
+
+    def request_stop(self) -> None:
+        """Ask all replicas to stop at the same step: `stopping` becomes true on all of them at the next landing."""
+        self._crew.stop_requested = True
+
+    @torch.no_grad()
+    def exchange_gradients(self) -> None:
+        """With `Gradients`: replace every gradient by the mean of all replicas' (fp32, in rank order), in place.
+
+        Runs by itself before the optimizer's step; call it earlier where the mean is needed earlier, as before clipping. If any replica's
+        gradient is not finite, all gradients become None on all replicas and the step changes nothing.
+        """
+        if self._gradients_exchanged or not isinstance(self.strategy.signal, Gradients):
+            return
+        began = self._clock()
+        self._gradients_exchanged = True
+        for piece in self._pieces:
+            gradients = [_gradient(parameter) for _, parameter in piece.fragment.parameters]
+            self._depart(piece, torch.cat([g.reshape(-1).float() for g in gradients]), lambda estimate: (estimate, {}))
+            landed = self._await(piece)
+            if landed.anchor is None:
+                for _, parameter in piece.fragment.parameters:
+                    parameter.grad = None
+            else:
+                for gradient, (_, mean) in zip(gradients, piece.slices(landed.anchor)):
+                    gradient.copy_(mean)
+        self.seconds += self._clock() - began
+
+    def anchors(self) -> list[Tensor]:
+        """The outer weights, flat and in fp32, a tensor a fragment (with `Gradients`: the parameters, which are equal everywhere)."""
+        exchanges_gradients = isinstance(self.strategy.signal, Gradients)
+        return [self._snapshot(piece) if exchanges_gradients else piece.anchor for piece in self._pieces]
+
+    @contextmanager
+    def anchored(self) -> Iterator[None]:
+        """Within: the model holds the outer weights, for evaluation. After: the replica's own again, bit for bit."""
+        own = [(part, part.clone()) for piece in self._pieces for part, _ in piece.slices(piece.anchor)]
+        self._load_anchors()
+        try:
+            yield
+        finally:
+            for part, kept in own:
+                part.copy_(kept)
+
+    def export(self) -> dict[str, Tensor]:
+        """The model's state dict with the outer weights (whole tensors, on the CPU). With FSDP all ranks of a site must call it."""
+        with self.anchored():
+            return {
+                name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu().clone()
+                for name, value in self.model.state_dict().items()
+            }
+
+    def finish(self) -> None:
+        """Land what is in the air, exchange what was trained since, and leave the outer weights in the model."""
+        if not isinstance(self.strategy.signal, Gradients):
+            for piece in sorted(
+                (p for p in self._pieces if p.flight), key=lambda p: (p.flight.departed if p.flight else 0, p.index)
+            ):
+                self._land(piece)
+            for piece in self._pieces:
+                self._depart_delta(piece)
+            for piece in self._pieces:
+                self._land(piece)
+        self._load_anchors()
+        self.close()
+
+    def close(self) -> None:
+        """Detach from the optimizer and end the exchange threads. The group stays open; it is the caller's."""
+        for hook in self._hooks:
+            hook.remove()
+        self._crew.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.finish()
+        self.close()
+
+    # ---- the order of things
+
+    def _after_inner_step(self) -> None:
+        began = self._clock()
+        self.step += 1
+        self._gradients_exchanged = False
+        if not isinstance(self.strategy.signal, Gradients):
+            for index in self.strategy.schedule.departs(self.step, len(self._pieces)):
+                self._depart_delta(self._pieces[index])
+            for piece in self._pieces:
+                if piece.flight and piece.flight.departed + self.strategy.schedule.delay == self.step:
+                    self._land(piece)
+        self.seconds += self._clock() - began
+
+    @torch.no_grad()
+    def _depart_delta(self, piece: _Piece) -> None:
+        """Snapshot the fragment, form its delta and let it fly."""
+        began = self._clock()
+        snapshot = self._snapshot(piece)
+        delta = piece.base - snapshot
+        if isinstance(self.strategy.merge, Eager):
+            delta = self._step_eagerly(piece, delta)
+        anchor, state, outer = piece.anchor, piece.state, self.strategy.outer
+        if self.group.size == 1 and outer == Average() and self.strategy.codec == Identity():
+            # One replica that averages with itself is the inner optimizer alone, exactly (law 2): anchor − (anchor − θ) would round.
+            self._depart(piece, delta, lambda estimate: (snapshot, state), began)
+        else:
+            self._depart(piece, delta, lambda estimate: outer.step(anchor, estimate.to(anchor.device), state), began)
+
+    def _depart(self, piece: _Piece, delta: Tensor, settle: Settle, began: float | None = None) -> None:
+        began = self._clock() if began is None else began
+        piece.flight = flight = self._crew.launch(delta, piece.index, piece.rounds, self.step, settle)
+        piece.rounds += 1
+        fields = {"fragment": piece.index, "round": flight.number, "nbytes": flight.nbytes}
+        self._observe("depart", self.step, **fields, seconds_spent=self._clock() - began)
+
+    def _await(self, piece: _Piece) -> Landed:
+        """Wait for the fragment's flight and report it. A round that was refused says so."""
+        flight = piece.flight
+        assert flight is not None
+        began = self._clock()
+        landed = flight.arrival.result()
+        stall = self._clock() - began
+        self.stall_seconds += stall
+        piece.flight = None
+        self.stopping |= landed.stop
+        fields = {"fragment": piece.index, "round": flight.number}
+        self._observe(
+            "flight", self.step, **fields, begin=landed.begin, end=landed.end,
+            queued_seconds=landed.queued_seconds, transfer_seconds=landed.transfer_seconds,
+        )  # fmt: skip
+        if landed.anchor is None:
+            reason = "NaN or infinity in the delta" if landed.refused_by else "the anchor would not be finite"
+            self._observe("refused", self.step, **fields, by=list(landed.refused_by), reason=reason)
+        self._observe(
+            "land", self.step, **fields, begin=began, stall_seconds=stall, seconds_spent=self._clock() - began - stall
+        )
+        return landed
+
+    @torch.no_grad()
+    def _land(self, piece: _Piece) -> None:
+        """Take over what the flight brought. A refused round changes nothing: the delta is still in the parameters."""
+        landed = self._await(piece)
+        if landed.anchor is not None:
+            piece.anchor, piece.state = landed.anchor, landed.state
+            if isinstance(self.strategy.merge, Mix):
+                for part, slice_ in piece.slices(piece.anchor):
+                    self.strategy.merge.into(part, slice_.to(part.device))
+        elif self.group.rank in landed.refused_by:
+            self._start_again()
+
+    def _step_eagerly(self, piece: _Piece, delta: Tensor) -> Tensor:
+        """Land the previous round, count the own new delta at once, and return what departs (see `Eager`)."""
+        outer, share = self.strategy.outer, 1 / self.group.size
+        if piece.deviation is None or piece.own is None:
+            piece.deviation = torch.zeros_like(piece.anchor)
+            piece.deviation_state, piece.own = outer.init(piece.deviation), torch.zeros_like(piece.anchor)
+        if piece.flight:
+            before = piece.anchor
+            self._land(piece)
+            if piece.own is None:  # this replica started again from the anchors
+                return self._step_eagerly(piece, torch.zeros_like(delta))
+            if piece.anchor is before:  # dropped: what was in the air departs again
+                delta = delta + piece.own
+        fresh = (delta - piece.own) * share
+        piece.deviation, piece.deviation_state = outer.step(piece.deviation, fresh, piece.deviation_state)
+        piece.own = delta
+        for part, slice_ in piece.slices(piece.base):
+            part.copy_(slice_)
+        return delta
+
+    @torch.no_grad()
+    def _start_again(self) -> None:
+        """This replica's own values are not finite: go back to the anchors, and clear what is not finite in the inner optimizer."""
+        self._observe(
+            "warning", self.step, message="this replica's weights were not finite; it starts again from the anchors"
+        )
+        for piece in self._pieces:
+            piece.deviation = piece.own = None
+        self._load_anchors()
+        for state in self.optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    local(value).nan_to_num_(0.0, 0.0, 0.0)
+
+    # ---- weights in and out
+
+    def _piece(self, fragment: Fragment, index: int) -> _Piece:
+        parts = [local(p.detach()) for _, p in fragment.parameters]
+        device = torch.device("cpu") if self.strategy.anchors == "host" else parts[0].device
+        anchor = torch.cat([part.reshape(-1).to(device, torch.float32) for part in parts])
+        return _Piece(fragment, index, anchor, self.strategy.outer.init(anchor))
+
+    @torch.no_grad()
+    def _snapshot(self, piece: _Piece) -> Tensor:
+        """The fragment's own parameters, flat, in fp32, where the anchors live."""
+        flat = torch.empty_like(piece.anchor)
+        for part, into in piece.slices(flat):
+            into.copy_(part)
+        return flat
+
+    @torch.no_grad()
+    def _load_anchors(self) -> None:
+        if not isinstance(self.strategy.signal, Gradients) or self.step == 0:
+            for piece in self._pieces:
+                for part, slice_ in piece.slices(piece.anchor):
+                    part.copy_(slice_)
+
+    # ---- to be saved and to go on
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """All that this replica needs beside model and inner optimizer to go on bit for bit: tensors, and facts for JSON.
+
+        Flights in the air are kept as the deltas that departed; they depart again, with the same bytes, when loaded. Nothing waits.
+        """
+        tensors: dict[str, Tensor] = {}
+        facts: dict[str, Any] = {"step": self.step, "rounds": [piece.rounds for piece in self._pieces], "flights": {}}
+        for piece in self._pieces:
+            named = {"anchor": piece.anchor, "deviation": piece.deviation, "own": piece.own}
+            named |= {f"outer.{name}": value for name, value in piece.state.items()}
+            named |= {f"deviation_outer.{name}": value for name, value in piece.deviation_state.items()}
+            if piece.flight:
+                named["delta"] = piece.flight.delta
+                facts["flights"][str(piece.index)] = [piece.flight.number, piece.flight.departed]
+            tensors |= {f"{piece.index}.{name}": value for name, value in named.items() if value is not None}
+        return tensors, facts
+
+    def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """Go on from `state()`; model and inner optimizer are the caller's. Collective: all replicas must load the same step.
+
+        Raises `CheckpointError` (made for another model or strategy), `DisagreementError` (replicas loaded different anchors).
+        """
+        if len(facts["rounds"]) != len(self._pieces):
+            raise CheckpointError(
+                f"the checkpoint has {len(facts['rounds'])} fragments, this strategy makes {len(self._pieces)}; resume with the run's own strategy."
+            )
+        self.step = facts["step"]
+        for piece in self._pieces:
+            self._load_piece(
+                piece, {n.split(".", 1)[1]: t for n, t in tensors.items() if n.split(".", 1)[0] == str(piece.index)}
+            )
+            piece.rounds = facts["rounds"][piece.index]
+        told = gather(self.group, self.step.to_bytes(8, "little") + digest(self.anchors()), 24, "resume")
+        for rank, text in enumerate(told):
+            if text != told[0]:
+                step = int.from_bytes(text[:8], "little")
+                raise DisagreementError(
+                    f"replica {rank} resumes at step {step} with other anchors than replica 0; choose one step for all."
+                )
+        flights = sorted((departed, int(index), number) for index, (number, departed) in facts["flights"].items())
+        for departed, index, number in flights:
+            piece, outer = self._pieces[index], self.strategy.outer
+            anchor, state = piece.anchor, piece.state
+
+            def settle(estimate: Tensor, anchor: Tensor = anchor, state: State = state) -> tuple[Tensor, State]:
+                return outer.step(anchor, estimate.to(anchor.device), state)
+
+            piece.flight = self._crew.launch(
+                tensors[f"{index}.delta"].to(anchor.device), index, number, departed, settle
+            )
+
+    def _load_piece(self, piece: _Piece, named: Mapping[str, Tensor]) -> None:
+        if named["anchor"].numel() != piece.anchor.numel():
+            raise CheckpointError(
+                f"fragment {piece.fragment.name!r} has {named['anchor'].numel()} elements in the checkpoint, {piece.anchor.numel()} in this model; "
+                "resume with the run's own model."
+            )
+        on_device = {name: tensor.to(piece.anchor.device) for name, tensor in named.items()}
+        piece.anchor = on_device["anchor"]
+        piece.deviation, piece.own = on_device.get("deviation"), on_device.get("own")
+        piece.state = {n.removeprefix("outer."): t for n, t in on_device.items() if n.startswith("outer.")}
+        prefix = "deviation_outer."
+        piece.deviation_state = {n.removeprefix(prefix): t for n, t in on_device.items() if n.startswith(prefix)}
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """This rank's part of the gradient; one that is missing is made, as zeros."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return local(parameter.grad)
+
+
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [name for name, parameter in trainable(model) if id(parameter) not in held]
+    if missing:
+        raise ModelError(
+            f"the optimizer does not hold {len(missing)} of the model's trainable parameters ({', '.join(missing[:3])}"
+            f"{', …' if len(missing) > 3 else ''}); make it from this model's parameters, or freeze them (requires_grad_(False))."
+        )

@@ -1,0 +1,156 @@
+"""The composition: which pieces make a method. A frozen value that validates itself, prints, and is read back from what it prints."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from thinwire.codecs import E3M0, Cast, Codec, Identity
+from thinwire.errors import ConfigurationError
+from thinwire.exchange import Direct, Exchange
+from thinwire.merge import Eager, Mix
+from thinwire.outer import Average, Nesterov, Outer
+from thinwire.partition import BySize, Partition, Sequential, Strided, Whole
+from thinwire.schedule import Every, Schedule, Staggered
+
+
+@dataclass(frozen=True)
+class Deltas:
+    """What is exchanged: anchor − parameters, after inner steps."""
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What is exchanged: the gradient, before every inner step. Parameters stay equal by themselves, so there are no anchors to keep."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """A method of low-communication training as a composition of pieces.
+
+    `anchors` says where anchors and outer state live: in "host" memory or on the model's "device".
+
+    A combination that cannot work raises `ConfigurationError` when it is made. `repr` is Python that makes the same value again;
+    `parse` reads it without running code.
+
+    >>> s = Strategy(schedule=Staggered(every=30, delay=5), partition=Strided(4), codec=E3M0(), outer=Nesterov())
+    >>> parse(repr(s)) == s
+    True
+    """
+
+    schedule: Schedule = Every(1)
+    partition: Partition = Whole()
+    codec: Codec = Identity()
+    exchange: Exchange = Direct()
+    outer: Outer = Average()
+    merge: Mix | Eager = Mix()
+    signal: Deltas | Gradients = Deltas()
+    anchors: Literal["host", "device"] = "host"
+
+    def __post_init__(self) -> None:
+        protocols = {"schedule": Schedule, "partition": Partition, "codec": Codec, "exchange": Exchange, "outer": Outer}
+        for name, protocol in protocols.items():
+            if not isinstance(getattr(self, name), protocol):
+                raise ConfigurationError(
+                    f"{name}={getattr(self, name)!r}: a {protocol.__name__} is needed; see docs/strategies.md."
+                )
+        if not isinstance(self.merge, Mix | Eager):
+            raise ConfigurationError(f"merge={self.merge!r}: Mix(alpha) or Eager() is needed.")
+        if self.anchors not in ("host", "device"):
+            raise ConfigurationError(f"anchors={self.anchors!r}: 'host' or 'device' is needed.")
+        every, delay = self.schedule.every, self.schedule.delay
+        if isinstance(self.merge, Eager):
+            if delay != every:
+                raise ConfigurationError(
+                    f"Eager() with delay={delay}, every={every}: an eager round takes a whole period; choose delay={every}."
+                )
+            if not self.outer.linear:
+                raise ConfigurationError(
+                    f"Eager() with {self.outer!r}: a linear outer step is needed; choose Nesterov or Average."
+                )
+        elif delay >= every:
+            raise ConfigurationError(
+                f"delay={delay} with every={every}: 0 <= delay < every is needed, so at most {every - 1}; "
+                "for a whole period of delay choose eager updates."
+            )
+        if isinstance(self.signal, Gradients) and (self.schedule, self.outer, self.merge) != (
+            Every(1),
+            Average(),
+            Mix(),
+        ):
+            raise ConfigurationError(
+                f"Gradients() with {self.schedule!r}, {self.outer!r}, {self.merge!r}: gradients are exchanged at every step, and the inner "
+                "optimizer is the outer one; leave schedule, outer and merge at Every(1), Average() and Mix()."
+            )
+
+    def nbytes_per_period(self, numels: list[int], size: int) -> int:
+        """Bytes one replica of `size` sends in one period of `every` inner steps, for fragments of `numels` elements. Predicted = counted."""
+        return sum(self.exchange.nbytes_sent(self.codec, numel, size) for numel in numels)
+
+    def describe(self, model: nn.Module, size: int) -> str:
+        """What this strategy does to `model` among `size` replicas, in a few lines, with predicted bytes."""
+        fragments = self.partition.fragments(model)
+        numels = [fragment.numel for fragment in fragments]
+        nbytes = self.nbytes_per_period(numels, size)
+        bits = 8 * nbytes / max(1, sum(numels)) / self.schedule.every
+        lines = [
+            f"{len(fragments)} fragment(s), {sum(numels):,} parameters, exchanged every {self.schedule.every} inner steps, "
+            f"{self.schedule.delay} of them in the air",
+            f"{nbytes:,} bytes sent per replica and period: {bits:.4g} bits per parameter and step (predicted)",
+        ]
+        return "\n".join(lines + [f"  {f.name}: {f.numel:,} parameters" for f in fragments])
+
+
+PIECES: dict[str, Callable[..., Any]] = {
+    piece.__name__: piece
+    for piece in (
+        *(
+            Strategy,
+            Every,
+            Staggered,
+            Whole,
+            Strided,
+            Sequential,
+            BySize,
+            Identity,
+            Cast,
+            E3M0,
+            Direct,
+            Average,
+            Nesterov,
+        ),
+        *(Mix, Eager, Deltas, Gradients),
+    )
+}
+
+
+def parse(text: str, names: Mapping[str, Callable[..., Any]] = PIECES) -> Any:
+    """Make the value that `text` describes, such as `E3M0(block=64)` or `E3M0`: calls of `names` with literals, nothing else.
+
+    Raises `ConfigurationError` with the text and what can be written there.
+    """
+
+    def value(node: ast.expr) -> Any:
+        if isinstance(node, ast.Name):
+            node = ast.Call(node, [], [])
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            if node.func.id not in names:
+                raise ConfigurationError(
+                    f"{node.func.id!r} in {text!r} is not known; choose from {', '.join(sorted(names))}."
+                )
+            keywords = {keyword.arg or "**": value(keyword.value) for keyword in node.keywords}
+            return names[node.func.id](*map(value, node.args), **keywords)
+        return ast.literal_eval(node)
+
+    try:
+        return value(ast.parse(text.strip(), mode="eval").body)
+    except ConfigurationError:
+        raise
+    except (SyntaxError, ValueError, TypeError) as error:
+        raise ConfigurationError(
+            f"cannot read {text!r} ({error}); write a name with arguments, such as E3M0(block=64)."
+        ) from None

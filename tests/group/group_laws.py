@@ -1,0 +1,272 @@
+"""What every carrier must do: each law is one function that all replicas run at once, on a fresh group.
+
+`run_processes` runs a function in real processes joined by gloo on loopback.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.errors import LinkError
+from thinwire.group import (
+    CountedGroup,
+    Group,
+    Ledger,
+    Link,
+    LinkedGroup,
+    TorchGroup,
+    gather,
+    start_torch,
+)
+from thinwire.group.base import TAGS
+
+Law = Callable[[Group], None]
+TIMEOUT = 20.0  # far beyond what any law needs: it ends a hang
+
+
+def message(source: int, destination: int, what: int, nbytes: int) -> Tensor:
+    """Bytes that differ for every sender, receiver and purpose."""
+    seed = 100 * source + 10 * destination + 7 * what + 1
+    return ((torch.arange(nbytes) * (2 * seed + 1) + seed) % 251).to(torch.uint8)
+
+
+def peers(group: Group) -> list[int]:
+    return [peer for peer in range(group.size) if peer != group.rank]
+
+
+class Exchange:
+    """Everybody sends `nbytes` to everybody; `check` waits and compares."""
+
+    def __init__(self, group: Group, tag: int, what: int, nbytes: int, purpose: str = "packet") -> None:
+        self.group, self.what = group, what
+        self.buffers = {peer: torch.zeros(nbytes, dtype=torch.uint8) for peer in peers(group)}
+        sent = {peer: message(group.rank, peer, what, nbytes) for peer in peers(group)}
+        self.sent = sent
+        self.transfer = group.post(tag, sent, self.buffers, purpose)
+
+    def check(self) -> None:
+        self.transfer.wait()
+        for peer, buffer in self.buffers.items():
+            assert torch.equal(buffer, message(peer, self.group.rank, self.what, buffer.numel()))
+
+
+def order_within_a_tag(group: Group) -> None:
+    """Messages of a pair under one tag are matched in posting order, however one waits."""
+    for exchange in reversed([Exchange(group, 3, what, 1000) for what in range(6)]):
+        exchange.check()
+
+
+def many_open_posts(group: Group) -> None:
+    exchanges = [Exchange(group, tag, tag, 100 + tag) for tag in range(40)]
+    random.Random(group.rank).shuffle(exchanges)
+    for exchange in exchanges:
+        exchange.check()
+
+
+def two_threads(group: Group) -> None:
+    failures: list[BaseException] = []
+
+    def run(tag: int) -> None:
+        try:
+            for what in range(25):
+                Exchange(group, tag, what, 1 + 997 * ((what * tag) % 60)).check()
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=run, args=(tag,)) for tag in (5, 6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+
+
+def any_size(group: Group) -> None:
+    for what, nbytes in enumerate((0, 1, 7, 65_537, 0, 5_000_000)):
+        Exchange(group, 0, what, nbytes).check()
+
+
+def buffers_are_free_after_wait(group: Group) -> None:
+    """What is sent is what was there at the post; a transfer can be waited for again."""
+    first = Exchange(group, 1, 1, 200_000)
+    first.check()
+    for sent in first.sent.values():
+        sent.zero_()
+    second = Exchange(group, 1, 2, 200_000)
+    second.check()
+    first.check()
+
+
+def one_way(group: Group) -> None:
+    """Each replica sends only to the next: no message is due in the other direction."""
+    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    if group.size == 1:
+        group.post(2, {}, {}).wait()
+        return
+    buffer = torch.zeros(500, dtype=torch.uint8)
+    group.post(2, {after: message(group.rank, after, 0, 500)}, {before: buffer}).wait()
+    assert torch.equal(buffer, message(before, group.rank, 0, 500))
+
+
+def gathered(group: Group) -> None:
+    payloads = [bytes([rank]) * (1000 * rank) for rank in range(group.size)]  # the first is empty
+    for _ in range(2):
+        assert gather(group, payloads[group.rank], 3000, "vote") == payloads
+
+
+def lying_length(group: Group) -> None:
+    """An announced length beyond the limit is refused before anything is allocated."""
+    if group.rank == 0:
+        length = torch.frombuffer(bytearray((1 << 60).to_bytes(8, "little")), dtype=torch.uint8)
+        lengths = {peer: torch.zeros(8, dtype=torch.uint8) for peer in peers(group)}
+        group.post(TAGS, {peer: length for peer in peers(group)}, lengths).wait()
+        return
+    with pytest.raises(LinkError, match=r"replica 0 announces 1152921504606846976 bytes, at most 100"):
+        gather(group, b"", 100, "vote")
+
+
+def close_wakes_everybody(group: Group) -> None:
+    if group.rank > 0:
+        with pytest.raises(LinkError, match="replica 0"):
+            group.post(4, {}, {0: torch.zeros(9, dtype=torch.uint8)}).wait()
+        return
+    told: list[str] = []
+
+    def wait(peer: int) -> None:
+        with pytest.raises(LinkError) as caught:
+            group.post(5, {}, {peer: torch.zeros(9, dtype=torch.uint8)}).wait()
+        told.append(str(caught.value))
+
+    threads = [threading.Thread(target=wait, args=(peer,)) for peer in peers(group)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)  # most likely they wait by now; the law holds either way
+    group.close()
+    for thread in threads:
+        thread.join()
+    # a peer that left because of this close may be what is told instead
+    assert len(told) == group.size - 1 and all("closed" in text or "has left" in text for text in told)
+    with pytest.raises(LinkError, match="is closed"):
+        group.post(4, {}, {})
+    group.close()
+
+
+def last_message_arrives(group: Group) -> None:
+    """What was waited for has been sent: to leave at once takes nothing away from the others."""
+    Exchange(group, 0, 0, 2_000_000).check()
+    group.close()
+
+
+def ledgers_agree(group: Group) -> None:
+    """What one end counts as sent, the other counts as received, and both are what was posted."""
+    ledger = Ledger()
+    counted = CountedGroup(group, ledger)
+    for what, nbytes in enumerate((0, 1, 1000, 70_000)):
+        Exchange(counted, what, what, nbytes, "packet").check()
+    Exchange(counted, 9, 9, 64, "vote").check()
+    assert ledger.sent() == ledger.received() == (group.size - 1) * 71_065
+    assert ledger.sent("vote") == (group.size - 1) * 64
+    reports = [json.loads(text) for text in gather(group, json.dumps(ledger.as_dict()).encode(), 10_000, "vote")]
+    for peer in peers(group):
+        for purpose, due in (("packet", {"nbytes": 71_001, "messages": 3}), ("vote", {"nbytes": 64, "messages": 1})):
+            assert reports[group.rank]["sent"][purpose][str(peer)] == due
+            assert reports[peer]["received"][purpose][str(group.rank)] == due
+
+
+LAWS: dict[str, Law] = {
+    law.__name__: law
+    for law in (
+        order_within_a_tag,
+        many_open_posts,
+        two_threads,
+        any_size,
+        buffers_are_free_after_wait,
+        one_way,
+        gathered,
+        lying_length,
+        close_wakes_everybody,
+        last_message_arrives,
+        ledgers_agree,
+    )
+}
+WRAPPERS: dict[str, Callable[[Group], Group]] = {
+    "bare": lambda group: group,
+    "counted": lambda group: CountedGroup(group, Ledger()),
+    "linked": lambda group: LinkedGroup(group, Link(4e9, 1e-3)),
+    "linked-counted": lambda group: LinkedGroup(CountedGroup(group, Ledger()), Link(4e9, 1e-3)),
+}
+CASES = [f"{law}-{wrapper}-{size}" for law in LAWS for wrapper in WRAPPERS for size in (1, 2, 3, 4)]
+
+
+def run_case(case: str, group: Group) -> None:
+    law, wrapper, _ = (case.replace("linked-counted", "linked+counted")).split("-")
+    wrapped = WRAPPERS[wrapper.replace("+", "-")](group)
+    try:
+        LAWS[law](wrapped)
+    finally:
+        wrapped.close()
+
+
+def all_laws(rank: int, size: int) -> dict[str, str]:
+    """Run every case on gloo; those that failed here."""
+    failures = {}
+    for case in CASES:
+        members = list(range(int(case[-1])))
+        process_group = dist.new_group(members)
+        if rank in members:
+            try:
+                run_case(case, TorchGroup(process_group, TIMEOUT))
+            except BaseException:
+                failures[case] = f"replica {rank}: {traceback.format_exc()}"
+    return failures
+
+
+def _process(fn: Callable[[int, int], Any], rank: int, size: int, port: int, folder: str, timeout: float) -> None:
+    torch.set_num_threads(1)
+    start_torch(rank, size, "127.0.0.1", port, timeout)
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(fn(rank, size)))
+    # Not destroy_process_group: a process whose group is dead must be able to end, too.
+    os._exit(0)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def run_processes(
+    fn: Callable[[int, int], Any], size: int, folder: Path, timeout: float = TIMEOUT, limit: float = 120.0
+) -> list[Any]:
+    """`fn(rank, size)` in `size` processes; their results, None for one that died. Ends within `limit` seconds."""
+    context = multiprocessing.get_context("forkserver")  # torch is loaded once, not in each process
+    context.set_forkserver_preload(["group_laws"])
+    port = free_port()
+    processes = [
+        context.Process(target=_process, args=(fn, rank, size, port, str(folder), timeout), daemon=True)
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    end = time.monotonic() + limit
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+        process.kill()
+    files = [folder / f"{rank}.json" for rank in range(size)]
+    return [json.loads(file.read_text()) if file.exists() else None for file in files]

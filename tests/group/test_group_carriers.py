@@ -1,0 +1,26 @@
+"""Every carrier, bare and wrapped, under every law."""
+
+from __future__ import annotations
+
+import pytest
+from group_laws import CASES, TIMEOUT, all_laws, run_case, run_processes
+
+from thinwire.group import run_threads
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_threads(case):
+    run_threads(int(case[-1]), lambda group: run_case(case, group), TIMEOUT)
+
+
+@pytest.fixture(scope="module")
+def gloo(tmp_path_factory):
+    """The failures of all cases on each of four processes, run once."""
+    return run_processes(all_laws, 4, tmp_path_factory.mktemp("gloo"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gloo(case, gloo):
+    assert None not in gloo, "a process died or hung"
+    failures = [failures[case] for failures in gloo if case in failures]
+    assert not failures, "\n".join(failures)
