@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,45 +21,39 @@ _LIMIT = 1 << 24  # bytes of one replica's introduction; a million tensors' name
 
 
 def introduce(group: Group, strategy: Strategy, fragments: Sequence[Fragment]) -> None:
-    """Compare code version, strategy and model with every other replica.
-
-    Raises `DisagreementError` on every replica, naming the one that differs, in what, and both values. Sends about 60 bytes a tensor, once.
-    """
-    own: dict[str, Any] = {
-        "code version": thinwire.__version__,
-        "wire format": VERSION,
-        "strategy": repr(strategy),
-        "model": {
-            f"{fragment.name} / {name}": f"{tuple(p.shape)} {p.dtype} {local(p).numel()}"
-            for fragment in fragments
-            for name, p in fragment.parameters
-        },
+    """Compare code version, strategy and model with every other replica: about 60 bytes a tensor, once. Raises as `agree`."""
+    tensors = {
+        f"{fragment.name} / {name}": f"{tuple(p.shape)} {p.dtype}, {local(p).numel()} here"
+        for fragment in fragments
+        for name, p in fragment.parameters
     }
-    introductions = gather(group, json.dumps(own).encode(), _LIMIT, "introduction")
+    agree(
+        group,
+        {"code version": thinwire.__version__, "wire format": VERSION, "strategy": repr(strategy)}
+        | {f"model, {name}": text for name, text in tensors.items()}
+        | {"model, order of tensors": list(tensors)},
+    )
+
+
+def agree(group: Group, facts: Mapping[str, Any]) -> None:
+    """Compare `facts` (JSON) with every other replica's.
+
+    Raises `DisagreementError`, on every replica, naming the first that differs from replica 0, in what, and both values.
+    """
+    introductions = gather(group, json.dumps(facts).encode(), _LIMIT, "introduction")
+    first: dict[str, Any] = {}
     for rank, text in enumerate(introductions):
         try:
-            other = json.loads(text)
-            problem = _difference(introductions[0], text) if isinstance(other, dict) else "an unreadable introduction"
-        except ValueError:
-            problem = "an unreadable introduction"
-        if problem:
-            raise DisagreementError(
-                f"replica {rank} does not fit replica 0: {problem}. Nothing was trained. "
-                "Give every replica the same code, model and strategy."
-            )
-
-
-def _difference(first: bytes, second: bytes) -> str:
-    """The first thing in which two introductions differ, in words; empty if they agree."""
-    one, two = json.loads(first), json.loads(second)
-    for key in ("code version", "wire format", "strategy"):
-        if one.get(key) != two.get(key):
-            return f"{key} {two.get(key)} there, {one.get(key)} on replica 0"
-    a, b = one.get("model", {}), two.get("model", {})
-    for name in [*a, *b]:
-        if a.get(name) != b.get(name):
-            return f"model: {name} is {b.get(name, 'absent')} there, {a.get(name, 'absent')} on replica 0"
-    return "" if list(a) == list(b) else "model: the same parameters in another order"
+            other = dict(json.loads(text))
+        except (ValueError, TypeError):
+            raise DisagreementError(f"replica {rank} introduced itself unreadably. Nothing was trained.") from None
+        first = first or other
+        for name in [*first, *other]:
+            if first.get(name) != other.get(name):
+                raise DisagreementError(
+                    f"replica {rank} does not fit replica 0: {name}: {other.get(name, 'absent')} there, {first.get(name, 'absent')} "
+                    "on replica 0. Nothing was trained. Give every replica the same code, model and settings."
+                )
 
 
 def digest(tensors: Sequence[Tensor]) -> bytes:

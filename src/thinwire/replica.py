@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -156,13 +157,14 @@ class Replica:
         for piece in self._pieces:
             gradients = [_gradient(parameter) for _, parameter in piece.fragment.parameters]
             self._depart(piece, torch.cat([g.reshape(-1).float() for g in gradients]), lambda estimate: (estimate, {}))
-            landed = self._await(piece)
+            landed, report = self._await(piece)
             if landed.anchor is None:
                 for _, parameter in piece.fragment.parameters:
                     parameter.grad = None
             else:
                 for gradient, (_, mean) in zip(gradients, piece.slices(landed.anchor)):
                     gradient.copy_(mean)
+            report()
         self.seconds += self._clock() - began
 
     def anchors(self) -> list[Tensor]:
@@ -255,8 +257,8 @@ class Replica:
         fields = {"fragment": piece.index, "round": flight.number, "nbytes": flight.nbytes}
         self._observe("depart", self.step, **fields, seconds_spent=self._clock() - began)
 
-    def _await(self, piece: _Piece) -> Landed:
-        """Wait for the fragment's flight and report it. A round that was refused says so."""
+    def _await(self, piece: _Piece) -> tuple[Landed, Callable[[], None]]:
+        """Wait for the fragment's flight and report it; what comes back second reports the landing, when it is done."""
         flight = piece.flight
         assert flight is not None
         began = self._clock()
@@ -273,15 +275,16 @@ class Replica:
         if landed.anchor is None:
             reason = "NaN or infinity in the delta" if landed.refused_by else "the anchor would not be finite"
             self._observe("refused", self.step, **fields, by=list(landed.refused_by), reason=reason)
-        self._observe(
-            "land", self.step, **fields, begin=began, stall_seconds=stall, seconds_spent=self._clock() - began - stall
-        )
-        return landed
+        return landed, partial(self._report_landing, fields, began, stall)
+
+    def _report_landing(self, fields: dict[str, int], began: float, stall: float) -> None:
+        spent = self._clock() - began - stall
+        self._observe("land", self.step, **fields, begin=began, stall_seconds=stall, seconds_spent=spent)
 
     @torch.no_grad()
     def _land(self, piece: _Piece) -> None:
         """Take over what the flight brought. A refused round changes nothing: the delta is still in the parameters."""
-        landed = self._await(piece)
+        landed, report = self._await(piece)
         if landed.anchor is not None:
             piece.anchor, piece.state = landed.anchor, landed.state
             if isinstance(self.strategy.merge, Mix):
@@ -289,6 +292,7 @@ class Replica:
                     self.strategy.merge.into(part, slice_.to(part.device))
         elif self.group.rank in landed.refused_by:
             self._start_again()
+        report()
 
     def _step_eagerly(self, piece: _Piece, delta: Tensor) -> Tensor:
         """Land the previous round, count the own new delta at once, and return what departs (see `Eager`)."""

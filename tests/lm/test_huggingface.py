@@ -61,14 +61,14 @@ def test_learns(model: HuggingFace) -> None:
     tokens = torch.arange(34).remainder(7).view(2, 17)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
-    for _ in range(20):
+    for _ in range(30):
         loss = model(tokens[:, :-1], tokens[:, 1:]).loss
         assert loss is not None
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    assert losses[-1] < losses[0] / 4
+    assert losses[-1] < losses[0] / 3
 
 
 def test_says_its_shape(model: HuggingFace) -> None:

@@ -67,7 +67,6 @@ class _Pen:
         self.clock, self.free = 0.4, 0.0
         self.events: list[dict[str, Any]] = []
         self.air: list[tuple[int, int, int, float]] = []  # lands at step, fragment, round, ready
-        self.rounds = [0, 0, 0, 0]
 
     def write(self, kind: str, step: int, **fields: Any) -> None:
         self.events.append({"event": kind, "seconds": round(self.clock, 6), "step": step, **fields})
@@ -82,8 +81,8 @@ class _Pen:
 
     def depart(self, step: int, fragment: int) -> None:
         nbytes = int(SIZES[fragment] * 4.0625 / 8) * (self.replicas - 1)
-        round_, seconds = self.rounds[fragment], nbytes * 8 / self.options["rate"]
-        self.rounds[fragment] += 1
+        every = self.options["every"]
+        round_, seconds = (step - fragment * every // 4) // every, nbytes * 8 / self.options["rate"]
         self.write("depart", step, fragment=fragment, round=round_, nbytes=nbytes, seconds_spent=0.004)
         queued = max(0.0, self.free - self.clock)
         seconds *= self.random.uniform(1.0, 1.15)

@@ -1,4 +1,4 @@
-"""Who carries bytes between replicas: threads, or processes under torch.distributed; counted, or on an emulated link."""
+"""Who carries bytes between replicas: threads or processes under torch.distributed; counted, or on an emulated link."""
 
 from thinwire.group.base import Group, Transfer, gather
 from thinwire.group.ledger import CountedGroup, Ledger

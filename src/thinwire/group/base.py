@@ -81,7 +81,12 @@ def travelling(group: Group, tag: int, messages: Mapping[int, Tensor]) -> dict[i
                 f"a message for replica {peer} was given to replica {group.rank} of {group.size}; "
                 "the rank of another replica is needed."
             )
-        if message.dtype != torch.uint8 or message.dim() != 1 or not message.is_contiguous() or message.is_cuda:
+        if (
+            message.dtype != torch.uint8
+            or message.dim() != 1
+            or not message.is_contiguous()
+            or message.device.type != "cpu"
+        ):
             raise ConfigurationError(
                 f"a message of {message.dtype}, shape {tuple(message.shape)} on {message.device} was given; "
                 "a contiguous 1-D uint8 tensor on the CPU is needed. Use `.contiguous().view(torch.uint8)`."

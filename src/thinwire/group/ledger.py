@@ -63,7 +63,7 @@ class Ledger:
             return sum(seconds for name, seconds in self._waited.items() if purpose in (None, name))
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: {"sent": {purpose: {peer: {"nbytes", "messages"}}}, "received": ..., "waited_seconds": {purpose}}."""
+        """For JSON: `sent` and `received`, each {purpose: {peer: {"nbytes", "messages"}}}; `waited_seconds` {purpose: s}."""
         with self._lock:
             return {
                 "sent": _nested(self._sent),

@@ -26,7 +26,7 @@ from thinwire.group.base import Group, Transfer, travelling
 
 _RATES = {"gbit": Decimal(10**9), "mbit": Decimal(10**6), "kbit": Decimal(10**3), "bit": Decimal(1)}
 _TIMES = {"s": Decimal(1), "ms": Decimal("1e-3"), "us": Decimal("1e-6")}
-_LINK = re.compile(r"(\d+(?:\.\d+)?)(gbit|mbit|kbit|bit)(?:,(\d+(?:\.\d+)?)(s|ms|us))?")
+_LINK = re.compile(r"([0-9]+(?:\.[0-9]+)?)(gbit|mbit|kbit|bit)(?:,([0-9]+(?:\.[0-9]+)?)(s|ms|us))?")
 
 
 @dataclass(frozen=True)

@@ -89,8 +89,8 @@ class TorchGroup:
     """One replica's view of a group whose replicas are processes (or, with shards, sets of processes).
 
     With `shards` > 1, shard s of each replica talks with its twins, shard s of the others, and `site` joins the shards
-    of this replica (there, `rank` is the shard). `timeout` is how long a `wait` lasts at most; choose it longer than the
-    slowest peer can be late. After a time-out the group is dead: leave and start again from a checkpoint.
+    of this replica (there, `rank` is the shard). `timeout` is how long a `wait` lasts at most; choose it longer than
+    the slowest peer can be late. After a time-out the group is dead: leave and start again from a checkpoint.
     """
 
     def __init__(
@@ -116,6 +116,8 @@ class TorchGroup:
         """
         if not dist.is_initialized():
             raise ConfigurationError("torch.distributed is not initialised; call `start_torch` first.")
+        if backend not in ("gloo", "nccl"):
+            raise ConfigurationError(f"the backend {backend!r} was given; 'gloo' or 'nccl' is needed.")
         world, rank = dist.get_world_size(), dist.get_rank()
         if replicas < 1 or world % replicas or not timeout > 0:
             raise ConfigurationError(
@@ -225,6 +227,9 @@ def start_torch(
     backend: str = "gloo",
 ) -> None:
     """Join `world_size` processes into a torch.distributed world; rank 0 keeps the address book at `master_port`.
+
+    Between machines, gloo listens at the address that this machine's name resolves to; if that is not the one the others
+    can reach, name the interface in GLOO_SOCKET_IFNAME, which gloo itself reads.
 
     End with `torch.distributed.destroy_process_group()`. Raises `LinkError` if the port is taken, the host does not
     answer, or not everybody came within `timeout_seconds`.

@@ -358,8 +358,7 @@ class Corpus:
         return [self._cut(row, sequence) for row in starts.reshape(batches, batch)]
 
     def _cut(self, starts: NDArray[np.int64], sequence: int) -> tuple[Tensor, Tensor]:
-        cut = np.stack([self.tokens[start : start + sequence + 1] for start in starts]).astype(np.int64)
-        both = torch.from_numpy(cut)
+        both = torch.from_numpy(self.tokens[starts[:, None] + np.arange(sequence + 1)].astype(np.int64))
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
     def describe(self) -> dict[str, str | int | float]:

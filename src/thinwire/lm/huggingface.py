@@ -21,6 +21,7 @@ from thinwire.lm.model import Output, token_loss
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+UNBOUNDED = 1 << 20  # the context of a model that names none (a recurrent one)
 WEIGHTS = ("*.safetensors", "*.bin", "*.safetensors.index.json")  # a folder with none of these is a config alone
 
 
@@ -35,7 +36,7 @@ class HuggingFace(nn.Module):
         super().__init__()
         self.model = model
         self.vocabulary = int(config.vocab_size)
-        self.context = int(getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", 1 << 20))
+        self.context: int = getattr(config, "max_position_embeddings", UNBOUNDED)
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -79,10 +80,10 @@ def hugging_face(
     kind = transformers.AutoModelForCausalLM
     try:
         if stored:
-            return HuggingFace(kind.from_pretrained(str(source), dtype=torch.float32), config)
+            return HuggingFace(kind.from_pretrained(str(source)).float(), config)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return HuggingFace(kind.from_config(config), config)
+            return HuggingFace(kind.from_config(config).float(), config)
     except (OSError, ValueError) as error:
         raise ModelError(
             f"{source}: {error} · a causal language model is needed, and sound weights in a folder · "

@@ -210,6 +210,7 @@ class BPE:
 
     Replicas must agree on tokens. Sites that hold different text give all of them one file.
 
+    >>> import tempfile
     >>> trained = BPE(260).train(["low lower lowest"] * 9, Path(tempfile.mkdtemp()) / "tokenizer.json")
     >>> trained.decode(trained.encode("slow"))
     'slow'

@@ -13,13 +13,15 @@ from html import escape
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from thinwire.observe.replicas import Floats, ReplicaRecord
+from thinwire.observe.replicas import Floats, Integers, ReplicaRecord
 from thinwire.observe.runs import RunRecord
-from thinwire.observe.units import text_of_nbytes, text_of_rate, text_of_seconds
+from thinwire.observe.units import text_of_rate, text_of_seconds
 
 PALETTE = ("#3b82c4", "#e08a2e", "#3a9e74", "#c4567f", "#8467c4", "#a3873a", "#2fa3b5", "#b5653a", "#6b8e23", "#9a6fb0")
 POINTS = 1500  # of a curve
+MARKED = 60  # evaluations that are still told apart by dots
 BINS = 240  # of link use
 LINES = 8  # replicas drawn one by one
 
@@ -50,128 +52,154 @@ def colour(index: int) -> str:
 
 
 def loss_chart(records: Sequence[RunRecord]) -> Chart:
-    """Evaluation loss (dots) and training loss (thin, smoothed, mean of the replicas' first) against three measures of cost."""
+    """Evaluation loss (thick) and replica 0's smoothed training loss (thin) against three measures of cost."""
     axes = (
         ("steps", {"title": {"text": "inner steps"}}),
         ("seconds", {"title": {"text": "time"}, "meta": "seconds"}),
-        ("bytes sent", {"title": {"text": "bytes sent per replica"}, "type": "log", "tickformat": "~s", "ticksuffix": "B"}),
+        (
+            "bytes sent",
+            {"title": {"text": "bytes sent per replica"}, "type": "log", "tickformat": "~s", "ticksuffix": "B"},
+        ),
     )
     views = []
+    low, high, clipped = _loss_range(records)
     for label, axis in axes:
         data = []
         for index, record in enumerate(records):
             data += _curves(record, label, colour(index), several=len(records) > 1)
-        layout = {"xaxis": axis, "yaxis": {"title": {"text": "loss"}}, "hovermode": "closest"}
-        views.append(View(label, data, layout))
-    return Chart(views, 420)
+        y: Json = {"title": {"text": "loss"}} | ({"range": [low, high]} if clipped else {})
+        views.append(View(label, data, {"xaxis": axis, "yaxis": y, "hovermode": "closest"}))
+    return Chart(views, 420, (_CLIPPED,) if clipped else ())
+
+
+_CLIPPED = "The first 5 % of the steps reach above this chart."
+
+
+def _loss_range(records: Sequence[RunRecord]) -> tuple[float, float, bool]:
+    """Lowest and highest loss to show, and whether the start is cut off: only where it would flatten all the rest."""
+    early, late = [math.nan], [math.nan]
+    for record in records:
+        replica, evaluations = record.replicas[0], record.evaluations
+        for step, loss in ((replica.step, replica.smooth), (evaluations.step, evaluations.loss)):
+            after = step > 0.05 * record.summary.steps
+            early += loss[~after & np.isfinite(loss)].tolist()
+            late += loss[after & np.isfinite(loss)].tolist()
+    low, high, peak = float(np.nanmin(late)), float(np.nanmax(late)), float(np.nanmax(early + late))
+    margin = 0.06 * (high - low)
+    return low - margin, high + margin, 0.0 < high - low < 0.4 * (peak - low)
 
 
 def _curves(record: RunRecord, against: str, paint: str, several: bool) -> list[Json]:
     replica, evaluations = record.replicas[0], record.evaluations
     pick = _every(len(replica.step), POINTS)
-    xs = {"steps": replica.step, "seconds": replica.seconds, "bytes sent": replica.nbytes}[against]
-    es = {"steps": evaluations.step, "seconds": evaluations.seconds, "bytes sent": evaluations.nbytes}[against]
-    name = escape(record.name)
-    training = f"{name}, training" if several else "training (replica 0, smoothed)"
-    evaluation = f"{name}, evaluation" if several else "evaluation"
-    line = {"color": paint, "width": 1.2}
+    steps = {"steps": replica.step, "seconds": replica.seconds, "bytes sent": replica.nbytes}[against]
+    points = {"steps": evaluations.step, "seconds": evaluations.seconds, "bytes sent": evaluations.nbytes}[against]
+    chosen = _every(len(points), POINTS)
+    name = escape(record.name) + ", " if several else ""
     return [
-        _trace(xs[pick], replica.smooth[pick], training, line, mode="lines", opacity=0.5, log=against == "bytes sent"),
-        _trace(
-            *(es, evaluations.loss, evaluation, {"color": paint, "width": 2.2}),
-            **{"mode": "lines+markers", "marker": {"size": 6, "color": paint}, "log": against == "bytes sent"},
-        ),
+        {
+            **_curve(steps[pick], replica.smooth[pick], name + "training", against == "bytes sent"),
+            **{"mode": "lines", "opacity": 0.7, "line": {"color": paint, "width": 1}, "showlegend": not several},
+        },
+        {
+            **_curve(points[chosen], evaluations.loss[chosen], name + "evaluation", against == "bytes sent"),
+            **{
+                "mode": "lines+markers" if len(points) <= MARKED else "lines",
+                "marker": {"size": 6},
+                "line": {"color": paint, "width": 2.2},
+            },
+        },
     ]
 
 
-def _trace(x: Any, y: Floats, name: str, line: Json, *, log: bool, **more: Any) -> Json:
-    keep = np.isfinite(y) & (np.asarray(x) > 0 if log else True)  # no bytes yet: not on a logarithmic axis
+def _curve(x: NDArray[Any], y: Floats, name: str, log: bool) -> Json:
+    keep = np.isfinite(y) & ((x > 0) if log else True)  # no bytes yet: not on a logarithmic axis
     return {
         "type": "scatter",
-        "x": rounded(np.asarray(x, dtype=np.float64)[keep]),
+        "x": rounded(x[keep]),
         "y": rounded(y[keep]),
         "name": name,
-        "line": line,
         "hovertemplate": "%{y:.4f}<extra>" + name + "</extra>",
-        **more,
     }
 
 
 def link_chart(record: RunRecord, window: tuple[float, float]) -> Chart:
-    """Bits on each replica's link over time, as a share of its capacity where that is known."""
-    whole = (0.0, max((float(replica.seconds[-1]) for replica in record.replicas if len(replica.step)), default=1.0))
+    """Bits on each replica's link over time, as a share of its capacity where that is known.
+
+    Over the whole run a bin is at least a cycle long, so that the mean load shows; over the window, the single packets do.
+    """
+    whole = max((float(replica.seconds[-1]) for replica in record.replicas if len(replica.step)), default=1.0)
+    cycle = _cycle(record.replicas[0])
+    bins = max(1, min(BINS, int(whole / cycle))) if cycle else BINS
     capacity = record.bits_per_second
-    views = [_link_view(record, "whole run", whole, capacity), _link_view(record, "a few cycles", window, capacity)]
+    views = [
+        _link_view(record, "whole run", np.linspace(0.0, whole, bins + 1), capacity),
+        _link_view(record, "a few cycles", np.linspace(*window, BINS + 1), capacity),
+    ]
     remarks = [f"Link capacity {text_of_rate(capacity)}." if capacity else "The link's capacity is not known."]
     if len(record.replicas) > LINES:
         remarks.append(f"The first {LINES} of {len(record.replicas)} replicas are drawn.")
-    return Chart(views, 260, tuple(remarks))
+    return Chart(views, 270, tuple(remarks))
 
 
-def _link_view(record: RunRecord, label: str, between: tuple[float, float], capacity: float | None) -> View:
-    edges = np.linspace(*between, BINS + 1)
-    width = (between[1] - between[0]) / BINS
-    data = []
+def _link_view(record: RunRecord, label: str, edges: Floats, capacity: float | None) -> View:
+    width = float(edges[1] - edges[0])
+    data: list[Json] = []
+    top = 1.0 if capacity else 0.0
     for index, replica in enumerate(record.replicas[:LINES]):
         rate = 8 * replica.sent_between(edges) / width
-        texts = [text_of_rate(float(value)) for value in rate]
+        height = np.append(rate, rate[-1]) / (capacity or 1.0)  # the last bin has a right end too
+        top = max(top, float(height.max()))
         data.append(
             {
                 "type": "scatter",
                 "mode": "lines",
-                "x": rounded(edges[:-1]),
-                "y": rounded(rate / capacity if capacity else rate),
-                "line": {"shape": "hv", "width": 1.4, "color": colour(index)},
+                "x": rounded(edges),
+                "y": rounded(height),
+                "line": {"shape": "hv", "width": 1.5, "color": colour(index)},
                 "name": f"replica {replica.replica}",
-                "text": texts,
-                "hovertemplate": ("%{y:.1%} of the link, " if capacity else "") + "%{text}<extra>%{fullData.name}</extra>",
+                "text": [text_of_rate(float(value)) for value in rate],
+                "hovertemplate": ("%{y:.1%} of the link, " if capacity else "") + "%{text}",
                 **({"fill": "tozeroy", "fillcolor": colour(index) + "22"} if len(record.replicas) <= 2 else {}),
             }
         )
-    top = max([1.0 if capacity else 0.0, *(max(trace["y"], default=0.0) for trace in data)])
-    y: Json = {"title": {"text": "share of the link" if capacity else "on the link"}, "range": [0, top * 1.08]}
+    y: Json = {"title": {"text": "share of the link" if capacity else "on the link"}, "range": [0, top * 1.08 or 1.0]}
     y |= {"tickformat": ".0%"} if capacity else {"tickformat": "~s", "ticksuffix": "bit/s"}
-    layout: Json = {"xaxis": {"meta": "seconds", "range": list(between)}, "yaxis": y, "hovermode": "x unified"}
+    title = f"time (bins of {text_of_seconds(width)})"
+    x: Json = {"meta": "seconds", "range": [float(edges[0]), float(edges[-1])], "title": {"text": title}}
+    layout: Json = {"xaxis": x, "yaxis": y, "hovermode": "x unified", "showlegend": True}
     if capacity:
-        layout["shapes"] = [
-            {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 1, "y1": 1}
-            | {"line": {"dash": "dash", "width": 1.3, "color": "#d0564a"}}
-        ]
-    note = f" (bins of {text_of_seconds(width)})"
-    layout["xaxis"]["title"] = {"text": "time" + note}
+        full = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 1, "y1": 1}
+        layout["shapes"] = [full | {"line": {"dash": "dash", "width": 1.3, "color": "#d0564a"}}]
     return View(label, data, layout)
 
 
-def rounded(values: Floats) -> list[float | None]:
+def rounded(values: NDArray[Any]) -> list[float | None]:
     """Six digits are enough to draw with; what is not finite is a gap."""
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
 
 
-def _every(count: int, most: int) -> Any:
-    """Indices of at most `most` of `count` points, first and last among them."""
-    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64)) if count else np.arange(0)
-
-
 def typical_window(record: RunRecord) -> tuple[float, float]:
-    """Seconds of a few cycles in the middle of the run: two and a half rounds of a fragment, 20 to 150 inner steps."""
+    """Seconds of a few cycles in the middle of the longest session: two and a half cycles, within 20 to 150 inner steps."""
     replica = record.replicas[0]
     if not len(replica.step):
         return 0.0, 1.0
-    step = float(np.median(replica.compute_seconds)) or 1e-3
-    begins = np.array([flight.begin for flight in replica.flights if flight.fragment == replica.flights[0].fragment])
-    cycle = float(np.median(np.diff(begins))) if len(begins) > 1 else 40 * step
-    length = min(max(2.5 * cycle, 20 * step), 150 * step)
-    whole = float(replica.seconds[-1])
-    first = float(replica.begin[0])
-    middle = first + (whole - first) * 0.5
-    starts = [begin for begin in begins.tolist() if begin <= middle] or [middle - length / 2]
-    begin = max(first, min(starts[-1] - 2 * step, whole - length))
-    return begin, min(begin + length, max(whole, begin + step))
+    step = max(float(np.nanmedian(replica.compute_seconds)), 1e-3)
+    length = min(max(2.5 * (_cycle(replica) or 0.0), 20 * step), 150 * step)
+    session = max(replica.windows, key=lambda window: window.end - window.begin)
+    middle = (session.begin + session.end) / 2
+    departures = [flight.begin for flight in replica.flights if session.begin <= flight.begin <= middle]
+    begin = (departures[-1] if departures else middle) - 2 * step
+    begin = max(session.begin, min(begin, session.end - length))
+    return begin, begin + length
 
 
-def describe(replica: ReplicaRecord) -> str:
-    """Whose row it is."""
-    return f"replica {replica.replica}"
+def _cycle(replica: ReplicaRecord) -> float | None:
+    """Median seconds between departures of one fragment."""
+    begins = [flight.begin for flight in replica.flights if flight.fragment == replica.flights[0].fragment]
+    return max(float(np.median(np.diff(begins))), 1e-3) if len(begins) > 1 else None
 
 
-__all__ = ["PALETTE", "Chart", "View", "colour", "link_chart", "loss_chart", "rounded", "text_of_nbytes", "typical_window"]
+def _every(count: int, most: int) -> Integers:
+    """Indices of at most `most` of `count` points, first and last among them."""
+    return np.unique(np.linspace(0, max(count - 1, 0), min(count, most)).astype(np.int64))

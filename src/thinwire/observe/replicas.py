@@ -1,40 +1,21 @@
-"""One replica's event file read back: its sessions joined, its events as arrays and spans.
-
-A run that was killed and resumed has written some steps twice. Of those, the lines before the resume are dropped (what
-they cost is kept as `lost`), and the sessions are laid end to end in seconds, the lost time included.
-"""
+"""One replica's event file read back: its events as arrays and spans."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.observe.events import Event, Tail
+from thinwire.observe.sessions import Joined, Lost, Span, finite, join, number, split, whole
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
-
-_ALWAYS_KEPT = ("start", "resume", "warning", "stop")  # they stay true when their step is done again
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A stretch of time on a replica, in seconds since the run began."""
-
-    begin: float
-    end: float
-    step: int
-    fragment: int = -1
-
-    def overlap(self, other: Span) -> float:
-        """Seconds that both have in common."""
-        return max(0.0, min(self.end, other.end) - max(self.begin, other.begin))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +41,6 @@ class Note:
     replica: int
     kind: str
     text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """Work that a resume did again."""
-
-    span: Span
-    steps: int
-    nbytes: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,8 +90,8 @@ class ReplicaRecord:
         tail = Tail(path)
         events = tail.read()
         last = tail.last()
-        sessions = _sessions(events if last is None else [*events, last])
-        return _record(_joined(sessions), tail.damaged) if sessions else None
+        sessions = split(events if last is None else [*events, last])
+        return _record(join(sessions), tail.damaged) if sessions else None
 
     @property
     def seconds(self) -> Floats:
@@ -162,12 +134,7 @@ class ReplicaRecord:
         return between
 
 
-def number(value: object) -> float:
-    """A field that should be a number; NaN if it is none."""
-    return float(value) if isinstance(value, int | float) else math.nan
-
-
-def smoothed(loss: Iterable[float], keep: float = 0.95) -> Floats:
+def smoothed(loss: Iterable[float], keep: float = 0.9) -> Floats:
     """Exponential moving average without start-up bias; values that are not finite are passed over."""
     mean, weight, out = 0.0, 0.0, []
     for value in loss:
@@ -181,76 +148,10 @@ def fragments_of(start: Event) -> list[tuple[str, int]]:
     """(name, parameters) of every fragment a `start` event lists."""
     listed = start["fragments"] if isinstance(start["fragments"], list) else []
     pairs = [item if isinstance(item, dict) else {} for item in listed]
-    return [(str(item.get("name", index)), int(_finite(item.get("numel")))) for index, item in enumerate(pairs)]
+    return [(str(item.get("name", index)), whole(item.get("numel"))) for index, item in enumerate(pairs)]
 
 
-@dataclass
-class _Joined:
-    """Events that count, each with the second at which its session began."""
-
-    kept: list[tuple[float, Event]] = field(default_factory=list)
-    lost: list[Lost] = field(default_factory=list)
-    windows: list[Span] = field(default_factory=list)
-
-
-def _sessions(events: Iterable[Event]) -> list[list[Event]]:
-    sessions: list[list[Event]] = []
-    for event in events:
-        if event["event"] == "start":
-            sessions.append([event])
-        elif sessions:
-            sessions[-1].append(event)
-    return sessions
-
-
-def _from_step(session: Sequence[Event]) -> int | None:
-    """The step after which this session wrote anew; None if it got nowhere."""
-    for event in session:
-        if event["event"] == "resume":
-            return int(_finite(event["from_step"]))
-        if event["event"] == "step":  # it began from nothing
-            return int(event["step"]) - 1
-    return None
-
-
-def _joined(sessions: Sequence[Sequence[Event]]) -> _Joined:
-    joined, offset = _Joined(), 0.0
-    for session in sessions:
-        from_step = _from_step(session)
-        if from_step is not None:
-            _drop(joined, from_step, offset)
-        joined.kept += [(offset, event) for event in session]
-        offset += max(_end_of(event) for event in session)
-    return joined
-
-
-def _drop(joined: _Joined, from_step: int, resumed_at: float) -> None:
-    """Take out what was done after `from_step` before the resume at `resumed_at` seconds."""
-    gone = [
-        (offset, event)
-        for offset, event in joined.kept
-        if event["step"] > from_step and event["event"] not in _ALWAYS_KEPT
-    ]
-    if not gone:
-        return
-    dropped = {id(event) for _, event in gone}
-    joined.kept = [(offset, event) for offset, event in joined.kept if id(event) not in dropped]
-    steps = [(offset, event) for offset, event in gone if event["event"] == "step"]
-    begin = min((offset + _finite(event["begin"]) for offset, event in steps), default=resumed_at)
-    nbytes = sum(int(_finite(event["nbytes"])) for _, event in gone if event["event"] == "depart")
-    joined.lost.append(Lost(Span(begin, max(begin, resumed_at), from_step), len(steps), nbytes))
-
-
-def _end_of(event: Event) -> float:
-    return max(_finite(event["seconds"]), _finite(event.get("end")))
-
-
-def _finite(value: object) -> float:
-    result = number(value)
-    return result if math.isfinite(result) else 0.0
-
-
-def _record(joined: _Joined, damaged: int) -> ReplicaRecord:
+def _record(joined: Joined, damaged: int) -> ReplicaRecord:
     of: dict[str, list[tuple[float, Event]]] = {}
     for offset, event in joined.kept:
         of.setdefault(event["event"], []).append((offset, event))
@@ -260,12 +161,12 @@ def _record(joined: _Joined, damaged: int) -> ReplicaRecord:
     stalls = tuple(span for offset, event in lands if (span := _stall(offset, event, names)).end > span.begin)
     loss = _column(steps, "loss")
     return ReplicaRecord(
-        replica=int(_finite(start["replica"])),
+        replica=whole(start["replica"]),
         start=start,
         step=np.array([event["step"] for _, event in steps], dtype=np.int64),
         loss=loss,
         smooth=smoothed(loss),
-        tokens=np.array([int(_finite(event["tokens"])) for _, event in steps], dtype=np.int64),
+        tokens=np.array([whole(event["tokens"]) for _, event in steps], dtype=np.int64),
         begin=_column(steps, "begin") + np.array([offset for offset, _ in steps]),
         compute_seconds=_column(steps, "compute_seconds"),
         nbytes=_sent_by([event["step"] for _, event in steps], departs),
@@ -279,7 +180,7 @@ def _record(joined: _Joined, damaged: int) -> ReplicaRecord:
         sent=_nbytes(departs, names),
         skipped=len(of.get("skip", [])),
         evaluations=_evaluations(of.get("eval", []), departs),
-        notes=_notes(joined, int(_finite(start["replica"]))),
+        notes=_notes(joined, whole(start["replica"])),
         lost=tuple(joined.lost),
         windows=_windows(joined),
         sessions=len(of["start"]),
@@ -300,7 +201,7 @@ def _fragment(event: Event, names: Mapping[str, int]) -> int:
 
 def _sent_by(steps: Sequence[int], departs: Sequence[tuple[float, Event]]) -> Integers:
     """Cumulative bytes after each of `steps`, departures of the same step included."""
-    nbytes = np.cumsum([0, *(int(_finite(event["nbytes"])) for _, event in departs)])
+    nbytes = np.cumsum([0, *(whole(event["nbytes"]) for _, event in departs)])
     at = np.maximum.accumulate([0, *(event["step"] for _, event in departs)])
     sent: Integers = nbytes[np.searchsorted(at[1:], np.array(steps, dtype=np.int64), side="right")]
     return sent
@@ -310,34 +211,35 @@ def _flights(
     flights: Sequence[tuple[float, Event]], departs: Sequence[tuple[float, Event]], names: Mapping[str, int]
 ) -> tuple[Flight, ...]:
     left = {(_fragment(event, names), event["round"]): event for _, event in departs}
-    found: dict[tuple[int, object], Flight] = {}  # a flight repeated after a resume counts once
+    found = []
     for offset, event in flights:
         key = (_fragment(event, names), event["round"])
         depart = left.get(key)
-        begin, end = offset + _finite(event["begin"]), offset + _finite(event["end"])
-        link_begin = min(begin + _finite(event["queued_seconds"]), end)
-        transfer = _finite(event["transfer_seconds"])
+        begin, end = offset + finite(event["begin"]), offset + finite(event["end"])
+        link_begin = min(begin + finite(event["queued_seconds"]), end)
+        transfer = finite(event["transfer_seconds"])
         link_end = min(link_begin + transfer, end) if transfer > 0 else end
-        nbytes = int(_finite(depart["nbytes"])) if depart else 0
+        nbytes = whole(depart["nbytes"]) if depart else 0
         step = int(depart["step"] if depart else event["step"])
-        found[key] = Flight(key[0], int(_finite(key[1])), step, begin, max(begin, end), link_begin, link_end, nbytes)
-    return tuple(sorted(found.values(), key=lambda flight: flight.begin))
+        end, round_ = max(begin, end), whole(event["round"])
+        found.append(Flight(key[0], round_, step, begin, end, link_begin, link_end, nbytes))
+    return tuple(sorted(found, key=lambda flight: flight.begin))
 
 
 def _stall(offset: float, event: Event, names: Mapping[str, int]) -> Span:
-    begin = offset + _finite(event["begin"])
-    return Span(begin, begin + _finite(event["stall_seconds"]), event["step"], _fragment(event, names))
+    begin = offset + finite(event["begin"])
+    return Span(begin, begin + finite(event["stall_seconds"]), event["step"], _fragment(event, names))
 
 
 def _merge(offset: float, event: Event, names: Mapping[str, int]) -> Span:
     begin = _stall(offset, event, names).end
-    return Span(begin, begin + _finite(event["seconds_spent"]), event["step"], _fragment(event, names))
+    return Span(begin, begin + finite(event["seconds_spent"]), event["step"], _fragment(event, names))
 
 
 def _pause(offset: float, event: Event) -> Span:
     """An evaluation or a checkpoint, which are written when they are over."""
-    end = offset + _finite(event["seconds"])
-    return Span(end - _finite(event["seconds_spent"]), end, event["step"])
+    end = offset + finite(event["seconds"])
+    return Span(end - finite(event["seconds_spent"]), end, event["step"])
 
 
 def _rounds(events: Sequence[tuple[float, Event]], names: Mapping[str, int]) -> Mapping[int, int]:
@@ -347,7 +249,7 @@ def _rounds(events: Sequence[tuple[float, Event]], names: Mapping[str, int]) -> 
 def _nbytes(departs: Sequence[tuple[float, Event]], names: Mapping[str, int]) -> Mapping[int, int]:
     total: Counter[int] = Counter()
     for _, event in departs:
-        total[_fragment(event, names)] += int(_finite(event["nbytes"]))
+        total[_fragment(event, names)] += whole(event["nbytes"])
     return total
 
 
@@ -355,39 +257,39 @@ def _evaluations(evals: Sequence[tuple[float, Event]], departs: Sequence[tuple[f
     steps = [event["step"] for _, event in evals]
     return Evaluations(
         step=np.array(steps, dtype=np.int64),
-        seconds=np.array([offset + _finite(event["seconds"]) for offset, event in evals], dtype=np.float64),
+        seconds=np.array([offset + finite(event["seconds"]) for offset, event in evals], dtype=np.float64),
         nbytes=_sent_by(steps, departs),
         loss=_column(evals, "loss"),
     )
 
 
-def _windows(joined: _Joined) -> tuple[Span, ...]:
+def _windows(joined: Joined) -> tuple[Span, ...]:
     """One a session: from its first step to the end of its last step or landing."""
     reach: dict[float, list[float]] = {}
     for offset, event in joined.kept:
         spent = {"step": "compute_seconds", "land": "seconds_spent"}.get(event["event"])
         if spent is not None:
-            begin = offset + _finite(event["begin"])
+            begin = offset + finite(event["begin"])
             reach.setdefault(offset, []).extend(
-                (begin, begin + _finite(event.get("stall_seconds")) + _finite(event[spent]))
+                (begin, begin + finite(event.get("stall_seconds")) + finite(event[spent]))
             )
     return tuple(Span(min(times), max(times), 0) for times in reach.values())
 
 
-def _last_session(joined: _Joined, kind: str) -> Iterator[Event]:
+def _last_session(joined: Joined, kind: str) -> Iterator[Event]:
     last_start = max(index for index, (_, event) in enumerate(joined.kept) if event["event"] == "start")
     return (event for _, event in joined.kept[last_start:] if event["event"] == kind)
 
 
-def _end(joined: _Joined) -> Event | None:
+def _end(joined: Joined) -> Event | None:
     return next((event for event in _last_session(joined, "end") if isinstance(event["summary"], dict)), None)
 
 
-def _stopped(joined: _Joined) -> str | None:
+def _stopped(joined: Joined) -> str | None:
     return next((str(event["reason"]) for event in _last_session(joined, "stop")), None)
 
 
-def _notes(joined: _Joined, replica: int) -> tuple[Note, ...]:
+def _notes(joined: Joined, replica: int) -> tuple[Note, ...]:
     notes = []
     for offset, event in joined.kept:
         kind = event["event"]
@@ -402,7 +304,7 @@ def _notes(joined: _Joined, replica: int) -> tuple[Note, ...]:
             text = str(event["message"])
         else:
             continue
-        notes.append(Note(offset + _finite(event["seconds"]), event["step"], replica, kind, text))
+        notes.append(Note(offset + finite(event["seconds"]), event["step"], replica, kind, text))
     return tuple(notes)
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from thinwire.errors import DataError
-from thinwire.observe.replicas import Evaluations, Note, ReplicaRecord, fragments_of, number
+from thinwire.observe.replicas import Evaluations, Note, ReplicaRecord, fragments_of
+from thinwire.observe.sessions import number, whole
 from thinwire.observe.units import text_of_bits, text_of_loss, text_of_nbytes, text_of_seconds, text_of_share
 
 PROVENANCES = ("measured", "emulated", "simulated", "predicted")
@@ -172,7 +173,7 @@ def _computed(replicas: Sequence[ReplicaRecord]) -> Summary:
     start = replicas[0].start
     evaluated = next((r.evaluations.loss for r in replicas if len(r.evaluations.loss)), None)
     steps = min((int(r.step[-1]) if len(r.step) else 0) for r in replicas)
-    parameters = int(number(start["parameters"])) if math.isfinite(number(start["parameters"])) else 0
+    parameters = whole(start["parameters"])
     nbytes = float(np.mean([r.nbytes_sent for r in replicas]))
     used = [r.compute_utilization for r in replicas if math.isfinite(r.compute_utilization)]
     return Summary(

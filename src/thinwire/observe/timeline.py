@@ -6,13 +6,16 @@ the air at once. Bars beyond a budget are joined with their neighbours, except i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from thinwire.observe.charts import Chart, Json, View, colour, typical_window
-from thinwire.observe.replicas import Flight, ReplicaRecord, Span
+from thinwire.observe.replicas import Flight, ReplicaRecord
 from thinwire.observe.runs import RunRecord
+from thinwire.observe.sessions import Span
 from thinwire.observe.units import text_of_nbytes, text_of_seconds
 
 BARS = 6000  # on one timeline
@@ -43,29 +46,26 @@ def timeline_chart(record: RunRecord) -> Chart:
     labels: list[str] = []
     for replica in drawn:
         lanes = _lanes(replica.flights)
-        for name, bars in _bars(replica, len(labels), lanes).items():
+        for name, bars in _bars(replica, len(labels), lanes, window).items():
             kinds[name] += bars
-        labels += [f"replica {replica.replica}"] + ["in the air" if lane == 0 else "" for lane in range(max(lanes, default=0) + 1)]
-    most = BARS // len(kinds)
-    thinned = {name: joined(bars, window, most) for name, bars in kinds.items()}
-    remarks = [_LEGEND]
-    if any(len(thinned[name]) < len(kinds[name]) for name in kinds):
+        labels += [f"replica {replica.replica}"] + [
+            "in the air" if lane == 0 else "" for lane in range(max(lanes, default=0) + 1)
+        ]
+    few = sum(len(bars) for bars in kinds.values()) <= BARS
+    thinned = kinds if few else {name: joined(bars, window, BARS // len(kinds)) for name, bars in kinds.items()}
+    remarks = []
+    if any(bar.count > 1 for bars in thinned.values() for bar in bars):
         remarks.append("Thinned: outside the window shown first, neighbouring bars are joined; hover tells how many.")
     if len(record.replicas) > ROWS:
         remarks.append(f"The first {ROWS} of {len(record.replicas)} replicas are drawn.")
     data = [_bar_trace(name, bars) for name, bars in thinned.items() if bars]
     y: Json = {"tickvals": list(range(len(labels))), "ticktext": labels, "range": [len(labels) - 0.4, -0.6]}
-    x: Json = {"meta": "seconds", "title": {"text": "time"}, "range": list(window), "autorange": False}
+    x: Json = {"meta": "seconds", "range": list(window), "autorange": False}
     layout: Json = {"xaxis": x, "yaxis": y | {"fixedrange": True, "showgrid": False, "zeroline": False}}
     layout |= {"barmode": "overlay", "dragmode": "pan", "hovermode": "closest", "meta": "timeline"}
     layout["uniformtext"] = {"minsize": 9, "mode": "hide"}
     return Chart([View("", data, layout)], 110 + 26 * len(labels), tuple(remarks))
 
-
-_LEGEND = (
-    "Numbers are fragments. Faint: waiting for the link or travelling; full: on the link. "
-    "Drag to move through the whole run."
-)
 
 _STYLES: dict[str, Json] = {
     "lost, done again": {"color": LOST, "width": 0.92},
@@ -78,16 +78,17 @@ _STYLES: dict[str, Json] = {
 }
 
 
-def _bars(replica: ReplicaRecord, row: int, lanes: Sequence[int]) -> dict[str, list[Bar]]:
-    steps = zip(replica.begin.tolist(), replica.seconds.tolist(), replica.step.tolist())
+def _bars(replica: ReplicaRecord, row: int, lanes: Sequence[int], window: tuple[float, float]) -> dict[str, list[Bar]]:
     flights = list(zip(replica.flights, lanes))
     return {
         "lost, done again": [
             _bar(row, lost.span, f"{lost.steps} steps after step {lost.span.step}, done again") for lost in replica.lost
         ],
-        "inner steps": [Bar(row, begin, end, f"step {step}") for begin, end, step in steps],
+        "inner steps": _step_bars(replica, row, window),
         "evaluation, checkpoint": [_bar(row, span, f"pause after step {span.step}") for span in replica.pauses],
-        "stall": [_bar(row, span, f"waits for fragment {span.fragment} at step {span.step}") for span in replica.stalls],
+        "stall": [
+            _bar(row, span, f"waits for fragment {span.fragment} at step {span.step}") for span in replica.stalls
+        ],
         "outer step": [_bar(row, span, f"outer step of fragment {span.fragment}") for span in replica.merges],
         "in the air": [
             Bar(row + 1 + lane, f.begin, f.end, _flight_text(f), paint=colour(f.fragment)) for f, lane in flights
@@ -97,6 +98,24 @@ def _bars(replica: ReplicaRecord, row: int, lanes: Sequence[int]) -> dict[str, l
             for f, lane in flights
         ],
     }
+
+
+def _step_bars(replica: ReplicaRecord, row: int, window: tuple[float, float]) -> list[Bar]:
+    """Inner steps; beyond `BARS`, those outside `window` are joined here already, as there may be millions."""
+    if not len(replica.step):
+        return []
+    begin, end = replica.begin, replica.seconds
+    inside = (end >= window[0]) & (begin <= window[1])
+    first, gap = np.arange(len(begin)), 1e-3
+    while len(first) > BARS:
+        apart = (begin[1:] - end[:-1] > gap) | inside[1:] | inside[:-1]
+        first, gap = np.flatnonzero(np.concatenate([[True], apart])), 2 * gap
+    counts = np.diff(np.append(first, len(begin)))
+    columns = (begin[first], np.maximum.reduceat(end, first), replica.step[first], counts)
+    return [
+        Bar(row, b, e, f"step {step}", count=count)
+        for b, e, step, count in zip(*(column.tolist() for column in columns))
+    ]
 
 
 def _bar(row: int, span: Span, text: str) -> Bar:
@@ -129,9 +148,10 @@ def joined(bars: Sequence[Bar], window: tuple[float, float], most: int) -> list[
     """At most about `most` bars: those outside `window` joined over ever wider gaps until they are few enough."""
     if len(bars) <= most:
         return list(bars)
-    near: Callable[[Bar], bool] = lambda bar: bar.end >= window[0] and bar.begin <= window[1]
-    inside = [bar for bar in bars if near(bar)]
-    outside = sorted((bar for bar in bars if not near(bar)), key=lambda bar: (bar.row, bar.begin))
+    inside: list[Bar] = []
+    outside: list[Bar] = []
+    for bar in sorted(bars, key=lambda bar: (bar.row, bar.begin)):
+        (inside if bar.end >= window[0] and bar.begin <= window[1] else outside).append(bar)
     gap, room = 1e-3, max(most - len(inside), most // 4)
     while len(outside) > room:
         outside = _across(outside, gap, window)

@@ -1,0 +1,231 @@
+"""One replica of one method: the process that utilization.py starts in each namespace.
+
+The model, its batches and the inner optimizer are the same for all methods; a method only attaches itself. Protocol: one JSON
+line on stdout when it stands and is warm, a line on stdin to go, one JSON line with what was measured, a line on stdin to leave.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire import Replica, Strategy, TorchGroup, parse
+from thinwire.group import CountedGroup, Ledger, start_torch
+from thinwire.lm.model import SIZES, Transformer
+
+TIMEOUT = 300.0  # seconds; nobody dies here
+Facts = Callable[[], dict[str, float]]  # counters that a method keeps; they only grow
+Model = Callable[[torch.Tensor, torch.Tensor], Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one replica is to do. `method` is bare, ddp, torchft, or a Thinwire strategy's text."""
+
+    method: str
+    rank: int
+    addresses: tuple[str, str]
+    port: int
+    interface: str
+    warm: int  # steps before the window, on the unshaped link
+    steps: int  # in the window
+    every: int
+    delay: int
+    fragments: int  # torchft's; a Thinwire strategy says its own
+    size: str = "mini"
+    batch: tuple[int, int] = (4, 128)
+    seed: int = 0
+
+
+class Stopwatch:
+    """Time in inner steps, taken apart from what a method does in its optimizer hooks: register `after` before, `before` after it."""
+
+    def __init__(self) -> None:
+        self.inner: list[float] = []
+        self._step = self._update = 0.0
+
+    def begin(self) -> None:
+        self._step = time.perf_counter()
+
+    def backward_done(self) -> None:
+        self._step = time.perf_counter() - self._step
+
+    def before(self, *_: Any) -> None:
+        self._update = time.perf_counter()
+
+    def after(self, *_: Any) -> None:
+        self.inner.append(self._step + time.perf_counter() - self._update)
+
+
+@contextmanager
+def bare(part: Part, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[Model, Facts]]:
+    """No exchange: the ceiling."""
+    yield model, dict
+
+
+@contextmanager
+def thinwire(part: Part, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[Model, Facts]]:
+    strategy = parse(part.method)
+    assert isinstance(strategy, Strategy)
+    start_torch(part.rank, 2, part.addresses[0], part.port, TIMEOUT)
+    ledger = Ledger()
+    group = CountedGroup(TorchGroup.from_world(2, timeout=TIMEOUT), ledger)
+    replica = Replica(strategy, model, optimizer, group)
+    try:
+        yield model, lambda: {"counted_nbytes": ledger.sent("packet"), "late_seconds": replica.stall_seconds}
+    finally:
+        replica.close()
+
+
+@contextmanager
+def ddp(part: Part, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[Model, Facts]]:
+    """Exchanges within backward, so its inner steps cannot be timed apart; gradients only, no buffers."""
+    start_torch(part.rank, 2, part.addresses[0], part.port, TIMEOUT)
+    yield DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=False), dict
+
+
+@contextmanager
+def torchft(part: Part, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[Model, Facts]]:
+    """torchft's streaming DiLoCo as its own tests set it up: fp32, the layers strided, all else in the first fragment."""
+    from torchft import LighthouseServer, Manager, ProcessGroupGloo
+    from torchft.local_sgd import DiLoCo
+
+    logging.disable(logging.INFO)
+    own = part.addresses[part.rank]
+    with ExitStack() as stack:
+        if part.rank == 0:
+            lighthouse = LighthouseServer(bind=f"[::]:{part.port}", min_replicas=2, join_timeout_ms=60_000)
+            stack.callback(lighthouse.shutdown)
+        store = torch.distributed.TCPStore(own, part.port + 1, is_master=True, wait_for_workers=False)
+        patience = timedelta(seconds=TIMEOUT)
+        manager = Manager(
+            pg=ProcessGroupGloo(timeout=patience), min_replica_size=2, use_async_quorum=False, init_sync=False,
+            load_state_dict=model.load_state_dict, state_dict=model.state_dict,
+            timeout=patience, quorum_timeout=patience, connect_timeout=patience,
+            replica_id=f"replica_{part.rank}", hostname=own, lighthouse_addr=f"http://{part.addresses[0]}:{part.port}",
+            store_addr=own, store_port=store.port, rank=0, world_size=1,
+        )  # fmt: skip
+        stack.callback(manager.shutdown, wait=False)
+        fragments = _fragments(model, part.fragments)
+        outer = [torch.optim.SGD(f.parameters(), lr=0.4, momentum=0.9, nesterov=True) for f in fragments]
+        diloco = DiLoCo(
+            manager, fragments, optimizer, outer, sync_every=part.every,
+            fragment_sync_delay=part.delay, fragment_update_alpha=0.5,
+        )  # fmt: skip
+        stack.enter_context(diloco)
+        yield model, lambda: {"rounds": float(manager.current_step())}
+
+
+def _fragments(model: nn.Module, count: int) -> list[nn.Module]:
+    assert isinstance(model, Transformer)
+    fragments = [nn.ModuleList(list(model.blocks)[i::count]) for i in range(count)]
+    fragments[0].extend([model.embedding, model.norm, model.head])
+    return list(fragments)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Everything that is read at both ends of the window."""
+
+    seconds: float
+    process_cpu: float  # all threads of this process
+    thread_cpu: float  # the training thread
+    core_cpu: float  # all that this core did
+    sent: int  # the interface's counter
+    facts: dict[str, float]
+
+    @classmethod
+    def now(cls, part: Part, facts: Facts) -> Reading:
+        sent = int(Path(f"/sys/class/net/{part.interface}/statistics/tx_bytes").read_text())
+        return cls(time.perf_counter(), time.process_time(), time.thread_time(), _core_cpu(), sent, facts())
+
+
+def _core_cpu() -> float:
+    """Seconds that the core of this process was busy since boot; interrupts count, idling and waiting do not."""
+    core = min(os.sched_getaffinity(0))
+    line = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith(f"cpu{core} "))
+    user, nice, system, _, _, irq, soft, steal = map(int, line.split()[1:9])
+    return (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def run(part: Part) -> dict[str, Any]:
+    """Attach, warm up, wait for the word, train `steps` steps, and say what it took."""
+    model = Transformer(SIZES[part.size], seed=part.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    generator = torch.Generator().manual_seed(part.seed + 1 + part.rank)
+    batches = [torch.randint(0, 256, part.batch, generator=generator) for _ in range(8)]
+    watch = Stopwatch()
+    optimizer.register_step_post_hook(watch.after)
+    attach = {"bare": bare, "ddp": ddp, "torchft": torchft}.get(part.method, thinwire)
+    with attach(part, model, optimizer) as (attached, facts):
+        optimizer.register_step_pre_hook(watch.before)
+
+        def step(number: int) -> float:
+            watch.begin()
+            tokens = batches[number % len(batches)]
+            attached(tokens, tokens).loss.backward()
+            watch.backward_done()
+            optimizer.step()
+            optimizer.zero_grad()
+            return time.perf_counter()
+
+        for number in range(part.warm):
+            step(number)
+        watch.inner.clear()
+        _say({"ready": part.rank})
+        _hear()
+        begin = Reading.now(part, facts)
+        ends = [begin.seconds, *(step(number) for number in range(part.steps))]
+        end = Reading.now(part, facts)
+        _say(_measured(part, begin, end, ends, watch.inner))
+        _hear()  # the peer may still need us
+    return {}
+
+
+def _measured(part: Part, begin: Reading, end: Reading, ends: list[float], inner: list[float]) -> dict[str, Any]:
+    seconds = [b - a for a, b in zip(ends, ends[1:])]
+    own = end.process_cpu - begin.process_cpu
+    return {
+        "rank": part.rank,
+        "steps": part.steps,
+        "wall_seconds": end.seconds - begin.seconds,
+        "step_seconds": statistics.median(seconds),
+        "inner_seconds": None if part.method == "ddp" else sum(inner),
+        "inner_step_seconds": None if part.method == "ddp" else statistics.median(inner),
+        "cpu_seconds": own,
+        "training_thread_cpu_seconds": end.thread_cpu - begin.thread_cpu,
+        "others_cpu_seconds": max(0.0, end.core_cpu - begin.core_cpu - own),
+        "wire_nbytes": end.sent - begin.sent,
+        **{name: end.facts[name] - value for name, value in begin.facts.items()},
+        "each_step_seconds": [round(s, 4) for s in seconds],
+    }
+
+
+def _say(message: dict[str, Any]) -> None:
+    print(json.dumps(message), flush=True)
+
+
+def _hear() -> None:
+    if not sys.stdin.readline():
+        raise SystemExit("the benchmark that started this replica is gone.")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    given = json.loads(sys.argv[1])
+    run(Part(**{**given, "addresses": tuple(given["addresses"]), "batch": tuple(given["batch"])}))
+    os._exit(0)  # servers and carriers of the rivals have threads that do not end by themselves

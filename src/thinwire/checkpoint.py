@@ -1,0 +1,207 @@
+"""Everything a replica needs to go on, bit for bit.
+
+    FOLDER/replica-0/step-00000100/     one rank's; shards of a replica are replica-0.shard-1 and so on
+        model.safetensors               parameters and buffers, as this rank holds them
+        inner.safetensors               the inner optimizer's tensors, and torch's random state
+        outer.safetensors               anchors, outer state, deltas in the air
+        manifest.json                   step, facts for JSON, and the size and BLAKE2b of every file
+
+Writing is atomic: all goes into a folder beside, is flushed to the disk, and is renamed when whole. A folder whose manifest does not fit its
+files is damaged; the one before is used. Nothing in a checkpoint can run code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import thinwire
+from thinwire.errors import CheckpointError
+from thinwire.group.base import Group, gather
+from thinwire.partition import local
+from thinwire.replica import Replica
+
+FORMAT = 1
+_FILES = ("model.safetensors", "inner.safetensors", "outer.safetensors")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was read and found whole."""
+
+    path: Path
+    manifest: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.manifest["step"])
+
+
+def save(folder: Path, replica: Replica, notes: Mapping[str, Any], keep: int = 3) -> Path:
+    """Write `replica` and the caller's `notes` (JSON) to `folder`/step-N and drop all but the last `keep`.
+
+    Never waits for what is in the air. Raises `CheckpointError` if the disk does not take it; what was there stays.
+    """
+    final = folder / f"step-{replica.step:08d}"
+    partial = folder / f".{final.name}.partial"
+    tensors, facts = replica.state()
+    inner, groups = _optimizer_state(replica.optimizer)
+    contents = (dict(_weights(replica.model)), inner | {"random": torch.get_rng_state()}, tensors)
+    manifest: dict[str, Any] = {
+        "format": FORMAT,
+        "thinwire": thinwire.__version__,
+        "step": replica.step,
+        "strategy": repr(replica.strategy),
+        "facts": facts,
+        "groups": groups,
+        "notes": dict(notes),
+    }
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for name, content in zip(_FILES, contents):
+            save_file({key: value.detach().cpu().contiguous() for key, value in content.items()}, partial / name)
+        manifest["files"] = {name: _fingerprint(partial / name) for name in _FILES}
+        (partial / "manifest.json").write_text(json.dumps(manifest, indent=1))
+        for name in (*_FILES, "manifest.json", "."):
+            _flush(partial / name)
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        _flush(folder)
+    except (OSError, RuntimeError) as error:  # safetensors reports a full disk as its own error
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(
+            f"no checkpoint at step {replica.step}: {folder}: {error}. Training needs about "
+            f"{sum(t.numel() * t.element_size() for content in contents for t in content.values()):,} bytes there; free some space."
+        ) from error
+    for old in sorted(folder.glob("step-*"))[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def read(path: Path) -> Checkpoint:
+    """Check every file of `path` against its manifest. Raises `CheckpointError` saying what is wrong."""
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+        files = manifest["files"]
+        problem = next((name for name in _FILES if files[name] != _fingerprint(path / name)), None)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}.") from error
+    if problem:
+        raise CheckpointError(f"{path} is damaged: {problem} is not what was written (size or checksum).")
+    if manifest["format"] != FORMAT:
+        raise CheckpointError(f"{path} has format {manifest['format']}, this version reads {FORMAT}; use the version that wrote it.")
+    return Checkpoint(path, manifest)
+
+
+def newest_common(folder: Path, group: Group, site: Group | None = None) -> tuple[Checkpoint | None, list[dict[str, str]]]:
+    """The newest step of which every rank has a whole checkpoint, and what was passed over, with reasons. Collective."""
+    found: dict[int, Checkpoint] = {}
+    skipped = []
+    for path in sorted(folder.glob("step-*")):
+        try:
+            checkpoint = read(path)
+            found[checkpoint.step] = checkpoint
+        except CheckpointError as error:
+            skipped.append({"path": str(path), "reason": str(error)})
+    common = set(found)
+    for circle in (group, site):
+        if circle is not None:
+            told = gather(circle, json.dumps(sorted(common)).encode(), 1 << 16, "resume")
+            common = set.intersection(*(set(json.loads(text)) for text in told))
+    step = max(common, default=None)
+    skipped += [
+        {"path": str(checkpoint.path), "reason": "another replica has no whole checkpoint of this step"}
+        for s, checkpoint in found.items()
+        if s > (-1 if step is None else step)
+    ]
+    return (None if step is None else found[step]), skipped
+
+
+def load(checkpoint: Checkpoint, replica: Replica) -> None:
+    """Put `checkpoint` into `replica`, its model and its optimizer. Collective: flights that were in the air depart again.
+
+    Raises `CheckpointError` if it was made for another model or strategy.
+    """
+    manifest = checkpoint.manifest
+    if manifest["strategy"] != repr(replica.strategy):
+        raise CheckpointError(
+            f"{checkpoint.path} was made by {manifest['strategy']}, this run uses {replica.strategy!r}; resume with the run's own strategy."
+        )
+    model, inner, outer = (load_file(checkpoint.path / name) for name in _FILES)
+    own = dict(_weights(replica.model))
+    differing = sorted(model.keys() ^ own.keys()) or [n for n in own if model[n].shape != own[n].shape]
+    if differing:
+        raise CheckpointError(f"{checkpoint.path} was made for another model: {', '.join(differing[:3])} do not fit.")
+    with torch.no_grad():
+        for name, value in own.items():
+            value.copy_(model[name])
+    torch.set_rng_state(inner.pop("random"))
+    _load_optimizer_state(replica.optimizer, inner, manifest["groups"])
+    replica.load_state(outer, manifest["facts"])
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters (tied ones once, frozen ones too) and persistent buffers, this rank's part of each."""
+    persistent = model.state_dict().keys()
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if name in persistent:
+            yield name.replace("_orig_mod.", ""), local(value.detach())
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors by "parameter.key", and the rest, which JSON can hold."""
+    saved = optimizer.state_dict()
+    tensors: dict[str, Tensor] = {}
+    rest: dict[str, Any] = {}
+    for index, state in saved["state"].items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                tensors[f"{index}.{key}"] = local(value)
+            else:
+                rest[f"{index}.{key}"] = value
+    return tensors, {"param_groups": saved["param_groups"], "state": rest}
+
+
+def _load_optimizer_state(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], groups: Mapping[str, Any]) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state: dict[int, dict[str, Any]] = {}
+    for name, value in (*tensors.items(), *groups["state"].items()):
+        index, key = name.split(".", 1)
+        state.setdefault(int(index), {})[key] = _sharded_like(value, parameters[int(index)])
+    restored = [{k: tuple(v) if k != "params" and isinstance(v, list) else v for k, v in g.items()} for g in groups["param_groups"]]
+    optimizer.load_state_dict({"state": state, "param_groups": restored})
+
+
+def _sharded_like(value: Any, parameter: Tensor) -> Any:
+    if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == parameter.to_local().shape:
+        return DTensor.from_local(
+            value, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+        )
+    return value
+
+
+def _fingerprint(path: Path) -> list[Any]:
+    """Size and BLAKE2b of a file."""
+    with path.open("rb") as file:
+        return [path.stat().st_size, hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()]
+
+
+def _flush(path: Path) -> None:
+    """Make sure that `path` is on the disk, not only in the machine's memory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

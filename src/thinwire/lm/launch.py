@@ -1,0 +1,208 @@
+"""Start a run's replicas: as threads, as processes of this machine, or as the process that torchrun started here.
+
+Every way ends in `train_here`, so that a run file does the same on any of them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from thinwire.errors import ConfigurationError, LinkError, ThinwireError
+from thinwire.group import TorchGroup, run_threads, start_torch
+from thinwire.lm.run import Run
+from thinwire.lm.trainer import Place, Trainer, open_corpus
+from thinwire.observe.events import EventLog
+
+Tick = Callable[[], object]
+_GRACE = 20.0  # seconds that the others get to end by themselves when one replica has failed
+
+
+def new_folder(run: Run, folder: Path, resume: bool) -> None:
+    """Make the run folder and write its run file. Raises `ConfigurationError` rather than mix two runs."""
+    if (folder / "events").exists() and not resume:
+        raise ConfigurationError(f"{folder} holds a run already; choose another --out, or go on with it by --resume.")
+    if resume and not (folder / "run.toml").exists():
+        raise ConfigurationError(f"{folder} holds no run to resume; start without --resume, or check --out.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        run.save(folder / "run.toml")
+    except OSError as error:
+        raise ConfigurationError(f"{folder} cannot be written ({error}); choose another --out.") from None
+
+
+def under_torchrun() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def train_as_rank(run: Run, folder: Path, resume: bool, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Be the rank that torchrun's environment says, from joining the world to leaving it."""
+    rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    address, port = environment.get("MASTER_ADDR", "127.0.0.1"), int(environment.get("MASTER_PORT", "29500"))
+    if world % run.replicas:
+        raise ConfigurationError(f"{world} processes for {run.replicas} replicas: a multiple is needed; set --replicas or torchrun's counts.")
+    shards = world // run.replicas
+    start_torch(rank, world, address, port, run.timeout)
+    group = TorchGroup.from_world(run.replicas, timeout=run.timeout)
+    place = Place(group, folder, resume, group.site, group.shard, shards, gpu=int(environment.get("LOCAL_RANK", "0")))
+    try:
+        with _stopping(place.stop):
+            return train_here(run, place)
+    finally:
+        group.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def train_here(run: Run, place: Place) -> dict[str, Any]:
+    """Train one replica in this thread and process, logging to the run folder."""
+    with EventLog(place.folder / "events" / f"{place.name}.jsonl") as log:
+        trainer = None
+        try:
+            trainer = Trainer(run, place, log)
+            return trainer.train()
+        except ThinwireError as error:
+            log.emit("warning", trainer.replica.step if trainer else 0, message=f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            if trainer:
+                trainer.replica.close()
+
+
+def train_threads(run: Run, folder: Path, resume: bool, tick: Tick) -> dict[str, Any]:
+    """All replicas as threads of this process."""
+    stop = threading.Event()
+    outcome: list[list[dict[str, Any]] | BaseException] = []
+
+    def body() -> None:
+        try:
+            outcome.append(run_threads(run.replicas, lambda g: train_here(run, Place(g, folder, resume, stop=stop)), run.timeout))
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=body, name="thinwire-replicas")
+    with _stopping(stop):
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.2)
+            tick()
+    if isinstance(outcome[0], BaseException):
+        raise outcome[0]
+    return outcome[0][0]
+
+
+def train_processes(run: Run, folder: Path, resume: bool, tick: Tick) -> None:
+    """One process a replica on this machine, in the environment that torchrun would give it. Their output goes to RUN/logs."""
+    open_corpus(run)  # once, before all of them want it; a mistake in the text shows here
+    logs = folder / "logs"
+    logs.mkdir(exist_ok=True)
+    port = _free_port()
+    threads = max(1, (os.cpu_count() or 1) // run.replicas)
+    processes = []
+    for rank in range(run.replicas):
+        environment = os.environ | {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(run.replicas),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": str(threads),
+        }  # fmt: skip
+        command = [sys.executable, "-m", "thinwire.lm.launch", str(folder), *(["--resume"] if resume else [])]
+        with (logs / f"replica-{rank}.txt").open("ab") as output:
+            processes.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output))
+    try:
+        _watch(processes, tick)
+    except BaseException:
+        _end(processes)
+        raise
+    failed = [rank for rank, process in enumerate(processes) if process.returncode]
+    if failed:
+        raise LinkError(_post_mortem(failed, [process.returncode for process in processes], logs))
+
+
+def _watch(processes: list[subprocess.Popen[bytes]], tick: Tick) -> None:
+    """Wait for all; Ctrl-C reaches the replicas by itself, and they agree on where to stop."""
+    interrupts = 0
+    first_failure = None
+    while any(process.poll() is None for process in processes):
+        try:
+            tick()
+            time.sleep(0.2)
+        except KeyboardInterrupt:
+            interrupts += 1
+            if interrupts > 1:
+                raise
+            print("\nstopping: all replicas stop after the same inner step, with a checkpoint (Ctrl-C again: at once)", file=sys.stderr)
+        if any(process.poll() for process in processes):
+            first_failure = first_failure or time.monotonic()
+            if time.monotonic() - first_failure > _GRACE:
+                _end(processes)
+    tick()
+
+
+def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def _post_mortem(failed: list[int], codes: list[int], logs: Path) -> str:
+    """What the replica that failed first said last: not the one that only lost its peer."""
+    said = {rank: (logs / f"replica-{rank}.txt").read_text(errors="replace").strip().splitlines()[-1:] for rank in failed}
+    causes = [rank for rank in failed if said[rank] and "LinkError" not in said[rank][0]] or failed
+    lines = [f"replica {rank} (exit code {codes[rank]}): {' '.join(said[rank]) or 'said nothing; was it killed?'}" for rank in causes]
+    return "\n".join([*lines, f"All they said is in {logs}. Go on from the last checkpoint with --resume."])
+
+
+@contextmanager
+def _stopping(stop: threading.Event) -> Iterator[None]:
+    """The first SIGINT or SIGTERM sets `stop`, the second ends the process. Only the main thread can listen."""
+
+    def handle(number: int, frame: object) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def main() -> int:
+    """`python -m thinwire.lm.launch FOLDER [--resume]`: one replica, as `train_processes` starts it."""
+    folder, resume = Path(sys.argv[1]), "--resume" in sys.argv[2:]
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    try:
+        train_as_rank(Run.load(folder / "run.toml"), folder, resume)
+    except ThinwireError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""Everything that makes a run, in one value: what the command line takes and what a run file holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+
+from thinwire.errors import ConfigurationError
+from thinwire.group import parse_link
+from thinwire.recipes import RECIPES
+from thinwire.strategy import PIECES, Strategy, parse
+
+OF_THE_RECIPE = (
+    *("every", "delay", "fragments", "merge", "codec", "partition", "offsets"),
+    *("outer_lr", "outer_momentum", "anchors"),
+)
+OF_THE_PLACE = ("text", "link", "carrier", "timeout", "replicas", "strategy", "model", "keep", *OF_THE_RECIPE)  # may differ
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A training run. Raises `ConfigurationError` when made, if it cannot work."""
+
+    strategy: str = "streaming_diloco"
+    """A recipe (data_parallel, local_sgd, diloco, streaming_diloco, eager_diloco), or a whole Strategy(...) in Python."""
+    replicas: int = 2
+    """How many replicas train (under torchrun: the world is replicas times the ranks of one replica)."""
+    steps: int = 400
+    """Inner steps of every replica."""
+    seed: int = 0
+    """Of everything: weights, order of the text."""
+
+    every: int | None = None
+    """H: inner steps between two rounds of one fragment. Without: the recipe's own, as for all of this part."""
+    delay: int | None = None
+    """tau: inner steps that a round may be in the air; training goes on."""
+    fragments: int | None = None
+    """Fragments of layers; what is outside the layers is one more."""
+    merge: float | None = None
+    """alpha: how much of its own values a replica keeps when a round lands, 0 to 1."""
+    codec: str | None = None
+    """How deltas travel: E3M0 or E3M0(block=32) (4 bits), Cast('bf16'), Identity (fp32)."""
+    partition: str | None = None
+    """Strided(4), Sequential(4), BySize(4) or Whole; replaces --fragments."""
+    offsets: tuple[int, ...] | None = None
+    """The inner step at which each fragment first departs."""
+    outer_lr: float | None = None
+    """Learning rate of the outer step."""
+    outer_momentum: float | None = None
+    """Nesterov momentum of the outer step."""
+    anchors: Literal["host", "device"] | None = None
+    """Where anchors and outer state live."""
+
+    carrier: Literal["processes", "threads"] = "processes"
+    """Replicas as processes under torch.distributed, or as threads of one process."""
+    link: str = "none"
+    """Emulate a link of this rate and delay under the carrier, such as 50mbit,30ms."""
+    timeout: float = 300.0
+    """Seconds that a replica waits for a packet before it gives the others up."""
+
+    model: str = "tiny"
+    """A size (tiny, mini, 35m, 100m, 200m, 300m, 500m, 1b, 4b), or hf:FOLDER_OR_NAME for a Hugging Face causal LM."""
+    positions: Literal["rotary", "learned"] = "rotary"
+    """How the model knows where a token stands."""
+    text: tuple[str, ...] = ()
+    """Files and folders (.txt, .jsonl, .parquet, ...). Without: the sources of Python's standard library."""
+    column: str = "text"
+    """Where .jsonl and .parquet keep the text."""
+    tokenizer: str = "bytes"
+    """bytes, bpe:SIZE to train one on the text, or bpe:FILE.json of a trained one."""
+
+    batch: int = 8
+    """Sequences in a micro-batch of a replica."""
+    sequence: int = 128
+    """Tokens in a sequence."""
+    accumulate: int = 1
+    """Micro-batches in an inner step."""
+    lr: float = 3e-3
+    """Peak learning rate of the inner AdamW."""
+    warmup: int | None = None
+    """Inner steps of linear warm-up. Without: a tenth of all, at most 1000. Then a cosine to 5 % of the peak."""
+    weight_decay: float = 0.1
+    """Of the inner AdamW."""
+    clip: float = 1.0
+    """Largest norm of the gradient; 0 does not clip."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Autocast. auto: bf16 on a GPU that has it, else fp32."""
+    eval_every: int | None = None
+    """Inner steps between evaluations of the anchors on held-out text. Without: ten in the run."""
+    eval_batches: int = 16
+    """Batches of held-out text in an evaluation."""
+    checkpoint_every: int = 100
+    """Inner steps between checkpoints; 0 makes none but at a stop."""
+    keep: int = 3
+    """Checkpoints that are kept."""
+
+    def __post_init__(self) -> None:
+        for name in ("replicas", "steps", "batch", "sequence", "accumulate", "eval_batches", "keep"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name}={getattr(self, name)}: at least 1 is needed.")
+        for name in ("lr", "timeout"):
+            if not getattr(self, name) > 0:
+                raise ConfigurationError(f"{name}={getattr(self, name)}: more than 0 is needed.")
+        for name in ("weight_decay", "clip", "checkpoint_every"):
+            if getattr(self, name) < 0:
+                raise ConfigurationError(f"{name}={getattr(self, name)}: 0 or more is needed.")
+        parse_link(self.link)
+        self.make_strategy()
+
+    def make_strategy(self) -> Strategy:
+        """The strategy with what was given for its recipe."""
+        given = {name: getattr(self, name) for name in OF_THE_RECIPE if getattr(self, name) is not None}
+        for name in ("codec", "partition"):
+            if name in given:
+                given[name] = parse(given[name])
+        name = self.strategy.strip().replace("-", "_")
+        if name in RECIPES:
+            taken = list(inspect.signature(RECIPES[name]).parameters)
+            foreign = [key for key in given if key not in taken]
+            if foreign:
+                raise ConfigurationError(f"{name} takes no {', '.join(foreign)}; it takes {', '.join(taken)}.")
+            return RECIPES[name](**given)
+        if given:
+            raise ConfigurationError(
+                f"strategy={self.strategy!r} with {', '.join(given)}: those go with a recipe's name ({', '.join(RECIPES)}); "
+                "write them inside the parentheses."
+            )
+        strategy = parse(self.strategy, PIECES | RECIPES)
+        if not isinstance(strategy, Strategy):
+            raise ConfigurationError(f"strategy={self.strategy!r} is a {type(strategy).__name__}; a Strategy or a recipe is needed.")
+        return strategy
+
+    def shared(self) -> dict[str, Any]:
+        """What all replicas must have alike beside model and strategy, which `Replica` compares itself."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in OF_THE_PLACE}
+
+    def save(self, path: Path) -> None:
+        """Write a run file; what is None is left out."""
+        fields = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        path.write_bytes(tomli_w.dumps(fields).encode())
+
+    @classmethod
+    def load(cls, path: Path) -> Run:
+        """Read a run file. Raises `ConfigurationError` naming what is not known or cannot be read."""
+        try:
+            fields = tomllib.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"{path} cannot be read as a run file ({error}); `thinwire train` writes one as run.toml.") from None
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = [name for name in fields if name not in known]
+        if unknown:
+            raise ConfigurationError(f"{path}: {', '.join(unknown)} not known; a run has {', '.join(sorted(known))}.")
+        lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+        try:
+            return cls(**(fields | lists))
+        except TypeError as error:
+            raise ConfigurationError(f"{path}: {error}; compare with the run.toml of a run that works.") from None

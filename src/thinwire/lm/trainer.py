@@ -1,0 +1,310 @@
+"""Train one language model as one replica of a group: the main job's loop.
+
+AdamW with warm-up and cosine, clipping, accumulation, autocast; evaluation of the anchors on held-out text; checkpoints;
+an exact resume; and an event for everything that happens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import platform
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import thinwire
+from thinwire import checkpoint
+from thinwire.contact import agree
+from thinwire.errors import CheckpointError, ConfigurationError
+from thinwire.group import CountedGroup, Group, Ledger, LinkedGroup, parse_link
+from thinwire.lm.data import Corpus
+from thinwire.lm.huggingface import hugging_face
+from thinwire.lm.model import SIZES, Transformer
+from thinwire.lm.run import Run
+from thinwire.lm.tokens import BPE, Bytes
+from thinwire.observe.events import EventLog
+from thinwire.partition import local
+from thinwire.replica import Replica
+from thinwire.seeds import derive
+
+BETAS = (0.9, 0.99)  # AdamW's, of the scaling-law paper (arXiv 2503.09799)
+FLOOR = 0.05  # of the peak learning rate, where the cosine ends
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a replica runs: what differs between replicas of one run."""
+
+    group: Group
+    folder: Path
+    resume: bool = False
+    site: Group | None = None
+    shard: int = 0
+    shards: int = 1
+    gpu: int = 0
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def name(self) -> str:
+        return f"replica-{self.group.rank}" + (f".shard-{self.shard}" if self.shards > 1 else "")
+
+
+def open_corpus(run: Run) -> Corpus:
+    """The run's text, tokenised (once on every machine)."""
+    kind, _, what = run.tokenizer.partition(":")
+    if kind not in ("bytes", "bpe") or (kind == "bpe") != bool(what):
+        raise ConfigurationError(f"tokenizer={run.tokenizer!r}: bytes, bpe:SIZE such as bpe:8192, or bpe:FILE.json is needed.")
+    bpe = kind == "bpe" and (BPE(int(what)) if what.isdigit() else BPE.load(what))
+    return Corpus.open(run.text, bpe or Bytes(), column=run.column)
+
+
+def make_model(run: Run, vocabulary: int) -> nn.Module:
+    """The run's model with fresh weights that depend on its seed only."""
+    seed = derive(run.seed, "weights")
+    if run.model.startswith("hf:"):
+        return hugging_face(run.model.removeprefix("hf:"), vocabulary, seed % 2**31)
+    if run.model not in SIZES:
+        raise ConfigurationError(f"model={run.model!r}: one of {', '.join(SIZES)}, or hf:NAME, is needed.")
+    size = SIZES[run.model]
+    shape = dataclasses.replace(size, vocabulary=vocabulary, positions=run.positions, context=max(run.sequence, size.context))
+    return Transformer(shape, seed % 2**31)
+
+
+def learning_rate(run: Run, step: int) -> float:
+    """Of inner step `step` (from 1): linear warm-up, then a cosine to 5 % of the peak at the last step."""
+    warmup = min(1000, run.steps // 10) if run.warmup is None else run.warmup
+    if step <= warmup:
+        return run.lr * step / max(1, warmup)
+    share = (step - warmup) / max(1, run.steps - warmup)
+    return run.lr * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * min(1.0, share))))
+
+
+@dataclass
+class Clock:
+    """Where the time of the loop went; evaluation and checkpoints are not part of it."""
+
+    compute_seconds: float = 0.0
+    loop_seconds: float = 0.0
+    stall_seconds: float = 0.0
+    wire_bytes_sent: int = 0
+
+
+class Trainer:
+    """One replica's training. `train()` runs it from the first or the resumed step to the last."""
+
+    def __init__(self, run: Run, place: Place, log: EventLog) -> None:
+        self.run, self.place, self.log = run, place, log
+        link = parse_link(run.link)
+        self.ledger = Ledger()
+        counted = CountedGroup(place.group, self.ledger)
+        self.group: Group = LinkedGroup(counted, link) if link else counted
+        self.corpus = open_corpus(run)
+        agree(self.group, run.shared() | {"tokenizer": self.corpus.tokenizer.fingerprint})
+        self.device = torch.device("cuda", place.gpu) if torch.cuda.is_available() else torch.device("cpu")
+        self.model = make_model(run, self.corpus.vocabulary).to(self.device)
+        if place.shards > 1:
+            _shard(self.model, run.replicas, place.shards, self.device)
+        # fused: one kernel for all parameters, where the device has it
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=run.lr, betas=BETAS, weight_decay=run.weight_decay, fused=True)
+        self.replica = Replica(
+            run.make_strategy(), self.model, self.optimizer, self.group,
+            site=place.site, observer=log.emit, clock=log.seconds,
+        )  # fmt: skip
+        self.parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        self.clock = Clock()
+        self.bf16 = run.precision == "bf16" or (
+            run.precision == "auto" and self.device.type == "cuda" and torch.cuda.is_bf16_supported()
+        )
+        self.eval_loss = math.nan
+        self.checkpoints = place.folder / "checkpoints" / place.name
+        self._log_start()
+
+    def train(self) -> dict[str, Any]:
+        """Run the loop and return the summary. Raises what `Replica` raises."""
+        run, replica = self.run, self.replica
+        if self.place.resume:
+            self._resume()
+        eval_every = run.eval_every or max(1, run.steps // 10)
+        while replica.step < run.steps and not replica.stopping:
+            if self.place.stop.is_set():
+                replica.request_stop()
+            self._inner_step()
+            if replica.step % eval_every == 0 and replica.step < run.steps:
+                self._evaluate()
+            if run.checkpoint_every and replica.step % run.checkpoint_every == 0:
+                self._save()
+        stopped = replica.step < run.steps
+        if stopped:
+            self._save()
+            self.log.emit("stop", replica.step, reason="asked to stop; all replicas stop after this step")
+            replica.close()
+        else:
+            began = time.monotonic()
+            replica.finish()
+            self.clock.loop_seconds += time.monotonic() - began
+            self._evaluate()
+            self._export()
+        summary = self._summary(stopped)
+        self.log.emit("end", replica.step, summary=summary)
+        return summary
+
+    def _inner_step(self) -> None:
+        run, replica = self.run, self.replica
+        begin, begun = self.log.seconds(), time.monotonic()
+        paused = replica.seconds
+        lr = learning_rate(run, replica.step + 1)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        loss = 0.0
+        for micro in range(run.accumulate):
+            loss += self._backward(replica.step * run.accumulate + micro)
+        replica.exchange_gradients()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), run.clip or math.inf)
+        norm_value = float(getattr(norm, "full_tensor", lambda: norm)())
+        if not math.isfinite(norm_value):
+            self.optimizer.zero_grad()  # an inner step without update still counts: replicas keep in step
+            self.log.emit("skip", replica.step + 1, reason=f"the gradient's norm is {norm_value}")
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        seconds = time.monotonic() - begun
+        compute = seconds - (replica.seconds - paused)
+        self.clock.loop_seconds += seconds
+        self.clock.compute_seconds += compute
+        tokens = run.batch * run.sequence * run.accumulate
+        self.log.emit(
+            "step", replica.step, loss=loss, lr=lr, grad_norm=norm_value, tokens=tokens, begin=begin, compute_seconds=compute
+        )
+
+    def _backward(self, micro: int) -> float:
+        run, place = self.run, self.place
+        tokens, targets = self.corpus.batch(
+            run.seed, place.group.rank, run.replicas, micro, run.batch, run.sequence, place.shard, place.shards
+        )
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+            loss = self.model(tokens.to(self.device), targets.to(self.device)).loss / run.accumulate
+        loss.backward()
+        return float(loss.detach())
+
+    def _evaluate(self) -> None:
+        """The mean loss of the anchors on held-out text, the same on every replica."""
+        began = time.monotonic()
+        self.model.eval()
+        losses = []
+        with self.replica.anchored(), torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+            for tokens, targets in self.corpus.held_out(self.run.batch, self.run.sequence, self.run.eval_batches):
+                losses.append(float(self.model(tokens.to(self.device), targets.to(self.device)).loss))
+        self.model.train()
+        self.eval_loss = sum(losses) / len(losses)
+        self.log.emit(
+            "eval", self.replica.step, loss=self.eval_loss, tokens=self._tokens(), seconds_spent=time.monotonic() - began, of="anchors"
+        )
+
+    def _save(self) -> None:
+        """A checkpoint that cannot be written is reported and training goes on: the one before is still there."""
+        began = time.monotonic()
+        try:
+            path = checkpoint.save(self.checkpoints, self.replica, dataclasses.asdict(self._totals()), self.run.keep)
+        except CheckpointError as error:
+            self.log.emit("warning", self.replica.step, message=str(error))
+            return
+        nbytes = sum(file.stat().st_size for file in path.iterdir())
+        relative = str(path.relative_to(self.place.folder))
+        self.log.emit("checkpoint", self.replica.step, path=relative, nbytes=nbytes, seconds_spent=time.monotonic() - began)
+
+    def _resume(self) -> None:
+        found, skipped = checkpoint.newest_common(self.checkpoints, self.group, self.place.site)
+        if found is None:
+            message = "no checkpoint that all replicas have; training starts from the first step"
+            self.log.emit("warning", 0, message="; ".join([message, *(s["reason"] for s in skipped)]))
+            self.log.emit("resume", 0, from_step=0, path="", skipped=skipped)
+            return
+        checkpoint.load(found, self.replica)
+        self.clock = Clock(**found.manifest["notes"])
+        self.log.emit("resume", found.step, from_step=found.step, path=str(found.path.relative_to(self.place.folder)), skipped=skipped)
+
+    def _totals(self) -> Clock:
+        return dataclasses.replace(
+            self.clock,
+            stall_seconds=self.clock.stall_seconds + self.replica.stall_seconds,
+            wire_bytes_sent=self.clock.wire_bytes_sent + self.ledger.sent(),
+        )
+
+    def _tokens(self) -> int:
+        run = self.run
+        return self.replica.step * run.batch * run.sequence * run.accumulate * run.replicas
+
+    def _summary(self, stopped: bool) -> dict[str, Any]:
+        run, totals = self.run, self._totals()
+        return {
+            "strategy": run.strategy,
+            "strategy_text": repr(self.replica.strategy),
+            "replicas": run.replicas,
+            "steps": self.replica.step,
+            "stopped": stopped,
+            "seed": run.seed,
+            "tokens": self._tokens(),
+            "parameters": self.parameters,
+            "eval_loss": self.eval_loss,
+            "wire_bytes_sent": totals.wire_bytes_sent,
+            "bits_per_parameter_per_step": 8 * totals.wire_bytes_sent / self.parameters / max(1, self.replica.step),
+            "compute_utilization": totals.compute_seconds / max(totals.loop_seconds, 1e-9),
+            "wall_seconds": totals.loop_seconds,
+            "stall_seconds": totals.stall_seconds,
+            "link": None if parse_link(run.link) is None else run.link,
+            "provenance": "emulated" if parse_link(run.link) else "measured",
+        }
+
+    def _export(self) -> None:
+        """RUN/model.safetensors: the outer weights, which are the trained model."""
+        weights = self.replica.export()
+        if self.place.group.rank == 0 and self.place.shard == 0:
+            described = {"model": self.run.model, "vocabulary": str(self.corpus.vocabulary), "positions": self.run.positions}
+            unique = {name: value.contiguous() for name, value in weights.items()}
+            save_file(unique, self.place.folder / "model.safetensors", described | {"thinwire": thinwire.__version__})
+
+    def _log_start(self) -> None:
+        link = parse_link(self.run.link)
+        self.log.emit(
+            "start", self.replica.step, wall_time=time.time(), replica=self.place.group.rank, replicas=self.run.replicas,
+            run=dataclasses.asdict(self.run) | {"corpus": self.corpus.describe()}, strategy=repr(self.replica.strategy),
+            parameters=self.parameters, fragments=[{"name": f.name, "numel": f.numel} for f in self.replica.fragments],
+            link=link and {"bits_per_second": link.bits_per_second, "delay_seconds": link.delay_seconds},
+            carrier=self.run.carrier, machine=machine(),
+        )  # fmt: skip
+
+
+def machine() -> Mapping[str, Any]:
+    """What a number was measured on."""
+    here = Path(__file__).parent
+    git = subprocess.run(["git", "-C", str(here), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "cpu": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "thinwire": thinwire.__version__,
+        "commit": git.stdout.strip() or None,
+    }
+
+
+def _shard(model: nn.Module, replicas: int, shards: int, device: torch.device) -> None:
+    """FSDP2 inside the replica: every block, then the rest."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (replicas, shards), mesh_dim_names=("replica", "shard"))["shard"]
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)

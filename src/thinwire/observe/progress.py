@@ -1,0 +1,277 @@
+"""The live display: what the replicas are doing, read from their event files as they grow.
+
+On a terminal a table that redraws itself; elsewhere (a file, a batch job) one plain line now and then, without control
+characters. The process that started the replicas calls `update` about five times a second; it costs a few file reads.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from thinwire.observe.events import Event, Tail
+from thinwire.observe.runs import RunRecord
+from thinwire.observe.sessions import number, whole
+from thinwire.observe.units import (
+    NOTHING,
+    text_of_count,
+    text_of_loss,
+    text_of_nbytes,
+    text_of_seconds,
+    text_of_share,
+)
+
+RECENT = 64  # inner steps over which speed and link use are taken
+QUIET_SECONDS = 10.0  # between plain lines; a hundredth of the run so far, when that is longer
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """An inner step; `nbytes` were sent and `paused_seconds` spent on evaluations and checkpoints before it."""
+
+    begin: float
+    spent: float
+    tokens: float
+    nbytes: int
+    paused_seconds: float
+
+
+@dataclass
+class _Replica:
+    """What is known of one replica from its events since it last started."""
+
+    step: int = 0
+    loss: float = math.nan
+    stall_seconds: float = 0.0
+    nbytes: int = 0
+    refused: int = 0
+    skipped: int = 0
+    ended: str = ""
+    capacity: float = math.nan
+    air: dict[tuple[object, object], object] = field(default_factory=dict)
+    paused_seconds: float = 0.0
+    recent: deque[_Step] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    def take(self, event: Event) -> None:
+        """Learn from one event."""
+        kind = event["event"]
+        if kind == "step":
+            loss = number(event["loss"])
+            if math.isfinite(loss):
+                self.loss = loss if math.isnan(self.loss) else 0.9 * self.loss + 0.1 * loss
+            self.step = event["step"]
+            begin, spent, tokens = (number(event[name]) for name in ("begin", "compute_seconds", "tokens"))
+            self.recent.append(_Step(begin, spent, tokens, self.nbytes, self.paused_seconds))
+        elif kind == "depart":
+            self.nbytes += whole(event["nbytes"])
+            self.air[str(event["fragment"]), event["round"]] = event["fragment"]
+        elif kind in ("flight", "land", "refused"):
+            self.air.pop((str(event["fragment"]), event["round"]), None)
+            self.stall_seconds += number(event["stall_seconds"]) if kind == "land" else 0.0
+            self.refused += kind == "refused"
+        elif kind == "resume":
+            self.step = whole(event["from_step"])
+        elif kind in ("eval", "checkpoint"):
+            self.paused_seconds += number(event["seconds_spent"])
+        elif kind in ("stop", "end"):
+            self.ended = self.ended or ("ended" if kind == "end" else "stopped")
+        elif kind == "skip":
+            self.step, self.skipped = event["step"], self.skipped + 1
+
+    @property
+    def _seconds(self) -> float:
+        """From the first of the recent steps to the end of the last; NaN before there are any."""
+        return (
+            self.recent[-1].begin + self.recent[-1].spent - self.recent[0].begin or math.nan
+            if self.recent
+            else math.nan
+        )
+
+    @property
+    def steps_per_second(self) -> float:
+        return len(self.recent) / self._seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(step.tokens for step in self.recent) / self._seconds
+
+    @property
+    def compute_utilization(self) -> float:
+        """Over the recent steps; evaluations and checkpoints do not count."""
+        paused = self.recent[-1].paused_seconds - self.recent[0].paused_seconds if self.recent else 0.0
+        return sum(step.spent for step in self.recent) / ((self._seconds - paused) or math.nan)
+
+    @property
+    def link_use(self) -> float:
+        """Share of the link's capacity over the recent steps; NaN if the capacity is not known."""
+        return 8 * (self.nbytes - self.recent[0].nbytes) / self._seconds / self.capacity if self.recent else math.nan
+
+    @property
+    def in_the_air(self) -> str:
+        return ", ".join(str(fragment) for fragment in self.air.values()) or NOTHING
+
+
+class Progress:
+    """Follows `replicas` event files of `run_folder` until `steps`.
+
+    `console` says where it is shown: the terminal by default, `Console(stderr=True)` where stdout is for JSON.
+
+    >>> with Progress(folder, steps=1000, replicas=2) as progress:   # doctest: +SKIP
+    ...     while any(process.is_alive() for process in processes):
+    ...         progress.update()
+    ...         time.sleep(0.2)
+    """
+
+    def __init__(self, run_folder: str | Path, steps: int, replicas: int, console: Console | None = None) -> None:
+        events = Path(run_folder) / "events"
+        self.steps = steps
+        self.console = console or Console()
+        self._tails = [Tail(events / f"replica-{index}.jsonl") for index in range(replicas)]
+        self._replicas = [_Replica() for _ in range(replicas)]
+        self._evaluated: tuple[int, float] | None = None
+        self._said: set[str] = set()
+        self._opened = self._spoke = time.monotonic()
+        self._spoke_step = 0
+        self._live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
+
+    def __enter__(self) -> Progress:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.update(last=True)
+        if self._live:
+            self._live.stop()
+
+    @property
+    def step(self) -> int:
+        """The slowest replica's step."""
+        return min(replica.step for replica in self._replicas)
+
+    def update(self, last: bool = False) -> None:
+        """Read what is new and show it; `last` shows it even where it would be too soon for another line."""
+        for index, tail in enumerate(self._tails):
+            for event in tail.read():
+                self._take(index, event)
+        if self._live:
+            self._live.update(self._picture(), refresh=True)
+        elif self._due() or (last and self.step != self._spoke_step):
+            self._spoke, self._spoke_step = time.monotonic(), self.step
+            self._print(self._line())
+
+    def _take(self, index: int, event: Event) -> None:
+        kind = event["event"]
+        if kind == "start":
+            link = event["link"] if isinstance(event["link"], dict) else {}
+            capacity = number(link.get("bits_per_second")) or math.nan
+            self._replicas[index] = _Replica(capacity=capacity)
+        elif kind == "eval":
+            self._evaluated = (event["step"], number(event["loss"]))
+        elif kind in ("warning", "stop") and (text := str(event.get("message", event.get("reason")))) not in self._said:
+            self._said.add(text)  # replicas say the same: once is enough
+            self._print(f"{kind} (replica {index}, step {event['step']}): {text}")
+        self._replicas[index].take(event)
+
+    def _print(self, text: str) -> None:
+        plain = "".join(letter if letter.isprintable() else " " for letter in text)
+        self.console.print(plain, markup=False, highlight=False, soft_wrap=True)
+
+    def _due(self) -> bool:
+        now = time.monotonic()
+        quiet = max(QUIET_SECONDS, (now - self._opened) / 100)
+        return self.step > self._spoke_step and (
+            now - self._spoke >= quiet or (self.step - self._spoke_step) * 20 >= self.steps
+        )
+
+    def _seconds_left(self) -> float:
+        speed = min((r.steps_per_second for r in self._replicas), default=math.nan)
+        return (self.steps - self.step) / speed if speed > 0 else math.nan
+
+    def _evaluation(self) -> str:
+        return f"evaluation {text_of_loss(self._evaluated[1])} at step {self._evaluated[0]}" if self._evaluated else ""
+
+    def _line(self) -> str:
+        losses = [r.loss for r in self._replicas if math.isfinite(r.loss)]
+        refused, skipped = max(r.refused for r in self._replicas), sum(r.skipped for r in self._replicas)
+        parts = [
+            f"step {self.step}/{self.steps}",
+            f"loss {text_of_loss(sum(losses) / len(losses) if losses else None)}",
+            self._evaluation(),
+            f"{text_of_count(sum(r.tokens_per_second for r in self._replicas))} tokens/s",
+            f"compute {text_of_share(min(r.compute_utilization for r in self._replicas))}",
+            f"stalled {text_of_seconds(max(r.stall_seconds for r in self._replicas))}",
+            f"sent {text_of_nbytes(max(r.nbytes for r in self._replicas))} per replica",
+            f"refused rounds: {refused}" if refused else "",
+            f"skipped steps: {skipped}" if skipped else "",
+            f"{text_of_seconds(self._seconds_left())} left" if self.step < self.steps else "",
+        ]
+        return " · ".join(part for part in parts if part)
+
+    def _picture(self) -> Group:
+        head = Table.grid(padding=(0, 2))
+        bar = ProgressBar(total=max(self.steps, 1), completed=self.step, width=32)
+        left = f"{text_of_seconds(self._seconds_left())} left" if self.step < self.steps else "done"
+        head.add_row(bar, f"step {self.step}/{self.steps}", left, self._evaluation())
+        table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+        for name in (
+            "replica",
+            "step",
+            "loss",
+            "tokens/s",
+            "compute",
+            "stalled",
+            "in the air",
+            "sent",
+            "link",
+            "refused",
+        ):
+            table.add_column(name, justify="left" if name == "in the air" else "right", no_wrap=True)
+        for index, replica in enumerate(self._replicas):
+            table.add_row(*self._row(index, replica))
+        return Group(head, table)
+
+    def _row(self, index: int, replica: _Replica) -> list[Text]:
+        use = text_of_share(replica.link_use)
+        counts = f"{replica.refused}" + (f", {replica.skipped} skipped" if replica.skipped else "")
+        cells = (
+            *(str(index), replica.ended or str(replica.step), text_of_loss(replica.loss) if replica.step else NOTHING),
+            *(text_of_count(replica.tokens_per_second), text_of_share(replica.compute_utilization)),
+            *(text_of_seconds(replica.stall_seconds), replica.in_the_air, text_of_nbytes(replica.nbytes), use, counts),
+        )
+        return [Text(cell) for cell in cells]
+
+
+def final_table(record: RunRecord) -> Table:
+    """The numbers of one run, each with the word that says where it is from."""
+    table = Table(title=Text(record.name), box=None, show_header=False, title_justify="left", pad_edge=False)
+    for what, value in record.summary.figures():
+        table.add_row(Text(what), Text(value, style="bold"), Text(record.summary.provenance, style="dim"))
+    table.add_row(Text("status"), Text(record.status), "")
+    return table
+
+
+def compare_table(records: Sequence[RunRecord]) -> Table:
+    """The numbers of several runs, a row each."""
+    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("run")
+    for what, _ in records[0].summary.figures() if records else ():
+        table.add_column(what, justify="right")
+    table.add_column("numbers are")
+    for record in records:
+        values = [Text(value) for _, value in record.summary.figures()]
+        table.add_row(Text(record.name), *values, Text(record.summary.provenance))
+    return table

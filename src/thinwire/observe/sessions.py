@@ -1,0 +1,116 @@
+"""The sessions of one event file, joined.
+
+A run that was killed and resumed has written some steps twice. Of those, the lines before the resume are dropped (what
+they cost is kept as `lost`), and the sessions are laid end to end in seconds, the lost time included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from thinwire.observe.events import Event
+
+_ALWAYS_KEPT = ("start", "resume", "warning", "stop")  # they stay true when their step is done again
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of time on a replica, in seconds since the run began."""
+
+    begin: float
+    end: float
+    step: int
+    fragment: int = -1
+
+    def overlap(self, other: Span) -> float:
+        """Seconds that both have in common."""
+        return max(0.0, min(self.end, other.end) - max(self.begin, other.begin))
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Work that a resume did again."""
+
+    span: Span
+    steps: int
+    nbytes: int
+
+
+@dataclass
+class Joined:
+    """Events that count, each with the second at which its session began."""
+
+    kept: list[tuple[float, Event]] = field(default_factory=list)
+    lost: list[Lost] = field(default_factory=list)
+
+
+def split(events: Iterable[Event]) -> list[list[Event]]:
+    """The sessions, each from its `start` on."""
+    sessions: list[list[Event]] = []
+    for event in events:
+        if event["event"] == "start":
+            sessions.append([event])
+        elif sessions:
+            sessions[-1].append(event)
+    return sessions
+
+
+def _from_step(session: Sequence[Event]) -> int | None:
+    """The step after which this session wrote anew; None if it got nowhere."""
+    for event in session:
+        if event["event"] == "resume":
+            return whole(event["from_step"])
+        if event["event"] == "step":  # it began from nothing
+            return int(event["step"]) - 1
+    return None
+
+
+def join(sessions: Sequence[Sequence[Event]]) -> Joined:
+    """Lay `sessions` end to end and drop what a later one did again."""
+    joined, offset = Joined(), 0.0
+    for session in sessions:
+        from_step = _from_step(session)
+        if from_step is not None:
+            _drop(joined, from_step, offset)
+        joined.kept += [(offset, event) for event in session]
+        offset += max(_end_of(event) for event in session)
+    return joined
+
+
+def _drop(joined: Joined, from_step: int, resumed_at: float) -> None:
+    """Take out what was done after `from_step` before the resume at `resumed_at` seconds."""
+    gone = [
+        (offset, event)
+        for offset, event in joined.kept
+        if event["step"] > from_step and event["event"] not in _ALWAYS_KEPT
+    ]
+    if not gone:
+        return
+    dropped = {id(event) for _, event in gone}
+    joined.kept = [(offset, event) for offset, event in joined.kept if id(event) not in dropped]
+    steps = [(offset, event) for offset, event in gone if event["event"] == "step"]
+    begin = min((offset + finite(event["begin"]) for offset, event in steps), default=resumed_at)
+    nbytes = sum(whole(event["nbytes"]) for _, event in gone if event["event"] == "depart")
+    joined.lost.append(Lost(Span(begin, max(begin, resumed_at), from_step), len(steps), nbytes))
+
+
+def _end_of(event: Event) -> float:
+    return max(finite(event["seconds"]), finite(event.get("end")))
+
+
+def number(value: object) -> float:
+    """A field that should be a number; NaN if it is none."""
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def whole(value: object) -> int:
+    """A field that should be a whole number; 0 if it is no finite one."""
+    return int(finite(value))
+
+
+def finite(value: object) -> float:
+    """A field that should be a finite number; 0 if it is none."""
+    result = number(value)
+    return result if math.isfinite(result) else 0.0

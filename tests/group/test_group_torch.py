@@ -1,0 +1,122 @@
+"""What only real processes can show: death, time-outs, shards, and how a world begins."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from group_laws import Exchange, free_port, run_processes
+
+from thinwire.errors import ConfigurationError, LinkError
+from thinwire.group import TorchGroup, start_torch
+
+
+def receive(group, peer, tag=1):
+    group.post(tag, {}, {peer: torch.zeros(50, dtype=torch.uint8)}).wait()
+
+
+def death(rank, size):
+    """Replica 1 dies in two ways, one after the other in two groups of three, while the others wait for it."""
+    group = TorchGroup.from_world(size)
+    Exchange(group, 0, 0, 1000).check()
+    if rank == 1:
+        os._exit(3)
+    if rank == 2:
+        time.sleep(0.2)  # so that replica 0 waits when replica 3 is killed
+        os.kill(os.getpid(), signal.SIGKILL)
+    said = []
+    for dead in (1, 2):
+        with pytest.raises(LinkError) as caught:
+            receive(group, dead)
+        said.append(str(caught.value))
+    with pytest.raises(LinkError) as caught:  # sending to the dead is refused in `wait`, not in `post`
+        group.post(2, {1: torch.zeros(5, dtype=torch.uint8)}, {}).wait()
+    if rank == 0:  # the living go on with each other
+        group.post(3, {3: torch.zeros(5, dtype=torch.uint8)}, {}).wait()
+    else:
+        receive_from_zero = torch.zeros(5, dtype=torch.uint8)
+        group.post(3, {}, {0: receive_from_zero}).wait()
+    return [*said, str(caught.value)]
+
+
+def test_a_dead_replica_is_named_at_once(tmp_path):
+    said = run_processes(death, 4, tmp_path, timeout=100.0)
+    assert said[1] is None and said[2] is None
+    for exited, killed, refused in (said[0], said[3]):
+        assert exited.startswith("could not receive from replica 1 (packet, tag 1): it has left or crashed")
+        assert killed.startswith("could not receive from replica 2")
+        assert refused.startswith("could not send to replica 1")
+
+
+def silence(rank, size):
+    """Replica 1 is alive and says nothing; replica 0 gives up, and that ends both groups."""
+    group = TorchGroup.from_world(size, timeout=0.5 if rank == 0 else 100.0)
+    said = []
+    for tag in (1, 2):
+        with pytest.raises(LinkError) as caught:
+            receive(group, 1 - rank, tag + 10 * rank)
+        said.append(str(caught.value))
+    return said
+
+
+def test_silence_ends_in_a_time_out(tmp_path):
+    zero, one = run_processes(silence, 2, tmp_path)
+    assert zero[0].startswith("could not receive from replica 1 (packet, tag 1) within 0.5 s: the link is cut")
+    assert "replica 1" in zero[1]
+    assert all(text.startswith("could not receive from replica 0") for text in one)
+
+
+def shards(rank, size):
+    """Six ranks: three replicas of two shards."""
+    group = TorchGroup.from_world(3)
+    assert (group.rank, group.size, group.shard, group.shards) == (rank // 2, 3, rank % 2, 2)
+    site = group.site
+    assert site is not None and (site.rank, site.size, site.site) == (rank % 2, 2, None)
+    for members, tag in ((group, 1), (site, 1)):  # one tag in both: they must not mix
+        Exchange(members, tag, 1, 1000).check()
+    mine = torch.tensor([rank], dtype=torch.uint8)
+    twins = {peer: torch.zeros(1, dtype=torch.uint8) for peer in range(3) if peer != group.rank}
+    group.post(2, {peer: mine for peer in twins}, twins).wait()
+    neighbour = torch.zeros(1, dtype=torch.uint8)
+    site.post(2, {1 - site.rank: mine}, {1 - site.rank: neighbour}).wait()
+    with pytest.raises(ConfigurationError, match="a divisor of the world"):
+        TorchGroup.from_world(4)
+    with pytest.raises(ConfigurationError, match="'mpi' was given"):
+        TorchGroup.from_world(3, backend="mpi")
+    group.close()
+    with pytest.raises(LinkError, match="closed"):
+        site.post(3, {}, {})
+    return {"twins": {peer: int(buffer) for peer, buffer in twins.items()}, "neighbour": int(neighbour)}
+
+
+def test_shards_talk_with_their_twins_and_their_site(tmp_path):
+    for rank, heard in enumerate(run_processes(shards, 6, tmp_path)):
+        replica, shard = divmod(rank, 2)
+        assert heard["twins"] == {str(peer): 2 * peer + shard for peer in range(3) if peer != replica}
+        assert heard["neighbour"] == 2 * replica + (1 - shard)
+
+
+def test_a_world_must_have_begun():
+    assert not dist.is_initialized()
+    with pytest.raises(ConfigurationError, match="start_torch"):
+        TorchGroup.from_world(2)
+
+
+def test_a_port_in_use_is_said():
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        with pytest.raises(LinkError, match="is in use on this machine"):
+            start_torch(0, 2, "127.0.0.1", holder.getsockname()[1], 1.0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_absent_ranks_are_said(rank):
+    with pytest.raises(LinkError, match=f"rank {rank} of 2 could not join at 127.0.0.1:.* within 1 s"):
+        start_torch(rank, 2, "127.0.0.1", free_port(), 1.0)
+    assert not dist.is_initialized()

@@ -1,0 +1,292 @@
+"""The corpus: split, cached, and read in an order that is a pure function."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire.errors import ConfigurationError, DataError
+from thinwire.lm import data
+from thinwire.lm.data import Corpus, Permutation
+from thinwire.lm.tokens import BPE
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """Sixty files of 200 bytes, each of one letter pair that no other has."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for i in range(60):
+        (folder / f"{i:02}.txt").write_text(f"{i:02}" * 100)
+    return folder
+
+
+@pytest.fixture
+def corpus(text: Path, tmp_path: Path) -> Corpus:
+    return Corpus.open([text], cache=tmp_path / "cache", held_out_share=0.1)
+
+
+@pytest.fixture
+def counted(tmp_path: Path) -> Corpus:
+    """One file whose n-th pair of bytes is n: a window shows where it lies."""
+    path = tmp_path / "count.bin"
+    path.write_text("".join(chr(0x800 + n) for n in range(2000)))  # three bytes each
+    return Corpus.open([path], cache=tmp_path / "cache")
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**62))
+def test_a_permutation_is_one_to_one(size: int, seed: int) -> None:
+    assert np.array_equal(np.sort(Permutation(size, seed)(np.arange(size))), np.arange(size))
+
+
+@given(st.integers(1, 2**48), st.integers(0, 2**62))
+def test_a_large_permutation_stays_inside_and_apart(size: int, seed: int) -> None:
+    index = np.unique(np.linspace(0, size - 1, 50).astype(np.int64))
+    places = Permutation(size, seed)(index)
+    assert ((places >= 0) & (places < size)).all() and len(np.unique(places)) == len(index)
+
+
+def test_a_permutation_mixes_and_hangs_on_its_seed() -> None:
+    n = 10_000
+    index = np.arange(n)
+    places = Permutation(n, 1)(index)
+    assert abs(np.corrcoef(index, places)[0, 1]) < 0.05
+    assert abs(np.corrcoef(places[:-1], places[1:])[0, 1]) < 0.05
+    assert (places == Permutation(n, 2)(index)).mean() < 0.005
+    one_by_one = np.concatenate([Permutation(n, 1)(index[i : i + 1]) for i in range(20)])
+    assert np.array_equal(one_by_one, places[:20])
+
+
+def windows_read(corpus: Corpus, replica: int, replicas: int, steps: range, batch: int, sequence: int) -> list[bytes]:
+    rows = []
+    for step in steps:
+        tokens, targets = corpus.batch(3, replica, replicas, step, batch, sequence)
+        assert tokens.shape == targets.shape == (batch, sequence)
+        assert tokens.dtype == targets.dtype == torch.int64
+        assert torch.equal(tokens[:, 1:], targets[:, :-1])
+        rows += [row.to(torch.uint8).numpy().tobytes() for row in torch.cat((tokens, targets[:, -1:]), 1)]
+    return rows
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 7])
+def test_an_epoch_of_all_replicas_reads_every_window_once(counted: Corpus, replicas: int) -> None:
+    sequence = 10
+    total = counted.windows(sequence)
+    flat = counted.tokens[: counted.manifest.training_tokens].tobytes()
+    everything = [flat[i * sequence : i * sequence + sequence + 1] for i in range(total)]
+    assert len(set(everything)) == total  # so that counting is telling
+    shares = []
+    for replica in range(replicas):
+        own = len(range(replica, total, replicas))
+        first = windows_read(counted, replica, replicas, range(own), 1, sequence)
+        second = windows_read(counted, replica, replicas, range(own, 2 * own), 1, sequence)
+        assert set(first) == set(second) and first != second  # the same windows, in another order
+        shares += first
+    assert sorted(shares) == sorted(everything)  # disjoint, and nothing left out
+
+
+def test_batches_cross_epochs_and_do_not_hang_on_their_size(counted: Corpus) -> None:
+    one = windows_read(counted, 1, 3, range(450), 1, 10)  # more than two epochs of 190
+    assert windows_read(counted, 1, 3, range(10), 45, 10) == one
+
+
+def test_a_batch_is_a_pure_function_of_seed_replica_and_step(counted: Corpus) -> None:
+    reference = counted.batch(0, 0, 2, 5, 4, 16)
+    counted.batch(0, 0, 2, 9, 4, 16)
+    assert all(torch.equal(a, b) for a, b in zip(counted.batch(0, 0, 2, 5, 4, 16), reference))
+    for seed, replica, step in ((1, 0, 5), (0, 1, 5), (0, 0, 6)):
+        assert not torch.equal(counted.batch(seed, replica, 2, step, 4, 16)[0], reference[0])
+
+
+def test_shards_are_the_rows_of_the_batch(counted: Corpus) -> None:
+    whole = counted.batch(0, 0, 2, 3, 6, 8)
+    parts = [counted.batch(0, 0, 2, 3, 6, 8, shard, 3) for shard in range(3)]
+    for i in range(2):
+        assert torch.equal(torch.cat([part[i] for part in parts]), whole[i])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"replica": 2}, {"replica": -1}, {"shard": 1}, {"step": -1}, {"batch": 0}, {"sequence": 0}, {"shards": 3}],
+)
+def test_refuses_a_batch_that_cannot_be(counted: Corpus, change: dict[str, int]) -> None:
+    right = {"seed": 0, "replica": 0, "replicas": 2, "step": 0, "batch": 4, "sequence": 8}
+    with pytest.raises(ConfigurationError, match=r".+ · .+ · .+"):
+        counted.batch(**(right | change))
+
+
+def test_refuses_a_sequence_longer_than_the_text(counted: Corpus) -> None:
+    with pytest.raises(DataError, match="shorter sequence"):
+        counted.batch(0, 0, 1, 0, 1, 6000)
+    with pytest.raises(DataError, match="each needs a window"):
+        counted.batch(0, 1, 2, 0, 1, 4000)
+    with pytest.raises(DataError, match="held-out tokens"):
+        counted.held_out(1, 600)
+
+
+def test_held_out_files_are_whole_and_never_trained_on(corpus: Corpus) -> None:
+    manifest = corpus.manifest
+    assert manifest.split == "files" and corpus.describe()["held out"] == f"{manifest.held_out_files} whole files"
+    assert 1 < manifest.held_out_files < 15
+    cut = manifest.training_tokens
+    training, held_out = (part.tobytes().split(b"\0")[:-1] for part in (corpus.tokens[:cut], corpus.tokens[cut:]))
+    assert (len(training), len(held_out)) == (60 - manifest.held_out_files, manifest.held_out_files)
+    assert sorted(training + held_out) == [f"{i:02}".encode() * 100 for i in range(60)]
+
+
+def test_the_split_does_not_hang_on_where_the_text_lies(text: Path, corpus: Corpus, tmp_path: Path) -> None:
+    text.rename(tmp_path / "moved")
+    moved = Corpus.open([tmp_path / "moved"], cache=tmp_path / "other", held_out_share=0.1)
+    assert moved.folder.name != corpus.folder.name
+    assert moved.fingerprint == corpus.fingerprint
+
+
+def test_a_single_file_gives_its_end(counted: Corpus) -> None:
+    assert counted.manifest.tokens == 6001
+    assert counted.manifest.training_tokens == 6001 - 300
+    assert counted.describe()["held out"] == "the end of the text"
+
+
+def test_held_out_batches_spread_evenly_and_never_change(counted: Corpus) -> None:
+    flat = torch.from_numpy(counted.tokens[counted.manifest.training_tokens :].astype(np.int64))
+    assert len(flat) == 300
+    everything = counted.held_out(batch=3, sequence=16)  # 18 windows
+    assert torch.equal(torch.cat([tokens for tokens, _ in everything]).flatten(), flat[: 18 * 16])
+    assert torch.equal(torch.cat([targets for _, targets in everything]).flatten(), flat[1 : 18 * 16 + 1])
+    few = counted.held_out(batch=3, sequence=16, limit=2)
+    assert torch.equal(torch.cat([tokens for tokens, _ in few])[:, 0], flat[0 : 18 * 16 : 3 * 16])
+    assert all(torch.equal(a, b) for x, y in zip(few, counted.held_out(3, 16, limit=2)) for a, b in zip(x, y))
+    assert [len(tokens) for tokens, _ in counted.held_out(batch=5, sequence=16)] == [5, 5, 5]  # full ones
+    assert [len(tokens) for tokens, _ in counted.held_out(batch=99, sequence=16)] == [18]  # or the only one
+
+
+def test_a_second_opening_reads_the_cache(corpus: Corpus, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "_prepare", None)
+    again = Corpus.open([text], cache=corpus.folder.parent, held_out_share=0.1)
+    assert again.folder == corpus.folder and again.fingerprint == corpus.fingerprint
+
+
+def test_changed_sources_are_tokenised_anew(corpus: Corpus, text: Path) -> None:
+    (text / "00.txt").write_text("!!" * 100)  # the same size
+    os.utime(text / "00.txt", ns=(1, 1))
+    changed = Corpus.open([text], cache=corpus.folder.parent, held_out_share=0.1)
+    assert changed.fingerprint != corpus.fingerprint and b"!!" in changed.tokens.tobytes()
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "manifest", "foreign manifest", "absent"])
+def test_a_damaged_cache_is_made_anew(corpus: Corpus, text: Path, damage: str) -> None:
+    tokens, manifest = corpus.folder / "tokens.bin", corpus.folder / "manifest.json"
+    whole = tokens.read_bytes()
+    if damage == "flip":
+        tokens.write_bytes(whole[:777] + bytes([whole[777] ^ 1]) + whole[778:])
+    elif damage == "cut":
+        tokens.write_bytes(whole[:-1])
+    elif damage == "manifest":
+        manifest.write_text(manifest.read_text()[:40])
+    elif damage == "foreign manifest":
+        manifest.write_text(json.dumps({"format": 99}))
+    else:
+        tokens.unlink()
+    again = Corpus.open([text], cache=corpus.folder.parent, held_out_share=0.1)
+    assert again.tokens.tobytes() == whole
+    assert [path.name for path in corpus.folder.parent.iterdir()] == [corpus.folder.name]  # nothing left behind
+
+
+def test_two_may_prepare_at_once(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both_made = threading.Barrier(2)
+    publish = data._publish
+
+    def together(*arguments: object) -> Corpus:
+        both_made.wait(10)
+        return publish(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(data, "_publish", together)
+    opened: list[Corpus] = []
+    threads = [
+        threading.Thread(target=lambda: opened.append(Corpus.open([text], cache=tmp_path / "cache"))) for _ in "ab"
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(opened) == 2 and opened[0].fingerprint == opened[1].fingerprint
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_a_failed_preparation_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{broken')
+    with pytest.raises(DataError, match=r"a.jsonl:2"):
+        Corpus.open([tmp_path / "a.jsonl"], cache=tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_files_that_are_not_utf8_are_skipped_and_counted(text: Path, tmp_path: Path) -> None:
+    (text / "latin.txt").write_bytes(b"good " * 100_000 + "é".encode("latin-1"))  # found after pieces are written
+    (text / "empty.txt").write_text("")
+    corpus = Corpus.open([text], cache=tmp_path / "cache")
+    assert corpus.describe()["skipped files (not UTF-8)"] == 1
+    assert b"good" not in corpus.tokens.tobytes() and corpus.manifest.nbytes == corpus.manifest.tokens
+
+
+def test_no_text_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("é".encode("latin-1"))
+    with pytest.raises(DataError, match=r"all of 1 files not UTF-8 · .* · give other files"):
+        Corpus.open([tmp_path], cache=tmp_path / "cache")
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(DataError, match="no text"):
+        Corpus.open([tmp_path / "a.txt"], cache=tmp_path / "cache")
+    with pytest.raises(DataError, match="check the path"):
+        Corpus.open([tmp_path / "absent"])
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(DataError, match="empty"):
+        Corpus.open([tmp_path / "a.jsonl"], cache=tmp_path / "cache")
+    with pytest.raises(ConfigurationError, match="held_out_share=0"):
+        Corpus.open([tmp_path], held_out_share=0)
+    with pytest.raises(DataError, match=r"cache .* a folder to write in"):
+        Corpus.open([tmp_path / "a.jsonl"], cache=tmp_path / "a.jsonl")
+
+
+def test_bpe_is_trained_once_and_kept_with_the_tokens(text: Path, tmp_path: Path) -> None:
+    corpus = Corpus.open([text], BPE(300), cache=tmp_path / "cache")
+    assert corpus.tokens.dtype == np.uint16 and 257 < corpus.vocabulary <= 300
+    assert corpus.bytes_per_token > 1.5 and int(corpus.tokens.max()) < corpus.vocabulary
+    assert corpus.tokenizer.decode(corpus.tokens[:20]).startswith("0" * 2)
+    again = Corpus.open([text], BPE(300), cache=tmp_path / "cache")
+    assert again.tokenizer == corpus.tokenizer and again.fingerprint == corpus.fingerprint
+    # the file alone serves another text
+    shared = Corpus.open([text / "07.txt"], BPE.load(corpus.folder / "tokenizer.json"), cache=tmp_path / "cache")
+    assert shared.tokenizer.fingerprint == corpus.tokenizer.fingerprint
+    # a tokenizer that was changed under the tokens is noticed
+    (corpus.folder / "tokenizer.json").write_bytes(
+        BPE(280).train(["abc"], tmp_path / "t.json").file.read_bytes()  # type: ignore[union-attr]
+    )
+    assert Corpus.open([text], BPE(300), cache=tmp_path / "cache").fingerprint == corpus.fingerprint
+
+
+def test_writing_and_reading_hold_little_in_memory(tmp_path: Path) -> None:
+    import tracemalloc
+
+    (tmp_path / "large.txt").write_text(("some words in a line\n" * 5000) * 200)  # 21 MB
+    tracemalloc.start()
+    corpus = Corpus.open([tmp_path / "large.txt"], cache=tmp_path / "cache")
+    corpus.batch(0, 0, 1, 0, 4, 64)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 6e6
+    assert isinstance(corpus.tokens, np.memmap)
+
+
+def test_the_standard_library_is_text_enough(tmp_path: Path) -> None:
+    corpus = Corpus.open(cache=tmp_path)
+    assert corpus.manifest.split == "files" and corpus.manifest.skipped_files < 5
+    assert 5e6 < corpus.manifest.training_tokens < 3e7
+    assert 0.01 < 1 - corpus.manifest.training_tokens / corpus.manifest.tokens < 0.15
+    assert "import" in corpus.tokenizer.decode(corpus.tokens[:20_000])

@@ -1,0 +1,146 @@
+"""Files to text, text to tokens, and back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire.errors import ConfigurationError, DataError
+from thinwire.lm.tokens import BPE, PIECE, Bytes, Source, bytes_per_token, dtype_of, find, pieces, standard_library
+
+TEXTS = ["the lowest of the low", "newer, newest and new", "naïve café 日本語 🙂"] * 20
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> BPE:
+    return BPE(290).train(TEXTS, tmp_path_factory.mktemp("bpe") / "tokenizer.json")
+
+
+@given(st.text())
+def test_bytes_round_trip(text: str) -> None:
+    tokens = Bytes().encode(text)
+    assert tokens.dtype == np.uint8 and tokens.tobytes() == text.encode()
+    assert Bytes().decode(tokens) == text
+
+
+@given(st.text())
+def test_bpe_round_trips_any_text(trained: BPE, text: str) -> None:
+    if "<|end|>" not in text:
+        tokens = trained.encode(text)
+        assert trained.decode(tokens) == text
+        assert len(tokens) == 0 or tokens.max() < trained.vocabulary
+
+
+def test_bpe_merges_what_is_frequent(trained: BPE) -> None:
+    assert trained.vocabulary == 290
+    assert len(trained.encode("lowest newest")) < len("lowest newest") / 2
+    assert bytes_per_token(trained, TEXTS[0]) > 1.5
+    assert bytes_per_token(Bytes(), TEXTS[2]) == 1.0
+    assert trained.encode("low").tolist() == trained.encode(b"low").tolist()
+
+
+def test_training_is_repeatable_and_a_file_is_enough(trained: BPE, tmp_path: Path) -> None:
+    again = BPE(290).train(TEXTS, tmp_path / "again.json")
+    assert again.fingerprint == trained.fingerprint
+    assert BPE(300).train(TEXTS, tmp_path / "other.json").fingerprint != trained.fingerprint
+    loaded = BPE.load(tmp_path / "again.json")
+    assert loaded == again and loaded.encode("lowest").tolist() == trained.encode("lowest").tolist()
+
+
+def test_a_small_text_gives_the_vocabulary_it_has(tmp_path: Path) -> None:
+    assert 257 < BPE(5000).train(["aaaa bbbb"], tmp_path / "t.json").vocabulary < 300
+
+
+def test_broken_utf8_from_a_model_is_readable(trained: BPE) -> None:
+    assert Bytes().decode([104, 195]) == "h\ufffd"
+    assert trained.decode([0]) == ""
+
+
+def test_token_width() -> None:
+    assert [dtype_of(n).itemsize for n in (256, 257, 65_536, 65_537)] == [1, 2, 2, 4]
+
+
+def test_refuses_what_cannot_work(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="at least 257"):
+        BPE(256)
+    with pytest.raises(ConfigurationError, match="untrained"):
+        BPE(300).encode("text")
+    with pytest.raises(DataError, match="empty text"):
+        bytes_per_token(Bytes(), "")
+    (tmp_path / "broken.json").write_text("{")
+    for name in ("broken.json", "absent.json"):
+        with pytest.raises(DataError, match="train anew"):
+            BPE.load(tmp_path / name)
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.BPE()).save(str(tmp_path / "foreign.json"))
+    with pytest.raises(DataError, match=r"<\|end\|>"):
+        BPE.load(tmp_path / "foreign.json")
+
+
+def read(path: Path, column: str = "text") -> list[str | None]:
+    return list(pieces(Source(path, path.name, path.stat().st_size, 0), column))
+
+
+def test_folders_are_searched_in_order_and_files_taken_by_name(tmp_path: Path) -> None:
+    for name in ("b/2.txt", "a.txt", "b/1.md", "c.py", "b/skip.bin", ".hidden/x.txt", "b/.x.txt", "Z.TXT"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    assert [source.name for source in find([tmp_path])] == ["Z.TXT", "a.txt", "b/1.md", "b/2.txt", "c.py"]
+    assert [source.name for source in find([tmp_path], without={"b"})] == ["Z.TXT", "a.txt", "c.py"]
+    assert [source.name for source in find([tmp_path / "b/skip.bin"])] == ["skip.bin"]
+    with pytest.raises(DataError, match=r"nowhere · .* · check the path"):
+        list(find([tmp_path / "nowhere"]))
+
+
+def test_a_file_of_text_comes_back_whole_in_pieces_of_bounded_size(tmp_path: Path) -> None:
+    text = "".join(f"line {i} ü\r\n" for i in range(60_000)) + "x" * (3 * PIECE)
+    (tmp_path / "long.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())  # with a byte order mark
+    *found, last = read(tmp_path / "long.txt")
+    assert last is None and "".join(piece or "" for piece in found) == text
+    assert len(found) > 3 and max(len(piece or "") for piece in found) <= 2 * PIECE
+    assert (found[0] or "").endswith("\n")
+
+
+def test_jsonl_lines_are_documents(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one", "id": 1}\n\n{"text": "t\\u00fc\\ud800"}\n')
+    assert read(path) == ["one", None, "tü?", None]
+    with pytest.raises(DataError, match=r"a.jsonl:1 has \['text', 'id'\] · text under 'body'"):
+        read(path, "body")
+    path.write_text('{"text": "one"}\n{"text": \n')
+    with pytest.raises(DataError, match=r"a.jsonl:2 is not JSON"):
+        read(path)
+    path.write_text(json.dumps(["text"]))
+    with pytest.raises(DataError, match="has list"):
+        read(path)
+
+
+def test_parquet_rows_are_documents(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow", reason="the extra thinwire[parquet] is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    texts = [f"row {i}" for i in range(3000)] + [None]
+    parquet.write_table(arrow.table({"text": texts, "id": range(3001)}), path, row_group_size=700)
+    found = read(path)
+    assert [piece for piece in found if piece] == texts[:-1] and found.count(None) == 3001
+    for column in ("body", "id"):
+        with pytest.raises(DataError, match=rf"text \(string\), id \(int64\) · text under '{column}'"):
+            read(path, column)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DataError, match="fetch it again"):
+        read(path)
+
+
+def test_the_standard_library_is_sources_alone() -> None:
+    sources = list(standard_library())
+    names = {source.name for source in sources}
+    assert {"json/decoder.py", "argparse.py"} <= names
+    assert not any("site-packages" in name or "/test/" in f"/{name}" or not name.endswith(".py") for name in names)
+    assert 5e6 < sum(source.nbytes for source in sources) < 30e6
+    assert [source.name for source in sources] == sorted(names)
