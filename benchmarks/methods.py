@@ -101,7 +101,8 @@ def ddp(part: Part, model: nn.Module, optimizer: torch.optim.Optimizer) -> Itera
 @contextmanager
 def torchft(part: Part, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[Model, Facts]]:
     """torchft's streaming DiLoCo as its own tests set it up: fp32, the layers strided, all else in the first fragment."""
-    from torchft import LighthouseServer, Manager, ProcessGroupGloo
+    from torchft import Manager, ProcessGroupGloo
+    from torchft.coordination import LighthouseServer
     from torchft.local_sgd import DiLoCo
 
     logging.disable(logging.INFO)
@@ -162,7 +163,7 @@ def _core_cpu() -> float:
     return (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
 
 
-def run(part: Part) -> dict[str, Any]:
+def run(part: Part) -> None:
     """Attach, warm up, wait for the word, train `steps` steps, and say what it took."""
     model = Transformer(SIZES[part.size], seed=part.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -176,11 +177,11 @@ def run(part: Part) -> dict[str, Any]:
 
         def step(number: int) -> float:
             watch.begin()
+            optimizer.zero_grad()
             tokens = batches[number % len(batches)]
             attached(tokens, tokens).loss.backward()
             watch.backward_done()
             optimizer.step()
-            optimizer.zero_grad()
             return time.perf_counter()
 
         for number in range(part.warm):
@@ -193,7 +194,6 @@ def run(part: Part) -> dict[str, Any]:
         end = Reading.now(part, facts)
         _say(_measured(part, begin, end, ends, watch.inner))
         _hear()  # the peer may still need us
-    return {}
 
 
 def _measured(part: Part, begin: Reading, end: Reading, ends: list[float], inner: list[float]) -> dict[str, Any]:

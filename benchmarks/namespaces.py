@@ -1,6 +1,6 @@
 """Two network namespaces joined by one shaped link: emulated, on Linux, as root.
 
-    with Link() as link:
+    with Namespaces() as link:
         link.shape(20e6)                                  # bits per second, in both directions
         process = link.start(0, ["python", "replica.py"])  # runs in namespace 0, on core 0
 
@@ -36,7 +36,7 @@ def missing() -> str | None:
     return None if probe.returncode == 0 else f"`ip netns add` failed: {probe.stderr.decode().strip()}."
 
 
-class Link:
+class Namespaces:
     """The namespaces, the link between them and the processes started there; all of it is gone after the `with`."""
 
     addresses = ("10.97.0.1", "10.97.0.2")
@@ -89,7 +89,7 @@ class Link:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "GLOO_SOCKET_IFNAME": self.interfaces[end], **(environment or {})},
+            env={**os.environ, "GLOO_SOCKET_IFNAME": self.interfaces[end], "TORCH_CPP_LOG_LEVEL": "ERROR", **(environment or {})},
             start_new_session=True,  # Ctrl-C is for the parent, which ends its processes itself
         )
         self._processes.append(process)

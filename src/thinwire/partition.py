@@ -112,7 +112,7 @@ class BySize:
         bins: list[list[int]] = [[] for _ in range(self.count)]
         sizes = [0] * self.count
         for index in sorted(range(len(named)), key=lambda i: -named[i][1].numel()):
-            smallest = sizes.index(min(sizes))
+            smallest = min(range(self.count), key=lambda b: (sizes[b], len(bins[b])))  # empty tensors fill empty bins
             bins[smallest].append(index)
             sizes[smallest] += named[index][1].numel()
         return [Fragment(f"part {i}", tuple(named[j] for j in sorted(b))) for i, b in enumerate(bins)]

@@ -117,7 +117,7 @@ class Replica:
         _check_optimizer(model, optimizer)
         fragments = strategy.partition.fragments(model)
         introduce(group, strategy, fragments)
-        self._gradients_exchanged = False
+        self._gradients_exchanged = self._finished = False
         self._crew = Crew(strategy, group, site, clock)
         self._pieces = [self._piece(fragment, index) for index, fragment in enumerate(fragments)]
         if agree_on_start(group, [piece.anchor for piece in self._pieces]):
@@ -125,7 +125,7 @@ class Replica:
         self._load_anchors()
         hooks = [optimizer.register_step_post_hook(lambda *_: self._after_inner_step())]
         if isinstance(strategy.signal, Gradients):
-            hooks.append(optimizer.register_step_pre_hook(lambda *_: self.exchange_gradients()))
+            hooks.append(optimizer.register_step_pre_hook(self._before_inner_step))
         self._hooks = hooks
 
     # ---- what a training loop may ask
@@ -155,16 +155,21 @@ class Replica:
         began = self._clock()
         self._gradients_exchanged = True
         for piece in self._pieces:
-            gradients = [_gradient(parameter) for _, parameter in piece.fragment.parameters]
-            self._depart(piece, torch.cat([g.reshape(-1).float() for g in gradients]), lambda estimate: (estimate, {}))
+            gradients = [_gradient(parameter).reshape(-1).float() for _, parameter in piece.fragment.parameters]
+            self._depart(piece, torch.cat(gradients), lambda estimate: (estimate, {}))
+        means = []
+        for piece in self._pieces:
             landed, report = self._await(piece)
-            if landed.anchor is None:
+            means.append(landed.anchor)
+            report()
+        refused = any(mean is None for mean in means)
+        for piece, mean in zip(self._pieces, means):
+            if mean is not None and not refused:
+                for (_, parameter), (_, slice_) in zip(piece.fragment.parameters, piece.slices(mean)):
+                    _gradient(parameter).copy_(slice_)
+            else:
                 for _, parameter in piece.fragment.parameters:
                     parameter.grad = None
-            else:
-                for gradient, (_, mean) in zip(gradients, piece.slices(landed.anchor)):
-                    gradient.copy_(mean)
-            report()
         self.seconds += self._clock() - began
 
     def anchors(self) -> list[Tensor]:
@@ -193,11 +198,13 @@ class Replica:
 
     def finish(self) -> None:
         """Land what is in the air, exchange what was trained since, and leave the outer weights in the model."""
+        if self._finished:
+            return
+        self._finished = True
         if not isinstance(self.strategy.signal, Gradients):
-            for piece in sorted(
-                (p for p in self._pieces if p.flight), key=lambda p: (p.flight.departed if p.flight else 0, p.index)
-            ):
-                self._land(piece)
+            for piece in self._pieces:
+                if piece.flight and isinstance(self.strategy.merge, Mix):  # an eager departure lands the round before
+                    self._land(piece)
             for piece in self._pieces:
                 self._depart_delta(piece)
             for piece in self._pieces:
@@ -223,6 +230,14 @@ class Replica:
 
     # ---- the order of things
 
+    def _before_inner_step(self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """With `Gradients`. A closure would compute new gradients after the exchange, and the replicas would drift apart."""
+        if any(map(callable, args[1:])) or kwargs.get("closure") is not None:
+            raise ModelError(
+                "step(closure) with Gradients(): gradients are exchanged before the step; call the closure first, then step() without it."
+            )
+        self.exchange_gradients()
+
     def _after_inner_step(self) -> None:
         began = self._clock()
         self.step += 1
@@ -243,12 +258,17 @@ class Replica:
         delta = piece.base - snapshot
         if isinstance(self.strategy.merge, Eager):
             delta = self._step_eagerly(piece, delta)
-        anchor, state, outer = piece.anchor, piece.state, self.strategy.outer
-        if self.group.size == 1 and outer == Average() and self.strategy.codec == Identity():
+        settle, outer, codec = self._settle(piece), self.strategy.outer, self.strategy.codec
+        if self.group.size == 1 and self.strategy.schedule.delay == 0 and (outer, codec) == (Average(), Identity()):
             # One replica that averages with itself is the inner optimizer alone, exactly (law 2): anchor − (anchor − θ) would round.
-            self._depart(piece, delta, lambda estimate: (snapshot, state), began)
-        else:
-            self._depart(piece, delta, lambda estimate: outer.step(anchor, estimate.to(anchor.device), state), began)
+            state = piece.state
+            settle = lambda estimate: (snapshot, state)  # noqa: E731
+        self._depart(piece, delta, settle, began)
+
+    def _settle(self, piece: _Piece) -> Settle:
+        """How the estimate of a round that departs now will move the anchor."""
+        anchor, state, outer = piece.anchor, piece.state, self.strategy.outer
+        return lambda estimate: outer.step(anchor, estimate.to(anchor.device), state)
 
     def _depart(self, piece: _Piece, delta: Tensor, settle: Settle, began: float | None = None) -> None:
         began = self._clock() if began is None else began
@@ -394,15 +414,9 @@ class Replica:
                 )
         flights = sorted((departed, int(index), number) for index, (number, departed) in facts["flights"].items())
         for departed, index, number in flights:
-            piece, outer = self._pieces[index], self.strategy.outer
-            anchor, state = piece.anchor, piece.state
-
-            def settle(estimate: Tensor, anchor: Tensor = anchor, state: State = state) -> tuple[Tensor, State]:
-                return outer.step(anchor, estimate.to(anchor.device), state)
-
-            piece.flight = self._crew.launch(
-                tensors[f"{index}.delta"].to(anchor.device), index, number, departed, settle
-            )
+            piece = self._pieces[index]
+            delta = tensors[f"{index}.delta"].to(piece.anchor.device)
+            piece.flight = self._crew.launch(delta, index, number, departed, self._settle(piece))
 
     def _load_piece(self, piece: _Piece, named: Mapping[str, Tensor]) -> None:
         if named["anchor"].numel() != piece.anchor.numel():

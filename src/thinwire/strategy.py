@@ -54,12 +54,14 @@ class Strategy:
     def __post_init__(self) -> None:
         protocols = {"schedule": Schedule, "partition": Partition, "codec": Codec, "exchange": Exchange, "outer": Outer}
         for name, protocol in protocols.items():
-            if not isinstance(getattr(self, name), protocol):
+            if not isinstance(getattr(self, name), protocol) or isinstance(getattr(self, name), type):
                 raise ConfigurationError(
                     f"{name}={getattr(self, name)!r}: a {protocol.__name__} is needed; see docs/strategies.md."
                 )
         if not isinstance(self.merge, Mix | Eager):
             raise ConfigurationError(f"merge={self.merge!r}: Mix(alpha) or Eager() is needed.")
+        if not isinstance(self.signal, Deltas | Gradients):
+            raise ConfigurationError(f"signal={self.signal!r}: Deltas() or Gradients() is needed.")
         if self.anchors not in ("host", "device"):
             raise ConfigurationError(f"anchors={self.anchors!r}: 'host' or 'device' is needed.")
         every, delay = self.schedule.every, self.schedule.delay

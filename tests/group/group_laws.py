@@ -258,7 +258,7 @@ def free_port() -> int:
 
 
 def run_processes(
-    fn: Callable[[int, int], Any], size: int, folder: Path, timeout: float = TIMEOUT, limit: float = 120.0
+    fn: Callable[[int, int], Any], size: int, folder: Path, timeout: float = TIMEOUT, limit: float = 60.0
 ) -> list[Any]:
     """`fn(rank, size)` in `size` processes; their results, None for one that died. Ends within `limit` seconds."""
     context = multiprocessing.get_context("forkserver")  # torch is loaded once, not in each process

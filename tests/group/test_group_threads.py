@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from thinwire.errors import ConfigurationError, LinkError, PacketError
-from thinwire.group import Group, ThreadGroup, gather, run_threads
+from thinwire.group import Group, Link, LinkedGroup, ThreadGroup, gather, run_threads
 
 
 def octets(*values):
@@ -129,7 +129,7 @@ def test_a_replica_that_leaves_early_is_not_waited_for():
             group.post(0, {}, {0: octets(0)}).wait()
 
     with pytest.raises(LinkError, match="replica 0 closed"):
-        run_threads(2, fn, timeout=1000.0)
+        run_threads(2, fn, timeout=30.0)
 
 
 def test_no_replica_and_no_time_are_refused():
@@ -146,8 +146,6 @@ def test_gather_refuses_what_exceeds_the_limit_here():
 
 
 def test_linked_threads_end_with_their_group():
-    from thinwire.group import Link, LinkedGroup
-
     before = threading.active_count()
     groups = [LinkedGroup(group, Link(1e6, 10.0)) for group in ThreadGroup.create(3)]
     assert threading.active_count() == before + 3

@@ -101,7 +101,6 @@ class _Pen:
             _, fragment, round_, ready = flight
             if (round_ + fragment) % 9 == 7:
                 self.write("refused", step, fragment=fragment, round=round_, by=[1], reason="infinity in the delta")
-                continue
             begin = self.clock
             stall = max(0.0, ready - begin)
             self.clock += stall + 0.01
@@ -158,3 +157,13 @@ def draw_run(folder: Path, replicas: int = 2, steps: int = 200, killed_at: int =
             pen.session(resumed + 1, steps, finish=True)
             write_events(path, [head | {"step": resumed}, note | {"path": where, "skipped": []}, *pen.events])
     return folder
+
+
+@pytest.fixture(scope="session", name="start")
+def start_fixture() -> Callable[..., dict[str, Any]]:
+    return start
+
+
+@pytest.fixture(scope="session", name="write_events")
+def write_events_fixture() -> Callable[[Path, list[dict[str, Any]]], None]:
+    return write_events

@@ -1,0 +1,52 @@
+"""The `thinwire` command: one verb, one file."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+import thinwire
+from thinwire.errors import ThinwireError
+
+VERBS = {
+    "train": "train one language model on several replicas (without arguments: the demo)",
+    "compare": "train with several strategies on the same tokens and seeds, and print one table",
+    "report": "draw one page for one or more runs",
+    "doctor": "say what this machine offers, and what is wrong with a set-up",
+}
+
+_USAGE = "\n".join(
+    [
+        "thinwire: train one model on many replicas joined by thin links",
+        "",
+        "usage: thinwire VERB [options]      (thinwire VERB --help says more)",
+        "",
+        *(f"  {verb:<10}{text}" for verb, text in VERBS.items()),
+        "",
+        "Every verb takes --json: progress goes to stderr, and stdout ends with one JSON object.",
+    ]
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb and return the exit code: 0, 1 (it failed), 2 (asked wrongly), 130 (interrupted)."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_USAGE)
+        return 0
+    if arguments[0] == "--version":
+        print(thinwire.__version__)
+        return 0
+    verb, *rest = arguments
+    if verb not in VERBS:
+        print(f"thinwire: {verb!r} is no verb; there are {', '.join(VERBS)}. `thinwire --help` says more.", file=sys.stderr)
+        return 2
+    try:
+        return int(importlib.import_module(f"thinwire.cli.{verb}").main(rest))
+    except ThinwireError as error:
+        print(f"thinwire {verb}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    except KeyboardInterrupt:
+        print(f"thinwire {verb}: interrupted", file=sys.stderr)
+        return 130

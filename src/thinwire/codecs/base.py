@@ -15,8 +15,8 @@ from thinwire.packet import HEADER_NBYTES
 class Codec(Protocol):
     """Turns a flat fp32 CPU tensor into a predictable number of bytes and back.
 
-    A codec is a frozen dataclass; its text is its identity on the wire. Laws (tests/core/test_laws.py): the payload has exactly
-    `nbytes(numel)` bytes; decoding depends on the bytes only; encoding what was decoded gives the same bytes; q(-x) = -q(x).
+    A codec is a frozen dataclass; its text is its identity on the wire. Laws (tests/core/test_codecs.py): the payload has exactly
+    `nbytes(numel)` bytes, all of them written; decoding depends on the bytes only; q(q(x)) = q(x); q(-x) = -q(x).
     """
 
     def nbytes(self, numel: int) -> int:

@@ -43,8 +43,9 @@ def new_folder(run: Run, folder: Path, resume: bool) -> None:
         raise ConfigurationError(f"{folder} cannot be written ({error}); choose another --out.") from None
 
 
-def under_torchrun() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+def torchrun_rank() -> int | None:
+    """This process's rank, if torchrun (or `train_processes`) started it. Only this file reads the environment."""
+    return int(os.environ["RANK"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
 
 
 def train_as_rank(run: Run, folder: Path, resume: bool, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class Run:
     """A recipe (data_parallel, local_sgd, diloco, streaming_diloco, eager_diloco), or a whole Strategy(...) in Python."""
     replicas: int = 2
     """How many replicas train (under torchrun: the world is replicas times the ranks of one replica)."""
-    steps: int = 400
+    steps: int = 800
     """Inner steps of every replica."""
     seed: int = 0
     """Of everything: weights, order of the text."""
@@ -81,7 +81,7 @@ class Run:
     """Tokens in a sequence."""
     accumulate: int = 1
     """Micro-batches in an inner step."""
-    lr: float = 3e-3
+    lr: float = 6e-3
     """Peak learning rate of the inner AdamW."""
     warmup: int | None = None
     """Inner steps of linear warm-up. Without: a tenth of all, at most 1000. Then a cosine to 5 % of the peak."""

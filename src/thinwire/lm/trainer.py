@@ -7,6 +7,7 @@ an exact resume; and an event for everything that happens.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 import platform
@@ -247,7 +248,6 @@ class Trainer:
         run, totals = self.run, self._totals()
         return {
             "strategy": run.strategy,
-            "strategy_text": repr(self.replica.strategy),
             "replicas": run.replicas,
             "steps": self.replica.step,
             "stopped": stopped,
@@ -268,15 +268,17 @@ class Trainer:
         """RUN/model.safetensors: the outer weights, which are the trained model."""
         weights = self.replica.export()
         if self.place.group.rank == 0 and self.place.shard == 0:
-            described = {"model": self.run.model, "vocabulary": str(self.corpus.vocabulary), "positions": self.run.positions}
+            described = {"model": self.run.model, "vocabulary": self.corpus.vocabulary, "positions": self.run.positions}
             unique = {name: value.contiguous() for name, value in weights.items()}
-            save_file(unique, self.place.folder / "model.safetensors", described | {"thinwire": thinwire.__version__})
+            # one entry: safetensors writes several in no fixed order, and the same run must give the same bytes
+            save_file(unique, self.place.folder / "model.safetensors", {"thinwire": json.dumps(described)})
 
     def _log_start(self) -> None:
         link = parse_link(self.run.link)
         self.log.emit(
             "start", self.replica.step, wall_time=time.time(), replica=self.place.group.rank, replicas=self.run.replicas,
-            run=dataclasses.asdict(self.run) | {"corpus": self.corpus.describe()}, strategy=repr(self.replica.strategy),
+            run=dataclasses.asdict(self.run) | {"composition": repr(self.replica.strategy), "corpus": self.corpus.describe()},
+            strategy=self.run.strategy,
             parameters=self.parameters, fragments=[{"name": f.name, "numel": f.numel} for f in self.replica.fragments],
             link=link and {"bits_per_second": link.bits_per_second, "delay_seconds": link.delay_seconds},
             carrier=self.run.carrier, machine=machine(),

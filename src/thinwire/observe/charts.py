@@ -77,14 +77,17 @@ _CLIPPED = "The first 5 % of the steps reach above this chart."
 
 def _loss_range(records: Sequence[RunRecord]) -> tuple[float, float, bool]:
     """Lowest and highest loss to show, and whether the start is cut off: only where it would flatten all the rest."""
-    early, late = [math.nan], [math.nan]
+    early: list[float] = []
+    late: list[float] = []
     for record in records:
         replica, evaluations = record.replicas[0], record.evaluations
         for step, loss in ((replica.step, replica.smooth), (evaluations.step, evaluations.loss)):
             after = step > 0.05 * record.summary.steps
             early += loss[~after & np.isfinite(loss)].tolist()
             late += loss[after & np.isfinite(loss)].tolist()
-    low, high, peak = float(np.nanmin(late)), float(np.nanmax(late)), float(np.nanmax(early + late))
+    if not late:
+        return 0.0, 1.0, False
+    low, high, peak = min(late), max(late), max(early + late)
     margin = 0.06 * (high - low)
     return low - margin, high + margin, 0.0 < high - low < 0.4 * (peak - low)
 
@@ -157,7 +160,7 @@ def _link_view(record: RunRecord, label: str, edges: Floats, capacity: float | N
                 "x": rounded(edges),
                 "y": rounded(height),
                 "line": {"shape": "hv", "width": 1.5, "color": colour(index)},
-                "name": f"replica {replica.replica}",
+                "name": escape(replica.name),
                 "text": [text_of_rate(float(value)) for value in rate],
                 "hovertemplate": ("%{y:.1%} of the link, " if capacity else "") + "%{text}",
                 **({"fill": "tozeroy", "fillcolor": colour(index) + "22"} if len(record.replicas) <= 2 else {}),

@@ -57,6 +57,7 @@ class Evaluations:
 class ReplicaRecord:
     """What one replica did. Arrays over inner steps are [S]; `nbytes` is what had been sent when the step ended."""
 
+    name: str  # replica-0, or replica-0.shard-1
     replica: int
     start: Event
     step: Integers
@@ -91,7 +92,7 @@ class ReplicaRecord:
         events = tail.read()
         last = tail.last()
         sessions = split(events if last is None else [*events, last])
-        return _record(join(sessions), tail.damaged) if sessions else None
+        return _record(path.stem, join(sessions), tail.damaged) if sessions else None
 
     @property
     def seconds(self) -> Floats:
@@ -151,7 +152,7 @@ def fragments_of(start: Event) -> list[tuple[str, int]]:
     return [(str(item.get("name", index)), whole(item.get("numel"))) for index, item in enumerate(pairs)]
 
 
-def _record(joined: Joined, damaged: int) -> ReplicaRecord:
+def _record(name: str, joined: Joined, damaged: int) -> ReplicaRecord:
     of: dict[str, list[tuple[float, Event]]] = {}
     for offset, event in joined.kept:
         of.setdefault(event["event"], []).append((offset, event))
@@ -160,7 +161,11 @@ def _record(joined: Joined, damaged: int) -> ReplicaRecord:
     steps, departs, lands = of.get("step", []), of.get("depart", []), of.get("land", [])
     stalls = tuple(span for offset, event in lands if (span := _stall(offset, event, names)).end > span.begin)
     loss = _column(steps, "loss")
+    dropped = of.get("refused", [])
+    refused_rounds = {(_fragment(event, names), event["round"]) for _, event in dropped}
+    landed = [item for item in lands if (_fragment(item[1], names), item[1]["round"]) not in refused_rounds]
     return ReplicaRecord(
+        name=name,
         replica=whole(start["replica"]),
         start=start,
         step=np.array([event["step"] for _, event in steps], dtype=np.int64),
@@ -172,11 +177,11 @@ def _record(joined: Joined, damaged: int) -> ReplicaRecord:
         nbytes=_sent_by([event["step"] for _, event in steps], departs),
         flights=_flights(of.get("flight", []), departs, names),
         stalls=stalls,
-        merges=tuple(_merge(offset, event, names) for offset, event in lands),
+        merges=tuple(_merge(offset, event, names) for offset, event in landed),
         pauses=tuple(_pause(offset, event) for kind in ("eval", "checkpoint") for offset, event in of.get(kind, [])),
         departed=_rounds(departs, names),
-        landed=_rounds(lands, names),
-        refused=_rounds(of.get("refused", []), names),
+        landed=_rounds(landed, names),
+        refused=_rounds(dropped, names),
         sent=_nbytes(departs, names),
         skipped=len(of.get("skip", [])),
         evaluations=_evaluations(of.get("eval", []), departs),

@@ -76,7 +76,7 @@ class RunRecord:
         records = [record for path in paths if (record := ReplicaRecord.load(path)) is not None]
         if not records:
             raise DataError(f"{folder} holds no event yet: its run was never started, or only just. Try again later.")
-        replicas = tuple(sorted(records, key=lambda record: record.replica))
+        replicas = tuple(sorted(records, key=lambda record: (record.replica, record.name)))
         settings, remarks = _settings(folder, replicas[0].start)
         summary, more = _summary(folder, replicas)
         return cls(folder, settings, replicas, summary, _status(replicas), (*remarks, *more, *_remarks(replicas)))
@@ -133,10 +133,10 @@ def _summary(folder: Path, replicas: Sequence[ReplicaRecord]) -> tuple[Summary, 
         return computed, [
             "No end is written, so the run is still going or was killed; the numbers are from its events."
         ]
-    if max(replica.sessions for replica in replicas) > 1:  # an `end` speaks of its own session only
-        words = {key: said[0][key] for key in ("eval_loss", "provenance") if key in said[0]}
-        return _overlaid(computed, words), ["The run was resumed; the numbers are from the events of all its sessions."]
     means = {key: _mean([summary.get(key) for summary in said]) for key in said[0]}
+    for key in ("wire_bytes_sent", "bits_per_parameter_per_step"):
+        if key in means:  # every shard of a replica sends its own
+            means[key] = number(means[key]) * len(replicas) / computed.replicas
     return _overlaid(computed, {**_summary_file(folder), **means}), []
 
 
@@ -152,9 +152,7 @@ def _overlaid(summary: Summary, said: Mapping[str, object]) -> Summary:
         value = said.get(item.name)
         if item.name == "provenance":
             changed |= {item.name: value} if value in PROVENANCES else {}
-        elif item.name == "strategy":
-            changed |= {item.name: value} if isinstance(value, str) else {}
-        elif not math.isnan(number(value)):
+        elif item.name != "strategy" and not math.isnan(number(value)):
             whole = isinstance(getattr(summary, item.name), int) and math.isfinite(number(value))
             changed[item.name] = int(number(value)) if whole else number(value)
     return replace(summary, **changed)
@@ -174,11 +172,12 @@ def _computed(replicas: Sequence[ReplicaRecord]) -> Summary:
     evaluated = next((r.evaluations.loss for r in replicas if len(r.evaluations.loss)), None)
     steps = min((int(r.step[-1]) if len(r.step) else 0) for r in replicas)
     parameters = whole(start["parameters"])
-    nbytes = float(np.mean([r.nbytes_sent for r in replicas]))
+    count = len({r.replica for r in replicas})
+    nbytes = sum(r.nbytes_sent for r in replicas) / count
     used = [r.compute_utilization for r in replicas if math.isfinite(r.compute_utilization)]
     return Summary(
         strategy=str(start["strategy"]),
-        replicas=len(replicas),
+        replicas=count,
         steps=steps,
         tokens=sum(int(r.tokens.sum()) for r in replicas),
         parameters=parameters,
@@ -201,8 +200,9 @@ def _provenance(start: Mapping[str, Any]) -> str:
 def _remarks(replicas: Sequence[ReplicaRecord]) -> list[str]:
     start, remarks = replicas[0].start, []
     expected = number(start["replicas"])
-    if math.isfinite(expected) and len(replicas) < expected:
-        remarks.append(f"{len(replicas)} of {int(expected)} replicas left an event log.")
+    count = len({replica.replica for replica in replicas})
+    if math.isfinite(expected) and count < expected:
+        remarks.append(f"{count} of {int(expected)} replicas left an event log.")
     damaged = sum(replica.damaged for replica in replicas)
     if damaged:
         remarks.append(f"{damaged} damaged line{'s were' if damaged > 1 else ' was'} passed over in the event logs.")

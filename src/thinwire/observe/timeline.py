@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ def timeline_chart(record: RunRecord) -> Chart:
         lanes = _lanes(replica.flights)
         for name, bars in _bars(replica, len(labels), lanes, window).items():
             kinds[name] += bars
-        labels += [f"replica {replica.replica}"] + [
+        labels += [escape(replica.name)] + [
             "in the air" if lane == 0 else "" for lane in range(max(lanes, default=0) + 1)
         ]
     few = sum(len(bars) for bars in kinds.values()) <= BARS

@@ -39,7 +39,9 @@ def text_of_seconds(seconds: float | None) -> str:
     if seconds < 0:
         return "-" + text_of_seconds(-seconds)
     if seconds < 59.95:
-        return f"{seconds:.1f} s" if seconds >= 1 or seconds == 0 else f"{seconds * 1000:.3g} ms"
+        if seconds >= 0.9995 or seconds == 0:
+            return f"{seconds:.1f} s"
+        return f"{seconds * 1e3:.3g} ms" if seconds >= 0.9995e-3 else f"{seconds * 1e6:.3g} µs"
     whole = round(seconds)
     for size, unit, part, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if whole >= size:

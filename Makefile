@@ -1,0 +1,52 @@
+# Set-up happens by itself: `make demo` and `make test` make .venv when it is missing, and again when pyproject.toml or
+# constraints.txt change. Another Python: make PYTHON=python3.12 demo. torch for the CPU alone, where pip would take the CUDA build:
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+SET_UP := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow check bench format
+
+help:            ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' Makefile | while read verb text; do printf '  make %-11s%s\n' "$$verb" "$$text"; done
+
+demo: .venv/.demo        ## two replicas train one model over an emulated 5 Mbit/s link: about two minutes
+	$(BIN)/thinwire train
+
+test: .venv/.dev         ## all tests that take seconds
+	$(BIN)/python -m pytest
+
+test-slow: .venv/.dev    ## the other tests: minutes each
+	$(BIN)/python -m pytest -m slow
+
+check: .venv/.dev        ## format, lint, types; layers, README, docs and examples
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/repo
+
+format: .venv/.dev       ## write the format that check asks for
+	$(BIN)/ruff check --fix --select I .
+	$(BIN)/ruff format .
+
+bench: .venv/.demo       ## the benchmarks behind the README's table: about ten minutes, Linux and root
+	$(BIN)/python benchmarks/utilization.py
+
+# What users need, without tools and tests. `.dev` holds all of it too.
+.venv/.demo: $(SET_UP) | .venv/bin/python
+	@echo "installing Thinwire and what it needs into .venv (torch is the large part) ..."
+	@$(PIP) -e .
+	@touch $@
+
+.venv/.dev: $(SET_UP) | .venv/bin/python
+	@echo "installing Thinwire, what it needs, and the tools of its tests into .venv (torch is the large part) ..."
+	@$(PIP) -e '.[dev]'
+	@touch .venv/.demo $@
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("$(PYTHON) is Python %d.%d; 3.11 or later is needed: make PYTHON=python3.12 ..." % sys.version_info[:2])'
+	@echo "making .venv with $$($(PYTHON) --version) ..."
+	@$(PYTHON) -m venv .venv || { rm -rf .venv; echo "$(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }

@@ -1,0 +1,269 @@
+"""Compute utilisation on a thin link, beside DDP and torchft: two processes in two network namespaces. Emulated.
+
+    sudo python benchmarks/utilization.py                         # about ten minutes
+    sudo python benchmarks/utilization.py --quick                 # about a minute: a smoke run
+    sudo python benchmarks/utilization.py --rates 50,floor        # Mbit/s; `floor` is 1.2 times the predicted floor
+
+One model (7.2 million parameters), one core and one batch sequence a replica, H = 30 and τ = 5 for all that have them. Needs Linux,
+root and iproute2; torchft is optional (`pip install thinwire[rivals]`).
+
+* of bare      steps per second over those of the same two processes training without any exchange on the same two cores: the
+               headline, because a method that slows the inner step down by using the CPU cannot hide it here
+* utilisation  time in inner steps / wall time. DDP exchanges within backward, so it has only the first figure
+* stall        wall time outside inner steps, over 30 steps
+* MB           what the interface sent, over 30 steps: packets, and the headers of TCP, IP and Ethernet, and the other side's ACKs
+* floor        predicted: the rate below which no overlap can hide the method's own bytes, κ·b·N / (H·T), T the bare step
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+from methods import Part
+from namespaces import QUEUE_SECONDS, Namespaces, missing
+from provenance import installed, provenance, save
+from rich.console import Console
+from rich.table import Table
+
+from thinwire import BySize, Strategy, Strided, data_parallel, diloco, parse, short_first, streaming_diloco
+from thinwire.lm.model import SIZES, Transformer
+
+EVERY, DELAY = 30, 5
+LAYER_FRAGMENTS = 3  # as in the paper, one for three layers; 30 / 3 is whole, as torchft needs
+MARGIN = 1.2  # how far above its floor a link must be before 95 % are promised
+LIMIT_SECONDS = 300.0  # for one method at one rate
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of the table. `steps` is the window at each rate in Mbit/s, the nearest one from below counts."""
+
+    name: str
+    how: str  # for methods.py
+    warm: int
+    steps: dict[float, int]
+    nbytes_per_period: int  # predicted, sent by one replica in `EVERY` steps, headers of the packets included
+
+    def window(self, megabits: float) -> int:
+        """Steps in the window at this rate; 0 if the method is left out there because it would take minutes."""
+        return self.steps[max((rate for rate in self.steps if rate <= megabits), default=min(self.steps))]
+
+
+def methods(size: str) -> list[Method]:
+    """Windows are whole periods where there are periods; warm-up ends where nothing is in the air."""
+    model = Transformer(SIZES[size])
+    numel = sum(p.numel() for p in model.parameters())
+
+    def own(name: str, strategy: Strategy, warm: int, steps: dict[float, int]) -> Method:
+        numels = [fragment.numel for fragment in strategy.partition.fragments(model)]
+        periods = EVERY // strategy.schedule.every
+        return Method(name, repr(strategy), warm, steps, periods * strategy.nbytes_per_period(numels, 2))
+
+    offsets = short_first(EVERY, LAYER_FRAGMENTS + 1, DELAY)
+    equal = EVERY // DELAY  # so many that the next departs when one lands: the link may be busy all the time
+    streaming = streaming_diloco(every=EVERY, delay=DELAY, offsets=offsets, partition=Strided(LAYER_FRAGMENTS))
+    even = replace(streaming, partition=BySize(equal), schedule=replace(
+        streaming.schedule, offsets=short_first(EVERY, equal, DELAY)
+    ))  # fmt: skip
+    fp32 = 4 * numel
+    return [
+        Method("bare", "bare", 2, {0: EVERY}, 0),
+        own("Thinwire streaming_diloco", streaming, offsets[0] + DELAY, {0: 2 * EVERY}),
+        own(f"Thinwire streaming_diloco, BySize({equal})", even, DELAY - 1, {0: 2 * EVERY}),
+        own("Thinwire diloco (fp32)", diloco(every=EVERY), 2, {0: 0, 10: EVERY}),
+        own("Thinwire data_parallel (fp32)", data_parallel(), 1, {0: 0, 20: 2, 100: 4}),
+        Method("torchft DiLoCo, streaming (fp32)", "torchft", EVERY // LAYER_FRAGMENTS,
+               {0: 2 * EVERY // LAYER_FRAGMENTS, 10: EVERY}, fp32),
+        Method("torch DDP (fp32)", "ddp", 2, {0: 0, 10: 4, 100: 6}, EVERY * fp32),
+    ]  # fmt: skip
+
+
+def both(link: Namespaces, part: Part, bits_per_second: float | None) -> list[dict[str, Any]]:
+    """Run one method in both namespaces and return what each replica measured. Raises `RuntimeError` if one ends early."""
+    program = [sys.executable, str(Path(__file__).with_name("methods.py"))]
+    parts = [replace(part, rank=rank, interface=link.interfaces[rank]) for rank in (0, 1)]
+    deadline = Timer(LIMIT_SECONDS, link.end_processes)
+    try:
+        link.shape(None)
+        running = [link.start(p.rank, [*program, json.dumps(asdict(p))], core=p.rank) for p in parts]
+        deadline.start()
+
+        def hear() -> list[dict[str, Any]]:
+            lines = [process.stdout.readline() if process.stdout else "" for process in running]
+            if not all(lines):
+                raise RuntimeError(f"replica {lines.index('')} ended early, or was late; its last words are above.")
+            return [json.loads(line) for line in lines]
+
+        def tell() -> None:
+            for process in running:
+                print("go", file=process.stdin, flush=True)
+
+        hear()  # both stand and are warm
+        if bits_per_second is not None:
+            link.shape(bits_per_second)
+        tell()
+        measured = hear()
+        link.shape(None)
+        tell()
+        for process in running:
+            process.wait(timeout=30)
+        return measured
+    finally:
+        deadline.cancel()
+        link.end_processes()
+
+
+def summary(method: Method, megabits: float | None, replicas: list[dict[str, Any]]) -> dict[str, Any]:
+    """The row without what needs the bare step. Means of the two replicas, over `EVERY` steps where it says `_per_period`."""
+    periods = replicas[0]["steps"] / EVERY
+    wall = statistics.mean(r["wall_seconds"] for r in replicas)
+    inner = None if method.how == "ddp" else statistics.mean(r["inner_seconds"] for r in replicas)
+    row: dict[str, Any] = {
+        "method": method.name,
+        "how": method.how,
+        "megabits_per_second": megabits,
+        "steps": replicas[0]["steps"],
+        "steps_per_second": replicas[0]["steps"] / wall,
+        "utilization": None if inner is None else inner / wall,
+        "stall_seconds_per_period": None if inner is None else (wall - inner) / periods,
+        "inner_step_seconds": None if inner is None else inner / replicas[0]["steps"],
+        "predicted_nbytes_per_period": method.nbytes_per_period,
+        "wire_nbytes_per_period": statistics.mean(r["wire_nbytes"] for r in replicas) / periods,
+        "others_cpu": statistics.mean(r["others_cpu_seconds"] / r["wall_seconds"] for r in replicas),
+        "replicas": replicas,
+    }
+    if "counted_nbytes" in replicas[0]:
+        row["counted_nbytes_per_period"] = statistics.mean(r["counted_nbytes"] for r in replicas) / periods
+        row["headers_and_acks"] = row["wire_nbytes_per_period"] / row["counted_nbytes_per_period"] - 1
+    return row
+
+
+def measure(link: Namespaces, rates: list[str], chosen: list[Method], part: Part) -> Iterator[dict[str, Any]]:
+    """All rows: bare before each rate and at the end, every method at every rate."""
+    bare, *rest = chosen
+    steps: list[float] = []
+    port = part.port
+
+    def row(method: Method, megabits: float | None) -> dict[str, Any]:
+        nonlocal port
+        port += 2
+        count = method.window(megabits or 0)
+        if method.how == "torchft" and installed("torchft") is None:
+            return {"method": method.name, "megabits_per_second": megabits, "problem": "not installed"}
+        if not count:
+            return {"method": method.name, "megabits_per_second": megabits, "problem": "left out: minutes a step"}
+        asked = replace(part, method=method.how, warm=method.warm, steps=count, port=port)
+        try:
+            measured = both(link, asked, None if megabits is None else megabits * 1e6)
+        except RuntimeError as error:
+            return {"method": method.name, "megabits_per_second": megabits, "problem": f"failed: {error}"}
+        return summary(method, megabits, measured)
+
+    for rate in rates:
+        result = row(bare, None)
+        steps.append(1 / result["steps_per_second"])
+        yield result
+        nbytes = rest[0].nbytes_per_period
+        floor = MARGIN * nbytes * 8 / EVERY / statistics.median(steps) / 1e6
+        megabits = floor if rate == "floor" else float(rate)
+        for method in rest:
+            yield row(method, megabits)
+    yield row(bare, None)
+
+
+def compare(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Add to every row what needs the bare step, its floor and its share of bare; return the bare step and its spread."""
+    bare = [1 / row["steps_per_second"] for row in rows if row["method"] == "bare"]
+    step = statistics.median(bare)
+    for row in rows:
+        if "problem" in row:
+            continue
+        row["of_bare"] = row["steps_per_second"] * step
+        row["floor_megabits_per_second"] = row["predicted_nbytes_per_period"] * 8 / EVERY / step / 1e6
+    return {"step_seconds": step, "spread": [min(bare), max(bare)], "runs": len(bare)}
+
+
+def table(rows: list[dict[str, Any]], bare: dict[str, Any]) -> Table:
+    low, high = bare["spread"]
+    view = Table(title=f"Two replicas, emulated link; bare step {bare['step_seconds']:.3f} s ({low:.3f} … {high:.3f})")
+    columns = ("Mbit/s", "method", "steps", "of bare", "utilisation", "stall s", "MB sent", "floor Mbit/s", "others' CPU")
+    for column in columns:
+        view.add_column(column, justify="left" if column == "method" else "right")
+    last = None
+    for row in rows:
+        megabits = row["megabits_per_second"]
+        if megabits != last and megabits is not None:
+            view.add_section()
+        last = megabits if megabits is not None else last
+        rate = "–" if megabits is None else f"{megabits:.3g}"
+        if "problem" in row:
+            view.add_row(rate, row["method"], row["problem"])
+            continue
+        timed = row["utilization"] is not None
+        view.add_row(
+            rate, row["method"], str(row["steps"]), f"{row['of_bare']:.1%}",
+            f"{row['utilization']:.1%}" if timed else "–",
+            f"{row['stall_seconds_per_period']:.2f}" if timed else "–",
+            f"{row['wire_nbytes_per_period'] / 1e6:.2f}", f"{row['floor_megabits_per_second']:.2f}",
+            f"{row['others_cpu']:.0%}",
+        )  # fmt: skip
+    return view
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", default="100,20,10,floor", help="Mbit/s, or `floor` (default: %(default)s)")
+    parser.add_argument("--methods", default="", help="only rows whose name contains one of these words, bare always")
+    parser.add_argument("--quick", action="store_true", help="a smoke run: 100 Mbit/s, short windows")
+    parser.add_argument("--into", type=Path, help="where the JSON goes (default: benchmarks/results/utilization.json)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    if reason := missing():
+        raise SystemExit(f"utilization.py cannot run here: {reason}")
+    if installed("torchft") is None:
+        print("torchft is not installed: its column stays empty. `pip install thinwire[rivals]`", file=sys.stderr)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces go, as with Ctrl-C
+    rates = ["100"] if options.quick else options.rates.split(",")
+    part = Part("", 0, Namespaces.addresses, 29500, "", 0, 0, EVERY, DELAY, LAYER_FRAGMENTS)
+    chosen = methods(part.size)
+    if options.quick:
+        short = {"bare": 10, "torchft": 10, "ddp": 2}
+        chosen = [replace(m, steps={0: short.get(m.how, min(EVERY, max(m.steps.values())))}) for m in chosen]
+    words = [word for word in options.methods.split(",") if word]
+    chosen = [m for m in chosen if m.name == "bare" or not words or any(word in m.name for word in words)]
+    result = {"benchmark": "utilization", "word": "emulated", "seed": part.seed, **provenance()}
+    result["setting"] = {
+        "every": EVERY, "delay": DELAY, "batch": part.batch, "size": part.size, "optimizer": "AdamW", "queue_seconds": QUEUE_SECONDS,
+        "strategies": {m.name: repr(parse(m.how)) for m in chosen if m.how not in ("bare", "ddp", "torchft")},
+    }  # fmt: skip
+    rows: list[dict[str, Any]] = []
+    with Namespaces() as link:
+        for row in measure(link, rates, chosen, part):
+            rows.append(row)
+            print(_progress(row), file=sys.stderr, flush=True)
+    result["bare"] = compare(rows)
+    result["rows"] = rows
+    Console(width=150).print(table(rows, result["bare"]))
+    print(f"written: {save('utilization', result, options.into)}")
+
+
+def _progress(row: dict[str, Any]) -> str:
+    rate = "" if row["megabits_per_second"] is None else f" at {row['megabits_per_second']:.3g} Mbit/s"
+    told = row.get("problem") or f"{row['steps_per_second']:.2f} steps a second"
+    return f"{row['method']}{rate}: {told}"
+
+
+if __name__ == "__main__":
+    main()

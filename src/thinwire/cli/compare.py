@@ -1,0 +1,123 @@
+"""`thinwire compare`: several strategies on the same tokens and seeds, one table."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from thinwire.cli import options, train
+from thinwire.errors import ConfigurationError
+from thinwire.lm import launch
+from thinwire.lm.run import Run
+from thinwire.observe.report import write_report
+from thinwire.observe.runs import RunRecord
+from thinwire.observe.units import text_of_bits, text_of_nbytes, text_of_seconds, text_of_share
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `thinwire compare` takes, beside every option of a run."""
+
+    run_settings: Annotated[Run, tyro.conf.OmitArgPrefixes]
+    strategies: tuple[str, ...] = ("data_parallel", "diloco", "streaming_diloco")
+    """Recipes, or calls of them such as "streaming_diloco(every=60)"."""
+    seeds: int = 1
+    """Every strategy runs with this many seeds, from --seed on."""
+    out: Path | None = None
+    """A folder for all runs; runs in it that are complete are not trained again. Without: runs/compare-DATE-TIME."""
+    run: Path | None = None
+    """A run file to take settings from."""
+    json: bool = False
+    """Progress goes to stderr; stdout ends with one JSON object."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    asked = options.read(Options, "compare", arguments, "Train with several strategies on the same tokens and seeds.")
+    if asked.seeds < 1 or not asked.strategies:
+        raise ConfigurationError(f"{len(asked.strategies)} strategies and seeds={asked.seeds}: at least 1 of each is needed.")
+    console = options.console(asked.json)
+    out = asked.out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
+    settings = {s: dataclasses.replace(asked.run_settings, strategy=s) for s in asked.strategies}  # all checked before any trains
+    folders: dict[str, list[Path]] = {strategy: [] for strategy in settings}
+    for seed in range(asked.run_settings.seed, asked.run_settings.seed + asked.seeds):
+        for strategy, run in settings.items():
+            folder = out / f"{re.sub(r'[^a-zA-Z0-9_.]+', '-', strategy).strip('-')}-seed-{seed}"
+            folders[strategy].append(folder)
+            _complete(dataclasses.replace(run, seed=seed), folder, console)
+    records = {strategy: [RunRecord.load(folder) for folder in its] for strategy, its in folders.items()}
+    rows = [_row(strategy, its) for strategy, its in records.items()]
+    page = write_report([its[0] for its in folders.values()], out / "report.html")
+    (out / "comparison.json").write_text(json.dumps(rows, indent=1) + "\n")
+    console.print(_table(rows))
+    console.print(f"report: {page}", soft_wrap=True, highlight=False)
+    if asked.json:
+        print(json.dumps({"strategies": rows, "report": str(page)}))
+    return 0
+
+
+def _complete(run: Run, folder: Path, console: Console) -> None:
+    """Train, unless `folder` holds this very run complete; one that was broken off goes on from its checkpoint."""
+    begun = (folder / "events").exists()
+    if begun and Run.load(folder / "run.toml") != run:
+        raise ConfigurationError(f"{folder} holds a run with other settings; choose another --out, or the same settings.")
+    if begun and RunRecord.load(folder).summary.steps >= run.steps and (folder / "model.safetensors").exists():
+        console.print(f"{folder}: complete", soft_wrap=True, highlight=False)
+        return
+    console.print(f"{folder}", soft_wrap=True, highlight=False)
+    launch.new_folder(run, folder, resume=begun)
+    train.train(run, folder, begun, console)
+
+
+def _row(strategy: str, records: list[RunRecord]) -> dict[str, Any]:
+    """One strategy over its seeds: the mean, and for the loss the standard deviation where there are several."""
+    summaries = [record.summary for record in records]
+    losses = [math.nan if s.eval_loss is None else s.eval_loss for s in summaries]
+
+    def mean(name: str) -> float:
+        return statistics.fmean(getattr(summary, name) for summary in summaries)
+
+    return {
+        "strategy": strategy,
+        "seeds": len(records),
+        "eval_loss": statistics.fmean(losses),
+        "eval_loss_spread": statistics.stdev(losses) if len(losses) > 1 else None,
+        "eval_losses": losses,
+        **{name: mean(name) for name in ("wire_bytes_sent", "bits_per_parameter_per_step", "compute_utilization", "wall_seconds")},
+        "provenance": summaries[0].provenance,
+    }
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
+    heads = ("evaluation loss", "sent per replica", "bits per parameter and step", "compute utilisation", "training loop")
+    table.add_column("strategy")
+    for head in heads:
+        table.add_column(head, justify="right")
+    table.add_column("numbers are")
+    for row in rows:
+        spread = f" ± {row['eval_loss_spread']:.4f}" if row["eval_loss_spread"] is not None else ""
+        table.add_row(
+            Text(row["strategy"]),
+            f"{row['eval_loss']:.4f}{spread}",
+            text_of_nbytes(row["wire_bytes_sent"]),
+            text_of_bits(row["bits_per_parameter_per_step"]),
+            text_of_share(row["compute_utilization"]),
+            text_of_seconds(row["wall_seconds"]),
+            row["provenance"],
+        )
+    if any(row["seeds"] > 1 for row in rows):
+        table.caption = f"loss: mean ± standard deviation over {rows[0]['seeds']} seeds"
+    return table

@@ -1,0 +1,46 @@
+"""How verbs read their arguments: a dataclass and, where there is one, a run file underneath."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tyro
+from rich.console import Console
+
+from thinwire.lm.run import Run
+
+T = TypeVar("T")
+
+
+def read(kind: type[T], verb: str, arguments: Sequence[str], description: str) -> T:
+    """The options of `verb`. `--run FILE`, or the run file in `--out` when resuming, gives the defaults of a `Run` in it."""
+    base = _base(arguments)
+    known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    default: Any = kind(run_settings=base) if "run_settings" in known else None  # type: ignore[call-arg]
+    asked: T = tyro.cli(kind, prog=f"thinwire {verb}", args=list(arguments), description=description, default=default)
+    return asked
+
+
+def _base(arguments: Sequence[str]) -> Run:
+    file = _value(arguments, "--run")
+    if file is None and "--resume" in arguments and (folder := _value(arguments, "--out")):
+        file = str(Path(folder) / "run.toml")
+    return Run.load(Path(file)) if file else Run()
+
+
+def _value(arguments: Sequence[str], flag: str) -> str | None:
+    for place, argument in enumerate(arguments):
+        if argument == flag and place + 1 < len(arguments):
+            return arguments[place + 1]
+        if argument.startswith(flag + "="):
+            return argument.split("=", 1)[1]
+    return None
+
+
+def console(json: bool) -> Console:
+    """Where people read: stdout, or stderr where stdout is for a machine."""
+    return Console(file=sys.stderr if json else sys.stdout)

@@ -1,0 +1,46 @@
+"""`thinwire report`: one page for one or more runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from thinwire.cli import options
+from thinwire.cli.train import summary_of
+from thinwire.observe.progress import compare_table
+from thinwire.observe.report import write_report
+from thinwire.observe.runs import RunRecord
+from thinwire.observe.tensorboard import export_tensorboard
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `thinwire report` takes."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Run folders; several are drawn side by side."""
+    out: Path | None = None
+    """The page. Without: report.html in the first run's folder."""
+    tensorboard: bool = False
+    """Also write each run's scalars for TensorBoard into its folder (needs thinwire[tensorboard])."""
+    json: bool = False
+    """Stdout ends with one JSON object."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    asked = options.read(Options, "report", arguments, "Draw one self-contained page for one or more runs.")
+    console = options.console(asked.json)
+    page = write_report(asked.runs, asked.out or asked.runs[0] / "report.html")
+    records = [RunRecord.load(folder) for folder in asked.runs]
+    console.print(compare_table(records))
+    if asked.tensorboard:
+        for folder in asked.runs:
+            console.print(f"tensorboard --logdir {export_tensorboard(folder)}", soft_wrap=True, highlight=False)
+    console.print(f"report: {page}", soft_wrap=True, highlight=False)
+    if asked.json:
+        print(json.dumps({"report": str(page), "runs": [summary_of(record) for record in records]}))
+    return 0

@@ -1,0 +1,108 @@
+"""`thinwire train`: one language model on several replicas."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+
+from thinwire.cli import options
+from thinwire.errors import ConfigurationError
+from thinwire.lm import launch
+from thinwire.lm.run import Run
+from thinwire.observe.progress import Progress, final_table
+from thinwire.observe.report import write_report
+from thinwire.observe.runs import RunRecord
+
+DEMO = Run(link="5mbit,30ms")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `thinwire train` takes."""
+
+    run_settings: Annotated[Run, tyro.conf.OmitArgPrefixes]
+    out: Path | None = None
+    """The run folder. Without: runs/STRATEGY-DATE-TIME."""
+    resume: bool = False
+    """Go on with the run in --out from the newest checkpoint that all replicas have."""
+    run: Path | None = None
+    """A run file to take settings from; what is given on the command line replaces them."""
+    json: bool = False
+    """Progress goes to stderr; stdout ends with one JSON object."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    rank = launch.torchrun_rank()
+    demo = not arguments and rank is None
+    if demo:
+        asked = Options(run_settings=DEMO)
+    else:
+        asked = options.read(Options, "train", arguments, "Train one language model on several replicas.")
+    run, console = asked.run_settings, options.console(asked.json)
+    if asked.resume and asked.out is None:
+        raise ConfigurationError("--resume: the folder of the run to go on with is needed; add --out FOLDER.")
+    folder = asked.out or Path("runs") / f"{_label(run)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if rank is not None:
+        return _as_rank(rank, run, asked, folder, console)
+    launch.new_folder(run, folder, asked.resume)
+    if demo:
+        console.print(f"The demo: {run.replicas} processes train one model over an emulated link of {run.link}, the same as")
+        console.print(f"  thinwire train --link {run.link}", soft_wrap=True, highlight=False)
+    console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
+    train(run, folder, asked.resume, console)
+    _finish(folder, console, asked.json)
+    return 0
+
+
+def train(run: Run, folder: Path, resume: bool, console: Console) -> None:
+    """Train with live progress on `console`."""
+    with Progress(folder, run.steps, run.replicas, console) as progress:
+        if run.carrier == "threads":
+            launch.train_threads(run, folder, resume, progress.update)
+        else:
+            launch.train_processes(run, folder, resume, progress.update)
+
+
+def _as_rank(rank: int, run: Run, asked: Options, folder: Path, console: Console) -> int:
+    """Under torchrun every rank comes here; the first one writes, shows and reports."""
+    if asked.out is None:
+        raise ConfigurationError("under torchrun all ranks need one name for the run folder; add --out FOLDER.")
+    if rank == 0:
+        launch.new_folder(run, folder, asked.resume)
+    folder.mkdir(parents=True, exist_ok=True)
+    launch.train_as_rank(run, folder, asked.resume)
+    if rank == 0:
+        _finish(folder, console, asked.json)
+    return 0
+
+
+def _finish(folder: Path, console: Console, as_json: bool) -> None:
+    """The summary as a table, a file and a page."""
+    record = RunRecord.load(folder)
+    summary = summary_of(record)
+    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    console.print(final_table(record))
+    page = write_report([folder], folder / "report.html")
+    console.print(f"report: {page}", soft_wrap=True, highlight=False)
+    if as_json:
+        print(json.dumps(summary))
+
+
+def summary_of(record: RunRecord) -> dict[str, Any]:
+    """A run's numbers for JSON, which has no NaN."""
+    fields = dataclasses.asdict(record.summary) | {"folder": str(record.folder), "status": record.status}
+    return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in fields.items()}
+
+
+def _label(run: Run) -> str:
+    name = run.strategy.strip().split("(")[0].replace("-", "_")
+    return name if name.isidentifier() else "run"

@@ -1,0 +1,311 @@
+"""The one table of pieces: what there is, and what each claims. Adding a piece or a recipe is adding a row.
+
+Below it, the toy on which the laws are tried: a small model of odd shapes, and `journey`, which trains it on thread replicas.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import thinwire as tw
+from thinwire.recipes import RECIPES
+from thinwire.seeds import derive
+
+# ---- the table
+
+
+@dataclass(frozen=True)
+class Row:
+    """An instance and its claims.
+
+    Codecs: `exact` (decodes to what was encoded), `odd` (q(−x) = −q(x)), `idempotent` (q(q(x)) = q(x)), and `error`: the most of
+    ‖q(x) − x‖² / ‖x‖² on normal numbers (never above 1 on any). Outer steps: `linear` in the deltas, `stateless`.
+    Schedules: `steady` (each fragment exactly once in any `every` steps after its first departure).
+    """
+
+    piece: Any
+    claims: frozenset[str] = frozenset()
+    error: float = 0.0
+
+    def __str__(self) -> str:
+        return repr(self.piece)
+
+
+def row(piece: Any, *claims: str, error: float = 0.0) -> Row:
+    return Row(piece, frozenset(claims), error)
+
+
+def e3m0_error(block: int) -> float:
+    """Above ⅛ of the scale a value is off by at most a third of itself; below, it is lost, but the block's largest is above 8."""
+    return 1 / 9 + (block - 1) / 64 / 64
+
+
+CODECS = [
+    row(tw.Identity(), "exact", "odd", "idempotent"),
+    row(tw.Cast("bf16"), "odd", "idempotent", error=2.0**-16),
+    row(tw.Cast("fp16"), "odd", "idempotent", "saturates at 65504", error=2.0**-22),
+    *(row(tw.E3M0(block), "odd", "idempotent", error=e3m0_error(block)) for block in (2, 32, 128, 4096)),
+]
+SCHEDULES = [
+    row(tw.Every(1), "steady"),
+    row(tw.Every(7, 3), "steady"),
+    row(tw.Staggered(12), "steady"),
+    row(tw.Staggered(10, 9), "steady"),
+    row(tw.Staggered(7, 2, tw.short_first(7, 3, 2)), "steady"),
+    row(tw.Staggered(2), "steady"),
+]
+PARTITIONS = [
+    row(tw.Whole()),
+    row(tw.Strided()),
+    row(tw.Strided(2)),
+    row(tw.Sequential(2)),
+    row(tw.Sequential(3, layers="layers")),
+    row(tw.BySize(3)),
+]
+OUTERS = [
+    row(tw.Average(), "linear", "stateless"),
+    row(tw.Nesterov(), "linear"),
+    row(tw.Nesterov(2.0, 0.0), "linear", "stateless"),
+]
+MERGES = [row(tw.Mix()), row(tw.Mix(0.5)), row(tw.Mix(1.0)), row(tw.Eager())]
+EXCHANGES = [row(tw.Direct())]
+SIGNALS = [row(tw.Deltas()), row(tw.Gradients())]
+TABLE = [*CODECS, *SCHEDULES, *PARTITIONS, *OUTERS, *MERGES, *EXCHANGES, *SIGNALS]
+
+METHODS: dict[str, tw.Strategy] = {
+    # every recipe under its own name, short enough for a test
+    "data_parallel": RECIPES["data_parallel"](),
+    "local_sgd": RECIPES["local_sgd"](every=3),
+    "diloco": RECIPES["diloco"](every=4),
+    "streaming_diloco": RECIPES["streaming_diloco"](every=6, fragments=2, delay=2),
+    "eager_diloco": RECIPES["eager_diloco"](every=4, fragments=2),
+    # what the recipes leave out
+    "gradients in fragments, 4 bits": tw.Strategy(signal=tw.Gradients(), partition=tw.BySize(3), codec=tw.E3M0(32)),
+    "local_sgd in the air": tw.Strategy(schedule=tw.Every(4, 3), codec=tw.Cast("fp16"), merge=tw.Mix(0.25)),
+    "three in the air": tw.Strategy(
+        schedule=tw.Staggered(6, 5), partition=tw.Sequential(3), codec=tw.E3M0(4), outer=tw.Nesterov(), merge=tw.Mix(0.5)
+    ),
+    "torchft's phase": tw.Strategy(
+        schedule=tw.Staggered(5, 1, tw.short_first(5, 3, 1)), partition=tw.BySize(3), codec=tw.Cast(), outer=tw.Nesterov(0.7, 0.5)
+    ),
+    "keep local": tw.Strategy(schedule=tw.Every(3), outer=tw.Nesterov(), merge=tw.Mix(1.0)),
+    "eager, whole": tw.Strategy(schedule=tw.Every(3, 3), outer=tw.Nesterov(0.7, 0.9), merge=tw.Eager()),
+    "eager, no momentum": tw.Strategy(
+        schedule=tw.Staggered(5, 5), partition=tw.Strided(3), codec=tw.E3M0(), outer=tw.Average(), merge=tw.Eager()
+    ),
+    "anchors on the device": tw.Strategy(schedule=tw.Every(2, 1), outer=tw.Nesterov(), anchors="device"),
+}
+
+
+# ---- the toy
+
+
+class Toy(nn.Module):
+    """Three layers of odd sizes, something outside them, a scalar, an empty and a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(3, 5)
+        self.layers = nn.ModuleList(nn.Linear(5, 5, bias=i > 0) for i in range(3))
+        self.head = nn.Linear(5, 1)
+        self.gain = nn.Parameter(torch.empty(()))
+        self.nothing = nn.Parameter(torch.empty(0, 4))
+        self.frozen = nn.Parameter(torch.ones(5), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = x + self.frozen * torch.tanh(layer(x))
+        return self.gain * self.head(x)
+
+
+def fill(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Weights from a generator of their own: torch's global one is shared by all threads."""
+    generator = torch.Generator().manual_seed(derive(seed, "weights"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
+    return model
+
+
+def toy(seed: int = 0) -> nn.Module:
+    return fill(Toy(), seed)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, weight_decay=0.1)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+
+
+def batch(seed: int, rank: int, step: int, size: int = 4) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(derive(seed, "batch", rank, step))
+    x = torch.randn(size, 3, generator=generator)
+    return x, x.sin().sum(1, keepdim=True)
+
+
+def inner_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    optimizer.zero_grad()
+    ((model(x) - y) ** 2).mean().backward()
+    optimizer.step()
+
+
+def weights(model: nn.Module) -> Tensor:
+    """All trainable parameters, flat, copied."""
+    return torch.cat([p.detach().reshape(-1).float() for p in model.parameters() if p.requires_grad])
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal bit for bit: NaN equals NaN, and 0 is not −0."""
+    return a.shape == b.shape and a.dtype == b.dtype and a.numpy().tobytes() == b.numpy().tobytes()
+
+
+# ---- training it
+
+
+@dataclass
+class Journey:
+    """What one replica went through: after every step its weights and what is agreed, and the events it reported."""
+
+    weights: list[Tensor] = field(default_factory=list)
+    agreed: list[dict[str, Tensor]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    final: Tensor = field(default_factory=lambda: torch.empty(0))
+    final_fragments: list[Tensor] = field(default_factory=list)
+    final_agreed: dict[str, Tensor] = field(default_factory=dict)
+    stopped_at: int = 0
+
+    def heard(self, event: str) -> list[dict[str, Any]]:
+        return [e for e in self.events if e["event"] == event]
+
+
+def agreed(replica: tw.Replica) -> dict[str, Tensor]:
+    """Anchors and outer state: what must be equal on all replicas."""
+    tensors, _ = replica.state()
+    kept = {name: t.clone() for name, t in tensors.items() if name.split(".")[1] in ("anchor", "outer")}
+    return kept | {f"{i}.now": t.clone() for i, t in enumerate(replica.anchors())}
+
+
+@dataclass
+class Plan:
+    """How `journey` trains."""
+
+    strategy: tw.Strategy
+    steps: int = 14
+    model: Callable[[], nn.Module] = toy
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw
+    wrap: Callable[[tw.Group], tw.Group] = lambda group: group
+    before_step: Callable[[tw.Replica, int], None] = lambda replica, step: None  # gradients are there
+    seed: int = 0
+
+
+def travel(plan: Plan, group: tw.Group) -> Journey:
+    """One replica's journey."""
+    journey = Journey()
+
+    def observer(event: str, step: int, **fields: Any) -> None:
+        journey.events.append({"event": event, "step": step, **fields})
+
+    model = plan.model()
+    optimizer = plan.optimizer(model)
+    with tw.Replica(plan.strategy, model, optimizer, plan.wrap(group), observer=observer) as replica:
+        for step in range(1, plan.steps + 1):
+            x, y = batch(plan.seed, group.rank, step)
+            optimizer.zero_grad()
+            ((model(x) - y) ** 2).mean().backward()
+            plan.before_step(replica, step)
+            optimizer.step()
+            journey.weights.append(weights(model))
+            journey.agreed.append(agreed(replica))
+            if replica.stopping:
+                break
+        journey.stopped_at = replica.step
+    journey.final, journey.final_agreed = weights(model), agreed(replica)
+    journey.final_fragments = [
+        torch.cat([p.detach().reshape(-1).float() for _, p in fragment.parameters]) for fragment in replica.fragments
+    ]
+    return journey
+
+
+def journey(strategy: tw.Strategy, replicas: int, **plan: Any) -> list[Journey]:
+    made = Plan(strategy, **plan)
+    return tw.run_threads(replicas, lambda group: travel(made, group), timeout=20.0)
+
+
+# ---- groups and pieces that misbehave
+
+
+class Shuffled:
+    """A group whose messages leave late and in any order between peers and tags; within a pair and tag, in order (as TCP)."""
+
+    def __init__(self, group: tw.Group, seed: int) -> None:
+        self.group, self.rank, self.size = group, group.rank, group.size
+        self.random = random.Random(f"{seed}/{group.rank}")
+
+    def post(self, tag: int, send: Any, recv: Any, purpose: str = "packet") -> Any:
+        arriving = self.group.post(tag, {}, recv, purpose)
+        peers = list(send)
+        self.random.shuffle(peers)
+        delays = {peer: self.random.random() * 0.004 for peer in peers}
+
+        def carry() -> None:
+            for peer in peers:
+                threading.Event().wait(delays[peer])
+                self.group.post(tag, {peer: send[peer]}, {}, purpose)
+
+        thread = threading.Thread(target=carry, daemon=True)
+        thread.start()
+        return _Shuffled(arriving, thread)
+
+    def close(self) -> None:
+        self.group.close()
+
+
+class _Shuffled:
+    queued_seconds = transfer_seconds = 0.0
+
+    def __init__(self, arriving: Any, thread: threading.Thread) -> None:
+        self.arriving, self.thread = arriving, thread
+
+    def wait(self) -> None:
+        self.thread.join()
+        self.arriving.wait()
+
+
+@dataclass(frozen=True)
+class Picky:
+    """An outer step that overflows on a first, small delta: a round that nobody can land, and nobody's fault."""
+
+    at_least: float
+    linear = True
+
+    def init(self, anchor: Tensor) -> dict[str, Tensor]:
+        return {"rounds": torch.zeros(())}
+
+    def step(self, anchor: Tensor, delta: Tensor, state: Any) -> tuple[Tensor, Any]:
+        moved = anchor - delta if delta.abs().max() >= self.at_least else anchor * torch.inf
+        return moved, {"rounds": state["rounds"] + 1}
+
+
+def roundtrip(codec: tw.Codec, x: Tensor) -> Tensor:
+    payload = torch.empty(codec.nbytes(x.numel()), dtype=torch.uint8)
+    codec.encode(x, payload)
+    out = torch.zeros_like(x)
+    codec.decode_add(payload, out)
+    return out
+
+
+def encoded(codec: tw.Codec, x: Tensor) -> bytes:
+    payload = torch.full((codec.nbytes(x.numel()),), 0xA5, dtype=torch.uint8)
+    codec.encode(x, payload)
+    return bytes(payload.numpy().tobytes())

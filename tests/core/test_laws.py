@@ -1,0 +1,219 @@
+"""The laws of the house that hold between replicas (numbered as in docs/design.md), over the table of pieces. Laws 6 and 8 have files of their own."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from pieces import CODECS, METHODS, PARTITIONS, Shuffled, adamw, batch, inner_step, journey, same_bits, sgd, toy, weights
+
+import thinwire as tw
+from thinwire.group import CountedGroup, Ledger
+from thinwire.packet import HEADER_NBYTES
+
+methods = pytest.mark.parametrize("name", METHODS)
+
+
+def momentum_sgd(model):
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+def assert_agreed(journeys):
+    """Anchors and outer state of all replicas, after every step and in the end."""
+    first = journeys[0]
+    for other in journeys[1:]:
+        for step, (a, b) in enumerate(zip(first.agreed, other.agreed, strict=True), 1):
+            assert a.keys() == b.keys()
+            different = [name for name in a if not same_bits(a[name], b[name])]
+            assert not different, f"step {step}: {different}"
+        assert all(same_bits(first.final_agreed[name], other.final_agreed[name]) for name in first.final_agreed)
+        assert same_bits(first.final, other.final)
+
+
+# ---- law 1: anchors and outer state are bit-identical on all replicas
+
+
+@methods
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+def test_law_1_same_anchors(name, replicas):
+    journeys = journey(METHODS[name], replicas)
+    assert_agreed(journeys)
+    for one in journeys:
+        assert torch.isfinite(one.final).all() and not same_bits(one.final, weights(toy()))
+    if replicas > 1 and name != "keep local":
+        anchors = [t for n, t in journeys[0].agreed[-1].items() if n.endswith(".now")]
+        assert any(not same_bits(a, b) for a, b in zip(anchors, [t for n, t in journeys[0].agreed[0].items() if n.endswith(".now")]))
+
+
+@pytest.mark.parametrize("codec", [row.piece for row in CODECS], ids=str)
+@pytest.mark.parametrize("partition", [row.piece for row in PARTITIONS], ids=str)
+def test_law_1_any_codec(codec, partition):
+    strategy = tw.Strategy(schedule=tw.Staggered(3, 1), partition=partition, codec=codec, outer=tw.Nesterov(), merge=tw.Mix(0.5))
+    journeys = journey(strategy, 3, steps=8)
+    assert_agreed(journeys)
+    mixed = [j.weights[-1] for j in journeys]
+    assert not same_bits(mixed[0], mixed[1]), "replicas that merge half train apart"
+
+
+@methods
+def test_finish_leaves_the_anchors_in_the_model(name):
+    for one in journey(METHODS[name], 2):
+        anchors = torch.cat([one.final_agreed[f"{i}.now"] for i in range(len(one.final_fragments))])
+        assert same_bits(torch.cat(one.final_fragments), anchors)
+
+
+# ---- law 2: what the family has in common
+
+
+@pytest.mark.parametrize("optimizer", [adamw, momentum_sgd, sgd])
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5, 0.7, 1.0])
+@pytest.mark.parametrize("schedule", [tw.Every(1), tw.Every(3), tw.Staggered(4)], ids=str)
+def test_law_2_one_replica_is_the_inner_optimizer_alone(optimizer, alpha, schedule):
+    """M = 1, delay 0, Average: bit for bit, at every step and after finishing."""
+    strategy = tw.Strategy(schedule=schedule, partition=tw.Strided(2), merge=tw.Mix(alpha))
+    (one,) = journey(strategy, 1, optimizer=optimizer)
+    model = toy()
+    alone = optimizer(model)
+    for step, got in enumerate(one.weights, 1):
+        inner_step(model, alone, *batch(0, 0, step))
+        assert same_bits(got, weights(model)), step
+    assert same_bits(one.final, weights(model))
+
+
+def test_law_2_one_replica_exchanging_gradients_is_the_inner_optimizer_alone():
+    (one,) = journey(tw.data_parallel(), 1)
+    model = toy()
+    alone = adamw(model)
+    for step, got in enumerate(one.weights, 1):
+        inner_step(model, alone, *batch(0, 0, step))
+        assert same_bits(got, weights(model)), step
+
+
+def plain_diloco(replicas, every, rounds, outer_lr, outer_momentum):
+    """DiLoCo (arXiv 2311.08105, Algorithm 1) as one would write it down; the anchors after each round."""
+    anchor = toy()
+    outer = torch.optim.SGD(anchor.parameters(), lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0)
+    models = [toy() for _ in range(replicas)]
+    inner = [adamw(model) for model in models]
+    for round_ in range(rounds):
+        for rank, (model, optimizer) in enumerate(zip(models, inner)):
+            for step in range(round_ * every + 1, (round_ + 1) * every + 1):
+                inner_step(model, optimizer, *batch(0, rank, step))
+        for parameters in zip(anchor.parameters(), *(model.parameters() for model in models)):
+            start, *own = (p.data for p in parameters)
+            parameters[0].grad = sum((start - p for p in own), torch.zeros_like(start)) / replicas
+        outer.step()
+        for model in models:
+            model.load_state_dict(anchor.state_dict())
+        yield weights(anchor)
+
+
+@pytest.mark.parametrize(("lr", "momentum"), [(1.0, 0.0), (0.7, 0.9)])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("every", [1, 4])
+def test_law_2_one_fragment_is_diloco(lr, momentum, replicas, every):
+    """Bit for bit where the outer step is the plain one; with Nesterov within the rounding of another order of operations."""
+    strategy = tw.diloco(every=every, outer_lr=lr, outer_momentum=momentum)
+    journeys = journey(strategy, replicas, steps=3 * every)
+    for round_, due in enumerate(plain_diloco(replicas, every, 3, lr, momentum), 1):
+        for one in journeys:
+            got = one.weights[round_ * every - 1]
+            if momentum == 0:
+                assert same_bits(got, due)
+            torch.testing.assert_close(got, due, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_law_2_every_step_with_sgd_is_data_parallel(replicas):
+    """`every=1`, inner SGD, Average: data-parallel SGD on the mean gradient, within rounding; and so is exchanging gradients."""
+    average = journey(tw.local_sgd(every=1), replicas, optimizer=sgd)
+    exchanged = journey(tw.data_parallel(), replicas, optimizer=sgd)
+    model = toy()
+    alone = sgd(model)
+    for step in range(1, 15):
+        batches = [batch(0, rank, step) for rank in range(replicas)]
+        inner_step(model, alone, *(torch.cat(part) for part in zip(*batches)))
+        for journeys in (average, exchanged):
+            for one in journeys:
+                torch.testing.assert_close(one.weights[step - 1], weights(model), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_data_parallel_is_one_big_batch(replicas):
+    """With AdamW, for fourteen steps. Adam's first step is a sign, so gradients near zero would show any other mean at once."""
+    journeys = journey(tw.data_parallel(), replicas)
+    model = toy()
+    alone = adamw(model)
+    for step in range(1, 15):
+        batches = [batch(0, rank, step) for rank in range(replicas)]
+        inner_step(model, alone, *(torch.cat(part) for part in zip(*batches)))
+        for one in journeys:
+            torch.testing.assert_close(one.weights[step - 1], weights(model), rtol=1e-4, atol=1e-5)
+            assert same_bits(one.weights[step - 1], journeys[0].weights[step - 1]), "parameters stay equal by themselves"
+
+
+def test_merge_one_keeps_replicas_apart():
+    """α = 1: equal to independent runs while it lasts, though the anchors move (spec invariant 4)."""
+    journeys = journey(METHODS["keep local"], 2)
+    for rank, one in enumerate(journeys):
+        model = toy()
+        alone = adamw(model)
+        for step, got in enumerate(one.weights, 1):
+            inner_step(model, alone, *batch(0, rank, step))
+            assert same_bits(got, weights(model))
+    assert not same_bits(journeys[0].agreed[0]["0.anchor"], journeys[0].agreed[-1]["0.anchor"])
+
+
+# ---- law 5: predicted bytes are counted bytes
+
+
+@methods
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_law_5_predicted_is_counted(name, replicas):
+    strategy, ledgers = METHODS[name], [Ledger() for _ in range(replicas)]
+    journeys = journey(strategy, replicas, wrap=lambda group: CountedGroup(group, ledgers[group.rank]))
+    numels = [fragment.numel for fragment in strategy.partition.fragments(toy())]
+    for rank, (one, ledger) in enumerate(zip(journeys, ledgers)):
+        departures = one.heard("depart")
+        predicted = sum(strategy.exchange.nbytes_sent(strategy.codec, numels[e["fragment"]], replicas) for e in departures)
+        counted = ledger.as_dict()["sent"].get("packet", {})
+        assert predicted == sum(e["nbytes"] for e in departures) == ledger.sent("packet") == ledger.received("packet")
+        assert sorted(counted) == [str(peer) for peer in range(replicas) if peer != rank]
+        assert all(at["messages"] == len(departures) for at in counted.values())
+        assert ledger.sent() == sum(ledger.sent(purpose) for purpose in ("packet", "introduction", "start"))
+
+
+@methods
+def test_law_5_bytes_of_a_period(name):
+    """In a steady period every fragment is sent once, so `nbytes_per_period` is what is counted; the header's 48 bytes are named."""
+    strategy = METHODS[name]
+    every = strategy.schedule.every
+    one = journey(strategy, 2, steps=3 * every)[0]
+    numels = [fragment.numel for fragment in strategy.partition.fragments(toy())]
+    last = [e for e in one.heard("depart") if e["step"] > 2 * every or (every == 1 and e["step"] == 2)]
+    steady = [e for e in last if e["step"] <= 3 * every][: len(numels)]  # not the last round of finishing
+    assert sorted(e["fragment"] for e in steady) == list(range(len(numels)))
+    assert sum(e["nbytes"] for e in steady) == strategy.nbytes_per_period(numels, 2)
+    assert strategy.nbytes_per_period(numels, 2) == sum(HEADER_NBYTES + strategy.codec.nbytes(n) for n in numels)
+    assert f"{strategy.nbytes_per_period(numels, 2):,} bytes" in strategy.describe(toy(), 2)
+
+
+# ---- law 7: the same seed gives the same bytes, in any arrival order
+
+
+@methods
+def test_law_7_arrival_order(name):
+    calm = journey(METHODS[name], 3, steps=10)
+    for seed in range(2):
+        stormy = journey(METHODS[name], 3, steps=10, wrap=lambda group, seed=seed: Shuffled(group, seed))
+        assert_agreed(stormy)
+        for a, b in zip(calm, stormy):
+            for left, right in itertools.chain(zip(a.weights, b.weights, strict=True), [(a.final, b.final)]):
+                assert same_bits(left, right)
+
+
+def test_law_7_another_seed_is_another_run():
+    """So that equality above is not for want of anything to differ."""
+    a, b = (journey(METHODS["streaming_diloco"], 2, steps=8, seed=seed)[0] for seed in (0, 1))
+    assert not same_bits(a.final, b.final)

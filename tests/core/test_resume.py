@@ -1,0 +1,184 @@
+"""Law 6: save, kill, resume = never killed, bit for bit, for every replica, at every step, with flights in the air."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+import torch
+from pieces import METHODS, adamw, agreed, batch, inner_step, same_bits, toy, weights
+
+import thinwire as tw
+
+STEPS = 25
+Saved = dict[str, Any]
+
+AT_EVERY_STEP = METHODS | {
+    # the longest delay there is, with all fragments in the air at once
+    "H − 1 in the air": tw.Strategy(
+        schedule=tw.Staggered(7, 6), partition=tw.Strided(3), codec=tw.E3M0(32), outer=tw.Nesterov(0.7, 0.9), merge=tw.Mix(0.5)
+    ),
+    "eager, five fragments": tw.Strategy(
+        schedule=tw.Staggered(6, 6), partition=tw.BySize(5), codec=tw.Cast(), outer=tw.Nesterov(), merge=tw.Eager()
+    ),
+}  # fmt: skip
+
+
+def frozen(value: Any) -> Any:
+    """As a checkpoint keeps it: tensors copied, facts through JSON."""
+    return copy.deepcopy(value)
+
+
+def save(replica: tw.Replica) -> Saved:
+    tensors, facts = replica.state()
+    return {
+        "model": frozen(replica.model.state_dict()),
+        "optimizer": frozen(replica.optimizer.state_dict()),
+        "tensors": {name: tensor.clone() for name, tensor in tensors.items()},
+        "facts": json.loads(json.dumps(facts)),
+    }
+
+
+def load(replica: tw.Replica, saved: Saved) -> None:
+    replica.model.load_state_dict(frozen(saved["model"]))
+    replica.optimizer.load_state_dict(frozen(saved["optimizer"]))
+    replica.load_state(frozen(saved["tensors"]), saved["facts"])
+
+
+def fingerprint(replica: tw.Replica) -> list[torch.Tensor]:
+    return [weights(replica.model), *(t for _, t in sorted(agreed(replica).items()))]
+
+
+def whole_run(strategy: tw.Strategy, group: tw.Group) -> tuple[list[Saved], list[list[torch.Tensor]], int]:
+    """What was saved after every step (0 too), and what was there; the most fragments that were in the air."""
+    model = toy()
+    optimizer = adamw(model)
+    saved, seen, most = [], [], 0
+    with tw.Replica(strategy, model, optimizer, group) as replica:
+        saved.append(save(replica))
+        seen.append(fingerprint(replica))
+        for step in range(1, STEPS + 1):
+            inner_step(model, optimizer, *batch(0, group.rank, step))
+            saved.append(save(replica))
+            seen.append(fingerprint(replica))
+            most = max(most, len(replica.in_flight))
+    return saved, [*seen, fingerprint(replica)], most
+
+
+def resumed_run(strategy: tw.Strategy, group: tw.Group, saved: Saved, steps: int) -> list[list[torch.Tensor]]:
+    """Fresh objects, loaded, to the end of the run; what was there after each step, and after finishing."""
+    model = toy(seed=99)
+    optimizer = adamw(model)
+    seen = []
+    with tw.Replica(strategy, model, optimizer, group) as replica:
+        load(replica, saved)
+        seen.append(fingerprint(replica))
+        for step in range(replica.step + 1, steps + 1):
+            inner_step(model, optimizer, *batch(0, group.rank, step))
+            seen.append(fingerprint(replica))
+    return [*seen, fingerprint(replica)] if steps == STEPS else seen
+
+
+@pytest.mark.parametrize("name", AT_EVERY_STEP)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_law_6_at_every_step(name, replicas):
+    strategy = AT_EVERY_STEP[name]
+    whole = tw.run_threads(replicas, lambda group: whole_run(strategy, group), timeout=20.0)
+    if strategy.schedule.delay > 1:
+        assert whole[0][2] >= 1, "nothing was in the air"
+    horizon = 2 * strategy.schedule.every + 2  # every flight there is, and everything it moves, lands within two periods
+    for at in range(STEPS + 1):
+        until = STEPS if at % 5 == 0 else min(STEPS, at + horizon)
+        again = tw.run_threads(
+            replicas, lambda group, at=at, until=until: resumed_run(strategy, group, whole[group.rank][0][at], until), timeout=20.0
+        )
+        for rank in range(replicas):
+            due = whole[rank][1][at:]
+            assert len(again[rank]) == (len(due) if until == STEPS else until - at + 1)
+            for later, (got, expected) in enumerate(zip(again[rank], due)):
+                assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True)), f"saved at {at}, differs at {at + later}"
+
+
+def test_several_fragments_are_in_the_air_at_once():
+    for name, least in (("three in the air", 3), ("H − 1 in the air", 4), ("eager, five fragments", 5)):
+        ((_, _, most),) = tw.run_threads(1, lambda group, name=name: whole_run(AT_EVERY_STEP[name], group))
+        assert most >= least, name
+
+
+def test_saving_waits_for_nothing():
+    """A state is taken with a round in the air that cannot land: the peer has not sent its part."""
+
+    def replica(group):
+        model = toy()
+        optimizer = adamw(model)
+        attached = tw.Replica(tw.local_sgd(every=2) if group is None else DELAYED, model, optimizer, group)
+        for step in (1, 2) if group.rank == 0 else ():
+            inner_step(model, optimizer, *batch(0, 0, step))
+        if group.rank == 0:
+            saved = save(attached)
+            attached.close()
+            return saved
+        attached.close()
+        return None
+
+    saved, _ = tw.run_threads(2, replica, timeout=20.0)
+    assert saved["facts"]["flights"] == {"0": [0, 2]} and "0.delta" in saved["tensors"]
+
+
+DELAYED = tw.Strategy(schedule=tw.Every(2, 1))
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (tw.streaming_diloco(every=6, fragments=1, delay=2), "the checkpoint has 3 fragments, this strategy makes 2; resume with the run's own strategy"),
+        (tw.streaming_diloco(every=6, fragments=2, delay=2, partition=tw.BySize(3)), "elements in the checkpoint"),
+        (tw.streaming_diloco(every=6, fragments=2, delay=2, outer_momentum=0.0), "outer state"),
+    ],
+    ids=["fragments", "sizes", "outer state"],
+)  # fmt: skip
+def test_a_checkpoint_of_another_strategy_is_refused(other, message):
+    def replica(group):
+        model = toy()
+        with tw.Replica(METHODS["streaming_diloco"], model, adamw(model), group) as first:
+            saved = save(first)
+        second = tw.Replica(other, model, adamw(model), group)
+        with pytest.raises(tw.CheckpointError, match=message):
+            load(second, saved)
+        second.close()
+
+    tw.run_threads(1, replica)
+
+
+def test_the_other_outer_state_is_refused_too():
+    def replica(group):
+        model = toy()
+        with tw.Replica(tw.diloco(outer_momentum=0.0), model, adamw(model), group) as first:
+            saved = save(first)
+        second = tw.Replica(tw.diloco(outer_momentum=0.9), model, adamw(model), group)
+        with pytest.raises(tw.CheckpointError, match="outer state"):
+            load(second, saved)
+        second.close()
+
+    tw.run_threads(1, replica)
+
+
+def test_replicas_that_resume_at_different_steps_find_out():
+    """Named, with the step; on every replica, before anything is trained."""
+
+    def replica(group):
+        model = toy()
+        optimizer = adamw(model)
+        saved = []
+        with tw.Replica(tw.local_sgd(every=2), model, optimizer, group) as first:
+            for step in range(1, 5):
+                inner_step(model, optimizer, *batch(0, group.rank, step))
+                saved.append(save(first))
+        second = tw.Replica(tw.local_sgd(every=2), model, adamw(model), group)
+        with pytest.raises(tw.DisagreementError, match=r"replica 1 resumes at step 4 .*choose one step for all"):
+            load(second, saved[1 if group.rank == 0 else 3])
+        second.close()
+
+    tw.run_threads(2, replica)

@@ -1,0 +1,263 @@
+"""The main job, end to end: real text, real checkpoints, threads and processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from thinwire.checkpoint import read
+from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError, LinkError
+from thinwire.group import ThreadGroup, run_threads
+from thinwire.lm import launch, trainer
+from thinwire.lm.run import Run
+from thinwire.observe.events import read_events
+
+STEPS = 24
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    file = tmp_path / "text.txt"
+    file.write_text("".join(f"line {i}: {i * i % 97} thin wires carry {i % 13} packets\n" for i in range(2000)))
+    return str(file)
+
+
+def small_run(text: str, **changes: object) -> Run:
+    """Rounds of both fragments in the air at most checkpoints: H = 6, τ = 4."""
+    settings: dict[str, object] = dict(
+        text=(text,), steps=STEPS, every=6, delay=4, batch=2, sequence=32, checkpoint_every=5, keep=9, eval_batches=2,
+        carrier="threads", timeout=60.0,
+    )  # fmt: skip
+    return Run(**(settings | changes))  # type: ignore[arg-type]
+
+
+def run_in(folder: Path, run: Run, resume: bool = False) -> None:
+    launch.new_folder(run, folder, resume)
+    if run.carrier == "threads":
+        launch.train_threads(run, folder, resume, lambda: None)
+    else:
+        launch.train_processes(run, folder, resume, lambda: None)
+
+
+def model_of(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+def events_of(folder: Path, kind: str, replica: int = 0) -> list[dict[str, object]]:
+    return [event for event in read_events(folder / f"events/replica-{replica}.jsonl") if event["event"] == kind]
+
+
+@pytest.fixture
+def whole(tmp_path: Path, text: str) -> Path:
+    """A run that was never stopped."""
+    folder = tmp_path / "whole"
+    run_in(folder, small_run(text))
+    return folder
+
+
+def cut_back(folder: Path, copy: Path, step: int) -> Path:
+    """`folder` as a kill right after `step` would have left it."""
+    shutil.copytree(folder, copy)
+    (copy / "model.safetensors").unlink()
+    for path in copy.glob("checkpoints/*/step-*"):
+        if int(path.name[5:]) > step:
+            shutil.rmtree(path)
+    return copy
+
+
+def test_training_learns_and_its_summary_adds_up(whole: Path) -> None:
+    summary = events_of(whole, "end")[0]["summary"]
+    losses = [event["loss"] for event in events_of(whole, "eval")]
+    assert losses[-1] < losses[0] - 1  # type: ignore[operator]
+    assert summary["tokens"] == 2 * STEPS * 2 * 32
+    packets = sum(event["nbytes"] for event in events_of(whole, "depart"))  # type: ignore[misc]
+    assert packets <= summary["wire_bytes_sent"] < packets + 10_000  # the introduction is the rest
+    assert summary["bits_per_parameter_per_step"] == 8 * summary["wire_bytes_sent"] / summary["parameters"] / STEPS
+    assert 0 < summary["compute_utilization"] <= 1 and summary["provenance"] == "measured"
+
+
+def test_every_replica_evaluates_the_same_anchors(whole: Path) -> None:
+    first, second = (events_of(whole, "eval", replica) for replica in (0, 1))
+    assert [event["loss"] for event in first] == [event["loss"] for event in second]
+
+
+@pytest.mark.parametrize("step", [5, 10, 20])
+def test_resume_equals_never_having_stopped(whole: Path, tmp_path: Path, text: str, step: int) -> None:
+    folder = cut_back(whole, tmp_path / "resumed", step)
+    flights = read(folder / f"checkpoints/replica-0/step-{step:08d}").manifest["facts"]["flights"]
+    assert flights or step != 10  # the case this test is about
+    run_in(folder, small_run(text), resume=True)
+    assert events_of(folder, "resume")[0]["from_step"] == step
+    assert model_of(folder) == model_of(whole)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["data_parallel", "local_sgd(every=5)", "diloco(every=5)", "eager_diloco(every=6)"]
+)
+def test_resume_is_exact_for_every_recipe(tmp_path: Path, text: str, strategy: str) -> None:
+    run = small_run(text, strategy=strategy, every=None, delay=None, checkpoint_every=8)
+    run_in(tmp_path / "whole", run)
+    folder = cut_back(tmp_path / "whole", tmp_path / "resumed", 8)
+    run_in(folder, run, resume=True)
+    assert model_of(folder) == model_of(tmp_path / "whole")
+
+
+def test_threads_and_processes_train_the_same_bytes(whole: Path, tmp_path: Path, text: str) -> None:
+    run_in(tmp_path / "processes", small_run(text, carrier="processes"))
+    assert model_of(tmp_path / "processes") == model_of(whole)
+
+
+def test_a_link_changes_time_only(whole: Path, tmp_path: Path, text: str) -> None:
+    run_in(tmp_path / "linked", small_run(text, link="20mbit,5ms"))
+    assert model_of(tmp_path / "linked") == model_of(whole)
+    assert events_of(tmp_path / "linked", "end")[0]["summary"]["provenance"] == "emulated"  # type: ignore[index]
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_named(whole: Path, tmp_path: Path, text: str) -> None:
+    folder = cut_back(whole, tmp_path / "damaged", 15)
+    file = folder / "checkpoints/replica-1/step-00000015/outer.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-7] ^= 1
+    file.write_bytes(content)
+    run_in(folder, small_run(text), resume=True)
+    resumed = events_of(folder, "resume", replica=1)[0]
+    assert resumed["from_step"] == 10 and "outer.safetensors" in resumed["skipped"][0]["reason"]  # type: ignore[index]
+    assert "another replica" in events_of(folder, "resume", replica=0)[0]["skipped"][0]["reason"]  # type: ignore[index]
+    assert model_of(folder) == model_of(whole)
+
+
+@pytest.mark.parametrize("damage", ["empty manifest", "missing file", "truncated file", "no manifest"])
+def test_damage_of_any_kind_is_found(whole: Path, damage: str) -> None:
+    path = whole / "checkpoints/replica-0/step-00000005"
+    file = path / "inner.safetensors"
+    match damage:
+        case "empty manifest":
+            (path / "manifest.json").write_text("")
+        case "no manifest":
+            (path / "manifest.json").unlink()
+        case "missing file":
+            file.unlink()
+        case "truncated file":
+            os.truncate(file, 100)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        read(path)
+
+
+def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
+    whole: Path, tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("thinwire.checkpoint.save_file", full)
+    run_in(tmp_path / "full", small_run(text))
+    monkeypatch.undo()
+    assert model_of(tmp_path / "full") == model_of(whole)
+    warnings = [str(event["message"]) for event in events_of(tmp_path / "full", "warning")]
+    assert "No space left" in warnings[0] and "free some space" in warnings[0]
+    assert not list((tmp_path / "full").glob("checkpoints/*/*"))
+
+
+def test_only_the_last_checkpoints_are_kept(tmp_path: Path, text: str) -> None:
+    run_in(tmp_path / "run", small_run(text, checkpoint_every=4, keep=2))
+    names = sorted(path.name for path in (tmp_path / "run/checkpoints/replica-1").iterdir())
+    assert names == ["step-00000020", "step-00000024"]
+
+
+def test_resuming_with_another_strategy_is_refused(whole: Path, tmp_path: Path, text: str) -> None:
+    folder = cut_back(whole, tmp_path / "other", 15)
+    with pytest.raises(CheckpointError, match="resume with the run's own strategy"):
+        run_in(folder, small_run(text, every=8), resume=True)
+
+
+def test_replicas_with_other_settings_are_named(tmp_path: Path, text: str) -> None:
+    def train(group: ThreadGroup) -> object:
+        run = small_run(text, lr=1e-3 if group.rank else 2e-3)
+        return launch.train_here(run, trainer.Place(group, tmp_path / "run"))
+
+    with pytest.raises(DisagreementError, match=r"replica 1 does not fit replica 0: lr: 0.001 there, 0.002 on replica 0"):
+        run_threads(2, train)
+
+
+def test_a_run_folder_is_never_overwritten(whole: Path, tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigurationError, match="holds a run already; choose another --out, or go on with it by --resume"):
+        launch.new_folder(small_run(text), whole, resume=False)
+    with pytest.raises(ConfigurationError, match="holds no run to resume"):
+        launch.new_folder(small_run(text), tmp_path / "nothing", resume=True)
+
+
+def processes_of(folder: Path) -> list[int]:
+    """The process ids of the replicas that `train_processes` started for `folder`."""
+    listed = subprocess.run(["pgrep", "-f", f"thinwire.lm.launch {folder}"], capture_output=True, text=True, check=False)
+    return [int(line) for line in listed.stdout.split()]
+
+
+def wait_for_step(folder: Path, step: int) -> None:
+    """Until both replicas have saved `step`."""
+    for _ in range(1200):
+        if len(list(folder.glob(f"checkpoints/*/step-{step:08d}"))) == 2:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"no checkpoint of step {step}")
+
+
+@pytest.mark.skipif(shutil.which("pgrep") is None, reason="pgrep (procps) is not installed")
+def test_kill_9_is_named_and_resumed_exactly(tmp_path: Path, text: str) -> None:
+    folder = tmp_path / "killed"
+    run = small_run(text, carrier="processes", steps=150)
+    run_in(tmp_path / "whole", small_run(text, steps=150))
+    outcome: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            run_in(folder, run)
+        except LinkError as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    wait_for_step(folder, 10)
+    killed = processes_of(folder)[1]
+    os.kill(killed, signal.SIGKILL)
+    thread.join(90)
+    assert not thread.is_alive() and "--resume" in str(outcome[0]) and "exit code -9" in str(outcome[0])
+    run_in(folder, run, resume=True)
+    assert model_of(folder) == model_of(tmp_path / "whole")
+
+
+@pytest.mark.skipif(shutil.which("pgrep") is None, reason="pgrep (procps) is not installed")
+def test_ctrl_c_stops_cleanly_and_the_run_goes_on_exactly(whole: Path, tmp_path: Path, text: str) -> None:
+    """SIGINT to the whole process group, as a terminal sends it, then `--resume`: the same model as without."""
+    folder = tmp_path / "stopped"
+    command = [sys.executable, "-m", "thinwire", "train", "--out", str(folder), "--run", str(tmp_path / "run.toml"), "--json"]
+    run = small_run(text, carrier="processes")
+    run.save(tmp_path / "run.toml")
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    wait_for_step(folder, 5)
+    os.killpg(process.pid, signal.SIGINT)
+    out, said = process.communicate(timeout=90)
+    assert process.returncode == 0, said.decode()
+    summary = json.loads(out.decode().strip().splitlines()[-1])
+    if summary["steps"] < STEPS:  # a fast machine may have been through before the signal
+        assert events_of(folder, "stop") and (folder / f"checkpoints/replica-1/step-{summary['steps']:08d}").is_dir()
+        run_in(folder, Run.load(folder / "run.toml"), resume=True)
+    assert model_of(folder) == model_of(whole)

@@ -1,0 +1,190 @@
+"""The event log: what is written is what is read, whatever happens in between."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from thinwire.errors import DataError
+from thinwire.observe import events
+from thinwire.observe.events import EVENTS, EventLog, Tail, read_events
+
+SOURCE = Path(events.__file__).parents[1]
+
+
+def test_events_come_back_as_they_were_written(tmp_path: Path) -> None:
+    with EventLog(tmp_path / "events" / "replica-0.jsonl") as log:
+        log.emit("warning", 3, message='a "quoted"\nline')
+        log.emit("checkpoint", 4, path=tmp_path / "x", nbytes=5, seconds_spent=0.25)
+    first, second = read_events(log.path)
+    assert (first["event"], first["step"], first["message"]) == ("warning", 3, 'a "quoted"\nline')
+    assert second["path"] == str(tmp_path / "x")
+    assert 0 <= first["seconds"] <= second["seconds"]
+
+
+def test_non_finite_numbers_survive_strict_json(tmp_path: Path) -> None:
+    with EventLog(tmp_path / "log.jsonl") as log:
+        summary = {"eval_loss": math.nan, "bounds": [-math.inf, math.inf, 1.5]}
+        log.emit("end", 1, summary=summary)
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    json.loads(log.path.read_text(), parse_constant=refuse)
+    read = read_events(log.path)[0]["summary"]
+    assert math.isnan(read["eval_loss"]) and read["bounds"] == [-math.inf, math.inf, 1.5]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "said"),
+    [
+        ("lunch", {}, "No event is called"),
+        ("skip", {}, "needs exactly"),
+        ("skip", {"reason": "x", "colour": "y"}, "needs exactly"),
+    ],
+)
+def test_the_log_cannot_drift(tmp_path: Path, kind: str, fields: dict[str, str], said: str) -> None:
+    with EventLog(tmp_path / "log.jsonl") as log, pytest.raises(ValueError, match=said):
+        log.emit(kind, 1, **fields)
+    assert read_events(log.path) == []
+
+
+def _emitted(source: str) -> Iterator[tuple[str, set[str] | None]]:
+    """Kinds and field names of the calls `.emit("kind", …)` and `._observe("kind", …)`; None where fields are passed on in bulk."""
+    for call in ast.walk(ast.parse(source)):
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or not call.args:
+            continue
+        kind = call.args[0]
+        if call.func.attr in ("emit", "_observe") and isinstance(kind, ast.Constant) and isinstance(kind.value, str):
+            names = [keyword.arg for keyword in call.keywords]
+            yield kind.value, None if None in names else {str(name) for name in names} - {"step"}
+
+
+def test_whoever_emits_uses_the_schema() -> None:
+    assert list(_emitted("log.emit('stop', 3, reason='x')")) == [("stop", {"reason"})]
+    for path in SOURCE.rglob("*.py"):
+        for kind, names in _emitted(path.read_text()):
+            assert kind in EVENTS, f"{path.name} emits {kind}"
+            assert names is None or names == set(EVENTS[kind]), f"{path.name} emits {kind} with {names}"
+
+
+def test_the_documented_schema_is_the_schema() -> None:
+    lines = [line.split() for line in (events.__doc__ or "").splitlines() if line.startswith("    ")]
+    documented: dict[str, tuple[str, ...]] = {line[0]: tuple(line[1:]) for line in lines}
+    assert documented == EVENTS
+
+
+def test_a_torn_last_line_is_passed_over_and_ended_by_the_next_session(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    with EventLog(path) as log:
+        log.emit("stop", 1, reason="first")
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[: len(whole) // 2])
+    assert [event["reason"] for event in read_events(path)] == ["first"]
+    with EventLog(path) as log:
+        log.emit("stop", 2, reason="second")
+    assert [event["reason"] for event in read_events(path)] == ["first", "second"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"\x00\x00",
+        b"[]",
+        b'{"event": "stop"}',
+        b'{"event":"stop","seconds":"x","step":1,"reason":""}',
+        b"[" * 100_000,
+    ],
+)
+def test_foreign_lines_are_no_events(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(line + b'\n{"event":"stop","seconds":1,"step":1,"reason":"good"}\n')
+    assert [event["reason"] for event in read_events(path)] == ["good"]
+
+
+def test_a_full_disk_does_not_stop_training(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no /dev/full on this system")
+    with EventLog(full) as log:
+        for step in range(3):
+            log.emit("stop", step, reason="x")
+        assert log.lost == 3
+    assert capfd.readouterr().err.count("events are lost") == 1
+    log.emit("stop", 9, reason="after closing")
+    assert log.lost == 4
+
+
+def test_a_write_cut_short_leaves_the_next_event_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = EventLog(tmp_path / "log.jsonl")
+
+    class Filling:
+        closed = False
+        room = 20
+
+        def write(self, data: memoryview) -> int:
+            if not self.room:
+                raise OSError(28, "No space left on device")
+            taken, self.room = data[: self.room], 0
+            return int(real.write(taken))
+
+    real = log._file
+    monkeypatch.setattr(log, "_file", Filling())
+    log.emit("stop", 1, reason="torn")
+    monkeypatch.setattr(log, "_file", real)
+    log.emit("stop", 2, reason="whole")
+    log.close()
+    assert log.lost == 1
+    assert [event["reason"] for event in read_events(log.path)] == ["whole"]
+
+
+def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
+    with EventLog(tmp_path / "log.jsonl") as log:
+
+        def write(index: int) -> None:
+            for step in range(200):
+                log.emit("warning", step, message=f"{index}" * 300)
+
+        threads = [threading.Thread(target=write, args=(index,)) for index in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    read = read_events(log.path)
+    assert len(read) == 800
+    assert all(len(set(event["message"])) == 1 for event in read)
+
+
+def test_tail_reads_on_where_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "later" / "log.jsonl"
+    tail = Tail(path)
+    assert tail.read() == []
+    with EventLog(path) as log:
+        log.emit("stop", 1, reason="a")
+        assert [event["reason"] for event in tail.read()] == ["a"]
+        assert tail.read() == []
+        line = b'{"event":"stop","seconds":1,"step":2,"reason":"b"}'
+        with path.open("ab") as file:
+            file.write(line[:20])
+            file.flush()
+            assert tail.read() == []
+            file.write(line[20:] + b"\ngarbage\n")
+        assert [event["reason"] for event in tail.read()] == ["b"]
+        assert tail.damaged == 1
+    path.write_bytes(b'{"event":"stop","seconds":1,"step":1,"reason":"new"}\n')
+    assert [event["reason"] for event in tail.read()] == ["new"]
+
+
+def test_paths_that_cannot_be_used_say_so(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot be read"):
+        read_events(tmp_path / "nothing.jsonl")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cannot be opened"):
+        EventLog(tmp_path / "file" / "log.jsonl")

@@ -1,0 +1,122 @@
+"""The live display and the tables."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from thinwire.observe import progress as module
+from thinwire.observe.progress import Progress, compare_table, final_table
+from thinwire.observe.runs import RunRecord
+
+Write = Callable[[Path, list[dict[str, Any]]], None]
+Start = Callable[..., dict[str, Any]]
+Make = Callable[..., Path]
+
+
+def console(terminal: bool = False) -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, force_terminal=terminal, width=120, color_system="standard" if terminal else None), out
+
+
+def steps(first: int, last: int, spent: float = 0.4) -> list[dict[str, Any]]:
+    fields = {"event": "step", "loss": 2.0, "lr": 0.1, "grad_norm": 1.0, "tokens": 100, "compute_seconds": spent}
+    return [fields | {"step": n, "seconds": n + 0.5, "begin": n * 0.5} for n in range(first, last + 1)]
+
+
+def test_lines_without_a_terminal(tmp_path: Path, write_events: Write, start: Start) -> None:
+    shown, out = console()
+    log = tmp_path / "events" / "replica-0.jsonl"
+    with Progress(tmp_path, steps=100, replicas=1, console=shown) as progress:
+        progress.update()
+        assert out.getvalue() == ""  # no file yet
+        write_events(log, [start(0, 1), *steps(1, 4)])
+        progress.update()
+        assert out.getvalue() == ""  # less than a twentieth of the way, less than ten seconds
+        write_events(log, steps(5, 5))
+        progress.update()
+        assert out.getvalue().startswith("step 5/100 · loss 2.0000 · ")
+        warning = {"event": "warning", "seconds": 9.0, "step": 5, "message": "slow\x1b[31m link\n[bold]x"}
+        evaluation = {
+            "event": "eval",
+            "seconds": 9.0,
+            "step": 5,
+            "loss": 1.5,
+            "tokens": 1,
+            "seconds_spent": 0.1,
+            "of": "anchors",
+        }
+        write_events(log, [warning, warning, evaluation, *steps(6, 7)])
+    lines = out.getvalue().splitlines()
+    assert lines[1] == "warning (replica 0, step 5): slow [31m link [bold]x"
+    assert "evaluation 1.5000 at step 5" in lines[2] and len(lines) == 3
+    assert all(letter.isprintable() or letter == "\n" for letter in out.getvalue())
+
+
+def test_a_line_comes_after_ten_seconds(
+    tmp_path: Path, write_events: Write, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown, out = console()
+    now = 100.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    write_events(tmp_path / "events" / "replica-0.jsonl", [start(0, 1), *steps(1, 2)])
+    progress = Progress(tmp_path, steps=1000, replicas=1, console=shown)
+    progress.update()
+    assert out.getvalue() == ""
+    now = 111.0
+    progress.update()
+    assert out.getvalue().startswith("step 2/1000")
+
+
+def test_what_a_terminal_shows(tmp_path: Path, write_events: Write, start: Start) -> None:
+    shown, out = console(terminal=True)
+    flight = {
+        "event": "depart",
+        "seconds": 1.0,
+        "step": 2,
+        "fragment": 3,
+        "round": 0,
+        "nbytes": 250_000,
+        "seconds_spent": 0,
+    }
+    link = {"bits_per_second": 4e6, "delay_seconds": 0}
+    skip = {"event": "skip", "seconds": 1.0, "step": 5, "reason": "NaN"}
+    first = [start(0, 2, link=link), *steps(1, 2), flight, *steps(3, 4), skip]
+    write_events(tmp_path / "events" / "replica-0.jsonl", first)
+    write_events(tmp_path / "events" / "replica-1.jsonl", [start(1, 2), *steps(1, 3, spent=0.25)])
+    with Progress(tmp_path, steps=10, replicas=2, console=shown):
+        pass
+    screen = out.getvalue()
+    row = next(line.split() for line in screen.splitlines() if line.strip().startswith("0 "))
+    # replica, step, loss, tokens/s, compute, stalled, in the air, sent, link, refused
+    assert row[:5] == ["0", "5", "2.0000", "211", "84.2"]  # four steps in 1.9 s, 1.6 s of them computing
+    assert row[row.index("3")] == "3" and "250 kB" in " ".join(row)
+    assert "26.3 %" in " ".join(row) and row[-1].startswith("skipped")  # 2 Mbit in 1.9 s on 4 Mbit/s
+    assert "step 3/10" in screen  # the slowest
+
+
+def test_a_new_session_starts_the_counters_again(tmp_path: Path, write_events: Write, start: Start) -> None:
+    shown, out = console()
+    resume = {"event": "resume", "seconds": 0.1, "step": 50, "from_step": 50, "path": "x", "skipped": []}
+    write_events(
+        tmp_path / "events" / "replica-0.jsonl", [start(0, 1), *steps(1, 90), start(0, 1), resume, *steps(51, 52)]
+    )
+    with Progress(tmp_path, steps=100, replicas=1, console=shown):
+        pass
+    assert out.getvalue().startswith("step 52/100")
+
+
+def test_tables_carry_their_provenance(make_run: Make, tmp_path: Path) -> None:
+    records = [RunRecord.load(make_run(tmp_path / name, steps=40)) for name in ("one", "two[bold]")]
+    shown, out = console()
+    shown.print(final_table(records[1]))
+    assert out.getvalue().count("emulated") == len(records[1].summary.figures())
+    assert "two[bold]" in out.getvalue() and "finished" in out.getvalue()
+    shown, out = console()
+    shown.print(compare_table(records))
+    assert out.getvalue().count("emulated") == 2 and "two[bold]" in out.getvalue()

@@ -1,0 +1,146 @@
+"""The report page: what it holds, what it escapes, how much it draws, and that a browser draws it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thinwire.errors import ConfigurationError
+from thinwire.observe import timeline
+from thinwire.observe.charts import link_chart, loss_chart, typical_window
+from thinwire.observe.report import write_report
+from thinwire.observe.runs import RunRecord
+from thinwire.observe.timeline import Bar, joined, timeline_chart
+
+Make = Callable[..., Path]
+HOSTILE = "<img src=x onerror=\"document.body.dataset.pwned='yes'\"></script><script>document.body.dataset.pwned='yes'</script>"
+SECTIONS = ("loss", "timeline", "link", "fragments", "notes", "settings")
+
+
+def own_text(page: str) -> str:
+    """The page without Plotly and the other scripts and styles."""
+    return re.sub(r"<(script|style)\b.*?</\1>", "", page, flags=re.DOTALL)
+
+
+def test_every_section_and_number_is_there(make_run: Make, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=150, killed_at=120)
+    out = write_report([run], tmp_path / "deep" / "report.html")
+    text = own_text(out.read_text())
+    assert all(f'id="section-{name}"' in text for name in SECTIONS) and 'id="headline"' in text
+    for what, value in RunRecord.load(run).summary.figures():
+        assert what in text and value in text
+    assert text.count("emulated") >= 6
+    for expected in ("E3M0(block=128)", "AMD EPYC 7B13", "3f1c2aa", "blocks 1, 5", "from step 100", "lost to restarts"):
+        assert expected in text, expected
+    assert not list(out.parent.glob("*.part"))
+
+
+def test_runs_stand_side_by_side_and_differences_are_marked(make_run: Make, tmp_path: Path) -> None:
+    folders = [make_run(tmp_path / name, steps=60, rate=rate) for name, rate in (("thin", 1e7), ("wide", 1e8))]
+    text = own_text(write_report(folders, tmp_path / "both.html").read_text())
+    assert "2 runs side by side" in text and text.count('class="chart"') == 1 + 2 * 2
+    assert re.search(r'<tr class="differs"><th>link.rate</th>.*10 Mbit/s.*100 Mbit/s', text)
+    assert "<tr><th>strategy.every</th>" in text
+
+
+def test_a_run_that_has_only_begun(tmp_path: Path, write_events: Any, start: Any) -> None:
+    write_events(tmp_path / "events" / "replica-0.jsonl", [start(0, 1, link=None)])
+    text = own_text(write_report([tmp_path], tmp_path / "report.html").read_text())
+    assert "still running or killed" in text and "measured" in text
+    with pytest.raises(ConfigurationError, match="at least one"):
+        write_report([], tmp_path / "none.html")
+
+
+@pytest.fixture
+def hostile(make_run: Make, tmp_path: Path, write_events: Any) -> Path:
+    """A run in which every text is an attack."""
+    run = make_run(tmp_path / "a<b>&'\"", replicas=1, steps=60)
+    log = run / "events" / "replica-0.jsonl"
+    first, *rest = log.read_text().splitlines()
+    head = json.loads(first)
+    head |= {"strategy": HOSTILE, "carrier": HOSTILE, "machine": {HOSTILE: HOSTILE}, "link": HOSTILE}
+    head["fragments"] = [{"name": HOSTILE, "numel": 5}] * 4
+    log.write_text("\n".join([json.dumps(head), *rest]) + "\n")
+    warning = {"event": "warning", "seconds": 12.0, "step": 60, "message": HOSTILE}
+    stop = {"event": "stop", "seconds": 12.0, "step": 60, "reason": HOSTILE}
+    write_events(
+        log, [warning, stop, {"event": "end", "seconds": 12.0, "step": 60, "summary": {"provenance": HOSTILE}}]
+    )
+    (run / "run.toml").write_text(f"{json.dumps(HOSTILE)} = {json.dumps(HOSTILE)}\n")
+    return run
+
+
+def test_text_from_files_is_escaped(hostile: Path, tmp_path: Path) -> None:
+    page = write_report([hostile, hostile], tmp_path / "report.html").read_text()
+    assert "<img" not in own_text(page) and "pwned" in own_text(page)
+    for data in re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', page, flags=re.DOTALL):
+        assert "<" not in data
+        json.loads(data)
+    assert "<b>" not in json.dumps(loss_chart([RunRecord.load(hostile)] * 2).views[0].data)
+
+
+def test_long_runs_are_thinned_but_not_where_one_looks_first(
+    make_run: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = RunRecord.load(make_run(tmp_path / "run", steps=3000))
+    monkeypatch.setattr(timeline, "BARS", 700)
+    chart = timeline_chart(record)
+    (view,) = chart.views
+    assert sum(len(trace["x"]) for trace in view.data) < 1500 < 2 * 3000
+    assert any("Thinned" in remark for remark in chart.remarks)
+    begin, end = typical_window(record)
+    steps = next(trace for trace in view.data if trace["name"] == "inner steps")
+    inside = [text for text, base in zip(steps["customdata"], steps["base"]) if begin <= base <= end]
+    assert len(inside) > 30 and not any("joined" in text for text in inside)
+    # nothing is lost by joining: first and last second are still covered
+    assert min(steps["base"]) == pytest.approx(min(r.begin[0] for r in record.replicas), abs=1e-3)
+    reach = max(base + width for base, width in zip(steps["base"], steps["x"]))
+    assert reach == pytest.approx(max(r.seconds[-1] for r in record.replicas), abs=1e-3)
+
+
+def test_joining_keeps_rows_and_the_window_apart() -> None:
+    bars = [Bar(row, begin, begin + 0.9, "x") for row in (0, 1) for begin in range(100)]
+    thinned = joined(bars, (40.0, 50.0), 60)
+    assert sum(bar.count for bar in thinned) == 200
+    assert len(thinned) <= 60 and {bar.row for bar in thinned} == {0, 1}
+    outside = [bar for bar in thinned if bar.count > 1]
+    assert all(bar.end < 40 or bar.begin > 50 for bar in outside)
+
+
+def test_link_use_adds_up_to_the_bytes_sent(make_run: Make, tmp_path: Path) -> None:
+    record = RunRecord.load(make_run(tmp_path / "run", steps=200, rate=1e7))
+    view = link_chart(record, typical_window(record)).views[0]
+    x, y = view.data[0]["x"], view.data[0]["y"]
+    nbytes = sum(share * (right - left) for share, left, right in zip(y, x, x[1:])) * 1e7 / 8
+    flown = sum(flight.nbytes for flight in record.replicas[0].flights if flight.link_end <= x[-1])
+    assert nbytes == pytest.approx(flown, rel=0.1)
+    assert max(y) <= 1.001
+
+
+def test_a_browser_draws_the_page(make_run: Make, tmp_path: Path, hostile: Path) -> None:
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no Chromium on this machine: chromium, chromium-browser or google-chrome is needed in the PATH")
+    folders = [make_run(tmp_path / "run", steps=150, killed_at=120), hostile]
+    page = write_report(folders, tmp_path / "report.html")
+    flags = [
+        *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+        *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+        *(f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=20000", "--dump-dom"),
+    ]
+    done = subprocess.run([browser, *flags, page.as_uri()], capture_output=True, text=True, timeout=120, check=True)
+    dom = done.stdout
+    body = re.search(r"<body[^>]*>", dom)
+    assert body is not None
+    charts = 1 + 2 * len(folders)
+    assert f'data-charts="{charts}"' in body[0], body[0]
+    assert "data-errors" not in body[0] and "data-pwned" not in body[0], body[0]
+    assert len(re.findall(r'<svg class="main-svg"', dom)) >= charts
+    assert len(re.findall(r'<g class="point"', dom)) > 100  # bars of the timelines

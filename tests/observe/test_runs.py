@@ -1,0 +1,217 @@
+"""A run folder read back: numbers on logs whose answers are known."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from thinwire.errors import DataError
+from thinwire.observe.replicas import smoothed
+from thinwire.observe.runs import RunRecord
+from thinwire.observe.units import text_of_nbytes, text_of_rate, text_of_seconds
+
+Write = Callable[[Path, list[dict[str, Any]]], None]
+Start = Callable[..., dict[str, Any]]
+
+
+def event(kind: str, seconds: float, step: int, **fields: Any) -> dict[str, Any]:
+    return {"event": kind, "seconds": seconds, "step": step, **fields}
+
+
+def step(number: int, begin: float, spent: float, loss: float = 1.0) -> dict[str, Any]:
+    return event(
+        "step", begin + spent, number, loss=loss, lr=0.1, grad_norm=1.0, tokens=10, begin=begin, compute_seconds=spent
+    )
+
+
+def depart(number: int, round_: int, nbytes: int, fragment: int = 0) -> dict[str, Any]:
+    return event("depart", 0.0, number, fragment=fragment, round=round_, nbytes=nbytes, seconds_spent=0.0)
+
+
+def flight(number: int, round_: int, begin: float, end: float, queued: float, transfer: float) -> dict[str, Any]:
+    fields = {"fragment": 0, "round": round_, "begin": begin, "end": end}
+    return event("flight", end, number, **fields, queued_seconds=queued, transfer_seconds=transfer)
+
+
+def land(number: int, round_: int, begin: float, stall: float, spent: float) -> dict[str, Any]:
+    fields = {"fragment": 0, "round": round_, "begin": begin, "stall_seconds": stall, "seconds_spent": spent}
+    return event("land", begin + stall + spent, number, **fields)
+
+
+def by_hand(start: Start) -> list[dict[str, Any]]:
+    """Three inner steps of a second each; a stall of 0.5 s and an outer step of 0.5 s; an evaluation of 2 s: 4 s of loop."""
+    link = {"bits_per_second": 8000, "delay_seconds": 0.1}
+    return [
+        start(0, 1, parameters=1000, fragments=[{"name": "all", "numel": 1000}], link=link),
+        step(1, 1.0, 1.0, loss=3.0),
+        depart(1, 0, 500),
+        flight(1, 0, 2.0, 3.4, 0.2, 1.0),
+        step(2, 2.0, 1.0, loss=2.0),
+        land(2, 0, 3.0, 0.5, 0.5),
+        event("eval", 6.0, 2, loss=2.5, tokens=20, seconds_spent=2.0, of="anchors"),
+        step(3, 6.0, 1.0, loss=1.0),
+        depart(3, 1, 700),
+    ]
+
+
+@pytest.fixture
+def hand(tmp_path: Path, write_events: Write, start: Start) -> RunRecord:
+    write_events(tmp_path / "events" / "replica-0.jsonl", by_hand(start))
+    return RunRecord.load(tmp_path)
+
+
+def test_numbers_of_a_log_made_by_hand(hand: RunRecord) -> None:
+    replica, summary = hand.replicas[0], hand.summary
+    assert replica.nbytes.tolist() == [500, 500, 1200]
+    assert replica.seconds.tolist() == [2.0, 3.0, 7.0]
+    assert (summary.wall_seconds, summary.stall_seconds, summary.compute_utilization) == (4.0, 0.5, 0.75)
+    assert (summary.steps, summary.tokens, summary.parameters) == (3, 30, 1000)
+    assert summary.wire_bytes_sent == 1200
+    assert summary.bits_per_parameter_per_step == pytest.approx(8 * 1200 / 3000)
+    assert summary.eval_loss == 2.5
+    assert hand.evaluations.nbytes.tolist() == [500]
+    assert hand.status == "still running or killed"
+    assert any("killed" in remark for remark in hand.remarks)
+
+
+def test_bytes_on_the_link_lie_where_they_were_sent(hand: RunRecord) -> None:
+    sent = hand.replicas[0].sent_between(np.array([0.0, 2.0, 2.2, 2.7, 3.2, 9.0]))
+    assert sent == pytest.approx([0, 0, 250, 250, 0])
+    assert hand.bits_per_second == 8000
+
+
+def test_a_resume_drops_what_is_done_again(tmp_path: Path, write_events: Write, start: Start) -> None:
+    head = start(0, 1, parameters=1000)
+    killed = [
+        head,
+        step(1, 0.0, 1.0),
+        depart(1, 0, 100),
+        step(2, 1.0, 1.0),
+        step(3, 2.0, 1.0, loss=9.0),
+        depart(3, 1, 40),
+    ]
+    evaluation = event("eval", 3.5, 3, loss=9.0, tokens=30, seconds_spent=0.1, of="anchors")
+    warning = event("warning", 3.6, 3, message="a slow link")
+    resume = event("resume", 0.2, 2, from_step=2, path="checkpoints/x", skipped=[{"path": "y", "reason": "torn"}])
+    resumed = [head, resume, step(3, 1.0, 2.0, loss=0.5), depart(3, 1, 40), step(4, 3.0, 1.0)]
+    path = tmp_path / "events" / "replica-0.jsonl"
+    write_events(path, [*killed, evaluation, warning, *resumed])
+    record = RunRecord.load(tmp_path)
+    replica = record.replicas[0]
+    assert replica.step.tolist() == [1, 2, 3, 4]
+    assert replica.loss.tolist() == [1.0, 1.0, 0.5, 1.0]
+    assert replica.begin == pytest.approx([0.0, 1.0, 3.6 + 1.0, 3.6 + 3.0])
+    assert replica.nbytes.tolist() == [100, 100, 140, 140]
+    assert len(record.evaluations.step) == 0
+    assert [note.kind for note in record.notes] == ["warning", "resume"]
+    assert "y (torn)" in record.notes[1].text
+    (lost,) = replica.lost
+    assert (lost.steps, lost.nbytes) == (1, 40)
+    assert record.summary.wall_seconds == pytest.approx(
+        2.0 + 3.0
+    )  # what was lost, and starting again, is not in the loop
+    assert record.summary.compute_utilization == pytest.approx(1.0)
+    assert any("lost to restarts" in remark for remark in record.remarks)
+
+
+def test_a_session_that_was_killed_before_its_resume_changes_nothing(
+    tmp_path: Path, write_events: Write, start: Start
+) -> None:
+    head = start(0, 1)
+    resume = event("resume", 0.1, 2, from_step=2, path="x", skipped=[])
+    events = [head, step(1, 0.0, 1.0), step(2, 1.0, 1.0), head, head, resume, step(3, 1.0, 1.0)]
+    write_events(tmp_path / "events" / "replica-0.jsonl", events)
+    assert RunRecord.load(tmp_path).replicas[0].step.tolist() == [1, 2, 3]
+
+
+def test_a_run_started_anew_in_its_folder_counts_from_there(tmp_path: Path, write_events: Write, start: Start) -> None:
+    events = [start(0, 1), step(1, 0.0, 1.0), step(2, 1.0, 1.0), start(0, 1), step(1, 0.0, 1.0, loss=7.0)]
+    write_events(tmp_path / "events" / "replica-0.jsonl", events)
+    assert RunRecord.load(tmp_path).replicas[0].loss.tolist() == [7.0]
+
+
+def test_a_refused_round_does_not_count_as_landed(tmp_path: Path, write_events: Write, start: Start) -> None:
+    refused = event("refused", 3.0, 2, fragment=0, round=0, by=[0], reason="NaN")
+    events = [start(0, 1), step(1, 0.0, 1.0), depart(1, 0, 10), refused, land(2, 0, 3.0, 0.5, 0.0)]
+    write_events(tmp_path / "events" / "replica-0.jsonl", events)
+    replica = RunRecord.load(tmp_path).replicas[0]
+    assert (replica.departed[0], replica.landed.get(0, 0), replica.refused[0]) == (1, 0, 1)
+    assert replica.stall_seconds == 0.5
+
+
+def test_what_a_finished_run_says_of_itself_counts(tmp_path: Path, write_events: Write, start: Start) -> None:
+    for replica, nbytes in enumerate((1000, 3000)):
+        said = {"wire_bytes_sent": nbytes, "eval_loss": 1.25, "provenance": "measured", "strategy": "short", "steps": 3}
+        events = [*by_hand(start), event("end", 7.0, 3, summary=said)]
+        events[0] = events[0] | {"replica": replica, "replicas": 2}
+        write_events(tmp_path / "events" / f"replica-{replica}.jsonl", events)
+    (tmp_path / "summary.json").write_text(json.dumps({"wall_seconds": 3.5, "eval_loss": "no number"}))
+    record = RunRecord.load(tmp_path)
+    assert record.status == "finished"
+    assert record.summary.wire_bytes_sent == 2000  # the mean
+    assert (record.summary.eval_loss, record.summary.provenance, record.summary.wall_seconds) == (1.25, "measured", 3.5)
+    assert record.summary.strategy.startswith("streaming_diloco(")
+
+
+def test_shards_are_one_replica(tmp_path: Path, write_events: Write, start: Start) -> None:
+    for shard in range(2):
+        write_events(tmp_path / "events" / f"replica-0.shard-{shard}.jsonl", by_hand(start))
+    record = RunRecord.load(tmp_path)
+    assert (record.summary.replicas, record.summary.wire_bytes_sent) == (1, 2400)
+    assert [replica.name for replica in record.replicas] == ["replica-0.shard-0", "replica-0.shard-1"]
+
+
+def test_folders_that_are_no_runs(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is no run"):
+        RunRecord.load(tmp_path)
+    with pytest.raises(DataError, match="does not exist"):
+        RunRecord.load(tmp_path / "nowhere")
+    (tmp_path / "events").mkdir()
+    (tmp_path / "events" / "replica-0.jsonl").write_text("torn")
+    with pytest.raises(DataError, match="no event yet"):
+        RunRecord.load(tmp_path)
+
+
+def test_damaged_fields_do_not_hide_the_rest(tmp_path: Path, write_events: Write, start: Start) -> None:
+    odd = step(2, 1.0, 1.0) | {"loss": "three", "tokens": None}
+    write_events(tmp_path / "events" / "replica-0.jsonl", [start(0, 3, link="?", fragments=7), step(1, 0.0, 1.0), odd])
+    with (tmp_path / "events" / "replica-0.jsonl").open("a") as file:
+        file.write("garbage\n")
+    (tmp_path / "run.toml").write_text("= broken")
+    record = RunRecord.load(tmp_path)
+    assert math.isnan(record.replicas[0].loss[1]) and record.replicas[0].smooth[1] == 1.0
+    assert [word in " ".join(record.remarks) for word in ("run.toml", "1 of 3 replicas", "1 damaged line was")] == [
+        True
+    ] * 3
+
+
+def test_smoothing_has_no_start_up_bias() -> None:
+    assert smoothed([math.nan, 2.0, 2.0])[1:].tolist() == pytest.approx([2.0, 2.0])
+    assert smoothed([0.0, 1.0], keep=0.5).tolist() == pytest.approx([0.0, 2 / 3])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (text_of_nbytes(0), "0 B"),
+        (text_of_nbytes(999), "999 B"),
+        (text_of_nbytes(999_990), "1.00 MB"),
+        (text_of_nbytes(1_250_000), "1.25 MB"),
+        (text_of_nbytes(None), "–"),
+        (text_of_rate(20e6), "20.0 Mbit/s"),
+        (text_of_seconds(0.0123), "12.3 ms"),
+        (text_of_seconds(5.7e-6), "5.7 µs"),
+        (text_of_seconds(0.9999), "1.0 s"),
+        (text_of_seconds(59.97), "1 min 0 s"),
+        (text_of_seconds(90061), "1 d 1 h"),
+        (text_of_seconds(math.nan), "–"),
+    ],
+)
+def test_units(text: str, expected: str) -> None:
+    assert text == expected
