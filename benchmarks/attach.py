@@ -1,12 +1,13 @@
 """What an attached Replica costs while nothing is in the air: a ratio to the bare loop, goal at most 1.01.
 
     python benchmarks/attach.py            # about three minutes
-    python benchmarks/attach.py --quick    # about twenty seconds
+    python benchmarks/attach.py --quick    # about half a minute
 
-One process, one core, one model, one optimizer. Blocks of steps alternate, bare and attached, in the order
-ABBA so that a drift of the machine falls on both alike; a block's time is the median of its steps, a pair's ratio is
-attached / bare, and the figure is the median of all pairs. A second bare block in the place of the attached one (bare /
-bare) shows what the method itself can resolve on this machine. Measured.
+One process, one core, two equal models with their optimizers; a Replica is attached to one of them. Their steps
+alternate, in the order ABBA, so that whatever else this machine does falls on both alike, and from repeat to repeat
+the Replica changes over to the other model, so that the place of a model in memory does too. A repeat's figure is the
+median of attached / bare over its pairs; the table shows the median and quartiles of the repeats. The same with no Replica
+at all, bare / bare, shows what can be resolved here. Measured.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,13 @@ def language_model() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
     """7.2 million parameters, 512 tokens a step."""
     model = Transformer(SIZES["mini"], seed=SEED)
     tokens = torch.randint(0, 256, (4, 128), generator=torch.Generator().manual_seed(SEED))
-    return model, lambda: model(tokens, tokens).loss  # type: ignore[return-value]  # targets are given
+
+    def loss() -> torch.Tensor:
+        output: torch.Tensor | None = model(tokens, tokens).loss
+        assert output is not None  # targets are given
+        return output
+
+    return model, loss
 
 
 def tiny() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
@@ -48,58 +56,75 @@ def tiny() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
     return model, lambda: model(x).square().mean()
 
 
-def block(steps: int, loss: Callable[[], torch.Tensor], optimizer: torch.optim.Optimizer) -> float:
-    """The median seconds of a step."""
-    seconds = []
-    for _ in range(steps):
+@dataclass(frozen=True)
+class Loop:
+    """A model's training loop."""
+
+    loss: Callable[[], torch.Tensor]
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def seconds(self, steps: int) -> float:
+        """The mean time of a step."""
         began = time.perf_counter()
-        loss().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
+        for _ in range(steps):
+            self.loss().backward()  # type: ignore[no-untyped-call]
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return (time.perf_counter() - began) / steps
 
 
-def measure(make: Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]], steps: int, pairs: int) -> dict[str, Any]:
-    """Step times and ratios of `pairs` pairs of blocks, against an attached Replica and, as a control, against bare again."""
-    model, loss = make()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+@dataclass(frozen=True)
+class Size:
+    """How much is measured: `steps` at a time, `pairs` of them a repeat."""
+
+    steps: int
+    pairs: int
+    repeats: int
+
+
+def measure(make: Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]], size: Size) -> dict[str, Any]:
+    """Step times and ratios, with a Replica and, as a control, without."""
+    loops = []
+    for _ in range(2):
+        model, loss = make()
+        loops.append(Loop(loss, model, torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)))
+        loops[-1].seconds(5)
     (group,) = ThreadGroup.create(1)
     strategy = streaming_diloco(every=NEVER, delay=5)
-
-    def run(attached: bool) -> float:
-        if not attached:
-            return block(steps, loss, optimizer)
-        replica = Replica(strategy, model, optimizer, group)
-        try:
-            return block(steps, loss, optimizer)
-        finally:
+    pairs: dict[bool, list[list[tuple[float, float]]]] = {False: [], True: []}
+    for repeat in range(2 * size.repeats):
+        attached = repeat % 2 == 1
+        bare, other = loops if repeat % 4 < 2 else loops[::-1]
+        replica = Replica(strategy, other.model, other.optimizer, group) if attached else None
+        pairs[attached].append(_pairs(bare, other, size))
+        if replica is not None:
             replica.close()  # and not `finish`, which would exchange
-
-    def ratios(attached: bool) -> tuple[list[float], list[float], list[float]]:
-        bare, other = [], []
-        for pair in range(pairs):
-            order = (False, attached) if pair % 2 == 0 else (attached, False)
-            first, second = run(order[0]), run(order[1])
-            bare.append(first if pair % 2 == 0 else second)
-            other.append(second if pair % 2 == 0 else first)
-        return bare, other, [o / b for o, b in zip(other, bare)]
-
-    run(False), run(True)  # warm
-    _, _, control = ratios(False)
-    bare, attached, paired = ratios(True)
+    ratios = {kind: [statistics.median(b / a for a, b in repeat) for repeat in pairs[kind]] for kind in pairs}
     return {
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "steps": steps,
-        "pairs": pairs,
-        "bare_seconds": statistics.median(bare),
-        "attached_seconds": statistics.median(attached),
-        "ratio": statistics.median(paired),
-        "ratio_spread": _quartiles(paired),
-        "control_ratio": statistics.median(control),
-        "control_spread": _quartiles(control),
-        "attach_microseconds": statistics.median(a - b for a, b in zip(attached, bare)) * 1e6,
+        "parameters": sum(p.numel() for p in loops[0].model.parameters()),
+        **asdict(size),
+        "bare_seconds": statistics.median(a for repeat in pairs[True] for a, _ in repeat),
+        "ratio": statistics.median(ratios[True]),
+        "ratio_quartiles": _quartiles(ratios[True]),
+        "control_ratio": statistics.median(ratios[False]),
+        "control_quartiles": _quartiles(ratios[False]),
+        "attach_microseconds": statistics.median(b - a for repeat in pairs[True] for a, b in repeat) * 1e6,
     }
+
+
+def _pairs(bare: Loop, other: Loop, size: Size) -> list[tuple[float, float]]:
+    """Seconds of a step, bare and other, in the order ABBA."""
+    pairs = []
+    for number in range(size.pairs):
+        if number % 2 == 0:
+            a = bare.seconds(size.steps)
+            b = other.seconds(size.steps)
+        else:
+            b = other.seconds(size.steps)
+            a = bare.seconds(size.steps)
+        pairs.append((a, b))
+    return pairs
 
 
 def _quartiles(values: list[float]) -> tuple[float, float]:
@@ -108,13 +133,23 @@ def _quartiles(values: list[float]) -> tuple[float, float]:
 
 
 def table(cases: dict[str, dict[str, Any]]) -> Table:
-    columns = ("model", "parameters", "bare step", "attached / bare", "quartiles", "bare / bare", "cost per step")
+    columns = (
+        "model",
+        "parameters",
+        "bare step",
+        "attached / bare",
+        "quartiles",
+        "bare / bare",
+        "quartiles",
+        "difference",
+    )
     view = Table(*columns, title="An attached Replica with nothing in the air (measured)")
     for name, case in cases.items():
-        low, high = case["ratio_spread"]
         view.add_row(
-            name, f"{case['parameters']:,}", f"{case['bare_seconds'] * 1e3:.3f} ms", f"{case['ratio']:.4f}",
-            f"{low:.4f} … {high:.4f}", f"{case['control_ratio']:.4f}", f"{case['attach_microseconds']:.1f} µs",
+            name, f"{case['parameters']:,}", f"{case['bare_seconds'] * 1e3:.3f} ms",
+            f"{case['ratio']:.4f}", "{:.4f} … {:.4f}".format(*case["ratio_quartiles"]),
+            f"{case['control_ratio']:.4f}", "{:.4f} … {:.4f}".format(*case["control_quartiles"]),
+            f"{case['attach_microseconds']:.1f} µs",
         )  # fmt: skip
     return view
 
@@ -128,8 +163,10 @@ def main() -> None:
     with suppress(AttributeError):  # not on every system
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     result = {"benchmark": "attach", "word": "measured", "seed": SEED, **provenance()}
-    large, small = ((5, 4), (300, 20)) if arguments.quick else ((8, 20), (1000, 60))
-    result["cases"] = {"language model": measure(language_model, *large), "tiny": measure(tiny, *small)}
+    large, small = Size(steps=1, pairs=20, repeats=10), Size(steps=20, pairs=200, repeats=20)
+    if arguments.quick:
+        large, small = replace(large, pairs=4, repeats=4), replace(small, repeats=4)
+    result["cases"] = {"language model": measure(language_model, large), "tiny": measure(tiny, small)}
     Console(width=140).print(table(result["cases"]))
     print(f"written: {save('attach', result, arguments.into)}")
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +198,7 @@ def run(part: Part) -> None:
 
 
 def _measured(part: Part, begin: Reading, end: Reading, ends: list[float], inner: list[float]) -> dict[str, Any]:
-    seconds = [b - a for a, b in zip(ends, ends[1:])]
+    seconds = [b - a for a, b in pairwise(ends)]
     own = end.process_cpu - begin.process_cpu
     return {
         "rank": part.rank,

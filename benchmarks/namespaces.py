@@ -17,7 +17,7 @@ import subprocess
 from collections.abc import Sequence
 from itertools import count
 from types import TracebackType
-from typing import Self
+from typing import IO, Self
 
 QUEUE_SECONDS = 0.1
 _MTU = 1500
@@ -76,20 +76,24 @@ class Namespaces:
                 subprocess.run(["tc", "-n", namespace, "qdisc", "delete", *device], capture_output=True)
                 continue
             burst = int(max(10 * _MTU, bits_per_second / 8 * 0.004))  # what an idle link may send at once
-            limits = ("rate", f"{bits_per_second:.0f}bit", "burst", str(burst), "latency", f"{QUEUE_SECONDS * 1e3:.0f}ms")
-            _call("tc", "-n", namespace, "qdisc", "replace", *device, "tbf", *limits)
+            limits = f"rate {bits_per_second:.0f}bit burst {burst} latency {QUEUE_SECONDS * 1e3:.0f}ms"
+            _call("tc", "-n", namespace, "qdisc", "replace", *device, "tbf", *limits.split())
 
     def start(
-        self, end: int, command: Sequence[str], core: int | None = None, environment: dict[str, str] | None = None
+        self, end: int, command: Sequence[str], core: int | None = None, errors: IO[str] | None = None
     ) -> subprocess.Popen[str]:
-        """Run `command` in namespace `end` (on one `core`, if given), with text pipes; it ends with the link at the latest."""
+        """Run `command` in namespace `end` (on one `core`, if given), with text pipes; its stderr goes to `errors`.
+
+        It ends with this object at the latest. gloo is told which interface to use.
+        """
         pinned = ["taskset", "-c", str(core)] if core is not None else []
         process = subprocess.Popen(
             ["ip", "netns", "exec", self.namespaces[end], *pinned, *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=errors,
             text=True,
-            env={**os.environ, "GLOO_SOCKET_IFNAME": self.interfaces[end], "TORCH_CPP_LOG_LEVEL": "ERROR", **(environment or {})},
+            env={**os.environ, "GLOO_SOCKET_IFNAME": self.interfaces[end]},
             start_new_session=True,  # Ctrl-C is for the parent, which ends its processes itself
         )
         self._processes.append(process)

@@ -12,6 +12,8 @@ root and iproute2; torchft is optional (`pip install thinwire[rivals]`).
 * utilisation  time in inner steps / wall time. DDP exchanges within backward, so it has only the first figure
 * stall        wall time outside inner steps, over 30 steps
 * MB           what the interface sent, over 30 steps: packets, and the headers of TCP, IP and Ethernet, and the other side's ACKs
+* CPU beside   CPU of a replica's threads other than the training one, as a share of its core
+* others' CPU  everything else on that core: other programs (then the run is worth little) and the kernel's network
 * floor        predicted: the rate below which no overlap can hide the method's own bytes, κ·b·N / (H·T), T the bare step
 """
 
@@ -21,10 +23,12 @@ import argparse
 import json
 import signal
 import statistics
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryFile
 from threading import Timer
 from typing import Any
 
@@ -34,7 +38,7 @@ from provenance import installed, provenance, save
 from rich.console import Console
 from rich.table import Table
 
-from thinwire import BySize, Strategy, Strided, data_parallel, diloco, parse, short_first, streaming_diloco
+from thinwire import BySize, Partition, Strategy, Strided, data_parallel, diloco, parse, short_first, streaming_diloco
 from thinwire.lm.model import SIZES, Transformer
 
 EVERY, DELAY = 30, 5
@@ -54,7 +58,7 @@ class Method:
     nbytes_per_period: int  # predicted, sent by one replica in `EVERY` steps, headers of the packets included
 
     def window(self, megabits: float) -> int:
-        """Steps in the window at this rate; 0 if the method is left out there because it would take minutes."""
+        """Steps in the window at this rate; 0 if the method is left out there, because a single exchange takes too long."""
         return self.steps[max((rate for rate in self.steps if rate <= megabits), default=min(self.steps))]
 
 
@@ -68,17 +72,18 @@ def methods(size: str) -> list[Method]:
         periods = EVERY // strategy.schedule.every
         return Method(name, repr(strategy), warm, steps, periods * strategy.nbytes_per_period(numels, 2))
 
-    offsets = short_first(EVERY, LAYER_FRAGMENTS + 1, DELAY)
+    def streaming(count: int, partition: Partition) -> Strategy:
+        offsets = short_first(EVERY, count, DELAY)
+        return streaming_diloco(every=EVERY, delay=DELAY, offsets=offsets, partition=partition)
+
+    thirds = streaming(LAYER_FRAGMENTS + 1, Strided(LAYER_FRAGMENTS))
     equal = EVERY // DELAY  # so many that the next departs when one lands: the link may be busy all the time
-    streaming = streaming_diloco(every=EVERY, delay=DELAY, offsets=offsets, partition=Strided(LAYER_FRAGMENTS))
-    even = replace(streaming, partition=BySize(equal), schedule=replace(
-        streaming.schedule, offsets=short_first(EVERY, equal, DELAY)
-    ))  # fmt: skip
+    sixths = streaming(equal, BySize(equal))
     fp32 = 4 * numel
     return [
         Method("bare", "bare", 2, {0: EVERY}, 0),
-        own("Thinwire streaming_diloco", streaming, offsets[0] + DELAY, {0: 2 * EVERY}),
-        own(f"Thinwire streaming_diloco, BySize({equal})", even, DELAY - 1, {0: 2 * EVERY}),
+        own("Thinwire streaming_diloco", thirds, EVERY // (LAYER_FRAGMENTS + 1), {0: 2 * EVERY}),
+        own(f"Thinwire streaming_diloco, BySize({equal})", sixths, DELAY - 1, {0: 2 * EVERY}),
         own("Thinwire diloco (fp32)", diloco(every=EVERY), 2, {0: 0, 10: EVERY}),
         own("Thinwire data_parallel (fp32)", data_parallel(), 1, {0: 0, 20: 2, 100: 4}),
         Method("torchft DiLoCo, streaming (fp32)", "torchft", EVERY // LAYER_FRAGMENTS,
@@ -92,34 +97,39 @@ def both(link: Namespaces, part: Part, bits_per_second: float | None) -> list[di
     program = [sys.executable, str(Path(__file__).with_name("methods.py"))]
     parts = [replace(part, rank=rank, interface=link.interfaces[rank]) for rank in (0, 1)]
     deadline = Timer(LIMIT_SECONDS, link.end_processes)
-    try:
-        link.shape(None)
-        running = [link.start(p.rank, [*program, json.dumps(asdict(p))], core=p.rank) for p in parts]
-        deadline.start()
-
-        def hear() -> list[dict[str, Any]]:
-            lines = [process.stdout.readline() if process.stdout else "" for process in running]
-            if not all(lines):
-                raise RuntimeError(f"replica {lines.index('')} ended early, or was late; its last words are above.")
-            return [json.loads(line) for line in lines]
-
-        def tell() -> None:
+    deadline.start()
+    with TemporaryFile("w+") as errors:
+        try:
+            link.shape(None)
+            running = [link.start(p.rank, [*program, json.dumps(asdict(p))], p.rank, errors) for p in parts]
+            _hear(running)  # both stand and are warm
+            if bits_per_second is not None:
+                link.shape(bits_per_second)
+            _tell(running)
+            measured = _hear(running)
+            link.shape(None)
+            _tell(running)
             for process in running:
-                print("go", file=process.stdin, flush=True)
+                process.wait(timeout=30)
+            return measured
+        except (OSError, RuntimeError) as error:
+            errors.seek(0)
+            raise RuntimeError(f"{error} {''.join(errors.readlines()[-1:]).strip()}") from error
+        finally:
+            deadline.cancel()
+            link.end_processes()
 
-        hear()  # both stand and are warm
-        if bits_per_second is not None:
-            link.shape(bits_per_second)
-        tell()
-        measured = hear()
-        link.shape(None)
-        tell()
-        for process in running:
-            process.wait(timeout=30)
-        return measured
-    finally:
-        deadline.cancel()
-        link.end_processes()
+
+def _hear(running: list[subprocess.Popen[str]]) -> list[dict[str, Any]]:
+    lines = [process.stdout.readline() if process.stdout else "" for process in running]
+    if not all(lines):
+        raise RuntimeError(f"replica {lines.index('')} ended early, or took more than {LIMIT_SECONDS:.0f} s.")
+    return [json.loads(line) for line in lines]
+
+
+def _tell(running: list[subprocess.Popen[str]]) -> None:
+    for process in running:
+        print("go", file=process.stdin, flush=True)
 
 
 def summary(method: Method, megabits: float | None, replicas: list[dict[str, Any]]) -> dict[str, Any]:
@@ -138,6 +148,9 @@ def summary(method: Method, megabits: float | None, replicas: list[dict[str, Any
         "inner_step_seconds": None if inner is None else inner / replicas[0]["steps"],
         "predicted_nbytes_per_period": method.nbytes_per_period,
         "wire_nbytes_per_period": statistics.mean(r["wire_nbytes"] for r in replicas) / periods,
+        "beside_cpu": statistics.mean(
+            (r["cpu_seconds"] - r["training_thread_cpu_seconds"]) / r["wall_seconds"] for r in replicas
+        ),
         "others_cpu": statistics.mean(r["others_cpu_seconds"] / r["wall_seconds"] for r in replicas),
         "replicas": replicas,
     }
@@ -160,7 +173,7 @@ def measure(link: Namespaces, rates: list[str], chosen: list[Method], part: Part
         if method.how == "torchft" and installed("torchft") is None:
             return {"method": method.name, "megabits_per_second": megabits, "problem": "not installed"}
         if not count:
-            return {"method": method.name, "megabits_per_second": megabits, "problem": "left out: minutes a step"}
+            return {"method": method.name, "megabits_per_second": megabits, "problem": "left out, too long"}
         asked = replace(part, method=method.how, warm=method.warm, steps=count, port=port)
         try:
             measured = both(link, asked, None if megabits is None else megabits * 1e6)
@@ -181,32 +194,31 @@ def measure(link: Namespaces, rates: list[str], chosen: list[Method], part: Part
 
 
 def compare(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Add to every row what needs the bare step, its floor and its share of bare; return the bare step and its spread."""
-    bare = [1 / row["steps_per_second"] for row in rows if row["method"] == "bare"]
-    step = statistics.median(bare)
-    for row in rows:
-        if "problem" in row:
-            continue
-        row["of_bare"] = row["steps_per_second"] * step
-        row["floor_megabits_per_second"] = row["predicted_nbytes_per_period"] * 8 / EVERY / step / 1e6
-    return {"step_seconds": step, "spread": [min(bare), max(bare)], "runs": len(bare)}
+    """Add to every row its share of bare (the mean of the bare runs before and after it) and its floor; return the bare step."""
+    bare = {index: row["steps_per_second"] for index, row in enumerate(rows) if row["method"] == "bare"}
+    step = statistics.median(1 / rate for rate in bare.values())
+    for index, row in enumerate(rows):
+        if "problem" not in row:
+            around = bare[max(i for i in bare if i <= index)], bare[min(i for i in bare if i >= index)]
+            row["of_bare"] = row["steps_per_second"] / statistics.mean(around)
+            row["floor_megabits_per_second"] = row["predicted_nbytes_per_period"] * 8 / EVERY / step / 1e6
+    seconds = [1 / rate for rate in bare.values()]
+    return {"step_seconds": step, "spread": [min(seconds), max(seconds)], "runs": len(seconds)}
 
 
 def table(rows: list[dict[str, Any]], bare: dict[str, Any]) -> Table:
     low, high = bare["spread"]
     view = Table(title=f"Two replicas, emulated link; bare step {bare['step_seconds']:.3f} s ({low:.3f} … {high:.3f})")
-    columns = ("Mbit/s", "method", "steps", "of bare", "utilisation", "stall s", "MB sent", "floor Mbit/s", "others' CPU")
-    for column in columns:
+    columns = "Mbit/s|method|steps|of bare|utilisation|stall s|MB sent|floor Mbit/s|CPU beside|others' CPU"
+    for column in columns.split("|"):
         view.add_column(column, justify="left" if column == "method" else "right")
-    last = None
     for row in rows:
         megabits = row["megabits_per_second"]
-        if megabits != last and megabits is not None:
-            view.add_section()
-        last = megabits if megabits is not None else last
         rate = "–" if megabits is None else f"{megabits:.3g}"
+        if megabits is None:
+            view.add_section()
         if "problem" in row:
-            view.add_row(rate, row["method"], row["problem"])
+            view.add_row(rate, f"{row['method']}: {row['problem']}")
             continue
         timed = row["utilization"] is not None
         view.add_row(
@@ -214,7 +226,7 @@ def table(rows: list[dict[str, Any]], bare: dict[str, Any]) -> Table:
             f"{row['utilization']:.1%}" if timed else "–",
             f"{row['stall_seconds_per_period']:.2f}" if timed else "–",
             f"{row['wire_nbytes_per_period'] / 1e6:.2f}", f"{row['floor_megabits_per_second']:.2f}",
-            f"{row['others_cpu']:.0%}",
+            f"{row['beside_cpu']:.1%}", f"{row['others_cpu']:.0%}",
         )  # fmt: skip
     return view
 

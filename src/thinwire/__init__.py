@@ -1,6 +1,7 @@
 """Thinwire: train one model on many replicas joined by thin links.
 
-Every replica trains by itself; now and then one fragment of the model is exchanged in a few bits per parameter, while training goes on.
+Every replica trains by itself; now and then one fragment of the model is exchanged in a few bits per parameter,
+while training goes on.
 """
 
 __version__ = "0.1.0"
@@ -27,3 +28,51 @@ from thinwire.recipes import data_parallel, diloco, eager_diloco, local_sgd, str
 from thinwire.replica import Replica
 from thinwire.schedule import Every, Schedule, Staggered, short_first
 from thinwire.strategy import Deltas, Gradients, Strategy, parse
+
+__all__ = [
+    "E3M0",
+    "Average",
+    "BySize",
+    "Cast",
+    "CheckpointError",
+    "Codec",
+    "ConfigurationError",
+    "DataError",
+    "Deltas",
+    "Direct",
+    "DisagreementError",
+    "Eager",
+    "Every",
+    "Exchange",
+    "Fragment",
+    "Gradients",
+    "Group",
+    "Identity",
+    "LinkError",
+    "Mix",
+    "ModelError",
+    "Nesterov",
+    "NonFiniteError",
+    "Outer",
+    "PacketError",
+    "Partition",
+    "PeerError",
+    "Replica",
+    "Schedule",
+    "Sequential",
+    "Staggered",
+    "Strategy",
+    "Strided",
+    "ThinwireError",
+    "ThreadGroup",
+    "TorchGroup",
+    "Whole",
+    "data_parallel",
+    "diloco",
+    "eager_diloco",
+    "local_sgd",
+    "parse",
+    "run_threads",
+    "short_first",
+    "streaming_diloco",
+]

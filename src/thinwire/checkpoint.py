@@ -6,8 +6,8 @@
         outer.safetensors               anchors, outer state, deltas in the air
         manifest.json                   step, facts for JSON, and the size and BLAKE2b of every file
 
-Writing is atomic: all goes into a folder beside, is flushed to the disk, and is renamed when whole. A folder whose manifest does not fit its
-files is damaged; the one before is used. Nothing in a checkpoint can run code.
+Writing is atomic: all goes into a folder beside, is flushed to the disk, and is renamed when whole. A folder whose
+manifest does not fit its files is damaged; the one before is used. Nothing in a checkpoint can run code.
 """
 
 from __future__ import annotations
@@ -101,11 +101,15 @@ def read(path: Path) -> Checkpoint:
     if problem:
         raise CheckpointError(f"{path} is damaged: {problem} is not what was written (size or checksum).")
     if manifest["format"] != FORMAT:
-        raise CheckpointError(f"{path} has format {manifest['format']}, this version reads {FORMAT}; use the version that wrote it.")
+        raise CheckpointError(
+            f"{path} has format {manifest['format']}, this version reads {FORMAT}; use the version that wrote it."
+        )
     return Checkpoint(path, manifest)
 
 
-def newest_common(folder: Path, group: Group, site: Group | None = None) -> tuple[Checkpoint | None, list[dict[str, str]]]:
+def newest_common(
+    folder: Path, group: Group, site: Group | None = None
+) -> tuple[Checkpoint | None, list[dict[str, str]]]:
     """The newest step of which every rank has a whole checkpoint, and what was passed over, with reasons. Collective."""
     found: dict[int, Checkpoint] = {}
     skipped = []
@@ -130,7 +134,8 @@ def newest_common(folder: Path, group: Group, site: Group | None = None) -> tupl
 
 
 def load(checkpoint: Checkpoint, replica: Replica) -> None:
-    """Put `checkpoint` into `replica`, its model and its optimizer. Collective: flights that were in the air depart again.
+    """Put `checkpoint` into `replica`, its model and its optimizer. Collective: flights that were in the air depart
+    again.
 
     Raises `CheckpointError` if it was made for another model or strategy.
     """
@@ -174,13 +179,18 @@ def _optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor
     return tensors, {"param_groups": saved["param_groups"], "state": rest}
 
 
-def _load_optimizer_state(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], groups: Mapping[str, Any]) -> None:
+def _load_optimizer_state(
+    optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], groups: Mapping[str, Any]
+) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state: dict[int, dict[str, Any]] = {}
     for name, value in (*tensors.items(), *groups["state"].items()):
         index, key = name.split(".", 1)
         state.setdefault(int(index), {})[key] = _sharded_like(value, parameters[int(index)])
-    restored = [{k: tuple(v) if k != "params" and isinstance(v, list) else v for k, v in g.items()} for g in groups["param_groups"]]
+    restored = [
+        {k: tuple(v) if k != "params" and isinstance(v, list) else v for k, v in g.items()}
+        for g in groups["param_groups"]
+    ]
     optimizer.load_state_dict({"state": state, "param_groups": restored})
 
 

@@ -38,7 +38,8 @@ def introduce(group: Group, strategy: Strategy, fragments: Sequence[Fragment]) -
 def agree(group: Group, facts: Mapping[str, Any]) -> None:
     """Compare `facts` (JSON) with every other replica's.
 
-    Raises `DisagreementError`, on every replica, naming the first that differs from replica 0, in what, and both values.
+    Raises `DisagreementError`, on every replica, naming the first that differs from replica 0, in what, and both
+    values.
     """
     introductions = gather(group, json.dumps(facts).encode(), _LIMIT, "introduction")
     first: dict[str, Any] = {}
@@ -67,7 +68,8 @@ def digest(tensors: Sequence[Tensor]) -> bytes:
 def agree_on_start(group: Group, anchors: Sequence[Tensor]) -> bool:
     """Make all replicas start from replica 0's weights: `anchors` are overwritten where any replica differs.
 
-    Returns whether bytes had to be sent: 16 a replica if all are equal already (the same seed), else 4 a parameter from replica 0 to each.
+    Returns whether bytes had to be sent: 16 a replica if all are equal already (the same seed), else 4 a parameter
+    from replica 0 to each.
     """
     digests = gather(group, digest(anchors), 16, "start")
     if len(set(digests)) == 1:

@@ -1,6 +1,7 @@
 """How packets become one estimate.
 
-Two halves, so that several flights can share the link: `depart` encodes and starts sending, `arrive` waits, checks and decodes.
+Two halves, so that several flights can share the link: `depart` encodes and starts sending, `arrive` waits, checks
+and decodes.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Exchange(Protocol):
 class Direct:
     """Everybody sends its packet to everybody: one round trip, (M−1)·nbytes sent by each; best for few replicas.
 
-    Accumulation is in fp32 and in rank order, and a replica decodes its own packet too, so every replica computes the same bits.
+    Accumulation is in fp32 and in rank order, and a replica decodes its own packet too, so every replica computes
+    the same bits.
     """
 
     def depart(self, group: Group, codec: Codec, delta: Tensor, fragment: int, number: int, flags: int) -> Departure:

@@ -1,7 +1,8 @@
 """Rounds in progress: what happens to a delta beside training, between snapshot and landing.
 
-Two threads, each first in first out: one encodes and starts sending, so that a departure never waits for an earlier flight's bytes to
-arrive; the other waits, decodes, takes the outer step and hears the site's vote. Nothing here touches the model.
+Two threads, each first in first out: one encodes and starts sending, so that a departure never waits for an earlier
+flight's bytes to arrive; the other waits, decodes, takes the outer step and hears the site's vote. Nothing here
+touches the model.
 """
 
 from __future__ import annotations

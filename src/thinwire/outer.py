@@ -47,8 +47,8 @@ class Average:
 class Nesterov:
     """v ← μ·v + Δ;  anchor ← anchor − η·(Δ + μ·v)   (DiLoCo, arXiv 2311.08105, §3; the form of torch and optax).
 
-    `lr` is η, `momentum` is μ. The first step is −η(1+μ)Δ, the steady one −ηΔ/(1−μ): 0.76Δ and 4Δ for η = 0.4, μ = 0.9. With μ = 0
-    it is plain SGD and keeps no state. State: 4 bytes per parameter.
+    `lr` is η, `momentum` is μ. The first step is −η(1+μ)Δ, the steady one −ηΔ/(1−μ): 0.76Δ and 4Δ for η = 0.4, μ =
+    0.9. With μ = 0 it is plain SGD and keeps no state. State: 4 bytes per parameter.
     """
 
     lr: float = 0.4

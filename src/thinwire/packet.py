@@ -13,8 +13,9 @@
 | 8     | nbytes   | of the payload                                                   |
 | 4     | checksum | CRC-32 of the header with this field zero, then the payload      |
 
-All little-endian, 48 bytes. Bytes from a peer are hostile until `open_packet` has compared every field with what is due; nothing
-is allocated from a length they contain. CRC-32 finds accidents, not forgery: see docs/design.md on open networks.
+All little-endian, 48 bytes. Bytes from a peer are hostile until `open_packet` has compared every field with what is
+due; nothing is allocated from a length they contain. CRC-32 finds accidents, not forgery: see docs/design.md on open
+networks.
 """
 
 from __future__ import annotations

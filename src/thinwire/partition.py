@@ -1,6 +1,7 @@
 """Which parameters are exchanged together.
 
-Every trainable parameter is in exactly one fragment: tied weights once (where they first appear), frozen ones never. Buffers are never exchanged.
+Every trainable parameter is in exactly one fragment: tied weights once (where they first appear), frozen ones never.
+Buffers are never exchanged.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -66,9 +68,10 @@ class Whole:
 class Strided:
     """Fragment i holds layers i, i+P, i+2P, … (arXiv 2501.18512, §2.2: the default of the paper).
 
-    `count` is P, the fragments of layers; without it there is one for every three layers, as in the paper. All that is not in a layer (embeddings,
-    final norm, head) is one more fragment, the first. `layers` is the path of the model's list of layers; without it, the `ModuleList`
-    or `Sequential` with most trainable parameters is taken, else the leaf modules in order.
+    `count` is P, the fragments of layers; without it there is one for every three layers, as in the paper. All that
+    is not in a layer (embeddings, final norm, head) is one more fragment, the first. `layers` is the path of the
+    model's list of layers; without it, the `ModuleList` or `Sequential` with most trainable parameters is taken,
+    else the leaf modules in order.
     """
 
     count: int | None = None
@@ -90,15 +93,17 @@ class Sequential:
     def fragments(self, model: nn.Module) -> list[Fragment]:
         rest, layers = _layers(model, self.layers)
         count = _checked_count(self.count, len(layers))
-        cuts = [i * len(layers) // count for i in range(count + 1)]
-        return _layer_fragments(rest, layers, [range(a, b) for a, b in zip(cuts, cuts[1:])])
+        cuts = [i * len(layers) // max(1, count) for i in range(count + 1)]
+        return _layer_fragments(rest, layers, [range(a, b) for a, b in pairwise(cuts)])
 
 
 @dataclass(frozen=True)
 class BySize:
-    """`count` fragments of nearly equal bytes, whatever the layers: each tensor, largest first, goes to the smallest fragment.
+    """`count` fragments of nearly equal bytes, whatever the layers: each tensor, largest first, goes to the smallest
+    fragment.
 
-    Needs no list of layers. The largest fragment is at most 4/3 of the best possible one (Graham's bound for this rule).
+    Needs no list of layers. The largest fragment is at most 4/3 of the best possible one (Graham's bound for this
+    rule).
     """
 
     count: int
@@ -146,7 +151,7 @@ def _layers(model: nn.Module, path: str | None) -> tuple[list[Named], list[list[
     named = trainable(model)
     prefixes = _layer_prefixes(model, path)
     owner = {}
-    for name, parameter in named:
+    for name, _ in named:
         inside = [i for i, prefix in enumerate(prefixes) if name.startswith(prefix)]
         owner[name] = inside[-1] if inside else None
     layers = [[(n, p) for n, p in named if owner[n] == i] for i in range(len(prefixes))]

@@ -47,9 +47,11 @@ def streaming_diloco(
     offsets: tuple[int, ...] | None = None,
     anchors: Literal["host", "device"] = "host",
 ) -> Strategy:
-    """Streaming DiLoCo (Douillard et al., arXiv 2501.18512): fragments in turn, in the air for `delay` steps, in 4 bits.
+    """Streaming DiLoCo (Douillard et al., arXiv 2501.18512): fragments in turn, in the air for `delay` steps, in 4
+    bits.
 
-    `fragments` counts those of layers (strided; by default one for three layers); what is outside the layers is one more. `partition` replaces both.
+    `fragments` counts those of layers (strided; by default one for three layers); what is outside the layers is one
+    more. `partition` replaces both.
     """
     return Strategy(
         schedule=Staggered(every, delay, offsets),

@@ -1,7 +1,7 @@
 """One replica: the only room that knows the order of things.
 
-After inner step t: the fragments that are due depart (snapshot, delta, launch); the flights that are due land (outer step, merge). Everything between is
-in `flight.py`, beside training.
+After inner step t: the fragments that are due depart (snapshot, delta, launch); the flights that are due land (outer
+step, merge). Everything between is in `flight.py`, beside training.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from thinwire.codecs import Identity
+from thinwire.codecs import Identity, check_finite
 from thinwire.contact import agree_on_start, digest, introduce
-from thinwire.errors import CheckpointError, DisagreementError, ModelError
+from thinwire.errors import CheckpointError, DisagreementError, ModelError, NonFiniteError
 from thinwire.flight import Crew, Flight, Landed
 from thinwire.group.base import Group, gather
 from thinwire.merge import Eager, Mix
@@ -79,22 +80,26 @@ class Replica:
             optimizer.zero_grad()
     ```
 
-    On entry the replicas compare code, strategy and model, and all start from replica 0's weights if theirs differ. On a clean exit
-    what is in the air lands, one last round carries what was trained since, and the model holds the outer weights (the anchors).
+    On entry the replicas compare code, strategy and model, and all start from replica 0's weights if theirs differ.
+    On a clean exit what is in the air lands, one last round carries what was trained since, and the model holds the
+    outer weights (the anchors).
 
-    *Every replica must take the same number of inner steps*: one call of `optimizer.step` is one. Gradient accumulation, closures and
-    schedulers need nothing; a loop that wants to skip an update calls `step` with gradients set to None.
+    *Every replica must take the same number of inner steps*: one call of `optimizer.step` is one. Gradient
+    accumulation, closures and schedulers need nothing; a loop that wants to skip an update calls `step` with
+    gradients set to None.
 
-    Parameters: frozen ones are left alone, tied ones travel once, any floating dtype is exchanged as fp32 and written back in its own. Buffers stay local.
-    Inner optimizer state is local and never reset (as in the paper). Parameters sharded by FSDP2 (`fully_shard`) are exchanged shard by shard:
-    `group` joins a rank with its twins in the other replicas, `site` the ranks of this replica. FSDP1, DDP and GradScaler (which skips steps)
-    are not supported.
+    Parameters: frozen ones are left alone, tied ones travel once, any floating dtype is exchanged as fp32 and
+    written back in its own. Buffers stay local. Inner optimizer state is local and never reset (as in the paper).
+    Parameters sharded by FSDP2 (`fully_shard`) are exchanged shard by shard: `group` joins a rank with its twins in
+    the other replicas, `site` the ranks of this replica. FSDP1, DDP and GradScaler (which skips steps) are not
+    supported.
 
-    Cost: 4 bytes a parameter for the anchor, 4 for Nesterov momentum, 4 a parameter in the air. The main thread pays for a snapshot
-    at departure and a merge at landing, and waits there if the flight is late.
+    Cost: 4 bytes a parameter for the anchor, 4 for Nesterov momentum, 4 a parameter in the air. The main thread pays
+    for a snapshot at departure and a merge at landing, and waits there if the flight is late.
 
     `observer(event, step, **fields)` hears depart, flight, land, refused and warning events; times are `clock()`'s.
-    Raises `ModelError` (nothing trainable; an optimizer that does not hold the parameters), `DisagreementError`, `LinkError`.
+    Raises `ModelError` (nothing trainable; an optimizer that does not hold the parameters), `DisagreementError`,
+    `LinkError`.
     """
 
     def __init__(
@@ -115,6 +120,7 @@ class Replica:
         self.seconds = 0.0  # spent by the main thread in departures and landings, stalls included
         self._observe, self._clock = observer, clock
         _check_optimizer(model, optimizer)
+        _check_site(model, site)
         fragments = strategy.partition.fragments(model)
         introduce(group, strategy, fragments)
         self._gradients_exchanged = self._finished = False
@@ -122,6 +128,7 @@ class Replica:
         self._pieces = [self._piece(fragment, index) for index, fragment in enumerate(fragments)]
         if agree_on_start(group, [piece.anchor for piece in self._pieces]):
             self._observe("warning", 0, message="replicas began with different weights; all start from replica 0's")
+        self._check_finite_start()
         self._load_anchors()
         hooks = [optimizer.register_step_post_hook(lambda *_: self._after_inner_step())]
         if isinstance(strategy.signal, Gradients):
@@ -147,8 +154,9 @@ class Replica:
     def exchange_gradients(self) -> None:
         """With `Gradients`: replace every gradient by the mean of all replicas' (fp32, in rank order), in place.
 
-        Runs by itself before the optimizer's step; call it earlier where the mean is needed earlier, as before clipping. If any replica's
-        gradient is not finite, all gradients become None on all replicas and the step changes nothing.
+        Runs by itself before the optimizer's step; call it earlier where the mean is needed earlier, as before
+        clipping. If any replica's gradient is not finite, all gradients become None on all replicas and the step
+        changes nothing.
         """
         if self._gradients_exchanged or not isinstance(self.strategy.signal, Gradients):
             return
@@ -181,10 +189,12 @@ class Replica:
     def anchored(self) -> Iterator[None]:
         """Within: the model holds the outer weights, for evaluation. After: the replica's own again, bit for bit."""
         own = [(part, part.clone()) for piece in self._pieces for part, _ in piece.slices(piece.anchor)]
+        _reshard(self.model)
         self._load_anchors()
         try:
             yield
         finally:
+            _reshard(self.model)
             for part, kept in own:
                 part.copy_(kept)
 
@@ -350,6 +360,16 @@ class Replica:
 
     # ---- weights in and out
 
+    def _check_finite_start(self) -> None:
+        for piece in self._pieces:
+            try:
+                check_finite(piece.anchor)
+            except NonFiniteError:
+                raise ModelError(
+                    f"fragment {piece.fragment.name!r} of replica 0 holds NaN or infinity; the weights that all start from must be finite. "
+                    "Initialise them, or load a sound checkpoint, before attaching the Replica."
+                ) from None
+
     def _piece(self, fragment: Fragment, index: int) -> _Piece:
         parts = [local(p.detach()) for _, p in fragment.parameters]
         device = torch.device("cpu") if self.strategy.anchors == "host" else parts[0].device
@@ -374,9 +394,11 @@ class Replica:
     # ---- to be saved and to go on
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """All that this replica needs beside model and inner optimizer to go on bit for bit: tensors, and facts for JSON.
+        """All that this replica needs beside model and inner optimizer to go on bit for bit: tensors, and facts for
+        JSON.
 
-        Flights in the air are kept as the deltas that departed; they depart again, with the same bytes, when loaded. Nothing waits.
+        Flights in the air are kept as the deltas that departed; they depart again, with the same bytes, when loaded.
+        Nothing waits.
         """
         tensors: dict[str, Tensor] = {}
         facts: dict[str, Any] = {"step": self.step, "rounds": [piece.rounds for piece in self._pieces], "flights": {}}
@@ -391,9 +413,11 @@ class Replica:
         return tensors, facts
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Go on from `state()`; model and inner optimizer are the caller's. Collective: all replicas must load the same step.
+        """Go on from `state()`; model and inner optimizer are the caller's. Collective: all replicas must load the
+        same step.
 
-        Raises `CheckpointError` (made for another model or strategy), `DisagreementError` (replicas loaded different anchors).
+        Raises `CheckpointError` (made for another model or strategy), `DisagreementError` (replicas loaded different
+        anchors).
         """
         if len(facts["rounds"]) != len(self._pieces):
             raise CheckpointError(
@@ -428,8 +452,21 @@ class Replica:
         piece.anchor = on_device["anchor"]
         piece.deviation, piece.own = on_device.get("deviation"), on_device.get("own")
         piece.state = {n.removeprefix("outer."): t for n, t in on_device.items() if n.startswith("outer.")}
+        due = self.strategy.outer.init(piece.anchor)
+        if piece.state.keys() != due.keys():
+            raise CheckpointError(
+                f"fragment {piece.fragment.name!r} has the outer state {sorted(piece.state)} in the checkpoint, {self.strategy.outer} keeps "
+                f"{sorted(due)}; resume with the run's own strategy."
+            )
         prefix = "deviation_outer."
         piece.deviation_state = {n.removeprefix(prefix): t for n, t in on_device.items() if n.startswith(prefix)}
+
+
+def _reshard(model: nn.Module) -> None:
+    """Let FSDP forget whole parameters that it has gathered: a forward pass without backward keeps the root's, stale."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
@@ -437,6 +474,15 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return local(parameter.grad)
+
+
+def _check_site(model: nn.Module, site: Group | None) -> None:
+    sharded = [name for name, p in trainable(model) if isinstance(p, DTensor) and p.device_mesh.size() > 1]
+    if sharded and site is None:
+        raise ModelError(
+            f"{sharded[0]} is sharded and no site was given: the ranks of a replica must judge a round alike; "
+            "make the group with TorchGroup.from_world and pass site=group.site."
+        )
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

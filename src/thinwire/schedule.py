@@ -57,9 +57,10 @@ class Every:
 class Staggered:
     """Fragments in turn, each every `every` inner steps: (t − t_p) mod H = 0 and t − t_p ≥ H.
 
-    Source: Streaming DiLoCo (arXiv 2501.18512, Algorithm 2). `offsets` holds t_p + H, the step of each fragment's first departure; by default
-    t_p = ⌊p·H/P⌋. *Differs*: the authors' figures use ⌊H/P⌋ between fragments and so a period of P·⌊H/P⌋; here the period is exactly `every`, also when P
-    does not divide it. `short_first` gives the offsets of torchft and MaxText, whose first interval is shorter than H.
+    Source: Streaming DiLoCo (arXiv 2501.18512, Algorithm 2). `offsets` holds t_p + H, the step of each fragment's
+    first departure; by default t_p = ⌊p·H/P⌋. *Differs*: the authors' figures use ⌊H/P⌋ between fragments and so a
+    period of P·⌊H/P⌋; here the period is exactly `every`, also when P does not divide it. `short_first` gives the
+    offsets of torchft and MaxText, whose first interval is shorter than H.
 
     >>> Staggered(every=100).departs(150, fragments=2)
     (1,)
@@ -86,7 +87,8 @@ class Staggered:
 
 
 def short_first(every: int, fragments: int, delay: int = 0) -> tuple[int, ...]:
-    """Offsets so that fragment p first *lands* at ⌊(p+1)·H/P⌋ and departs `delay` steps before (the phase of torchft).
+    """Offsets so that fragment p first *lands* at ⌊(p+1)·H/P⌋ and departs `delay` steps before (the phase of
+    torchft).
 
     A fragment that would have to depart before the first inner step waits for one more period.
 

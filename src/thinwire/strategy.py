@@ -34,8 +34,8 @@ class Strategy:
 
     `anchors` says where anchors and outer state live: in "host" memory or on the model's "device".
 
-    A combination that cannot work raises `ConfigurationError` when it is made. `repr` is Python that makes the same value again;
-    `parse` reads it without running code.
+    A combination that cannot work raises `ConfigurationError` when it is made. `repr` is Python that makes the same
+    value again; `parse` reads it without running code.
 
     >>> s = Strategy(schedule=Staggered(every=30, delay=5), partition=Strided(4), codec=E3M0(), outer=Nesterov())
     >>> parse(repr(s)) == s
@@ -131,7 +131,8 @@ PIECES: dict[str, Callable[..., Any]] = {
 
 
 def parse(text: str, names: Mapping[str, Callable[..., Any]] = PIECES) -> Any:
-    """Make the value that `text` describes, such as `E3M0(block=64)` or `E3M0`: calls of `names` with literals, nothing else.
+    """Make the value that `text` describes, such as `E3M0(block=64)` or `E3M0`: calls of `names` with literals,
+    nothing else.
 
     Raises `ConfigurationError` with the text and what can be written there.
     """

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from pieces import METHODS, Journey, Picky, adamw, journey, same_bits, toy, weights
+from pieces import METHODS, Journey, Picky, adamw, batch, inner_step, journey, same_bits, toy, weights
 from torch import nn
 
 import thinwire as tw
@@ -93,21 +93,13 @@ def test_eager_conserves():
         assert zero[-1] == one[-1] == 1 - kept / 2, steps
 
 
-@pytest.mark.parametrize("merge", [tw.Mix(0.0), tw.Mix(0.5)])
-@pytest.mark.parametrize("fragments", [1, 3])
-def test_conservation(merge, fragments):
-    """Σ of the agreed moves = Σ of all replicas' local moves, over refused rounds, for two poisonings; fragments do not see each other.
-
-    With α > 0 and Average, a part of a move travels twice (as in the paper), so exact conservation is α = 0's; with α the weights stay finite.
-    """
+def test_conservation():
+    """Σ of the agreed moves = Σ of all replicas' moves, over two poisonings; lost is what the poisoned trained since its last good round."""
     nans = {(1, 4), (2, 13)}
-    strategy = tw.Strategy(schedule=tw.Every(5, 0), merge=merge)
-    traces = line(strategy, 3, 20, lambda m, t: NAN if (m, t) in nans else steady(m, t))
+    traces = line(tw.local_sgd(every=5), 3, 20, lambda m, t: NAN if (m, t) in nans else steady(m, t))
     lost = {(1, t) for t in range(1, 6)} | {(2, t) for t in range(11, 16)}
     kept = sum(steady(m, t) for m, t in itertools.product(range(3), range(1, 21)) if (m, t) not in lost)
-    if merge == tw.Mix(0.0):
-        assert [trace[-1] for trace in traces] == pytest.approx([1 - kept / 3] * 3, abs=1e-5)
-    assert all(abs(trace[-1]) < 100 for trace in traces)
+    assert [trace[-1] for trace in traces] == pytest.approx([1 - kept / 3] * 3, abs=1e-5)
 
 
 # ---- the poisoned replica recovers
@@ -130,19 +122,17 @@ def poison_parameter(at: int, rank: int = 1, value: float = NAN):
     return poison
 
 
-def check_recovery(journeys: list[Journey], rank: int) -> None:
+def check_recovery(journeys: list[Journey], rank: int, unseen: bool = False) -> None:
+    """`unseen`: a landing with α = 0 may overwrite NaN in a parameter before it departs."""
     refused = [[(e["step"], e["fragment"], e["round"], e["by"]) for e in one.heard("refused")] for one in journeys]
-    assert refused[0] and all(other == refused[0] for other in refused), "refused everywhere or nowhere"
+    assert refused[0] or unseen
+    assert all(other == refused[0] for other in refused), "refused everywhere or nowhere"
     assert all(by == [rank] for *_, by in refused[0])
     for one in journeys:
         for now in one.agreed:
             assert all(torch.isfinite(t).all() for t in now.values()), "NaN in an anchor or in outer state"
         assert torch.isfinite(one.final).all() and same_bits(one.final, journeys[0].final)
-        last = one.events[-1]["step"]
-        assert max(e["step"] for e in one.heard("refused")) < last, "training went on"
-        for before, now in zip(one.agreed, one.agreed[1:]):
-            step = one.agreed.index(now) + 1 if False else None
-            del before, step
+        assert max((step for step, *_ in refused[0]), default=0) < one.events[-1]["step"], "training went on"
     assert torch.isfinite(journeys[rank].weights[-1]).all()
 
 
@@ -161,7 +151,8 @@ def test_recovery_from_a_gradient(name, value, rank):
 
 @pytest.mark.parametrize("name", NOT_GRADIENTS)
 def test_recovery_from_a_parameter(name):
-    check_recovery(journey(METHODS[name], 3, steps=24, before_step=poison_parameter(5)), 1)
+    journeys = journey(METHODS[name], 3, steps=24, before_step=poison_parameter(5))
+    check_recovery(journeys, 1, unseen=METHODS[name].merge == tw.Mix(0.0))
 
 
 @pytest.mark.xfail(strict=True, reason="with Gradients nobody holds anchors: a replica with NaN weights refuses every round, for ever, for all")
@@ -176,7 +167,7 @@ def test_a_refused_gradient_changes_nothing(name):
     journeys = journey(METHODS[name], 2, steps=8, before_step=poison_gradient(4))
     for one in journeys:
         assert same_bits(one.weights[3], one.weights[2]) and not same_bits(one.weights[4], one.weights[3])
-        assert [e["step"] for e in one.heard("refused")] == [3]  # in the course of inner step 4
+        assert {e["step"] for e in one.heard("refused")} == {3}  # in the course of inner step 4
 
 
 @pytest.mark.parametrize("name", NOT_GRADIENTS)
@@ -195,8 +186,6 @@ def test_a_refused_round_changes_no_anchor(name):
 def test_replica_zero_unharmed():
     """A replica whose peer was poisoned trains as if alone until the next good round: bit for bit the inner optimizer."""
     journeys = journey(tw.local_sgd(every=4), 2, steps=7, before_step=poison_gradient(2))
-    from pieces import batch, inner_step
-
     model = toy()
     alone = adamw(model)
     for step in range(1, 8):

@@ -81,16 +81,18 @@ def resumed_run(strategy: tw.Strategy, group: tw.Group, saved: Saved, steps: int
     return [*seen, fingerprint(replica)] if steps == STEPS else seen
 
 
-@pytest.mark.parametrize("name", AT_EVERY_STEP)
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "replicas"),
+    [(name, 2) for name in AT_EVERY_STEP] + [(name, 1) for name in ("local_sgd", "local_sgd in the air", "eager_diloco")],
+)
 def test_law_6_at_every_step(name, replicas):
     strategy = AT_EVERY_STEP[name]
     whole = tw.run_threads(replicas, lambda group: whole_run(strategy, group), timeout=20.0)
     if strategy.schedule.delay > 1:
         assert whole[0][2] >= 1, "nothing was in the air"
-    horizon = 2 * strategy.schedule.every + 2  # every flight there is, and everything it moves, lands within two periods
+    horizon = 2 * strategy.schedule.every + 2  # within two periods, everything in the air lands and travels again
     for at in range(STEPS + 1):
-        until = STEPS if at % 5 == 0 else min(STEPS, at + horizon)
+        until = STEPS if at % 8 == 1 else min(STEPS, at + horizon)
         again = tw.run_threads(
             replicas, lambda group, at=at, until=until: resumed_run(strategy, group, whole[group.rank][0][at], until), timeout=20.0
         )
@@ -113,7 +115,7 @@ def test_saving_waits_for_nothing():
     def replica(group):
         model = toy()
         optimizer = adamw(model)
-        attached = tw.Replica(tw.local_sgd(every=2) if group is None else DELAYED, model, optimizer, group)
+        attached = tw.Replica(tw.Strategy(schedule=tw.Every(2, 1)), model, optimizer, group)
         for step in (1, 2) if group.rank == 0 else ():
             inner_step(model, optimizer, *batch(0, 0, step))
         if group.rank == 0:
@@ -125,9 +127,6 @@ def test_saving_waits_for_nothing():
 
     saved, _ = tw.run_threads(2, replica, timeout=20.0)
     assert saved["facts"]["flights"] == {"0": [0, 2]} and "0.delta" in saved["tensors"]
-
-
-DELAYED = tw.Strategy(schedule=tw.Every(2, 1))
 
 
 @pytest.mark.parametrize(

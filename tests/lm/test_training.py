@@ -194,12 +194,16 @@ def test_replicas_with_other_settings_are_named(tmp_path: Path, text: str) -> No
         run = small_run(text, lr=1e-3 if group.rank else 2e-3)
         return launch.train_here(run, trainer.Place(group, tmp_path / "run"))
 
-    with pytest.raises(DisagreementError, match=r"replica 1 does not fit replica 0: lr: 0.001 there, 0.002 on replica 0"):
+    with pytest.raises(
+        DisagreementError, match=r"replica 1 does not fit replica 0: lr: 0.001 there, 0.002 on replica 0"
+    ):
         run_threads(2, train)
 
 
 def test_a_run_folder_is_never_overwritten(whole: Path, tmp_path: Path, text: str) -> None:
-    with pytest.raises(ConfigurationError, match="holds a run already; choose another --out, or go on with it by --resume"):
+    with pytest.raises(
+        ConfigurationError, match="holds a run already; choose another --out, or go on with it by --resume"
+    ):
         launch.new_folder(small_run(text), whole, resume=False)
     with pytest.raises(ConfigurationError, match="holds no run to resume"):
         launch.new_folder(small_run(text), tmp_path / "nothing", resume=True)
@@ -207,7 +211,9 @@ def test_a_run_folder_is_never_overwritten(whole: Path, tmp_path: Path, text: st
 
 def processes_of(folder: Path) -> list[int]:
     """The process ids of the replicas that `train_processes` started for `folder`."""
-    listed = subprocess.run(["pgrep", "-f", f"thinwire.lm.launch {folder}"], capture_output=True, text=True, check=False)
+    listed = subprocess.run(
+        ["pgrep", "-f", f"thinwire.lm.launch {folder}"], capture_output=True, text=True, check=False
+    )
     return [int(line) for line in listed.stdout.split()]
 
 
@@ -248,7 +254,7 @@ def test_kill_9_is_named_and_resumed_exactly(tmp_path: Path, text: str) -> None:
 def test_ctrl_c_stops_cleanly_and_the_run_goes_on_exactly(whole: Path, tmp_path: Path, text: str) -> None:
     """SIGINT to the whole process group, as a terminal sends it, then `--resume`: the same model as without."""
     folder = tmp_path / "stopped"
-    command = [sys.executable, "-m", "thinwire", "train", "--out", str(folder), "--run", str(tmp_path / "run.toml"), "--json"]
+    command = [sys.executable, "-m", "thinwire", "train", str(tmp_path / "run.toml"), "--out", str(folder), "--json"]
     run = small_run(text, carrier="processes")
     run.save(tmp_path / "run.toml")
     process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

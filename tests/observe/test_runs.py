@@ -120,6 +120,21 @@ def test_a_resume_drops_what_is_done_again(tmp_path: Path, write_events: Write, 
     assert any("lost to restarts" in remark for remark in record.remarks)
 
 
+def test_what_followed_the_checkpoint_in_its_own_step_is_done_again(
+    tmp_path: Path, write_events: Write, start: Start
+) -> None:
+    head = start(0, 1)
+    checkpoint = event("checkpoint", 2.0, 2, path="x", nbytes=1, seconds_spent=0.0)
+    resume = event("resume", 0.1, 2, from_step=2, path="x", skipped=[])
+    first = [head, step(1, 0.0, 1.0), step(2, 1.0, 1.0), depart(2, 0, 30), checkpoint, land(2, 0, 2.0, 0.0, 0.1)]
+    write_events(
+        tmp_path / "events" / "replica-0.jsonl", [*first, depart(2, 1, 50), head, resume, land(2, 0, 1.0, 0.0, 0.1)]
+    )
+    replica = RunRecord.load(tmp_path).replicas[0]
+    assert replica.step.tolist() == [1, 2]
+    assert (replica.nbytes_sent, replica.landed[0]) == (30, 1)
+
+
 def test_a_session_that_was_killed_before_its_resume_changes_nothing(
     tmp_path: Path, write_events: Write, start: Start
 ) -> None:
@@ -164,7 +179,7 @@ def test_shards_are_one_replica(tmp_path: Path, write_events: Write, start: Star
         write_events(tmp_path / "events" / f"replica-0.shard-{shard}.jsonl", by_hand(start))
     record = RunRecord.load(tmp_path)
     assert (record.summary.replicas, record.summary.wire_bytes_sent) == (1, 2400)
-    assert [replica.name for replica in record.replicas] == ["replica-0.shard-0", "replica-0.shard-1"]
+    assert [replica.name for replica in record.replicas] == ["replica 0, shard 0", "replica 0, shard 1"]
 
 
 def test_folders_that_are_no_runs(tmp_path: Path) -> None:

@@ -40,7 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     verb, *rest = arguments
     if verb not in VERBS:
-        print(f"thinwire: {verb!r} is no verb; there are {', '.join(VERBS)}. `thinwire --help` says more.", file=sys.stderr)
+        print(
+            f"thinwire: {verb!r} is no verb; there are {', '.join(VERBS)}. `thinwire --help` says more.",
+            file=sys.stderr,
+        )
         return 2
     try:
         return int(importlib.import_module(f"thinwire.cli.{verb}").main(rest))

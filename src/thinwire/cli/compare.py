@@ -38,7 +38,7 @@ class Options:
     """Every strategy runs with this many seeds, from --seed on."""
     out: Path | None = None
     """A folder for all runs; runs in it that are complete are not trained again. Without: runs/compare-DATE-TIME."""
-    run: Path | None = None
+    run: tyro.conf.Positional[Path | None] = None
     """A run file to take settings from."""
     json: bool = False
     """Progress goes to stderr; stdout ends with one JSON object."""
@@ -47,10 +47,14 @@ class Options:
 def main(arguments: Sequence[str]) -> int:
     asked = options.read(Options, "compare", arguments, "Train with several strategies on the same tokens and seeds.")
     if asked.seeds < 1 or not asked.strategies:
-        raise ConfigurationError(f"{len(asked.strategies)} strategies and seeds={asked.seeds}: at least 1 of each is needed.")
+        raise ConfigurationError(
+            f"{len(asked.strategies)} strategies and seeds={asked.seeds}: at least 1 of each is needed."
+        )
     console = options.console(asked.json)
     out = asked.out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
-    settings = {s: dataclasses.replace(asked.run_settings, strategy=s) for s in asked.strategies}  # all checked before any trains
+    settings = {
+        s: dataclasses.replace(asked.run_settings, strategy=s) for s in asked.strategies
+    }  # all checked before any trains
     folders: dict[str, list[Path]] = {strategy: [] for strategy in settings}
     for seed in range(asked.run_settings.seed, asked.run_settings.seed + asked.seeds):
         for strategy, run in settings.items():
@@ -72,7 +76,9 @@ def _complete(run: Run, folder: Path, console: Console) -> None:
     """Train, unless `folder` holds this very run complete; one that was broken off goes on from its checkpoint."""
     begun = (folder / "events").exists()
     if begun and Run.load(folder / "run.toml") != run:
-        raise ConfigurationError(f"{folder} holds a run with other settings; choose another --out, or the same settings.")
+        raise ConfigurationError(
+            f"{folder} holds a run with other settings; choose another --out, or the same settings."
+        )
     if begun and RunRecord.load(folder).summary.steps >= run.steps and (folder / "model.safetensors").exists():
         console.print(f"{folder}: complete", soft_wrap=True, highlight=False)
         return
@@ -95,14 +101,23 @@ def _row(strategy: str, records: list[RunRecord]) -> dict[str, Any]:
         "eval_loss": statistics.fmean(losses),
         "eval_loss_spread": statistics.stdev(losses) if len(losses) > 1 else None,
         "eval_losses": losses,
-        **{name: mean(name) for name in ("wire_bytes_sent", "bits_per_parameter_per_step", "compute_utilization", "wall_seconds")},
+        **{
+            name: mean(name)
+            for name in ("wire_bytes_sent", "bits_per_parameter_per_step", "compute_utilization", "wall_seconds")
+        },
         "provenance": summaries[0].provenance,
     }
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
-    heads = ("evaluation loss", "sent per replica", "bits per parameter and step", "compute utilisation", "training loop")
+    heads = (
+        "evaluation loss",
+        "sent per replica",
+        "bits per parameter and step",
+        "compute utilisation",
+        "training loop",
+    )
     table.add_column("strategy")
     for head in heads:
         table.add_column(head, justify="right")

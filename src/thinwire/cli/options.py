@@ -11,22 +11,26 @@ from typing import Any, TypeVar
 import tyro
 from rich.console import Console
 
+from thinwire.errors import ConfigurationError
 from thinwire.lm.run import Run
 
 T = TypeVar("T")
 
 
 def read(kind: type[T], verb: str, arguments: Sequence[str], description: str) -> T:
-    """The options of `verb`. `--run FILE`, or the run file in `--out` when resuming, gives the defaults of a `Run` in it."""
+    """The options of `verb`. A run file (the first argument), or the one in `--out` when resuming, gives the defaults."""
     base = _base(arguments)
     known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     default: Any = kind(run_settings=base) if "run_settings" in known else None  # type: ignore[call-arg]
     asked: T = tyro.cli(kind, prog=f"thinwire {verb}", args=list(arguments), description=description, default=default)
+    file = getattr(asked, "run", None)
+    if file is not None and str(file) != arguments[0]:
+        raise ConfigurationError(f"{file} after options: a run file is needed first; write thinwire {verb} {file} --…")
     return asked
 
 
 def _base(arguments: Sequence[str]) -> Run:
-    file = _value(arguments, "--run")
+    file = arguments[0] if arguments and not arguments[0].startswith("-") else None
     if file is None and "--resume" in arguments and (folder := _value(arguments, "--out")):
         file = str(Path(folder) / "run.toml")
     return Run.load(Path(file)) if file else Run()

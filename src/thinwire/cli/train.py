@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,7 +36,7 @@ class Options:
     """The run folder. Without: runs/STRATEGY-DATE-TIME."""
     resume: bool = False
     """Go on with the run in --out from the newest checkpoint that all replicas have."""
-    run: Path | None = None
+    run: tyro.conf.Positional[Path | None] = None
     """A run file to take settings from; what is given on the command line replaces them."""
     json: bool = False
     """Progress goes to stderr; stdout ends with one JSON object."""
@@ -55,7 +57,9 @@ def main(arguments: Sequence[str]) -> int:
         return _as_rank(rank, run, asked, folder, console)
     launch.new_folder(run, folder, asked.resume)
     if demo:
-        console.print(f"The demo: {run.replicas} processes train one model over an emulated link of {run.link}, the same as")
+        console.print(
+            f"The demo: {run.replicas} processes train one model over an emulated link of {run.link}, the same as"
+        )
         console.print(f"  thinwire train --link {run.link}", soft_wrap=True, highlight=False)
     console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
     train(run, folder, asked.resume, console)
@@ -79,10 +83,31 @@ def _as_rank(rank: int, run: Run, asked: Options, folder: Path, console: Console
     if rank == 0:
         launch.new_folder(run, folder, asked.resume)
     folder.mkdir(parents=True, exist_ok=True)
-    launch.train_as_rank(run, folder, asked.resume)
-    if rank == 0:
-        _finish(folder, console, asked.json)
+    if rank != 0:
+        launch.train_as_rank(run, folder, asked.resume)
+        return 0
+    with Progress(folder, run.steps, 1, console) as progress, _ticking(progress.update):
+        launch.train_as_rank(run, folder, asked.resume)
+    _finish(folder, console, asked.json)
     return 0
+
+
+@contextmanager
+def _ticking(tick: Callable[[], object]) -> Iterator[None]:
+    """Call `tick` five times a second beside what is done within."""
+    done = threading.Event()
+
+    def body() -> None:
+        while not done.wait(0.2):
+            tick()
+
+    thread = threading.Thread(target=body, name="thinwire-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _finish(folder: Path, console: Console, as_json: bool) -> None:
@@ -100,7 +125,9 @@ def _finish(folder: Path, console: Console, as_json: bool) -> None:
 def summary_of(record: RunRecord) -> dict[str, Any]:
     """A run's numbers for JSON, which has no NaN."""
     fields = dataclasses.asdict(record.summary) | {"folder": str(record.folder), "status": record.status}
-    return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in fields.items()}
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in fields.items()
+    }
 
 
 def _label(run: Run) -> str:

@@ -15,8 +15,9 @@ from thinwire.packet import HEADER_NBYTES
 class Codec(Protocol):
     """Turns a flat fp32 CPU tensor into a predictable number of bytes and back.
 
-    A codec is a frozen dataclass; its text is its identity on the wire. Laws (tests/core/test_codecs.py): the payload has exactly
-    `nbytes(numel)` bytes, all of them written; decoding depends on the bytes only; q(q(x)) = q(x); q(-x) = -q(x).
+    A codec is a frozen dataclass; its text is its identity on the wire. Laws (tests/core/test_codecs.py): the
+    payload has exactly `nbytes(numel)` bytes, all of them written; decoding depends on the bytes only; q(q(x)) =
+    q(x); q(-x) = -q(x).
     """
 
     def nbytes(self, numel: int) -> int:
@@ -37,7 +38,8 @@ def packet_nbytes(codec: Codec, numel: int) -> int:
 def check_finite(x: Tensor) -> None:
     """Raise `NonFiniteError` if `x` holds NaN or infinity.
 
-    One pass: a sum of squares in fp32 can overflow for finite input, so only a suspicious sum is looked at element by element.
+    One pass: a sum of squares in fp32 can overflow for finite input, so only a suspicious sum is looked at element
+    by element.
     """
     if not torch.isfinite(torch.dot(x, x)) and not bool(torch.isfinite(x).all()):
         count = int((~torch.isfinite(x)).sum())

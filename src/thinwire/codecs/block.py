@@ -11,7 +11,7 @@ from thinwire.errors import ConfigurationError
 
 _MAGNITUDES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 _EIGHTH = 0x3E000000  # the bits of ⅛ in fp32
-_LOWEST, _HIGHEST = -126, 126  # exponents of the scale: 2**e and 2**-e are normal fp32 numbers
+_LOWEST, _HIGHEST = -126, 123  # exponents of the scale: 2**e and 2**-e are normal fp32 numbers, and 16 * 2**e is finite
 _CHUNK = 1 << 16  # elements worked on at a time, so that intermediates stay in the cache
 
 
@@ -29,12 +29,13 @@ _PAIRS = _pairs()
 class E3M0:
     """4-bit floats: a sign, three bits of exponent, no mantissa, and one power-of-two scale per block.
 
-    Values are ±{0, ¼, ½, 1, 2, 4, 8, 16}·2^e with e = ⌈log₂(max|x| / 16)⌉ over a block of `block` elements, rounded to the nearest
-    (ties to the even code). The error is about 3.8 % of the energy whatever the distribution, because the grid is logarithmic.
+    Values are ±{0, ¼, ½, 1, 2, 4, 8, 16}·2^e with e = ⌈log₂(max|x| / 16)⌉ over a block of `block` elements, rounded
+    to the nearest (ties to the even code). The error is about 3.8 % of the energy whatever the distribution, because
+    the grid is logarithmic.
 
-    Source: Streaming DiLoCo (arXiv 2501.18512, §2.3) names the format; scale, bias and rounding are not in the paper and follow
-    oneDNN's f4_e3m0 with a block scale. On the wire: ⌈n/2⌉ bytes of codes (low nibble first; sign in bit 3), then ⌈n/block⌉ signed
-    bytes of exponents: 4 + 8/block bits per parameter.
+    Source: Streaming DiLoCo (arXiv 2501.18512, §2.3) names the format; scale, bias and rounding are not in the paper
+    and follow oneDNN's f4_e3m0 with a block scale. On the wire: ⌈n/2⌉ bytes of codes (low nibble first; sign in bit
+    3), then ⌈n/block⌉ signed bytes of exponents: 4 + 8/block bits per parameter.
 
     >>> E3M0(block=128).nbytes(1024)
     520
@@ -83,8 +84,8 @@ class E3M0:
 def _round_to_code(scaled: Tensor) -> Tensor:
     """The nearest code, ties to the even one, read off the bits of fp32 (destroys nothing, returns int32).
 
-    From ¼ up the grid is the powers of two, so rounding the 23 bits of mantissa away, half to even, leaves the code in the exponent.
-    Below, 0 and ¼ meet at ⅛.
+    From ¼ up the grid is the powers of two, so rounding the 23 bits of mantissa away, half to even, leaves the code
+    in the exponent. Below, 0 and ¼ meet at ⅛.
     """
     signed = scaled.view(torch.int32)
     bits = signed & 0x7FFFFFFF

@@ -1,8 +1,8 @@
 """What it means to carry bytes between replicas.
 
 A `Group` is the set of replicas that exchange with each other, seen from one of them. It moves messages of known size
-from point to point and knows nothing of tensors' meaning, rounds or fragments: wrappers that count bytes or slow a link
-need only these few methods.
+from point to point and knows nothing of tensors' meaning, rounds or fragments: wrappers that count bytes or slow a
+link need only these few methods.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ TAGS = 1 << 30  # carriers take tags below this; `gather` uses the ones just abo
 class Transfer(Protocol):
     """Messages on their way.
 
-    `queued_seconds` (waiting for the uplink) and `transfer_seconds` (from the first bit to the arrival of the last) are
-    what an emulated link (`LinkedGroup`) did to the messages sent; 0.0 on a carrier that cannot know.
+    `queued_seconds` (waiting for the uplink) and `transfer_seconds` (from the first bit to the arrival of the last)
+    are what an emulated link (`LinkedGroup`) did to the messages sent; 0.0 on a carrier that cannot know.
     """
 
     @property
@@ -37,8 +37,8 @@ class Transfer(Protocol):
         """Return when all that was posted has been handed over and received; call it from one thread.
 
         A message may stay with its sender until the receiver has posted its side (gloo does that): post both
-        directions before waiting for either. Raises `LinkError`: a peer is gone, or too late. The buffers of a transfer
-        that failed are lost: never use them again.
+        directions before waiting for either. Raises `LinkError`: a peer is gone, or too late. The buffers of a
+        transfer that failed are lost: never use them again.
         """
 
 
@@ -46,8 +46,8 @@ class Transfer(Protocol):
 class Group(Protocol):
     """Carries bytes between replicas.
 
-    `rank` is this replica's place in 0..`size`-1. Messages are one-dimensional contiguous uint8 CPU tensors whose sizes
-    both sides know beforehand (a packet's size is predictable).
+    `rank` is this replica's place in 0..`size`-1. Messages are one-dimensional contiguous uint8 CPU tensors whose
+    sizes both sides know beforehand (a packet's size is predictable).
     """
 
     @property
@@ -62,9 +62,9 @@ class Group(Protocol):
         """Start sending `send[peer]` and receiving into `recv[peer]`; do not block.
 
         May be called from any thread, with several posts open at once. Messages between two replicas under one `tag`
-        are matched in the order of posting. Buffers belong to the transfer until `wait` returns. Empty messages do not
-        travel. `purpose` is a word for the ledger. Raises `LinkError` only if this group was closed: what a peer did
-        wrong, `wait` tells.
+        are matched in the order of posting. Buffers belong to the transfer until `wait` returns. Empty messages do
+        not travel. `purpose` is a word for the ledger. Raises `LinkError` only if this group was closed: what a peer
+        did wrong, `wait` tells.
         """
 
     def close(self) -> None:
@@ -97,8 +97,8 @@ def travelling(group: Group, tag: int, messages: Mapping[int, Tensor]) -> dict[i
 def gather(group: Group, payload: bytes, limit: int, purpose: str) -> list[bytes]:
     """Everybody's `payload` in rank order, on every replica.
 
-    Lengths travel first (8 bytes each) and are checked against `limit` before anything is allocated. Every gather uses
-    the same two tags: at most one at a time in a group. Raises `LinkError`.
+    Lengths travel first (8 bytes each) and are checked against `limit` before anything is allocated. Every gather
+    uses the same two tags: at most one at a time in a group. Raises `LinkError`.
     """
     if len(payload) > limit:
         raise LinkError(f"{purpose}: {len(payload)} bytes to send, at most {limit} are allowed; send less.")

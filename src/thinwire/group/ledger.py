@@ -20,8 +20,8 @@ _Counts = dict[tuple[str, int], tuple[int, int]]  # (purpose, peer): (bytes, mes
 class Ledger:
     """Counts of bytes and messages, by purpose and peer; threads may write at once.
 
-    A message sent is counted when the carrier took it, in full even if the peer then dies; a message received, when its
-    transfer is complete. `waited` is the time spent in `wait`, all threads together.
+    A message sent is counted when the carrier took it, in full even if the peer then dies; a message received, when
+    its transfer is complete. `waited` is the time spent in `wait`, all threads together.
 
     >>> ledger = Ledger()
     >>> ledger.add_sent("packet", peer=1, nbytes=100)

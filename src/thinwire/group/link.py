@@ -1,10 +1,10 @@
 """A thin link put under any carrier, without root: the figures it gives are *emulated*.
 
-The model: a replica has one uplink, which carries one message at a time in the order of posting, whoever they are for.
-A message of n bytes starts when the uplink is free, occupies it for 8 n / rate seconds, and is handed to the carrier
-`delay_seconds` after its last bit left. So the delays of successive messages overlap; their serialisations do not. The
-downlink has no limit, and what the carrier itself needs comes on top. Bits are counted without the headers of TCP/IP
-(about 3 % at an MTU of 1500), nothing is lost, and there is no slow start.
+The model: a replica has one uplink, which carries one message at a time in the order of posting, whoever they are
+for. A message of n bytes starts when the uplink is free, occupies it for 8 n / rate seconds, and is handed to the
+carrier `delay_seconds` after its last bit left. So the delays of successive messages overlap; their serialisations
+do not. The downlink has no limit, and what the carrier itself needs comes on top. Bits are counted without the
+headers of TCP/IP (about 3 % at an MTU of 1500), nothing is lost, and there is no slow start.
 """
 
 from __future__ import annotations

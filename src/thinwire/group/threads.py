@@ -1,7 +1,7 @@
 """All replicas as threads of one process: for tests, demonstrations and research on one machine.
 
-Message for message it keeps the laws of the carriers that cross a network, and its results depend on no arrival order:
-every receive names its peer and its tag.
+Message for message it keeps the laws of the carriers that cross a network, and its results depend on no arrival
+order: every receive names its peer and its tag.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ class ThreadGroup:
     """One replica's view of a group whose replicas are threads of this process.
 
     A message is copied when it is posted. `wait` gives up after `timeout` seconds with a `LinkError` that names the
-    peer; a message of another size than was due raises `PacketError`. What was sent before a close is still delivered.
+    peer; a message of another size than was due raises `PacketError`. What was sent before a close is still
+    delivered.
 
     >>> import torch
     >>> zero, one = ThreadGroup.create(2)

@@ -1,7 +1,7 @@
 """Replicas as processes under `torch.distributed`.
 
-Only point-to-point messages are used: everybody sends to everybody in one round trip, while gloo's ring collectives pay
-a round trip for each ring step and move about 1.3 MB in each.
+Only point-to-point messages are used: everybody sends to everybody in one round trip, while gloo's ring collectives
+pay a round trip for each ring step and move about 1.3 MB in each.
 
 gloo neither authenticates nor encrypts: use it on a private network or inside a tunnel, never on an open one.
 
@@ -88,9 +88,10 @@ class _DeviceTransfer:
 class TorchGroup:
     """One replica's view of a group whose replicas are processes (or, with shards, sets of processes).
 
-    With `shards` > 1, shard s of each replica talks with its twins, shard s of the others, and `site` joins the shards
-    of this replica (there, `rank` is the shard). `timeout` is how long a `wait` lasts at most; choose it longer than
-    the slowest peer can be late. After a time-out the group is dead: leave and start again from a checkpoint.
+    With `shards` > 1, shard s of each replica talks with its twins, shard s of the others, and `site` joins the
+    shards of this replica (there, `rank` is the shard). `timeout` is how long a `wait` lasts at most; choose it
+    longer than the slowest peer can be late. After a time-out the group is dead: leave and start again from a
+    checkpoint.
     """
 
     def __init__(
@@ -228,8 +229,8 @@ def start_torch(
 ) -> None:
     """Join `world_size` processes into a torch.distributed world; rank 0 keeps the address book at `master_port`.
 
-    Between machines, gloo listens at the address that this machine's name resolves to; if that is not the one the others
-    can reach, name the interface in GLOO_SOCKET_IFNAME, which gloo itself reads.
+    Between machines, gloo listens at the address that this machine's name resolves to; if that is not the one the
+    others can reach, name the interface in GLOO_SOCKET_IFNAME, which gloo itself reads.
 
     End with `torch.distributed.destroy_process_group()`. Raises `LinkError` if the port is taken, the host does not
     answer, or not everybody came within `timeout_seconds`.

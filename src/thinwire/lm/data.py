@@ -313,8 +313,8 @@ class Corpus:
     ) -> tuple[Tensor, Tensor]:
         """tokens_BT and targets_BT (int64; the targets are the next tokens) of a replica's `step`, counted from 0.
 
-        A pure function of its arguments. Replica m owns the windows m, m + replicas, ...: what two replicas read never
-        overlaps. It reads each of its windows once an epoch, in an order of its own that is new in every epoch.
+        A pure function of its arguments. Replica m owns the windows m, m + replicas, ...: what two replicas read
+        never overlaps. It reads each of its windows once an epoch, in an order of its own that is new in every epoch.
         A replica of several ranks passes `shard` of `shards`: its rows of the same batch.
         """
         for given, low, high, name in (

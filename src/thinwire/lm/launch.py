@@ -53,7 +53,9 @@ def train_as_rank(run: Run, folder: Path, resume: bool, environment: Mapping[str
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     address, port = environment.get("MASTER_ADDR", "127.0.0.1"), int(environment.get("MASTER_PORT", "29500"))
     if world % run.replicas:
-        raise ConfigurationError(f"{world} processes for {run.replicas} replicas: a multiple is needed; set --replicas or torchrun's counts.")
+        raise ConfigurationError(
+            f"{world} processes for {run.replicas} replicas: a multiple is needed; set --replicas or torchrun's counts."
+        )
     shards = world // run.replicas
     start_torch(rank, world, address, port, run.timeout)
     group = TorchGroup.from_world(run.replicas, timeout=run.timeout)
@@ -89,7 +91,9 @@ def train_threads(run: Run, folder: Path, resume: bool, tick: Tick) -> dict[str,
 
     def body() -> None:
         try:
-            outcome.append(run_threads(run.replicas, lambda g: train_here(run, Place(g, folder, resume, stop=stop)), run.timeout))
+            outcome.append(
+                run_threads(run.replicas, lambda g: train_here(run, Place(g, folder, resume, stop=stop)), run.timeout)
+            )
         except BaseException as error:
             outcome.append(error)
 
@@ -119,7 +123,9 @@ def train_processes(run: Run, folder: Path, resume: bool, tick: Tick) -> None:
         }  # fmt: skip
         command = [sys.executable, "-m", "thinwire.lm.launch", str(folder), *(["--resume"] if resume else [])]
         with (logs / f"replica-{rank}.txt").open("ab") as output:
-            processes.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output))
+            processes.append(
+                subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+            )
     try:
         _watch(processes, tick)
     except BaseException:
@@ -142,7 +148,10 @@ def _watch(processes: list[subprocess.Popen[bytes]], tick: Tick) -> None:
             interrupts += 1
             if interrupts > 1:
                 raise
-            print("\nstopping: all replicas stop after the same inner step, with a checkpoint (Ctrl-C again: at once)", file=sys.stderr)
+            print(
+                "\nstopping: all replicas stop after the same inner step, with a checkpoint (Ctrl-C again: at once)",
+                file=sys.stderr,
+            )
         if any(process.poll() for process in processes):
             first_failure = first_failure or time.monotonic()
             if time.monotonic() - first_failure > _GRACE:
@@ -159,9 +168,14 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
 
 def _post_mortem(failed: list[int], codes: list[int], logs: Path) -> str:
     """What the replica that failed first said last: not the one that only lost its peer."""
-    said = {rank: (logs / f"replica-{rank}.txt").read_text(errors="replace").strip().splitlines()[-1:] for rank in failed}
+    said = {
+        rank: (logs / f"replica-{rank}.txt").read_text(errors="replace").strip().splitlines()[-1:] for rank in failed
+    }
     causes = [rank for rank in failed if said[rank] and "LinkError" not in said[rank][0]] or failed
-    lines = [f"replica {rank} (exit code {codes[rank]}): {' '.join(said[rank]) or 'said nothing; was it killed?'}" for rank in causes]
+    lines = [
+        f"replica {rank} (exit code {codes[rank]}): {' '.join(said[rank]) or 'said nothing; was it killed?'}"
+        for rank in causes
+    ]
     return "\n".join([*lines, f"All they said is in {logs}. Go on from the last checkpoint with --resume."])
 
 

@@ -340,7 +340,8 @@ class Transformer(nn.Module):
 def generate(
     model: LanguageModel, prompt: Sequence[int], count: int, temperature: float = 0.8, seed: int = 0
 ) -> list[int]:
-    """`count` tokens that go on from `prompt`, drawn with softmax(logits / temperature); temperature 0 takes the best.
+    """`count` tokens that go on from `prompt`, drawn with softmax(logits / temperature); temperature 0 takes the
+    best.
 
     The whole context is read again for every token: fit for looking at a model, not for serving one.
 

@@ -20,7 +20,17 @@ OF_THE_RECIPE = (
     *("every", "delay", "fragments", "merge", "codec", "partition", "offsets"),
     *("outer_lr", "outer_momentum", "anchors"),
 )
-OF_THE_PLACE = ("text", "link", "carrier", "timeout", "replicas", "strategy", "model", "keep", *OF_THE_RECIPE)  # may differ
+OF_THE_PLACE = (
+    "text",
+    "link",
+    "carrier",
+    "timeout",
+    "replicas",
+    "strategy",
+    "model",
+    "keep",
+    *OF_THE_RECIPE,
+)  # may differ
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +143,9 @@ class Run:
             )
         strategy = parse(self.strategy, PIECES | RECIPES)
         if not isinstance(strategy, Strategy):
-            raise ConfigurationError(f"strategy={self.strategy!r} is a {type(strategy).__name__}; a Strategy or a recipe is needed.")
+            raise ConfigurationError(
+                f"strategy={self.strategy!r} is a {type(strategy).__name__}; a Strategy or a recipe is needed."
+            )
         return strategy
 
     def shared(self) -> dict[str, Any]:
@@ -151,7 +163,9 @@ class Run:
         try:
             fields = tomllib.loads(path.read_text())
         except (OSError, ValueError) as error:
-            raise ConfigurationError(f"{path} cannot be read as a run file ({error}); `thinwire train` writes one as run.toml.") from None
+            raise ConfigurationError(
+                f"{path} cannot be read as a run file ({error}); `thinwire train` writes one as run.toml."
+            ) from None
         known = {field.name for field in dataclasses.fields(cls)}
         unknown = [name for name in fields if name not in known]
         if unknown:

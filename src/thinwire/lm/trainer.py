@@ -1,7 +1,7 @@
 """Train one language model as one replica of a group: the main job's loop.
 
-AdamW with warm-up and cosine, clipping, accumulation, autocast; evaluation of the anchors on held-out text; checkpoints;
-an exact resume; and an event for everything that happens.
+AdamW with warm-up and cosine, clipping, accumulation, autocast; evaluation of the anchors on held-out text;
+checkpoints; an exact resume; and an event for everything that happens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from thinwire.lm.model import SIZES, Transformer
 from thinwire.lm.run import Run
 from thinwire.lm.tokens import BPE, Bytes
 from thinwire.observe.events import EventLog
-from thinwire.partition import local
 from thinwire.replica import Replica
 from thinwire.seeds import derive
 
@@ -64,7 +63,9 @@ def open_corpus(run: Run) -> Corpus:
     """The run's text, tokenised (once on every machine)."""
     kind, _, what = run.tokenizer.partition(":")
     if kind not in ("bytes", "bpe") or (kind == "bpe") != bool(what):
-        raise ConfigurationError(f"tokenizer={run.tokenizer!r}: bytes, bpe:SIZE such as bpe:8192, or bpe:FILE.json is needed.")
+        raise ConfigurationError(
+            f"tokenizer={run.tokenizer!r}: bytes, bpe:SIZE such as bpe:8192, or bpe:FILE.json is needed."
+        )
     bpe = kind == "bpe" and (BPE(int(what)) if what.isdigit() else BPE.load(what))
     return Corpus.open(run.text, bpe or Bytes(), column=run.column)
 
@@ -77,7 +78,9 @@ def make_model(run: Run, vocabulary: int) -> nn.Module:
     if run.model not in SIZES:
         raise ConfigurationError(f"model={run.model!r}: one of {', '.join(SIZES)}, or hf:NAME, is needed.")
     size = SIZES[run.model]
-    shape = dataclasses.replace(size, vocabulary=vocabulary, positions=run.positions, context=max(run.sequence, size.context))
+    shape = dataclasses.replace(
+        size, vocabulary=vocabulary, positions=run.positions, context=max(run.sequence, size.context)
+    )
     return Transformer(shape, seed % 2**31)
 
 
@@ -116,7 +119,9 @@ class Trainer:
         if place.shards > 1:
             _shard(self.model, run.replicas, place.shards, self.device)
         # fused: one kernel for all parameters, where the device has it
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=run.lr, betas=BETAS, weight_decay=run.weight_decay, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=run.lr, betas=BETAS, weight_decay=run.weight_decay, fused=True
+        )
         self.replica = Replica(
             run.make_strategy(), self.model, self.optimizer, self.group,
             site=place.site, observer=log.emit, clock=log.seconds,
@@ -183,7 +188,14 @@ class Trainer:
         self.clock.compute_seconds += compute
         tokens = run.batch * run.sequence * run.accumulate
         self.log.emit(
-            "step", replica.step, loss=loss, lr=lr, grad_norm=norm_value, tokens=tokens, begin=begin, compute_seconds=compute
+            "step",
+            replica.step,
+            loss=loss,
+            lr=lr,
+            grad_norm=norm_value,
+            tokens=tokens,
+            begin=begin,
+            compute_seconds=compute,
         )
 
     def _backward(self, micro: int) -> float:
@@ -201,13 +213,22 @@ class Trainer:
         began = time.monotonic()
         self.model.eval()
         losses = []
-        with self.replica.anchored(), torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+        with (
+            self.replica.anchored(),
+            torch.no_grad(),
+            torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16),
+        ):
             for tokens, targets in self.corpus.held_out(self.run.batch, self.run.sequence, self.run.eval_batches):
                 losses.append(float(self.model(tokens.to(self.device), targets.to(self.device)).loss))
         self.model.train()
         self.eval_loss = sum(losses) / len(losses)
         self.log.emit(
-            "eval", self.replica.step, loss=self.eval_loss, tokens=self._tokens(), seconds_spent=time.monotonic() - began, of="anchors"
+            "eval",
+            self.replica.step,
+            loss=self.eval_loss,
+            tokens=self._tokens(),
+            seconds_spent=time.monotonic() - began,
+            of="anchors",
         )
 
     def _save(self) -> None:
@@ -220,7 +241,9 @@ class Trainer:
             return
         nbytes = sum(file.stat().st_size for file in path.iterdir())
         relative = str(path.relative_to(self.place.folder))
-        self.log.emit("checkpoint", self.replica.step, path=relative, nbytes=nbytes, seconds_spent=time.monotonic() - began)
+        self.log.emit(
+            "checkpoint", self.replica.step, path=relative, nbytes=nbytes, seconds_spent=time.monotonic() - began
+        )
 
     def _resume(self) -> None:
         found, skipped = checkpoint.newest_common(self.checkpoints, self.group, self.place.site)
@@ -231,7 +254,13 @@ class Trainer:
             return
         checkpoint.load(found, self.replica)
         self.clock = Clock(**found.manifest["notes"])
-        self.log.emit("resume", found.step, from_step=found.step, path=str(found.path.relative_to(self.place.folder)), skipped=skipped)
+        self.log.emit(
+            "resume",
+            found.step,
+            from_step=found.step,
+            path=str(found.path.relative_to(self.place.folder)),
+            skipped=skipped,
+        )
 
     def _totals(self) -> Clock:
         return dataclasses.replace(
@@ -288,7 +317,9 @@ class Trainer:
 def machine() -> Mapping[str, Any]:
     """What a number was measured on."""
     here = Path(__file__).parent
-    git = subprocess.run(["git", "-C", str(here), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    git = subprocess.run(
+        ["git", "-C", str(here), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
     return {
         "cpu": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),

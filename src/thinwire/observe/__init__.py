@@ -1,0 +1,1 @@
+"""What a run records (`events`), reads back (`runs`), shows (`progress`) and draws (`report`)."""

@@ -1,7 +1,7 @@
 """The report's charts as plain Plotly dicts: what is drawn, thinned so that a run of weeks still fits on a page.
 
-A chart is a list of views, between which the page switches. Text from files is HTML-escaped, because Plotly reads some
-markup in labels. Colours here are readable on light and dark alike; ink, grid and background are the page's.
+A chart is a list of views, between which the page switches. Text from files is HTML-escaped, because Plotly reads
+some markup in labels. Colours here are readable on light and dark alike; ink, grid and background are the page's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from thinwire.observe.replicas import Floats, Integers, ReplicaRecord
 from thinwire.observe.runs import RunRecord
-from thinwire.observe.units import text_of_rate, text_of_seconds
+from thinwire.observe.units import text_of_nbytes, text_of_rate, text_of_seconds
 
 PALETTE = ("#3b82c4", "#e08a2e", "#3a9e74", "#c4567f", "#8467c4", "#a3873a", "#2fa3b5", "#b5653a", "#6b8e23", "#9a6fb0")
 POINTS = 1500  # of a curve
@@ -39,11 +39,12 @@ class View:
 
 @dataclass(frozen=True)
 class Chart:
-    """Views of one chart, its height in CSS pixels, and remarks for its caption."""
+    """Views of one chart, its height in CSS pixels, remarks for its caption, and (name, colour) of a legend above it."""
 
     views: list[View]
     height: int
     remarks: tuple[str, ...] = ()
+    legend: tuple[tuple[str, str], ...] = ()
 
 
 def colour(index: int) -> str:
@@ -56,10 +57,7 @@ def loss_chart(records: Sequence[RunRecord]) -> Chart:
     axes = (
         ("steps", {"title": {"text": "inner steps"}}),
         ("seconds", {"title": {"text": "time"}, "meta": "seconds"}),
-        (
-            "bytes sent",
-            {"title": {"text": "bytes sent per replica"}, "type": "log", "tickformat": "~s", "ticksuffix": "B"},
-        ),
+        ("bytes sent", {"title": {"text": "bytes sent per replica"}, "type": "log", **_byte_ticks(records)}),
     )
     views = []
     low, high, clipped = _loss_range(records)
@@ -90,6 +88,16 @@ def _loss_range(records: Sequence[RunRecord]) -> tuple[float, float, bool]:
     low, high, peak = min(late), max(late), max(early + late)
     margin = 0.06 * (high - low)
     return low - margin, high + margin, 0.0 < high - low < 0.4 * (peak - low)
+
+
+def _byte_ticks(records: Sequence[RunRecord]) -> Json:
+    """Ticks at 1, 2 and 5 of every power of ten, or at the powers alone where there are many."""
+    sent = [nbytes[nbytes > 0] for nbytes in (record.replicas[0].nbytes for record in records)]
+    ends = [int(end) for nbytes in sent if len(nbytes) for end in (nbytes[0], nbytes[-1])] or [1]
+    powers = range(math.floor(math.log10(min(ends))), math.ceil(math.log10(max(ends))) + 1)
+    values = [digit * 10**power for power in powers for digit in ((1, 2, 5) if len(powers) <= 4 else (1,))]
+    texts = [text_of_nbytes(value).replace(".00", "").replace(".0", "") for value in values]
+    return {"tickvals": values, "ticktext": texts}
 
 
 def _curves(record: RunRecord, against: str, paint: str, several: bool) -> list[Json]:
@@ -129,7 +137,8 @@ def _curve(x: NDArray[Any], y: Floats, name: str, log: bool) -> Json:
 def link_chart(record: RunRecord, window: tuple[float, float]) -> Chart:
     """Bits on each replica's link over time, as a share of its capacity where that is known.
 
-    Over the whole run a bin is at least a cycle long, so that the mean load shows; over the window, the single packets do.
+    Over the whole run a bin is at least a cycle long, so that the mean load shows; over the window, the single
+    packets do.
     """
     whole = max((float(replica.seconds[-1]) for replica in record.replicas if len(replica.step)), default=1.0)
     cycle = _cycle(record.replicas[0])

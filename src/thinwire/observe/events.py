@@ -17,10 +17,10 @@ of its kind:
     warning     message
     end         summary
 
-`nbytes` of a departure are the bytes this replica sends for it, all peers together; `begin` and `end` are on the clock
-of `seconds`. NaN and the infinities, which JSON lacks, are written as the strings "NaN", "Infinity" and "-Infinity";
-reading restores them. A process killed in the middle of a line leaves it torn; readers pass over it. A run that resumes
-appends to the same file with a new `start` and a `resume`.
+`nbytes` of a departure are the bytes this replica sends for it, all peers together; `begin` and `end` are on the
+clock of `seconds`. NaN and the infinities, which JSON lacks, are written as the strings "NaN", "Infinity" and
+"-Infinity"; reading restores them. A process killed in the middle of a line leaves it torn; readers pass over it. A
+run that resumes appends to the same file with a new `start` and a `resume`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The report's shell: one HTML page with its style, its script and Plotly inside, which fetches nothing.
 
-A content security policy forbids the page to reach any network. Charts are JSON in `<script type="application/json">`;
-the page draws them in the colours of light or dark. Errors of the script are kept in `<body data-errors>`, the number of
-charts drawn in `<body data-charts>`.
+A content security policy forbids the page to reach any network. Charts are JSON in `<script
+type="application/json">`; the page draws them in the colours of light or dark. Errors of the script are kept in
+`<body data-errors>`, the number of charts drawn in `<body data-charts>`.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ tbody th { font-weight: 500; overflow-wrap: anywhere; min-width: 110px; }
 tr.differs td, tr.differs th { background: var(--mark); }
 .bar { display: inline-block; height: 9px; border-radius: 2px; margin-right: 8px; vertical-align: 0; min-width: 2px; }
 .dot { display: inline-block; width: 10px; height: 10px; border-radius: 3px; margin-right: 8px; }
+.legend { display: flex; flex-wrap: wrap; gap: 2px 18px; font-size: 13px; margin-top: 8px; }
+.legend .dot { margin-right: 6px; vertical-align: -1px; }
 .tabs { display: flex; flex-wrap: wrap; gap: 6px; margin-top: 10px; }
 button { font: inherit; font-size: 13px; color: var(--ink); background: transparent; border: 1px solid var(--line);
   border-radius: 20px; padding: 3px 12px; cursor: pointer; }
@@ -56,7 +58,8 @@ button:hover { border-color: var(--accent); } button[aria-pressed=true] { backgr
 .chart { width: 100%; } .remark { color: var(--soft); font-size: 13px; }
 .alert { border-left: 3px solid var(--bad); padding-left: 12px; margin-top: 10px; }
 @media (max-width: 620px) { main { padding: 18px 12px 40px; } section { padding: 14px 12px; } h1 { font-size: 21px; }
-  .cards { grid-template-columns: 1fr 1fr; gap: 8px; } .card { padding: 11px 12px; } .card b { font-size: 19px; } }
+  .cards { grid-template-columns: 1fr 1fr; gap: 8px; } .card { padding: 11px 12px; } .card b { font-size: 19px; }
+  #headline tbody th { min-width: 150px; } }
 """
 
 GUARD = """
@@ -90,7 +93,7 @@ function dressed(view, height) {
   const given = view.layout, dress = a => ({ ...axis, ...a, title: { ...axis.title, ...(a.title || {}) } });
   return { ...given, height, paper_bgcolor: 'rgba(0,0,0,0)', plot_bgcolor: 'rgba(0,0,0,0)',
     font: { family: 'system-ui, sans-serif', size: 12.5, color: tone('--ink') },
-    margin: { l: 56, r: 14, t: 40, b: 44 }, xaxis: dress(given.xaxis), yaxis: dress(given.yaxis),
+    margin: given.margin || { l: 56, r: 14, t: 40, b: 44 }, xaxis: dress(given.xaxis), yaxis: dress(given.yaxis),
     legend: { orientation: 'h', x: 0, y: 1, yref: 'paper', yanchor: 'bottom', font: { size: 12 }, itemwidth: 30 },
     hoverlabel: { bgcolor: tone('--card'), bordercolor: tone('--line'), font: { color: tone('--ink') }, align: 'left' } };
 }
@@ -163,8 +166,12 @@ def page(title: str, body: str, charts: dict[str, Chart]) -> str:
 def chart_place(name: str, chart: Chart) -> str:
     """Where the page draws `chart`, with its buttons above and its remarks below."""
     remarks = "".join(f'<p class="remark">{escape(remark)}</p>' for remark in chart.remarks)
+    legend = "".join(
+        f'<span><i class="dot" style="background:{escape(paint)}"></i>{escape(text)}</span>'
+        for text, paint in chart.legend
+    )
     return (
-        f'<div class="tabs" id="{escape(name)}-tabs"></div><div class="chart" id="{escape(name)}" '
+        f'<div class="tabs" id="{escape(name)}-tabs"></div><div class="legend">{legend}</div><div class="chart" id="{escape(name)}" '
         f'style="height:{chart.height}px"></div>{remarks}'
     )
 

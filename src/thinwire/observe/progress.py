@@ -1,7 +1,8 @@
 """The live display: what the replicas are doing, read from their event files as they grow.
 
-On a terminal a table that redraws itself; elsewhere (a file, a batch job) one plain line now and then, without control
-characters. The process that started the replicas calls `update` about five times a second; it costs a few file reads.
+On a terminal a table that redraws itself; elsewhere (a file, a batch job) one plain line now and then, without
+control characters. The process that started the replicas calls `update` about five times a second; it costs a few
+file reads.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Evaluations:
 class ReplicaRecord:
     """What one replica did. Arrays over inner steps are [S]; `nbytes` is what had been sent when the step ended."""
 
-    name: str  # replica-0, or replica-0.shard-1
+    name: str  # replica 0, or replica 0, shard 1
     replica: int
     start: Event
     step: Integers
@@ -92,7 +92,9 @@ class ReplicaRecord:
         events = tail.read()
         last = tail.last()
         sessions = split(events if last is None else [*events, last])
-        return _record(path.stem, join(sessions), tail.damaged) if sessions else None
+        return (
+            _record(path.stem.replace("-", " ").replace(".", ", "), join(sessions), tail.damaged) if sessions else None
+        )
 
     @property
     def seconds(self) -> Floats:

@@ -29,8 +29,8 @@ MEANINGS = {
 def write_report(folders: Sequence[str | Path], out: str | Path) -> Path:
     """Write a self-contained HTML page on the runs in `folders` to `out`, and return `out`.
 
-    Runs that are still going are shown as far as they are. The page is about 5 MB, most of it Plotly; the number of bars and
-    points is bounded. Raises `DataError` for a folder that holds no run.
+    Runs that are still going are shown as far as they are. The page is about 5 MB, most of it Plotly; the number of
+    bars and points is bounded. Raises `DataError` for a folder that holds no run.
 
     >>> write_report(["runs/streaming", "runs/ddp"], "comparison.html")   # doctest: +SKIP
     """

@@ -1,7 +1,7 @@
 """The sessions of one event file, joined.
 
-A run that was killed and resumed has written some steps twice. Of those, the lines before the resume are dropped (what
-they cost is kept as `lost`), and the sessions are laid end to end in seconds, the lost time included.
+A run that was killed and resumed has written some steps twice. Of those, the lines before the resume are dropped
+(what they cost is kept as `lost`), and the sessions are laid end to end in seconds, the lost time included.
 """
 
 from __future__ import annotations
@@ -80,20 +80,21 @@ def join(sessions: Sequence[Sequence[Event]]) -> Joined:
 
 
 def _drop(joined: Joined, from_step: int, resumed_at: float) -> None:
-    """Take out what was done after `from_step` before the resume at `resumed_at` seconds."""
-    gone = [
-        (offset, event)
-        for offset, event in joined.kept
-        if event["step"] > from_step and event["event"] not in _ALWAYS_KEPT
-    ]
+    """Take out what came after the checkpoint of `from_step`; the last lines of that step may stand behind it as well."""
+    saved = (i for i, (_, e) in enumerate(joined.kept) if e["event"] == "checkpoint" and e["step"] == from_step)
+    last = max(saved, default=len(joined.kept))
+    kept: list[tuple[float, Event]] = []
+    gone: list[tuple[float, Event]] = []
+    for index, (offset, event) in enumerate(joined.kept):
+        stays = event["event"] in _ALWAYS_KEPT or (event["step"] <= from_step and index <= last)
+        (kept if stays else gone).append((offset, event))
+    joined.kept = kept
     if not gone:
         return
-    dropped = {id(event) for _, event in gone}
-    joined.kept = [(offset, event) for offset, event in joined.kept if id(event) not in dropped]
-    steps = [(offset, event) for offset, event in gone if event["event"] == "step"]
-    begin = min((offset + finite(event["begin"]) for offset, event in steps), default=resumed_at)
+    begin = min(offset + finite(event.get("begin", event["seconds"])) for offset, event in gone)
     nbytes = sum(whole(event["nbytes"]) for _, event in gone if event["event"] == "depart")
-    joined.lost.append(Lost(Span(begin, max(begin, resumed_at), from_step), len(steps), nbytes))
+    steps = sum(event["event"] == "step" for _, event in gone)
+    joined.lost.append(Lost(Span(begin, max(begin, resumed_at), from_step), steps, nbytes))
 
 
 def _end_of(event: Event) -> float:

@@ -1,7 +1,8 @@
 """The timeline: what every replica computed, what was in the air meanwhile, and where it had to wait.
 
-Every replica has a row for its own time (inner steps, stalls, outer steps, pauses) and as many below it as it had flights in
-the air at once. Bars beyond a budget are joined with their neighbours, except in the window that is shown first.
+Every replica has a row for its own time (inner steps, stalls, outer steps, pauses) and as many below it as it had
+flights in the air at once. Bars beyond a budget are joined with their neighbours, except in the window that is shown
+first.
 """
 
 from __future__ import annotations
@@ -64,8 +65,12 @@ def timeline_chart(record: RunRecord) -> Chart:
     x: Json = {"meta": "seconds", "range": list(window), "autorange": False}
     layout: Json = {"xaxis": x, "yaxis": y | {"fixedrange": True, "showgrid": False, "zeroline": False}}
     layout |= {"barmode": "overlay", "dragmode": "pan", "hovermode": "closest", "meta": "timeline"}
+    layout["margin"] = {"l": 56, "r": 14, "t": 8, "b": 40}
     layout["uniformtext"] = {"minsize": 9, "mode": "hide"}
-    return Chart([View("", data, layout)], 110 + 26 * len(labels), tuple(remarks))
+    legend = tuple(
+        (name, _STYLES[name]["color"]) for name, bars in thinned.items() if bars and "color" in _STYLES[name]
+    )
+    return Chart([View("", data, layout)], 64 + 27 * len(labels), tuple(remarks), legend)
 
 
 _STYLES: dict[str, Json] = {
@@ -189,7 +194,7 @@ def _bar_trace(name: str, bars: Sequence[Bar]) -> Json:
         "opacity": style.get("opacity", 1.0),
         "customdata": [_hover(bar) for bar in bars],
         "hovertemplate": "%{customdata}<extra></extra>",
-        "showlegend": "color" in style,
+        "showlegend": False,
     }
     if name == "on the link":
         trace |= {"text": [bar.label for bar in bars], "textposition": "inside", "insidetextanchor": "middle"}

@@ -1,0 +1,53 @@
+"""A method is a composition of pieces: take a recipe apart, change a piece, see what it does to a model and to the wire.
+
+    python examples/06_pieces.py
+    python examples/06_pieces.py --model 1b --replicas 4
+
+Nothing is trained and no weights are made: the models lie on the meta device.
+"""
+
+import argparse
+from dataclasses import replace
+
+import torch
+
+import thinwire as tw
+from thinwire.lm.model import SIZES, Transformer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=list(SIZES), default="35m", help="default: %(default)s")
+    parser.add_argument("--replicas", type=int, default=2, help="default: %(default)s")
+    options = parser.parse_args()
+    with torch.device("meta"):
+        model = Transformer(SIZES[options.model])
+
+    paper = tw.Strategy(
+        schedule=tw.Staggered(every=30, delay=5),  # when fragments depart and land
+        partition=tw.Strided(),  # which parameters travel together: every P-th layer
+        codec=tw.E3M0(),  # how a delta becomes bytes: 4 bits and a scale for each block
+        exchange=tw.Direct(),  # how packets become one estimate: each to all, mean in fp32
+        outer=tw.Nesterov(lr=0.4, momentum=0.9),  # how the anchor moves
+        merge=tw.Mix(0.5),  # how the anchor reaches the replica's own parameters
+    )
+    assert paper == tw.streaming_diloco()  # a recipe is no more than that
+
+    variants = {
+        "as the paper has it": paper,
+        "fragments of equal size": replace(paper, partition=tw.BySize(6)),
+        "16 bits": replace(paper, codec=tw.Cast("bf16")),
+        "plain DiLoCo": tw.diloco(every=30),
+    }
+    for name, strategy in variants.items():
+        print(f"{name}\n{strategy}\n{strategy.describe(model, options.replicas)}\n")
+        assert tw.parse(repr(strategy)) == strategy  # what is printed can be read back
+
+    try:
+        replace(paper, schedule=tw.Staggered(every=30, delay=30))
+    except tw.ConfigurationError as error:
+        print(f"What cannot work fails when it is made, and says what to do:\n{error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""`thinwire doctor`: what this machine offers, and what is wrong with a set-up before it is run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+from rich.table import Table
+from rich.text import Text
+from torch import nn
+
+from thinwire.cli import machine, options
+from thinwire.cli.machine import Finding, warn_unless
+from thinwire.errors import ConfigurationError, ThinwireError
+from thinwire.group import Link, parse_link
+from thinwire.lm.run import Run
+from thinwire.lm.tokens import find
+from thinwire.lm.trainer import make_model, open_corpus
+from thinwire.merge import Eager
+from thinwire.observe.units import text_of_count, text_of_nbytes, text_of_rate, text_of_seconds
+from thinwire.strategy import Gradients, Strategy
+
+LARGE = 1 << 28  # bytes of text above which it is only looked at, not tokenised
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `thinwire doctor` takes."""
+
+    run: tyro.conf.Positional[Path | None] = None
+    """A run file to check against this machine."""
+    link: str | None = None
+    """The real link, such as 50mbit or 50mbit,30ms. Without: the run file's."""
+    step_seconds: float | None = None
+    """An inner step of the run. Without: one is measured, with the run's own model."""
+    master_addr: str | None = None
+    """The address of rank 0, as torchrun will be told."""
+    master_port: int = 29500
+    """The port of rank 0, as torchrun will be told."""
+    runs: Path = Path("runs")
+    """Where run folders go."""
+    json: bool = False
+    """Stdout ends with one JSON object."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    asked = tyro.cli(
+        Options,
+        prog="thinwire doctor",
+        args=list(arguments),
+        description="Say what this machine offers, and what is wrong.",
+    )
+    if asked.step_seconds is not None and not asked.step_seconds > 0:
+        raise ConfigurationError(f"step_seconds={asked.step_seconds}: more than 0 is needed.")
+    link = parse_link(asked.link) if asked.link else None
+    console = options.console(asked.json)
+    findings = list(examine(asked, link))
+    console.print(_table(findings))
+    counts = {level: sum(finding.level == level for finding in findings) for level in ("problem", "warning")}
+    console.print(f"{counts['problem']} problem(s), {counts['warning']} warning(s)", highlight=False)
+    if asked.json:
+        found = [dataclasses.asdict(finding) for finding in findings]
+        print(json.dumps({"findings": found, "problems": counts["problem"], "warnings": counts["warning"]}))
+    return 1 if counts["problem"] else 0
+
+
+def examine(asked: Options, link: Link | None) -> Iterator[Finding]:
+    """Everything, machine first."""
+    yield from machine.offers()
+    yield from machine.network()
+    yield machine.disk(asked.runs)
+    if asked.master_addr is not None:
+        yield from machine.meeting_point(asked.master_addr, asked.master_port)
+    if asked.run is not None:
+        yield from set_up(asked.run, link, asked.step_seconds)
+
+
+def set_up(file: Path, link: Link | None, step_seconds: float | None) -> Iterator[Finding]:
+    """A run file against this machine: file, text, model, memory, cores, link."""
+    try:
+        run = Run.load(file)
+    except ConfigurationError as error:
+        yield Finding("run file", "problem", str(error))
+        return
+    yield Finding("run file", "ok", f"{file}: {run.replicas} replicas, {run.steps} steps, {run.strategy}")
+    yield warn_unless(
+        run.replicas <= machine.cores(),
+        "replicas",
+        f"{run.replicas} on {machine.cores()} core(s), {_threads(run)} thread(s) each",
+        "if they all run here they take turns: fewer replicas, or more machines (docs/machines.md)",
+    )
+    what = "text"
+    try:
+        vocabulary = yield from text(run)
+        what = "model"
+        with torch.device("meta"):
+            model = make_model(run, vocabulary)
+        strategy = run.make_strategy()
+        numels = [fragment.numel for fragment in strategy.partition.fragments(model)]
+    except ThinwireError as error:
+        yield Finding(what, "problem", str(error))
+        return
+    fits = yield from room(run, model, strategy, numels)
+    if step_seconds is None and fits:
+        step_seconds = measured_step(run, vocabulary)
+        yield Finding("inner step", "ok", f"{text_of_seconds(step_seconds)} (measured)")
+    if step_seconds is not None:
+        yield from enough(strategy, numels, run.replicas, link or parse_link(run.link), step_seconds)
+
+
+def text(run: Run) -> Generator[Finding, None, int]:
+    """Look at the text and return the vocabulary. Large text is not tokenised."""
+    nbytes = sum(source.nbytes for source in find(run.text)) if run.text else 0
+    if nbytes > LARGE and run.tokenizer == "bytes":
+        yield Finding("text", "ok", f"{text_of_nbytes(nbytes)}; not tokenised here, the run does that first")
+        return 256
+    corpus = open_corpus(run)
+    corpus.batch(run.seed, 0, run.replicas, 0, run.batch, run.sequence)
+    corpus.held_out(run.batch, run.sequence, run.eval_batches)
+    epochs = run.steps * run.batch * run.accumulate * run.replicas / max(1, corpus.windows(run.sequence))
+    yield warn_unless(
+        epochs <= 4,  # more passes than that are worth much less than new text (arXiv 2305.16264)
+        "text",
+        f"{text_of_count(corpus.manifest.tokens)} tokens of {corpus.manifest.name}; the run reads them {epochs:.2g} times",
+        "more text, or fewer steps",
+    )
+    return corpus.vocabulary
+
+
+def room(run: Run, model: nn.Module, strategy: Strategy, numels: Sequence[int]) -> Generator[Finding, None, bool]:
+    """Predicted memory of one replica, activations aside; returns whether it fits."""
+    parameters = sum(p.numel() for p in model.parameters())
+    needed = predicted_nbytes(parameters, strategy, numels, run.replicas)
+    total = sum(needed.values())
+    available = 0 if torch.cuda.is_available() and strategy.anchors == "device" else machine.memory()[1]
+    available += torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+    parts = ", ".join(f"{name} {text_of_nbytes(nbytes)}" for name, nbytes in needed.items())
+    says = f"{text_of_count(parameters)} parameters: {text_of_nbytes(total)} a replica (predicted, without activations: {parts})"
+    what = "memory of a replica"
+    if total > available:
+        says += f"; {text_of_nbytes(available)} are free"
+        yield Finding(what, "problem", says, "a smaller model, or shards: docs/machines.md")
+    else:
+        yield warn_unless(total * run.replicas <= available, what, says, f"not all {run.replicas} replicas fit here")
+    return total <= available
+
+
+def predicted_nbytes(parameters: int, strategy: Strategy, numels: Sequence[int], replicas: int) -> dict[str, int]:
+    """Bytes of one replica in fp32: 4 a parameter for each of its values, and the packets of what is in the air at once."""
+    exchanged = sum(numels)
+    if isinstance(strategy.signal, Gradients):
+        anchors, momentum, at_once = 4 * exchanged, 0, exchanged
+    else:
+        momentum = sum(4 * exchanged for _ in strategy.outer.init(torch.empty(0)))
+        anchors = 4 * exchanged
+        if isinstance(strategy.merge, Eager):  # deviation, own delta, and the deviation's outer state
+            anchors += 8 * exchanged + momentum
+        at_once = _most_at_once(strategy, numels)
+    packets = strategy.codec.nbytes(at_once) * replicas
+    return {
+        "parameters and gradients": 8 * parameters,
+        "AdamW": 8 * parameters,
+        "anchors": anchors,
+        "outer momentum": momentum,
+        "flights": 8 * at_once + packets,  # delta and estimate in fp32, a packet from everybody
+    }
+
+
+def _most_at_once(strategy: Strategy, numels: Sequence[int]) -> int:
+    """Elements in the air at the worst moment of a period."""
+    schedule = strategy.schedule
+    first = 2 * schedule.every  # a period in which every fragment departs
+    most = 0
+    departures: list[tuple[int, int]] = []
+    for step in range(first, first + 2 * schedule.every + 1):
+        departures = [(d, p) for d, p in departures if d + schedule.delay > step - 1]
+        departures += [(step, p) for p in schedule.departs(step, len(numels))]
+        most = max(most, sum(numels[p] for _, p in departures))
+    return most
+
+
+def measured_step(run: Run, vocabulary: int) -> float:
+    """Seconds of one inner step of the run's model, alone on this machine's share of cores; the first is not counted."""
+    threads = torch.get_num_threads()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = make_model(run, vocabulary).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.zeros(run.batch, run.sequence, dtype=torch.long, device=device)
+    bf16 = run.precision == "bf16" or (run.precision == "auto" and device.type == "cuda")
+    try:
+        torch.set_num_threads(_threads(run))
+        for _ in range(2):
+            began = time.perf_counter()
+            for _ in range(run.accumulate):
+                with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+                    loss = model(tokens, tokens).loss
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loss.item()  # a GPU has finished only now
+        return time.perf_counter() - began
+    finally:
+        torch.set_num_threads(threads)
+
+
+def enough(
+    strategy: Strategy, numels: Sequence[int], replicas: int, link: Link | None, seconds: float
+) -> Iterator[Finding]:
+    """The link against the sustained floor b·N/(H·T), and a flight against its delay τ·T."""
+    every, delay = strategy.schedule.every, strategy.schedule.delay
+    nbytes = strategy.nbytes_per_period(list(numels), replicas)
+    floor = 8 * nbytes / (every * seconds)
+    says = f"{text_of_nbytes(nbytes)} in {every} steps of {text_of_seconds(seconds)}: at least {text_of_rate(floor)} up (predicted)"
+    if link is None:
+        yield Finding("link", "ok", says, "give --link RATE to compare with yours")
+        return
+    share = link.bits_per_second / floor
+    advice = f"at most {min(share, 1):.0%} of the time would be training: larger --every, fewer bits (--codec), or a larger --batch"
+    yield warn_unless(share >= 1, "link", f"{says}; {link} is given", advice)
+    flight = link.seconds(max(strategy.exchange.nbytes_sent(strategy.codec, numel, replicas) for numel in numels))
+    says = f"the largest fragment flies {text_of_seconds(flight)}, {delay} steps last {text_of_seconds(delay * seconds)} (predicted)"
+    if delay:
+        advice = f"every round would wait: --delay {min(every - 1, int(flight / seconds) + 1)}, or smaller fragments"
+    else:
+        advice = "every round waits: streaming_diloco trains on meanwhile"
+    yield warn_unless(
+        flight <= max(delay, 0.05 * every) * seconds, "delay", says, advice
+    )  # 5 % of the time is nobody's trouble
+
+
+def _threads(run: Run) -> int:
+    return max(1, (os.cpu_count() or 1) // run.replicas) if run.carrier == "processes" else torch.get_num_threads()
+
+
+def _table(findings: Sequence[Finding]) -> Table:
+    styles = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for finding in findings:
+        says = Text(finding.says)
+        if finding.do:
+            says.append(f"\n→ {finding.do}", style="dim" if finding.level == "ok" else "")
+        table.add_row(Text(finding.level, style=styles[finding.level]), Text(finding.what), says)
+    return table

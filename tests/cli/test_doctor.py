@@ -1,0 +1,166 @@
+"""The doctor finds what was broken on purpose, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import replace
+
+import pytest
+import torch
+
+from thinwire import E3M0, Strided, diloco, eager_diloco, streaming_diloco
+from thinwire.cli import doctor, machine
+from thinwire.group import Link
+from thinwire.lm.run import Run
+from thinwire.lm.trainer import make_model
+from thinwire.replica import Replica
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch):
+    """Enough text for a small run, and a cache that goes with the test."""
+    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
+    file = tmp_path / "text.txt"
+    file.write_text("All that glisters is not gold. " * 4000)
+    return file
+
+
+def ask(capsys, *arguments: str) -> tuple[int, dict[str, dict]]:
+    """The exit code, and the findings by what they are about."""
+    code = doctor.main([*arguments, "--json"])
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["problems"] == sum(f["level"] == "problem" for f in answer["findings"])
+    return code, {finding["what"]: finding for finding in answer["findings"]}
+
+
+def saved(tmp_path, text, **settings) -> str:
+    file = tmp_path / "run.toml"
+    Run(text=(str(text),), **{"steps": 10, "batch": 2, "sequence": 32, "carrier": "threads"} | settings).save(file)
+    return str(file)
+
+
+def test_this_machine_has_what_tests_need(capsys, tmp_path):
+    code, found = ask(capsys, "--runs", str(tmp_path / "not" / "yet"))
+    assert code == 0
+    assert torch.__version__ in found["thinwire"]["says"]
+    assert "measured" in found["gloo round trip"]["says"]
+    assert "127.0.0.1" in found["interfaces"]["says"]
+
+
+def test_every_finding_that_is_not_ok_says_what_to_do(capsys, tmp_path, text):
+    file = saved(tmp_path, text, steps=10**6, replicas=1000, link="1kbit")
+    _, found = ask(capsys, file, "--step-seconds", "0.1", "--master-addr", "nowhere.invalid")
+    poor = {what for what, finding in found.items() if finding["level"] != "ok"}
+    assert {"replicas", "text", "link", "delay", "rank 0"} <= poor
+    assert all(found[what]["do"] for what in poor)
+
+
+def test_a_run_that_works_has_no_problem(capsys, tmp_path, text):
+    code, found = ask(capsys, saved(tmp_path, text, replicas=1, strategy="streaming_diloco"))
+    assert code == 0
+    assert "measured" in found["inner step"]["says"]
+    assert "predicted" in found["memory of a replica"]["says"] and "predicted" in found["link"]["says"]
+
+
+@pytest.mark.parametrize(
+    ("break_it", "what", "says"),
+    [
+        (lambda file, text: file.write_text("stepps = 3"), "run file", "stepps"),
+        (lambda file, text: file.unlink(), "run file", "No such file"),
+        (lambda file, text: text.unlink(), "text", "text.txt"),
+        (lambda file, text: text.write_text("short"), "text", "more text"),
+        (lambda file, text: file.write_text(file.read_text().replace("tiny", "huge")), "model", "huge"),
+    ],
+)
+def test_what_is_broken_is_named(capsys, tmp_path, text, break_it, what, says):
+    file = tmp_path / "run.toml"
+    saved(tmp_path, text)
+    break_it(file, text)
+    code, found = ask(capsys, str(file), "--step-seconds", "1")
+    assert code == 1
+    assert found[what]["level"] == "problem" and says in found[what]["says"]
+
+
+def test_a_port_in_use_is_a_problem(capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        code, found = ask(capsys, "--master-addr", "127.0.0.1", "--master-port", str(taken.getsockname()[1]))
+        assert code == 1 and "cannot be used" in found["rank 0"]["says"]
+
+
+def test_a_model_that_does_not_fit_is_a_problem_and_is_not_measured(capsys, tmp_path, text, monkeypatch):
+    monkeypatch.setattr(machine, "memory", lambda: (1 << 20, 1 << 20))
+    code, found = ask(capsys, saved(tmp_path, text))
+    assert code == 1
+    assert found["memory of a replica"]["level"] == "problem" and "inner step" not in found
+
+
+def test_the_floor_is_that_of_the_formula():
+    strategy = streaming_diloco(every=30, delay=5)
+    numels, seconds = [1_000_000, 500_000], 0.2
+    floor = 8 * strategy.nbytes_per_period(numels, 3) / (30 * seconds)
+
+    def level(rate: float) -> str:
+        return next(iter(doctor.enough(strategy, numels, 3, Link(rate), seconds))).level
+
+    assert level(1.001 * floor) == "ok" and level(0.999 * floor) == "warning"
+
+
+def test_a_delay_too_short_for_the_largest_fragment_is_seen():
+    strategy = streaming_diloco(every=30, delay=2)
+    nbytes = strategy.exchange.nbytes_sent(E3M0(), 1_000_000, 2)
+
+    def found(rate: float) -> doctor.Finding:
+        return list(doctor.enough(strategy, [1_000_000], 2, Link(rate), 0.5))[1]
+
+    assert found(8.001 * nbytes).level == "ok"
+    assert found(7.9 * nbytes).level == "warning" and "--delay 3" in found(7.9 * nbytes).do
+
+
+def test_predicted_memory_is_what_a_replica_keeps():
+    """Anchors and outer state, against the tensors of a replica: with and without momentum, and eager."""
+    from thinwire import run_threads
+
+    model_of = Run(model="tiny")
+    for strategy in (
+        streaming_diloco(every=4, delay=1),
+        diloco(every=4, outer_momentum=0.0),
+        eager_diloco(every=2, partition=Strided(1)),
+    ):
+
+        def kept(group, strategy=strategy):
+            model = make_model(model_of, 256)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            replica = Replica(strategy, model, optimizer, group)
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            for _ in range(4 * strategy.schedule.every):
+                optimizer.step()
+            tensors, _ = replica.state()
+            nbytes = sum(4 * t.numel() for name, t in tensors.items() if not name.endswith("delta"))
+            replica.finish()
+            return nbytes, [f.numel for f in replica.fragments]
+
+        nbytes, numels = run_threads(1, kept)[0]
+        predicted = doctor.predicted_nbytes(sum(numels), strategy, numels, 1)
+        assert predicted["anchors"] + predicted["outer momentum"] == nbytes
+
+
+def test_what_is_in_the_air_at_once():
+    staggered = streaming_diloco(every=10, delay=1)
+    assert doctor._most_at_once(staggered, [5, 7]) == 7
+    together = replace(staggered, schedule=replace(staggered.schedule, delay=9))
+    assert doctor._most_at_once(together, [5, 7]) == 12
+
+
+def test_the_namespace_is_gone_afterwards():
+    before = machine.subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout if _has_ip() else ""
+    machine.shaping()
+    after = machine.subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout if _has_ip() else ""
+    assert "thinwire-doctor" not in before + after
+
+
+def _has_ip() -> bool:
+    return machine.shutil.which("ip") is not None

@@ -1,0 +1,68 @@
+"""The same run file under torchrun: replicas of one process, and replicas of two (FSDP2)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from thinwire.lm import launch
+from thinwire.lm.run import Run
+from thinwire.observe.events import read_events
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {i}: {i * i % 97} thin wires carry {i % 13} packets\n" for i in range(2000)))
+    file = tmp_path / "run.toml"
+    Run(text=(str(text),), steps=12, every=4, delay=2, batch=2, sequence=32, eval_batches=2, checkpoint_every=5).save(
+        file
+    )
+    return file
+
+
+def torchrun(processes: int, *arguments: str) -> dict[str, object]:
+    """The summary that `thinwire train --json` prints last, from `processes` processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    done = subprocess.run(
+        [*command, "-m", "thinwire", "train", *arguments, "--json"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary: dict[str, object] = json.loads(done.stdout.strip().splitlines()[-1])
+    return summary
+
+
+def test_torchrun_trains_the_same_bytes_as_thinwire_itself(run_file: Path, tmp_path: Path) -> None:
+    summary = torchrun(2, str(run_file), "--out", str(tmp_path / "torchrun"))
+    assert summary["steps"] == 12 and summary["replicas"] == 2
+    launch.new_folder(Run.load(run_file), tmp_path / "own", resume=False)
+    launch.train_processes(Run.load(run_file), tmp_path / "own", False, lambda: None)
+    assert (tmp_path / "torchrun/model.safetensors").read_bytes() == (tmp_path / "own/model.safetensors").read_bytes()
+
+
+def test_replicas_of_two_ranks_train_the_same_model(run_file: Path, tmp_path: Path) -> None:
+    """2 replicas × 2 shards against 2 × 1: the same sums in another order."""
+    torchrun(2, str(run_file), "--out", str(tmp_path / "whole"), "--codec", "Identity")
+    summary = torchrun(4, str(run_file), "--out", str(tmp_path / "sharded"), "--codec", "Identity")
+    assert summary["replicas"] == 2
+    for replica in range(2):
+        whole = losses(tmp_path / f"whole/events/replica-{replica}.jsonl")
+        halves = [losses(tmp_path / f"sharded/events/replica-{replica}.shard-{shard}.jsonl") for shard in range(2)]
+        assert [sum(pair) / 2 for pair in zip(*halves)] == pytest.approx(whole, rel=1e-3)
+    exported = load_file(tmp_path / "sharded/model.safetensors")
+    assert {n: t.shape for n, t in load_file(tmp_path / "whole/model.safetensors").items()} == {
+        n: t.shape for n, t in exported.items()
+    }
+
+
+def losses(events: Path) -> list[float]:
+    return [event["loss"] for event in read_events(events) if event["event"] == "step"]

@@ -1,0 +1,387 @@
+"""What cannot work fails when it is made, with what was given · what is needed · what to do. The texts are pinned here."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from pieces import adamw, batch, inner_step, journey, sgd, toy
+from torch import nn
+
+import thinwire as tw
+
+CONFIGURATIONS = {
+    "every=0": (
+        lambda: tw.Every(0),
+        "every=0: at least 1 inner step between two rounds is needed.",
+    ),
+    "every=-3": (
+        lambda: tw.Staggered(-3),
+        "every=-3: at least 1 inner step between two rounds is needed.",
+    ),
+    "delay<0": (
+        lambda: tw.Staggered(6, -1),
+        "delay=-1 with every=6: a round must land before its fragment departs again; choose 0 <= delay < every, so at most 5.",
+    ),
+    "delay>every": (
+        lambda: tw.Every(6, 7),
+        "delay=7 with every=6: a round must land before its fragment departs again; choose 0 <= delay < every, so at most 5.",
+    ),
+    "delay=every": (
+        lambda: tw.Strategy(schedule=tw.Every(6, 6)),
+        "delay=6 with every=6: 0 <= delay < every is needed, so at most 5; for a whole period of delay choose eager updates.",
+    ),
+    "offsets": (
+        lambda: tw.Staggered(6, 0, (0, 3)),
+        "offsets=(0, 3): every fragment first departs at inner step 1 or later.",
+    ),
+    "alpha>1": (
+        lambda: tw.Mix(1.5),
+        "merge=1.5: between 0 (take the anchor) and 1 (keep the local values) is needed.",
+    ),
+    "alpha<0": (
+        lambda: tw.streaming_diloco(merge=-0.1),
+        "merge=-0.1: between 0 (take the anchor) and 1 (keep the local values) is needed.",
+    ),
+    "alpha=nan": (
+        lambda: tw.Mix(float("nan")),
+        "merge=nan: between 0 (take the anchor) and 1 (keep the local values) is needed.",
+    ),
+    "outer lr": (
+        lambda: tw.diloco(outer_lr=0.0),
+        "Nesterov(lr=0.0, momentum=0.9): lr > 0 and 0 <= momentum < 1 are needed; 0.4 and 0.9 are the paper's.",
+    ),
+    "outer momentum": (
+        lambda: tw.Nesterov(0.4, 1.0),
+        "Nesterov(lr=0.4, momentum=1.0): lr > 0 and 0 <= momentum < 1 are needed; 0.4 and 0.9 are the paper's.",
+    ),
+    "block": (
+        lambda: tw.E3M0(33),
+        "E3M0(block=33): an even block of at least 2 is needed; 128 is usual.",
+    ),
+    "cast": (
+        lambda: tw.Cast("fp8"),
+        "Cast(dtype='fp8'): bf16 or fp16 is needed; for 4 bits use E3M0().",
+    ),
+    "no codec": (
+        lambda: tw.Strategy(codec="e3m0"),
+        "codec='e3m0': a Codec is needed; see docs/strategies.md.",
+    ),
+    "a class": (
+        lambda: tw.Strategy(codec=tw.E3M0),
+        "codec=<class 'thinwire.codecs.block.E3M0'>: a Codec is needed; see docs/strategies.md.",
+    ),
+    "a merge": (
+        lambda: tw.Strategy(merge=0.5),
+        "merge=0.5: Mix(alpha) or Eager() is needed.",
+    ),
+    "a signal": (
+        lambda: tw.Strategy(signal=tw.Gradients),
+        "signal=<class 'thinwire.strategy.Gradients'>: Deltas() or Gradients() is needed.",
+    ),
+    "anchors": (
+        lambda: tw.Strategy(anchors="gpu"),
+        "anchors='gpu': 'host' or 'device' is needed.",
+    ),
+    "eager without delay": (
+        lambda: tw.Strategy(schedule=tw.Every(6, 2), merge=tw.Eager()),
+        "Eager() with delay=2, every=6: an eager round takes a whole period; choose delay=6.",
+    ),
+    "gradients now and then": (
+        lambda: tw.Strategy(signal=tw.Gradients(), schedule=tw.Every(2)),
+        "Gradients() with Every(every=2, delay=0), Average(), Mix(alpha=0.0): gradients are exchanged at every step, and the inner "
+        "optimizer is the outer one; leave schedule, outer and merge at Every(1), Average() and Mix().",
+    ),
+    "unknown name": (
+        lambda: tw.parse("E4M3"),
+        "'E4M3' in 'E4M3' is not known; choose from Average, BySize, Cast, Deltas, Direct, E3M0, Eager, Every, Gradients, Identity, Mix, "
+        "Nesterov, Sequential, Staggered, Strategy, Strided, Whole.",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CONFIGURATIONS)
+def test_configuration(case):
+    make, message = CONFIGURATIONS[case]
+    with pytest.raises(tw.ConfigurationError) as caught:
+        make()
+    assert str(caught.value) == message
+    assert isinstance(caught.value, ValueError) and isinstance(caught.value, tw.ThinwireError)
+
+
+def test_an_outer_step_that_is_not_linear():
+    class Sign:
+        linear = False
+
+        def init(self, anchor):
+            return {}
+
+        def step(self, anchor, delta, state):
+            return anchor - delta.sign(), state
+
+        def __repr__(self) -> str:
+            return "Sign()"
+
+    message = r"Eager\(\) with Sign\(\): a linear outer step is needed; choose Nesterov or Average\."
+    with pytest.raises(tw.ConfigurationError, match=message):
+        tw.Strategy(schedule=tw.Every(6, 6), merge=tw.Eager(), outer=Sign())
+
+
+def attach(strategy=None, model=None, optimizer=sgd, replicas=1):
+    def replica(group):
+        own = toy() if model is None else model()
+        tw.Replica(strategy or tw.local_sgd(), own, optimizer(own), group).close()
+
+    tw.run_threads(replicas, replica)
+
+
+FEWER = "(what is outside the layers is a fragment of its own); choose fewer, or BySize."
+
+
+@pytest.mark.parametrize(
+    ("partition", "message"),
+    [
+        (tw.Strided(4), f"fragments=4 for a model of 3 layers: between 1 and 3 is needed {FEWER}"),
+        (tw.Sequential(0), f"fragments=0 for a model of 3 layers: between 1 and 3 is needed {FEWER}"),
+        (tw.BySize(11), "fragments=11: between 1 and 10 (the model's tensors) is needed."),
+        (tw.Strided(layers="blocks"), "layers='blocks' is no list of modules of this model; it has: layers."),
+    ],
+)
+def test_more_fragments_than_layers(partition, message):
+    with pytest.raises(tw.ConfigurationError) as caught:
+        attach(tw.Strategy(partition=partition))
+    assert str(caught.value) == message
+
+
+def test_offsets_for_another_number_of_fragments():
+    """Found before anything is trained, not at the first departure."""
+    message = "offsets=(3, 6) are for 2 fragments, the partition makes 4; give one offset a fragment."
+    with pytest.raises(tw.ConfigurationError) as caught:
+        attach(tw.Strategy(schedule=tw.Staggered(6, 0, (3, 6)), partition=tw.Strided(3)))
+    assert str(caught.value) == message
+
+
+class Integers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+
+
+class WithNaN(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        nn.init.constant_(self.bias, float("nan"))
+
+
+def of_another_model(_):
+    return torch.optim.SGD(toy().parameters(), lr=0.1)
+
+
+def of_some(model):
+    return torch.optim.SGD(list(model.parameters())[:9], lr=0.1)
+
+
+def of_nothing(_):
+    return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "message"),
+    [
+        (nn.ReLU, of_nothing, "ReLU has no trainable parameters; at least one with requires_grad=True is needed."),
+        (
+            lambda: nn.Linear(2, 2).requires_grad_(False), of_nothing,
+            "Linear has no trainable parameters; at least one with requires_grad=True is needed.",
+        ),
+        (Integers, sgd, "table is torch.complex64; only real floating-point parameters can be exchanged, freeze it."),
+        (
+            toy, of_another_model,
+            "the optimizer does not hold 11 of the model's trainable parameters (gain, nothing, embed.weight, …); make it from this "
+            "model's parameters, or freeze them (requires_grad_(False)).",
+        ),
+        (
+            toy, of_some,
+            "the optimizer does not hold 3 of the model's trainable parameters (layers.2.bias, head.weight, head.bias); make it from this "
+            "model's parameters, or freeze them (requires_grad_(False)).",
+        ),
+        (
+            WithNaN, sgd,
+            "fragment 'model' of replica 0 holds NaN or infinity; the weights that all start from must be finite. "
+            "Initialise them, or load a sound checkpoint, before attaching the Replica.",
+        ),
+    ],
+)  # fmt: skip
+def test_models(model, optimizer, message):
+    with pytest.raises(tw.ModelError) as caught:
+        attach(model=model, optimizer=optimizer)
+    assert str(caught.value) == message
+
+
+# ---- replicas that do not fit together
+
+
+class Rewriting:
+    """A replica of another version: the same words in its introduction, but for one."""
+
+    def __init__(self, group: tw.Group, old: bytes, new: bytes) -> None:
+        assert len(old) == len(new)
+        self.group, self.rank, self.size, self.old, self.new = group, group.rank, group.size, old, new
+
+    def post(self, tag, send, recv, purpose="packet"):
+        if purpose == "introduction":
+            changed = {peer: bytes(m.numpy().tobytes()).replace(self.old, self.new) for peer, m in send.items()}
+            send = {peer: torch.frombuffer(bytearray(m), dtype=torch.uint8) for peer, m in changed.items()}
+        return self.group.post(tag, send, recv, purpose)
+
+    def close(self) -> None:
+        self.group.close()
+
+
+def disagree(attach_one, replicas=3):
+    """What each replica is told. Nothing was trained: no hook is on the optimizer, and the weights are as they were."""
+
+    def replica(group):
+        model, optimizer, strategy, wrapped = attach_one(group)
+        before = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(tw.DisagreementError) as caught:
+            tw.Replica(strategy, model, optimizer, wrapped)
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+        assert not optimizer._optimizer_step_post_hooks and not optimizer._optimizer_step_pre_hooks
+        return str(caught.value)
+
+    told = tw.run_threads(replicas, replica)
+    for message in told:
+        assert "Nothing was trained" in message
+    return told
+
+
+def test_another_strategy():
+    def one(group):
+        model = toy()
+        return model, sgd(model), tw.local_sgd(every=30 if group.rank != 2 else 31), group
+
+    told = disagree(one)
+    assert len(set(told)) == 1
+    assert re.fullmatch(
+        r"replica 2 does not fit replica 0: strategy: Strategy\(schedule=Every\(every=31.*\) there, "
+        r"Strategy\(schedule=Every\(every=30.*\) on replica 0\. Nothing was trained\. Give every replica the same code, model and settings\.",
+        told[0],
+    )
+
+
+def test_another_model():
+    class Wider(type(toy())):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(5, 2)
+
+    def one(group):
+        model = Wider() if group.rank == 1 else toy()
+        return model, sgd(model), tw.local_sgd(), group
+
+    told = disagree(one)
+    assert len(set(told)) == 1
+    assert told[0].startswith("replica 1 does not fit replica 0: model, model / head.weight: (2, 5) torch.float32, 10 here there, (1, 5)")
+
+
+def test_another_precision_and_a_frozen_layer():
+    def half(group):
+        model = toy().bfloat16() if group.rank == 1 else toy()
+        return model, sgd(model), tw.local_sgd(), group
+
+    def frozen(group):
+        model = toy()
+        model.head.bias.requires_grad_(group.rank != 1)
+        return model, sgd(model), tw.local_sgd(), group
+
+    assert "torch.bfloat16" in disagree(half, 2)[0]
+    assert "head.bias: absent there" in disagree(frozen, 2)[0]
+
+
+def test_another_order():
+    """The same tensors in another order would be averaged crosswise, with every packet in order."""
+
+    class Swapped(type(toy())):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = self._parameters.pop("gain")
+
+    def one(group):
+        model = Swapped() if group.rank == 1 else toy()
+        return model, sgd(model), tw.local_sgd(), group
+
+    assert "order of tensors" in disagree(one, 2)[0]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (f'"{tw.__version__}"'.encode(), f'"9{tw.__version__[1:]}"'.encode(), f"code version: 9{tw.__version__[1:]} there, {tw.__version__} on replica 0"),
+        (b'"wire format": 1', b'"wire format": 7', "wire format: 7 there, 1 on replica 0"),
+        (b"{", b"[", "introduced itself unreadably"),
+    ],
+)  # fmt: skip
+def test_another_version(old, new, message):
+    """Told by everybody who hears it; the one that differs sees only agreement here, for its own words are rewritten on the way out."""
+
+    def replica(group):
+        model = toy()
+        optimizer = sgd(model)
+        wrapped = Rewriting(group, old, new) if group.rank == 1 else group
+        try:
+            tw.Replica(tw.local_sgd(), model, optimizer, wrapped)
+        except tw.PeerError as error:
+            return str(error)
+
+    told = tw.run_threads(3, replica)
+    for rank in (0, 2):
+        assert "replica 1" in told[rank] and message in told[rank] and "Nothing was trained" in told[rank]
+
+
+@pytest.mark.parametrize("text", [b"null", b"3", b"[1]", b'"x"', b"{", b"\xff\xfe", b"[" * 20_000, b'{"a":1}', b""])
+def test_unreadable_introductions(text):
+    """Whatever comes is a `DisagreementError` that names the replica."""
+    from thinwire.contact import agree
+    from thinwire.group import gather
+
+    def replica(group):
+        if group.rank == 1:
+            gather(group, text, 1 << 20, "introduction")
+            return ""
+        with pytest.raises(tw.DisagreementError, match="replica 1") as caught:
+            agree(group, {"a": 2})
+        return str(caught.value)
+
+    assert tw.run_threads(2, replica)[0]
+    assert json.dumps({"a": 2})
+
+
+def test_peers_that_leave():
+    """A replica that fails ends the others with a `LinkError` that names it, at their next landing; the first error is what is told."""
+
+    def fail(replica, step):
+        if step == 5 and replica.group.rank == 1:
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        journey(tw.diloco(every=3), 2, before_step=fail)
+    told = []
+
+    def replica(group):
+        model = toy()
+        optimizer = adamw(model)
+        try:
+            with tw.Replica(tw.diloco(every=3), model, optimizer, group):
+                for step in range(1, 20 if group.rank == 0 else 5):
+                    inner_step(model, optimizer, *batch(0, group.rank, step))
+                if group.rank == 1:
+                    raise KeyboardInterrupt
+        except tw.LinkError as error:
+            told.append(str(error))
+        except KeyboardInterrupt:
+            pass
+
+    tw.run_threads(2, replica)
+    assert told and "replica 1 closed its group before this exchange" in told[0]

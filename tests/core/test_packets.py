@@ -1,0 +1,190 @@
+"""Bytes from a peer are hostile: whatever they are, they are the packet that was due or a `PacketError`."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pieces import CODECS, journey, same_bits, toy, weights
+
+import thinwire as tw
+from thinwire.packet import HEADER_NBYTES, REFUSED, STOP, Header, empty_packet, identity, open_packet, payload, seal
+
+DUE = Header(codec=identity(tw.E3M0()), sender=3, fragment=2, round=77, numel=90, nbytes=46)
+CHECKSUM_AT = HEADER_NBYTES - 4
+
+
+def sealed(header: Header = DUE, flags: int = 0, nbytes: int = DUE.nbytes) -> torch.Tensor:
+    packet = empty_packet(nbytes)
+    payload(packet).copy_(torch.arange(nbytes) * 37 % 256)
+    seal(packet, replace(header, flags=flags))
+    return packet
+
+
+def resealed(packet: torch.Tensor) -> torch.Tensor:
+    """With a checksum that fits: what a peer of another build, or an enemy, would send."""
+    raw = bytearray(packet.numpy().tobytes())
+    raw[CHECKSUM_AT:HEADER_NBYTES] = bytes(4)
+    raw[CHECKSUM_AT:HEADER_NBYTES] = struct.pack("<I", zlib.crc32(raw))
+    return torch.frombuffer(raw, dtype=torch.uint8)
+
+
+def tensor(raw: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+
+
+GOOD = sealed().numpy().tobytes()
+
+
+def test_the_layout():
+    """48 bytes, little-endian, in this order. A change here needs another VERSION."""
+    assert HEADER_NBYTES == 48
+    head = struct.unpack("<4sHHIIIQQQI", GOOD[:48])
+    assert head[:-1] == (b"TWPK", 1, 0, DUE.codec, 3, 2, 77, 90, 46)
+    assert head[-1] == zlib.crc32(GOOD[:44] + bytes(4) + GOOD[48:])
+    assert identity(tw.E3M0()) == zlib.crc32(b"E3M0(block=128)") != identity(tw.E3M0(64))
+
+
+@pytest.mark.parametrize("flags", [0, REFUSED, STOP, REFUSED | STOP])
+def test_what_is_due_is_opened(flags):
+    assert open_packet(sealed(flags=flags), DUE) == flags
+
+
+def is_due_or_refused(raw: bytes) -> None:
+    try:
+        open_packet(tensor(raw), DUE)
+    except tw.PacketError as error:
+        assert "replica 3" in str(error)
+    else:
+        assert raw == GOOD
+
+
+@given(st.binary(max_size=200))
+@settings(deadline=None)
+def test_any_bytes(raw):
+    is_due_or_refused(raw)
+
+
+@given(st.integers(0, len(GOOD)), st.binary(max_size=12))
+@settings(deadline=None)
+def test_truncated_and_extended(end, more):
+    is_due_or_refused(GOOD[:end] + more)
+
+
+@given(st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)), min_size=1, max_size=6))
+@settings(deadline=None, max_examples=300)
+def test_changed_bytes(changes):
+    raw = bytearray(GOOD)
+    for at, byte in changes:
+        raw[at] = byte
+    is_due_or_refused(bytes(raw))
+
+
+@given(st.integers(0, len(GOOD) - 1), st.integers(0, len(GOOD) - 1), st.integers(1, 40))
+@settings(deadline=None)
+def test_moved_bytes(source, target, count):
+    raw = bytearray(GOOD)
+    piece = raw[source : source + count]
+    raw[target : target + len(piece)] = piece
+    is_due_or_refused(bytes(raw[: len(GOOD)]))
+
+
+def test_every_bit_counts():
+    for bit in range(8 * len(GOOD)):
+        raw = bytearray(GOOD)
+        raw[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(tw.PacketError):
+            open_packet(tensor(bytes(raw)), DUE)
+
+
+@given(st.binary(min_size=HEADER_NBYTES, max_size=HEADER_NBYTES))
+@settings(deadline=None)
+def test_a_header_with_a_fitting_checksum(head):
+    """Past the checksum, too, nothing but the packet that is due: any header with the right sum over it."""
+    raw = b"TWPK" + struct.pack("<H", 1) + head[6:] + GOOD[HEADER_NBYTES:]
+    packet = resealed(tensor(raw))
+    if bytes(packet[8:CHECKSUM_AT].tolist()) == GOOD[8:CHECKSUM_AT]:
+        return
+    with pytest.raises(tw.PacketError):
+        open_packet(packet, DUE)
+
+
+@pytest.mark.parametrize("field", ["codec", "sender", "fragment", "round", "numel", "nbytes"])
+@pytest.mark.parametrize("value", [0, (1 << 32) - 1, (1 << 60) + 5])
+def test_each_field_is_compared(field, value):
+    """Named, with what was sent and what was due. Lengths lead to no allocation: the size was known before."""
+    value = value if field in ("round", "numel", "nbytes") else value & 0xFFFFFFFF
+    packet = sealed(replace(DUE, **{field: value}))
+    with pytest.raises(tw.PacketError, match=rf"replica 3 sent {field} {value}, {getattr(DUE, field)} was due"):
+        open_packet(packet, DUE)
+
+
+def test_what_is_said():
+    cases = {
+        r"replica 3 sent 93 bytes, 94 were due\. Do all replicas run the same strategy\?": tensor(GOOD[:-1]),
+        r"replica 3 sent magic b'NOPE' version 1, .* Run the same version of Thinwire on every replica": tensor(b"NOPE" + GOOD[4:]),
+        r"sent magic b'TWPK' version 2": tensor(GOOD[:4] + b"\2\0" + GOOD[6:]),
+        r"the packet of replica 3 is damaged: checksum [0-9a-f]{8}, computed [0-9a-f]{8}": tensor(GOOD[:-1] + b"!"),
+        r"replica 3 sent unknown flags 0x8; run the same version everywhere": sealed(flags=8),
+    }
+    for message, packet in cases.items():
+        with pytest.raises(tw.PacketError, match=message):
+            open_packet(packet, DUE)
+
+
+# ---- values that no honest replica would send
+
+
+class Hostile:
+    """A replica whose packets, from some post on, hold other bytes than were encoded, with a checksum that fits."""
+
+    def __init__(self, group: tw.Group, after: int) -> None:
+        self.group, self.rank, self.size, self.posts, self.after = group, group.rank, group.size, 0, after
+        self.random = torch.Generator().manual_seed(7)
+
+    def post(self, tag, send, recv, purpose="packet"):
+        if purpose == "packet":
+            self.posts += 1
+            if self.posts > self.after:
+                packet = next(iter(send.values()))  # one tensor for all peers and for itself
+                body = payload(packet)
+                body.copy_(torch.randint(0, 256, (body.numel(),), generator=self.random))
+                packet.copy_(resealed(packet))
+        return self.group.post(tag, send, recv, purpose)
+
+    def close(self) -> None:
+        self.group.close()
+
+
+@pytest.mark.parametrize("codec", [row.piece for row in CODECS], ids=str)
+def test_hostile_values_reach_no_anchor(codec):
+    """Random bytes decode to NaN, infinity and 1e38 now and then. The anchors stay finite and equal on all replicas."""
+    strategy = tw.Strategy(schedule=tw.Staggered(2, 1), partition=tw.Strided(3), codec=codec, outer=tw.Nesterov(), merge=tw.Mix(0.5))
+    journeys = journey(strategy, 3, steps=12, wrap=lambda group: Hostile(group, 4) if group.rank == 1 else group)
+    for one in journeys:
+        for now, first in zip(one.agreed, journeys[0].agreed):
+            assert all(torch.isfinite(t).all() and same_bits(t, first[name]) for name, t in now.items())
+        assert same_bits(one.final, journeys[0].final) and not same_bits(one.final, weights(toy()))
+    if codec in (tw.Identity(), tw.Cast("bf16"), tw.Cast("fp16")):
+        refused = journeys[0].heard("refused")
+        assert any(e["by"] == [] and e["reason"] == "the anchor would not be finite" for e in refused)
+
+
+def test_a_damaged_packet_ends_training_and_says_why():
+    """No round is judged on damaged bytes: `PacketError`, naming the sender, and nothing has changed."""
+
+    class Damaging(Hostile):
+        def post(self, tag, send, recv, purpose="packet"):
+            if purpose == "packet":
+                send = {peer: packet.clone() for peer, packet in send.items()}
+                for packet in send.values():
+                    packet[-1] ^= 1
+            return self.group.post(tag, send, recv, purpose)
+
+    with pytest.raises(tw.PacketError, match="the packet of replica 1 is damaged"):
+        journey(tw.local_sgd(every=2), 2, wrap=lambda group: Damaging(group, 0) if group.rank == 1 else group)

@@ -1,0 +1,182 @@
+"""Law 4: every parameter travels exactly once a cycle, whatever its size, shape, dtype or layout."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pieces import PARTITIONS, Toy
+from torch import nn
+
+import thinwire as tw
+
+SHAPES = [(), (0,), (1,), (2,), (7,), (3, 5), (0, 4), (2, 3, 2), (2, 3, 4, 3), (1, 1, 1, 1)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+LAYOUTS = ["contiguous", "channels last", "transposed"]
+Specification = list[list[tuple[tuple[int, ...], torch.dtype, str, bool]]]
+
+
+class Layer(nn.Module):
+    pass
+
+
+class Odd(nn.Module):
+    """A model that is nothing but parameters: layers of them, some outside, some tied."""
+
+    def __init__(self, specification: Specification, tied: list[int]) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.layers = nn.ModuleList()
+        for number, layer in enumerate(specification):
+            module = Layer()
+            for index, (shape, dtype, layout, trained) in enumerate(layer):
+                parameter = nn.Parameter(laid_out(torch.randn(shape, generator=generator), layout).to(dtype), requires_grad=trained)
+                module.register_parameter(f"p{index}", parameter)
+            self.layers.append(module)
+            if number == 0:
+                self.outside = nn.Parameter(torch.ones(3))
+        everything = list(self.parameters())
+        for index in tied:  # the same object under a second name
+            self.register_parameter(f"tied{index}", everything[index % len(everything)])
+
+
+def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
+    if layout == "channels last" and x.dim() == 4:
+        return x.contiguous(memory_format=torch.channels_last)
+    return x.mT.contiguous().mT if layout == "transposed" and x.dim() >= 2 else x
+
+
+parameter = st.tuples(st.sampled_from(SHAPES), st.sampled_from(DTYPES), st.sampled_from(LAYOUTS), st.booleans() | st.just(True))
+models = st.builds(Odd, st.lists(st.lists(parameter, max_size=4), min_size=1, max_size=6), st.lists(st.integers(0, 20), max_size=3, unique=True))
+partitions = st.one_of(
+    st.just(tw.Whole()),
+    st.builds(tw.Strided, st.none() | st.integers(1, 4)),
+    st.builds(tw.Sequential, st.none() | st.integers(1, 4)),
+    st.builds(tw.BySize, st.integers(1, 6)),
+)
+
+
+@given(models, partitions)
+@settings(deadline=None, max_examples=300)
+def test_law_4_each_parameter_once(model, partition):
+    try:
+        fragments = partition.fragments(model)
+    except tw.ConfigurationError as error:
+        assert "choose fewer" in str(error) or "is needed" in str(error)
+        return
+    travelling = [p for fragment in fragments for _, p in fragment.parameters]
+    assert sorted(map(id, travelling)) == sorted(id(p) for p in model.parameters() if p.requires_grad)
+    assert all(fragment.parameters for fragment in fragments), "a fragment of no parameters"
+    assert sum(fragment.numel for fragment in fragments) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert len({fragment.name for fragment in fragments}) == len(fragments)
+    for name, p in (named for fragment in fragments for named in fragment.parameters):
+        assert model.get_parameter(name) is p
+    assert [f.name for f in partition.fragments(model)] == [f.name for f in fragments]
+
+
+@given(models, partitions, st.sampled_from([tw.Identity(), tw.E3M0(2)]))
+@settings(deadline=None, max_examples=40)
+def test_law_4_each_parameter_is_averaged_once(model, partition, codec):
+    """By values: replica m moves every element by m + 1 quarters; after a cycle all hold the mean of the moves, each in its own dtype."""
+    try:
+        partition.fragments(model)
+    except tw.ConfigurationError:
+        return
+    start = [p.detach().clone() for p in model.parameters()]
+    strategy = tw.Strategy(schedule=tw.Staggered(3), partition=partition, codec=codec)
+    copies = [model, copy.deepcopy(model)]
+
+    def replica(group):
+        own = copies[group.rank]
+        parameters = [p for p in own.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(parameters, lr=1.0)
+        with tw.Replica(strategy, own, optimizer, group):
+            for p in parameters:
+                p.grad = torch.full_like(p, -0.25 * (group.rank + 1))
+            optimizer.step()
+
+    tw.run_threads(2, replica, timeout=20.0)
+    for own in copies:
+        for before, p in zip(start, own.parameters()):
+            moved = p.detach().double() - before.double()
+            due = 0.375 if p.requires_grad else 0.0
+            slack = 0.0 if not p.requires_grad else 1e-5 + 2 ** {torch.bfloat16: -6, torch.float16: -9}.get(p.dtype, -21)
+            assert p.dtype == before.dtype and p.stride() == before.stride()
+            assert (moved - due).abs().le(slack * (1 + before.double().abs())).all()
+    for a, b in zip(*(c.parameters() for c in copies)):
+        assert torch.equal(a, b)
+
+
+def names(partition: tw.Partition, model: nn.Module) -> list[str]:
+    return [fragment.name for fragment in partition.fragments(model)]
+
+
+def stack(layers: int, extra: bool = True) -> nn.Module:
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
+    if extra:
+        model.embed, model.norm = nn.Embedding(9, 4), nn.LayerNorm(4)
+    return model
+
+
+def test_strided_and_sequential():
+    """Fragment i holds i, i+P, …; or neighbours. What is outside the layers is the first fragment. Three layers each by default (§2.2)."""
+    assert names(tw.Strided(), stack(9)) == ["outside the layers", "layers 0,3,6", "layers 1,4,7", "layers 2,5,8"]
+    assert names(tw.Sequential(), stack(9)) == ["outside the layers", "layers 0,1,2", "layers 3,4,5", "layers 6,7,8"]
+    assert names(tw.Strided(3), stack(7, extra=False)) == ["layers 0,3,6", "layers 1,4", "layers 2,5"]
+    assert names(tw.Sequential(3), stack(7, extra=False)) == ["layers 0,1", "layers 2,3", "layers 4,5,6"]
+    for layers, fragments in ((1, 1), (3, 1), (4, 2), (24, 8), (48, 16), (108, 36)):  # §1.4: 1B 8, 10B 16, 100B 36
+        assert len(names(tw.Strided(), stack(layers, extra=False))) == fragments
+
+
+def test_layers_by_path():
+    model = nn.ModuleDict({"small": stack(2, False).blocks, "large": stack(5, False).blocks})
+    assert names(tw.Strided(2), model) == ["outside the layers", "layers 0,2,4", "layers 1,3"]
+    assert names(tw.Strided(2, layers="small"), model) == ["outside the layers", "layers 0", "layers 1"]
+    with pytest.raises(tw.ConfigurationError, match=r"layers='tiny' is no list of modules of this model; it has: small, large\."):
+        tw.Strided(2, layers="tiny").fragments(model)
+
+
+def test_layers_without_a_list():
+    """A model without ModuleList or Sequential is cut at its leaf modules; a bare leaf is one fragment."""
+    assert len(names(tw.Strided(2), Toy())) == 3
+    model = nn.Module()
+    model.a, model.b, model.c = (nn.Linear(2, 2) for _ in range(3))
+    assert names(tw.Strided(3), model) == ["layers 0", "layers 1", "layers 2"]
+    assert names(tw.Strided(), nn.Linear(2, 2)) == ["outside the layers"]
+    assert names(tw.Strided(2), nn.Sequential(*(nn.Linear(2, 2) for _ in range(11)))) == ["layers 0,2,4,6,8,10", "layers 1,3,5,7,9"]
+
+
+def test_frozen_layers_are_no_layers():
+    model = stack(6, extra=False)
+    model.blocks[1].requires_grad_(False)
+    assert names(tw.Sequential(5), model) == [f"layers {i}" for i in range(5)]
+    with pytest.raises(tw.ConfigurationError, match="for a model of 5 layers"):
+        tw.Strided(6).fragments(model)
+
+
+@pytest.mark.parametrize("partition", [row.piece for row in PARTITIONS], ids=str)
+def test_compiled_is_the_same(partition):
+    """`torch.compile` changes no name, number or order, of the whole model or of its layers."""
+    plain = [(f.name, [n for n, _ in f.parameters]) for f in partition.fragments(Toy())]
+    inside = Toy()
+    inside.layers[1] = torch.compile(inside.layers[1], backend="eager")
+    for compiled in (torch.compile(Toy(), backend="eager"), inside):
+        assert [(f.name, [n for n, _ in f.parameters]) for f in partition.fragments(compiled)] == plain
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.data())
+@settings(deadline=None)
+def test_by_size_is_balanced(sizes, data):
+    """Largest first to the smallest: within 4/3 of the best possible (Graham), and no fragment without a tensor."""
+    model = nn.ParameterList([nn.Parameter(torch.empty(n)) for n in sizes])
+    count = data.draw(st.integers(1, len(sizes)))
+    fragments = tw.BySize(count).fragments(model)
+    assert len(fragments) == count and all(fragment.parameters for fragment in fragments)
+    ordered = sorted(sizes, reverse=True)
+    pair = ordered[count - 1] + ordered[count] if len(sizes) > count else 0
+    least = max(sum(sizes) / count, ordered[0], pair)  # no partition does better than this
+    assert max(fragment.numel for fragment in fragments) <= 4 / 3 * least + 1
