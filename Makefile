@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 SET_UP := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check bench format
+.PHONY: help demo test test-slow check bench format tables
 
 help:            ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' Makefile | while read verb text; do printf '  make %-11s%s\n' "$$verb" "$$text"; done
@@ -22,15 +22,18 @@ test: .venv/.dev         ## all tests that take seconds
 test-slow: .venv/.dev    ## the other tests: minutes each
 	$(BIN)/python -m pytest -m slow
 
-check: .venv/.dev        ## format, lint, types; layers, README, docs and examples
+check: .venv/.dev        ## format, lint, types; layers, README, docs, public names
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/repo
+	$(BIN)/python -m pytest tests/core/test_layers.py tests/repo/test_pages.py tests/repo/test_surface.py
 
 format: .venv/.dev       ## write the format that check asks for
 	$(BIN)/ruff check --fix --select I .
 	$(BIN)/ruff format .
+
+tables: .venv/.demo      ## the README's tables anew, from benchmarks/results
+	$(BIN)/python docs/tables.py
 
 bench: .venv/.demo       ## the benchmarks behind the README's table: about ten minutes, Linux and root
 	$(BIN)/python benchmarks/utilization.py

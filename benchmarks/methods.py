@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported without saying so
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import Replica, Strategy, TorchGroup, parse
@@ -112,7 +113,7 @@ def torchft(part: Part, model: nn.Module, optimizer: torch.optim.Optimizer) -> I
         if part.rank == 0:
             lighthouse = LighthouseServer(bind=f"[::]:{part.port}", min_replicas=2, join_timeout_ms=60_000)
             stack.callback(lighthouse.shutdown)
-        store = torch.distributed.TCPStore(own, part.port + 1, is_master=True, wait_for_workers=False)
+        store = TCPStore(own, part.port + 1, is_master=True, wait_for_workers=False)
         patience = timedelta(seconds=TIMEOUT)
         manager = Manager(
             pg=ProcessGroupGloo(timeout=patience), min_replica_size=2, use_async_quorum=False, init_sync=False,

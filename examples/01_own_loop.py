@@ -45,7 +45,11 @@ def main() -> None:
 
     torch.manual_seed(0)
     losses = tw.run_threads(2, train)
-    print("after the last exchange, on unseen data: " + ", ".join(f"{loss:.8f}" for loss in losses) + " (one model, so equal)")
+    print(
+        "after the last exchange, on unseen data: "
+        + ", ".join(f"{loss:.8f}" for loss in losses)
+        + " (one model, so equal)"
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """The loop of 01 with a process for each replica, under torch.distributed; on several machines the same file.
 
-    python examples/02_processes.py                                               # starts two processes here
-    torchrun --standalone --nproc-per-node 2 examples/02_processes.py             # the same, by hand
-    torchrun --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 examples/02_processes.py       # on 10.0.0.1
-    torchrun --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 examples/02_processes.py       # on the other
+python examples/02_processes.py                                               # starts two processes here
+torchrun --standalone --nproc-per-node 2 examples/02_processes.py             # the same, by hand
+torchrun --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 examples/02_processes.py       # on 10.0.0.1
+torchrun --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 examples/02_processes.py       # on the other
 """
 
 import argparse

@@ -25,7 +25,9 @@ REPLICAS = 2
 def train(steps: int) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     start_torch(rank, world, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    group = tw.TorchGroup.from_world(replicas=REPLICAS)  # joins a shard with its twin; `group.site` joins the shards of a replica
+    group = tw.TorchGroup.from_world(
+        replicas=REPLICAS
+    )  # joins a shard with its twin; `group.site` joins the shards of a replica
 
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
@@ -36,7 +38,9 @@ def train(steps: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # after sharding: it must hold the shards
 
     data = torch.Generator().manual_seed(rank)
-    with tw.Replica(tw.streaming_diloco(every=10, fragments=2, delay=2), model, optimizer, group, site=group.site) as replica:
+    with tw.Replica(
+        tw.streaming_diloco(every=10, fragments=2, delay=2), model, optimizer, group, site=group.site
+    ) as replica:
         for _ in range(steps):
             x = torch.randn(64, 32, generator=data)
             loss = nn.functional.mse_loss(model(x), x.flip(1))
@@ -45,7 +49,9 @@ def train(steps: int) -> None:
             optimizer.zero_grad()
     weights = replica.export()  # whole tensors, the same on every rank; all ranks of a site call it
     total = sum(float(value.double().abs().sum()) for value in weights.values())
-    print(f"replica {group.rank}, shard {group.shard}: loss {loss.item():.4f}, sum of |weights| {total:.12f}", flush=True)
+    print(
+        f"replica {group.rank}, shard {group.shard}: loss {loss.item():.4f}, sum of |weights| {total:.12f}", flush=True
+    )
     distributed.destroy_process_group()
 
 

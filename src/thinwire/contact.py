@@ -23,7 +23,7 @@ _LIMIT = 1 << 24  # bytes of one replica's introduction; a million tensors' name
 def introduce(group: Group, strategy: Strategy, fragments: Sequence[Fragment]) -> None:
     """Compare code version, strategy and model with every other replica: about 60 bytes a tensor, once. Raises as `agree`."""
     tensors = {
-        f"{fragment.name} / {name}": f"{tuple(p.shape)} {p.dtype}, {local(p).numel()} here"
+        f"{fragment.name} / {name}": f"{tuple(p.shape)} {p.dtype}, {local(p).numel()} held"
         for fragment in fragments
         for name, p in fragment.parameters
     }
@@ -46,7 +46,7 @@ def agree(group: Group, facts: Mapping[str, Any]) -> None:
     for rank, text in enumerate(introductions):
         try:
             other = dict(json.loads(text))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             raise DisagreementError(f"replica {rank} introduced itself unreadably. Nothing was trained.") from None
         first = first or other
         for name in [*first, *other]:

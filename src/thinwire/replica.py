@@ -122,6 +122,7 @@ class Replica:
         _check_optimizer(model, optimizer)
         _check_site(model, site)
         fragments = strategy.partition.fragments(model)
+        strategy.schedule.departs(1, len(fragments))  # offsets for another number of fragments are refused here
         introduce(group, strategy, fragments)
         self._gradients_exchanged = self._finished = False
         self._crew = Crew(strategy, group, site, clock)

@@ -137,17 +137,17 @@ def parse(text: str, names: Mapping[str, Callable[..., Any]] = PIECES) -> Any:
     Raises `ConfigurationError` with the text and what can be written there.
     """
 
-    def value(node: ast.expr) -> Any:
-        if isinstance(node, ast.Name):
-            node = ast.Call(node, [], [])
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            if node.func.id not in names:
+    def value(term: ast.expr) -> Any:
+        if isinstance(term, ast.Name):
+            term = ast.Call(term, [], [])
+        if isinstance(term, ast.Call) and isinstance(term.func, ast.Name):
+            if term.func.id not in names:
                 raise ConfigurationError(
-                    f"{node.func.id!r} in {text!r} is not known; choose from {', '.join(sorted(names))}."
+                    f"{term.func.id!r} in {text!r} is not known; choose from {', '.join(sorted(names))}."
                 )
-            keywords = {keyword.arg or "**": value(keyword.value) for keyword in node.keywords}
-            return names[node.func.id](*map(value, node.args), **keywords)
-        return ast.literal_eval(node)
+            keywords = {keyword.arg or "**": value(keyword.value) for keyword in term.keywords}
+            return names[term.func.id](*map(value, term.args), **keywords)
+        return ast.literal_eval(term)
 
     try:
         return value(ast.parse(text.strip(), mode="eval").body)

@@ -90,10 +90,17 @@ METHODS: dict[str, tw.Strategy] = {
     "gradients in fragments, 4 bits": tw.Strategy(signal=tw.Gradients(), partition=tw.BySize(3), codec=tw.E3M0(32)),
     "local_sgd in the air": tw.Strategy(schedule=tw.Every(4, 3), codec=tw.Cast("fp16"), merge=tw.Mix(0.25)),
     "three in the air": tw.Strategy(
-        schedule=tw.Staggered(6, 5), partition=tw.Sequential(3), codec=tw.E3M0(4), outer=tw.Nesterov(), merge=tw.Mix(0.5)
+        schedule=tw.Staggered(6, 5),
+        partition=tw.Sequential(3),
+        codec=tw.E3M0(4),
+        outer=tw.Nesterov(),
+        merge=tw.Mix(0.5),
     ),
     "torchft's phase": tw.Strategy(
-        schedule=tw.Staggered(5, 1, tw.short_first(5, 3, 1)), partition=tw.BySize(3), codec=tw.Cast(), outer=tw.Nesterov(0.7, 0.5)
+        schedule=tw.Staggered(5, 1, tw.short_first(5, 3, 1)),
+        partition=tw.BySize(3),
+        codec=tw.Cast(),
+        outer=tw.Nesterov(0.7, 0.5),
     ),
     "keep local": tw.Strategy(schedule=tw.Every(3), outer=tw.Nesterov(), merge=tw.Mix(1.0)),
     "eager, whole": tw.Strategy(schedule=tw.Every(3, 3), outer=tw.Nesterov(0.7, 0.9), merge=tw.Eager()),
@@ -246,7 +253,7 @@ def journey(strategy: tw.Strategy, replicas: int, **plan: Any) -> list[Journey]:
 
 
 class Shuffled:
-    """A group whose messages leave late and in any order between peers and tags; within a pair and tag, in order (as TCP)."""
+    """A group whose messages leave late and in any order between peers and tags; of a round no two share a tag, so nothing else is promised."""
 
     def __init__(self, group: tw.Group, seed: int) -> None:
         self.group, self.rank, self.size = group, group.rank, group.size

@@ -145,7 +145,7 @@ FEWER = "(what is outside the layers is a fragment of its own); choose fewer, or
     [
         (tw.Strided(4), f"fragments=4 for a model of 3 layers: between 1 and 3 is needed {FEWER}"),
         (tw.Sequential(0), f"fragments=0 for a model of 3 layers: between 1 and 3 is needed {FEWER}"),
-        (tw.BySize(11), "fragments=11: between 1 and 10 (the model's tensors) is needed."),
+        (tw.BySize(12), "fragments=12: between 1 and 11 (the model's tensors) is needed."),
         (tw.Strided(layers="blocks"), "layers='blocks' is no list of modules of this model; it has: layers."),
     ],
 )
@@ -283,7 +283,9 @@ def test_another_model():
 
     told = disagree(one)
     assert len(set(told)) == 1
-    assert told[0].startswith("replica 1 does not fit replica 0: model, model / head.weight: (2, 5) torch.float32, 10 here there, (1, 5)")
+    assert told[0].startswith(
+        "replica 1 does not fit replica 0: model, model / head.weight: (2, 5) torch.float32, 10 held there, (1, 5)"
+    )
 
 
 def test_another_precision_and_a_frozen_layer():
@@ -318,11 +320,15 @@ def test_another_order():
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        (f'"{tw.__version__}"'.encode(), f'"9{tw.__version__[1:]}"'.encode(), f"code version: 9{tw.__version__[1:]} there, {tw.__version__} on replica 0"),
+        (
+            f'"{tw.__version__}"'.encode(),
+            f'"9{tw.__version__[1:]}"'.encode(),
+            f"code version: 9{tw.__version__[1:]} there, {tw.__version__} on",
+        ),
         (b'"wire format": 1', b'"wire format": 7', "wire format: 7 there, 1 on replica 0"),
         (b"{", b"[", "introduced itself unreadably"),
     ],
-)  # fmt: skip
+)
 def test_another_version(old, new, message):
     """Told by everybody who hears it; the one that differs sees only agreement here, for its own words are rewritten on the way out."""
 

@@ -202,7 +202,11 @@ def test_e3m0_published_error(name, block, due, tolerance):
     largest is above 16 (as in one draw of twelve, and in this one; otherwise it is .0387).
     """
     random = np.random.default_rng(8)
-    draws = {"gaussian": random.standard_normal, "laplace": random.laplace, "student": lambda size: random.standard_t(3, size)}
+    draws = {
+        "gaussian": random.standard_normal,
+        "laplace": random.laplace,
+        "student": lambda size: random.standard_t(3, size),
+    }
     x = torch.from_numpy(draws[name](size=2**20)).float()
     off = (roundtrip(tw.E3M0(block), x) - x).double().square().sum() / x.double().square().sum()
     assert off.item() == pytest.approx(due, abs=tolerance)
@@ -223,7 +227,9 @@ def test_bits_per_parameter():
 def test_not_finite_is_refused(bad, at):
     x = gaussian(1000)
     x[at] = bad
-    with pytest.raises(tw.NonFiniteError, match="the delta has 1 of 1000 values that are NaN or infinite; it was not sent"):
+    with pytest.raises(
+        tw.NonFiniteError, match="the delta has 1 of 1000 values that are NaN or infinite; it was not sent"
+    ):
         check_finite(x)
 
 

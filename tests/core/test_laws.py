@@ -1,4 +1,4 @@
-"""The laws of the house that hold between replicas (numbered as in docs/design.md), over the table of pieces. Laws 6 and 8 have files of their own."""
+"""Laws 1, 2, 5 and 7 (numbered as in docs/design.md) over the table of pieces. Laws 3, 4, 6 and 8 have files of their own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,20 @@ import itertools
 
 import pytest
 import torch
-from pieces import CODECS, METHODS, PARTITIONS, Shuffled, adamw, batch, inner_step, journey, same_bits, sgd, toy, weights
+from pieces import (
+    CODECS,
+    METHODS,
+    PARTITIONS,
+    Shuffled,
+    adamw,
+    batch,
+    inner_step,
+    journey,
+    same_bits,
+    sgd,
+    toy,
+    weights,
+)
 
 import thinwire as tw
 from thinwire.group import CountedGroup, Ledger
@@ -43,13 +56,18 @@ def test_law_1_same_anchors(name, replicas):
         assert torch.isfinite(one.final).all() and not same_bits(one.final, weights(toy()))
     if replicas > 1 and name != "keep local":
         anchors = [t for n, t in journeys[0].agreed[-1].items() if n.endswith(".now")]
-        assert any(not same_bits(a, b) for a, b in zip(anchors, [t for n, t in journeys[0].agreed[0].items() if n.endswith(".now")]))
+        assert any(
+            not same_bits(a, b)
+            for a, b in zip(anchors, [t for n, t in journeys[0].agreed[0].items() if n.endswith(".now")])
+        )
 
 
 @pytest.mark.parametrize("codec", [row.piece for row in CODECS], ids=str)
 @pytest.mark.parametrize("partition", [row.piece for row in PARTITIONS], ids=str)
 def test_law_1_any_codec(codec, partition):
-    strategy = tw.Strategy(schedule=tw.Staggered(3, 1), partition=partition, codec=codec, outer=tw.Nesterov(), merge=tw.Mix(0.5))
+    strategy = tw.Strategy(
+        schedule=tw.Staggered(3, 1), partition=partition, codec=codec, outer=tw.Nesterov(), merge=tw.Mix(0.5)
+    )
     journeys = journey(strategy, 3, steps=8)
     assert_agreed(journeys)
     mixed = [j.weights[-1] for j in journeys]
@@ -150,7 +168,9 @@ def test_data_parallel_is_one_big_batch(replicas):
         inner_step(model, alone, *(torch.cat(part) for part in zip(*batches)))
         for one in journeys:
             torch.testing.assert_close(one.weights[step - 1], weights(model), rtol=1e-4, atol=1e-5)
-            assert same_bits(one.weights[step - 1], journeys[0].weights[step - 1]), "parameters stay equal by themselves"
+            assert same_bits(one.weights[step - 1], journeys[0].weights[step - 1]), (
+                "parameters stay equal by themselves"
+            )
 
 
 def test_merge_one_keeps_replicas_apart():
@@ -176,7 +196,9 @@ def test_law_5_predicted_is_counted(name, replicas):
     numels = [fragment.numel for fragment in strategy.partition.fragments(toy())]
     for rank, (one, ledger) in enumerate(zip(journeys, ledgers)):
         departures = one.heard("depart")
-        predicted = sum(strategy.exchange.nbytes_sent(strategy.codec, numels[e["fragment"]], replicas) for e in departures)
+        predicted = sum(
+            strategy.exchange.nbytes_sent(strategy.codec, numels[e["fragment"]], replicas) for e in departures
+        )
         counted = ledger.as_dict()["sent"].get("packet", {})
         assert predicted == sum(e["nbytes"] for e in departures) == ledger.sent("packet") == ledger.received("packet")
         assert sorted(counted) == [str(peer) for peer in range(replicas) if peer != rank]

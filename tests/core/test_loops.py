@@ -81,7 +81,10 @@ def test_a_closure_with_gradients_is_refused():
     def replica(group):
         _, optimizer, attached = attach(group, tw.data_parallel())
         for call in (lambda: optimizer.step(lambda: None), lambda: optimizer.step(closure=lambda: None)):
-            with pytest.raises(tw.ModelError, match=r"step\(closure\) with Gradients\(\).*call the closure first, then step\(\) without"):
+            with pytest.raises(
+                tw.ModelError,
+                match=r"step\(closure\) with Gradients\(\).*call the closure first, then step\(\) without",
+            ):
                 call()
         attached.close()
 
@@ -111,7 +114,9 @@ def test_parameter_groups():
 
     def grouped(model):
         rest = [p for n, p in model.named_parameters() if p.requires_grad and not n.startswith("layers")]
-        return torch.optim.AdamW([{"params": model.layers.parameters(), "lr": 0.0}, {"params": rest, "weight_decay": 0.5}], lr=0.01)
+        return torch.optim.AdamW(
+            [{"params": model.layers.parameters(), "lr": 0.0}, {"params": rest, "weight_decay": 0.5}], lr=0.01
+        )
 
     journeys = journey(STREAM, 2, optimizer=grouped)
     assert same_bits(journeys[0].final, journeys[1].final)
@@ -343,7 +348,9 @@ def test_different_weights_start_from_replica_zeros():
 def start_with(group, seed):
     heard = []
     model, _, attached = attach(
-        group, model=toy(seed), observer=lambda event, step, **fields: heard.append(fields["message"]) if event == "warning" else None
+        group,
+        model=toy(seed),
+        observer=lambda event, step, **fields: heard.append(fields["message"]) if event == "warning" else None,
     )
     begun = weights(model)
     attached.close()

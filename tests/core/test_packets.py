@@ -127,7 +127,9 @@ def test_each_field_is_compared(field, value):
 def test_what_is_said():
     cases = {
         r"replica 3 sent 93 bytes, 94 were due\. Do all replicas run the same strategy\?": tensor(GOOD[:-1]),
-        r"replica 3 sent magic b'NOPE' version 1, .* Run the same version of Thinwire on every replica": tensor(b"NOPE" + GOOD[4:]),
+        r"replica 3 sent magic b'NOPE' version 1, .* Run the same version of Thinwire on every replica": tensor(
+            b"NOPE" + GOOD[4:]
+        ),
         r"sent magic b'TWPK' version 2": tensor(GOOD[:4] + b"\2\0" + GOOD[6:]),
         r"the packet of replica 3 is damaged: checksum [0-9a-f]{8}, computed [0-9a-f]{8}": tensor(GOOD[:-1] + b"!"),
         r"replica 3 sent unknown flags 0x8; run the same version everywhere": sealed(flags=8),
@@ -164,7 +166,9 @@ class Hostile:
 @pytest.mark.parametrize("codec", [row.piece for row in CODECS], ids=str)
 def test_hostile_values_reach_no_anchor(codec):
     """Random bytes decode to NaN, infinity and 1e38 now and then. The anchors stay finite and equal on all replicas."""
-    strategy = tw.Strategy(schedule=tw.Staggered(2, 1), partition=tw.Strided(3), codec=codec, outer=tw.Nesterov(), merge=tw.Mix(0.5))
+    strategy = tw.Strategy(
+        schedule=tw.Staggered(2, 1), partition=tw.Strided(3), codec=codec, outer=tw.Nesterov(), merge=tw.Mix(0.5)
+    )
     journeys = journey(strategy, 3, steps=12, wrap=lambda group: Hostile(group, 4) if group.rank == 1 else group)
     for one in journeys:
         for now, first in zip(one.agreed, journeys[0].agreed):

@@ -33,7 +33,9 @@ class Odd(nn.Module):
         for number, layer in enumerate(specification):
             module = Layer()
             for index, (shape, dtype, layout, trained) in enumerate(layer):
-                parameter = nn.Parameter(laid_out(torch.randn(shape, generator=generator), layout).to(dtype), requires_grad=trained)
+                parameter = nn.Parameter(
+                    laid_out(torch.randn(shape, generator=generator), layout).to(dtype), requires_grad=trained
+                )
                 module.register_parameter(f"p{index}", parameter)
             self.layers.append(module)
             if number == 0:
@@ -49,8 +51,14 @@ def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
     return x.mT.contiguous().mT if layout == "transposed" and x.dim() >= 2 else x
 
 
-parameter = st.tuples(st.sampled_from(SHAPES), st.sampled_from(DTYPES), st.sampled_from(LAYOUTS), st.booleans() | st.just(True))
-models = st.builds(Odd, st.lists(st.lists(parameter, max_size=4), min_size=1, max_size=6), st.lists(st.integers(0, 20), max_size=3, unique=True))
+parameter = st.tuples(
+    st.sampled_from(SHAPES), st.sampled_from(DTYPES), st.sampled_from(LAYOUTS), st.booleans() | st.just(True)
+)
+models = st.builds(
+    Odd,
+    st.lists(st.lists(parameter, max_size=4), min_size=1, max_size=6),
+    st.lists(st.integers(0, 20), max_size=3, unique=True),
+)
 partitions = st.one_of(
     st.just(tw.Whole()),
     st.builds(tw.Strided, st.none() | st.integers(1, 4)),
@@ -70,7 +78,9 @@ def test_law_4_each_parameter_once(model, partition):
     travelling = [p for fragment in fragments for _, p in fragment.parameters]
     assert sorted(map(id, travelling)) == sorted(id(p) for p in model.parameters() if p.requires_grad)
     assert all(fragment.parameters for fragment in fragments), "a fragment of no parameters"
-    assert sum(fragment.numel for fragment in fragments) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert sum(fragment.numel for fragment in fragments) == sum(
+        p.numel() for p in model.parameters() if p.requires_grad
+    )
     assert len({fragment.name for fragment in fragments}) == len(fragments)
     for name, p in (named for fragment in fragments for named in fragment.parameters):
         assert model.get_parameter(name) is p
@@ -103,7 +113,9 @@ def test_law_4_each_parameter_is_averaged_once(model, partition, codec):
         for before, p in zip(start, own.parameters()):
             moved = p.detach().double() - before.double()
             due = 0.375 if p.requires_grad else 0.0
-            slack = 0.0 if not p.requires_grad else 1e-5 + 2 ** {torch.bfloat16: -6, torch.float16: -9}.get(p.dtype, -21)
+            slack = (
+                0.0 if not p.requires_grad else 1e-5 + 2 ** {torch.bfloat16: -6, torch.float16: -9}.get(p.dtype, -21)
+            )
             assert p.dtype == before.dtype and p.stride() == before.stride()
             assert (moved - due).abs().le(slack * (1 + before.double().abs())).all()
     for a, b in zip(*(c.parameters() for c in copies)):
@@ -136,7 +148,9 @@ def test_layers_by_path():
     model = nn.ModuleDict({"small": stack(2, False).blocks, "large": stack(5, False).blocks})
     assert names(tw.Strided(2), model) == ["outside the layers", "layers 0,2,4", "layers 1,3"]
     assert names(tw.Strided(2, layers="small"), model) == ["outside the layers", "layers 0", "layers 1"]
-    with pytest.raises(tw.ConfigurationError, match=r"layers='tiny' is no list of modules of this model; it has: small, large\."):
+    with pytest.raises(
+        tw.ConfigurationError, match=r"layers='tiny' is no list of modules of this model; it has: small, large\."
+    ):
         tw.Strided(2, layers="tiny").fragments(model)
 
 
@@ -147,7 +161,10 @@ def test_layers_without_a_list():
     model.a, model.b, model.c = (nn.Linear(2, 2) for _ in range(3))
     assert names(tw.Strided(3), model) == ["layers 0", "layers 1", "layers 2"]
     assert names(tw.Strided(), nn.Linear(2, 2)) == ["outside the layers"]
-    assert names(tw.Strided(2), nn.Sequential(*(nn.Linear(2, 2) for _ in range(11)))) == ["layers 0,2,4,6,8,10", "layers 1,3,5,7,9"]
+    assert names(tw.Strided(2), nn.Sequential(*(nn.Linear(2, 2) for _ in range(11)))) == [
+        "layers 0,2,4,6,8,10",
+        "layers 1,3,5,7,9",
+    ]
 
 
 def test_frozen_layers_are_no_layers():

@@ -28,9 +28,11 @@ def test_recipes_have_no_logic(name):
     """Defaults that make a strategy at once, and a body of one statement and at most 15 lines."""
     assert isinstance(RECIPES[name](), tw.Strategy)
     function = ast.parse(inspect.getsource(RECIPES[name])).body[0]
-    docstring, statement = function.body
+    _, statement = function.body
     assert isinstance(statement, ast.Return) and statement.end_lineno - statement.lineno < 15
-    assert ast.get_docstring(function) and not any(isinstance(n, ast.IfExp | ast.comprehension) for n in ast.walk(statement))
+    assert ast.get_docstring(function) and not any(
+        isinstance(n, ast.IfExp | ast.comprehension) for n in ast.walk(statement)
+    )
 
 
 @pytest.mark.parametrize("value", [row.piece for row in TABLE] + list(METHODS.values()), ids=str)
@@ -40,7 +42,19 @@ def test_text_is_the_value(value):
     assert again == value and hash(again) == hash(value) and repr(again) == repr(value)
 
 
-@pytest.mark.parametrize("text", ["__import__('os')", "E3M0(block=(lambda: 2)())", "E3M0.__class__", "open('x')", "1 + 1", "E3M0(", "", "E3M0(blok=2)"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "__import__('os')",
+        "E3M0(block=(lambda: 2)())",
+        "E3M0.__class__",
+        "open('x')",
+        "1 + 1",
+        "E3M0(",
+        "",
+        "E3M0(blok=2)",
+    ],
+)
 def test_parse_runs_no_code(text):
     with pytest.raises(tw.ConfigurationError):
         parse(text)
@@ -58,7 +72,9 @@ def test_outer_claims(outer):
         for delta in deltas:
             before, delta_before = {k: v.clone() for k, v in state.items()}, delta.clone()
             start, after = outer.piece.step(start, delta, state)
-            assert all(same_bits(before[k], state[k]) for k in before) and same_bits(delta, delta_before), "changed in place"
+            assert all(same_bits(before[k], state[k]) for k in before) and same_bits(delta, delta_before), (
+                "changed in place"
+            )
             state = after
         return start
 
@@ -108,7 +124,9 @@ def test_each_fragment_once_in_any_period(schedule, fragments):
     """After warm-up, in any window of H steps: also when P does not divide H, and when P > H."""
     offsets = getattr(schedule, "offsets", None)
     if offsets and len(offsets) != fragments:
-        with pytest.raises(tw.ConfigurationError, match=f"are for {len(offsets)} fragments, the partition makes {fragments}"):
+        with pytest.raises(
+            tw.ConfigurationError, match=f"are for {len(offsets)} fragments, the partition makes {fragments}"
+        ):
             schedule.departs(1, fragments)
         return
     horizon = 6 * schedule.every

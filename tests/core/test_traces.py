@@ -22,7 +22,9 @@ def scalars(count: int) -> nn.Module:
     return model
 
 
-def run(strategy: tw.Strategy, replicas: int, count: int, steps: int, gradient: Gradient, finish: bool = False) -> list[list[list[float]]]:
+def run(
+    strategy: tw.Strategy, replicas: int, count: int, steps: int, gradient: Gradient, finish: bool = False
+) -> list[list[list[float]]]:
     """[replica][fragment][before step 1, after step 1, …]; with `finish`, what finishing left comes last."""
 
     def replica(group: tw.Group) -> list[list[float]]:
@@ -70,7 +72,10 @@ def numbers(text: str) -> list[float]:
 def test_scalar_weight(delay, alpha, offsets, traces, replicas):
     """Start 1, inner SGD lr 1 with gradient 2, outer SGD lr 2, H = 6: the issue's two trajectories, on every replica."""
     strategy = tw.Strategy(
-        schedule=tw.Staggered(6, delay, offsets), partition=tw.Strided(2), outer=tw.Nesterov(2.0, 0.0), merge=tw.Mix(alpha)
+        schedule=tw.Staggered(6, delay, offsets),
+        partition=tw.Strided(2),
+        outer=tw.Nesterov(2.0, 0.0),
+        merge=tw.Mix(alpha),
     )
     for replica in run(strategy, replicas, 2, 15, lambda *_: 2.0):
         assert replica == [numbers(trace) for trace in traces]
@@ -80,7 +85,15 @@ def test_scalar_weight(delay, alpha, offsets, traces, replicas):
 
 
 def reference(
-    replicas: int, first: Sequence[int], H: int, tau: int, alpha: float, eta: float, mu: float, steps: int, gradient: Gradient
+    replicas: int,
+    first: Sequence[int],
+    H: int,
+    tau: int,
+    alpha: float,
+    eta: float,
+    mu: float,
+    steps: int,
+    gradient: Gradient,
 ) -> list[list[list[float]]]:
     """Streaming DiLoCo (arXiv 2501.18512, Algorithm 2) on scalars: numbers, lists, and nothing else. `first` is t_p + H."""
     P = range(len(first))
@@ -157,7 +170,9 @@ def test_no_local_steps_no_effect_of_delay():
 # ---- eager updates by formula
 
 
-def eager_reference(replicas: int, first: Sequence[int], H: int, eta: float, mu: float, steps: int, gradient: Gradient) -> list[list[list[float]]]:
+def eager_reference(
+    replicas: int, first: Sequence[int], H: int, eta: float, mu: float, steps: int, gradient: Gradient
+) -> list[list[list[float]]]:
     """arXiv 2502.12996, §3, literally: Δ̃_m(k) = (1/M)(Δ_m(k) + Σ_{m'≠m} Δ_{m'}(k−1)), then a Nesterov step of the replica's own.
 
     The delta is θ_m at the last outer step minus θ_m now: its base is the replica's, for after the eager step replicas differ.
@@ -191,7 +206,9 @@ def eager_reference(replicas: int, first: Sequence[int], H: int, eta: float, mu:
 @pytest.mark.parametrize("mu", [0.0, 0.9])
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_eager(H, P, mu, replicas):
-    strategy = tw.Strategy(schedule=tw.Staggered(H, H), partition=tw.Sequential(P), outer=tw.Nesterov(0.6, mu), merge=tw.Eager())
+    strategy = tw.Strategy(
+        schedule=tw.Staggered(H, H), partition=tw.Sequential(P), outer=tw.Nesterov(0.6, mu), merge=tw.Eager()
+    )
     first = tuple(H + p * H // P for p in range(P))
     steps = 6 * H + 2
     got = run(strategy, replicas, P, steps, uneven)

@@ -18,13 +18,13 @@ T = TypeVar("T")
 
 
 def read(kind: type[T], verb: str, arguments: Sequence[str], description: str) -> T:
-    """The options of `verb`. A run file (the first argument), or the one in `--out` when resuming, gives the defaults."""
-    base = _base(arguments)
-    known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    default: Any = kind(run_settings=base) if "run_settings" in known else None  # type: ignore[call-arg]
+    """The options of `verb`. Where it takes a `Run`, a run file (the first argument), or the one in `--out` when
+    resuming, gives the defaults."""
+    takes_a_run = "run_settings" in {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    default: Any = kind(run_settings=_base(arguments)) if takes_a_run else None  # type: ignore[call-arg]
     asked: T = tyro.cli(kind, prog=f"thinwire {verb}", args=list(arguments), description=description, default=default)
     file = getattr(asked, "run", None)
-    if file is not None and str(file) != arguments[0]:
+    if takes_a_run and file is not None and str(file) != arguments[0]:
         raise ConfigurationError(f"{file} after options: a run file is needed first; write thinwire {verb} {file} --…")
     return asked
 

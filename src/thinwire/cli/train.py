@@ -43,8 +43,8 @@ class Options:
 
 
 def main(arguments: Sequence[str]) -> int:
-    rank = launch.torchrun_rank()
-    demo = not arguments and rank is None
+    place = launch.torchrun_place()
+    demo = not arguments and place is None
     if demo:
         asked = Options(run_settings=DEMO)
     else:
@@ -53,8 +53,8 @@ def main(arguments: Sequence[str]) -> int:
     if asked.resume and asked.out is None:
         raise ConfigurationError("--resume: the folder of the run to go on with is needed; add --out FOLDER.")
     folder = asked.out or Path("runs") / f"{_label(run)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if rank is not None:
-        return _as_rank(rank, run, asked, folder, console)
+    if place is not None:
+        return _as_rank(*place, run, asked, folder, console)
     launch.new_folder(run, folder, asked.resume)
     if demo:
         console.print(
@@ -76,17 +76,17 @@ def train(run: Run, folder: Path, resume: bool, console: Console) -> None:
             launch.train_processes(run, folder, resume, progress.update)
 
 
-def _as_rank(rank: int, run: Run, asked: Options, folder: Path, console: Console) -> int:
+def _as_rank(rank: int, world: int, run: Run, asked: Options, folder: Path, console: Console) -> int:
     """Under torchrun every rank comes here; the first one writes, shows and reports."""
     if asked.out is None:
         raise ConfigurationError("under torchrun all ranks need one name for the run folder; add --out FOLDER.")
-    if rank == 0:
-        launch.new_folder(run, folder, asked.resume)
-    folder.mkdir(parents=True, exist_ok=True)
+    shards = max(1, world // run.replicas)
+    own = f"replica-{rank // shards}" + (f".shard-{rank % shards}" if shards > 1 else "")
+    launch.new_folder(run, folder, asked.resume, own)
     if rank != 0:
         launch.train_as_rank(run, folder, asked.resume)
         return 0
-    with Progress(folder, run.steps, 1, console) as progress, _ticking(progress.update):
+    with Progress(folder, run.steps, 1, console, sharded=shards > 1) as progress, _ticking(progress.update):
         launch.train_as_rank(run, folder, asked.resume)
     _finish(folder, console, asked.json)
     return 0

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported without saying so
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported without saying so
 
 from thinwire.errors import ConfigurationError, LinkError
 from thinwire.group.base import TAGS, Transfer, travelling
@@ -226,8 +226,11 @@ def start_torch(
     master_port: int,
     timeout_seconds: float = 60.0,
     backend: str = "gloo",
+    book: str | None = None,
 ) -> None:
     """Join `world_size` processes into a torch.distributed world; rank 0 keeps the address book at `master_port`.
+
+    Where somebody else keeps it (torchrun's agent does), `book` is the name of our chapter in it.
 
     Between machines, gloo listens at the address that this machine's name resolves to; if that is not the one the
     others can reach, name the interface in GLOO_SOCKET_IFNAME, which gloo itself reads.
@@ -238,8 +241,10 @@ def start_torch(
     timeout = timedelta(seconds=timeout_seconds)
     where = f"{master_addr}:{master_port}"
     try:
-        store = TCPStore(master_addr, master_port, world_size, is_master=rank == 0, timeout=timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        keeps_it = rank == 0 and book is None
+        store = TCPStore(master_addr, master_port, None if book else world_size, is_master=keeps_it, timeout=timeout)
+        chapter = PrefixStore(book, store) if book else store
+        dist.init_process_group(backend, store=chapter, rank=rank, world_size=world_size, timeout=timeout)
     except RuntimeError as error:  # torch's DistError and its kin
         reason = _first_line(error)
         if "EADDRINUSE" in str(error) or "address already in use" in str(error):

@@ -30,9 +30,12 @@ Tick = Callable[[], object]
 _GRACE = 20.0  # seconds that the others get to end by themselves when one replica has failed
 
 
-def new_folder(run: Run, folder: Path, resume: bool) -> None:
-    """Make the run folder and write its run file. Raises `ConfigurationError` rather than mix two runs."""
-    if (folder / "events").exists() and not resume:
+def new_folder(run: Run, folder: Path, resume: bool, replica: str = "*") -> None:
+    """Make the run folder and write its run file. Raises `ConfigurationError` rather than mix two runs.
+
+    On several machines every process asks for itself (`replica`), since each machine has a folder of its own.
+    """
+    if any(folder.glob(f"events/{replica}.jsonl")) and not resume:
         raise ConfigurationError(f"{folder} holds a run already; choose another --out, or go on with it by --resume.")
     if resume and not (folder / "run.toml").exists():
         raise ConfigurationError(f"{folder} holds no run to resume; start without --resume, or check --out.")
@@ -43,9 +46,11 @@ def new_folder(run: Run, folder: Path, resume: bool) -> None:
         raise ConfigurationError(f"{folder} cannot be written ({error}); choose another --out.") from None
 
 
-def torchrun_rank() -> int | None:
-    """This process's rank, if torchrun (or `train_processes`) started it. Only this file reads the environment."""
-    return int(os.environ["RANK"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
+def torchrun_place() -> tuple[int, int] | None:
+    """Rank and world size, if torchrun (or `train_processes`) started this process. Only this file reads the environment."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def train_as_rank(run: Run, folder: Path, resume: bool, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -57,7 +62,10 @@ def train_as_rank(run: Run, folder: Path, resume: bool, environment: Mapping[str
             f"{world} processes for {run.replicas} replicas: a multiple is needed; set --replicas or torchrun's counts."
         )
     shards = world // run.replicas
-    start_torch(rank, world, address, port, run.timeout)
+    agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent keeps the address book
+    book = f"thinwire/attempt-{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}" if agent else None
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"  # nccl inside a replica; packets take gloo
+    start_torch(rank, world, address, port, run.timeout, backend, book)
     group = TorchGroup.from_world(run.replicas, timeout=run.timeout)
     place = Place(group, folder, resume, group.site, group.shard, shards, gpu=int(environment.get("LOCAL_RANK", "0")))
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,6 +149,12 @@ class Run:
             )
         return strategy
 
+    @property
+    def label(self) -> str:
+        """The strategy as a person would write it: its name and what was given for it."""
+        given = [f"{name}={getattr(self, name)}" for name in OF_THE_RECIPE if getattr(self, name) is not None]
+        return self.strategy + (f"({', '.join(given)})" if given else "")
+
     def shared(self) -> dict[str, Any]:
         """What all replicas must have alike beside model and strategy, which `Replica` compares itself."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in OF_THE_PLACE}
@@ -155,7 +162,9 @@ class Run:
     def save(self, path: Path) -> None:
         """Write a run file; what is None is left out."""
         fields = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
-        path.write_bytes(tomli_w.dumps(fields).encode())
+        partial = path.with_name(f".{path.name}.{os.getpid()}")  # several processes may write the same file at once
+        partial.write_bytes(tomli_w.dumps(fields).encode())
+        partial.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> Run:

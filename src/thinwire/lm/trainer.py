@@ -307,7 +307,7 @@ class Trainer:
         self.log.emit(
             "start", self.replica.step, wall_time=time.time(), replica=self.place.group.rank, replicas=self.run.replicas,
             run=dataclasses.asdict(self.run) | {"composition": repr(self.replica.strategy), "corpus": self.corpus.describe()},
-            strategy=self.run.strategy,
+            strategy=self.run.label,
             parameters=self.parameters, fragments=[{"name": f.name, "numel": f.numel} for f in self.replica.fragments],
             link=link and {"bits_per_second": link.bits_per_second, "delay_seconds": link.delay_seconds},
             carrier=self.run.carrier, machine=machine(),

@@ -124,7 +124,7 @@ class _Replica:
 
 
 class Progress:
-    """Follows `replicas` event files of `run_folder` until `steps`.
+    """Follows `replicas` event files of `run_folder` until `steps`; of replicas of several ranks (`sharded`) the first rank's.
 
     `console` says where it is shown: the terminal by default, `Console(stderr=True)` where stdout is for JSON.
 
@@ -134,11 +134,14 @@ class Progress:
     ...         time.sleep(0.2)
     """
 
-    def __init__(self, run_folder: str | Path, steps: int, replicas: int, console: Console | None = None) -> None:
+    def __init__(
+        self, run_folder: str | Path, steps: int, replicas: int, console: Console | None = None, sharded: bool = False
+    ) -> None:
         events = Path(run_folder) / "events"
+        suffix = ".shard-0.jsonl" if sharded else ".jsonl"
         self.steps = steps
         self.console = console or Console()
-        self._tails = [Tail(events / f"replica-{index}.jsonl") for index in range(replicas)]
+        self._tails = [Tail(events / f"replica-{index}{suffix}") for index in range(replicas)]
         self._replicas = [_Replica() for _ in range(replicas)]
         self._evaluated: tuple[int, float] | None = None
         self._said: set[str] = set()

@@ -1,0 +1,6 @@
+"""Makes pages.py importable: tests/ is no package."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,60 @@
+"""Every example runs, quickly, and shows what it says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+from pages import ROOT
+
+EXAMPLES = sorted(path.name for path in ROOT.glob("examples/*.py"))
+
+
+def run(name: str, *arguments: str) -> str:
+    command = [sys.executable, str(ROOT / "examples" / name), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_are_short_and_begin_with_the_command_to_paste(name):
+    text = (ROOT / "examples" / name).read_text()
+    assert len(text.splitlines()) < 80
+    assert f"python examples/{name}" in text.split('"""')[1]
+
+
+def test_own_loop():
+    losses = re.findall(r"0\.\d{8}", run("01_own_loop.py", "--steps", "25", "--every", "10").splitlines()[-1])
+    assert len(losses) == 2 and losses[0] == losses[1]
+
+
+def test_processes():
+    sent = re.findall(r"([\d,]+) bytes sent", run("02_processes.py", "--steps", "25"))
+    assert len(sent) == 2 and sent[0] == sent[1] != "0"
+
+
+def test_compare_strategies():
+    rows = re.findall(r"(\w+)\s*│\s*([\d.]+)\s*│\s*([\d.]+)", run("03_compare_strategies.py", "--steps", "20"))
+    bits = {name: float(b) for name, _, b in rows}
+    assert list(bits) == ["data_parallel", "diloco", "streaming_diloco", "eager_diloco"]
+    assert bits["data_parallel"] >= 32 > 10 * bits["streaming_diloco"]
+
+
+def test_fsdp_inside_a_replica():
+    sums = re.findall(r"sum of \|weights\| ([\d.]+)", run("04_fsdp_inside_a_replica.py", "--steps", "12"))
+    assert len(sums) == 4 and len(set(sums)) == 1
+
+
+def test_thin_link():
+    out = run("05_thin_link.py", "--steps", "21", "--link", "1mbit", "--delays", "0", "5")
+    waited = {int(d): float(w) for d, w in re.findall(r"(\d+)\s*│\s*[\d.]+\s*│\s*([\d.]+)", out)}
+    assert waited[0] > waited[5]
+
+
+def test_pieces():
+    out = run("06_pieces.py", "--model", "100m", "--replicas", "3")
+    assert "100m" not in out and out.count("(predicted)") == 4
+    assert "what to do" in out and "eager updates" in out

@@ -1,0 +1,241 @@
+"""What README and docs say is so: commands exist, blocks run, links lead somewhere, numbers are from the files."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+from pages import PAGES, ROOT, blocks, commands
+from torch.distributed.run import get_args_parser
+
+from thinwire import E3M0
+from thinwire.cli import VERBS, options
+from thinwire.lm.run import Run
+from thinwire.observe.units import text_of_rate
+
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A folder in which the files that commands name can be made."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def check_thinwire(arguments: list[str], folder: Path) -> None:
+    """The verb is there and takes these options; run files that are named are made first."""
+    verb, *rest = arguments
+    assert verb in VERBS
+    for place, argument in enumerate(rest):
+        file = (
+            Path(argument)
+            if argument.endswith(".toml")
+            else Path(rest[place + 1], "run.toml")
+            if argument == "--out"
+            else None
+        )
+        if file is not None:
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            Run().save(folder / file)
+    module = importlib.import_module(f"thinwire.cli.{verb}")
+    if rest == ["--help"]:
+        return
+    asked = options.read(module.Options, verb, rest, "")
+    for strategy in getattr(asked, "strategies", ()):
+        Run(strategy=strategy)
+
+
+def check(command: str, folder: Path) -> None:
+    program, *arguments = shlex.split(command)
+    match program:
+        case "thinwire":
+            check_thinwire(arguments, folder)
+        case "make":
+            assert set(arguments) <= TARGETS
+        case "torchrun":
+            asked = get_args_parser().parse_args(arguments)
+            if asked.module:
+                assert asked.training_script == "thinwire"
+                check_thinwire(asked.training_script_args, folder)
+            else:
+                check(shlex.join(["python", asked.training_script, *asked.training_script_args]), folder)
+        case "python":
+            file = ROOT / arguments[0]
+            assert file.is_file()
+            assert all(f'"{flag}"' in file.read_text() for flag in arguments[1:] if flag.startswith("--"))
+        case _:
+            pytest.fail(f"{program} is not a command that this test knows")
+
+
+@pytest.mark.parametrize(("block", "command"), commands(), ids=lambda value: str(value))
+def test_commands_exist(block, command, elsewhere):
+    check(command, elsewhere)
+
+
+def test_a_wrong_command_would_be_found(elsewhere, capsys):
+    for wrong in ("thinwire trian", "thinwire train --stepz 3", "make tests", "python examples/00.py", "curl x"):
+        with pytest.raises((AssertionError, SystemExit, pytest.fail.Exception)):
+            check(wrong, elsewhere)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+def test_python_blocks_run(page, elsewhere):
+    """One after the other, as a reader would paste them."""
+    names: dict[str, object] = {}
+    for block in blocks(page, "python"):
+        exec(compile("\n" * block.line + block.text, str(page), "exec"), names)  # line numbers are the page's
+
+
+def test_the_readmes_replicas_end_equal():
+    import torch
+
+    names: dict[str, object] = {}
+    exec(blocks(ROOT / "README.md", "python")[0].text, names)
+    first, second = names["models"]  # type: ignore[misc]
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters()))
+
+
+def test_the_readmes_loop_is_short():
+    lines = [line for line in blocks(ROOT / "README.md", "python")[0].text.splitlines() if line.strip()]
+    body = [line for line in lines if not line.startswith(("import", "models"))]
+    assert len(body) <= 12
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_run_files_load(page, tmp_path):
+    for block in blocks(page, "toml"):
+        (tmp_path / "run.toml").write_text(block.text)
+        assert Run.load(tmp_path / "run.toml")
+        assert tomllib.loads(block.text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_fence_names_a_language_that_is_checked(page):
+    opened = re.findall(r"^```(\w*)$", page.read_text(), re.MULTILINE)[::2]
+    assert set(opened) <= {"bash", "python", "toml", "text"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target.split("#")[0]).exists(), target
+
+
+# ---- the README's tree
+
+
+def tree() -> list[str]:
+    """The paths in the README's tree."""
+    text = next(block.text for block in blocks(ROOT / "README.md", "text") if block.text.startswith("src/"))
+    paths, folder = [], ""
+    for line in text.splitlines():
+        names = re.match(r"\s*((?:[\w./-]+\s{1,2})*[\w./-]+)(?:\s{3,}|$)", line)
+        assert names, line
+        if not line.startswith(" "):
+            folder = names[1] if names[1].endswith("/") else ""
+        paths += [(folder if line.startswith(" ") else "") + name for name in names[1].split()]
+    return paths
+
+
+def test_all_of_the_tree_exists():
+    assert len(tree()) > 30
+    for path in tree():
+        assert (ROOT / path).exists(), path
+
+
+def test_the_tree_names_every_room():
+    ours = [*ROOT.glob("src/thinwire/*"), *ROOT.glob("examples/*.py"), *ROOT.glob("docs/*.*"), *ROOT.glob("[a-z]*/")]
+    hidden = {"__init__.py", "__main__.py", "py.typed", "__pycache__", "runs", "shared", "build", "dist", "src"}
+    names = {
+        path.relative_to(ROOT).as_posix() + ("/" if path.is_dir() else "")
+        for path in ours
+        if path.is_dir() or path.is_file()
+    }
+    assert {name for name in names if Path(name).name not in hidden} <= set(tree())
+
+
+# ---- numbers
+
+
+def tables():
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "docs/tables.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_readmes_tables_are_those_of_the_results():
+    text = (ROOT / "README.md").read_text()
+    assert len(tables().BLOCK.findall(text)) == 2
+    assert tables().filled(text) == text, "run `make tables`"
+
+
+def provenance() -> dict:
+    machine, versions = {"cpu": "A CPU", "cores": 2}, {"torch": "2.13.0"}
+    return {
+        "word": "emulated",
+        "date": "2026-11-21T00:00:00+00:00",
+        "machine": machine,
+        "versions": versions,
+        "commit": "0123456789",
+    }
+
+
+def test_tables_from_results(tmp_path):
+    row = {"megabits_per_second": 20.0, "of_bare": 0.98, "utilization": 0.985, "wire_nbytes_per_period": 4e6}
+    rows = [
+        row | {"method": "bare", "megabits_per_second": None},
+        row | {"method": "ours"},
+        row | {"method": "ddp", "utilization": None},
+        {"method": "theirs", "megabits_per_second": 10.0, "problem": "not installed"},
+    ]
+    result = provenance() | {"benchmark": "utilization", "setting": {"every": 30}, "rows": rows}
+    (tmp_path / "u.json").write_text(json.dumps(result))
+    lines = tables().filled("<!-- table: u.json -->\nold\n<!-- end -->", tmp_path).splitlines()
+    assert lines[3:6] == [
+        "| 20 | ours | 98.0% | 98.5% | 4.00 |",
+        "|  | ddp | 98.0% | – | 4.00 |",
+        "| 10 | theirs | – | – | not installed |",
+    ]
+    assert lines[7] == "*Emulated: [u.json](u.json), 2026-11-21, commit 0123456; A CPU, 2 cores, torch 2.13.0.*"
+    assert lines[-1] == "<!-- end -->"
+
+
+def test_tables_of_compare(tmp_path):
+    """Rows as `thinwire compare` writes them into comparison.json."""
+    control = {
+        "strategy": "data_parallel",
+        "eval_loss": 2.0,
+        "eval_loss_spread": 0.01,
+        "bits_per_parameter_per_step": 32.0,
+        "seeds": 3,
+    }
+    ours = control | {"strategy": "streaming_diloco", "eval_loss": 2.01, "bits_per_parameter_per_step": 0.16}
+    (tmp_path / "q.json").write_text(json.dumps(provenance() | {"benchmark": "quality", "rows": [control, ours]}))
+    lines = tables().table(tmp_path / "q.json", "q.json").splitlines()
+    assert lines[2:4] == [
+        "| data_parallel | 2.0000 ± 0.0100 | control | 32 | – | 3 |",
+        "| streaming_diloco | 2.0100 ± 0.0100 | +0.50% | 0.16 | 200× | 3 |",
+    ]
+
+
+def test_the_table_of_floors_is_the_formula():
+    page = (ROOT / "docs/strategies.md").read_text()
+    rows = page.split("<!-- floors -->")[1].split("<!-- end -->")[0].strip().splitlines()[2:]
+    assert len(rows) >= 4
+    bits = 8 * E3M0().nbytes(1 << 20) / (1 << 20)
+    for row in rows:
+        size, step, *rates = [cell.strip() for cell in row.strip("|").split("|")]
+        number, unit = size.split()
+        parameters, seconds = float(number) * {"M": 1e6, "B": 1e9}[unit], float(step.removesuffix(" s"))
+        floors = [b * parameters / (every * seconds) for b, every in ((32, 1), (32, 30), (bits, 30), (bits, 100))]
+        assert rates == [text_of_rate(floor) for floor in floors]

@@ -1,0 +1,105 @@
+"""What users may lean on changes only in a visible diff: public names and command-line options, and what is said of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import doctest
+import importlib
+import inspect
+import pkgutil
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from pages import ROOT
+
+import thinwire
+from thinwire.cli import VERBS
+from thinwire.lm.run import Run
+
+# Of a run: options of train and compare, and what a run file holds.
+RUN = """
+strategy replicas steps seed every delay fragments merge codec partition offsets outer_lr outer_momentum anchors carrier link timeout model
+positions text column tokenizer batch sequence accumulate lr warmup weight_decay clip precision eval_every eval_batches checkpoint_every keep
+"""
+OPTIONS = {
+    "train": "run_settings out resume run json",
+    "compare": "run_settings strategies seeds out run json",
+    "report": "runs out tensorboard json",
+    "doctor": "run link step_seconds master_addr master_port runs json",
+}
+MODULES = sorted(
+    m.name for m in pkgutil.walk_packages(thinwire.__path__, "thinwire.") if not m.name.endswith("__main__")
+)
+
+
+def test_all_is_what_is_public():
+    """tests/core/test_layers.py locks the names themselves."""
+    modules = {path.stem for path in Path(thinwire.__file__ or "").parent.iterdir()}
+    assert set(thinwire.__all__) == {name for name in vars(thinwire) if not name.startswith("_")} - modules
+
+
+@pytest.mark.parametrize("name", thinwire.__all__)
+def test_public_names_are_documented(name):
+    """By a docstring of their own (not one that `dataclass` made), and somewhere in the docs."""
+    thing = getattr(thinwire, name)
+    text = inspect.getdoc(thing) or ""
+    assert text and not text.startswith(f"{name}("), f"{name} has no docstring"
+    pages = "".join(page.read_text() for page in [ROOT / "README.md", *ROOT.glob("docs/*.md")])
+    assert re.search(rf"\b{name}\b", pages), f"{name} is in no page of docs/"
+
+
+def fields(kind: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
+
+
+def test_options_of_a_run():
+    assert fields(Run) == RUN.split()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_options_of_verbs(verb):
+    assert sorted(fields(importlib.import_module(f"thinwire.cli.{verb}").Options)) == sorted(OPTIONS[verb].split())
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_option_is_explained(verb, capsys):
+    """Each field is followed by its docstring, which is its help."""
+    source = inspect.getsource(importlib.import_module(f"thinwire.cli.{verb}").Options) + inspect.getsource(Run)
+    for name in [*OPTIONS[verb].split(), *RUN.split()]:
+        if name != "run_settings":
+            assert re.search(rf'^    {name}: [^\n]*\n    """', source, re.MULTILINE), name
+
+
+def test_verbs_are_those_that_are_documented():
+    tree = (ROOT / "README.md").read_text()
+    assert set(VERBS) == set(OPTIONS) and all(f"thinwire {verb}" in tree for verb in VERBS)
+
+
+def test_examples_in_docstrings_run():
+    counts = {name: doctest.testmod(importlib.import_module(name)) for name in MODULES}
+    assert not [name for name, count in counts.items() if count.failed]
+    assert sum(count.attempted for count in counts.values()) > 20
+
+
+def test_the_version_is_one():
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == thinwire.__version__
+    assert re.search(rf"^## {re.escape(thinwire.__version__)} ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+
+
+def test_constraints_hold_what_the_project_needs():
+    """Every dependency has a pinned version, and it is one that pyproject.toml allows."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    pins = {
+        canonicalize_name(n): v
+        for n, v in re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    }
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    for line in [*project["dependencies"], *extras["dev"], *extras["parquet"]]:
+        needed = Requirement(line)
+        if needed.name != "thinwire":
+            assert needed.specifier.contains(pins[canonicalize_name(needed.name)]), line
