@@ -68,19 +68,19 @@ class Whole:
 class Strided:
     """Fragment i holds layers i, i+P, i+2P, … (arXiv 2501.18512, §2.2: the default of the paper).
 
-    `count` is P, the fragments of layers. Without it there is one for every three layers, as in the paper, but at
-    least `at_least`, where the model has so many layers. All that is not in a layer (embeddings, final norm, head)
-    is one more fragment, the first. `layers` is the path of the model's list of layers; without it, the
+    `count` is P, the fragments of layers. Without it a fragment has three layers, as in the paper, or fewer, so that
+    none has more than `share` of them. All that is not in a layer (embeddings, final norm, head) is one more
+    fragment, the first. `layers` is the path of the model's list of layers; without it, the
     `ModuleList` or `Sequential` with most trainable parameters is taken, else the leaf modules in order.
     """
 
     count: int | None = None
     layers: str | None = None
-    at_least: int = 1
+    share: float = 1.0
 
     def fragments(self, model: nn.Module) -> list[Fragment]:
         rest, layers = _layers(model, self.layers)
-        count = _checked_count(self.count, len(layers), self.at_least)
+        count = _checked_count(self.count, len(layers), self.share)
         return _layer_fragments(rest, layers, [range(i, len(layers), count) for i in range(count)])
 
 
@@ -90,11 +90,11 @@ class Sequential:
 
     count: int | None = None
     layers: str | None = None
-    at_least: int = 1
+    share: float = 1.0
 
     def fragments(self, model: nn.Module) -> list[Fragment]:
         rest, layers = _layers(model, self.layers)
-        count = _checked_count(self.count, len(layers), self.at_least)
+        count = _checked_count(self.count, len(layers), self.share)
         cuts = [i * len(layers) // max(1, count) for i in range(count + 1)]
         return _layer_fragments(rest, layers, [range(a, b) for a, b in pairwise(cuts)])
 
@@ -128,9 +128,9 @@ class BySize:
 Named = tuple[str, nn.Parameter]
 
 
-def _checked_count(count: int | None, layers: int, at_least: int) -> int:
+def _checked_count(count: int | None, layers: int, share: float) -> int:
     if count is None:
-        return min(layers, max(at_least, -(-layers // 3)))
+        return -(-layers // min(3, max(1, int(share * layers))))
     if not 1 <= count <= layers:
         raise ConfigurationError(
             f"fragments={count} for a model of {layers} layers: between 1 and {layers} is needed "

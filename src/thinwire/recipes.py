@@ -50,13 +50,13 @@ def streaming_diloco(
     """Streaming DiLoCo (Douillard et al., arXiv 2501.18512): fragments in turn, in the air for `delay` steps, in 4
     bits.
 
-    `fragments` counts those of layers (strided); what is outside the layers is one more. By default there is one for
-    three layers, as in the paper, but at least every / delay: on a link that just carries the average, a fragment of
-    that size flies for `delay` steps. `partition` replaces both.
+    `fragments` counts those of layers (strided); what is outside the layers is one more. By default a fragment has
+    three layers, as in the paper, or fewer, so that none has more than delay / every of them: on a link that just
+    carries the average, a fragment of that size flies for `delay` steps. `partition` replaces both.
     """
     return Strategy(
         schedule=Staggered(every, delay, offsets),
-        partition=partition or Strided(fragments, at_least=-(-every // max(1, delay))),
+        partition=partition or Strided(fragments, share=delay / every),
         codec=codec,
         outer=Nesterov(outer_lr, outer_momentum),
         merge=Mix(merge),
