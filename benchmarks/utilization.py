@@ -72,17 +72,19 @@ def methods(size: str) -> list[Method]:
         periods = EVERY // strategy.schedule.every
         return Method(name, repr(strategy), warm, steps, periods * strategy.nbytes_per_period(numels, 2))
 
-    def streaming(count: int, partition: Partition) -> Strategy:
-        offsets = short_first(EVERY, count, DELAY)
+    def streaming(partition: Partition) -> Strategy:
+        offsets = short_first(EVERY, len(partition.fragments(model)), DELAY)  # the first period is steady already
         return streaming_diloco(every=EVERY, delay=DELAY, offsets=offsets, partition=partition)
 
-    thirds = streaming(LAYER_FRAGMENTS + 1, Strided(LAYER_FRAGMENTS))
+    default = streaming(streaming_diloco(every=EVERY, delay=DELAY).partition)
+    thirds = streaming(Strided(LAYER_FRAGMENTS))
     equal = EVERY // DELAY  # so many that the next departs when one lands: the link may be busy all the time
-    sixths = streaming(equal, BySize(equal))
+    sixths = streaming(BySize(equal))
     fp32 = 4 * numel
     return [
         Method("bare", "bare", 2, {0: EVERY}, 0),
-        own("Thinwire streaming_diloco", thirds, EVERY // (LAYER_FRAGMENTS + 1), {0: 2 * EVERY}),
+        own("Thinwire streaming_diloco", default, DELAY - 1, {0: 2 * EVERY}),
+        own("Thinwire streaming_diloco, 3 layers a fragment", thirds, EVERY // (LAYER_FRAGMENTS + 1), {0: 2 * EVERY}),
         own(f"Thinwire streaming_diloco, BySize({equal})", sixths, DELAY - 1, {0: 2 * EVERY}),
         own("Thinwire diloco (fp32)", diloco(every=EVERY), 2, {0: 0, 10: EVERY}),
         own("Thinwire data_parallel (fp32)", data_parallel(), 1, {0: 0, 20: 2, 100: 4}),
