@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -54,6 +55,28 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
                 f"{name} is {parameter.dtype}; only real floating-point parameters can be exchanged, freeze it."
             )
     return named
+
+
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise `ModelError` unless `optimizer` holds every trainable parameter of `model`."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [name for name, parameter in trainable(model) if id(parameter) not in held]
+    if missing:
+        raise ModelError(
+            f"the optimizer does not hold {len(missing)} of the model's trainable parameters ({', '.join(missing[:3])}"
+            f"{', …' if len(missing) > 3 else ''}); make it from this model's parameters, or freeze them "
+            "(requires_grad_(False))."
+        )
+
+
+def check_sharding(model: nn.Module, whole_replica: bool) -> None:
+    """Raise `ModelError` if parameters are sharded and the ranks of the replica are not known (`whole_replica`)."""
+    sharded = [name for name, p in trainable(model) if isinstance(p, DTensor) and p.device_mesh.size() > 1]
+    if sharded and not whole_replica:
+        raise ModelError(
+            f"{sharded[0]} is sharded and no site was given: the ranks of a replica must judge a round alike; "
+            "make the group with TorchGroup.from_world and pass site=group.site."
+        )
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -18,15 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
 
 from thinwire.codecs import Identity, check_finite
 from thinwire.contact import agree_on_start, digest, introduce
 from thinwire.errors import CheckpointError, DisagreementError, ModelError, NonFiniteError
-from thinwire.flight import Crew, Flight, Landed
+from thinwire.flight import Crew, Landed
 from thinwire.group.base import Group, gather
+from thinwire.held import Held
 from thinwire.merge import Eager, Mix
 from thinwire.outer import Average, State
-from thinwire.partition import Fragment, local, trainable
+from thinwire.partition import Fragment, check_optimizer, check_sharding, local
 from thinwire.strategy import Gradients, Strategy
 
 Settle = Callable[[Tensor], tuple[Tensor, State]]
@@ -38,35 +39,6 @@ class Observer(Protocol):
 
 def _silent(event: str, step: int, **fields: Any) -> None:
     """Observe nothing."""
-
-
-@dataclass
-class _Piece:
-    """A fragment and what this replica remembers of it."""
-
-    fragment: Fragment
-    index: int
-    anchor: Tensor  # flat fp32; replaced, never changed in place
-    state: State
-    rounds: int = 0
-    flight: Flight | None = None
-    # eager updates only: what this replica is ahead of the anchor
-    deviation: Tensor | None = None
-    deviation_state: State = field(default_factory=dict)
-    own: Tensor | None = None  # the own delta that is in the air
-
-    @property
-    def base(self) -> Tensor:
-        """Where the fragment's inner steps started."""
-        return self.anchor if self.deviation is None else self.anchor + self.deviation
-
-    def slices(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each parameter's local part with its slice of `flat`, in the same shape."""
-        begin = 0
-        for _, parameter in self.fragment.parameters:
-            part = local(parameter.detach())
-            yield part, flat[begin : begin + part.numel()].view(part.shape)
-            begin += part.numel()
 
 
 class Replica:
@@ -119,8 +91,8 @@ class Replica:
         self.stall_seconds = 0.0
         self.seconds = 0.0  # spent by the main thread in departures and landings, stalls included
         self._observe, self._clock = observer, clock
-        _check_optimizer(model, optimizer)
-        _check_site(model, site)
+        check_optimizer(model, optimizer)
+        check_sharding(model, whole_replica=site is not None)
         fragments = strategy.partition.fragments(model)
         strategy.schedule.departs(1, len(fragments))  # offsets for another number of fragments are refused here
         introduce(group, strategy, fragments)
@@ -173,18 +145,21 @@ class Replica:
             report()
         refused = any(mean is None for mean in means)
         for piece, mean in zip(self._pieces, means):
-            if mean is not None and not refused:
-                for (_, parameter), (_, slice_) in zip(piece.fragment.parameters, piece.slices(mean)):
-                    _gradient(parameter).copy_(slice_)
-            else:
-                for _, parameter in piece.fragment.parameters:
+            slices = piece.slices(piece.anchor if mean is None else mean)
+            for (_, parameter), (_, values) in zip(piece.fragment.parameters, slices):
+                # Exactly zero everywhere is what parameters without a gradient send: they are skipped, on all replicas alike.
+                if refused or not bool(values.any()):
                     parameter.grad = None
+                else:
+                    _gradient(parameter).copy_(values)
+        if refused:
+            self._check_own_weights()
         self.seconds += self._clock() - began
 
     def anchors(self) -> list[Tensor]:
         """The outer weights, flat and in fp32, a tensor a fragment (with `Gradients`: the parameters, which are equal everywhere)."""
         exchanges_gradients = isinstance(self.strategy.signal, Gradients)
-        return [self._snapshot(piece) if exchanges_gradients else piece.anchor for piece in self._pieces]
+        return [piece.snapshot() if exchanges_gradients else piece.anchor for piece in self._pieces]
 
     @contextmanager
     def anchored(self) -> Iterator[None]:
@@ -203,7 +178,10 @@ class Replica:
         """The model's state dict with the outer weights (whole tensors, on the CPU). With FSDP all ranks of a site must call it."""
         with self.anchored():
             return {
-                name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu().clone()
+                name.replace("_orig_mod.", ""): (value.full_tensor() if isinstance(value, DTensor) else value)
+                .detach()
+                .cpu()
+                .clone()
                 for name, value in self.model.state_dict().items()
             }
 
@@ -262,10 +240,10 @@ class Replica:
         self.seconds += self._clock() - began
 
     @torch.no_grad()
-    def _depart_delta(self, piece: _Piece) -> None:
+    def _depart_delta(self, piece: Held) -> None:
         """Snapshot the fragment, form its delta and let it fly."""
         began = self._clock()
-        snapshot = self._snapshot(piece)
+        snapshot = piece.snapshot()
         delta = piece.base - snapshot
         if isinstance(self.strategy.merge, Eager):
             delta = self._step_eagerly(piece, delta)
@@ -276,19 +254,19 @@ class Replica:
             settle = lambda estimate: (snapshot, state)  # noqa: E731
         self._depart(piece, delta, settle, began)
 
-    def _settle(self, piece: _Piece) -> Settle:
+    def _settle(self, piece: Held) -> Settle:
         """How the estimate of a round that departs now will move the anchor."""
         anchor, state, outer = piece.anchor, piece.state, self.strategy.outer
         return lambda estimate: outer.step(anchor, estimate.to(anchor.device), state)
 
-    def _depart(self, piece: _Piece, delta: Tensor, settle: Settle, began: float | None = None) -> None:
+    def _depart(self, piece: Held, delta: Tensor, settle: Settle, began: float | None = None) -> None:
         began = self._clock() if began is None else began
         piece.flight = flight = self._crew.launch(delta, piece.index, piece.rounds, self.step, settle)
         piece.rounds += 1
         fields = {"fragment": piece.index, "round": flight.number, "nbytes": flight.nbytes}
         self._observe("depart", self.step, **fields, seconds_spent=self._clock() - began)
 
-    def _await(self, piece: _Piece) -> tuple[Landed, Callable[[], None]]:
+    def _await(self, piece: Held) -> tuple[Landed, Callable[[], None]]:
         """Wait for the fragment's flight and report it; what comes back second reports the landing, when it is done."""
         flight = piece.flight
         assert flight is not None
@@ -313,7 +291,7 @@ class Replica:
         self._observe("land", self.step, **fields, begin=began, stall_seconds=stall, seconds_spent=spent)
 
     @torch.no_grad()
-    def _land(self, piece: _Piece) -> None:
+    def _land(self, piece: Held) -> None:
         """Take over what the flight brought. A refused round changes nothing: the delta is still in the parameters."""
         landed, report = self._await(piece)
         if landed.anchor is not None:
@@ -325,7 +303,7 @@ class Replica:
             self._start_again()
         report()
 
-    def _step_eagerly(self, piece: _Piece, delta: Tensor) -> Tensor:
+    def _step_eagerly(self, piece: Held, delta: Tensor) -> Tensor:
         """Land the previous round, count the own new delta at once, and return what departs (see `Eager`)."""
         outer, share = self.strategy.outer, 1 / self.group.size
         if piece.deviation is None or piece.own is None:
@@ -341,16 +319,16 @@ class Replica:
         fresh = (delta - piece.own) * share
         piece.deviation, piece.deviation_state = outer.step(piece.deviation, fresh, piece.deviation_state)
         piece.own = delta
-        for part, slice_ in piece.slices(piece.base):
-            part.copy_(slice_)
+        piece.load_into_parameters(piece.base)
         return delta
 
     @torch.no_grad()
     def _start_again(self) -> None:
-        """This replica's own values are not finite: go back to the anchors, and clear what is not finite in the inner optimizer."""
-        self._observe(
-            "warning", self.step, message="this replica's weights were not finite; it starts again from the anchors"
-        )
+        """Go back to the anchors if own values are not finite, and clear what is not finite in optimizer and buffers."""
+        if all(bool(torch.isfinite(piece.snapshot()).all()) for piece in self._pieces):
+            return  # a delta from before the last new start
+        message = "this replica's weights were not finite; it starts again from the anchors"
+        self._observe("warning", self.step, message=message)
         for piece in self._pieces:
             piece.deviation = piece.own = None
         self._load_anchors()
@@ -358,6 +336,18 @@ class Replica:
             for value in state.values():
                 if isinstance(value, Tensor) and value.is_floating_point():
                     local(value).nan_to_num_(0.0, 0.0, 0.0)
+        for module in self.model.modules():
+            buffers = [b for b in module.buffers(recurse=False) if b.is_floating_point()]
+            if isinstance(module, _NormBase) and not all(bool(torch.isfinite(b).all()) for b in buffers):
+                module.reset_running_stats()
+
+    def _check_own_weights(self) -> None:
+        """With `Gradients` there is no anchor to start again from."""
+        if not all(bool(torch.isfinite(piece.snapshot()).all()) for piece in self._pieces):
+            raise NonFiniteError(
+                f"the weights of replica {self.group.rank} hold NaN or infinity, and data-parallel training keeps no "
+                "anchors to start again from; go on from the last checkpoint."
+            )
 
     # ---- weights in and out
 
@@ -371,26 +361,17 @@ class Replica:
                     "Initialise them, or load a sound checkpoint, before attaching the Replica."
                 ) from None
 
-    def _piece(self, fragment: Fragment, index: int) -> _Piece:
+    def _piece(self, fragment: Fragment, index: int) -> Held:
         parts = [local(p.detach()) for _, p in fragment.parameters]
         device = torch.device("cpu") if self.strategy.anchors == "host" else parts[0].device
         anchor = torch.cat([part.reshape(-1).to(device, torch.float32) for part in parts])
-        return _Piece(fragment, index, anchor, self.strategy.outer.init(anchor))
-
-    @torch.no_grad()
-    def _snapshot(self, piece: _Piece) -> Tensor:
-        """The fragment's own parameters, flat, in fp32, where the anchors live."""
-        flat = torch.empty_like(piece.anchor)
-        for part, into in piece.slices(flat):
-            into.copy_(part)
-        return flat
+        return Held(fragment, index, anchor, self.strategy.outer.init(anchor))
 
     @torch.no_grad()
     def _load_anchors(self) -> None:
         if not isinstance(self.strategy.signal, Gradients) or self.step == 0:
             for piece in self._pieces:
-                for part, slice_ in piece.slices(piece.anchor):
-                    part.copy_(slice_)
+                piece.load_into_parameters(piece.anchor)
 
     # ---- to be saved and to go on
 
@@ -401,16 +382,9 @@ class Replica:
         Flights in the air are kept as the deltas that departed; they depart again, with the same bytes, when loaded.
         Nothing waits.
         """
-        tensors: dict[str, Tensor] = {}
-        facts: dict[str, Any] = {"step": self.step, "rounds": [piece.rounds for piece in self._pieces], "flights": {}}
-        for piece in self._pieces:
-            named = {"anchor": piece.anchor, "deviation": piece.deviation, "own": piece.own}
-            named |= {f"outer.{name}": value for name, value in piece.state.items()}
-            named |= {f"deviation_outer.{name}": value for name, value in piece.deviation_state.items()}
-            if piece.flight:
-                named["delta"] = piece.flight.delta
-                facts["flights"][str(piece.index)] = [piece.flight.number, piece.flight.departed]
-            tensors |= {f"{piece.index}.{name}": value for name, value in named.items() if value is not None}
+        tensors = {f"{p.index}.{name}": value for p in self._pieces for name, value in p.tensors().items()}
+        flights = {str(p.index): [p.flight.number, p.flight.departed] for p in self._pieces if p.flight}
+        facts = {"step": self.step, "rounds": [piece.rounds for piece in self._pieces], "flights": flights}
         return tensors, facts
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
@@ -426,9 +400,9 @@ class Replica:
             )
         self.step = facts["step"]
         for piece in self._pieces:
-            self._load_piece(
-                piece, {n.split(".", 1)[1]: t for n, t in tensors.items() if n.split(".", 1)[0] == str(piece.index)}
-            )
+            prefix = f"{piece.index}."
+            named = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+            piece.load(named, self.strategy.outer)
             piece.rounds = facts["rounds"][piece.index]
         told = gather(self.group, self.step.to_bytes(8, "little") + digest(self.anchors()), 24, "resume")
         for rank, text in enumerate(told):
@@ -443,25 +417,6 @@ class Replica:
             delta = tensors[f"{index}.delta"].to(piece.anchor.device)
             piece.flight = self._crew.launch(delta, index, number, departed, self._settle(piece))
 
-    def _load_piece(self, piece: _Piece, named: Mapping[str, Tensor]) -> None:
-        if named["anchor"].numel() != piece.anchor.numel():
-            raise CheckpointError(
-                f"fragment {piece.fragment.name!r} has {named['anchor'].numel()} elements in the checkpoint, {piece.anchor.numel()} in this model; "
-                "resume with the run's own model."
-            )
-        on_device = {name: tensor.to(piece.anchor.device) for name, tensor in named.items()}
-        piece.anchor = on_device["anchor"]
-        piece.deviation, piece.own = on_device.get("deviation"), on_device.get("own")
-        piece.state = {n.removeprefix("outer."): t for n, t in on_device.items() if n.startswith("outer.")}
-        due = self.strategy.outer.init(piece.anchor)
-        if piece.state.keys() != due.keys():
-            raise CheckpointError(
-                f"fragment {piece.fragment.name!r} has the outer state {sorted(piece.state)} in the checkpoint, {self.strategy.outer} keeps "
-                f"{sorted(due)}; resume with the run's own strategy."
-            )
-        prefix = "deviation_outer."
-        piece.deviation_state = {n.removeprefix(prefix): t for n, t in on_device.items() if n.startswith(prefix)}
-
 
 def _reshard(model: nn.Module) -> None:
     """Let FSDP forget whole parameters that it has gathered: a forward pass without backward keeps the root's, stale."""
@@ -475,22 +430,3 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return local(parameter.grad)
-
-
-def _check_site(model: nn.Module, site: Group | None) -> None:
-    sharded = [name for name, p in trainable(model) if isinstance(p, DTensor) and p.device_mesh.size() > 1]
-    if sharded and site is None:
-        raise ModelError(
-            f"{sharded[0]} is sharded and no site was given: the ranks of a replica must judge a round alike; "
-            "make the group with TorchGroup.from_world and pass site=group.site."
-        )
-
-
-def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    missing = [name for name, parameter in trainable(model) if id(parameter) not in held]
-    if missing:
-        raise ModelError(
-            f"the optimizer does not hold {len(missing)} of the model's trainable parameters ({', '.join(missing[:3])}"
-            f"{', …' if len(missing) > 3 else ''}); make it from this model's parameters, or freeze them (requires_grad_(False))."
-        )

@@ -15,13 +15,13 @@ FILES = sorted(path.relative_to(HOUSE).as_posix() for path in HOUSE.rglob("*.py"
 
 # From the ground up: a room imports only from rooms before it, and files of one room from each other.
 _ORDER = """
-errors seeds packet kernels codecs schedule partition merge outer group exchange strategy contact flight replica recipes
+errors seeds packet kernels codecs schedule partition merge outer group exchange strategy contact flight held replica recipes
 checkpoint observe lm cli
 """
 ROOMS = _ORDER.split()
 
 # Longer than 400 lines, with the reason and how long at most.
-LONG_FILES = {"replica.py": (520, "the order of things is to be read in one place")}
+LONG_FILES = {"replica.py": (430, "the order of things is to be read in one place")}
 LONG_FUNCTIONS: dict[str, str] = {}
 ENVIRONMENT = "lm/launch.py"  # what torchrun says is read there
 

@@ -357,12 +357,6 @@ def start_with(group, seed):
     return begun, heard
 
 
-# ---- known and open
-
-
-@pytest.mark.xfail(
-    strict=True, reason="`export` keeps torch.compile's `_orig_mod.` in names that the partition takes it off from"
-)
 def test_export_of_a_compiled_model_loads_into_the_plain_one():
     (group,) = tw.ThreadGroup.create(1)
     _, _, attached = attach(group, model=torch.compile(toy(), backend="eager"))
@@ -371,9 +365,6 @@ def test_export_of_a_compiled_model_loads_into_the_plain_one():
     toy().load_state_dict(exported)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="missing gradients are made as zeros, so AdamW still decays weights and moves by its momentum"
-)
 def test_skipping_an_update_with_gradients_exchanged():
     """`Replica` promises: a loop that wants to skip an update calls `step` with gradients set to None. All replicas do here."""
 
@@ -385,9 +376,6 @@ def test_skipping_an_update_with_gradients_exchanged():
     assert same_bits(one.weights[3], one.weights[2])
 
 
-@pytest.mark.xfail(
-    strict=True, reason="running statistics that took part in a poisoned step stay NaN after the weights recover"
-)
 def test_buffers_recover_from_nan():
     def replica(group):
         model, optimizer, attached = attach(group, tw.local_sgd(every=2), fill(WithBatchNorm()))

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,9 @@ def torchrun_place() -> tuple[int, int] | None:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-def train_as_rank(run: Run, folder: Path, resume: bool, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+def train_as_rank(run: Run, folder: Path, resume: bool, stop: threading.Event | None = None) -> dict[str, Any]:
     """Be the rank that torchrun's environment says, from joining the world to leaving it."""
+    environment, stop = os.environ, stop or threading.Event()
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     address, port = environment.get("MASTER_ADDR", "127.0.0.1"), int(environment.get("MASTER_PORT", "29500"))
     if world % run.replicas:
@@ -67,9 +68,9 @@ def train_as_rank(run: Run, folder: Path, resume: bool, environment: Mapping[str
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"  # nccl inside a replica; packets take gloo
     start_torch(rank, world, address, port, run.timeout, backend, book)
     group = TorchGroup.from_world(run.replicas, timeout=run.timeout)
-    place = Place(group, folder, resume, group.site, group.shard, shards, gpu=int(environment.get("LOCAL_RANK", "0")))
+    place = Place(group, folder, resume, group.site, group.shard, shards, int(environment.get("LOCAL_RANK", "0")), stop)
     try:
-        with _stopping(place.stop):
+        with _stopping(stop):
             return train_here(run, place)
     finally:
         group.close()
@@ -132,7 +133,14 @@ def train_processes(run: Run, folder: Path, resume: bool, tick: Tick) -> None:
         command = [sys.executable, "-m", "thinwire.lm.launch", str(folder), *(["--resume"] if resume else [])]
         with (logs / f"replica-{rank}.txt").open("ab") as output:
             processes.append(
-                subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+                subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
             )
     try:
         _watch(processes, tick)
@@ -145,25 +153,22 @@ def train_processes(run: Run, folder: Path, resume: bool, tick: Tick) -> None:
 
 
 def _watch(processes: list[subprocess.Popen[bytes]], tick: Tick) -> None:
-    """Wait for all; Ctrl-C reaches the replicas by itself, and they agree on where to stop."""
-    interrupts = 0
-    first_failure = None
-    while any(process.poll() is None for process in processes):
-        try:
+    """Wait for all. The first Ctrl-C (or SIGTERM) is passed on: the replicas agree on where to stop. The second ends them."""
+    stop, passed_on, first_failure = threading.Event(), False, None
+    with _stopping(stop):
+        while any(process.poll() is None for process in processes):
             tick()
             time.sleep(0.2)
-        except KeyboardInterrupt:
-            interrupts += 1
-            if interrupts > 1:
-                raise
-            print(
-                "\nstopping: all replicas stop after the same inner step, with a checkpoint (Ctrl-C again: at once)",
-                file=sys.stderr,
-            )
-        if any(process.poll() for process in processes):
-            first_failure = first_failure or time.monotonic()
-            if time.monotonic() - first_failure > _GRACE:
-                _end(processes)
+            if stop.is_set() and not passed_on:
+                passed_on = True
+                said = "all replicas stop after the same inner step, with a checkpoint (Ctrl-C again: at once)"
+                print(f"\nstopping: {said}", file=sys.stderr)
+                for process in processes:
+                    process.send_signal(signal.SIGINT)
+            if any(process.poll() for process in processes):
+                first_failure = first_failure or time.monotonic()
+                if time.monotonic() - first_failure > _GRACE:
+                    _end(processes)
     tick()
 
 
@@ -207,6 +212,14 @@ def _stopping(stop: threading.Event) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _stop_with_the_launcher(stop: threading.Event) -> None:
+    """A launcher that was killed cannot pass anything on: stop as after Ctrl-C when it is gone."""
+    launcher = os.getppid()
+    while os.getppid() == launcher:
+        time.sleep(1.0)
+    stop.set()
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -217,8 +230,10 @@ def main() -> int:
     """`python -m thinwire.lm.launch FOLDER [--resume]`: one replica, as `train_processes` starts it."""
     folder, resume = Path(sys.argv[1]), "--resume" in sys.argv[2:]
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    stop = threading.Event()
+    threading.Thread(target=_stop_with_the_launcher, args=(stop,), name="thinwire-launcher-watch", daemon=True).start()
     try:
-        train_as_rank(Run.load(folder / "run.toml"), folder, resume)
+        train_as_rank(Run.load(folder / "run.toml"), folder, resume, stop=stop)
     except ThinwireError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

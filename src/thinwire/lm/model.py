@@ -115,6 +115,7 @@ def _paper(layers: int, heads: int) -> Architecture:
 
 
 SIZES: dict[str, Architecture] = {
+    "nano": Architecture(layers=3, width=64, heads=2),  # many runs in an hour on a laptop
     "tiny": Architecture(layers=4, width=96, heads=3),  # learns to spell in two minutes on one CPU core
     "mini": Architecture(layers=9, width=256, heads=4),  # what the benchmarks carry
     "35m": _paper(layers=6, heads=8),

@@ -76,7 +76,7 @@ class Run:
     """Seconds that a replica waits for a packet before it gives the others up."""
 
     model: str = "tiny"
-    """A size (tiny, mini, 35m, 100m, 200m, 300m, 500m, 1b, 4b), or hf:FOLDER_OR_NAME for a Hugging Face causal LM."""
+    """A size (nano, tiny, mini, 35m, 100m, 200m, 300m, 500m, 1b, 4b), or hf:FOLDER_OR_NAME for a Hugging Face causal LM."""
     positions: Literal["rotary", "learned"] = "rotary"
     """How the model knows where a token stands."""
     text: tuple[str, ...] = ()
