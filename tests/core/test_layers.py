@@ -21,7 +21,7 @@ checkpoint observe lm cli
 ROOMS = _ORDER.split()
 
 # Longer than 400 lines, with the reason and how long at most.
-LONG_FILES = {"replica.py": (430, "the order of things is to be read in one place")}
+LONG_FILES = {"replica.py": (440, "the order of things is to be read in one place")}
 LONG_FUNCTIONS: dict[str, str] = {}
 ENVIRONMENT = "lm/launch.py"  # what torchrun says is read there
 
