@@ -34,7 +34,9 @@ def main() -> None:
         out = asked.out or Path(thrown_away) / "runs"
         options = [f"--{name.replace('_', '-')}={value}" for name, value in (SETTINGS | {"steps": asked.steps}).items()]
         command = [sys.executable, "-m", "thinwire", "compare", "--strategies", *METHODS, "--seeds", str(asked.seeds)]
-        done = subprocess.run([*command, *options, "--out", str(out), "--json"], stdout=subprocess.PIPE, text=True, check=True)
+        done = subprocess.run(
+            [*command, *options, "--out", str(out), "--json"], stdout=subprocess.PIPE, text=True, check=True
+        )
     rows = json.loads(done.stdout.strip().splitlines()[-1])["strategies"]
     control = rows[0]
     for row in rows:
@@ -45,7 +47,11 @@ def main() -> None:
             f"  {row['bits_per_parameter_per_step']:8.4f} bits per parameter and step  {row['times_fewer_bits']:.0f}× fewer"
         )
     settings = SETTINGS | {"steps": asked.steps, "replicas": 2}
-    path = save("quality", about | {"benchmark": "quality", "word": "measured", "setting": settings, "goal": GOAL, "rows": rows}, asked.into)
+    path = save(
+        "quality",
+        about | {"benchmark": "quality", "word": "measured", "setting": settings, "goal": GOAL, "rows": rows},
+        asked.into,
+    )
     print(f"written: {path}")
 
 

@@ -1,8 +1,9 @@
-"""Fill the README's tables from the results that benchmarks wrote: no number is typed by hand.
+"""Fill the tables of README.md and benchmarks/README.md from the results that benchmarks wrote: no number is typed by hand.
 
     python docs/tables.py            # or: make tables
 
 A table stands between `<!-- table: benchmarks/results/NAME.json -->` and `<!-- end -->`; what the JSON's `benchmark` is decides its form.
+With `all` before `-->` every method is in it, else those of HEADLINE.
 tests/repo/test_readme.py holds that the README says what the files say.
 """
 
@@ -15,22 +16,27 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-BLOCK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+PAGES = ("README.md", "benchmarks/README.md")
+HEADLINE = ("Thinwire streaming_diloco", "torchft DiLoCo, streaming (fp32)", "torch DDP (fp32)")
+BLOCK = re.compile(r"(<!-- table: (\S+)( all)? -->\n).*?(<!-- end -->)", re.DOTALL)
 Result = Mapping[str, Any]
 
 
 def filled(text: str, root: Path = ROOT) -> str:
     """`text` with every table as its file has it."""
-    return BLOCK.sub(lambda block: f"{block[1]}{table(root / block[2], block[2])}\n{block[3]}", text)
+    return BLOCK.sub(lambda block: f"{block[1]}{table(root / block[2], block[2], bool(block[3]))}\n{block[4]}", text)
 
 
-def table(path: Path, name: str) -> str:
+def table(path: Path, name: str, whole: bool) -> str:
     """Markdown for one result; a sentence where there is no result yet."""
     if not path.exists():
         return f"*Not measured yet: there is no `{name}`.*"
     result: Result = json.loads(path.read_text())
+    if result["benchmark"] == "utilization" and not whole:
+        rows = [row for row in result["rows"] if row["method"] in HEADLINE and "problem" not in row]
+        result = dict(result) | {"rows": rows}
     heads, rows = TABLES[result["benchmark"]](result)
-    align = ["---" if head == "method" else "---:" for head in heads]
+    align = ["---" if head in ("method", "model") else "---:" for head in heads]
     lines = [f"| {' | '.join(cells)} |" for cells in (heads, align, *rows)]
     return "\n".join([*lines, "", provenance(result, name)])
 
@@ -76,6 +82,16 @@ def quality(result: Result) -> tuple[list[str], list[list[str]]]:
     return ["method", "evaluation loss", "loss", "bits per parameter and step", "fewer bits", "seeds"], rows
 
 
+def attach(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Cases of benchmarks/attach.py."""
+    rows = []
+    for name, case in result["cases"].items():
+        low, high = case["ratio_quartiles"]
+        ratio = f"{case['ratio']:.4f} ({low:.4f} … {high:.4f})"
+        rows.append([name, f"{case['bare_seconds'] * 1e3:.4g}", ratio, f"{case['control_ratio']:.4f}"])
+    return ["model", "bare step, ms", "attached / bare (quartiles)", "bare / bare"], rows
+
+
 def _share(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
 
@@ -83,12 +99,13 @@ def _share(value: float | None) -> str:
 TABLES: dict[str, Callable[[Result], tuple[list[str], list[list[str]]]]] = {
     "utilization": utilization,
     "quality": quality,
+    "attach": attach,
 }
 
 
 def main() -> None:
-    readme = ROOT / "README.md"
-    readme.write_text(filled(readme.read_text()))
+    for page in PAGES:
+        (ROOT / page).write_text(filled((ROOT / page).read_text()))
 
 
 if __name__ == "__main__":

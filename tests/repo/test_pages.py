@@ -173,10 +173,18 @@ def tables():
     return module
 
 
-def test_the_readmes_tables_are_those_of_the_results():
-    text = (ROOT / "README.md").read_text()
-    assert len(tables().BLOCK.findall(text)) == 2
-    assert tables().filled(text) == text, "run `make tables`"
+def test_tables_in_pages_are_those_of_the_results():
+    found = [name for page in tables().PAGES for _, name, *_ in tables().BLOCK.findall((ROOT / page).read_text())]
+    results = {f"benchmarks/results/{path.name}" for path in (ROOT / "benchmarks/results").glob("*.json")}
+    assert results <= set(found)
+    for page in tables().PAGES:
+        text = (ROOT / page).read_text()
+        assert tables().filled(text) == text, f"{page}: run `make tables`"
+
+
+def test_the_headline_is_of_methods_that_were_measured():
+    result = json.loads((ROOT / "benchmarks/results/utilization.json").read_text())
+    assert {row["method"] for row in result["rows"]} >= set(tables().HEADLINE)
 
 
 def provenance() -> dict:
@@ -200,7 +208,7 @@ def test_tables_from_results(tmp_path):
     ]
     result = provenance() | {"benchmark": "utilization", "setting": {"every": 30}, "rows": rows}
     (tmp_path / "u.json").write_text(json.dumps(result))
-    lines = tables().filled("<!-- table: u.json -->\nold\n<!-- end -->", tmp_path).splitlines()
+    lines = tables().filled("<!-- table: u.json all -->\nold\n<!-- end -->", tmp_path).splitlines()
     assert lines[3:6] == [
         "| 20 | ours | 98.0% | 98.5% | 4.00 |",
         "|  | ddp | 98.0% | – | 4.00 |",
@@ -221,7 +229,7 @@ def test_tables_of_compare(tmp_path):
     }
     ours = control | {"strategy": "streaming_diloco", "eval_loss": 2.01, "bits_per_parameter_per_step": 0.16}
     (tmp_path / "q.json").write_text(json.dumps(provenance() | {"benchmark": "quality", "rows": [control, ours]}))
-    lines = tables().table(tmp_path / "q.json", "q.json").splitlines()
+    lines = tables().table(tmp_path / "q.json", "q.json", True).splitlines()
     assert lines[2:4] == [
         "| data_parallel | 2.0000 ± 0.0100 | control | 32 | – | 3 |",
         "| streaming_diloco | 2.0100 ± 0.0100 | +0.50% | 0.16 | 200× | 3 |",
