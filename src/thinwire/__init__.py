@@ -4,8 +4,6 @@ Every replica trains by itself; now and then one fragment of the model is exchan
 while training goes on.
 """
 
-__version__ = "0.1.0"
-
 from thinwire.codecs import E3M0, Cast, Codec, Identity
 from thinwire.errors import (
     CheckpointError,
@@ -28,6 +26,7 @@ from thinwire.recipes import data_parallel, diloco, eager_diloco, local_sgd, str
 from thinwire.replica import Replica
 from thinwire.schedule import Every, Schedule, Staggered, short_first
 from thinwire.strategy import Deltas, Gradients, Strategy, parse
+from thinwire.version import __version__ as __version__
 
 __all__ = [
     "E3M0",

@@ -26,11 +26,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-import thinwire
 from thinwire.errors import CheckpointError
 from thinwire.group.base import Group, gather
 from thinwire.partition import local
 from thinwire.replica import Replica
+from thinwire.version import __version__
 
 FORMAT = 1
 _FILES = ("model.safetensors", "inner.safetensors", "outer.safetensors")
@@ -60,7 +60,7 @@ def save(folder: Path, replica: Replica, notes: Mapping[str, Any], keep: int = 3
     contents = (dict(_weights(replica.model)), inner | {"random": torch.get_rng_state()}, tensors)
     manifest: dict[str, Any] = {
         "format": FORMAT,
-        "thinwire": thinwire.__version__,
+        "thinwire": __version__,
         "step": replica.step,
         "strategy": repr(replica.strategy),
         "facts": facts,

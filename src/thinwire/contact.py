@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import thinwire
 from thinwire.errors import DisagreementError
 from thinwire.group.base import Group, gather
 from thinwire.packet import VERSION
 from thinwire.partition import Fragment, local
 from thinwire.strategy import Strategy
+from thinwire.version import __version__
 
 _LIMIT = 1 << 24  # bytes of one replica's introduction; a million tensors' names
 
@@ -29,7 +29,7 @@ def introduce(group: Group, strategy: Strategy, fragments: Sequence[Fragment]) -
     }
     agree(
         group,
-        {"code version": thinwire.__version__, "wire format": VERSION, "strategy": repr(strategy)}
+        {"code version": __version__, "wire format": VERSION, "strategy": repr(strategy)}
         | {f"model, {name}": text for name, text in tensors.items()}
         | {"model, order of tensors": list(tensors)},
     )

@@ -6,8 +6,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-import thinwire
 from thinwire.errors import ThinwireError
+from thinwire.version import __version__
 
 VERBS = {
     "train": "train one language model on several replicas (without arguments: the demo)",
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(_USAGE)
         return 0
     if arguments[0] == "--version":
-        print(thinwire.__version__)
+        print(__version__)
         return 0
     verb, *rest = arguments
     if verb not in VERBS:

@@ -21,8 +21,8 @@ from typing import Literal
 import torch
 from torch import distributed as dist
 
-import thinwire
 from thinwire.observe.units import text_of_nbytes, text_of_rate, text_of_seconds
+from thinwire.version import __version__
 
 EXTRAS = {
     "pyarrow": "parquet",
@@ -50,9 +50,7 @@ def warn_unless(good: bool, what: str, says: str, do: str) -> Finding:
 
 def offers() -> Iterator[Finding]:
     """Versions, processors, memory, extras."""
-    yield Finding(
-        "thinwire", "ok", f"{thinwire.__version__} · Python {platform.python_version()} · torch {torch.__version__}"
-    )
+    yield Finding("thinwire", "ok", f"{__version__} · Python {platform.python_version()} · torch {torch.__version__}")
     yield Finding("cores", "ok", f"{cores()} · torch uses {torch.get_num_threads()} thread(s) here")
     total, available = memory()
     says = f"{text_of_nbytes(total)}, {text_of_nbytes(available)} free"

@@ -23,7 +23,6 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-import thinwire
 from thinwire import checkpoint
 from thinwire.contact import agree
 from thinwire.errors import CheckpointError, ConfigurationError
@@ -36,6 +35,7 @@ from thinwire.lm.tokens import BPE, Bytes
 from thinwire.observe.events import EventLog
 from thinwire.replica import Replica
 from thinwire.seeds import derive
+from thinwire.version import __version__
 
 BETAS = (0.9, 0.99)  # AdamW's, of the scaling-law paper (arXiv 2503.09799)
 FLOOR = 0.05  # of the peak learning rate, where the cosine ends
@@ -327,7 +327,7 @@ def machine() -> Mapping[str, Any]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
-        "thinwire": thinwire.__version__,
+        "thinwire": __version__,
         "commit": git.stdout.strip() or None,
     }
 

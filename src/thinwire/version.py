@@ -1,0 +1,3 @@
+"""The version of the code, which replicas compare and files carry."""
+
+__version__ = "0.1.0"
