@@ -113,7 +113,7 @@ class Trainer:
         counted = CountedGroup(place.group, self.ledger)
         self.group: Group = LinkedGroup(counted, link) if link else counted
         self.corpus = open_corpus(run)
-        agree(self.group, run.shared() | {"tokenizer": self.corpus.tokenizer.fingerprint})
+        agree(self.group, run.shared() | {"tokenizer": self.corpus.tokenizer.fingerprint, "resume": place.resume})
         self.device = torch.device("cuda", place.gpu) if torch.cuda.is_available() else torch.device("cpu")
         self.model = make_model(run, self.corpus.vocabulary).to(self.device)
         if place.shards > 1:
