@@ -4,7 +4,7 @@ Every replica trains by itself; now and then one fragment of the model is exchan
 while training goes on.
 """
 
-from thinwire.codecs import E3M0, Cast, Codec, Identity
+from thinwire.codecs import E2M1, E3M0, E4M3, E5M2, Cast, Codec, Identity, Int
 from thinwire.errors import (
     CheckpointError,
     ConfigurationError,
@@ -29,7 +29,10 @@ from thinwire.strategy import Deltas, Gradients, Strategy, parse
 from thinwire.version import __version__ as __version__
 
 __all__ = [
+    "E2M1",
     "E3M0",
+    "E4M3",
+    "E5M2",
     "Average",
     "BySize",
     "Cast",
@@ -47,6 +50,7 @@ __all__ = [
     "Gradients",
     "Group",
     "Identity",
+    "Int",
     "LinkError",
     "Mix",
     "ModelError",

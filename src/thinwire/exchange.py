@@ -16,12 +16,14 @@ from thinwire.codecs import Codec, check_finite
 from thinwire.errors import NonFiniteError
 from thinwire.group.base import TAGS, Group, Transfer
 from thinwire.packet import HEADER_NBYTES, REFUSED, Header, empty_packet, identity, open_packet, payload, seal
+from thinwire.seeds import Key
 
 
 @dataclass(frozen=True)
 class Departure:
     """A round in progress, between `depart` and `arrive`."""
 
+    key: Key  # of this replica's own packet
     packets: tuple[Tensor, ...]  # by sender, this replica's own among them
     headers: tuple[Header, ...]  # what is due from each
     transfer: Transfer
@@ -30,8 +32,8 @@ class Departure:
 
 @runtime_checkable
 class Exchange(Protocol):
-    def depart(self, group: Group, codec: Codec, delta: Tensor, fragment: int, number: int, flags: int) -> Departure:
-        """Encode `delta` (flat fp32 CPU), the `number`-th of `fragment`, and start sending. NaN or infinity sends `REFUSED` instead."""
+    def depart(self, group: Group, codec: Codec, delta: Tensor, key: Key, flags: int) -> Departure:
+        """Encode `delta` (flat fp32 CPU) as the packet that `key` names, and start sending. NaN or infinity sends `REFUSED` instead."""
 
     def arrive(self, departure: Departure, codec: Codec) -> tuple[Tensor | None, tuple[int, ...]]:
         """The mean of all deltas, or None if any replica refused; and every replica's flags.
@@ -51,23 +53,23 @@ class Direct:
     the same bits.
     """
 
-    def depart(self, group: Group, codec: Codec, delta: Tensor, fragment: int, number: int, flags: int) -> Departure:
+    def depart(self, group: Group, codec: Codec, delta: Tensor, key: Key, flags: int) -> Departure:
         nbytes = codec.nbytes(delta.numel())
-        own = Header(identity(codec), group.rank, fragment, number, delta.numel(), nbytes)
+        own = Header(identity(codec), key.sender, key.fragment, key.round, delta.numel(), nbytes)
         headers = tuple(replace(own, sender=sender) for sender in range(group.size))
         packets = tuple(empty_packet(nbytes) for _ in range(group.size))
         packet = packets[group.rank]
         try:
             check_finite(delta)
-            codec.encode(delta, payload(packet))
+            codec.encode(delta, payload(packet), key)
         except NonFiniteError:
             payload(packet).zero_()
             flags |= REFUSED
         seal(packet, replace(own, flags=flags))
         peers = [peer for peer in range(group.size) if peer != group.rank]
-        tag = (number << 12 | fragment & 0xFFF) % TAGS
+        tag = (key.round << 12 | key.fragment & 0xFFF) % TAGS
         transfer = group.post(tag, {peer: packet for peer in peers}, {peer: packets[peer] for peer in peers})
-        return Departure(packets, headers, transfer, len(peers) * packet.numel())
+        return Departure(key, packets, headers, transfer, len(peers) * packet.numel())
 
     def arrive(self, departure: Departure, codec: Codec) -> tuple[Tensor | None, tuple[int, ...]]:
         departure.transfer.wait()
@@ -75,8 +77,8 @@ class Direct:
         if any(f & REFUSED for f in flags):
             return None, flags
         estimate = torch.zeros(departure.headers[0].numel)
-        for packet in departure.packets:
-            codec.decode_add(payload(packet), estimate)
+        for sender, packet in enumerate(departure.packets):
+            codec.decode_add(payload(packet), estimate, replace(departure.key, sender=sender))
         return estimate.div_(len(departure.packets)), flags
 
     def nbytes_sent(self, codec: Codec, numel: int, size: int) -> int:

@@ -21,6 +21,7 @@ from thinwire.exchange import Departure
 from thinwire.group.base import Group
 from thinwire.outer import State
 from thinwire.packet import REFUSED, STOP
+from thinwire.seeds import Key
 from thinwire.strategy import Strategy
 
 
@@ -77,7 +78,8 @@ class Crew:
 
     def _depart(self, delta: Tensor, fragment: int, number: int) -> Departure:
         flags = STOP if self.stop_requested else 0
-        return self.strategy.exchange.depart(self.group, self.strategy.codec, delta.cpu(), fragment, number, flags)
+        key = Key(self.strategy.seed, fragment, number, self.group.rank)
+        return self.strategy.exchange.depart(self.group, self.strategy.codec, delta.cpu(), key, flags)
 
     @torch.no_grad()
     def _arrive(

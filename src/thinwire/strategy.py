@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from thinwire.codecs import E3M0, Cast, Codec, Identity
+from thinwire.codecs import E2M1, E3M0, E4M3, E5M2, Cast, Codec, Identity, Int
 from thinwire.errors import ConfigurationError
 from thinwire.exchange import Direct, Exchange
 from thinwire.merge import Eager, Mix
@@ -32,7 +32,8 @@ class Gradients:
 class Strategy:
     """A method of low-communication training as a composition of pieces.
 
-    `anchors` says where anchors and outer state live: in "host" memory or on the model's "device".
+    `anchors` says where anchors and outer state live: in "host" memory or on the model's "device". `seed` is
+    that of all that codecs draw by chance.
 
     A combination that cannot work raises `ConfigurationError` when it is made. `repr` is Python that makes the same
     value again; `parse` reads it without running code.
@@ -50,6 +51,7 @@ class Strategy:
     merge: Mix | Eager = Mix()
     signal: Deltas | Gradients = Deltas()
     anchors: Literal["host", "device"] = "host"
+    seed: int = 0
 
     def __post_init__(self) -> None:
         protocols = {"schedule": Schedule, "partition": Partition, "codec": Codec, "exchange": Exchange, "outer": Outer}
@@ -121,6 +123,10 @@ PIECES: dict[str, Callable[..., Any]] = {
             Identity,
             Cast,
             E3M0,
+            E2M1,
+            E4M3,
+            E5M2,
+            Int,
             Direct,
             Average,
             Nesterov,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from thinwire.recipes import RECIPES
-from thinwire.seeds import derive
+from thinwire.seeds import Key, derive
 
 # ---- the table
 
@@ -25,8 +25,9 @@ from thinwire.seeds import derive
 class Row:
     """An instance and its claims.
 
-    Codecs: `exact` (decodes to what was encoded), `odd` (q(−x) = −q(x)), `idempotent` (q(q(x)) = q(x)), and `error`: the most of
-    ‖q(x) − x‖² / ‖x‖² on normal numbers (never above 1 on any). Outer steps: `linear` in the deltas, `stateless`.
+    Codecs: `exact` (decodes to what was encoded), `odd` (q(−x) = −q(x)), `idempotent` (q(q(x)) = q(x)), `contractive` (‖q(x) − x‖ ≤ ‖x‖
+    on all input), `unbiased` (the mean of q(x) over keys is x), `local` (what a block of `block` holds changes nothing in the others),
+    and `error`: the most of ‖q(x) − x‖² / ‖x‖² on normal numbers. Outer steps: `linear` in the deltas, `stateless`.
     Schedules: `steady` (each fragment exactly once in any `every` steps after its first departure).
     """
 
@@ -42,16 +43,44 @@ def row(piece: Any, *claims: str, error: float = 0.0) -> Row:
     return Row(piece, frozenset(claims), error)
 
 
-def e3m0_error(block: int) -> float:
-    """Above ⅛ of the scale a value is off by at most a third of itself; below, it is lost, but the block's largest is above 8."""
-    return 1 / 9 + (block - 1) / 64 / 64
+def grid_error(codec: Any) -> float:
+    """The most of a block's energy that rounding to the nearest can cost: of each value, as a share of itself (widest where the
+    grid doubles) or as half of its lowest step; the block's largest is above half of the grid's."""
+    grid = codec.grid
+    step = grid.normal / 2**grid.mantissa
+    largest = grid.largest / (2 if codec.scale == "exponent" else 1.01)
+    share = (1 / (2 * 2**grid.mantissa + 1)) ** 2 if grid.largest > grid.normal else 0.0
+    return min(1.0, share + codec.block * (step / 2 / largest) ** 2)
 
 
+NEAREST = ("odd", "contractive", "local")
 CODECS = [
-    row(tw.Identity(), "exact", "odd", "idempotent"),
-    row(tw.Cast("bf16"), "odd", "idempotent", error=2.0**-16),
-    row(tw.Cast("fp16"), "odd", "idempotent", "saturates at 65504", error=2.0**-22),
-    *(row(tw.E3M0(block), "odd", "idempotent", error=e3m0_error(block)) for block in (2, 32, 128, 4096)),
+    row(tw.Identity(), "exact", "idempotent", *NEAREST),
+    row(tw.Cast("bf16"), "idempotent", *NEAREST, error=2.0**-16),
+    row(tw.Cast("fp16"), "idempotent", *NEAREST, "saturates at 65504", error=2.0**-22),
+    *(
+        row(codec, "idempotent", *NEAREST, error=grid_error(codec))
+        for codec in (
+            *(tw.E3M0(block) for block in (2, 32, 128, 4096)),
+            *(tw.E3M0(64, "bf16"), tw.E2M1(), tw.E2M1(32, "bf16"), tw.E4M3(), tw.E5M2(4096), tw.E5M2(1, "bf16")),
+            *(tw.Int(8), tw.Int(4, 64, "bf16"), tw.Int(2, 4)),
+        )
+    ),
+    *(
+        row(codec, *NEAREST, error=grid_error(codec))
+        for codec in (tw.E3M0(64, "fp32"), tw.E4M3(1000, "fp32"), tw.Int(8, 1, "bf16"), tw.Int(8, 7, "fp32"))
+    ),
+    *(
+        row(codec, "odd", "local", "unbiased", error=4 * codec.block)
+        for codec in (
+            *(tw.E3M0(32, rounding="stochastic"), tw.E2M1(128, "bf16", "stochastic"), tw.E4M3(rounding="stochastic")),
+            *(
+                tw.E5M2(64, "fp32", "stochastic"),
+                tw.Int(4, 32, "bf16", "stochastic"),
+                tw.Int(2, 16, "fp32", "stochastic"),
+            ),
+        )
+    ),
 ]
 SCHEDULES = [
     row(tw.Every(1), "steady"),
@@ -304,15 +333,15 @@ class Picky:
         return moved, {"rounds": state["rounds"] + 1}
 
 
-def roundtrip(codec: tw.Codec, x: Tensor) -> Tensor:
+def roundtrip(codec: tw.Codec, x: Tensor, key: Key = Key()) -> Tensor:
     payload = torch.empty(codec.nbytes(x.numel()), dtype=torch.uint8)
-    codec.encode(x, payload)
+    codec.encode(x, payload, key)
     out = torch.zeros_like(x)
-    codec.decode_add(payload, out)
+    codec.decode_add(payload, out, key)
     return out
 
 
-def encoded(codec: tw.Codec, x: Tensor) -> bytes:
+def encoded(codec: tw.Codec, x: Tensor, key: Key = Key()) -> bytes:
     payload = torch.full((codec.nbytes(x.numel()),), 0xA5, dtype=torch.uint8)
-    codec.encode(x, payload)
+    codec.encode(x, payload, key)
     return bytes(payload.numpy().tobytes())

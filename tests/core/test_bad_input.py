@@ -59,11 +59,23 @@ CONFIGURATIONS = {
     ),
     "block": (
         lambda: tw.E3M0(33),
-        "E3M0(block=33): an even block of at least 2 is needed; 128 is usual.",
+        "E3M0(block=33): a multiple of 2, at least 2, is needed; 128 is usual.",
+    ),
+    "no block": (
+        lambda: tw.Int(2, 0),
+        "Int(block=0): a multiple of 4, at least 4, is needed; 128 is usual.",
+    ),
+    "scale": (
+        lambda: tw.E2M1(scale="fp16"),
+        "E2M1(scale='fp16', rounding='nearest'): 'exponent', 'bf16' or 'fp32', and 'nearest' or 'stochastic', are needed.",
+    ),
+    "bits": (
+        lambda: tw.Int(5),
+        "Int(bits=5): 8, 4 or 2 is needed; for 1 bit use Sign().",
     ),
     "cast": (
         lambda: tw.Cast("fp8"),
-        "Cast(dtype='fp8'): bf16 or fp16 is needed; for 4 bits use E3M0().",
+        "Cast(dtype='fp8'): bf16 or fp16 is needed; for 8 bits use E4M3() or E5M2(), for 4 bits E3M0().",
     ),
     "no codec": (
         lambda: tw.Strategy(codec="e3m0"),
@@ -95,9 +107,9 @@ CONFIGURATIONS = {
         "optimizer is the outer one; leave schedule, outer and merge at Every(1), Average() and Mix().",
     ),
     "unknown name": (
-        lambda: tw.parse("E4M3"),
-        "'E4M3' in 'E4M3' is not known; choose from Average, BySize, Cast, Deltas, Direct, E3M0, Eager, Every, Gradients, Identity, Mix, "
-        "Nesterov, Sequential, Staggered, Strategy, Strided, Whole.",
+        lambda: tw.parse("E9M9"),
+        "'E9M9' in 'E9M9' is not known; choose from Average, BySize, Cast, Deltas, Direct, E2M1, E3M0, E4M3, E5M2, Eager, Every, Gradients, "
+        "Identity, Int, Mix, Nesterov, Sequential, Staggered, Strategy, Strided, Whole.",
     ),
 }  # fmt: skip
 

@@ -11,6 +11,8 @@ import thinwire as tw
 from thinwire.codecs import check_finite, packet_nbytes
 from thinwire.group import ThreadGroup
 from thinwire.packet import HEADER_NBYTES, REFUSED
+from thinwire.seeds import Key
+from thinwire.seeds import draw as rng
 
 TINY, HUGE = 1.1754943508222875e-38, 3.4028234663852886e38  # smallest normal and largest finite fp32
 SIZES = [0, 1, 2, 3, 31, 127, 128, 129, 1000, 65_535, 65_536, 65_537, 131_099]
@@ -64,7 +66,7 @@ def test_size_is_known(row, n):
     payloads = []
     for garbage in (0x00, 0xFF):
         payload = torch.full((codec.nbytes(n),), garbage, dtype=torch.uint8)
-        codec.encode(x, payload)
+        codec.encode(x, payload, Key())
         payloads.append(payload)
     assert torch.equal(*payloads)
     assert packet_nbytes(codec, n) == HEADER_NBYTES + codec.nbytes(n)
@@ -87,7 +89,7 @@ def test_claims(row, data, n):
     if "idempotent" in row.claims:
         assert torch.equal(roundtrip(row.piece, q), q)
     off, size = (q - x).double().square().sum(), x.double().square().sum()
-    assert off <= size, "worse than sending nothing"
+    assert off <= size or "contractive" not in row.claims, "worse than sending nothing"
     if data in NORMAL and not (row.piece == tw.Cast("fp16") and x.abs().max() > 65504 if n else False):
         assert off <= row.error * size * (1 + 1e-6)
 
@@ -98,13 +100,13 @@ def test_decoding_adds(row, data):
     """`decode_add` accumulates in fp32 onto what is there, and depends on the bytes only."""
     x, base = draw(data, 1000) / 4, gaussian(1000)
     payload = torch.empty(row.piece.nbytes(1000), dtype=torch.uint8)
-    row.piece.encode(x, payload)
+    row.piece.encode(x, payload, Key(3))
     kept, out = payload.clone(), base.clone()
-    row.piece.decode_add(payload, out)
-    assert torch.equal(out, base + roundtrip(row.piece, x)) and torch.equal(payload, kept)
+    row.piece.decode_add(payload, out, Key(3))
+    assert torch.equal(out, base + roundtrip(row.piece, x, Key(3))) and torch.equal(payload, kept)
 
 
-@codecs
+@pytest.mark.parametrize("row", [row for row in CODECS if "local" in row.claims], ids=str)
 def test_a_block_does_not_see_its_neighbours(row):
     """What one block holds changes nothing in the others: an outlier costs its own block only."""
     block = getattr(row.piece, "block", 1)
@@ -113,6 +115,106 @@ def test_a_block_does_not_see_its_neighbours(row):
     loud[block] = 1e30
     q, p = roundtrip(row.piece, x), roundtrip(row.piece, loud)
     assert torch.equal(q[:block], p[:block]) and torch.equal(q[2 * block :], p[2 * block :])
+
+
+# ---- what is drawn by chance
+
+
+@pytest.mark.parametrize("row", [row for row in CODECS if "unbiased" in row.claims], ids=str)
+@pytest.mark.parametrize("data", ["gaussian", "heavy tails", "one outlier", "constant", "zeros"])
+def test_unbiased(row, data):
+    """The mean over many keys comes to x within what chance allows: in each value, and in their sum."""
+    x, trials = draw(data, 257).double(), 2000
+    drawn = torch.stack([roundtrip(row.piece, x.float(), Key(round=trial)) for trial in range(trials)]).double()
+    off, spread = drawn.mean(0) - x, drawn.std(0) / trials**0.5
+    # A value that moves once in thousands of trials shows no spread: a dozen moves more or less, of its block's size.
+    most = torch.cat([part.abs().max().expand(len(part)) for part in x.split(getattr(row.piece, "block", 257))])
+    rare = 12 * most / trials
+    assert (off.abs() <= 5.5 * spread + rare).all()
+    assert off.sum().abs() <= 5 * spread.norm() + rare.norm()
+
+
+@pytest.mark.parametrize("row", [row for row in CODECS if "unbiased" in row.claims], ids=str)
+def test_the_key_is_all_the_chance(row):
+    """The same key makes the same bytes; another seed, round, fragment or sender makes others."""
+    x = gaussian(1000)
+    first = encoded(row.piece, x, Key(1, 2, 3, 4))
+    assert encoded(row.piece, x, Key(1, 2, 3, 4)) == first
+    others = [Key(0, 2, 3, 4), Key(1, 0, 3, 4), Key(1, 2, 0, 4), Key(1, 2, 3, 0)]
+    assert len({first, *(encoded(row.piece, x, key) for key in others)}) == 5
+
+
+@pytest.mark.parametrize("row", [row for row in CODECS if "unbiased" not in row.claims], ids=str)
+def test_without_chance_the_key_is_nothing(row):
+    x = gaussian(1000)
+    assert encoded(row.piece, x, Key()) == encoded(row.piece, x, Key(1, 2, 3, 4))
+
+
+def test_splitmix64():
+    """The published generator's first outputs, and the same from the middle."""
+    drawn = [int(z) % 2**64 for z in rng(1234567, 0, 5)]
+    assert drawn[:2] == [6457827717110365317, 3203168211198807973]
+    assert [int(z) % 2**64 for z in rng(0, 0, 3)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert [int(z) % 2**64 for z in rng(1234567, 3, 2)] == drawn[3:]
+    bits = (rng(7, 0, 1 << 14)[:, None] >> torch.arange(64)) & 1
+    assert ((bits.double().mean(0) - 0.5).abs() < 5 * 0.5 / 2**7).all()
+
+
+# ---- block formats against their definition
+
+GRIDS = {
+    tw.E3M0: [0, 0.25, 0.5, 1, 2, 4, 8, 16],
+    tw.E2M1: [0, 0.5, 1, 1.5, 2, 3, 4, 6],
+    tw.E4M3: torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double().tolist(),
+    tw.E5M2: torch.arange(124, dtype=torch.uint8).view(torch.float8_e5m2).double().tolist(),
+}
+BLOCKS = [row.piece for row in CODECS if hasattr(row.piece, "grid") and row.piece.rounding == "nearest"]
+
+
+@pytest.mark.parametrize("codec", BLOCKS, ids=str)
+@everything
+def test_block_formats_are_their_definition(codec, data):
+    """In double precision, a block at a time: the scale, then the nearest of the grid, ties to the even code."""
+    x = draw(data, 201)
+    grid = torch.tensor(GRIDS.get(type(codec)) or range(2 ** (getattr(codec, "bits", 0) - 1)), dtype=torch.float64)
+    least, most = 2.0**-126, 2.0 ** min(126, 128 - int(np.frexp(grid[-1].item())[1]))
+    out = []
+    for part in x.split(codec.block):
+        scale = part.abs().max() / grid[-1].float()
+        if codec.scale == "exponent":
+            wanted = part.double().abs().max() / grid[-1]
+            scale = next(2.0**e for e in range(-126, 128) if 2.0**e >= min(wanted, most))
+        elif codec.scale == "bf16":
+            near = scale.bfloat16()
+            scale = near if near.float() >= scale else torch.nextafter(near, torch.tensor(torch.inf).bfloat16())
+        scale = torch.tensor(min(max(float(scale), least), most))
+        far = ((part / scale).double().abs()[:, None] - grid).abs()
+        code = far.argmin(1)
+        tie = (code + 1 < len(grid)) & (
+            far.gather(1, (code + 1).clamp(max=len(grid) - 1)[:, None])[:, 0] == far.min(1)[0]
+        )
+        code = code + (tie & (code % 2 == 1)).long()
+        out.append(grid[code].float() * scale * part.sign())
+    assert torch.equal(roundtrip(codec, x), torch.cat(out))
+
+
+@pytest.mark.parametrize(
+    ("codec", "dtype"), [(tw.E4M3(256), torch.float8_e4m3fn), (tw.E5M2(256), torch.float8_e5m2)], ids=str
+)
+def test_fp8_is_torchs(codec, dtype):
+    """A code is the byte of torch's own cast of x / 2^e."""
+    x = torch.cat([torch.tensor([codec.grid.largest]), gaussian(255)])
+    payload = encoded(codec, x)
+    assert payload[-1] == 0 and payload[:-1] == bytes(x.to(dtype).view(torch.uint8).numpy().tobytes())
+
+
+def test_scales_on_the_wire():
+    """max|x| / 6 = 0.875 as exponent 0; as bf16 and fp32 in little-endian."""
+    x = torch.tensor([5.25, -1.0])
+    assert encoded(tw.E2M1(2), x) == bytes([0xA7, 0x00])
+    assert encoded(tw.E2M1(2, "bf16"), x).hex() == "a7603f" and encoded(tw.E2M1(2, "fp32"), x).hex() == "a70000603f"
+    assert encoded(tw.Int(2, 4, "fp32"), torch.tensor([1.0, -1.0, 0.4, 0.6])).hex() == "4d0000803f"
+    assert encoded(tw.Int(8, 2), torch.tensor([127.0, -127.0])) == bytes([127, 255, 0])
 
 
 # ---- E3M0 against its definition
@@ -184,22 +286,21 @@ def test_e3m0_absolute_bound(data, block):
     assert (off <= torch.maximum(x.abs().view(-1, block) / 3, largest / 64) * (1 + 1e-6)).all()
 
 
-@pytest.mark.parametrize(
-    ("name", "block", "due", "tolerance"),
-    [
-        ("gaussian", 2**20, 0.0379, 0.0001),
-        ("gaussian", 128, 0.0378, 0.0001),
-        ("gaussian", 32, 0.0378, 0.0001),
-        ("laplace", 2**20, 0.0418, 0.0001),
-        ("student", 4096, 0.0494, 0.005),
-        ("student", 128, 0.0388, 0.0015),
-    ],
-)
-def test_e3m0_published_error(name, block, due, tolerance):
-    """Normalised squared error with a power-of-two scale on 2^20 values, as computed for the specification (§1.5).
+PUBLISHED = {  # §1.5: normalised squared error for E3M0, E2M1, int4 with a power-of-two scale, then with an exact one
+    ("gaussian", 2**20): (0.0379, 0.0232, 0.0831, 0.0382, 0.0183, 0.0424),
+    ("gaussian", 128): (0.0378, 0.0157, 0.0245, 0.0370, 0.0119, 0.0138),
+    ("gaussian", 32): (0.0378, 0.0133, 0.0207, 0.0326, 0.0102, 0.0094),
+    ("laplace", 2**20): (0.0418, 0.149, 0.448, 0.0388, 0.0754, 0.199),
+    ("student", 4096): (0.0494, 0.253, 0.418, 0.0384, 0.156, 0.303),
+    ("student", 128): (0.0388, 0.0432, 0.0927, 0.0271, 0.0226, 0.0498),
+}
 
-    Tolerances are what draws differ by: a heavy tail's error hangs on its largest few values, and a whole Laplacian's on whether its
-    largest is above 16 (as in one draw of twelve, and in this one; otherwise it is .0387).
+
+@pytest.mark.parametrize(("name", "block"), PUBLISHED)
+def test_published_error(name, block):
+    """On 2^20 values, as computed for the specification.
+
+    Tolerances are what draws differ by: a heavy tail's error hangs on its largest few values, and that of a whole tensor on one.
     """
     random = np.random.default_rng(8)
     draws = {
@@ -208,8 +309,15 @@ def test_e3m0_published_error(name, block, due, tolerance):
         "student": lambda size: random.standard_t(3, size),
     }
     x = torch.from_numpy(draws[name](size=2**20)).float()
-    off = (roundtrip(tw.E3M0(block), x) - x).double().square().sum() / x.double().square().sum()
-    assert off.item() == pytest.approx(due, abs=tolerance)
+    tolerance = {("gaussian", 128): 0.01, ("gaussian", 32): 0.01}.get((name, block), 0.2)
+    for due, codec in zip(
+        PUBLISHED[name, block],
+        [make(scale) for scale in ("exponent", "fp32") for make in (
+            lambda scale: tw.E3M0(block, scale), lambda scale: tw.E2M1(block, scale), lambda scale: tw.Int(4, block, scale)
+        )],
+    ):  # fmt: skip
+        off = (roundtrip(codec, x) - x).double().square().sum() / x.double().square().sum()
+        assert off.item() == pytest.approx(due, rel=tolerance, abs=0.0001), codec
 
 
 def test_bits_per_parameter():
@@ -246,7 +354,7 @@ def test_a_refused_packet_holds_no_values(row):
     (group,) = ThreadGroup.create(1)
     x = gaussian(100)
     x[7] = float("nan")
-    departure = tw.Direct().depart(group, row.piece, x, 0, 0, 0)
+    departure = tw.Direct().depart(group, row.piece, x, Key(), 0)
     assert not departure.packets[0][HEADER_NBYTES:].any()
     assert departure.packets[0].numel() == packet_nbytes(row.piece, 100)
     assert tw.Direct().arrive(departure, row.piece) == (None, (REFUSED,))

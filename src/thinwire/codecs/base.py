@@ -9,25 +9,27 @@ from torch import Tensor
 
 from thinwire.errors import NonFiniteError
 from thinwire.packet import HEADER_NBYTES
+from thinwire.seeds import Key
 
 
 @runtime_checkable
 class Codec(Protocol):
     """Turns a flat fp32 CPU tensor into a predictable number of bytes and back.
 
-    A codec is a frozen dataclass; its text is its identity on the wire. Laws (tests/core/test_codecs.py): the
-    payload has exactly `nbytes(numel)` bytes, all of them written; decoding depends on the bytes only; q(q(x)) =
-    q(x); q(-x) = -q(x).
+    A codec is a frozen dataclass; its text is its identity on the wire. What it draws by chance is a pure function of
+    the packet's `key`, which both sides know. Laws (tests/core/test_codecs.py): the payload has exactly
+    `nbytes(numel)` bytes, all of them written; decoding depends on bytes and key only. What a codec may claim beyond
+    (odd, idempotent, contractive, unbiased) stands in the table of tests/core/pieces.py.
     """
 
     def nbytes(self, numel: int) -> int:
         """Bytes of the payload for `numel` elements (`packet_nbytes` adds the header)."""
 
-    def encode(self, x: Tensor, payload: Tensor) -> None:
+    def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
         """Write flat fp32 `x` (finite) into `payload` (uint8, `nbytes(x.numel())`)."""
 
-    def decode_add(self, payload: Tensor, out: Tensor) -> None:
-        """Add the decoded values to flat fp32 `out`."""
+    def decode_add(self, payload: Tensor, out: Tensor, key: Key) -> None:
+        """Add the decoded values to flat fp32 `out`. The bytes are a peer's: `PacketError` where they cannot be decoded."""
 
 
 def packet_nbytes(codec: Codec, numel: int) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigurationError
+from thinwire.seeds import Key
 
 
 @dataclass(frozen=True)
@@ -18,10 +19,10 @@ class Identity:
     def nbytes(self, numel: int) -> int:
         return 4 * numel
 
-    def encode(self, x: Tensor, payload: Tensor) -> None:
+    def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
         payload.view(torch.float32).copy_(x)
 
-    def decode_add(self, payload: Tensor, out: Tensor) -> None:
+    def decode_add(self, payload: Tensor, out: Tensor, key: Key) -> None:
         out.add_(payload.view(torch.float32))
 
 
@@ -39,15 +40,17 @@ class Cast:
 
     def __post_init__(self) -> None:
         if self.dtype not in self._TORCH:
-            raise ConfigurationError(f"Cast(dtype={self.dtype!r}): bf16 or fp16 is needed; for 4 bits use E3M0().")
+            raise ConfigurationError(
+                f"Cast(dtype={self.dtype!r}): bf16 or fp16 is needed; for 8 bits use E4M3() or E5M2(), for 4 bits E3M0()."
+            )
 
     def nbytes(self, numel: int) -> int:
         return 2 * numel
 
-    def encode(self, x: Tensor, payload: Tensor) -> None:
+    def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
         dtype = self._TORCH[self.dtype]
         limit = torch.finfo(dtype).max
         payload.view(dtype).copy_(x.clamp(-limit, limit))
 
-    def decode_add(self, payload: Tensor, out: Tensor) -> None:
+    def decode_add(self, payload: Tensor, out: Tensor, key: Key) -> None:
         out.add_(payload.view(self._TORCH[self.dtype]))

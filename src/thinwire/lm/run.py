@@ -45,7 +45,7 @@ class Run:
     steps: int = 800
     """Inner steps of every replica."""
     seed: int = 0
-    """Of everything: weights, order of the text."""
+    """Of everything: weights, order of the text, what codecs draw by chance."""
 
     every: int | None = None
     """H: inner steps between two rounds of one fragment. Without: the recipe's own, as for all of this part."""
@@ -125,7 +125,10 @@ class Run:
         self.make_strategy()
 
     def make_strategy(self) -> Strategy:
-        """The strategy with what was given for its recipe."""
+        """The strategy with what was given for its recipe, and with the run's seed."""
+        return dataclasses.replace(self._strategy(), seed=self.seed)
+
+    def _strategy(self) -> Strategy:
         given = {name: getattr(self, name) for name in OF_THE_RECIPE if getattr(self, name) is not None}
         for name in ("codec", "partition"):
             if name in given:
