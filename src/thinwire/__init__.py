@@ -4,7 +4,7 @@ Every replica trains by itself; now and then one fragment of the model is exchan
 while training goes on.
 """
 
-from thinwire.codecs import E2M1, E3M0, E4M3, E5M2, Cast, Codec, Identity, Int
+from thinwire.codecs import E2M1, E3M0, E4M3, E5M2, Cast, ChunkedTopK, Codec, Identity, Int, RandomK, Sign, TopK
 from thinwire.errors import (
     CheckpointError,
     ConfigurationError,
@@ -37,6 +37,7 @@ __all__ = [
     "BySize",
     "Cast",
     "CheckpointError",
+    "ChunkedTopK",
     "Codec",
     "ConfigurationError",
     "DataError",
@@ -60,14 +61,17 @@ __all__ = [
     "PacketError",
     "Partition",
     "PeerError",
+    "RandomK",
     "Replica",
     "Schedule",
     "Sequential",
+    "Sign",
     "Staggered",
     "Strategy",
     "Strided",
     "ThinwireError",
     "ThreadGroup",
+    "TopK",
     "TorchGroup",
     "Whole",
     "data_parallel",

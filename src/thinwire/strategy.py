@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from thinwire.codecs import E2M1, E3M0, E4M3, E5M2, Cast, Codec, Identity, Int
+from thinwire.codecs import E2M1, E3M0, E4M3, E5M2, Cast, ChunkedTopK, Codec, Identity, Int, RandomK, Sign, TopK
 from thinwire.errors import ConfigurationError
 from thinwire.exchange import Direct, Exchange
 from thinwire.merge import Eager, Mix
@@ -127,6 +127,10 @@ PIECES: dict[str, Callable[..., Any]] = {
             E4M3,
             E5M2,
             Int,
+            Sign,
+            TopK,
+            ChunkedTopK,
+            RandomK,
             Direct,
             Average,
             Nesterov,

@@ -27,7 +27,8 @@ class Row:
 
     Codecs: `exact` (decodes to what was encoded), `odd` (q(−x) = −q(x)), `idempotent` (q(q(x)) = q(x)), `contractive` (‖q(x) − x‖ ≤ ‖x‖
     on all input), `unbiased` (the mean of q(x) over keys is x), `local` (what a block of `block` holds changes nothing in the others),
-    and `error`: the most of ‖q(x) − x‖² / ‖x‖² on normal numbers. Outer steps: `linear` in the deltas, `stateless`.
+    `refuses` (bytes that no encoding makes are a `PacketError`), `shared` (all senders of a round draw alike), and `error`: the most of
+    ‖q(x) − x‖² / ‖x‖² on normal numbers. Outer steps: `linear` in the deltas, `stateless`.
     Schedules: `steady` (each fragment exactly once in any `every` steps after its first departure).
     """
 
@@ -81,6 +82,17 @@ CODECS = [
             ),
         )
     ),
+    row(tw.Sign(), "contractive", error=1.0),
+    row(tw.Sign(block=33), "contractive", "local", error=1.0),
+    row(tw.Sign("l2", 128), "local", error=2.0),
+    row(tw.TopK(1.0, tw.Identity()), "exact", "odd", "contractive", "idempotent", "refuses"),
+    row(tw.TopK(0.3), "odd", "contractive", "idempotent", "refuses", error=1.0),
+    row(tw.TopK(0.05, tw.E3M0(32)), "odd", "contractive", "refuses", error=1.0),
+    row(tw.ChunkedTopK(), "odd", "contractive", "idempotent", "refuses", error=1.0),
+    row(tw.ChunkedTopK(60, 7, tw.Sign()), "contractive", "refuses", error=1.0),
+    row(tw.RandomK(0.25, tw.Identity()), "odd", "unbiased", "shared", error=9.0),
+    row(tw.RandomK(1.0, tw.Identity()), "exact", "odd", "contractive", "idempotent"),
+    row(tw.RandomK(0.5, tw.Int(8, 32, "fp32", "stochastic")), "odd", "unbiased", error=4.0),
 ]
 SCHEDULES = [
     row(tw.Every(1), "steady"),

@@ -73,6 +73,34 @@ CONFIGURATIONS = {
         lambda: tw.Int(5),
         "Int(bits=5): 8, 4 or 2 is needed; for 1 bit use Sign().",
     ),
+    "sign": (
+        lambda: tw.Sign("max"),
+        "Sign(scale='max'): 'mean' or 'l2' is needed.",
+    ),
+    "no block of signs": (
+        lambda: tw.Sign(block=0),
+        "Sign(block=0): at least 1 is needed, or None for the whole tensor.",
+    ),
+    "density=0": (
+        lambda: tw.TopK(0.0),
+        "TopK(density=0.0): more than 0 and at most 1 is needed; 0.01 is usual.",
+    ),
+    "density>1": (
+        lambda: tw.RandomK(1.01),
+        "RandomK(density=1.01): more than 0 and at most 1 is needed; 0.01 is usual.",
+    ),
+    "density=nan": (
+        lambda: tw.TopK(float("nan")),
+        "TopK(density=nan): more than 0 and at most 1 is needed; 0.01 is usual.",
+    ),
+    "count>chunk": (
+        lambda: tw.ChunkedTopK(64, 65),
+        "ChunkedTopK(chunk=64, count=65): 0 < count <= chunk is needed; 64 of 4096 are SparseLoCo's.",
+    ),
+    "values": (
+        lambda: tw.TopK(0.1, "bf16"),
+        "TopK(values='bf16'): a Codec is needed, such as Cast('bf16') or Sign().",
+    ),
     "cast": (
         lambda: tw.Cast("fp8"),
         "Cast(dtype='fp8'): bf16 or fp16 is needed; for 8 bits use E4M3() or E5M2(), for 4 bits E3M0().",
@@ -108,8 +136,8 @@ CONFIGURATIONS = {
     ),
     "unknown name": (
         lambda: tw.parse("E9M9"),
-        "'E9M9' in 'E9M9' is not known; choose from Average, BySize, Cast, Deltas, Direct, E2M1, E3M0, E4M3, E5M2, Eager, Every, Gradients, "
-        "Identity, Int, Mix, Nesterov, Sequential, Staggered, Strategy, Strided, Whole.",
+        "'E9M9' in 'E9M9' is not known; choose from Average, BySize, Cast, ChunkedTopK, Deltas, Direct, E2M1, E3M0, E4M3, E5M2, Eager, Every, "
+        "Gradients, Identity, Int, Mix, Nesterov, RandomK, Sequential, Sign, Staggered, Strategy, Strided, TopK, Whole.",
     ),
 }  # fmt: skip
 

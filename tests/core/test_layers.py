@@ -127,7 +127,8 @@ def test_files_say_what_they_are(file):
 
 
 PUBLIC = """
-E2M1 E3M0 E4M3 E5M2 Int Cast Codec Identity CheckpointError ConfigurationError DataError DisagreementError LinkError ModelError NonFiniteError
+E2M1 E3M0 E4M3 E5M2 Int Sign TopK ChunkedTopK RandomK
+Cast Codec Identity CheckpointError ConfigurationError DataError DisagreementError LinkError ModelError NonFiniteError
 PacketError PeerError ThinwireError Direct Exchange Group ThreadGroup TorchGroup run_threads Eager Mix Average Nesterov Outer BySize Fragment
 Partition Sequential Strided Whole data_parallel diloco eager_diloco local_sgd streaming_diloco Replica Every Schedule Staggered
 short_first Deltas Gradients Strategy parse

@@ -1,0 +1,179 @@
+"""A few of the values, and where they are. The values themselves travel in any dense codec.
+
+Payload: the values' own payload, then the indices (none where both sides can draw them).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs.base import Codec
+from thinwire.codecs.bits import pack, packed_nbytes, unpack
+from thinwire.codecs.cast import Cast
+from thinwire.errors import ConfigurationError, PacketError
+from thinwire.seeds import Key, draw
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The largest by magnitude: k = ⌈density·n⌉ of the whole tensor, exactly (of equal ones, any).
+
+    Contractive: ‖q(x) − x‖² ≤ (1 − k/n)·‖x‖² if the values are exact. Alone it does much worse on deltas than few
+    bits for all (Streaming DiLoCo, arXiv 2501.18512, §3); use it with feedback.
+
+    On the wire: the values in ascending order of index, then k indices of ⌈log₂ n⌉ bits. With the default values
+    density·(16 + ⌈log₂ n⌉) bits per parameter: 0.36 for 1 % of a million.
+
+    >>> TopK(density=0.01).nbytes(1_000_000)
+    45000
+    """
+
+    density: float = 0.01
+    values: Codec = Cast("bf16")
+
+    def __post_init__(self) -> None:
+        _check(self, self.density, self.values)
+
+    def nbytes(self, numel: int) -> int:
+        kept = math.ceil(self.density * numel)
+        return self.values.nbytes(kept) + packed_nbytes(kept, _width(numel))
+
+    def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
+        index = _largest(x, math.ceil(self.density * x.numel()))
+        begin = self.values.nbytes(len(index))
+        self.values.encode(x[index], payload[:begin], key)
+        payload[begin:] = pack(index, _width(x.numel()))
+
+    def decode_add(self, payload: Tensor, out: Tensor, key: Key) -> None:
+        kept = math.ceil(self.density * out.numel())
+        begin = self.values.nbytes(kept)
+        index = unpack(payload[begin:], kept, _width(out.numel()))
+        _check_ascending(index, out.numel())
+        out.index_add_(0, index, _decoded(self.values, payload[:begin], kept, key))
+
+
+@dataclass(frozen=True)
+class ChunkedTopK:
+    """The `count` largest by magnitude of each `chunk` neighbours, so that an index needs few bits.
+
+    Source: SparseLoCo (Sarfi et al., 2025) and DeMo (arXiv 2411.19870), which cut matrices into squares of 64 × 64;
+    *differs*: here a chunk is a run of the flat fragment. A last, shorter chunk keeps its share, rounded up.
+
+    On the wire: the values, chunk by chunk in ascending order of index, then their indices within the chunk in
+    ⌈log₂ chunk⌉ bits each: 12 for 4096, two in three bytes. count/chunk·(b + 12) bits per parameter: 0.44 for 64 of
+    4096 in bf16, 0.20 with `values=Sign()`.
+
+    >>> ChunkedTopK(4096, 64).nbytes(1 << 20)
+    57344
+    """
+
+    chunk: int = 4096
+    count: int = 64
+    values: Codec = Cast("bf16")
+
+    def __post_init__(self) -> None:
+        if not 0 < self.count <= self.chunk:
+            raise ConfigurationError(
+                f"ChunkedTopK(chunk={self.chunk}, count={self.count}): 0 < count <= chunk is needed; 64 of 4096 are SparseLoCo's."
+            )
+        _check(self, 1.0, self.values)
+
+    def nbytes(self, numel: int) -> int:
+        kept = sum(self._kept(numel))
+        return self.values.nbytes(kept) + packed_nbytes(kept, _width(self.chunk))
+
+    def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
+        whole, (_, rest) = x.numel() // self.chunk, self._kept(x.numel())
+        body, tail = x[: whole * self.chunk].view(whole, self.chunk), x[whole * self.chunk :]
+        within = torch.cat([_largest(body, self.count if whole else 0).view(-1), _largest(tail, rest)])
+        begin = self.values.nbytes(len(within))
+        self.values.encode(x[within + self._starts(x.numel())], payload[:begin], key)
+        payload[begin:] = pack(within, _width(self.chunk))
+
+    def decode_add(self, payload: Tensor, out: Tensor, key: Key) -> None:
+        kept = sum(self._kept(out.numel()))
+        begin = self.values.nbytes(kept)
+        within = unpack(payload[begin:], kept, _width(self.chunk))
+        _check_ascending(within[within >= self.chunk], self.chunk)  # none, unless the chunk is no power of two
+        index = within + self._starts(out.numel())
+        _check_ascending(index, out.numel())
+        out.index_add_(0, index, _decoded(self.values, payload[:begin], kept, key))
+
+    def _kept(self, numel: int) -> tuple[int, int]:
+        """How many values travel: of whole chunks, and of the rest."""
+        whole, rest = divmod(numel, self.chunk)
+        return whole * self.count, -(-self.count * rest // self.chunk)
+
+    def _starts(self, numel: int) -> Tensor:
+        """For each value that travels, where its chunk begins."""
+        chunks, rest = self._kept(numel)
+        return torch.arange(chunks + rest).div(self.count, rounding_mode="floor").mul_(self.chunk)
+
+
+@dataclass(frozen=True)
+class RandomK:
+    """k = ⌈density·n⌉ values drawn from the round's shared stream, times n/k: no indices on the wire.
+
+    Unbiased, if the values are (`Identity`, or rounded "stochastic"): E q(x) = x, E ‖q(x)‖² = n/k·‖x‖². All replicas
+    send the same coordinates of a round, and each round draws others. *Not contractive*, so not for error feedback,
+    which would amplify what is held back. density·b bits per parameter.
+
+    >>> RandomK(density=0.25).nbytes(1024)
+    512
+    """
+
+    density: float = 0.1
+    values: Codec = Cast("bf16")
+
+    def __post_init__(self) -> None:
+        _check(self, self.density, self.values)
+
+    def nbytes(self, numel: int) -> int:
+        return self.values.nbytes(math.ceil(self.density * numel))
+
+    def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
+        self.values.encode(x[self._drawn(x.numel(), key)], payload, key)
+
+    def decode_add(self, payload: Tensor, out: Tensor, key: Key) -> None:
+        index, most = self._drawn(out.numel(), key), torch.finfo(torch.float32).max
+        values = _decoded(self.values, payload, len(index), key).mul_(out.numel() / max(1, len(index)))
+        out.index_add_(0, index, values.clamp_(-most, most))
+
+    def _drawn(self, numel: int, key: Key) -> Tensor:
+        """Where the k least of n distinct draws are: every set is as likely as any other, on every machine the same."""
+        draws = draw(key.shared("coordinates"), 0, numel)
+        return draws.topk(math.ceil(self.density * numel), largest=False).indices.sort().values
+
+
+def _check(codec: object, density: float, values: Codec) -> None:
+    name = type(codec).__name__
+    if not 0 < density <= 1:
+        raise ConfigurationError(f"{name}(density={density}): more than 0 and at most 1 is needed; 0.01 is usual.")
+    if not isinstance(values, Codec) or isinstance(values, type):
+        raise ConfigurationError(f"{name}(values={values!r}): a Codec is needed, such as Cast('bf16') or Sign().")
+
+
+def _width(numel: int) -> int:
+    """Bits of an index below `numel`; a single place needs one all the same."""
+    return max(1, (numel - 1).bit_length())
+
+
+def _largest(x: Tensor, count: int) -> Tensor:
+    """Where the `count` largest by magnitude are, along the last dimension, ascending."""
+    return x.abs().topk(count, sorted=False).indices.sort().values
+
+
+def _check_ascending(index: Tensor, numel: int) -> None:
+    """What a peer sent is used as an index only if it is one."""
+    if len(index) and (int(index[-1]) >= numel or not bool((index[1:] > index[:-1]).all())):
+        raise PacketError(f"a packet's indices are not ascending below {numel}; run the same version on every replica.")
+
+
+def _decoded(values: Codec, payload: Tensor, count: int, key: Key) -> Tensor:
+    out = torch.zeros(count)
+    values.decode_add(payload, out, key)
+    return out
