@@ -18,11 +18,12 @@ from thinwire.errors import (
     ThinwireError,
 )
 from thinwire.exchange import Direct, Exchange
+from thinwire.feedback import Feedback
 from thinwire.group import Group, ThreadGroup, TorchGroup, run_threads
 from thinwire.merge import Eager, Mix
 from thinwire.outer import Average, Nesterov, Outer
 from thinwire.partition import BySize, Fragment, Partition, Sequential, Strided, Whole
-from thinwire.recipes import data_parallel, diloco, eager_diloco, local_sgd, streaming_diloco
+from thinwire.recipes import data_parallel, diloco, eager_diloco, local_sgd, sparse_loco, streaming_diloco
 from thinwire.replica import Replica
 from thinwire.schedule import Every, Schedule, Staggered, short_first
 from thinwire.strategy import Deltas, Gradients, Strategy, parse
@@ -47,6 +48,7 @@ __all__ = [
     "Eager",
     "Every",
     "Exchange",
+    "Feedback",
     "Fragment",
     "Gradients",
     "Group",
@@ -81,5 +83,6 @@ __all__ = [
     "parse",
     "run_threads",
     "short_first",
+    "sparse_loco",
     "streaming_diloco",
 ]

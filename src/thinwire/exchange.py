@@ -41,6 +41,9 @@ class Exchange(Protocol):
         Depends on the packets' bytes only, so it is the same on every replica. Raises `LinkError`, `PacketError`.
         """
 
+    def sent(self, departure: Departure, codec: Codec) -> Tensor:
+        """What this replica's own packet decodes to, everywhere."""
+
     def nbytes_sent(self, codec: Codec, numel: int, size: int) -> int:
         """Bytes one replica of `size` sends for a round of `numel` elements, headers included."""
 
@@ -80,6 +83,11 @@ class Direct:
         for sender, packet in enumerate(departure.packets):
             codec.decode_add(payload(packet), estimate, replace(departure.key, sender=sender))
         return estimate.div_(len(departure.packets)), flags
+
+    def sent(self, departure: Departure, codec: Codec) -> Tensor:
+        out = torch.zeros(departure.headers[0].numel)
+        codec.decode_add(payload(departure.packets[departure.key.sender]), out, departure.key)
+        return out
 
     def nbytes_sent(self, codec: Codec, numel: int, size: int) -> int:
         return (size - 1) * (HEADER_NBYTES + codec.nbytes(numel))

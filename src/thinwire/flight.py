@@ -27,10 +27,11 @@ from thinwire.strategy import Strategy
 
 @dataclass(frozen=True)
 class Landed:
-    """What a flight brings: the moved anchor and outer state (None for a dropped round), and what was said on the way."""
+    """What a flight brings: the moved anchor, outer state and feedback (None for a dropped round), and what was said on the way."""
 
     anchor: Tensor | None
     state: State
+    feedback: State
     refused_by: tuple[int, ...]  # replicas whose delta was not finite
     stop: bool  # some replica asked to stop
     begin: float
@@ -62,13 +63,21 @@ class Crew:
         self._inbound = ThreadPoolExecutor(1, "thinwire-inbound")
 
     def launch(
-        self, delta: Tensor, fragment: int, number: int, step: int, settle: Callable[[Tensor], tuple[Tensor, State]]
+        self,
+        delta: Tensor,
+        fragment: int,
+        number: int,
+        step: int,
+        feedback: State,
+        settle: Callable[[Tensor], tuple[Tensor, State]],
     ) -> Flight:
-        """Send `delta`; `settle` turns the estimate into the new anchor and state, on the inbound thread."""
+        """Send `delta` with what `feedback` holds back; `settle` turns the estimate into the new anchor and state, on
+        the inbound thread.
+        """
         begin = self.clock()
         nbytes = self.strategy.exchange.nbytes_sent(self.strategy.codec, delta.numel(), self.group.size)
-        departure = self._outbound.submit(self._depart, delta, fragment, number)
-        arrival = self._inbound.submit(self._arrive, departure, settle, begin)
+        departure = self._outbound.submit(self._depart, delta, feedback, fragment, number)
+        arrival = self._inbound.submit(self._arrive, departure, delta, feedback, settle, begin)
         return Flight(number, step, delta, nbytes, arrival)
 
     def close(self) -> None:
@@ -76,14 +85,23 @@ class Crew:
         for pool in (self._outbound, self._inbound):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _depart(self, delta: Tensor, fragment: int, number: int) -> Departure:
+    @torch.no_grad()
+    def _depart(self, delta: Tensor, feedback: State, fragment: int, number: int) -> Departure:
         flags = STOP if self.stop_requested else 0
         key = Key(self.strategy.seed, fragment, number, self.group.rank)
-        return self.strategy.exchange.depart(self.group, self.strategy.codec, delta.cpu(), key, flags)
+        signal = delta.cpu()
+        if self.strategy.feedback:
+            signal = self.strategy.feedback.signal(signal, feedback)
+        return self.strategy.exchange.depart(self.group, self.strategy.codec, signal, key, flags)
 
     @torch.no_grad()
     def _arrive(
-        self, departed: Future[Departure], settle: Callable[[Tensor], tuple[Tensor, State]], begin: float
+        self,
+        departed: Future[Departure],
+        delta: Tensor,
+        feedback: State,
+        settle: Callable[[Tensor], tuple[Tensor, State]],
+        begin: float,
     ) -> Landed:
         departure = departed.result()
         estimate, flags = self.strategy.exchange.arrive(departure, self.strategy.codec)
@@ -91,6 +109,9 @@ class Crew:
         state: State = {}
         verdict = 0
         if estimate is not None:
+            if self.strategy.feedback:
+                sent = self.strategy.exchange.sent(departure, self.strategy.codec)
+                estimate, feedback = self.strategy.feedback.settle(delta.cpu(), sent, estimate, feedback)
             anchor, state = settle(estimate)
             try:
                 check_finite(anchor)  # damaged or huge packets: the same bytes, so the same verdict, on every replica
@@ -101,6 +122,7 @@ class Crew:
         return Landed(
             anchor=None if any(f & REFUSED for f in flags) else anchor,
             state=state,
+            feedback=feedback,
             refused_by=refused,
             stop=any(f & STOP for f in flags),
             begin=begin,

@@ -13,7 +13,7 @@ from thinwire.flight import Flight
 from thinwire.outer import Outer, State
 from thinwire.partition import Fragment, local
 
-_OUTER, _DEVIATION_OUTER = "outer.", "deviation_outer."
+_OUTER, _DEVIATION_OUTER, _FEEDBACK = "outer.", "deviation_outer.", "feedback."
 
 
 @dataclass
@@ -24,6 +24,7 @@ class Held:
     index: int
     anchor: Tensor  # flat fp32; replaced, never changed in place
     state: State
+    feedback: State  # what the codec held back; on the CPU
     rounds: int = 0
     flight: Flight | None = None
     # eager updates only: what this replica is ahead of the anchor
@@ -63,6 +64,7 @@ class Held:
         named = {"anchor": self.anchor, "deviation": self.deviation, "own": self.own}
         named |= {_OUTER + name: value for name, value in self.state.items()}
         named |= {_DEVIATION_OUTER + name: value for name, value in self.deviation_state.items()}
+        named |= {_FEEDBACK + name: value for name, value in self.feedback.items()}
         named |= {"delta": self.flight.delta if self.flight else None}
         return {name: value for name, value in named.items() if value is not None}
 
@@ -82,6 +84,15 @@ class Held:
                 f"fragment {self.fragment.name!r} has the outer state {sorted(state)} in the checkpoint, {outer} "
                 f"keeps {sorted(due)}; resume with the run's own strategy."
             )
+        feedback = {
+            name.removeprefix(_FEEDBACK): value.cpu() for name, value in named.items() if name.startswith(_FEEDBACK)
+        }
+        if feedback.keys() != self.feedback.keys():
+            raise CheckpointError(
+                f"fragment {self.fragment.name!r} has the feedback {sorted(feedback)} in the checkpoint, this strategy "
+                f"keeps {sorted(self.feedback)}; resume with the run's own strategy."
+            )
+        self.feedback = feedback
         self.anchor, self.state = here["anchor"], state
         self.deviation, self.own = here.get("deviation"), here.get("own")
         self.deviation_state = {

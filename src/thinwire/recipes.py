@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from thinwire.codecs import E3M0, Codec, Identity
+from thinwire.codecs import E3M0, ChunkedTopK, Codec, Identity, Sign
+from thinwire.feedback import Feedback
 from thinwire.merge import Eager, Mix
 from thinwire.outer import Nesterov
 from thinwire.partition import Partition, Strided
@@ -85,4 +86,15 @@ def eager_diloco(
     )
 
 
-RECIPES = {f.__name__: f for f in (data_parallel, local_sgd, diloco, streaming_diloco, eager_diloco)}
+def sparse_loco(
+    *,
+    every: int = 30,
+    decay: float = 0.95,
+    codec: Codec = ChunkedTopK(4096, 64, Sign(block=64)),
+    anchors: Literal["host", "device"] = "host",
+) -> Strategy:
+    """SparseLoCo (Sarfi et al., 2025): 64 of 4096 values, and what is held back, with decay, in place of outer momentum."""
+    return Strategy(schedule=Every(every), codec=codec, feedback=Feedback(eta=decay, beta=decay), anchors=anchors)
+
+
+RECIPES = {f.__name__: f for f in (data_parallel, local_sgd, diloco, streaming_diloco, eager_diloco, sparse_loco)}

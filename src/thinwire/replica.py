@@ -138,12 +138,16 @@ class Replica:
         for piece in self._pieces:
             gradients = [_gradient(parameter).reshape(-1).float() for _, parameter in piece.fragment.parameters]
             self._depart(piece, torch.cat(gradients), lambda estimate: (estimate, {}))
-        means = []
+        landings = []
         for piece in self._pieces:
             landed, report = self._await(piece)
-            means.append(landed.anchor)
+            landings.append(landed)
             report()
+        means = [landed.anchor for landed in landings]
         refused = any(mean is None for mean in means)
+        if not refused:
+            for piece, landed in zip(self._pieces, landings):
+                piece.feedback = landed.feedback
         for piece, mean in zip(self._pieces, means):
             slices = piece.slices(piece.anchor if mean is None else mean)
             for (_, parameter), (_, values) in zip(piece.fragment.parameters, slices):
@@ -248,7 +252,8 @@ class Replica:
         if isinstance(self.strategy.merge, Eager):
             delta = self._step_eagerly(piece, delta)
         settle, outer, codec = self._settle(piece), self.strategy.outer, self.strategy.codec
-        if self.group.size == 1 and self.strategy.schedule.delay == 0 and (outer, codec) == (Average(), Identity()):
+        plain = (outer, codec, self.strategy.feedback) == (Average(), Identity(), None)
+        if self.group.size == 1 and self.strategy.schedule.delay == 0 and plain:
             # One replica that averages with itself is the inner optimizer alone, exactly (law 2): anchor − (anchor − θ) would round.
             state = piece.state
             settle = lambda estimate: (snapshot, state)  # noqa: E731
@@ -261,7 +266,7 @@ class Replica:
 
     def _depart(self, piece: Held, delta: Tensor, settle: Settle, began: float | None = None) -> None:
         began = self._clock() if began is None else began
-        piece.flight = flight = self._crew.launch(delta, piece.index, piece.rounds, self.step, settle)
+        piece.flight = flight = self._crew.launch(delta, piece.index, piece.rounds, self.step, piece.feedback, settle)
         piece.rounds += 1
         fields = {"fragment": piece.index, "round": flight.number, "nbytes": flight.nbytes}
         self._observe("depart", self.step, **fields, seconds_spent=self._clock() - began)
@@ -295,7 +300,7 @@ class Replica:
         """Take over what the flight brought. A refused round changes nothing: the delta is still in the parameters."""
         landed, report = self._await(piece)
         if landed.anchor is not None:
-            piece.anchor, piece.state = landed.anchor, landed.state
+            piece.anchor, piece.state, piece.feedback = landed.anchor, landed.state, landed.feedback
             if isinstance(self.strategy.merge, Mix):
                 for part, slice_ in piece.slices(piece.anchor):
                     self.strategy.merge.into(part, slice_.to(part.device))
@@ -365,7 +370,8 @@ class Replica:
         parts = [local(p.detach()) for _, p in fragment.parameters]
         device = torch.device("cpu") if self.strategy.anchors == "host" else parts[0].device
         anchor = torch.cat([part.reshape(-1).to(device, torch.float32) for part in parts])
-        return Held(fragment, index, anchor, self.strategy.outer.init(anchor))
+        feedback = self.strategy.feedback.init(anchor.numel()) if self.strategy.feedback else {}
+        return Held(fragment, index, anchor, self.strategy.outer.init(anchor), feedback)
 
     @torch.no_grad()
     def _load_anchors(self) -> None:
@@ -415,7 +421,7 @@ class Replica:
         for departed, index, number in flights:
             piece = self._pieces[index]
             delta = tensors[f"{index}.delta"].to(piece.anchor.device)
-            piece.flight = self._crew.launch(delta, index, number, departed, self._settle(piece))
+            piece.flight = self._crew.launch(delta, index, number, departed, piece.feedback, self._settle(piece))
 
 
 def _reshard(model: nn.Module) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from thinwire.codecs import E2M1, E3M0, E4M3, E5M2, Cast, ChunkedTopK, Codec, Identity, Int, RandomK, Sign, TopK
 from thinwire.errors import ConfigurationError
 from thinwire.exchange import Direct, Exchange
+from thinwire.feedback import Feedback
 from thinwire.merge import Eager, Mix
 from thinwire.outer import Average, Nesterov, Outer
 from thinwire.partition import BySize, Partition, Sequential, Strided, Whole
@@ -46,6 +47,7 @@ class Strategy:
     schedule: Schedule = Every(1)
     partition: Partition = Whole()
     codec: Codec = Identity()
+    feedback: Feedback | None = None
     exchange: Exchange = Direct()
     outer: Outer = Average()
     merge: Mix | Eager = Mix()
@@ -64,6 +66,13 @@ class Strategy:
             raise ConfigurationError(f"merge={self.merge!r}: Mix(alpha) or Eager() is needed.")
         if not isinstance(self.signal, Deltas | Gradients):
             raise ConfigurationError(f"signal={self.signal!r}: Deltas() or Gradients() is needed.")
+        if not isinstance(self.feedback, Feedback | None):
+            raise ConfigurationError(f"feedback={self.feedback!r}: Feedback(...) or None is needed.")
+        if self.feedback and isinstance(self.codec, RandomK) and self.codec.density < 1:
+            raise ConfigurationError(
+                f"{self.feedback} over {self.codec}: a contractive codec is needed, or what is held back grows; choose "
+                "TopK, or leave feedback=None."
+            )
         if self.anchors not in ("host", "device"):
             raise ConfigurationError(f"anchors={self.anchors!r}: 'host' or 'device' is needed.")
         every, delay = self.schedule.every, self.schedule.delay
@@ -131,6 +140,7 @@ PIECES: dict[str, Callable[..., Any]] = {
             TopK,
             ChunkedTopK,
             RandomK,
+            Feedback,
             Direct,
             Average,
             Nesterov,

@@ -118,7 +118,14 @@ OUTERS = [
 MERGES = [row(tw.Mix()), row(tw.Mix(0.5)), row(tw.Mix(1.0)), row(tw.Eager())]
 EXCHANGES = [row(tw.Direct())]
 SIGNALS = [row(tw.Deltas()), row(tw.Gradients())]
-TABLE = [*CODECS, *SCHEDULES, *PARTITIONS, *OUTERS, *MERGES, *EXCHANGES, *SIGNALS]
+FEEDBACKS = [
+    row(tw.Feedback(), "conserves"),
+    row(tw.Feedback(0, 0.95, 0.95)),
+    row(tw.Feedback(1, 0.0)),
+    row(tw.Feedback(1, 0.3, 1.0), "conserves"),
+    row(tw.Feedback(1, 0.0, alpha=0.5)),
+]
+TABLE = [*FEEDBACKS, *CODECS, *SCHEDULES, *PARTITIONS, *OUTERS, *MERGES, *EXCHANGES, *SIGNALS]
 
 METHODS: dict[str, tw.Strategy] = {
     # every recipe under its own name, short enough for a test
@@ -127,7 +134,20 @@ METHODS: dict[str, tw.Strategy] = {
     "diloco": RECIPES["diloco"](every=4),
     "streaming_diloco": RECIPES["streaming_diloco"](every=6, fragments=2, delay=2),
     "eager_diloco": RECIPES["eager_diloco"](every=4, fragments=2),
+    "sparse_loco": RECIPES["sparse_loco"](every=4, codec=tw.ChunkedTopK(32, 4, tw.Sign(block=4))),
     # what the recipes leave out
+    "feedback in the air": tw.Strategy(
+        schedule=tw.Staggered(6, 3),
+        partition=tw.Strided(2),
+        codec=tw.TopK(0.1, tw.E3M0(8, rounding="stochastic")),
+        feedback=tw.Feedback(1, 0.5, 1.0),
+        outer=tw.Nesterov(),
+        merge=tw.Mix(0.5),
+        seed=3,
+    ),
+    "gradients with feedback": tw.Strategy(
+        signal=tw.Gradients(), partition=tw.BySize(2), codec=tw.TopK(0.5), feedback=tw.Feedback()
+    ),
     "gradients in fragments, 4 bits": tw.Strategy(signal=tw.Gradients(), partition=tw.BySize(3), codec=tw.E3M0(32)),
     "local_sgd in the air": tw.Strategy(schedule=tw.Every(4, 3), codec=tw.Cast("fp16"), merge=tw.Mix(0.25)),
     "three in the air": tw.Strategy(
@@ -240,7 +260,11 @@ class Journey:
 def agreed(replica: tw.Replica) -> dict[str, Tensor]:
     """Anchors and outer state: what must be equal on all replicas."""
     tensors, _ = replica.state()
-    kept = {name: t.clone() for name, t in tensors.items() if name.split(".")[1] in ("anchor", "outer")}
+    kept = {
+        name: t.clone()
+        for name, t in tensors.items()
+        if name.split(".")[1] in ("anchor", "outer") or name.endswith("feedback.agreed")
+    }
     return kept | {f"{i}.now": t.clone() for i, t in enumerate(replica.anchors())}
 
 

@@ -105,6 +105,16 @@ CONFIGURATIONS = {
         lambda: tw.Cast("fp8"),
         "Cast(dtype='fp8'): bf16 or fp16 is needed; for 8 bits use E4M3() or E5M2(), for 4 bits E3M0().",
     ),
+    "feedback of nothing": (
+        lambda: tw.Feedback(0, 0.0),
+        "Feedback(kappa=0, eta=0.0, beta=1.0, alpha=1.0): kappa 0 or 1, eta and beta in [0, 1] and alpha in (0, 1] are needed, and kappa "
+        "or eta above 0 (else leave feedback=None).",
+    ),
+    "feedback that grows": (
+        lambda: tw.Strategy(codec=tw.RandomK(), feedback=tw.Feedback()),
+        "Feedback(kappa=0, eta=1.0, beta=1.0, alpha=1.0) over RandomK(density=0.1, values=Cast(dtype='bf16')): a contractive codec is needed, "
+        "or what is held back grows; choose TopK, or leave feedback=None.",
+    ),
     "no codec": (
         lambda: tw.Strategy(codec="e3m0"),
         "codec='e3m0': a Codec is needed; see docs/strategies.md.",
@@ -137,7 +147,7 @@ CONFIGURATIONS = {
     "unknown name": (
         lambda: tw.parse("E9M9"),
         "'E9M9' in 'E9M9' is not known; choose from Average, BySize, Cast, ChunkedTopK, Deltas, Direct, E2M1, E3M0, E4M3, E5M2, Eager, Every, "
-        "Gradients, Identity, Int, Mix, Nesterov, RandomK, Sequential, Sign, Staggered, Strategy, Strided, TopK, Whole.",
+        "Feedback, Gradients, Identity, Int, Mix, Nesterov, RandomK, Sequential, Sign, Staggered, Strategy, Strided, TopK, Whole.",
     ),
 }  # fmt: skip
 

@@ -50,8 +50,14 @@ def load(replica: tw.Replica, saved: Saved) -> None:
 
 
 def fingerprint(replica: tw.Replica) -> tuple[list[torch.Tensor], str]:
-    """Weights, anchors and outer state; and the facts: step, rounds, flights."""
-    return [weights(replica.model), *(t for _, t in sorted(agreed(replica).items()))], json.dumps(replica.state()[1])
+    """Weights, anchors, outer state and feedback; and the facts: step, rounds, flights."""
+    return [weights(replica.model), *(t for _, t in sorted(agreed(replica).items())), *held_back(replica)], json.dumps(
+        replica.state()[1]
+    )
+
+
+def held_back(replica: tw.Replica) -> list[torch.Tensor]:
+    return [t.clone() for name, t in sorted(replica.state()[0].items()) if ".feedback." in name]
 
 
 def whole_run(strategy: tw.Strategy, group: tw.Group) -> tuple[list[Saved], list[Seen], int]:
@@ -85,7 +91,7 @@ def resumed_run(strategy: tw.Strategy, group: tw.Group, saved: Saved, steps: int
 
 
 # The two longest and those that differ in kind; the rest of the table is slow only by its number.
-FAST = {"data_parallel", "streaming_diloco", "H − 1 in the air", "eager_diloco"}
+FAST = {"data_parallel", "feedback in the air", "streaming_diloco", "H − 1 in the air", "eager_diloco"}
 
 
 @pytest.mark.parametrize(
