@@ -23,20 +23,21 @@ def main() -> None:
     with torch.device("meta"):
         model = Transformer(SIZES[options.model])
 
-    paper = tw.Strategy(
+    recipe = tw.Strategy(
         schedule=tw.Staggered(every=30, delay=5),  # when fragments depart and land
-        partition=tw.Strided(),  # which parameters travel together: every P-th layer
+        partition=tw.Strided(share=5 / 30),  # which parameters travel together: every P-th layer, three or fewer
         codec=tw.E3M0(),  # how a delta becomes bytes: 4 bits and a scale for each block
         exchange=tw.Direct(),  # how packets become one estimate: each to all, mean in fp32
         outer=tw.Nesterov(lr=0.4, momentum=0.9),  # how the anchor moves
         merge=tw.Mix(0.5),  # how the anchor reaches the replica's own parameters
     )
-    assert paper == tw.streaming_diloco()  # a recipe is no more than that
+    assert recipe == tw.streaming_diloco()  # it is no more than that
 
     variants = {
-        "as the paper has it": paper,
-        "fragments of equal size": replace(paper, partition=tw.BySize(6)),
-        "16 bits": replace(paper, codec=tw.Cast("bf16")),
+        "as the recipe has it": recipe,
+        "three layers a fragment, as in the paper": replace(recipe, partition=tw.Strided()),
+        "fragments of equal size": replace(recipe, partition=tw.BySize(6)),
+        "16 bits": replace(recipe, codec=tw.Cast("bf16")),
         "plain DiLoCo": tw.diloco(every=30),
     }
     for name, strategy in variants.items():
@@ -44,7 +45,7 @@ def main() -> None:
         assert tw.parse(repr(strategy)) == strategy  # what is printed can be read back
 
     try:
-        replace(paper, schedule=tw.Staggered(every=30, delay=30))
+        replace(recipe, schedule=tw.Staggered(every=30, delay=30))
     except tw.ConfigurationError as error:
         print(f"What cannot work fails when it is made, and says what to do:\n{error}")
 
