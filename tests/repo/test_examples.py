@@ -56,5 +56,5 @@ def test_thin_link():
 
 def test_pieces():
     out = run("06_pieces.py", "--model", "100m", "--replicas", "3")
-    assert "100m" not in out and out.count("(predicted)") == 4
+    assert "100m" not in out and out.count("(predicted)") == 5
     assert "what to do" in out and "eager updates" in out
