@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -79,7 +80,7 @@ def save(folder: Path, replica: Replica, notes: Mapping[str, Any], keep: int = 3
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         _flush(folder)
-    except (OSError, RuntimeError) as error:  # safetensors reports a full disk as its own error
+    except (OSError, RuntimeError, SafetensorError) as error:  # what safetensors makes of a full disk is no OSError
         shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(
             f"no checkpoint at step {replica.step}: {folder}: {error}. Training needs about "

@@ -26,6 +26,9 @@ class Schedule(Protocol):
 
 
 def _check(schedule: Schedule) -> None:
+    for name, value in (("every", schedule.every), ("delay", schedule.delay)):
+        if type(value) is not int:
+            raise ConfigurationError(f"{name}={value!r}: a whole number of inner steps is needed.")
     if schedule.every < 1:
         raise ConfigurationError(f"every={schedule.every}: at least 1 inner step between two rounds is needed.")
     if not 0 <= schedule.delay <= schedule.every:

@@ -167,7 +167,12 @@ def parse(text: str, names: Mapping[str, Callable[..., Any]] = PIECES) -> Any:
                 )
             keywords = {keyword.arg or "**": value(keyword.value) for keyword in term.keywords}
             return names[term.func.id](*map(value, term.args), **keywords)
-        return ast.literal_eval(term)
+        try:
+            return ast.literal_eval(term)
+        except ValueError:
+            raise ConfigurationError(
+                f"{ast.unparse(term)!r} in {text!r} is no plain value; numbers, texts and calls of {', '.join(sorted(names))} are."
+            ) from None
 
     try:
         return value(ast.parse(text.strip(), mode="eval").body)

@@ -21,6 +21,10 @@ CONFIGURATIONS = {
         lambda: tw.Staggered(-3),
         "every=-3: at least 1 inner step between two rounds is needed.",
     ),
+    "every='a'": (
+        lambda: tw.diloco(every="a"),
+        "every='a': a whole number of inner steps is needed.",
+    ),
     "delay<0": (
         lambda: tw.Staggered(6, -1),
         "delay=-1 with every=6: a round must land before its fragment departs again; choose 0 <= delay < every, so at most 5.",

@@ -15,13 +15,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from thinwire.checkpoint import read
-from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError, LinkError
+from thinwire.errors import CheckpointError, ConfigurationError, DataError, DisagreementError, LinkError
 from thinwire.group import ThreadGroup, run_threads
 from thinwire.lm import launch, trainer
 from thinwire.lm.run import Run
-from thinwire.observe.events import read_events
+from thinwire.observe.events import EventLog, read_events
 
 STEPS = 24
 
@@ -166,7 +167,7 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
     whole: Path, tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*arguments: object) -> None:
-        raise OSError(28, "No space left on device")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr("thinwire.checkpoint.save_file", full)
     run_in(tmp_path / "full", small_run(text))
@@ -185,8 +186,69 @@ def test_only_the_last_checkpoints_are_kept(tmp_path: Path, text: str) -> None:
 
 def test_resuming_with_another_strategy_is_refused(whole: Path, tmp_path: Path, text: str) -> None:
     folder = cut_back(whole, tmp_path / "other", 15)
+    other = small_run(text, every=8)
+    with pytest.raises(
+        ConfigurationError, match=r"strategy .*every=6.* there, .*every=8.* given. Resume with the run's own"
+    ):
+        run_in(folder, other, resume=True)
+    assert Run.load(folder / "run.toml") == small_run(text)  # what a later resume will read
     with pytest.raises(CheckpointError, match="resume with the run's own strategy"):
-        run_in(folder, small_run(text, every=8), resume=True)
+        launch.train_threads(other, folder, True, lambda: None)
+
+
+@pytest.mark.parametrize("change", [{"replicas": 3}, {"model": "nano"}, {"tokenizer": "bpe:300"}])
+def test_resuming_what_no_checkpoint_fits_is_refused(whole: Path, text: str, change: dict[str, object]) -> None:
+    with pytest.raises(ConfigurationError, match=f"begun with other settings: {next(iter(change))} "):
+        launch.new_folder(small_run(text, **change), whole, resume=True)
+    launch.new_folder(small_run(text, steps=99, link="5mbit", lr=1e-3), whole, resume=True)
+
+
+def test_two_runs_cannot_share_a_folder(whole: Path, text: str) -> None:
+    with EventLog(whole / "events/replica-0.jsonl"), pytest.raises(ConfigurationError, match="a run is going on in"):
+        launch.new_folder(small_run(text), whole, resume=True)
+    launch.new_folder(small_run(text), whole, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"model": "huge"}, ConfigurationError, "model='huge'"),
+        ({"tokenizer": "words"}, ConfigurationError, "tokenizer='words'"),
+        ({"fragments": 99}, ConfigurationError, "fragments=99 for a model of"),
+        ({"offsets": (1,)}, ConfigurationError, "give one offset a fragment"),
+        ({"sequence": 50_000}, DataError, "each needs a window of 50000 tokens"),
+        ({"sequence": 9_000}, DataError, "held-out tokens"),
+    ],
+)
+def test_mistakes_are_found_before_a_replica_starts(
+    text: str, change: dict[str, object], error: type[Exception], says: str
+) -> None:
+    trainer.check(small_run(text))
+    with pytest.raises(error, match=says):
+        trainer.check(small_run(text, **change))
+
+
+def test_the_model_that_finds_no_room_is_named(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise SafetensorError("No space left on device (os error 28)")
+
+    monkeypatch.setattr(trainer, "save_file", full)
+    with pytest.raises(CheckpointError, match=r"cannot be written to .*No space left .*Free some space"):
+        run_in(tmp_path / "full", small_run(text))
+
+
+def test_the_cause_of_a_failure_is_told_once_and_only_that(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    for rank, said in enumerate(["old\n", "old\n", "old\nLinkError: replica 0 is gone\n", "old\nDataError: no text\n"]):
+        (tmp_path / f"logs/replica-{rank}.txt").write_text(said)
+    told = launch._post_mortem([0, 1, 2], [-9, -9, 1, 0], [4, 4, 4, 4], tmp_path)
+    assert told.startswith("replicas 0, 1 (exit code -9, -9): said nothing; was it killed?\nAll they said")
+    assert "--resume" not in told  # there is nothing to resume from
+    (tmp_path / "checkpoints/replica-0/step-00000005").mkdir(parents=True)
+    assert launch._post_mortem([3], [0, 0, 0, 1], [4, 4, 4, 4], tmp_path).splitlines() == [
+        "replica 3 (exit code 1): DataError: no text",
+        f"All they said is in {tmp_path / 'logs'}. Go on from the last checkpoint with --resume.",
+    ]
 
 
 def test_replicas_with_other_settings_are_named(tmp_path: Path, text: str) -> None:
@@ -267,3 +329,18 @@ def test_ctrl_c_stops_cleanly_and_the_run_goes_on_exactly(whole: Path, tmp_path:
         assert events_of(folder, "stop") and (folder / f"checkpoints/replica-1/step-{summary['steps']:08d}").is_dir()
         run_in(folder, Run.load(folder / "run.toml"), resume=True)
     assert model_of(folder) == model_of(whole)
+
+
+def test_threads_stop_cleanly_however_often_ctrl_c_is_pressed(tmp_path: Path, text: str) -> None:
+    """Replicas that are threads cannot be ended; leaving them behind would end in an abort."""
+    folder = tmp_path / "stopped"
+    small_run(text, steps=3000).save(tmp_path / "run.toml")
+    command = [sys.executable, "-m", "thinwire", "train", str(tmp_path / "run.toml"), "--out", str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    wait_for_step(folder, 5)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=90)
+    assert process.returncode == 0, said.decode()
+    assert events_of(folder, "stop") and events_of(folder, "end")

@@ -13,7 +13,7 @@ import pytest
 
 from thinwire.errors import DataError
 from thinwire.observe import events
-from thinwire.observe.events import EVENTS, EventLog, Tail, read_events
+from thinwire.observe.events import EVENTS, EventLog, Tail, being_written, read_events
 
 SOURCE = Path(events.__file__).parents[1]
 
@@ -188,3 +188,15 @@ def test_paths_that_cannot_be_used_say_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot be opened"):
         EventLog(tmp_path / "file" / "log.jsonl")
+
+
+def test_a_file_has_one_writer(tmp_path: Path) -> None:
+    path = tmp_path / "replica-0.jsonl"
+    with EventLog(path) as log:
+        assert being_written(path)
+        with pytest.raises(DataError, match="a run is going on in this folder"):
+            EventLog(path)
+        log.emit("warning", 1, message="still writing")
+    assert not being_written(path)
+    EventLog(path).close()
+    assert [event["message"] for event in read_events(path)] == ["still writing"]

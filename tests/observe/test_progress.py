@@ -120,3 +120,16 @@ def test_tables_carry_their_provenance(make_run: Make, tmp_path: Path) -> None:
     shown, out = console()
     shown.print(compare_table(records))
     assert out.getvalue().count("emulated") == 2 and "two[bold]" in out.getvalue()
+
+
+def test_what_an_earlier_session_said_is_not_said_again(tmp_path: Path, write_events: Write, start: Start) -> None:
+    shown, out = console()
+    log = tmp_path / "events" / "replica-0.jsonl"
+    warning = {"event": "warning", "seconds": 9.0, "step": 90, "message": "old"}
+    write_events(log, [start(0, 1), *steps(1, 90), warning])
+    with Progress(tmp_path, steps=100, replicas=1, console=shown) as progress:
+        progress.pass_over()
+        progress.update()
+        assert out.getvalue() == ""
+        write_events(log, [start(0, 1), *steps(91, 92)])
+    assert out.getvalue().startswith("step 92/100") and "old" not in out.getvalue()

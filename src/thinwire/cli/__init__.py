@@ -50,6 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ThinwireError as error:
         print(f"thinwire {verb}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
+    except OSError as error:  # a full disk, a folder that is gone
+        print(f"thinwire {verb}: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"thinwire {verb}: interrupted", file=sys.stderr)
         return 130

@@ -22,6 +22,7 @@ from thinwire.cli import options, train
 from thinwire.errors import ConfigurationError
 from thinwire.lm import launch
 from thinwire.lm.run import Run
+from thinwire.lm.trainer import check
 from thinwire.observe.report import write_report
 from thinwire.observe.runs import RunRecord
 from thinwire.observe.units import text_of_bits, text_of_nbytes, text_of_seconds, text_of_share
@@ -32,8 +33,9 @@ class Options:
     """What `thinwire compare` takes, beside every option of a run."""
 
     run_settings: Annotated[Run, tyro.conf.OmitArgPrefixes]
+    """What all runs share. Settings of a recipe, such as --every, go to the strategies that take them."""
     strategies: tuple[str, ...] = ("data_parallel", "diloco", "streaming_diloco")
-    """Recipes, or calls of them such as "streaming_diloco(every=60)"."""
+    """Recipes, or calls of them such as "streaming_diloco(every=60)", which take no settings from elsewhere."""
     seeds: int = 1
     """Every strategy runs with this many seeds, from --seed on."""
     out: Path | None = None
@@ -52,9 +54,9 @@ def main(arguments: Sequence[str]) -> int:
         )
     console = options.console(asked.json)
     out = asked.out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
-    settings = {
-        s: dataclasses.replace(asked.run_settings, strategy=s) for s in asked.strategies
-    }  # all checked before any trains
+    settings = {strategy: asked.run_settings.with_strategy(strategy) for strategy in asked.strategies}
+    for run in settings.values():  # all, before any trains
+        check(run)
     folders: dict[str, list[Path]] = {strategy: [] for strategy in settings}
     for seed in range(asked.run_settings.seed, asked.run_settings.seed + asked.seeds):
         for strategy, run in settings.items():
@@ -118,7 +120,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
         "compute utilisation",
         "training loop",
     )
-    table.add_column("strategy")
+    table.add_column("strategy", overflow="fold", min_width=16)
     for head in heads:
         table.add_column(head, justify="right")
     table.add_column("numbers are")

@@ -32,7 +32,8 @@ def read(kind: type[T], verb: str, arguments: Sequence[str], description: str) -
 def _base(arguments: Sequence[str]) -> Run:
     file = arguments[0] if arguments and not arguments[0].startswith("-") else None
     if file is None and "--resume" in arguments and (folder := _value(arguments, "--out")):
-        file = str(Path(folder) / "run.toml")
+        begun = Path(folder) / "run.toml"
+        return Run.load(begun) if begun.exists() else Run()  # a folder without a run is refused later
     return Run.load(Path(file)) if file else Run()
 
 
@@ -46,5 +47,6 @@ def _value(arguments: Sequence[str], flag: str) -> str | None:
 
 
 def console(json: bool) -> Console:
-    """Where people read: stdout, or stderr where stdout is for a machine."""
-    return Console(file=sys.stderr if json else sys.stdout)
+    """Where people read: stdout, or stderr where stdout is for a machine. A file has no width: tables get room there."""
+    stream = sys.stderr if json else sys.stdout
+    return Console(file=stream, width=None if stream.isatty() else 120)

@@ -11,6 +11,7 @@ import tyro
 
 from thinwire.cli import options
 from thinwire.cli.train import summary_of
+from thinwire.errors import ConfigurationError
 from thinwire.observe.progress import compare_table
 from thinwire.observe.report import write_report
 from thinwire.observe.runs import RunRecord
@@ -33,6 +34,8 @@ class Options:
 
 def main(arguments: Sequence[str]) -> int:
     asked = options.read(Options, "report", arguments, "Draw one self-contained page for one or more runs.")
+    if not asked.runs:
+        raise ConfigurationError("no run folder was given; write thinwire report runs/NAME, with as many as you like.")
     console = options.console(asked.json)
     page = write_report(asked.runs, asked.out or asked.runs[0] / "report.html")
     records = [RunRecord.load(folder) for folder in asked.runs]

@@ -20,6 +20,7 @@ from thinwire.cli import options
 from thinwire.errors import ConfigurationError
 from thinwire.lm import launch
 from thinwire.lm.run import Run
+from thinwire.lm.trainer import check
 from thinwire.observe.progress import Progress, final_table
 from thinwire.observe.report import write_report
 from thinwire.observe.runs import RunRecord
@@ -32,6 +33,7 @@ class Options:
     """What `thinwire train` takes."""
 
     run_settings: Annotated[Run, tyro.conf.OmitArgPrefixes]
+    """What makes the run; all of it is kept in the folder's run.toml."""
     out: Path | None = None
     """The run folder. Without: runs/STRATEGY-DATE-TIME."""
     resume: bool = False
@@ -53,14 +55,15 @@ def main(arguments: Sequence[str]) -> int:
     if asked.resume and asked.out is None:
         raise ConfigurationError("--resume: the folder of the run to go on with is needed; add --out FOLDER.")
     folder = asked.out or Path("runs") / f"{_label(run)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if place is not None:
-        return _as_rank(*place, run, asked, folder, console)
-    launch.new_folder(run, folder, asked.resume)
     if demo:
         console.print(
             f"The demo: {run.replicas} processes train one model over an emulated link of {run.link}, the same as"
         )
         console.print(f"  thinwire train --link {run.link}", soft_wrap=True, highlight=False)
+    check(run)
+    if place is not None:
+        return _as_rank(*place, run, asked, folder, console)
+    launch.new_folder(run, folder, asked.resume)
     console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
     train(run, folder, asked.resume, console)
     _finish(folder, console, asked.json)
@@ -70,6 +73,7 @@ def main(arguments: Sequence[str]) -> int:
 def train(run: Run, folder: Path, resume: bool, console: Console) -> None:
     """Train with live progress on `console`."""
     with Progress(folder, run.steps, run.replicas, console) as progress:
+        progress.pass_over()
         if run.carrier == "threads":
             launch.train_threads(run, folder, resume, progress.update)
         else:
@@ -86,8 +90,10 @@ def _as_rank(rank: int, world: int, run: Run, asked: Options, folder: Path, cons
     if rank != 0:
         launch.train_as_rank(run, folder, asked.resume)
         return 0
-    with Progress(folder, run.steps, 1, console, sharded=shards > 1) as progress, _ticking(progress.update):
-        launch.train_as_rank(run, folder, asked.resume)
+    with Progress(folder, run.steps, 1, console, sharded=shards > 1) as progress:
+        progress.pass_over()
+        with _ticking(progress.update):
+            launch.train_as_rank(run, folder, asked.resume)
     _finish(folder, console, asked.json)
     return 0
 
@@ -118,6 +124,8 @@ def _finish(folder: Path, console: Console, as_json: bool) -> None:
     console.print(final_table(record))
     page = write_report([folder], folder / "report.html")
     console.print(f"report: {page}", soft_wrap=True, highlight=False)
+    if record.status.startswith("stopped"):
+        console.print(f"to go on: thinwire train --resume --out {folder}", soft_wrap=True, highlight=False)
     if as_json:
         print(json.dumps(summary))
 

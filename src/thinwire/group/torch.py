@@ -18,6 +18,7 @@ How gloo (torch 2.13) behaves, measured, and what follows:
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -259,4 +260,6 @@ def start_torch(
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0]
+    """What happened, without the place in gloo's source before it and the advice after it."""
+    line = str(error).strip().split("\n")[0]
+    return re.sub(r"^\[\S+:\d+\] ", "", line).split(". This is typically caused")[0]

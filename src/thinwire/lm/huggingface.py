@@ -121,8 +121,9 @@ def _configuration(
             return transformers.AutoConfig.for_model(str(source), **(known | options)), False
         config = transformers.AutoConfig.from_pretrained(str(source), local_files_only=folder.is_dir())
     except (OSError, ValueError) as error:
+        why = str(error).splitlines()[0].split(" Should contain one of")[0]  # several hundred names follow
         raise ConfigurationError(
-            f"model {str(source)!r}: {str(error).splitlines()[0]} · a folder with config.json, a hub name or a kind of "
-            "model such as 'llama' is needed · check the name"
+            f"model {str(source)!r}: {why} · a folder with config.json, a hub name or a kind of model such as 'llama' is "
+            "needed · check the name"
         ) from error
     return config, not folder.is_dir() or any(next(folder.glob(name), None) for name in WEIGHTS)

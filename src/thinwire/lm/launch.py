@@ -24,9 +24,10 @@ from thinwire.errors import ConfigurationError, LinkError, ThinwireError
 from thinwire.group import TorchGroup, run_threads, start_torch
 from thinwire.lm.run import Run
 from thinwire.lm.trainer import Place, Trainer, open_corpus
-from thinwire.observe.events import EventLog
+from thinwire.observe.events import EventLog, being_written
 
 Tick = Callable[[], object]
+STOPPING = "stopping: all replicas stop after the same inner step, with a checkpoint"
 _GRACE = 20.0  # seconds that the others get to end by themselves when one replica has failed
 
 
@@ -39,6 +40,12 @@ def new_folder(run: Run, folder: Path, resume: bool, replica: str = "*") -> None
         raise ConfigurationError(f"{folder} holds a run already; choose another --out, or go on with it by --resume.")
     if resume and not (folder / "run.toml").exists():
         raise ConfigurationError(f"{folder} holds no run to resume; start without --resume, or check --out.")
+    if resume and (other := run.unlike(Run.load(folder / "run.toml"))):
+        raise ConfigurationError(
+            f"{folder} was begun with other settings: {other}. Resume with the run's own, or start anew in another --out."
+        )
+    if any(being_written(path) for path in folder.glob(f"events/{replica}.jsonl")):
+        raise ConfigurationError(f"a run is going on in {folder}; wait until it has stopped, or choose another --out.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         run.save(folder / "run.toml")
@@ -95,7 +102,7 @@ def train_here(run: Run, place: Place) -> dict[str, Any]:
 
 def train_threads(run: Run, folder: Path, resume: bool, tick: Tick) -> dict[str, Any]:
     """All replicas as threads of this process."""
-    stop = threading.Event()
+    stop, done, said = threading.Event(), threading.Event(), False
     outcome: list[list[dict[str, Any]] | BaseException] = []
 
     def body() -> None:
@@ -105,13 +112,24 @@ def train_threads(run: Run, folder: Path, resume: bool, tick: Tick) -> dict[str,
             )
         except BaseException as error:
             outcome.append(error)
+        finally:
+            done.set()
 
     thread = threading.Thread(target=body, name="thinwire-replicas")
     with _stopping(stop):
         thread.start()
-        while thread.is_alive():
-            thread.join(0.2)
-            tick()
+        # Not `join`: Python 3.11 takes a thread for ended whose `join` was interrupted, and would leave without it.
+        while not done.is_set():
+            try:
+                done.wait(0.2)
+                tick()
+            except KeyboardInterrupt:  # threads cannot be ended at once
+                print("the replicas are threads: they are still on their way to the same inner step", file=sys.stderr)
+            if stop.is_set() and not said:
+                said = True
+                print(f"\n{STOPPING}", file=sys.stderr)
+    tick()
+    thread.join()
     if isinstance(outcome[0], BaseException):
         raise outcome[0]
     return outcome[0][0]
@@ -124,7 +142,7 @@ def train_processes(run: Run, folder: Path, resume: bool, tick: Tick) -> None:
     logs.mkdir(exist_ok=True)
     port = _free_port()
     threads = max(1, (os.cpu_count() or 1) // run.replicas)
-    processes = []
+    processes, begins = [], []
     for rank in range(run.replicas):
         environment = os.environ | {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(run.replicas),
@@ -132,6 +150,7 @@ def train_processes(run: Run, folder: Path, resume: bool, tick: Tick) -> None:
         }  # fmt: skip
         command = [sys.executable, "-m", "thinwire.lm.launch", str(folder), *(["--resume"] if resume else [])]
         with (logs / f"replica-{rank}.txt").open("ab") as output:
+            begins.append(output.tell())  # what stands before was said by an earlier session
             processes.append(
                 subprocess.Popen(
                     command,
@@ -149,7 +168,7 @@ def train_processes(run: Run, folder: Path, resume: bool, tick: Tick) -> None:
         raise
     failed = [rank for rank, process in enumerate(processes) if process.returncode]
     if failed:
-        raise LinkError(_post_mortem(failed, [process.returncode for process in processes], logs))
+        raise LinkError(_post_mortem(failed, [process.returncode for process in processes], begins, folder))
 
 
 def _watch(processes: list[subprocess.Popen[bytes]], tick: Tick) -> None:
@@ -161,8 +180,7 @@ def _watch(processes: list[subprocess.Popen[bytes]], tick: Tick) -> None:
             time.sleep(0.2)
             if stop.is_set() and not passed_on:
                 passed_on = True
-                said = "all replicas stop after the same inner step, with a checkpoint (Ctrl-C again: at once)"
-                print(f"\nstopping: {said}", file=sys.stderr)
+                print(f"\n{STOPPING} (Ctrl-C again: at once)", file=sys.stderr)
                 for process in processes:
                     process.send_signal(signal.SIGINT)
             if any(process.poll() for process in processes):
@@ -179,17 +197,21 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
             process.wait()
 
 
-def _post_mortem(failed: list[int], codes: list[int], logs: Path) -> str:
-    """What the replica that failed first said last: not the one that only lost its peer."""
-    said = {
-        rank: (logs / f"replica-{rank}.txt").read_text(errors="replace").strip().splitlines()[-1:] for rank in failed
-    }
-    causes = [rank for rank in failed if said[rank] and "LinkError" not in said[rank][0]] or failed
-    lines = [
-        f"replica {rank} (exit code {codes[rank]}): {' '.join(said[rank]) or 'said nothing; was it killed?'}"
-        for rank in causes
-    ]
-    return "\n".join([*lines, f"All they said is in {logs}. Go on from the last checkpoint with --resume."])
+def _post_mortem(failed: list[int], codes: list[int], begins: list[int], folder: Path) -> str:
+    """What the replicas that failed by themselves said last: not those that only lost their peer."""
+    last: dict[int, str] = {}
+    for rank in failed:
+        said = (folder / f"logs/replica-{rank}.txt").read_bytes()[begins[rank] :].decode(errors="replace")
+        last[rank] = (said.strip().splitlines() or ["said nothing; was it killed?"])[-1]
+    causes = [rank for rank in failed if "LinkError" not in last[rank]] or failed
+    lines = []
+    for words in dict.fromkeys(last[rank] for rank in causes):  # what several say alike is told once
+        alike = [rank for rank in causes if last[rank] == words]
+        who = f"replica{'s' if len(alike) > 1 else ''} {', '.join(map(str, alike))}"
+        lines.append(f"{who} (exit code {', '.join(str(codes[rank]) for rank in alike)}): {words}")
+    whole = any(folder.glob("checkpoints/*/step-*"))
+    advice = " Go on from the last checkpoint with --resume." if whole else ""
+    return "\n".join([*lines, f"All they said is in {folder / 'logs'}.{advice}"])
 
 
 @contextmanager

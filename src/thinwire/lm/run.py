@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import os
 import tomllib
+import types
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tomli_w
 
@@ -32,6 +34,7 @@ OF_THE_PLACE = (
     "keep",
     *OF_THE_RECIPE,
 )  # may differ
+OF_A_CHECKPOINT = ("replicas", "model", "positions", "tokenizer")  # beside the strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,15 +115,19 @@ class Run:
     """Checkpoints that are kept."""
 
     def __post_init__(self) -> None:
-        for name in ("replicas", "steps", "batch", "sequence", "accumulate", "eval_batches", "keep"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name}={getattr(self, name)}: at least 1 is needed.")
+        hints = get_type_hints(Run)
+        for field in dataclasses.fields(self):
+            if not _fits(value := getattr(self, field.name), hints[field.name]):
+                raise ConfigurationError(f"{field.name}={value!r}: {field.type} is needed.")
+        for name in ("replicas", "steps", "batch", "sequence", "accumulate", "eval_batches", "keep", "eval_every"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigurationError(f"{name}={value}: at least 1 is needed.")
         for name in ("lr", "timeout"):
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ConfigurationError(f"{name}={getattr(self, name)}: more than 0 is needed.")
-        for name in ("weight_decay", "clip", "checkpoint_every"):
-            if getattr(self, name) < 0:
-                raise ConfigurationError(f"{name}={getattr(self, name)}: 0 or more is needed.")
+        for name in ("weight_decay", "clip", "checkpoint_every", "warmup"):
+            if (value := getattr(self, name)) is not None and not 0 <= value < math.inf:
+                raise ConfigurationError(f"{name}={value}: 0 or more is needed.")
         parse_link(self.link)
         self.make_strategy()
 
@@ -133,7 +140,7 @@ class Run:
         for name in ("codec", "partition"):
             if name in given:
                 given[name] = parse(given[name])
-        name = self.strategy.strip().replace("-", "_")
+        name = _recipe_name(self.strategy)
         if name in RECIPES:
             taken = list(inspect.signature(RECIPES[name]).parameters)
             foreign = [key for key in given if key not in taken]
@@ -145,12 +152,31 @@ class Run:
                 f"strategy={self.strategy!r} with {', '.join(given)}: those go with a recipe's name ({', '.join(RECIPES)}); "
                 "write them inside the parentheses."
             )
+        if name.isidentifier() and name not in PIECES:
+            raise ConfigurationError(
+                f"strategy={self.strategy!r} is no recipe; one of {', '.join(RECIPES)}, or a whole Strategy(...), is needed."
+            )
         strategy = parse(self.strategy, PIECES | RECIPES)
         if not isinstance(strategy, Strategy):
             raise ConfigurationError(
                 f"strategy={self.strategy!r} is a {type(strategy).__name__}; a Strategy or a recipe is needed."
             )
         return strategy
+
+    def with_strategy(self, strategy: str) -> Run:
+        """This run with another strategy, and of the settings of a recipe those that it takes."""
+        recipe = RECIPES.get(_recipe_name(strategy))
+        taken = inspect.signature(recipe).parameters if recipe else ()
+        foreign = {name: None for name in OF_THE_RECIPE if name not in taken}
+        return dataclasses.replace(self, strategy=strategy, **foreign)  # type: ignore[arg-type]
+
+    def unlike(self, other: Run) -> str:
+        """In what this run cannot go on from a checkpoint of `other`; empty if it can."""
+        differing = [name for name in OF_A_CHECKPOINT if getattr(self, name) != getattr(other, name)]
+        said = [f"{name} {getattr(other, name)!r} there, {getattr(self, name)!r} given" for name in differing]
+        if self.make_strategy() != other.make_strategy():
+            said.append(f"strategy {other.label} there, {self.label} given")
+        return ", ".join(said)
 
     @property
     def label(self) -> str:
@@ -187,3 +213,18 @@ class Run:
             return cls(**(fields | lists))
         except TypeError as error:
             raise ConfigurationError(f"{path}: {error}; compare with the run.toml of a run that works.") from None
+
+
+def _recipe_name(strategy: str) -> str:
+    return strategy.strip().replace("-", "_")
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Whether `value` is what a field's type says. A whole number is a float too; a bool is no number."""
+    if isinstance(hint, types.UnionType) or (origin := get_origin(hint)) is Union:
+        return any(_fits(value, one) for one in get_args(hint))
+    if origin is Literal:
+        return value in get_args(hint)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_fits(item, get_args(hint)[0]) for item in value)
+    return type(value) in ((int, float) if hint is float else (hint,))

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
@@ -74,7 +75,10 @@ def make_model(run: Run, vocabulary: int) -> nn.Module:
     """The run's model with fresh weights that depend on its seed only."""
     seed = derive(run.seed, "weights")
     if run.model.startswith("hf:"):
-        return hugging_face(run.model.removeprefix("hf:"), vocabulary, seed % 2**31)
+        model = hugging_face(run.model.removeprefix("hf:"), vocabulary, seed % 2**31)
+        if run.sequence > model.context:
+            raise ConfigurationError(f"sequence={run.sequence}: {run.model} takes at most {model.context} tokens.")
+        return model
     if run.model not in SIZES:
         raise ConfigurationError(f"model={run.model!r}: one of {', '.join(SIZES)}, or hf:NAME, is needed.")
     size = SIZES[run.model]
@@ -82,6 +86,17 @@ def make_model(run: Run, vocabulary: int) -> nn.Module:
         size, vocabulary=vocabulary, positions=run.positions, context=max(run.sequence, size.context)
     )
     return Transformer(shape, seed % 2**31)
+
+
+def check(run: Run) -> None:
+    """Find what would stop every replica, before any is started: text, tokenizer, model, fragments. Raises what it finds."""
+    corpus = open_corpus(run)
+    corpus.batch(run.seed, run.replicas - 1, run.replicas, 0, run.batch, run.sequence)  # the last has fewest windows
+    corpus.held_out(run.batch, run.sequence, run.eval_batches)
+    with torch.device("meta"):
+        model = make_model(run, corpus.vocabulary)
+    strategy = run.make_strategy()
+    strategy.schedule.departs(1, len(strategy.partition.fragments(model)))
 
 
 def learning_rate(run: Run, step: int) -> float:
@@ -300,7 +315,14 @@ class Trainer:
             described = {"model": self.run.model, "vocabulary": self.corpus.vocabulary, "positions": self.run.positions}
             unique = {name: value.contiguous() for name, value in weights.items()}
             # one entry: safetensors writes several in no fixed order, and the same run must give the same bytes
-            save_file(unique, self.place.folder / "model.safetensors", {"thinwire": json.dumps(described)})
+            path = self.place.folder / "model.safetensors"
+            try:
+                save_file(unique, path, {"thinwire": json.dumps(described)})
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(
+                    f"the trained model cannot be written to {path}: {error}. Free some space, then go on from the "
+                    "last checkpoint with --resume."
+                ) from error
 
     def _log_start(self) -> None:
         link = parse_link(self.run.link)

@@ -26,6 +26,7 @@ run that resumes appends to the same file with a new `start` and a `resume`.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import sys
@@ -34,7 +35,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from thinwire.errors import DataError
 
@@ -65,8 +66,9 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 class EventLog:
     """Appends events to one replica's file; safe to call from any thread.
 
-    Each line is one unbuffered write, so that whatever was emitted before a kill -9 is in the file. A disk that is
-    full, or gone, never stops training: the first lost event is announced on stderr, all are counted in `lost`.
+    A file has one writer at a time, so that two runs cannot share a folder. Each line is one unbuffered write, so that
+    whatever was emitted before a kill -9 is in the file. A disk that is full, or gone, never stops training: the first
+    lost event is announced on stderr, all are counted in `lost`.
 
     >>> with EventLog(folder / "events" / "replica-0.jsonl") as log:   # doctest: +SKIP
     ...     log.emit("warning", step=3, message="the link is slow")
@@ -81,11 +83,18 @@ class EventLog:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("ab", buffering=0)
             self._torn = not _ends_with_newline(self.path)
+            locked = _lock(self._file)
         except OSError as error:
             raise DataError(
                 f"The event log {self.path} cannot be opened ({error}); a run needs a folder it may write to. "
                 "Choose another run folder, or free this one."
             ) from error
+        if not locked:
+            self._file.close()
+            raise DataError(
+                f"{self.path} is being written: a run is going on in this folder. Wait until it has stopped, or choose "
+                "another run folder."
+            )
 
     def seconds(self) -> float:
         """Seconds since the log was opened: the clock on which `begin` and `end` are given."""
@@ -241,6 +250,23 @@ def _text_of_path(value: object) -> str:
     if isinstance(value, Path):
         return str(value)
     raise TypeError(f"An event field holds a {type(value).__name__}; events hold numbers, text, lists and dicts.")
+
+
+def being_written(path: Path) -> bool:
+    """Whether a process has this event file open in an `EventLog`."""
+    with path.open("rb") as file:
+        return not _lock(file)
+
+
+def _lock(file: IO[bytes]) -> bool:
+    """Keep others from writing as long as `file` is open; false if another does. The system forgets it with the process."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        pass
+    return True
 
 
 def _ends_with_newline(path: Path) -> bool:

@@ -166,6 +166,11 @@ class Progress:
         """The slowest replica's step."""
         return min(replica.step for replica in self._replicas)
 
+    def pass_over(self) -> None:
+        """Say nothing of what the logs hold already: earlier sessions did."""
+        for tail in self._tails:
+            tail.read()
+
     def update(self, last: bool = False) -> None:
         """Read what is new and show it; `last` shows it even where it would be too soon for another line."""
         for index, tail in enumerate(self._tails):
@@ -271,7 +276,7 @@ def final_table(record: RunRecord) -> Table:
 def compare_table(records: Sequence[RunRecord]) -> Table:
     """The numbers of several runs, a row each."""
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("run")
+    table.add_column("run", overflow="fold", min_width=8)
     for what, _ in records[0].summary.figures() if records else ():
         table.add_column(what, justify="right")
     table.add_column("numbers are")

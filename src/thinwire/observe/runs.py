@@ -33,7 +33,7 @@ class Summary:
     tokens: int
     parameters: int
     eval_loss: float | None
-    wire_bytes_sent: float
+    wire_bytes_sent: int
     bits_per_parameter_per_step: float
     compute_utilization: float
     wall_seconds: float
@@ -70,7 +70,7 @@ class RunRecord:
         paths = sorted(folder.glob("events/replica-*.jsonl"))
         if not paths:
             raise DataError(
-                f"{folder} {'is no run' if folder.is_dir() else 'does not exist'}: there is no events/replica-0.jsonl "
+                f"{folder} {'is no run folder' if folder.exists() else 'does not exist'}: there is no events/replica-0.jsonl "
                 "in it. Give the folder that `thinwire train` wrote."
             )
         records = [record for path in paths if (record := ReplicaRecord.load(path)) is not None]
@@ -182,7 +182,7 @@ def _computed(replicas: Sequence[ReplicaRecord]) -> Summary:
         tokens=sum(int(r.tokens.sum()) for r in replicas),
         parameters=parameters,
         eval_loss=float(evaluated[-1]) if evaluated is not None else None,
-        wire_bytes_sent=nbytes,
+        wire_bytes_sent=round(nbytes),
         bits_per_parameter_per_step=8 * nbytes / (parameters * steps) if parameters and steps else math.nan,
         compute_utilization=float(np.mean(used)) if used else math.nan,
         wall_seconds=max(r.wall_seconds for r in replicas),

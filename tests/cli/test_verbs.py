@@ -1,0 +1,88 @@
+"""What the command says and returns when it is asked wrongly, or the system refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from thinwire.cli import VERBS, main, report
+from thinwire.errors import ConfigurationError
+from thinwire.lm.run import Run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["tarin"], "'tarin' is no verb; there are train, compare, report, doctor"),
+        (["report"], "no run folder was given"),
+        (["report", "nothing"], "nothing does not exist"),
+        (["train", "--resume"], "add --out FOLDER"),
+        (["train", "--resume", "--out", "nothing"], "nothing holds no run to resume"),
+        (["train", "nothing.toml"], "nothing.toml cannot be read as a run file"),
+        (["compare", "--seeds", "0"], "at least 1 of each is needed"),
+        (
+            ["compare", "--strategies", "dilco"],
+            "strategy='dilco' is no recipe; one of data_parallel, local_sgd, diloco",
+        ),
+        (["doctor", "--step-seconds", "-1"], "more than 0 is needed"),
+    ],
+)
+def test_what_was_asked_wrongly_is_said_in_a_line(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = tmp_path / "text.txt"
+    text.write_text("All that glisters is not gold. " * 4000)
+    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
+    if "--resume" in arguments:
+        arguments = [*arguments, "--text", str(text)]
+    assert main(arguments) in (1, 2)
+    said = capsys.readouterr().err
+    assert says in said and said.count("\n") == 1
+
+
+def test_what_the_system_refuses_is_said_without_a_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(arguments: object) -> int:
+        raise OSError(28, "No space left on device", "run/summary.json")
+
+    monkeypatch.setattr(report, "main", full)
+    assert "report" in VERBS and main(["report"]) == 1
+    assert capsys.readouterr().err == "thinwire report: [Errno 28] No space left on device: 'run/summary.json'\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"seed": "zero"}, "seed='zero': int is needed"),
+        ({"seed": 0.5}, "seed=0.5: int is needed"),
+        ({"steps": True}, "steps=True: int is needed"),
+        ({"every": "6"}, r"every='6': int \| None is needed"),
+        ({"carrier": "pigeons"}, "carrier='pigeons': Literal"),
+        ({"text": ("a", 1)}, "text="),
+        ({"eval_every": 0}, "eval_every=0: at least 1"),
+        ({"warmup": -5}, "warmup=-5: 0 or more"),
+        ({"lr": float("inf")}, "lr=inf: more than 0"),
+        ({"lr": float("nan")}, "lr=nan: more than 0"),
+        ({"weight_decay": float("nan")}, "weight_decay=nan: 0 or more"),
+        ({"strategy": "streaming"}, "strategy='streaming' is no recipe; one of"),
+        ({"codec": "E3M0(block=1+x)"}, r"'1 \+ x' in .* is no plain value"),
+    ],
+)
+def test_a_run_that_cannot_work_is_refused_when_made(change: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        Run(**change)  # type: ignore[arg-type]
+
+
+def test_a_whole_number_will_do_for_a_learning_rate() -> None:
+    assert Run(lr=1, clip=2).lr == 1
+
+
+def test_compare_gives_each_strategy_the_settings_it_takes() -> None:
+    run = Run(every=20, delay=3, merge=0.25, steps=7)
+    assert run.with_strategy("data-parallel") == Run(strategy="data-parallel", steps=7)
+    assert run.with_strategy("diloco") == Run(strategy="diloco", every=20, steps=7)
+    assert run.with_strategy("streaming_diloco") == run
+    assert run.with_strategy("diloco(every=5)") == Run(strategy="diloco(every=5)", steps=7)
