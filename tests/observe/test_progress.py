@@ -108,7 +108,7 @@ def test_a_new_session_starts_the_counters_again(tmp_path: Path, write_events: W
     )
     with Progress(tmp_path, steps=100, replicas=1, console=shown):
         pass
-    assert out.getvalue().startswith("step 52/100")
+    assert out.getvalue().startswith("resume: from step 50\nstep 52/100")
 
 
 def test_tables_carry_their_provenance(make_run: Make, tmp_path: Path) -> None:
@@ -131,5 +131,9 @@ def test_what_an_earlier_session_said_is_not_said_again(tmp_path: Path, write_ev
         progress.pass_over()
         progress.update()
         assert out.getvalue() == ""
-        write_events(log, [start(0, 1), *steps(91, 92)])
-    assert out.getvalue().startswith("step 92/100") and "old" not in out.getvalue()
+        damaged = [{"path": "x", "reason": "step-00000095 is damaged"}]
+        resume = {"event": "resume", "seconds": 0, "step": 90, "from_step": 90, "path": "y", "skipped": damaged}
+        write_events(log, [start(0, 1), resume, *steps(91, 92)])
+    lines = out.getvalue().splitlines()
+    assert lines[:2] == ["passed over: step-00000095 is damaged", "resume: from step 90"]
+    assert lines[2].startswith("step 92/100") and "old" not in out.getvalue()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from thinwire.errors import ConfigurationError
+from thinwire.errors import ConfigurationError, DataError
 from thinwire.observe import timeline
 from thinwire.observe.charts import link_chart, loss_chart, typical_window
 from thinwire.observe.report import write_report
@@ -144,3 +144,16 @@ def test_a_browser_draws_the_page(make_run: Make, tmp_path: Path, hostile: Path)
     assert "data-errors" not in body[0] and "data-pwned" not in body[0], body[0]
     assert len(re.findall(r'<svg class="main-svg"', dom)) >= charts
     assert len(re.findall(r'<g class="point"', dom)) > 100  # bars of the timelines
+
+
+def test_a_page_that_finds_no_room_leaves_nothing(
+    tmp_path: Path, make_run: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object, **options: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    folder = make_run(tmp_path / "run", steps=20)
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(DataError, match=r"No space left on device.*Free some space"):
+        write_report([folder], tmp_path / "page.html")
+    assert not list(tmp_path.glob("page*"))

@@ -17,7 +17,7 @@ import tyro
 from rich.console import Console
 
 from thinwire.cli import options
-from thinwire.errors import ConfigurationError
+from thinwire.errors import ConfigurationError, DataError
 from thinwire.lm import launch
 from thinwire.lm.run import Run
 from thinwire.lm.trainer import check
@@ -122,8 +122,11 @@ def _finish(folder: Path, console: Console, as_json: bool) -> None:
     summary = summary_of(record)
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     console.print(final_table(record))
-    page = write_report([folder], folder / "report.html")
-    console.print(f"report: {page}", soft_wrap=True, highlight=False)
+    try:
+        drawn = f"report: {write_report([folder], folder / 'report.html')}"
+    except DataError as error:  # the run is whole without
+        drawn = f"no report: {error}"
+    console.print(drawn, soft_wrap=True, highlight=False)
     if record.status.startswith("stopped"):
         console.print(f"to go on: thinwire train --resume --out {folder}", soft_wrap=True, highlight=False)
     if as_json:

@@ -190,10 +190,19 @@ class Progress:
             self._replicas[index] = _Replica(capacity=capacity)
         elif kind == "eval":
             self._evaluated = (event["step"], number(event["loss"]))
-        elif kind in ("warning", "stop") and (text := str(event.get("message", event.get("reason")))) not in self._said:
-            self._said.add(text)  # replicas say the same: once is enough
-            self._print(f"{kind} (replica {index}, step {event['step']}): {text}")
+        elif kind in ("warning", "stop"):
+            self._say(f"{kind} (replica {index}, step {event['step']})", event.get("message", event.get("reason")))
+        elif kind == "resume":
+            for passed_over in event["skipped"] if isinstance(event["skipped"], list) else ():
+                self._say("passed over", passed_over.get("reason"))
+            if event["path"]:
+                self._say("resume", f"from step {event['from_step']}")
         self._replicas[index].take(event)
+
+    def _say(self, what: str, said: object) -> None:
+        if (text := str(said)) not in self._said:
+            self._said.add(text)  # replicas say the same: once is enough
+            self._print(f"{what}: {text}")
 
     def _print(self, text: str) -> None:
         plain = "".join(letter if letter.isprintable() else " " for letter in text)

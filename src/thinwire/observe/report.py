@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from thinwire.errors import ConfigurationError
+from thinwire.errors import ConfigurationError, DataError
 from thinwire.observe.charts import Chart, colour, link_chart, loss_chart, typical_window
 from thinwire.observe.page import chart_place, page, table, word
 from thinwire.observe.runs import RunRecord
@@ -57,8 +57,14 @@ def write_report(folders: Sequence[str | Path], out: str | Path) -> Path:
     title = " · ".join(record.name for record in records)
     draft = out.with_name(out.name + ".part")
     out.parent.mkdir(parents=True, exist_ok=True)
-    draft.write_text(page(f"Thinwire: {title}", body, charts), encoding="utf-8")
-    draft.replace(out)  # never half a page
+    try:
+        draft.write_text(page(f"Thinwire: {title}", body, charts), encoding="utf-8")
+        draft.replace(out)  # never half a page
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise DataError(
+            f"the page {out} cannot be written ({error}); about 5 MB are needed. Free some space, or choose another --out."
+        ) from error
     return out
 
 
