@@ -20,7 +20,8 @@ from thinwire.group import CountedGroup, Ledger, start_torch
 
 def train(steps: int) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    start_torch(rank, world, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    book = os.environ.get("TORCHELASTIC_RUN_ID")  # torchrun keeps the address book
+    start_torch(rank, world, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), book=book)
     ledger = Ledger()
     group = CountedGroup(tw.TorchGroup.from_world(replicas=world), ledger)
 

@@ -24,7 +24,8 @@ REPLICAS = 2
 
 def train(steps: int) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    start_torch(rank, world, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    book = os.environ.get("TORCHELASTIC_RUN_ID")  # torchrun keeps the address book
+    start_torch(rank, world, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), book=book)
     group = tw.TorchGroup.from_world(
         replicas=REPLICAS
     )  # joins a shard with its twin; `group.site` joins the shards of a replica

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,20 @@ def test_compare_gives_each_strategy_the_settings_it_takes() -> None:
     assert run.with_strategy("diloco") == Run(strategy="diloco", every=20, steps=7)
     assert run.with_strategy("streaming_diloco") == run
     assert run.with_strategy("diloco(every=5)") == Run(strategy="diloco(every=5)", steps=7)
+
+
+def test_resuming_a_finished_run_trains_nothing_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
+    text, folder = tmp_path / "text.txt", tmp_path / "run"
+    text.write_text("All that glisters is not gold. " * 4000)
+    small = ["--text", str(text), "--model", "nano", "--batch", "1", "--sequence", "16", "--carrier", "threads"]
+    assert main(["train", *small, "--steps", "4", "--eval-batches", "1", "--out", str(folder), "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)
+    events = (folder / "events/replica-0.jsonl").read_bytes()
+    assert main(["train", "--resume", "--out", str(folder), "--json"]) == 0
+    again = capsys.readouterr()
+    assert json.loads(again.out) == first and "finished already" in again.err
+    assert (folder / "events/replica-0.jsonl").read_bytes() == events
+    assert isinstance(first["wire_bytes_sent"], int) and first["steps"] == 4

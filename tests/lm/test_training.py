@@ -196,7 +196,7 @@ def test_resuming_with_another_strategy_is_refused(whole: Path, tmp_path: Path, 
         launch.train_threads(other, folder, True, lambda: None)
 
 
-@pytest.mark.parametrize("change", [{"replicas": 3}, {"model": "nano"}, {"tokenizer": "bpe:300"}])
+@pytest.mark.parametrize("change", [{"replicas": 3}, {"seed": 1}, {"model": "nano"}, {"tokenizer": "bpe:300"}])
 def test_resuming_what_no_checkpoint_fits_is_refused(whole: Path, text: str, change: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError, match=f"begun with other settings: {next(iter(change))} "):
         launch.new_folder(small_run(text, **change), whole, resume=True)

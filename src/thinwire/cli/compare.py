@@ -81,7 +81,7 @@ def _complete(run: Run, folder: Path, console: Console) -> None:
         raise ConfigurationError(
             f"{folder} holds a run with other settings; choose another --out, or the same settings."
         )
-    if begun and RunRecord.load(folder).summary.steps >= run.steps and (folder / "model.safetensors").exists():
+    if train.complete(run, folder):
         console.print(f"{folder}: complete", soft_wrap=True, highlight=False)
         return
     console.print(f"{folder}", soft_wrap=True, highlight=False)

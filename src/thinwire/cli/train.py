@@ -65,9 +65,18 @@ def main(arguments: Sequence[str]) -> int:
         return _as_rank(*place, run, asked, folder, console)
     launch.new_folder(run, folder, asked.resume)
     console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
-    train(run, folder, asked.resume, console)
+    if asked.resume and complete(run, folder):
+        console.print(f"finished already: all {run.steps} steps; to train longer give more --steps", highlight=False)
+    else:
+        train(run, folder, asked.resume, console)
     _finish(folder, console, asked.json)
     return 0
+
+
+def complete(run: Run, folder: Path) -> bool:
+    """Whether `folder` holds a run with all the steps of `run`, and the model that came out."""
+    begun = (folder / "model.safetensors").exists() and any(folder.glob("events/*.jsonl"))
+    return begun and RunRecord.load(folder).summary.steps >= run.steps
 
 
 def train(run: Run, folder: Path, resume: bool, console: Console) -> None:

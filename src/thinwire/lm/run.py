@@ -34,7 +34,7 @@ OF_THE_PLACE = (
     "keep",
     *OF_THE_RECIPE,
 )  # may differ
-OF_A_CHECKPOINT = ("replicas", "model", "positions", "tokenizer")  # beside the strategy
+OF_A_CHECKPOINT = ("replicas", "seed", "model", "positions", "tokenizer")  # beside the strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +174,7 @@ class Run:
         """In what this run cannot go on from a checkpoint of `other`; empty if it can."""
         differing = [name for name in OF_A_CHECKPOINT if getattr(self, name) != getattr(other, name)]
         said = [f"{name} {getattr(other, name)!r} there, {getattr(self, name)!r} given" for name in differing]
-        if self.make_strategy() != other.make_strategy():
+        if self._strategy() != other._strategy():
             said.append(f"strategy {other.label} there, {self.label} given")
         return ", ".join(said)
 
