@@ -312,6 +312,28 @@ def test_kill_9_is_named_and_resumed_exactly(tmp_path: Path, text: str) -> None:
     assert model_of(folder) == model_of(tmp_path / "whole")
 
 
+def test_a_replica_that_hangs_is_ended_and_the_one_that_noticed_is_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """The launcher's own kill must not pass for the cause."""
+    hangs = (
+        "import os, sys, time; rank = os.environ['RANK']; time.sleep(60 * int(rank)); sys.exit('LinkError: 1 is late')"
+    )
+    start = subprocess.Popen
+    monkeypatch.setattr(launch, "_GRACE", 0.5)
+    monkeypatch.setattr(
+        launch.subprocess, "Popen", lambda _, **options: start([sys.executable, "-c", hangs], **options)
+    )
+    launch.new_folder(small_run(text), tmp_path / "run", resume=False)
+    with pytest.raises(LinkError) as caught:
+        launch.train_processes(small_run(text), tmp_path / "run", False, lambda: None)
+    lines = str(caught.value).splitlines()
+    assert lines[:2] == [
+        "replica 1 did not end in 0.5 s and was killed",
+        "replica 0 (exit code 1): LinkError: 1 is late",
+    ]
+
+
 @pytest.mark.skipif(shutil.which("pgrep") is None, reason="pgrep (procps) is not installed")
 def test_ctrl_c_stops_cleanly_and_the_run_goes_on_exactly(whole: Path, tmp_path: Path, text: str) -> None:
     """SIGINT to the whole process group, as a terminal sends it, then `--resume`: the same model as without."""

@@ -162,18 +162,22 @@ def train_processes(run: Run, folder: Path, resume: bool, tick: Tick) -> None:
                 )
             )
     try:
-        _watch(processes, tick)
+        silent = _watch(processes, tick)
     except BaseException:
         _end(processes)
         raise
-    failed = [rank for rank, process in enumerate(processes) if process.returncode]
-    if failed:
-        raise LinkError(_post_mortem(failed, [process.returncode for process in processes], begins, folder))
+    if failed := [rank for rank, process in enumerate(processes) if process.returncode and rank not in silent]:
+        said = _post_mortem(failed, [process.returncode for process in processes], begins, folder)
+        raise LinkError("\n".join([*(f"replica {r} did not end in {_GRACE:g} s and was killed" for r in silent), said]))
 
 
-def _watch(processes: list[subprocess.Popen[bytes]], tick: Tick) -> None:
-    """Wait for all. The first Ctrl-C (or SIGTERM) is passed on: the replicas agree on where to stop. The second ends them."""
+def _watch(processes: list[subprocess.Popen[bytes]], tick: Tick) -> list[int]:
+    """Wait for all, and return the ranks that would not end when another had failed.
+
+    The first Ctrl-C (or SIGTERM) is passed on: the replicas agree on where to stop. The second ends them.
+    """
     stop, passed_on, first_failure = threading.Event(), False, None
+    silent: list[int] = []
     with _stopping(stop):
         while any(process.poll() is None for process in processes):
             tick()
@@ -186,8 +190,10 @@ def _watch(processes: list[subprocess.Popen[bytes]], tick: Tick) -> None:
             if any(process.poll() for process in processes):
                 first_failure = first_failure or time.monotonic()
                 if time.monotonic() - first_failure > _GRACE:
+                    silent = [rank for rank, process in enumerate(processes) if process.poll() is None]
                     _end(processes)
     tick()
+    return silent
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:

@@ -244,7 +244,7 @@ class Progress:
         bar = ProgressBar(total=max(self.steps, 1), completed=self.step, width=32)
         left = f"{text_of_seconds(self._seconds_left())} left" if self.step < self.steps else "done"
         head.add_row(bar, f"step {self.step}/{self.steps}", left, self._evaluation())
-        table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+        table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1, 0, 0))  # all of it in 80 columns
         for name in (
             "replica",
             "step",
