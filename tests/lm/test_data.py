@@ -19,6 +19,11 @@ from thinwire.lm.data import Corpus, Permutation
 from thinwire.lm.tokens import BPE
 
 
+def left_in(cache: Path) -> list[str]:
+    """What the cache holds, but for the lock files."""
+    return sorted(path.name for path in cache.iterdir() if path.suffix != ".lock")
+
+
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     """Sixty files of 200 bytes, each of one letter pair that no other has."""
@@ -199,35 +204,42 @@ def test_a_damaged_cache_is_made_anew(corpus: Corpus, text: Path, damage: str) -
         tokens.unlink()
     again = Corpus.open([text], cache=corpus.folder.parent, held_out_share=0.1)
     assert again.tokens.tobytes() == whole
-    assert [path.name for path in corpus.folder.parent.iterdir()] == [corpus.folder.name]  # nothing left behind
+    assert left_in(corpus.folder.parent) == [corpus.folder.name]
 
 
-def test_two_may_prepare_at_once(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    both_made = threading.Barrier(2)
-    publish = data._publish
+def test_of_many_at_once_one_prepares(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    together, looked, made, prepare, load = threading.Barrier(4), set[int](), [], data._prepare, data._load
 
-    def together(*arguments: object) -> Corpus:
-        both_made.wait(10)
-        return publish(*arguments)  # type: ignore[arg-type]
+    def slowly(*arguments: object) -> Corpus:
+        made.append(threading.get_ident())
+        return prepare(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(data, "_publish", together)
+    def all_look_first(*arguments: object) -> Corpus | None:
+        found = load(*arguments)  # type: ignore[arg-type]
+        if threading.get_ident() not in looked:  # nobody goes on before all have seen that there is nothing
+            looked.add(threading.get_ident())
+            together.wait(10)
+        return found
+
+    monkeypatch.setattr(data, "_prepare", slowly)
+    monkeypatch.setattr(data, "_load", all_look_first)
     opened: list[Corpus] = []
     threads = [
-        threading.Thread(target=lambda: opened.append(Corpus.open([text], cache=tmp_path / "cache"))) for _ in "ab"
+        threading.Thread(target=lambda: opened.append(Corpus.open([text], cache=tmp_path / "cache"))) for _ in range(4)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(opened) == 2 and opened[0].fingerprint == opened[1].fingerprint
-    assert len(list((tmp_path / "cache").iterdir())) == 1
+    assert len(made) == 1 and len({corpus.fingerprint for corpus in opened}) == 1 and len(opened) == 4
+    assert left_in(tmp_path / "cache") == [opened[0].folder.name]
 
 
 def test_a_failed_preparation_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{broken')
     with pytest.raises(DataError, match=r"a.jsonl:2"):
         Corpus.open([tmp_path / "a.jsonl"], cache=tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert left_in(tmp_path / "cache") == []
 
 
 def test_files_that_are_not_utf8_are_skipped_and_counted(text: Path, tmp_path: Path) -> None:

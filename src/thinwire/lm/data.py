@@ -7,7 +7,7 @@ Without paths the text is the Python standard library: some 10 MB of code and pr
 
 The cache has one folder for each (sources, tokenizer): `tokens.bin` (flat little-endian uint8, uint16 or uint32: the
 training text, then the held-out text), `manifest.json`, and `tokenizer.json` where merges were learned. It is
-written under another name and renamed, so two processes may prepare at once; it may be deleted at any time.
+written under another name and renamed, by the one who holds its lock file; it may be deleted at any time.
 
 Shapes: B batch, T sequence.
 """
@@ -15,6 +15,7 @@ Shapes: B batch, T sequence.
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import hashlib
 import json
 import math
@@ -23,6 +24,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -99,9 +101,9 @@ def _load(folder: Path, tokenizer: Tokenizer) -> Corpus | None:
 
 
 def _prepare(folder: Path, name: str, sources: list[Source], tokenizer: Tokenizer, column: str, share: float) -> Corpus:
-    """Tokenise into a folder of another name, then rename it; whoever comes second takes what the first has made."""
+    """Tokenise into a folder of another name, then rename it, so that what has the right name is whole."""
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)  # a damaged one
         making = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     except OSError as error:
         raise DataError(f"cache {folder.parent}: {error} · a folder to write in is needed · give cache=...") from error
@@ -133,25 +135,28 @@ def _prepare(folder: Path, name: str, sources: list[Source], tokenizer: Tokenize
             json.dump(dataclasses.asdict(manifest), out_text, indent=2)
             out_text.flush()
             os.fsync(out_text.fileno())
-        return _publish(making, folder, given)
+        making.rename(folder)
+    except OSError as error:
+        raise DataError(f"cache {folder}: {error} · room to write in is needed · free it, or give cache=...") from error
     finally:
         shutil.rmtree(making, ignore_errors=True)
-
-
-def _publish(making: Path, folder: Path, tokenizer: Tokenizer) -> Corpus:
-    for _ in range(3):  # somebody may publish between our look and our rename
-        if (corpus := _load(folder, tokenizer)) is not None:
-            return corpus
-        if folder.exists():  # damaged: out of the way
-            shutil.rmtree(folder, ignore_errors=True)
-        try:
-            making.rename(folder)
-        except OSError:
-            continue
-    corpus = _load(folder, tokenizer)
+    corpus = _load(folder, given)
     if corpus is None:
-        raise DataError(f"{folder} cannot be written · a cache folder is needed · free the place, or give cache=...")
+        raise DataError(f"cache {folder}: changed while it was made · a folder of one's own is needed · give cache=...")
     return corpus
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold this cache folder's lock: of all threads and processes one prepares it, the others wait and then load it."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = (folder.parent / f".{folder.name}.lock").open("w")
+    except OSError as error:
+        raise DataError(f"cache {folder.parent}: {error} · a folder to write in is needed · give cache=...") from error
+    with lock:  # closing it, or dying, lets it go
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _tokenise(sources: list[Source], tokenizer: Tokenizer, column: str, out: IO[bytes]) -> tuple[int, int, int]:
@@ -278,7 +283,10 @@ class Corpus:
         recipe = (FORMAT, tokenizer.fingerprint, column, held_out_share, *map(dataclasses.astuple, sources))
         key = hashlib.blake2b(repr(recipe).encode(), digest_size=12).hexdigest()
         folder = Path(cache or default_cache()) / f"tokens-{key}"
-        return _load(folder, tokenizer) or _prepare(folder, name, sources, tokenizer, column, held_out_share)
+        if (sound := _load(folder, tokenizer)) is not None:
+            return sound
+        with _alone(folder):
+            return _load(folder, tokenizer) or _prepare(folder, name, sources, tokenizer, column, held_out_share)
 
     @property
     def vocabulary(self) -> int:
