@@ -107,6 +107,28 @@ def test_decoding_adds(row, data):
     assert torch.equal(out, base + roundtrip(row.piece, x, Key(3))) and torch.equal(payload, kept)
 
 
+@codecs
+@everything
+def test_decoding_weighs(row, data):
+    """To the rounding of one product."""
+    x = draw(data, 1000) / 4
+    once, weighed = roundtrip(row.piece, x, Key(3)), torch.zeros(1000)
+    payload = torch.empty(row.piece.nbytes(1000), dtype=torch.uint8)
+    row.piece.encode(x, payload, Key(3))
+    row.piece.decode_add(payload, weighed, Key(3), 0.3)
+    torch.testing.assert_close(weighed, once * 0.3, rtol=3e-7, atol=2.0**-140)  # a subnormal factor is coarse
+
+
+@pytest.mark.parametrize("row", [row for row in CODECS if row.piece.grain], ids=str)
+@everything
+def test_a_delta_may_be_cut_at_the_grain(row, data):
+    codec, cut = row.piece, 3 * row.piece.grain
+    x = draw(data, cut + 65)
+    parts = [roundtrip(codec, part, Key(3)) for part in (x[:cut], x[cut:])]
+    assert same_bits(torch.cat(parts), roundtrip(codec, x, Key(3)))
+    assert codec.nbytes(cut) + codec.nbytes(65) == codec.nbytes(cut + 65)
+
+
 @pytest.mark.parametrize("row", [row for row in CODECS if "local" in row.claims], ids=str)
 def test_a_block_does_not_see_its_neighbours(row):
     """What one block holds changes nothing in the others: an outlier costs its own block only."""
@@ -429,6 +451,15 @@ def test_not_finite_is_refused(bad, at):
         tw.NonFiniteError, match="the delta has 1 of 1000 values that are NaN or infinite; it was not sent"
     ):
         check_finite(x)
+
+
+@codecs
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_no_codec_encodes_it(row, bad):
+    x = gaussian(1000)
+    x[999] = bad
+    with pytest.raises(tw.NonFiniteError):
+        row.piece.encode(x, torch.empty(row.piece.nbytes(1000), dtype=torch.uint8), Key())
 
 
 @everything

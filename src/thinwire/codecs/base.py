@@ -22,14 +22,22 @@ class Codec(Protocol):
     (odd, idempotent, contractive, unbiased) stands in the table of tests/core/pieces.py.
     """
 
+    @property
+    def grain(self) -> int | None:
+        """A delta may be cut at multiples of this many elements and its parts coded one by one, with the same values
+        and in as many bytes. None: only as a whole.
+        """
+
     def nbytes(self, numel: int) -> int:
         """Bytes of the payload for `numel` elements (`packet_nbytes` adds the header)."""
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
-        """Write flat fp32 `x` (finite) into `payload` (uint8, `nbytes(x.numel())`)."""
+        """Write flat fp32 `x` into `payload` (uint8, `nbytes(x.numel())`). Raises `NonFiniteError` if `x` holds NaN or infinity."""
 
-    def decode_add(self, payload: Tensor, out: Tensor, key: Key) -> None:
-        """Add the decoded values to flat fp32 `out`. The bytes are a peer's: `PacketError` where they cannot be decoded."""
+    def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
+        """Add `weight` times the decoded values to flat fp32 `out`. The bytes are a peer's: `PacketError` where they
+        cannot be decoded.
+        """
 
 
 def packet_nbytes(codec: Codec, numel: int) -> int:

@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from thinwire.codecs.base import check_finite
 from thinwire.codecs.bits import pack, packed_nbytes
 from thinwire.errors import ConfigurationError
 from thinwire.seeds import Key, draw
@@ -103,10 +104,15 @@ class Blocks(ABC):
     @abstractmethod
     def grid(self) -> Grid: ...
 
+    @property
+    def grain(self) -> int | None:
+        return self.block if self.rounding == "nearest" else None  # each element has its own place in the stream
+
     def nbytes(self, numel: int) -> int:
         return packed_nbytes(numel, self.grid.bits) + -(-numel // self.block) * _SCALES[self.scale].itemsize
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
+        check_finite(x)
         grid, count = self.grid, packed_nbytes(x.numel(), self.grid.bits)
         stream = key.own("rounding") if self.rounding == "stochastic" else None
         scales = torch.empty(-(-x.numel() // self.block), dtype=_SCALES[self.scale])
@@ -120,9 +126,9 @@ class Blocks(ABC):
             payload[begin * grid.bits // 8 :][: len(packed)] = packed
         payload[count:] = scales.view(torch.uint8)
 
-    def decode_add(self, payload: Tensor, out: Tensor, key: Key) -> None:
+    def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
         grid, count = self.grid, packed_nbytes(out.numel(), self.grid.bits)
-        factors = self._factors(payload[count:].clone().view(_SCALES[self.scale]))
+        factors = self._factors(payload[count:].clone().view(_SCALES[self.scale])) * weight
         for begin, end in self._chunks(out.numel()):
             packed = payload[begin * grid.bits // 8 : -(-end * grid.bits // 8)].int()
             blocks = _padded(grid.bytes.index_select(0, packed).view(-1)[: end - begin], self.block)

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from thinwire.codecs.base import check_finite
 from thinwire.errors import ConfigurationError
 from thinwire.seeds import Key
 
@@ -16,14 +17,17 @@ from thinwire.seeds import Key
 class Identity:
     """fp32 as it is: 32 bits per parameter. The baseline and the oracle."""
 
+    grain: ClassVar[int] = 1
+
     def nbytes(self, numel: int) -> int:
         return 4 * numel
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
+        check_finite(x)
         payload.view(torch.float32).copy_(x)
 
-    def decode_add(self, payload: Tensor, out: Tensor, key: Key) -> None:
-        out.add_(payload.view(torch.float32))
+    def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
+        out.add_(payload.view(torch.float32) * weight)
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class Cast:
 
     dtype: Literal["bf16", "fp16"] = "bf16"
 
+    grain: ClassVar[int] = 1
     _TORCH: ClassVar[dict[str, torch.dtype]] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
     def __post_init__(self) -> None:
@@ -48,9 +53,10 @@ class Cast:
         return 2 * numel
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
+        check_finite(x)
         dtype = self._TORCH[self.dtype]
         limit = torch.finfo(dtype).max
         payload.view(dtype).copy_(x.clamp(-limit, limit))
 
-    def decode_add(self, payload: Tensor, out: Tensor, key: Key) -> None:
-        out.add_(payload.view(self._TORCH[self.dtype]))
+    def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
+        out.add_(payload.view(self._TORCH[self.dtype]).float() * weight)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from thinwire.codecs.base import check_finite
 from thinwire.codecs.bits import pack, packed_nbytes, unpack
 from thinwire.errors import ConfigurationError
 from thinwire.seeds import Key
@@ -37,10 +39,15 @@ class Sign:
         if self.block is not None and self.block < 1:
             raise ConfigurationError(f"Sign(block={self.block}): at least 1 is needed, or None for the whole tensor.")
 
+    @property
+    def grain(self) -> int | None:
+        return self.block and math.lcm(self.block, 8)
+
     def nbytes(self, numel: int) -> int:
         return packed_nbytes(numel, 1) + 4 * len(self._sizes(numel))
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
+        check_finite(x)
         count = packed_nbytes(x.numel(), 1)
         payload[:count] = pack(x < 0, 1)
         order = 1 if self.scale == "mean" else 2
@@ -51,10 +58,10 @@ class Sign:
         scales = [float(norm) / part ** (1 / order) for norm, part in zip(norms, self._sizes(x.numel()))]
         payload[count:] = torch.tensor(scales, dtype=torch.float32).view(torch.uint8)
 
-    def decode_add(self, payload: Tensor, out: Tensor, key: Key) -> None:
+    def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
         count = packed_nbytes(out.numel(), 1)
         signs = unpack(payload[:count], out.numel(), 1).float().mul_(-2).add_(1)
-        scales = payload[count:].clone().view(torch.float32)
+        scales = payload[count:].clone().view(torch.float32).mul_(weight)
         for part, sign, scale in zip(*(t.split_with_sizes(self._sizes(out.numel())) for t in (out, signs)), scales):
             part.add_(sign * scale)
 

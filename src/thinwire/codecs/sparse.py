@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec
+from thinwire.codecs.base import Codec, check_finite
 from thinwire.codecs.bits import pack, packed_nbytes, unpack
 from thinwire.codecs.cast import Cast
 from thinwire.errors import ConfigurationError, PacketError
@@ -35,6 +36,8 @@ class TopK:
     density: float = 0.01
     values: Codec = Cast("bf16")
 
+    grain: ClassVar[None] = None
+
     def __post_init__(self) -> None:
         _check(self, self.density, self.values)
 
@@ -43,17 +46,18 @@ class TopK:
         return self.values.nbytes(kept) + packed_nbytes(kept, _width(numel))
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
+        check_finite(x)
         index = _largest(x, math.ceil(self.density * x.numel()))
         begin = self.values.nbytes(len(index))
         self.values.encode(x[index], payload[:begin], key)
         payload[begin:] = pack(index, _width(x.numel()))
 
-    def decode_add(self, payload: Tensor, out: Tensor, key: Key) -> None:
+    def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
         kept = math.ceil(self.density * out.numel())
         begin = self.values.nbytes(kept)
         index = unpack(payload[begin:], kept, _width(out.numel()))
         _check_ascending(index, out.numel())
-        out.index_add_(0, index, _decoded(self.values, payload[:begin], kept, key))
+        out.index_add_(0, index, _decoded(self.values, payload[:begin], kept, key, weight))
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,8 @@ class ChunkedTopK:
     count: int = 64
     values: Codec = Cast("bf16")
 
+    grain: ClassVar[None] = None
+
     def __post_init__(self) -> None:
         if not 0 < self.count <= self.chunk:
             raise ConfigurationError(
@@ -87,6 +93,7 @@ class ChunkedTopK:
         return self.values.nbytes(kept) + packed_nbytes(kept, _width(self.chunk))
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
+        check_finite(x)
         whole, (_, rest) = x.numel() // self.chunk, self._kept(x.numel())
         body, tail = x[: whole * self.chunk].view(whole, self.chunk), x[whole * self.chunk :]
         within = torch.cat([_largest(body, self.count if whole else 0).view(-1), _largest(tail, rest)])
@@ -94,14 +101,14 @@ class ChunkedTopK:
         self.values.encode(x[within + self._starts(x.numel())], payload[:begin], key)
         payload[begin:] = pack(within, _width(self.chunk))
 
-    def decode_add(self, payload: Tensor, out: Tensor, key: Key) -> None:
+    def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
         kept = sum(self._kept(out.numel()))
         begin = self.values.nbytes(kept)
         within = unpack(payload[begin:], kept, _width(self.chunk))
         _check_ascending(within[within >= self.chunk], self.chunk)  # none, unless the chunk is no power of two
         index = within + self._starts(out.numel())
         _check_ascending(index, out.numel())
-        out.index_add_(0, index, _decoded(self.values, payload[:begin], kept, key))
+        out.index_add_(0, index, _decoded(self.values, payload[:begin], kept, key, weight))
 
     def _kept(self, numel: int) -> tuple[int, int]:
         """How many values travel: of whole chunks, and of the rest."""
@@ -129,6 +136,8 @@ class RandomK:
     density: float = 0.1
     values: Codec = Cast("bf16")
 
+    grain: ClassVar[None] = None
+
     def __post_init__(self) -> None:
         _check(self, self.density, self.values)
 
@@ -136,12 +145,13 @@ class RandomK:
         return self.values.nbytes(math.ceil(self.density * numel))
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
+        check_finite(x)
         self.values.encode(x[self._drawn(x.numel(), key)], payload, key)
 
-    def decode_add(self, payload: Tensor, out: Tensor, key: Key) -> None:
+    def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
         index, most = self._drawn(out.numel(), key), torch.finfo(torch.float32).max
         values = _decoded(self.values, payload, len(index), key).mul_(out.numel() / max(1, len(index)))
-        out.index_add_(0, index, values.clamp_(-most, most))
+        out.index_add_(0, index, values.clamp_(-most, most).mul_(weight))
 
     def _drawn(self, numel: int, key: Key) -> Tensor:
         """Where the k least of n distinct draws are: every set is as likely as any other, on every machine the same."""
@@ -173,7 +183,7 @@ def _check_ascending(index: Tensor, numel: int) -> None:
         raise PacketError(f"a packet's indices are not ascending below {numel}; run the same version on every replica.")
 
 
-def _decoded(values: Codec, payload: Tensor, count: int, key: Key) -> Tensor:
+def _decoded(values: Codec, payload: Tensor, count: int, key: Key, weight: float = 1.0) -> Tensor:
     out = torch.zeros(count)
-    values.decode_add(payload, out, key)
+    values.decode_add(payload, out, key, weight)
     return out
