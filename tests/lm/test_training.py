@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -182,6 +183,14 @@ def test_only_the_last_checkpoints_are_kept(tmp_path: Path, text: str) -> None:
     run_in(tmp_path / "run", small_run(text, checkpoint_every=4, keep=2))
     names = sorted(path.name for path in (tmp_path / "run/checkpoints/replica-1").iterdir())
     assert names == ["step-00000020", "step-00000024"]
+
+
+def test_a_short_run_leaves_a_checkpoint_to_train_longer_from(tmp_path: Path, text: str) -> None:
+    run = small_run(text, checkpoint_every=100)
+    run_in(tmp_path / "run", run)
+    run_in(tmp_path / "run", dataclasses.replace(run, steps=STEPS + 3), resume=True)
+    assert [event["from_step"] for event in events_of(tmp_path / "run", "resume")] == [STEPS]
+    assert events_of(tmp_path / "run", "step")[-1]["step"] == STEPS + 3
 
 
 def test_resuming_with_another_strategy_is_refused(whole: Path, tmp_path: Path, text: str) -> None:

@@ -170,6 +170,8 @@ class Trainer:
             self.log.emit("stop", replica.step, reason="asked to stop; all replicas stop after this step")
             replica.close()
         else:
+            if run.checkpoint_every and replica.step % run.checkpoint_every:
+                self._save()  # what a longer run goes on from, and a kill in the last round
             began = time.monotonic()
             replica.finish()
             self.clock.loop_seconds += time.monotonic() - began
