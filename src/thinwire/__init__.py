@@ -4,7 +4,27 @@ Every replica trains by itself; now and then one fragment of the model is exchan
 while training goes on.
 """
 
-from thinwire.codecs import E2M1, E3M0, E4M3, E5M2, Cast, ChunkedTopK, Codec, Identity, Int, RandomK, Sign, TopK
+from thinwire.codecs import (
+    DCT,
+    E2M1,
+    E3M0,
+    E4M3,
+    E5M2,
+    Cast,
+    ChunkedTopK,
+    Codebook,
+    Codec,
+    Hadamard,
+    Identity,
+    Int,
+    Linear,
+    LowRank,
+    RandomK,
+    Shaped,
+    Sign,
+    Squares,
+    TopK,
+)
 from thinwire.errors import (
     CheckpointError,
     ConfigurationError,
@@ -30,6 +50,7 @@ from thinwire.strategy import Deltas, Gradients, Strategy, parse
 from thinwire.version import __version__ as __version__
 
 __all__ = [
+    "DCT",
     "E2M1",
     "E3M0",
     "E4M3",
@@ -39,6 +60,7 @@ __all__ = [
     "Cast",
     "CheckpointError",
     "ChunkedTopK",
+    "Codebook",
     "Codec",
     "ConfigurationError",
     "DataError",
@@ -52,9 +74,12 @@ __all__ = [
     "Fragment",
     "Gradients",
     "Group",
+    "Hadamard",
     "Identity",
     "Int",
+    "Linear",
     "LinkError",
+    "LowRank",
     "Mix",
     "ModelError",
     "Nesterov",
@@ -67,7 +92,9 @@ __all__ = [
     "Replica",
     "Schedule",
     "Sequential",
+    "Shaped",
     "Sign",
+    "Squares",
     "Staggered",
     "Strategy",
     "Strided",

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.codecs import check_finite
+from thinwire.codecs import Codec, check_finite
 from thinwire.errors import NonFiniteError
 from thinwire.exchange import Departure
 from thinwire.group.base import Group
@@ -65,19 +65,20 @@ class Crew:
     def launch(
         self,
         delta: Tensor,
+        codec: Codec,
         fragment: int,
         number: int,
         step: int,
         feedback: State,
         settle: Callable[[Tensor], tuple[Tensor, State]],
     ) -> Flight:
-        """Send `delta` with what `feedback` holds back; `settle` turns the estimate into the new anchor and state, on
+        """Send `delta`, with what `feedback` holds back, in `codec`; `settle` turns the estimate into the new anchor and state, on
         the inbound thread.
         """
         begin = self.clock()
-        nbytes = self.strategy.exchange.nbytes_sent(self.strategy.codec, delta.numel(), self.group.size)
-        departure = self._outbound.submit(self._depart, delta, feedback, fragment, number)
-        arrival = self._inbound.submit(self._arrive, departure, delta, feedback, settle, begin)
+        nbytes = self.strategy.exchange.nbytes_sent(codec, delta.numel(), self.group.size)
+        departure = self._outbound.submit(self._depart, delta, codec, feedback, fragment, number)
+        arrival = self._inbound.submit(self._arrive, departure, delta, codec, feedback, settle, begin)
         return Flight(number, step, delta, nbytes, arrival)
 
     def close(self) -> None:
@@ -86,31 +87,32 @@ class Crew:
             pool.shutdown(wait=False, cancel_futures=True)
 
     @torch.no_grad()
-    def _depart(self, delta: Tensor, feedback: State, fragment: int, number: int) -> Departure:
+    def _depart(self, delta: Tensor, codec: Codec, feedback: State, fragment: int, number: int) -> Departure:
         flags = STOP if self.stop_requested else 0
         key = Key(self.strategy.seed, fragment, number, self.group.rank)
         signal = delta.cpu()
         if self.strategy.feedback:
             signal = self.strategy.feedback.signal(signal, feedback)
-        return self.strategy.exchange.depart(self.group, self.strategy.codec, signal, key, flags)
+        return self.strategy.exchange.depart(self.group, codec, signal, key, flags)
 
     @torch.no_grad()
     def _arrive(
         self,
         departed: Future[Departure],
         delta: Tensor,
+        codec: Codec,
         feedback: State,
         settle: Callable[[Tensor], tuple[Tensor, State]],
         begin: float,
     ) -> Landed:
         departure = departed.result()
-        estimate, flags = self.strategy.exchange.arrive(departure, self.strategy.codec)
+        estimate, flags = self.strategy.exchange.arrive(departure, codec)
         anchor: Tensor | None = None
         state: State = {}
         verdict = 0
         if estimate is not None:
             if self.strategy.feedback:
-                sent = self.strategy.exchange.sent(departure, self.strategy.codec)
+                sent = self.strategy.exchange.sent(departure, codec)
                 estimate, feedback = self.strategy.feedback.settle(delta.cpu(), sent, estimate, feedback)
             anchor, state = settle(estimate)
             try:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from thinwire.codecs import Codec
 from thinwire.errors import CheckpointError
 from thinwire.flight import Flight
 from thinwire.outer import Outer, State
@@ -25,6 +26,7 @@ class Held:
     anchor: Tensor  # flat fp32; replaced, never changed in place
     state: State
     feedback: State  # what the codec held back; on the CPU
+    codec: Codec  # the strategy's, fitted to this fragment
     rounds: int = 0
     flight: Flight | None = None
     # eager updates only: what this replica is ahead of the anchor

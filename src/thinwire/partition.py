@@ -30,6 +30,11 @@ class Fragment:
     def numel(self) -> int:
         return sum(local(parameter).numel() for _, parameter in self.parameters)
 
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of the parameters' local parts, in the order in which they lie in a delta."""
+        return tuple(tuple(local(parameter).shape) for _, parameter in self.parameters)
+
 
 @runtime_checkable
 class Partition(Protocol):

@@ -19,10 +19,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from thinwire.codecs import Identity, check_finite
+from thinwire.codecs import Identity, check_finite, fitted
 from thinwire.contact import agree_on_start, digest, introduce
 from thinwire.errors import CheckpointError, DisagreementError, ModelError, NonFiniteError
-from thinwire.flight import Crew, Landed
+from thinwire.flight import Crew, Flight, Landed
 from thinwire.group.base import Group, gather
 from thinwire.held import Held
 from thinwire.merge import Eager, Mix
@@ -266,10 +266,13 @@ class Replica:
 
     def _depart(self, piece: Held, delta: Tensor, settle: Settle, began: float | None = None) -> None:
         began = self._clock() if began is None else began
-        piece.flight = flight = self._crew.launch(delta, piece.index, piece.rounds, self.step, piece.feedback, settle)
+        piece.flight = flight = self._launch(piece, delta, piece.rounds, self.step, settle)
         piece.rounds += 1
         fields = {"fragment": piece.index, "round": flight.number, "nbytes": flight.nbytes}
         self._observe("depart", self.step, **fields, seconds_spent=self._clock() - began)
+
+    def _launch(self, piece: Held, delta: Tensor, number: int, step: int, settle: Settle) -> Flight:
+        return self._crew.launch(delta, piece.codec, piece.index, number, step, piece.feedback, settle)
 
     def _await(self, piece: Held) -> tuple[Landed, Callable[[], None]]:
         """Wait for the fragment's flight and report it; what comes back second reports the landing, when it is done."""
@@ -371,7 +374,8 @@ class Replica:
         device = torch.device("cpu") if self.strategy.anchors == "host" else parts[0].device
         anchor = torch.cat([part.reshape(-1).to(device, torch.float32) for part in parts])
         feedback = self.strategy.feedback.init(anchor.numel()) if self.strategy.feedback else {}
-        return Held(fragment, index, anchor, self.strategy.outer.init(anchor), feedback)
+        codec = fitted(self.strategy.codec, fragment.shapes)
+        return Held(fragment, index, anchor, self.strategy.outer.init(anchor), feedback, codec)
 
     @torch.no_grad()
     def _load_anchors(self) -> None:
@@ -421,7 +425,7 @@ class Replica:
         for departed, index, number in flights:
             piece = self._pieces[index]
             delta = tensors[f"{index}.delta"].to(piece.anchor.device)
-            piece.flight = self._crew.launch(delta, index, number, departed, piece.feedback, self._settle(piece))
+            piece.flight = self._launch(piece, delta, number, departed, self._settle(piece))
 
 
 def _reshard(model: nn.Module) -> None:

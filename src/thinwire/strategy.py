@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
 
-from thinwire.codecs import E2M1, E3M0, E4M3, E5M2, Cast, ChunkedTopK, Codec, Identity, Int, RandomK, Sign, TopK
+from thinwire.codecs import (
+    DCT,
+    E2M1,
+    E3M0,
+    E4M3,
+    E5M2,
+    Cast,
+    ChunkedTopK,
+    Codebook,
+    Codec,
+    Hadamard,
+    Identity,
+    Int,
+    LowRank,
+    RandomK,
+    Shapes,
+    Sign,
+    Squares,
+    TopK,
+    fitted,
+    nested,
+)
 from thinwire.errors import ConfigurationError
 from thinwire.exchange import Direct, Exchange
 from thinwire.feedback import Feedback
@@ -68,7 +90,7 @@ class Strategy:
             raise ConfigurationError(f"signal={self.signal!r}: Deltas() or Gradients() is needed.")
         if not isinstance(self.feedback, Feedback | None):
             raise ConfigurationError(f"feedback={self.feedback!r}: Feedback(...) or None is needed.")
-        if self.feedback and isinstance(self.codec, RandomK) and self.codec.density < 1:
+        if self.feedback and any(isinstance(c, RandomK) and c.density < 1 for c in nested(self.codec)):
             raise ConfigurationError(
                 f"{self.feedback} over {self.codec}: a contractive codec is needed, or what is held back grows; choose "
                 "TopK, or leave feedback=None."
@@ -100,15 +122,19 @@ class Strategy:
                 "optimizer is the outer one; leave schedule, outer and merge at Every(1), Average() and Mix()."
             )
 
-    def nbytes_per_period(self, numels: list[int], size: int) -> int:
-        """Bytes one replica of `size` sends in one period of `every` inner steps, for fragments of `numels` elements. Predicted = counted."""
-        return sum(self.exchange.nbytes_sent(self.codec, numel, size) for numel in numels)
+    def nbytes_per_period(self, fragments: Sequence[int | Shapes], size: int) -> int:
+        """Bytes one replica of `size` sends in one period of `every` inner steps, for fragments of so many elements, or of tensors
+        of such shapes (the same but for a codec that is `Shaped`). Predicted = counted.
+        """
+        shaped = [((fragment,),) if isinstance(fragment, int) else fragment for fragment in fragments]
+        numels = [sum(map(math.prod, shapes)) for shapes in shaped]
+        return sum(self.exchange.nbytes_sent(fitted(self.codec, s), n, size) for s, n in zip(shaped, numels))
 
     def describe(self, model: nn.Module, size: int) -> str:
         """What this strategy does to `model` among `size` replicas, in a few lines, with predicted bytes."""
         fragments = self.partition.fragments(model)
         numels = [fragment.numel for fragment in fragments]
-        nbytes = self.nbytes_per_period(numels, size)
+        nbytes = self.nbytes_per_period([fragment.shapes for fragment in fragments], size)
         bits = 8 * nbytes / max(1, sum(numels)) / self.schedule.every
         lines = [
             f"{len(fragments)} fragment(s), {sum(numels):,} parameters, exchanged every {self.schedule.every} inner steps, "
@@ -140,6 +166,11 @@ PIECES: dict[str, Callable[..., Any]] = {
             TopK,
             ChunkedTopK,
             RandomK,
+            Codebook,
+            LowRank,
+            DCT,
+            Hadamard,
+            Squares,
             Feedback,
             Direct,
             Average,

@@ -27,8 +27,9 @@ class Row:
 
     Codecs: `exact` (decodes to what was encoded), `odd` (q(−x) = −q(x)), `idempotent` (q(q(x)) = q(x)), `contractive` (‖q(x) − x‖ ≤ ‖x‖
     on all input), `unbiased` (the mean of q(x) over keys is x), `local` (what a block of `block` holds changes nothing in the others),
-    `refuses` (bytes that no encoding makes are a `PacketError`), `shared` (all senders of a round draw alike), and `error`: the most of
-    ‖q(x) − x‖² / ‖x‖² on normal numbers. Outer steps: `linear` in the deltas, `stateless`.
+    `drawn` (the bytes depend on the key, though not unbiased), `refuses` (bytes that no encoding makes are a
+    `PacketError`), `shared` (all senders of a round draw alike), and `error`: the most of ‖q(x) − x‖² / ‖x‖² on normal numbers.
+    Outer steps: `linear` in the deltas, `stateless`.
     Schedules: `steady` (each fragment exactly once in any `every` steps after its first departure).
     """
 
@@ -55,6 +56,7 @@ def grid_error(codec: Any) -> float:
 
 
 NEAREST = ("odd", "contractive", "local")
+MATRICES = ((7, 11), (5,), (4, 3, 2), (), (0, 3), (30, 20))
 CODECS = [
     row(tw.Identity(), "exact", "idempotent", *NEAREST),
     row(tw.Cast("bf16"), "idempotent", *NEAREST, error=2.0**-16),
@@ -93,6 +95,19 @@ CODECS = [
     row(tw.RandomK(0.25, tw.Identity()), "odd", "unbiased", "shared", error=9.0),
     row(tw.RandomK(1.0, tw.Identity()), "exact", "odd", "contractive", "idempotent"),
     row(tw.RandomK(0.5, tw.Int(8, 32, "fp32", "stochastic")), "odd", "unbiased", error=4.0),
+    row(tw.Codebook(), "contractive", error=1.0),
+    row(tw.ChunkedTopK(60, 7, tw.Codebook()), "contractive", "refuses", error=1.0),
+    row(tw.DCT(tw.Identity()), "odd", "contractive", error=1e-12),
+    row(tw.DCT(tw.E3M0(32), 16, axes=2), "odd", "contractive", error=grid_error(tw.E3M0(32))),
+    row(tw.DCT(tw.ChunkedTopK(60, 7), 20), "odd", "contractive", "refuses", error=1.0),
+    row(tw.Hadamard(tw.Identity(), 64), "odd", "contractive", "drawn", "shared", error=1e-14),
+    row(tw.Hadamard(tw.Int(4, 32)), "odd", "contractive", "drawn", "shared", error=grid_error(tw.Int(4, 32))),
+    row(tw.Hadamard(tw.Int(2, 8, "fp32", "stochastic"), 8), "odd", "unbiased", error=40.0),
+    row(tw.Squares(tw.Identity(), 3, MATRICES), "exact", "odd", "contractive", "idempotent"),
+    row(tw.Squares(tw.DCT(tw.ChunkedTopK(16, 3), 4, axes=2), 4, MATRICES), "odd", "contractive", "refuses", error=1.0),
+    row(tw.LowRank(), "exact", "odd", "contractive", "idempotent"),  # nothing is known to be a matrix
+    row(tw.LowRank(1, shapes=MATRICES), "odd", "contractive", "drawn", "shared", error=1.0),
+    row(tw.LowRank(2, 1, tw.Cast(), MATRICES), "odd", "contractive", "drawn", "shared", error=1.0),
 ]
 SCHEDULES = [
     row(tw.Every(1), "steady"),
@@ -144,6 +159,15 @@ METHODS: dict[str, tw.Strategy] = {
         outer=tw.Nesterov(),
         merge=tw.Mix(0.5),
         seed=3,
+    ),
+    "low rank with feedback": tw.Strategy(
+        schedule=tw.Every(3, 1), partition=tw.Strided(2), codec=tw.LowRank(1), feedback=tw.Feedback(), merge=tw.Mix(0.5)
+    ),
+    "DeMo's codec": tw.Strategy(
+        schedule=tw.Every(2),
+        codec=tw.Squares(tw.DCT(tw.ChunkedTopK(4, 2), 2, axes=2), 2),
+        feedback=tw.Feedback(eta=0.99, beta=0.99),
+        outer=tw.Nesterov(),
     ),
     "gradients with feedback": tw.Strategy(
         signal=tw.Gradients(), partition=tw.BySize(2), codec=tw.TopK(0.5), feedback=tw.Feedback()

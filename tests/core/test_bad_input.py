@@ -119,6 +119,36 @@ CONFIGURATIONS = {
         "Feedback(kappa=0, eta=1.0, beta=1.0, alpha=1.0) over RandomK(density=0.1, values=Cast(dtype='bf16')): a contractive codec is needed, "
         "or what is held back grows; choose TopK, or leave feedback=None.",
     ),
+    "feedback over random values, inside": (
+        lambda: tw.Strategy(feedback=tw.Feedback(), codec=tw.Hadamard(tw.RandomK(0.5))),
+        "Feedback(kappa=0, eta=1.0, beta=1.0, alpha=1.0) over Hadamard(codec=RandomK(density=0.5, values=Cast(dtype='bf16')), block=128): "
+        "a contractive codec is needed, or what is held back grows; choose TopK, or leave feedback=None.",
+    ),
+    "shapes inside": (
+        lambda: tw.TopK(0.1, tw.LowRank()),
+        "TopK(values=LowRank(rank=4, iterations=2, values=Identity(), shapes=())): it needs the shapes of a model's tensors, and what it "
+        "would get here has none; put it outside.",
+    ),
+    "no codec inside": (
+        lambda: tw.DCT(tw.E3M0),
+        "DCT(codec=<class 'thinwire.codecs.block.E3M0'>): a Codec is needed, such as Cast('bf16') or Sign().",
+    ),
+    "rank": (
+        lambda: tw.LowRank(0),
+        "LowRank(rank=0, iterations=2): at least 1 is needed of both; 4 and 2 are usual.",
+    ),
+    "side": (
+        lambda: tw.DCT(tw.E3M0(), 1),
+        "DCT(side=1, axes=1): a side of 2 to 1024 and 1 or 2 axes are needed; 64 and 1 are usual.",
+    ),
+    "squares": (
+        lambda: tw.Squares(tw.E3M0(), 0),
+        "Squares(side=0): at least 2 is needed; 64 is usual.",
+    ),
+    "hadamard": (
+        lambda: tw.Hadamard(tw.E3M0(), 100),
+        "Hadamard(block=100): a power of two is needed; 128 is usual.",
+    ),
     "no codec": (
         lambda: tw.Strategy(codec="e3m0"),
         "codec='e3m0': a Codec is needed; see docs/strategies.md.",
@@ -150,8 +180,9 @@ CONFIGURATIONS = {
     ),
     "unknown name": (
         lambda: tw.parse("E9M9"),
-        "'E9M9' in 'E9M9' is not known; choose from Average, BySize, Cast, ChunkedTopK, Deltas, Direct, E2M1, E3M0, E4M3, E5M2, Eager, Every, "
-        "Feedback, Gradients, Identity, Int, Mix, Nesterov, RandomK, Sequential, Sign, Staggered, Strategy, Strided, TopK, Whole.",
+        "'E9M9' in 'E9M9' is not known; choose from Average, BySize, Cast, ChunkedTopK, Codebook, DCT, Deltas, Direct, E2M1, E3M0, E4M3, E5M2, "
+        "Eager, Every, Feedback, Gradients, Hadamard, Identity, Int, LowRank, Mix, Nesterov, RandomK, Sequential, Sign, Squares, Staggered, "
+        "Strategy, Strided, TopK, Whole.",
     ),
 }  # fmt: skip
 

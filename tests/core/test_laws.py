@@ -22,6 +22,7 @@ from pieces import (
 )
 
 import thinwire as tw
+from thinwire.codecs import fitted
 from thinwire.group import CountedGroup, Ledger
 from thinwire.packet import HEADER_NBYTES
 
@@ -196,12 +197,11 @@ def test_merge_one_keeps_replicas_apart():
 def test_law_5_predicted_is_counted(name, replicas):
     strategy, ledgers = METHODS[name], [Ledger() for _ in range(replicas)]
     journeys = journey(strategy, replicas, wrap=lambda group: CountedGroup(group, ledgers[group.rank]))
-    numels = [fragment.numel for fragment in strategy.partition.fragments(toy())]
+    fragments = strategy.partition.fragments(toy())
+    each = [strategy.exchange.nbytes_sent(fitted(strategy.codec, f.shapes), f.numel, replicas) for f in fragments]
     for rank, (one, ledger) in enumerate(zip(journeys, ledgers)):
         departures = one.heard("depart")
-        predicted = sum(
-            strategy.exchange.nbytes_sent(strategy.codec, numels[e["fragment"]], replicas) for e in departures
-        )
+        predicted = sum(each[e["fragment"]] for e in departures)
         counted = ledger.as_dict()["sent"].get("packet", {})
         assert predicted == sum(e["nbytes"] for e in departures) == ledger.sent("packet") == ledger.received("packet")
         assert sorted(counted) == [str(peer) for peer in range(replicas) if peer != rank]
@@ -215,13 +215,15 @@ def test_law_5_bytes_of_a_period(name):
     strategy = METHODS[name]
     every = strategy.schedule.every
     one = journey(strategy, 2, steps=3 * every)[0]
-    numels = [fragment.numel for fragment in strategy.partition.fragments(toy())]
+    fragments = strategy.partition.fragments(toy())
+    shapes = [fragment.shapes for fragment in fragments]
     last = [e for e in one.heard("depart") if e["step"] > 2 * every or (every == 1 and e["step"] == 2)]
-    steady = [e for e in last if e["step"] <= 3 * every][: len(numels)]  # not the last round of finishing
-    assert sorted(e["fragment"] for e in steady) == list(range(len(numels)))
-    assert sum(e["nbytes"] for e in steady) == strategy.nbytes_per_period(numels, 2)
-    assert strategy.nbytes_per_period(numels, 2) == sum(HEADER_NBYTES + strategy.codec.nbytes(n) for n in numels)
-    assert f"{strategy.nbytes_per_period(numels, 2):,} bytes" in strategy.describe(toy(), 2)
+    steady = [e for e in last if e["step"] <= 3 * every][: len(fragments)]  # not the last round of finishing
+    assert sorted(e["fragment"] for e in steady) == list(range(len(fragments)))
+    payloads = [fitted(strategy.codec, fragment.shapes).nbytes(fragment.numel) for fragment in fragments]
+    assert sum(e["nbytes"] for e in steady) == strategy.nbytes_per_period(shapes, 2)
+    assert strategy.nbytes_per_period(shapes, 2) == sum(HEADER_NBYTES + payload for payload in payloads)
+    assert f"{strategy.nbytes_per_period(shapes, 2):,} bytes" in strategy.describe(toy(), 2)
 
 
 # ---- law 7: the same seed gives the same bytes, in any arrival order

@@ -21,7 +21,7 @@ checkpoint observe lm cli
 ROOMS = _ORDER.split()
 
 # Longer than 400 lines, with the reason and how long at most.
-LONG_FILES = {"replica.py": (440, "the order of things is to be read in one place")}
+LONG_FILES = {"replica.py": (445, "the order of things is to be read in one place")}
 LONG_FUNCTIONS: dict[str, str] = {}
 ENVIRONMENT = "lm/launch.py"  # what torchrun says is read there
 
@@ -127,7 +127,7 @@ def test_files_say_what_they_are(file):
 
 
 PUBLIC = """
-E2M1 E3M0 E4M3 E5M2 Int Sign TopK ChunkedTopK RandomK
+E2M1 E3M0 E4M3 E5M2 Int Sign TopK ChunkedTopK RandomK Codebook LowRank DCT Hadamard Squares Linear Shaped
 Cast Codec Identity CheckpointError ConfigurationError DataError DisagreementError LinkError ModelError NonFiniteError
 PacketError PeerError ThinwireError Direct Exchange Group ThreadGroup TorchGroup run_threads Eager Mix Average Nesterov Outer BySize Feedback Fragment
 Partition Sequential Strided Whole data_parallel diloco eager_diloco local_sgd sparse_loco streaming_diloco Replica Every Schedule Staggered

@@ -18,6 +18,7 @@ from torch import nn
 
 from thinwire.cli import machine, options
 from thinwire.cli.machine import Finding, warn_unless
+from thinwire.codecs import Shapes
 from thinwire.errors import ConfigurationError, ThinwireError
 from thinwire.group import Link, parse_link
 from thinwire.lm.run import Run
@@ -103,16 +104,17 @@ def set_up(file: Path, link: Link | None, step_seconds: float | None) -> Iterato
         with torch.device("meta"):
             model = make_model(run, vocabulary)
         strategy = run.make_strategy()
-        numels = [fragment.numel for fragment in strategy.partition.fragments(model)]
+        fragments = strategy.partition.fragments(model)
     except ThinwireError as error:
         yield Finding(what, "problem", str(error))
         return
-    fits = yield from room(run, model, strategy, numels)
+    fits = yield from room(run, model, strategy, [fragment.numel for fragment in fragments])
     if step_seconds is None and fits:
         step_seconds = measured_step(run, vocabulary)
         yield Finding("inner step", "ok", f"{text_of_seconds(step_seconds)} (measured)")
     if step_seconds is not None:
-        yield from enough(strategy, numels, run.replicas, link or parse_link(run.link), step_seconds)
+        shapes = [fragment.shapes for fragment in fragments]
+        yield from enough(strategy, shapes, run.replicas, link or parse_link(run.link), step_seconds)
 
 
 def text(run: Run) -> Generator[Finding, None, int]:
@@ -211,11 +213,11 @@ def measured_step(run: Run, vocabulary: int) -> float:
 
 
 def enough(
-    strategy: Strategy, numels: Sequence[int], replicas: int, link: Link | None, seconds: float
+    strategy: Strategy, fragments: Sequence[int | Shapes], replicas: int, link: Link | None, seconds: float
 ) -> Iterator[Finding]:
     """The link against the sustained floor b·N/(H·T), and a flight against its delay τ·T."""
     every, delay = strategy.schedule.every, strategy.schedule.delay
-    nbytes = strategy.nbytes_per_period(list(numels), replicas)
+    nbytes = strategy.nbytes_per_period(fragments, replicas)
     floor = 8 * nbytes / (every * seconds)
     says = f"{text_of_nbytes(nbytes)} in {every} steps of {text_of_seconds(seconds)}: at least {text_of_rate(floor)} up (predicted)"
     if link is None:
@@ -224,7 +226,7 @@ def enough(
     share = link.bits_per_second / floor
     advice = f"at most {min(share, 1):.0%} of the time would be training: larger --every, fewer bits (--codec), or a larger --batch"
     yield warn_unless(share >= 1, "link", f"{says}; {link} is given", advice)
-    flight = link.seconds(max(strategy.exchange.nbytes_sent(strategy.codec, numel, replicas) for numel in numels))
+    flight = link.seconds(max(strategy.nbytes_per_period([fragment], replicas) for fragment in fragments))
     says = f"the largest fragment flies {text_of_seconds(flight)}, {delay} steps last {text_of_seconds(delay * seconds)} (predicted)"
     if delay:
         advice = f"every round would wait: --delay {min(every - 1, int(flight / seconds) + 1)}, or smaller fragments"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from thinwire.errors import NonFiniteError
+from thinwire.errors import ConfigurationError, NonFiniteError
 from thinwire.packet import HEADER_NBYTES
 from thinwire.seeds import Key
+
+Shapes = tuple[tuple[int, ...], ...]
 
 
 @runtime_checkable
@@ -35,9 +38,50 @@ class Codec(Protocol):
         """Write flat fp32 `x` into `payload` (uint8, `nbytes(x.numel())`). Raises `NonFiniteError` if `x` holds NaN or infinity."""
 
     def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
-        """Add `weight` times the decoded values to flat fp32 `out`. The bytes are a peer's: `PacketError` where they
-        cannot be decoded.
+        """Add `weight` times the decoded values to flat fp32 `out`; the same bits on every machine.
+
+        The bytes are a peer's and may be any. `PacketError` where they cannot be decoded, with `out` as it was. Else
+        they decode to something, in time and memory that depend on `out.numel()` only; a hostile scale may make it
+        NaN or infinite. All replicas see the same, so all of them drop the round when the anchor comes out not
+        finite (`flight`), and nothing has changed.
         """
+
+
+@runtime_checkable
+class Shaped(Protocol):
+    """A codec that makes use of the shapes of the tensors that lie one after another in x. By itself it knows of none
+    and takes x as one vector; a replica fits it to each of its fragments.
+    """
+
+    def fitted(self, shapes: Shapes) -> Codec:
+        """This codec for such tensors; what they do not cover of x is vectors."""
+
+
+def fitted(codec: Codec, shapes: Shapes) -> Codec:
+    """`codec` as it is for a fragment of tensors of these `shapes`."""
+    return codec.fitted(shapes) if isinstance(codec, Shaped) else codec
+
+
+@runtime_checkable
+class Linear(Protocol):
+    """A codec whose codes may be added on the way, by any all-reduce, and need not be gathered.
+
+    It goes in phases, as many as `sizes` are long. In each, every replica makes a code of its own x, given the means of the
+    phases before, and the codes are averaged: `codes = [mean over replicas of project(x, tuple(codes), key)]`. Laws:
+    `project` is linear in x for given means; `expand(codes)` is linear in the last of them. So with the mean code
+    last it is the estimate of the mean delta; with the replica's own code last it is what this replica has sent, and its
+    feedback keeps the rest (the *local* form of PowerSGD's residual: held against the estimate it would grow without
+    bound where replicas differ for good). Chance is the round's `shared` one only.
+    """
+
+    def sizes(self, numel: int) -> tuple[int, ...]:
+        """How many fp32 values each phase adds up."""
+
+    def project(self, x: Tensor, means: tuple[Tensor, ...], key: Key) -> Tensor:
+        """The flat fp32 code of x for the phase after `means`. Raises `NonFiniteError` if `x` holds NaN or infinity."""
+
+    def expand(self, codes: tuple[Tensor, ...], numel: int, key: Key) -> Tensor:
+        """Flat fp32 values from a code of each phase; the same bits on every machine."""
 
 
 def packet_nbytes(codec: Codec, numel: int) -> int:
@@ -54,3 +98,22 @@ def check_finite(x: Tensor) -> None:
     if not torch.isfinite(torch.dot(x, x)) and not bool(torch.isfinite(x).all()):
         count = int((~torch.isfinite(x)).sum())
         raise NonFiniteError(f"the delta has {count} of {x.numel()} values that are NaN or infinite; it was not sent.")
+
+
+def nested(codec: object) -> Iterator[object]:
+    """A codec and all those inside it."""
+    yield codec
+    for value in vars(codec).values():
+        if isinstance(value, Codec):
+            yield from nested(value)
+
+
+def check_inner(codec: object, name: str, inner: object) -> None:
+    """Raise `ConfigurationError` unless field `name` of `codec` is a codec that takes any vector."""
+    given = f"{type(codec).__name__}({name}={inner!r})"
+    if not isinstance(inner, Codec) or isinstance(inner, type):
+        raise ConfigurationError(f"{given}: a Codec is needed, such as Cast('bf16') or Sign().")
+    if isinstance(inner, Shaped):
+        raise ConfigurationError(
+            f"{given}: it needs the shapes of a model's tensors, and what it would get here has none; put it outside."
+        )

@@ -29,6 +29,16 @@ class Identity:
     def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
         out.add_(payload.view(torch.float32) * weight)
 
+    def sizes(self, numel: int) -> tuple[int, ...]:
+        return (numel,)
+
+    def project(self, x: Tensor, means: tuple[Tensor, ...], key: Key) -> Tensor:
+        check_finite(x)
+        return x
+
+    def expand(self, codes: tuple[Tensor, ...], numel: int, key: Key) -> Tensor:
+        return codes[0]
+
 
 @dataclass(frozen=True)
 class Cast:

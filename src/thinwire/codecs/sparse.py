@@ -12,16 +12,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, check_finite
+from thinwire.codecs.base import Codec, check_finite, check_inner
 from thinwire.codecs.bits import pack, packed_nbytes, unpack
 from thinwire.codecs.cast import Cast
+from thinwire.codecs.selection import largest
 from thinwire.errors import ConfigurationError, PacketError
 from thinwire.seeds import Key, draw
 
 
 @dataclass(frozen=True)
 class TopK:
-    """The largest by magnitude: k = ⌈density·n⌉ of the whole tensor, exactly (of equal ones, any).
+    """The largest by magnitude: k = ⌈density·n⌉ of the whole tensor, exactly; of equal ones the first. Found
+    by a threshold from a sample where there are many (`selection.largest`).
 
     Contractive: ‖q(x) − x‖² ≤ (1 − k/n)·‖x‖² if the values are exact. Alone it does much worse on deltas than few
     bits for all (Streaming DiLoCo, arXiv 2501.18512, §3); use it with feedback.
@@ -47,7 +49,7 @@ class TopK:
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
         check_finite(x)
-        index = _largest(x, math.ceil(self.density * x.numel()))
+        index = largest(x, math.ceil(self.density * x.numel()))
         begin = self.values.nbytes(len(index))
         self.values.encode(x[index], payload[:begin], key)
         payload[begin:] = pack(index, _width(x.numel()))
@@ -96,7 +98,7 @@ class ChunkedTopK:
         check_finite(x)
         whole, (_, rest) = x.numel() // self.chunk, self._kept(x.numel())
         body, tail = x[: whole * self.chunk].view(whole, self.chunk), x[whole * self.chunk :]
-        within = torch.cat([_largest(body, self.count if whole else 0).view(-1), _largest(tail, rest)])
+        within = torch.cat([largest(body, self.count if whole else 0).view(-1), largest(tail, rest)])
         begin = self.values.nbytes(len(within))
         self.values.encode(x[within + self._starts(x.numel())], payload[:begin], key)
         payload[begin:] = pack(within, _width(self.chunk))
@@ -127,7 +129,8 @@ class RandomK:
 
     Unbiased, if the values are (`Identity`, or rounded "stochastic"): E q(x) = x, E ‖q(x)‖² = n/k·‖x‖². All replicas
     send the same coordinates of a round, and each round draws others. *Not contractive*, so not for error feedback,
-    which would amplify what is held back. density·b bits per parameter.
+    which would amplify what is held back. density·b bits per parameter. In an all-reduce (`Linear`) the values are added in
+    fp32, whatever `values`.
 
     >>> RandomK(density=0.25).nbytes(1024)
     512
@@ -153,6 +156,18 @@ class RandomK:
         values = _decoded(self.values, payload, len(index), key).mul_(out.numel() / max(1, len(index)))
         out.index_add_(0, index, values.clamp_(-most, most).mul_(weight))
 
+    def sizes(self, numel: int) -> tuple[int, ...]:
+        return (math.ceil(self.density * numel),)
+
+    def project(self, x: Tensor, means: tuple[Tensor, ...], key: Key) -> Tensor:
+        check_finite(x)
+        return x[self._drawn(x.numel(), key)]
+
+    def expand(self, codes: tuple[Tensor, ...], numel: int, key: Key) -> Tensor:
+        index, most = self._drawn(numel, key), torch.finfo(torch.float32).max
+        values = (codes[0] * (numel / max(1, len(index)))).clamp_(-most, most)
+        return torch.zeros(numel).index_copy_(0, index, values)
+
     def _drawn(self, numel: int, key: Key) -> Tensor:
         """Where the k least of n distinct draws are: every set is as likely as any other, on every machine the same."""
         draws = draw(key.shared("coordinates"), 0, numel)
@@ -163,18 +178,12 @@ def _check(codec: object, density: float, values: Codec) -> None:
     name = type(codec).__name__
     if not 0 < density <= 1:
         raise ConfigurationError(f"{name}(density={density}): more than 0 and at most 1 is needed; 0.01 is usual.")
-    if not isinstance(values, Codec) or isinstance(values, type):
-        raise ConfigurationError(f"{name}(values={values!r}): a Codec is needed, such as Cast('bf16') or Sign().")
+    check_inner(codec, "values", values)
 
 
 def _width(numel: int) -> int:
     """Bits of an index below `numel`; a single place needs one all the same."""
     return max(1, (numel - 1).bit_length())
-
-
-def _largest(x: Tensor, count: int) -> Tensor:
-    """Where the `count` largest by magnitude are, along the last dimension, ascending."""
-    return x.abs().topk(count, sorted=False).indices.sort().values
 
 
 def _check_ascending(index: Tensor, numel: int) -> None:

@@ -1,0 +1,58 @@
+"""Two bits a value, with a table of four."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs.base import check_finite
+from thinwire.codecs.bits import pack, packed_nbytes, unpack
+from thinwire.codecs.exact import saturated
+from thinwire.seeds import Key
+
+
+@dataclass(frozen=True)
+class Codebook:
+    """Four bins of 1½ standard deviations, and for each bin the mean of what fell into it: SparseLoCo's 2-bit values.
+
+        bin(v) = clip(round((v − mean) / (6·std / 4)) + 2, 0, 3)
+
+    Contractive, whatever the values: v is replaced by a mean, so ‖q(x)‖² + ‖q(x) − x‖² = ‖x‖². Not odd: the bins are
+    centred at −2, −1, 0 and 1 steps.
+
+    Source: SparseLoCo (Sarfi et al., 2025; released code). For the values of a sparse codec, `ChunkedTopK(4096, 64,
+    Codebook())`; what that keeps has two humps, so that two of the bins hold nearly all, and `Sign()` is about as good
+    with one bit (docs/formats.md). *Differs*: the mean travels inside the table.
+
+    On the wire: ⌈n/4⌉ bytes of codes, lowest bits first, then four fp32: 2 bits a value and 16 bytes a packet.
+
+    >>> Codebook().nbytes(64)
+    32
+    """
+
+    grain: ClassVar[None] = None
+
+    def nbytes(self, numel: int) -> int:
+        return packed_nbytes(numel, 2) + (16 if numel else 0)
+
+    def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
+        check_finite(x)
+        if not x.numel():
+            return
+        centred = x.double()
+        mean = centred.mean()
+        centred = centred - mean
+        step = 1.5 * centred.norm() / max(1, x.numel() - 1) ** 0.5
+        codes = (centred / step).round_().add_(2).clamp_(0, 3).long() if step else torch.full(x.shape, 2)
+        sums = torch.zeros(4, dtype=torch.float64).index_add_(0, codes, x.double())
+        table = saturated(sums / codes.bincount(minlength=4).clamp_min(1))
+        payload[:-16] = pack(codes, 2)
+        payload[-16:] = table.view(torch.uint8)
+
+    def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
+        if out.numel():
+            table = payload[-16:].clone().view(torch.float32).mul_(weight)
+            out.add_(table[unpack(payload[:-16], out.numel(), 2)])

@@ -1,0 +1,78 @@
+"""Sums whose bits do not depend on the machine.
+
+What a packet decodes to must be the same on every replica, bit for bit, and a library's matrix product adds in an order
+of its own, which depends on processor, version and number of threads. Here the order cannot matter, or is fixed.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+
+_LARGEST = torch.finfo(torch.float32).max
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b` in fp64, for a [n, k] and b [k, m].
+
+    The rows of a and the columns of b are first rounded to ⌊(52 − ⌈log₂ k⌉) / 2⌋ bits of their largest (23 for k = 64),
+    so few that all partial sums are whole numbers below 2⁵³: whichever way they are added, nothing is rounded.
+    """
+    bits = (52 - (max(1, a.shape[1]) - 1).bit_length()) // 2
+    (whole_a, scale_a), (whole_b, scale_b) = _whole(a, 1, bits), _whole(b, 0, bits)
+    return (whole_a @ whole_b).mul_(scale_a).mul_(scale_b)
+
+
+def _whole(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor]:
+    """`x` as whole numbers up to 2^bits, and the powers of two to multiply them by."""
+    x = x.double()
+    most = x.abs().amax(dim, keepdim=True) if x.numel() else x.sum(dim, keepdim=True)
+    scale = torch.ldexp(torch.ones_like(most), torch.frexp(most).exponent - bits)
+    return (x / scale).round_(), scale
+
+
+def total(x: Tensor) -> Tensor:
+    """The sum over the first dimension, the second half added to the first until one is left."""
+    while len(x) > 1:
+        half = -(-len(x) // 2)
+        first = x[:half].clone()
+        first[: len(x) - half] += x[half:]
+        x = first
+    return x.sum(0)  # of one, or of none
+
+
+def orthonormal(columns: Tensor) -> Tensor:
+    """fp32 `columns` [n, r] made orthonormal from left to right, in fp64; those that depend on the ones before become zero.
+
+    Gram and Schmidt's, each projection taken off twice (Giraud, Langou, 2002: twice is enough).
+    """
+    made: list[Tensor] = []
+    for column in columns.double().unbind(1):
+        begun = total(column * column)
+        for _ in range(2):
+            for other in made:
+                column = column - other * total(other * column)
+        left = total(column * column)
+        sound = bool(left > begun * 1e-24) and bool(left > 0)
+        made.append(column / left.sqrt() if sound else torch.zeros_like(column))
+    return torch.stack(made, 1).float() if made else columns
+
+
+@cache
+def cosines(size: int) -> Tensor:
+    """The orthonormal DCT-II as a matrix [size, size] in fp64, frequency by place; its transpose is its inverse."""
+    return torch.tensor(
+        [
+            [math.sqrt((2 if f else 1) / size) * math.cos(math.pi * f * (2 * i + 1) / (2 * size)) for i in range(size)]
+            for f in range(size)
+        ],
+        dtype=torch.float64,
+    )
+
+
+def saturated(x: Tensor) -> Tensor:
+    """fp64 as fp32, the largest of which is kept finite."""
+    return x.clamp_(-_LARGEST, _LARGEST).float()

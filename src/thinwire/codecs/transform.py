@@ -1,0 +1,232 @@
+"""Codecs in another basis or order: an orthonormal change of it, then any codec.
+
+‖T·x‖ = ‖x‖, so what the inner codec claims (contractive, unbiased) the whole claims too, on as many bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs.base import Codec, Shapes, check_finite, check_inner
+from thinwire.codecs.exact import cosines, product, saturated
+from thinwire.codecs.shapes import checked, split
+from thinwire.errors import ConfigurationError
+from thinwire.seeds import Key, draw
+
+_CHUNK = 1 << 17  # elements worked on at a time, so that intermediates stay in the cache
+Run = tuple[int, int, int]  # this many rectangles of rows × columns neighbours
+
+
+class Turned(ABC):
+    """What DCT and Hadamard share: x is cut into runs, each is turned by itself in fp64, and `codec` sees the result.
+
+    A last, shorter run is cut further and turned in its own length, so nothing is padded.
+    """
+
+    codec: Codec
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """Of a whole run."""
+
+    @abstractmethod
+    def runs(self, numel: int) -> Iterator[Run]:
+        """How `numel` elements are cut, in order."""
+
+    @abstractmethod
+    def turn(self, x: Tensor, inverse: bool, key: Key) -> Tensor:
+        """Each of `x` [runs, rows, columns], fp64, the same bits on every machine."""
+
+    @property
+    def grain(self) -> int | None:
+        return self.codec.grain and math.lcm(self.codec.grain, self.size)
+
+    def nbytes(self, numel: int) -> int:
+        return self.codec.nbytes(numel)
+
+    def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
+        check_finite(x)
+        turned = torch.empty_like(x)
+        for into, part in zip(self._parts(turned), self._parts(x)):
+            into.copy_(saturated(self.turn(part.double(), False, key)))
+        self.codec.encode(turned, payload, key)
+
+    def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
+        turned = torch.zeros_like(out)
+        self.codec.decode_add(payload, turned, key)
+        for into, part in zip(self._parts(out), self._parts(turned)):
+            into.add_(saturated(self.turn(part.double(), True, key)).mul_(weight))
+
+    def _parts(self, x: Tensor) -> Iterator[Tensor]:
+        begin = 0
+        for count, rows, columns in self.runs(x.numel()):
+            whole = x[begin : begin + count * rows * columns].view(count, rows, columns)
+            if whole.numel():
+                yield from torch.split(whole, max(1, _CHUNK // (rows * columns)))
+            begin += whole.numel()
+
+
+@dataclass(frozen=True)
+class DCT(Turned):
+    """The cosine transform of each run of `side` neighbours, in any codec; with `axes=2` of each run of side², as a square.
+
+        y_f = √((2 − [f = 0]) / side) · Σ_i x_i · cos(π·f·(2i + 1) / (2·side))
+
+    What varies slowly along a run comes to lie in few coefficients. Of a last, shorter square the whole rows are turned as
+    a rectangle and what is left as a row.
+
+    Source: DeMo (Peng, Quesnelle, Kingma, arXiv 2411.19870), whose form is `Squares(DCT(ChunkedTopK(4096, 32), axes=2))`
+    with `Feedback(eta=0.999, beta=0.999)`; *differs*: there the squares are the largest that divide a matrix.
+
+    On the wire: the codec's bytes. Cost: axes·side multiplications a value. Exact to 2⁻²³ of the largest of a run.
+
+    >>> from thinwire.codecs import E3M0
+    >>> DCT(E3M0()).nbytes(1024) == E3M0().nbytes(1024)
+    True
+    """
+
+    codec: Codec
+    side: int = 64
+    axes: int = 1
+
+    def __post_init__(self) -> None:
+        check_inner(self, "codec", self.codec)
+        if not 2 <= self.side <= 1024 or self.axes not in (1, 2):
+            raise ConfigurationError(
+                f"DCT(side={self.side}, axes={self.axes}): a side of 2 to 1024 and 1 or 2 axes are needed; 64 and 1 are usual."
+            )
+
+    @property
+    def size(self) -> int:
+        return self.side if self.axes == 1 else self.side * self.side
+
+    def runs(self, numel: int) -> Iterator[Run]:
+        whole, rest = divmod(numel, self.size)
+        rows, left = divmod(rest, self.side)
+        yield whole, self.size // self.side, self.side
+        yield 1, rows, self.side
+        yield 1, 1, left
+
+    def turn(self, x: Tensor, inverse: bool, key: Key) -> Tensor:
+        for _ in range(2):  # along columns, then along rows
+            length = x.shape[2]
+            if length > 1:
+                basis = cosines(length) if inverse else cosines(length).T
+                x = product(x.reshape(-1, length), basis).view(x.shape)
+            x = x.transpose(1, 2)
+        return x
+
+
+@dataclass(frozen=True)
+class Hadamard(Turned):
+    """Each run of `block` neighbours with random signs, then the Walsh-Hadamard transform, in any codec: a random rotation.
+
+        y = H·D·x,   D = diag(±1),   H_ij = (−1)^popcount(i & j) / √block
+
+    It spreads an outlier over its whole run, so that what comes out is near to Gaussian whatever went in: good before formats
+    with even steps (`Int`) and coarse blocks, of no use to those with a logarithmic grid, and bad before sparse codecs.
+    D is drawn from the round's shared stream, the same for all runs. A last, shorter run is cut into powers of two.
+
+    Source: randomised rotation as in Suresh, Yu, Kumar, McMahan (arXiv 1611.00429, §3); *differs*: in blocks.
+
+    On the wire: the codec's bytes. Cost: log₂ block additions a value.
+
+    >>> from thinwire.codecs import Int
+    >>> Hadamard(Int(4, 128), block=128).nbytes(1024)
+    520
+    """
+
+    codec: Codec
+    block: int = 128
+
+    def __post_init__(self) -> None:
+        check_inner(self, "codec", self.codec)
+        if self.block < 2 or self.block & (self.block - 1):
+            raise ConfigurationError(f"Hadamard(block={self.block}): a power of two is needed; 128 is usual.")
+
+    @property
+    def size(self) -> int:
+        return self.block
+
+    def runs(self, numel: int) -> Iterator[Run]:
+        whole, rest = divmod(numel, self.block)
+        yield whole, 1, self.block
+        for power in range(self.block.bit_length() - 2, -1, -1):
+            yield rest >> power & 1, 1, 1 << power
+
+    def turn(self, x: Tensor, inverse: bool, key: Key) -> Tensor:
+        length = x.shape[2]
+        signs = draw(key.shared("signs"), 0, length).bitwise_and_(1).mul_(2).sub_(1)
+        turned = (x if inverse else x * signs).reshape(-1, length)
+        half = length
+        while half > 1:
+            half //= 2
+            first, second = turned.view(-1, 2, half).unbind(1)
+            turned = torch.stack([first + second, first - second], 1)
+        turned = turned.reshape(x.shape) * (1 / math.sqrt(length))
+        return turned * signs if inverse else turned
+
+
+@dataclass(frozen=True)
+class Squares:
+    """Matrices cut into squares of side × side, each square a run of side² in `codec`; then all that is in none.
+
+    Lets chunks be what they are in SparseLoCo (Sarfi et al., 2025: `Squares(ChunkedTopK(4096, 64, Codebook()))`) and DeMo:
+    neighbours in both directions of a matrix. *Differs*: edges that make no whole square, and vectors, follow behind in
+    their own order; there squares get smaller until they divide the matrix.
+
+    On the wire: the codec's bytes; only the order is another. `shapes` are those of the fragment's tensors; a replica fills
+    them in (without any, nothing is a matrix). Cost: a copy.
+
+    >>> from thinwire.codecs import Identity
+    >>> Squares(Identity(), side=2).fitted(((2, 4),)).nbytes(8)
+    32
+    """
+
+    codec: Codec
+    side: int = 64
+    shapes: Shapes = ()
+
+    grain: ClassVar[None] = None
+
+    def __post_init__(self) -> None:
+        check_inner(self, "codec", self.codec)
+        if self.side < 2:
+            raise ConfigurationError(f"Squares(side={self.side}): at least 2 is needed; 64 is usual.")
+        object.__setattr__(self, "shapes", checked(self.shapes))
+
+    def fitted(self, shapes: Shapes) -> Squares:
+        return replace(self, shapes=shapes)
+
+    def nbytes(self, numel: int) -> int:
+        return self.codec.nbytes(numel)
+
+    def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
+        self.codec.encode(torch.cat([part.reshape(-1) for part in self._parts(x)]), payload, key)
+
+    def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
+        values = torch.zeros_like(out)
+        self.codec.decode_add(payload, values, key, weight)
+        parts, begin = self._parts(out), 0
+        for part in parts:
+            part.add_(values[begin : begin + part.numel()].view(part.shape))
+            begin += part.numel()
+
+    def _parts(self, x: Tensor) -> list[Tensor]:
+        """Views of `x` in the order in which `codec` sees their elements."""
+        squares, edges = [], []
+        matrices, rest = split(x, self.shapes)
+        for matrix in matrices:
+            down, across = (length // self.side for length in matrix.shape)
+            height, width = down * self.side, across * self.side
+            squares.append(matrix[:height, :width].view(down, self.side, across, self.side).transpose(1, 2))
+            edges += [matrix[:height, width:], matrix[height:]]
+        return [*squares, *edges, *rest]
