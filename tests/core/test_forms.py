@@ -271,12 +271,12 @@ def test_low_rank_is_exact_on_low_rank(rank, iterations):
 
 
 def test_low_rank_comes_near_the_best():
-    """Of a matrix with a decaying spectrum: within half of what singular values allow; more iterations, nearer."""
+    """Of a matrix with a decaying spectrum: within a third of what singular values allow; more iterations, nearer."""
     u, v = torch.linalg.qr(gaussian(100, 60))[0], torch.linalg.qr(gaussian(80, 60))[0]
     x = (u * 0.6 ** torch.arange(60)) @ v.T
     best = (torch.linalg.svdvals(x)[4:].square().sum() / x.square().sum()).item()
     errors = [lost(tw.LowRank(4, i, shapes=((100, 80),)), x.view(-1)) for i in (1, 2, 4)]
-    assert best <= errors[2] < errors[1] < errors[0] and errors[1] < 1.5 * best
+    assert best <= errors[2] < errors[1] < errors[0] and errors[2] < 1.3 * best
 
 
 def test_matrices_that_would_not_get_smaller_stay_as_they_are():

@@ -1,0 +1,189 @@
+"""What does each format lose? Every codec on drawn values and on real deltas: bits, error, zeros, cosine; and what feedback gets through.
+
+    python benchmarks/formats.py [--steps 300] [--into FILE]
+
+Drawn: 2^20 values of each distribution. Real: what one of two replicas has to send while they train a language model on real text: the outer
+gradient of 30 inner steps (DiLoCo's loop) and the gradient of a step, in the last rounds of the run; all the model is one fragment.
+Held back: all outer gradients of the run, one after another, go through the codec with `Feedback()`; the share (of energy) of their sum that
+has not arrived in the end. The deltas are those of the run, whatever the codec. The table is docs/formats.md's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from provenance import provenance, save
+from torch import Tensor
+
+import thinwire as tw
+from thinwire.codecs import Shapes, fitted
+from thinwire.lm.run import Run
+from thinwire.lm.trainer import BETAS, learning_rate, make_model, open_corpus
+from thinwire.seeds import Key
+
+NUMEL = 1 << 20
+EVERY = 30
+ROUNDS = 3  # the last ones of a run
+RUN = Run(model="tiny", batch=8, sequence=128, lr=6e-3, replicas=2)
+FORMATS: dict[str, tuple[tw.Codec, ...]] = {
+    "8 bits and more": (tw.Cast("bf16"), tw.E4M3(), tw.E5M2(), tw.Int(8)),
+    "4 bits": (
+        *(tw.E3M0(), tw.E3M0(32), tw.E2M1(), tw.E2M1(32, "bf16"), tw.Int(4), tw.Int(4, 32, "bf16")),
+        *(tw.Hadamard(tw.E3M0()), tw.Hadamard(tw.E2M1()), tw.Hadamard(tw.Int(4)), tw.E3M0(rounding="stochastic")),
+    ),
+    "1 and 2 bits": (tw.Int(2, 32, "bf16"), tw.Codebook(), tw.Sign(block=128), tw.Sign("l2", 128), tw.Hadamard(tw.Sign(block=128))),
+    "less than a bit": (
+        *(tw.TopK(0.01), tw.ChunkedTopK(), tw.Squares(tw.ChunkedTopK())),
+        *(tw.ChunkedTopK(values=tw.Codebook()), tw.ChunkedTopK(values=tw.Sign(block=64)), tw.ChunkedTopK(values=tw.Int(2, 64, "bf16"))),
+        *(tw.DCT(tw.ChunkedTopK()), tw.Squares(tw.DCT(tw.ChunkedTopK(4096, 32), axes=2)), tw.Squares(tw.ChunkedTopK(4096, 32))),
+        *(tw.LowRank(4, 1, tw.Cast()), tw.LowRank(4, 2, tw.Cast()), tw.LowRank(4, 4, tw.Cast())),
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """An Identity that keeps what replica 0 has it encode."""
+
+    kept: list[tuple[Tensor, Shapes]] = field(default_factory=list, repr=False, compare=False)
+    shapes: Shapes = ()
+    grain = None
+
+    def fitted(self, shapes: Shapes) -> Recorded:
+        return Recorded(self.kept, shapes)
+
+    def nbytes(self, numel: int) -> int:
+        return tw.Identity().nbytes(numel)
+
+    def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
+        if key.sender == 0:
+            self.kept.append((x.clone(), self.shapes))
+        tw.Identity().encode(x, payload, key)
+
+    def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
+        tw.Identity().decode_add(payload, out, key, weight)
+
+
+def drawn() -> dict[str, list[tuple[Tensor, Shapes]]]:
+    """One tensor of each distribution, the same on every machine."""
+    random = np.random.default_rng(8)
+    values = {
+        "Gaussian": random.standard_normal(NUMEL),
+        "Laplace": random.laplace(size=NUMEL),
+        "Student t(3)": random.standard_t(3, NUMEL),
+    }
+    return {name: [(torch.from_numpy(x).float(), ())] for name, x in values.items()}
+
+
+def real(steps: int) -> dict[str, list[tuple[Tensor, Shapes]]]:
+    """All outer gradients of one run, and the last gradients of another."""
+    outer, gradients = Recorded(), Recorded()
+    train(tw.diloco(every=EVERY, codec=outer), steps)
+    train(tw.data_parallel(codec=gradients), steps)
+    return {"outer gradient": outer.kept[: steps // EVERY], "gradient": gradients.kept[-ROUNDS:]}
+
+
+def train(strategy: tw.Strategy, steps: int) -> None:
+    """The main job's loop without its log: the same model, batches, optimizer and learning rate."""
+    run = Run(**{name: getattr(RUN, name) for name in ("model", "batch", "sequence", "lr", "replicas")}, steps=steps)
+    corpus = open_corpus(run)
+
+    def replica(group: tw.Group) -> None:
+        model = make_model(run, corpus.vocabulary)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=run.lr, betas=BETAS, weight_decay=run.weight_decay)
+        with tw.Replica(strategy, model, optimizer, group) as attached:
+            for step in range(steps):
+                optimizer.param_groups[0]["lr"] = learning_rate(run, step + 1)
+                tokens, targets = corpus.batch(run.seed, group.rank, run.replicas, step, run.batch, run.sequence)
+                model(tokens, targets).loss.backward()
+                attached.exchange_gradients()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), run.clip or math.inf)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    tw.run_threads(2, replica, timeout=600.0)
+
+
+def measure(codec: tw.Codec, samples: list[tuple[Tensor, Shapes]]) -> dict[str, float] | None:
+    """Over all samples together. None for a codec that asks for shapes where there are none."""
+    bits = off = energy = zeros = count = dot = norm = 0.0
+    for number, (x, shapes) in enumerate(samples):
+        made = fitted(codec, shapes)
+        if isinstance(codec, tw.Shaped) and not shapes:
+            return None
+        q = roundtrip(made, x, number)
+        a, b = x.double(), q.double()
+        bits, count, zeros = bits + 8 * made.nbytes(x.numel()), count + x.numel(), zeros + float((q == 0).sum())
+        off, energy = off + float((a - b).square().sum()), energy + float(a.square().sum())
+        dot, norm = dot + float(a @ b), norm + float(b @ b)
+    return {
+        "bits": bits / count,
+        "error": off / energy,
+        "zeros": zeros / count,
+        "cosine": dot / math.sqrt(energy * norm),
+    }
+
+
+def roundtrip(codec: tw.Codec, x: Tensor, number: int) -> Tensor:
+    payload, q = torch.empty(codec.nbytes(x.numel()), dtype=torch.uint8), torch.zeros_like(x)
+    codec.encode(x, payload, Key(round=number))
+    codec.decode_add(payload, q, Key(round=number))
+    return q
+
+
+def held_back(codec: tw.Codec, deltas: list[tuple[Tensor, Shapes]]) -> float:
+    feedback = tw.Feedback()
+    state = feedback.init(deltas[0][0].numel())
+    for number, (delta, shapes) in enumerate(deltas):
+        sent = roundtrip(fitted(codec, shapes), feedback.signal(delta, state), number)
+        _, state = feedback.settle(delta, sent, sent, state)
+    everything = torch.stack([delta for delta, _ in deltas]).double().sum(0)
+    return float(state["residual"].double().square().sum() / everything.square().sum())
+
+
+def rows(data: dict[str, list[tuple[Tensor, Shapes]]]) -> list[dict[str, Any]]:
+    deltas = data["outer gradient"]
+    samples = data | {"outer gradient": deltas[-ROUNDS:]}
+    return [
+        {
+            "codec": repr(codec),
+            "of": kind,
+            "data": {name: measure(codec, some) for name, some in samples.items()},
+            "held_back": held_back(codec, deltas),
+        }
+        for kind, codecs in FORMATS.items()
+        for codec in codecs
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--into", type=Path, help="where the result goes; without, benchmarks/results/formats.json")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    about = provenance()
+    data = drawn() | real(asked.steps)
+    table = rows(data)
+    for row in table:
+        errors = "  ".join("   –  " if found is None else f"{found['error']:.4f}" for found in row["data"].values())
+        print(f"{row['data']['gradient']['bits']:7.3f}  {errors}  {row['held_back']:7.4f}  {row['codec']}")
+    setting = {"numel": NUMEL, "every": EVERY, "rounds": ROUNDS, "steps": asked.steps, "model": RUN.model}
+    setting |= {
+        "parameters": data["gradient"][0][0].numel(),
+        "batch": RUN.batch,
+        "sequence": RUN.sequence,
+        "lr": RUN.lr,
+    }
+    result = about | {"benchmark": "formats", "word": "measured", "setting": setting, "rows": table}
+    print(f"written: {save('formats', result, asked.into)}")
+
+
+if __name__ == "__main__":
+    main()
