@@ -74,5 +74,5 @@ def cosines(size: int) -> Tensor:
 
 
 def saturated(x: Tensor) -> Tensor:
-    """fp64 as fp32, the largest of which is kept finite."""
-    return x.clamp_(-_LARGEST, _LARGEST).float()
+    """fp64 as fp32. What is too large becomes the largest; what is infinite (a hostile peer's) stays so, to be found."""
+    return torch.where(x.isinf(), x, x.clamp(-_LARGEST, _LARGEST)).float()

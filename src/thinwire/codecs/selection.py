@@ -13,10 +13,10 @@ _MANY = 1 << 16  # elements; of fewer a sample saves nothing
 def largest(x: Tensor, count: int) -> Tensor:
     """Where the `count` largest by magnitude are, along the last dimension, ascending; of equal ones the first.
 
-    Of many values those are sorted out first that reach a threshold which a sample suggests, as Deep Gradient Compression
-    does (arXiv 1712.01887, §3; its code takes every so-manieth, too). *Differs*: the threshold is set so low that enough of them
-    reach it, and the largest of those are kept; so a sample changes the time that it takes and never the result. Where
-    too few reach it (values with a period that the sample meets), all are looked at.
+    Of many values those are sorted out first that are above a threshold which a sample suggests, as Deep Gradient Compression
+    does (arXiv 1712.01887, §3; its code takes every so-manieth, too). *Differs*: the threshold is set so low that enough of
+    them are, and the largest of those are kept; so a sample changes the time that it takes and never the result. Where
+    too few are (values with a period that the sample meets), all are looked at.
     """
     if x.ndim > 1 or x.numel() < _MANY or not 0 < count <= x.numel() // 4:
         return _largest(x, count)
@@ -25,21 +25,22 @@ def largest(x: Tensor, count: int) -> Tensor:
 
 
 def sampled_threshold(x: Tensor, count: int) -> float:
-    """A magnitude that `count` of `x` reach, and few more, almost surely: from every √count-th value.
+    """A magnitude that `count` of `x` are above, and few more, almost surely: from every √count-th value.
 
-    Of those that are to be found, about √count are in the sample, h of them; it is 4 standard deviations, 4·√h, more of the sample that
-    reach the threshold: 20 % more than `count` where h = 400 (1 % of 16 million), once in 30,000 too few.
+    Of the `count` about h = √count are in the sample. Of the sample h + 4·√h, 4 standard deviations more, are above the threshold: in all
+    20 % more than `count` where h = 400 (1 % of 16 million), and once in 30,000 times too few.
     """
     stride = math.isqrt(count) | 1  # odd, so that it meets every column of a matrix
     sample = x[stride // 2 :: stride].abs()
     hits = count / stride
     rank = math.ceil(hits + 4 * math.sqrt(hits)) + 1
-    return sample.topk(rank).values.min().item() if rank <= sample.numel() else 0.0
+    least = sample.topk(min(rank, sample.numel())).values.min()
+    return torch.nextafter(least, torch.tensor(-1.0)).item()  # those of equal size are above it too
 
 
 def select_above(x: Tensor, threshold: float) -> Tensor:
-    """Where |x| ≥ `threshold`, ascending. One pass."""
-    return (x.abs() >= threshold).nonzero().view(-1)
+    """Where |x| > `threshold`, ascending. One pass."""
+    return (x.abs() > threshold).nonzero().view(-1)
 
 
 def _largest(x: Tensor, count: int) -> Tensor:

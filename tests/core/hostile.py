@@ -1,0 +1,109 @@
+"""What must hold whatever bytes a peer sends. Used by the tests, and by tests/fuzz/bytes.py for as long as one likes."""
+
+from __future__ import annotations
+
+import tracemalloc
+from functools import cache
+from typing import Any
+
+import torch
+from pieces import CODECS, encoded, same_bits
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import thinwire as tw
+from thinwire.packet import Header, identity, open_packet
+from thinwire.seeds import Key
+
+NUMELS = (0, 1, 2, 129, 700)
+DUE = Header(codec=identity(tw.E3M0()), sender=3, fragment=2, round=77, numel=90, nbytes=46)
+
+
+class Allocated(TorchDispatchMode):
+    """Bytes of all tensors that are made within, views too: `total`, and the `largest`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = self.largest = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, Tensor):
+                nbytes = tensor.numel() * tensor.element_size()
+                self.total, self.largest = self.total + nbytes, max(self.largest, nbytes)
+        return result
+
+
+def tensor(raw: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+
+
+def repeated(raw: bytes, nbytes: int) -> bytes:
+    """`raw` again and again, so that few bytes say much."""
+    raw = raw or b"\0"
+    return (raw * (nbytes // len(raw) + 1))[:nbytes]
+
+
+def decoded(codec: tw.Codec, raw: bytes, numel: int) -> tuple[Tensor, Tensor, bool, Allocated]:
+    """What was there before and after decoding onto it, whether it was refused, and what was allocated."""
+    before = torch.linspace(-1, 1, numel)
+    after, made, refused = before.clone(), Allocated(), False
+    payload = tensor(raw)
+    with made:
+        try:
+            codec.decode_add(payload, after, Key(round=1, sender=1))
+        except tw.PacketError:
+            refused = True
+    return before, after, refused, made
+
+
+@cache
+def honest(place: int, numel: int) -> Allocated:
+    """What decoding an honest payload allocates; the first time tables are made, too, that are kept."""
+    codec = CODECS[place].piece
+    raw = encoded(codec, torch.randn(numel, generator=torch.Generator().manual_seed(0)))
+    return [decoded(codec, raw, numel)[3] for _ in range(2)][1]
+
+
+def check_payload(place: int, numel: int, raw: bytes) -> None:
+    """Any bytes of the due size decode to something, the same each time, or are refused with nothing written; with no more memory
+    than an honest payload takes, whatever they say.
+    """
+    row = CODECS[place]
+    raw = repeated(raw, row.piece.nbytes(numel))
+    due = honest(place, numel)
+    before, after, refused, made = decoded(row.piece, raw, numel)
+    assert not refused or ("refuses" in row.claims and same_bits(before, after))
+    assert same_bits(after, decoded(row.piece, raw, numel)[1])
+    assert made.total <= due.total + 16 * numel + 1024 and made.largest <= max(due.largest, 8 * numel + 64)
+
+
+def check_python_memory(place: int, numel: int, raw: bytes) -> None:
+    """What numpy and Python take, at the most of the time: in proportion to the elements."""
+    codec = CODECS[place].piece
+    honest(place, numel)
+    raw = repeated(raw, codec.nbytes(numel))
+    tracemalloc.start()
+    try:
+        decoded(codec, raw, numel)
+        assert tracemalloc.get_traced_memory()[1] < (1 << 18) + 256 * numel
+    finally:
+        tracemalloc.stop()
+
+
+def check_header(raw: bytes, good: bytes) -> None:
+    """Any bytes are the packet that is due, or a `PacketError` that names the sender; nothing is allocated from a length.
+
+    A checksum that fits says nothing of the payload, and a peer may say REFUSED or STOP; all else is as due.
+    """
+    made = Allocated()
+    packet = tensor(raw)
+    with made:
+        try:
+            open_packet(packet, DUE)
+        except tw.PacketError as error:
+            assert "replica 3" in str(error)
+        else:
+            assert len(raw) == len(good) and raw[:6] + raw[8:44] == good[:6] + good[8:44] and raw[6] < 4 and not raw[7]
+    assert made.total <= 4 * len(raw)

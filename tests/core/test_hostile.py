@@ -1,0 +1,78 @@
+"""Hostile payloads for every codec: no crash, no hang, no memory beyond the declared size."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from hostile import NUMELS, check_payload, check_python_memory, decoded
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pieces import CODECS, encoded
+
+import thinwire as tw
+from thinwire.seeds import Key
+
+places = pytest.mark.parametrize("place", range(len(CODECS)), ids=lambda place: str(CODECS[place]))
+
+
+@places
+@given(st.sampled_from(NUMELS), st.binary(max_size=600))
+@settings(deadline=None, max_examples=12)
+def test_any_bytes(place, numel, raw):
+    check_payload(place, numel, raw)
+
+
+@places
+@given(st.sampled_from(NUMELS), st.lists(st.tuples(st.integers(0, 2800), st.integers(0, 255)), min_size=1, max_size=8))
+@settings(deadline=None, max_examples=12)
+def test_changed_bytes(place, numel, changes):
+    """Nearly honest, so that what is behind the first check is reached too."""
+    codec = CODECS[place].piece
+    raw = bytearray(encoded(codec, torch.linspace(-3, 2, numel), Key(round=1, sender=1)))
+    for at, byte in changes:
+        if raw:
+            raw[at % len(raw)] = byte
+    check_payload(place, numel, bytes(raw))
+
+
+@places
+@pytest.mark.parametrize("byte", [0x00, 0x7F, 0x80, 0xFF])
+def test_memory_of_python(place, byte):
+    for numel in NUMELS:
+        check_python_memory(place, numel, bytes([byte]))
+
+
+def test_a_hostile_scale_decodes_to_what_the_anchor_check_finds():
+    """Infinities and NaN may come out of decoding: all replicas see the same ones, and no anchor takes them over (`flight`)."""
+    codecs = (tw.Identity(), tw.Cast(), tw.Sign(), tw.Int(8, 64, "fp32"), tw.Codebook(), tw.DCT(tw.Identity()))
+    for codec in (*codecs, tw.Hadamard(tw.Identity()), tw.LowRank(1, shapes=((20, 30),))):
+        raw = b"\x00\x00\x80\x7f" * 600  # infinity in fp32; scales and tables are at the end
+        _, after, refused, _ = decoded(codec, raw[-codec.nbytes(600) :], 600)
+        assert not refused and not torch.isfinite(after).all(), codec
+
+
+def test_the_check_would_find_a_codec_that_believes_a_length():
+    """The bytes say how much to allocate."""
+
+    class Believing:
+        def decode_add(self, payload, out, key, weight=1.0):
+            out.add_(torch.zeros(int(payload[0]) * 1000 + len(out))[: len(out)])
+
+    _, _, _, made = decoded(Believing(), b"\x00" * 100, 100)
+    _, _, _, more = decoded(Believing(), b"\xff" * 100, 100)
+    assert more.largest > 1_000_000 > made.total
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("atheris") is None, reason="atheris is not installed: pip install atheris")
+def test_a_minute_of_atheris(tmp_path):
+    script = Path(__file__).parents[1] / "fuzz" / "bytes.py"
+    done = subprocess.run(
+        [sys.executable, script, "-max_total_time=60", f"-artifact_prefix={tmp_path}/"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
