@@ -39,10 +39,10 @@ FORMATS: dict[str, tuple[tw.Codec, ...]] = {
     ),
     "1 and 2 bits": (tw.Int(2, 32, "bf16"), tw.Codebook(), tw.Sign(block=128), tw.Sign("l2", 128), tw.Hadamard(tw.Sign(block=128))),
     "less than a bit": (
-        *(tw.TopK(0.01), tw.ChunkedTopK(), tw.Squares(tw.ChunkedTopK())),
-        *(tw.ChunkedTopK(values=tw.Codebook()), tw.ChunkedTopK(values=tw.Sign(block=64)), tw.ChunkedTopK(values=tw.Int(2, 64, "bf16"))),
-        *(tw.DCT(tw.ChunkedTopK()), tw.Squares(tw.DCT(tw.ChunkedTopK(4096, 32), axes=2)), tw.Squares(tw.ChunkedTopK(4096, 32))),
-        *(tw.LowRank(4, 1, tw.Cast()), tw.LowRank(4, 2, tw.Cast()), tw.LowRank(4, 4, tw.Cast())),
+        *(tw.ChunkedTopK(4096, 136), tw.LowRank(4, 1, tw.Cast()), tw.LowRank(4, 2, tw.Cast()), tw.LowRank(4, 4, tw.Cast())),
+        *(tw.TopK(0.01), tw.ChunkedTopK(), tw.Squares(tw.ChunkedTopK()), tw.DCT(tw.ChunkedTopK())),
+        *(tw.ChunkedTopK(values=tw.Codebook()), tw.ChunkedTopK(values=tw.Sign(block=64))),
+        *(tw.ChunkedTopK(count=32), tw.Squares(tw.DCT(tw.ChunkedTopK(count=32), axes=2)), tw.LowRank(1, 2, tw.Cast())),
     ),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Fill the tables of README.md and benchmarks/README.md from the results that benchmarks wrote: no number is typed by hand.
+"""Fill the tables of README.md, benchmarks/README.md and docs/formats.md from the results that benchmarks wrote: no number is typed by hand.
 
     python docs/tables.py            # or: make tables
 
@@ -12,23 +12,27 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from thinwire import parse
+
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "benchmarks/README.md")
+PAGES = ("README.md", "benchmarks/README.md", "docs/formats.md")
 HEADLINE = ("Thinwire streaming_diloco", "torchft DiLoCo, streaming (fp32)", "torch DDP (fp32)")
 BLOCK = re.compile(r"(<!-- table: (\S+)( all)? -->\n).*?(<!-- end -->)", re.DOTALL)
 Result = Mapping[str, Any]
 
 
-def filled(text: str, root: Path = ROOT) -> str:
-    """`text` with every table as its file has it."""
-    return BLOCK.sub(lambda block: f"{block[1]}{table(root / block[2], block[2], bool(block[3]))}\n{block[4]}", text)
+def filled(text: str, root: Path = ROOT, page: str = "README.md") -> str:
+    """`text` of `page` with every table as its file has it."""
+    up = "../" * page.count("/")
+    return BLOCK.sub(lambda b: f"{b[1]}{table(root / b[2], b[2], bool(b[3]), up)}\n{b[4]}", text)
 
 
-def table(path: Path, name: str, whole: bool) -> str:
-    """Markdown for one result; a sentence where there is no result yet."""
+def table(path: Path, name: str, whole: bool, up: str = "") -> str:
+    """Markdown for one result; a sentence where there is no result yet. `up` leads from the page to the root."""
     if not path.exists():
         return f"*Not measured yet: there is no `{name}`.*"
     result: Result = json.loads(path.read_text())
@@ -36,17 +40,17 @@ def table(path: Path, name: str, whole: bool) -> str:
         rows = [row for row in result["rows"] if row["method"] in HEADLINE and "problem" not in row]
         result = dict(result) | {"rows": rows}
     heads, rows = TABLES[result["benchmark"]](result)
-    align = ["---" if head in ("method", "model") else "---:" for head in heads]
+    align = ["---" if head in ("method", "model", "format") else "---:" for head in heads]
     lines = [f"| {' | '.join(cells)} |" for cells in (heads, align, *rows)]
-    return "\n".join([*lines, "", provenance(result, name)])
+    return "\n".join([*lines, "", provenance(result, name, up)])
 
 
-def provenance(result: Result, name: str) -> str:
+def provenance(result: Result, name: str, up: str) -> str:
     """Where the numbers are from, in one line."""
     machine, versions = result["machine"], result["versions"]
     commit = (result["commit"] or "unknown")[:7] + (" and changes" if result.get("uncommitted") else "")
     where = f"{machine['cpu'].strip()}, {machine['cores']} cores, torch {versions['torch']}"
-    return f"*{result['word'].capitalize()}: [{name}]({name}), {result['date'][:10]}, commit {commit}; {where}.*"
+    return f"*{result['word'].capitalize()}: [{name}]({up}{name}), {result['date'][:10]}, commit {commit}; {where}.*"
 
 
 def utilization(result: Result) -> tuple[list[str], list[list[str]]]:
@@ -92,6 +96,51 @@ def attach(result: Result) -> tuple[list[str], list[list[str]]]:
     return ["model", "bare step, ms", "attached / bare (quartiles)", "bare / bare"], rows
 
 
+def formats(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Rows of benchmarks/formats.py: of each format its bits, its error on everything, and what feedback gets through."""
+    data = list(result["rows"][0]["data"])
+    rows, kind = [], None
+    for row in result["rows"]:
+        if row["of"] != kind:
+            kind = row["of"]
+            rows.append([f"*{kind}*", *[""] * (len(data) + 4)])
+        found = row["data"]["outer gradient"]
+        errors = ["–" if at is None else _error(at["error"]) for at in row["data"].values()]
+        held = _error(row["held_back"]) if row["held_back"] >= 5e-4 else "0"
+        rows.append(
+            [
+                f"`{_short(row['codec'])}`",
+                f"{found['bits']:.2f}",
+                *errors,
+                f"{found['zeros']:.0%}",
+                f"{found['cosine']:.3f}",
+                held,
+            ]
+        )
+    return ["format", "bits", *data, "zeros", "cosine", "held back"], rows
+
+
+def _error(share: float) -> str:
+    return f"{share:.2%}" if share < 0.1 else f"{share:.0%}"
+
+
+def _short(codec: str) -> str:
+    """As one would write it: without what is the default anyway."""
+    return repr_without_defaults(parse(codec))
+
+
+def repr_without_defaults(piece: object) -> str:
+    if not is_dataclass(piece):
+        return repr(piece)
+    shown: list[str] = []
+    for place, field in enumerate(fields(piece)):
+        value = getattr(piece, field.name)
+        if value != field.default:
+            name = "" if place == len(shown) else f"{field.name}="
+            shown.append(name + repr_without_defaults(value))
+    return f"{type(piece).__name__}({', '.join(shown)})"
+
+
 def _share(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
 
@@ -100,12 +149,13 @@ TABLES: dict[str, Callable[[Result], tuple[list[str], list[list[str]]]]] = {
     "utilization": utilization,
     "quality": quality,
     "attach": attach,
+    "formats": formats,
 }
 
 
 def main() -> None:
     for page in PAGES:
-        (ROOT / page).write_text(filled((ROOT / page).read_text()))
+        (ROOT / page).write_text(filled((ROOT / page).read_text(), page=page))
 
 
 if __name__ == "__main__":

@@ -179,7 +179,7 @@ def test_tables_in_pages_are_those_of_the_results():
     assert results <= set(found)
     for page in tables().PAGES:
         text = (ROOT / page).read_text()
-        assert tables().filled(text) == text, f"{page}: run `make tables`"
+        assert tables().filled(text, page=page) == text, f"{page}: run `make tables`"
 
 
 def test_the_headline_is_of_methods_that_were_measured():
