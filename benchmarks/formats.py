@@ -38,10 +38,14 @@ FORMATS: dict[str, tuple[tw.Codec, ...]] = {
         *(tw.Hadamard(tw.E3M0()), tw.Hadamard(tw.E2M1()), tw.Hadamard(tw.Int(4)), tw.E3M0(rounding="stochastic")),
     ),
     "1 and 2 bits": (tw.Int(2, 32, "bf16"), tw.Codebook(), tw.Sign(block=128), tw.Sign("l2", 128), tw.Hadamard(tw.Sign(block=128))),
-    "less than a bit": (
-        *(tw.ChunkedTopK(4096, 136), tw.LowRank(4, 1, tw.Cast()), tw.LowRank(4, 2, tw.Cast()), tw.LowRank(4, 4, tw.Cast())),
+    "most of a bit": (
+        *(tw.ChunkedTopK(4096, 136), tw.ChunkedTopK(4096, 280, tw.Sign(block=280))),
+        *(tw.LowRank(4, 1, tw.Cast()), tw.LowRank(4, 2, tw.Cast()), tw.LowRank(4, 4, tw.Cast())),
+        *(tw.LowRank(8, 2, tw.Int(8)), tw.LowRank(16, 2, tw.E2M1()), tw.LowRank(16, 2, tw.E3M0()), tw.LowRank(8, 2, tw.E2M1())),
+    ),
+    "less": (
         *(tw.TopK(0.01), tw.ChunkedTopK(), tw.Squares(tw.ChunkedTopK()), tw.DCT(tw.ChunkedTopK())),
-        *(tw.ChunkedTopK(values=tw.Codebook()), tw.ChunkedTopK(values=tw.Sign(block=64))),
+        *(tw.ChunkedTopK(values=tw.Codebook()), tw.ChunkedTopK(values=tw.Sign(block=64)), tw.LowRank(4, 2, tw.E2M1()), tw.LowRank(2, 2, tw.E2M1())),
         *(tw.ChunkedTopK(count=32), tw.Squares(tw.DCT(tw.ChunkedTopK(count=32), axes=2)), tw.LowRank(1, 2, tw.Cast())),
     ),
 }  # fmt: skip

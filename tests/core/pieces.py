@@ -107,6 +107,7 @@ CODECS = [
     row(tw.Squares(tw.DCT(tw.ChunkedTopK(16, 3), 4, axes=2), 4, MATRICES), "odd", "contractive", "refuses", error=1.0),
     row(tw.LowRank(), "exact", "odd", "contractive", "idempotent"),  # nothing is known to be a matrix
     row(tw.LowRank(1, shapes=MATRICES), "odd", "contractive", "drawn", "shared", error=1.0),
+    row(tw.LowRank(3, 2, tw.E2M1(8), MATRICES), "odd", "contractive", "drawn", "shared", error=1.0),
     row(tw.LowRank(2, 1, tw.Cast(), MATRICES), "odd", "contractive", "drawn", "shared", error=1.0),
 ]
 SCHEDULES = [

@@ -24,7 +24,9 @@ class LowRank:
 
         P ← orthonormal(M·Q),  Q ← Mᵀ·P      `iterations` times (subspace iteration)
 
-    P·Qᵀ = P·Pᵀ·M is a projection of M, so it is contractive, and exact where M's rank is not above `rank`. In an all-reduce
+    P·Qᵀ = P·Pᵀ·M is a projection of M, so it is contractive, and exact where M's rank is not above `rank`. Where `values` round P,
+    Q is the one that fits what is left of P best, Mᵀ·P·(Pᵀ·P)⁻¹. Few bits for the factors and more rank are the better use of
+    bytes: `LowRank(16, values=E2M1())` is as long as `LowRank(2)` (docs/formats.md). In an all-reduce
     (`Linear`) it is PowerSGD's two phases, once: P = mean of Mᵢ·Q₀, made orthonormal by everybody alike, then Q = mean of
     Mᵢᵀ·P, so that all replicas together do what one would with the mean of their M.
 
@@ -75,7 +77,7 @@ class LowRank:
             self.values.encode(torch.cat([p_m.reshape(-1) for p_m in p]), room[0], key)
             sent = torch.zeros(counts[0])
             self.values.decode_add(room[0], sent, key)
-            q = [m.T @ p_m.double() for m, p_m in zip(doubles, self._factors(sent, matrices, 0))]
+            q = [_fitting(m, p_m.double()) for m, p_m in zip(doubles, self._factors(sent, matrices, 0))]
             self.values.encode(torch.cat([saturated(q_m).reshape(-1) for q_m in q]), room[1], key)
         self.values.encode(torch.cat(rest), room[2], key)
 
@@ -145,3 +147,9 @@ class LowRank:
         for into, values in zip(vectors, rest.split_with_sizes([v.numel() for v in vectors])):
             into.copy_(values)
         return out
+
+
+def _fitting(m: Tensor, p: Tensor) -> Tensor:
+    """The Q for which ‖M − P·Qᵀ‖ is least; zero for the columns of P that are."""
+    inverse: Tensor = torch.linalg.pinv(p.T @ p, hermitian=True)
+    return m.T @ p @ inverse
