@@ -66,19 +66,15 @@ class LowRank:
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
         check_finite(x)
         matrices, rest = self._parts(x)
-        doubles = [matrix.double() for matrix in matrices]
-        q = self._started(matrices, key)
-        for _ in range(self.iterations):
-            p = [orthonormal(m @ q_m) for m, q_m in zip(doubles, q)]
-            q = [m.T @ p_m.double() for m, p_m in zip(doubles, p)]
         counts = self._counts(x.numel())
         room = list(payload.split_with_sizes([self.values.nbytes(count) for count in counts]))
         if matrices:
-            self.values.encode(torch.cat([p_m.reshape(-1) for p_m in p]), room[0], key)
+            p = [self._left(m, q).reshape(-1) for m, q in zip(matrices, self._started(matrices, key))]
+            self.values.encode(torch.cat(p), room[0], key)
             sent = torch.zeros(counts[0])
             self.values.decode_add(room[0], sent, key)
-            q = [_fitting(m, p_m.double()) for m, p_m in zip(doubles, self._factors(sent, matrices, 0))]
-            self.values.encode(torch.cat([saturated(q_m).reshape(-1) for q_m in q]), room[1], key)
+            q = [_fitting(m, p_sent).reshape(-1) for m, p_sent in zip(matrices, self._factors(sent, matrices, 0))]
+            self.values.encode(torch.cat(q), room[1], key)
         self.values.encode(torch.cat(rest), room[2], key)
 
     def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
@@ -139,6 +135,14 @@ class LowRank:
             begin += count
         return drawn
 
+    def _left(self, matrix: Tensor, q: Tensor) -> Tensor:
+        """P, after `iterations` from Q₀."""
+        m, p = matrix.double(), torch.empty(0)
+        for _ in range(self.iterations):
+            p = orthonormal(m @ q)
+            q = m.T @ p.double()
+        return p
+
     def _expanded(self, left: Tensor, right: Tensor, rest: Tensor, numel: int) -> Tensor:
         out = torch.empty(numel)
         matrices, vectors = self._parts(out)
@@ -149,7 +153,7 @@ class LowRank:
         return out
 
 
-def _fitting(m: Tensor, p: Tensor) -> Tensor:
+def _fitting(matrix: Tensor, p: Tensor) -> Tensor:
     """The Q for which ‖M − P·Qᵀ‖ is least; zero for the columns of P that are."""
-    inverse: Tensor = torch.linalg.pinv(p.T @ p, hermitian=True)
-    return m.T @ p @ inverse
+    p = p.double()
+    return saturated(matrix.double().T @ p @ torch.linalg.pinv(p.T @ p, hermitian=True))
