@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from thinwire.errors import LinkError
-from thinwire.group import CountedGroup, Ledger, ThreadGroup
+from thinwire.group import CountedGroup, Ledger, Link, LinkedGroup, ThreadGroup
 
 
 def zeros(nbytes):
@@ -26,9 +26,10 @@ def test_counts_by_purpose_and_peer():
     assert (ledgers[0].sent("vote", 1), ledgers[0].sent("vote", 2), ledgers[0].sent("vote", 7)) == (3, 0, 0)
     assert (ledgers[1].received(), ledgers[2].received(), ledgers[0].received()) == (13, 20, 0)
     report = json.loads(json.dumps(ledgers[0].as_dict()))
+    unknown = {"queued_seconds": 0.0, "transfer_seconds": 0.0}
     assert report["sent"] == {
-        "packet": {"1": {"nbytes": 10, "messages": 1}, "2": {"nbytes": 20, "messages": 1}},
-        "vote": {"1": {"nbytes": 3, "messages": 1}},
+        "packet": {"1": {"nbytes": 10, "messages": 1} | unknown, "2": {"nbytes": 20, "messages": 1} | unknown},
+        "vote": {"1": {"nbytes": 3, "messages": 1} | unknown},
     }
     assert report["received"] == {} and set(report["waited_seconds"]) == {"packet", "vote"}
 
@@ -73,3 +74,47 @@ def test_threads_may_write_at_once():
         thread.join()
     assert (ledger.sent(), ledger.received()) == (24_000, 16_000)
     assert ledger.as_dict()["sent"]["packet"]["1"]["messages"] == 8000
+
+
+def test_seconds_of_an_emulated_link_by_purpose_and_peer():
+    """What the link booked for the sender; for the receiver, all of the way."""
+    ledgers = [Ledger() for _ in range(3)]
+    zero, one, two = (CountedGroup(group, ledger) for group, ledger in zip(ThreadGroup.create(3), ledgers))
+    linked = LinkedGroup(zero, Link(8e6, 0.05), ledgers[0])  # 20 kB occupy it for 0.02 s
+    arriving = [one.post(0, {}, {0: zeros(20_000)}), two.post(0, {}, {0: zeros(10_000)}, "vote")]
+    sending = [linked.post(0, {1: zeros(20_000)}, {}), linked.post(0, {2: zeros(10_000)}, {}, "vote")]
+    for transfer in sending + arriving:
+        transfer.wait()
+    linked.close()
+    sent = ledgers[0].as_dict()["sent"]
+    assert sent["packet"]["1"] == pytest.approx(
+        {"nbytes": 20_000, "messages": 1, "queued_seconds": 0.0, "transfer_seconds": 0.07}, abs=1e-6
+    )
+    assert sent["vote"]["2"]["transfer_seconds"] == pytest.approx(0.06)
+    assert 0.0 < sent["vote"]["2"]["queued_seconds"] <= 0.02  # behind the packet, posted a moment before
+    for ledger, purpose, least in ((ledgers[1], "packet", 0.07), (ledgers[2], "vote", 0.07)):
+        assert ledger.as_dict()["received"][purpose]["0"]["transfer_seconds"] >= least
+
+
+def test_a_message_that_never_left_the_link_has_no_seconds():
+    ledger = Ledger()
+    sender, receiver = ThreadGroup.create(2)
+    linked = LinkedGroup(CountedGroup(sender, ledger), Link(8e3), ledger)
+    linked.post(0, {1: zeros(1_000_000)}, {})
+    linked.close()
+    assert ledger.as_dict()["sent"] == {}
+    receiver.close()
+
+
+def test_a_ledger_goes_on_from_what_was_counted():
+    ledger, later = Ledger(), Ledger()
+    ledger.add_sent("packet", 1, 100)
+    ledger.add_on_link("packet", 1, 0.5, 0.25)
+    ledger.add_received("vote", 2, 8, 0.125)
+    ledger.add_waited("vote", 2.0)
+    for counted in (ledger.as_dict(), json.loads(json.dumps(ledger.as_dict())), {}):
+        later.add(counted)
+    assert (later.sent(), later.received("vote", 2), later.waited()) == (200, 16, 4.0)
+    assert later.as_dict()["sent"]["packet"]["1"] == {
+        "nbytes": 200, "messages": 2, "queued_seconds": 1.0, "transfer_seconds": 0.5,
+    }  # fmt: skip

@@ -145,6 +145,9 @@ def _finish(folder: Path, console: Console, as_json: bool) -> None:
 def summary_of(record: RunRecord) -> dict[str, Any]:
     """A run's numbers for JSON, which has no NaN."""
     fields = dataclasses.asdict(record.summary) | {"folder": str(record.folder), "status": record.status}
+    fields |= {
+        "ledgers": {replica.name: replica.end["summary"].get("ledger") for replica in record.replicas if replica.end}
+    }
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in fields.items()
     }

@@ -33,6 +33,10 @@ class Transfer(Protocol):
     @property
     def transfer_seconds(self) -> float: ...
 
+    @property
+    def arrivals(self) -> Mapping[int, float]:
+        """When `wait` saw the message of each peer to be there (`time.monotonic`): no earlier than it was."""
+
     def wait(self) -> None:
         """Return when all that was posted has been handed over and received; call it from one thread.
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from thinwire.errors import ConfigurationError, LinkError
 from thinwire.group.base import Group, Transfer, travelling
+from thinwire.group.ledger import Ledger
 
 _RATES = {"gbit": Decimal(10**9), "mbit": Decimal(10**6), "kbit": Decimal(10**3), "bit": Decimal(1)}
 _TIMES = {"s": Decimal(1), "ms": Decimal("1e-3"), "us": Decimal("1e-6")}
@@ -103,6 +104,10 @@ class Uplink:
         self.busy_seconds += occupied
         return start, self._free_at + self.link.delay_seconds
 
+    def waiting_seconds(self, now: float) -> float:
+        """How long a message of now would wait for the uplink."""
+        return max(0.0, self._free_at - now)
+
 
 class _Departure(NamedTuple):
     due: float
@@ -110,6 +115,8 @@ class _Departure(NamedTuple):
     peer: int
     message: Tensor
     purpose: str
+    queued: float
+    transferred: float
     transfer: _LinkedTransfer
 
 
@@ -117,12 +124,13 @@ class LinkedGroup:
     """`group` as it would be if this replica's uplink were `link`.
 
     Shape the uplink of every replica. `busy_seconds` is how long the uplink was (or is booked to be) occupied, all
-    messages together: over the wall time, it is the link's use. The `timeout` of the carrier must be longer than the
-    time messages spend on a peer's link.
+    messages together: over the wall time, it is the link's use. `ledger` is told how long every message that was
+    handed over had been queued and on the link. The `timeout` of the carrier must be longer than the time messages
+    spend on a peer's link.
     """
 
-    def __init__(self, group: Group, link: Link) -> None:
-        self.group, self.link = group, link
+    def __init__(self, group: Group, link: Link, ledger: Ledger | None = None) -> None:
+        self.group, self.link, self.ledger = group, link, ledger
         self._uplink = Uplink(link)
         # In order of arrival too: one delay for all, so a message that leaves later arrives later.
         self._departures: deque[_Departure] = deque()
@@ -156,8 +164,10 @@ class LinkedGroup:
             times = [self._uplink.book(now, message.numel()) for message in send.values()]
             queued = times[0][0] - now if times else 0.0
             transfer = _LinkedTransfer(self._changed, arriving, len(times), queued)
-            for (peer, message), (_, due) in zip(send.items(), times, strict=True):
-                self._departures.append(_Departure(due, tag, peer, message, purpose, transfer))
+            for (peer, message), (start, due) in zip(send.items(), times, strict=True):
+                self._departures.append(
+                    _Departure(due, tag, peer, message, purpose, start - now, due - start, transfer)
+                )
                 transfer.transfer_seconds = due - now - queued
             self._changed.notify_all()
         return transfer
@@ -184,6 +194,8 @@ class LinkedGroup:
                     continue
                 departure = self._departures.popleft()
             departure.transfer.hand_over(self.group, departure)
+            if self.ledger is not None:
+                self.ledger.add_on_link(departure.purpose, departure.peer, departure.queued, departure.transferred)
 
     def _closed_error(self) -> LinkError:
         return LinkError(f"the group of replica {self.rank} is closed. Post and wait before closing it.")
@@ -194,7 +206,12 @@ class _LinkedTransfer:
         self.queued_seconds = queued
         self.transfer_seconds = 0.0
         self.error: Exception | None = None
-        self._changed, self._transfers, self._departures = changed, [arriving], departures
+        self._changed, self._arriving, self._transfers = changed, arriving, [arriving]
+        self._departures = departures
+
+    @property
+    def arrivals(self) -> Mapping[int, float]:
+        return self._arriving.arrivals
 
     def hand_over(self, group: Group, departure: _Departure) -> None:
         transfer, error = None, None

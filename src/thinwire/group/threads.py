@@ -7,6 +7,7 @@ order: every receive names its peer and its tag.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -27,10 +28,11 @@ class _Receive:
         self.peer = peer
         self.buffer: Tensor | None = buffer
         self.done = False
+        self.at = 0.0
         self.error: PacketError | None = None
 
     def deliver(self, message: Tensor) -> None:
-        self.done = True
+        self.done, self.at = True, time.monotonic()
         if self.buffer is None:
             return
         if self.buffer.numel() == message.numel():
@@ -78,6 +80,10 @@ class _ThreadTransfer:
 
     def __init__(self, group: ThreadGroup, tag: int, receives: list[_Receive], refused: list[int]) -> None:
         self._group, self._tag, self._receives, self._refused = group, tag, receives, refused
+
+    @property
+    def arrivals(self) -> dict[int, float]:
+        return {receive.peer: receive.at for receive in self._receives if receive.done}
 
     def wait(self) -> None:
         group, hub = self._group, self._group._hub

@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -32,12 +34,14 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from thinwire.errors import ConfigurationError, LinkError
 from thinwire.group.base import TAGS, Transfer, travelling
+from thinwire.group.pace import connections, pace
 
 _NEVER = TAGS + 2  # a tag under which nobody sends
+_SEND, _RECEIVE = "send to", "receive from"
 
 
 class _Message(NamedTuple):
-    verb: str  # "send to" or "receive from"
+    verb: str  # _SEND or _RECEIVE
     peer: int
     work: dist.Work | RuntimeError  # the error, if gloo refused it at once: told by `wait`, as all that peers do
 
@@ -48,6 +52,7 @@ class _TorchTransfer:
 
     def __init__(self, group: TorchGroup, tag: int, purpose: str, messages: list[_Message]) -> None:
         self._group, self._tag, self._purpose, self._messages = group, tag, purpose, messages
+        self.arrivals: dict[int, float] = {}
 
     def wait(self) -> None:
         for verb, peer, work in self._messages:
@@ -58,6 +63,8 @@ class _TorchTransfer:
             except RuntimeError as error:
                 what = f"{verb} replica {peer} ({self._purpose}, tag {self._tag})"
                 raise self._group._explained(what, error) from error
+            if verb == _RECEIVE:
+                self.arrivals[peer] = time.monotonic()
         self._messages = []
         self._group._open.discard(self)
 
@@ -72,6 +79,7 @@ class _DeviceTransfer:
         self, group: TorchGroup, works: list[dist.Work], landing: Mapping[int, Tensor], recv: Mapping[int, Tensor]
     ) -> None:
         self._group, self._works, self._landing, self._recv = group, works, landing, recv
+        self.arrivals: dict[int, float] = {}
         self._stream = torch.cuda.current_stream()
 
     def wait(self) -> None:
@@ -82,6 +90,7 @@ class _DeviceTransfer:
                 for peer, buffer in self._recv.items():
                     buffer.copy_(self._landing[peer])
                 self._stream.synchronize()
+            self.arrivals = dict.fromkeys(self._recv, time.monotonic())
         except RuntimeError as error:
             raise self._group._explained(f"exchange with replica {', '.join(map(str, self._recv))}", error) from error
 
@@ -102,6 +111,7 @@ class TorchGroup:
         self.rank, self.size = process_group.rank(), process_group.size()
         self.timeout, self.shard, self.shards, self.site = timeout, shard, shards, site
         self._process_group = process_group
+        self._on_device = dist.get_backend(process_group) == "nccl"
         self._closed = False
         # Transfers that nobody waited for yet: a receive that is dropped while its message is on the way would leave
         # gloo with a buffer that is gone.
@@ -109,12 +119,20 @@ class TorchGroup:
         self._one_at_a_time = threading.Lock()
 
     @classmethod
-    def from_world(cls, replicas: int, backend: str = "gloo", timeout: float = 60.0) -> TorchGroup:
+    def from_world(
+        cls, replicas: int, backend: str = "gloo", timeout: float = 60.0, uplink: float | None = None
+    ) -> TorchGroup:
         """The group of this process in a world of `replicas` times shards ranks, after `init_process_group`.
 
         World rank r is shard r % shards of replica r // shards. Every rank of the world must call this, at the same
         point. gloo carries packets over the CPU, whatever the default group uses; choose "nccl" only where GPUs of
-        different replicas share a fast network. Raises `ConfigurationError` and `LinkError`.
+        different replicas share a fast network.
+
+        `uplink` is the rate in bits per second at which this process can send to the other replicas, where that is
+        what limits it: the connections of gloo are then paced to share it, and lose nothing to a full queue
+        (`group/pace.py`). On Linux; elsewhere, and over NCCL, it changes nothing. Without, TCP alone decides.
+
+        Raises `ConfigurationError` and `LinkError`.
         """
         if not dist.is_initialized():
             raise ConfigurationError("torch.distributed is not initialised; call `start_torch` first.")
@@ -126,6 +144,8 @@ class TorchGroup:
                 f"replicas={replicas}, timeout={timeout} were given for a world of {world} ranks; "
                 "a divisor of the world and a positive time are needed."
             )
+        if uplink is not None and not 0 < uplink < inf:
+            raise ConfigurationError(f"uplink={uplink} was given; a positive rate in bits per second is needed.")
         shards = world // replicas
         replica, shard = divmod(rank, shards)
 
@@ -133,8 +153,11 @@ class TorchGroup:
             made: dist.ProcessGroup = dist.new_group(ranks, timeout=timedelta(seconds=timeout), backend=backend)
             return made
 
+        before = connections()
         try:  # all ranks make all groups, in the same order, and keep those they are in
             twins = [subgroup(list(range(s, world, shards))) for s in range(shards)]
+            if uplink is not None and backend == "gloo":
+                pace(connections() - before, uplink)
             sites = [subgroup(list(range(m * shards, (m + 1) * shards))) for m in range(replicas if shards > 1 else 0)]
         except RuntimeError as error:
             raise LinkError(
@@ -151,12 +174,12 @@ class TorchGroup:
         send, recv = travelling(self, tag, send), travelling(self, tag, recv)
         if self._closed:
             raise self._closed_error()
-        if dist.get_backend(self._process_group) == "nccl":
+        if self._on_device:
             return self._post_on_device(send, recv)
         messages: list[_Message] = []
         # Receives first: a message whose receiver is ready leaves at once.
         carrier = self._process_group
-        for verb, start, tensors in (("receive from", carrier.recv, recv), ("send to", carrier.send, send)):
+        for verb, start, tensors in ((_RECEIVE, carrier.recv, recv), (_SEND, carrier.send, send)):
             for peer, tensor in tensors.items():
                 work: dist.Work | RuntimeError
                 try:
@@ -175,7 +198,7 @@ class TorchGroup:
         self._closed = True
         if self.site is not None:
             self.site.close()
-        if dist.get_backend(self._process_group) == "nccl":
+        if self._on_device:
             return  # peers find out by their time-out
         for peer in range(self.size):
             if peer != self.rank:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.errors import ConfigurationError, LinkError, ThinwireError
-from thinwire.group import TorchGroup, run_threads, start_torch
+from thinwire.group import TorchGroup, parse_link, run_threads, start_torch
 from thinwire.lm.run import Run
 from thinwire.lm.trainer import Place, Trainer, open_corpus
 from thinwire.observe.events import EventLog, being_written
@@ -74,7 +74,8 @@ def train_as_rank(run: Run, folder: Path, resume: bool, stop: threading.Event | 
     book = f"thinwire/attempt-{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}" if agent else None
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"  # nccl inside a replica; packets take gloo
     start_torch(rank, world, address, port, run.timeout, backend, book)
-    group = TorchGroup.from_world(run.replicas, timeout=run.timeout)
+    uplink = parse_link(run.uplink)
+    group = TorchGroup.from_world(run.replicas, timeout=run.timeout, uplink=uplink.bits_per_second if uplink else None)
     place = Place(group, folder, resume, group.site, group.shard, shards, int(environment.get("LOCAL_RANK", "0")), stop)
     try:
         with _stopping(stop):

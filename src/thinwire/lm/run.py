@@ -26,6 +26,7 @@ OF_THE_RECIPE = (
 OF_THE_PLACE = (
     "text",
     "link",
+    "uplink",
     "carrier",
     "timeout",
     "replicas",
@@ -75,6 +76,8 @@ class Run:
     """Replicas as processes under torch.distributed, or as threads of one process."""
     link: str = "none"
     """Emulate a link of this rate and delay under the carrier, such as 50mbit,30ms."""
+    uplink: str = "none"
+    """Rate at which this machine can really send to the others, such as 100mbit: what it sends is paced to that. none: TCP alone decides."""
     timeout: float = 300.0
     """Seconds that a replica waits for a packet before it gives the others up."""
 
@@ -129,7 +132,16 @@ class Run:
             if (value := getattr(self, name)) is not None and not 0 <= value < math.inf:
                 raise ConfigurationError(f"{name}={value}: 0 or more is needed.")
         parse_link(self.link)
+        self._check_uplink()
         self.make_strategy()
+
+    def _check_uplink(self) -> None:
+        uplink = parse_link(self.uplink)
+        if uplink and (uplink.delay_seconds or self.carrier == "threads"):
+            raise ConfigurationError(
+                f"uplink={self.uplink!r} with carrier={self.carrier!r}: a rate alone is needed, such as 100mbit, and processes. "
+                "To emulate a link with a delay, use link."
+            )
 
     def make_strategy(self) -> Strategy:
         """The strategy with what was given for its recipe, and with the run's seed."""

@@ -115,7 +115,7 @@ class Clock:
     compute_seconds: float = 0.0
     loop_seconds: float = 0.0
     stall_seconds: float = 0.0
-    wire_bytes_sent: int = 0
+    ledger: dict[str, Any] = field(default_factory=dict)  # what earlier sessions counted
 
 
 class Trainer:
@@ -126,7 +126,7 @@ class Trainer:
         link = parse_link(run.link)
         self.ledger = Ledger()
         counted = CountedGroup(place.group, self.ledger)
-        self.group: Group = LinkedGroup(counted, link) if link else counted
+        self.group: Group = LinkedGroup(counted, link, self.ledger) if link else counted
         self.corpus = open_corpus(run)
         agree(self.group, run.shared() | {"tokenizer": self.corpus.tokenizer.fingerprint, "resume": place.resume})
         self.device = torch.device("cuda", place.gpu) if torch.cuda.is_available() else torch.device("cpu")
@@ -270,7 +270,9 @@ class Trainer:
             self.log.emit("resume", 0, from_step=0, path="", skipped=skipped)
             return
         checkpoint.load(found, self.replica)
-        self.clock = Clock(**found.manifest["notes"])
+        notes = found.manifest["notes"]
+        self.clock = Clock(**{item.name: notes[item.name] for item in dataclasses.fields(Clock) if item.name in notes})
+        self.ledger.add(self.clock.ledger)
         self.log.emit(
             "resume",
             found.step,
@@ -283,7 +285,7 @@ class Trainer:
         return dataclasses.replace(
             self.clock,
             stall_seconds=self.clock.stall_seconds + self.replica.stall_seconds,
-            wire_bytes_sent=self.clock.wire_bytes_sent + self.ledger.sent(),
+            ledger=self.ledger.as_dict(),
         )
 
     def _tokens(self) -> int:
@@ -301,11 +303,12 @@ class Trainer:
             "tokens": self._tokens(),
             "parameters": self.parameters,
             "eval_loss": self.eval_loss,
-            "wire_bytes_sent": totals.wire_bytes_sent,
-            "bits_per_parameter_per_step": 8 * totals.wire_bytes_sent / self.parameters / max(1, self.replica.step),
+            "wire_bytes_sent": self.ledger.sent(),
+            "bits_per_parameter_per_step": 8 * self.ledger.sent() / self.parameters / max(1, self.replica.step),
             "compute_utilization": totals.compute_seconds / max(totals.loop_seconds, 1e-9),
             "wall_seconds": totals.loop_seconds,
             "stall_seconds": totals.stall_seconds,
+            "ledger": totals.ledger,
             "link": None if parse_link(run.link) is None else run.link,
             "provenance": "emulated" if parse_link(run.link) else "measured",
         }

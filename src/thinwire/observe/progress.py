@@ -21,6 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from thinwire.group.link import Link, Uplink
 from thinwire.observe.events import Event, Tail
 from thinwire.observe.runs import RunRecord
 from thinwire.observe.sessions import number, whole
@@ -34,17 +35,17 @@ from thinwire.observe.units import (
 )
 
 RECENT = 64  # inner steps over which speed and link use are taken
+FLIGHTS = 512  # the last departures, more than those steps see
 QUIET_SECONDS = 10.0  # between plain lines; a hundredth of the run so far, when that is longer
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """An inner step; `nbytes` were sent and `paused_seconds` spent on evaluations and checkpoints before it."""
+    """An inner step; `paused_seconds` were spent on evaluations and checkpoints before it."""
 
     begin: float
     spent: float
     tokens: float
-    nbytes: int
     paused_seconds: float
 
 
@@ -59,7 +60,8 @@ class _Replica:
     refused: int = 0
     skipped: int = 0
     ended: str = ""
-    capacity: float = math.nan
+    uplink: Uplink | None = None  # of an emulated link
+    on_link: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=FLIGHTS))
     air: dict[tuple[object, object], object] = field(default_factory=dict)
     paused_seconds: float = 0.0
     recent: deque[_Step] = field(default_factory=lambda: deque(maxlen=RECENT))
@@ -73,9 +75,12 @@ class _Replica:
                 self.loss = loss if math.isnan(self.loss) else 0.9 * self.loss + 0.1 * loss
             self.step = event["step"]
             begin, spent, tokens = (number(event[name]) for name in ("begin", "compute_seconds", "tokens"))
-            self.recent.append(_Step(begin, spent, tokens, self.nbytes, self.paused_seconds))
+            self.recent.append(_Step(begin, spent, tokens, self.paused_seconds))
         elif kind == "depart":
             self.nbytes += whole(event["nbytes"])
+            if self.uplink:
+                start, end = self.uplink.book(number(event["seconds"]), whole(event["nbytes"]))
+                self.on_link.append((start, end))
             self.air[str(event["fragment"]), event["round"]] = event["fragment"]
         elif kind in ("flight", "land", "refused"):
             self.air.pop((str(event["fragment"]), event["round"]), None)
@@ -115,8 +120,15 @@ class _Replica:
 
     @property
     def link_use(self) -> float:
-        """Share of the link's capacity over the recent steps; NaN if the capacity is not known."""
-        return 8 * (self.nbytes - self.recent[0].nbytes) / self._seconds / self.capacity if self.recent else math.nan
+        """Share of the recent steps' time in which the emulated uplink was busy; NaN where there is none.
+
+        A departure is not yet on the link: the books of the uplink say from when to when each one is.
+        """
+        if self.uplink is None or not self.recent:
+            return math.nan
+        begin, end = self.recent[0].begin, self.recent[-1].begin + self.recent[-1].spent
+        busy = sum(max(0.0, min(last, end) - max(first, begin)) for first, last in self.on_link)
+        return busy / self._seconds
 
     @property
     def in_the_air(self) -> str:
@@ -186,8 +198,8 @@ class Progress:
         kind = event["event"]
         if kind == "start":
             link = event["link"] if isinstance(event["link"], dict) else {}
-            capacity = number(link.get("bits_per_second")) or math.nan
-            self._replicas[index] = _Replica(capacity=capacity)
+            rate = number(link.get("bits_per_second"))
+            self._replicas[index] = _Replica(uplink=Uplink(Link(rate)) if 0 < rate < math.inf else None)
         elif kind == "eval":
             self._evaluated = (event["step"], number(event["loss"]))
         elif kind in ("warning", "stop"):

@@ -107,6 +107,14 @@ class ReplicaRecord:
         return sum(self.sent.values())
 
     @property
+    def ledger(self) -> list[tuple[str, str, Event, Event]]:
+        """(purpose, peer, what was sent, what was received), as the replica counted it by its end; empty before that."""
+        counted = self.end["summary"].get("ledger") if self.end else None
+        sent, received = (_by_purpose(counted, way) for way in ("sent", "received"))
+        keys = sorted(sent.keys() | received.keys())
+        return [(*key, sent.get(key, {}), received.get(key, {})) for key in keys]
+
+    @property
     def stall_seconds(self) -> float:
         return sum(span.end - span.begin for span in self.stalls)
 
@@ -135,6 +143,19 @@ class ReplicaRecord:
         sent = np.concatenate([[0.0], np.cumsum(slope[:-1] * np.diff(times))])
         between: Floats = np.maximum(np.diff(np.interp(edges, times, sent)), 0.0)
         return between
+
+
+def _by_purpose(counted: object, way: str) -> dict[tuple[str, str], Event]:
+    """{(purpose, peer): counts} of a ledger's dict; what is not in its form is passed over."""
+    tree = counted.get(way) if isinstance(counted, dict) else None
+    purposes = tree.items() if isinstance(tree, dict) else ()
+    return {
+        (purpose, peer): count
+        for purpose, peers in purposes
+        if isinstance(peers, dict)
+        for peer, count in peers.items()
+        if isinstance(count, dict)
+    }
 
 
 def smoothed(loss: Iterable[float], keep: float = 0.9) -> Floats:

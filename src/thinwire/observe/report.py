@@ -13,6 +13,7 @@ from thinwire.errors import ConfigurationError, DataError
 from thinwire.observe.charts import Chart, colour, link_chart, loss_chart, typical_window
 from thinwire.observe.page import chart_place, page, table, word
 from thinwire.observe.runs import RunRecord
+from thinwire.observe.sessions import finite, whole
 from thinwire.observe.timeline import timeline_chart
 from thinwire.observe.units import NOTHING, text_of_count, text_of_nbytes, text_of_rate, text_of_seconds
 
@@ -47,6 +48,9 @@ def write_report(folders: Sequence[str | Path], out: str | Path) -> Path:
             _section("loss", "Loss against what it cost", _LOSS, records, chart_place("loss", charts["loss"])),
             _section("timeline", "Who computes, who waits", _TIMELINE, records, _per_run(records, charts, "timeline")),
             _section("link", "Use of the link", _LINK, records, _per_run(records, charts, "link")),
+            _section(
+                "wire", "Who sent what to whom", _WIRE, records, "".join(_wire(r, len(records) > 1) for r in records)
+            ),
             _section("fragments", "Fragments", "", records, "".join(_fragments(r, len(records) > 1) for r in records)),
             _section("notes", "Events of note", "", records, "".join(_notes(r, len(records) > 1) for r in records)),
             _section("settings", "Settings and machine", "", [], _settings(records) + _machine(records)),
@@ -74,6 +78,11 @@ _TIMELINE = (
     "on the link, faint: waiting for it or travelling. Drag to move through the run."
 )
 _LINK = "Bits each replica sends, over time."
+_WIRE = (
+    "Every byte by purpose and peer, as each replica's ledger counted it; headers of TCP and IP come on top. Seconds are sums over messages. "
+    "Queued, on the link: what an emulated link did to what was sent; a real one does not tell its sender. Until there: "
+    "from asking for a message to having it, the lateness of its sender included."
+)
 
 
 def _headline(records: Sequence[RunRecord]) -> str:
@@ -164,6 +173,36 @@ def _fragments(record: RunRecord, several: bool) -> str:
         rows.append(f"<tr><td>{index}</td><th>{escape(name)}</th><td>{bar}</td>{cells}</tr>")
     head = ["", "fragment", "", "parameters", "rounds", "landed", "refused", "a packet", "in the air", "stalled"]
     return _run_title(record, several) + table(head, rows, 7)
+
+
+def _wire(record: RunRecord, several: bool) -> str:
+    rows, predicted, counted, emulated = [], 0, 0, record.bits_per_second is not None
+    for replica in record.replicas:
+        predicted += replica.nbytes_sent
+        for purpose, peer, sent, received in replica.ledger:
+            counted += whole(sent.get("nbytes")) if purpose == "packet" else 0
+            values = (
+                text_of_nbytes(whole(sent.get("nbytes"))),
+                str(whole(sent.get("messages"))),
+                text_of_seconds(finite(sent.get("queued_seconds")) if emulated else None),
+                text_of_seconds(finite(sent.get("transfer_seconds")) if emulated else None),
+                text_of_nbytes(whole(received.get("nbytes"))),
+                str(whole(received.get("messages"))),
+                text_of_seconds(finite(received.get("transfer_seconds"))),
+            )
+            cells = "".join(f'<td class="n">{value}</td>' for value in values)
+            rows.append(
+                f"<tr><th>{escape(replica.name)}</th><td>{escape(purpose)}</td><td>{escape(peer)}</td>{cells}</tr>"
+            )
+    if not rows:
+        return (
+            _run_title(record, several) + '<p class="soft">The ledger is written when a run ends; this one has not.</p>'
+        )
+    head = ["", "purpose", "peer", "sent", "messages", "queued", "on the link", "received", "messages", "until there"]
+    sums = (
+        f"Packets, all replicas together: {counted:,} bytes counted; the departures of the log foresaw {predicted:,}."
+    )
+    return _run_title(record, several) + table(head, rows, 7) + f'<p class="remark">{sums}</p>'
 
 
 def _notes(record: RunRecord, several: bool) -> str:
