@@ -40,7 +40,7 @@ class Part:
 
     method: str
     rank: int
-    addresses: tuple[str, str]
+    addresses: tuple[str, ...]
     port: int
     interface: str
     warm: int  # steps before the window, on the unshaped link

@@ -1,26 +1,29 @@
-"""Two network namespaces joined by one shaped link: emulated, on Linux, as root.
+"""Network namespaces joined by shaped links: emulated, on Linux, as root.
 
-    with Namespaces() as link:
-        link.shape(20e6)                                  # bits per second, in both directions
-        process = link.start(0, ["python", "replica.py"])  # runs in namespace 0, on core 0
+    bridge = Bridge()
+    with Namespaces(2, bridge) as space:
+        bridge.shape(20e6)                                  # bits per second, what each may send
+        process = space.start(0, ["python", "replica.py"])  # runs in namespace 0
 
-A veth pair with an end in each namespace; `tc tbf` on both ends delays what leaves. The token bucket counts Ethernet
-frames, headers included. MTU 1500, no added delay, a queue of 0.1 s, TCP's congestion control as the kernel has it.
+A `Bridge` has a rate alone: `tc tbf`, which counts Ethernet frames, headers included. MTU 1500, no added delay, a
+queue of 0.1 s, TCP's congestion control as the kernel has it. router.py has a rate and a delay.
 """
 
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import shutil
 import subprocess
 from collections.abc import Sequence
 from itertools import count
+from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Protocol, Self
 
 QUEUE_SECONDS = 0.1
-_MTU = 1500
+MTU = 1500
 _numbers = count()
 
 
@@ -36,15 +39,60 @@ def missing() -> str | None:
     return None if probe.returncode == 0 else f"`ip netns add` failed: {probe.stderr.decode().strip()}."
 
 
-class Namespaces:
-    """The namespaces, the link between them and the processes started there; all of it is gone after the `with`."""
+class Wires(Protocol):
+    """What joins the namespaces: it makes an interface with an address in each."""
 
-    addresses = ("10.97.0.1", "10.97.0.2")
+    def connect(self, namespaces: Sequence[str], interfaces: Sequence[str], addresses: Sequence[str]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Bridge:
+    """A veth pair from each namespace to a bridge in one more; `tc tbf` delays what leaves a namespace."""
 
     def __init__(self) -> None:
+        self._ends: list[tuple[str, str]] = []
+        self._hub = ""
+
+    def connect(self, namespaces: Sequence[str], interfaces: Sequence[str], addresses: Sequence[str]) -> None:
+        """Make the interfaces. Raises `RuntimeError`."""
+        self._ends, self._hub = list(zip(namespaces, interfaces)), f"{namespaces[0]}-hub"
+        _call("ip", "netns", "add", self._hub)
+        _call("ip", "-n", self._hub, "link", "add", "hub", "type", "bridge", "stp_state", "0", "mcast_snooping", "0")
+        _call("ip", "-n", self._hub, "link", "set", "hub", "mtu", str(MTU), "up")
+        for number, (namespace, interface, address) in enumerate(zip(namespaces, interfaces, addresses)):
+            far = ("peer", "name", f"port{number}", "netns", self._hub)
+            _call("ip", "link", "add", "name", interface, "netns", namespace, "type", "veth", *far)
+            _call("ip", "-n", self._hub, "link", "set", f"port{number}", "mtu", str(MTU), "master", "hub", "up")
+            _call("ip", "-n", namespace, "address", "add", f"{address}/24", "dev", interface)
+            _call("ip", "-n", namespace, "link", "set", interface, "mtu", str(MTU), "up")
+
+    def shape(self, bits_per_second: float | None) -> None:
+        """Let every namespace send at `bits_per_second`; None takes the limit away."""
+        for namespace, interface in self._ends:
+            device = ("dev", interface, "root")
+            if bits_per_second is None:
+                subprocess.run(["tc", "-n", namespace, "qdisc", "delete", *device], capture_output=True)
+                continue
+            burst = int(max(10 * MTU, bits_per_second / 8 * 0.004))  # what an idle link may send at once
+            limits = f"rate {bits_per_second:.0f}bit burst {burst} latency {QUEUE_SECONDS * 1e3:.0f}ms"
+            _call("tc", "-n", namespace, "qdisc", "replace", *device, "tbf", *limits.split())
+
+    def close(self) -> None:
+        """Delete what joins; the interfaces go with it."""
+        if self._hub:
+            subprocess.run(["ip", "netns", "delete", self._hub], capture_output=True)
+
+
+class Namespaces:
+    """`count` namespaces, the wires between them and the processes started there; all of it is gone after the `with`."""
+
+    def __init__(self, count: int = 2, wires: Wires | None = None) -> None:
         number = next(_numbers)
-        self.namespaces = tuple(f"thinwire-{os.getpid()}-{number}-{end}" for end in "ab")
-        self.interfaces = tuple(f"tw{os.getpid()}x{number}{end}" for end in "ab")  # at most 15 characters
+        self.wires = Bridge() if wires is None else wires
+        self.namespaces = tuple(f"thinwire-{os.getpid()}-{number}-{end}" for end in range(count))
+        self.interfaces = tuple(f"tw{os.getpid()}x{number}n{end}" for end in range(count))  # at most 15 characters
+        self.addresses = tuple(f"10.97.0.{end + 1}" for end in range(count))
         self._processes: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> Self:
@@ -52,12 +100,9 @@ class Namespaces:
         try:
             for namespace in self.namespaces:
                 _call("ip", "netns", "add", namespace)
-            ends = [("name", i, "netns", n) for i, n in zip(self.interfaces, self.namespaces)]
-            _call("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
-            for namespace, interface, address in zip(self.namespaces, self.interfaces, self.addresses):
-                _call("ip", "-n", namespace, "address", "add", f"{address}/24", "dev", interface)
-                _call("ip", "-n", namespace, "link", "set", interface, "mtu", str(_MTU), "up")
                 _call("ip", "-n", namespace, "link", "set", "lo", "up")
+                self.tell(namespace, "net.ipv6.conf.all.disable_ipv6=1")  # its neighbour talk is not our traffic
+            self.wires.connect(self.namespaces, self.interfaces, self.addresses)
         except BaseException:
             self.close()
             raise
@@ -68,16 +113,20 @@ class Namespaces:
     ) -> None:
         self.close()
 
-    def shape(self, bits_per_second: float | None) -> None:
-        """Let both ends send at `bits_per_second`; None takes the limit away."""
-        for namespace, interface in zip(self.namespaces, self.interfaces):
-            device = ("dev", interface, "root")
-            if bits_per_second is None:
-                subprocess.run(["tc", "-n", namespace, "qdisc", "delete", *device], capture_output=True)
-                continue
-            burst = int(max(10 * _MTU, bits_per_second / 8 * 0.004))  # what an idle link may send at once
-            limits = f"rate {bits_per_second:.0f}bit burst {burst} latency {QUEUE_SECONDS * 1e3:.0f}ms"
-            _call("tc", "-n", namespace, "qdisc", "replace", *device, "tbf", *limits.split())
+    def tell(self, namespace: str, *settings: str) -> None:
+        """Set what the kernel does in a namespace, such as net.ipv4.tcp_congestion_control=cubic."""
+        for setting in settings:
+            name, _, value = setting.partition("=")
+            path = Path("/proc/sys", *name.split("."))
+            _call("ip", "netns", "exec", namespace, "sh", "-c", f"echo {value} > {path}")
+
+    def counters(self, end: int) -> dict[str, int]:
+        """What the kernel counted at the interface of namespace `end`: tx_bytes, rx_bytes, tx_packets, rx_packets, ..."""
+        shown = _call(
+            "ip", "-n", self.namespaces[end], "-json", "-statistics", "link", "show", "dev", self.interfaces[end]
+        )
+        stats = json.loads(shown)[0]["stats64"]
+        return {f"{way}_{what}": count for way in ("tx", "rx") for what, count in stats[way].items()}
 
     def start(
         self, end: int, command: Sequence[str], core: int | None = None, errors: IO[str] | None = None
@@ -111,14 +160,16 @@ class Namespaces:
         self._processes.clear()
 
     def close(self) -> None:
-        """End the processes and delete both namespaces, the link with them. Idempotent."""
+        """End the processes and delete the namespaces, the wires with them. Idempotent."""
         self.end_processes()
+        self.wires.close()
         for namespace in self.namespaces:
             subprocess.run(["ip", "netns", "delete", namespace], capture_output=True)
         atexit.unregister(self.close)
 
 
-def _call(*command: str) -> None:
+def _call(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout

@@ -33,7 +33,7 @@ from threading import Timer
 from typing import Any
 
 from methods import Part
-from namespaces import QUEUE_SECONDS, Namespaces, missing
+from namespaces import QUEUE_SECONDS, Bridge, Namespaces, missing
 from provenance import installed, provenance, save
 from rich.console import Console
 from rich.table import Table
@@ -94,7 +94,7 @@ def methods(size: str) -> list[Method]:
     ]  # fmt: skip
 
 
-def both(link: Namespaces, part: Part, bits_per_second: float | None) -> list[dict[str, Any]]:
+def both(link: Namespaces, bridge: Bridge, part: Part, bits_per_second: float | None) -> list[dict[str, Any]]:
     """Run one method in both namespaces and return what each replica measured. Raises `RuntimeError` if one ends early."""
     program = [sys.executable, str(Path(__file__).with_name("methods.py"))]
     parts = [replace(part, rank=rank, interface=link.interfaces[rank]) for rank in (0, 1)]
@@ -102,14 +102,14 @@ def both(link: Namespaces, part: Part, bits_per_second: float | None) -> list[di
     deadline.start()
     with TemporaryFile("w+") as errors:
         try:
-            link.shape(None)
+            bridge.shape(None)
             running = [link.start(p.rank, [*program, json.dumps(asdict(p))], p.rank, errors) for p in parts]
             _hear(running)  # both stand and are warm
             if bits_per_second is not None:
-                link.shape(bits_per_second)
+                bridge.shape(bits_per_second)
             _tell(running)
             measured = _hear(running)
-            link.shape(None)
+            bridge.shape(None)
             _tell(running)
             for process in running:
                 process.wait(timeout=30)
@@ -162,7 +162,9 @@ def summary(method: Method, megabits: float | None, replicas: list[dict[str, Any
     return row
 
 
-def measure(link: Namespaces, rates: list[str], chosen: list[Method], part: Part) -> Iterator[dict[str, Any]]:
+def measure(
+    link: Namespaces, bridge: Bridge, rates: list[str], chosen: list[Method], part: Part
+) -> Iterator[dict[str, Any]]:
     """All rows: bare before each rate and at the end, every method at every rate."""
     bare, *rest = chosen
     steps: list[float] = []
@@ -178,7 +180,7 @@ def measure(link: Namespaces, rates: list[str], chosen: list[Method], part: Part
             return {"method": method.name, "megabits_per_second": megabits, "problem": "left out, too long"}
         asked = replace(part, method=method.how, warm=method.warm, steps=count, port=port)
         try:
-            measured = both(link, asked, None if megabits is None else megabits * 1e6)
+            measured = both(link, bridge, asked, None if megabits is None else megabits * 1e6)
         except RuntimeError as error:
             return {"method": method.name, "megabits_per_second": megabits, "problem": f"failed: {error}"}
         return summary(method, megabits, measured)
@@ -250,7 +252,7 @@ def main() -> None:
         print("torchft is not installed: its column stays empty. `pip install thinwire[rivals]`", file=sys.stderr)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces go, as with Ctrl-C
     rates = ["100"] if options.quick else options.rates.split(",")
-    part = Part("", 0, Namespaces.addresses, 29500, "", 0, 0, EVERY, DELAY, LAYER_FRAGMENTS)
+    part = Part("", 0, Namespaces(2).addresses, 29500, "", 0, 0, EVERY, DELAY, LAYER_FRAGMENTS)
     chosen = methods(part.size)
     if options.quick:
         short = {"bare": 10, "torchft": 10, "ddp": 2}
@@ -263,8 +265,9 @@ def main() -> None:
         "strategies": {m.name: repr(parse(m.how)) for m in chosen if m.how not in ("bare", "ddp", "torchft")},
     }  # fmt: skip
     rows: list[dict[str, Any]] = []
-    with Namespaces() as link:
-        for row in measure(link, rates, chosen, part):
+    bridge = Bridge()
+    with Namespaces(2, bridge) as link:
+        for row in measure(link, bridge, rates, chosen, part):
             rows.append(row)
             print(_progress(row), file=sys.stderr, flush=True)
     result["bare"] = compare(rows)

@@ -40,7 +40,8 @@ def table(path: Path, name: str, whole: bool, up: str = "") -> str:
         rows = [row for row in result["rows"] if row["method"] in HEADLINE and "problem" not in row]
         result = dict(result) | {"rows": rows}
     heads, rows = TABLES[result["benchmark"]](result)
-    align = ["---" if head in ("method", "model", "format") else "---:" for head in heads]
+    left = ("method", "model", "format", "link, each way", "codec", "exchange")
+    align = ["---" if head in left else "---:" for head in heads]
     lines = [f"| {' | '.join(cells)} |" for cells in (heads, align, *rows)]
     return "\n".join([*lines, "", provenance(result, name, up)])
 
@@ -141,6 +142,36 @@ def repr_without_defaults(piece: object) -> str:
     return f"{type(piece).__name__}({', '.join(shown)})"
 
 
+def exchange(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Rows of benchmarks/exchange.py: what each exchange took, beside gloo's all-reduce of the same tensor."""
+    of = ("link", "replicas", "nbytes", "codec")
+    beside = {tuple(row[key] for key in of): row for row in result["rows"] if row["exchange"] == "gloo all-reduce"}
+    rows = []
+    for row in result["rows"]:
+        if row["exchange"] == "gloo all-reduce":
+            continue
+        pace = "paced" if row["uplink"] else "plain"
+        name = f"{row['exchange'].removesuffix('()')}, {pace}{', idle' if row['idle_seconds'] else ''}"
+        reduced = beside.get(tuple(row[key] for key in of))
+        rows.append(
+            [row["link"], str(row["replicas"]), f"{row['nbytes'] / 1e6:g}", row["codec"].removesuffix("()"), name,
+             f"{row['seconds']:.3f}", f"{row['ideal_seconds']:.3f}", f"{row['of_ideal']:.2f}",
+             f"{reduced['seconds']:.3f}" if reduced else "–"]
+        )  # fmt: skip
+    heads = [
+        "link, each way",
+        "replicas",
+        "packet, MB",
+        "codec",
+        "exchange",
+        "s",
+        "ideal, s",
+        "of ideal",
+        "gloo all-reduce, s",
+    ]
+    return heads, rows
+
+
 def _share(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
 
@@ -150,6 +181,7 @@ TABLES: dict[str, Callable[[Result], tuple[list[str], list[list[str]]]]] = {
     "quality": quality,
     "attach": attach,
     "formats": formats,
+    "exchange": exchange,
 }
 
 

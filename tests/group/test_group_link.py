@@ -74,6 +74,11 @@ def test_books_of_an_uplink():
     assert uplink.book(101.25, 250) == (101.5, 103.75)
     assert uplink.book(200.0, 1000) == (200.0, 203.0)
     assert uplink.busy_seconds == 2.75
+    assert (uplink.waiting_seconds(200.0), uplink.waiting_seconds(200.75), uplink.waiting_seconds(300.0)) == (
+        1.0,
+        0.25,
+        0.0,
+    )
     assert Link(8000.0, 2.0).seconds(1000) == 3.0
 
 

@@ -95,6 +95,8 @@ def test_training_learns_and_its_summary_adds_up(whole: Path) -> None:
     assert packets <= summary["wire_bytes_sent"] < packets + 10_000  # the introduction is the rest
     assert summary["bits_per_parameter_per_step"] == 8 * summary["wire_bytes_sent"] / summary["parameters"] / STEPS
     assert 0 < summary["compute_utilization"] <= 1 and summary["provenance"] == "measured"
+    counted = [count["nbytes"] for count in summary["ledger"]["sent"]["packet"].values()]
+    assert sum(counted) == packets  # predicted = counted, to the byte
 
 
 def test_every_replica_evaluates_the_same_anchors(whole: Path) -> None:
@@ -131,7 +133,10 @@ def test_threads_and_processes_train_the_same_bytes(whole: Path, tmp_path: Path,
 def test_a_link_changes_time_only(whole: Path, tmp_path: Path, text: str) -> None:
     run_in(tmp_path / "linked", small_run(text, link="20mbit,5ms"))
     assert model_of(tmp_path / "linked") == model_of(whole)
-    assert events_of(tmp_path / "linked", "end")[0]["summary"]["provenance"] == "emulated"  # type: ignore[index]
+    summary = events_of(tmp_path / "linked", "end")[0]["summary"]
+    assert summary["provenance"] == "emulated"  # type: ignore[index]
+    (packets,) = summary["ledger"]["sent"]["packet"].values()  # type: ignore[index]
+    assert packets["transfer_seconds"] == pytest.approx(8 * packets["nbytes"] / 20e6 + 5e-3 * packets["messages"])
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_named(whole: Path, tmp_path: Path, text: str) -> None:

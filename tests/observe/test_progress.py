@@ -100,6 +100,39 @@ def test_what_a_terminal_shows(tmp_path: Path, write_events: Write, start: Start
     assert "step 3/10" in screen  # the slowest
 
 
+def depart(seconds: float, fragment: int, nbytes: int) -> dict[str, object]:
+    fields = {"event": "depart", "seconds": seconds, "step": 1, "fragment": fragment, "round": 0}
+    return fields | {"nbytes": nbytes, "seconds_spent": 0}
+
+
+@pytest.mark.parametrize(
+    "departures, link, shown_use",
+    [
+        (
+            [(1.0, 10_000_000)],
+            4e6,
+            "47.4 %",
+        ),  # 20 s of the link: busy from 1.0 to the end of these 1.9 s, and no more than that
+        ([(0.0, 10_000_000), (1.0, 10_000_000)], 4e6, "100.0 %"),
+        ([(0.5, 100_000), (0.5, 100_000)], 4e6, "21.1 %"),  # 0.2 s each, one after the other
+        ([(0.5, 100_000)], 0, "–"),
+        ([(0.5, 100_000)], "NaN", "–"),
+    ],
+)
+def test_the_link_column_is_what_the_link_carries_by_now(
+    tmp_path: Path, write_events: Write, start: Start, departures: list[tuple[float, int]], link: object, shown_use: str
+) -> None:
+    """A packet departs at once and leaves slowly: what is still to leave is not counted."""
+    shown, out = console(terminal=True)
+    events = [depart(seconds, index, nbytes) for index, (seconds, nbytes) in enumerate(departures)]
+    head = start(0, 1, link={"bits_per_second": link, "delay_seconds": 0.5})
+    write_events(tmp_path / "events" / "replica-0.jsonl", [head, *events, *steps(1, 4)])
+    with Progress(tmp_path, steps=10, replicas=1, console=shown):
+        pass
+    row = next(line for line in out.getvalue().splitlines() if line.strip().startswith("0 "))
+    assert f" {shown_use} " in row, row
+
+
 def test_a_new_session_starts_the_counters_again(tmp_path: Path, write_events: Write, start: Start) -> None:
     shown, out = console()
     resume = {"event": "resume", "seconds": 0.1, "step": 50, "from_step": 50, "path": "x", "skipped": []}

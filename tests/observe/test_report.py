@@ -21,7 +21,7 @@ from thinwire.observe.timeline import Bar, joined, timeline_chart
 
 Make = Callable[..., Path]
 HOSTILE = "<img src=x onerror=\"document.body.dataset.pwned='yes'\"></script><script>document.body.dataset.pwned='yes'</script>"
-SECTIONS = ("loss", "timeline", "link", "fragments", "notes", "settings")
+SECTIONS = ("loss", "timeline", "link", "wire", "fragments", "notes", "settings")
 
 
 def own_text(page: str) -> str:
@@ -56,6 +56,42 @@ def test_a_run_that_has_only_begun(tmp_path: Path, write_events: Any, start: Any
     assert "still running or killed" in text and "measured" in text
     with pytest.raises(ConfigurationError, match="at least one"):
         write_report([], tmp_path / "none.html")
+
+
+COUNT = {"nbytes": 1_250_000, "messages": 7, "queued_seconds": 0.25, "transfer_seconds": 75.0}
+
+
+def ended_with(run: Path, ledger: object) -> str:
+    log = run / "events" / "replica-0.jsonl"
+    lines = [line for line in log.read_text().splitlines() if '"end"' not in line[:20]]
+    lines.append(json.dumps({"event": "end", "seconds": 99.0, "step": 60, "summary": {"ledger": ledger}}))
+    log.write_text("\n".join(lines) + "\n")
+    return own_text(write_report([run], run / "report.html").read_text())
+
+
+def test_the_ledger_is_shown_by_purpose_and_peer(make_run: Make, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", replicas=1, steps=60)
+    assert "No ledger here" in own_text(write_report([run], tmp_path / "a.html").read_text())
+    ledger = {"sent": {"packet": {"1": COUNT}, "vote": {"2": COUNT}}, "received": {"packet": {"1": COUNT}}}
+    text = ended_with(run, ledger)
+    row = re.search(r"<tr><th>replica 0</th><td>packet</td><td>1</td>(.*?)</tr>", text)
+    assert row and re.findall(r">([^<>]+)</td>", row[1]) == [
+        *("1.25 MB", "7", "250 ms", "1 min 15 s", "1.25 MB", "7", "1 min 15 s"),
+    ]  # fmt: skip
+    foreseen = RunRecord.load(run).replicas[0].nbytes_sent
+    assert f"1,250,000 bytes counted; the departures of the log foresaw {foreseen:,}" in text
+
+
+@pytest.mark.parametrize("odd", [7, [], {"sent": 3}, {"sent": {"packet": []}}, {"sent": {"packet": {"1": "x"}}}])
+def test_an_odd_ledger_is_passed_over(make_run: Make, tmp_path: Path, odd: object) -> None:
+    assert "No ledger here" in ended_with(make_run(tmp_path / "run", replicas=1, steps=60), odd)
+
+
+def test_a_real_link_tells_its_sender_no_seconds(tmp_path: Path, write_events: Any, start: Any) -> None:
+    write_events(tmp_path / "events" / "replica-0.jsonl", [start(0, 1, link=None)])
+    text = ended_with(tmp_path, {"sent": {"packet": {HOSTILE: COUNT | {"nbytes": HOSTILE}}}})
+    row = re.search(r"<td>packet</td>(.*?)</tr>", text)
+    assert row and row[1].count('<td class="n">–</td>') == 2 and "<img" not in text
 
 
 @pytest.fixture

@@ -75,7 +75,8 @@ def train_as_rank(run: Run, folder: Path, resume: bool, stop: threading.Event | 
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"  # nccl inside a replica; packets take gloo
     start_torch(rank, world, address, port, run.timeout, backend, book)
     uplink = parse_link(run.uplink)
-    group = TorchGroup.from_world(run.replicas, timeout=run.timeout, uplink=uplink.bits_per_second if uplink else None)
+    rate = uplink.bits_per_second / shards if uplink else None  # the ranks of a replica share its uplink
+    group = TorchGroup.from_world(run.replicas, timeout=run.timeout, uplink=rate)
     place = Place(group, folder, resume, group.site, group.shard, shards, int(environment.get("LOCAL_RANK", "0")), stop)
     try:
         with _stopping(stop):

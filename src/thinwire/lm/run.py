@@ -77,7 +77,7 @@ class Run:
     link: str = "none"
     """Emulate a link of this rate and delay under the carrier, such as 50mbit,30ms."""
     uplink: str = "none"
-    """Rate at which this machine can really send to the others, such as 100mbit: what it sends is paced to that. none: TCP alone decides."""
+    """Rate at which this replica can really send, such as 100mbit: its connections are paced to share that. none: TCP alone decides."""
     timeout: float = 300.0
     """Seconds that a replica waits for a packet before it gives the others up."""
 

@@ -195,9 +195,7 @@ def _wire(record: RunRecord, several: bool) -> str:
                 f"<tr><th>{escape(replica.name)}</th><td>{escape(purpose)}</td><td>{escape(peer)}</td>{cells}</tr>"
             )
     if not rows:
-        return (
-            _run_title(record, several) + '<p class="soft">The ledger is written when a run ends; this one has not.</p>'
-        )
+        return _run_title(record, several) + '<p class="soft">No ledger here: it is written when a run ends.</p>'
     head = ["", "purpose", "peer", "sent", "messages", "queued", "on the link", "received", "messages", "until there"]
     sums = (
         f"Packets, all replicas together: {counted:,} bytes counted; the departures of the log foresaw {predicted:,}."

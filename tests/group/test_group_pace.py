@@ -1,0 +1,71 @@
+"""Connections are found among this process's files, and told their share of the uplink. Linux."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+
+import pytest
+from group_laws import run_processes
+
+from thinwire.errors import ConfigurationError
+from thinwire.group import TorchGroup
+from thinwire.group.pace import SHARE, connections, pace
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pacing is Linux's")
+PACING = 47  # SO_MAX_PACING_RATE
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        return one, server.accept()[0]
+
+
+def paced_to(file: int) -> int:
+    with socket.socket(fileno=os.dup(file)) as one:
+        return one.getsockopt(socket.SOL_SOCKET, PACING)
+
+
+def test_only_connections_are_found(tmp_path):
+    before = connections()
+    with (tmp_path / "file").open("w"), socket.socket() as alone, socket.socketpair()[0], socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        assert alone.fileno() > 0 and connections() == before
+        one, other = pair()
+        with one, other:
+            assert connections() - before == {one.fileno(), other.fileno()}
+    assert connections() == before
+
+
+def test_connections_share_the_rate_and_what_is_gone_is_passed_over():
+    one, other = pair()
+    with one, other, socket.socket() as gone:
+        closed = gone.fileno()
+        gone.close()
+        assert pace({one.fileno(), other.fileno()}, 8e6) == 2
+        assert {each.getsockopt(socket.SOL_SOCKET, PACING) for each in (one, other)} == {int(SHARE * 8e6 / 8 / 2)}
+        assert pace({closed}, 8e6) == 0 == pace(set(), 8e6)
+        assert pace({one.fileno()}, 0.1) == 1  # slower than a byte a second
+        assert one.getsockopt(socket.SOL_SOCKET, PACING) == 1
+
+
+def paced_group(rank, size):
+    before = connections()
+    TorchGroup.from_world(size)
+    plain = connections() - before
+    group = TorchGroup.from_world(size, uplink=80e6)
+    paced = connections() - before - plain
+    for refused in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigurationError, match="a positive rate"):
+            TorchGroup.from_world(size, uplink=refused)
+    group.close()
+    return [[paced_to(file) for file in files] for files in (plain, paced)]
+
+
+def test_a_group_paces_its_own_connections_and_no_others(tmp_path):
+    share = int(SHARE * 80e6 / 8 / 2)
+    for plain, paced in run_processes(paced_group, 3, tmp_path):
+        assert paced == [share, share] and len(plain) == 2 and share not in plain
