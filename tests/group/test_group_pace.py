@@ -61,8 +61,9 @@ def paced_group(rank, size):
     for refused in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ConfigurationError, match="a positive rate"):
             TorchGroup.from_world(size, uplink=refused)
+    rates = [[paced_to(file) for file in files] for files in (plain, paced)]
     group.close()
-    return [[paced_to(file) for file in files] for files in (plain, paced)]
+    return rates
 
 
 def test_a_group_paces_its_own_connections_and_no_others(tmp_path):
