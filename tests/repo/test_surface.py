@@ -16,6 +16,7 @@ from pages import ROOT
 
 import thinwire
 from thinwire.cli import VERBS
+from thinwire.cli.simulate import STUDIES
 from thinwire.lm.run import Run
 
 # Of a run: options of train and compare, and what a run file holds.
@@ -27,6 +28,7 @@ OPTIONS = {
     "train": "run_settings out resume run json",
     "compare": "run_settings strategies seeds out run json",
     "report": "runs out tensorboard json",
+    "simulate utilization": "parameters layers step_seconds method every delay fragment_layers bits_per_parameter grid plot json",
     "doctor": "run link step_seconds master_addr master_port runs json",
 }
 MODULES = sorted(
@@ -58,23 +60,30 @@ def test_options_of_a_run():
     assert fields(Run) == RUN.split()
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_options_of_verbs(verb):
-    assert sorted(fields(importlib.import_module(f"thinwire.cli.{verb}").Options)) == sorted(OPTIONS[verb].split())
+def options_of(command: str) -> type:
+    """The options of a verb, or of a verb and its study."""
+    return importlib.import_module(f"thinwire.cli.{command.replace('simulate ', 'studies.')}").Options
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_option_is_explained(verb, capsys):
+@pytest.mark.parametrize("command", OPTIONS)
+def test_options_of_verbs(command):
+    assert sorted(fields(options_of(command))) == sorted(OPTIONS[command].split())
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_every_option_is_explained(command, capsys):
     """Each field is followed by its docstring, which is its help."""
-    source = inspect.getsource(importlib.import_module(f"thinwire.cli.{verb}").Options) + inspect.getsource(Run)
-    for name in [*OPTIONS[verb].split(), *RUN.split()]:
+    source = inspect.getsource(options_of(command)) + inspect.getsource(Run)
+    for name in [*OPTIONS[command].split(), *RUN.split()]:
         if name != "run_settings":
             assert re.search(rf'^    {name}: [^\n]*\n    """', source, re.MULTILINE), name
 
 
 def test_verbs_are_those_that_are_documented():
     tree = (ROOT / "README.md").read_text()
-    assert set(VERBS) == set(OPTIONS) and all(f"thinwire {verb}" in tree for verb in VERBS)
+    assert set(VERBS) == {command.split()[0] for command in OPTIONS}
+    assert {f"simulate {study}" for study in STUDIES} == {command for command in OPTIONS if " " in command}
+    assert all(f"thinwire {verb}" in tree for verb in VERBS)
 
 
 def test_examples_in_docstrings_run():

@@ -1,0 +1,1 @@
+"""What `thinwire simulate` can study, one a file."""

@@ -1,0 +1,2 @@
+"""Who waits for whom, in virtual time: no tensors, no network, no clock. All figures of this room are *simulated*, those of
+`formulas` *predicted*."""

@@ -1,0 +1,106 @@
+"""Closed forms beside the simulator: what they give is *predicted*, each within the range that it states.
+
+Throughout, `load` is c = κ·b·N / (B·T): how many steps the link needs for one exchange of the whole model, where N are
+the parameters, b the bits of one on the wire, B the rate, T the seconds of an inner step, and κ what the collective
+sends for one message (`ring_factor`, or M − 1 where everybody sends to everybody). For two replicas all κ are 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from thinwire.simulate.layers import FORWARD
+
+BACKWARD = 1 - FORWARD  # of a step
+
+
+def ring_factor(replicas: int) -> float:
+    """κ = 2·(M−1)/M: what a ring all-reduce, or a reduce-scatter and a gather, sends for one message.
+
+    >>> ring_factor(2), ring_factor(4)
+    (1.0, 1.5)
+    """
+    return 2 * (replicas - 1) / replicas
+
+
+def load(parameters: float, bits_per_parameter: float, bits_per_second: float, step_seconds: float) -> float:
+    """c = b·N / (B·T), κ taken into b.
+
+    >>> load(1e9, 16, bits_per_second=160e9, step_seconds=0.1)
+    1.0
+    """
+    return bits_per_parameter * parameters / (bits_per_second * step_seconds)
+
+
+def floor_bits_per_second(parameters: float, bits_per_parameter: float, every: int, step_seconds: float) -> float:
+    """B ≥ κ·b·N / (H·T): below this rate no schedule and no overlap reaches full utilisation. Holds always.
+
+    H is the real period: where a schedule rounds it, the rounded one. With several links in parallel, their sum.
+
+    >>> floor_bits_per_second(1e9, 4, every=100, step_seconds=0.1) / 1e9
+    0.4
+    """
+    return bits_per_parameter * parameters / (every * step_seconds)
+
+
+def most_utilization(load: float, every: int) -> float:
+    """U ≤ min(1, H/c): the same bound, as utilisation. Reached where the delay is long enough."""
+    return min(1.0, every / load) if load > 0 else 1.0
+
+
+def data_parallel_utilization(load: float, layers: int) -> float:
+    """U = 1 / (⅓ + max(⅔ + c/L, ⅔/L + c)): gradients travel while the backward pass goes on.
+
+    Either the last layer to be ready travels alone after the pass (c/L), or the link is busy from the first on. Exact
+    for equal layers, ⅓ of the step forward, no latency. The paper's simpler form drops ⅔/L.
+
+    >>> round(data_parallel_utilization(1.0, layers=24), 4)
+    0.7347
+    """
+    return 1 / (FORWARD + max(BACKWARD + load / layers, BACKWARD / layers + load))
+
+
+def diloco_utilization(load: float, layers: int, every: int) -> float:
+    """U = H / (H + max(c/L, c − ⅔·(1 − 1/L))): one exchange in H steps, which hides behind one backward pass.
+
+    Exact for equal layers, ⅓ of the step forward, no latency, delay 0, and all fragments at once.
+
+    >>> round(diloco_utilization(10.0, layers=24, every=100), 4)
+    0.9144
+    """
+    return every / (every + max(load / layers, load - BACKWARD * (1 - 1 / layers)))
+
+
+def streaming_utilization(
+    load: float, layers: int, fragments: Sequence[Sequence[int]], every: int, delay: int
+) -> float:
+    """U = H / (H + Σ_p stall_p): every fragment (a list of its layers) stalls by itself.
+
+    A layer l that is sent is ready (L − l)·⅔/L after the backward pass has begun, and is needed ⅔ + τ + l/(3L) after
+    it. The k-th to travel arrives at a_k = max(a_(k−1), ready_k) + c/L, and stall = max_k (a_k − needed_k), or 0.
+    *Range*: τ < the steps between two departures, so that a flight has landed before the next one departs; there it
+    is exact at any load. With a longer delay flights share the link, land later, and this is too high:
+    `most_utilization` says what is left.
+    """
+    stalls = 0.0
+    for fragment in fragments:
+        arrival = late = 0.0
+        for layer in sorted(fragment, reverse=True):
+            arrival = max(arrival, (layers - layer) * BACKWARD / layers) + load / layers
+            late = max(late, arrival - (BACKWARD + delay + layer * FORWARD / layers))
+        stalls += late
+    return every / (every + stalls)
+
+
+def flight_fits(
+    load: float, share: float, delay: int, step_seconds: float, round_trip_seconds: float, trips: int = 1
+) -> bool:
+    """RTT·trips + f·c·T ≤ τ·T: whether a fragment with `share` f of the model lands in time on an idle link.
+
+    `trips` are the collective's sequential round trips: 1 where everybody sends to everybody, 2·(M−1) for a ring.
+    Necessary for full utilisation up to the slack of one step that layers have; not sufficient: see the floor.
+
+    >>> flight_fits(2.0, share=1 / 8, delay=1, step_seconds=0.1, round_trip_seconds=0.15)
+    False
+    """
+    return round_trip_seconds * trips + share * load * step_seconds <= delay * step_seconds

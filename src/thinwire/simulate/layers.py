@@ -1,0 +1,129 @@
+"""Inside a step: layers, forward and backward, against one link, for many rates of that link at once.
+
+The model is that of Streaming DiLoCo's study of compute utilisation (arXiv 2501.18512, §3.1 and appendix): replicas
+are alike, so one stands for all. Layers are equal; a forward pass takes a third of the step, a backward pass the rest.
+A layer that is due is sent when its backward pass ends, over a link that carries one message at a time, first in
+first out, without latency; its forward pass in step t + 1 + τ waits until it has arrived. Which fragments depart
+after which step says the strategy's own schedule, which layers they hold its own partition.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from thinwire.errors import ConfigurationError
+from thinwire.strategy import Strategy
+
+Floats = NDArray[np.float64]
+
+FORWARD = 1 / 3  # of a step
+CYCLES = 256  # at most, until the pattern repeats; what is left then is less than 1 / 256 of the slack
+SAME = 1e-10  # of a step: two times that are equal
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A model as equal layers and nothing else, with the seconds that one inner step takes."""
+
+    parameters: float
+    layers: int
+    step_seconds: float
+
+    def __post_init__(self) -> None:
+        for name in ("parameters", "step_seconds"):
+            if not (isfinite(getattr(self, name)) and getattr(self, name) > 0):
+                raise ConfigurationError(f"{name}={getattr(self, name)}: a positive number is needed.")
+        if self.layers < 1:
+            raise ConfigurationError(f"layers={self.layers}: at least 1 is needed.")
+        if self.parameters < self.layers:
+            raise ConfigurationError(
+                f"parameters={self.parameters:g} for {self.layers} layers: at least one parameter a layer is needed."
+            )
+
+    def skeleton(self) -> nn.Module:
+        """What a partition can look at: layers without storage."""
+        with torch.device("meta"):
+            return nn.Sequential(*(_Layer(round(self.parameters / self.layers)) for _ in range(self.layers)))
+
+    def fragments(self, strategy: Strategy) -> list[list[int]]:
+        """The layers of each of the strategy's fragments."""
+        fragments = strategy.partition.fragments(self.skeleton())
+        return [[int(name.split(".")[0]) for name, _ in fragment.parameters] for fragment in fragments]
+
+
+class _Layer(nn.Module):
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(numel))
+
+
+def compute_utilization(stack: Stack, strategy: Strategy, bits_per_parameter: float, bits_per_second: Floats) -> Floats:
+    """Seconds of computing over seconds, in the long run, for each of the rates [B].
+
+    No time grows when the rate does, so utilisation never falls with it. Cost: a few operations on arrays [B] for
+    every layer that is sent, until the pattern repeats.
+    """
+    replica = _Lockstep(stack, strategy, bits_per_parameter, bits_per_second)
+    every = strategy.schedule.every
+    replica.run(2 * every + strategy.schedule.delay + 1)  # until every fragment has departed, and landed
+    backlog = span = np.full_like(bits_per_second, np.inf)
+    for _ in range(CYCLES):
+        before, queued, began = span, backlog, replica.clock
+        replica.run(every)
+        span, backlog = replica.clock - began, np.maximum(replica.free - replica.clock, 0.0)
+        unlike = np.abs(span - before) + np.abs(backlog - queued)
+        if (unlike <= SAME * stack.step_seconds * every).all():
+            break
+    return np.minimum(every * stack.step_seconds / span, 1.0)  # one rounding more or less in a sum is no gain
+
+
+def compute_utilization_of_run(
+    stack: Stack, strategy: Strategy, bits_per_parameter: float, bits_per_second: Floats, steps: int
+) -> Floats:
+    """As `compute_utilization`, but of a run of `steps` that begins with an idle link and ends when it is idle again."""
+    replica = _Lockstep(stack, strategy, bits_per_parameter, bits_per_second)
+    replica.run(steps)
+    return np.minimum(steps * stack.step_seconds / np.maximum(replica.clock, replica.free), 1.0)
+
+
+class _Lockstep:
+    """One replica that stands for all: when it is, when its link is free, and when which layers arrive (arrays [B])."""
+
+    def __init__(self, stack: Stack, strategy: Strategy, bits_per_parameter: float, rates: Floats) -> None:
+        self.stack, self.schedule, self.step = stack, strategy.schedule, 0
+        self.fragments = stack.fragments(strategy)
+        self.forward = FORWARD * stack.step_seconds / stack.layers
+        self.backward = (1 - FORWARD) * stack.step_seconds / stack.layers
+        self.seconds_on_link = bits_per_parameter * stack.parameters / stack.layers / rates
+        self.clock = np.zeros_like(rates)
+        self.free = np.zeros_like(rates)
+        self.arrivals: dict[int, dict[int, Floats]] = {}  # by the step that needs them, by layer
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step += 1
+            self._forward(self.arrivals.pop(self.step, {}))
+            departing = self.schedule.departs(self.step, len(self.fragments))
+            self._backward([layer for fragment in departing for layer in self.fragments[fragment]])
+
+    def _forward(self, arrivals: dict[int, Floats]) -> None:
+        done = 0
+        for layer in sorted(arrivals):
+            self.clock = np.maximum(self.clock + (layer - done) * self.forward, arrivals[layer])
+            done = layer
+        self.clock = self.clock + (self.stack.layers - done) * self.forward
+
+    def _backward(self, departing: list[int]) -> None:
+        left = self.stack.layers
+        needed = self.arrivals.setdefault(self.step + 1 + self.schedule.delay, {}) if departing else {}
+        for layer in sorted(departing, reverse=True):
+            self.clock = self.clock + (left - layer) * self.backward
+            self.free = np.maximum(self.free, self.clock) + self.seconds_on_link
+            needed[layer], left = self.free, layer
+        self.clock = self.clock + left * self.backward

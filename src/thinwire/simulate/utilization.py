@@ -1,0 +1,114 @@
+"""The rate that a link needs for a given compute utilisation: the study of Streaming DiLoCo (arXiv 2501.18512, Table 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+import numpy as np
+
+from thinwire.codecs import E3M0, Cast
+from thinwire.errors import ConfigurationError
+from thinwire.recipes import data_parallel, diloco, streaming_diloco
+from thinwire.schedule import short_first
+from thinwire.simulate.formulas import floor_bits_per_second
+from thinwire.simulate.layers import Floats, Stack, compute_utilization, compute_utilization_of_run
+from thinwire.strategy import Strategy
+
+METHODS = ("data-parallel", "diloco", "streaming", "streaming-overlap", "streaming-overlap-fp4")
+TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
+PAPER_GRID = np.logspace(-1, 3, 50) * 1e9  # the paper's axis: every rate it prints is one of these, rounded
+PAPER_STEPS = 300
+PAPER_BITS = 13.4  # a parameter: what reproduces the paper's table; it names 16
+LANES = 32  # rates at a time that a search tries for a target
+PASSES = 6  # of a search: from 14 decades to a factor of 1 + 4e-8
+
+
+@dataclass(frozen=True)
+class Study:
+    """A model, and how the methods are set.
+
+    `bits_per_parameter` is what a parameter weighs in one exchange without 4-bit codes, the collective's traffic
+    included; with them it is a quarter. *Differs* from training: the paper's period is P·⌊H/P⌋ for P fragments (at
+    least P), and here so too; `Staggered` is given that period, and then keeps it exactly. Where P does not divide
+    the layers some fragments have a layer less.
+    """
+
+    stack: Stack
+    every: int = 100
+    delay: int = 1
+    fragment_layers: int = 3
+    bits_per_parameter: float = 16.0
+
+    def __post_init__(self) -> None:
+        if not (isfinite(self.bits_per_parameter) and self.bits_per_parameter > 0):
+            raise ConfigurationError(f"bits_per_parameter={self.bits_per_parameter}: a positive number is needed.")
+        if self.every < 1:
+            raise ConfigurationError(f"every={self.every}: at least 1 inner step between two exchanges is needed.")
+
+    def strategy(self, method: str) -> Strategy:
+        """The composition that `method` names. Raises `ConfigurationError`."""
+        match method:
+            case "data-parallel":
+                return data_parallel(codec=Cast())
+            case "diloco":
+                return diloco(every=self.every, codec=Cast())
+            case "streaming" | "streaming-overlap" | "streaming-overlap-fp4":
+                count = self._fragments()
+                period = max(1, self.every // count) * count
+                return streaming_diloco(
+                    every=period,
+                    fragments=count,
+                    offsets=short_first(period, count),
+                    delay=0 if method == "streaming" else self.delay,
+                    codec=E3M0() if method.endswith("fp4") else Cast(),
+                )
+        raise ConfigurationError(f"method={method!r} is not known; choose from {', '.join(METHODS)}.")
+
+    def bits(self, method: str) -> float:
+        """What a parameter weighs with `method`."""
+        return self.bits_per_parameter / 4 if method.endswith("fp4") else self.bits_per_parameter
+
+    def floor(self, method: str) -> float:
+        """Predicted: the rate below which no schedule of this period computes all the time."""
+        every = self.strategy(method).schedule.every
+        return floor_bits_per_second(self.stack.parameters, self.bits(method), every, self.stack.step_seconds)
+
+    def convention(self) -> str:
+        """What the volumes mean, in words for whoever reads a figure of this study."""
+        bits = self.bits_per_parameter
+        meant = {16.0: "bf16 as it is", PAPER_BITS: "what reproduces the paper's table, which itself names 16"}
+        said = meant.get(bits, f"where bf16 is 16, and {PAPER_BITS:g} reproduces the paper's table")
+        return f"volume: {bits:g} bits a parameter and exchange ({said}); a quarter of that in fp4"
+
+    def utilization(self, method: str, bits_per_second: Floats) -> Floats:
+        """Simulated, for each of the rates [B]."""
+        return compute_utilization(self.stack, self.strategy(method), self.bits(method), bits_per_second)
+
+    def paper_rates(self, method: str, targets: Sequence[float] = TARGETS) -> list[float | None]:
+        """As the paper reads them: for each target the first rate of its grid that reaches it in a run of whole cycles
+        and at least 300 steps, the last transfer included; None if none does.
+        """
+        strategy = self.strategy(method)
+        steps = -(-PAPER_STEPS // strategy.schedule.every) * strategy.schedule.every
+        used = compute_utilization_of_run(self.stack, strategy, self.bits(method), PAPER_GRID, steps)
+        return [float(PAPER_GRID[np.argmax(used >= t)]) if (used >= t).any() else None for t in targets]
+
+    def rates(self, method: str, targets: Sequence[float] = TARGETS) -> list[float]:
+        """For each target the least rate that reaches it, to seven digits: utilisation rises with the rate."""
+        alone = self.bits(method) * self.stack.parameters / self.stack.step_seconds  # one exchange takes one step
+        low, high = (np.full(len(targets), alone * decades) for decades in (1e-8, 1e6))
+        for _ in range(PASSES):
+            tried = np.geomspace(low, high, LANES)  # [lanes, targets]
+            reached = self.utilization(method, tried.ravel()).reshape(tried.shape) >= np.array(targets)
+            first = np.maximum(reached.argmax(axis=0), 1)
+            low, high = (np.take_along_axis(tried, (first - back)[None], axis=0)[0] for back in (1, 0))
+        return [float(rate) for rate in high]
+
+    def _fragments(self) -> int:
+        if not 1 <= self.fragment_layers <= self.stack.layers:
+            raise ConfigurationError(
+                f"fragment_layers={self.fragment_layers} for {self.stack.layers} layers: between 1 and {self.stack.layers} is needed."
+            )
+        return -(-self.stack.layers // self.fragment_layers)
