@@ -78,7 +78,7 @@ def draw(chart: Chart, title: str, path: Path) -> None:
     view = chart.views[0]
     match path.suffix:
         case ".svg":
-            path.write_text(drawing(view, title, *chart.remarks))
+            path.write_text(drawing(view, title, " ".join(chart.remarks)))
         case ".html":
             body = f"<h1>{escape(title)} {word('simulated')}</h1><section>{chart_place('figure', chart)}</section>"
             path.write_text(page(title, body, {"figure": chart}))
