@@ -9,6 +9,7 @@ from thinwire.errors import ConfigurationError
 
 STUDIES = {
     "utilization": "the rate that a link needs for a given compute utilisation, layer by layer (the paper's table)",
+    "run": "a run file, or any strategy: replicas, links, stragglers and failures, step by step",
 }
 
 _USAGE = "\n".join(

@@ -32,7 +32,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, BinaryIO
@@ -68,17 +68,17 @@ class EventLog:
 
     A file has one writer at a time, so that two runs cannot share a folder. Each line is one unbuffered write, so that
     whatever was emitted before a kill -9 is in the file. A disk that is full, or gone, never stops training: the first
-    lost event is announced on stderr, all are counted in `lost`.
+    lost event is announced on stderr, all are counted in `lost`. `clock` is monotonic time, or a simulation's.
 
     >>> with EventLog(folder / "events" / "replica-0.jsonl") as log:   # doctest: +SKIP
     ...     log.emit("warning", step=3, message="the link is slow")
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.path = Path(path)
         self.lost = 0
-        self._lock = threading.Lock()
-        self._opened = time.monotonic()
+        self._lock, self._clock = threading.Lock(), clock
+        self._opened = clock()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("ab", buffering=0)
@@ -98,7 +98,7 @@ class EventLog:
 
     def seconds(self) -> float:
         """Seconds since the log was opened: the clock on which `begin` and `end` are given."""
-        return time.monotonic() - self._opened
+        return self._clock() - self._opened
 
     def emit(self, event: str, step: int, **fields: object) -> None:
         """Write one event. Raises `ValueError` for an unknown kind, and for fields that are not its kind's."""

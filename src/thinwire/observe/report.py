@@ -38,14 +38,17 @@ def write_report(folders: Sequence[str | Path], out: str | Path) -> Path:
     if not folders:
         raise ConfigurationError("No run folder was given; a report needs at least one. Give the folder of a run.")
     records = [RunRecord.load(folder) for folder in folders]
-    charts: dict[str, Chart] = {"loss": loss_chart(records)}
+    trained = any(record.summary.provenance != "simulated" for record in records)  # else there is no loss
+    charts: dict[str, Chart] = {"loss": loss_chart(records)} if trained else {}
     for index, record in enumerate(records):
         charts[f"timeline-{index}"] = timeline_chart(record)
         charts[f"link-{index}"] = link_chart(record, typical_window(record))
     body = "".join(
         (
             _headline(records),
-            _section("loss", "Loss against what it cost", _LOSS, records, chart_place("loss", charts["loss"])),
+            _section("loss", "Loss against what it cost", _LOSS, records, chart_place("loss", charts["loss"]))
+            if trained
+            else "",
             _section("timeline", "Who computes, who waits", _TIMELINE, records, _per_run(records, charts, "timeline")),
             _section("link", "Use of the link", _LINK, records, _per_run(records, charts, "link")),
             _section(

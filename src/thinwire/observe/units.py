@@ -1,11 +1,17 @@
-"""Numbers as people read them: the one place where bytes, rates and seconds become text."""
+"""Numbers as people read them: the one place where bytes, rates and seconds become text, and where times are read."""
 
 from __future__ import annotations
 
 import math
+import re
 from typing import TypeGuard
 
+from thinwire.errors import ConfigurationError
+
 NOTHING = "–"  # what stands where no number is known
+
+
+_TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def _scaled(value: float, units: tuple[str, ...], base: float = 1000.0) -> str:
@@ -69,3 +75,17 @@ def text_of_loss(loss: float | None) -> str:
 def known(value: float | None) -> TypeGuard[float]:
     """Whether there is a finite number."""
     return value is not None and math.isfinite(value)
+
+
+def seconds_of_text(text: str) -> float:
+    """A time with its unit: us, ms, s, min, h or d. Raises `ConfigurationError`.
+
+    >>> seconds_of_text("1.5h"), seconds_of_text("30 ms")
+    (5400.0, 0.03)
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)\s*", text)
+    if match is None or match[2] not in _TIMES:
+        raise ConfigurationError(
+            f"the time {text!r} was given; a number with a unit is needed, one of {', '.join(_TIMES)}. Write it like 30s or 1.5h."
+        )
+    return float(match[1]) * _TIMES[match[2]]

@@ -1,0 +1,103 @@
+"""A simulated run as the event logs of a real one, so that `thinwire report` draws its timeline and its link."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from thinwire.observe.events import EventLog
+from thinwire.simulate.layers import Floats
+from thinwire.simulate.replicas import Outcome, Round
+from thinwire.simulate.scenario import Scenario
+from thinwire.simulate.uplinks import Integers
+
+REPLICAS = 16  # that leave a log; the report draws eight
+
+
+class Recorder:
+    """Observes a simulation and writes `FOLDER/events/replica-*.jsonl`, a file a replica, of the first 16.
+
+    `about` are the fields of a `start` event that a scenario does not know: run, strategy, parameters, fragments, machine.
+    Steps between two events share their time evenly. There is no loss.
+    """
+
+    def __init__(self, folder: Path, scenario: Scenario, about: Mapping[str, Any], tokens: int) -> None:
+        self.scenario, self.tokens = scenario, tokens
+        count = min(scenario.replicas, REPLICAS)
+        self.now = 0.0
+        self.clock = np.zeros(count)
+        self.logs = [EventLog(folder / "events" / f"replica-{r}.jsonl", lambda: self.now) for r in range(count)]
+        for rank in range(count):
+            link = scenario.wires[rank if scenario.shares is None else scenario.shares[rank]].link
+            self._emit(
+                rank, 0.0, "start", 0, wall_time=0.0, replica=rank, replicas=scenario.replicas, carrier="virtual time",
+                link={"bits_per_second": link.bits_per_second, "delay_seconds": link.delay_seconds},
+                **about,
+            )  # fmt: skip
+
+    def stepped(self, step: int, steps: int, begin: Floats, end: Floats, away: Integers) -> None:
+        fields = {"loss": math.nan, "lr": math.nan, "grad_norm": math.nan, "tokens": self.tokens}
+        for rank in self._there(away):
+            edges = np.linspace(begin[rank], end[rank], steps + 1).tolist()
+            for number, (left, right) in enumerate(pairwise(edges), step - steps + 1):
+                times = {"begin": round(left, 6), "compute_seconds": round(right - left, 6)}
+                self._emit(rank, right, "step", number, **fields, **times)
+
+    def departed(self, round_: Round, away: Integers) -> None:
+        fields = {"fragment": round_.fragment, "round": round_.number, "nbytes": round_.nbytes, "seconds_spent": 0.0}
+        for rank in self._there(away):
+            self._emit(rank, float(round_.departed[rank]), "depart", round_.step, **fields)
+
+    def landed(self, round_: Round, step: int, begin: Floats, stall: Floats, away: Integers) -> None:
+        assert round_.landed is not None
+        fields = {"fragment": round_.fragment, "round": round_.number}
+        for rank in self._there(away):
+            now, left = float(begin[rank] + stall[rank]), float(round_.departed[rank])
+            if math.isfinite(round_.messages.asked[rank]):
+                on_link = {
+                    "queued_seconds": float(round_.messages.begin[rank]) - left,
+                    "transfer_seconds": float(round_.messages.arrival[rank] - round_.messages.begin[rank]),
+                }
+                end = float(round_.landed[rank])
+                self._emit(rank, now, "flight", step, **fields, begin=left, end=end, **on_link)
+            waited = {"begin": float(begin[rank]), "stall_seconds": float(stall[rank]), "seconds_spent": 0.0}
+            self._emit(rank, now, "land", step, **fields, **waited)
+
+    def changed(self, replicas: Integers, step: int, seconds: Floats, what: str) -> None:
+        for rank, now in zip(replicas.tolist(), seconds.tolist(), strict=True):
+            if rank < len(self.logs):
+                self._emit(rank, now, "warning", step, message=what)
+
+    def end(self, outcome: Outcome, steps: int, summary: Mapping[str, Any]) -> None:
+        """What the run says of itself, each replica with its own numbers."""
+        for rank, log in enumerate(self.logs):
+            own = {
+                "wire_bytes_sent": int(outcome.nbytes_sent[rank]),
+                "compute_utilization": float(outcome.compute_seconds[rank] / outcome.wall_seconds[rank]),
+                "wall_seconds": float(outcome.wall_seconds[rank]),
+                "stall_seconds": float(outcome.stall_seconds[rank]),
+            }
+            self._emit(rank, float(outcome.wall_seconds[rank]), "end", steps, summary=dict(summary) | own)
+            log.close()
+
+    def _there(self, away: Integers) -> list[int]:
+        return [rank for rank in range(len(self.logs)) if not away[rank]]
+
+    def _emit(self, rank: int, now: float, event: str, step: int, **fields: Any) -> None:
+        self.now = now
+        self.logs[rank].emit(event, step, **fields)
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for log in self.logs:
+            log.close()

@@ -1,0 +1,270 @@
+"""Between steps: all replicas of a run, their rounds and their wires, in virtual time.
+
+The order of things is `Replica`'s, and what decides is asked of the strategy that trains: its schedule says which
+fragments depart after which inner step and how long they may fly, its exchange and codec how many bytes that is.
+Time is what the pieces leave open. An inner step takes its replica's time; a departure goes through the exchange
+thread and then over the uplink (both first in, first out); a round is complete when the last byte of the last replica
+has arrived, since a replica also waits for its own bytes to leave; a landing waits for that, and only landings wait.
+
+All replicas take the same inner steps, so one event is handled for all of them at once, in arrays [M], in the order of
+the steps and not of time: nothing that happens later in a replica's life can change what came before, so both orders
+give the same times. Wires that are shared are the exception, and are booked in the order of time (`uplinks.send`).
+Cost: a few operations on [M] for every departure and landing, none for a step in which nothing departs or lands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from thinwire.errors import ConfigurationError
+from thinwire.merge import Eager
+from thinwire.seeds import derive
+from thinwire.simulate.layers import Floats
+from thinwire.simulate.scenario import Scenario
+from thinwire.simulate.uplinks import Integers, Messages, Uplinks, send
+from thinwire.strategy import Gradients, Strategy
+
+
+@dataclass(eq=False)
+class Round:
+    """One exchange of one fragment, as all replicas see it: arrays [M]."""
+
+    fragment: int
+    number: int
+    step: int
+    departed: Floats
+    messages: Messages
+    noticed: float  # until when it waited for packets that did not come
+    landed: Floats | None = None  # ready to land: arrived from everybody, and decoded
+
+    @property
+    def nbytes(self) -> int:
+        return self.messages.nbytes
+
+
+class Observer(Protocol):
+    """Hears what happens, as arrays [M]; `away` replicas take no part."""
+
+    def stepped(self, step: int, steps: int, begin: Floats, end: Floats, away: Integers) -> None:
+        """The `steps` inner steps up to `step`."""
+
+    def departed(self, round_: Round, away: Integers) -> None: ...
+
+    def landed(self, round_: Round, step: int, begin: Floats, stall: Floats, away: Integers) -> None: ...
+
+    def changed(self, replicas: Integers, step: int, seconds: Floats, what: str) -> None:
+        """Some die, or are back, each at its time."""
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What came out: arrays [M], but for the wires' `busy_seconds` [W]. `events` counts departures, arrivals and
+    landings of all replicas, and their inner steps.
+    """
+
+    wall_seconds: Floats
+    compute_seconds: Floats
+    stall_seconds: Floats
+    nbytes_sent: Integers
+    steps: Integers
+    busy_seconds: Floats
+    rounds: int
+    failures: int
+    events: int
+
+    @property
+    def compute_utilization(self) -> float:
+        """Seconds in inner steps over seconds, the mean of the replicas."""
+        return float(np.mean(self.compute_seconds / self.wall_seconds))
+
+
+def simulate(
+    strategy: Strategy, numels: Sequence[int], scenario: Scenario, steps: int, observer: Observer | None = None
+) -> Outcome:
+    """Train for `steps` inner steps, and finish as `Replica.finish` does; `numels` are the fragments' sizes."""
+    if steps < 1 or not numels or min(numels) < 0:
+        raise ConfigurationError(f"steps={steps}, {len(numels)} fragments: at least 1 of each is needed.")
+    fleet = _Fleet(strategy, numels, scenario, observer)
+    fleet.run(steps)
+    return fleet.outcome()
+
+
+class _Fleet:
+    def __init__(
+        self, strategy: Strategy, numels: Sequence[int], scenario: Scenario, observer: Observer | None
+    ) -> None:
+        self.strategy, self.numels, self.scenario, self.observer = strategy, numels, scenario, observer
+        count = scenario.replicas
+        self.step_seconds = np.array(scenario.step_seconds)
+        self.pace = np.cumsum(self.step_seconds)  # who pauses: in proportion to the time of a step
+        self.random = np.random.default_rng(derive(scenario.seed, "simulate"))
+        self.uplinks = Uplinks(scenario.wires)
+        self.shares = np.array(range(count) if scenario.shares is None else scenario.shares)
+        self.shared = len(np.unique(self.shares)) < count
+        self.clock, self.outbound, self.inbound = np.zeros(count), np.zeros(count), np.zeros(count)
+        self.compute, self.stall = np.zeros(count), np.zeros(count)
+        self.sent, self.steps = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+        self.flying: dict[int, Round] = {}  # by fragment
+        self.waiting: list[Round] = []  # to be settled, in order of departure
+        self.rounds = [0] * len(numels)
+        self.events = self.failed = 0
+        self.away = np.zeros(count, dtype=bool)
+        self.fails_at, self.returns_at = np.full(count, np.inf), np.full(count, np.inf)
+        self.noticed = 0.0  # when the others knew of the last failure
+        if scenario.failures:
+            self.fails_at = self._next_failures(np.zeros(count))
+
+    # ---- the order of things, as in Replica
+
+    def run(self, steps: int) -> None:
+        schedule, fragments = self.strategy.schedule, len(self.numels)
+        eager = isinstance(self.strategy.merge, Eager)
+        done = 0
+        for step in range(1, steps + 1):
+            departing = schedule.departs(step, fragments)
+            due = [p for p, flight in self.flying.items() if flight.step + schedule.delay == step]
+            if not departing and not due:
+                continue
+            self._compute(step, step - done)
+            done = step
+            for p in departing:
+                if eager and p in self.flying:
+                    self._land(p, step)
+                self._depart(p, step)
+            for p in range(fragments):
+                if not eager and p in self.flying and self.flying[p].step + schedule.delay == step:
+                    self._land(p, step)
+        self._compute(steps, steps - done)
+        if not isinstance(self.strategy.signal, Gradients):
+            self._finish(steps, eager)
+
+    def _finish(self, step: int, eager: bool) -> None:
+        for p in range(len(self.numels)):
+            if p in self.flying and not eager:
+                self._land(p, step)
+        for p in range(len(self.numels)):
+            if p in self.flying:
+                self._land(p, step)
+            self._depart(p, step)
+        for p in range(len(self.numels)):
+            self._land(p, step)
+
+    def _compute(self, step: int, steps: int) -> None:
+        """`steps` inner steps on every replica that is there, up to `step`."""
+        if not steps:
+            return
+        there, begin = ~self.away, self.clock
+        seconds = np.where(there, self._seconds(steps), 0.0)
+        self.clock = begin + seconds
+        self.compute += seconds
+        self.steps += steps * there
+        self.events += steps * int(there.sum())
+        if self.observer:
+            self.observer.stepped(step, steps, begin, self.clock, self.away)
+        self._fail(step, begin, steps)
+
+    def _seconds(self, steps: int) -> Floats:
+        """What `steps` inner steps take: sums of independent draws, drawn at once; of pauses, all replicas' together."""
+        seconds, scenario = steps * self.step_seconds, self.scenario
+        if scenario.jitter:
+            variance = scenario.jitter**2
+            seconds = self.step_seconds * variance * self.random.standard_gamma(steps / variance, len(seconds))
+        if scenario.stragglers:
+            pauses = self.random.poisson(steps * self.pace[-1] / scenario.stragglers.every_seconds)
+            who = np.searchsorted(self.pace, self.random.random(pauses) * self.pace[-1], side="right")
+            lengths = self.random.exponential(scenario.stragglers.seconds, pauses)
+            seconds = seconds + np.bincount(who, lengths, minlength=len(seconds))
+        return seconds
+
+    def _depart(self, p: int, step: int) -> None:
+        there = ~self.away
+        nbytes = self.strategy.exchange.nbytes_sent(self.strategy.codec, self.numels[p], int(there.sum()))
+        ready = np.maximum(self.clock, self.outbound) + self.scenario.encode_seconds * self.numels[p]
+        self.outbound = np.where(there, ready, self.outbound)
+        messages = Messages.of(np.where(there, ready, np.inf), nbytes)
+        flight = Round(p, self.rounds[p], step, self.clock, messages, self.noticed)
+        self.rounds[p] += 1
+        self.flying[p] = flight
+        self.waiting.append(flight)
+        self.sent += nbytes * there
+        self.events += 2 * int(there.sum())
+        if not self.shared and nbytes:
+            own = np.flatnonzero(there)
+            begin, arrival = self.uplinks.book(self.shares[own], ready[own], np.full(len(own), float(nbytes)))
+            messages.begin[own], messages.arrival[own] = begin, arrival
+        if self.observer:
+            self.observer.departed(flight, self.away)
+
+    def _land(self, p: int, step: int) -> None:
+        """Wait for the flight; then everybody that is back takes the anchors."""
+        flight = self.flying.pop(p)
+        while flight.landed is None:
+            self._settle(self.waiting.pop(0))
+        assert flight.landed is not None
+        there = ~self.away
+        stall = np.where(there, np.maximum(flight.landed - self.clock, 0.0), 0.0)
+        begin, self.clock = self.clock, self.clock + stall
+        self.stall += stall
+        self.events += int(there.sum())
+        if self.observer:
+            self.observer.landed(flight, step, begin, stall, self.away)
+        self._return(step, float((begin + stall)[there].max()))
+
+    def _settle(self, flight: Round) -> None:
+        """When the round is complete, and when each replica has decoded it; rounds settle in order of departure."""
+        messages, there = flight.messages, ~self.away
+        if not flight.nbytes:
+            messages.begin, messages.arrival = messages.asked, messages.asked
+        elif self.shared:
+            send(self.uplinks, self.shares, [messages, *(other.messages for other in self.waiting)], messages)
+        taking_part = np.isfinite(messages.asked)
+        complete = max(messages.arrival[taking_part].max(initial=0.0), flight.noticed)
+        decode = self.scenario.decode_seconds * self.numels[flight.fragment] * int(taking_part.sum())
+        flight.landed = np.maximum(complete, self.inbound) + decode
+        self.inbound = np.where(there, flight.landed, self.inbound)
+
+    # ---- who is there
+
+    def _next_failures(self, now: Floats) -> Floats:
+        assert self.scenario.failures
+        return now + self.random.exponential(self.scenario.failures.every_seconds, len(now))
+
+    def _fail(self, step: int, begin: Floats, steps: int) -> None:
+        """Those whose time came before these `steps` were done are away, and so are their unfinished steps."""
+        failed = np.flatnonzero(~self.away & (self.clock >= self.fails_at))
+        if not self.scenario.failures or not len(failed):
+            return
+        at, end = self.fails_at[failed], self.clock[failed]
+        undone = np.minimum(end - at, end - begin[failed])
+        self.compute[failed] -= undone
+        self.steps[failed] -= np.ceil(steps * undone / (end - begin[failed])).astype(np.int64)
+        self.stall[failed] -= end - at - undone  # it died while it waited
+        self.clock[failed], self.away[failed] = at, True
+        self.returns_at[failed] = at + self.scenario.failures.repair_seconds
+        self.noticed = max(self.noticed, float(at.max()) + self.scenario.failures.detect_seconds)
+        self.failed += len(failed)
+        if self.observer:
+            self.observer.changed(failed, step, at, "this replica dies")
+        if self.away.all():  # nobody is left to wait for: the first that is back goes on from its checkpoint
+            self._return(step, float(self.returns_at.min()))
+
+    def _return(self, step: int, now: float) -> None:
+        """Those that are repaired by `now` are there again."""
+        back = np.flatnonzero(self.away & (self.returns_at <= now))
+        if len(back):
+            self.away[back] = False
+            self.clock[back] = self.outbound[back] = self.inbound[back] = now
+            self.fails_at[back] = self._next_failures(self.clock[back])
+            if self.observer:
+                self.observer.changed(back, step, self.clock[back], "this replica is back, with the anchors")
+
+    def outcome(self) -> Outcome:
+        wall = np.where(self.away, self.clock.max(), self.clock)
+        return Outcome(
+            wall, self.compute, self.stall, self.sent, self.steps, self.uplinks.busy_seconds,
+            sum(self.rounds), self.failed, self.events,
+        )  # fmt: skip

@@ -1,0 +1,151 @@
+"""Where a strategy runs: how fast the replicas are, which wires join them, and what goes wrong."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import isfinite, log, sqrt
+
+import numpy as np
+
+from thinwire.errors import ConfigurationError
+from thinwire.group import Link
+from thinwire.seeds import derive
+from thinwire.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Outages:
+    """Times in which a wire is down by chance: on average one in `every_seconds` of being up, `seconds` long (exponential)."""
+
+    every_seconds: float
+    seconds: float
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _positive(self, "every_seconds", "seconds")
+
+    def __iter__(self) -> Iterator[tuple[float, float]]:
+        """(begin, end) without end; the same whenever it is asked."""
+        random, end = np.random.default_rng(self.seed), 0.0
+        while True:
+            begin = end + random.exponential(self.every_seconds)
+            yield begin, (end := begin + random.exponential(self.seconds))
+
+
+@dataclass(frozen=True)
+class Wire:
+    """An uplink: a link, the share of its bytes that is lost, and when it is down ((begin, end) in seconds, ascending).
+
+    Lost bytes travel again: n bytes occupy it for 8·n / (rate·(1 − loss)) seconds. Congestion control is not modelled:
+    the rate is what a stream reaches. A message on a wire that goes down goes on when it is up again.
+    """
+
+    link: Link
+    loss: float = 0.0
+    outages: tuple[tuple[float, float], ...] | Outages = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.loss < 1:
+            raise ConfigurationError(f"loss={self.loss}: a share of the bytes, 0 or more and less than 1, is needed.")
+        given = () if isinstance(self.outages, Outages) else self.outages
+        times = [time for outage in given for time in outage]
+        if times != sorted(times) or len(set(times)) < len(times) or not all(isfinite(t) and t >= 0 for t in times):
+            raise ConfigurationError(f"outages={given}: pairs of seconds (begin, end) are needed, ascending and apart.")
+
+
+@dataclass(frozen=True)
+class Stragglers:
+    """Pauses by chance, in inner steps: on average one in `every_seconds` of computing, `seconds` long (exponential)."""
+
+    every_seconds: float
+    seconds: float
+
+    def __post_init__(self) -> None:
+        _positive(self, "every_seconds", "seconds")
+
+
+@dataclass(frozen=True)
+class Failures:
+    """Replicas that die by chance, on average one in `every_seconds` each (exponential), and return after `repair_seconds`.
+
+    The group is elastic: the others notice after `detect_seconds` and go on; who returns takes the anchors at the next
+    landing and trains on from there. Steps that it missed are not done by anybody.
+    """
+
+    every_seconds: float
+    repair_seconds: float
+    detect_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        _positive(self, "every_seconds", "repair_seconds")
+        if not (isfinite(self.detect_seconds) and self.detect_seconds >= 0):
+            raise ConfigurationError(f"detect_seconds={self.detect_seconds}: zero or a positive time is needed.")
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """`step_seconds` of each replica; the `wires`, and for each replica which of them it sends over.
+
+    Replicas that name the same wire share it, first in first out. Without `shares` every replica has a wire of its
+    own: one for each is needed then. `jitter` is the coefficient of variation of a step's duration (gamma
+    distributed). `encode_seconds` and `decode_seconds` are what the exchange threads need for a parameter and packet.
+    All that is drawn depends on `seed` only.
+    """
+
+    step_seconds: tuple[float, ...]
+    wires: tuple[Wire, ...]
+    shares: tuple[int, ...] | None = None
+    jitter: float = 0.0
+    stragglers: Stragglers | None = None
+    failures: Failures | None = None
+    encode_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.step_seconds or not all(isfinite(s) and s > 0 for s in self.step_seconds):
+            shown = self.step_seconds if len(self.step_seconds) < 9 else f"{len(self.step_seconds)} times"
+            raise ConfigurationError(f"step_seconds={shown}: a positive time for every replica is needed.")
+        shares = range(self.replicas) if self.shares is None else self.shares
+        if len(shares) != self.replicas or not all(0 <= wire < len(self.wires) for wire in shares):
+            raise ConfigurationError(
+                f"{self.replicas} replicas, {len(self.wires)} wires, shares={self.shares and self.shares[:8]}: a wire for every "
+                "replica, or for every replica the number of its wire, is needed."
+            )
+        for name in ("jitter", "encode_seconds", "decode_seconds"):
+            if not (isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ConfigurationError(f"{name}={getattr(self, name)}: zero or more is needed.")
+
+    @property
+    def replicas(self) -> int:
+        return len(self.step_seconds)
+
+    def floor_bits_per_second(self, strategy: Strategy, numels: list[int]) -> float:
+        """Predicted: the rate that the busiest wire needs to carry a period's bytes while the slowest replica computes."""
+        period = strategy.schedule.every * max(self.step_seconds)
+        sharing = max(Counter(range(self.replicas) if self.shares is None else self.shares).values())
+        return 8 * sharing * strategy.nbytes_per_period(numels, self.replicas) / period
+
+    @classmethod
+    def alike(cls, replicas: int, step_seconds: float, link: Link) -> Scenario:
+        """Equal replicas, each with an uplink of its own."""
+        return cls((step_seconds,) * replicas, (Wire(link),) * replicas)
+
+
+def spread(mean: float, variation: float, count: int, seed: int, purpose: str) -> tuple[float, ...]:
+    """`count` lognormal draws with the given mean and coefficient of variation: speeds of machines, rates of links.
+
+    >>> spread(2.0, 0.0, 3, seed=0, purpose="steps")
+    (2.0, 2.0, 2.0)
+    """
+    deviation = sqrt(log(1 + variation**2))
+    drawn = np.random.default_rng(derive(seed, purpose)).normal(-(deviation**2) / 2, deviation, count)
+    return tuple((mean * np.exp(drawn)).tolist())
+
+
+def _positive(piece: object, *names: str) -> None:
+    for name in names:
+        if not (isfinite(getattr(piece, name)) and getattr(piece, name) > 0):
+            raise ConfigurationError(f"{name}={getattr(piece, name)}: a positive time is needed.")

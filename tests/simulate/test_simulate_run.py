@@ -1,0 +1,182 @@
+"""`thinwire simulate run`: what it prints, writes and refuses; and how near it comes to runs that were emulated."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import thinwire as tw
+from thinwire.cli import main
+from thinwire.cli.studies.run import Options, make_scenario, skeleton
+from thinwire.errors import ConfigurationError
+from thinwire.group import Link
+from thinwire.lm.run import Run
+from thinwire.observe.runs import RunRecord
+from thinwire.observe.units import seconds_of_text
+from thinwire.simulate.replicas import simulate
+from thinwire.simulate.scenario import Failures, Scenario, Stragglers
+
+ROOT = Path(__file__).parents[2]
+ASKED = "--model nano --steps 60 --every 12 --delay 3 --link 2mbit,30ms --step-seconds 0.2"
+
+
+def told(capsys: pytest.CaptureFixture[str], arguments: str) -> dict[str, Any]:
+    assert main(["simulate", "run", *arguments.split(), "--json"]) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_the_summary_has_the_keys_of_a_real_run(capsys):
+    summary = told(capsys, ASKED)
+    keys = "strategy replicas steps tokens parameters eval_loss wire_bytes_sent bits_per_parameter_per_step compute_utilization wall_seconds"
+    assert set(keys.split()) | {"stall_seconds", "provenance"} <= set(summary)
+    assert summary["provenance"] == "simulated" and summary["eval_loss"] is None
+    assert summary["tokens"] == 60 * 2 * 8 * 128 and summary["wall_seconds"] > 60 * 0.2
+    assert summary["compute_utilization"] == pytest.approx(12 / summary["wall_seconds"], rel=1e-6)
+    strategy = tw.streaming_diloco(every=12, delay=3)
+    numels = [f.numel for f in strategy.partition.fragments(skeleton(Run(model="nano")))]
+    assert summary["parameters"] == sum(numels)
+    assert summary["wire_bytes_sent"] == pytest.approx(5 * strategy.nbytes_per_period(numels, 2), rel=0.1)
+    assert summary["floor_bits_per_second"] == 8 * strategy.nbytes_per_period(numels, 2) / (12 * 0.2)
+
+
+def test_the_table_says_what_its_figures_are(capsys):
+    assert main(["simulate", "run", *ASKED.split(), "--replicas", "20", "--failures", "5s/1min"]) == 0
+    said = capsys.readouterr().out
+    assert "simulated" in said and "predicted" in said and "failures" in said
+    assert "the 4 that wait most and the 4 that wait least" in said
+
+
+def test_a_run_file_is_taken_and_options_replace_what_is_in_it(capsys, tmp_path):
+    Run(model="nano", steps=30, link="1mbit", strategy="diloco", every=10).save(tmp_path / "run.toml")
+    summary = told(capsys, f"{tmp_path}/run.toml --step-seconds 0.1 --steps 20")
+    assert summary["strategy"] == "diloco(every=10)" and summary["steps"] == 20
+
+
+def test_what_it_writes_is_a_run_that_can_be_reported(capsys, tmp_path):
+    out = tmp_path / "virtual"
+    summary = told(capsys, f"{ASKED} --replicas 3 --slower 1 2 --failures 4s/10s/1s --seed 3 --out {out}")
+    record = RunRecord.load(out)
+    assert record.summary.provenance == "simulated" and record.status == "finished"
+    assert record.summary.compute_utilization == pytest.approx(summary["compute_utilization"], abs=1e-6)
+    assert record.summary.wire_bytes_sent == pytest.approx(summary["wire_bytes_sent"], abs=1)
+    assert record.bits_per_second == 2e6 and len(record.replicas) == 3
+    assert {note.text for note in record.notes} == {"this replica dies", "this replica is back, with the anchors"}
+    assert Run.load(out / "run.toml").every == 12 and json.loads((out / "summary.json").read_text()) == summary
+    assert record.replicas[0].start["machine"]["failures"] == "4s/10s/1s"
+    page = (out / "report.html").read_text()
+    assert 'id="section-timeline"' in page and 'id="section-loss"' not in page and page.count(">simulated<") >= 6
+    assert main(["simulate", "run", *ASKED.split(), "--out", str(out)]) == 2
+    assert "holds a run already" in capsys.readouterr().err
+
+
+def test_the_log_agrees_with_the_outcome(tmp_path):
+    """Without trouble, what is read back from the events alone is what was simulated."""
+    out = tmp_path / "virtual"
+    assert main(["simulate", "run", *ASKED.split(), "--jitter", "0.2", "--slower", "1", "1.5", "--out", str(out)]) == 0
+    for log in out.glob("events/*.jsonl"):  # as if it had not lived to say its own summary
+        log.write_text("".join(line for line in log.read_text().splitlines(True) if '"event":"end"' not in line))
+    said, found = json.loads((out / "summary.json").read_text()), RunRecord.load(out)
+    for name in ("compute_utilization", "wall_seconds", "stall_seconds", "wire_bytes_sent"):
+        assert getattr(found.summary, name) == pytest.approx(said[name], rel=1e-4), name
+    for replica in found.replicas:
+        assert (np.diff(replica.begin) > 0).all() and len(replica.step) == 60
+        assert all(f.begin <= f.link_begin <= f.link_end <= f.end for f in replica.flights)
+
+
+def options(**changes: Any) -> Options:
+    run = changes.pop("run", Run(replicas=6, link="50mbit,30ms", model="nano"))
+    return Options(**({"run_settings": run, "step_seconds": 1.0} | changes))
+
+
+def test_the_scenario_is_what_was_asked_for():
+    scenario = make_scenario(
+        options(
+            slower=(1.0, 2.0),
+            links=("1mbit", "2mbit"),
+            sharing=2,
+            loss=0.1,
+            failures="10min/7d/30s",
+            stragglers="10s/1h",
+        )
+    )
+    assert scenario.step_seconds == (1.0, 2.0) * 3 and scenario.shares == (0, 0, 1, 1, 2, 2)
+    assert [wire.link for wire in scenario.wires] == [Link(1e6), Link(2e6), Link(1e6)]
+    assert scenario.failures == Failures(7 * 86400.0, 600.0, 30.0) and scenario.stragglers == Stragglers(3600.0, 10.0)
+    drawn = make_scenario(options(run=Run(replicas=4000, link="50mbit"), step_variation=0.2, link_variation=0.5))
+    rates = [wire.link.bits_per_second for wire in drawn.wires]
+    assert np.mean(drawn.step_seconds) == pytest.approx(1, rel=0.02) and np.std(drawn.step_seconds) == pytest.approx(
+        0.2, rel=0.05
+    )
+    assert np.mean(rates) == pytest.approx(50e6, rel=0.03) and np.std(rates) == pytest.approx(25e6, rel=0.1)
+    down = make_scenario(options(outages="20s/2h")).wires
+    first, second = ([*islice(wire.outages, 500)] for wire in down[:2])
+    assert first == [*islice(down[0].outages, 500)] != second
+    assert np.mean([end - begin for begin, end in first]) == pytest.approx(20, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"step_seconds": None}, "the time of an inner step is needed"),
+        ({"step_seconds": 0.0}, "a positive time for every replica"),
+        ({"run": Run(model="nano")}, "a link is needed: --link"),
+        ({"links": ("50mb",)}, "the link '50mb' was given"),
+        ({"links": ("0mbit",)}, "a rate of 0.0 bit/s"),
+        ({"slower": (1.0, 0.0)}, "positive factors"),
+        ({"slower": ()}, "positive factors"),
+        ({"step_variation": -1.0}, "step_variation=-1.0: zero or more"),
+        ({"link_variation": float("nan")}, "link_variation=nan"),
+        ({"sharing": 7}, "between 1 and 6 replicas share"),
+        ({"loss": 1.5}, "loss=1.5"),
+        ({"stragglers": "10s"}, "stragglers='10s': times with units between slashes"),
+        ({"stragglers": "10/1h"}, "the time '10' was given; a number with a unit"),
+        ({"outages": "0s/1h"}, "seconds=0.0: a positive time"),
+        ({"failures": "1s/2s/3s/4s"}, "between slashes"),
+        ({"failures": "1fortnight/2s"}, "'1fortnight' was given"),
+    ],
+)
+def test_bad_input_is_refused(changes, says):
+    with pytest.raises(ConfigurationError, match=says):
+        make_scenario(options(**changes))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["", "--step-seconds 1", f"{ASKED} --links 5", "nothing.toml", "--step-seconds 1 --link 1mbit --model huge"],
+)
+def test_what_was_asked_wrongly_is_said_in_a_line(arguments, capsys):
+    assert main(["simulate", "run", *arguments.split()]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_times_with_units():
+    assert [seconds_of_text(text) for text in ("250us", "1.5ms", "2s", "3 min", "1h", "7d")] == pytest.approx(
+        [250e-6, 1.5e-3, 2, 180, 3600, 604800]
+    )
+    for wrong in ("", "5", "s", "-1s", "1e3s", "1 parsec", "nan s"):
+        with pytest.raises(ConfigurationError, match="a number with a unit is needed"):
+            seconds_of_text(wrong)
+
+
+def emulated() -> list[dict[str, Any]]:
+    rows = json.loads((ROOT / "benchmarks/results/utilization.json").read_text())["rows"]
+    return [row for row in rows if str(row.get("how")).startswith("Strategy(")]
+
+
+@pytest.mark.parametrize("row", emulated(), ids=lambda row: f"{row['method']}, {row['megabits_per_second']:.3g} Mbit/s")
+def test_it_comes_near_to_what_was_emulated(row):
+    """The benchmark's real processes over a shaped link, from the strategy, step time and rate that its JSON holds.
+
+    1448 of 1514 bytes on the wire are payload. Nothing is fitted; what the simulator does not know of is the CPU that
+    encoding takes from training.
+    """
+    strategy = tw.parse(row["how"])
+    numels = [fragment.numel for fragment in strategy.partition.fragments(skeleton(Run(model="mini")))]
+    link = Link(row["megabits_per_second"] * 1e6 * 1448 / 1514)
+    outcome = simulate(strategy, numels, Scenario.alike(2, row["inner_step_seconds"], link), 3000)
+    assert outcome.compute_utilization == pytest.approx(row["utilization"], rel=0.1)

@@ -1,0 +1,397 @@
+"""The simulator of whole runs: its laws, the slow simulator beside it, real replicas beside it, and what goes wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+from oracle import Oracle
+from pieces import METHODS, Toy, journey
+
+import thinwire as tw
+from thinwire.errors import ConfigurationError
+from thinwire.group import Link
+from thinwire.simulate.layers import Stack, compute_utilization
+from thinwire.simulate.replicas import Outcome, Round, simulate
+from thinwire.simulate.scenario import Failures, Outages, Scenario, Stragglers, Wire, spread
+
+FAST, THIN = Link(1e15), Link(1e6, 0.05)
+STREAM = tw.streaming_diloco(every=12, fragments=3, delay=3)
+NUMELS = [40_000, 50_000, 30_000]
+
+
+def alike(replicas: int = 2, link: Link = THIN, **changes: Any) -> Scenario:
+    return dataclasses.replace(Scenario.alike(replicas, 1.0, link), **changes)
+
+
+def sizes_for(strategy: tw.Strategy) -> list[int]:
+    """Of the toy's fragments, times a thousand: offsets are for a number of fragments."""
+    return [1000 * fragment.numel for fragment in strategy.partition.fragments(Toy())]
+
+
+class Heard:
+    """An observer that keeps everything."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, int, np.ndarray, np.ndarray]] = []
+        self.left: list[Round] = []
+        self.came: list[tuple[Round, int, np.ndarray, np.ndarray, np.ndarray]] = []
+        self.changes: list[tuple[list[int], list[float], str]] = []
+
+    def stepped(self, step, steps, begin, end, away):
+        self.steps.append((step, steps, begin.copy(), end.copy()))
+
+    def departed(self, round_, away):
+        self.left.append(round_)
+
+    def landed(self, round_, step, begin, stall, away):
+        self.came.append((round_, step, begin.copy(), stall.copy(), away.copy()))
+
+    def changed(self, replicas, step, seconds, what):
+        self.changes.append((replicas.tolist(), seconds.tolist(), what))
+
+
+# ---- one source of truth
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_departs_lands_and_weighs_is_what_real_replicas_do(name):
+    """The same strategy on thread replicas and in virtual time: fragment, step, bytes, and the step of landing."""
+    strategy = METHODS[name]
+    real = journey(strategy, replicas=2, steps=14)[0]
+    heard = Heard()
+    numels = [fragment.numel for fragment in strategy.partition.fragments(Toy())]
+    outcome = simulate(strategy, numels, alike(2), 14, heard)
+    left = [(r.fragment, r.number, r.step, r.nbytes) for r in heard.left]
+    came = [(r.fragment, r.number, step) for r, step, *_ in heard.came]
+    shift = 1 if isinstance(strategy.signal, tw.Gradients) else 0  # those are exchanged before the step is counted
+    assert left == [(e["fragment"], e["round"], e["step"] + shift, e["nbytes"]) for e in real.heard("depart")]
+    assert came == [(e["fragment"], e["round"], e["step"] + shift) for e in real.heard("land")]
+    assert outcome.nbytes_sent[0] == sum(e["nbytes"] for e in real.heard("depart"))
+
+
+def test_the_strategys_own_schedule_and_exchange_are_asked(monkeypatch):
+    asked: list[tuple[str, int]] = []
+    departs, nbytes_sent = tw.Staggered.departs, tw.Direct.nbytes_sent
+    monkeypatch.setattr(tw.Staggered, "departs", lambda *a: asked.append(("step", a[1])) or departs(*a))
+    monkeypatch.setattr(tw.Direct, "nbytes_sent", lambda *a: asked.append(("size", a[3])) or nbytes_sent(*a))
+    simulate(STREAM, NUMELS, alike(3), 30)
+    assert [step for what, step in asked if what == "step"] == list(range(1, 31))
+    assert {size for what, size in asked if what == "size"} == {3}
+
+
+# ---- laws
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_bytes_are_those_of_the_formula(name):
+    strategy, numels = METHODS[name], sizes_for(METHODS[name])
+    periods = 5
+    steps = periods * strategy.schedule.every
+    outcome = simulate(strategy, numels, alike(3), steps)
+    rounds = 0 if isinstance(strategy.signal, tw.Gradients) else 1  # the last, in `finish`
+    first = [
+        next(t for t in range(1, 99) if p in strategy.schedule.departs(t, len(numels))) for p in range(len(numels))
+    ]
+    expected = sum(
+        strategy.exchange.nbytes_sent(strategy.codec, numel, 3)
+        * (rounds + (steps - begin) // strategy.schedule.every + 1)
+        for numel, begin in zip(numels, first)
+    )
+    assert outcome.nbytes_sent.tolist() == [expected] * 3
+    assert outcome.busy_seconds == pytest.approx([8 * expected / 1e6] * 3)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_nothing_happens_before_its_cause(name):
+    strategy, heard = METHODS[name], Heard()
+    speeds = spread(1.0, 0.3, 4, 0, "speeds")
+    scenario = alike(4, step_seconds=speeds, jitter=0.2, encode_seconds=1e-6, decode_seconds=2e-6)
+    outcome = simulate(strategy, sizes_for(strategy), scenario, 40, heard)
+    for flight, _, begin, stall, _ in heard.came:
+        arrival = flight.messages.arrival
+        assert (flight.departed <= flight.messages.asked).all() and (
+            flight.messages.asked <= flight.messages.begin
+        ).all()
+        assert (flight.messages.begin < arrival).all()
+        assert flight.landed is not None and (flight.landed >= arrival.max()).all()
+        assert (stall >= 0).all() and (begin + stall >= flight.landed - 1e-9).all()
+    assert outcome.wall_seconds == pytest.approx(outcome.compute_seconds + outcome.stall_seconds)
+    for (_, _, _, end), (_, _, begin, _) in zip(heard.steps, heard.steps[1:]):
+        assert (begin >= end).all()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_on_a_perfect_link_there_is_nothing_but_computing(name):
+    outcome = simulate(METHODS[name], sizes_for(METHODS[name]), alike(3, FAST), 50)
+    assert outcome.compute_utilization == pytest.approx(1, abs=1e-6)
+    assert outcome.wall_seconds == pytest.approx([50.0] * 3) and outcome.compute_seconds.tolist() == [50.0] * 3
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_one_replica_sends_nothing_and_never_waits(name):
+    outcome = simulate(METHODS[name], sizes_for(METHODS[name]), alike(1, Link(1.0, 100.0)), 50)
+    assert outcome.nbytes_sent.tolist() == [0] and outcome.stall_seconds.tolist() == [0]
+    assert outcome.wall_seconds.tolist() == [50.0] and outcome.busy_seconds.tolist() == [0]
+
+
+TROUBLE = {
+    "jitter": 0.3,
+    "stragglers": Stragglers(20.0, 3.0),
+    "failures": Failures(60.0, 10.0, 1.0),
+    "shares": (0, 0, 1, 1),
+    "wires": (Wire(Link(2e6, 0.1), 0.1, Outages(30.0, 4.0, seed=5)), Wire(Link(1e6, 0.2))),
+}
+
+
+def all_of(outcome: Outcome) -> list[Any]:
+    return [np.asarray(getattr(outcome, field.name)).tolist() for field in dataclasses.fields(outcome)]
+
+
+def test_the_same_seed_gives_the_same_run():
+    first, again, other = (all_of(simulate(STREAM, NUMELS, alike(4, seed=seed, **TROUBLE), 100)) for seed in (1, 1, 2))
+    assert first == again != other
+
+
+@pytest.mark.parametrize("trouble", [(), ("jitter",), ("shares",), ("jitter", "shares", "stragglers")])
+def test_more_rate_never_takes_longer(trouble):
+    walls = []
+    for rate in np.geomspace(1e4, 1e9, 30):
+        wires = (Wire(Link(rate, 0.1)),) * 4
+        scenario = alike(4, step_seconds=(1.0, 1.3, 0.8, 1.0), wires=wires)
+        scenario = dataclasses.replace(scenario, **{name: TROUBLE[name] for name in trouble})
+        walls.append(simulate(STREAM, NUMELS, scenario, 80).wall_seconds.max())
+    assert (np.diff(walls) <= 1e-9).all() and walls[0] > 5 * walls[-1]
+
+
+# ---- beside the slow simulator
+
+
+def drawn_scenario(draw: random.Random) -> Scenario:
+    replicas = draw.choice([1, 2, 3, 4, 6])
+    count = draw.choice([replicas, replicas, 1, 2])
+    shares = None if count == replicas else tuple(draw.randrange(count) for _ in range(replicas))
+    links = [Link(10 ** draw.uniform(4, 7), draw.choice([0.0, 0.1, 2.5])) for _ in range(count)]
+    steps = tuple(draw.choice([1.0, draw.uniform(0.5, 2)]) for _ in range(replicas))
+    return Scenario(steps, tuple(map(Wire, links)), shares)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_events_one_by_one_give_the_same_times(name):
+    strategy, draw = METHODS[name], random.Random(name)
+    for _ in range(8):
+        scenario, numels = drawn_scenario(draw), [n + draw.randrange(9999) for n in sizes_for(strategy)]
+        slow, heard = Oracle(strategy, numels, scenario), Heard()
+        slow.run(40)
+        fast = simulate(strategy, numels, scenario, 40, heard)
+        assert fast.wall_seconds == pytest.approx(slow.wall, rel=1e-12), scenario
+        assert fast.compute_seconds == pytest.approx(slow.compute)
+        landings = np.array([begin + stall for _, _, begin, stall, _ in heard.came])
+        before = len(landings) - len(
+            numels
+        )  # in `finish` all ask at the same instant: any order is first come, first served
+        assert np.allclose(landings.T[:, :before], np.array(slow.landings)[:, :before], rtol=1e-12, atol=0), scenario
+
+
+@pytest.mark.parametrize(
+    "name", ["diloco", "streaming_diloco", "eager_diloco", "feedback in the air", "torchft's phase"]
+)
+def test_a_message_for_every_peer_takes_as_long(name):
+    """A round that is complete for all at once stands for messages that arrive one by one: the run's time is the same."""
+    strategy, draw = METHODS[name], random.Random(name)
+    for replicas in (3, 4, 8):
+        steps = tuple(draw.uniform(0.5, 2) for _ in range(replicas))
+        wires = tuple(Wire(Link(10 ** draw.uniform(5, 7), 0.1)) for _ in range(replicas))
+        numels, scenario = sizes_for(strategy), Scenario(steps, wires)
+        slow = Oracle(strategy, numels, scenario, messages=True)
+        slow.run(300)
+        fast = simulate(strategy, numels, scenario, 300)
+        assert fast.wall_seconds.max() == pytest.approx(max(slow.wall), rel=2e-3)
+        used = np.mean(np.array(slow.compute) / np.array(slow.wall))
+        assert fast.compute_utilization == pytest.approx(used, abs=5e-3)
+
+
+# ---- beside the layers
+
+
+@pytest.mark.parametrize(("delay", "rate"), [(0, 1e5), (0, 1e7), (1, 1e5), (1, 3e5), (5, 2e5), (11, 1e5)])
+def test_a_model_of_one_layer_is_the_same_in_both_simulators(delay, rate):
+    """A layer that is the model departs when the step ends, and is needed when step t + 1 + τ begins: after step t + τ."""
+    codec, numel = tw.Cast(), 100_000
+    strategy = tw.Strategy(schedule=tw.Every(12, delay), codec=codec, outer=tw.Nesterov())
+    bits = 8 * strategy.exchange.nbytes_sent(codec, numel, 2) / numel
+    layers = compute_utilization(Stack(numel, 1, 1.0), strategy, bits, np.array([rate]))[0]
+    steps = 12 * 500
+    outcome = simulate(strategy, [numel], alike(2, Link(rate)), steps)
+    assert outcome.compute_utilization == pytest.approx(layers, rel=5e-3)
+    assert layers < 1 or delay > 1
+
+
+# ---- scale
+
+
+def test_events_are_counted_and_memory_does_not_grow_with_them():
+    """Departure, arrival and landing of every round, and the inner steps; arrays of finished rounds are let go."""
+    replicas, peaks = 500, []
+    for steps in (120, 1200):
+        tracemalloc.start()
+        outcome = simulate(STREAM, NUMELS, alike(replicas, Link(1e10)), steps)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert outcome.rounds == 3 * (steps // 12 - 1) + 1 + 3
+        assert outcome.events == replicas * (steps + 3 * outcome.rounds)
+    assert peaks[1] < 1.2 * peaks[0]
+
+
+def test_only_steps_in_which_something_happens_cost_arrays(monkeypatch):
+    """Work is linear in departures and landings: none for the steps between them, whatever their number."""
+    from thinwire.simulate import replicas as room
+
+    calls = []
+    settle = room._Fleet._compute
+    monkeypatch.setattr(room._Fleet, "_compute", lambda *given: calls.append(given[1:]) or settle(*given))
+    simulate(tw.diloco(every=1000), [100], alike(4), 10_000)
+    assert len([steps for _, steps in calls if steps]) == 10
+
+
+# ---- what goes wrong
+
+
+def test_an_outage_by_hand():
+    """10 s of sending from t = 4 (H = 4, 1 s a step), down from 6 to 9: the message arrives at 17 and not at 14."""
+    strategy = tw.diloco(every=4, codec=tw.Cast())
+    nbytes = strategy.exchange.nbytes_sent(strategy.codec, 1000, 2)
+    link = Link(8 * nbytes / 10)
+    for down, arrival in (((), 14.0), (((6.0, 9.0),), 17.0), (((3.0, 5.0),), 15.0), (((1.0, 2.0), (14.5, 90.0)), 14.0)):
+        heard = Heard()
+        scenario = alike(2, wires=(Wire(link), Wire(link, outages=down)))
+        simulate(strategy, [1000], scenario, 4, heard)
+        assert heard.left[0].messages.arrival[1] == pytest.approx(arrival), down
+        assert heard.came[0][3] == pytest.approx([arrival - 4] * 2)  # both wait for it
+
+
+def test_outages_are_over_when_they_are_over():
+    """Many short ones: a wire that is down for a tenth of the time takes a ninth longer, in the long run."""
+    down = tuple((float(t), t + 0.1) for t in range(1, 5000))
+    strategy, link = tw.local_sgd(every=1), Link(8e4)
+    plain = simulate(strategy, [10_000], alike(2, link), 300)
+    broken = simulate(strategy, [10_000], alike(2, wires=(Wire(link, outages=down),) * 2), 300)
+    sending = plain.stall_seconds[0]
+    assert broken.stall_seconds[0] == pytest.approx(sending / 0.9, rel=0.01)
+    assert broken.busy_seconds == pytest.approx(plain.busy_seconds)
+
+
+def test_outages_by_chance_never_end():
+    """Down for 2 s after 18 s on average: all in all a tenth of the time, however long the run is."""
+    strategy, link = tw.local_sgd(every=1), Link(8e4)
+    plain = simulate(strategy, [20_000], alike(2, link), 3000)
+    broken = simulate(strategy, [20_000], alike(2, wires=(Wire(link, outages=Outages(18.0, 2.0)), Wire(link))), 3000)
+    assert broken.stall_seconds[0] == pytest.approx(plain.stall_seconds[0] / 0.9, rel=0.05)
+
+
+def test_lost_bytes_travel_again():
+    plain = simulate(tw.diloco(every=5), [10_000], alike(2, Link(1e5)), 50)
+    lossy = simulate(tw.diloco(every=5), [10_000], alike(2, wires=(Wire(Link(1e5), loss=0.2),) * 2), 50)
+    assert lossy.busy_seconds == pytest.approx(plain.busy_seconds / 0.8)
+    assert lossy.nbytes_sent.tolist() == plain.nbytes_sent.tolist()
+
+
+def test_who_shares_a_wire_waits_for_the_other():
+    alone = simulate(tw.diloco(every=5), [10_000], alike(4, Link(1e6)), 50)
+    shared = simulate(tw.diloco(every=5), [10_000], alike(4, Link(1e6), shares=(0, 0, 0, 0)), 50)
+    assert shared.stall_seconds == pytest.approx(4 * alone.stall_seconds)
+    assert shared.busy_seconds[0] == pytest.approx(alone.busy_seconds.sum()) and not shared.busy_seconds[1:].any()
+
+
+def test_the_slowest_replica_sets_the_pace():
+    outcome = simulate(STREAM, NUMELS, alike(4, FAST, step_seconds=(1.0, 1.0, 2.0, 1.0)), 200)
+    assert outcome.wall_seconds == pytest.approx([400.0] * 4)
+    assert outcome.compute_seconds.tolist() == [200.0, 200.0, 400.0, 200.0]
+
+
+def test_jitter_and_pauses_have_the_means_that_are_asked_for():
+    scenario = alike(2000, FAST, jitter=0.5, stragglers=Stragglers(10.0, 2.0))
+    outcome = simulate(tw.local_sgd(every=100), [1], scenario, 100)
+    assert outcome.compute_seconds.mean() == pytest.approx(100 + 100 / 10 * 2, rel=0.01)
+    variance = 100 * 0.5**2 + 10 * 2 * 2.0**2  # of gamma steps, and of a compound Poisson of exponentials
+    assert outcome.compute_seconds.var() == pytest.approx(variance, rel=0.1)
+
+
+def test_a_failure_costs_the_others_the_time_to_notice_it():
+    """Replica 1 dies at 7.3, the round of step 10 waits until it is noticed, and later rounds go on without it."""
+    heard = Heard()
+    scenario = alike(3, FAST, failures=Failures(1e9, 22.0, 5.0))
+    fleet_failures = iter([np.array([1e9, 7.3, 1e9])])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "thinwire.simulate.replicas._Fleet._next_failures",
+            lambda self, now: next(fleet_failures, np.full(len(now), 1e9)),
+        )
+        outcome = simulate(tw.local_sgd(every=10), [100], scenario, 60, heard)
+    stalls = [stall.tolist() for _, _, _, stall, _ in heard.came]
+    assert stalls[0] == pytest.approx([2.3, 0, 2.3], abs=1e-3)
+    assert all(s == pytest.approx([0, 0, 0], abs=1e-3) for s in stalls[1:])
+    assert [(who, what) for who, _, what in heard.changes] == [
+        ([1], "this replica dies"),
+        ([1], "this replica is back, with the anchors"),
+    ]
+    times = [seconds[0] for _, seconds, _ in heard.changes]
+    assert times == pytest.approx([7.3, 32.3], abs=1e-2)  # repaired at 29.3, back at the next landing
+    assert outcome.failures == 1
+    assert outcome.steps.tolist() == [60, 37, 60]  # 7 before, 30 after
+    assert outcome.compute_seconds == pytest.approx([60, 37.3, 60], abs=1e-2)
+    away = [flight.nbytes for flight in heard.left]
+    assert away[0] == tw.local_sgd().exchange.nbytes_sent(tw.Identity(), 100, 2) < away[-1]
+
+
+def test_when_all_have_died_the_first_to_return_goes_on():
+    outcome = simulate(STREAM, NUMELS, alike(3, FAST, failures=Failures(3.0, 50.0)), 60)
+    assert outcome.failures > 10 and (outcome.wall_seconds > 150).all()
+    assert np.isfinite(outcome.wall_seconds).all() and 0 < outcome.compute_utilization < 0.4
+    assert (outcome.steps <= 60).all() and (outcome.compute_seconds >= 0).all()
+    alone = simulate(STREAM, NUMELS, alike(1, FAST, failures=Failures(10.0, 50.0)), 600)
+    assert alone.failures == pytest.approx(60, rel=0.4) and alone.wall_seconds[0] > 1000
+
+
+def test_utilisation_falls_as_failures_rise():
+    used = [
+        simulate(STREAM, NUMELS, alike(20, FAST, failures=Failures(every, 30.0, 2.0)), 500).compute_utilization
+        for every in (1e6, 3000.0, 300.0, 60.0)
+    ]
+    assert used == sorted(used, reverse=True) and used[0] > 0.99 and used[-1] < 0.7
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: alike(step_seconds=(1.0, 0.0)), r"step_seconds=\(1.0, 0.0\): a positive time"),
+        (lambda: alike(step_seconds=(float("nan"),) * 20), "step_seconds=20 times"),
+        (lambda: alike(step_seconds=()), "a positive time for every replica"),
+        (lambda: alike(3, wires=(Wire(FAST),)), "3 replicas, 1 wires"),
+        (lambda: alike(shares=(0, 2)), r"shares=\(0, 2\)"),
+        (lambda: alike(shares=(0,)), "2 replicas, 2 wires"),
+        (lambda: alike(jitter=-0.1), "jitter=-0.1: zero or more"),
+        (lambda: alike(decode_seconds=float("inf")), "decode_seconds=inf"),
+        (lambda: alike(link=Link(0.0)), "a rate of 0.0 bit/s"),
+        (lambda: Wire(FAST, loss=1.0), "loss=1.0: a share"),
+        (lambda: Wire(FAST, outages=((3.0, 2.0),)), "ascending and apart"),
+        (lambda: Wire(FAST, outages=((1.0, 3.0), (2.0, 4.0))), "ascending and apart"),
+        (lambda: Wire(FAST, outages=((-1.0, 3.0),)), "ascending and apart"),
+        (lambda: Outages(0.0, 1.0), "every_seconds=0.0: a positive time"),
+        (lambda: Stragglers(0.0, 1.0), "every_seconds=0.0: a positive time"),
+        (lambda: Failures(1.0, -1.0), "repair_seconds=-1.0: a positive time"),
+        (lambda: Failures(1.0, 1.0, -1.0), "detect_seconds=-1.0"),
+        (lambda: simulate(STREAM, NUMELS, alike(), 0), "steps=0"),
+        (lambda: simulate(STREAM, [], alike(), 5), "0 fragments"),
+    ],
+)
+def test_bad_input_is_refused(make, says):
+    with pytest.raises(ConfigurationError, match=says):
+        make()
