@@ -172,6 +172,26 @@ def exchange(result: Result) -> tuple[list[str], list[list[str]]]:
     return heads, rows
 
 
+def simulate(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Cases of benchmarks/simulate.py."""
+    rows = []
+    for case in result["cases"]:
+        shared = f", {case['sharing']} an uplink" if case["sharing"] > 1 else ""
+        row = [
+            f"{case['replicas']:,}{shared}",
+            f"{case['virtual_seconds'] / 3600:.1f} h",
+            f"{case['events'] / 1e6:,.0f}",
+        ]
+        row += [
+            f"{case['seconds']:.1f}",
+            f"{case['nanoseconds_per_flight_event']:.0f}",
+            f"{case['peak_nbytes'] / 1e6:.0f}",
+        ]
+        rows.append(row)
+    heads = ["replicas", "virtual time", "million events", "seconds", "ns a departure, arrival or landing", "peak MB"]
+    return heads, rows
+
+
 def _share(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
 
@@ -182,6 +202,7 @@ TABLES: dict[str, Callable[[Result], tuple[list[str], list[list[str]]]]] = {
     "attach": attach,
     "formats": formats,
     "exchange": exchange,
+    "simulate": simulate,
 }
 
 

@@ -255,3 +255,13 @@ def test_bad_input_is_said_in_a_line(arguments, says, capsys, tmp_path, monkeypa
 def test_a_method_that_does_not_exist():
     with pytest.raises(ConfigurationError, match="method='gossip' is not known; choose from data-parallel"):
         Study(ONE).strategy("gossip")
+
+
+def test_the_docs_table_is_the_study():
+    text = (Path(__file__).parents[2] / "docs/simulate.md").read_text()
+    rows = text.split("<!-- needed -->")[1].split("<!-- end -->")[0].strip().splitlines()[2:]
+    assert [row.strip("| ").split(" | ")[0] for row in rows] == list(METHODS)
+    for row in rows:
+        method, *cells = row.strip("| ").split(" | ")
+        rates = [*Study(ONE).rates(method), Study(ONE).floor(method)]
+        assert cells == [f"{rate / 1e9:.3g}" for rate in rates]
