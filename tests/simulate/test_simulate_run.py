@@ -179,4 +179,5 @@ def test_it_comes_near_to_what_was_emulated(row):
     numels = [fragment.numel for fragment in strategy.partition.fragments(skeleton(Run(model="mini")))]
     link = Link(row["megabits_per_second"] * 1e6 * 1448 / 1514)
     outcome = simulate(strategy, numels, Scenario.alike(2, row["inner_step_seconds"], link), 3000)
-    assert outcome.compute_utilization == pytest.approx(row["utilization"], rel=0.1)
+    hidden = row["utilization"] > 0.95  # the link carries it, and encoding has time too
+    assert outcome.compute_utilization == pytest.approx(row["utilization"], rel=0.02 if hidden else 0.1)

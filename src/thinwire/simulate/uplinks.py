@@ -79,23 +79,26 @@ def send(uplinks: Uplinks, shares: Integers, waiting: Sequence[Messages], due: M
     the later time. But when a round is due to land, every request is known that can come before its last one: whoever
     asks for more has landed it.
     """
-    round_, replica = np.nonzero(np.array([np.isnan(m.begin) & np.isfinite(m.asked) for m in waiting]))
+    last = np.full(len(uplinks.delay_seconds), -np.inf)  # by wire: when the last of `due` is asked for
+    np.maximum.at(last, shares, np.where(np.isfinite(due.asked), due.asked, -np.inf))
+    asked = np.array([messages.asked for messages in waiting]).T  # [M, rounds]
+    goes = np.array([np.isnan(messages.begin) for messages in waiting]).T & (asked <= last[shares][:, None])
+    replica, round_ = np.nonzero(goes)
+    now = asked[goes]
+    order = np.argsort(now, kind="stable")  # of those that ask at one instant, the first replica goes first
+    order = order[_order_of_small(shares[replica[order]])]
+    replica, round_, now = replica[order], round_[order], now[order]
     wire = shares[replica]
-    now = np.array([m.asked for m in waiting])[round_, replica]
-    order = np.lexsort((round_, replica, now, wire))
-    round_, replica, wire, now = round_[order], replica[order], wire[order], now[order]
-    is_due = np.array([m is due for m in waiting])[round_]
-    # an entry goes if one of `due` follows it on its wire, itself included: count them from the back, wire by wire
-    follow = np.cumsum(is_due[::-1])[::-1]
-    after_wire = np.append(follow, 0)[np.searchsorted(wire, wire, side="right")]
-    goes = np.flatnonzero(follow > after_wire)
-    round_, replica, wire, now = round_[goes], replica[goes], wire[goes], now[goes]
+    nbytes = np.array([messages.nbytes for messages in waiting], dtype=np.float64)[round_]
+    begin, arrival = np.empty_like(now), np.empty_like(now)
     turn = np.arange(len(wire)) - np.searchsorted(wire, wire)  # the how-manieth on its wire
-    nbytes = np.array([m.nbytes for m in waiting], dtype=np.float64)[round_]
-    for entries in np.split(by_turn := np.argsort(turn, kind="stable"), np.cumsum(np.bincount(turn))[:-1]):
-        begin, arrival = uplinks.book(wire[entries], now[entries], nbytes[entries])
-        for number in np.unique(round_[entries]):
-            own = round_[entries] == number
-            waiting[number].begin[replica[entries][own]] = begin[own]
-            waiting[number].arrival[replica[entries][own]] = arrival[own]
-    assert len(by_turn) == len(goes)
+    for entries in np.split(_order_of_small(turn), np.cumsum(np.bincount(turn))[:-1]):
+        begin[entries], arrival[entries] = uplinks.book(wire[entries], now[entries], nbytes[entries])
+    for number, messages in enumerate(waiting):
+        own = round_ == number
+        messages.begin[replica[own]], messages.arrival[replica[own]] = begin[own], arrival[own]
+
+
+def _order_of_small(numbers: Integers) -> Integers:
+    """A stable argsort; numpy has a radix sort for whole numbers of 16 bits and less."""
+    return np.argsort(numbers.astype(np.min_scalar_type(int(numbers.max(initial=0)))), kind="stable")
