@@ -147,7 +147,14 @@ def test_bad_input_is_refused(changes, says):
 
 @pytest.mark.parametrize(
     "arguments",
-    ["", "--step-seconds 1", f"{ASKED} --links 5", "nothing.toml", "--step-seconds 1 --link 1mbit --model huge"],
+    [
+        "",
+        "--step-seconds 1",
+        f"{ASKED} --links 5",
+        "nothing.toml",
+        "--step-seconds 1 --link 1mbit --model huge",
+        "--step-seconds 1 --link 1mbit --tokenizer words",
+    ],
 )
 def test_what_was_asked_wrongly_is_said_in_a_line(arguments, capsys):
     assert main(["simulate", "run", *arguments.split()]) == 2

@@ -37,13 +37,13 @@ class Heard:
     """An observer that keeps everything."""
 
     def __init__(self) -> None:
-        self.steps: list[tuple[int, int, np.ndarray, np.ndarray]] = []
+        self.steps: list[tuple[int, np.ndarray, np.ndarray, np.ndarray]] = []
         self.left: list[Round] = []
         self.came: list[tuple[Round, int, np.ndarray, np.ndarray, np.ndarray]] = []
         self.changes: list[tuple[list[int], list[float], str]] = []
 
-    def stepped(self, step, steps, begin, end, away):
-        self.steps.append((step, steps, begin.copy(), end.copy()))
+    def stepped(self, first, done, begin, end):
+        self.steps.append((first, done.copy(), begin.copy(), end.copy()))
 
     def departed(self, round_, away):
         self.left.append(round_)
@@ -349,12 +349,18 @@ def test_a_failure_costs_the_others_the_time_to_notice_it():
 
 
 def test_when_all_have_died_the_first_to_return_goes_on():
-    outcome = simulate(STREAM, NUMELS, alike(3, FAST, failures=Failures(3.0, 50.0)), 60)
-    assert outcome.failures > 10 and (outcome.wall_seconds > 150).all()
-    assert np.isfinite(outcome.wall_seconds).all() and 0 < outcome.compute_utilization < 0.4
-    assert (outcome.steps <= 60).all() and (outcome.compute_seconds >= 0).all()
-    alone = simulate(STREAM, NUMELS, alike(1, FAST, failures=Failures(10.0, 50.0)), 600)
-    assert alone.failures == pytest.approx(60, rel=0.4) and alone.wall_seconds[0] > 1000
+    """No step is passed over: alone, the steps of the run take their time, and every failure its repair and a part of a step."""
+    alone, heard = alike(1, FAST, failures=Failures(10.0, 50.0)), Heard()
+    outcome = simulate(STREAM, NUMELS, alone, 600, heard)
+    assert outcome.failures == pytest.approx(60, rel=0.4) and outcome.steps.tolist() == [600]
+    lost = outcome.wall_seconds[0] - 600 - 50 * outcome.failures
+    assert 0 < lost < outcome.failures and outcome.compute_seconds[0] == pytest.approx(600, abs=lost + 1e-6)
+    assert [int(done.sum()) for _, done, *_ in heard.steps if done.any()] and sum(
+        int(d.sum()) for _, d, *_ in heard.steps
+    ) == 600
+    three = simulate(STREAM, NUMELS, alike(3, FAST, failures=Failures(3.0, 50.0)), 60)
+    assert three.failures > 10 and (three.wall_seconds > 300).all() and (three.steps <= 60).all()
+    assert three.steps.sum() >= 60 and 0 < three.compute_utilization < 0.3
 
 
 def test_utilisation_falls_as_failures_rise():
@@ -377,13 +383,17 @@ def test_utilisation_falls_as_failures_rise():
         (lambda: alike(3, wires=(Wire(FAST),)), "3 replicas, 1 wires"),
         (lambda: alike(shares=(0, 2)), r"shares=\(0, 2\)"),
         (lambda: alike(shares=(0,)), "2 replicas, 2 wires"),
-        (lambda: alike(jitter=-0.1), "jitter=-0.1: zero or more"),
+        (lambda: alike(jitter=-0.1), "jitter=-0.1: between 0 and 10"),
         (lambda: alike(decode_seconds=float("inf")), "decode_seconds=inf"),
+        (lambda: alike(jitter=1e300), "jitter=1e\\+300: between 0 and 10"),
+        (lambda: alike(step_seconds=(1e308, 1.0)), "at most 1e\\+09 s"),
         (lambda: alike(link=Link(0.0)), "a rate of 0.0 bit/s"),
         (lambda: Wire(FAST, loss=1.0), "loss=1.0: a share"),
         (lambda: Wire(FAST, outages=((3.0, 2.0),)), "ascending and apart"),
         (lambda: Wire(FAST, outages=((1.0, 3.0), (2.0, 4.0))), "ascending and apart"),
         (lambda: Wire(FAST, outages=((-1.0, 3.0),)), "ascending and apart"),
+        (lambda: alike(failures=Failures(0.5, 1.0)), "a failure every 0.5 s with steps of 1 s: hardly a step"),
+        (lambda: Outages(1e-6, 1.0), "more than a millisecond apart"),
         (lambda: Outages(0.0, 1.0), "every_seconds=0.0: a positive time"),
         (lambda: Stragglers(0.0, 1.0), "every_seconds=0.0: a positive time"),
         (lambda: Failures(1.0, -1.0), "repair_seconds=-1.0: a positive time"),

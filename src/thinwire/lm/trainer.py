@@ -62,13 +62,19 @@ class Place:
 
 def open_corpus(run: Run) -> Corpus:
     """The run's text, tokenised (once on every machine)."""
+    return Corpus.open(run.text, make_tokenizer(run), column=run.column)
+
+
+def make_tokenizer(run: Run) -> Bytes | BPE:
+    """The run's tokenizer; a BPE that is named by its size is not trained yet."""
     kind, _, what = run.tokenizer.partition(":")
     if kind not in ("bytes", "bpe") or (kind == "bpe") != bool(what):
         raise ConfigurationError(
             f"tokenizer={run.tokenizer!r}: bytes, bpe:SIZE such as bpe:8192, or bpe:FILE.json is needed."
         )
-    bpe = kind == "bpe" and (BPE(int(what)) if what.isdigit() else BPE.load(what))
-    return Corpus.open(run.text, bpe or Bytes(), column=run.column)
+    if kind == "bytes":
+        return Bytes()
+    return BPE(int(what)) if what.isdigit() else BPE.load(what)
 
 
 def make_model(run: Run, vocabulary: int) -> nn.Module:

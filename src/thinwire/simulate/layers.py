@@ -10,7 +10,6 @@ after which step says the strategy's own schedule, which layers they hold its ow
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite
 
 import numpy as np
 import torch
@@ -36,9 +35,11 @@ class Stack:
     step_seconds: float
 
     def __post_init__(self) -> None:
-        for name in ("parameters", "step_seconds"):
-            if not (isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise ConfigurationError(f"{name}={getattr(self, name)}: a positive number is needed.")
+        for name, most in (("parameters", 1e18), ("step_seconds", 1e9)):
+            if not 0 < getattr(self, name) <= most:
+                raise ConfigurationError(
+                    f"{name}={getattr(self, name)}: a positive number is needed, at most {most:g}."
+                )
         if self.layers < 1:
             raise ConfigurationError(f"layers={self.layers}: at least 1 is needed.")
         if self.parameters < self.layers:

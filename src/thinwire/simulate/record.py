@@ -41,11 +41,11 @@ class Recorder:
                 **about,
             )  # fmt: skip
 
-    def stepped(self, step: int, steps: int, begin: Floats, end: Floats, away: Integers) -> None:
+    def stepped(self, first: int, done: Integers, begin: Floats, end: Floats) -> None:
         fields = {"loss": math.nan, "lr": math.nan, "grad_norm": math.nan, "tokens": self.tokens}
-        for rank in self._there(away):
-            edges = np.linspace(begin[rank], end[rank], steps + 1).tolist()
-            for number, (left, right) in enumerate(pairwise(edges), step - steps + 1):
+        for rank in range(len(self.logs)):
+            edges = np.linspace(begin[rank], end[rank], int(done[rank]) + 1).tolist()
+            for number, (left, right) in enumerate(pairwise(edges), first):
                 times = {"begin": round(left, 6), "compute_seconds": round(right - left, 6)}
                 self._emit(rank, right, "step", number, **fields, **times)
 

@@ -49,8 +49,8 @@ class Round:
 class Observer(Protocol):
     """Hears what happens, as arrays [M]; `away` replicas take no part."""
 
-    def stepped(self, step: int, steps: int, begin: Floats, end: Floats, away: Integers) -> None:
-        """The `steps` inner steps up to `step`."""
+    def stepped(self, first: int, done: Integers, begin: Floats, end: Floats) -> None:
+        """Each replica's `done` inner steps from `first` on; who died did fewer than the others, and who is away none."""
 
     def departed(self, round_: Round, away: Integers) -> None: ...
 
@@ -157,15 +157,21 @@ class _Fleet:
         """`steps` inner steps on every replica that is there, up to `step`."""
         if not steps:
             return
-        there, begin = ~self.away, self.clock
-        seconds = np.where(there, self._seconds(steps), 0.0)
+        begin = self.clock
+        seconds = np.where(self.away, 0.0, self._seconds(steps))
         self.clock = begin + seconds
         self.compute += seconds
-        self.steps += steps * there
-        self.events += steps * int(there.sum())
+        undone = self._fail(step, steps, begin) if self.scenario.failures else 0
+        self._count(step - steps + 1, np.where(seconds > 0, steps - undone, 0), begin)
+        if self.away.all():
+            self._go_on_alone(step, np.where(seconds > 0, undone, steps))
+
+    def _count(self, first: int, done: Integers, begin: Floats) -> None:
+        """`done` inner steps [M] from `first` on."""
+        self.steps += done
+        self.events += int(done.sum())
         if self.observer:
-            self.observer.stepped(step, steps, begin, self.clock, self.away)
-        self._fail(step, begin, steps)
+            self.observer.stepped(first, done, begin, self.clock)
 
     def _seconds(self, steps: int) -> Floats:
         """What `steps` inner steps take: sums of independent draws, drawn at once; of pauses, all replicas' together."""
@@ -233,24 +239,47 @@ class _Fleet:
         assert self.scenario.failures
         return now + self.random.exponential(self.scenario.failures.every_seconds, len(now))
 
-    def _fail(self, step: int, begin: Floats, steps: int) -> None:
-        """Those whose time came before these `steps` were done are away, and so are their unfinished steps."""
+    def _fail(self, step: int, steps: int, begin: Floats) -> Integers:
+        """Those whose time came before these `steps` were done are away; how many steps each did not finish [M]."""
+        assert self.scenario.failures
+        undone = np.zeros(len(begin), dtype=np.int64)
         failed = np.flatnonzero(~self.away & (self.clock >= self.fails_at))
-        if not self.scenario.failures or not len(failed):
-            return
-        at, end = self.fails_at[failed], self.clock[failed]
-        undone = np.minimum(end - at, end - begin[failed])
-        self.compute[failed] -= undone
-        self.steps[failed] -= np.ceil(steps * undone / (end - begin[failed])).astype(np.int64)
-        self.stall[failed] -= end - at - undone  # it died while it waited
-        self.clock[failed], self.away[failed] = at, True
-        self.returns_at[failed] = at + self.scenario.failures.repair_seconds
-        self.noticed = max(self.noticed, float(at.max()) + self.scenario.failures.detect_seconds)
+        if len(failed):
+            at, seconds = self.fails_at[failed], (self.clock - begin)[failed]
+            late = self.clock[failed] - at
+            lost = np.minimum(late, seconds)
+            undone[failed] = np.ceil(steps * lost / seconds)
+            self.compute[failed] -= lost
+            self.stall[failed] -= late - lost  # it died while it waited
+            self.clock[failed] = at
+            self._leave(step, failed)
+            self.noticed = max(self.noticed, float(at.max()) + self.scenario.failures.detect_seconds)
+        return undone
+
+    def _leave(self, step: int, failed: Integers) -> None:
+        assert self.scenario.failures
+        self.away[failed] = True
+        self.returns_at[failed] = self.fails_at[failed] + self.scenario.failures.repair_seconds
         self.failed += len(failed)
         if self.observer:
-            self.observer.changed(failed, step, at, "this replica dies")
-        if self.away.all():  # nobody is left to wait for: the first that is back goes on from its checkpoint
-            self._return(step, float(self.returns_at.min()))
+            self.observer.changed(failed, step, self.fails_at[failed], "this replica dies")
+
+    def _go_on_alone(self, step: int, undone: Integers) -> None:
+        """All have died: who is back first goes on from its own checkpoint with the steps that it has not done."""
+        while self.away.all():
+            first = int(self.returns_at.argmin())
+            now = float(self.returns_at[first])
+            self._return(step, now)
+            begin = self.clock.copy()
+            each = self.step_seconds[first]
+            done = min(int(undone[first]), int((self.fails_at[first] - now) // each))
+            self.clock[first] += done * each
+            self.compute[first] += done * each
+            self._count(step - int(undone[first]) + 1, np.where(np.arange(len(undone)) == first, done, 0), begin)
+            undone[first] -= done
+            if undone[first]:
+                self.clock[first] = self.fails_at[first]
+                self._leave(step, np.array([first]))
 
     def _return(self, step: int, now: float) -> None:
         """Those that are repaired by `now` are there again."""

@@ -14,6 +14,8 @@ from thinwire.group import Link
 from thinwire.seeds import derive
 from thinwire.strategy import Strategy
 
+LONGEST = 1e9  # seconds of a step: thirty years
+
 
 @dataclass(frozen=True)
 class Outages:
@@ -25,6 +27,10 @@ class Outages:
 
     def __post_init__(self) -> None:
         _positive(self, "every_seconds", "seconds")
+        if self.every_seconds < 1e-3:
+            raise ConfigurationError(
+                f"every_seconds={self.every_seconds}: outages more than a millisecond apart are needed."
+            )
 
     def __iter__(self) -> Iterator[tuple[float, float]]:
         """(begin, end) without end; the same whenever it is asked."""
@@ -105,18 +111,25 @@ class Scenario:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.step_seconds or not all(isfinite(s) and s > 0 for s in self.step_seconds):
+        if not self.step_seconds or not all(0 < s <= LONGEST for s in self.step_seconds):
             shown = self.step_seconds if len(self.step_seconds) < 9 else f"{len(self.step_seconds)} times"
-            raise ConfigurationError(f"step_seconds={shown}: a positive time for every replica is needed.")
+            raise ConfigurationError(
+                f"step_seconds={shown}: a positive time for every replica, at most {LONGEST:g} s, is needed."
+            )
         shares = range(self.replicas) if self.shares is None else self.shares
         if len(shares) != self.replicas or not all(0 <= wire < len(self.wires) for wire in shares):
             raise ConfigurationError(
                 f"{self.replicas} replicas, {len(self.wires)} wires, shares={self.shares and self.shares[:8]}: a wire for every "
                 "replica, or for every replica the number of its wire, is needed."
             )
-        for name in ("jitter", "encode_seconds", "decode_seconds"):
-            if not (isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise ConfigurationError(f"{name}={getattr(self, name)}: zero or more is needed.")
+        if self.failures and self.failures.every_seconds < max(self.step_seconds):
+            raise ConfigurationError(
+                f"a failure every {self.failures.every_seconds:g} s with steps of {max(self.step_seconds):g} s: hardly a step would "
+                "ever be finished; failures at least a step apart are needed."
+            )
+        for name, most in (("jitter", 10.0), ("encode_seconds", 1.0), ("decode_seconds", 1.0)):
+            if not 0 <= getattr(self, name) <= most:
+                raise ConfigurationError(f"{name}={getattr(self, name)}: between 0 and {most:g} is needed.")
 
     @property
     def replicas(self) -> int:

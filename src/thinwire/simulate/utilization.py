@@ -22,6 +22,7 @@ PAPER_GRID = np.logspace(-1, 3, 50) * 1e9  # the paper's axis: every rate it pri
 PAPER_STEPS = 300
 PAPER_BITS = 13.4  # a parameter: what reproduces the paper's table; it names 16
 LANES = 32  # rates at a time that a search tries for a target
+LONGEST = 10_000  # inner steps between two exchanges: every one of them asks the schedule
 PASSES = 6  # of a search: from 14 decades to a factor of 1 + 4e-8
 
 
@@ -44,8 +45,10 @@ class Study:
     def __post_init__(self) -> None:
         if not (isfinite(self.bits_per_parameter) and self.bits_per_parameter > 0):
             raise ConfigurationError(f"bits_per_parameter={self.bits_per_parameter}: a positive number is needed.")
-        if self.every < 1:
-            raise ConfigurationError(f"every={self.every}: at least 1 inner step between two exchanges is needed.")
+        if not 1 <= self.every <= LONGEST:
+            raise ConfigurationError(
+                f"every={self.every}: between 1 and {LONGEST:,} inner steps between two exchanges are needed."
+            )
 
     def strategy(self, method: str) -> Strategy:
         """The composition that `method` names. Raises `ConfigurationError`."""

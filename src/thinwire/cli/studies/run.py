@@ -21,8 +21,7 @@ from thinwire.cli import options
 from thinwire.errors import ConfigurationError
 from thinwire.group import Link
 from thinwire.lm.run import Run
-from thinwire.lm.tokens import BPE, Bytes
-from thinwire.lm.trainer import make_model
+from thinwire.lm.trainer import make_model, make_tokenizer
 from thinwire.observe.report import write_report
 from thinwire.observe.units import (
     seconds_of_text,
@@ -153,13 +152,8 @@ def make_scenario(asked: Options) -> Scenario:
 
 def skeleton(run: Run) -> nn.Module:
     """The run's model without storage, and without reading its text."""
-    kind, _, what = run.tokenizer.partition(":")
-    if kind == "bpe" and what:
-        vocabulary = int(what) if what.isdigit() else BPE.load(what).vocabulary
-    else:
-        vocabulary = Bytes().vocabulary
     with torch.device("meta"):
-        return make_model(run, vocabulary)
+        return make_model(run, make_tokenizer(run).vocabulary)
 
 
 def described(asked: Options) -> dict[str, Any]:
