@@ -363,6 +363,12 @@ def test_when_all_have_died_the_first_to_return_goes_on():
     assert three.steps.sum() >= 60 and 0 < three.compute_utilization < 0.3
 
 
+def test_steps_that_take_next_to_nothing_still_count():
+    """So unlike are steps at a variation of 10 that most of them underflow to zero seconds."""
+    outcome = simulate(tw.local_sgd(every=1), [1], alike(50, FAST, jitter=10.0, failures=Failures(500.0, 5.0)), 200)
+    assert outcome.steps.max() == 200 and outcome.steps.min() > 100 and np.isfinite(outcome.compute_seconds).all()
+
+
 def test_utilisation_falls_as_failures_rise():
     used = [
         simulate(STREAM, NUMELS, alike(20, FAST, failures=Failures(every, 30.0, 2.0)), 500).compute_utilization

@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from html import escape
+from textwrap import wrap
 from typing import Any
 
 from thinwire.observe.charts import View
 
-LEFT, RIGHT, TOP, BOTTOM = 64, 18, 62, 52  # margins in pixels
+LEFT, RIGHT, TOP, BOTTOM = 64, 18, 45, 52  # margins in pixels
 INK, SOFT, GRID = "#1d2530", "#5b6776", "#e2e6ea"
 LINE_HEIGHT = 17
 
@@ -21,8 +22,9 @@ Scale = Callable[[float], float]
 
 def drawing(view: View, title: str, remark: str = "", width: int = 820, height: int = 480) -> str:
     """The view as SVG, below its title, the remark and the legend, which has as many rows as it needs."""
-    rows = _legend(view.data, width)
-    top = TOP + LINE_HEIGHT * len(rows)
+    rows, remarks = _legend(view.data, width), wrap(remark, int((width - LEFT - RIGHT) / 6.2))
+    below = 40 + LINE_HEIGHT * len(remarks)
+    top = TOP + LINE_HEIGHT * (len(remarks) + len(rows))
     xs = [x for trace in view.data for x in trace["x"]]
     ys = view.layout["yaxis"].get("range") or [y for trace in view.data for y in trace["y"]]
     x_axis, log = view.layout["xaxis"], view.layout["xaxis"].get("type") == "log"
@@ -34,8 +36,8 @@ def drawing(view: View, title: str, remark: str = "", width: int = 820, height: 
         'font-family="system-ui, sans-serif" font-size="12">',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         _text(LEFT, 22, title, INK, size=15),
-        _text(LEFT, 40, remark, SOFT),
-        *(mark for number, row in enumerate(rows) for mark in _legend_row(row, 61 + LINE_HEIGHT * number)),
+        *(_text(LEFT, 40 + LINE_HEIGHT * number, line, SOFT) for number, line in enumerate(remarks)),
+        *(mark for number, row in enumerate(rows) for mark in _legend_row(row, below + LINE_HEIGHT * number)),
     ]
     for value in _decades(min(xs), max(xs)) if log else _steps(min(xs), max(xs)):
         parts.append(_line(x(value), top, x(value), height - BOTTOM, GRID))

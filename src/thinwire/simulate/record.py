@@ -15,7 +15,7 @@ from thinwire.observe.events import EventLog
 from thinwire.simulate.layers import Floats
 from thinwire.simulate.replicas import Outcome, Round
 from thinwire.simulate.scenario import Scenario
-from thinwire.simulate.uplinks import Integers
+from thinwire.simulate.uplinks import Flags, Integers
 
 REPLICAS = 16  # that leave a log; the report draws eight
 
@@ -49,12 +49,12 @@ class Recorder:
                 times = {"begin": round(left, 6), "compute_seconds": round(right - left, 6)}
                 self._emit(rank, right, "step", number, **fields, **times)
 
-    def departed(self, round_: Round, away: Integers) -> None:
+    def departed(self, round_: Round, away: Flags) -> None:
         fields = {"fragment": round_.fragment, "round": round_.number, "nbytes": round_.nbytes, "seconds_spent": 0.0}
         for rank in self._there(away):
             self._emit(rank, float(round_.departed[rank]), "depart", round_.step, **fields)
 
-    def landed(self, round_: Round, step: int, begin: Floats, stall: Floats, away: Integers) -> None:
+    def landed(self, round_: Round, step: int, begin: Floats, stall: Floats, away: Flags) -> None:
         assert round_.landed is not None
         fields = {"fragment": round_.fragment, "round": round_.number}
         for rank in self._there(away):
@@ -86,7 +86,7 @@ class Recorder:
             self._emit(rank, float(outcome.wall_seconds[rank]), "end", steps, summary=dict(summary) | own)
             log.close()
 
-    def _there(self, away: Integers) -> list[int]:
+    def _there(self, away: Flags) -> list[int]:
         return [rank for rank in range(len(self.logs)) if not away[rank]]
 
     def _emit(self, rank: int, now: float, event: str, step: int, **fields: Any) -> None:

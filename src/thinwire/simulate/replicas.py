@@ -25,7 +25,7 @@ from thinwire.merge import Eager
 from thinwire.seeds import derive
 from thinwire.simulate.layers import Floats
 from thinwire.simulate.scenario import Scenario
-from thinwire.simulate.uplinks import Integers, Messages, Uplinks, send
+from thinwire.simulate.uplinks import Flags, Integers, Messages, Uplinks, send
 from thinwire.strategy import Gradients, Strategy
 
 
@@ -52,9 +52,9 @@ class Observer(Protocol):
     def stepped(self, first: int, done: Integers, begin: Floats, end: Floats) -> None:
         """Each replica's `done` inner steps from `first` on; who died did fewer than the others, and who is away none."""
 
-    def departed(self, round_: Round, away: Integers) -> None: ...
+    def departed(self, round_: Round, away: Flags) -> None: ...
 
-    def landed(self, round_: Round, step: int, begin: Floats, stall: Floats, away: Integers) -> None: ...
+    def landed(self, round_: Round, step: int, begin: Floats, stall: Floats, away: Flags) -> None: ...
 
     def changed(self, replicas: Integers, step: int, seconds: Floats, what: str) -> None:
         """Some die, or are back, each at its time."""
@@ -157,14 +157,14 @@ class _Fleet:
         """`steps` inner steps on every replica that is there, up to `step`."""
         if not steps:
             return
-        begin = self.clock
-        seconds = np.where(self.away, 0.0, self._seconds(steps))
+        begin, there = self.clock, ~self.away
+        seconds = np.where(there, self._seconds(steps), 0.0)
         self.clock = begin + seconds
         self.compute += seconds
         undone = self._fail(step, steps, begin) if self.scenario.failures else 0
-        self._count(step - steps + 1, np.where(seconds > 0, steps - undone, 0), begin)
+        self._count(step - steps + 1, np.where(there, steps - undone, 0), begin)
         if self.away.all():
-            self._go_on_alone(step, np.where(seconds > 0, undone, steps))
+            self._go_on_alone(step, np.where(there, undone, steps))
 
     def _count(self, first: int, done: Integers, begin: Floats) -> None:
         """`done` inner steps [M] from `first` on."""
@@ -248,7 +248,9 @@ class _Fleet:
             at, seconds = self.fails_at[failed], (self.clock - begin)[failed]
             late = self.clock[failed] - at
             lost = np.minimum(late, seconds)
-            undone[failed] = np.ceil(steps * lost / seconds)
+            undone[failed] = np.ceil(
+                steps * lost / np.maximum(seconds, 1e-12)
+            )  # a draw of steps can be next to nothing
             self.compute[failed] -= lost
             self.stall[failed] -= late - lost  # it died while it waited
             self.clock[failed] = at

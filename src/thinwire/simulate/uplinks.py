@@ -12,6 +12,7 @@ from thinwire.simulate.layers import Floats
 from thinwire.simulate.scenario import Wire
 
 Integers = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 NEVER = (np.inf, 0.0)
 

@@ -81,9 +81,10 @@ class Study:
     def convention(self) -> str:
         """What the volumes mean, in words for whoever reads a figure of this study."""
         bits = self.bits_per_parameter
-        meant = {16.0: "bf16 as it is", PAPER_BITS: "what reproduces the paper's table, which itself names 16"}
-        said = meant.get(bits, f"where bf16 is 16, and {PAPER_BITS:g} reproduces the paper's table")
-        return f"volume: {bits:g} bits a parameter and exchange ({said}); a quarter of that in fp4"
+        meant = {16.0: f"bf16 as it is; the paper's table follows from {PAPER_BITS:g}"}
+        meant[PAPER_BITS] = "gives the paper's table, which itself names 16"
+        said = meant.get(bits, f"bf16 is 16; the paper's table follows from {PAPER_BITS:g}")
+        return f"volume: {bits:g} bits a parameter and exchange, a quarter in fp4 ({said})"
 
     def utilization(self, method: str, bits_per_second: Floats) -> Floats:
         """Simulated, for each of the rates [B]."""
