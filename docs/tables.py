@@ -188,7 +188,7 @@ def simulate(result: Result) -> tuple[list[str], list[list[str]]]:
             f"{case['peak_nbytes'] / 1e6:.0f}",
         ]
         rows.append(row)
-    heads = ["replicas", "virtual time", "million events", "seconds", "ns a departure, arrival or landing", "peak MB"]
+    heads = ["replicas", "virtual time", "million events", "seconds", "of CPU", "ns of CPU a flight event", "peak MB"]
     return heads, rows
 
 
