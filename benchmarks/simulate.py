@@ -6,7 +6,8 @@
 One core. Replicas and uplinks are unlike (lognormal, 10 % and 50 %), steps jitter, replicas pause, fail and return,
 uplinks go down: all that the simulator knows at once. Streaming DiLoCo, H = 30, τ = 5, nine fragments of 100,000 parameters
 in 4 bits, each replica's packets to all others. How many steps a day has is found with a short run. Every case has a
-process of its own, so that its peak memory is its own. A flight event is a departure, an arrival or a landing. Times and memory are measured, what was simulated is simulated.
+process of its own, so that its peak memory is its own. A flight event is a departure, an arrival or a
+landing. Times and memory are measured, what was simulated is simulated.
 """
 
 from __future__ import annotations

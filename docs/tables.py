@@ -184,6 +184,7 @@ def simulate(result: Result) -> tuple[list[str], list[list[str]]]:
         ]
         row += [
             f"{case['seconds']:.1f}",
+            f"{case['cpu_seconds']:.1f}",
             f"{case['nanoseconds_per_flight_event']:.0f}",
             f"{case['peak_nbytes'] / 1e6:.0f}",
         ]

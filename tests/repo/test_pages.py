@@ -241,6 +241,15 @@ def test_tables_of_compare(tmp_path):
     ]
 
 
+def test_tables_of_the_simulator(tmp_path):
+    case = {"replicas": 10_000, "sharing": 10, "virtual_seconds": 90_000.0, "events": 1.1e9, "seconds": 30.0}
+    case |= {"cpu_seconds": 12.0, "nanoseconds_per_flight_event": 21.5, "peak_nbytes": 25e6}
+    (tmp_path / "s.json").write_text(json.dumps(provenance() | {"benchmark": "simulate", "cases": [case]}))
+    lines = tables().table(tmp_path / "s.json", "s.json", True).splitlines()
+    assert lines[2] == "| 10,000, 10 an uplink | 25.0 h | 1,100 | 30.0 | 12.0 | 22 | 25 |"
+    assert lines[0].count("|") == lines[2].count("|")
+
+
 def test_the_table_of_floors_is_the_formula():
     page = (ROOT / "docs/strategies.md").read_text()
     rows = page.split("<!-- floors -->")[1].split("<!-- end -->")[0].strip().splitlines()[2:]
