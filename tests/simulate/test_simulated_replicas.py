@@ -64,8 +64,8 @@ def test_what_departs_lands_and_weighs_is_what_real_replicas_do(name):
     strategy = METHODS[name]
     real = journey(strategy, replicas=2, steps=14)[0]
     heard = Heard()
-    numels = [fragment.numel for fragment in strategy.partition.fragments(Toy())]
-    outcome = simulate(strategy, numels, alike(2), 14, heard)
+    shapes = [fragment.shapes for fragment in strategy.partition.fragments(Toy())]
+    outcome = simulate(strategy, shapes, alike(2), 14, heard)
     left = [(r.fragment, r.number, r.step, r.nbytes) for r in heard.left]
     came = [(r.fragment, r.number, step) for r, step, *_ in heard.came]
     shift = 1 if isinstance(strategy.signal, tw.Gradients) else 0  # those are exchanged before the step is counted
@@ -98,8 +98,7 @@ def test_bytes_are_those_of_the_formula(name):
         next(t for t in range(1, 99) if p in strategy.schedule.departs(t, len(numels))) for p in range(len(numels))
     ]
     expected = sum(
-        strategy.exchange.nbytes_sent(strategy.codec, numel, 3)
-        * (rounds + (steps - begin) // strategy.schedule.every + 1)
+        strategy.nbytes_per_period([numel], 3) * (rounds + (steps - begin) // strategy.schedule.every + 1)
         for numel, begin in zip(numels, first)
     )
     assert outcome.nbytes_sent.tolist() == [expected] * 3

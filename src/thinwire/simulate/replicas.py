@@ -16,10 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Protocol
 
 import numpy as np
 
+from thinwire.codecs import Shapes, fitted
 from thinwire.errors import ConfigurationError
 from thinwire.merge import Eager
 from thinwire.seeds import derive
@@ -83,21 +85,30 @@ class Outcome:
 
 
 def simulate(
-    strategy: Strategy, numels: Sequence[int], scenario: Scenario, steps: int, observer: Observer | None = None
+    strategy: Strategy,
+    fragments: Sequence[int | Shapes],
+    scenario: Scenario,
+    steps: int,
+    observer: Observer | None = None,
 ) -> Outcome:
-    """Train for `steps` inner steps, and finish as `Replica.finish` does; `numels` are the fragments' sizes."""
-    if steps < 1 or not numels or min(numels) < 0:
-        raise ConfigurationError(f"steps={steps}, {len(numels)} fragments: at least 1 of each is needed.")
-    fleet = _Fleet(strategy, numels, scenario, observer)
+    """Train for `steps` inner steps, and finish as `Replica.finish` does; `fragments` of so many elements, or of tensors of
+    such shapes, as for `Strategy.nbytes_per_period`.
+    """
+    if steps < 1 or not fragments:
+        raise ConfigurationError(f"steps={steps}, {len(fragments)} fragments: at least 1 of each is needed.")
+    fleet = _Fleet(strategy, fragments, scenario, observer)
     fleet.run(steps)
     return fleet.outcome()
 
 
 class _Fleet:
     def __init__(
-        self, strategy: Strategy, numels: Sequence[int], scenario: Scenario, observer: Observer | None
+        self, strategy: Strategy, fragments: Sequence[int | Shapes], scenario: Scenario, observer: Observer | None
     ) -> None:
-        self.strategy, self.numels, self.scenario, self.observer = strategy, numels, scenario, observer
+        self.strategy, self.scenario, self.observer = strategy, scenario, observer
+        shaped: list[Shapes] = [((given,),) if isinstance(given, int) else given for given in fragments]
+        self.numels = [sum(map(prod, shapes)) for shapes in shaped]
+        self.codecs = [fitted(strategy.codec, shapes) for shapes in shaped]
         count = scenario.replicas
         self.step_seconds = np.array(scenario.step_seconds)
         self.pace = np.cumsum(self.step_seconds)  # who pauses: in proportion to the time of a step
@@ -110,7 +121,7 @@ class _Fleet:
         self.sent, self.steps = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
         self.flying: dict[int, Round] = {}  # by fragment
         self.waiting: list[Round] = []  # to be settled, in order of departure
-        self.rounds = [0] * len(numels)
+        self.rounds = [0] * len(fragments)
         self.events = self.failed = 0
         self.away = np.zeros(count, dtype=bool)
         self.fails_at, self.returns_at = np.full(count, np.inf), np.full(count, np.inf)
@@ -188,7 +199,7 @@ class _Fleet:
 
     def _depart(self, p: int, step: int) -> None:
         there = ~self.away
-        nbytes = self.strategy.exchange.nbytes_sent(self.strategy.codec, self.numels[p], int(there.sum()))
+        nbytes = self.strategy.exchange.nbytes_sent(self.codecs[p], self.numels[p], int(there.sum()))
         ready = np.maximum(self.clock, self.outbound) + self.scenario.encode_seconds * self.numels[p]
         self.outbound = np.where(there, ready, self.outbound)
         messages = Messages.of(np.where(there, ready, np.inf), nbytes)

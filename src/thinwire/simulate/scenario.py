@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite, log, sqrt
 
 import numpy as np
 
+from thinwire.codecs import Shapes
 from thinwire.errors import ConfigurationError
 from thinwire.group import Link
 from thinwire.seeds import derive
@@ -135,11 +136,11 @@ class Scenario:
     def replicas(self) -> int:
         return len(self.step_seconds)
 
-    def floor_bits_per_second(self, strategy: Strategy, numels: list[int]) -> float:
+    def floor_bits_per_second(self, strategy: Strategy, fragments: Sequence[int | Shapes]) -> float:
         """Predicted: the rate that the busiest wire needs to carry a period's bytes while the slowest replica computes."""
         period = strategy.schedule.every * max(self.step_seconds)
         sharing = max(Counter(range(self.replicas) if self.shares is None else self.shares).values())
-        return 8 * sharing * strategy.nbytes_per_period(numels, self.replicas) / period
+        return 8 * sharing * strategy.nbytes_per_period(fragments, self.replicas) / period
 
     @classmethod
     def alike(cls, replicas: int, step_seconds: float, link: Link) -> Scenario:

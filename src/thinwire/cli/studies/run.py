@@ -86,11 +86,12 @@ def main(arguments: Sequence[str]) -> int:
     run, console = asked.run_settings, options.console(asked.json)
     scenario = make_scenario(asked)
     strategy = run.make_strategy()
-    fragments = [(f.name, f.numel) for f in strategy.partition.fragments(skeleton(run))]
+    cut = strategy.partition.fragments(skeleton(run))
+    fragments, shapes = [(f.name, f.numel) for f in cut], [f.shapes for f in cut]
     with ExitStack() as stack:
         recorder = stack.enter_context(_recorder(asked, asked.out, scenario, fragments)) if asked.out else None
-        outcome = simulate(strategy, [numel for _, numel in fragments], scenario, run.steps, recorder)
-        floor = scenario.floor_bits_per_second(strategy, [numel for _, numel in fragments])
+        outcome = simulate(strategy, shapes, scenario, run.steps, recorder)
+        floor = scenario.floor_bits_per_second(strategy, shapes)
         summary = summary_of(run, fragments, outcome) | {"floor_bits_per_second": floor, "scenario": described(asked)}
         if recorder is not None:
             recorder.end(outcome, run.steps, summary)
