@@ -1,0 +1,83 @@
+"""What loss a setting should reach, and what that is worth: the laws of `scaling`, corrected for H, overlap and tokens. *Predicted*.
+
+Corrections are from the published tables: Streaming DiLoCo (arXiv 2501.18512, tables 5 to 7 and figure 8) for H, M and
+delay; Eager Updates (arXiv 2502.12996, table 2) for a whole period in the air. They are ratios of losses, so that they
+carry over to another text; the loss itself is of C4 with a vocabulary of 32,000 and does not.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+from thinwire.plan.scaling import LAWS, TOKENS_PER_PARAMETER, Outside, Prediction, outside, predict
+
+_H = (30, 100)  # what the tables have
+_H_COST = {2: 0.0068, 4: 0.0112}  # loss(H=100)/loss(H=30) − 1, mean over 35 M to 1 B
+# loss(eager)/loss(one step in the air) − 1 at H = 30, by parameters
+_EAGER = ((35e6, 0.0255), (100e6, 0.0187), (200e6, 0.0168), (300e6, 0.0178), (500e6, 0.0150), (1e9, 0.0081))
+_DELAY = 10  # steps in the air that cost less than 0.2 %
+_OF_TOKENS = -0.0395  # d ln(loss) / d ln(tokens), 1 B on Dolma, from 25 to 100 and 250 billion tokens
+_OF_COMPUTE = LAWS["loss"][0].exponent / 2  # C = 6·N·20·N: loss ∝ C^(a/2)
+
+
+def loss(method: str, parameters: float, replicas: int, every: int, delay: int, tokens: float) -> Prediction:
+    """Evaluation loss of `method` (a recipe's name) at its best learning rates, in nats per token.
+
+    `sparse_loco` and `local_sgd` have no published law: they are taken for DiLoCo, with a warning by name.
+
+    >>> round(loss("streaming_diloco", 1e9, 2, every=100, delay=5, tokens=20e9).value, 3)
+    2.537
+    """
+    if method == "data_parallel":
+        base, factor = predict("loss", parameters, None), 1.0
+        warnings: tuple[Outside, ...] = ()
+    else:
+        base = predict("loss", parameters, replicas)
+        factor, warnings = _of_period(method, parameters, replicas, every, delay)
+    ratio = tokens / (TOKENS_PER_PARAMETER * parameters)
+    warnings += outside("tokens-per-parameter", tokens / parameters, TOKENS_PER_PARAMETER, 10 * TOKENS_PER_PARAMETER)
+    return Prediction(base.value * factor * ratio**_OF_TOKENS, base.law, base.warnings + warnings)
+
+
+def density(method: str, parameters: float, replicas: int, every: int, delay: int) -> float:
+    """The compute with which data-parallel training reaches the same loss, over the compute spent.
+
+    1 for data-parallel; below 1 where low communication costs loss. One number that makes H, τ and M comparable:
+    tokens per second times density is the speed in tokens that data-parallel training would be worth.
+    ρ = (L / L_DP)^(2/a), with a the data-parallel law's exponent and D = 20·N.
+
+    >>> [round(density("streaming_diloco", 1e9, 2, every, 1), 2) for every in (30, 100)]
+    [0.97, 0.84]
+    """
+    tokens = TOKENS_PER_PARAMETER * parameters
+    own = loss(method, parameters, replicas, every, delay, tokens).value
+    return math.exp(math.log(own / predict("loss", parameters, None).value) / _OF_COMPUTE)
+
+
+def _of_period(
+    method: str, parameters: float, replicas: int, every: int, delay: int
+) -> tuple[float, tuple[Outside, ...]]:
+    """The factor for H and for what is in the air, and what is outside the tables."""
+    cost = _H_COST[2] + (_H_COST[4] - _H_COST[2]) * min(2.0, max(0.0, math.log2(replicas / 2)))
+    factor = 1 + cost * max(0.0, math.log(every / _H[0]) / math.log(_H[1] / _H[0]))
+    warnings = outside("every", every, *_H)
+    if method == "eager_diloco":
+        factor *= 1 + _interpolated(parameters)
+    elif delay > _DELAY:
+        factor *= 1 + 0.002 * delay / _DELAY
+        warnings += outside("delay", delay, 0, _DELAY)
+    if method in ("sparse_loco", "local_sgd"):
+        warnings += (Outside(f"{method}-unfitted", "no published law; that of DiLoCo is taken"),)
+    return factor, warnings
+
+
+def _interpolated(parameters: float) -> float:
+    """`_EAGER` between its sizes, in log N; the nearest one outside."""
+    if parameters <= _EAGER[0][0]:
+        return _EAGER[0][1]
+    for (low, first), (high, second) in pairwise(_EAGER):
+        if parameters <= high:
+            share = math.log(parameters / low) / math.log(high / low)
+            return first + share * (second - first)
+    return _EAGER[-1][1]
