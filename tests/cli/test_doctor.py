@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import socket
-from dataclasses import replace
 
 import pytest
 import torch
 
-from thinwire import E3M0, Strided, diloco, eager_diloco, streaming_diloco
+from thinwire import E3M0, streaming_diloco
 from thinwire.cli import doctor, machine
 from thinwire.group import Link
 from thinwire.lm.run import Run
-from thinwire.lm.trainer import make_model
-from thinwire.replica import Replica
 
 
 @pytest.fixture
@@ -117,42 +114,6 @@ def test_a_delay_too_short_for_the_largest_fragment_is_seen():
 
     assert found(8.001 * nbytes).level == "ok"
     assert found(7.9 * nbytes).level == "warning" and "--delay 3" in found(7.9 * nbytes).do
-
-
-def test_predicted_memory_is_what_a_replica_keeps():
-    """Anchors and outer state, against the tensors of a replica: with and without momentum, and eager."""
-    from thinwire import run_threads
-
-    model_of = Run(model="tiny")
-    for strategy in (
-        streaming_diloco(every=4, delay=1),
-        diloco(every=4, outer_momentum=0.0),
-        eager_diloco(every=2, partition=Strided(1)),
-    ):
-
-        def kept(group, strategy=strategy):
-            model = make_model(model_of, 256)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-            replica = Replica(strategy, model, optimizer, group)
-            for parameter in model.parameters():
-                parameter.grad = torch.zeros_like(parameter)
-            for _ in range(4 * strategy.schedule.every):
-                optimizer.step()
-            tensors, _ = replica.state()
-            nbytes = sum(4 * t.numel() for name, t in tensors.items() if not name.endswith("delta"))
-            replica.finish()
-            return nbytes, [f.numel for f in replica.fragments]
-
-        nbytes, numels = run_threads(1, kept)[0]
-        predicted = doctor.predicted_nbytes(sum(numels), strategy, numels, 1)
-        assert predicted["anchors"] + predicted["outer momentum"] == nbytes
-
-
-def test_what_is_in_the_air_at_once():
-    staggered = streaming_diloco(every=10, delay=1)
-    assert doctor._most_at_once(staggered, [5, 7]) == 7
-    together = replace(staggered, schedule=replace(staggered.schedule, delay=9))
-    assert doctor._most_at_once(together, [5, 7]) == 12
 
 
 def test_the_namespace_is_gone_afterwards():

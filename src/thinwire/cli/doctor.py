@@ -21,12 +21,13 @@ from thinwire.cli.machine import Finding, warn_unless
 from thinwire.codecs import Shapes
 from thinwire.errors import ConfigurationError, ThinwireError
 from thinwire.group import Link, parse_link
+from thinwire.lm.model import Transformer
 from thinwire.lm.run import Run
 from thinwire.lm.tokens import find
 from thinwire.lm.trainer import make_model, open_corpus
-from thinwire.merge import Eager
 from thinwire.observe.units import text_of_count, text_of_nbytes, text_of_rate, text_of_seconds
-from thinwire.strategy import Gradients, Strategy
+from thinwire.plan.memory import kept_nbytes, replica_memory
+from thinwire.strategy import Strategy
 
 LARGE = 1 << 28  # bytes of text above which it is only looked at, not tokenised
 
@@ -137,14 +138,12 @@ def text(run: Run) -> Generator[Finding, None, int]:
 
 
 def room(run: Run, model: nn.Module, strategy: Strategy, numels: Sequence[int]) -> Generator[Finding, None, bool]:
-    """Predicted memory of one replica, activations aside; returns whether it fits."""
+    """Predicted memory of one replica; returns whether it fits."""
     parameters = sum(p.numel() for p in model.parameters())
-    needed = predicted_nbytes(parameters, strategy, numels, run.replicas)
-    total = sum(needed.values())
+    total, parts = predicted_nbytes(run, model, strategy, numels)
     available = 0 if torch.cuda.is_available() and strategy.anchors == "device" else machine.memory()[1]
     available += torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
-    parts = ", ".join(f"{name} {text_of_nbytes(nbytes)}" for name, nbytes in needed.items())
-    says = f"{text_of_count(parameters)} parameters: {text_of_nbytes(total)} a replica (predicted, without activations: {parts})"
+    says = f"{text_of_count(parameters)} parameters: {text_of_nbytes(total)} a replica (predicted{parts})"
     what = "memory of a replica"
     if total > available:
         says += f"; {text_of_nbytes(available)} are free"
@@ -154,38 +153,23 @@ def room(run: Run, model: nn.Module, strategy: Strategy, numels: Sequence[int]) 
     return total <= available
 
 
-def predicted_nbytes(parameters: int, strategy: Strategy, numels: Sequence[int], replicas: int) -> dict[str, int]:
-    """Bytes of one replica in fp32: 4 a parameter for each of its values, and the packets of what is in the air at once."""
-    exchanged = sum(numels)
-    if isinstance(strategy.signal, Gradients):
-        anchors, momentum, at_once = 4 * exchanged, 0, exchanged
+def predicted_nbytes(run: Run, model: nn.Module, strategy: Strategy, numels: Sequence[int]) -> tuple[int, str]:
+    """Bytes of a replica at its worst moment, and what they are for, in words."""
+    if isinstance(model, Transformer):
+        bf16 = run.precision == "bf16" or (run.precision == "auto" and torch.cuda.is_available())
+        needed = replica_memory(
+            model.architecture, strategy, numels, run.replicas,
+            batch=run.batch, sequence=run.sequence, accumulate=run.accumulate, bf16=bf16,
+        )  # fmt: skip
+        kept = {name: nbytes for (_, name), nbytes in needed.kept.items()}
+        total, aside = needed.peak(), ""
     else:
-        momentum = sum(4 * exchanged for _ in strategy.outer.init(torch.empty(0)))
-        anchors = 4 * exchanged
-        if isinstance(strategy.merge, Eager):  # deviation, own delta, and the deviation's outer state
-            anchors += 8 * exchanged + momentum
-        at_once = _most_at_once(strategy, numels)
-    packets = strategy.codec.nbytes(at_once) * replicas
-    return {
-        "parameters and gradients": 8 * parameters,
-        "AdamW": 8 * parameters,
-        "anchors": anchors,
-        "outer momentum": momentum,
-        "flights": 8 * at_once + packets,  # delta and estimate in fp32, a packet from everybody
-    }
-
-
-def _most_at_once(strategy: Strategy, numels: Sequence[int]) -> int:
-    """Elements in the air at the worst moment of a period."""
-    schedule = strategy.schedule
-    first = 2 * schedule.every  # a period in which every fragment departs
-    most = 0
-    departures: list[tuple[int, int]] = []
-    for step in range(first, first + 2 * schedule.every + 1):
-        departures = [(d, p) for d, p in departures if d + schedule.delay > step - 1]
-        departures += [(step, p) for p in schedule.departs(step, len(numels))]
-        most = max(most, sum(numels[p] for _, p in departures))
-    return most
+        parameters = sum(p.numel() for p in model.parameters())
+        kept = kept_nbytes(parameters, strategy, numels) | {"gradients": 4 * parameters}
+        total, aside = sum(kept.values()), ", without activations"
+    parts = ", ".join(f"{name} {text_of_nbytes(nbytes)}" for name, nbytes in kept.items())
+    rest = f", at its worst moment {text_of_nbytes(total - sum(kept.values()))} more" if not aside else ""
+    return total, f"{aside}: {parts}{rest}"
 
 
 def measured_step(run: Run, vocabulary: int) -> float:

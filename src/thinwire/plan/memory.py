@@ -1,0 +1,168 @@
+"""What one replica needs of memory, before it is started. *Predicted*; benchmarks/memory.py measures how well.
+
+Some is kept all the time (weights, moments, anchors); the rest comes and goes, and what counts is the worst moment:
+the start of a backward pass, a landing, an evaluation, the end. Activations are those of `lm.model.Transformer`, by
+the tensors that autograd saves on a CPU; another model's must be measured (`thinwire probe` does).
+
+These are bytes that are in use. On a CPU glibc keeps freed ones for later: half as much again was measured, and
+MALLOC_MMAP_THRESHOLD_=65536, set before the start, gives them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from thinwire.lm.model import Architecture
+from thinwire.merge import Eager
+from thinwire.plan.sharding import FP32, Shards
+from thinwire.strategy import Gradients, Strategy
+
+Place = Literal["device", "host"]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank: what is `kept`, and what each phase adds to it. Keys are (where, what)."""
+
+    kept: Mapping[tuple[Place, str], int]
+    phases: Mapping[str, Mapping[Place, int]]
+
+    word: ClassVar[str] = "predicted"
+
+    def peak(self, *places: Place) -> int:
+        """The worst moment on these places together (without: on all, as where the device is the CPU)."""
+        return self.worst(*places)[1]
+
+    def worst(self, *places: Place) -> tuple[str, int]:
+        """The phase of the worst moment, and its bytes."""
+        wanted = places or ("device", "host")
+        kept = sum(nbytes for (where, _), nbytes in self.kept.items() if where in wanted)
+        added = {phase: sum(parts.get(where, 0) for where in wanted) for phase, parts in self.phases.items()}
+        phase = max(added, key=lambda name: added[name])
+        return phase, kept + added[phase]
+
+
+def saved_nbytes(shape: Architecture, tokens: int, bf16: bool = False) -> int:
+    """What autograd saves of a forward pass of `tokens` = batch · sequence tokens, exactly.
+
+    fp32: tokens · (layers · (88·D + 12·heads + 8) + 12·D + 4·V + 24) bytes. Under bf16 autocast 64·D a layer and 10·D, and
+    the cast matrices, 2·(12·layers·D² + V·D).
+
+    >>> saved_nbytes(Architecture(layers=1, width=64, heads=2), tokens=96)
+    718080
+    """
+    a = shape
+    layer = (64 if bf16 else 88) * a.width + 12 * a.heads + 8
+    head = (10 if bf16 else 12) * a.width + 4 * a.vocabulary + 24
+    cast = 2 * (12 * a.layers * a.width**2 + a.vocabulary * a.width) if bf16 else 0
+    return tokens * (a.layers * layer + head) + cast
+
+
+def activation_nbytes(shape: Architecture, tokens: int, bf16: bool = False) -> int:
+    """At the start of the backward pass: what was saved, and four times the logits, or the last layer's gradients if they
+    are larger."""
+    return saved_nbytes(shape, tokens, bf16) + tokens * max(16 * shape.vocabulary, (13 if bf16 else 24) * shape.width)
+
+
+def replica_memory(
+    shape: Architecture,
+    strategy: Strategy,
+    numels: Sequence[int],
+    replicas: int,
+    *,
+    batch: int,
+    sequence: int,
+    accumulate: int = 1,
+    bf16: bool = False,
+    ranks: int = 1,
+) -> Memory:
+    """One rank of a replica of `ranks` (FSDP2), training `shape` in micro-batches of `batch` sequences of the replica.
+
+    `numels` are the whole fragments'. Raises `ConfigurationError` if `ranks` does not divide the batch.
+    """
+    shards, parameters = Shards(ranks, ranks, ranks), shape.parameters()
+    tokens = -(-batch // ranks) * sequence
+    own = [-(-numel // ranks) for numel in numels]
+    kept = {("device" if name in ("parameters", "AdamW") else _home(strategy), name): nbytes
+            for name, nbytes in kept_nbytes(-(-parameters // ranks), strategy, own).items()}  # fmt: skip
+    gradients = 4 * -(-parameters // ranks)
+    gathered = 8 * _largest_gather(shape) if shards.weights > 1 else 0  # FSDP2 has a layer and the next one whole
+    flights = _flights(strategy, own, replicas)
+    aloft = flights if strategy.schedule.delay else 0  # else they are over when the step is
+    logits = tokens * max(12 * shape.vocabulary, (22 if bf16 else 40) * shape.width)
+    signal = _gradient_exchange(strategy, own, replicas)
+    before = gradients if accumulate > 1 else 0
+    most = strategy.codec.nbytes(sum(own)) * replicas if not isinstance(strategy.signal, Gradients) else 0
+    finish = 4 * sum(own) + most + 16 * max(own, default=0) if most else 0
+    phases: dict[str, Mapping[Place, int]] = {
+        "backward": {"device": activation_nbytes(shape, tokens, bf16) + before + gathered, "host": aloft},
+        "update": {"device": gradients + gathered, "host": max(flights, signal)},
+        "evaluation": {"device": gradients + logits + gathered, "host": aloft},
+        "finish": {"device": 0, "host": finish},
+        "export": {"device": gradients, "host": 4 * parameters},
+    }
+    return Memory(kept, phases)
+
+
+def kept_nbytes(parameters: int, strategy: Strategy, numels: Sequence[int]) -> dict[str, int]:
+    """What a replica keeps between two inner steps, in fp32: 4 bytes a parameter for each of its values.
+
+    >>> from thinwire import streaming_diloco
+    >>> kept_nbytes(1000, streaming_diloco(), [600, 400])
+    {'parameters': 4000, 'AdamW': 8000, 'anchors': 4000, 'outer momentum': 4000}
+    """
+    exchanged = sum(numels)
+    kept = {"parameters": FP32.weight * parameters, "AdamW": FP32.optimizer * parameters, "anchors": 4 * exchanged}
+    if not isinstance(strategy.signal, Gradients):
+        kept["outer momentum"] = momentum = sum(4 * exchanged for _ in strategy.outer.init(torch.empty(0)))
+        if isinstance(strategy.merge, Eager):
+            kept["deviation and own delta"] = 8 * exchanged + momentum
+    if strategy.feedback:
+        kept["feedback"] = sum(4 * exchanged for _ in strategy.feedback.init(0))
+    return kept
+
+
+def most_at_once(strategy: Strategy, numels: Sequence[int]) -> int:
+    """Elements in the air at the worst moment of a period."""
+    if isinstance(strategy.signal, Gradients):
+        return sum(numels)
+    schedule = strategy.schedule
+    first = 2 * schedule.every  # a period in which every fragment departs
+    most = 0
+    departures: list[tuple[int, int]] = []
+    for step in range(first, first + 2 * schedule.every + 1):
+        departures = [(d, p) for d, p in departures if d + schedule.delay > step - 1]
+        departures += [(step, p) for p in schedule.departs(step, len(numels))]
+        most = max(most, sum(numels[p] for _, p in departures))
+    return most
+
+
+def _flights(strategy: Strategy, numels: Sequence[int], replicas: int) -> int:
+    """Deltas, packets from everybody, and what has come out of them and waits for its landing."""
+    if isinstance(strategy.signal, Gradients):
+        return 0
+    at_once = most_at_once(strategy, numels)
+    states = len(strategy.outer.init(torch.empty(0))) + (2 if strategy.feedback else 0)
+    largest = max(numels, default=0)
+    return (8 + 4 * states) * at_once + 4 * largest + strategy.codec.nbytes(at_once) * replicas
+
+
+def _gradient_exchange(strategy: Strategy, numels: Sequence[int], replicas: int) -> int:
+    """Data-parallel: all gradients flat, their packets, and the mean."""
+    if not isinstance(strategy.signal, Gradients):
+        return 0
+    return 8 * sum(numels) + strategy.codec.nbytes(sum(numels)) * replicas
+
+
+def _home(strategy: Strategy) -> Place:
+    return "host" if strategy.anchors == "host" else "device"
+
+
+def _largest_gather(shape: Architecture) -> int:
+    """Parameters of a layer, or of what is outside the layers, whichever is more: what FSDP2 gathers at a time."""
+    outside = 2 * shape.vocabulary * shape.width
+    return max(outside, (shape.parameters() - outside) // shape.layers)

@@ -1,0 +1,158 @@
+"""Predicted memory against tensors that are there: what autograd saves, what a step has alive, what a replica keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from thinwire import Strided, data_parallel, diloco, eager_diloco, run_threads, sparse_loco, streaming_diloco
+from thinwire.errors import ConfigurationError
+from thinwire.lm.model import SIZES, Architecture, Transformer
+from thinwire.lm.run import Run
+from thinwire.lm.trainer import make_model
+from thinwire.plan.memory import activation_nbytes, kept_nbytes, most_at_once, replica_memory, saved_nbytes
+from thinwire.replica import Replica
+
+SHAPES = [
+    (Architecture(layers=1, width=64, heads=2, context=32), 3),
+    (Architecture(layers=3, width=128, heads=4, vocabulary=1000, context=64), 2),
+    (Architecture(layers=2, width=96, heads=3, vocabulary=64, context=16, positions="learned", tied=True), 5),
+]
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(("shape", "batch"), SHAPES)
+def test_activations_are_what_autograd_saves_to_the_byte(shape: Architecture, batch: int, bf16: bool) -> None:
+    model = Transformer(shape)
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    saved: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    inputs, targets = torch.zeros(2, batch, shape.context, dtype=torch.long).unbind()
+    inputs, targets = inputs.clone(), targets.clone()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            model(inputs, targets)
+    counted = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+    assert counted == saved_nbytes(shape, batch * shape.context, bf16)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("shape", "batch"),
+    [
+        (Architecture(layers=2, width=128, heads=4, context=64), 16),
+        (Architecture(layers=2, width=128, heads=4, vocabulary=4096, context=64), 16),
+        (Architecture(layers=6, width=64, heads=2, context=64), 16),
+    ],
+)
+def test_the_peak_of_an_inner_step_is_within_five_percent(shape: Architecture, batch: int, accumulate: int) -> None:
+    model = Transformer(shape)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.zeros(batch, shape.context, dtype=torch.long)
+
+    def step() -> None:
+        for _ in range(accumulate):
+            model(tokens, tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    events = sorted(
+        (event.start_ns(), event.nbytes())
+        for event in profiler.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    )
+    alive = most = 0
+    for _, nbytes in events:
+        alive += nbytes
+        most = max(most, alive)
+    before = 4 * shape.parameters() if accumulate > 1 else 0
+    assert most == pytest.approx(activation_nbytes(shape, batch * shape.context) + before, rel=0.05)
+
+
+def test_predicted_memory_is_what_a_replica_keeps():
+    """Anchors and outer state, against the tensors of a replica: with and without momentum, and eager."""
+    model_of = Run(model="tiny")
+    for strategy in (
+        streaming_diloco(every=4, delay=1),
+        diloco(every=4, outer_momentum=0.0),
+        eager_diloco(every=2, partition=Strided(1)),
+    ):
+
+        def kept(group, strategy=strategy):
+            model = make_model(model_of, 256)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            replica = Replica(strategy, model, optimizer, group)
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            for _ in range(4 * strategy.schedule.every):
+                optimizer.step()
+            tensors, _ = replica.state()
+            nbytes = sum(4 * t.numel() for name, t in tensors.items() if not name.endswith("delta"))
+            replica.finish()
+            return nbytes, [f.numel for f in replica.fragments]
+
+        nbytes, numels = run_threads(1, kept)[0]
+        predicted = kept_nbytes(sum(numels), strategy, numels)
+        assert sum(predicted.values()) - predicted["parameters"] - predicted["AdamW"] == nbytes
+
+
+def test_what_is_in_the_air_at_once():
+    staggered = streaming_diloco(every=10, delay=1)
+    assert most_at_once(staggered, [5, 7]) == 7
+    together = replace(staggered, schedule=replace(staggered.schedule, delay=9))
+    assert most_at_once(together, [5, 7]) == 12
+
+
+def test_the_worst_moment_is_the_backward_pass_of_a_large_batch_and_the_exchange_of_a_small_one() -> None:
+    shape, strategy = SIZES["mini"], diloco(every=10)
+
+    def needed(batch: int) -> tuple[str, int]:
+        return replica_memory(shape, strategy, [shape.parameters()], 2, batch=batch, sequence=128).worst()
+
+    assert needed(32)[0] == "backward" and needed(1)[0] == "update"
+    assert needed(64)[1] - needed(32)[1] == activation_nbytes(shape, 64 * 128) - activation_nbytes(shape, 32 * 128)
+
+
+def test_methods_differ_by_what_they_keep() -> None:
+    numels = [600, 400]
+    kept = {
+        strategy: sum(kept_nbytes(1000, strategy, numels).values())
+        for strategy in (data_parallel(), diloco(), sparse_loco(), eager_diloco())
+    }
+    assert list(kept.values()) == [16_000, 20_000, 20_000, 32_000]
+
+
+def test_a_device_is_relieved_by_anchors_on_the_host() -> None:
+    shape = SIZES["mini"]
+    numels = [shape.parameters()]
+    on_host = replica_memory(shape, streaming_diloco(), numels, 2, batch=4, sequence=128)
+    on_device = replica_memory(shape, streaming_diloco(anchors="device"), numels, 2, batch=4, sequence=128)
+    assert on_device.peak("device") - on_host.peak("device") == 8 * shape.parameters()
+    assert on_device.peak() == on_host.peak()
+
+
+def test_ranks_share_what_a_replica_keeps() -> None:
+    shape = SIZES["35m"]
+    one, four = (
+        replica_memory(shape, streaming_diloco(), [shape.parameters()], 2, batch=8, sequence=512, ranks=ranks)
+        for ranks in (1, 4)
+    )
+    assert sum(four.kept.values()) == pytest.approx(sum(one.kept.values()) / 4, rel=1e-6)
+    assert one.peak() / 4 < four.peak() < one.peak() / 2  # a gathered layer and the exported model stay whole
+
+
+def test_no_memory_is_predicted_for_degrees_that_cannot_be() -> None:
+    with pytest.raises(ConfigurationError):
+        replica_memory(SIZES["nano"], diloco(), [1], 2, batch=4, sequence=8, ranks=0)
