@@ -15,7 +15,7 @@ from thinwire.lm.run import Run
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["tarin"], "'tarin' is no verb; there are train, compare, report, simulate, doctor"),
+        (["tarin"], "'tarin' is no verb; there are train, compare, report, probe, doctor"),
         (["report"], "no run folder was given"),
         (["report", "nothing"], "nothing does not exist"),
         (["train", "--resume"], "add --out FOLDER"),
@@ -26,6 +26,9 @@ from thinwire.lm.run import Run
             ["compare", "--strategies", "dilco"],
             "strategy='dilco' is no recipe; one of data_parallel, local_sgd, diloco",
         ),
+        (["probe", "--what", "links"], "links lie between replicas"),
+        (["probe", "--link", "50"], "the link '50' was given"),
+        (["probe", "nothing.toml"], "nothing.toml cannot be read as a run file"),
         (["doctor", "--step-seconds", "-1"], "more than 0 is needed"),
     ],
 )

@@ -28,9 +28,7 @@ OPTIONS = {
     "train": "run_settings out resume run json",
     "compare": "run_settings strategies seeds out run json",
     "report": "runs out tensorboard json",
-    "simulate utilization": "parameters layers step_seconds method every delay fragment_layers bits_per_parameter grid plot json",
-    "simulate run": "run_settings step_seconds slower step_variation links link_variation sharing loss jitter stragglers outages failures "
-    "encode_seconds decode_seconds out run json",
+    "probe": "run what out model sequence link replicas seconds trips name timeout json",
     "doctor": "run link step_seconds master_addr master_port runs json",
 }
 MODULES = sorted(

@@ -62,25 +62,31 @@ def torchrun_place() -> tuple[int, int] | None:
 
 def train_as_rank(run: Run, folder: Path, resume: bool, stop: threading.Event | None = None) -> dict[str, Any]:
     """Be the rank that torchrun's environment says, from joining the world to leaving it."""
-    environment, stop = os.environ, stop or threading.Event()
+    stop = stop or threading.Event()
+    with joined(run.replicas, run.timeout) as group:
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        place = Place(group, folder, resume, group.site, group.shard, group.shards, local, stop)
+        with _stopping(stop):
+            return train_here(run, place)
+
+
+@contextmanager
+def joined(replicas: int, timeout: float) -> Iterator[TorchGroup]:
+    """Within: this process is the rank that torchrun's environment says, in a world of `replicas`."""
+    environment = os.environ
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     address, port = environment.get("MASTER_ADDR", "127.0.0.1"), int(environment.get("MASTER_PORT", "29500"))
-    if world % run.replicas:
+    if world % replicas:
         raise ConfigurationError(
-            f"{world} processes for {run.replicas} replicas: a multiple is needed; set --replicas or torchrun's counts."
+            f"{world} processes for {replicas} replicas: a multiple is needed; set --replicas or torchrun's counts."
         )
-    shards = world // run.replicas
     agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent keeps the address book
     book = f"thinwire/attempt-{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}" if agent else None
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"  # nccl inside a replica; packets take gloo
-    start_torch(rank, world, address, port, run.timeout, backend, book)
-    uplink = parse_link(run.uplink)
-    rate = uplink.bits_per_second / shards if uplink else None  # the ranks of a replica share its uplink
-    group = TorchGroup.from_world(run.replicas, timeout=run.timeout, uplink=rate)
-    place = Place(group, folder, resume, group.site, group.shard, shards, int(environment.get("LOCAL_RANK", "0")), stop)
+    start_torch(rank, world, address, port, timeout, backend, book)
+    group = TorchGroup.from_world(replicas, timeout=timeout)
     try:
-        with _stopping(stop):
-            return train_here(run, place)
+        yield group
     finally:
         group.close()
         if dist.is_initialized():

@@ -1,0 +1,192 @@
+"""`thinwire probe`: what links carry and what machines do, measured and written down."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from thinwire.cli import machine as here
+from thinwire.cli import options
+from thinwire.errors import ConfigurationError
+from thinwire.group import Group, Link, LinkedGroup, gather, run_threads
+from thinwire.lm import launch
+from thinwire.lm.run import Run
+from thinwire.observe.units import text_of_nbytes, text_of_rate, text_of_seconds
+from thinwire.plan.compute import probe_machine
+from thinwire.plan.links import replace
+from thinwire.plan.machine import Machine
+from thinwire.plan.probe import Probe, probe_links
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `thinwire probe` takes."""
+
+    run: tyro.conf.Positional[Path | None] = None
+    """A run file: its model, sequence and precision are timed."""
+    what: Literal["all", "links", "machine"] = "all"
+    """Measure only the links, or only this machine."""
+    out: Path = Path()
+    """The folder for links.toml, links.samples.json and machine.toml (under torchrun a NAME.toml for every machine, on rank 0's)."""
+    model: str | None = None
+    """The model to time, if not the run file's."""
+    sequence: int | None = None
+    """Tokens in a sequence, if not the run file's."""
+    link: str | None = None
+    """No torchrun: measure this emulated link, such as 50mbit,30ms, between threads."""
+    replicas: int = 2
+    """How many, with --link; under torchrun, replicas of the world (one rank each is measured)."""
+    seconds: float = 1.0
+    """How long a train of blocks lasts, about, and how long a micro-batch may take."""
+    trips: int = 20
+    """Round trips of a pair."""
+    name: str | None = None
+    """Of this machine. Without: its host name."""
+    timeout: float = 300.0
+    """Seconds after which a replica that says nothing is given up."""
+    json: bool = False
+    """Stdout ends with one JSON object."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    about = "Measure links and machines, for `thinwire plan`."
+    asked = tyro.cli(Options, prog="thinwire probe", args=list(arguments), description=about)
+    run = Run.load(asked.run) if asked.run else Run()
+    changes = {"model": asked.model, "sequence": asked.sequence}
+    run = dataclasses.replace(run, **{key: value for key, value in changes.items() if value is not None})  # type: ignore[arg-type]
+    name, console = asked.name or socket.gethostname(), options.console(asked.json)
+    emulated = Link.parse(asked.link) if asked.link else None
+    place = launch.torchrun_place()
+    if place is None and emulated is None and asked.what == "links":
+        raise ConfigurationError(
+            "links lie between replicas: start one process on each machine by torchrun (docs/plan.md), or give --link 50mbit,30ms "
+            "to see an emulated one measured."
+        )
+    asked.out.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Any] = {}
+    if place is not None:
+        with launch.joined(place[1], asked.timeout) as group:
+            probe, machines = _over(group, asked, run, name)
+        if place[0] != 0:
+            return 0
+    else:
+        probe = _emulated(emulated, asked) if emulated and asked.what != "machine" else None
+        machines = (
+            [probe_machine(run, name, here.memory()[1], asked.seconds, asked.out)] if asked.what != "links" else []
+        )
+    if probe:
+        found["links"] = _write_links(probe, asked, console, "emulated" if emulated else "measured")
+    for machine in machines:
+        path = asked.out / (f"{machine.name}.toml" if len(machines) > 1 else "machine.toml")
+        machine.save(
+            path, f"What {machine.name} does, measured by `thinwire probe` on {_today()}. Edit freely: docs/plan.md."
+        )
+        found.setdefault("machines", []).append(str(path))
+        console.print(_machine_table(machine))
+        console.print(f"written: {path}", soft_wrap=True, highlight=False)
+    if probe is None and asked.what == "all":
+        console.print(
+            "no links measured: start one process on each machine by torchrun, or give --link", highlight=False
+        )
+    if asked.json:
+        print(json.dumps(found))
+    return 0
+
+
+def _over(group: Group, asked: Options, run: Run, name: str) -> tuple[Probe | None, list[Machine]]:
+    """Links first, then all machines at once, as in training; every rank's facts go to all."""
+    probe = probe_links(group, name, asked.seconds, asked.trips) if asked.what != "machine" else None
+    if asked.what == "links":
+        return probe, []
+    names = [text.decode() for text in gather(group, name.encode()[:80], 80, "probe")]
+    share = here.memory()[1] // names.count(names[group.rank])  # ranks of one machine divide its memory
+    unique = probe.links.names[group.rank] if probe else f"{name}-{group.rank}"
+    own = probe_machine(run, unique, share, asked.seconds, asked.out)
+    path = asked.out / f".machine-{group.rank}.toml"
+    own.save(path)
+    text = path.read_bytes()
+    path.unlink()
+    machines = []
+    for rank, told in enumerate(gather(group, text, 1 << 20, "probe")):
+        path = asked.out / f".machine-{group.rank}-{rank}.toml"
+        path.write_bytes(told)
+        machines.append(Machine.load(path))
+        path.unlink()
+    return probe, machines
+
+
+def _emulated(link: Link, asked: Options) -> Probe:
+    """Threads of this process on links of that kind."""
+
+    def body(group: Group) -> Probe:
+        linked = LinkedGroup(group, link)
+        return probe_links(linked, f"replica-{group.rank}", asked.seconds, asked.trips)
+
+    return run_threads(asked.replicas, body, asked.timeout)[0]
+
+
+def _write_links(probe: Probe, asked: Options, console: Console, word: str) -> dict[str, Any]:
+    links = dataclasses.replace(probe.links, word=word)
+    path, raw = asked.out / "links.toml", asked.out / "links.samples.json"
+    comment = (
+        f"Links between {len(links)} replicas, {word}; written by `thinwire probe` on {_today()}.\n"
+        "alone: rate and one-way delay (half a round trip) with nothing else on the link; together: everybody sends to everybody.\n"
+        "Edit freely: docs/plan.md."
+    )
+    links.save(path, comment)
+    replace(raw, json.dumps(probe.samples) + "\n")
+    table = Table("from", "to", "rate", "delay", "together", title=f"Links ({word})")
+    for (a, b), link in sorted(links.alone.items()):
+        together = text_of_rate(links.together.get((a, b)))
+        table.add_row(
+            links.names[a],
+            links.names[b],
+            text_of_rate(link.bits_per_second),
+            text_of_seconds(link.delay_seconds),
+            together,
+        )
+    console.print(table)
+    latency, rate = (probe.round.latency_seconds, probe.round.bits_per_second) if probe.round else (None, None)
+    says = f"{text_of_seconds(latency)} and {text_of_rate(rate)} a replica"
+    console.print(f"a round, everybody to everybody: {says}", highlight=False)
+    console.print(f"written: {path}, {raw}", soft_wrap=True, highlight=False)
+    rows = [
+        {"from": links.names[a], "to": links.names[b], "bits_per_second": link.bits_per_second, "delay_seconds": link.delay_seconds,
+         "together_bits_per_second": links.together.get((a, b))}
+        for (a, b), link in sorted(links.alone.items())
+    ]  # fmt: skip
+    return {
+        "file": str(path),
+        "samples": str(raw),
+        "word": word,
+        "link": rows,
+        "round": {"latency_seconds": latency, "bits_per_second": rate},
+    }
+
+
+def _machine_table(machine: Machine) -> Table:
+    title = f"{machine.name}: {machine.model}, sequences of {machine.sequence} (measured)"
+    table = Table("micro-batch", "seconds", "tokens/s", "peak memory", title=title)
+    for step in machine.steps:
+        tokens = f"{step.batch * machine.sequence / step.seconds:,.0f}"
+        table.add_row(str(step.batch), text_of_seconds(step.seconds), tokens, text_of_nbytes(step.peak_nbytes))
+    update, disk = text_of_seconds(machine.update_seconds), text_of_nbytes(machine.disk_nbytes_per_second)
+    speeds = ", ".join(
+        f"{name.split('(')[0]} {c.encode / 1e6:,.0f} / {c.decode / 1e6:,.0f}" for name, c in machine.codecs.items()
+    )
+    table.caption = f"update {update}; disk {disk}/s; million parameters a second, encode / decode: {speeds}"
+    return table
+
+
+def _today() -> str:
+    return time.strftime("%Y-%m-%d")

@@ -1,0 +1,166 @@
+"""Measure this machine: step time and memory of the run's model over micro-batch sizes, codecs, disk."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from thinwire.codecs import E3M0, Cast, Codec, Identity
+from thinwire.errors import ConfigurationError
+from thinwire.lm.model import Architecture, Transformer
+from thinwire.lm.run import Run
+from thinwire.lm.trainer import BETAS, make_model
+from thinwire.plan import machine
+from thinwire.plan.machine import Machine, Step
+from thinwire.seeds import Key
+
+CODECS: tuple[Codec, ...] = (E3M0(), Cast("bf16"), Identity())
+_ELEMENTS = 1 << 22  # of the tensor that codecs are timed with
+_DISK_NBYTES = 64 << 20
+
+
+def vocabulary(run: Run) -> int:
+    """Of the run's tokenizer, without its text."""
+    kind, _, what = run.tokenizer.partition(":")
+    if kind == "bytes":
+        return 256
+    if not what.isdigit():
+        raise ConfigurationError(
+            f"tokenizer={run.tokenizer!r}: bytes or bpe:SIZE is needed here, so that its size is known."
+        )
+    return int(what)
+
+
+def shape_of(run: Run) -> Architecture:
+    """The architecture of the run's model. Raises `ConfigurationError` for one that is not Thinwire's own."""
+    with torch.device("meta"):
+        model = make_model(run, vocabulary(run)) if not run.model.startswith("hf:") else None
+    if not isinstance(model, Transformer):
+        raise ConfigurationError(
+            f"model={run.model!r}: a plan knows the shapes of Thinwire's own sizes only; take the nearest of them."
+        )
+    return model.architecture
+
+
+def probe_machine(run: Run, name: str, memory_nbytes: int, seconds: float = 1.0, place: Path = Path()) -> Machine:
+    """Time `run`'s model in micro-batches of 1, 2, 4, … as long as one takes less than `seconds` and fits, then the rest.
+
+    A figure is the median of at least three. Two threads would compete with what trains beside: torch's own number is
+    kept. `place` is where the disk is tried.
+    """
+    if not seconds > 0:
+        raise ConfigurationError(f"seconds={seconds}: more than 0 is needed.")
+    shape = shape_of(run)
+    before = _resident()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = make_model(run, shape.vocabulary).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=BETAS, fused=True)
+    bf16 = run.precision == "bf16" or (run.precision == "auto" and device.type == "cuda")
+    steps = list(_steps(run, model, device, bf16, seconds, before, memory_nbytes))
+    update = _median(optimizer.step, seconds / 4)
+    best = max(step.batch / step.seconds for step in steps) * run.sequence * shape.flops_per_token(run.sequence)
+    return Machine(
+        name=name, memory_nbytes=memory_nbytes, flops_per_second=best, device=device.type, model=run.model,
+        sequence=run.sequence, flops_per_token=float(shape.flops_per_token(run.sequence)), parameters=shape.parameters(),
+        steps=tuple(steps), update_seconds=update,
+        codecs={repr(codec): codec_speed(codec, seconds / 8) for codec in CODECS},
+        disk_nbytes_per_second=disk_speed(place), word="measured",
+    )  # fmt: skip
+
+
+def _steps(
+    run: Run, model: nn.Module, device: torch.device, bf16: bool, seconds: float, before: int | None, limit: int
+) -> Iterator[Step]:
+    """Forward and backward in doubling micro-batches."""
+    batch, peak = 1, 0
+    while True:
+        tokens = torch.randint(0, 256, (batch, run.sequence), device=device)
+
+        def once(tokens: torch.Tensor = tokens) -> None:
+            with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+                loss = model(tokens, tokens).loss
+            loss.backward()
+            loss.item()  # a GPU has finished only now
+
+        forget_peak()
+        try:
+            once()
+            took = _median(once, seconds / 2)
+        except torch.OutOfMemoryError:
+            return
+        seen = peak_nbytes()
+        peak = seen - (before or 0) if seen is not None else 0
+        yield Step(batch, took, peak or None)
+        if 2 * took > seconds or 2.2 * peak > limit or batch >= 1024:
+            return
+        batch *= 2
+
+
+def codec_speed(codec: Codec, seconds: float = 0.1) -> machine.Codec:
+    """Parameters a second, encoding and decoding."""
+    values = torch.randn(_ELEMENTS, generator=torch.Generator().manual_seed(0))
+    payload, out = torch.empty(codec.nbytes(_ELEMENTS), dtype=torch.uint8), torch.zeros(_ELEMENTS)
+    key = Key(0, 0, 0, 0)
+    encode = _median(lambda: codec.encode(values, payload, key), seconds)
+    decode = _median(lambda: codec.decode_add(payload, out, key), seconds)
+    return machine.Codec(_ELEMENTS / encode, _ELEMENTS / decode)
+
+
+def disk_speed(place: Path) -> float:
+    """Bytes a second to a file of 64 MiB, flushed to the disk: what a checkpoint gets."""
+    block = os.urandom(1 << 20)
+    with tempfile.TemporaryFile(dir=place) as file:
+        began = time.perf_counter()
+        for _ in range(_DISK_NBYTES >> 20):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        return _DISK_NBYTES / (time.perf_counter() - began)
+
+
+def _median(call: Callable[[], object], seconds: float) -> float:
+    """Of at least three calls, after one that does not count, and of as many as `seconds` allow."""
+    call()
+    times: list[float] = []
+    while len(times) < 3 or (sum(times) < seconds and len(times) < 100):
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def _resident() -> int | None:
+    if torch.cuda.is_available():
+        return 0
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # not Linux
+        return None
+
+
+def forget_peak() -> None:
+    """Let `peak_nbytes` begin anew, where the system can."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        return
+    with suppress(OSError):  # not Linux, or not allowed: the peak is that of the whole process
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_nbytes() -> int | None:
+    """Most bytes in use since `forget_peak`: allocated on a GPU, resident on a CPU; None where the system does not tell."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM")), None)

@@ -1,0 +1,176 @@
+"""What a machine does: facts that a person can read and edit, in `machine.toml`.
+
+    name = "oslo"
+    memory = "16GB"                    # that a replica may use
+    flops_per_second = 2.1e10          # sustained in training; these three are enough when written by hand
+
+`thinwire probe` adds the step times and peaks it saw, codecs and disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from thinwire.errors import ConfigurationError
+from thinwire.lm.model import Architecture
+from thinwire.plan import quantities
+from thinwire.plan.links import read, replace
+from thinwire.plan.scaling import Outside
+
+FREE = 0.9  # of the memory: predictions are within a tenth
+
+
+@dataclass(frozen=True)
+class Step:
+    """Forward and backward of one micro-batch of `batch` sequences; `peak_nbytes` of the whole process above its start."""
+
+    batch: int
+    seconds: float
+    peak_nbytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Codec:
+    """Parameters a second on one core: into packets, and out of one."""
+
+    encode: float
+    decode: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One replica's machine. `steps` are of `model` at `sequence` tokens; another model's are scaled by operations."""
+
+    name: str
+    memory_nbytes: int
+    flops_per_second: float
+    device: str = "cpu"
+    model: str = ""
+    sequence: int = 0
+    flops_per_token: float = 0.0
+    parameters: int = 0
+    steps: tuple[Step, ...] = ()
+    update_seconds: float = 0.0
+    codecs: Mapping[str, Codec] = field(default_factory=dict)
+    disk_nbytes_per_second: float | None = None
+    word: str = "given"
+
+    def __post_init__(self) -> None:
+        for what, value in (("memory", self.memory_nbytes), ("flops_per_second", self.flops_per_second)):
+            if not (isfinite(value) and value > 0):
+                raise ConfigurationError(f"{what}={value} of {self.name!r}: more than 0 is needed.")
+        for step in self.steps:
+            if step.batch < 1 or not (isfinite(step.seconds) and step.seconds > 0):
+                raise ConfigurationError(f"a step of batch {step.batch} in {step.seconds} s: both must be more than 0.")
+
+    def micro_seconds(self, shape: Architecture, sequence: int, batch: int) -> float:
+        """Forward and backward of `batch` sequences: as measured, between two that were, or by operations."""
+        own = self._is_own(shape, sequence)
+        for step in self.steps:
+            if own and step.batch == batch:
+                return step.seconds
+        return batch * sequence * shape.flops_per_token(sequence) / self._rate(batch * sequence)
+
+    def inner_seconds(
+        self, shape: Architecture, sequence: int, batch: int, accumulate: int = 1, ranks: int = 1
+    ) -> float:
+        """An inner step: `accumulate` micro-batches, each divided among `ranks`, and the optimizer's update."""
+        share = max(1, -(-batch // ranks))
+        update = self.update_seconds * shape.parameters() / self.parameters if self.parameters else 0.0
+        return accumulate * self.micro_seconds(shape, sequence, share) + update / ranks
+
+    def codec_seconds(self, name: str, parameters: int, packets: int) -> float:
+        """To encode a fragment and to decode `packets` of it; nothing where the codec was not measured."""
+        speed = self.codecs.get(name)
+        return parameters / speed.encode + packets * parameters / speed.decode if speed else 0.0
+
+    def warnings(self, shape: Architecture, sequence: int) -> tuple[Outside, ...]:
+        """Whether step times are scaled from another model's."""
+        if self._is_own(shape, sequence):
+            return ()
+        of = (
+            f"{self.model} at {self.sequence} tokens"
+            if self.model
+            else f"{self.flops_per_second:.3g} operations a second"
+        )
+        return (Outside("step-time-scaled", f"{self.name}'s step time is scaled by operations from {of}"),)
+
+    def _is_own(self, shape: Architecture, sequence: int) -> bool:
+        return (self.parameters, self.sequence) == (shape.parameters(), sequence)
+
+    def _rate(self, tokens: int) -> float:
+        """Operations a second with a micro-batch of about `tokens`: of the measured one that is nearest from below."""
+        below = [step for step in self.steps if step.batch * self.sequence <= tokens] or list(self.steps[:1])
+        if not below:
+            return self.flops_per_second
+        step = max(below, key=lambda s: s.batch)
+        return step.batch * self.sequence * self.flops_per_token / step.seconds
+
+    def save(self, path: Path, comment: str = "") -> None:
+        """Write `machine.toml`, with `comment` at its top."""
+        facts: dict[str, Any] = {
+            "word": self.word, "name": self.name, "device": self.device,
+            "memory": f"{self.memory_nbytes / 1e9:.4g}GB", "flops_per_second": float(f"{self.flops_per_second:.4g}"),
+        }  # fmt: skip
+        if self.disk_nbytes_per_second:
+            facts["disk"] = f"{self.disk_nbytes_per_second / 1e6:.4g}MB"
+        if self.steps:
+            facts["steps"] = {
+                "model": self.model, "sequence": self.sequence, "parameters": self.parameters,
+                "flops_per_token": self.flops_per_token, "update_seconds": float(f"{self.update_seconds:.4g}"),
+            }  # fmt: skip
+        rows = [
+            {"batch": s.batch, "seconds": float(f"{s.seconds:.4g}")}
+            | ({"peak": f"{s.peak_nbytes / 1e6:.4g}MB"} if s.peak_nbytes else {})
+            for s in self.steps
+        ]
+        facts["step"] = rows
+        facts["codec"] = [
+            {"name": name, "encode": float(f"{c.encode:.4g}"), "decode": float(f"{c.decode:.4g}")}
+            for name, c in self.codecs.items()
+        ]
+        replace(path, "".join(f"# {line}\n" for line in comment.splitlines()) + tomli_w.dumps(facts))
+
+    @classmethod
+    def load(cls, path: Path) -> Machine:
+        """Read `machine.toml`. Raises `ConfigurationError` naming what is wrong."""
+        facts = read(path, "`thinwire probe` writes one as machine.toml")
+        missing = [name for name in ("memory", "flops_per_second") if name not in facts]
+        if missing:
+            raise ConfigurationError(
+                f'{path}: {", ".join(missing)} missing; memory = "16GB" and flops_per_second = 2e10 are the least that is needed.'
+            )
+        try:
+            of, disk = facts.get("steps", {}), facts.get("disk")
+            return cls(
+                name=str(facts.get("name", path.stem)),
+                memory_nbytes=quantities.nbytes(facts["memory"]),
+                flops_per_second=float(facts["flops_per_second"]),
+                device=str(facts.get("device", "cpu")),
+                model=str(of.get("model", "")),
+                sequence=int(of.get("sequence", 0)),
+                flops_per_token=float(of.get("flops_per_token", 0.0)),
+                parameters=int(of.get("parameters", 0)),
+                steps=tuple(
+                    Step(
+                        int(row["batch"]),
+                        float(row["seconds"]),
+                        quantities.nbytes(row["peak"]) if "peak" in row else None,
+                    )
+                    for row in sorted(facts.get("step", []), key=lambda row: row["batch"])
+                ),
+                update_seconds=float(of.get("update_seconds", 0.0)),
+                codecs={
+                    row["name"]: Codec(float(row["encode"]), float(row["decode"])) for row in facts.get("codec", [])
+                },
+                disk_nbytes_per_second=None if disk is None else quantities.nbytes(disk),
+                word=str(facts.get("word", "given")),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigurationError(f"{path}: {error}; compare with what `thinwire probe` writes.") from None

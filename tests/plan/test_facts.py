@@ -1,0 +1,163 @@
+"""Files that people write and edit: what is read back, and what is said of a mistake."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from thinwire.errors import ConfigurationError
+from thinwire.group import Link
+from thinwire.lm.model import SIZES
+from thinwire.lm.run import Run
+from thinwire.plan import compute, quantities
+from thinwire.plan.links import Links
+from thinwire.plan.machine import Codec, Machine, Step
+
+BY_HAND = """
+names = ["oslo", "lyon", "home"]
+[[link]]
+between = ["oslo", "lyon"]
+alone = "1gbit,15ms"
+[[link]]
+from = "home"
+to = "oslo"
+alone = "20mbit,8ms"
+together = "10mbit"
+[[link]]
+from = "oslo"
+to = "home"
+alone = "100mbit,8ms"
+[[link]]
+between = ["home", "lyon"]
+alone = "20mbit,12ms"
+"""
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "facts.toml"
+    path.write_text(text)
+    return path
+
+
+def test_links_written_by_hand(tmp_path: Path) -> None:
+    links = Links.load(written(tmp_path, BY_HAND))
+    assert len(links) == 3 and links.alone[1, 0] == links.alone[0, 1] == Link(1e9, 0.015)
+    assert links.together == {(2, 0): 10e6} and links.asymmetric() == [(2, 0)]
+    assert links.among([2, 0]).alone == {(0, 1): Link(20e6, 0.008), (1, 0): Link(100e6, 0.008)}
+    links.save(tmp_path / "again.toml", comment="two\nlines")
+    assert Links.load(tmp_path / "again.toml") == links
+    assert (tmp_path / "again.toml").read_text().startswith("# two\n# lines\n")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ('from = "oslo"\nto = "home"', 'from = "home"\nto = "lyon"', "link 4: home → lyon is there twice"),
+        (
+            '[[link]]\nfrom = "oslo"\nto = "home"\nalone = "100mbit,8ms"\n',
+            "",
+            "oslo → home is missing; the way back is",
+        ),
+        (
+            '[[link]]\nbetween = ["home", "lyon"]\nalone = "20mbit,12ms"\n',
+            "",
+            r"lyon → home \(and 1 more\) is missing; every",
+        ),
+        ('alone = "1gbit,15ms"', 'alone = "1Gbps"', "link 1: the link '1Gbps' was given; a rate"),
+        ('alone = "1gbit,15ms"', 'alone = "0mbit"', "link 1: a rate of 0.0 bit/s was given; a positive rate"),
+        ('alone = "1gbit,15ms"', 'alone = "-5mbit"', "link 1: the link '-5mbit' was given"),
+        ('alone = "1gbit,15ms"\n', "", "link 1: the link '' was given"),
+        ('together = "10mbit"', 'together = "10"', "link 2: the link '10' was given"),
+        ('to = "oslo"', 'to = "olso"', "link 2: 'olso' is not among names"),
+        ('to = "oslo"', 'to = "home"', "link 2: from and to"),
+        ('together = "10mbit"', 'speed = "10mbit"', "link 2: speed not known"),
+        ('names = ["oslo", "lyon", "home"]', 'names = ["oslo", "lyon", "home", "home"]', "all different"),
+        ('names = ["oslo", "lyon", "home"]', "names = 3", "names ="),
+        ("[[link]]", "[[link]", "cannot be read"),
+    ],
+)
+def test_what_is_wrong_with_links_is_said_with_its_place(tmp_path: Path, old: str, new: str, says: str) -> None:
+    assert old in BY_HAND
+    with pytest.raises(ConfigurationError, match=says):
+        Links.load(written(tmp_path, BY_HAND.replace(old, new, 2 if old == "[[link]]" else 1)))
+
+
+def machine() -> Machine:
+    shape = SIZES["tiny"]
+    return Machine(
+        name="oslo", memory_nbytes=16_000_000_000, flops_per_second=5e10, model="tiny", sequence=128,
+        flops_per_token=float(shape.flops_per_token(128)), parameters=shape.parameters(),
+        steps=(Step(1, 0.02, 60_000_000), Step(4, 0.05, None)), update_seconds=0.001,
+        codecs={"E3M0()": Codec(1e8, 4e8)}, disk_nbytes_per_second=4e8, word="measured",
+    )  # fmt: skip
+
+
+def test_a_machine_is_read_back(tmp_path: Path) -> None:
+    machine().save(tmp_path / "machine.toml", "hand\nmade")
+    assert Machine.load(tmp_path / "machine.toml") == machine()
+
+
+def test_three_facts_are_enough(tmp_path: Path) -> None:
+    own = Machine.load(written(tmp_path, 'memory = "16GB"\nflops_per_second = 1e12\n'))
+    assert (own.name, own.memory_nbytes) == ("facts", 16 * 10**9)
+    shape = SIZES["35m"]
+    expected = 8 * 512 * shape.flops_per_token(512) / 1e12
+    assert own.inner_seconds(shape, 512, batch=8) == pytest.approx(expected)
+    assert own.warnings(shape, 512)[0].name == "step-time-scaled"
+
+
+def test_step_times_are_those_that_were_measured_and_scaled_for_others() -> None:
+    own, tiny = machine(), SIZES["tiny"]
+    assert own.inner_seconds(tiny, 128, batch=4, accumulate=2) == pytest.approx(2 * 0.05 + 0.001)
+    assert own.micro_seconds(tiny, 128, 8) == pytest.approx(2 * 0.05)
+    assert own.micro_seconds(tiny, 128, 2) == pytest.approx(2 * 0.02)  # at the rate of the batch below
+    assert not own.warnings(tiny, 128) and own.warnings(replace(tiny, layers=5), 128)
+    assert own.codec_seconds("E3M0()", 10**6, packets=2) == pytest.approx(0.01 + 0.005)
+    assert own.codec_seconds("Sign()", 10**6, packets=2) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("flops_per_second = 1e12", "memory missing"),
+        ('memory = "16GB"', "flops_per_second missing"),
+        ('memory = "16 sheep"\nflops_per_second = 1', "'16 sheep' was given; a size is needed"),
+        ('memory = "0GB"\nflops_per_second = 1', "a size above 0 is needed"),
+        ('memory = "1GB"\nflops_per_second = -1', "more than 0 is needed"),
+        ('memory = "1GB"\nflops_per_second = nan', "more than 0 is needed"),
+        ('memory = "1GB"\nflops_per_second = 1\n[[step]]\nbatch = 1', "'seconds'"),
+        ('memory = "1GB"\nflops_per_second = 1\n[[step]]\nbatch = 0\nseconds = 1', "both must be more than 0"),
+    ],
+)
+def test_what_is_wrong_with_a_machine(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        Machine.load(written(tmp_path, text))
+
+
+def test_quantities() -> None:
+    assert (quantities.nbytes("1.5GB"), quantities.nbytes("2 GiB"), quantities.nbytes(7)) == (1_500_000_000, 1 << 31, 7)
+    assert (quantities.seconds("3d"), quantities.seconds("90min"), quantities.count("20B")) == (
+        259_200,
+        5_400,
+        20 * 10**9,
+    )
+    for wrong in ("", "12", "3 fortnights", "-1h", "nan"):
+        with pytest.raises(ConfigurationError):
+            quantities.seconds(wrong)
+
+
+def test_a_machine_is_measured(tmp_path: Path) -> None:
+    run = Run(model="nano", sequence=32)
+    own = compute.probe_machine(run, "here", 10**9, seconds=0.02, place=tmp_path)
+    assert own.parameters == compute.shape_of(run).parameters() and own.word == "measured"
+    assert own.steps[0].batch == 1 and all(step.seconds > 0 for step in own.steps)
+    assert own.flops_per_second > 0 and all(c.encode > 0 and c.decode > 0 for c in own.codecs.values())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("change", [{"model": "hf:somewhere"}, {"tokenizer": "bpe:words.json"}])
+def test_what_a_plan_cannot_know_is_refused(change: dict[str, str]) -> None:
+    with pytest.raises(ConfigurationError, match=r"needed here|own sizes only"):
+        compute.shape_of(Run(**change))  # type: ignore[arg-type]
