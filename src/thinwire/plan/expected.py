@@ -17,6 +17,7 @@ _H_COST = {2: 0.0068, 4: 0.0112}  # loss(H=100)/loss(H=30) − 1, mean over 35 M
 # loss(eager)/loss(one step in the air) − 1 at H = 30, by parameters
 _EAGER = ((35e6, 0.0255), (100e6, 0.0187), (200e6, 0.0168), (300e6, 0.0178), (500e6, 0.0150), (1e9, 0.0081))
 _DELAY = 10  # steps in the air that cost less than 0.2 %
+_RATIO = (0.9 * TOKENS_PER_PARAMETER, 250.0)  # tokens per parameter: the laws, and 1 B on Dolma
 _OF_TOKENS = -0.0395  # d ln(loss) / d ln(tokens), 1 B on Dolma, from 25 to 100 and 250 billion tokens
 _OF_COMPUTE = LAWS["loss"][0].exponent / 2  # C = 6·N·20·N: loss ∝ C^(a/2)
 
@@ -36,7 +37,7 @@ def loss(method: str, parameters: float, replicas: int, every: int, delay: int, 
         base = predict("loss", parameters, replicas)
         factor, warnings = _of_period(method, parameters, replicas, every, delay)
     ratio = tokens / (TOKENS_PER_PARAMETER * parameters)
-    warnings += outside("tokens-per-parameter", tokens / parameters, TOKENS_PER_PARAMETER, 10 * TOKENS_PER_PARAMETER)
+    warnings += outside("tokens-per-parameter", tokens / parameters, *_RATIO)
     return Prediction(base.value * factor * ratio**_OF_TOKENS, base.law, base.warnings + warnings)
 
 

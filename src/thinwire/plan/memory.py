@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar, Literal
 
 import torch
@@ -19,6 +20,7 @@ import torch
 from thinwire.lm.model import Architecture
 from thinwire.merge import Eager
 from thinwire.plan.sharding import FP32, Shards
+from thinwire.schedule import Schedule
 from thinwire.strategy import Gradients, Strategy
 
 Place = Literal["device", "host"]
@@ -130,7 +132,11 @@ def most_at_once(strategy: Strategy, numels: Sequence[int]) -> int:
     """Elements in the air at the worst moment of a period."""
     if isinstance(strategy.signal, Gradients):
         return sum(numels)
-    schedule = strategy.schedule
+    return _most_at_once(strategy.schedule, tuple(numels))  # type: ignore[arg-type]  # frozen values hash
+
+
+@lru_cache(maxsize=4096)
+def _most_at_once(schedule: Schedule, numels: tuple[int, ...]) -> int:
     first = 2 * schedule.every  # a period in which every fragment departs
     most = 0
     departures: list[tuple[int, int]] = []
