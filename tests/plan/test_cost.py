@@ -10,6 +10,7 @@ import pytest
 from thinwire import data_parallel, diloco, eager_diloco, streaming_diloco
 from thinwire.group import Link
 from thinwire.lm.model import SIZES
+from thinwire.observe.units import text_of_seconds
 from thinwire.plan import cost, placement
 from thinwire.plan.cost import Traffic, follow
 from thinwire.plan.links import Links
@@ -62,7 +63,7 @@ def test_tensor_parallelism_over_a_long_link_is_refused_with_its_number() -> Non
     refusal = cost.tensor_parallel(links, SIZES["1b"], 2048, micro_batch=1, micro_seconds=0.1)
     each = 0.02 + 8 * 4 * 2048 * 2048 / 1e9
     assert refusal.utilization == pytest.approx(0.05 / (0.05 + 4 * 24 * each))
-    assert refusal.utilization < 0.01 and f"{4 * 24 * each:.3g} s" in refusal.because
+    assert refusal.utilization < 0.01 and text_of_seconds(4 * 24 * each) in refusal.because
 
 
 # ---- placement

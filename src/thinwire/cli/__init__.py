@@ -14,6 +14,7 @@ VERBS = {
     "compare": "train with several strategies on the same tokens and seeds, and print one table",
     "report": "draw one page for one or more runs",
     "probe": "measure links and machines, for plan",
+    "plan": "rank settings for given links and machines, with reasons, and write the best one's run file",
     "doctor": "say what this machine offers, and what is wrong with a set-up",
 }
 

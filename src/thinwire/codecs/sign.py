@@ -44,7 +44,7 @@ class Sign:
         return self.block and math.lcm(self.block, 8)
 
     def nbytes(self, numel: int) -> int:
-        return packed_nbytes(numel, 1) + 4 * len(self._sizes(numel))
+        return packed_nbytes(numel, 1) + 4 * -(-numel // (self.block or max(1, numel)))
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
         check_finite(x)

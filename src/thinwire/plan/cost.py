@@ -13,6 +13,7 @@ from functools import lru_cache
 
 from thinwire.lm.model import Architecture
 from thinwire.merge import Eager
+from thinwire.observe.units import text_of_seconds
 from thinwire.plan.links import Links
 from thinwire.schedule import Schedule
 from thinwire.strategy import Strategy
@@ -109,7 +110,9 @@ def follow(strategy: Strategy, step_seconds: float, fragments: Sequence[Traffic]
     steps = _PERIODS * every - before[2]
     wall = clock - before[0]
     computing = steps * step_seconds
-    return Pace(computing / wall, (wall - computing) / steps, min(1.0, (busy - before[1]) / wall), latest)
+    return Pace(
+        min(1.0, computing / wall), max(0.0, wall - computing) / steps, min(1.0, (busy - before[1]) / wall), latest
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -148,7 +151,7 @@ def tensor_parallel(
     a, b = (links.names[place] for place in best)
     return Refusal(
         f"tensor parallelism over {a} – {b}",
-        f"4 all-reduces in each of {shape.layers} layers, {once(best) * 1e3:.3g} ms each, are {waiting:.3g} s of waiting for every "
-        f"micro-batch of {micro_seconds / 2:.3g} s",
+        f"4 all-reduces in each of {shape.layers} layers, {text_of_seconds(once(best))} each, are {text_of_seconds(waiting)} of waiting "
+        f"for {text_of_seconds(micro_seconds / 2)} of work, in every micro-batch",
         share,
     )

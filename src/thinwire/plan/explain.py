@@ -1,0 +1,115 @@
+"""A plan in words: why a setting stands where it does, and what was refused."""
+
+from __future__ import annotations
+
+from thinwire.observe.units import text_of_nbytes, text_of_rate, text_of_seconds, text_of_share
+from thinwire.plan import cost, placement
+from thinwire.plan.compute import shape_of
+from thinwire.plan.search import Setting, Task
+from thinwire.plan.sharding import FP32, Shards
+
+USELESS = 0.5  # utilisation below which something is refused outright
+
+
+def sentence(setting: Setting, best: Setting) -> str:
+    """Why this row stands where it stands, in one sentence."""
+    run, pace = setting.run, setting.pace
+    if run.replicas == 1:
+        return "One replica alone: nothing is sent, and an outer step on its own deltas is a gain; but nobody shares the work."
+    schedule = run.make_strategy().schedule
+    flight, window = text_of_seconds(setting.flight_seconds), text_of_seconds(schedule.delay * setting.step_seconds)
+    if schedule.every == 1:
+        why = f"every step waits {text_of_seconds(pace.stall_seconds)} for the gradients"
+    elif not schedule.delay:
+        why = (
+            f"every {schedule.every} steps all wait {text_of_seconds(schedule.every * pace.stall_seconds)} for a round"
+        )
+    elif pace.latest_seconds <= 1e-3 * setting.step_seconds:
+        why = f"a fragment flies {flight} and has {window}, so nobody waits"
+    elif pace.uplink_use > 0.97:
+        why = "the slowest uplink is busy all the time: no overlap can hide more"
+    else:
+        why = f"a fragment flies {flight} and has only {window}: the latest lands {text_of_seconds(pace.latest_seconds)} late"
+    if setting is best:
+        return f"The best: {why}; {text_of_share(pace.utilization)} of the time is training."
+    slower = setting.tokens_per_second / best.tokens_per_second - 1
+    learns = setting.density / best.density - 1
+    parts = [f"{100 * abs(slower):.0f} % {'more' if slower > 0 else 'fewer'} tokens/s"] if abs(slower) >= 0.005 else []
+    parts += (
+        [f"{100 * abs(learns):.0f} % {'more' if learns > 0 else 'less'} learnt from each token"]
+        if abs(learns) >= 0.005
+        else []
+    )
+    sent = setting.bits_per_second / max(best.bits_per_second, 1e-9)
+    parts += [f"{sent:.2g} × the traffic"] if not 0.67 < sent < 1.5 else []
+    return f"{why[0].upper()}{why[1:]}; beside the best: {', '.join(parts) or 'the same in all that is predicted'}."
+
+
+def refused(task: Task, best: Setting) -> list[cost.Refusal]:
+    """What is not even tried over these links, with its numbers."""
+    if len(task.links) < 2:
+        return []
+    shape, run = shape_of(task.base), best.run
+    machine = task.machine(best.places[0])
+    micro = machine.micro_seconds(shape, run.sequence, run.batch)
+    found = [cost.tensor_parallel(task.links, shape, run.sequence, run.batch, micro)]
+    links = task.links.among(best.places) if len(best.places) > 1 else task.links
+    nbytes = 4 * run.batch * run.sequence * shape.width
+    order, chain = placement.best_chain(links, nbytes)
+    stages, micros = len(order), max(len(order), run.accumulate)
+    step = placement.pipeline_seconds(stages, micros, micro / stages, chain / 2 / max(1, stages - 1))
+    share = micros * micro / stages / step
+    path = " → ".join(links.names[place] for place in order)
+    found.append(
+        cost.Refusal(
+            f"a pipeline {path}",
+            f"{stages} stages, {micros} micro-batches: the best of all orders takes {text_of_seconds(step)} for "
+            f"{text_of_seconds(micros * micro / stages)} of work a stage (1F1B); `thinwire train` has no pipelines",
+            share,
+        )
+    )
+    return found
+
+
+def warnings(task: Task, best: Setting) -> list[str]:
+    """What to know before believing the best row: named, one line each."""
+    links = task.links
+    said = [str(warning) for warning in (*best.loss.warnings, *best.warnings)]
+    chosen = set(best.places)
+    for a, b in links.asymmetric():
+        if {a, b} <= chosen and len(chosen) > 1:
+            there, back = links.alone[a, b].bits_per_second, links.alone[b, a].bits_per_second
+            said.append(
+                f"asymmetric-link: {links.names[a]} → {links.names[b]} carries {text_of_rate(there)} and the way back {text_of_rate(back)}; "
+                "every replica sends as much as it receives, so the slower way counts"
+            )
+    out = [name for place, name in enumerate(links.names) if place not in chosen]
+    if out:
+        said.append(f"left-out: {', '.join(out)} would hold the others up more than help")
+    rates = [task.machine(place).flops_per_second for place in best.places]
+    if max(rates) > 1.2 * min(rates):
+        slow = task.machine(best.places[rates.index(min(rates))]).name
+        said.append(
+            f"unequal-machines: all wait for {slow} in every round; the fastest idles {100 - 100 * min(rates) / max(rates):.0f} % of the time"
+        )
+    if best.memory_nbytes > 0.9 * best.memory_limit:
+        said.append("memory-is-tight: within a tenth of the limit, which is how far predictions may be off")
+    return said
+
+
+def ring(task: Task, best: Setting) -> str | None:
+    """The best order around a ring, where that is a choice."""
+    if len(best.places) < 3:
+        return None
+    links = task.links.among(best.places)
+    order, seconds = placement.best_ring(links, best.period_nbytes)
+    names = " → ".join(links.names[place] for place in (*order, order[0]))
+    slowest = f"its slowest edge takes {text_of_seconds(seconds)} for {text_of_nbytes(best.period_nbytes)}"
+    return f"as a ring: {names}; {slowest} (packets go point to point today)"
+
+
+def shards(task: Task) -> list[tuple[Shards, int]]:
+    """Bytes a rank keeps with each way of sharding over `task.ranks` (weights, gradients and moments only)."""
+    ranks, parameters = task.ranks, shape_of(task.base).parameters()
+    degrees = dict.fromkeys([(1, 1, 1), (1, 1, ranks), (1, ranks, ranks), (ranks, ranks, ranks)])
+    return [(Shards(*each), Shards(*each).nbytes(parameters, FP32)) for each in degrees]

@@ -1,0 +1,228 @@
+"""A plan finds what should win, says why, meets what it is told to, and writes a run file that trains."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from thinwire.cli import main
+from thinwire.errors import ConfigurationError
+from thinwire.group import Link
+from thinwire.lm.model import SIZES
+from thinwire.lm.run import Run
+from thinwire.plan import explain, scaling
+from thinwire.plan.links import Links
+from thinwire.plan.machine import Machine
+from thinwire.plan.memory import replica_memory
+from thinwire.plan.search import METHODS, Setting, Task, settings
+from thinwire.plan.targets import Targets, meeting
+
+GPU = Machine("gpu", memory_nbytes=80 * 10**9, flops_per_second=1.5e14, device="cuda")
+BILLION = Run(model="1b", tokenizer="bpe:32000", sequence=2048)
+
+
+def task(link: str = "100mbit,50ms", replicas: int = 4, **changes: object) -> Task:
+    made = Task(base=BILLION, links=Links.uniform(Link.parse(link), replicas), machines=(GPU,), tokens=25e9)
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Setting]:
+    return settings(task())
+
+
+@pytest.mark.parametrize(
+    ("link", "wins", "replicas"),
+    [("10000gbit", "data_parallel", 4), ("100mbit,50ms", "streaming_diloco", 4), ("10kbit,1s", "diloco", 1)],
+)
+def test_the_winner_suits_the_link(link: str, wins: str, replicas: int) -> None:
+    """Where nothing is slow, data-parallel training; on a thin link streaming; on next to none one replica alone."""
+    best = settings(task(link))[0]
+    assert (best.method, best.run.replicas) == (wins, replicas)
+
+
+def test_every_method_is_ranked_by_useful_tokens_and_no_figure_is_missing(found: list[Setting]) -> None:
+    assert {setting.method for setting in found} == set(METHODS)
+    useful = [setting.useful_tokens_per_second for setting in found if setting.fits]
+    assert all(later <= 1.006 * earlier for earlier, later in pairwise(useful))
+    for setting in found:
+        assert 0 < setting.pace.utilization <= 1 and setting.memory_nbytes > 0 and setting.loss.value > 1
+        assert (
+            setting.run.steps * setting.run.batch * setting.run.accumulate * setting.run.sequence * setting.run.replicas
+            >= 25e9
+        )
+        assert explain.sentence(setting, found[0]).endswith(".")
+
+
+def test_learning_rate_and_batch_are_the_laws_where_they_hold(found: list[Setting]) -> None:
+    parameters = SIZES["1b"].parameters()
+    run = next(s for s in found if s.method == "streaming_diloco" and s.run.replicas == 4).run
+    assert run.lr == pytest.approx(scaling.predict("learning_rate", parameters, 4, "joint").value, rel=0.01)
+    batch = 4 * run.batch * run.accumulate * 2048
+    assert batch == pytest.approx(scaling.predict("batch_tokens", parameters, 4, "joint").value, rel=0.05)
+    assert run.outer_lr == 0.6
+    small = settings(task(base=Run(model="tiny", batch=3, accumulate=2, lr=0.005)))[0]
+    assert small.run.lr == 0.005 and small.run.batch * small.run.accumulate == 6
+    assert "batch-outside-fit" in [warning.name for warning in small.warnings]
+
+
+def test_a_replica_behind_a_thin_wire_is_left_out() -> None:
+    links = Links.uniform(Link(1e9, 0.01), 4)
+    thin = {pair: Link(1e5, 0.01) if 2 in pair else link for pair, link in links.alone.items()}
+    named = replace(task(), links=Links(("oslo", "lyon", "home", "rome"), thin))
+    best = settings(named)[0]
+    assert best.places == (0, 1, 3)
+    assert any(text.startswith("left-out: home") for text in explain.warnings(named, best))
+
+
+def test_unlike_machines_and_directions_are_named() -> None:
+    links = Links.uniform(Link(1e9, 0.01), 2)
+    uneven = Links(links.names, {(0, 1): Link(1e9, 0.01), (1, 0): Link(1e10, 0.01)})
+    both = replace(task(), links=uneven, machines=(GPU, replace(GPU, name="old", flops_per_second=1.1e14)))
+    said = " ".join(explain.warnings(both, settings(both)[0]))
+    assert "asymmetric-link: replica-0 → replica-1" in said and "unequal-machines: all wait for old" in said
+
+
+def test_memory_decides_the_micro_batch() -> None:
+    large, small = (settings(replace(task(), memory_nbytes=limit))[0] for limit in (80 * 10**9, 40 * 10**9))
+    assert small.run.batch < large.run.batch and small.memory_nbytes <= 40 * 10**9
+    strategy = small.run.make_strategy()
+    again = replica_memory(
+        SIZES["1b"], strategy, [SIZES["1b"].parameters()], 4,
+        batch=small.run.batch, sequence=2048, accumulate=small.run.accumulate, bf16=True,
+    )  # fmt: skip
+    assert again.peak("device") == pytest.approx(small.memory_nbytes, rel=0.02)
+
+
+# ---- what cannot be met
+
+
+def test_wishes_that_contradict_each_other_are_named(found: list[Setting]) -> None:
+    fast, good = Targets(deadline_seconds=4.6 * 86400), Targets(loss=2.46)
+    assert meeting(found, fast, task()) and meeting(found, good, task())
+    with pytest.raises(
+        ConfigurationError,
+        match=r"deadline <= 4 d 14 h and loss <= 2.46 contradict each other here: .* the best is 2\.4",
+    ):
+        meeting(found, Targets(deadline_seconds=4.6 * 86400, loss=2.46), task())
+
+
+@pytest.mark.parametrize(
+    ("targets", "says"),
+    [
+        (Targets(loss=1.0), r"no setting meets loss <= 1.0: the best is 2\."),
+        (Targets(deadline_seconds=60, utilization=0.5), r"no setting meets deadline <= 1 min 0 s: the best is"),
+    ],
+)
+def test_a_wish_that_nothing_meets_is_named(found: list[Setting], targets: Targets, says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        meeting(found, targets, task())
+
+
+def test_a_model_that_is_too_large_comes_with_what_would_fit() -> None:
+    tight = task(memory_nbytes=20 * 10**9)
+    with pytest.raises(
+        ConfigurationError, match=r"no setting of 1b fits: .* What would fit: --ranks 4: .*; or --model 500m"
+    ):
+        meeting(settings(tight), Targets(), tight)
+
+
+@pytest.mark.parametrize(
+    "wish", [{"utilization": 0.0}, {"utilization": 1.01}, {"deadline_seconds": -1.0}, {"loss": float("nan")}]
+)
+def test_wishes_without_sense_are_refused(wish: dict[str, float]) -> None:
+    with pytest.raises(ConfigurationError, match="is needed"):
+        Targets(**wish)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"machines": (GPU, GPU)}, "2 machines for 4 replicas"),
+        ({"methods": ("gossip",)}, "methods gossip: some of"),
+        ({"tokens": 0.0}, "more than 0"),
+        ({"ranks": 0}, "more than 0"),
+    ],
+)
+def test_a_task_without_sense_is_refused(change: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        task(**change)
+
+
+# ---- as a user types it
+
+
+def test_from_probe_to_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """probe → plan → train, on an emulated link: the run file is one that trains as it is."""
+    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("All that glisters is not gold. " * 4000)
+    small = ["--model", "nano", "--sequence", "16"]
+    assert main(["probe", "--link", "20mbit,2ms", "--seconds", "0.05", "--trips", "2", *small]) == 0
+    capsys.readouterr()
+    asked = [
+        "plan",
+        "links.toml",
+        "machine.toml",
+        *small,
+        "--text",
+        "text.txt",
+        "--tokens",
+        "4k",
+        "--out",
+        "new/plan.toml",
+        "--json",
+    ]
+    assert main(asked) == 0
+    plan = json.loads(capsys.readouterr().out)
+    best = plan["settings"][0]
+    assert plan["word"] == "predicted" and plan["links"] == "emulated" and plan["refused"][0]["utilization"] < 0.5
+    run = Run.load(tmp_path / "new/plan.toml")
+    assert (run.label, run.steps, run.replicas) == (best["strategy"], best["steps"], best["replicas"])
+    assert run.replicas == 1 or run.link != "none"
+    assert (
+        main(["train", "new/plan.toml", "--carrier", "threads", "--out", "run", "--eval-batches", "1", "--json"]) == 0
+    )
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["steps"] == run.steps and summary["tokens"] >= 4000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["50mbit"], "no machine was given"),
+        (["nothing.toml", "machine.toml"], "nothing.toml cannot be read"),
+        (["50", "machine.toml"], "the link '50' was given"),
+        (["0mbit", "machine.toml"], "a positive rate is needed"),
+        (["50mbit", "nothing.toml"], "nothing.toml cannot be read"),
+        (["50mbit", "machine.toml", "--deadline", "soon"], "'soon' was given; a time is needed"),
+        (["50mbit", "machine.toml", "--replicas", "0"], "at least 1 is needed"),
+        (["50mbit", "machine.toml", "--model", "2b"], "model='2b': one of"),
+        (["50mbit", "machine.toml", "--top", "0"], "at least 1 row"),
+    ],
+)
+def test_what_is_asked_wrongly_is_said_in_a_line(
+    arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("machine.toml").write_text('memory = "8GB"\nflops_per_second = 1e11\n')
+    assert main(["plan", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert says in said and said.count("\n") == 1
+
+
+def test_ranks_of_a_site_are_in_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    GPU.save(Path("gpu.toml"))
+    model = ["--model", "1b", "--tokenizer", "bpe:32000", "--sequence", "2048"]
+    assert main(["plan", "1gbit,20ms", "gpu.toml", "--ranks", "8", *model]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "--nproc-per-node 8" in said and "ZeRO-3 (FSDP2)" in said and "DDP" in said
