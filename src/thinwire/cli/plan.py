@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import tyro
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -155,7 +156,7 @@ def _table(rows: Sequence[Setting], task: Task) -> Table:
         f"{task.base.model}, {text_of_count(shape.parameters())} parameters, {text_of_count(task.tokens)} tokens, "
         f"up to {len(task.links)} replicas on links that were {task.links.word} (predicted)"
     )
-    table = Table(title=title)
+    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("", no_wrap=True, min_width=1)
     table.add_column("method", no_wrap=True)
     for head in ("M", "H", "τ", "batch", "training", "tokens/s", "useful", "sent, each", "memory", "loss", "takes"):
@@ -166,12 +167,15 @@ def _table(rows: Sequence[Setting], task: Task) -> Table:
             str(number), run.strategy, str(run.replicas), str(schedule.every), str(schedule.delay), f"{run.batch}×{run.accumulate}",
             text_of_share(setting.pace.utilization), text_of_count(setting.tokens_per_second),
             text_of_count(setting.useful_tokens_per_second), text_of_rate(setting.bits_per_second),
-            text_of_nbytes(setting.memory_nbytes), f"{setting.loss.value:.3f}", text_of_seconds(setting.seconds),
+            text_of_nbytes(setting.memory_nbytes), _loss(setting), text_of_seconds(setting.seconds),
         )  # fmt: skip
-    table.caption = (
-        "batch: sequences × micro-batches of a replica · useful: in tokens of data-parallel training · loss: as on C4"
-    )
+    table.caption = "batch: sequences × micro-batches of a replica · useful: in tokens of data-parallel training · (loss): outside the laws"
     return table
+
+
+def _loss(setting: Setting) -> str:
+    """In parentheses where something is outside of what was fitted."""
+    return f"({setting.loss.value:.3f})" if setting.loss.warnings else f"{setting.loss.value:.3f}"
 
 
 def _aside(console: Console, task: Task, best: Setting) -> None:
