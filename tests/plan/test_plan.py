@@ -225,4 +225,4 @@ def test_ranks_of_a_site_are_in_the_command(
     model = ["--model", "1b", "--tokenizer", "bpe:32000", "--sequence", "2048"]
     assert main(["plan", "1gbit,20ms", "gpu.toml", "--ranks", "8", *model]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "--nproc-per-node 8" in said and "ZeRO-3 (FSDP2)" in said and "DDP" in said
+    assert "--nproc_per_node 8" in said and "ZeRO-3 (FSDP2)" in said and "DDP" in said

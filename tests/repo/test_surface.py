@@ -16,7 +16,7 @@ from pages import ROOT
 
 import thinwire
 from thinwire.cli import VERBS
-from thinwire.cli.simulate import STUDIES
+from thinwire.cli.plan import BESIDE
 from thinwire.lm.run import Run
 
 # Of a run: options of train and compare, and what a run file holds.
@@ -31,6 +31,8 @@ OPTIONS = {
     "probe": "run what out model sequence link replicas seconds trips name timeout json",
     "plan": "links machines replicas run model sequence text tokenizer tokens batch_tokens memory utilization deadline loss methods ranks top "
     "out json",
+    "plan fit": "file variables reference draws level json",
+    "plan pack": "file ranks capacity model out json",
     "doctor": "run link step_seconds master_addr master_port runs json",
 }
 MODULES = sorted(
@@ -63,8 +65,9 @@ def test_options_of_a_run():
 
 
 def options_of(command: str) -> type:
-    """The options of a verb, or of a verb and its study."""
-    return importlib.import_module(f"thinwire.cli.{command.replace('simulate ', 'studies.')}").Options
+    """The options of a verb, or of what stands beside it."""
+    kind: type = importlib.import_module(f"thinwire.cli.{command.replace('plan ', 'planning.')}").Options
+    return kind
 
 
 @pytest.mark.parametrize("command", OPTIONS)
@@ -84,7 +87,7 @@ def test_every_option_is_explained(command, capsys):
 def test_verbs_are_those_that_are_documented():
     tree = (ROOT / "README.md").read_text()
     assert set(VERBS) == {command.split()[0] for command in OPTIONS}
-    assert {f"simulate {study}" for study in STUDIES} == {command for command in OPTIONS if " " in command}
+    assert {f"plan {name}" for name in BESIDE} == {command for command in OPTIONS if command.startswith("plan ")}
     assert all(f"thinwire {verb}" in tree for verb in VERBS)
 
 

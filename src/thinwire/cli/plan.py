@@ -228,7 +228,7 @@ def _command(path: Path, best: Setting, task: Task) -> str:
     if task.ranks == 1:
         return f"torchrun --nnodes {run.replicas} --node_rank RANK --master-addr HOST -m thinwire train {path} --out runs/planned"
     return (
-        f"torchrun --nnodes {run.replicas} --node_rank RANK --nproc-per-node {task.ranks} --master-addr HOST "
+        f"torchrun --nnodes {run.replicas} --node_rank RANK --nproc_per_node {task.ranks} --master-addr HOST "
         f"-m thinwire train {path} --out runs/planned"
     )
 

@@ -1,0 +1,1 @@
+"""What stands beside `thinwire plan`: one file each."""

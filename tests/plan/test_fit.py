@@ -1,0 +1,163 @@
+"""Laws that are known are found again: from noise, from the published table, from a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from thinwire.cli import main
+from thinwire.errors import DataError
+from thinwire.plan.fit import Ladder, density, fit, hold_out, intervals
+from thinwire.plan.scaling import FITTED, LAWS, MEASURED, REPLICAS
+
+
+def published() -> Ladder:
+    rows = [
+        (n, m, loss)
+        for n, row in MEASURED.items()
+        if n <= FITTED[1]
+        for m, loss in zip(REPLICAS, row[1:])
+        if loss is not None
+    ]
+    return Ladder(
+        {name: np.array(values, float) for name, values in zip(("parameters", "replicas", "loss"), zip(*rows))}
+    )
+
+
+def made(noise: float, seed: int = 0, constant: float = 0.0) -> Ladder:
+    random = np.random.default_rng(seed)
+    n, m = (grid.ravel() for grid in np.meshgrid(np.geomspace(1e6, 1e9, 8), [1.0, 2.0, 4.0, 8.0]))
+    loss = 20 * n**-0.1 * m**0.012 * np.exp(noise * random.standard_normal(len(n))) + constant
+    return Ladder({"parameters": n, "replicas": m, "loss": loss})
+
+
+def test_exponents_are_found_in_noise_and_intervals_cover_them() -> None:
+    covered = 0
+    for seed in range(10):
+        ladder = made(noise=0.004, seed=seed)
+        law = fit(ladder, ["parameters", "replicas"])
+        assert law.exponents[0] == pytest.approx(-0.1, rel=0.01)
+        low, high = intervals(ladder, ["parameters", "replicas"], draws=60, seed=seed)["parameters"]
+        covered += low <= -0.1 <= high
+    assert covered >= 6
+
+
+def test_one_run_that_went_wrong_moves_little() -> None:
+    ladder = made(noise=0.001)
+    ladder.columns["loss"][5] *= 1.3
+    assert fit(ladder, ["parameters", "replicas"]).exponents[0] == pytest.approx(-0.1, rel=0.01)
+
+
+def test_a_constant_is_found() -> None:
+    law = fit(made(noise=0, constant=1.5).take(range(8)), ["parameters"], "constant")
+    assert law.constant == pytest.approx(1.5, rel=1e-3) and law.exponents[0] == pytest.approx(-0.1, rel=1e-3)
+    assert law.residual < 1e-5
+
+
+def test_the_published_joint_laws_come_out_of_the_published_losses() -> None:
+    """arXiv 2503.09799: A·N^a·M^b with 19.226, −.0985, .0116 (mean residual .0044); A·N^(α+βM) + C (.0025)."""
+    power = fit(published(), ["parameters", "replicas"])
+    assert power.exponents == pytest.approx((-0.0985, 0.0116), abs=1e-3)
+    assert power.coefficient == pytest.approx(19.226, rel=0.03) and power.residual == pytest.approx(0.0044, abs=3e-4)
+    mixed = fit(published(), ["parameters", "replicas"], "mixed")
+    assert mixed.residual == pytest.approx(0.0025, abs=2e-4) and mixed.constant > 0.5
+    assert hold_out(published(), ["parameters", "replicas"], "mixed") < hold_out(
+        published(), ["parameters", "replicas"]
+    )  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_the_published_independent_laws_too(place: int) -> None:
+    ladder = published()
+    law = fit(ladder.take(np.flatnonzero(ladder.columns["replicas"] == REPLICAS[place])), ["parameters"])
+    assert law.exponents[0] == pytest.approx(LAWS["loss"][REPLICAS[place]].exponent, abs=1.1e-3)
+
+
+# ---- density
+
+
+def reference() -> Ladder:
+    n = np.geomspace(1e6, 1e8, 5)
+    return Ladder({"parameters": n, "tokens": 20 * n, "loss": 30 * (120 * n**2) ** -0.05})
+
+
+def test_the_density_of_the_reference_is_one_and_of_others_what_they_saved() -> None:
+    assert density(reference(), reference()) == pytest.approx(1.0)
+    half = Ladder({name: values * (0.5 if name == "tokens" else 1.0) for name, values in reference().columns.items()})
+    assert density(reference(), half) == pytest.approx(2.0)
+
+
+def test_nothing_is_extrapolated() -> None:
+    beyond = Ladder({"parameters": np.array([1e9]), "tokens": np.array([2e10]), "loss": np.array([1.0])})
+    assert np.isnan(density(reference(), beyond)).all()
+    with pytest.raises(DataError, match="Add a column tokens"):
+        density(reference(), Ladder({"parameters": np.array([1e9]), "loss": np.array([3.0])}))
+
+
+# ---- what cannot be fitted
+
+
+def test_what_cannot_be_told_is_said() -> None:
+    ladder = reference()
+    with pytest.raises(DataError, match="vary only together"):
+        fit(ladder, ["parameters", "tokens"])
+    with pytest.raises(DataError, match="no column 'every'"):
+        fit(ladder, ["every"])
+    with pytest.raises(DataError, match="at least 3 are needed"):
+        fit(ladder.take([0, 1]), ["parameters"], "constant")
+    with pytest.raises(DataError, match="is the same in all runs"):
+        fit(ladder.take([0, 0, 0]), ["parameters"])
+    with pytest.raises(DataError, match="two variables are needed"):
+        fit(ladder, ["parameters"], "mixed")
+    with pytest.raises(DataError, match="finite numbers above 0"):
+        Ladder({"loss": np.array([1.0, -2.0])})
+    assert hold_out(ladder.take([0, 1]), ["parameters"]) is None
+
+
+# ---- as a user types it
+
+
+def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = ["method,parameters,tokens,replicas,loss"]
+    for n in (1e6, 3e6, 1e7, 3e7, 1e8):
+        for method, m, worse in (("data_parallel", 1, 1.0), ("diloco", 2, 1.01), ("diloco", 4, 1.02)):
+            rows.append(f"{method},{n},{20 * n},{m},{worse * 30 * (120 * n**2) ** -0.05}")
+    (tmp_path / "ladder.csv").write_text("\n".join(rows))
+    assert (
+        main(["plan", "fit", str(tmp_path / "ladder.csv"), "--draws", "16", "--reference", "data_parallel", "--json"])
+        == 0
+    )
+    said = json.loads(capsys.readouterr().out)
+    assert said["variables"] == ["parameters", "replicas"]  # tokens are 20·N: nothing of their own
+    power = said["laws"][0]
+    assert power["exponents"]["parameters"] == pytest.approx(-0.1, abs=1e-3) and power["hold_out"] < 0.01
+    low, high = power["intervals"]["replicas"]
+    assert low <= power["exponents"]["replicas"] <= high
+    densities = [row["density"] for row in said["density"] if row["run"] == "diloco" and row["density"]]
+    assert len(densities) >= 6 and max(densities) < 0.85
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("a.csv", "", "cannot be read as a ladder"),
+        ("a.csv", "parameters,loss\n", "cannot be read as a ladder"),
+        ("a.csv", "parameters,loss\n1e6,2\n1e7,0\n", "finite numbers above 0"),
+        ("a.csv", "parameters,loss\n1e6,2\n1e7,low\n", "no numbers in loss"),
+        ("a.json", '[{"parameters": 1e6}]', "no numbers in loss"),
+        ("a.json", "{", "cannot be read"),
+        ("a.csv", "parameters,loss\n1e6,2\n1e6,2.1\n", "'parameters' is the same in all runs"),
+        ("none.csv", None, "cannot be read"),
+    ],
+)
+def test_bad_ladders(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str | None, says: str
+) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    assert main(["plan", "fit", str(tmp_path / name)]) == 1
+    said = capsys.readouterr().err
+    assert says in said and said.count("\n") == 1
