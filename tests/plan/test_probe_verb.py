@@ -101,3 +101,21 @@ def test_in_namespaces_it_finds_what_the_kernel_was_told(tmp_path: Path) -> None
         assert found.delay_seconds == pytest.approx(0.0, abs=1e-3)
         assert links.together[pair] == pytest.approx(20e6 * 1448 / 1514, rel=0.1)
     assert isinstance(links.alone[0, 1], Link)
+
+
+@pytest.mark.slow
+def test_through_a_router_it_finds_rates_and_delays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sites with their own uplinks: rates within 5 % (1,448 of 1,500 bytes of IP are ours), delays within 1 ms."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    made = importlib.import_module("router")
+    if why := made.missing():
+        pytest.skip(f"no router: {why}")
+    probe = [sys.executable, "-m", "thinwire", "probe", "--what", "links", "--name", "site", "--out", str(tmp_path)]
+    given = [Link(20e6, 0.010), Link(5e6, 0.025)]
+    with made.Router(given) as router:
+        world = ["WORLD_SIZE=2", f"MASTER_ADDR={router.addresses[0]}", "MASTER_PORT=29573", "OMP_NUM_THREADS=1"]
+        processes = [router.start(rank, ["env", f"RANK={rank}", *world, *probe]) for rank in range(2)]
+        assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    for (sender, _), found in Links.load(tmp_path / "links.toml").alone.items():
+        assert found.bits_per_second == pytest.approx(given[sender].bits_per_second * 1448 / 1500, rel=0.05)
+        assert found.delay_seconds == pytest.approx(0.0175, abs=1e-3)

@@ -6,8 +6,8 @@ bytes is measured as it is: on a `LinkedGroup` the emulated link, under torch.di
 Apart: in rounds of disjoint pairs (the circle method: every pair meets once, in M − 1 rounds, or M if M is odd). A pair
 takes round trips, then a train of blocks one way, then the other. The receiver notes when each block is whole; the
 rate is what came after the first block over the time that took, so neither the delay nor a slow start counts.
-Delay is half the median round trip: clocks of two machines are not compared, so what the two ways have apart cannot be
-told. Together: everybody sends to everybody at once. Rounds: what `Direct` does, at three sizes, with a straight line
+Delay is half the shortest round trip, so that what else a machine does counts little; the others are in the samples.
+Clocks of two machines are not compared, so what the two ways have apart cannot be told. Together: everybody sends to everybody at once. Rounds: what `Direct` does, at three sizes, with a straight line
 through them.
 """
 
@@ -109,7 +109,7 @@ def probe_links(group: Group, name: str, seconds: float = 1.0, trips: int = 20) 
     together = {(int(a), b): _Train(*seen[b]["together"][a]) for b in range(group.size) for a in seen[b]["together"]}
     alone = {}
     for pair, train in apart.items():
-        delay = statistics.median(trips_of[min(pair), max(pair)]) / 2
+        delay = min(trips_of[min(pair), max(pair)]) / 2
         alone[pair] = Link(train.bits_per_second, delay)
     links = Links(names, alone, {pair: train.bits_per_second for pair, train in together.items()}, "measured")
     cost = _rounds(group, min(train.bits_per_second for train in together.values()), seconds)
