@@ -115,3 +115,29 @@ def test_a_schedule_of_ones_own_is_followed() -> None:
     assert follow(strategy, 1.0, [Traffic(0, 2, 0, 0)] * 2).stall_seconds == pytest.approx(
         0.1
     )  # the second waits for the first
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_simulator_says_the_same(seed: int) -> None:
+    """Within 4 %: a simulated run also begins and finishes, this is the long run."""
+    scenario = pytest.importorskip("thinwire.simulate.scenario", reason="there is no simulator in this version")
+    simulated = pytest.importorskip("thinwire.simulate.replicas")
+    draw = Random(seed)
+    replicas, step, every = draw.choice([2, 3, 4]), 10 ** draw.uniform(-2, 0.5), draw.choice([10, 30, 100])
+    numels = [int(10 ** draw.uniform(5, 6.5)) for _ in range(draw.choice([1, 3, 8, 12]))]
+    strategies = [
+        streaming_diloco(every=every, delay=draw.choice([1, 2, 5])),
+        diloco(every=every),
+        eager_diloco(every=every),
+    ]
+    strategy = draw.choice([*strategies, data_parallel()])
+    floor = 8 * strategy.nbytes_per_period(numels, replicas) / (strategy.schedule.every * step)
+    link = Link(floor * 10 ** draw.uniform(-0.7, 1.5), draw.choice([0.0, 0.01, 0.1]))
+    links = Links.uniform(link, replicas)
+    packets = [strategy.exchange.nbytes_sent(strategy.codec, numel, replicas) / (replicas - 1) for numel in numels]
+    fragments = [Traffic(0, cost.uplink_seconds(links, packet), link.delay_seconds, 0) for packet in packets]
+    ours = follow(strategy, step, fragments).utilization
+    other = simulated.simulate(
+        strategy, numels, scenario.Scenario.alike(replicas, step, link), 60 * strategy.schedule.every
+    )
+    assert ours == pytest.approx(other.compute_utilization, rel=0.04)

@@ -223,6 +223,20 @@ def test_ranks_of_a_site_are_in_the_command(
     monkeypatch.chdir(tmp_path)
     GPU.save(Path("gpu.toml"))
     model = ["--model", "1b", "--tokenizer", "bpe:32000", "--sequence", "2048"]
-    assert main(["plan", "1gbit,20ms", "gpu.toml", "--ranks", "8", *model]) == 0
+    assert main(["plan", "1gbit,20ms", "gpu.toml", "--ranks", "8", "--degrees", "2,8,8", "--levels", "2", *model]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "--nproc_per_node 8" in said and "ZeRO-3 (FSDP2)" in said and "DDP" in said
+    assert "--nproc_per_node 8" in said and "ZeRO-3 (FSDP2)" in said and "2, 8, 8 │ three levels" in said
+
+
+def test_a_run_file_with_a_strategy_of_its_own_is_planned_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    replace(GPU, device="cpu").save(Path("machine.toml"))
+    Run(strategy="Strategy(schedule=Every(5))", model="nano", lr=0.003).save(Path("old.toml"))
+    assert (
+        main(["plan", "50mbit", "machine.toml", "--replicas", "1", "--run", "old.toml", "--tokens", "1", "--json"]) == 0
+    )
+    said = json.loads(capsys.readouterr().out)
+    assert [row["replicas"] for row in said["settings"]] == [1] * len(said["settings"]) and said["refused"] == []
+    assert Run.load(Path("plan.toml")).lr == 0.003

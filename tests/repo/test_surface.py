@@ -29,8 +29,8 @@ OPTIONS = {
     "compare": "run_settings strategies seeds out run json",
     "report": "runs out tensorboard json",
     "probe": "run what out model sequence link replicas seconds trips name timeout json",
-    "plan": "links machines replicas run model sequence text tokenizer tokens batch_tokens memory utilization deadline loss methods ranks top "
-    "out json",
+    "plan": "links machines replicas run model sequence text tokenizer tokens batch_tokens memory utilization deadline loss methods ranks "
+    "degrees levels top out json",
     "plan fit": "file variables reference draws level json",
     "plan pack": "file ranks capacity model out json",
     "doctor": "run link step_seconds master_addr master_port runs json",

@@ -32,6 +32,7 @@ from thinwire.plan.links import Links, replace
 from thinwire.plan.machine import Machine
 from thinwire.plan.scaling import TOKENS_PER_PARAMETER
 from thinwire.plan.search import METHODS, Setting, Task, settings
+from thinwire.plan.sharding import Shards
 from thinwire.plan.targets import Targets, meeting
 
 BESIDE = {
@@ -76,6 +77,10 @@ class Options:
     """What is tried."""
     ranks: int = 1
     """Ranks of a site that form one replica, sharded by FSDP2."""
+    degrees: str | None = None
+    """With --ranks: nested degrees s_w,s_g,s_o of weights, gradients and moments to compare with, such as 2,8,8."""
+    levels: tuple[int, ...] = ()
+    """With --ranks: how many ranks each faster level joins, such as 2 for pairs; the last is all of them."""
     top: int = 8
     """Rows in the table: the best of each method, then the best for each method, number of replicas and H."""
     out: Path = Path("plan.toml")
@@ -105,6 +110,8 @@ def main(arguments: Sequence[str]) -> int:
         console.print(
             f"{number}. {setting.run.label}, {_who(setting, task)}: {explain.sentence(setting, best)}", highlight=False
         )
+    if task.ranks > 1:
+        console.print(_sharding(asked, task, best))
     _aside(console, task, best)
     _write(asked.out, best, task)
     console.print(f"written: {asked.out}\nto train: {_command(asked.out, best, task)}", soft_wrap=True, highlight=False)
@@ -186,15 +193,28 @@ def _aside(console: Console, task: Task, best: Setting) -> None:
             f"{verdict}: {refusal.what}: {refusal.because}: {text_of_share(refusal.utilization)} of the time would be training",
             highlight=False,
         )
-    if task.ranks > 1:
-        ways = "; ".join(f"{way.name} {text_of_nbytes(nbytes)}" for way, nbytes in explain.shards(task))
-        console.print(
-            f"sharding over {task.ranks} ranks, weights, gradients and moments of a rank: {ways}", highlight=False
-        )
     if ring := explain.ring(task, best):
         console.print(ring, highlight=False)
     for warning in explain.warnings(task, best):
         console.print(f"warning: {warning}", highlight=False)
+
+
+def _sharding(asked: Options, task: Task, best: Setting) -> Table:
+    """What a rank keeps and sends inside its site, for the ways that have names and for the one that was asked for."""
+    levels = asked.levels if asked.levels and asked.levels[-1] == task.ranks else (*asked.levels, task.ranks)
+    degrees = Shards.parse(asked.degrees) if asked.degrees else None
+    table = Table(
+        "s_w, s_g, s_o", title=f"Sharding over {task.ranks} ranks of a site (predicted; `thinwire train` takes ZeRO-3)"
+    )
+    table.add_column("")
+    table.add_column("a rank keeps", justify="right")
+    for level in levels:
+        table.add_column(f"sent a step among {level}", justify="right")
+    for way, kept, sent in explain.shards(task, best, degrees, levels):
+        cells = (text_of_nbytes(nbytes) for nbytes in sent)
+        table.add_row(f"{way.weights}, {way.gradients}, {way.optimizer}", way.name, text_of_nbytes(kept), *cells)
+    table.caption = "kept: weights, gradients and moments; sent: inside the site, in an inner step"
+    return table
 
 
 def _who(setting: Setting, task: Task) -> str:

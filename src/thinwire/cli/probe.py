@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import socket
 import time
 from collections.abc import Sequence
@@ -64,7 +65,11 @@ def main(arguments: Sequence[str]) -> int:
     run = Run.load(asked.run) if asked.run else Run()
     changes = {"model": asked.model, "sequence": asked.sequence}
     run = dataclasses.replace(run, **{key: value for key, value in changes.items() if value is not None})  # type: ignore[arg-type]
-    name, console = asked.name or socket.gethostname(), options.console(asked.json)
+    name, console = asked.name or socket.gethostname() or "here", options.console(asked.json)
+    if not re.fullmatch(r"[\w.-]{1,60}", name):
+        raise ConfigurationError(
+            f"--name {name!r}: letters, digits, dots and dashes are needed, at most 60; it names a file."
+        )
     emulated = Link.parse(asked.link) if asked.link else None
     place = launch.torchrun_place()
     if place is None and emulated is None and asked.what == "links":

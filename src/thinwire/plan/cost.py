@@ -18,7 +18,7 @@ from thinwire.plan.links import Links
 from thinwire.schedule import Schedule
 from thinwire.strategy import Strategy
 
-_PERIODS = 6  # followed; the first half does not count
+_PERIODS = 12  # followed; the first half does not count (long flights take some to settle)
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from thinwire.observe.units import text_of_nbytes, text_of_rate, text_of_seconds, text_of_share
 from thinwire.plan import cost, placement
 from thinwire.plan.compute import shape_of
 from thinwire.plan.search import Setting, Task
-from thinwire.plan.sharding import FP32, Shards
+from thinwire.plan.sharding import FP32, Shards, traffic
 
 USELESS = 0.5  # utilisation below which something is refused outright
 
@@ -108,8 +110,16 @@ def ring(task: Task, best: Setting) -> str | None:
     return f"as a ring: {names}; {slowest} (packets go point to point today)"
 
 
-def shards(task: Task) -> list[tuple[Shards, int]]:
-    """Bytes a rank keeps with each way of sharding over `task.ranks` (weights, gradients and moments only)."""
+def shards(
+    task: Task, best: Setting, asked: Shards | None, levels: Sequence[int]
+) -> list[tuple[Shards, int, list[float]]]:
+    """Ways of sharding over a replica's ranks: what a rank keeps (weights, gradients, moments), and sends on each level in an inner step."""
     ranks, parameters = task.ranks, shape_of(task.base).parameters()
-    degrees = dict.fromkeys([(1, 1, 1), (1, 1, ranks), (1, ranks, ranks), (ranks, ranks, ranks)])
-    return [(Shards(*each), Shards(*each).nbytes(parameters, FP32)) for each in degrees]
+    known = [(1, 1, 1), (1, 1, ranks), (1, ranks, ranks), (ranks, ranks, ranks)]
+    found = []
+    for way in dict.fromkeys([*(Shards(*each) for each in known), *([asked] if asked else [])]):
+        sent = [0.0] * len(levels)
+        for phase in traffic(way, parameters, ranks, levels, FP32, best.run.accumulate):
+            sent[phase.level] += phase.nbytes
+        found.append((way, way.nbytes(parameters, FP32), sent))
+    return found

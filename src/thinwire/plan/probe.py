@@ -7,8 +7,8 @@ Apart: in rounds of disjoint pairs (the circle method: every pair meets once, in
 takes round trips, then a train of blocks one way, then the other. The receiver notes when each block is whole; the
 rate is what came after the first block over the time that took, so neither the delay nor a slow start counts.
 Delay is half the shortest round trip, so that what else a machine does counts little; the others are in the samples.
-Clocks of two machines are not compared, so what the two ways have apart cannot be told. Together: everybody sends to everybody at once. Rounds: what `Direct` does, at three sizes, with a straight line
-through them.
+Clocks of two machines are not compared, so what the two ways have apart cannot be told. Together: everybody sends to
+everybody at once. Rounds: what `Direct` does, at three sizes, with a straight line through them.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ def _strategies(task: Task, shape: Architecture, replicas: int) -> Iterator[Run]
                 for delay in DELAY if "delay" in taken else (None,):
                     if delay and every and 2 * delay > every:
                         continue
-                    given: dict[str, object] = {"codec": codec, "every": every, "delay": delay}
+                    given: dict[str, object] = {"codec": codec, "every": every, "delay": delay, "offsets": None}
                     if method in ("diloco", "streaming_diloco"):
                         given["outer_lr"] = outer
                     run = task.base.with_strategy(method)

@@ -70,10 +70,11 @@ def too_large(found: Sequence[Setting], task: Task) -> str:
         f"no setting of {task.base.model} fits: the leanest ({leanest.run.label}, micro-batch {leanest.run.batch}) needs "
         f"{text_of_nbytes(leanest.memory_nbytes)} a rank (predicted), {text_of_nbytes(limit)} may be used"
     )
-    advice = []
+    advice: list[str] = []
+    task = replace(task, methods=(leanest.method,))
     ranks = 2 * task.ranks
     while ranks <= _RANKS:
-        if any(setting.fits for setting in settings(replace(task, ranks=ranks, methods=("data_parallel",)))):
+        if any(setting.fits for setting in settings(replace(task, ranks=ranks))):
             advice.append(f"--ranks {ranks}: {ranks} ranks a replica, sharded by FSDP2")
             break
         ranks *= 2
