@@ -76,7 +76,7 @@ def refused(task: Task, best: Setting) -> list[cost.Refusal]:
 def warnings(task: Task, best: Setting) -> list[str]:
     """What to know before believing the best row: named, one line each."""
     links = task.links
-    said = [str(warning) for warning in (*best.loss.warnings, *best.warnings)]
+    said = [str(warning) for warning in dict.fromkeys((*best.loss.warnings, *best.warnings))]
     chosen = set(best.places)
     for a, b in links.asymmetric():
         if {a, b} <= chosen and len(chosen) > 1:
