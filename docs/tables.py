@@ -101,8 +101,17 @@ def memory(result: Result) -> tuple[list[str], list[list[str]]]:
     rows = []
     for row in result["rows"]:
         sizes = (f"{row[name] / 1e6:.0f}" for name in ("predicted_nbytes", "measured_nbytes"))
-        rows.append([row["setting"], row["phase"], *sizes, f"{row['ratio']:.3f}", f"{row['default_malloc_nbytes'] / 1e6:.0f}"])
-    return ["setting", "worst moment", "predicted, MB", "peak, MB", "predicted / peak", "peak with glibc's defaults, MB"], rows
+        rows.append(
+            [row["setting"], row["phase"], *sizes, f"{row['ratio']:.3f}", f"{row['default_malloc_nbytes'] / 1e6:.0f}"]
+        )
+    return [
+        "setting",
+        "worst moment",
+        "predicted, MB",
+        "peak, MB",
+        "predicted / peak",
+        "peak with glibc's defaults, MB",
+    ], rows
 
 
 def _share(value: float | None) -> str:

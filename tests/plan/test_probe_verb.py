@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +30,7 @@ def test_on_an_emulated_link_it_writes_files_that_can_be_read(
     assert len(links) == 3 and links.word == "emulated" == said["links"]["word"]
     assert all(10e6 < link.bits_per_second < 30e6 for link in links.alone.values())
     samples = json.loads(Path(said["links"]["samples"]).read_text())
-    assert len(samples["apart"]) == 6 and len(samples["round_trips"]) == 3 and len(samples["rounds"]) == 9
+    assert len(samples["apart"]) == 18 and len(samples["round_trips"]) == 3 and len(samples["rounds"]) == 9
     assert Machine.load(tmp_path / "new/machine.toml").model == "nano" and said["machines"] == [
         str(tmp_path / "new/machine.toml")
     ]
@@ -70,12 +71,18 @@ def namespaces() -> ModuleType:
     return module
 
 
+def busy() -> str | None:
+    """Whether others leave too little of this machine for a measurement."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    return f"a load of {load:.1f} on {cores} cores measures the others." if load > 3 * cores else None
+
+
 @pytest.mark.slow
 def test_in_namespaces_it_finds_what_the_kernel_was_told(tmp_path: Path) -> None:
     """`tc tbf` counts Ethernet frames: 1,448 bytes of 1,514 are ours, so 20 Mbit/s carry 19.1. Within 5 %; the delay within 1 ms."""
     made = namespaces()
-    if why := made.missing():
-        pytest.skip(f"no network namespaces: {why}")
+    if why := made.missing() or busy():
+        pytest.skip(why)
     probe = [
         sys.executable,
         "-m",
@@ -108,8 +115,8 @@ def test_through_a_router_it_finds_rates_and_delays(tmp_path: Path, monkeypatch:
     """Two sites with their own uplinks: rates within 5 % (1,448 of 1,500 bytes of IP are ours), delays within 1 ms."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     made = importlib.import_module("router")
-    if why := made.missing():
-        pytest.skip(f"no router: {why}")
+    if why := made.missing() or busy():
+        pytest.skip(why)
     probe = [sys.executable, "-m", "thinwire", "probe", "--what", "links", "--name", "site", "--out", str(tmp_path)]
     given = [Link(20e6, 0.010), Link(5e6, 0.025)]
     with made.Router(given) as router:

@@ -47,8 +47,8 @@ class Options:
     """No torchrun: measure this emulated link, such as 50mbit,30ms, between threads."""
     replicas: int = 2
     """How many, with --link; under torchrun, replicas of the world (one rank each is measured)."""
-    seconds: float = 1.0
-    """How long a train of blocks lasts, about, and how long a micro-batch may take."""
+    seconds: float = 0.5
+    """How long a train of blocks lasts, about, and half of how long a micro-batch may take."""
     trips: int = 20
     """Round trips of a pair."""
     name: str | None = None
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         probe = _emulated(emulated, asked) if emulated and asked.what != "machine" else None
         machines = (
-            [probe_machine(run, name, here.memory()[1], asked.seconds, asked.out)] if asked.what != "links" else []
+            [probe_machine(run, name, here.memory()[1], 2 * asked.seconds, asked.out)] if asked.what != "links" else []
         )
     if probe:
         found["links"] = _write_links(probe, asked, console, "emulated" if emulated else "measured")
@@ -116,7 +116,7 @@ def _over(group: Group, asked: Options, run: Run, name: str) -> tuple[Probe | No
     names = [text.decode() for text in gather(group, name.encode()[:80], 80, "probe")]
     share = here.memory()[1] // names.count(names[group.rank])  # ranks of one machine divide its memory
     unique = probe.links.names[group.rank] if probe else f"{name}-{group.rank}"
-    own = probe_machine(run, unique, share, asked.seconds, asked.out)
+    own = probe_machine(run, unique, share, 2 * asked.seconds, asked.out)
     path = asked.out / f".machine-{group.rank}.toml"
     own.save(path)
     text = path.read_bytes()

@@ -4,7 +4,7 @@ Every replica calls `probe_links` at the same point; all come back with the same
 bytes is measured as it is: on a `LinkedGroup` the emulated link, under torch.distributed the real one.
 
 Apart: in rounds of disjoint pairs (the circle method: every pair meets once, in M − 1 rounds, or M if M is odd). A pair
-takes round trips, then a train of blocks one way, then the other. The receiver notes when each block is whole; the
+takes round trips, then three trains of blocks one way, then the other. The receiver notes when each block is whole; the
 rate is what came after the first block over the time that took, so neither the delay nor a slow start counts.
 Delay is half the shortest round trip, so that what else a machine does counts little; the others are in the samples.
 Clocks of two machines are not compared, so what the two ways have apart cannot be told. Together: everybody sends to
@@ -30,6 +30,7 @@ from thinwire.group import Group, Link, gather
 from thinwire.plan.links import Links, Pair
 
 BLOCKS = 16  # in a train; the first is not counted
+TRAINS = 3  # each way; the median counts
 _FIRST_NBYTES = 1024  # of a block, in the first train
 _LIMIT_NBYTES = 64 << 20  # of a block
 _GROWTH = 32
@@ -81,10 +82,10 @@ def pairings(size: int) -> list[list[Pair]]:
     return rounds
 
 
-def probe_links(group: Group, name: str, seconds: float = 1.0, trips: int = 20) -> Probe:
+def probe_links(group: Group, name: str, seconds: float = 0.5, trips: int = 20) -> Probe:
     """Measure every link of `group`. `seconds` is how long a train of blocks lasts, about; `trips` are round trips a pair.
 
-    About (M−1)·(2·`seconds` + `trips` round trips), then `seconds` for all together and `seconds` for the rounds. With fewer than 0.2 s
+    About (M−1)·(7·`seconds` + `trips` round trips), then `seconds` for all together and `seconds` for the rounds. With fewer than 0.2 s
     a figure is worth little. `name` is this replica's in the result; names that meet twice get their rank.
     Collective. Raises `LinkError`.
     """
@@ -102,21 +103,25 @@ def probe_links(group: Group, name: str, seconds: float = 1.0, trips: int = 20) 
                 _apart(group, first, second, seconds, trips, own)
         _meet(group)
     seen = [json.loads(text) for text in gather(group, json.dumps(own).encode(), 1 << 24, _PURPOSE)]
-    apart = {(int(a), b): _Train(*seen[b]["apart"][a]) for b in range(group.size) for a in seen[b]["apart"]}
+    apart = {
+        (int(a), b): [_Train(*train) for train in seen[b]["apart"][a]]
+        for b in range(group.size)
+        for a in seen[b]["apart"]
+    }
+    rates = {pair: statistics.median(train.bits_per_second for train in trains) for pair, trains in apart.items()}
     trips_of = {(a, int(b)): seen[a]["round_trips"][b] for a in range(group.size) for b in seen[a]["round_trips"]}
-    own["together"] = _together(group, apart, seconds)
+    own["together"] = _together(group, rates, seconds)
     seen = [json.loads(text) for text in gather(group, json.dumps(own).encode(), 1 << 24, _PURPOSE)]
     together = {(int(a), b): _Train(*seen[b]["together"][a]) for b in range(group.size) for a in seen[b]["together"]}
     alone = {}
-    for pair, train in apart.items():
-        delay = min(trips_of[min(pair), max(pair)]) / 2
-        alone[pair] = Link(train.bits_per_second, delay)
+    for pair, rate in rates.items():
+        alone[pair] = Link(rate, min(trips_of[min(pair), max(pair)]) / 2)
     links = Links(names, alone, {pair: train.bits_per_second for pair, train in together.items()}, "measured")
     cost = _rounds(group, min(train.bits_per_second for train in together.values()), seconds)
     samples = {
         "names": names,
         "round_trips": [{"between": [names[a], names[b]], "seconds": s} for (a, b), s in trips_of.items()],
-        "apart": [_described(names, pair, train) for pair, train in apart.items()],
+        "apart": [_described(names, pair, train) for pair, trains in apart.items() for train in trains],
         "together": [_described(names, pair, train) for pair, train in together.items()],
         "rounds": [{"nbytes": nbytes, "seconds": s} for nbytes, s in cost.samples],
     }
@@ -163,19 +168,22 @@ def _send_trains(group: Group, peer: int) -> None:
             transfer.wait()
 
 
-def _receive_trains(group: Group, peer: int, seconds: float) -> _Train:
-    """Ask for larger and larger trains, until one lasts long enough; that one counts."""
-    nbytes = _FIRST_NBYTES
-    while True:
-        buffer = torch.zeros(nbytes, dtype=torch.uint8)
-        due = [group.post(_TAG + 1, {}, {peer: torch.zeros_like(buffer)}, _PURPOSE) for _ in range(BLOCKS)]
+def _receive_trains(group: Group, peer: int, seconds: float) -> list[_Train]:
+    """Ask for larger and larger trains, until they last long enough; the last `TRAINS`, of one size, count."""
+    nbytes, trains = _FIRST_NBYTES, list[_Train]()
+    while len(trains) < TRAINS:
+        due = [
+            group.post(_TAG + 1, {}, {peer: torch.zeros(nbytes, dtype=torch.uint8)}, _PURPOSE) for _ in range(BLOCKS)
+        ]
         _tell(group, peer, nbytes)
         train = _Train(nbytes, _arrivals(due))
-        if train.arrivals[-1] >= 0.7 * seconds or nbytes == _LIMIT_NBYTES:
-            _tell(group, peer, 0)
-            return train
-        growth = min(_GROWTH, max(2.0, seconds / max(train.arrivals[-1], 1e-9)))
-        nbytes = min(_LIMIT_NBYTES, int(nbytes * growth))
+        if trains or train.arrivals[-1] >= 0.7 * seconds or nbytes == _LIMIT_NBYTES:
+            trains.append(train)
+        else:
+            growth = min(_GROWTH, max(2.0, seconds / max(train.arrivals[-1], 1e-9)))
+            nbytes = min(_LIMIT_NBYTES, int(nbytes * growth))
+    _tell(group, peer, 0)
+    return trains
 
 
 def _arrivals(due: Sequence[Any]) -> list[float]:
@@ -200,12 +208,12 @@ def _hear(group: Group, peer: int) -> int:
 # ---- everybody
 
 
-def _together(group: Group, apart: dict[Pair, _Train], seconds: float) -> dict[str, _Train]:
+def _together(group: Group, rates: dict[Pair, float], seconds: float) -> dict[str, _Train]:
     """Everybody sends a train to everybody; a block of each in turn, as the links share them."""
     others = [peer for peer in range(group.size) if peer != group.rank]
 
     def block(a: int, b: int) -> int:
-        share = apart[a, b].bits_per_second / (group.size - 1)
+        share = rates[a, b] / (group.size - 1)
         return max(1, min(_LIMIT_NBYTES, int(share * seconds / 8 / BLOCKS)))
 
     due = {
@@ -243,7 +251,7 @@ def _together(group: Group, apart: dict[Pair, _Train], seconds: float) -> dict[s
 def _rounds(group: Group, bits_per_second: float, seconds: float) -> Round:
     """The slowest replica's time of a round at three sizes, three times each, and the line through them."""
     others = [peer for peer in range(group.size) if peer != group.rank]
-    largest = max(3, min(_LIMIT_NBYTES, int(bits_per_second * seconds / 8 / 6)))
+    largest = max(3, min(_LIMIT_NBYTES, int(bits_per_second * seconds / 8 / 2)))
     samples = []
     for nbytes in (largest // 100 + 1, largest // 3, largest):
         own = torch.zeros(nbytes, dtype=torch.uint8)
@@ -255,7 +263,8 @@ def _rounds(group: Group, bits_per_second: float, seconds: float) -> Round:
             spent = time.perf_counter() - began
             told = gather(group, struct.pack("<d", spent), 8, _PURPOSE)
             samples.append((nbytes, max(struct.unpack("<d", text)[0] for text in told)))
-    latency, per_byte = line(samples)
+    seen = {nbytes: [spent for size, spent in samples if size == nbytes] for nbytes, _ in samples}
+    latency, per_byte = line([(nbytes, statistics.median(times)) for nbytes, times in seen.items()])
     return Round(max(0.0, latency), 8 * (group.size - 1) / max(per_byte, 1e-15), tuple(samples))
 
 
