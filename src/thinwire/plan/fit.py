@@ -115,9 +115,11 @@ class Fitted:
     def __str__(self) -> str:
         if self.form == "mixed":
             a, b = self.exponents
-            text = f"{self.coefficient:.4g}·{self.variables[0]}^({a:.4f} {b:+.5f}·{self.variables[1]})"
+            text = f"{self.coefficient:.4g} · {self.variables[0]}^({a:.4f} {b:+.5f}·{self.variables[1]})"
         else:
-            text = f"{self.coefficient:.5g}" + "".join(f"·{n}^{e:.4f}" for n, e in zip(self.variables, self.exponents))
+            text = f"{self.coefficient:.5g}" + "".join(
+                f" · {n}^{e:.4f}" for n, e in zip(self.variables, self.exponents)
+            )
         return text + (f" + {self.constant:.4g}" if self.constant else "")
 
 
@@ -126,7 +128,7 @@ def fit(ladder: Ladder, variables: Sequence[str], form: Form = "power", of: str 
 
     >>> n = np.array([1e6, 1e7, 1e8, 1e9])
     >>> str(fit(Ladder({"parameters": n, "loss": 18.0 * n**-0.095}), ["parameters"]))
-    '18·parameters^-0.0950'
+    '18 · parameters^-0.0950'
     """
     needed = len(variables) + (1 if form == "power" else 2)
     for name in variables:
@@ -202,14 +204,17 @@ def hold_out(ladder: Ladder, variables: Sequence[str], form: Form = "power", of:
 def density(reference: Ladder, runs: Ladder) -> Floats:
     """Training density: the compute with which a data-parallel reference reaches a run's loss, over what the run spent.
 
-    L = A·C^a is fitted to `reference` (compute = 6·parameters·tokens, unless the column `compute` is there) and
-    inverted. 1 on the reference's own curve. NaN outside of the losses that the reference reached: nothing is
-    extrapolated.
+    L = A·C^a + L₀ is fitted to `reference` (compute = 6·parameters·tokens, unless the column `compute` is there; with
+    fewer than four runs L₀ = 0) and inverted. 1 on the reference's own curve. NaN outside of the losses that the
+    reference reached: nothing is extrapolated. A loss a thousandth lower is worth some two per cent of compute, so a
+    density is as good as the loss is known.
     """
-    law = fit(Ladder({"compute": compute(reference), "loss": reference.columns["loss"]}), ["compute"])
+    ladder = Ladder({"compute": compute(reference), "loss": reference.columns["loss"]})
+    law = fit(ladder, ["compute"], "constant" if len(ladder) >= 4 else "power")
     losses = reference.columns["loss"]
     inside = (runs.columns["loss"] >= losses.min()) & (runs.columns["loss"] <= losses.max())
-    worth = (runs.columns["loss"] / law.coefficient) ** (1 / law.exponents[0])
+    above = np.maximum(runs.columns["loss"] - law.constant, 1e-12)  # where it is inside, it is above
+    worth = (above / law.coefficient) ** (1 / law.exponents[0])
     return np.where(inside, worth / compute(runs), np.nan)
 
 
