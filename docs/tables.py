@@ -40,7 +40,8 @@ def table(path: Path, name: str, whole: bool, up: str = "") -> str:
         rows = [row for row in result["rows"] if row["method"] in HEADLINE and "problem" not in row]
         result = dict(result) | {"rows": rows}
     heads, rows = TABLES[result["benchmark"]](result)
-    align = ["---" if head in ("method", "model", "setting", "worst moment") else "---:" for head in heads]
+    left = ("method", "model", "setting", "worst moment", "format", "link, each way", "codec", "exchange")
+    align = ["---" if head in left else "---:" for head in heads]
     lines = [f"| {' | '.join(cells)} |" for cells in (heads, align, *rows)]
     return "\n".join([*lines, "", provenance(result, name, up)])
 
@@ -96,6 +97,102 @@ def attach(result: Result) -> tuple[list[str], list[list[str]]]:
     return ["model", "bare step, ms", "attached / bare (quartiles)", "bare / bare"], rows
 
 
+def formats(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Rows of benchmarks/formats.py: of each format its bits, its error on everything, and what feedback gets through."""
+    data = list(result["rows"][0]["data"])
+    rows, kind = [], None
+    for row in result["rows"]:
+        if row["of"] != kind:
+            kind = row["of"]
+            rows.append([f"*{kind}*", *[""] * (len(data) + 4)])
+        found = row["data"]["outer gradient"]
+        errors = ["–" if at is None else _error(at["error"]) for at in row["data"].values()]
+        held = _error(row["held_back"]) if row["held_back"] >= 5e-4 else "0"
+        rows.append(
+            [
+                f"`{_short(row['codec'])}`",
+                f"{found['bits']:.2f}",
+                *errors,
+                f"{found['zeros']:.0%}",
+                f"{found['cosine']:.3f}",
+                held,
+            ]
+        )
+    return ["format", "bits", *data, "zeros", "cosine", "held back"], rows
+
+
+def _error(share: float) -> str:
+    return f"{share:.2%}" if share < 0.1 else f"{share:.0%}"
+
+
+def _short(codec: str) -> str:
+    """As one would write it: without what is the default anyway."""
+    return repr_without_defaults(parse(codec))
+
+
+def repr_without_defaults(piece: object) -> str:
+    if not is_dataclass(piece):
+        return repr(piece)
+    shown: list[str] = []
+    for place, field in enumerate(fields(piece)):
+        value = getattr(piece, field.name)
+        if value != field.default:
+            name = "" if place == len(shown) else f"{field.name}="
+            shown.append(name + repr_without_defaults(value))
+    return f"{type(piece).__name__}({', '.join(shown)})"
+
+
+def exchange(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Rows of benchmarks/exchange.py: what each exchange took, beside gloo's all-reduce of the same tensor."""
+    of = ("link", "replicas", "nbytes", "codec")
+    beside = {tuple(row[key] for key in of): row for row in result["rows"] if row["exchange"] == "gloo all-reduce"}
+    rows = []
+    for row in result["rows"]:
+        if row["exchange"] == "gloo all-reduce":
+            continue
+        pace = "paced" if row["uplink"] else "plain"
+        name = f"{row['exchange'].removesuffix('()')}, {pace}{', idle' if row['idle_seconds'] else ''}"
+        reduced = beside.get(tuple(row[key] for key in of))
+        rows.append(
+            [row["link"], str(row["replicas"]), f"{row['nbytes'] / 1e6:g}", row["codec"].removesuffix("()"), name,
+             f"{row['seconds']:.3f}", f"{row['ideal_seconds']:.3f}", f"{row['of_ideal']:.2f}",
+             f"{reduced['seconds']:.3f}" if reduced else "–"]
+        )  # fmt: skip
+    heads = [
+        "link, each way",
+        "replicas",
+        "packet, MB",
+        "codec",
+        "exchange",
+        "s",
+        "ideal, s",
+        "of ideal",
+        "gloo all-reduce, s",
+    ]
+    return heads, rows
+
+
+def simulate(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Cases of benchmarks/simulate.py."""
+    rows = []
+    for case in result["cases"]:
+        shared = f", {case['sharing']} an uplink" if case["sharing"] > 1 else ""
+        row = [
+            f"{case['replicas']:,}{shared}",
+            f"{case['virtual_seconds'] / 3600:.1f} h",
+            f"{case['events'] / 1e6:,.0f}",
+        ]
+        row += [
+            f"{case['seconds']:.1f}",
+            f"{case['cpu_seconds']:.1f}",
+            f"{case['nanoseconds_per_flight_event']:.0f}",
+            f"{case['peak_nbytes'] / 1e6:.0f}",
+        ]
+        rows.append(row)
+    heads = ["replicas", "virtual time", "million events", "seconds", "of CPU", "ns of CPU a flight event", "peak MB"]
+    return heads, rows
+
+
 def memory(result: Result) -> tuple[list[str], list[list[str]]]:
     """Rows of benchmarks/memory.py, in megabytes."""
     rows = []
@@ -122,6 +219,9 @@ TABLES: dict[str, Callable[[Result], tuple[list[str], list[list[str]]]]] = {
     "utilization": utilization,
     "quality": quality,
     "attach": attach,
+    "formats": formats,
+    "exchange": exchange,
+    "simulate": simulate,
     "memory": memory,
 }
 

@@ -17,6 +17,7 @@ from torch.distributed.run import get_args_parser
 from thinwire import E3M0
 from thinwire.cli import VERBS, options
 from thinwire.cli.plan import BESIDE
+from thinwire.cli.simulate import STUDIES
 from thinwire.lm.run import Run
 from thinwire.observe.units import text_of_rate
 
@@ -47,6 +48,10 @@ def check_thinwire(arguments: list[str], folder: Path) -> None:
             Run().save(folder / file)
     if verb == "plan" and rest[0] in BESIDE:
         verb, *rest = f"planning.{rest[0]}", *rest[1:]
+    if verb == "simulate":
+        study, *rest = rest
+        assert study in STUDIES
+        verb = f"studies.{study}"
     module = importlib.import_module(f"thinwire.cli.{verb}")
     if rest == ["--help"]:
         return

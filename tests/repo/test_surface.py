@@ -17,6 +17,7 @@ from pages import ROOT
 import thinwire
 from thinwire.cli import VERBS
 from thinwire.cli.plan import BESIDE
+from thinwire.cli.simulate import STUDIES
 from thinwire.lm.run import Run
 
 # Of a run: options of train and compare, and what a run file holds.
@@ -33,6 +34,9 @@ OPTIONS = {
     "degrees levels top out json",
     "plan fit": "file variables reference draws level json",
     "plan pack": "file ranks capacity model out json",
+    "simulate utilization": "parameters layers step_seconds method every delay fragment_layers bits_per_parameter grid plot json",
+    "simulate run": "run_settings step_seconds slower step_variation links link_variation sharing loss jitter stragglers outages failures "
+    "encode_seconds decode_seconds out run json",
     "doctor": "run link step_seconds master_addr master_port runs json",
 }
 MODULES = sorted(
@@ -66,7 +70,8 @@ def test_options_of_a_run():
 
 def options_of(command: str) -> type:
     """The options of a verb, or of what stands beside it."""
-    kind: type = importlib.import_module(f"thinwire.cli.{command.replace('plan ', 'planning.')}").Options
+    module = command.replace("simulate ", "studies.").replace("plan ", "planning.")
+    kind: type = importlib.import_module(f"thinwire.cli.{module}").Options
     return kind
 
 
@@ -87,7 +92,8 @@ def test_every_option_is_explained(command, capsys):
 def test_verbs_are_those_that_are_documented():
     tree = (ROOT / "README.md").read_text()
     assert set(VERBS) == {command.split()[0] for command in OPTIONS}
-    assert {f"plan {name}" for name in BESIDE} == {command for command in OPTIONS if command.startswith("plan ")}
+    beside = {f"simulate {study}" for study in STUDIES} | {f"plan {name}" for name in BESIDE}
+    assert beside == {command for command in OPTIONS if " " in command}
     assert all(f"thinwire {verb}" in tree for verb in VERBS)
 
 

@@ -13,6 +13,7 @@ VERBS = {
     "train": "train one language model on several replicas (without arguments: the demo)",
     "compare": "train with several strategies on the same tokens and seeds, and print one table",
     "report": "draw one page for one or more runs",
+    "simulate": "say what a link carries, and who waits for whom, without training anything",
     "probe": "measure links and machines, for plan",
     "plan": "rank settings for given links and machines, with reasons, and write the best one's run file",
     "doctor": "say what this machine offers, and what is wrong with a set-up",

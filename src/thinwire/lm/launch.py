@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.errors import ConfigurationError, LinkError, ThinwireError
-from thinwire.group import TorchGroup, parse_link, run_threads, start_torch
+from thinwire.group import Link, TorchGroup, parse_link, run_threads, start_torch
 from thinwire.lm.run import Run
 from thinwire.lm.trainer import Place, Trainer, open_corpus
 from thinwire.observe.events import EventLog, being_written
@@ -63,7 +63,7 @@ def torchrun_place() -> tuple[int, int] | None:
 def train_as_rank(run: Run, folder: Path, resume: bool, stop: threading.Event | None = None) -> dict[str, Any]:
     """Be the rank that torchrun's environment says, from joining the world to leaving it."""
     stop = stop or threading.Event()
-    with joined(run.replicas, run.timeout) as group:
+    with joined(run.replicas, run.timeout, parse_link(run.uplink)) as group:
         local = int(os.environ.get("LOCAL_RANK", "0"))
         place = Place(group, folder, resume, group.site, group.shard, group.shards, local, stop)
         with _stopping(stop):
@@ -71,8 +71,8 @@ def train_as_rank(run: Run, folder: Path, resume: bool, stop: threading.Event | 
 
 
 @contextmanager
-def joined(replicas: int, timeout: float) -> Iterator[TorchGroup]:
-    """Within: this process is the rank that torchrun's environment says, in a world of `replicas`."""
+def joined(replicas: int, timeout: float, uplink: Link | None = None) -> Iterator[TorchGroup]:
+    """Within: this process is the rank that torchrun's environment says, in a world of `replicas`. `uplink` is what a site can send."""
     environment = os.environ
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     address, port = environment.get("MASTER_ADDR", "127.0.0.1"), int(environment.get("MASTER_PORT", "29500"))
@@ -84,7 +84,8 @@ def joined(replicas: int, timeout: float) -> Iterator[TorchGroup]:
     book = f"thinwire/attempt-{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}" if agent else None
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"  # nccl inside a replica; packets take gloo
     start_torch(rank, world, address, port, timeout, backend, book)
-    group = TorchGroup.from_world(replicas, timeout=timeout)
+    rate = uplink.bits_per_second * replicas / world if uplink else None  # the ranks of a replica share its uplink
+    group = TorchGroup.from_world(replicas, timeout=timeout, uplink=rate)
     try:
         yield group
     finally:

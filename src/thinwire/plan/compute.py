@@ -97,7 +97,7 @@ def _steps(
         except torch.OutOfMemoryError:
             return
         seen = peak_nbytes()
-        peak = seen - (before or 0) if seen is not None else 0
+        peak = max(0, seen - (before or 0)) if seen is not None else 0
         yield Step(batch, took, peak or None)
         if 2 * took > seconds or 2.2 * peak > limit or batch >= 1024:
             return
