@@ -8,7 +8,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from thinwire import kernels
 from thinwire.errors import ConfigurationError, NonFiniteError
+from thinwire.kernels import Kernels
 from thinwire.packet import HEADER_NBYTES
 from thinwire.seeds import Key
 
@@ -96,8 +98,24 @@ def check_finite(x: Tensor) -> None:
     by element.
     """
     if not torch.isfinite(torch.dot(x, x)) and not bool(torch.isfinite(x).all()):
-        count = int((~torch.isfinite(x)).sum())
-        raise NonFiniteError(f"the delta has {count} of {x.numel()} values that are NaN or infinite; it was not sent.")
+        raise not_finite(x)
+
+
+def not_finite(x: Tensor) -> NonFiniteError:
+    """What to raise where a kernel has found that `x` is not finite."""
+    count = int((~torch.isfinite(x)).sum())
+    return NonFiniteError(f"the delta has {count} of {x.numel()} values that are NaN or infinite; it was not sent.")
+
+
+def kernels_for(codec: Codec, values: Tensor, payload: Tensor) -> Kernels:
+    """The kernels that `codec` runs on these two, once it is sure that they fit: a kernel looks no further."""
+    due = codec.nbytes(values.numel())
+    if values.dtype != torch.float32 or values.dim() != 1 or payload.dtype != torch.uint8 or payload.shape != (due,):
+        raise ConfigurationError(
+            f"{codec}: values {values.dtype} {list(values.shape)} with a payload {payload.dtype} {list(payload.shape)} "
+            f"were given, flat fp32 and flat uint8 of {due} bytes are needed."
+        )
+    return kernels.of(values, payload)
 
 
 def nested(codec: object) -> Iterator[object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -41,4 +42,4 @@ class Grid:
     @cached_property
     def highest(self) -> int:
         """The most that a scale's exponent may be, such that the largest value is an fp32 number and so is 1/scale."""
-        return min(128 - int(torch.frexp(torch.tensor(self.largest))[1]), 126)
+        return min(128 - math.frexp(self.largest)[1], 126)
