@@ -12,18 +12,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, check_finite, check_inner
+from thinwire.codecs.base import Codec, check_finite, check_inner, kernels_for, not_finite
 from thinwire.codecs.bits import pack, packed_nbytes, unpack
 from thinwire.codecs.cast import Cast
-from thinwire.codecs.selection import largest
 from thinwire.errors import ConfigurationError, PacketError
 from thinwire.seeds import Key, draw
 
 
 @dataclass(frozen=True)
 class TopK:
-    """The largest by magnitude: k = ⌈density·n⌉ of the whole tensor, exactly; of equal ones the first. Found
-    by a threshold from a sample where there are many (`selection.largest`).
+    """The largest by magnitude: k = ⌈density·n⌉ of the whole tensor, exactly (of equal ones, the first).
 
     Contractive: ‖q(x) − x‖² ≤ (1 − k/n)·‖x‖² if the values are exact. Alone it does much worse on deltas than few
     bits for all (Streaming DiLoCo, arXiv 2501.18512, §3); use it with feedback.
@@ -48,8 +46,7 @@ class TopK:
         return self.values.nbytes(kept) + packed_nbytes(kept, _width(numel))
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
-        check_finite(x)
-        index = largest(x, math.ceil(self.density * x.numel()))
+        index = _largest(self, x, payload, max(1, x.numel()), math.ceil(self.density * x.numel()))
         begin = self.values.nbytes(len(index))
         self.values.encode(x[index], payload[:begin], key)
         payload[begin:] = pack(index, _width(x.numel()))
@@ -95,10 +92,7 @@ class ChunkedTopK:
         return self.values.nbytes(kept) + packed_nbytes(kept, _width(self.chunk))
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
-        check_finite(x)
-        whole, (_, rest) = x.numel() // self.chunk, self._kept(x.numel())
-        body, tail = x[: whole * self.chunk].view(whole, self.chunk), x[whole * self.chunk :]
-        within = torch.cat([largest(body, self.count if whole else 0).view(-1), largest(tail, rest)])
+        within = _largest(self, x, payload, self.chunk, self.count)
         begin = self.values.nbytes(len(within))
         self.values.encode(x[within + self._starts(x.numel())], payload[:begin], key)
         payload[begin:] = pack(within, _width(self.chunk))
@@ -184,6 +178,15 @@ def _check(codec: object, density: float, values: Codec) -> None:
 def _width(numel: int) -> int:
     """Bits of an index below `numel`; a single place needs one all the same."""
     return max(1, (numel - 1).bit_length())
+
+
+def _largest(codec: Codec, x: Tensor, payload: Tensor, chunk: int, count: int) -> Tensor:
+    """Of each `chunk` neighbours the places of the `count` largest by magnitude, ascending; of the rest its share."""
+    whole, rest = divmod(x.numel(), chunk)
+    index = torch.empty(whole * count - (-count * rest // chunk), dtype=torch.int64, device=x.device)
+    if not kernels_for(codec, x, payload).select_largest(x, chunk, count, index):
+        raise not_finite(x)
+    return index
 
 
 def _check_ascending(index: Tensor, numel: int) -> None:

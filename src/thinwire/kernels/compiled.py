@@ -56,21 +56,19 @@ def magnitude(bits: Any) -> Any:
     return i32(bits & MAGNITUDE)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def right(typing: Any, bits: Any, by: Any) -> Any:
-    """32 bits to the right, filling up with zeros."""
-
+def _right(typing: Any, bits: Any, by: Any) -> Any:
     def shift(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.lshr(*arguments)
 
     return types.int32(types.int32, types.int32), shift
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def left(typing: Any, bits: Any, by: Any) -> Any:
-    """32 bits to the left."""
-
+def _left(typing: Any, bits: Any, by: Any) -> Any:
     def shift(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.shl(*arguments)
 
     return types.int32(types.int32, types.int32), shift
+
+
+right: Any = intrinsic(_right)  # 32 bits to the right, filling up with zeros
+left: Any = intrinsic(_left)

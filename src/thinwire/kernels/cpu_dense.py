@@ -53,8 +53,9 @@ def add_signs(payload: Tensor, out: Tensor, block: int, weight: float) -> None:
 def nesterov(
     anchor: Tensor, delta: Tensor, momentum: Tensor, lr: float, mu: float, out_anchor: Tensor, out_momentum: Tensor
 ) -> bool:
-    tensors = (anchor, delta, momentum, out_anchor, out_momentum)
-    return bool(_nesterov(*(tensor.detach().numpy() for tensor in tensors), f32(lr), f32(mu)))
+    inputs = [tensor.detach().numpy() for tensor in (anchor, delta, momentum)]
+    outputs = [tensor.numpy() for tensor in (out_anchor, out_momentum)]
+    return bool(_nesterov(f32(lr), f32(mu), *inputs, *outputs))
 
 
 # ---- floats
@@ -244,7 +245,7 @@ def _add_signs(payload: Any, out: Any, block: Any, weight: Any) -> None:
 
 
 @compiled
-def _nesterov(anchor: Any, delta: Any, momentum: Any, out_anchor: Any, out_momentum: Any, lr: Any, mu: Any) -> Any:
+def _nesterov(lr: Any, mu: Any, anchor: Any, delta: Any, momentum: Any, out_anchor: Any, out_momentum: Any) -> Any:
     worst = i32(0)
     for i in range(anchor.size):
         velocity = momentum[i] * mu + delta[i]

@@ -139,14 +139,14 @@ def add_signs(payload: Tensor, out: Tensor, block: int, weight: float) -> None:
 
 def _sums(rows: Tensor) -> Tensor:
     """Of each row, in the order that `Kernels.encode_signs` says."""
-    while rows.shape[1] != 1:
+    while rows.shape[1] > 1:
         half = min(RUN, 1 << max(0, rows.shape[1] - 1).bit_length())
-        rows = torch.nn.functional.pad(rows, (0, -rows.shape[1] % half)).view(len(rows), -1, half)
+        rows = torch.nn.functional.pad(rows, (0, -rows.shape[1] % half)).unfold(1, half, half)
         while half > 1:
             half //= 2
             rows = rows[..., :half] + rows[..., half:]
-        rows = rows.sum(-1)
-    return rows[:, 0]
+        rows = rows[..., 0]
+    return rows.sum(1)
 
 
 # ---- whole numbers, and the largest
