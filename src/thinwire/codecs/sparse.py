@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, check_finite, check_inner, kernels_for, not_finite
+from thinwire.codecs.base import Codec, check_finite, check_fit, check_inner, kernels_for, not_finite
 from thinwire.codecs.bits import pack, packed_nbytes, unpack
 from thinwire.codecs.cast import Cast
 from thinwire.errors import ConfigurationError, PacketError
@@ -52,6 +52,7 @@ class TopK:
         payload[begin:] = pack(index, _width(x.numel()))
 
     def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
+        check_fit(self, out, payload)
         kept = math.ceil(self.density * out.numel())
         begin = self.values.nbytes(kept)
         index = unpack(payload[begin:], kept, _width(out.numel()))
@@ -98,6 +99,7 @@ class ChunkedTopK:
         payload[begin:] = pack(within, _width(self.chunk))
 
     def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
+        check_fit(self, out, payload)
         kept = sum(self._kept(out.numel()))
         begin = self.values.nbytes(kept)
         within = unpack(payload[begin:], kept, _width(self.chunk))
@@ -142,10 +144,12 @@ class RandomK:
         return self.values.nbytes(math.ceil(self.density * numel))
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
+        check_fit(self, x, payload)
         check_finite(x)
         self.values.encode(x[self._drawn(x.numel(), key)], payload, key)
 
     def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
+        check_fit(self, out, payload)
         index, most = self._drawn(out.numel(), key), torch.finfo(torch.float32).max
         values = _decoded(self.values, payload, len(index), key).mul_(out.numel() / max(1, len(index)))
         out.index_add_(0, index, values.clamp_(-most, most).mul_(weight))

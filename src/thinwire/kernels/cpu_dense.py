@@ -135,15 +135,23 @@ def _size(x: Any, square: Any) -> Any:
 
 @inlined
 def _folded(sums: Any, count: Any) -> Any:
-    """The upper half added to the lower until one is left; what would fill up to a power of two is zero."""
+    """The upper half added to the lower until one is left; what fills up to a power of two is zero."""
     half = STRIPE
-    while half > ONE:
+    while half > u64(32):
         half = half >> ONE
         if half < count:
             for i in range(count - half):
                 sums[i] += sums[i + half]
             count = half
-    return sums[0]
+    for i in range(count, u64(32)):
+        sums[i] = f64(0)
+    for i in range(u64(16)):
+        sums[i] += sums[i + u64(16)]
+    for i in range(u64(8)):
+        sums[i] += sums[i + u64(8)]
+    for i in range(u64(4)):
+        sums[i] += sums[i + u64(4)]
+    return (sums[0] + sums[2]) + (sums[1] + sums[3])
 
 
 @inlined
@@ -246,11 +254,15 @@ def _add_signs(payload: Any, out: Any, block: Any, weight: Any) -> None:
 
 @compiled
 def _nesterov(lr: Any, mu: Any, anchor: Any, delta: Any, momentum: Any, out_anchor: Any, out_momentum: Any) -> Any:
-    worst = i32(0)
-    for i in range(anchor.size):
-        velocity = momentum[i] * mu + delta[i]
-        moved = anchor[i] - (velocity * mu + delta[i]) * lr
-        worst = max(worst, magnitude(bits_of(moved)))
-        out_momentum[i] = velocity
-        out_anchor[i] = moved
+    """Two loops, because LLVM does not compare as many addresses as one would need to be sure that nothing overlaps."""
+    worst, at, n = i32(0), ZERO, u64(anchor.size)
+    while at < n:
+        stop = min(at + STRIPE, n)
+        for i in range(at, stop):
+            out_momentum[i] = momentum[i] * mu + delta[i]
+        for i in range(at, stop):
+            moved = anchor[i] - (out_momentum[i] * mu + delta[i]) * lr
+            worst = max(worst, magnitude(bits_of(moved)))
+            out_anchor[i] = moved
+        at = stop
     return worst < INFINITE

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from thinwire.kernels.compiled import INFINITE, ONE, ZERO, compiled, i32, inlined, magnitude, u8, u64
+from thinwire.kernels.compiled import INFINITE, MAGNITUDE, ONE, STRIPE, ZERO, compiled, i32, inlined, magnitude, u8, u64
 
-_GROUP = u64(32)  # elements that are passed over at once where none is large
-_BINS = 1 << 11
-_DIGITS = ((20, 31), (9, 20), (0, 9))  # of a magnitude's 31 bits, the highest first: where they begin and end
+_MANY = 1 << 16  # elements; of fewer a sample saves nothing
 
 
 def pack(numbers: Tensor, packed: Tensor, width: int) -> None:
@@ -23,12 +22,42 @@ def unpack(packed: Tensor, numbers: Tensor, width: int) -> None:
 
 
 def select_above(x: Tensor, threshold: float, index: Tensor) -> int:
-    bits = i32(-1) if threshold < 0 else np.float32(threshold).view(np.int32)
-    return int(_select_above(x.detach().numpy().view(np.int32), bits, index.numpy()))
+    with np.errstate(over="ignore"):  # above fp32's largest is infinity
+        bits = i32(-1) if threshold < 0 else np.float32(threshold).view(np.int32)
+    return int(_select_above(_bits(x), bits, index.numpy())[0])
 
 
 def select_largest(x: Tensor, chunk: int, count: int, index: Tensor) -> bool:
-    return bool(_select_largest(x.detach().numpy().view(np.int32), u64(chunk), u64(count), index.numpy()))
+    """Of one large chunk those are sorted out first that are above a threshold which a sample suggests (as Deep Gradient
+    Compression does, arXiv 1712.01887, §3), so low that enough are; where too few or too many are, all are looked at. A
+    sample changes the time that this takes, never the result.
+    """
+    bits = _bits(x)
+    if chunk < x.numel() or x.numel() < _MANY or not 0 < count <= x.numel() // 8:
+        return bool(_select_largest(bits, u64(chunk), u64(count), index.numpy()))
+    some = np.empty(2 * count, np.int64)
+    found, worst = _select_above(bits, _suggested(bits, count), some)
+    if not count <= found <= len(some):
+        return bool(_select_largest(bits, u64(chunk), u64(count), index.numpy()))
+    some = some[:found]
+    _select_largest(bits[some], u64(found), u64(count), index.numpy())
+    np.take(some, index.numpy(), out=index.numpy(), mode="clip")
+    return bool(worst < INFINITE)
+
+
+def _bits(x: Tensor) -> Any:
+    return x.detach().numpy().view(np.int32)
+
+
+def _suggested(bits: Any, count: int) -> Any:
+    """A magnitude's bits that `count` are above, and few more, almost surely. Of about every √count-th value a sample has
+    h ≈ √count of the largest; h + 4·√h of it, 4 standard deviations more, are to be above.
+    """
+    stride = math.isqrt(count) | 1
+    sample = bits[stride // 2 :: stride] & MAGNITUDE
+    hits = count / stride
+    rank = min(math.ceil(hits + 4 * math.sqrt(hits)) + 1, len(sample))
+    return i32(np.partition(sample, len(sample) - rank)[len(sample) - rank] - 1)  # those of equal size are above it too
 
 
 @compiled
@@ -56,70 +85,96 @@ def _unpack(packed: Any, numbers: Any, width: Any) -> None:
 
 
 @inlined
-def _highest(bits: Any, begin: Any, end: Any) -> Any:
+def _flag(bits: Any, begin: Any, end: Any, threshold: Any, flags: Any) -> Any:
+    """A byte for each of a stripe: is it above? NaN is not, nor what fills up the last eight. And the largest."""
     most = i32(0)
     for i in range(begin, end):
-        most = max(most, magnitude(bits[i]))
+        size = magnitude(bits[i])
+        most = max(most, size)
+        flags[i - begin] = u8((size > threshold) & (size <= INFINITE))
+    for j in range(end - begin, (end - begin + u64(7)) & ~u64(7)):
+        flags[j] = u8(0)
     return most
 
 
 @compiled
 def _select_above(bits: Any, threshold: Any, index: Any) -> Any:
-    n, room, count = u64(bits.size), u64(index.size), ZERO
+    n, room, count, worst = u64(bits.size), u64(index.size), ZERO, i32(0)
+    flags = np.empty(STRIPE, np.uint8)
+    eights = flags.view(np.uint64)
     at = ZERO
     while at < n:
-        stop = min(at + _GROUP, n)
-        if _highest(bits, at, stop) > threshold:
-            for i in range(at, stop):
-                size = magnitude(bits[i])
-                if count < room:
-                    index[count] = np.int64(i)
-                count += u64((size > threshold) & (size <= INFINITE))
+        stop = min(at + STRIPE, n)
+        most = _flag(bits, at, stop, threshold, flags)
+        worst = max(worst, most)
+        for j in range((stop - at + u64(7)) >> u64(3) if most > threshold else ZERO):
+            if eights[j] != ZERO:  # of eight that are small, none is looked at
+                first = j << u64(3)
+                for i in range(first, first + u64(8)):
+                    if count < room:
+                        index[count] = np.int64(at + i)
+                    count += u64(flags[i])
         at = stop
+    return count, worst
+
+
+@inlined
+def _count(bits: Any, begin: Any, end: Any, least: Any) -> Any:
+    """How many magnitudes are at least that."""
+    count = ZERO
+    while begin < end:
+        stop, some = min(begin + STRIPE, end), i32(0)
+        for i in range(begin, stop):
+            some = i32(some + i32(magnitude(bits[i]) >= least))
+        count += u64(some)
+        begin = stop
     return count
 
 
 @inlined
-def _least_kept(bits: Any, begin: Any, end: Any, count: Any, bins: Any) -> Any:
-    """The `count`-th largest magnitude's bits, digit by digit; how many of that size are among the `count`; and the
-    largest.
+def _least_kept(bits: Any, begin: Any, end: Any, count: Any) -> Any:
+    """The `count`-th largest magnitude's bits, by halving where they can be: counting is quick. How many of that size are
+    among the `count`; and the largest.
     """
-    prefix, worst = i32(0), i32(0)
-    for place, above in _DIGITS:
-        bins[:] = 0
-        for i in range(begin, end):
-            size = magnitude(bits[i])
-            worst = max(worst, size)
-            if (np.int64(size) >> above) == (np.int64(prefix) >> above):
-                bins[u64(size >> place) & u64(_BINS - 1)] += 1
-        digit = u64(_BINS - 1)
-        while u64(bins[digit]) < count:
-            count -= u64(bins[digit])
-            digit -= ONE
-        prefix = i32(prefix | i32(np.int64(digit) << place))
-    return prefix, count, worst
+    most = i32(0)
+    for i in range(begin, end):
+        most = max(most, magnitude(bits[i]))
+    least, above, larger = i32(0), np.int64(most) + 1, ZERO  # and how many are at least `above`
+    while above - least > 1:
+        middle = i32((above + least) >> 1)
+        found = _count(bits, begin, end, middle)
+        if found >= count:
+            least = middle
+            if found == count:  # so all of them are kept
+                return i32(least - 1), ZERO, most
+        else:
+            above, larger = np.int64(middle), found
+    return least, count - larger, most
 
 
 @compiled
 def _select_largest(bits: Any, chunk: Any, count: Any, index: Any) -> Any:
-    n, worst, k = u64(bits.size), i32(0), ZERO
-    bins = np.empty(_BINS, np.int64)
+    n, worst, k, room = u64(bits.size), i32(0), ZERO, u64(index.size)
+    flags = np.empty(STRIPE, np.uint8)
+    eights = flags.view(np.uint64)
     begin = ZERO
     while begin < n:
         end = min(begin + chunk, n)
         kept = (count * (end - begin) + chunk - ONE) // chunk
-        least, equal, most = _least_kept(bits, begin, end, kept, bins)
+        least, equal, most = _least_kept(bits, begin, end, kept)
         worst = max(worst, most)
         at = begin
         while at < end:
-            stop = min(at + _GROUP, end)
-            if _highest(bits, at, stop) >= least:
-                for i in range(at, stop):
-                    size = magnitude(bits[i])
-                    even = (size == least) & (equal > ZERO)
-                    if even | (size > least):
-                        index[k] = np.int64(i - begin)
-                        k += ONE
+            stop = min(at + STRIPE, end)
+            _flag(bits, at, stop, i32(least - 1), flags)
+            for j in range((stop - at + u64(7)) >> u64(3)):
+                if eights[j] != ZERO:
+                    first = at + (j << u64(3))
+                    for i in range(first, min(first + u64(8), stop)):
+                        even = (magnitude(bits[i]) == least) & (equal > ZERO)
+                        if k < room:
+                            index[k] = np.int64(i - begin)
+                        k += u64(even | (magnitude(bits[i]) > least))
                         equal -= u64(even)
             at = stop
         begin = end
