@@ -11,7 +11,7 @@ import pytest
 import torch
 from numba.core import caching
 from numba.core.registry import CPUDispatcher
-from pieces import CODECS, same_bits
+from pieces import CODECS, over, same_bits
 
 import thinwire as tw
 from thinwire import kernels
@@ -36,7 +36,7 @@ DATA = {
     "largest": lambda n: torch.full((n,), -3.4028234663852886e38),
     "few values": lambda n: (gaussian(n) * 2).round() / 2,  # ties, in rounding and among the largest
 }
-everything = pytest.mark.parametrize("data", DATA)
+everything = over("data", DATA)
 codecs = pytest.mark.parametrize("row", CODECS, ids=str)
 
 
@@ -140,7 +140,7 @@ def test_packing(width):
 
 
 @everything
-@pytest.mark.parametrize("threshold", [-1.0, 0.0, 1e-40, 0.5, 1.7, 3.5e38, float("inf"), float("nan")])
+@over("threshold", [-1.0, 0.0, 1e-40, 0.5, 1.7, 3.5e38, float("inf"), float("nan")])
 def test_select_above(data, threshold):
     for n in SIZES:
         x = DATA[data](n)
@@ -152,10 +152,10 @@ def test_select_above(data, threshold):
             assert torch.equal(index[:found], due[:found])
 
 
-@everything
 @pytest.mark.parametrize(
     ("chunk", "count"), [(1, 1), (7, 7), (64, 3), (4096, 64), (5000, 4999), (10**9, 0.01), (10**9, 0.4)]
 )
+@everything
 def test_select_largest(data, chunk, count):
     """Of equal ones the first. Many, so that a sample is taken, which "few values" and all that are equal mislead."""
     for n in (*SIZES[1:], 70_001):
@@ -168,6 +168,16 @@ def test_select_largest(data, chunk, count):
         assert torch.equal(index, due), n
     x[n // 2] = float("nan")
     assert not cpu.select_largest(x, size, kept, index) and not reference.select_largest(x, size, kept, due)
+
+
+@pytest.mark.parametrize("density", [0.0, 1e-4, 0.01, 0.3, 1.0])
+def test_select_drawn(density):
+    for n in (*SIZES, 100_001):
+        for stream in (0, 2**63 - 1):
+            index, due = (torch.empty(int(density * n), dtype=torch.int64) for _ in range(2))
+            cpu.select_drawn(stream, n, index)
+            reference.select_drawn(stream, n, due)
+            assert torch.equal(index, due), n
 
 
 @everything

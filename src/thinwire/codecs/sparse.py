@@ -12,11 +12,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from thinwire import kernels
 from thinwire.codecs.base import Codec, check_finite, check_fit, check_inner, kernels_for, not_finite
 from thinwire.codecs.bits import pack, packed_nbytes, unpack
 from thinwire.codecs.cast import Cast
 from thinwire.errors import ConfigurationError, PacketError
-from thinwire.seeds import Key, draw
+from thinwire.seeds import Key
 
 
 @dataclass(frozen=True)
@@ -168,8 +169,9 @@ class RandomK:
 
     def _drawn(self, numel: int, key: Key) -> Tensor:
         """Where the k least of n distinct draws are: every set is as likely as any other, on every machine the same."""
-        draws = draw(key.shared("coordinates"), 0, numel)
-        return draws.topk(math.ceil(self.density * numel), largest=False).indices.sort().values
+        index = torch.empty(math.ceil(self.density * numel), dtype=torch.int64)
+        kernels.of(index).select_drawn(key.shared("coordinates"), numel, index)
+        return index
 
 
 def _check(codec: object, density: float, values: Codec) -> None:

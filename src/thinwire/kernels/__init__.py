@@ -72,6 +72,11 @@ class Kernels(Protocol):
         their places within their chunk, ascending, into flat int64 `index`. Of equal ones the first. True: all finite.
         """
 
+    def select_drawn(self, stream: int, numel: int, index: Tensor) -> None:
+        """The places of the least draws (as int64) among draws 0 … numel − 1 of a stream (seeds.py), as many as flat int64
+        `index` has room for, ascending.
+        """
+
     def nesterov(
         self,
         anchor: Tensor,

@@ -56,6 +56,15 @@ def magnitude(bits: Any) -> Any:
     return i32(bits & MAGNITUDE)
 
 
+@inlined
+def drawn(stream: Any, number: Any) -> Any:
+    """SplitMix64, as in seeds.py."""
+    z = stream + (number + ONE) * u64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> u64(30))) * u64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> u64(27))) * u64(0x94D049BB133111EB)
+    return z ^ (z >> u64(31))
+
+
 def _right(typing: Any, bits: Any, by: Any) -> Any:
     def shift(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.lshr(*arguments)

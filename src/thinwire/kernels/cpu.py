@@ -21,6 +21,7 @@ from thinwire.kernels.compiled import (
     ZERO,
     bits_of,
     compiled,
+    drawn,
     f32,
     i32,
     inlined,
@@ -32,7 +33,7 @@ from thinwire.kernels.compiled import (
     u64,
 )
 from thinwire.kernels.cpu_dense import add_floats, add_signs, encode_floats, encode_signs, nesterov
-from thinwire.kernels.cpu_sparse import pack, select_above, select_largest, unpack
+from thinwire.kernels.cpu_sparse import pack, select_above, select_drawn, select_largest, unpack
 from thinwire.kernels.grid import Grid, Scale
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "nesterov",
     "pack",
     "select_above",
+    "select_drawn",
     "select_largest",
     "unpack",
 ]
@@ -217,15 +219,6 @@ def _either(x: Any, noise: Any, form: Any) -> Any:
 
 
 @inlined
-def _drawn(stream: Any, number: Any) -> Any:
-    """SplitMix64, as in seeds.py."""
-    z = stream + (number + ONE) * u64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> u64(30))) * u64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> u64(27))) * u64(0x94D049BB133111EB)
-    return z ^ (z >> u64(31))
-
-
-@inlined
 def _stripe_scales(
     bits: Any, payload: Any, place: Any, scales: Any, following: Any, stop: Any, form: Any, largest: Any, block: Any, kind: Any
 ) -> Any:  # fmt: skip
@@ -288,7 +281,7 @@ def _draw_blocks(x: Any, bits: Any, payload: Any, form: Any, largest: Any, block
         )
         worst = max(worst, most)
         for j in range(stop - at):
-            noise[j] = i32(_drawn(stream, at + j) & u64(0xFFFFFF))
+            noise[j] = i32(drawn(stream, at + j) & u64(0xFFFFFF))
         for k in range(number + ONE):
             factor = real_of(scales[k])
             for i in range(begin, end):

@@ -8,7 +8,21 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from thinwire.kernels.compiled import INFINITE, MAGNITUDE, ONE, STRIPE, ZERO, compiled, i32, inlined, magnitude, u8, u64
+from thinwire.kernels import reference
+from thinwire.kernels.compiled import (
+    INFINITE,
+    MAGNITUDE,
+    ONE,
+    STRIPE,
+    ZERO,
+    compiled,
+    drawn,
+    i32,
+    inlined,
+    magnitude,
+    u8,
+    u64,
+)
 
 _MANY = 1 << 16  # elements; of fewer a sample saves nothing
 
@@ -43,6 +57,20 @@ def select_largest(x: Tensor, chunk: int, count: int, index: Tensor) -> bool:
     _select_largest(bits[some], u64(found), u64(count), index.numpy())
     np.take(some, index.numpy(), out=index.numpy(), mode="clip")
     return bool(worst < INFINITE)
+
+
+def select_drawn(stream: int, numel: int, index: Tensor) -> None:
+    """Those below a bound that enough are below, almost surely (5 standard deviations), and of these the least."""
+    count = len(index)
+    if not count:
+        return
+    bound = (count + 5 * math.sqrt(count) + 16) / max(1, numel)
+    places, draws = (np.empty(count + 10 * math.isqrt(count) + 64, np.int64) for _ in range(2))
+    found = _select_drawn(u64(stream), u64(numel), int((min(bound, 1.0) - 0.5) * (2.0**64 - 4096)), places, draws)
+    if not count <= found <= len(places):
+        return reference.select_drawn(stream, numel, index)
+    places, draws = places[:found], draws[:found]
+    index.numpy()[:] = places[draws <= np.partition(draws, count - 1)[count - 1]]
 
 
 def _bits(x: Tensor) -> Any:
@@ -116,6 +144,31 @@ def _select_above(bits: Any, threshold: Any, index: Any) -> Any:
                     count += u64(flags[i])
         at = stop
     return count, worst
+
+
+@compiled
+def _select_drawn(stream: Any, n: Any, bound: Any, places: Any, draws: Any) -> Any:
+    """All up to `bound`, as far as there is room, and how many there are."""
+    room, count, at = u64(places.size), ZERO, ZERO
+    some, flags = np.empty(STRIPE, np.int64), np.empty(STRIPE, np.uint8)
+    eights = flags.view(np.uint64)
+    while at < n:
+        size = min(STRIPE, n - at)
+        for j in range(size):
+            some[j] = np.int64(drawn(stream, at + j))
+        for j in range(size):
+            flags[j] = u8(some[j] <= bound)
+        for j in range(size, (size + u64(7)) & ~u64(7)):
+            flags[j] = u8(0)
+        for j in range((size + u64(7)) >> u64(3)):
+            if eights[j] != ZERO:
+                first = j << u64(3)
+                for i in range(first, first + u64(8)):
+                    if count < room:
+                        places[count], draws[count] = np.int64(at + i), some[i]
+                    count += u64(flags[i])
+        at += size
+    return count
 
 
 @inlined

@@ -174,6 +174,10 @@ def select_largest(x: Tensor, chunk: int, count: int, index: Tensor) -> bool:
     return _finite(x)
 
 
+def select_drawn(stream: int, numel: int, index: Tensor) -> None:
+    index.copy_(draw(stream, 0, numel).topk(len(index), largest=False).indices.sort().values)
+
+
 def _largest(rows: Tensor, count: int) -> Tensor:
     """Where the `count` largest magnitudes of each row are, ascending."""
     return rows.abs().sort(descending=True, stable=True).indices[:, :count].sort().values.reshape(-1)
