@@ -198,8 +198,8 @@ def _nearest(x: Any, form: Any) -> Any:
     even = i32(normal + i32(dropped << 23))  # the bits of normal · 2^dropped
     low = i32(bits_of(real_of(size) + real_of(even)) - even)
     last = i32(right(size, dropped) & i32(1))
-    high = right(i32(i32(size + last) + i32(left(i32(1), i32(dropped - 1)) - 1)), dropped)
-    high = i32(high - i32(right(normal, dropped) - left(i32(1), mantissa)))
+    least = i32(normal - left(i32(1), i32(23)))  # whose code is zero
+    high = right(i32(i32(size + last) + i32(left(i32(1), i32(dropped - 1)) - 1 - least)), dropped)
     return _signed(scaled, low if size < normal else high, form)
 
 
