@@ -129,8 +129,7 @@ _ADD = {"fp32": _add_fp32, "bf16": _add_bf16, "fp16": _add_fp16}
 
 @inlined
 def _size(x: Any, square: Any) -> Any:
-    value = f64(x)
-    return value * value if square else abs(value)
+    return f64(x) * f64(x) if square else f64(abs(x))
 
 
 @inlined
@@ -156,8 +155,15 @@ def _folded(sums: Any, count: Any) -> Any:
 
 @inlined
 def _sum(x: Any, begin: Any, end: Any, square: Any, sums: Any) -> Any:
-    """Of at most `STRIPE` elements; the first halving while they are read."""
+    """Of at most `STRIPE` elements; the first halving while they are read, or the first two where it is whole."""
     half = STRIPE >> ONE
+    if end - begin == STRIPE:
+        part = half >> ONE
+        for i in range(begin, begin + part):
+            sums[i - begin] = (_size(x[i], square) + _size(x[i + half], square)) + (
+                _size(x[i + part], square) + _size(x[i + half + part], square)
+            )
+        return _folded(sums, part)
     while half >= end - begin and half > ZERO:
         half = half >> ONE
     upper = end - begin - half if half > ZERO else ZERO
