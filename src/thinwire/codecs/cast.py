@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from thinwire.codecs.base import kernels_for, not_finite
+from thinwire.codecs.base import check_finite, kernels_for, not_finite
 from thinwire.errors import ConfigurationError
 from thinwire.seeds import Key
 

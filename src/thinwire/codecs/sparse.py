@@ -22,7 +22,8 @@ from thinwire.seeds import Key
 
 @dataclass(frozen=True)
 class TopK:
-    """The largest by magnitude: k = ⌈density·n⌉ of the whole tensor, exactly (of equal ones, the first).
+    """The largest by magnitude: k = ⌈density·n⌉ of the whole tensor, exactly; of equal ones the first. Found by a
+    threshold from a sample where there are many.
 
     Contractive: ‖q(x) − x‖² ≤ (1 − k/n)·‖x‖² if the values are exact. Alone it does much worse on deltas than few
     bits for all (Streaming DiLoCo, arXiv 2501.18512, §3); use it with feedback.
