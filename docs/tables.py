@@ -211,6 +211,19 @@ def memory(result: Result) -> tuple[list[str], list[list[str]]]:
     ], rows
 
 
+def codecs(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Rows of benchmarks/codecs.py: the sizes that packets of deltas have."""
+    rows = []
+    for row in result["rows"]:
+        if row["nbytes"] >= 1 << 24:
+            ours = [f"{row[name]:.1f} ({row[f'{name}_of_copy'][1]:.2f})" for name in ("encode", "decode")]
+            torch = [f"{row[f'{name}_reference']:.2g}" for name in ("encode", "decode")]
+            size = [f"{row['bits']:.3g}", f"{row['nbytes'] >> 20}", f"{row['copy']:.1f}"]
+            rows.append([f"`{_short(row['codec'])}`", *size, *ours, *torch])
+    heads = ["codec", "bits", "MiB", "copy", "encode (of copy)", "decode (of copy)", "encode, torch", "decode, torch"]
+    return heads, rows
+
+
 def _share(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
 
@@ -223,6 +236,7 @@ TABLES: dict[str, Callable[[Result], tuple[list[str], list[list[str]]]]] = {
     "exchange": exchange,
     "simulate": simulate,
     "memory": memory,
+    "codecs": codecs,
 }
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec, check_finite
+from thinwire.codecs import Codec, check_finite, warm_up
 from thinwire.errors import NonFiniteError
 from thinwire.exchange import Departure
 from thinwire.group.base import Group
@@ -59,6 +59,9 @@ class Crew:
     ) -> None:
         self.strategy, self.group, self.site, self.clock = strategy, group, site, clock
         self.stop_requested = False
+        warm_up(strategy.codec)
+        few = torch.zeros(1)
+        strategy.outer.step(few, few, strategy.outer.init(few))
         self._outbound = ThreadPoolExecutor(1, "thinwire-outbound")
         self._inbound = ThreadPoolExecutor(1, "thinwire-inbound")
 

@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from thinwire import kernels
 from thinwire.errors import ConfigurationError
 
 State = Mapping[str, Tensor]
@@ -68,6 +69,8 @@ class Nesterov:
     def step(self, anchor: Tensor, delta: Tensor, state: State) -> tuple[Tensor, State]:
         if not self.momentum:
             return anchor - self.lr * delta, state
-        velocity = torch.add(delta, state["momentum"], alpha=self.momentum)
-        moved = torch.add(delta, velocity, alpha=self.momentum).mul_(-self.lr).add_(anchor)
+        moved, velocity = torch.empty_like(anchor), torch.empty_like(anchor)
+        before = state["momentum"]
+        fast = kernels.of(anchor, delta, before, moved, velocity)
+        fast.nesterov(anchor, delta, before, self.lr, self.momentum, moved, velocity)
         return moved, {"momentum": velocity}

@@ -5,6 +5,7 @@ Below it, the toy on which the laws are tried: a small model of odd shapes, and 
 
 from __future__ import annotations
 
+import inspect
 import random
 import threading
 from collections.abc import Callable
@@ -43,6 +44,26 @@ class Row:
 
 def row(piece: Any, *claims: str, error: float = 0.0) -> Row:
     return Row(piece, frozenset(claims), error)
+
+
+def over(name: str, values: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """As `parametrize`, but one test: thousands of them cost more than what they try. A failure says for which value."""
+
+    def wrap(test: Callable[..., None]) -> Callable[..., None]:
+        def all_of_them(**arguments: Any) -> None:
+            for value in values:
+                try:
+                    test(**arguments, **{name: value})
+                except BaseException as error:
+                    error.add_note(f"where {name} is {value!r}")
+                    raise
+
+        rest = [p for p in inspect.signature(test).parameters.values() if p.name != name]
+        all_of_them.__signature__ = inspect.Signature(rest)
+        all_of_them.__name__, all_of_them.__doc__ = test.__name__, test.__doc__
+        return all_of_them
+
+    return wrap
 
 
 def grid_error(codec: Any) -> float:

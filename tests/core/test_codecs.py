@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from pieces import CODECS, encoded, roundtrip, same_bits
+from pieces import CODECS, encoded, over, roundtrip, same_bits
 
 import thinwire as tw
 from thinwire.codecs import check_finite, packet_nbytes
@@ -49,8 +49,10 @@ EXTREME = {
     "zeros but one": lambda n: torch.nn.functional.pad(torch.tensor([1e-30]), (0, n - 1)) if n else torch.zeros(0),
     "all magnitudes": lambda n: torch.ldexp(gaussian(n), (torch.arange(n) % 250 - 135).int()),
 }
+
+
 codecs = pytest.mark.parametrize("row", CODECS, ids=str)
-everything = pytest.mark.parametrize("data", [*NORMAL, *EXTREME])
+everything = over("data", [*NORMAL, *EXTREME])
 
 
 def draw(data: str, n: int) -> torch.Tensor:
@@ -60,7 +62,7 @@ def draw(data: str, n: int) -> torch.Tensor:
 
 
 @codecs
-@pytest.mark.parametrize("n", SIZES)
+@over("n", SIZES)
 def test_size_is_known(row, n):
     """The payload has `nbytes(n)` bytes, and every one of them is written: garbage in the buffer does not get out."""
     codec, x = row.piece, gaussian(n)
@@ -76,7 +78,7 @@ def test_size_is_known(row, n):
 
 @codecs
 @everything
-@pytest.mark.parametrize("n", [0, 1, 129])
+@over("n", [0, 1, 129])
 def test_claims(row, data, n):
     x = draw(data, n)
     kept = x.clone()
@@ -261,8 +263,8 @@ def test_the_l2_scale_is_not_contractive():
     assert errors == [pytest.approx(0.99, abs=0.001), pytest.approx(1.8, abs=0.01)]
 
 
-@pytest.mark.parametrize("n", [0, 1, 2, 59, 60, 61, 1000, 4096, 10_001])
-@pytest.mark.parametrize("data", [*NORMAL, "zeros", "all magnitudes"])
+@over("n", [0, 1, 2, 59, 60, 61, 1000, 4096, 10_001])
+@over("data", [*NORMAL, "zeros", "all magnitudes"])
 def test_the_largest_travel(data, n):
     """What is kept is as large as what is kept of the sorted magnitudes, it is kept exactly, and nothing else is."""
     x = draw(data, n)
@@ -286,7 +288,7 @@ def test_sparse_on_the_wire():
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 7, 8, 12, 20, 33])
-@pytest.mark.parametrize("count", [0, 1, 2, 7, 8, 1001])
+@over("count", [0, 1, 2, 7, 8, 1001])
 def test_packing(width, count):
     """As one large number, lowest bit first."""
     numbers = rng(width, 0, count) & ((1 << width) - 1)

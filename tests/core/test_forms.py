@@ -10,7 +10,8 @@ from pieces import CODECS, encoded, roundtrip, same_bits
 
 import thinwire as tw
 from thinwire.codecs import exact, fitted
-from thinwire.codecs.selection import largest, sampled_threshold, select_above
+from thinwire.kernels.cpu import select_above, select_largest
+from thinwire.kernels.cpu_sparse import suggested
 from thinwire.seeds import Key
 
 random = torch.Generator().manual_seed(0)
@@ -51,6 +52,16 @@ TENSORS = {
 }
 
 
+def largest(x: torch.Tensor, count: int) -> torch.Tensor:
+    index = torch.empty(count, dtype=torch.int64)
+    assert select_largest(x, len(x), count, index)
+    return index
+
+
+def above(x: torch.Tensor, threshold: float) -> int:
+    return select_above(x, threshold, torch.empty(0, dtype=torch.int64))
+
+
 @pytest.mark.parametrize("name", TENSORS)
 @pytest.mark.parametrize("count", [1, 100, 2622, MANY // 10, MANY // 4])
 def test_a_sample_changes_no_result(name, count):
@@ -63,8 +74,8 @@ def test_a_sample_changes_no_result(name, count):
 @pytest.mark.parametrize("count", [262, 2622, MANY // 10])
 def test_a_sample_saves_sorting(name, count):
     """What reaches the threshold is enough, and not much more: so one pass over all, and a search among few."""
-    above = len(select_above(TENSORS[name], sampled_threshold(TENSORS[name], count)))
-    assert count <= above <= count * (1 + 8 / count**0.25) + 50
+    found = above(TENSORS[name], suggested(TENSORS[name], count))
+    assert count <= found <= count * (1 + 8 / count**0.25) + 50
 
 
 def test_a_sample_that_misses_costs_time_only():
@@ -73,10 +84,10 @@ def test_a_sample_that_misses_costs_time_only():
     stride = math.isqrt(count) | 1
     x[stride // 2 + 1 :: stride] += 1
     x[stride // 2 :: stride] = 2
-    assert len(select_above(x, sampled_threshold(x, count))) >= count
+    assert above(x, suggested(x, count)) >= count
     x[stride // 2 :: stride] = 0
     x[stride // 2 :: stride][:200] = 5
-    assert len(select_above(x, sampled_threshold(x, count))) < count
+    assert above(x, suggested(x, count)) < count
     assert torch.equal(largest(x, count), x.abs().sort(descending=True, stable=True).indices[:count].sort().values)
 
 

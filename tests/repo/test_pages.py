@@ -253,6 +253,27 @@ def test_tables_of_the_simulator(tmp_path):
     assert lines[0].count("|") == lines[2].count("|")
 
 
+def test_tables_of_codecs(tmp_path):
+    """Large tensors only; GB/s, and the median of the quartiles."""
+    row = {
+        "codec": "E3M0(block=128, rounding='stochastic')",
+        "nbytes": 1 << 24,
+        "bits": 4.0625,
+        "copy": 20.0,
+        "encode": 15.04,
+        "decode": 21.0,
+    }
+    row |= {"encode_of_copy": [0.7, 0.752, 0.8], "decode_of_copy": [1.0, 1.05, 1.1]}
+    row |= {"encode_reference": 0.412, "decode_reference": 1.0}
+    result = provenance() | {"benchmark": "codecs", "rows": [row | {"nbytes": 1 << 20}, row]}
+    (tmp_path / "c.json").write_text(json.dumps(result))
+    lines = tables().table(tmp_path / "c.json", "c.json", True).splitlines()
+    assert lines[2:4] == [
+        "| `E3M0(rounding='stochastic')` | 4.06 | 16 | 20.0 | 15.0 (0.75) | 21.0 (1.05) | 0.41 | 1 |",
+        "",
+    ]
+
+
 def test_the_table_of_floors_is_the_formula():
     page = (ROOT / "docs/strategies.md").read_text()
     rows = page.split("<!-- floors -->")[1].split("<!-- end -->")[0].strip().splitlines()[2:]

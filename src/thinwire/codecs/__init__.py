@@ -1,6 +1,6 @@
 """Tensor to bytes and back: pure, without state or network."""
 
-from thinwire.codecs.base import Codec, Linear, Shaped, Shapes, check_finite, fitted, nested, packet_nbytes
+from thinwire.codecs.base import Codec, Linear, Shaped, Shapes, check_finite, fitted, nested, packet_nbytes, warm_up
 from thinwire.codecs.block import E2M1, E3M0, E4M3, E5M2, Int
 from thinwire.codecs.cast import Cast, Identity
 from thinwire.codecs.codebook import Codebook
@@ -34,4 +34,5 @@ __all__ = [
     "fitted",
     "nested",
     "packet_nbytes",
+    "warm_up",
 ]

@@ -8,7 +8,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from thinwire import kernels
 from thinwire.errors import ConfigurationError, NonFiniteError
+from thinwire.kernels import Kernels
 from thinwire.packet import HEADER_NBYTES
 from thinwire.seeds import Key
 
@@ -96,8 +98,29 @@ def check_finite(x: Tensor) -> None:
     by element.
     """
     if not torch.isfinite(torch.dot(x, x)) and not bool(torch.isfinite(x).all()):
-        count = int((~torch.isfinite(x)).sum())
-        raise NonFiniteError(f"the delta has {count} of {x.numel()} values that are NaN or infinite; it was not sent.")
+        raise not_finite(x)
+
+
+def not_finite(x: Tensor) -> NonFiniteError:
+    """What to raise where a kernel has found that `x` is not finite."""
+    count = int((~torch.isfinite(x)).sum())
+    return NonFiniteError(f"the delta has {count} of {x.numel()} values that are NaN or infinite; it was not sent.")
+
+
+def check_fit(codec: Codec, values: Tensor, payload: Tensor) -> None:
+    """Raise `ConfigurationError` unless `payload` is what `codec` makes of flat fp32 `values`: a kernel looks no further."""
+    due = codec.nbytes(values.numel())
+    if values.dtype != torch.float32 or values.dim() != 1 or payload.dtype != torch.uint8 or payload.shape != (due,):
+        raise ConfigurationError(
+            f"{codec}: values {values.dtype} {list(values.shape)} with a payload {payload.dtype} {list(payload.shape)} "
+            f"were given, flat fp32 and flat uint8 of {due} bytes are needed."
+        )
+
+
+def kernels_for(codec: Codec, values: Tensor, payload: Tensor) -> Kernels:
+    """The kernels that `codec` runs on these two, once it is sure that they fit."""
+    check_fit(codec, values, payload)
+    return kernels.of(values, payload)
 
 
 def nested(codec: object) -> Iterator[object]:
@@ -117,3 +140,13 @@ def check_inner(codec: object, name: str, inner: object) -> None:
         raise ConfigurationError(
             f"{given}: it needs the shapes of a model's tensors, and what it would get here has none; put it outside."
         )
+
+
+def warm_up(codec: Codec) -> None:
+    """Encode and decode once, so that what `codec` needs is compiled, or read from the compiler's cache, before anybody
+    waits for a first round: seconds once on a machine, milliseconds later.
+    """
+    x = torch.ones(1 << 16)  # so many that all ways are taken
+    payload = torch.empty(codec.nbytes(x.numel()), dtype=torch.uint8)
+    codec.encode(x, payload, Key())
+    codec.decode_add(payload, x, Key())

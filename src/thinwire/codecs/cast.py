@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 
-from thinwire.codecs.base import check_finite
+from thinwire.codecs.base import check_finite, kernels_for, not_finite
 from thinwire.errors import ConfigurationError
 from thinwire.seeds import Key
 
@@ -23,11 +22,11 @@ class Identity:
         return 4 * numel
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
-        check_finite(x)
-        payload.view(torch.float32).copy_(x)
+        if not kernels_for(self, x, payload).encode_floats(x, payload, "fp32"):
+            raise not_finite(x)
 
     def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
-        out.add_(payload.view(torch.float32) * weight)
+        kernels_for(self, out, payload).add_floats(payload, out, "fp32", weight)
 
     def sizes(self, numel: int) -> tuple[int, ...]:
         return (numel,)
@@ -51,10 +50,9 @@ class Cast:
     dtype: Literal["bf16", "fp16"] = "bf16"
 
     grain: ClassVar[int] = 1
-    _TORCH: ClassVar[dict[str, torch.dtype]] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
     def __post_init__(self) -> None:
-        if self.dtype not in self._TORCH:
+        if self.dtype not in ("bf16", "fp16"):
             raise ConfigurationError(
                 f"Cast(dtype={self.dtype!r}): bf16 or fp16 is needed; for 8 bits use E4M3() or E5M2(), for 4 bits E3M0()."
             )
@@ -63,10 +61,8 @@ class Cast:
         return 2 * numel
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
-        check_finite(x)
-        dtype = self._TORCH[self.dtype]
-        limit = torch.finfo(dtype).max
-        payload.view(dtype).copy_(x.clamp(-limit, limit))
+        if not kernels_for(self, x, payload).encode_floats(x, payload, self.dtype):
+            raise not_finite(x)
 
     def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
-        out.add_(payload.view(self._TORCH[self.dtype]).float() * weight)
+        kernels_for(self, out, payload).add_floats(payload, out, self.dtype, weight)

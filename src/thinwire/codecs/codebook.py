@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import check_finite
+from thinwire.codecs.base import check_finite, check_fit
 from thinwire.codecs.bits import pack, packed_nbytes, unpack
 from thinwire.codecs.exact import saturated
 from thinwire.seeds import Key
@@ -39,6 +39,7 @@ class Codebook:
         return packed_nbytes(numel, 2) + (16 if numel else 0)
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
+        check_fit(self, x, payload)
         check_finite(x)
         if not x.numel():
             return
@@ -53,6 +54,7 @@ class Codebook:
         payload[-16:] = table.view(torch.uint8)
 
     def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
+        check_fit(self, out, payload)
         if out.numel():
             table = payload[-16:].clone().view(torch.float32).mul_(weight)
             out.add_(table[unpack(payload[:-16], out.numel(), 2)])

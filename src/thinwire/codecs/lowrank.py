@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, Shapes, check_finite, check_inner
+from thinwire.codecs.base import Codec, Shapes, check_finite, check_fit, check_inner
 from thinwire.codecs.cast import Identity
 from thinwire.codecs.exact import orthonormal, product, saturated
 from thinwire.codecs.shapes import checked, split
@@ -64,6 +64,7 @@ class LowRank:
         return sum(self.values.nbytes(count) for count in self._counts(numel))
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
+        check_fit(self, x, payload)
         check_finite(x)
         matrices, rest = self._parts(x)
         counts = self._counts(x.numel())
@@ -78,6 +79,7 @@ class LowRank:
         self.values.encode(torch.cat(rest), room[2], key)
 
     def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
+        check_fit(self, out, payload)
         counts = self._counts(out.numel())
         codes = [torch.zeros(count) for count in counts]
         for code, room in zip(codes, payload.split_with_sizes([self.values.nbytes(count) for count in counts])):

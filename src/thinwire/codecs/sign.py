@@ -6,11 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
-from thinwire.codecs.base import check_finite
-from thinwire.codecs.bits import pack, packed_nbytes, unpack
+from thinwire.codecs.base import kernels_for, not_finite
+from thinwire.codecs.bits import packed_nbytes
 from thinwire.errors import ConfigurationError
 from thinwire.seeds import Key
 
@@ -44,28 +43,14 @@ class Sign:
         return self.block and math.lcm(self.block, 8)
 
     def nbytes(self, numel: int) -> int:
-        return packed_nbytes(numel, 1) + 4 * -(-numel // (self.block or max(1, numel)))
+        return packed_nbytes(numel, 1) + 4 * -(-numel // self._block(numel))
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
-        check_finite(x)
-        count = packed_nbytes(x.numel(), 1)
-        payload[:count] = pack(x < 0, 1)
-        order = 1 if self.scale == "mean" else 2
-        norms = [
-            torch.linalg.vector_norm(part, order, dtype=torch.float64)
-            for part in x.split_with_sizes(self._sizes(x.numel()))
-        ]
-        scales = [float(norm) / part ** (1 / order) for norm, part in zip(norms, self._sizes(x.numel()))]
-        payload[count:] = torch.tensor(scales, dtype=torch.float32).view(torch.uint8)
+        if not kernels_for(self, x, payload).encode_signs(x, payload, self._block(x.numel()), self.scale):
+            raise not_finite(x)
 
     def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
-        count = packed_nbytes(out.numel(), 1)
-        signs = unpack(payload[:count], out.numel(), 1).float().mul_(-2).add_(1)
-        scales = payload[count:].clone().view(torch.float32).mul_(weight)
-        for part, sign, scale in zip(*(t.split_with_sizes(self._sizes(out.numel())) for t in (out, signs)), scales):
-            part.add_(sign * scale)
+        kernels_for(self, out, payload).add_signs(payload, out, self._block(out.numel()), weight)
 
-    def _sizes(self, numel: int) -> list[int]:
-        """Of the blocks."""
-        block = self.block or max(1, numel)
-        return [min(block, numel - begin) for begin in range(0, numel, block)]
+    def _block(self, numel: int) -> int:
+        return self.block or max(1, numel)

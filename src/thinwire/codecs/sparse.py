@@ -12,18 +12,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, check_finite, check_inner
+from thinwire import kernels
+from thinwire.codecs.base import Codec, check_finite, check_fit, check_inner, kernels_for, not_finite
 from thinwire.codecs.bits import pack, packed_nbytes, unpack
 from thinwire.codecs.cast import Cast
-from thinwire.codecs.selection import largest
 from thinwire.errors import ConfigurationError, PacketError
-from thinwire.seeds import Key, draw
+from thinwire.seeds import Key
 
 
 @dataclass(frozen=True)
 class TopK:
-    """The largest by magnitude: k = ⌈density·n⌉ of the whole tensor, exactly; of equal ones the first. Found
-    by a threshold from a sample where there are many (`selection.largest`).
+    """The largest by magnitude: k = ⌈density·n⌉ of the whole tensor, exactly; of equal ones the first. Found by a
+    threshold from a sample where there are many.
 
     Contractive: ‖q(x) − x‖² ≤ (1 − k/n)·‖x‖² if the values are exact. Alone it does much worse on deltas than few
     bits for all (Streaming DiLoCo, arXiv 2501.18512, §3); use it with feedback.
@@ -48,13 +48,13 @@ class TopK:
         return self.values.nbytes(kept) + packed_nbytes(kept, _width(numel))
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
-        check_finite(x)
-        index = largest(x, math.ceil(self.density * x.numel()))
+        index = _largest(self, x, payload, max(1, x.numel()), math.ceil(self.density * x.numel()))
         begin = self.values.nbytes(len(index))
         self.values.encode(x[index], payload[:begin], key)
         payload[begin:] = pack(index, _width(x.numel()))
 
     def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
+        check_fit(self, out, payload)
         kept = math.ceil(self.density * out.numel())
         begin = self.values.nbytes(kept)
         index = unpack(payload[begin:], kept, _width(out.numel()))
@@ -95,15 +95,13 @@ class ChunkedTopK:
         return self.values.nbytes(kept) + packed_nbytes(kept, _width(self.chunk))
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
-        check_finite(x)
-        whole, (_, rest) = x.numel() // self.chunk, self._kept(x.numel())
-        body, tail = x[: whole * self.chunk].view(whole, self.chunk), x[whole * self.chunk :]
-        within = torch.cat([largest(body, self.count if whole else 0).view(-1), largest(tail, rest)])
+        within = _largest(self, x, payload, self.chunk, self.count)
         begin = self.values.nbytes(len(within))
         self.values.encode(x[within + self._starts(x.numel())], payload[:begin], key)
         payload[begin:] = pack(within, _width(self.chunk))
 
     def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
+        check_fit(self, out, payload)
         kept = sum(self._kept(out.numel()))
         begin = self.values.nbytes(kept)
         within = unpack(payload[begin:], kept, _width(self.chunk))
@@ -148,10 +146,12 @@ class RandomK:
         return self.values.nbytes(math.ceil(self.density * numel))
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
+        check_fit(self, x, payload)
         check_finite(x)
         self.values.encode(x[self._drawn(x.numel(), key)], payload, key)
 
     def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
+        check_fit(self, out, payload)
         index, most = self._drawn(out.numel(), key), torch.finfo(torch.float32).max
         values = _decoded(self.values, payload, len(index), key).mul_(out.numel() / max(1, len(index)))
         out.index_add_(0, index, values.clamp_(-most, most).mul_(weight))
@@ -170,8 +170,9 @@ class RandomK:
 
     def _drawn(self, numel: int, key: Key) -> Tensor:
         """Where the k least of n distinct draws are: every set is as likely as any other, on every machine the same."""
-        draws = draw(key.shared("coordinates"), 0, numel)
-        return draws.topk(math.ceil(self.density * numel), largest=False).indices.sort().values
+        index = torch.empty(math.ceil(self.density * numel), dtype=torch.int64)
+        kernels.of(index).select_drawn(key.shared("coordinates"), numel, index)
+        return index
 
 
 def _check(codec: object, density: float, values: Codec) -> None:
@@ -184,6 +185,15 @@ def _check(codec: object, density: float, values: Codec) -> None:
 def _width(numel: int) -> int:
     """Bits of an index below `numel`; a single place needs one all the same."""
     return max(1, (numel - 1).bit_length())
+
+
+def _largest(codec: Codec, x: Tensor, payload: Tensor, chunk: int, count: int) -> Tensor:
+    """Of each `chunk` neighbours the places of the `count` largest by magnitude, ascending; of the rest its share."""
+    whole, rest = divmod(x.numel(), chunk)
+    index = torch.empty(whole * count - (-count * rest // chunk), dtype=torch.int64, device=x.device)
+    if not kernels_for(codec, x, payload).select_largest(x, chunk, count, index):
+        raise not_finite(x)
+    return index
 
 
 def _check_ascending(index: Tensor, numel: int) -> None:

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, Shapes, check_finite, check_inner
+from thinwire.codecs.base import Codec, Shapes, check_finite, check_fit, check_inner
 from thinwire.codecs.exact import cosines, product, saturated
 from thinwire.codecs.shapes import checked, split
 from thinwire.errors import ConfigurationError
@@ -53,6 +53,7 @@ class Turned(ABC):
         return self.codec.nbytes(numel)
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
+        check_fit(self, x, payload)
         check_finite(x)
         turned = torch.empty_like(x)
         for into, part in zip(self._parts(turned), self._parts(x)):
@@ -60,6 +61,7 @@ class Turned(ABC):
         self.codec.encode(turned, payload, key)
 
     def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
+        check_fit(self, out, payload)
         turned = torch.zeros_like(out)
         self.codec.decode_add(payload, turned, key)
         for into, part in zip(self._parts(out), self._parts(turned)):
@@ -210,9 +212,11 @@ class Squares:
         return self.codec.nbytes(numel)
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
+        check_fit(self, x, payload)
         self.codec.encode(torch.cat([part.reshape(-1) for part in self._parts(x)]), payload, key)
 
     def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
+        check_fit(self, out, payload)
         values = torch.zeros_like(out)
         self.codec.decode_add(payload, values, key, weight)
         parts, begin = self._parts(out), 0

@@ -1,0 +1,223 @@
+"""Plain torch, on any device and for any strides: what the other kernels must agree with, bit for bit."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels import Float, Grid, Norm, Scale
+from thinwire.seeds import draw
+
+_CHUNK = 1 << 16  # elements worked on at a time, so that intermediates stay in the cache
+_SCALES = {"exponent": torch.int8, "bf16": torch.bfloat16, "fp32": torch.float32}
+_FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+RUN = 4096  # elements of a sum before their sums are summed
+
+
+# ---- formats with a scale per block
+
+
+def encode_blocks(x: Tensor, payload: Tensor, grid: Grid, block: int, scale: Scale, stream: int | None) -> bool:
+    count = -(-x.numel() * grid.bits // 8)
+    scales = torch.empty(-(-x.numel() // block), dtype=_SCALES[scale], device=x.device)
+    for begin, end in _ranges(x.numel(), block):
+        blocks = _padded(x[begin:end], block)
+        kept = scales[begin // block :][: len(blocks)]
+        kept.copy_(_scales(blocks.abs().amax(dim=1), grid, scale))
+        codes = _codes(blocks / _factors(kept)[:, None], grid, stream, begin)
+        packed = _packed(codes.view(-1)[: end - begin], grid.bits)
+        payload[begin * grid.bits // 8 :][: len(packed)] = packed
+    payload[count:] = scales.view(torch.uint8)
+    return _finite(x)
+
+
+def add_blocks(payload: Tensor, out: Tensor, grid: Grid, block: int, scale: Scale, weight: float) -> None:
+    count = -(-out.numel() * grid.bits // 8)
+    factors = _factors(payload[count:].clone().view(_SCALES[scale])) * weight
+    values = grid.values.to(out.device)
+    for begin, end in _ranges(out.numel(), block):
+        codes = _unpacked(payload[begin * grid.bits // 8 : -(-end * grid.bits // 8)], end - begin, grid.bits)
+        blocks = _padded(values[codes], block)
+        factor = factors[begin // block :][: len(blocks)]
+        out[begin:end].add_((blocks * factor[:, None]).view(-1)[: end - begin])
+
+
+def _codes(scaled: Tensor, grid: Grid, stream: int | None, begin: int) -> Tensor:
+    """Round to the grid: to the nearest, ties to the even code, or with a `stream` to one of the two neighbours by
+    chance. Int32.
+
+    Above the least normal number a code is what is left of fp32's bits when the lower ones are rounded away.
+    """
+    signed, dropped = scaled.view(torch.int32), 23 - grid.mantissa
+    bits = signed & 0x7FFFFFFF
+    normal = int(torch.tensor(grid.normal).view(torch.int32))
+    low = bits.view(torch.float32) * ((1 << grid.mantissa) / grid.normal)
+    if stream is None:
+        low.round_()
+        high = (bits >> dropped).bitwise_and_(1).add_(bits).add_((1 << (dropped - 1)) - 1)
+    else:
+        noise = draw(stream, begin, scaled.numel()).to(scaled.device).bitwise_and_(0xFFFFFF).int().view(scaled.shape)
+        low = low.floor().add_(low.frac() > noise * 2.0**-24)
+        high = bits + noise.bitwise_and_((1 << dropped) - 1)
+    high.bitwise_right_shift_(dropped).sub_((normal >> dropped) - (1 << grid.mantissa))
+    code = torch.where(bits < normal, low.int(), high).clamp_(max=grid.top)
+    return code.bitwise_or_((signed < 0).logical_and_(code > 0).int().mul_(1 << (grid.bits - 1)))
+
+
+def _scales(most: Tensor, grid: Grid, scale: Scale) -> Tensor:
+    """For each block's max|x| its scale, such that it and the largest value are normal fp32 numbers."""
+    if scale == "exponent":
+        # max|x| = mantissa · 2^exponent with mantissa in [½, 1): no logarithm, no rounding
+        part, binade = math.frexp(grid.largest)
+        mantissa, exponent = torch.frexp(most)
+        fits = (mantissa >= 0.5) & (mantissa <= part)
+        return (exponent - fits.int() - (binade - 1)).clamp_(-126, grid.highest)
+    factor = (most / grid.largest).clamp_(2.0**-126, 2.0**grid.highest)
+    if scale == "bf16":
+        factor = (factor.view(torch.int32) + 0xFFFF).bitwise_and_(~0xFFFF).view(torch.float32)
+    return factor
+
+
+def _factors(scales: Tensor) -> Tensor:
+    """What to multiply a block's codes by, in fp32."""
+    if scales.dtype != torch.int8:
+        return scales.float()
+    return scales.int().add_(127).bitwise_left_shift_(23).view(torch.float32)
+
+
+def _ranges(numel: int, block: int) -> list[tuple[int, int]]:
+    """Of whole blocks, and so of whole bytes (the last may be cut)."""
+    step = max(1, _CHUNK // block) * block
+    return [(begin, min(begin + step, numel)) for begin in range(0, numel, step)]
+
+
+def _padded(x: Tensor, block: int) -> Tensor:
+    """`x` as [blocks, block], filled up with zeros; [1, x.numel()] if it is less than a block."""
+    block = min(block, x.numel())
+    missing = -x.numel() % block
+    return (torch.nn.functional.pad(x, (0, missing)) if missing else x).reshape(-1, block)
+
+
+# ---- floats
+
+
+def encode_floats(x: Tensor, payload: Tensor, form: Float) -> bool:
+    dtype = _FLOATS[form]
+    limit = torch.finfo(dtype).max
+    payload.copy_(x.clamp(-limit, limit).to(dtype).view(torch.uint8))
+    return _finite(x)
+
+
+def add_floats(payload: Tensor, out: Tensor, form: Float, weight: float) -> None:
+    out.add_(payload.clone().view(_FLOATS[form]).float() * weight)
+
+
+# ---- signs
+
+
+def encode_signs(x: Tensor, payload: Tensor, block: int, norm: Norm) -> bool:
+    count = -(-x.numel() // 8)
+    payload[:count] = _packed(x < 0, 1)
+    sizes = x.double().abs() if norm == "mean" else x.double().square()
+    whole = x.numel() // block * block
+    means = torch.cat(
+        [_sums(sizes[:whole].view(-1, block)) / block, _sums(sizes[None, whole:]) / max(1, x.numel() - whole)]
+    )
+    means = means[: -(-x.numel() // block)]
+    payload[count:] = (means if norm == "mean" else means.sqrt()).float().view(torch.uint8)
+    return _finite(x)
+
+
+def add_signs(payload: Tensor, out: Tensor, block: int, weight: float) -> None:
+    count = -(-out.numel() // 8)
+    signs = _unpacked(payload[:count], out.numel(), 1) * -2.0 + 1
+    scales = payload[count:].clone().view(torch.float32) * weight
+    out.add_(signs * scales.repeat_interleave(block)[: out.numel()])
+
+
+def _sums(rows: Tensor) -> Tensor:
+    """Of each row, in the order that `Kernels.encode_signs` says."""
+    while rows.shape[1] > 1:
+        half = min(RUN, 1 << max(0, rows.shape[1] - 1).bit_length())
+        rows = torch.nn.functional.pad(rows, (0, -rows.shape[1] % half)).unfold(1, half, half)
+        while half > 1:
+            half //= 2
+            rows = rows[..., :half] + rows[..., half:]
+        rows = rows[..., 0]
+    return rows.sum(1)
+
+
+# ---- whole numbers, and the largest
+
+
+def pack(numbers: Tensor, packed: Tensor, width: int) -> None:
+    packed.copy_(_packed(numbers, width))
+
+
+def unpack(packed: Tensor, numbers: Tensor, width: int) -> None:
+    numbers.copy_(_unpacked(packed, numbers.numel(), width))
+
+
+def select_above(x: Tensor, threshold: float, index: Tensor) -> int:
+    above = (x.abs() > threshold).nonzero().view(-1)
+    index[: len(above)] = above[: len(index)]
+    return len(above)
+
+
+def select_largest(x: Tensor, chunk: int, count: int, index: Tensor) -> bool:
+    whole = x.numel() // chunk * chunk
+    body = _largest(x[:whole].reshape(-1, chunk), count)
+    index[: len(body)] = body
+    index[len(body) :] = _largest(x[None, whole:], len(index) - len(body))
+    return _finite(x)
+
+
+def select_drawn(stream: int, numel: int, index: Tensor) -> None:
+    index.copy_(draw(stream, 0, numel).topk(len(index), largest=False).indices.sort().values)
+
+
+def _largest(rows: Tensor, count: int) -> Tensor:
+    """Where the `count` largest magnitudes of each row are, ascending."""
+    return rows.abs().sort(descending=True, stable=True).indices[:, :count].sort().values.reshape(-1)
+
+
+def _packed(numbers: Tensor, width: int) -> Tensor:
+    """Flat whole numbers below 2^width as bytes; what is left of the last byte is zero."""
+    if 8 % width:  # such as 12: bit by bit
+        numbers = (numbers[:, None] >> torch.arange(width, device=numbers.device)).bitwise_and_(1).view(-1)
+        width = 1
+    share = 8 // width
+    missing = -numbers.numel() % share
+    columns = (torch.nn.functional.pad(numbers, (0, missing)) if missing else numbers).to(torch.uint8).view(-1, share)
+    packed = columns[:, 0].clone()
+    for place in range(1, share):
+        packed |= columns[:, place] << (width * place)
+    return packed
+
+
+def _unpacked(packed: Tensor, count: int, width: int) -> Tensor:
+    """The first `count` numbers in `packed`, as int64."""
+    if 8 % width:
+        bits = _unpacked(packed, count * width, 1).view(count, width)
+        return (bits << torch.arange(width, device=packed.device)).sum(dim=1)
+    places = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)
+    return (packed[:, None] >> places).bitwise_and_((1 << width) - 1).view(-1)[:count].long()
+
+
+# ---- the outer step
+
+
+def nesterov(
+    anchor: Tensor, delta: Tensor, momentum: Tensor, lr: float, mu: float, out_anchor: Tensor, out_momentum: Tensor
+) -> bool:
+    velocity = (momentum * mu).add_(delta)
+    moved = anchor - (velocity * mu).add_(delta).mul_(lr)
+    out_momentum.copy_(velocity)
+    out_anchor.copy_(moved)
+    return _finite(moved)
+
+
+def _finite(x: Tensor) -> bool:
+    return bool(torch.isfinite(x).all())

@@ -1,0 +1,306 @@
+"""The compiled loops do what the reference does, bit for bit, and what they promise beside."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from numba.core import caching
+from numba.core.registry import CPUDispatcher
+from pieces import CODECS, over, same_bits
+
+import thinwire as tw
+from thinwire import kernels
+from thinwire.codecs import warm_up
+from thinwire.codecs.bits import packed_nbytes
+from thinwire.kernels import compiled, cpu, reference
+from thinwire.seeds import Key
+
+SIZES = [0, 1, 2, 7, 31, 129, 1000, 4095, 4097, 12_301]
+_draw = torch.Generator().manual_seed(5)
+
+
+def gaussian(n: int) -> torch.Tensor:
+    return torch.randn(n, generator=_draw)
+
+
+DATA = {
+    "gaussian": gaussian,
+    "all magnitudes": lambda n: torch.ldexp(gaussian(n), (torch.arange(n) * 7 % 250 - 140).int()),
+    "denormals": lambda n: gaussian(n) * 1e-40,
+    "minus zeros": lambda n: -torch.zeros(n),
+    "largest": lambda n: torch.full((n,), -3.4028234663852886e38),
+    "few values": lambda n: (gaussian(n) * 2).round() / 2,  # ties, in rounding and among the largest
+}
+everything = over("data", DATA)
+codecs = pytest.mark.parametrize("row", CODECS, ids=str)
+
+
+@pytest.fixture
+def by_reference(monkeypatch):
+    """Call a function with the reference in the place of the kernels."""
+
+    def run(function):
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, "_of", lambda device: reference)
+            return function()
+
+    return run
+
+
+@codecs
+@everything
+def test_same_bytes(row, data, by_reference):
+    """As the reference, for all sizes, at any address."""
+    for n in SIZES:
+        x, base = DATA[data](n), gaussian(n)
+
+        def coded(x=x, base=base, n=n):
+            payload = torch.full((row.piece.nbytes(n) + 4,), 0xA5, dtype=torch.uint8)[4:]
+            row.piece.encode(x, payload, Key(3))
+            once, weighed = base.clone(), base.clone()
+            row.piece.decode_add(payload, once, Key(3))
+            row.piece.decode_add(payload, weighed, Key(3), 0.37)
+            return payload, once, weighed
+
+        for got, due in zip(coded(), by_reference(coded)):
+            assert same_bits(got, due), n
+
+
+@pytest.mark.parametrize("row", [row for row in CODECS if "refuses" not in row.claims], ids=str)
+@pytest.mark.parametrize("n", [1, 130, 5000])
+def test_any_bytes_decode_alike(row, n, by_reference):
+    """Codes that no encoding makes, scales of all kinds: NaN where the reference has NaN."""
+    payload = torch.randint(0, 256, (row.piece.nbytes(n),), generator=_draw, dtype=torch.uint8)
+    base = gaussian(n)
+
+    def decoded():
+        out = base.clone()
+        row.piece.decode_add(payload, out, Key(3), -1.5)
+        return out
+
+    got, due = decoded(), by_reference(decoded)
+    assert same_bits(torch.where(got.isnan(), 7.0, got), torch.where(due.isnan(), 7.0, due))
+
+
+@codecs
+def test_strides_and_odd_addresses(row):
+    """What no kernel takes the reference does; a caller need not know."""
+    n = 300
+    x, base = gaussian(n), gaussian(n)
+    straight = torch.empty(row.piece.nbytes(n), dtype=torch.uint8)
+    row.piece.encode(x, straight, Key(3))
+    due = base.clone()
+    row.piece.decode_add(straight, due, Key(3), 0.5)
+    for room in (
+        torch.zeros(1 + len(straight), dtype=torch.uint8)[1:],
+        torch.zeros(3 * len(straight), dtype=torch.uint8)[::3],
+    ):
+        row.piece.encode(x.repeat_interleave(2)[::2], room, Key(3))
+        assert torch.equal(room, straight)
+        out = base.repeat_interleave(2)[::2]
+        row.piece.decode_add(room, out, Key(3), 0.5)
+        assert same_bits(out.contiguous(), due)
+
+
+@codecs
+def test_what_does_not_fit_is_refused(row):
+    """A kernel looks at no size: it would write behind the end."""
+    payload = torch.empty(row.piece.nbytes(100), dtype=torch.uint8)
+    wrong = [
+        (gaussian(100).double(), payload),
+        (gaussian(100).view(10, 10), payload),
+        (gaussian(100), torch.empty(len(payload) - 1, dtype=torch.uint8)),
+        (gaussian(100), torch.empty(len(payload), dtype=torch.int8)),
+    ]
+    for x, room in wrong:
+        with pytest.raises(tw.ConfigurationError, match="flat fp32 and flat uint8 of"):
+            row.piece.encode(x, room, Key())
+        with pytest.raises(tw.ConfigurationError, match="flat fp32 and flat uint8 of"):
+            row.piece.decode_add(room, x, Key())
+
+
+# ---- the loops by themselves
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 7, 8, 12, 20, 33])
+def test_packing(width):
+    for count in (0, 1, 2, 7, 8, 1001):
+        numbers = torch.randint(0, 1 << width, (count,), generator=_draw)
+        packed = [torch.full((packed_nbytes(count, width),), 0xA5, dtype=torch.uint8) for _ in range(2)]
+        back = torch.empty_like(numbers)
+        cpu.pack(numbers, packed[0], width)
+        reference.pack(numbers, packed[1], width)
+        cpu.unpack(packed[0], back, width)
+        assert torch.equal(*packed) and torch.equal(back, numbers)
+
+
+@everything
+@over("threshold", [-1.0, 0.0, 1e-40, 0.5, 1.7, 3.5e38, float("inf"), float("nan")])
+def test_select_above(data, threshold):
+    for n in SIZES:
+        x = DATA[data](n)
+        x[::9], x[1::9] = float("nan"), float("inf")
+        for room in (0, n // 3, n):
+            index, due = torch.zeros(room, dtype=torch.int64), torch.zeros(room, dtype=torch.int64)
+            found = cpu.select_above(x, threshold, index)
+            assert found == reference.select_above(x, threshold, due)
+            assert torch.equal(index[:found], due[:found])
+
+
+@pytest.mark.parametrize(
+    ("chunk", "count"), [(1, 1), (7, 7), (64, 3), (4096, 64), (5000, 4999), (10**9, 0.01), (10**9, 0.4)]
+)
+@everything
+def test_select_largest(data, chunk, count):
+    """Of equal ones the first. Many, so that a sample is taken, which "few values" and all that are equal mislead."""
+    for n in (*SIZES[1:], 70_001):
+        x = DATA[data](n)
+        size = min(chunk, n) if isinstance(count, float) else chunk
+        kept = max(1, int(count * size)) if isinstance(count, float) else count
+        index = torch.full((n // size * kept - (-kept * (n % size) // size),), -1)
+        due = index.clone()
+        assert cpu.select_largest(x, size, kept, index) and reference.select_largest(x, size, kept, due)
+        assert torch.equal(index, due), n
+    x[n // 2] = float("nan")
+    assert not cpu.select_largest(x, size, kept, index) and not reference.select_largest(x, size, kept, due)
+
+
+@pytest.mark.parametrize("density", [0.0, 1e-4, 0.01, 0.3, 1.0])
+def test_select_drawn(density):
+    for n in (*SIZES, 100_001):
+        for stream in (0, 2**63 - 1):
+            index, due = (torch.empty(int(density * n), dtype=torch.int64) for _ in range(2))
+            cpu.select_drawn(stream, n, index)
+            reference.select_drawn(stream, n, due)
+            assert torch.equal(index, due), n
+
+
+@everything
+def test_nesterov(data):
+    """As the formula, every product and sum rounded, whatever lies where; in place too. It notices what is not finite."""
+    for n in SIZES:
+        anchor, delta, momentum = gaussian(n), DATA[data](n) / 4, gaussian(n)
+        velocity = momentum * 0.9 + delta
+        moved = anchor - (velocity * 0.9 + delta) * 0.4
+        for module in (cpu, reference):
+            into = torch.empty(n), torch.empty(n)
+            assert module.nesterov(anchor, delta, momentum, 0.4, 0.9, *into) == bool(moved.isfinite().all())
+            assert same_bits(into[0], moved) and same_bits(into[1], velocity)
+            own = anchor.clone(), momentum.clone()
+            module.nesterov(own[0], delta, own[1], 0.4, 0.9, *own)
+            assert same_bits(own[0], moved) and same_bits(own[1], velocity)
+    delta[-1] = float("nan")
+    assert not cpu.nesterov(anchor, delta, momentum, 0.4, 0.9, *into)
+
+
+# ---- beside the loops
+
+
+def test_by_device():
+    """Compiled loops for contiguous tensors of the CPU, the reference for all else that nothing is compiled for."""
+    x = torch.zeros(8)
+    assert kernels.of(x, x) is cpu and kernels.of(x, x[::2]) is reference
+    assert kernels.of(torch.zeros(8, device="meta")) is reference
+
+
+def fresh() -> list[CPUDispatcher]:
+    """The modules anew, as in a process that has encoded nothing yet: every compiled function of theirs."""
+    for name in ("compiled", "cpu_dense", "cpu_sparse", "cpu"):
+        sys.modules.pop(f"thinwire.kernels.{name}", None)
+    names = ("cpu_dense", "cpu_sparse", "cpu")
+    modules = [importlib.import_module(f"thinwire.kernels.{name}") for name in names]
+    return [value for module in modules for value in vars(module).values() if isinstance(value, CPUDispatcher)]
+
+
+@pytest.fixture
+def anew(monkeypatch):
+    for name in ("compiled", "cpu_dense", "cpu_sparse", "cpu"):
+        monkeypatch.setitem(sys.modules, f"thinwire.kernels.{name}", sys.modules[f"thinwire.kernels.{name}"])
+        monkeypatch.setattr(kernels, name, getattr(kernels, name))
+    kernels._of.cache_clear()
+    yield fresh()
+    kernels._of.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [
+        tw.E3M0(),
+        tw.Int(8, 32, "fp32", "stochastic"),
+        tw.Cast(),
+        tw.Sign(),
+        tw.TopK(0.01),
+        tw.ChunkedTopK(values=tw.Sign()),
+    ],
+    ids=str,
+)
+def test_a_first_round_compiles_nothing(codec, anew):
+    """Neither after `warm_up` nor in a replica; and `warm_up` itself compiles no more than the codec needs."""
+    warm_up(codec)
+    before = [len(function.signatures) for function in anew]
+    assert 0 < sum(before) < len(anew)
+    for n in (1, 1000, 200_001):
+        payload = torch.empty(codec.nbytes(n), dtype=torch.uint8)
+        codec.encode(gaussian(n), payload, Key())
+        codec.decode_add(payload, gaussian(n), Key(), 0.5)
+    assert [len(function.signatures) for function in anew] == before
+
+
+def test_a_replica_is_warm(anew):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (group,) = tw.ThreadGroup.create(1)
+    with tw.Replica(tw.diloco(every=1, codec=tw.E2M1()), model, optimizer, group):
+        before = [len(function.signatures) for function in anew]
+        for _ in range(2):
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+        assert [len(function.signatures) for function in anew] == before and sum(before) > 0
+
+
+def test_where_nothing_can_be_kept(monkeypatch):
+    """No folder to write to, as in a container without a home: compiled each time, and no error."""
+    monkeypatch.setattr(caching.CompileResultCacheImpl, "_locator_classes", [])
+
+    def double(x):
+        return x + x
+
+    assert compiled.compiled(double)(np.float32(2)) == 4
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [
+        tw.E3M0(),
+        tw.E4M3(scale="bf16"),
+        tw.Int(2, 32, "fp32", "stochastic"),
+        tw.Identity(),
+        tw.Cast(),
+        tw.Cast("fp16"),
+        tw.Sign(),
+    ],
+    ids=str,
+)
+def test_nothing_is_allocated(codec):
+    """No tensor at all, and of other memory what a stripe needs and no more, whatever the size: by torch's profile of its
+    allocator, and over 1000 encodings and decodings by tracemalloc, which sees numba's arrays too.
+    """
+    x, out = gaussian(1 << 17), torch.zeros(1 << 17)
+    payload = torch.empty(codec.nbytes(len(x)), dtype=torch.uint8)
+    warm_up(codec)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        codec.encode(x, payload, Key())
+        codec.decode_add(payload, out, Key(), 0.5)
+    assert all(event.cpu_memory_usage == 0 for event in profile.events())
+    tracemalloc.start()
+    for _ in range(1000):
+        codec.encode(x, payload, Key())
+        codec.decode_add(payload, out, Key(), 1e-3)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 110_000 < x.nbytes // 4
