@@ -1,0 +1,171 @@
+"""Triton, for contiguous tensors of a CUDA device: what `Kernels` says, at the speed of the device's memory.
+
+A program works on a tile of about `_TILE` elements: `ROWS` whole blocks, or a part of one. Scales and floats are read and
+written as bytes, because a payload may begin, and its scales do begin, at any address. Nothing here may round otherwise than
+the reference: quotients and roots are IEEE's (`div_rn`), nothing is flushed to zero, and kernels are launched without
+`enable_fp_fusion`, so that a product and a sum stay two roundings.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels import Float, Grid, Norm, Scale, programs
+from thinwire.kernels.reference import RUN
+from thinwire.kernels.reference import select_above as select_above  # torch has good ones for the device
+from thinwire.kernels.reference import select_largest as select_largest
+
+_TILE = 2048  # elements of a program
+OPTIONS = {"enable_fp_fusion": False}  # a product and a sum stay two roundings
+_INFINITE = 0x7F800000  # the bits of infinity; those of NaN are above
+_NBYTES = {"exponent": 1, "bf16": 2, "fp16": 2, "fp32": 4}
+
+
+def encode_blocks(x: Tensor, payload: Tensor, grid: Grid, block: int, scale: Scale, stream: int | None) -> bool:
+    worst, tile = _worst(x), _Tile.of(block, x.numel(), 8 // grid.bits)
+    part, binade = math.frexp(grid.largest)
+    bounds = {"TOP": grid.top, "LARGEST": grid.largest, "PART": _bits(part) & 0x7FFFFF, "BINADE": binade}
+    codes = -(-x.numel() * grid.bits // 8)
+    _run(
+        programs.encode_blocks, tile.programs(x.numel()), x, payload, worst, x.numel(), codes, stream or 0, tile.block,
+        **_form(grid), **bounds, HIGHEST=grid.highest, SCALE=scale, NBYTES=_NBYTES[scale], DRAWN=stream is not None, **tile.shape,
+    )  # fmt: skip
+    return int(worst) < _INFINITE
+
+
+def add_blocks(payload: Tensor, out: Tensor, grid: Grid, block: int, scale: Scale, weight: float) -> None:
+    numel, tile = out.numel(), _Tile.of(block, out.numel(), 8 // grid.bits)
+    _run(
+        programs.add_blocks, tile.programs(numel) * tile.pieces, payload, out, numel, -(-numel * grid.bits // 8),
+        tile.block, tile.pieces, weight, **_form(grid), SCALE=scale, NBYTES=_NBYTES[scale], **tile.shape,
+    )  # fmt: skip
+
+
+def encode_floats(x: Tensor, payload: Tensor, form: Float) -> bool:
+    worst = _worst(x)
+    _flat(programs.encode_floats, x.numel(), x, payload, worst, x.numel(), FORM=form, NBYTES=_NBYTES[form])
+    return int(worst) < _INFINITE
+
+
+def add_floats(payload: Tensor, out: Tensor, form: Float, weight: float) -> None:
+    _flat(programs.add_floats, out.numel(), payload, out, out.numel(), weight, FORM=form, NBYTES=_NBYTES[form])
+
+
+def encode_signs(x: Tensor, payload: Tensor, block: int, norm: Norm) -> bool:
+    worst, numel = _worst(x), x.numel()
+    _flat(programs.encode_signs, numel, x, payload, worst, numel)
+    block = min(block, max(1, numel))
+    blocks = -(-numel // block)
+    means = _sums(x, block, norm) / _sizes(
+        x, block
+    )  # by tensors: by a number, CUDA's torch multiplies by its reciprocal
+    scales = (means if norm == "mean" else means.sqrt()).float()
+    payload[len(payload) - 4 * blocks :] = scales.view(torch.uint8)
+    return int(worst) < _INFINITE
+
+
+def _sums(x: Tensor, block: int, norm: Norm) -> Tensor:
+    """Of each block's |x| or x², in fp64, in the order that `Kernels.encode_signs` says."""
+    blocks, sums = -(-x.numel() // block), x
+    term: Norm | Literal["sum"] = norm
+    while blocks and (sums is x or block > 1):
+        tile = _Tile.of(block, sums.numel(), 1, RUN)
+        parts = torch.empty(blocks * tile.pieces, dtype=torch.float64, device=x.device)
+        _run(
+            programs.sums, tile.programs(sums.numel()) * tile.pieces, sums, parts, sums.numel(), block, tile.pieces, blocks,
+            TERM=term, HALVINGS=tile.cols.bit_length() - 1, **tile.shape,
+        )  # fmt: skip
+        sums, block, term = parts, tile.pieces, "sum"
+    return sums
+
+
+def _sizes(x: Tensor, block: int) -> Tensor:
+    sizes = torch.full((-(-x.numel() // block),), block, dtype=torch.float64, device=x.device)
+    sizes[-1:] -= -x.numel() % block
+    return sizes
+
+
+def add_signs(payload: Tensor, out: Tensor, block: int, weight: float) -> None:
+    numel, tile = out.numel(), _Tile.of(block, out.numel(), 1)
+    _run(
+        programs.add_signs, tile.programs(numel) * tile.pieces, payload, out, numel, -(-numel // 8), tile.block,
+        tile.pieces, weight, **tile.shape,
+    )  # fmt: skip
+
+
+def pack(numbers: Tensor, packed: Tensor, width: int) -> None:
+    _flat(programs.pack, packed.numel(), numbers, packed, numbers.numel(), packed.numel(), WIDTH=width)
+
+
+def unpack(packed: Tensor, numbers: Tensor, width: int) -> None:
+    _flat(programs.unpack, numbers.numel(), packed, numbers, numbers.numel(), WIDTH=width)
+
+
+def nesterov(
+    anchor: Tensor, delta: Tensor, momentum: Tensor, lr: float, mu: float, out_anchor: Tensor, out_momentum: Tensor
+) -> bool:
+    worst, numel = _worst(anchor), anchor.numel()
+    _flat(programs.nesterov, numel, anchor, delta, momentum, out_anchor, out_momentum, worst, lr, mu, numel)
+    return int(worst) < _INFINITE
+
+
+# ---- how a program is launched
+
+
+class _Tile(NamedTuple):
+    """Of `rows` blocks `cols` elements each, both powers of two."""
+
+    block: int
+    rows: int
+    cols: int
+
+    @classmethod
+    def of(cls, block: int, numel: int, share: int, size: int = _TILE) -> _Tile:
+        """For blocks of whole bytes, of `share` elements each; one is never longer than all there is."""
+        block = min(block, -(-max(1, numel) // share) * share)
+        cols = min(size, max(share, 1 << (block - 1).bit_length()))
+        return cls(block, size // cols, cols)
+
+    @property
+    def shape(self) -> dict[str, int]:
+        return {"ROWS": self.rows, "COLS": self.cols}
+
+    @property
+    def pieces(self) -> int:
+        """Tiles that go through a block."""
+        return -(-self.block // self.cols)
+
+    def programs(self, numel: int) -> int:
+        """That each go through `rows` blocks."""
+        return -(-numel // (self.block * self.rows))
+
+
+def _flat(kernel: Any, elements: int, *arguments: Any, **constants: Any) -> None:
+    """Without blocks."""
+    _run(kernel, -(-elements // _TILE), *arguments, **constants, TILE=_TILE)
+
+
+def _run(kernel: Any, programs: int, first: Tensor, *rest: Any, **constants: Any) -> None:
+    """On the tensors' device, whatever this thread's is."""
+    if programs:
+        with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
+            kernel[(programs,)](first, *rest, **constants, **OPTIONS)
+
+
+def _worst(x: Tensor) -> Tensor:
+    """Where a kernel leaves the largest magnitude's bits, at least where they are not those of a finite number."""
+    return torch.zeros(1, dtype=torch.int32, device=x.device)
+
+
+def _form(grid: Grid) -> dict[str, Any]:
+    step = grid.normal / (1 << grid.mantissa)
+    return {"BITS": grid.bits, "MANTISSA": grid.mantissa, "NORMAL": _bits(grid.normal), "STEP": step}
+
+
+def _bits(value: float) -> int:
+    """Of an fp32 number."""
+    return int(torch.tensor(value).view(torch.int32))

@@ -1,0 +1,60 @@
+"""Compiles what a GPU would run, without one, and prints for each program the instructions that touch a float.
+
+A process of its own: in that of the tests Triton interprets. Started by test_kernels_gpu.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from thinwire import E3M0, E4M3, Int
+from thinwire.kernels import gpu
+
+TYPES = {torch.float32: "*fp32", torch.float64: "*fp64", torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64"}
+compiled: dict[str, dict[str, Any]] = {}
+
+
+def type_of(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return TYPES[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+
+
+def compile_only(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+    """Instead of launching: what would be launched, for an A100 and an H100."""
+    names = kernel.arg_names
+    signature = {name: type_of(value) for name, value in zip(names, arguments)} | dict.fromkeys(constants, "constexpr")
+    assert set(signature) == set(names)
+    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
+    for capability in (80, 90):
+        built = triton.compile(source, GPUTarget("cuda", capability, 32), gpu.OPTIONS)
+        floats = set(
+            re.findall(r"^\s*(?:@!?%p\d+ )?([a-z][a-z0-9._]*\.f(?:16|32|64)[a-z0-9.]*)", built.asm["ptx"], re.M)
+        )
+        name = f"{kernel.__name__} {sorted(map(str, constants.items()))} sm_{capability}"
+        compiled[name] = {"floats": sorted(floats), "nbytes": len(built.asm["cubin"])}
+
+
+gpu._run = compile_only  # type: ignore[assignment]
+x, payload, index = torch.zeros(5000), torch.zeros(20_000, dtype=torch.uint8), torch.zeros(5000, dtype=torch.int64)
+for codec, stream in ((E3M0(), None), (E4M3(64, "fp32", "stochastic"), 1 << 62), (Int(2, 64, "bf16"), None)):
+    gpu.encode_blocks(x, payload, codec.grid, codec.block, codec.scale, stream)
+    gpu.add_blocks(payload, x, codec.grid, codec.block, codec.scale, 0.5)
+for form in ("fp32", "bf16", "fp16"):
+    gpu.encode_floats(x, payload, form)
+    gpu.add_floats(payload, x, form, 0.5)
+gpu.encode_signs(x, payload, 5000, "l2")
+gpu.encode_signs(x, payload, 64, "mean")
+gpu.add_signs(payload, x, 64, 0.5)
+gpu.pack(index, payload, 12)
+gpu.unpack(payload, index, 12)
+gpu.nesterov(x, x, x, 0.4, 0.9, x, x)
+json.dump(compiled, sys.stdout)

@@ -1,0 +1,199 @@
+"""Triton's kernels make the reference's bytes: on a GPU if there is one, else through Triton's interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from pieces import CODECS, OUTERS, roundtrip, same_bits
+from test_codecs import EXTREME, NORMAL, draw, gaussian
+
+import thinwire as tw
+from thinwire import kernels
+from thinwire.codecs import encode_from
+from thinwire.kernels import reference
+from thinwire.seeds import Key
+
+pytest.importorskip("triton", reason="the GPU's kernels run through triton's interpreter: pip install triton")
+
+from thinwire.kernels import gpu
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:(overflow|invalid value) encountered:RuntimeWarning"
+)  # numpy's, on purpose
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+STREAM = Key(3).own("rounding")
+NORMS = [("mean", 4096), ("l2", 4096), ("mean", 33), ("l2", 128), ("mean", 1), ("l2", 5000), ("mean", 8192)]
+BLOCKS = {
+    (row.piece.grid, row.piece.block, row.piece.scale, None if row.piece.rounding == "nearest" else STREAM): str(row)
+    for row in CODECS
+    if hasattr(row.piece, "grid")
+}
+
+
+def everything(n: int) -> torch.Tensor:
+    """Of each kind of data n values, one after the other, and two more."""
+    return torch.cat([draw(data, n) for data in (*NORMAL, *EXTREME)] + [gaussian(2)])
+
+
+def inputs(block: int) -> list[torch.Tensor]:
+    """Nothing, one, an odd number; then all kinds of data, so that blocks hold one kind, or several."""
+    return [gaussian(0), gaussian(1), everything(block if 40 <= block <= 1000 else 130)]
+
+
+def buffer(nbytes: int) -> torch.Tensor:
+    """At an odd address, full of garbage."""
+    return torch.full((nbytes + 3,), 0xA5, dtype=torch.uint8, device=DEVICE)[3:]
+
+
+def check_encode(encode: str, x: torch.Tensor, nbytes: int, *args: object) -> torch.Tensor:
+    """Both kernels' bytes, which must be equal."""
+    wanted, got = torch.full((nbytes,), 0x5A, dtype=torch.uint8), buffer(nbytes)
+    assert getattr(reference, encode)(x, wanted, *args) and getattr(gpu, encode)(x.to(DEVICE), got, *args)
+    assert torch.equal(got.cpu(), wanted)
+    return wanted
+
+
+def check_add(add: str, payload: torch.Tensor, n: int, *args: object) -> None:
+    wanted = everything(-(-n // 16))[:n] / 4
+    got, there = wanted.to(DEVICE, copy=True), buffer(len(payload)).copy_(payload)
+    getattr(reference, add)(payload, wanted, *args)
+    getattr(gpu, add)(there, got, *args)
+    assert same_bits(got.cpu().nan_to_num(7.0), wanted.nan_to_num(7.0)) and torch.equal(there.cpu(), payload)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Call a function with Triton's kernels whatever the device."""
+
+    def run(function):
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, "_of", lambda device: gpu)
+            return function()
+
+    return run
+
+
+@pytest.mark.parametrize("row", CODECS, ids=str)
+def test_codecs(row, on_gpu):
+    """Every codec makes the bytes and the values that it makes on the CPU, and refuses the same."""
+    for n in (0, 1, 301):
+        x = gaussian(n)
+        due, payload = roundtrip(row.piece, x, Key(3)), torch.zeros(row.piece.nbytes(n), dtype=torch.uint8)
+        bytes_due = payload.clone()
+        row.piece.encode(x, bytes_due, Key(3))
+        on_gpu(lambda x=x, to=payload: encode_from(x.to(DEVICE), row.piece, to, Key(3)))
+        assert torch.equal(payload, bytes_due)
+        there, out = payload.to(DEVICE), torch.zeros(n, device=DEVICE)
+        on_gpu(lambda there=there, out=out: row.piece.decode_add(there, out, Key(3)))
+        assert same_bits(out.cpu(), due)
+    x[7] = torch.nan
+    with pytest.raises(tw.NonFiniteError, match="1 of 301 values"):
+        on_gpu(lambda: encode_from(x.to(DEVICE), row.piece, payload, Key(3)))
+
+
+def test_two_devices_are_refused():
+    elsewhere = torch.zeros(4, dtype=torch.uint8, device="meta")
+    with pytest.raises(
+        tw.ConfigurationError, match="values on cpu with a payload on meta were given, one device is needed"
+    ):
+        tw.Identity().encode(torch.zeros(1), elsewhere, Key())
+
+
+@pytest.mark.parametrize("form", BLOCKS, ids=BLOCKS.get)
+def test_blocks(form):
+    grid, block, scale, stream = form
+    for x in inputs(block):
+        nbytes = -(-len(x) * grid.bits // 8) + -(-len(x) // block) * {"exponent": 1, "bf16": 2, "fp32": 4}[scale]
+        payload = check_encode("encode_blocks", x, nbytes, grid, block, scale, stream)
+        check_add("add_blocks", payload, len(x), grid, block, scale, 0.3)
+    torch.manual_seed(0)
+    check_add("add_blocks", torch.randint_like(payload, 256), len(x), grid, block, scale, 1.0)  # any bytes at all
+
+
+@pytest.mark.parametrize("form", ["fp32", "bf16", "fp16"])
+def test_floats(form):
+    for x in inputs(1):
+        payload = check_encode("encode_floats", x, len(x) * (4 if form == "fp32" else 2), form)
+        check_add("add_floats", payload, len(x), form, 0.3)
+    words = torch.arange(1 << 16).short() if form != "fp32" else everything(200) * 3
+    check_add("add_floats", words.view(torch.uint8), len(words), form, -1.7)
+
+
+@pytest.mark.parametrize(("norm", "block"), NORMS)
+def test_signs(norm, block):
+    for x in [*inputs(block), gaussian(9001)]:
+        payload = check_encode("encode_signs", x, -(-len(x) // 8) + 4 * -(-len(x) // block), block, norm)
+        check_add("add_signs", payload, len(x), block, 0.3)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 7, 12, 33])
+def test_packing(width):
+    for count in (0, 1, 1001):
+        numbers = torch.randint(1 << width, (count,))
+        packed, got = torch.empty(-(-count * width // 8), dtype=torch.uint8), buffer(-(-count * width // 8))
+        reference.pack(numbers, packed, width)
+        gpu.pack(numbers.to(DEVICE), got, width)
+        assert torch.equal(got.cpu(), packed)
+        back = torch.full((count,), -1, device=DEVICE)
+        gpu.unpack(got, back, width)
+        assert torch.equal(back.cpu(), numbers)
+
+
+@pytest.mark.parametrize("row", [row for row in OUTERS if "momentum" in repr(row.piece)], ids=str)
+def test_nesterov(row):
+    for x in inputs(1):
+        steps = [everything(130)[: len(x)] * 3, x / 4, x.flip(0) / 4]
+        wanted, got = [torch.empty_like(x) for _ in range(2)], [torch.empty_like(x, device=DEVICE) for _ in range(2)]
+        fine = reference.nesterov(*steps, row.piece.lr, row.piece.momentum, *wanted)
+        assert gpu.nesterov(*(t.to(DEVICE) for t in steps), row.piece.lr, row.piece.momentum, *got) == fine
+        assert all(same_bits(a.cpu().nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(got, wanted))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_told(bad):
+    """Wherever it stands; and a finite tensor is not suspected, however large."""
+    grid = next(iter(BLOCKS))[0]
+    calls = {
+        (gpu.encode_blocks, 2304): (grid, 1024, "bf16", None),
+        (gpu.encode_floats, 8800): ("fp32",),
+        (gpu.encode_signs, 287): (1024, "l2"),
+    }
+    for (encode, nbytes), args in calls.items():
+        for place in (0, 2199):
+            x = torch.full((2200,), 3.4e38, device=DEVICE)
+            assert encode(x, buffer(nbytes), *args)
+            x[place] = bad
+            assert not encode(x, buffer(nbytes), *args)
+    x = torch.zeros(2200, device=DEVICE)
+    assert gpu.nesterov(x, x, x, 1.0, 0.5, x.clone(), x.clone())
+    assert not gpu.nesterov(torch.full_like(x, bad), x, x, 1.0, 0.5, x.clone(), x.clone())
+
+
+@pytest.mark.slow
+def test_compiled_for_a_gpu(tmp_path):
+    """What the interpreter cannot see: every program compiles for an A100 and an H100, and rounds as IEEE says: nothing
+    is fused, approximate or flushed to zero.
+    """
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compiled_kernels.py")
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=env | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    compiled = json.loads(done.stdout)
+    assert len({name.split()[0] for name in compiled}) == 10 and all(one["nbytes"] for one in compiled.values())
+    for name, one in compiled.items():
+        for instruction in one["floats"]:
+            words = instruction.split(".")
+            assert not {"ftz", "approx", "full"} & set(words) and words[0] not in ("fma", "mad"), (name, instruction)
+            assert words[0] not in ("add", "sub", "mul", "div", "sqrt") or "rn" in words, (name, instruction)
