@@ -1,6 +1,17 @@
 """Tensor to bytes and back: pure, without state or network."""
 
-from thinwire.codecs.base import Codec, Linear, Shaped, Shapes, check_finite, fitted, nested, packet_nbytes, warm_up
+from thinwire.codecs.base import (
+    Codec,
+    Linear,
+    Shaped,
+    Shapes,
+    check_finite,
+    encode_from,
+    fitted,
+    nested,
+    packet_nbytes,
+    warm_up,
+)
 from thinwire.codecs.block import E2M1, E3M0, E4M3, E5M2, Int
 from thinwire.codecs.cast import Cast, Identity
 from thinwire.codecs.codebook import Codebook
@@ -31,6 +42,7 @@ __all__ = [
     "Squares",
     "TopK",
     "check_finite",
+    "encode_from",
     "fitted",
     "nested",
     "packet_nbytes",

@@ -19,7 +19,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @runtime_checkable
 class Codec(Protocol):
-    """Turns a flat fp32 CPU tensor into a predictable number of bytes and back.
+    """Turns a flat fp32 tensor into a predictable number of bytes on its device, and back.
 
     A codec is a frozen dataclass; its text is its identity on the wire. What it draws by chance is a pure function of
     the packet's `key`, which both sides know. Laws (tests/core/test_codecs.py): the payload has exactly
@@ -115,6 +115,23 @@ def check_fit(codec: Codec, values: Tensor, payload: Tensor) -> None:
             f"{codec}: values {values.dtype} {list(values.shape)} with a payload {payload.dtype} {list(payload.shape)} "
             f"were given, flat fp32 and flat uint8 of {due} bytes are needed."
         )
+    if values.device != payload.device:
+        raise ConfigurationError(
+            f"{codec}: values on {values.device} with a payload on {payload.device} were given, one device is needed; "
+            "`encode_from` encodes where the values are and brings the bytes."
+        )
+
+
+def encode_from(x: Tensor, codec: Codec, payload: Tensor, key: Key) -> None:
+    """`codec.encode` of an `x` that may be on another device than `payload`: done where `x` is, so that of a delta on
+    the GPU only the packet's bytes cross to the host.
+    """
+    if x.device == payload.device:
+        codec.encode(x, payload, key)
+    else:
+        there = torch.empty(payload.shape, dtype=torch.uint8, device=x.device)
+        codec.encode(x, there, key)
+        payload.copy_(there)
 
 
 def kernels_for(codec: Codec, values: Tensor, payload: Tensor) -> Kernels:

@@ -97,7 +97,7 @@ class ChunkedTopK:
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
         within = _largest(self, x, payload, self.chunk, self.count)
         begin = self.values.nbytes(len(within))
-        self.values.encode(x[within + self._starts(x.numel())], payload[:begin], key)
+        self.values.encode(x[within + self._starts(x)], payload[:begin], key)
         payload[begin:] = pack(within, _width(self.chunk))
 
     def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
@@ -106,7 +106,7 @@ class ChunkedTopK:
         begin = self.values.nbytes(kept)
         within = unpack(payload[begin:], kept, _width(self.chunk))
         _check_ascending(within[within >= self.chunk], self.chunk)  # none, unless the chunk is no power of two
-        index = within + self._starts(out.numel())
+        index = within + self._starts(out)
         _check_ascending(index, out.numel())
         out.index_add_(0, index, _decoded(self.values, payload[:begin], kept, key, weight))
 
@@ -115,10 +115,10 @@ class ChunkedTopK:
         whole, rest = divmod(numel, self.chunk)
         return whole * self.count, -(-self.count * rest // self.chunk)
 
-    def _starts(self, numel: int) -> Tensor:
-        """For each value that travels, where its chunk begins."""
-        chunks, rest = self._kept(numel)
-        return torch.arange(chunks + rest).div(self.count, rounding_mode="floor").mul_(self.chunk)
+    def _starts(self, x: Tensor) -> Tensor:
+        """For each value of `x` that travels, where its chunk begins."""
+        chunks, rest = self._kept(x.numel())
+        return torch.arange(chunks + rest, device=x.device).div(self.count, rounding_mode="floor").mul_(self.chunk)
 
 
 @dataclass(frozen=True)
@@ -148,11 +148,11 @@ class RandomK:
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
         check_fit(self, x, payload)
         check_finite(x)
-        self.values.encode(x[self._drawn(x.numel(), key)], payload, key)
+        self.values.encode(x[self._drawn(x.numel(), key, x.device)], payload, key)
 
     def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
         check_fit(self, out, payload)
-        index, most = self._drawn(out.numel(), key), torch.finfo(torch.float32).max
+        index, most = self._drawn(out.numel(), key, out.device), torch.finfo(torch.float32).max
         values = _decoded(self.values, payload, len(index), key).mul_(out.numel() / max(1, len(index)))
         out.index_add_(0, index, values.clamp_(-most, most).mul_(weight))
 
@@ -161,16 +161,16 @@ class RandomK:
 
     def project(self, x: Tensor, means: tuple[Tensor, ...], key: Key) -> Tensor:
         check_finite(x)
-        return x[self._drawn(x.numel(), key)]
+        return x[self._drawn(x.numel(), key, x.device)]
 
     def expand(self, codes: tuple[Tensor, ...], numel: int, key: Key) -> Tensor:
-        index, most = self._drawn(numel, key), torch.finfo(torch.float32).max
+        index, most = self._drawn(numel, key, codes[0].device), torch.finfo(torch.float32).max
         values = (codes[0] * (numel / max(1, len(index)))).clamp_(-most, most)
-        return torch.zeros(numel).index_copy_(0, index, values)
+        return torch.zeros(numel, device=values.device).index_copy_(0, index, values)
 
-    def _drawn(self, numel: int, key: Key) -> Tensor:
+    def _drawn(self, numel: int, key: Key, device: torch.device) -> Tensor:
         """Where the k least of n distinct draws are: every set is as likely as any other, on every machine the same."""
-        index = torch.empty(math.ceil(self.density * numel), dtype=torch.int64)
+        index = torch.empty(math.ceil(self.density * numel), dtype=torch.int64, device=device)
         kernels.of(index).select_drawn(key.shared("coordinates"), numel, index)
         return index
 
@@ -203,6 +203,6 @@ def _check_ascending(index: Tensor, numel: int) -> None:
 
 
 def _decoded(values: Codec, payload: Tensor, count: int, key: Key, weight: float = 1.0) -> Tensor:
-    out = torch.zeros(count)
+    out = torch.zeros(count, device=payload.device)
     values.decode_add(payload, out, key, weight)
     return out

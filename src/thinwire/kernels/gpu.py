@@ -16,7 +16,8 @@ from torch import Tensor
 
 from thinwire.kernels import Float, Grid, Norm, Scale, programs
 from thinwire.kernels.reference import RUN
-from thinwire.kernels.reference import select_above as select_above  # torch has good ones for the device
+from thinwire.kernels.reference import select_above as select_above  # torch's own sort and search on the device
+from thinwire.kernels.reference import select_drawn as select_drawn
 from thinwire.kernels.reference import select_largest as select_largest
 
 _TILE = 2048  # elements of a program
