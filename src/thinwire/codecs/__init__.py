@@ -6,7 +6,6 @@ from thinwire.codecs.base import (
     Shaped,
     Shapes,
     check_finite,
-    encode_from,
     fitted,
     nested,
     packet_nbytes,
@@ -15,6 +14,7 @@ from thinwire.codecs.base import (
 from thinwire.codecs.block import E2M1, E3M0, E4M3, E5M2, Int
 from thinwire.codecs.cast import Cast, Identity
 from thinwire.codecs.codebook import Codebook
+from thinwire.codecs.device import encode_from
 from thinwire.codecs.lowrank import LowRank
 from thinwire.codecs.sign import Sign
 from thinwire.codecs.sparse import ChunkedTopK, RandomK, TopK

@@ -118,20 +118,8 @@ def check_fit(codec: Codec, values: Tensor, payload: Tensor) -> None:
     if values.device != payload.device:
         raise ConfigurationError(
             f"{codec}: values on {values.device} with a payload on {payload.device} were given, one device is needed; "
-            "`encode_from` encodes where the values are and brings the bytes."
+            "`encode_from` brings the bytes from where the values are."
         )
-
-
-def encode_from(x: Tensor, codec: Codec, payload: Tensor, key: Key) -> None:
-    """`codec.encode` of an `x` that may be on another device than `payload`: done where `x` is, so that of a delta on
-    the GPU only the packet's bytes cross to the host.
-    """
-    if x.device == payload.device:
-        codec.encode(x, payload, key)
-    else:
-        there = torch.empty(payload.shape, dtype=torch.uint8, device=x.device)
-        codec.encode(x, there, key)
-        payload.copy_(there)
 
 
 def kernels_for(codec: Codec, values: Tensor, payload: Tensor) -> Kernels:

@@ -1,0 +1,32 @@
+"""From a delta on the GPU to a packet in host memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs.base import Codec, nested
+from thinwire.codecs.block import Blocks
+from thinwire.codecs.cast import Cast, Identity
+from thinwire.codecs.sign import Sign
+from thinwire.codecs.sparse import ChunkedTopK, RandomK, TopK
+from thinwire.seeds import Key
+
+_ANYWHERE = (Blocks, Cast, ChunkedTopK, Identity, RandomK, Sign, TopK)
+
+
+def runs_anywhere(codec: Codec) -> bool:
+    """Whether `codec`, with all inside it, makes the same bytes on any device. One of the user's own is not trusted to."""
+    return all(isinstance(part, _ANYWHERE) for part in nested(codec))
+
+
+def encode_from(x: Tensor, codec: Codec, payload: Tensor, key: Key) -> None:
+    """`codec.encode` of an `x` that may be on another device than `payload`: done where `x` is, if the codec can, so that
+    only the packet's bytes cross.
+    """
+    if x.device == payload.device or not runs_anywhere(codec):
+        codec.encode(x.to(payload.device), payload, key)
+    else:
+        there = torch.empty(payload.shape, dtype=torch.uint8, device=x.device)
+        codec.encode(x, there, key)
+        payload.copy_(there)
