@@ -37,7 +37,7 @@ from thinwire.errors import (
     PeerError,
     ThinwireError,
 )
-from thinwire.exchange import Direct, Exchange
+from thinwire.exchange import Direct, Exchange, TwoShot
 from thinwire.feedback import Feedback
 from thinwire.group import Group, ThreadGroup, TorchGroup, run_threads
 from thinwire.merge import Eager, Mix
@@ -102,6 +102,7 @@ __all__ = [
     "ThreadGroup",
     "TopK",
     "TorchGroup",
+    "TwoShot",
     "Whole",
     "data_parallel",
     "diloco",

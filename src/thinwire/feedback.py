@@ -55,19 +55,24 @@ class Feedback:
         names = (["residual"] if self.eta else []) + (["reference", "agreed"] if self.kappa else [])
         return {name: torch.zeros(numel) for name in names}
 
-    def signal(self, delta: Tensor, state: State) -> Tensor:
-        """z: what to encode for `delta`."""
-        z = delta - state["reference"] if self.kappa else delta
-        z = z * self.alpha
+    def signal(self, delta: Tensor, state: State, out: Tensor | None = None) -> Tensor:
+        """z: what to encode for `delta`. Any range of the two may be given by itself, here and in `settle`."""
+        if self.kappa:
+            z = torch.sub(delta, state["reference"], out=out).mul_(self.alpha)
+        else:
+            z = torch.mul(delta, self.alpha, out=out)
         return z.add_(state["residual"], alpha=self.eta) if self.eta else z
 
-    def settle(self, delta: Tensor, sent: Tensor, mean: Tensor, state: State) -> tuple[Tensor, State]:
-        """The estimate of the mean delta, the same on all replicas, and the new state, from the own c (`sent`) and the `mean` of all."""
-        own = state["reference"] + sent if self.kappa else sent
-        estimate = state["agreed"] + mean if self.kappa else mean
-        after: dict[str, Tensor] = {}
-        if self.eta:
-            after["residual"] = (state["residual"] * self.beta).add_(delta).sub_(own)
+    def settle(self, delta: Tensor, sent: Tensor, mean: Tensor, state: State, after: State) -> Tensor:
+        """The estimate of the mean delta, the same on all replicas, from the own c (`sent`) and the `mean` of all.
+
+        The new state goes into the tensors of `after`; `state` stays, `mean` may be overwritten.
+        """
         if self.kappa:
-            after |= {"reference": own, "agreed": estimate}
-        return estimate, after
+            own = torch.add(state["reference"], sent, out=after["reference"])
+            mean = torch.add(state["agreed"], mean, out=after["agreed"])
+        else:
+            own = sent
+        if self.eta:
+            torch.mul(state["residual"], self.beta, out=after["residual"]).add_(delta).sub_(own)
+        return mean

@@ -1,8 +1,8 @@
 """Rounds in progress: what happens to a delta beside training, between snapshot and landing.
 
-Two threads, each first in first out: one encodes and starts sending, so that a departure never waits for an earlier
-flight's bytes to arrive; the other waits, decodes, takes the outer step and hears the site's vote. Nothing here
-touches the model.
+Two threads: one encodes and sends, the round first that lands first (`Outbox`), so that a departure never waits for an
+earlier flight's bytes to arrive; the other, first in first out, waits, decodes, takes the outer step and hears the
+site's vote. Nothing here touches the model.
 """
 
 from __future__ import annotations
@@ -11,27 +11,28 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec, check_finite, warm_up
-from thinwire.errors import NonFiniteError
-from thinwire.exchange import Departure
+from thinwire.codecs import Codec
+from thinwire.errors import PeerError
+from thinwire.exchange import Air, Exchange, Round
 from thinwire.group.base import Group
+from thinwire.moved import Moved
 from thinwire.outer import State
 from thinwire.packet import REFUSED, STOP
 from thinwire.seeds import Key
-from thinwire.strategy import Strategy
 
 
 @dataclass(frozen=True)
 class Landed:
-    """What a flight brings: the moved anchor, outer state and feedback (None for a dropped round), and what was said on the way."""
+    """What a flight brings: whether the fragment moves, to where, and what was said on the way."""
 
-    anchor: Tensor | None
-    state: State
-    feedback: State
+    moved: Moved
+    good: bool  # else the round is dropped: nothing has changed
+    exchange: State
     refused_by: tuple[int, ...]  # replicas whose delta was not finite
     stop: bool  # some replica asked to stop
     begin: float
@@ -51,89 +52,83 @@ class Flight:
     arrival: Future[Landed]
 
 
+@dataclass(frozen=True)
+class Ticket:
+    """Which round flies, and how: the fragment's index, the round's number, the inner steps of departure and landing."""
+
+    fragment: int
+    number: int
+    departs: int
+    lands: int
+    codec: Codec
+    exchange: State
+
+
 class Crew:
     """Flies a replica's rounds over `group`; `site` joins the ranks of one sharded replica, which must judge a round alike."""
 
     def __init__(
-        self, strategy: Strategy, group: Group, site: Group | None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.strategy, self.group, self.site, self.clock = strategy, group, site, clock
-        self.stop_requested = False
-        warm_up(strategy.codec)
-        few = torch.zeros(1)
-        strategy.outer.step(few, few, strategy.outer.init(few))
-        self._outbound = ThreadPoolExecutor(1, "thinwire-outbound")
-        self._inbound = ThreadPoolExecutor(1, "thinwire-inbound")
-
-    def launch(
         self,
-        delta: Tensor,
-        codec: Codec,
-        fragment: int,
-        number: int,
-        step: int,
-        feedback: State,
-        settle: Callable[[Tensor], tuple[Tensor, State]],
-    ) -> Flight:
-        """Send `delta`, with what `feedback` holds back, in `codec`; `settle` turns the estimate into the new anchor and state, on
-        the inbound thread.
-        """
-        begin = self.clock()
-        nbytes = self.strategy.exchange.nbytes_sent(codec, delta.numel(), self.group.size)
-        departure = self._outbound.submit(self._depart, delta, codec, feedback, fragment, number)
-        arrival = self._inbound.submit(self._arrive, departure, delta, codec, feedback, settle, begin)
-        return Flight(number, step, delta, nbytes, arrival)
+        exchange: Exchange,
+        seed: int,
+        group: Group,
+        site: Group | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.exchange, self.seed, self.site, self.clock = exchange, seed, site, clock
+        self.air = Air(group)
+        self.stop_requested = False
+        self._inbound = ThreadPoolExecutor(1, "thinwire-inbound")
+        self._launched = 0
+
+    def launch(self, ticket: Ticket, moved: Moved) -> Flight:
+        """Send the delta that is in `moved`, and let the mean of all settle there."""
+        begin, delta, group = self.clock(), moved.present.delta, self.air.group
+        nbytes = self.exchange.nbytes_sent(ticket.codec, delta.numel(), group.size, group.rank)
+        order = (ticket.lands, self._launched)
+        self._launched += 1
+        departure = self.air.outbox.put(order, lambda: self._depart(ticket, moved, order))
+        arrival = self._inbound.submit(self._arrive, departure, moved, begin)
+        return Flight(ticket.number, ticket.departs, delta, nbytes, arrival)
 
     def close(self) -> None:
         """Forget what has not been started; flights in progress end with the group."""
-        for pool in (self._outbound, self._inbound):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self.air.close()
+        self._inbound.shutdown(wait=False, cancel_futures=True)
 
     @torch.no_grad()
-    def _depart(self, delta: Tensor, codec: Codec, feedback: State, fragment: int, number: int) -> Departure:
+    def _depart(self, ticket: Ticket, moved: Moved, order: tuple[int, int]) -> tuple[Round, Any]:
+        key = Key(self.seed, ticket.fragment, ticket.number, self.air.group.rank)
         flags = STOP if self.stop_requested else 0
-        key = Key(self.strategy.seed, fragment, number, self.group.rank)
-        signal = delta.cpu()
-        if self.strategy.feedback:
-            signal = self.strategy.feedback.signal(signal, feedback)
-        return self.strategy.exchange.depart(self.group, codec, signal, key, flags)
+        numel = moved.present.delta.numel()
+        round_ = Round(self.air, ticket.codec, numel, key, moved.signal, flags, order)
+        return round_, self.exchange.depart(round_, ticket.exchange)
 
     @torch.no_grad()
-    def _arrive(
-        self,
-        departed: Future[Departure],
-        delta: Tensor,
-        codec: Codec,
-        feedback: State,
-        settle: Callable[[Tensor], tuple[Tensor, State]],
-        begin: float,
-    ) -> Landed:
-        departure = departed.result()
-        estimate, flags = self.strategy.exchange.arrive(departure, codec)
-        anchor: Tensor | None = None
-        state: State = {}
-        verdict = 0
-        if estimate is not None:
-            if self.strategy.feedback:
-                sent = self.strategy.exchange.sent(departure, codec)
-                estimate, feedback = self.strategy.feedback.settle(delta.cpu(), sent, estimate, feedback)
-            anchor, state = settle(estimate)
-            try:
-                check_finite(anchor)  # damaged or huge packets: the same bytes, so the same verdict, on every replica
-            except NonFiniteError:
-                verdict = REFUSED
-        flags = self._agree((*flags, verdict))
-        refused = tuple(rank for rank, f in enumerate(flags[:-1]) if f & REFUSED)
+    def _arrive(self, departed: Future[tuple[Round, Any]], moved: Moved, begin: float) -> Landed:
+        round_, departure = departed.result()
+        try:
+            arrival = self.exchange.arrive(departure, moved.settle)
+        except PeerError:
+            own = round_.own_failure()
+            if own is not None:
+                raise own from None
+            raise
+        void = arrival.void or any(f & REFUSED for f in arrival.flags)
+        verdict = 0 if not void and moved.finish() else REFUSED
+        moved.close()
+        flags = self._agree((*arrival.flags, verdict))
+        queued, transferred = round_.times()
         return Landed(
-            anchor=None if any(f & REFUSED for f in flags) else anchor,
-            state=state,
-            feedback=feedback,
-            refused_by=refused,
+            moved=moved,
+            good=not any(f & REFUSED for f in flags),
+            exchange=arrival.state,
+            refused_by=tuple(rank for rank, f in enumerate(flags[:-1]) if f & REFUSED),
             stop=any(f & STOP for f in flags),
             begin=begin,
             end=self.clock(),
-            queued_seconds=getattr(departure.transfer, "queued_seconds", 0.0),
-            transfer_seconds=getattr(departure.transfer, "transfer_seconds", 0.0),
+            queued_seconds=queued,
+            transfer_seconds=transferred,
         )
 
     def _agree(self, flags: tuple[int, ...]) -> tuple[int, ...]:

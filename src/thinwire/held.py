@@ -10,11 +10,13 @@ from torch import Tensor
 
 from thinwire.codecs import Codec
 from thinwire.errors import CheckpointError
-from thinwire.flight import Flight
+from thinwire.exchange import Buffers
+from thinwire.flight import Flight, Landed
+from thinwire.moved import Present
 from thinwire.outer import Outer, State
 from thinwire.partition import Fragment, local
 
-_OUTER, _DEVIATION_OUTER, _FEEDBACK = "outer.", "deviation_outer.", "feedback."
+_OUTER, _DEVIATION_OUTER, _FEEDBACK, _EXCHANGE = "outer.", "deviation_outer.", "feedback.", "exchange."
 
 
 @dataclass
@@ -23,9 +25,10 @@ class Held:
 
     fragment: Fragment
     index: int
-    anchor: Tensor  # flat fp32; replaced, never changed in place
+    anchor: Tensor  # flat fp32; what takes its place is written elsewhere, but then its room may be used again
     state: State
     feedback: State  # what the codec held back; on the CPU
+    exchange: State  # what the exchange remembers; on the CPU
     codec: Codec  # the strategy's, fitted to this fragment
     rounds: int = 0
     flight: Flight | None = None
@@ -48,12 +51,43 @@ class Held:
             begin += part.numel()
 
     @torch.no_grad()
-    def snapshot(self) -> Tensor:
+    def snapshot(self, into: Tensor) -> Tensor:
         """The replica's own parameters, flat, in fp32, where the anchor lives."""
-        flat = torch.empty_like(self.anchor)
-        for part, into in self.slices(flat):
-            into.copy_(part)
-        return flat
+        for part, slice_ in self.slices(into):
+            slice_.copy_(part)
+        return into
+
+    @torch.no_grad()
+    def delta(self, into: Tensor) -> Tensor:
+        """base − parameters, in one pass."""
+        for (part, slice_), (_, base) in zip(self.slices(into), self.slices(self.base)):
+            torch.sub(base, part.to(base.device), out=slice_)
+        return into
+
+    def finite(self) -> bool:
+        """Whether all of the replica's own parameters are."""
+        return all(bool(torch.isfinite(part).all()) for part, _ in self.slices(self.anchor))
+
+    def present(self, delta: Tensor) -> Present:
+        return Present(delta, self.anchor, self.state, self.feedback)
+
+    def remember(self, landed: Landed, buffers: Buffers) -> None:
+        """Take over what a good round leaves with feedback and exchange; a dropped one leaves nothing."""
+        if landed.good:
+            feedback, exchange = landed.moved.feedback, landed.exchange
+            buffers.swap(self.feedback.values(), feedback.values())
+            buffers.swap(self.exchange.values(), exchange.values())
+            self.feedback, self.exchange = feedback, exchange
+        else:
+            landed.moved.give_back()
+            buffers.swap(landed.exchange.values(), self.exchange.values())
+
+    def move(self, landed: Landed, buffers: Buffers) -> None:
+        """Take over the moved anchor and its outer state."""
+        moved = landed.moved
+        assert moved.anchor is not None
+        buffers.swap([self.anchor, *self.state.values()], [moved.anchor, *moved.outer.values()])
+        self.anchor, self.state = moved.anchor, moved.outer
 
     @torch.no_grad()
     def load_into_parameters(self, flat: Tensor) -> None:
@@ -67,6 +101,7 @@ class Held:
         named |= {_OUTER + name: value for name, value in self.state.items()}
         named |= {_DEVIATION_OUTER + name: value for name, value in self.deviation_state.items()}
         named |= {_FEEDBACK + name: value for name, value in self.feedback.items()}
+        named |= {_EXCHANGE + name: value for name, value in self.exchange.items()}
         named |= {"delta": self.flight.delta if self.flight else None}
         return {name: value for name, value in named.items() if value is not None}
 
@@ -79,26 +114,30 @@ class Held:
                 "this model; resume with the run's own model."
             )
         here = {name: tensor.to(self.anchor.device) for name, tensor in named.items()}
-        state = {name.removeprefix(_OUTER): value for name, value in here.items() if name.startswith(_OUTER)}
-        due = outer.init(here["anchor"])
-        if state.keys() != due.keys():
-            raise CheckpointError(
-                f"fragment {self.fragment.name!r} has the outer state {sorted(state)} in the checkpoint, {outer} "
-                f"keeps {sorted(due)}; resume with the run's own strategy."
-            )
-        feedback = {
-            name.removeprefix(_FEEDBACK): value.cpu() for name, value in named.items() if name.startswith(_FEEDBACK)
-        }
-        if feedback.keys() != self.feedback.keys():
-            raise CheckpointError(
-                f"fragment {self.fragment.name!r} has the feedback {sorted(feedback)} in the checkpoint, this strategy "
-                f"keeps {sorted(self.feedback)}; resume with the run's own strategy."
-            )
-        self.feedback = feedback
+        state = _under(_OUTER, here)
+        self._check("outer state", outer, state, outer.init(here["anchor"]))
+        feedback, exchange = _under(_FEEDBACK, named), _under(_EXCHANGE, named)
+        self._check("feedback", "this strategy", feedback, self.feedback)
+        self._check("memory of the exchange", "this strategy", exchange, self.exchange)
+        self.feedback, self.exchange = (
+            {name: value.cpu() for name, value in kept.items()} for kept in (feedback, exchange)
+        )
         self.anchor, self.state = here["anchor"], state
         self.deviation, self.own = here.get("deviation"), here.get("own")
-        self.deviation_state = {
-            name.removeprefix(_DEVIATION_OUTER): value
-            for name, value in here.items()
-            if name.startswith(_DEVIATION_OUTER)
-        }
+        self.deviation_state = _under(_DEVIATION_OUTER, here)
+
+    def _check(self, what: str, whose: object, saved: State, due: State) -> None:
+        """Names and sizes. Raises `CheckpointError`."""
+        if {n: t.numel() for n, t in saved.items()} != {n: t.numel() for n, t in due.items()}:
+            raise CheckpointError(
+                f"fragment {self.fragment.name!r} has the {what} {_sizes(saved)} in the checkpoint, {whose} keeps "
+                f"{_sizes(due)}; resume with the run's own strategy, and each replica with its own checkpoint."
+            )
+
+
+def _under(prefix: str, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
+
+
+def _sizes(state: State) -> str:
+    return ", ".join(f"{name} of {value.numel()}" for name, value in sorted(state.items())) or "nothing"

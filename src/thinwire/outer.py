@@ -1,6 +1,7 @@
 """The outer step: how the agreed delta moves the anchor.
 
-Functional: new tensors come back, nothing is changed in place, so a round that fails half-way has changed nothing.
+Nothing is changed in place, so a round that fails half-way has changed nothing: new tensors come back, or are written
+into others.
 """
 
 from __future__ import annotations
@@ -31,6 +32,22 @@ class Outer(Protocol):
         """The new anchor and state after `delta` (= anchor − parameters, so it is subtracted)."""
 
 
+@runtime_checkable
+class Elementwise(Outer, Protocol):
+    """An outer step that treats every element by itself: any range of a fragment may be stepped alone, in place of the
+    whole, while it is in the cache.
+    """
+
+    def step_into(self, anchor: Tensor, delta: Tensor, state: State, moved: Tensor, after: State) -> None:
+        """As `step`, into `moved` and the tensors of `after`."""
+
+
+def _stepped(outer: Elementwise, anchor: Tensor, delta: Tensor, state: State) -> tuple[Tensor, State]:
+    moved, after = torch.empty_like(anchor), {name: torch.empty_like(kept) for name, kept in state.items()}
+    outer.step_into(anchor, delta, state, moved, after)
+    return moved, after
+
+
 @dataclass(frozen=True)
 class Average:
     """anchor ← anchor − Δ: the mean of the replicas' parameters (Local SGD, arXiv 1805.09767)."""
@@ -41,7 +58,10 @@ class Average:
         return {}
 
     def step(self, anchor: Tensor, delta: Tensor, state: State) -> tuple[Tensor, State]:
-        return anchor - delta, state
+        return _stepped(self, anchor, delta, state)
+
+    def step_into(self, anchor: Tensor, delta: Tensor, state: State, moved: Tensor, after: State) -> None:
+        torch.sub(anchor, delta, out=moved)
 
 
 @dataclass(frozen=True)
@@ -67,10 +87,12 @@ class Nesterov:
         return {"momentum": torch.zeros_like(anchor)} if self.momentum else {}
 
     def step(self, anchor: Tensor, delta: Tensor, state: State) -> tuple[Tensor, State]:
+        return _stepped(self, anchor, delta, state)
+
+    def step_into(self, anchor: Tensor, delta: Tensor, state: State, moved: Tensor, after: State) -> None:
         if not self.momentum:
-            return anchor - self.lr * delta, state
-        moved, velocity = torch.empty_like(anchor), torch.empty_like(anchor)
-        before = state["momentum"]
+            torch.sub(anchor, torch.mul(delta, self.lr, out=moved), out=moved)
+            return
+        before, velocity = state["momentum"], after["momentum"]
         fast = kernels.of(anchor, delta, before, moved, velocity)
         fast.nesterov(anchor, delta, before, self.lr, self.momentum, moved, velocity)
-        return moved, {"momentum": velocity}

@@ -8,8 +8,9 @@
 | 4     | codec    | CRC-32 of the codec's own text, so that its parameters count too |
 | 4     | sender   | replica                                                          |
 | 4     | fragment | index                                                            |
-| 8     | round    | how often this fragment has departed before                      |
-| 8     | numel    | elements in the delta                                            |
+| 4     | round    | how often this fragment has departed before                      |
+| 4     | part     | which message of the round: its stage, and its place there       |
+| 8     | numel    | elements of the delta in this message                            |
 | 8     | nbytes   | of the payload                                                   |
 | 4     | checksum | CRC-32 of the header with this field zero, then the payload      |
 
@@ -30,10 +31,10 @@ from torch import Tensor
 from thinwire.errors import PacketError
 
 MAGIC = b"TWPK"
-VERSION = 1
+VERSION = 2
 REFUSED = 1
 STOP = 2
-_LAYOUT = struct.Struct("<4sHHIIIQQQI")
+_LAYOUT = struct.Struct("<4sHHIIIIIQQI")
 _CHECKSUM = struct.Struct("<I")
 HEADER_NBYTES = _LAYOUT.size
 
@@ -46,6 +47,7 @@ class Header:
     sender: int
     fragment: int
     round: int
+    part: int
     numel: int
     nbytes: int
     flags: int = 0
@@ -66,7 +68,7 @@ def seal(packet: Tensor, header: Header) -> None:
     view = packet.numpy().data
     _LAYOUT.pack_into(
         view, 0, MAGIC, VERSION, header.flags, header.codec, header.sender, header.fragment,
-        header.round, header.numel, header.nbytes, 0,
+        header.round, header.part, header.numel, header.nbytes, 0,
     )  # fmt: skip
     _CHECKSUM.pack_into(view, HEADER_NBYTES - _CHECKSUM.size, zlib.crc32(view))
 
@@ -92,7 +94,7 @@ def open_packet(packet: Tensor, due: Header) -> int:
     body = zlib.crc32(view[HEADER_NBYTES:], zlib.crc32(bytes(4), zlib.crc32(view[: HEADER_NBYTES - 4])))
     if checksum != body:
         raise PacketError(f"the packet of replica {sender} is damaged: checksum {checksum:08x}, computed {body:08x}.")
-    names = ("codec", "sender", "fragment", "round", "numel", "nbytes")
+    names = ("codec", "sender", "fragment", "round", "part", "numel", "nbytes")
     for name, got in zip(names, fields):
         if got != getattr(due, name):
             raise PacketError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -22,15 +23,14 @@ from torch.nn.modules.batchnorm import _NormBase
 from thinwire.codecs import Identity, check_finite, fitted
 from thinwire.contact import agree_on_start, digest, introduce
 from thinwire.errors import CheckpointError, DisagreementError, ModelError, NonFiniteError
-from thinwire.flight import Crew, Flight, Landed
+from thinwire.flight import Crew, Landed, Ticket
 from thinwire.group.base import Group, gather
 from thinwire.held import Held
 from thinwire.merge import Eager, Mix
-from thinwire.outer import Average, State
+from thinwire.moved import Moved
+from thinwire.outer import Average
 from thinwire.partition import Fragment, check_optimizer, check_sharding, local
 from thinwire.strategy import Gradients, Strategy
-
-Settle = Callable[[Tensor], tuple[Tensor, State]]
 
 
 class Observer(Protocol):
@@ -97,7 +97,8 @@ class Replica:
         strategy.schedule.departs(1, len(fragments))  # offsets for another number of fragments are refused here
         introduce(group, strategy, fragments)
         self._gradients_exchanged = self._finished = False
-        self._crew = Crew(strategy, group, site, clock)
+        self._crew = Crew(strategy.exchange, strategy.seed, group, site, clock)
+        self._buffers = self._crew.air.buffers
         self._pieces = [self._piece(fragment, index) for index, fragment in enumerate(fragments)]
         if agree_on_start(group, [piece.anchor for piece in self._pieces]):
             self._observe("warning", 0, message="replicas began with different weights; all start from replica 0's")
@@ -136,26 +137,24 @@ class Replica:
         began = self._clock()
         self._gradients_exchanged = True
         for piece in self._pieces:
-            gradients = [_gradient(parameter).reshape(-1).float() for _, parameter in piece.fragment.parameters]
-            self._depart(piece, torch.cat(gradients), lambda estimate: (estimate, {}))
-        landings = []
-        for piece in self._pieces:
-            landed, report = self._await(piece)
-            landings.append(landed)
-            report()
-        means = [landed.anchor for landed in landings]
-        refused = any(mean is None for mean in means)
-        if not refused:
-            for piece, landed in zip(self._pieces, landings):
-                piece.feedback = landed.feedback
-        for piece, mean in zip(self._pieces, means):
-            slices = piece.slices(piece.anchor if mean is None else mean)
-            for (_, parameter), (_, values) in zip(piece.fragment.parameters, slices):
+            gradients = [_gradient(parameter).reshape(-1) for _, parameter in piece.fragment.parameters]
+            delta = self._buffers.like(piece.anchor)
+            for gradient, (_, into) in zip(gradients, piece.slices(delta)):
+                into.view(-1).copy_(gradient)
+            self._depart(piece, Moved(piece.present(delta), None, self.strategy.feedback, self._buffers))
+        landings = [self._await(piece) for piece in self._pieces]
+        refused = not all(landed.good for landed, _ in landings)
+        for piece, (landed, report) in zip(self._pieces, landings):
+            mean = piece.anchor if landed.moved.anchor is None else landed.moved.anchor
+            for (_, parameter), (_, values) in zip(piece.fragment.parameters, piece.slices(mean)):
                 # Exactly zero everywhere is what parameters without a gradient send: they are skipped, on all replicas alike.
                 if refused or not bool(values.any()):
                     parameter.grad = None
                 else:
                     _gradient(parameter).copy_(values)
+            self._buffers.give(mean)
+            piece.remember(replace(landed, good=not refused), self._buffers)
+            report()
         if refused:
             self._check_own_weights()
         self.seconds += self._clock() - began
@@ -163,7 +162,10 @@ class Replica:
     def anchors(self) -> list[Tensor]:
         """The outer weights, flat and in fp32, a tensor a fragment (with `Gradients`: the parameters, which are equal everywhere)."""
         exchanges_gradients = isinstance(self.strategy.signal, Gradients)
-        return [piece.snapshot() if exchanges_gradients else piece.anchor for piece in self._pieces]
+        return [
+            piece.snapshot(torch.empty_like(piece.anchor)) if exchanges_gradients else piece.anchor.clone()
+            for piece in self._pieces
+        ]
 
     @contextmanager
     def anchored(self) -> Iterator[None]:
@@ -245,34 +247,34 @@ class Replica:
 
     @torch.no_grad()
     def _depart_delta(self, piece: Held) -> None:
-        """Snapshot the fragment, form its delta and let it fly."""
+        """Form the fragment's delta and let it fly."""
         began = self._clock()
-        snapshot = piece.snapshot()
-        delta = piece.base - snapshot
+        delta = piece.delta(self._buffers.like(piece.anchor))
+        given: Tensor | None = None
         if isinstance(self.strategy.merge, Eager):
             delta = self._step_eagerly(piece, delta)
-        settle, outer, codec = self._settle(piece), self.strategy.outer, self.strategy.codec
-        plain = (outer, codec, self.strategy.feedback) == (Average(), Identity(), None)
-        if self.group.size == 1 and self.strategy.schedule.delay == 0 and plain:
+        elif self.group.size == 1 and self.strategy.schedule.delay == 0 and self._plain:
             # One replica that averages with itself is the inner optimizer alone, exactly (law 2): anchor − (anchor − θ) would round.
-            state = piece.state
-            settle = lambda estimate: (snapshot, state)  # noqa: E731
-        self._depart(piece, delta, settle, began)
+            given = piece.snapshot(self._buffers.like(piece.anchor))
+        self._depart(piece, self._moved(piece, delta, given), began)
 
-    def _settle(self, piece: Held) -> Settle:
-        """How the estimate of a round that departs now will move the anchor."""
-        anchor, state, outer = piece.anchor, piece.state, self.strategy.outer
-        return lambda estimate: outer.step(anchor, estimate.to(anchor.device), state)
+    @property
+    def _plain(self) -> bool:
+        return (self.strategy.outer, self.strategy.codec, self.strategy.feedback) == (Average(), Identity(), None)
 
-    def _depart(self, piece: Held, delta: Tensor, settle: Settle, began: float | None = None) -> None:
+    def _moved(self, piece: Held, delta: Tensor, given: Tensor | None = None) -> Moved:
+        return Moved(piece.present(delta), self.strategy.outer, self.strategy.feedback, self._buffers, given)
+
+    def _depart(self, piece: Held, moved: Moved, began: float | None = None) -> None:
         began = self._clock() if began is None else began
-        piece.flight = flight = self._launch(piece, delta, piece.rounds, self.step, settle)
+        piece.flight = flight = self._crew.launch(self._ticket(piece, piece.rounds, self.step), moved)
         piece.rounds += 1
         fields = {"fragment": piece.index, "round": flight.number, "nbytes": flight.nbytes}
         self._observe("depart", self.step, **fields, seconds_spent=self._clock() - began)
 
-    def _launch(self, piece: Held, delta: Tensor, number: int, step: int, settle: Settle) -> Flight:
-        return self._crew.launch(delta, piece.codec, piece.index, number, step, piece.feedback, settle)
+    def _ticket(self, piece: Held, number: int, step: int) -> Ticket:
+        lands = step + self.strategy.schedule.delay
+        return Ticket(piece.index, number, step, lands, piece.codec, piece.exchange)
 
     def _await(self, piece: Held) -> tuple[Landed, Callable[[], None]]:
         """Wait for the fragment's flight and report it; what comes back second reports the landing, when it is done."""
@@ -283,13 +285,15 @@ class Replica:
         stall = self._clock() - began
         self.stall_seconds += stall
         piece.flight = None
+        if not isinstance(self.strategy.merge, Eager):  # there it is the own delta, which is needed longer
+            self._buffers.give(flight.delta)
         self.stopping |= landed.stop
         fields = {"fragment": piece.index, "round": flight.number}
         self._observe(
             "flight", self.step, **fields, begin=landed.begin, end=landed.end,
             queued_seconds=landed.queued_seconds, transfer_seconds=landed.transfer_seconds,
         )  # fmt: skip
-        if landed.anchor is None:
+        if not landed.good:
             reason = "NaN or infinity in the delta" if landed.refused_by else "the anchor would not be finite"
             self._observe("refused", self.step, **fields, by=list(landed.refused_by), reason=reason)
         return landed, partial(self._report_landing, fields, began, stall)
@@ -302,13 +306,14 @@ class Replica:
     def _land(self, piece: Held) -> None:
         """Take over what the flight brought. A refused round changes nothing: the delta is still in the parameters."""
         landed, report = self._await(piece)
-        if landed.anchor is not None:
-            piece.anchor, piece.state, piece.feedback = landed.anchor, landed.state, landed.feedback
+        if landed.good:
+            piece.move(landed, self._buffers)
             if isinstance(self.strategy.merge, Mix):
                 for part, slice_ in piece.slices(piece.anchor):
                     self.strategy.merge.into(part, slice_.to(part.device))
         elif self.group.rank in landed.refused_by:
             self._start_again()
+        piece.remember(landed, self._buffers)
         report()
 
     def _step_eagerly(self, piece: Held, delta: Tensor) -> Tensor:
@@ -333,7 +338,7 @@ class Replica:
     @torch.no_grad()
     def _start_again(self) -> None:
         """Go back to the anchors if own values are not finite, and clear what is not finite in optimizer and buffers."""
-        if all(bool(torch.isfinite(piece.snapshot()).all()) for piece in self._pieces):
+        if all(piece.finite() for piece in self._pieces):
             return  # a delta from before the last new start
         message = "this replica's weights were not finite; it starts again from the anchors"
         self._observe("warning", self.step, message=message)
@@ -351,7 +356,7 @@ class Replica:
 
     def _check_own_weights(self) -> None:
         """With `Gradients` there is no anchor to start again from."""
-        if not all(bool(torch.isfinite(piece.snapshot()).all()) for piece in self._pieces):
+        if not all(piece.finite() for piece in self._pieces):
             raise NonFiniteError(
                 f"the weights of replica {self.group.rank} hold NaN or infinity, and data-parallel training keeps no "
                 "anchors to start again from; go on from the last checkpoint."
@@ -373,9 +378,11 @@ class Replica:
         parts = [local(p.detach()) for _, p in fragment.parameters]
         device = torch.device("cpu") if self.strategy.anchors == "host" else parts[0].device
         anchor = torch.cat([part.reshape(-1).to(device, torch.float32) for part in parts])
+        numel, exchange = anchor.numel(), self.strategy.exchange
         feedback = self.strategy.feedback.init(anchor.numel()) if self.strategy.feedback else {}
         codec = fitted(self.strategy.codec, fragment.shapes)
-        return Held(fragment, index, anchor, self.strategy.outer.init(anchor), feedback, codec)
+        memory = exchange.init(codec, numel, self.group.rank, self.group.size)
+        return Held(fragment, index, anchor, self.strategy.outer.init(anchor), feedback, memory, codec)
 
     @torch.no_grad()
     def _load_anchors(self) -> None:
@@ -425,7 +432,7 @@ class Replica:
         for departed, index, number in flights:
             piece = self._pieces[index]
             delta = tensors[f"{index}.delta"].to(piece.anchor.device)
-            piece.flight = self._launch(piece, delta, number, departed, self._settle(piece))
+            piece.flight = self._crew.launch(self._ticket(piece, number, departed), self._moved(piece, delta))
 
 
 def _reshard(model: nn.Module) -> None:

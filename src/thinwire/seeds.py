@@ -27,7 +27,8 @@ def derive(seed: int, purpose: str, *indices: int) -> int:
 class Key:
     """Names one packet, and so the random streams of its encoding: the run's seed, fragment, round and sender.
 
-    `own(purpose)` is a stream of this sender, `shared(purpose)` one that all senders of the round have alike.
+    `own(purpose)` is a stream of this sender, `shared(purpose)` one that all senders of the round have alike. Where a
+    round codes several vectors, each by itself, `part` tells them apart.
 
     >>> Key(seed=1, sender=0).shared("which") == Key(seed=1, sender=5).shared("which")
     True
@@ -37,12 +38,17 @@ class Key:
     fragment: int = 0
     round: int = 0
     sender: int = 0
+    part: int = 0
 
     def own(self, purpose: str) -> int:
-        return derive(self.seed, purpose, self.fragment, self.round, self.sender)
+        return derive(self.seed, purpose, self.fragment, self.round, self.sender, *self._part)
 
     def shared(self, purpose: str) -> int:
-        return derive(self.seed, purpose, self.fragment, self.round)
+        return derive(self.seed, purpose, self.fragment, self.round, *self._part)
+
+    @property
+    def _part(self) -> tuple[int, ...]:
+        return (-self.part,) if self.part else ()  # no sender is negative: never the stream of another key
 
 
 def draw(stream: int, begin: int, count: int) -> Tensor:

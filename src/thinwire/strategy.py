@@ -33,7 +33,7 @@ from thinwire.codecs import (
     nested,
 )
 from thinwire.errors import ConfigurationError
-from thinwire.exchange import Direct, Exchange
+from thinwire.exchange import Direct, Exchange, TwoShot
 from thinwire.feedback import Feedback
 from thinwire.merge import Eager, Mix
 from thinwire.outer import Average, Nesterov, Outer
@@ -95,6 +95,7 @@ class Strategy:
                 f"{self.feedback} over {self.codec}: a contractive codec is needed, or what is held back grows; choose "
                 "TopK, or leave feedback=None."
             )
+        self.exchange.check(self.codec, self.feedback)
         if self.anchors not in ("host", "device"):
             raise ConfigurationError(f"anchors={self.anchors!r}: 'host' or 'device' is needed.")
         every, delay = self.schedule.every, self.schedule.delay
@@ -173,6 +174,7 @@ PIECES: dict[str, Callable[..., Any]] = {
             Squares,
             Feedback,
             Direct,
+            TwoShot,
             Average,
             Nesterov,
         ),

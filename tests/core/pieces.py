@@ -153,7 +153,7 @@ OUTERS = [
     row(tw.Nesterov(2.0, 0.0), "linear", "stateless"),
 ]
 MERGES = [row(tw.Mix()), row(tw.Mix(0.5)), row(tw.Mix(1.0)), row(tw.Eager())]
-EXCHANGES = [row(tw.Direct())]
+EXCHANGES = [row(tw.Direct()), row(tw.TwoShot()), row(tw.TwoShot(tw.Feedback()))]
 SIGNALS = [row(tw.Deltas()), row(tw.Gradients())]
 FEEDBACKS = [
     row(tw.Feedback(), "conserves"),

@@ -24,7 +24,8 @@ def walk(feedback: tw.Feedback, codec: tw.Codec, signals: torch.Tensor) -> tuple
     for number, delta in enumerate(signals):
         before = {name: value.clone() for name, value in state.items()}
         c = roundtrip(codec, feedback.signal(delta, state), Key(round=number))
-        estimate, after = feedback.settle(delta, c, c, state)
+        after = {name: torch.full_like(value, torch.nan) for name, value in state.items()}
+        estimate = feedback.settle(delta, c, c.clone(), state, after)
         assert all(same_bits(before[name], state[name]) for name in before), "changed in place"
         assert after.keys() == before.keys() == feedback.init(3).keys()
         state = after

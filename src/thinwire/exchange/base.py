@@ -1,0 +1,311 @@
+"""What an exchange is: how packets become one estimate."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import Codec
+from thinwire.errors import NonFiniteError, PacketError
+from thinwire.exchange.buffers import Buffers
+from thinwire.exchange.messages import STAGE, Message, Piece, Signal
+from thinwire.exchange.outbox import Order, Outbox, Sent
+from thinwire.feedback import Feedback
+from thinwire.group.base import TAGS, Group, Transfer
+from thinwire.group.link import Link
+from thinwire.outer import State
+from thinwire.packet import HEADER_NBYTES, REFUSED, STOP, Header, identity, open_packet, payload, seal
+from thinwire.seeds import Key
+
+Settle = Callable[[int, Tensor, Callable[[], Tensor]], None]
+"""Takes the estimate of the elements from the first number on; the last gives what this replica's own packets say of them.
+Both tensors are lent until the call returns."""
+
+
+@runtime_checkable
+class Exchange(Protocol):
+    """How every replica's values of a fragment become one estimate of their mean, the same bits on all.
+
+    Two halves, so that several rounds share the link: `depart` starts receiving and sending, `arrive` waits, decodes
+    and hands over the estimate range by range. What an exchange remembers of a fragment is its state: `init` makes it,
+    `arrive` returns the next and changes nothing of the present one, so a round that fails has changed nothing.
+
+    Laws (tests/core/test_exchanges.py): the estimate depends on the bytes that travelled and on nothing else;
+    `nbytes_sent` is what the ledger counts for the purpose "packet"; a codec that does not fit is refused by `check`.
+    """
+
+    def check(self, codec: Codec, feedback: Feedback | None) -> None:
+        """Raise `ConfigurationError` unless this exchange can carry what `codec` makes, under the strategy's `feedback`."""
+
+    def init(self, codec: Codec, numel: int, rank: int, size: int) -> State:
+        """What replica `rank` of `size` remembers of a fragment, at first; on the CPU. Raises `ConfigurationError` if
+        the group does not fit.
+        """
+
+    def depart(self, round_: Round, state: State) -> Any:
+        """Start a round; what comes back is for `arrive`. Does not wait for peers."""
+
+    def arrive(self, departure: Any, settle: Settle) -> Arrival:
+        """End the round that `depart` began. Raises `LinkError`, `PacketError`."""
+
+    def nbytes_sent(self, codec: Codec, numel: int, size: int, rank: int | None = None) -> int:
+        """Bytes that replica `rank` of `size` (without: the one that sends most) sends for a round, headers included."""
+
+    def seconds(self, codec: Codec, numel: int, size: int, link: Link) -> float:
+        """How long a round lasts if every replica's uplink is `link` and nothing else is on it (predicted)."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """The end of a round: every replica's flags, and the exchange's next state. `void`, or one that has `REFUSED`: there is
+    no estimate, whatever was handed over. `void` alone is nobody's fault: a sum has overflowed.
+    """
+
+    flags: tuple[int, ...]
+    state: State
+    void: bool = False
+
+
+class Air:
+    """What the rounds of one replica share: the group, the order in which they send, and their buffers."""
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.outbox, self.buffers = group, Outbox(group), Buffers()
+
+    def close(self) -> None:
+        """End the sending thread. The group stays open."""
+        self.outbox.close()
+
+
+@dataclass
+class Round:
+    """What an exchange is to do: carry `signal`, `numel` elements of it, coded by `codec`; and what it used for that.
+
+    `key` names the own packet, `flags` go with it, `order` says whose messages leave first (`Outbox`).
+    """
+
+    air: Air
+    codec: Codec
+    numel: int
+    key: Key
+    signal: Signal
+    flags: int = 0
+    order: Order = ()
+    begun: float = field(default_factory=time.monotonic)
+    outgoing: list[Outgoing] = field(default_factory=list)
+    packets: list[Tensor] = field(default_factory=list)
+
+    @property
+    def rank(self) -> int:
+        return self.air.group.rank
+
+    @property
+    def size(self) -> int:
+        return self.air.group.size
+
+    @property
+    def peers(self) -> list[int]:
+        return [peer for peer in range(self.size) if peer != self.rank]
+
+    def packet(self, nbytes: int) -> Tensor:
+        """Room for a packet with a payload of `nbytes`."""
+        self.packets.append(self.air.buffers.bytes(HEADER_NBYTES + nbytes))
+        return self.packets[-1]
+
+    def close(self) -> None:
+        """Wait until all that was sent is handed over, and give the buffers back. Not for a round that failed: its
+        buffers may still be written to.
+        """
+        for outgoing in self.outgoing:
+            outgoing.wait_sent()
+        self.air.buffers.give(*self.packets)
+        self.packets.clear()
+
+    def own_failure(self) -> BaseException | None:
+        """What went wrong in encoding, if anything did: peers that miss a message are only its consequence."""
+        for outgoing in self.outgoing:
+            if outgoing.written.done() and not outgoing.written.cancelled() and outgoing.written.exception():
+                return outgoing.written.exception()
+        return None
+
+    def times(self) -> tuple[float, float]:
+        """Seconds queued before the first bit left, and from then to the arrival of the last, as far as the carrier knows."""
+        sent = [o.sent for o in self.outgoing if o.sent and o.sent.transfer.transfer_seconds]
+        if not sent:
+            return 0.0, 0.0
+        begins = [one.posted + one.transfer.queued_seconds for one in sent]
+        end = max(begin + one.transfer.transfer_seconds for begin, one in zip(begins, sent))
+        return min(begins) - self.begun, end - min(begins)
+
+
+class Outgoing:
+    """A packet that is being written and sent."""
+
+    def __init__(self, message: Message, packet: Tensor) -> None:
+        self.message, self.packet = message, packet
+        self.flags = 0
+        self.sent: Sent | None = None
+        self.written: Future[None] = Future()
+        self._posted: Future[None] | None = None
+
+    def leaves_with(self, posted: Future[None]) -> None:
+        """`posted` is done when the packet is with the carrier; if it is cancelled, nobody will write it either."""
+        self._posted = posted
+        posted.add_done_callback(lambda done: done.cancelled() and self.written.cancel())
+
+    def wait(self) -> Tensor:
+        """The packet, when it is written."""
+        self.written.result()
+        return self.packet
+
+    def wait_sent(self) -> None:
+        """Return when the packet is handed over. Raises what went wrong."""
+        if self._posted is not None:
+            self._posted.result()
+        if self.sent is not None:
+            self.sent.wait()
+
+
+class _Expected(NamedTuple):
+    transfer: Transfer
+    messages: dict[int, Message]  # by peer
+    packets: dict[int, Tensor]
+
+
+class Stage:
+    """One wave of a round's messages: every replica knows whose it gets and how long they are.
+
+    Several stages of a round have different numbers. `marks` bytes follow every payload, `purpose` is the ledger's.
+    """
+
+    def __init__(self, round_: Round, codec: Codec, number: int = 0, marks: int = 0, purpose: str = "packet") -> None:
+        self.round, self.codec, self.number, self.marks, self.purpose = round_, codec, number, marks, purpose
+        self._expected: list[_Expected] = []
+
+    def expect(self, due: Mapping[int, Sequence[Message]]) -> None:
+        """Start receiving from each peer its messages."""
+        for index in range(max(map(len, due.values()), default=0)):
+            messages = {peer: of_peer[index] for peer, of_peer in due.items() if index < len(of_peer)}
+            packets = {p: self.round.packet(message.nbytes + self.marks) for p, message in messages.items()}
+            transfer = self.round.air.group.post(self._tag(index), {}, packets, self.purpose)
+            self._expected.append(_Expected(transfer, messages, packets))
+
+    def receive(self, index: int) -> dict[int, int]:
+        """Wait for the message `index` of all who send one; the flags of each. Raises `LinkError`, `PacketError`."""
+        if index >= len(self._expected):
+            return {}
+        transfer, messages, packets = self._expected[index]
+        transfer.wait()
+        return {
+            peer: open_packet(packets[peer], self._header(replace(self.round.key, sender=peer), index, messages[peer]))
+            for peer in sorted(packets)
+        }
+
+    def packet(self, index: int, peer: int) -> Tensor:
+        """What came from `peer`."""
+        return self._expected[index].packets[peer]
+
+    def write(
+        self, index: int, message: Message, signal: Signal, key: Key, flags: int, marks: Sequence[int] = ()
+    ) -> Outgoing:
+        """Encode a message here and now."""
+        outgoing = self._outgoing(message)
+        self._write(outgoing, index, signal, key, flags, marks)
+        return outgoing
+
+    def post(self, index: int, packet: Outgoing, to: Sequence[int]) -> None:
+        """Send what is written when it is its turn."""
+        packet.leaves_with(self.round.air.outbox.put(self.round.order, lambda: self._post(packet, index, to)))
+
+    def send(self, index: int, message: Message, to: Sequence[int], signal: Signal, key: Key) -> Outgoing:
+        """Encode and send a message of the round's own flags when it is its turn."""
+        outgoing = self._outgoing(message)
+
+        def job() -> None:
+            self._write(outgoing, index, signal, key, self.round.flags, ())
+            self._post(outgoing, index, to)
+
+        outgoing.leaves_with(self.round.air.outbox.put(self.round.order, job))
+        return outgoing
+
+    def _outgoing(self, message: Message) -> Outgoing:
+        outgoing = Outgoing(message, self.round.packet(message.nbytes + self.marks))
+        self.round.outgoing.append(outgoing)
+        return outgoing
+
+    def _write(
+        self, outgoing: Outgoing, index: int, signal: Signal, key: Key, flags: int, marks: Sequence[int]
+    ) -> None:
+        message, body = outgoing.message, payload(outgoing.packet)
+        try:
+            try:
+                for piece in message.pieces:
+                    self.codec.encode(signal(piece.begin, piece.end), body[piece.first : piece.last], key)
+            except NonFiniteError:
+                body[: message.nbytes].zero_()
+                flags |= REFUSED
+            body[message.nbytes :] = torch.tensor(list(marks), dtype=torch.uint8)
+            seal(outgoing.packet, replace(self._header(key, index, message), flags=flags))
+            outgoing.flags = flags
+            outgoing.written.set_result(None)
+        except BaseException as error:
+            outgoing.written.set_exception(error)
+            raise
+
+    def _post(self, outgoing: Outgoing, index: int, to: Sequence[int]) -> None:
+        if to:
+            messages = dict.fromkeys(to, outgoing.packet)
+            outgoing.sent = self.round.air.outbox.send(self._tag(index), messages, self.purpose)
+
+    def _header(self, key: Key, index: int, message: Message) -> Header:
+        """What is due from `key`'s sender."""
+        part, nbytes = self.number * STAGE + index, message.nbytes + self.marks
+        return Header(identity(self.codec), key.sender, key.fragment, key.round, part, message.numel, nbytes)
+
+    def _tag(self, index: int) -> int:
+        """Messages of two rounds that may be in the air together, of two stages, and of two places have tags of their
+        own; where the numbers do not suffice, the order of posting tells them apart.
+        """
+        key = self.round.key
+        return ((key.round & 0xFF) << 22 | (key.fragment & 0x3FF) << 12 | (self.number & 7) << 9 | index & 0x1FF) % TAGS
+
+
+class Room:
+    """Where a round's packets are decoded, a piece at a time; what it returns is lent until the next call."""
+
+    def __init__(self, round_: Round, codec: Codec, messages: Iterable[Message]) -> None:
+        numel = max((piece.end - piece.begin for message in messages for piece in message.pieces), default=0)
+        self._codec, self._buffers = codec, round_.air.buffers
+        self._mean, self._sent = self._buffers.floats(numel), self._buffers.floats(numel)
+
+    def mean(self, piece: Piece, packets: Mapping[int, Tensor], key: Key, weights: Sequence[float] = ()) -> Tensor:
+        """Of what all `packets` say of `piece`, summed by rank of the sender; or their sum, each with its weight."""
+        mean = self._mean[: piece.end - piece.begin].zero_()
+        for number, sender in enumerate(sorted(packets)):
+            weight = weights[number] if weights else 1.0
+            body = payload(packets[sender])[piece.first : piece.last]
+            self._codec.decode_add(body, mean, replace(key, sender=sender), weight)
+        return mean if weights or len(packets) == 1 else mean.div_(len(packets))
+
+    def sent(self, piece: Piece, packet: Tensor, key: Key) -> Tensor:
+        """What the own `packet` says of `piece`."""
+        out = self._sent[: piece.end - piece.begin].zero_()
+        self._codec.decode_add(payload(packet)[piece.first : piece.last], out, key)
+        return out
+
+    def close(self) -> None:
+        self._buffers.give(self._mean, self._sent)
+
+
+def heard(packet: Tensor, message: Message, sender: int) -> list[int]:
+    """What is behind the payload: every replica's flags, a byte each, as the sender has heard them."""
+    marks: list[int] = payload(packet)[message.nbytes :].tolist()
+    if any(mark & ~(REFUSED | STOP) for mark in marks):
+        raise PacketError(f"replica {sender} passes on unknown flags {marks}; run the same version everywhere.")
+    return marks

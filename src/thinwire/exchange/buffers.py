@@ -1,0 +1,62 @@
+"""Buffers that are used again, so that a round in the steady state allocates nothing of a fragment's size."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+class Buffers:
+    """Lends flat CPU tensors, with what was in them; any thread may take and give.
+
+    A size is rounded up to one of eight in each power of two, so that nearly equal fragments share their buffers.
+
+    >>> buffers = Buffers()
+    >>> first = buffers.floats(1000)
+    >>> buffers.give(first)
+    >>> buffers.floats(1001).data_ptr() == first.data_ptr()
+    True
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: dict[int, list[Tensor]] = {}  # by their bytes
+        self._lent: dict[int, Tensor] = {}  # by where they lie
+
+    def bytes(self, count: int) -> Tensor:
+        """`count` bytes."""
+        step = max(64, 1 << max(0, (count - 1).bit_length() - 4))
+        room = -(-max(1, count) // step) * step
+        with self._lock:
+            free = self._free.get(room)
+            whole = free.pop() if free else torch.empty(room, dtype=torch.uint8)
+            self._lent[whole.data_ptr()] = whole
+        return whole[:count]
+
+    def floats(self, count: int) -> Tensor:
+        """`count` fp32 values."""
+        return self.bytes(4 * count).view(torch.float32)
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """Room for what `tensor` holds: flat fp32 where it is; only what is on the CPU is used again."""
+        return self.floats(tensor.numel()) if tensor.device.type == "cpu" else torch.empty_like(tensor)
+
+    def give(self, *tensors: Tensor) -> None:
+        """Take back, whole, what nobody looks at any more; what was not lent here is let go."""
+        with self._lock:
+            for tensor in tensors:
+                whole = self._lent.pop(_place(tensor), None)
+                if whole is not None:
+                    self._free.setdefault(whole.numel(), []).append(whole)
+
+    def swap(self, old: Iterable[Tensor], new: Iterable[Tensor]) -> None:
+        """Take back those of `old` that are not among `new` too."""
+        kept = {_place(tensor) for tensor in new}
+        self.give(*(tensor for tensor in old if _place(tensor) not in kept))
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,88 @@
+"""How a vector is cut into messages, and what travels in one.
+
+A vector whose codec has a grain is cut there, so that its parts are encoded, sent, received and decoded at the same
+time; the bytes are the same in sum. A message is a packet (packet.py) of its own, with header and checksum; its
+payload is that of one piece after another, and a piece fits into the cache. Without a grain a vector is one piece of
+one message.
+
+`MESSAGE_NBYTES`: a message of gloo costs about 50 µs of CPU; smaller ones than this cost throughput, larger ones
+only make the last one's decoding, which nothing hides, longer (docs/log.md, 2026-11-21).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from torch import Tensor
+
+from thinwire.codecs import Codec
+from thinwire.packet import HEADER_NBYTES
+
+MESSAGE_NBYTES = 1 << 18
+PIECE_NUMEL = 1 << 16
+STAGE = 1 << 24  # messages of one stage, at most
+
+Signal = Callable[[int, int], Tensor]  # the elements begin … end of what a replica has to say, flat fp32
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements `begin` … `end`, coded as one, in the bytes `first` … `last` of a payload."""
+
+    begin: int
+    end: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Message:
+    """Elements `begin` … `end` of a vector, in one packet."""
+
+    begin: int
+    end: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.pieces[-1].last
+
+    @property
+    def numel(self) -> int:
+        return self.end - self.begin
+
+
+def cut(codec: Codec, begin: int, end: int) -> tuple[Message, ...]:
+    """The messages for elements `begin` … `end`; for none, one message without elements."""
+    return _cut(codec, begin, end)  # type: ignore[arg-type]  # a frozen dataclass is hashable
+
+
+@lru_cache(maxsize=4096)
+def _cut(codec: Codec, begin: int, end: int) -> tuple[Message, ...]:
+    if codec.grain is None or begin == end:
+        return (Message(begin, end, (Piece(begin, end, 0, codec.nbytes(end - begin)),)),)
+    numel = codec.grain * max(1, PIECE_NUMEL // codec.grain)
+    count = max(1, MESSAGE_NBYTES // max(1, codec.nbytes(numel)))
+    messages = []
+    for start in range(begin, end, numel * count):
+        stop, at, pieces = min(start + numel * count, end), 0, []
+        for one in range(start, stop, numel):
+            other = min(one + numel, stop)
+            pieces.append(Piece(one, other, at, at := at + codec.nbytes(other - one)))
+        messages.append(Message(start, stop, tuple(pieces)))
+    return tuple(messages)
+
+
+def shards(codec: Codec, numel: int, size: int) -> tuple[tuple[int, int], ...]:
+    """Where the shards of `size` owners begin and end: whole grains (the last may be cut), the first ones the longer."""
+    grain = codec.grain or 1
+    least, more = divmod(-(-numel // grain), size)
+    ends = [min(numel, grain * (least * (k + 1) + min(more, k + 1))) for k in range(size)]
+    return tuple(zip([0, *ends], ends))
+
+
+def packets_nbytes(messages: Sequence[Message], marks: int = 0) -> int:
+    """Bytes of all `messages`, headers included, each with `marks` bytes more."""
+    return sum(HEADER_NBYTES + message.nbytes + marks for message in messages)

@@ -1,0 +1,197 @@
+"""Shards to their owners, the owners' means to all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import Tensor
+
+from thinwire.codecs import Codec, RandomK, Shaped, nested
+from thinwire.errors import ConfigurationError
+from thinwire.exchange.base import Arrival, Outgoing, Room, Round, Settle, Stage, heard
+from thinwire.exchange.messages import Message, Signal, cut, packets_nbytes, shards
+from thinwire.feedback import Feedback
+from thinwire.group.link import Link
+from thinwire.outer import State
+from thinwire.packet import REFUSED
+from thinwire.seeds import Key
+
+
+@dataclass(frozen=True)
+class TwoShot:
+    """Each replica owns a shard: all send it theirs, it sends all the mean. 2(M−1)/M·nbytes sent by each, where `Direct`
+    sends (M−1)·nbytes: less from three replicas on.
+
+    The owner adds in fp32 and in rank order, and encodes the mean in the same codec: a second rounding, and a second
+    delay. All replicas decode the same bytes, the owner too, so they agree bit for bit. With `feedback` the owner adds
+    what it held back to its next mean (1-bit Adam's two sides, arXiv 2102.02888, Algorithm 1, if the strategy has
+    `Feedback()` as well); both telescope: Σ c + e = Σ mean at the owner, Σ sent + e = Σ Δ at each replica.
+
+    Shards are cut at the codec's grain. *A codec without a grain codes each shard by itself*: with its own scale, as in
+    1-bit Adam, its own largest values, its own chance. A `Shaped` codec is refused (a shard has no shapes), and so
+    is RandomK (what was drawn would be drawn again): `AllReduce` and `Direct` take both.
+
+    Behind each mean are M bytes: who refused. Predicted: 2 delays + 8·(bytes sent) / rate. State, of the owner: 4/M
+    bytes a parameter, with `feedback`.
+    """
+
+    feedback: Feedback | None = None
+
+    def __post_init__(self) -> None:
+        check_owners(self, self.feedback)
+
+    def check(self, codec: Codec, feedback: Feedback | None) -> None:
+        if isinstance(codec, Shaped):
+            raise ConfigurationError(
+                f"{self} with {codec}: a codec that can do with any part of a fragment is needed, this one needs the "
+                "shapes of whole tensors; choose AllReduce() for LowRank, else Direct()."
+            )
+        if any(isinstance(inner, RandomK) for inner in nested(codec)):
+            raise ConfigurationError(
+                f"{self} with {codec}: a codec that can code a mean again is needed, this one would draw from what was "
+                "drawn; choose AllReduce() or Direct()."
+            )
+
+    def init(self, codec: Codec, numel: int, rank: int, size: int) -> State:
+        begin, end = shards(codec, numel, size)[rank]
+        return self.feedback.init(end - begin) if self.feedback else {}
+
+    def depart(self, round_: Round, state: State) -> Reduction:
+        reduction = Reduction(round_, round_.codec, round_.numel, feedback=self.feedback, state=state)
+        reduction.expect()
+        reduction.send(round_.signal)
+        return reduction
+
+    def arrive(self, departure: Reduction, settle: Settle) -> Arrival:
+        arrival = departure.arrive(settle)
+        departure.round.close()
+        return arrival
+
+    def nbytes_sent(self, codec: Codec, numel: int, size: int, rank: int | None = None) -> int:
+        return reduction_nbytes(codec, numel, size, rank or 0)
+
+    def seconds(self, codec: Codec, numel: int, size: int, link: Link) -> float:
+        return link.seconds(self.nbytes_sent(codec, numel, size)) + link.delay_seconds if size > 1 else 0.0
+
+
+def check_owners(exchange: object, feedback: Feedback | None) -> None:
+    """Raise `ConfigurationError` unless an owner can hold back by `feedback`."""
+    if not isinstance(feedback, Feedback | None):
+        raise ConfigurationError(f"{type(exchange).__name__}(feedback={feedback!r}): Feedback(...) or None is needed.")
+    if feedback and feedback.kappa:
+        raise ConfigurationError(
+            f"{type(exchange).__name__}(feedback={feedback}): kappa=0 is needed, an owner has no reference; choose "
+            "Feedback()."
+        )
+
+
+def reduction_nbytes(codec: Codec, numel: int, size: int, rank: int) -> int:
+    """Bytes that replica `rank` sends: the shards of the others, and its own mean to each of them."""
+    messages = [cut(codec, *span) for span in shards(codec, numel, size)]
+    others = sum(packets_nbytes(of) for owner, of in enumerate(messages) if owner != rank)
+    return others + (size - 1) * packets_nbytes(messages[rank], marks=size)
+
+
+class Reduction:
+    """The mean of a vector of `numel`, in two stages from `number` on: scatter, gather."""
+
+    def __init__(
+        self,
+        round_: Round,
+        codec: Codec,
+        numel: int,
+        number: int = 0,
+        feedback: Feedback | None = None,
+        state: State | None = None,
+    ) -> None:
+        self.round, self.codec, self.feedback, self.state = round_, codec, feedback, state or {}
+        self.messages = [cut(codec, *span) for span in shards(codec, numel, round_.size)]
+        self._scatter = Stage(round_, codec, number)
+        self._gather = Stage(round_, codec, number + 1, marks=round_.size)
+        self._own: dict[tuple[int, int], Outgoing] = {}  # by owner and place
+
+    def expect(self) -> None:
+        """Stand ready to receive."""
+        self._scatter.expect(dict.fromkeys(self.round.peers, self.messages[self.round.rank]))
+        self._gather.expect({peer: self.messages[peer] for peer in self.round.peers})
+
+    def send(self, signal: Signal) -> None:
+        """Send each owner its shard, the owners in turn, from the next rank on."""
+        rank, size = self.round.rank, self.round.size
+        owners = [(rank + step) % size for step in range(1, size + 1)]
+        for index in range(max(map(len, self.messages))):
+            for owner in owners:
+                if index < len(self.messages[owner]):
+                    message, to = self.messages[owner][index], [owner] if owner != rank else []
+                    self._own[owner, index] = self._scatter.send(index, message, to, signal, self._scattered(owner))
+
+    def arrive(self, settle: Settle) -> Arrival:
+        """Average the own shard, then take all means."""
+        room = Room(self.round, self.codec, (message for of in self.messages for message in of))
+        rank = self.round.rank
+        state = {name: self.round.air.buffers.floats(held.numel()) for name, held in self.state.items()}
+        own = [self._average(index, message, room, state) for index, message in enumerate(self.messages[rank])]
+        flags, void = [0] * self.round.size, False
+        for index in range(max(map(len, self.messages))):
+            said = self._gather.receive(index)
+            for owner, messages in enumerate(self.messages):
+                if index < len(messages):
+                    packet = own[index].packet if owner == rank else self._gather.packet(index, owner)
+                    flags = [a | b for a, b in zip(flags, heard(packet, messages[index], owner))]
+                    void |= bool((own[index].flags if owner == rank else said[owner]) & REFUSED)
+                    if not void:
+                        self._settle(owner, index, packet, room, settle)
+        room.close()
+        return Arrival(tuple(flags), state, void)
+
+    def _average(self, index: int, message: Message, room: Room, state: State) -> Outgoing:
+        """Encode the mean of one message of the own shard and send it to all."""
+        round_, rank = self.round, self.round.rank
+        said = self._scatter.receive(index)
+        mine = self._own[rank, index]
+        packets = {peer: self._scatter.packet(index, peer) for peer in said} | {rank: mine.wait()}
+        marks = [said.get(peer, mine.flags) for peer in range(round_.size)]
+        void = any(mark & REFUSED for mark in marks)
+        mean = round_.air.buffers.floats(message.numel)
+        for piece in message.pieces:
+            into = mean[piece.begin - message.begin : piece.end - message.begin]
+            if void:
+                into.zero_()
+            else:
+                into.copy_(room.mean(piece, packets, self._scattered(rank)))
+        start = self.messages[rank][0].begin
+
+        def signal(begin: int, end: int) -> Tensor:
+            part = mean[begin - message.begin : end - message.begin]
+            return self.feedback.signal(part, _part(self.state, begin - start, end - start)) if self.feedback else part
+
+        key = self._gathered(rank)
+        packet = self._gather.write(index, message, signal, key, REFUSED if void else 0, marks)
+        self._gather.post(index, packet, round_.peers)
+        if self.feedback and not packet.flags & REFUSED:
+            for piece in message.pieces:
+                sent = room.sent(piece, packet.packet, key)
+                before, after = (_part(of, piece.begin - start, piece.end - start) for of in (self.state, state))
+                part = mean[piece.begin - message.begin : piece.end - message.begin]
+                self.feedback.settle(part, sent, sent, before, after)
+        round_.air.buffers.give(mean)
+        return packet
+
+    def _settle(self, owner: int, index: int, packet: Tensor, room: Room, settle: Settle) -> None:
+        sent = self._own[owner, index]
+        for piece in self.messages[owner][index].pieces:
+            mean = room.mean(piece, {owner: packet}, self._gathered(owner))
+            settle(piece.begin, mean, partial(room.sent, piece, sent.packet, self._scattered(owner)))
+
+    def _scattered(self, owner: int) -> Key:
+        """Of what this replica sends to `owner`."""
+        return replace(self.round.key, part=1 + owner)
+
+    def _gathered(self, owner: int) -> Key:
+        """Of the mean that `owner` sends."""
+        return replace(self.round.key, sender=owner, part=1 + self.round.size + owner)
+
+
+def _part(state: State, begin: int, end: int) -> State:
+    return {name: held[begin:end] for name, held in state.items()}
