@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.errors import DisagreementError
+from thinwire.errors import DisagreementError, ModelError
 from thinwire.group.base import Group, gather
 from thinwire.packet import VERSION
 from thinwire.partition import Fragment, local
@@ -83,3 +83,13 @@ def agree_on_start(group: Group, anchors: Sequence[Tensor]) -> bool:
             group.post(index, {}, {0: raw}, "start").wait()
             anchor.copy_(whole)
     return True
+
+
+def check_start(fragments: Sequence[Fragment], anchors: Sequence[Tensor]) -> None:
+    """Raise `ModelError` if what all start from is not finite."""
+    for fragment, anchor in zip(fragments, anchors):
+        if not bool(torch.isfinite(anchor).all()):
+            raise ModelError(
+                f"fragment {fragment.name!r} of replica 0 holds NaN or infinity; the weights that all start from must be finite. "
+                "Initialise them, or load a sound checkpoint, before attaching the Replica."
+            )

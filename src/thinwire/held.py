@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec
+from thinwire.codecs import Codec, fitted
 from thinwire.errors import CheckpointError
 from thinwire.exchange import Buffers
 from thinwire.flight import Flight, Landed
+from thinwire.group.base import Group
 from thinwire.moved import Present
-from thinwire.outer import Outer, State
+from thinwire.outer import Elementwise, Outer, State
 from thinwire.partition import Fragment, local
+from thinwire.strategy import Strategy
 
 _OUTER, _DEVIATION_OUTER, _FEEDBACK, _EXCHANGE = "outer.", "deviation_outer.", "feedback.", "exchange."
 
@@ -95,6 +97,23 @@ class Held:
         for part, values in self.slices(flat):
             part.copy_(values)
 
+    def step_aside(self, delta: Tensor, outer: Outer, share: float, buffers: Buffers) -> None:
+        """Eager updates: what is new in `delta` since the last counts at once, as this replica's share of the mean."""
+        if self.deviation is None or self.own is None:
+            self.deviation = torch.zeros_like(self.anchor)
+            self.deviation_state, self.own = outer.init(self.deviation), torch.zeros_like(self.anchor)
+        fresh = torch.sub(delta, self.own, out=self.own).mul_(share)
+        present, state = self.deviation, self.deviation_state
+        if isinstance(outer, Elementwise):
+            moved = buffers.like(present)
+            after: State = {name: buffers.like(kept) for name, kept in state.items()}
+            outer.step_into(present, fresh, state, moved, after)
+        else:
+            moved, after = outer.step(present, fresh, state)
+        buffers.swap([fresh, present, *state.values()], [moved, *after.values()])
+        self.deviation, self.deviation_state, self.own = moved, after, delta
+        self.load_into_parameters(self.base)
+
     def tensors(self) -> dict[str, Tensor]:
         """What to save. A flight is kept as the delta that departed."""
         named = {"anchor": self.anchor, "deviation": self.deviation, "own": self.own}
@@ -133,6 +152,17 @@ class Held:
                 f"fragment {self.fragment.name!r} has the {what} {_sizes(saved)} in the checkpoint, {whose} keeps "
                 f"{_sizes(due)}; resume with the run's own strategy, and each replica with its own checkpoint."
             )
+
+
+def hold(strategy: Strategy, fragment: Fragment, index: int, group: Group) -> Held:
+    """What a replica holds for `fragment` at first."""
+    parts = [local(p.detach()) for _, p in fragment.parameters]
+    device = torch.device("cpu") if strategy.anchors == "host" else parts[0].device
+    anchor = torch.cat([part.reshape(-1).to(device, torch.float32) for part in parts])
+    feedback = strategy.feedback.init(anchor.numel()) if strategy.feedback else {}
+    codec = fitted(strategy.codec, fragment.shapes)
+    memory = strategy.exchange.init(codec, anchor.numel(), group.rank, group.size)
+    return Held(fragment, index, anchor, strategy.outer.init(anchor), feedback, memory, codec)
 
 
 def _under(prefix: str, named: Mapping[str, Tensor]) -> dict[str, Tensor]:

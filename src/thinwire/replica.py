@@ -20,12 +20,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from thinwire.codecs import Identity, check_finite, fitted
-from thinwire.contact import agree_on_start, digest, introduce
+from thinwire.codecs import Identity
+from thinwire.contact import agree_on_start, check_start, digest, introduce
 from thinwire.errors import CheckpointError, DisagreementError, ModelError, NonFiniteError
 from thinwire.flight import Crew, Landed, Ticket
 from thinwire.group.base import Group, gather
-from thinwire.held import Held
+from thinwire.held import Held, hold
 from thinwire.merge import Eager, Mix
 from thinwire.moved import Moved
 from thinwire.outer import Average
@@ -99,10 +99,11 @@ class Replica:
         self._gradients_exchanged = self._finished = False
         self._crew = Crew(strategy.exchange, strategy.seed, group, site, clock)
         self._buffers = self._crew.air.buffers
-        self._pieces = [self._piece(fragment, index) for index, fragment in enumerate(fragments)]
-        if agree_on_start(group, [piece.anchor for piece in self._pieces]):
+        self._pieces = [hold(strategy, fragment, index, group) for index, fragment in enumerate(fragments)]
+        anchors = [piece.anchor for piece in self._pieces]
+        if agree_on_start(group, anchors):
             self._observe("warning", 0, message="replicas began with different weights; all start from replica 0's")
-        self._check_finite_start()
+        check_start(fragments, anchors)
         self._load_anchors()
         hooks = [optimizer.register_step_post_hook(lambda *_: self._after_inner_step())]
         if isinstance(strategy.signal, Gradients):
@@ -318,21 +319,14 @@ class Replica:
 
     def _step_eagerly(self, piece: Held, delta: Tensor) -> Tensor:
         """Land the previous round, count the own new delta at once, and return what departs (see `Eager`)."""
-        outer, share = self.strategy.outer, 1 / self.group.size
-        if piece.deviation is None or piece.own is None:
-            piece.deviation = torch.zeros_like(piece.anchor)
-            piece.deviation_state, piece.own = outer.init(piece.deviation), torch.zeros_like(piece.anchor)
         if piece.flight:
             before = piece.anchor
             self._land(piece)
             if piece.own is None:  # this replica started again from the anchors
-                return self._step_eagerly(piece, torch.zeros_like(delta))
-            if piece.anchor is before:  # dropped: what was in the air departs again
-                delta = delta + piece.own
-        fresh = (delta - piece.own) * share
-        piece.deviation, piece.deviation_state = outer.step(piece.deviation, fresh, piece.deviation_state)
-        piece.own = delta
-        piece.load_into_parameters(piece.base)
+                delta.zero_()
+            elif piece.anchor is before:  # dropped: what was in the air departs again
+                delta.add_(piece.own)
+        piece.step_aside(delta, self.strategy.outer, 1 / self.group.size, self._buffers)
         return delta
 
     @torch.no_grad()
@@ -363,26 +357,6 @@ class Replica:
             )
 
     # ---- weights in and out
-
-    def _check_finite_start(self) -> None:
-        for piece in self._pieces:
-            try:
-                check_finite(piece.anchor)
-            except NonFiniteError:
-                raise ModelError(
-                    f"fragment {piece.fragment.name!r} of replica 0 holds NaN or infinity; the weights that all start from must be finite. "
-                    "Initialise them, or load a sound checkpoint, before attaching the Replica."
-                ) from None
-
-    def _piece(self, fragment: Fragment, index: int) -> Held:
-        parts = [local(p.detach()) for _, p in fragment.parameters]
-        device = torch.device("cpu") if self.strategy.anchors == "host" else parts[0].device
-        anchor = torch.cat([part.reshape(-1).to(device, torch.float32) for part in parts])
-        numel, exchange = anchor.numel(), self.strategy.exchange
-        feedback = self.strategy.feedback.init(anchor.numel()) if self.strategy.feedback else {}
-        codec = fitted(self.strategy.codec, fragment.shapes)
-        memory = exchange.init(codec, numel, self.group.rank, self.group.size)
-        return Held(fragment, index, anchor, self.strategy.outer.init(anchor), feedback, memory, codec)
 
     @torch.no_grad()
     def _load_anchors(self) -> None:

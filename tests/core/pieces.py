@@ -31,6 +31,7 @@ class Row:
     `drawn` (the bytes depend on the key, though not unbiased), `refuses` (bytes that no encoding makes are a
     `PacketError`), `shared` (all senders of a round draw alike), and `error`: the most of ‖q(x) − x‖² / ‖x‖² on normal numbers.
     Outer steps: `linear` in the deltas, `stateless`.
+    Exchanges: `rank order` (of exact values, the sum in rank order to the last bit).
     Schedules: `steady` (each fragment exactly once in any `every` steps after its first departure).
     """
 
@@ -153,7 +154,11 @@ OUTERS = [
     row(tw.Nesterov(2.0, 0.0), "linear", "stateless"),
 ]
 MERGES = [row(tw.Mix()), row(tw.Mix(0.5)), row(tw.Mix(1.0)), row(tw.Eager())]
-EXCHANGES = [row(tw.Direct()), row(tw.TwoShot()), row(tw.TwoShot(tw.Feedback()))]
+EXCHANGES = [
+    row(tw.Direct(), "rank order"),
+    row(tw.TwoShot(), "rank order"),
+    row(tw.TwoShot(tw.Feedback()), "rank order"),
+]
 SIGNALS = [row(tw.Deltas()), row(tw.Gradients())]
 FEEDBACKS = [
     row(tw.Feedback(), "conserves"),

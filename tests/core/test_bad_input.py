@@ -182,7 +182,7 @@ CONFIGURATIONS = {
         lambda: tw.parse("E9M9"),
         "'E9M9' in 'E9M9' is not known; choose from Average, BySize, Cast, ChunkedTopK, Codebook, DCT, Deltas, Direct, E2M1, E3M0, E4M3, E5M2, "
         "Eager, Every, Feedback, Gradients, Hadamard, Identity, Int, LowRank, Mix, Nesterov, RandomK, Sequential, Sign, Squares, Staggered, "
-        "Strategy, Strided, TopK, Whole.",
+        "Strategy, Strided, TopK, TwoShot, Whole.",
     ),
 }  # fmt: skip
 
@@ -410,7 +410,7 @@ def test_another_order():
             f'"9{tw.__version__[1:]}"'.encode(),
             f"code version: 9{tw.__version__[1:]} there, {tw.__version__} on",
         ),
-        (b'"wire format": 1', b'"wire format": 7', "wire format: 7 there, 1 on replica 0"),
+        (b'"wire format": 2', b'"wire format": 7', "wire format: 7 there, 2 on replica 0"),
         (b"{", b"[", "introduced itself unreadably"),
     ],
 )

@@ -21,7 +21,7 @@ checkpoint observe simulate lm plan cli
 ROOMS = _ORDER.split()
 
 # Longer than 400 lines, with the reason and how long at most.
-LONG_FILES = {"replica.py": (445, "the order of things is to be read in one place")}
+LONG_FILES = {"replica.py": (425, "the order of things is to be read in one place")}
 LONG_FUNCTIONS: dict[str, str] = {}
 ENVIRONMENT = "lm/launch.py"  # what torchrun says is read there
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pieces import CODECS, journey, same_bits, toy, weights
+from pieces import CODECS, EXCHANGES, Journey, Plan, journey, same_bits, toy, travel, weights
 
 import thinwire as tw
+from thinwire.codecs import Shaped, fitted
 from thinwire.packet import HEADER_NBYTES, REFUSED, STOP, Header, empty_packet, identity, open_packet, payload, seal
 
-DUE = Header(codec=identity(tw.E3M0()), sender=3, fragment=2, round=77, numel=90, nbytes=46)
+DUE = Header(codec=identity(tw.E3M0()), sender=3, fragment=2, round=77, part=5, numel=90, nbytes=46)
 CHECKSUM_AT = HEADER_NBYTES - 4
 
 
@@ -44,8 +45,8 @@ GOOD = sealed().numpy().tobytes()
 def test_the_layout():
     """48 bytes, little-endian, in this order. A change here needs another VERSION."""
     assert HEADER_NBYTES == 48
-    head = struct.unpack("<4sHHIIIQQQI", GOOD[:48])
-    assert head[:-1] == (b"TWPK", 1, 0, DUE.codec, 3, 2, 77, 90, 46)
+    head = struct.unpack("<4sHHIIIIIQQI", GOOD[:48])
+    assert head[:-1] == (b"TWPK", 2, 0, DUE.codec, 3, 2, 77, 5, 90, 46)
     assert head[-1] == zlib.crc32(GOOD[:44] + bytes(4) + GOOD[48:])
     assert (
         identity(tw.E3M0())
@@ -110,7 +111,7 @@ def test_every_bit_counts():
 @settings(deadline=None)
 def test_a_header_with_a_fitting_checksum(head):
     """Past the checksum, too, nothing but the packet that is due: any header with the right sum over it."""
-    raw = b"TWPK" + struct.pack("<H", 1) + head[6:] + GOOD[HEADER_NBYTES:]
+    raw = b"TWPK" + struct.pack("<H", 2) + head[6:] + GOOD[HEADER_NBYTES:]
     packet = resealed(tensor(raw))
     if bytes(packet[8:CHECKSUM_AT].tolist()) == GOOD[8:CHECKSUM_AT]:
         return
@@ -118,11 +119,11 @@ def test_a_header_with_a_fitting_checksum(head):
         open_packet(packet, DUE)
 
 
-@pytest.mark.parametrize("field", ["codec", "sender", "fragment", "round", "numel", "nbytes"])
-@pytest.mark.parametrize("value", [0, (1 << 32) - 1, (1 << 60) + 5])
+@pytest.mark.parametrize("field", ["codec", "sender", "fragment", "round", "part", "numel", "nbytes"])
+@pytest.mark.parametrize("value", [0, (1 << 32) - 1, (1 << 60) + 7])
 def test_each_field_is_compared(field, value):
     """Named, with what was sent and what was due. Lengths lead to no allocation: the size was known before."""
-    value = value if field in ("round", "numel", "nbytes") else value & 0xFFFFFFFF
+    value = value if field in ("numel", "nbytes") else value & 0xFFFFFFFF
     packet = sealed(replace(DUE, **{field: value}))
     with pytest.raises(tw.PacketError, match=rf"replica 3 sent {field} {value}, {getattr(DUE, field)} was due"):
         open_packet(packet, DUE)
@@ -131,10 +132,10 @@ def test_each_field_is_compared(field, value):
 def test_what_is_said():
     cases = {
         r"replica 3 sent 93 bytes, 94 were due\. Do all replicas run the same strategy\?": tensor(GOOD[:-1]),
-        r"replica 3 sent magic b'NOPE' version 1, .* Run the same version of Thinwire on every replica": tensor(
+        r"replica 3 sent magic b'NOPE' version 2, .* Run the same version of Thinwire on every replica": tensor(
             b"NOPE" + GOOD[4:]
         ),
-        r"sent magic b'TWPK' version 2": tensor(GOOD[:4] + b"\2\0" + GOOD[6:]),
+        r"sent magic b'TWPK' version 1": tensor(GOOD[:4] + b"\1\0" + GOOD[6:]),
         r"the packet of replica 3 is damaged: checksum [0-9a-f]{8}, computed [0-9a-f]{8}": tensor(GOOD[:-1] + b"!"),
         r"replica 3 sent unknown flags 0x8; run the same version everywhere": sealed(flags=8),
     }
@@ -147,24 +148,30 @@ def test_what_is_said():
 
 
 class Hostile:
-    """A replica whose packets, from some post on, hold other bytes than were encoded, with a checksum that fits."""
+    """A codec that, from some packet on, sends other bytes than were encoded, with a header and a checksum that fit."""
 
-    def __init__(self, group: tw.Group, after: int) -> None:
-        self.group, self.rank, self.size, self.posts, self.after = group, group.rank, group.size, 0, after
+    def __init__(self, codec: tw.Codec, after: int) -> None:
+        self.codec, self.packets, self.after = codec, 0, after
         self.random = torch.Generator().manual_seed(7)
+        self.grain, self.nbytes, self.decode_add = codec.grain, codec.nbytes, codec.decode_add
+        if isinstance(codec, Shaped):
+            self.fitted = lambda shapes: Hostile(fitted(codec, shapes), after)
 
-    def post(self, tag, send, recv, purpose="packet"):
-        if purpose == "packet":
-            self.posts += 1
-            if self.posts > self.after:
-                packet = next(iter(send.values()))  # one tensor for all peers and for itself
-                body = payload(packet)
-                body.copy_(torch.randint(0, 256, (body.numel(),), generator=self.random))
-                packet.copy_(resealed(packet))
-        return self.group.post(tag, send, recv, purpose)
+    def __repr__(self) -> str:
+        return repr(self.codec)
 
-    def close(self) -> None:
-        self.group.close()
+    def encode(self, x, payload, key):
+        self.codec.encode(x, payload, key)
+        self.packets += 1
+        if self.packets > self.after:
+            payload.copy_(torch.randint(0, 256, (payload.numel(),), generator=self.random))
+
+
+def with_hostile(strategy: tw.Strategy, replicas: int, after: int, **plan) -> list[Journey]:
+    """Replica 1 is hostile."""
+    own = replace(strategy, codec=Hostile(strategy.codec, after))
+    plans = [Plan(own if rank == 1 else strategy, **plan) for rank in range(replicas)]
+    return tw.run_threads(replicas, lambda group: travel(plans[group.rank], group), timeout=20.0)
 
 
 @pytest.mark.parametrize("codec", [row.piece for row in CODECS if "refuses" not in row.claims], ids=str)
@@ -173,7 +180,7 @@ def test_hostile_values_reach_no_anchor(codec):
     strategy = tw.Strategy(
         schedule=tw.Staggered(2, 1), partition=tw.Strided(3), codec=codec, outer=tw.Nesterov(), merge=tw.Mix(0.5)
     )
-    journeys = journey(strategy, 3, steps=12, wrap=lambda group: Hostile(group, 4) if group.rank == 1 else group)
+    journeys = with_hostile(strategy, 3, 4, steps=12)
     for one in journeys:
         for now, first in zip(one.agreed, journeys[0].agreed):
             assert all(torch.isfinite(t).all() and same_bits(t, first[name]) for name, t in now.items())
@@ -187,19 +194,26 @@ def test_hostile_values_reach_no_anchor(codec):
 def test_hostile_indices_end_training_and_say_why(codec):
     strategy = tw.Strategy(schedule=tw.Every(2), codec=codec)
     with pytest.raises(tw.PacketError, match="a packet's indices are not ascending below"):
-        journey(strategy, 2, wrap=lambda group: Hostile(group, 2) if group.rank == 1 else group)
+        with_hostile(strategy, 2, 2)
 
 
-def test_a_damaged_packet_ends_training_and_says_why():
+class Damaging:
+    """A group whose packets are damaged on the way."""
+
+    def __init__(self, group: tw.Group) -> None:
+        self.group, self.rank, self.size, self.close = group, group.rank, group.size, group.close
+
+    def post(self, tag, send, recv, purpose="packet"):
+        if purpose == "packet":
+            send = {peer: packet.clone() for peer, packet in send.items()}
+            for packet in send.values():
+                packet[-1] ^= 1
+        return self.group.post(tag, send, recv, purpose)
+
+
+@pytest.mark.parametrize("exchange", [row.piece for row in EXCHANGES], ids=str)
+def test_a_damaged_packet_ends_training_and_says_why(exchange):
     """No round is judged on damaged bytes: `PacketError`, naming the sender, and nothing has changed."""
-
-    class Damaging(Hostile):
-        def post(self, tag, send, recv, purpose="packet"):
-            if purpose == "packet":
-                send = {peer: packet.clone() for peer, packet in send.items()}
-                for packet in send.values():
-                    packet[-1] ^= 1
-            return self.group.post(tag, send, recv, purpose)
-
+    strategy = tw.Strategy(schedule=tw.Every(2), exchange=exchange)
     with pytest.raises(tw.PacketError, match="the packet of replica 1 is damaged"):
-        journey(tw.local_sgd(every=2), 2, wrap=lambda group: Damaging(group, 0) if group.rank == 1 else group)
+        journey(strategy, 2, wrap=lambda group: Damaging(group) if group.rank == 1 else group)
