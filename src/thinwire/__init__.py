@@ -37,7 +37,7 @@ from thinwire.errors import (
     PeerError,
     ThinwireError,
 )
-from thinwire.exchange import Direct, Exchange, TwoShot
+from thinwire.exchange import AllReduce, Direct, Exchange, Hierarchy, TwoShot
 from thinwire.feedback import Feedback
 from thinwire.group import Group, ThreadGroup, TorchGroup, run_threads
 from thinwire.merge import Eager, Mix
@@ -55,6 +55,7 @@ __all__ = [
     "E3M0",
     "E4M3",
     "E5M2",
+    "AllReduce",
     "Average",
     "BySize",
     "Cast",
@@ -75,6 +76,7 @@ __all__ = [
     "Gradients",
     "Group",
     "Hadamard",
+    "Hierarchy",
     "Identity",
     "Int",
     "Linear",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from thinwire.codecs import Codec, RandomK, nested
 from thinwire.errors import ConfigurationError
 from thinwire.outer import State
 
@@ -49,6 +50,14 @@ class Feedback:
             raise ConfigurationError(
                 f"{self}: kappa 0 or 1, eta and beta in [0, 1] and alpha in (0, 1] are needed, and kappa or eta above 0 "
                 "(else leave feedback=None)."
+            )
+
+    def check(self, codec: Codec) -> None:
+        """Raise `ConfigurationError` if `codec` would let what is held back grow."""
+        if any(isinstance(c, RandomK) and c.density < 1 for c in nested(codec)):
+            raise ConfigurationError(
+                f"{self} over {codec}: a contractive codec is needed, or what is held back grows; choose "
+                "TopK, or leave feedback=None."
             )
 
     def init(self, numel: int) -> State:

@@ -63,6 +63,11 @@ def payload(packet: Tensor) -> Tensor:
     return packet[HEADER_NBYTES:]
 
 
+def flags_of(packet: Tensor) -> int:
+    """The flags in the header of a packet that was sealed here, or opened."""
+    return int(_LAYOUT.unpack_from(packet.numpy().data)[2])
+
+
 def seal(packet: Tensor, header: Header) -> None:
     """Write `header` and the checksum in front of the payload that `packet` already holds."""
     view = packet.numpy().data

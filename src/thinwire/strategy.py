@@ -30,10 +30,9 @@ from thinwire.codecs import (
     Squares,
     TopK,
     fitted,
-    nested,
 )
 from thinwire.errors import ConfigurationError
-from thinwire.exchange import Direct, Exchange, TwoShot
+from thinwire.exchange import AllReduce, Direct, Exchange, Hierarchy, TwoShot
 from thinwire.feedback import Feedback
 from thinwire.merge import Eager, Mix
 from thinwire.outer import Average, Nesterov, Outer
@@ -90,11 +89,8 @@ class Strategy:
             raise ConfigurationError(f"signal={self.signal!r}: Deltas() or Gradients() is needed.")
         if not isinstance(self.feedback, Feedback | None):
             raise ConfigurationError(f"feedback={self.feedback!r}: Feedback(...) or None is needed.")
-        if self.feedback and any(isinstance(c, RandomK) and c.density < 1 for c in nested(self.codec)):
-            raise ConfigurationError(
-                f"{self.feedback} over {self.codec}: a contractive codec is needed, or what is held back grows; choose "
-                "TopK, or leave feedback=None."
-            )
+        if self.feedback:
+            self.feedback.check(self.codec)
         self.exchange.check(self.codec, self.feedback)
         if self.anchors not in ("host", "device"):
             raise ConfigurationError(f"anchors={self.anchors!r}: 'host' or 'device' is needed.")
@@ -175,6 +171,8 @@ PIECES: dict[str, Callable[..., Any]] = {
             Feedback,
             Direct,
             TwoShot,
+            AllReduce,
+            Hierarchy,
             Average,
             Nesterov,
         ),

@@ -158,6 +158,11 @@ EXCHANGES = [
     row(tw.Direct(), "rank order"),
     row(tw.TwoShot(), "rank order"),
     row(tw.TwoShot(tw.Feedback()), "rank order"),
+    row(tw.AllReduce(), "rank order"),
+    row(tw.Hierarchy((2, 1))),
+    row(tw.Hierarchy(((3, 0), (2, 1)))),
+    row(tw.Hierarchy((1, 1, 3), tw.Feedback())),
+    row(tw.Hierarchy((4,))),
 ]
 SIGNALS = [row(tw.Deltas()), row(tw.Gradients())]
 FEEDBACKS = [
@@ -207,6 +212,32 @@ METHODS: dict[str, tw.Strategy] = {
         codec=tw.E3M0(4),
         outer=tw.Nesterov(),
         merge=tw.Mix(0.5),
+    ),
+    "two shots in the air": tw.Strategy(
+        schedule=tw.Staggered(6, 5),
+        partition=tw.Sequential(3),
+        codec=tw.E3M0(4),
+        exchange=tw.TwoShot(),
+        outer=tw.Nesterov(),
+        merge=tw.Mix(0.5),
+    ),
+    "1-bit, both sides": tw.Strategy(
+        schedule=tw.Every(3, 1),
+        codec=tw.Sign(),
+        feedback=tw.Feedback(),
+        exchange=tw.TwoShot(tw.Feedback()),
+        merge=tw.Mix(0.5),
+    ),
+    "gradients, all-reduced": tw.Strategy(
+        signal=tw.Gradients(), partition=tw.BySize(2), codec=tw.Cast(), exchange=tw.AllReduce()
+    ),
+    "PowerSGD": tw.Strategy(
+        schedule=tw.Every(3, 2),
+        partition=tw.Strided(2),
+        codec=tw.LowRank(1),
+        feedback=tw.Feedback(),
+        exchange=tw.AllReduce(),
+        outer=tw.Nesterov(),
     ),
     "torchft's phase": tw.Strategy(
         schedule=tw.Staggered(5, 1, tw.short_first(5, 3, 1)),

@@ -198,15 +198,19 @@ def test_law_5_predicted_is_counted(name, replicas):
     strategy, ledgers = METHODS[name], [Ledger() for _ in range(replicas)]
     journeys = journey(strategy, replicas, wrap=lambda group: CountedGroup(group, ledgers[group.rank]))
     fragments = strategy.partition.fragments(toy())
-    each = [strategy.exchange.nbytes_sent(fitted(strategy.codec, f.shapes), f.numel, replicas) for f in fragments]
     for rank, (one, ledger) in enumerate(zip(journeys, ledgers)):
         departures = one.heard("depart")
+        codecs = [(fitted(strategy.codec, fragment.shapes), fragment.numel) for fragment in fragments]
+        each = [strategy.exchange.nbytes_sent(*codec, replicas, rank) for codec in codecs]
         predicted = sum(each[e["fragment"]] for e in departures)
         counted = ledger.as_dict()["sent"].get("packet", {})
-        assert predicted == sum(e["nbytes"] for e in departures) == ledger.sent("packet") == ledger.received("packet")
+        assert predicted == sum(e["nbytes"] for e in departures) == ledger.sent("packet")
         assert sorted(counted) == [str(peer) for peer in range(replicas) if peer != rank]
-        assert all(at["messages"] == len(departures) for at in counted.values())
+        if strategy.exchange == tw.Direct():
+            assert ledger.sent("packet") == ledger.received("packet")
+            assert all(at["messages"] == len(departures) for at in counted.values())
         assert ledger.sent() == sum(ledger.sent(purpose) for purpose in ("packet", "introduction", "start"))
+    assert sum(ledger.sent() for ledger in ledgers) == sum(ledger.received() for ledger in ledgers)
 
 
 @methods
@@ -220,9 +224,10 @@ def test_law_5_bytes_of_a_period(name):
     last = [e for e in one.heard("depart") if e["step"] > 2 * every or (every == 1 and e["step"] == 2)]
     steady = [e for e in last if e["step"] <= 3 * every][: len(fragments)]  # not the last round of finishing
     assert sorted(e["fragment"] for e in steady) == list(range(len(fragments)))
-    payloads = [fitted(strategy.codec, fragment.shapes).nbytes(fragment.numel) for fragment in fragments]
     assert sum(e["nbytes"] for e in steady) == strategy.nbytes_per_period(shapes, 2)
-    assert strategy.nbytes_per_period(shapes, 2) == sum(HEADER_NBYTES + payload for payload in payloads)
+    if strategy.exchange == tw.Direct():
+        payloads = [fitted(strategy.codec, fragment.shapes).nbytes(fragment.numel) for fragment in fragments]
+        assert strategy.nbytes_per_period(shapes, 2) == sum(HEADER_NBYTES + payload for payload in payloads)
     assert f"{strategy.nbytes_per_period(shapes, 2):,} bytes" in strategy.describe(toy(), 2)
 
 

@@ -27,6 +27,8 @@ Settle = Callable[[int, Tensor, Callable[[], Tensor]], None]
 """Takes the estimate of the elements from the first number on; the last gives what this replica's own packets say of them.
 Both tensors are lent until the call returns."""
 
+MOST_STAGES = 32  # of a round: their numbers have five bits in a tag
+
 
 @runtime_checkable
 class Exchange(Protocol):
@@ -182,10 +184,20 @@ class Stage:
     """One wave of a round's messages: every replica knows whose it gets and how long they are.
 
     Several stages of a round have different numbers. `marks` bytes follow every payload, `purpose` is the ledger's.
+    Where packets of another stage are passed on, `passes` is that stage's number.
     """
 
-    def __init__(self, round_: Round, codec: Codec, number: int = 0, marks: int = 0, purpose: str = "packet") -> None:
+    def __init__(
+        self,
+        round_: Round,
+        codec: Codec,
+        number: int = 0,
+        marks: int = 0,
+        purpose: str = "packet",
+        passes: int | None = None,
+    ) -> None:
         self.round, self.codec, self.number, self.marks, self.purpose = round_, codec, number, marks, purpose
+        self._named = number if passes is None else passes
         self._expected: list[_Expected] = []
 
     def expect(self, due: Mapping[int, Sequence[Message]]) -> None:
@@ -196,15 +208,21 @@ class Stage:
             transfer = self.round.air.group.post(self._tag(index), {}, packets, self.purpose)
             self._expected.append(_Expected(transfer, messages, packets))
 
-    def receive(self, index: int) -> dict[int, int]:
-        """Wait for the message `index` of all who send one; the flags of each. Raises `LinkError`, `PacketError`."""
+    def receive(self, index: int, authors: Mapping[int, int] | None = None) -> dict[int, int]:
+        """Wait for the message `index` of all who send one; the flags of each. `authors` are those whose packets a peer
+        passes on. Raises `LinkError`, `PacketError`.
+        """
         if index >= len(self._expected):
             return {}
         transfer, messages, packets = self._expected[index]
         transfer.wait()
+        senders = {peer: peer for peer in sorted(packets)} | dict(authors or {})
         return {
-            peer: open_packet(packets[peer], self._header(replace(self.round.key, sender=peer), index, messages[peer]))
-            for peer in sorted(packets)
+            peer: open_packet(
+                packets[peer], self._header(replace(self.round.key, sender=sender), index, messages[peer])
+            )
+            for peer, sender in senders.items()
+            if peer in packets
         }
 
     def packet(self, index: int, peer: int) -> Tensor:
@@ -222,6 +240,13 @@ class Stage:
     def post(self, index: int, packet: Outgoing, to: Sequence[int]) -> None:
         """Send what is written when it is its turn."""
         packet.leaves_with(self.round.air.outbox.put(self.round.order, lambda: self._post(packet, index, to)))
+
+    def pass_on(self, index: int, message: Message, packet: Tensor, to: Sequence[int]) -> None:
+        """Send another's packet as it is when it is its turn."""
+        outgoing = Outgoing(message, packet)
+        outgoing.written.set_result(None)
+        self.round.outgoing.append(outgoing)
+        self.post(index, outgoing, to)
 
     def send(self, index: int, message: Message, to: Sequence[int], signal: Signal, key: Key) -> Outgoing:
         """Encode and send a message of the round's own flags when it is its turn."""
@@ -265,7 +290,7 @@ class Stage:
 
     def _header(self, key: Key, index: int, message: Message) -> Header:
         """What is due from `key`'s sender."""
-        part, nbytes = self.number * STAGE + index, message.nbytes + self.marks
+        part, nbytes = self._named * STAGE + index, message.nbytes + self.marks
         return Header(identity(self.codec), key.sender, key.fragment, key.round, part, message.numel, nbytes)
 
     def _tag(self, index: int) -> int:
@@ -273,7 +298,7 @@ class Stage:
         own; where the numbers do not suffice, the order of posting tells them apart.
         """
         key = self.round.key
-        return ((key.round & 0xFF) << 22 | (key.fragment & 0x3FF) << 12 | (self.number & 7) << 9 | index & 0x1FF) % TAGS
+        return (key.round << 24 | (key.fragment & 0x3FF) << 14 | self.number << 9 | index & 0x1FF) % TAGS
 
 
 class Room:
@@ -284,13 +309,14 @@ class Room:
         self._codec, self._buffers = codec, round_.air.buffers
         self._mean, self._sent = self._buffers.floats(numel), self._buffers.floats(numel)
 
-    def mean(self, piece: Piece, packets: Mapping[int, Tensor], key: Key, weights: Sequence[float] = ()) -> Tensor:
+    def mean(
+        self, piece: Piece, packets: Mapping[int, Tensor], key: Key, weights: Mapping[int, float] | None = None
+    ) -> Tensor:
         """Of what all `packets` say of `piece`, summed by rank of the sender; or their sum, each with its weight."""
         mean = self._mean[: piece.end - piece.begin].zero_()
-        for number, sender in enumerate(sorted(packets)):
-            weight = weights[number] if weights else 1.0
+        for sender in sorted(packets):
             body = payload(packets[sender])[piece.first : piece.last]
-            self._codec.decode_add(body, mean, replace(key, sender=sender), weight)
+            self._codec.decode_add(body, mean, replace(key, sender=sender), weights[sender] if weights else 1.0)
         return mean if weights or len(packets) == 1 else mean.div_(len(packets))
 
     def sent(self, piece: Piece, packet: Tensor, key: Key) -> Tensor:

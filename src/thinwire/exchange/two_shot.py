@@ -10,7 +10,8 @@ from torch import Tensor
 from thinwire.codecs import Codec, RandomK, Shaped, nested
 from thinwire.errors import ConfigurationError
 from thinwire.exchange.base import Arrival, Outgoing, Room, Round, Settle, Stage, heard
-from thinwire.exchange.messages import Message, Signal, cut, packets_nbytes, shards
+from thinwire.exchange.messages import Signal, cut, packets_nbytes, shards
+from thinwire.exchange.owner import Owner, check_owners
 from thinwire.feedback import Feedback
 from thinwire.group.link import Link
 from thinwire.outer import State
@@ -75,17 +76,6 @@ class TwoShot:
         return link.seconds(self.nbytes_sent(codec, numel, size)) + link.delay_seconds if size > 1 else 0.0
 
 
-def check_owners(exchange: object, feedback: Feedback | None) -> None:
-    """Raise `ConfigurationError` unless an owner can hold back by `feedback`."""
-    if not isinstance(feedback, Feedback | None):
-        raise ConfigurationError(f"{type(exchange).__name__}(feedback={feedback!r}): Feedback(...) or None is needed.")
-    if feedback and feedback.kappa:
-        raise ConfigurationError(
-            f"{type(exchange).__name__}(feedback={feedback}): kappa=0 is needed, an owner has no reference; choose "
-            "Feedback()."
-        )
-
-
 def reduction_nbytes(codec: Codec, numel: int, size: int, rank: int) -> int:
     """Bytes that replica `rank` sends: the shards of the others, and its own mean to each of them."""
     messages = [cut(codec, *span) for span in shards(codec, numel, size)]
@@ -105,7 +95,8 @@ class Reduction:
         feedback: Feedback | None = None,
         state: State | None = None,
     ) -> None:
-        self.round, self.codec, self.feedback, self.state = round_, codec, feedback, state or {}
+        self.round, self.codec, self.numel = round_, codec, numel
+        self._feedback, self._state = feedback, state or {}
         self.messages = [cut(codec, *span) for span in shards(codec, numel, round_.size)]
         self._scatter = Stage(round_, codec, number)
         self._gather = Stage(round_, codec, number + 1, marks=round_.size)
@@ -130,53 +121,31 @@ class Reduction:
         """Average the own shard, then take all means."""
         room = Room(self.round, self.codec, (message for of in self.messages for message in of))
         rank = self.round.rank
-        state = {name: self.round.air.buffers.floats(held.numel()) for name, held in self.state.items()}
-        own = [self._average(index, message, room, state) for index, message in enumerate(self.messages[rank])]
+        owner = Owner(self._gather, self._gathered(rank), self.messages[rank], self._feedback, self._state)
+        own = [self._average(index, owner, room) for index in range(len(self.messages[rank]))]
         flags, void = [0] * self.round.size, False
         for index in range(max(map(len, self.messages))):
             said = self._gather.receive(index)
-            for owner, messages in enumerate(self.messages):
+            for sender, messages in enumerate(self.messages):
                 if index < len(messages):
-                    packet = own[index].packet if owner == rank else self._gather.packet(index, owner)
-                    flags = [a | b for a, b in zip(flags, heard(packet, messages[index], owner))]
-                    void |= bool((own[index].flags if owner == rank else said[owner]) & REFUSED)
+                    packet = own[index].packet if sender == rank else self._gather.packet(index, sender)
+                    flags = [a | b for a, b in zip(flags, heard(packet, messages[index], sender))]
+                    void |= bool((own[index].flags if sender == rank else said[sender]) & REFUSED)
                     if not void:
-                        self._settle(owner, index, packet, room, settle)
+                        self._settle(sender, index, packet, room, settle)
         room.close()
-        return Arrival(tuple(flags), state, void)
+        return Arrival(tuple(flags), owner.after, void)
 
-    def _average(self, index: int, message: Message, room: Room, state: State) -> Outgoing:
-        """Encode the mean of one message of the own shard and send it to all."""
-        round_, rank = self.round, self.round.rank
+    def _average(self, index: int, owner: Owner, room: Room) -> Outgoing:
+        """Say the mean of one message of the own shard to all."""
+        rank = self.round.rank
         said = self._scatter.receive(index)
         mine = self._own[rank, index]
         packets = {peer: self._scatter.packet(index, peer) for peer in said} | {rank: mine.wait()}
-        marks = [said.get(peer, mine.flags) for peer in range(round_.size)]
-        void = any(mark & REFUSED for mark in marks)
-        mean = round_.air.buffers.floats(message.numel)
-        for piece in message.pieces:
-            into = mean[piece.begin - message.begin : piece.end - message.begin]
-            if void:
-                into.zero_()
-            else:
-                into.copy_(room.mean(piece, packets, self._scattered(rank)))
-        start = self.messages[rank][0].begin
-
-        def signal(begin: int, end: int) -> Tensor:
-            part = mean[begin - message.begin : end - message.begin]
-            return self.feedback.signal(part, _part(self.state, begin - start, end - start)) if self.feedback else part
-
-        key = self._gathered(rank)
-        packet = self._gather.write(index, message, signal, key, REFUSED if void else 0, marks)
-        self._gather.post(index, packet, round_.peers)
-        if self.feedback and not packet.flags & REFUSED:
-            for piece in message.pieces:
-                sent = room.sent(piece, packet.packet, key)
-                before, after = (_part(of, piece.begin - start, piece.end - start) for of in (self.state, state))
-                part = mean[piece.begin - message.begin : piece.end - message.begin]
-                self.feedback.settle(part, sent, sent, before, after)
-        round_.air.buffers.give(mean)
-        return packet
+        marks = [said.get(peer, mine.flags) for peer in range(self.round.size)]
+        return owner.say(
+            index, lambda piece: room.mean(piece, packets, self._scattered(rank)), marks, self.round.peers, room
+        )
 
     def _settle(self, owner: int, index: int, packet: Tensor, room: Room, settle: Settle) -> None:
         sent = self._own[owner, index]
@@ -191,7 +160,3 @@ class Reduction:
     def _gathered(self, owner: int) -> Key:
         """Of the mean that `owner` sends."""
         return replace(self.round.key, sender=owner, part=1 + self.round.size + owner)
-
-
-def _part(state: State, begin: int, end: int) -> State:
-    return {name: held[begin:end] for name, held in state.items()}

@@ -1,0 +1,235 @@
+"""Dense within a site, compressed between sites."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import Codec, Identity
+from thinwire.errors import ConfigurationError
+from thinwire.exchange.base import MOST_STAGES, Arrival, Outgoing, Room, Round, Settle, Stage, heard
+from thinwire.exchange.messages import Message, Piece, cut, packets_nbytes, shards
+from thinwire.exchange.owner import Owner, check_owners
+from thinwire.feedback import Feedback
+from thinwire.group.link import Link
+from thinwire.outer import State
+from thinwire.packet import REFUSED, flags_of, payload
+from thinwire.seeds import Key
+
+INSIDE = "site"  # the ledger's word for what stays within a site
+MOST_SITES = MOST_STAGES - 2
+
+
+@dataclass(frozen=True)
+class Hierarchy:
+    """Within a site the deltas are averaged in fp32; between sites each site's mean travels once, in the codec.
+
+    `sites` are their sizes, in the order of ranks, or the ranks of each: `(2, 2)` is `((0, 1), (2, 3))`. A fragment has as many shards as the
+    smallest site has replicas (one, if the codec has no grain). The k-th replica of a site owns shard k there: it adds up what its
+    site says of it, encodes the mean, and sends it to the k-th of every other site; what it gets from them it
+    passes on within its site as it is. All decode the same bytes and weigh a site by its replicas, so all agree bit for bit.
+
+    Source: the two hops of ZeRO++'s qgZ (arXiv 2306.10209, §4.3): two sums, one rounding, no average of averages.
+    *Differs*: the first hop is not compressed, the second goes each to all. What a replica says is exact, and what is lost is lost at the
+    owner: so `feedback` stands here and not in the strategy, where it would have nothing to hold back.
+
+    Between sites, of all replicas of a site together: (S−1)·nbytes, S the number of sites, for the ledger's purpose "packet"; within,
+    for "site": see `nbytes_inside`. Predicted for the link between sites: delay + 8·(what a replica sends between sites) / rate.
+    """
+
+    sites: tuple[int, ...] | tuple[tuple[int, ...], ...]
+    feedback: Feedback | None = None
+
+    def __post_init__(self) -> None:
+        check_owners(self, self.feedback)
+        try:
+            ranks = sorted(rank for site in self.ranks for rank in site)
+            fits = 0 < len(self.ranks) <= MOST_SITES and all(self.ranks) and ranks == list(range(len(ranks)))
+        except TypeError:
+            fits = False
+        if not fits:
+            raise ConfigurationError(
+                f"Hierarchy(sites={self.sites!r}): the size of each site, such as (2, 2), or the ranks of each, each rank "
+                f"once, such as ((0, 1), (2, 3)), are needed; at most {MOST_SITES} sites."
+            )
+
+    @cached_property
+    def ranks(self) -> tuple[tuple[int, ...], ...]:
+        """Of each site."""
+        found, begin = [], 0
+        for site in self.sites:
+            found.append(tuple(range(begin, begin + site)) if isinstance(site, int) else tuple(site))
+            begin += len(found[-1])
+        return tuple(found)
+
+    def site_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks of the site where `rank` is."""
+        return next(site for site in self.ranks if rank in site)
+
+    def owned(self, codec: Codec, numel: int) -> list[tuple[Message, ...]]:
+        """The messages of each shard."""
+        count = 1 if codec.grain is None else min(map(len, self.ranks))
+        return [cut(codec, *span) for span in shards(codec, numel, count)]
+
+    def check(self, codec: Codec, feedback: Feedback | None) -> None:
+        if feedback:
+            raise ConfigurationError(
+                f"{feedback} over {self}: what a replica says travels exactly within its site, so it holds back nothing; "
+                f"write Hierarchy(sites={self.sites}, feedback={feedback}), and leave the strategy's at None."
+            )
+        if self.feedback:
+            self.feedback.check(codec)
+
+    def init(self, codec: Codec, numel: int, rank: int, size: int) -> State:
+        if sum(map(len, self.ranks)) != size:
+            raise ConfigurationError(
+                f"{self} is for {sum(map(len, self.ranks))} replicas, the group has {size}; give the sites of this group."
+            )
+        place, owned = self.site_of(rank).index(rank), self.owned(codec, numel)
+        if not self.feedback or place >= len(owned):
+            return {}
+        return self.feedback.init(owned[place][-1].end - owned[place][0].begin)
+
+    def depart(self, round_: Round, state: State) -> _TwoHops:
+        return _TwoHops(round_, self, state)
+
+    def arrive(self, departure: _TwoHops, settle: Settle) -> Arrival:
+        arrival = departure.arrive(settle)
+        departure.round.close()
+        return arrival
+
+    def nbytes_sent(self, codec: Codec, numel: int, size: int, rank: int | None = None) -> int:
+        if rank is None:
+            return max(self.nbytes_sent(codec, numel, size, one) for one in range(size))
+        place, owned = self.site_of(rank).index(rank), self.owned(codec, numel)
+        return (len(self.ranks) - 1) * packets_nbytes(owned[place], marks=size) if place < len(owned) else 0
+
+    def nbytes_inside(self, codec: Codec, numel: int, size: int, rank: int) -> int:
+        """Bytes that replica `rank` sends within its site: fp32 to the owners, and as an owner what all sites say of its shard."""
+        site, owned = self.site_of(rank), self.owned(codec, numel)
+        place = site.index(rank)
+        dense = sum(packets_nbytes(_dense(messages)) for k, messages in enumerate(owned) if k != place)
+        if place >= len(owned):
+            return dense
+        return dense + len(self.ranks) * (len(site) - 1) * packets_nbytes(owned[place], marks=size)
+
+    def seconds(self, codec: Codec, numel: int, size: int, link: Link) -> float:
+        return link.seconds(self.nbytes_sent(codec, numel, size)) if len(self.ranks) > 1 else 0.0
+
+
+def _dense(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """The same elements, in fp32."""
+    return tuple(Message(m.begin, m.end, (Piece(m.begin, m.end, 0, 4 * m.numel),)) for m in messages)
+
+
+class _TwoHops:
+    """A round: deltas to the owners of the site (stage 0), owners to owners (1), what all owners say within the site (2 …)."""
+
+    def __init__(self, round_: Round, hierarchy: Hierarchy, state: State) -> None:
+        self.round, self._sites = round_, hierarchy.ranks
+        rank, size, codec = round_.rank, round_.size, round_.codec
+        self._site = hierarchy.site_of(rank)
+        self._place = self._site.index(rank)
+        self._mates = [mate for mate in self._site if mate != rank]
+        self._shards = hierarchy.owned(codec, round_.numel)
+        self._mine = self._shards[self._place] if self._place < len(self._shards) else ()
+        self._twins = [site[self._place] for site in self._sites if self._mine and rank not in site]
+        self._inside = Stage(round_, Identity(), 0, purpose=INSIDE)
+        self._across = Stage(round_, codec, 1, marks=size)
+        self._passed = [
+            Stage(round_, codec, 2 + number, marks=size, purpose=INSIDE, passes=1) for number in range(len(self._sites))
+        ]
+        self._owner = Owner(self._across, self._key(self._place), self._mine, hierarchy.feedback, state)
+        self._weights = [len(site) / size for site in self._sites]
+        self._expect()
+        self._send()
+
+    def arrive(self, settle: Settle) -> Arrival:
+        round_ = self.round
+        room = Room(round_, round_.codec, (message for of in self._shards for message in of))
+        own = [self._average(index, room) for index in range(len(self._mine))]
+        for index, message in enumerate(self._mine):
+            self._across.receive(index)
+            for number, site in enumerate(self._sites):
+                if site != self._site:
+                    packet = self._across.packet(index, site[self._place])
+                    self._passed[number].pass_on(index, message, packet, self._mates)
+        flags, void = [0] * round_.size, False
+        for index in range(max(map(len, self._shards))):
+            self._take(index)
+            for place, messages in enumerate(self._shards):
+                if index < len(messages):
+                    packets = self._packets(index, place, own)
+                    for author, packet in packets.items():
+                        flags = [a | b for a, b in zip(flags, heard(packet, messages[index], author))]
+                        void |= bool(flags_of(packet) & REFUSED)
+                    if not void:
+                        self._settle(place, messages[index], packets, room, settle)
+        room.close()
+        return Arrival(tuple(flags), self._owner.after, void)
+
+    def _expect(self) -> None:
+        self._inside.expect(dict.fromkeys(self._mates if self._mine else [], _dense(self._mine)))
+        self._across.expect(dict.fromkeys(self._twins, self._mine))
+        owners = {self._site[place]: messages for place, messages in enumerate(self._shards) if place != self._place}
+        for stage in self._passed:
+            stage.expect(owners)
+
+    def _send(self) -> None:
+        for index in range(max(map(len, self._shards))):
+            for step in range(len(self._shards)):
+                place = (self._place + step) % len(self._shards)
+                if place != self._place and index < len(self._shards[place]):
+                    message, to = _dense(self._shards[place])[index], [self._site[place]]
+                    self._inside.send(index, message, to, self.round.signal, self.round.key)
+
+    def _average(self, index: int, room: Room) -> Outgoing:
+        """Say the site's mean of one message of the own shard, to the other sites and to the own."""
+        round_, message = self.round, self._mine[index]
+        said = self._inside.receive(index)
+        own = round_.signal(message.begin, message.end)
+        flags = {round_.rank: round_.flags | (0 if bool(torch.isfinite(own).all()) else REFUSED), **said}
+        dense = {mate: payload(self._inside.packet(index, mate)).view(torch.float32) for mate in said}
+        dense[round_.rank] = own
+
+        def mean(piece: Piece) -> Tensor:
+            begin, end = piece.begin - message.begin, piece.end - message.begin
+            total = torch.zeros(end - begin)
+            for mate in sorted(dense):
+                total += dense[mate][begin:end]
+            return total.div_(len(dense))
+
+        marks = [flags.get(rank, 0) for rank in range(round_.size)]
+        packet = self._owner.say(index, mean, marks, self._twins, room)
+        self._passed[self._sites.index(self._site)].pass_on(index, message, packet.packet, self._mates)
+        return packet
+
+    def _take(self, index: int) -> None:
+        """Wait for what the owners of this site pass on of message `index`."""
+        for stage, site in zip(self._passed, self._sites):
+            stage.receive(index, {mate: site[place] for place, mate in enumerate(self._site[: len(self._shards)])})
+
+    def _packets(self, index: int, place: int, own: Sequence[Outgoing]) -> dict[int, Tensor]:
+        """What each site says, by the rank of the owner that wrote it."""
+        found = {}
+        for number, site in enumerate(self._sites):
+            if place != self._place:
+                found[site[place]] = self._passed[number].packet(index, self._site[place])
+            elif site == self._site:
+                found[site[place]] = own[index].packet
+            else:
+                found[site[place]] = self._across.packet(index, site[place])
+        return found
+
+    def _settle(self, place: int, message: Message, packets: dict[int, Tensor], room: Room, settle: Settle) -> None:
+        weights = {site[place]: weight for site, weight in zip(self._sites, self._weights)}
+        for piece in message.pieces:
+            mean = room.mean(piece, packets, self._key(place), weights)
+            settle(piece.begin, mean, partial(self.round.signal, piece.begin, piece.end))
+
+    def _key(self, place: int) -> Key:
+        return replace(self.round.key, part=1 + place)

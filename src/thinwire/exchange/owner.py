@@ -1,0 +1,64 @@
+"""Whoever owns a part of a fragment: it says the mean of what others say, and may hold back what its codec lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from thinwire.errors import ConfigurationError
+from thinwire.exchange.base import Outgoing, Room, Stage
+from thinwire.exchange.messages import Message, Piece
+from thinwire.feedback import Feedback
+from thinwire.outer import State
+from thinwire.packet import REFUSED
+from thinwire.seeds import Key
+
+
+def check_owners(exchange: object, feedback: Feedback | None) -> None:
+    """Raise `ConfigurationError` unless an owner can hold back by `feedback`."""
+    name = type(exchange).__name__
+    if not isinstance(feedback, Feedback | None):
+        raise ConfigurationError(f"{name}(feedback={feedback!r}): Feedback(...) or None is needed.")
+    if feedback and feedback.kappa:
+        raise ConfigurationError(
+            f"{name}(feedback={feedback}): kappa=0 is needed, for an owner keeps no reference; choose Feedback()."
+        )
+
+
+class Owner:
+    """Encodes the means of `messages`, one after another, as `key`'s packets of `stage`; `after` is its next memory."""
+
+    def __init__(self, stage: Stage, key: Key, messages: Sequence[Message], feedback: Feedback | None, state: State):
+        self._stage, self._key, self._messages, self._feedback, self._state = stage, key, messages, feedback, state
+        self._buffers = stage.round.air.buffers
+        self.after: State = {name: self._buffers.floats(held.numel()) for name, held in state.items()}
+
+    def say(
+        self, index: int, mean: Callable[[Piece], Tensor], marks: Sequence[int], to: Sequence[int], room: Room
+    ) -> Outgoing:
+        """Encode the mean of message `index` and let it go `to` them. If a mark says `REFUSED`, there is no mean."""
+        message, void = self._messages[index], any(mark & REFUSED for mark in marks)
+        means = self._buffers.floats(message.numel)
+        for piece in message.pieces:
+            part = means[piece.begin - message.begin : piece.end - message.begin]
+            part.zero_() if void else part.copy_(mean(piece))
+
+        def signal(begin: int, end: int) -> Tensor:
+            part = means[begin - message.begin : end - message.begin]
+            return self._feedback.signal(part, self._held(self._state, begin, end)) if self._feedback else part
+
+        packet = self._stage.write(index, message, signal, self._key, REFUSED if void else 0, marks)
+        self._stage.post(index, packet, to)
+        if self._feedback and not packet.flags & REFUSED:
+            for piece in message.pieces:
+                part = means[piece.begin - message.begin : piece.end - message.begin]
+                sent = room.sent(piece, packet.packet, self._key)
+                before, after = (self._held(state, piece.begin, piece.end) for state in (self._state, self.after))
+                self._feedback.settle(part, sent, sent, before, after)
+        self._buffers.give(means)
+        return packet
+
+    def _held(self, state: State, begin: int, end: int) -> State:
+        start = self._messages[0].begin
+        return {name: held[begin - start : end - start] for name, held in state.items()}
