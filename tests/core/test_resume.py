@@ -57,7 +57,7 @@ def fingerprint(replica: tw.Replica) -> tuple[list[torch.Tensor], str]:
 
 
 def held_back(replica: tw.Replica) -> list[torch.Tensor]:
-    return [t.clone() for name, t in sorted(replica.state()[0].items()) if ".feedback." in name]
+    return [t.clone() for name, t in sorted(replica.state()[0].items()) if ".feedback." in name or ".exchange." in name]
 
 
 def whole_run(strategy: tw.Strategy, group: tw.Group) -> tuple[list[Saved], list[Seen], int]:

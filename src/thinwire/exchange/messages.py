@@ -20,8 +20,8 @@ from torch import Tensor
 from thinwire.codecs import Codec
 from thinwire.packet import HEADER_NBYTES
 
-MESSAGE_NBYTES = 1 << 18
-PIECE_NUMEL = 1 << 16
+MESSAGE_NBYTES = 1 << 19
+PIECE_NUMEL = 1 << 17
 STAGE = 1 << 24  # messages of one stage, at most
 
 Signal = Callable[[int, int], Tensor]  # the elements begin … end of what a replica has to say, flat fp32
