@@ -16,7 +16,7 @@ from thinwire.packet import Header, identity, open_packet
 from thinwire.seeds import Key
 
 NUMELS = (0, 1, 2, 129, 700)
-DUE = Header(codec=identity(tw.E3M0()), sender=3, fragment=2, round=77, numel=90, nbytes=46)
+DUE = Header(codec=identity(tw.E3M0()), sender=3, fragment=2, round=77, part=5, numel=90, nbytes=46)
 
 
 class Allocated(TorchDispatchMode):

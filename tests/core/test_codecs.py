@@ -10,6 +10,7 @@ from pieces import CODECS, encoded, over, roundtrip, same_bits
 import thinwire as tw
 from thinwire.codecs import check_finite, packet_nbytes
 from thinwire.codecs.bits import pack, packed_nbytes, unpack
+from thinwire.exchange import Air, Round, once
 from thinwire.group import ThreadGroup
 from thinwire.packet import HEADER_NBYTES, REFUSED
 from thinwire.seeds import Key
@@ -480,7 +481,12 @@ def test_a_refused_packet_holds_no_values(row):
     (group,) = ThreadGroup.create(1)
     x = gaussian(100)
     x[7] = float("nan")
-    departure = tw.Direct().depart(group, row.piece, x, Key(), 0)
-    assert not departure.packets[0][HEADER_NBYTES:].any()
-    assert departure.packets[0].numel() == packet_nbytes(row.piece, 100)
-    assert tw.Direct().arrive(departure, row.piece) == (None, (REFUSED,))
+    air = Air(group)
+    round_ = Round(air, row.piece, 100, Key(), lambda begin, end: x[begin:end])
+    departure = tw.Direct().depart(round_, {})
+    ((packet,),) = [[outgoing.wait().clone() for outgoing in round_.outgoing]]
+    assert not packet[HEADER_NBYTES:].any() and packet.numel() == packet_nbytes(row.piece, 100)
+    assert tw.Direct().arrive(departure, lambda *_: None).flags == (REFUSED,)
+    estimate, arrival = once(tw.Direct(), air, row.piece, x, Key(), {})
+    assert estimate is None and arrival.flags == (REFUSED,)
+    air.close()

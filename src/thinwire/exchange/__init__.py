@@ -5,6 +5,19 @@ from thinwire.exchange.base import Air, Arrival, Exchange, Round, Settle
 from thinwire.exchange.buffers import Buffers
 from thinwire.exchange.direct import Direct
 from thinwire.exchange.hierarchy import Hierarchy
+from thinwire.exchange.once import once
 from thinwire.exchange.two_shot import TwoShot
 
-__all__ = ["Air", "AllReduce", "Arrival", "Buffers", "Direct", "Exchange", "Hierarchy", "Round", "Settle", "TwoShot"]
+__all__ = [
+    "Air",
+    "AllReduce",
+    "Arrival",
+    "Buffers",
+    "Direct",
+    "Exchange",
+    "Hierarchy",
+    "Round",
+    "Settle",
+    "TwoShot",
+    "once",
+]
