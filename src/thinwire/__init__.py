@@ -37,7 +37,7 @@ from thinwire.errors import (
     PeerError,
     ThinwireError,
 )
-from thinwire.exchange import AllReduce, Direct, Exchange, Hierarchy, TwoShot
+from thinwire.exchange import AllReduce, Direct, Exchange, Fastest, Hierarchy, TwoShot
 from thinwire.feedback import Feedback
 from thinwire.group import Group, ThreadGroup, TorchGroup, run_threads
 from thinwire.merge import Eager, Mix
@@ -71,6 +71,7 @@ __all__ = [
     "Eager",
     "Every",
     "Exchange",
+    "Fastest",
     "Feedback",
     "Fragment",
     "Gradients",

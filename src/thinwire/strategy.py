@@ -32,7 +32,7 @@ from thinwire.codecs import (
     fitted,
 )
 from thinwire.errors import ConfigurationError
-from thinwire.exchange import AllReduce, Direct, Exchange, Hierarchy, TwoShot
+from thinwire.exchange import AllReduce, Direct, Exchange, Fastest, Hierarchy, TwoShot
 from thinwire.feedback import Feedback
 from thinwire.merge import Eager, Mix
 from thinwire.outer import Average, Nesterov, Outer
@@ -127,6 +127,12 @@ class Strategy:
         numels = [sum(map(math.prod, shapes)) for shapes in shaped]
         return sum(self.exchange.nbytes_sent(fitted(self.codec, s), n, size) for s, n in zip(shaped, numels))
 
+    def choices(self, fragments: Sequence[Shapes], size: int) -> list[str]:
+        """Which exchange was chosen for fragments of tensors of such shapes, and why; empty where there is no choice."""
+        if not isinstance(self.exchange, Fastest):
+            return []
+        return self.exchange.why([(fitted(self.codec, s), sum(map(math.prod, s))) for s in fragments], size)
+
     def describe(self, model: nn.Module, size: int) -> str:
         """What this strategy does to `model` among `size` replicas, in a few lines, with predicted bytes."""
         fragments = self.partition.fragments(model)
@@ -138,6 +144,7 @@ class Strategy:
             f"{self.schedule.delay} of them in the air",
             f"{nbytes:,} bytes sent per replica and period: {bits:.4g} bits per parameter and step (predicted)",
         ]
+        lines += [f"exchange: {choice}" for choice in self.choices([fragment.shapes for fragment in fragments], size)]
         return "\n".join(lines + [f"  {f.name}: {f.numel:,} parameters" for f in fragments])
 
 
@@ -173,6 +180,7 @@ PIECES: dict[str, Callable[..., Any]] = {
             TwoShot,
             AllReduce,
             Hierarchy,
+            Fastest,
             Average,
             Nesterov,
         ),
@@ -198,6 +206,8 @@ def parse(text: str, names: Mapping[str, Callable[..., Any]] = PIECES) -> Any:
                 )
             keywords = {keyword.arg or "**": value(keyword.value) for keyword in term.keywords}
             return names[term.func.id](*map(value, term.args), **keywords)
+        if isinstance(term, ast.Tuple):
+            return tuple(map(value, term.elts))
         try:
             return ast.literal_eval(term)
         except ValueError:

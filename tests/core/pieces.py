@@ -163,6 +163,8 @@ EXCHANGES = [
     row(tw.Hierarchy(((3, 0), (2, 1)))),
     row(tw.Hierarchy((1, 1, 3), tw.Feedback())),
     row(tw.Hierarchy((4,))),
+    row(tw.Fastest("20mbit,40ms"), "rank order"),
+    row(tw.Fastest("1mbit", (tw.TwoShot(), tw.Direct())), "rank order"),
 ]
 SIGNALS = [row(tw.Deltas()), row(tw.Gradients())]
 FEEDBACKS = [

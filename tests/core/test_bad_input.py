@@ -129,6 +129,69 @@ CONFIGURATIONS = {
         "TopK(values=LowRank(rank=4, iterations=2, values=Identity(), shapes=())): it needs the shapes of a model's tensors, and what it "
         "would get here has none; put it outside.",
     ),
+    "a codec that no shard fits": (
+        lambda: tw.Strategy(codec=tw.LowRank(), exchange=tw.TwoShot()),
+        "TwoShot(feedback=None) with LowRank(rank=4, iterations=2, values=Identity(), shapes=()): a codec that can do with any part of a "
+        "fragment is needed, this one needs the shapes of whole tensors; choose AllReduce() for LowRank, else Direct().",
+    ),
+    "a codec that cannot code twice": (
+        lambda: tw.Strategy(codec=tw.RandomK(), exchange=tw.TwoShot()),
+        "TwoShot(feedback=None) with RandomK(density=0.1, values=Cast(dtype='bf16')): a codec that can code a mean again is needed, this "
+        "one would draw from what was drawn; choose AllReduce() or Direct().",
+    ),
+    "a codec that is not linear": (
+        lambda: tw.Strategy(codec=tw.E3M0(), exchange=tw.AllReduce()),
+        "AllReduce() with E3M0(block=128, scale='exponent', rounding='nearest'): a codec whose codes can be added is needed, such as "
+        "Identity(), Cast(), RandomK() or LowRank(); or choose TwoShot() or Direct().",
+    ),
+    "an owner with a reference": (
+        lambda: tw.TwoShot(tw.Feedback(1, 0.0)),
+        "TwoShot(feedback=Feedback(kappa=1, eta=0.0, beta=1.0, alpha=1.0)): kappa=0 is needed, for an owner keeps no reference; choose "
+        "Feedback().",
+    ),
+    "an owner with something else": (
+        lambda: tw.TwoShot(0.95),
+        "TwoShot(feedback=0.95): Feedback(...) or None is needed.",
+    ),
+    "sites without replicas": (
+        lambda: tw.Hierarchy((2, 0)),
+        "Hierarchy(sites=(2, 0)): the size of each site, such as (2, 2), or the ranks of each, each rank once, such as "
+        "((0, 1), (2, 3)), are needed; at most 30 sites.",
+    ),
+    "a rank in two sites": (
+        lambda: tw.Hierarchy(((0, 1), (1, 2))),
+        "Hierarchy(sites=((0, 1), (1, 2))): the size of each site, such as (2, 2), or the ranks of each, each rank once, such as "
+        "((0, 1), (2, 3)), are needed; at most 30 sites.",
+    ),
+    "feedback where nothing is lost": (
+        lambda: tw.Strategy(codec=tw.Sign(), feedback=tw.Feedback(), exchange=tw.Hierarchy((2, 2))),
+        "Feedback(kappa=0, eta=1.0, beta=1.0, alpha=1.0) over Hierarchy(sites=(2, 2), feedback=None): what a replica says travels exactly "
+        "within its site, so it holds back nothing; write Hierarchy(sites=(2, 2), feedback=Feedback(kappa=0, eta=1.0, beta=1.0, alpha=1.0)), "
+        "and leave the strategy's at None.",
+    ),
+    "sites that hold back what is drawn": (
+        lambda: tw.Strategy(codec=tw.RandomK(), exchange=tw.Hierarchy((2, 2), tw.Feedback())),
+        "Feedback(kappa=0, eta=1.0, beta=1.0, alpha=1.0) over RandomK(density=0.1, values=Cast(dtype='bf16')): a contractive codec is needed, "
+        "or what is held back grows; choose TopK, or leave feedback=None.",
+    ),
+    "a link that is none": (
+        lambda: tw.Fastest("20 furlongs"),
+        "the link '20 furlongs' was given; a rate, or a rate and a delay are needed, with units bit, kbit, mbit, gbit and us, ms, s. Write "
+        "it like 50mbit or 2.5mbit,30ms.",
+    ),
+    "nothing to choose from": (
+        lambda: tw.Fastest("20mbit", ()),
+        "Fastest(among=()): exchanges are needed, such as (Direct(), TwoShot()).",
+    ),
+    "nothing that fits": (
+        lambda: tw.Strategy(codec=tw.TopK(), exchange=tw.Fastest("20mbit", (tw.AllReduce(),))),
+        "Fastest(link='20mbit', among=(AllReduce(),)) with TopK(density=0.01, values=Cast(dtype='bf16')): none of these takes it; add "
+        "Direct(), which takes any codec.",
+    ),
+    "no exchange": (
+        lambda: tw.Strategy(exchange=tw.Direct),
+        "exchange=<class 'thinwire.exchange.direct.Direct'>: a Exchange is needed; see docs/strategies.md.",
+    ),
     "no codec inside": (
         lambda: tw.DCT(tw.E3M0),
         "DCT(codec=<class 'thinwire.codecs.block.E3M0'>): a Codec is needed, such as Cast('bf16') or Sign().",
@@ -180,9 +243,9 @@ CONFIGURATIONS = {
     ),
     "unknown name": (
         lambda: tw.parse("E9M9"),
-        "'E9M9' in 'E9M9' is not known; choose from Average, BySize, Cast, ChunkedTopK, Codebook, DCT, Deltas, Direct, E2M1, E3M0, E4M3, E5M2, "
-        "Eager, Every, Feedback, Gradients, Hadamard, Identity, Int, LowRank, Mix, Nesterov, RandomK, Sequential, Sign, Squares, Staggered, "
-        "Strategy, Strided, TopK, TwoShot, Whole.",
+        "'E9M9' in 'E9M9' is not known; choose from AllReduce, Average, BySize, Cast, ChunkedTopK, Codebook, DCT, Deltas, Direct, "
+        "E2M1, E3M0, E4M3, E5M2, Eager, Every, Fastest, Feedback, Gradients, Hadamard, Hierarchy, Identity, Int, LowRank, Mix, "
+        "Nesterov, RandomK, Sequential, Sign, Squares, Staggered, Strategy, Strided, TopK, TwoShot, Whole.",
     ),
 }  # fmt: skip
 

@@ -3,6 +3,7 @@
 from thinwire.exchange.all_reduce import AllReduce
 from thinwire.exchange.base import Air, Arrival, Exchange, Round, Settle
 from thinwire.exchange.buffers import Buffers
+from thinwire.exchange.choice import Fastest
 from thinwire.exchange.direct import Direct
 from thinwire.exchange.hierarchy import Hierarchy
 from thinwire.exchange.once import once
@@ -15,6 +16,7 @@ __all__ = [
     "Buffers",
     "Direct",
     "Exchange",
+    "Fastest",
     "Hierarchy",
     "Round",
     "Settle",

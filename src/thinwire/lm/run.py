@@ -21,7 +21,7 @@ from thinwire.strategy import PIECES, Strategy, parse
 
 OF_THE_RECIPE = (
     *("every", "delay", "fragments", "merge", "codec", "partition", "offsets"),
-    *("outer_lr", "outer_momentum", "anchors"),
+    *("exchange", "outer_lr", "outer_momentum", "anchors"),
 )
 OF_THE_PLACE = (
     "text",
@@ -65,6 +65,8 @@ class Run:
     """Strided(4), Sequential(4), BySize(4) or Whole; replaces --fragments."""
     offsets: tuple[int, ...] | None = None
     """The inner step at which each fragment first departs."""
+    exchange: str | None = None
+    """How packets become one estimate: Direct, TwoShot, AllReduce, Hierarchy((2, 2)), or Fastest('20mbit,40ms') to let the link decide."""
     outer_lr: float | None = None
     """Learning rate of the outer step."""
     outer_momentum: float | None = None
@@ -149,7 +151,7 @@ class Run:
 
     def _strategy(self) -> Strategy:
         given = {name: getattr(self, name) for name in OF_THE_RECIPE if getattr(self, name) is not None}
-        for name in ("codec", "partition"):
+        for name in ("codec", "partition", "exchange"):
             if name in given:
                 given[name] = parse(given[name])
         name = _recipe_name(self.strategy)

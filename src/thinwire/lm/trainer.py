@@ -336,10 +336,13 @@ class Trainer:
                 ) from error
 
     def _log_start(self) -> None:
-        link = parse_link(self.run.link)
+        link, shapes = parse_link(self.run.link), [fragment.shapes for fragment in self.replica.fragments]
+        chosen = self.replica.strategy.choices(shapes, self.group.size)
         self.log.emit(
             "start", self.replica.step, wall_time=time.time(), replica=self.place.group.rank, replicas=self.run.replicas,
-            run=dataclasses.asdict(self.run) | {"composition": repr(self.replica.strategy), "corpus": self.corpus.describe()},
+            run=dataclasses.asdict(self.run) | {
+                "composition": repr(self.replica.strategy), "corpus": self.corpus.describe(), "exchanges": chosen,
+            },
             strategy=self.run.label,
             parameters=self.parameters, fragments=[{"name": f.name, "numel": f.numel} for f in self.replica.fragments],
             link=link and {"bits_per_second": link.bits_per_second, "delay_seconds": link.delay_seconds},

@@ -200,6 +200,8 @@ class Progress:
             link = event["link"] if isinstance(event["link"], dict) else {}
             rate = number(link.get("bits_per_second"))
             self._replicas[index] = _Replica(uplink=Uplink(Link(rate)) if 0 < rate < math.inf else None)
+            for choice in event["run"].get("exchanges", []) if isinstance(event["run"], dict) else []:
+                self._say("exchange", choice)
         elif kind == "eval":
             self._evaluated = (event["step"], number(event["loss"]))
         elif kind in ("warning", "stop"):
