@@ -168,6 +168,7 @@ class Outgoing:
 
     def wait_sent(self) -> None:
         """Return when the packet is handed over. Raises what went wrong."""
+        self.written.result()
         if self._posted is not None:
             self._posted.result()
         if self.sent is not None:
@@ -268,20 +269,21 @@ class Stage:
         self, outgoing: Outgoing, index: int, signal: Signal, key: Key, flags: int, marks: Sequence[int]
     ) -> None:
         message, body = outgoing.message, payload(outgoing.packet)
+        failure: BaseException | None = None
         try:
-            try:
-                for piece in message.pieces:
-                    self.codec.encode(signal(piece.begin, piece.end), body[piece.first : piece.last], key)
-            except NonFiniteError:
-                body[: message.nbytes].zero_()
-                flags |= REFUSED
-            body[message.nbytes :] = torch.tensor(list(marks), dtype=torch.uint8)
-            seal(outgoing.packet, replace(self._header(key, index, message), flags=flags))
-            outgoing.flags = flags
+            for piece in message.pieces:
+                self.codec.encode(signal(piece.begin, piece.end), body[piece.first : piece.last], key)
+        except BaseException as error:  # whatever it is, peers are not to wait for this packet
+            failure = None if isinstance(error, NonFiniteError) else error
+            body[: message.nbytes].zero_()
+            flags |= REFUSED
+        body[message.nbytes :] = torch.tensor(list(marks), dtype=torch.uint8)
+        seal(outgoing.packet, replace(self._header(key, index, message), flags=flags))
+        outgoing.flags = flags
+        if failure is None:
             outgoing.written.set_result(None)
-        except BaseException as error:
-            outgoing.written.set_exception(error)
-            raise
+        else:
+            outgoing.written.set_exception(failure)
 
     def _post(self, outgoing: Outgoing, index: int, to: Sequence[int]) -> None:
         if to:
