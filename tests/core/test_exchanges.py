@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from pieces import CODECS, EXCHANGES, METHODS, Shuffled, adamw, journey, same_bits, toy
+from pieces import CODECS, EXCHANGES, MATRICES, METHODS, Shuffled, adamw, journey, same_bits, toy
 
 import thinwire as tw
 from thinwire.exchange import Air, Round, outbox
@@ -30,7 +30,16 @@ def fits(exchange, codec) -> bool:
 # A choice is of one of the others.
 CARRY = [row.piece for row in EXCHANGES if not isinstance(row.piece, tw.Fastest)]
 FITTING = [(exchange, row.piece) for exchange in CARRY for row in CODECS if fits(exchange, row.piece)]
-SOME = [(e, c) for e, c in FITTING if c in (tw.Identity(), tw.E3M0(2), tw.Sign(), tw.TopK(0.3), tw.LowRank(1))]
+KINDS = (
+    tw.Identity(),
+    tw.E3M0(32),
+    tw.Sign(),
+    tw.TopK(0.3),
+    tw.LowRank(1, shapes=MATRICES),
+    tw.RandomK(0.25, tw.Identity()),
+)
+SOME = [(exchange, codec) for exchange, codec in FITTING if codec in KINDS]
+REST = [pytest.param(*pair, marks=pytest.mark.slow) for pair in FITTING if pair not in SOME]
 
 
 @pytest.fixture
@@ -84,7 +93,7 @@ def rounds(exchange, codec, x, wrap=lambda group: group):
     return tw.run_threads(size, replica, timeout=20.0)
 
 
-@pytest.mark.parametrize(("exchange", "codec"), FITTING, ids=str)
+@pytest.mark.parametrize(("exchange", "codec"), SOME + REST, ids=str)
 def test_all_agree_on_every_element(exchange, codec, small):
     for size, numel in [(1, 7), (2, 100), (3, 1), (3, 200), (4, 3), (4, 150), (5, 0), (5, 97)]:
         if not group_fits(exchange, size):
@@ -136,7 +145,7 @@ def test_any_order_of_arrival(exchange, codec, small):
             assert all(same_bits(p.estimate, q.estimate) and same_bits(p.sent, q.sent) for p, q in zip(a, b))
 
 
-@pytest.mark.parametrize(("exchange", "codec"), FITTING, ids=str)
+@pytest.mark.parametrize(("exchange", "codec"), SOME + REST, ids=str)
 def test_law_5_predicted_is_counted(exchange, codec, small):
     for size, numel in [(1, 10), (2, 33), (3, 150), (4, 1), (4, 99), (5, 0), (5, 2)]:
         if not group_fits(exchange, size):
