@@ -21,7 +21,7 @@ from torch import Tensor
 
 from thinwire import parse
 from thinwire.codecs import Codec
-from thinwire.exchange import Exchange
+from thinwire.exchange import Air, Exchange, once
 from thinwire.group import CountedGroup, Ledger, TorchGroup, gather, start_torch
 from thinwire.packet import HEADER_NBYTES
 from thinwire.seeds import Key
@@ -91,7 +91,7 @@ def measured(part: Part, case: Case, carriers: Carriers, noise: Tensor) -> dict[
     numel = numel_of(codec, case.nbytes)
     delta = noise.repeat(math.ceil(numel / noise.numel()))[:numel]
     group, ledger = carriers.group(case.uplink), carriers.ledger
-    once = _once(part, case, codec, CountedGroup(group, ledger), delta)
+    round_ = _round(part, case, codec, CountedGroup(group, ledger), delta)
     margin = 3 * part.rtt_seconds + 0.02 + case.idle_seconds  # gather takes two round trips and a half
     spans, cpu, sent = [], [], []
     for number in range(1 + case.rounds):
@@ -100,14 +100,14 @@ def measured(part: Part, case: Case, carriers: Carriers, noise: Tensor) -> dict[
         time.sleep(max(0.0, begin - time.monotonic()))
         busy = time.process_time()
         began = time.monotonic()
-        once(number)
+        round_(number)
         spans.append((began, time.monotonic()))
         cpu.append(time.process_time() - busy)
         sent.append(ledger.sent() - before)
     return {"numel": numel, "spans": spans[1:], "cpu_seconds": cpu[1:], "sent_nbytes": sent[1:]}
 
 
-def _once(part: Part, case: Case, codec: Codec, group: CountedGroup, delta: Tensor) -> Callable[[int], None]:
+def _round(part: Part, case: Case, codec: Codec, group: CountedGroup, delta: Tensor) -> Callable[[int], None]:
     """One exchange of `delta`."""
     if case.exchange == ALL_REDUCE:
         landing = delta.clone()
@@ -119,9 +119,12 @@ def _once(part: Part, case: Case, codec: Codec, group: CountedGroup, delta: Tens
         return reduce
     exchange: Exchange = parse(case.exchange)
 
+    air, states = Air(group), [exchange.init(codec, delta.numel(), part.rank, part.size)]
+
     def round_(number: int) -> None:
-        departure = exchange.depart(group, codec, delta, Key(part.seed, 0, number, part.rank), 0)
-        estimate, _ = exchange.arrive(departure, codec)
+        key = Key(part.seed, 0, number, part.rank)
+        estimate, arrival = once(exchange, air, codec, delta, key, states[-1])
+        states[-1] = arrival.state
         assert estimate is not None  # the noise is finite
 
     return round_

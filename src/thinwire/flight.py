@@ -16,14 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec
+from thinwire.codecs import Codec, warm_up
 from thinwire.errors import PeerError
-from thinwire.exchange import Air, Exchange, Round
+from thinwire.exchange import Air, Round
 from thinwire.group.base import Group
 from thinwire.moved import Moved
 from thinwire.outer import State
 from thinwire.packet import REFUSED, STOP
 from thinwire.seeds import Key
+from thinwire.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -68,14 +69,12 @@ class Crew:
     """Flies a replica's rounds over `group`; `site` joins the ranks of one sharded replica, which must judge a round alike."""
 
     def __init__(
-        self,
-        exchange: Exchange,
-        seed: int,
-        group: Group,
-        site: Group | None,
-        clock: Callable[[], float] = time.monotonic,
+        self, strategy: Strategy, group: Group, site: Group | None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.exchange, self.seed, self.site, self.clock = exchange, seed, site, clock
+        self.exchange, self.seed, self.site, self.clock = strategy.exchange, strategy.seed, site, clock
+        warm_up(strategy.codec)
+        few = torch.zeros(1)
+        strategy.outer.step(few, few, strategy.outer.init(few))
         self.air = Air(group)
         self.stop_requested = False
         self._inbound = ThreadPoolExecutor(1, "thinwire-inbound")

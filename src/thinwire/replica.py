@@ -97,7 +97,7 @@ class Replica:
         strategy.schedule.departs(1, len(fragments))  # offsets for another number of fragments are refused here
         introduce(group, strategy, fragments)
         self._gradients_exchanged = self._finished = False
-        self._crew = Crew(strategy.exchange, strategy.seed, group, site, clock)
+        self._crew = Crew(strategy, group, site, clock)
         self._buffers = self._crew.air.buffers
         self._pieces = [hold(strategy, fragment, index, group) for index, fragment in enumerate(fragments)]
         anchors = [piece.anchor for piece in self._pieces]

@@ -204,7 +204,7 @@ class Damaging:
         self.group, self.rank, self.size, self.close = group, group.rank, group.size, group.close
 
     def post(self, tag, send, recv, purpose="packet"):
-        if purpose == "packet":
+        if purpose in ("packet", "site"):
             send = {peer: packet.clone() for peer, packet in send.items()}
             for packet in send.values():
                 packet[-1] ^= 1
@@ -215,5 +215,6 @@ class Damaging:
 def test_a_damaged_packet_ends_training_and_says_why(exchange):
     """No round is judged on damaged bytes: `PacketError`, naming the sender, and nothing has changed."""
     strategy = tw.Strategy(schedule=tw.Every(2), exchange=exchange)
-    with pytest.raises(tw.PacketError, match="the packet of replica 1 is damaged"):
-        journey(strategy, 2, wrap=lambda group: Damaging(group) if group.rank == 1 else group)
+    replicas = sum(map(len, exchange.ranks)) if isinstance(exchange, tw.Hierarchy) else 2
+    with pytest.raises(tw.PacketError, match=r"the packet of replica [01] is damaged"):  # 0: what 1 passes on in a site
+        journey(strategy, replicas, wrap=lambda group: Damaging(group) if group.rank == 1 else group)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec
+from thinwire.codecs import Codec, encode_from
 from thinwire.errors import NonFiniteError, PacketError
 from thinwire.exchange.buffers import Buffers
 from thinwire.exchange.messages import STAGE, Message, Piece, Signal
@@ -272,7 +272,7 @@ class Stage:
         failure: BaseException | None = None
         try:
             for piece in message.pieces:
-                self.codec.encode(signal(piece.begin, piece.end), body[piece.first : piece.last], key)
+                encode_from(signal(piece.begin, piece.end), self.codec, body[piece.first : piece.last], key)
         except BaseException as error:  # whatever it is, peers are not to wait for this packet
             failure = None if isinstance(error, NonFiniteError) else error
             body[: message.nbytes].zero_()

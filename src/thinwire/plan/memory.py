@@ -93,17 +93,16 @@ def replica_memory(
             for name, nbytes in kept_nbytes(-(-parameters // ranks), strategy, own).items()}  # fmt: skip
     gradients = 4 * -(-parameters // ranks)
     gathered = 8 * _largest_gather(shape) if shards.weights > 1 else 0  # FSDP2 has a layer and the next one whole
-    flights = _flights(strategy, own, replicas)
-    aloft = flights if strategy.schedule.delay else 0  # else they are over when the step is
+    flights = _flights(strategy, own, replicas)  # their buffers are kept for the next ones
     logits = tokens * max(12 * shape.vocabulary, (22 if bf16 else 40) * shape.width)
     signal = _gradient_exchange(strategy, own, replicas)
     before = gradients if accumulate > 1 else 0
     most = strategy.codec.nbytes(sum(own)) * replicas if not isinstance(strategy.signal, Gradients) else 0
     finish = 4 * sum(own) + most + 16 * max(own, default=0) if most else 0
     phases: dict[str, Mapping[Place, int]] = {
-        "backward": {"device": activation_nbytes(shape, tokens, bf16) + before + gathered, "host": aloft},
+        "backward": {"device": activation_nbytes(shape, tokens, bf16) + before + gathered, "host": flights},
         "update": {"device": gradients + gathered, "host": max(flights, signal)},
-        "evaluation": {"device": gradients + logits + gathered, "host": aloft},
+        "evaluation": {"device": gradients + logits + gathered, "host": flights},
         "finish": {"device": 0, "host": finish},
         "export": {"device": gradients, "host": 4 * parameters},
     }
