@@ -33,7 +33,7 @@ class Hierarchy:
     site says of it, encodes the mean, and sends it to the k-th of every other site; what it gets from them it
     passes on within its site as it is. All decode the same bytes and weigh a site by its replicas, so all agree bit for bit.
 
-    Source: the two hops of ZeRO++'s qgZ (arXiv 2306.10209, §4.3): two sums, one rounding, no average of averages.
+    Source: the two hops of ZeRO++'s qgZ (arXiv 2306.10209): two sums, one rounding, no average of averages.
     *Differs*: the first hop is not compressed, the second goes each to all. What a replica says is exact, and what is lost is lost at the
     owner: so `feedback` stands here and not in the strategy, where it would have nothing to hold back.
 
