@@ -10,6 +10,7 @@
     └── PeerError                         the fault lies between replicas
         ├── DisagreementError             replicas differ in model, strategy or code version
         └── LinkError                     a peer is gone, or a message did not come in time
+            └── UndecidedError            what the members of a muster decided cannot be learnt
 
 Every message says what was given, what is needed and what to do.
 """
@@ -55,3 +56,7 @@ class DisagreementError(PeerError):
 
 class LinkError(PeerError):
     """A peer is gone, or a message did not come in time."""
+
+
+class UndecidedError(LinkError):
+    """What the members of a muster decided cannot be learnt: it may be yes, it may be no."""

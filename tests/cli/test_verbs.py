@@ -15,7 +15,7 @@ from thinwire.lm.run import Run
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["tarin"], "'tarin' is no verb; there are train, compare, report, simulate, probe, plan, doctor"),
+        (["tarin"], "'tarin' is no verb; there are train, compare, report, simulate, probe, plan, lighthouse, doctor"),
         (["report"], "no run folder was given"),
         (["report", "nothing"], "nothing does not exist"),
         (["train", "--resume"], "add --out FOLDER"),

@@ -37,6 +37,7 @@ OPTIONS = {
     "simulate utilization": "parameters layers step_seconds method every delay fragment_layers bits_per_parameter grid plot json",
     "simulate run": "run_settings step_seconds slower step_variation links link_variation sharing loss jitter stragglers outages failures "
     "encode_seconds decode_seconds out run json",
+    "lighthouse": "host port heartbeat_timeout json",
     "doctor": "run link step_seconds master_addr master_port runs json",
 }
 MODULES = sorted(
@@ -119,7 +120,7 @@ def test_constraints_hold_what_the_project_needs():
     }
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    for line in [*project["dependencies"], *extras["dev"], *extras["parquet"]]:
+    for line in [*project["dependencies"], *extras["dev"], *extras["parquet"], *extras["elastic"]]:
         needed = Requirement(line)
         if needed.name != "thinwire":
             assert needed.specifier.contains(pins[canonicalize_name(needed.name)]), line

@@ -16,6 +16,7 @@ VERBS = {
     "simulate": "say what a link carries, and who waits for whom, without training anything",
     "probe": "measure links and machines, for plan",
     "plan": "rank settings for given links and machines, with reasons, and write the best one's run file",
+    "lighthouse": "be the place where replicas that come and go find each other",
     "doctor": "say what this machine offers, and what is wrong with a set-up",
 }
 
@@ -25,7 +26,7 @@ _USAGE = "\n".join(
         "",
         "usage: thinwire VERB [options]      (thinwire VERB --help says more)",
         "",
-        *(f"  {verb:<10}{text}" for verb, text in VERBS.items()),
+        *(f"  {verb:<12}{text}" for verb, text in VERBS.items()),
         "",
         "Every verb takes --json: progress goes to stderr, and stdout ends with one JSON object.",
     ]

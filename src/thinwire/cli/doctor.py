@@ -20,7 +20,7 @@ from thinwire.cli import machine, options
 from thinwire.cli.machine import Finding, warn_unless
 from thinwire.codecs import Shapes
 from thinwire.errors import ConfigurationError, ThinwireError
-from thinwire.group import Link, parse_link
+from thinwire.group import Deadlines, Link, parse_link
 from thinwire.lm.model import Transformer
 from thinwire.lm.run import Run
 from thinwire.lm.tokens import find
@@ -114,8 +114,9 @@ def set_up(file: Path, link: Link | None, step_seconds: float | None) -> Iterato
         step_seconds = measured_step(run, vocabulary)
         yield Finding("inner step", "ok", f"{text_of_seconds(step_seconds)} (measured)")
     if step_seconds is not None:
-        shapes = [fragment.shapes for fragment in fragments]
-        yield from enough(strategy, shapes, run.replicas, link or parse_link(run.link), step_seconds)
+        shapes, wire = [fragment.shapes for fragment in fragments], link or parse_link(run.link)
+        yield from enough(strategy, shapes, run.replicas, wire, step_seconds)
+        yield deadlines(strategy, shapes, run.replicas, wire, step_seconds)
 
 
 def text(run: Run) -> Generator[Finding, None, int]:
@@ -210,7 +211,7 @@ def enough(
     share = link.bits_per_second / floor
     advice = f"at most {min(share, 1):.0%} of the time would be training: larger --every, fewer bits (--codec), or a larger --batch"
     yield warn_unless(share >= 1, "link", f"{says}; {link} is given", advice)
-    flight = link.seconds(max(strategy.nbytes_per_period([fragment], replicas) for fragment in fragments))
+    flight = link.seconds(_largest_round(strategy, fragments, replicas))
     says = f"the largest fragment flies {text_of_seconds(flight)}, {delay} steps last {text_of_seconds(delay * seconds)} (predicted)"
     if delay:
         advice = f"every round would wait: --delay {min(every - 1, int(flight / seconds) + 1)}, or smaller fragments"
@@ -219,6 +220,26 @@ def enough(
     yield warn_unless(
         flight <= max(delay, 0.05 * every) * seconds, "delay", says, advice
     )  # 5 % of the time is nobody's trouble
+
+
+def deadlines(
+    strategy: Strategy, fragments: Sequence[int | Shapes], replicas: int, link: Link | None, seconds: float
+) -> Finding:
+    """The one time-out model for replicas that come and go, as this run needs it."""
+    schedule = strategy.schedule
+    of = Deadlines.of(schedule.every, schedule.delay, seconds, _largest_round(strategy, fragments, replicas), link)
+    texts = {name.replace("_", " "): text_of_seconds(value) for name, value in dataclasses.asdict(of).items()}
+    return Finding(
+        "deadlines",
+        "ok",
+        ", ".join(f"{name} {text}" for name, text in texts.items()) + " (predicted)",
+        f"for replicas that come and go: thinwire lighthouse --heartbeat-timeout {of.heartbeat_timeout:.3g}",
+    )
+
+
+def _largest_round(strategy: Strategy, fragments: Sequence[int | Shapes], replicas: int) -> int:
+    """Bytes that one replica sends for the largest fragment."""
+    return max(strategy.nbytes_per_period([fragment], replicas) for fragment in fragments)
 
 
 def _threads(run: Run) -> int:

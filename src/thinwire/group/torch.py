@@ -59,7 +59,7 @@ class _TorchTransfer:
             try:
                 if isinstance(work, RuntimeError):
                     raise work
-                work.wait()
+                work.wait(timedelta(seconds=self._group.timeout))
             except RuntimeError as error:
                 what = f"{verb} replica {peer} ({self._purpose}, tag {self._tag})"
                 raise self._group._explained(what, error) from error
@@ -111,7 +111,7 @@ class TorchGroup:
         self.rank, self.size = process_group.rank(), process_group.size()
         self.timeout, self.shard, self.shards, self.site = timeout, shard, shards, site
         self._process_group = process_group
-        self._on_device = dist.get_backend(process_group) == "nccl"
+        self._on_device = process_group.name() == "nccl"
         self._closed = False
         # Transfers that nobody waited for yet: a receive that is dropped while its message is on the way would leave
         # gloo with a buffer that is gone.

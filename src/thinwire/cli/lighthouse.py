@@ -1,0 +1,82 @@
+"""`thinwire lighthouse`: the coordinator at which replicas that come and go find each other."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import signal
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tyro
+
+from thinwire.cli import options
+from thinwire.errors import ConfigurationError
+from thinwire.group.deadlines import Deadlines
+from thinwire.group.lighthouse import PORT, Lighthouse
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `thinwire lighthouse` takes."""
+
+    host: str = "127.0.0.1"
+    """The address to listen at: of this machine, and in a network that you trust. Without: this machine alone."""
+    port: int = PORT
+    """The lighthouse's port; the next one is the store's. 0: two that are free."""
+    heartbeat_timeout: float = Deadlines.heartbeat_timeout
+    """Seconds without a heartbeat after which a replica is taken for dead. `thinwire doctor RUN` says what a run needs."""
+    json: bool = False
+    """Stdout ends with one JSON object, as soon as it listens."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    asked = tyro.cli(
+        Options,
+        prog="thinwire lighthouse",
+        args=list(arguments),
+        description="Be the place where replicas that come and go find each other, until interrupted.",
+    )
+    if not 0 < asked.heartbeat_timeout < 86_400:
+        raise ConfigurationError(
+            f"--heartbeat-timeout {asked.heartbeat_timeout}: a positive number of seconds is needed."
+        )
+    if not 0 <= asked.port < 65535:
+        raise ConfigurationError(f"--port {asked.port}: 0 to 65534 is needed; the next port is the store's.")
+    console = options.console(asked.json)
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    lighthouse = Lighthouse(asked.host, asked.port, asked.heartbeat_timeout)
+    says = [
+        f"lighthouse at {lighthouse.address}, its store at the next port, {lighthouse.port + 1}",
+        f"a replica that is not heard for {asked.heartbeat_timeout:g} s is taken for dead",
+        f'replicas come with Roster(LighthouseMeeting("{_reached_at(lighthouse)}"), name)',
+        "warning: nothing here is authenticated or encrypted. Whoever reaches these ports can end a run or feed it: "
+        "trusted networks or tunnels only.",
+        *([] if _only_here(asked.host) else ["open both ports to the replicas, and to nobody else"]),
+        "Ctrl-C ends it; replicas go on with what they hold, and come back to a new one at the same address",
+    ]
+    for line in says:
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+    if asked.json:
+        print(json.dumps({"address": lighthouse.address, "port": lighthouse.port}), flush=True)
+    while not ended.wait(1.0):  # a wait without end would not see signals on every system
+        pass
+    lighthouse.close()
+    return 0
+
+
+def _only_here(host: str) -> bool:
+    return host == "localhost" or host.startswith("127.") or host == "::1"
+
+
+def _reached_at(lighthouse: Lighthouse) -> str:
+    """Listening at every address is no address to tell others."""
+    try:
+        everywhere = ipaddress.ip_address(lighthouse.host).is_unspecified
+    except ValueError:
+        everywhere = False
+    return f"{socket.gethostname()}:{lighthouse.port}" if everywhere else lighthouse.address

@@ -1,0 +1,298 @@
+"""Who is there: members found between rounds, and what they decide together.
+
+Between rounds, on the exchange thread, a replica calls `Roster.muster`. It blocks until those who are there have been
+found; training goes on meanwhile. The `Muster` that comes back is the same on all members: their claims, a group over
+just them, and a joint vote.
+
+    call (one round trip to the meeting, and as long as the last one takes)
+    → everybody has everybody's presence → `judge`: the same members on all
+    → some expect one that is missing, alive, and not yet late beyond the grace: all call again
+    → all of them hold one group of just these: keep it; else connect anew, in a chapter that nobody used before
+
+The grace is counted here and not by the lighthouse, whose own begins with whoever called first: a newcomer that had
+waited for long would leave nobody else any.
+
+Where replicas find each other is a `Meeting`: threads of one process (`rehearsal.py`) or a lighthouse
+(`lighthouse.py`). All that is decided, is decided here or in the pure `presence.py` and `vote.py`, once for both.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from thinwire.errors import ConfigurationError, DisagreementError, LinkError, PacketError, UndecidedError
+from thinwire.group.base import Group, gather
+from thinwire.group.deadlines import Deadlines
+from thinwire.group.presence import Presence, Verdict, judge
+from thinwire.group.vote import Board, ballot, carry_out, keys_of
+from thinwire.packet import VERSION
+from thinwire.version import __version__
+
+Observe = Callable[[str, Mapping[str, Any]], None]
+
+
+class Meeting(Protocol):
+    """Where replicas find each other, seen from one of them."""
+
+    @property
+    def address(self) -> str:
+        """Where the others reach this replica, for messages."""
+
+    def clock(self) -> float:
+        """Seconds; only differences mean something."""
+
+    def sleep(self, seconds: float) -> None: ...
+
+    def arrive(self, name: str, life: str, deadlines: Deadlines, observe: Observe) -> None:
+        """Begin to be there, and be heard from now on. Called once, before all else."""
+
+    def call(self, presence: Presence, seconds: float) -> tuple[Sequence[Presence], Board]:
+        """Wait until most of those who are there call, too.
+
+        The same list for all in it, and where these vote. Raises `LinkError` after `seconds`, saying why.
+        """
+
+    def connect(self, chapter: str, members: Sequence[Presence], rank: int) -> Group:
+        """A group over `members`, all of which are called upon to come to `chapter`. Raises `LinkError`."""
+
+    def reaches(self, other: Presence) -> bool:
+        """Whether `other` answers this replica, directly."""
+
+    def leave(self) -> None:
+        """Be there no longer. Idempotent."""
+
+
+class Member(NamedTuple):
+    """A replica that takes part; `claim` is what it said when it called."""
+
+    name: str
+    claim: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Muster:
+    """Those who take part from now to the next muster.
+
+    `members` are in rank order, the same on all of them, and `group` carries bytes between just these. `id` names
+    this muster and no other. `rebuilt`: the group is new. `left_out` says who was there and is no member, and why.
+    """
+
+    id: str
+    members: tuple[Member, ...]
+    group: Group
+    rebuilt: bool
+    left_out: tuple[str, ...]
+    _board: Board = field(repr=False)
+    _observe: Observe = field(repr=False)
+    _end: Callable[[], None] = field(repr=False)
+    _cast: dict[str, bool] = field(repr=False, default_factory=dict)
+
+    def decide(self, question: str, yes: bool, seconds: float) -> bool:
+        """Whether all members said yes to `question` within `seconds` of this call: the same answer on all, for ever.
+
+        At most two round trips to the lighthouse beyond the wait for the others, and none for a lone member. Asked
+        again, the first ballot stands. Raises `UndecidedError` where the answer cannot be learnt: then it may be yes
+        or no, and only the others know. A member that said no always knows.
+        """
+        first = self._cast.setdefault(question, yes)
+        if len(self.members) == 1:
+            return first
+        self._observe("ballot", {"question": question, "yes": first})
+        steps = ballot(f"{self.id}/{question}", self.group.rank, len(self.members), first)
+        try:
+            answer = carry_out(steps, self._board, seconds)
+        except LinkError as error:
+            if not first:
+                return False
+            raise UndecidedError(
+                f"{question!r}: this replica said yes and cannot learn what was decided ({error}). "
+                "The others' next claims tell."
+            ) from error
+        self._observe("decided", {"question": question, "yes": answer})
+        return answer
+
+    def close(self) -> None:
+        """End the group, after a failure in it: the next muster connects anew. Idempotent."""
+        self._end()
+
+    def _written(self) -> list[str]:
+        """The keys that are this member's to remove: its ballots, and the first member's the outcomes, too."""
+        keys = [keys_of(f"{self.id}/{question}", len(self.members)) for question in self._cast]
+        rank = self.group.rank
+        return [ballots[rank] for _, ballots in keys] + [outcome for outcome, _ in keys if rank == 0]
+
+
+class _Past(NamedTuple):
+    """What a muster wrote on its board is of no use once all its members have called again."""
+
+    muster: Muster
+    calls: dict[str, int]  # by life
+
+
+class Roster:
+    """One replica's view of who is there. For one thread.
+
+    `name` must be one that no other replica has, and stay with the replica when it comes back. `facts` (texts) must
+    be equal on all members; the code version and the wire format are among them. Fewer than `least` members are no
+    muster. `wrap` goes around every group that is built (counters, an emulated link). `observe` is told, as kind and
+    fields: retry, call, connect, muster, ballot, decided.
+    """
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        name: str,
+        *,
+        facts: Mapping[str, str] | None = None,
+        least: int = 2,
+        deadlines: Deadlines | None = None,
+        wrap: Callable[[Group], Group] = lambda group: group,
+        observe: Observe = lambda kind, fields: None,
+    ) -> None:
+        if isinstance(least, bool) or not isinstance(least, int) or least < 1:
+            raise ConfigurationError(f"least={least!r}: a whole number of at least 1 member is needed.")
+        self.name, self.least, self.deadlines = name, least, deadlines or Deadlines()
+        self.facts = {"code version": __version__, "wire format": str(VERSION), **(facts or {})}
+        self._meeting, self._wrap, self._observe = meeting, wrap, observe
+        self._life = secrets.token_hex(8)
+        self._calls = self._musters = 0
+        self._group: Group | None = None
+        self._holds = ""
+        self._members: tuple[Presence, ...] = ()  # of the group
+        self._suspects: tuple[Presence, ...] = ()  # may be out of reach
+        self._namesakes: dict[str, int] = {}  # by life: its calls when it was last seen
+        self._past: list[_Past] = []
+        self._left = False
+        Presence(name, self._life, 0, facts=self.facts).to_json()  # a name or facts that cannot work fail here
+        meeting.arrive(name, self._life, self.deadlines, observe)
+
+    def muster(self, claim: Mapping[str, Any], seconds: float | None = None) -> Muster:
+        """Find out who is there; `claim` (a small JSON mapping) is told to all of them.
+
+        Unchanged members that hold their group keep it, and pay one round trip. `seconds` is `deadlines.muster`
+        unless given. Raises `LinkError` (not enough came in time, no lighthouse: the reason is in the message; the
+        replica may train on, and call again) and `DisagreementError` (this replica cannot take part: other facts, or
+        a name that is taken; it has left then).
+        """
+        if self._left:
+            raise LinkError(f"replica {self.name!r} has left its roster; make a new one to come back.")
+        seconds = self.deadlines.muster if seconds is None else seconds
+        began = self._meeting.clock()
+        until = began + seconds
+        expected = self._members
+        self._presence(claim, expected).to_json()
+        reason, pause = "nobody answered", 0.1
+        while (left := until - self._meeting.clock()) > 0:
+            self._suspects = tuple(p for p in self._suspects if not self._meeting.reaches(p))
+            self._calls += 1
+            self._observe("call", {"calls": self._calls, "holds": self._holds})
+            present, board = self._meeting.call(self._presence(claim, expected), left)
+            here = {p.life for p in present}
+            self._suspects = tuple(p for p in self._suspects if p.life in here)
+            verdict = judge(present)
+            reason = self._obstacle(verdict, {life for p in present for life in p.expects} - here)
+            if not reason:
+                try:
+                    return self._take(verdict, board)
+                except (LinkError, PacketError) as error:
+                    reason = f"no group could be built: {error}"
+            patient = self._meeting.clock() - began < self.deadlines.grace
+            expected = tuple(p for p in expected if p.life in here or self._meeting.reaches(p)) if patient else ()
+            self._observe("retry", {"reason": reason, "seconds": pause})
+            self._meeting.sleep(min(pause, max(0.0, until - self._meeting.clock())))
+            pause = min(2 * pause, 0.25)  # so that all call again within what the lighthouse waits
+        raise LinkError(f"replica {self.name!r} found no muster within {seconds:g} s: {reason}.")
+
+    def close(self) -> None:
+        """Leave: the others go on without this replica. Idempotent."""
+        self._left = True
+        self._let_go(self._group)
+        self._meeting.leave()
+
+    def _presence(self, claim: Mapping[str, Any], expected: Sequence[Presence]) -> Presence:
+        return Presence(
+            self.name, self._life, self._calls, self._musters, self._holds, self.facts, claim,
+            [p.life for p in self._suspects], [p.life for p in expected if p.life != self._life], self._meeting.address,
+        )  # fmt: skip
+
+    def _obstacle(self, verdict: Verdict, missing: Collection[str]) -> str:
+        """Why this cannot be a muster; "" if it can. Raises `DisagreementError` if it never can."""
+        own = next((out for out in verdict.left_out if out.presence.life == self._life), None)
+        if own is not None:
+            namesakes = {p.life: p.calls for p in verdict.members if p.name == self.name}
+            # One that died while it called is still in the book once; one that calls again is alive.
+            alive = any(self._namesakes.get(life, calls) != calls for life, calls in namesakes.items())
+            self._namesakes = namesakes
+            if own.final or alive:
+                self.close()
+                what = "name" if alive else "code, model and settings"
+                other = "a name of its own" if alive else "what the others have"
+                raise DisagreementError(
+                    f"replica {self.name!r} cannot take part: {own.reason}. Its {what} must be {other}."
+                )
+            return f"it was left out: {own.reason}"
+        if len(verdict.members) < self.least:
+            there = ", ".join(p.name for p in verdict.members)
+            out = "".join(f"; {out.presence.name} was left out: {out.reason}" for out in verdict.left_out)
+            return f"{len(verdict.members)} of at least {self.least} members came ({there}){out}. Start the others, or ask for fewer"
+        return f"{len(missing)} that was there before is late" if missing else ""
+
+    def _take(self, verdict: Verdict, board: Board) -> Muster:
+        members = verdict.members
+        group, rebuilt = self._group, False
+        if group is None or group.size != len(members) or any(p.holds != self._holds for p in members):
+            self._let_go(group)
+            self._observe("connect", {"chapter": verdict.id, "members": [p.name for p in members]})
+            group, rebuilt = self._connected(verdict), True
+        self._musters += 1
+        muster = Muster(
+            id=verdict.id,
+            members=tuple(Member(p.name, p.claim) for p in members),
+            group=group,
+            rebuilt=rebuilt,
+            left_out=tuple(f"{out.presence.name}: {out.reason}" for out in verdict.left_out),
+            _board=board,
+            _observe=self._observe,
+            _end=partial(self._let_go, group),
+        )
+        self._sweep(muster, {p.life: p.calls for p in members})
+        fields = {"id": muster.id, "members": [m.name for m in muster.members], "left_out": list(muster.left_out)}
+        self._observe("muster", fields | {"rebuilt": rebuilt})
+        return muster
+
+    def _connected(self, verdict: Verdict) -> Group:
+        """A group in which everybody has heard everybody."""
+        members = self._suspects = self._members = verdict.members
+        group = self._wrap(self._meeting.connect(verdict.id, members, [p.life for p in members].index(self._life)))
+        try:
+            heard = gather(group, self._life.encode(), 64, "muster")
+            if heard != [p.life.encode() for p in members]:
+                raise LinkError("others answered than were called")
+        except BaseException:
+            group.close()
+            raise
+        self._group, self._holds, self._suspects = group, verdict.id, ()
+        return group
+
+    def _let_go(self, group: Group | None) -> None:
+        """End `group`; if it is the one that is held, its members are to be tried before the next muster."""
+        if group is not None:
+            group.close()
+        if group is self._group:
+            self._group, self._holds, self._suspects = None, "", self._members
+
+    def _sweep(self, muster: Muster, calls: dict[str, int]) -> None:
+        """Remove what past musters wrote, if all their members are here again: nobody will read it any more."""
+        kept: list[_Past] = []
+        for past in self._past:
+            if past.muster._board is not muster._board:
+                continue  # that lighthouse is gone, and all that was written with it
+            if all(calls.get(life, 0) > then for life, then in past.calls.items()):
+                muster._board.forget(past.muster._written())
+            else:
+                kept.append(past)
+        self._past = [*kept[-7:], _Past(muster, calls)]

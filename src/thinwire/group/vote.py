@@ -1,0 +1,113 @@
+"""One yes or no for all members, decided once and for ever.
+
+A board keeps what members write; of two values proposed for one key it keeps the first. The protocol, for the member
+of rank r among M:
+
+* Whoever is against proposes no. It knows the answer without hearing it: yes needs its ballot, which was never cast.
+* Whoever is for casts its ballot. Whoever sees all M ballots proposes yes; else it waits for the outcome.
+* At its deadline it looks once more, and proposes yes if all ballots are there by now, else no.
+
+Whatever happens (deaths, delays, any order), there is one outcome, and it is yes only if all M were for. A member
+that cannot reach the board after casting its ballot does not know: `UndecidedError`. Nobody waits beyond its deadline.
+
+`ballot` is the protocol without input and output: it yields what to do on the board and is sent what came of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+YES, NO = b"yes", b"no"
+
+
+class Board(Protocol):
+    """Where members write and read. Every call may raise `LinkError`; then the board is never used again."""
+
+    def put(self, key: str) -> None:
+        """Write `key`; again is as once."""
+
+    def all(self, keys: Sequence[str]) -> bool:
+        """Whether all `keys` are written."""
+
+    def settle(self, key: str, value: bytes) -> bytes:
+        """Propose `value`; what `key` holds now, for ever: the first value that was proposed."""
+
+    def wait(self, key: str, seconds: float) -> bytes | None:
+        """What `key` holds, as soon as it was settled; None after `seconds`."""
+
+    def forget(self, keys: Sequence[str]) -> None:
+        """Nobody will ask for `keys` again. Does not wait, and never raises."""
+
+
+@dataclass(frozen=True)
+class Put:
+    key: str
+
+
+@dataclass(frozen=True)
+class All:
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Settle:
+    key: str
+    value: bytes
+
+
+@dataclass(frozen=True)
+class Wait:
+    """For the outcome, until the member's own deadline."""
+
+    key: str
+
+
+Step = Put | All | Settle | Wait
+
+
+def keys_of(question: str, size: int) -> tuple[str, tuple[str, ...]]:
+    """The key of the outcome, and those of the ballots in rank order."""
+    return f"{question}/outcome", tuple(f"{question}/{rank}" for rank in range(size))
+
+
+def ballot(question: str, rank: int, size: int, yes: bool) -> Generator[Step, Any, bool]:
+    """One member's part in the vote on `question`; returns the outcome.
+
+    >>> steps = ballot("land", rank=0, size=2, yes=True)
+    >>> next(steps)
+    Put(key='land/0')
+    >>> steps.send(None)
+    All(keys=('land/0', 'land/1'))
+    """
+    outcome, ballots = keys_of(question, size)
+    if not yes:
+        return bool((yield Settle(outcome, NO)) == YES)
+    yield Put(ballots[rank])
+    if not (yield All(ballots)):
+        heard = yield Wait(outcome)
+        if heard is not None:
+            return bool(heard == YES)
+        if not (yield All(ballots)):
+            return bool((yield Settle(outcome, NO)) == YES)
+    return bool((yield Settle(outcome, YES)) == YES)
+
+
+def carry_out(steps: Generator[Step, Any, bool], board: Board, seconds: float) -> bool:
+    """Do what `steps` asks for on `board`. Raises what the board raises."""
+    came: Any = None
+    while True:
+        try:
+            step = steps.send(came)
+        except StopIteration as end:
+            return bool(end.value)
+        match step:
+            case Put(key):
+                came = board.put(key)  # type: ignore[func-returns-value]
+            case All(keys):
+                came = board.all(keys)
+            case Settle(key, value):
+                came = board.settle(key, value)
+            case Wait(key):
+                came = board.wait(key, seconds)

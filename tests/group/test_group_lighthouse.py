@@ -1,0 +1,304 @@
+"""Real processes that are killed, frozen, join; a lighthouse that dies and comes back. No timing is a limit here."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from roster_process import DEADLINES
+
+from thinwire.cli import lighthouse as verb
+from thinwire.errors import ConfigurationError, DisagreementError, LinkError
+from thinwire.group import Deadlines, Lighthouse, LighthouseMeeting, Roster
+
+needs_torchft = pytest.mark.skipif(
+    find_spec("torchft") is None, reason="torchft is not installed: pip install thinwire[elastic]"
+)
+LIMIT = 60.0  # ends a hang
+
+
+class Stage:
+    """A lighthouse and replicas, each a process of its own, and what they wrote."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.processes = folder, {}
+        self.port = "0"
+        self.light()
+
+    def light(self):
+        command = [sys.executable, "-m", "thinwire", "lighthouse", "--json", "--port", self.port]
+        command += ["--heartbeat-timeout", str(DEADLINES.heartbeat_timeout)]
+        self.lighthouse = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        told = json.loads(self.lighthouse.stdout.readline())
+        self.address, self.port = told["address"], str(told["port"])
+
+    def start(self, *names):
+        for name in names:
+            command = [
+                sys.executable,
+                str(Path(__file__).with_name("roster_process.py")),
+                self.address,
+                name,
+                str(self.folder),
+            ]
+            self.processes[name] = subprocess.Popen(command, stderr=(self.folder / f"{name}.err").open("w"))
+
+    def signal(self, name, number):
+        self.processes[name].send_signal(number)
+
+    def lines(self, name, kind="round"):
+        files = sorted(self.folder.glob(f"{name}-*.jsonl"), key=lambda file: file.stat().st_mtime)
+        whole = [line for file in files for line in file.read_text().split("\n")[:-1]]
+        return [line for line in map(json.loads, whole) if line["kind"] == kind]
+
+    def until(self, condition, what):
+        deadline = time.monotonic() + LIMIT
+        while not condition():
+            assert time.monotonic() < deadline, f"{what}: {self.said()}"
+            time.sleep(0.02)
+
+    def until_members(self, members, of):
+        """Until replica `of` has landed a round with just these after now."""
+        seen = len(self.lines(of))
+        landed = lambda: [x for x in self.lines(of)[seen:] if x["members"] == list(members) and x["answer"]]  # noqa: E731
+        self.until(landed, f"no round of {members}")
+        return landed()[0]
+
+    def said(self):
+        errors = {file.name: file.read_text()[-2000:] for file in self.folder.glob("*.err")}
+        return errors, {name: self.lines(name)[-2:] + self.lines(name, "retry")[-3:] for name in self.processes}
+
+    def end(self):
+        """All stop by themselves; one outcome for every muster; what was sent was received."""
+        (self.folder / "stop").touch()
+        for name, process in self.processes.items():
+            process.send_signal(signal.SIGCONT)
+            assert process.wait(LIMIT) in (0, -signal.SIGKILL), (name, self.said())
+        rounds = [line for name in self.processes for line in self.lines(name) if line["answer"] is not None]
+        outcomes: dict[str, set[bool]] = {}
+        for line in rounds:
+            outcomes.setdefault(line["id"], set()).add(line["answer"])
+        assert rounds and all(len(answers) == 1 for answers in outcomes.values())
+
+    def clear(self):
+        for process in (*self.processes.values(), self.lighthouse):
+            process.kill()
+            process.wait()
+        self.lighthouse.stdout.close()
+
+
+@pytest.fixture
+def stage(tmp_path):
+    made = Stage(tmp_path)
+    yield made
+    made.clear()
+
+
+@needs_torchft
+def test_killed_and_back_and_a_third(stage):
+    """kill -9 costs the others a group; a replica that comes back, and one that never was there, are members soon."""
+    stage.start("a", "b")
+    stage.until_members("ab", of="a")
+    stage.start("c")
+    stage.until_members("abc", of="a")
+    stage.signal("b", signal.SIGKILL)
+    stage.until_members("ac", of="a")
+    stage.until_members("ac", of="c")
+    stage.start("b")
+    line = stage.until_members("abc", of="b")
+    assert line["number"] > 1  # it learnt where the others are
+    stage.end()
+    last = stage.lines("a")[-1]
+    assert last["sent"] == last["received"] > 0
+
+
+@needs_torchft
+@pytest.mark.slow
+def test_frozen_and_thawed(stage):
+    stage.start("a", "b", "c")
+    stage.until_members("abc", of="a")
+    stage.signal("b", signal.SIGSTOP)
+    stage.until_members("ac", of="a")
+    stage.signal("b", signal.SIGCONT)
+    stage.until_members("abc", of="b")
+    stage.end()
+
+
+@needs_torchft
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.0, 4.0])
+def test_the_lighthouse_is_killed_and_comes_back(stage, seconds):
+    """Replicas keep their group, come back by themselves, and nobody is left out."""
+    stage.start("a", "b", "c")
+    stage.until_members("abc", of="c")
+    before = {name: len(stage.lines(name)) for name in "abc"}
+    stage.lighthouse.kill()
+    stage.lighthouse.wait()
+    time.sleep(seconds)
+    stage.lighthouse.stdout.close()
+    stage.light()
+    stage.until_members("abc", of="a")
+    for name in "abc":
+        assert any("lighthouse" in line["reason"] for line in stage.lines(name, "retry"))
+        after = stage.lines(name)[before[name] :]
+        assert all(line["members"] == ["a", "b", "c"] for line in after if line["answer"])
+    stage.end()
+
+
+@needs_torchft
+@pytest.mark.slow
+def test_a_frozen_lighthouse_hangs_nobody(stage):
+    stage.start("a", "b")
+    stage.until_members("ab", of="a")
+    stage.lighthouse.send_signal(signal.SIGSTOP)
+    stage.until(lambda: stage.lines("a", "retry") and stage.lines("b", "retry"), "nobody noticed")
+    stage.lighthouse.send_signal(signal.SIGCONT)
+    stage.until_members("ab", of="a")
+    stage.end()
+
+
+@pytest.fixture
+def lighthouse():
+    """In this process."""
+    made = Lighthouse("127.0.0.1", 0, heartbeat_timeout=DEADLINES.heartbeat_timeout)
+    yield made
+    made.close()
+
+
+def meet(address, *replicas, seconds=20.0):
+    """Replicas as threads; each (name, settings). Their musters' members, or what was raised."""
+    results = [None] * len(replicas)
+
+    def run(index, name, settings):
+        roster = None
+        try:
+            roster = Roster(LighthouseMeeting(address), name, **{"deadlines": DEADLINES} | settings)
+            for _ in range(8):
+                results[index] = [m.name for m in roster.muster({}, seconds).members]
+        except Exception as error:
+            results[index] = error
+        finally:
+            if roster is not None:
+                roster.close()
+
+    threads = [threading.Thread(target=run, args=(i, *replica)) for i, replica in enumerate(replicas)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    return results
+
+
+@needs_torchft
+def test_another_run_is_refused(lighthouse):
+    same = {"facts": {"run": "this"}}
+    results = meet(lighthouse.address, ("a", same), ("b", {"facts": {"run": "that"}}), ("c", same))
+    assert isinstance(results[1], DisagreementError) and "run: that there, this at 'a'" in str(results[1])
+    assert results[0] == results[2] == ["a", "c"]
+
+
+@needs_torchft
+def test_two_with_one_name(lighthouse):
+    results = meet(lighthouse.address, ("a", {}), ("b", {}), ("b", {}), ("c", {}))
+    refused = [result for result in results if isinstance(result, DisagreementError)]
+    assert len(refused) == 1 and "has the name 'b'" in str(refused[0])
+
+
+@needs_torchft
+def test_too_few(lighthouse):
+    (told,) = meet(lighthouse.address, ("a", {}), seconds=3.0)
+    assert isinstance(told, LinkError) and "1 of at least 2 members came (a)" in str(told)
+
+
+@needs_torchft
+def test_no_lighthouse_is_said_with_what_to_do():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    said = []
+    (told,) = meet(
+        f"127.0.0.1:{port}", ("a", {"observe": lambda kind, fields: said.append((kind, fields))}), seconds=3.0
+    )
+    assert isinstance(told, LinkError) and f"no lighthouse at 127.0.0.1:{port}" in str(told)
+    assert "thinwire lighthouse" in str(told) and f"ports {port} and {port + 1}" in str(told)
+    assert [fields["seconds"] for kind, fields in said if kind == "retry"] == [0.5, 1.0]  # later and later
+
+
+@needs_torchft
+def test_something_else_at_the_ports():
+    doors = [socket.create_server(("127.0.0.1", 0))]
+    port = doors[0].getsockname()[1]
+    try:
+        doors.append(socket.create_server(("127.0.0.1", port + 1)))
+        (told,) = meet(f"127.0.0.1:{port}", ("a", {}), seconds=2.0)
+    finally:
+        for door in doors:
+            door.close()
+    assert isinstance(told, LinkError) and "lighthouse" in str(told)
+
+
+@needs_torchft
+def test_a_lighthouse_for_another_run_is_told(lighthouse):
+    said = []
+    deadlines = Deadlines(heartbeat_timeout=10.0)
+    observe = lambda kind, fields: said.append(fields.get("reason", ""))  # noqa: E731
+    meet(lighthouse.address, ("a", {"deadlines": deadlines, "observe": observe, "least": 1}))
+    assert sum("--heartbeat-timeout 10" in text for text in said) == 1
+
+
+@needs_torchft
+def test_a_port_that_is_taken(lighthouse):
+    with pytest.raises(LinkError, match="two neighbouring ports"):
+        Lighthouse("127.0.0.1", lighthouse.port)
+    with pytest.raises(LinkError, match="an address of this machine"):
+        Lighthouse("203.0.113.1", 0)
+
+
+@needs_torchft
+@pytest.mark.parametrize("address", ["", ":", "host:", "host:x", "host:0", "host:65535", "host:99999999999"])
+def test_addresses_that_cannot_be(address):
+    with pytest.raises(ConfigurationError, match="HOST:PORT is needed"):
+        LighthouseMeeting(address)
+
+
+def test_without_torchft_the_extra_is_named(monkeypatch):
+    real = builtins.__import__
+
+    def absent(name, *args, **kwargs):
+        if name.startswith("torchft"):
+            raise ImportError("No module named 'torchft'")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", absent)
+    for make in (lambda: Lighthouse("127.0.0.1", 0), lambda: LighthouseMeeting("127.0.0.1")):
+        with pytest.raises(ConfigurationError, match=r"pip install 'thinwire\[elastic\]'"):
+            make()
+
+
+@needs_torchft
+def test_the_verb_says_where_it_is_and_ends_when_asked(tmp_path):
+    command = [sys.executable, "-m", "thinwire", "lighthouse", "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    lines = [process.stdout.readline() for _ in range(4)]
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(LIMIT) == 0
+    assert "lighthouse at 127.0.0.1:" in lines[0] and "its store at the next port" in lines[0]
+    assert any("trusted networks or tunnels only" in line for line in lines)
+    assert "INFO" not in process.stderr.read()
+    process.stdout.close()
+    process.stderr.close()
+
+
+@pytest.mark.parametrize("arguments", [["--port", "65535"], ["--port", "-1"], ["--heartbeat-timeout", "0"]])
+def test_the_verb_refuses(arguments):
+    with pytest.raises(ConfigurationError):
+        verb.main(arguments)

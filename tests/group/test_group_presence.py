@@ -1,0 +1,125 @@
+"""Everybody comes to the same members, from the same presences, in any order."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire.errors import ConfigurationError, PacketError
+from thinwire.group.presence import LIMIT, Presence, judge
+
+
+def present(name, life="", **said):
+    return Presence(name, life or f"life-of-{name}", 1, **said)
+
+
+def names(verdict):
+    return [p.name for p in verdict.members]
+
+
+def test_members_are_in_the_order_of_their_names():
+    verdict = judge([present("c"), present("a"), present("b")])
+    assert names(verdict) == ["a", "b", "c"] and not verdict.left_out
+
+
+def test_every_muster_has_an_id_of_its_own():
+    here = [present("a"), present("b")]
+    assert judge(here).id == judge(here[::-1]).id
+    again = [replace(p, calls=p.calls + 1) for p in here]
+    assert len({judge(here).id, judge(again).id, judge([here[0], again[1]]).id, judge(here[:1]).id}) == 4
+
+
+def test_of_two_with_one_name_the_elder_stays():
+    verdict = judge([present("a", "new"), present("a", "old", musters=3), present("b")])
+    assert [(p.name, p.life) for p in verdict.members] == [("a", "old"), ("b", "life-of-b")]
+    assert "'a'" in verdict.left_out[0].reason and not verdict.left_out[0].final
+
+
+def test_other_facts_are_named_with_both_values():
+    verdict = judge([present("a", facts={"run": "x"}), present("b", facts={"run": "y"}, musters=1)])
+    assert names(verdict) == ["b"]  # it has served
+    assert verdict.left_out[0].reason == "run: x there, y at 'b'" and verdict.left_out[0].final
+    verdict = judge([present("a", facts={"run": "x"}), present("b", facts={}), present("c", facts={})])
+    assert names(verdict) == ["b", "c"]  # nobody has served: they are more
+    assert "run: x there, absent at 'b'" in verdict.left_out[0].reason
+
+
+def test_a_broken_link_costs_one_member():
+    far = {"unreachable": ["life-of-b"]}
+    assert names(judge([present("a", **far), present("b"), present("c")])) == ["a", "c"]
+    assert names(judge([present("a", **far), present("b", musters=1), present("c")])) == ["b", "c"]
+    star = [present("a", unreachable=["life-of-b", "life-of-d"]), present("b"), present("c"), present("d", musters=9)]
+    assert names(judge(star)) == ["b", "c", "d"]  # one that reaches nobody goes, not those whom it does not reach
+    assert "b, d" in judge(star).left_out[0].reason
+    assert names(judge([present("a", unreachable=["somebody who is not here"])])) == ["a"]
+
+
+def test_nobody_is_no_member():
+    assert judge([]).members == ()
+
+
+@given(st.integers(0, 10**9))
+def test_the_order_of_presences_changes_nothing(seed):
+    draw = random.Random(seed)
+    lives = [f"life-{i}" for i in range(5)]
+    here = [
+        Presence(
+            draw.choice("abc"), life, draw.randrange(3), musters=draw.randrange(2), facts={"run": draw.choice("xyy")},
+            unreachable=draw.sample(lives, draw.randrange(3)),
+        )
+        for life in lives
+    ]  # fmt: skip
+    verdicts = [judge(here)] + [judge(draw.sample(here, len(here))) for _ in range(10)]
+    told = {
+        (v.id, tuple(p.life for p in v.members), frozenset((o.presence.life, o.reason) for o in v.left_out))
+        for v in verdicts
+    }
+    assert len(told) == 1
+
+
+def test_it_survives_the_wire():
+    there = present(
+        "a",
+        facts={"run": "x"},
+        claim={"round": 3, "tokens": 1.5, "more": [None, "é"]},
+        unreachable=["l"],
+        expects=["m"],
+    )
+    assert Presence.from_json(there.to_json()) == there
+
+
+@pytest.mark.parametrize("name", ["", "a b", "-a", "a" * 65, "ä", "a/b", "a\n", None, 3])
+def test_names_that_cannot_be(name):
+    with pytest.raises(ConfigurationError, match="was given to a replica"):
+        present(name, "life")
+
+
+@pytest.mark.parametrize("claim", [{"x": float("nan")}, {"x": object()}, {"x": "y" * LIMIT}, {"x": b"bytes"}])
+def test_claims_that_cannot_travel(claim):
+    with pytest.raises(ConfigurationError):
+        present("a", claim=claim).to_json()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "no name"}, {"name": 3}, {"life": None}, {"calls": "1"}, {"calls": True}, {"musters": 0.5}, {"facts": []},
+        {"facts": {"a": 1}}, {"claim": "x"}, {"unreachable": {}}, {"unreachable": [1]}, {"expects": [1]}, {"address": 1}, {"more": 1},
+        {"claim": {"x": "y" * LIMIT}},
+    ],
+)  # fmt: skip
+def test_what_no_replica_would_say(change):
+    said = json.loads(present("a").to_json()) | change
+    with pytest.raises(PacketError, match="no replica of this version"):
+        Presence.from_json(json.dumps(said))
+
+
+@pytest.mark.parametrize("text", ["", "null", "[]", "{}", "[" * 100_000, '{"name": NaN}', "\0"])
+def test_what_is_no_json(text):
+    with pytest.raises(PacketError):
+        Presence.from_json(text)

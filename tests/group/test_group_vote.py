@@ -1,0 +1,135 @@
+"""One outcome, whatever happens: every order of steps, deaths and deadlines, for two and three members."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from thinwire.errors import LinkError
+from thinwire.group.vote import NO, YES, All, Put, Settle, Wait, ballot, carry_out, keys_of
+
+
+def steps_of(protocol, rank, votes, heard):
+    """The next step of a member that was sent `heard` so far, or its answer."""
+    steps = protocol("q", rank, len(votes), votes[rank])
+    try:
+        step = next(steps)
+        for came in heard:
+            step = steps.send(came)
+        return step
+    except StopIteration as end:
+        return end.value
+
+
+def do(step, board):
+    """All that can come of `step` now: (answer, board after it). A deadline may come at any time."""
+    match step:
+        case Put(key):
+            return [(None, board | {(key, b"")})]
+        case All(keys):
+            return [(set(keys) <= {key for key, _ in board}, board)]
+        case Settle(key, value):
+            there = dict(board).get(key)
+            return [(there, board)] if there is not None else [(value, board | {(key, value)})]
+        case Wait(key):
+            there = dict(board).get(key)
+            return [(None, board)] + ([(there, board)] if there is not None else [])
+    raise AssertionError(step)
+
+
+def explore(protocol, votes, faults=True):
+    """Every state that can be reached: (what is on the board, what each member was told; None: it died)."""
+    start = (frozenset(), tuple(() for _ in votes))
+    found, todo = {start}, [start]
+    while todo:
+        board, members = todo.pop()
+        for rank, heard in enumerate(members):
+            if heard is None:
+                continue
+            step = steps_of(protocol, rank, votes, heard)
+            after = [] if isinstance(step, bool) else [(b, (*heard, came)) for came, b in do(step, board)]
+            if isinstance(step, Wait) and not faults:
+                after = after[1:]
+            for next_board, told in [*after, *([(board, None)] if faults else [])]:
+                state = (next_board, (*members[:rank], told, *members[rank + 1 :]))
+                if state not in found:
+                    found.add(state)
+                    todo.append(state)
+    return found
+
+
+def answers(protocol, votes, members):
+    told = [steps_of(protocol, rank, votes, heard) for rank, heard in enumerate(members) if heard is not None]
+    return {answer for answer in told if isinstance(answer, bool)}
+
+
+@pytest.mark.parametrize("votes", [v for size in (2, 3) for v in product((True, False), repeat=size)])
+def test_there_is_one_outcome_and_yes_needs_all(votes):
+    outcome, _ = keys_of("q", len(votes))
+    said = set()
+    for board, members in explore(ballot, votes):
+        here = answers(ballot, votes, members)
+        assert len(here) <= 1 and (not here or here == {dict(board).get(outcome) == YES})
+        said |= here
+    assert said == ({True, False} if all(votes) else {False})  # a death or a deadline may turn it
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_without_deaths_and_deadlines_all_yes_is_yes(size):
+    votes = (True,) * size
+    ends = [m for _, m in explore(ballot, votes, faults=False) if len(answers(ballot, votes, m)) and all(m)]
+    assert ends and all(answers(ballot, votes, members) == {True} for members in ends)
+
+
+def forgetful(question, rank, size, yes):
+    """Wrong on purpose: at the deadline it takes no for granted."""
+    outcome, ballots = keys_of(question, size)
+    yield Put(ballots[rank]) if yes else Settle(outcome, NO)
+    if yes and not (yield All(ballots)):
+        return bool((yield Wait(outcome)) == YES)
+    return bool((yield Settle(outcome, YES)) == YES)
+
+
+def test_the_search_finds_a_protocol_that_forks():
+    states = explore(forgetful, (True, True))
+    assert any(len(answers(forgetful, (True, True), members)) > 1 for _, members in states)
+
+
+class Dict:
+    """A board for one member at a time; `absent` seconds are not waited."""
+
+    def __init__(self, fails_at=None):
+        self.written, self.done, self.fails_at = {}, [], fails_at
+
+    def _do(self, what):
+        self.done.append(what)
+        if what == self.fails_at:
+            raise LinkError("gone")
+
+    def put(self, key):
+        self._do("put")
+        self.written[key] = b""
+
+    def all(self, keys):
+        self._do("all")
+        return all(key in self.written for key in keys)
+
+    def settle(self, key, value):
+        self._do("settle")
+        return self.written.setdefault(key, value)
+
+    def wait(self, key, seconds):
+        self._do(("wait", seconds))
+        return self.written.get(key)
+
+
+def test_the_steps_are_carried_out():
+    board = Dict()
+    assert carry_out(ballot("q", 0, 2, True), board, 7.0) is False  # nobody else came
+    assert board.done == ["put", "all", ("wait", 7.0), "all", "settle"]
+    assert carry_out(ballot("q", 1, 2, True), board, 7.0) is False  # too late: decided once
+    assert carry_out(ballot("r", 1, 2, False), board, 7.0) is False
+    assert carry_out(ballot("s", 0, 1, True), board, 7.0) is True
+    with pytest.raises(LinkError):
+        carry_out(ballot("t", 0, 2, True), Dict(fails_at="all"), 1.0)
