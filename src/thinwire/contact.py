@@ -22,17 +22,29 @@ _LIMIT = 1 << 24  # bytes of one replica's introduction; a million tensors' name
 
 def introduce(group: Group, strategy: Strategy, fragments: Sequence[Fragment]) -> None:
     """Compare code version, strategy and model with every other replica: about 60 bytes a tensor, once. Raises as `agree`."""
-    tensors = {
-        f"{fragment.name} / {name}": f"{tuple(p.shape)} {p.dtype}, {local(p).numel()} held"
-        for fragment in fragments
-        for name, p in fragment.parameters
-    }
+    tensors = _tensors(fragments)
     agree(
         group,
         {"code version": __version__, "wire format": VERSION, "strategy": repr(strategy)}
         | {f"model, {name}": text for name, text in tensors.items()}
         | {"model, order of tensors": list(tensors)},
     )
+
+
+def introduction(strategy: Strategy, fragments: Sequence[Fragment]) -> dict[str, str]:
+    """The same in a few words, for a `Roster`, which compares the rest."""
+    tensors = _tensors(fragments)
+    told = hashlib.blake2b(json.dumps(tensors).encode(), digest_size=8).hexdigest()
+    numel = sum(fragment.numel for fragment in fragments)
+    return {"strategy": repr(strategy), "model": f"{len(tensors)} tensors, {numel:,} parameters, digest {told}"}
+
+
+def _tensors(fragments: Sequence[Fragment]) -> dict[str, str]:
+    return {
+        f"{fragment.name} / {name}": f"{tuple(p.shape)} {p.dtype}, {local(p).numel()} held"
+        for fragment in fragments
+        for name, p in fragment.parameters
+    }
 
 
 def agree(group: Group, facts: Mapping[str, Any]) -> None:

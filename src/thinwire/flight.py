@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec, warm_up
+from thinwire.codecs import Codec
 from thinwire.errors import PeerError
 from thinwire.exchange import Air, Round
 from thinwire.group.base import Group
@@ -72,9 +72,6 @@ class Crew:
         self, strategy: Strategy, group: Group, site: Group | None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.exchange, self.seed, self.site, self.clock = strategy.exchange, strategy.seed, site, clock
-        warm_up(strategy.codec)
-        few = torch.zeros(1)
-        strategy.outer.step(few, few, strategy.outer.init(few))
         self.air = Air(group)
         self.stop_requested = False
         self._inbound = ThreadPoolExecutor(1, "thinwire-inbound")

@@ -12,7 +12,6 @@ from thinwire.codecs import Codec, fitted
 from thinwire.errors import CheckpointError
 from thinwire.exchange import Buffers
 from thinwire.flight import Flight, Landed
-from thinwire.group.base import Group
 from thinwire.moved import Present
 from thinwire.outer import Elementwise, Outer, State
 from thinwire.partition import Fragment, local
@@ -154,14 +153,14 @@ class Held:
             )
 
 
-def hold(strategy: Strategy, fragment: Fragment, index: int, group: Group) -> Held:
+def hold(strategy: Strategy, fragment: Fragment, index: int, rank: int, size: int) -> Held:
     """What a replica holds for `fragment` at first."""
     parts = [local(p.detach()) for _, p in fragment.parameters]
     device = torch.device("cpu") if strategy.anchors == "host" else parts[0].device
     anchor = torch.cat([part.reshape(-1).to(device, torch.float32) for part in parts])
     feedback = strategy.feedback.init(anchor.numel()) if strategy.feedback else {}
     codec = fitted(strategy.codec, fragment.shapes)
-    memory = strategy.exchange.init(codec, anchor.numel(), group.rank, group.size)
+    memory = strategy.exchange.init(codec, anchor.numel(), rank, size)
     return Held(fragment, index, anchor, strategy.outer.init(anchor), feedback, memory, codec)
 
 

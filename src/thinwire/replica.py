@@ -21,10 +21,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from thinwire.codecs import Identity
-from thinwire.contact import agree_on_start, check_start, digest, introduce
-from thinwire.errors import CheckpointError, DisagreementError, ModelError, NonFiniteError
+from thinwire.contact import agree_on_start, check_start, digest, introduce, introduction
+from thinwire.elastic import Elastic, check
+from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError, ModelError, NonFiniteError
 from thinwire.flight import Crew, Landed, Ticket
 from thinwire.group.base import Group, gather
+from thinwire.group.roster import Roster
 from thinwire.held import Held, hold
 from thinwire.merge import Eager, Mix
 from thinwire.moved import Moved
@@ -51,6 +53,9 @@ class Replica:
             optimizer.step()          # counts an inner step; departures and landings happen here
             optimizer.zero_grad()
     ```
+
+    With a `Roster` in place of a group replicas may come and go (docs/elastic.md): nothing waits, and `step` jumps
+    ahead where this replica was behind.
 
     On entry the replicas compare code, strategy and model, and all start from replica 0's weights if theirs differ.
     On a clean exit what is in the air lands, one last round carries what was trained since, and the model holds the
@@ -79,13 +84,13 @@ class Replica:
         strategy: Strategy,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        group: Group,
+        group: Group | Roster,
         *,
         site: Group | None = None,
         observer: Observer = _silent,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.strategy, self.model, self.optimizer, self.group = strategy, model, optimizer, group
+        self.strategy, self.model, self.optimizer = strategy, model, optimizer
         self.step = 0
         self.stopping = False
         self.stall_seconds = 0.0
@@ -95,20 +100,43 @@ class Replica:
         check_sharding(model, whole_replica=site is not None)
         fragments = strategy.partition.fragments(model)
         strategy.schedule.departs(1, len(fragments))  # offsets for another number of fragments are refused here
-        introduce(group, strategy, fragments)
+        strategy.warm_up()
         self._gradients_exchanged = self._finished = False
-        self._crew = Crew(strategy, group, site, clock)
+        self._elastic: Elastic | None = None
+        if isinstance(group, Roster):
+            self._join(group, fragments, site)
+        else:
+            self._meet(group, fragments, site)
+        hooks = [optimizer.register_step_post_hook(lambda *_: self._after_inner_step())]
+        if isinstance(strategy.signal, Gradients):
+            hooks.append(optimizer.register_step_pre_hook(self._before_inner_step))
+        self._hooks = hooks
+
+    def _meet(self, group: Group, fragments: list[Fragment], site: Group | None) -> None:
+        """Be one of a fixed group."""
+        self.group = group
+        introduce(group, self.strategy, fragments)
+        self._crew = Crew(self.strategy, group, site, self._clock)
         self._buffers = self._crew.air.buffers
-        self._pieces = [hold(strategy, fragment, index, group) for index, fragment in enumerate(fragments)]
+        self._pieces = [hold(self.strategy, f, index, group.rank, group.size) for index, f in enumerate(fragments)]
         anchors = [piece.anchor for piece in self._pieces]
         if agree_on_start(group, anchors):
             self._observe("warning", 0, message="replicas began with different weights; all start from replica 0's")
         check_start(fragments, anchors)
         self._load_anchors()
-        hooks = [optimizer.register_step_post_hook(lambda *_: self._after_inner_step())]
-        if isinstance(strategy.signal, Gradients):
-            hooks.append(optimizer.register_step_pre_hook(self._before_inner_step))
-        self._hooks = hooks
+
+    def _join(self, roster: Roster, fragments: list[Fragment], site: Group | None) -> None:
+        """Be one of those who are there now."""
+        if site is not None:
+            raise ConfigurationError(
+                "site= with a Roster: a sharded replica needs the same ranks in every round; give a fixed group, or a whole replica."
+            )
+        check(self.strategy)
+        self._pieces = [hold(self.strategy, fragment, index, 0, 1) for index, fragment in enumerate(fragments)]
+        check_start(fragments, [piece.anchor for piece in self._pieces])
+        roster.facts |= introduction(self.strategy, fragments)
+        self._elastic = Elastic(self.strategy, roster, self._pieces, self._observe, self._clock, self._start_again)
+        self.step = self._elastic.join(self.step)
 
     # ---- what a training loop may ask
 
@@ -197,7 +225,9 @@ class Replica:
         if self._finished:
             return
         self._finished = True
-        if not isinstance(self.strategy.signal, Gradients):
+        if self._elastic:
+            self._elastic.finish(self.step)
+        elif not isinstance(self.strategy.signal, Gradients):
             for piece in self._pieces:
                 if piece.flight and isinstance(self.strategy.merge, Mix):  # an eager departure lands the round before
                     self._land(piece)
@@ -212,7 +242,7 @@ class Replica:
         """Detach from the optimizer and end the exchange threads. The group stays open; it is the caller's."""
         for hook in self._hooks:
             hook.remove()
-        self._crew.close()
+        (self._elastic or self._crew).close()
 
     def __enter__(self) -> Self:
         return self
@@ -238,7 +268,9 @@ class Replica:
         began = self._clock()
         self.step += 1
         self._gradients_exchanged = False
-        if not isinstance(self.strategy.signal, Gradients):
+        if self._elastic:
+            self.step = self._elastic.after_step(self.step)
+        elif not isinstance(self.strategy.signal, Gradients):
             for index in self.strategy.schedule.departs(self.step, len(self._pieces)):
                 self._depart_delta(self._pieces[index])
             for piece in self._pieces:
@@ -376,7 +408,7 @@ class Replica:
         tensors = {f"{p.index}.{name}": value for p in self._pieces for name, value in p.tensors().items()}
         flights = {str(p.index): [p.flight.number, p.flight.departed] for p in self._pieces if p.flight}
         facts = {"step": self.step, "rounds": [piece.rounds for piece in self._pieces], "flights": flights}
-        return tensors, facts
+        return tensors, facts | ({"agreed": self._elastic.facts()} if self._elastic else {})
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Go on from `state()`; model and inner optimizer are the caller's. Collective: all replicas must load the
@@ -395,6 +427,9 @@ class Replica:
             named = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
             piece.load(named, self.strategy.outer)
             piece.rounds = facts["rounds"][piece.index]
+        if self._elastic:
+            self._elastic.load(facts["agreed"])
+            return
         told = gather(self.group, self.step.to_bytes(8, "little") + digest(self.anchors()), 24, "resume")
         for rank, text in enumerate(told):
             if text != told[0]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from thinwire.codecs import (
@@ -30,6 +31,7 @@ from thinwire.codecs import (
     Squares,
     TopK,
     fitted,
+    warm_up,
 )
 from thinwire.errors import ConfigurationError
 from thinwire.exchange import AllReduce, Direct, Exchange, Fastest, Hierarchy, TwoShot
@@ -118,6 +120,12 @@ class Strategy:
                 f"Gradients() with {self.schedule!r}, {self.outer!r}, {self.merge!r}: gradients are exchanged at every step, and the inner "
                 "optimizer is the outer one; leave schedule, outer and merge at Every(1), Average() and Mix()."
             )
+
+    def warm_up(self) -> None:
+        """Have all compiled that a round needs, so that the first one does not wait for it."""
+        warm_up(self.codec)
+        few = torch.zeros(1)
+        self.outer.step(few, few, self.outer.init(few))
 
     def nbytes_per_period(self, fragments: Sequence[int | Shapes], size: int) -> int:
         """Bytes one replica of `size` sends in one period of `every` inner steps, for fragments of so many elements, or of tensors

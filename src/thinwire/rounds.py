@@ -1,0 +1,395 @@
+"""Rounds among replicas that come and go: what happens on the exchange thread when the group is a `Roster`.
+
+One round after another: ask who is there (`Roster.muster`), conclude from all claims what the round is (`reconcile`), let
+those behind take over the agreed state, exchange, decide together (`Muster.decide`), and only then believe it. A round
+that fails anywhere changes nothing: its delta is still in the parameters and travels in the next one. Training waits
+for none of it; outcomes are picked up between inner steps, in the order of turns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import Codec, check_finite
+from thinwire.concord import Claim, Concord, grow, reconcile
+from thinwire.errors import CheckpointError, LinkError, NonFiniteError, PacketError, UndecidedError
+from thinwire.exchange import Air, Buffers, Round
+from thinwire.group.base import Group
+from thinwire.group.roster import Muster, Roster
+from thinwire.handover import give, take
+from thinwire.moved import Moved, Present
+from thinwire.outer import State
+from thinwire.packet import REFUSED
+from thinwire.seeds import Key
+from thinwire.strategy import Strategy
+
+NEVER = 1 << 62
+REMEMBERED = 1024  # turns of which a replica can tell who was counted
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A delta that waits for its round. `step` is the inner step that it departed after."""
+
+    fragment: int
+    delta: Tensor
+    weight: float
+    step: int
+    feedback: State
+
+
+NOTHING = Ready(-1, torch.empty(0), 0.0, 0, {})  # to take part without a delta
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one fragment, for the main thread to take over.
+
+    anchor     the agreed one now; None: nothing has changed
+    counted    this replica's delta that is in it, if any: the rest of its progress still is to travel
+    feedback   what is held back now, if one was counted
+    ready      the delta whose round this was
+    broken     it held NaN or infinity, and was not sent
+    anew       nothing of this replica's own progress still is to travel: it goes on from the anchor
+    after      turn and chain of the agreed state that this belongs to
+    """
+
+    fragment: int
+    turn: int
+    anchor: Tensor | None = None
+    state: State = field(default_factory=dict)
+    counted: Ready | None = None
+    feedback: State = field(default_factory=dict)
+    ready: Ready | None = None
+    broken: bool = False
+    anew: bool = False
+    after: tuple[int, str] = (0, "")
+
+
+@dataclass
+class Agreed:
+    """What all sound members hold alike."""
+
+    anchors: list[Tensor]
+    states: list[State]
+    turn: int = 0
+    chain: str = ""
+    counted: dict[int, tuple[int, tuple[str, ...]]] = field(default_factory=dict)  # fragment and names, by turn
+
+    def tensors(self) -> dict[str, Tensor]:
+        named = {f"{index}.anchor": anchor for index, anchor in enumerate(self.anchors)}
+        return named | {
+            f"{i}.outer.{name}": value for i, state in enumerate(self.states) for name, value in state.items()
+        }
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "turn": self.turn,
+            "chain": self.chain,
+            "counted": {str(turn): who for turn, who in self.counted.items()},
+        }
+
+    def load(self, facts: Mapping[str, Any]) -> None:
+        """Turn, chain and record of `facts()`. Raises `CheckpointError`."""
+        try:
+            turn, chain = int(facts["turn"]), str(facts["chain"])
+            counted = {int(key): (int(index), tuple(map(str, who))) for key, (index, who) in facts["counted"].items()}
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"an agreed state that cannot be read was handed over or saved ({error}); run the same version on every replica."
+            ) from None
+        self.turn, self.chain, self.counted = turn, chain, counted
+
+    def commit(self, fragment: int, anchor: Tensor, state: State, who: tuple[str, ...]) -> None:
+        self.anchors[fragment], self.states[fragment] = anchor, state
+        self.chain = grow(self.chain, self.turn, fragment, anchor)
+        self.counted[self.turn] = fragment, who
+        self.counted.pop(self.turn - REMEMBERED, None)
+
+    def take_over(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """Become what a sound member holds. Raises `CheckpointError` (and changes nothing) if that is not of this model."""
+        due = self.tensors()
+        if {n: (t.shape, t.dtype) for n, t in tensors.items()} != {n: (t.shape, t.dtype) for n, t in due.items()}:
+            raise CheckpointError(
+                "the state that was handed over is of another model or outer step; start every replica with the same ones."
+            )
+        for tensor in tensors.values():
+            check_finite(tensor)
+        self.load(facts)
+        self.anchors = [tensors[f"{i}.anchor"].to(a.device) for i, a in enumerate(self.anchors)]
+        self.states = [
+            {name: tensors[f"{i}.outer.{name}"].to(value.device) for name, value in state.items()}
+            for i, state in enumerate(self.states)
+        ]
+
+
+class Rounds:
+    """Flies this replica's rounds over `roster`, one after another, on a thread of its own.
+
+    `agreed` is what this replica holds at the start; `fresh`: random weights that nobody should take over from a
+    replica that has trained. `step` is set by the main thread and by those that are ahead. `observe(event, **fields)`
+    hears round, caught_up, given, alone, doubt. `thread` runs what is submitted one after another.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        roster: Roster,
+        agreed: Agreed,
+        codecs: Sequence[Codec],
+        *,
+        fresh: bool,
+        observe: Callable[..., None],
+        clock: Callable[[], float] = time.monotonic,
+        thread: Executor | None = None,
+    ) -> None:
+        self.strategy, self.roster, self.agreed, self.fresh = strategy, roster, agreed, fresh
+        self.codecs = codecs
+        self.step, self.finishing = 0, False
+        self.saved_at = (
+            NEVER  # the turn of the checkpoint that this replica went on from: what was counted since, counts
+        )
+        self.wanted, self.over = -1, False  # see Concord
+        self._observe, self._clock = observe, clock
+        self._outcomes: deque[Outcome] = deque()
+        self._doubt: tuple[int, Ready, State] | None = None  # a turn that this replica said yes to, and heard no answer
+        self._last: set[int] = set()  # fragments that have travelled since all had finished
+        self.alone, self.why_alone = 0, ""  # musters in a row that were none
+        self._air: Air | None = None
+        self._flying = 0
+        self._failure: BaseException | None = None
+        self._thread = thread or ThreadPoolExecutor(1, f"thinwire-rounds-{roster.name}")
+
+    # ---- the main thread
+
+    def join(self) -> None:
+        """Meet the others in a round of theirs, to which this replica brings nothing but takes over what they hold. Blocks.
+
+        Raises `LinkError` if too few are there, `DisagreementError` if this replica is not one of them.
+        """
+        reason = self._round(NOTHING)
+        if reason:
+            raise LinkError(f"replica {self.roster.name!r} could not join: {reason}")
+        self.fresh = False
+
+    def depart(self, ready: Ready) -> None:
+        """Let a delta wait for its round. Never blocks."""
+        self._flying += 1
+        self._thread.submit(self._work, ready)
+
+    def outcomes(self, step: int) -> Iterator[Outcome]:
+        """What has come in, in order, up to the first that is not due at `step`. Never blocks; raises what ended the rounds."""
+        if self._failure is not None:
+            raise self._failure
+        while self._outcomes:
+            counted = self._outcomes[0].counted
+            if counted is not None and counted.step + self.strategy.schedule.delay > step:
+                return
+            yield self._outcomes.popleft()
+
+    @property
+    def idle(self) -> bool:
+        """Whether every delta that departed has had its round, if not its outcome."""
+        return self._flying == 0
+
+    @property
+    def unsettled(self) -> list[int]:
+        """Fragments that have not travelled since all members had trained all their steps."""
+        return [index for index in range(len(self.agreed.anchors)) if index not in self._last]
+
+    def close(self) -> None:
+        """Leave the others. Idempotent."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._leave_air()
+        self.roster.close()
+
+    # ---- the exchange thread
+
+    def _put(self, outcome: Outcome) -> None:
+        self._outcomes.append(replace(outcome, after=(self.agreed.turn, self.agreed.chain)))
+
+    def _work(self, ready: Ready) -> None:
+        try:
+            if self._failure is None:
+                self._round(ready)
+        except BaseException as error:  # whoever asks for outcomes gets it
+            self._failure = error
+        finally:
+            self._flying -= 1
+
+    @torch.no_grad()
+    def _round(self, ready: Ready) -> str:
+        """One turn, from who is there to what is believed. Returns what went wrong, if anything did."""
+        began = self._clock()
+        if not bool(torch.isfinite(ready.delta).all()):
+            ready = replace(ready, weight=0.0)
+            self._put(Outcome(ready.fragment, self.agreed.turn, broken=True))
+        try:
+            muster = self.roster.muster(self._claim(ready).facts())
+            concord, claims = self._concord(muster)
+        except (LinkError, PacketError) as error:
+            self.over = self.finishing and not self.unsettled  # the others know already, and have left
+            self.alone, self.why_alone = self.alone + 1, str(error)
+            self._observe("alone", reason=str(error))
+            self._put(Outcome(ready.fragment, self.agreed.turn, ready=ready))
+            return str(error)
+        self.alone = 0
+        reason, moved = "", None
+        try:
+            self._level(muster, concord, claims)
+            if concord.fragment >= 0:
+                moved = self._fly(muster, concord, ready)
+        except (LinkError, PacketError, NonFiniteError, CheckpointError) as error:
+            reason = f"{type(error).__name__}: {error}"
+        committed = self._decide(muster, concord, ready, moved, reason) if concord.fragment >= 0 else False
+        if reason:
+            self._leave_air()
+            muster.close()
+        names = [muster.members[rank].name for rank in concord.counted]
+        if committed is not None:
+            self._believe(muster, concord, ready, moved if committed else None, reason)
+        self._observe(
+            "round", turn=concord.turn, fragment=concord.fragment, members=[member.name for member in muster.members],
+            counted=names, committed=committed, seconds=self._clock() - began, reason=reason,
+        )  # fmt: skip
+        return reason
+
+    def _claim(self, ready: Ready | None) -> Claim:
+        fragment, weight = (-1, 0.0) if ready is None else (ready.fragment, ready.weight)
+        return Claim(
+            self.agreed.turn,
+            self.agreed.chain,
+            fragment,
+            weight,
+            self.step,
+            self.fresh,
+            self.finishing and not self._doubt,
+        )
+
+    def _concord(self, muster: Muster) -> tuple[Concord, list[Claim]]:
+        claims = [Claim.of(member.claim, member.name) for member in muster.members]
+        return reconcile(claims), claims
+
+    def _level(self, muster: Muster, concord: Concord, claims: Sequence[Claim]) -> None:
+        """Those behind take over what the first sound member holds; after it all stand at the same turn."""
+        group, donor = muster.group, concord.sound[0]
+        needy = [rank for rank in concord.behind if claims[rank].chain != claims[donor].chain]
+        if group.rank == donor and needy:
+            nbytes = give(group, needy, self.agreed.tensors(), self.agreed.facts())
+            self._observe("given", to=[muster.members[rank].name for rank in needy], nbytes=nbytes)
+        if group.rank in needy:
+            limit = 2 * sum(tensor.nbytes for tensor in self.agreed.tensors().values()) + (1 << 22)
+            self.agreed.take_over(*take(group, donor, limit))
+            self._catch_up(muster.members[donor].name)
+        elif self._doubt is not None:  # whoever heard yes would have another chain, and be ahead
+            self._settle_doubt(counted=False)
+        self.agreed.turn, self.saved_at = concord.turn, NEVER
+        self.step = max(self.step, concord.step)
+
+    def _catch_up(self, donor: str) -> None:
+        if self._doubt is not None:
+            turn, _, _ = self._doubt
+            self._settle_doubt(counted=self.roster.name in self.agreed.counted.get(turn, (0, ()))[1])
+        since = {
+            index
+            for turn, (index, who) in self.agreed.counted.items()
+            if turn >= self.saved_at and self.roster.name in who
+        }
+        for index, (anchor, state) in enumerate(zip(self.agreed.anchors, self.agreed.states)):
+            anew = self.fresh or index in since
+            self._put(Outcome(index, self.agreed.turn, anchor, state, anew=anew))
+        self._observe("caught_up", turn=self.agreed.turn, donor=donor)
+
+    def _settle_doubt(self, counted: bool) -> None:
+        assert self._doubt is not None
+        (turn, ready, feedback), self._doubt = self._doubt, None
+        if counted:
+            anchor, state = self.agreed.anchors[ready.fragment], self.agreed.states[ready.fragment]
+            self._put(Outcome(ready.fragment, turn, anchor, state, ready, feedback, ready))
+        else:
+            self._put(Outcome(ready.fragment, turn, ready=ready))
+
+    def _fly(self, muster: Muster, concord: Concord, ready: Ready) -> Moved:
+        """Exchange the round's fragment.
+
+        Every delta is sent times weight · M / Σ weights, so that the mean over all M is the weighted one over those who count.
+        """
+        strategy, group, fragment = self.strategy, muster.group, concord.fragment
+        anchor, own = self.agreed.anchors[fragment], group.rank in concord.counted
+        share = concord.weights[group.rank] * group.size / sum(concord.weights)
+        delta = ready.delta if own else torch.zeros_like(anchor)
+        present = Present(delta, anchor, self.agreed.states[fragment], ready.feedback if own else {})
+        moved = Moved(present, strategy.outer, strategy.feedback if own else None, Buffers())
+
+        def signal(begin: int, end: int) -> Tensor:
+            values = moved.signal(begin, end)
+            return values if share in (0.0, 1.0) else values * share
+
+        def settle(begin: int, mean: Tensor, sent: Callable[[], Tensor]) -> None:
+            moved.settle(begin, mean, sent if share in (0.0, 1.0) else lambda: sent() / share)
+
+        air = self._air_over(group)
+        key = Key(strategy.seed, fragment, concord.turn, group.rank)
+        round_ = Round(air, self.codecs[fragment], anchor.numel(), key, signal)
+        arrival = strategy.exchange.arrive(strategy.exchange.depart(round_, {}), settle)
+        if any(flags & REFUSED for flags in arrival.flags):
+            who = [muster.members[rank].name for rank, flags in enumerate(arrival.flags) if flags & REFUSED]
+            raise PacketError(
+                f"{', '.join(who)} sent no values after having said that they are finite; the round is dropped."
+            )
+        if arrival.void or not moved.finish():
+            raise NonFiniteError("the anchor would not be finite; the round is dropped.")
+        moved.close()
+        return moved
+
+    def _air_over(self, group: Group) -> Air:
+        """Kept as long as the group is."""
+        if self._air is None or self._air.group is not group:
+            self._leave_air()
+            self._air = Air(group)
+        return self._air
+
+    def _leave_air(self) -> None:
+        if self._air is not None:
+            self._air.close()
+        self._air = None
+
+    def _decide(self, muster: Muster, concord: Concord, ready: Ready, moved: Moved | None, reason: str) -> bool | None:
+        """Whether all members have all that the round needs; None: this one cannot learn it now, and waits for the next claims."""
+        try:
+            return muster.decide(f"turn {concord.turn}", moved is not None, self.roster.deadlines.vote)
+        except UndecidedError as error:
+            assert moved is not None
+            if muster.group.rank in concord.counted:
+                self._doubt = (concord.turn, ready, moved.feedback)
+            else:
+                self._put(Outcome(ready.fragment, concord.turn, ready=ready))
+            self._observe("doubt", turn=concord.turn, reason=str(error))
+            return None
+
+    def _believe(self, muster: Muster, concord: Concord, ready: Ready, moved: Moved | None, reason: str) -> None:
+        own = ready if muster.group.rank in concord.counted else None
+        if moved is not None:
+            names = tuple(muster.members[rank].name for rank in concord.counted)
+            assert moved.anchor is not None  # it has finished
+            self.agreed.commit(concord.fragment, moved.anchor, moved.outer, names)
+        if self.agreed.turn == concord.turn:  # not, if it could not take over what it lacks
+            self.agreed.turn += 1
+        if moved is not None:
+            feedback = moved.feedback if own else {}
+            self._put(Outcome(concord.fragment, concord.turn, moved.anchor, moved.outer, own, feedback, own))
+        if moved is None or own is None:
+            self._put(Outcome(ready.fragment, concord.turn, ready=ready))
+        if not concord.finished:
+            self._last.clear()
+        elif concord.last >= 0 and (moved is not None or concord.fragment < 0):
+            self._last.add(concord.last)
+        self.wanted, self.over = concord.wanted, concord.over

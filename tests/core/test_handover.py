@@ -1,0 +1,85 @@
+"""What arrives is what was sent, or an error that names the sender."""
+
+import hashlib
+import struct
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import thinwire as tw
+from thinwire import handover
+from thinwire.group.base import Group
+from thinwire.group.threads import ThreadGroup
+
+Given = tuple[dict[str, Tensor], dict[str, Any]]
+
+
+def between(send: Callable[[Group], object], limit: int = 1 << 20) -> Given:
+    """Replica 0 sends, replica 1 takes."""
+    first, second = ThreadGroup.create(2)
+    thread = threading.Thread(target=send, args=(first,))
+    thread.start()
+    try:
+        return handover.take(second, 0, limit)
+    finally:
+        first.close()
+        second.close()
+        thread.join()
+
+
+@pytest.mark.parametrize("piece", [7, 64, 1 << 22])
+def test_what_arrives_is_what_was_sent(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+    monkeypatch.setattr(handover, "PIECE", piece)
+    tensors = {
+        "0/anchor": torch.randn(33), "0/outer.momentum": torch.randn(2, 3).t(), "empty": torch.empty(0), "half": torch.ones(3).bfloat16()
+    }  # fmt: skip
+    sent: list[int] = []
+    taken, facts = between(
+        lambda group: sent.append(handover.give(group, [1], tensors, {"turn": 4, "who": {"3": ["é"]}}))
+    )
+    assert facts == {"turn": 4, "who": {"3": ["é"]}} and taken.keys() == tensors.keys()
+    assert all(
+        torch.equal(taken[name], tensor) and taken[name].dtype == tensor.dtype for name, tensor in tensors.items()
+    )
+    assert sent[0] >= 48 + 4 * (33 + 6) + 6
+
+
+def raw(*messages: bytes) -> Callable[[Group], None]:
+    def send(group: Group) -> None:
+        for message in messages:
+            group.post(
+                handover._TAG, {1: torch.frombuffer(bytearray(message), dtype=torch.uint8)}, {}, "handover"
+            ).wait()
+
+    return send
+
+
+def framed(body: bytes, **changes: Any) -> tuple[bytes, bytes]:
+    fields = {
+        "magic": b"TWHO",
+        "version": 1,
+        "nbytes": len(body),
+        "digest": hashlib.blake2b(body, digest_size=32).digest(),
+    }
+    return struct.pack("<4sIQ32s", *(fields | changes).values()), body
+
+
+@pytest.mark.parametrize(
+    ("messages", "match"),
+    [
+        (framed(b"x" * 9, magic=b"HTTP")[:1], "began a handover with b'HTTP'"),
+        (framed(b"x" * 9, version=2)[:1], "version 2"),
+        (framed(b"x" * 9, nbytes=1 << 60)[:1], "at most 1,048,576 are due"),
+        (framed(b"x" * 9, digest=bytes(32)), "damaged on its way"),
+        (framed(b"x" * 9), "cannot be read"),
+        (framed(struct.pack("<Q", 2) + b"{}"), "cannot be read"),
+        (framed(struct.pack("<Q", 1 << 40) + b"{}"), "cannot be read"),
+    ],
+)
+def test_hostile_bytes_are_refused_by_name(messages: tuple[bytes, ...], match: str) -> None:
+    with pytest.raises(tw.PacketError, match=f"replica 0.*{match}|{match}"):
+        between(raw(*messages))
