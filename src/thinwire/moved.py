@@ -45,14 +45,14 @@ class Moved:
         self.outer: State = {}
         self.feedback: State = {}
         self._step, self._feedback, self._buffers, self._given = outer, feedback, buffers, given
-        self._host = present.delta if present.delta.device.type == "cpu" else present.delta.cpu()
+        self._delta = present.delta.cpu() if feedback else present.delta  # what is held back lies in host memory
         self._signal: Tensor | None = None
         self._whole: Tensor | None = None  # the estimate, for an outer step that needs all of it
         self._finite = True
 
     def signal(self, begin: int, end: int) -> Tensor:
         """What to encode for a range; lent until the next call."""
-        delta = self._host[begin:end]
+        delta = self._delta[begin:end]
         if self._feedback is None:
             return delta
         if self._signal is None or self._signal.numel() < end - begin:
@@ -67,16 +67,16 @@ class Moved:
             if not self.feedback:
                 self.feedback = self._like(self.present.feedback)
             before, after = _range(self.present.feedback, begin, end), _range(self.feedback, begin, end)
-            mean = self._feedback.settle(self._host[begin:end], sent(), mean, before, after)
+            mean = self._feedback.settle(self._delta[begin:end], sent(), mean, before, after)
         if self._given is not None:
             return
         if isinstance(self._step, Elementwise) and self.present.anchor.device.type == "cpu":
             self._stepped(self._step, begin, end, mean)
         elif self._step is None:
-            self.anchor = self._buffers.floats(self._host.numel()) if self.anchor is None else self.anchor
+            self.anchor = self._buffers.floats(self._delta.numel()) if self.anchor is None else self.anchor
             self._check(self.anchor[begin:end].copy_(mean))
         else:
-            self._whole = self._buffers.floats(self._host.numel()) if self._whole is None else self._whole
+            self._whole = self._buffers.floats(self._delta.numel()) if self._whole is None else self._whole
             self._whole[begin:end].copy_(mean)
 
     def finish(self) -> bool:

@@ -111,7 +111,7 @@ class _Phases:
         phase, codec = len(self._means), self.round.codec
         assert isinstance(codec, Linear)
         if len(self._own) == phase:
-            signal = self.round.signal(0, self.round.numel)
+            signal = self.round.signal(0, self.round.numel).cpu()
             self._own.append(codec.project(signal, tuple(self._means), self.round.key))
         return self._own[phase][begin:end]
 

@@ -191,7 +191,7 @@ class _TwoHops:
         """Say the site's mean of one message of the own shard, to the other sites and to the own."""
         round_, message = self.round, self._mine[index]
         said = self._inside.receive(index)
-        own = round_.signal(message.begin, message.end)
+        own = round_.signal(message.begin, message.end).cpu()
         flags = {round_.rank: round_.flags | (0 if bool(torch.isfinite(own).all()) else REFUSED), **said}
         dense = {mate: payload(self._inside.packet(index, mate)).view(torch.float32) for mate in said}
         dense[round_.rank] = own
