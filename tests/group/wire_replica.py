@@ -13,7 +13,7 @@ import time
 import torch
 
 from thinwire.codecs import Identity
-from thinwire.exchange import Direct
+from thinwire.exchange import Air, Direct, once
 from thinwire.group import CountedGroup, Ledger, TorchGroup, gather, start_torch
 from thinwire.seeds import Key
 
@@ -23,12 +23,11 @@ ROUNDS = 3
 
 def rounds(group: CountedGroup) -> int:
     """Exchange a tensor of each size; predicted bytes of the packets."""
-    predicted = 0
+    predicted, air = 0, Air(group)
     for number in range(ROUNDS):
         for fragment, numel in enumerate(NUMELS):
             key = Key(0, fragment, number, group.rank)
-            departure = Direct().depart(group, Identity(), torch.ones(numel), key, 0)
-            estimate, _ = Direct().arrive(departure, Identity())
+            estimate, _ = once(Direct(), air, Identity(), torch.ones(numel), key, {})
             assert estimate is not None and torch.equal(estimate, torch.ones(numel))
             predicted += Direct().nbytes_sent(Identity(), numel, group.size)
         gather(group, b"yes", 10, "vote")
