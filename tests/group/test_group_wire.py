@@ -98,7 +98,8 @@ def test_predicted_is_counted_is_what_the_kernel_saw(size):
         finally:
             limit.cancel()
     assert max(idle) < 1000
-    assert sum(sent) == sum(received)  # nothing was lost on the way
+    # No segment was lost on the way; the bridge's own multicast (70 bytes now and then) is received and not sent.
+    assert 0 <= sum(received) - sum(sent) < SEGMENT
     for rank, replica in enumerate(said):
         nbytes, messages = total(replica, "sent", "nbytes"), total(replica, "sent", "messages")
         votes = replica["after"]["sent"]["vote"].values()
