@@ -1,0 +1,42 @@
+"""One replica in a process of its own, for test_elastic_processes.py: ADDRESS NAME STEPS. Ends with its step and the digest of its anchors."""
+
+import sys
+import time
+
+import torch
+
+import thinwire as tw
+from thinwire.contact import digest
+from thinwire.group import Deadlines, LighthouseMeeting, Roster
+
+QUICK = Deadlines(
+    heartbeat_interval=0.5, heartbeat_timeout=1.5, grace=1.0, connect=5.0, transfer=5.0, vote=7.0, muster=20.0
+)
+
+
+def main() -> None:
+    address, name, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    own = torch.Generator().manual_seed(sum(map(ord, name)))
+
+    def say(event: str, step: int, **fields: object) -> None:
+        if event in ("round", "caught_up"):
+            print(event, step, fields.get("committed"), flush=True)
+
+    roster = Roster(LighthouseMeeting(address), name, least=2, deadlines=QUICK)
+    strategy = tw.streaming_diloco(every=10, delay=2, partition=tw.Whole())
+    with tw.Replica(strategy, model, optimizer, roster, observer=say) as replica:
+        while replica.step < steps:
+            x = torch.randn(32, 64, generator=own)
+            (model(x) - x[:, :1]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(0.02)
+    print("done", replica.step, digest(replica.anchors()).hex(), flush=True)
+
+
+if __name__ == "__main__":
+    main()
