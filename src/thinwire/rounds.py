@@ -258,7 +258,7 @@ class Rounds:
             self._believe(muster, concord, ready, moved if committed else None, reason)
         self._observe(
             "round", turn=concord.turn, fragment=concord.fragment, members=[member.name for member in muster.members],
-            counted=names, committed=committed, seconds=self._clock() - began, reason=reason,
+            counted=names, committed=committed, seconds_spent=self._clock() - began, reason=reason,
         )  # fmt: skip
         return reason
 

@@ -9,6 +9,12 @@ of its kind:
     flight      fragment round begin end queued_seconds transfer_seconds
     land        fragment round begin stall_seconds seconds_spent
     refused     fragment round by reason
+    round       turn fragment members counted committed seconds_spent reason
+    given       to nbytes
+    caught_up   turn donor
+    alone       reason
+    doubt       turn reason
+    late        fragment
     eval        loss tokens seconds_spent of
     checkpoint  path nbytes seconds_spent
     resume      from_step path skipped
@@ -17,7 +23,7 @@ of its kind:
     warning     message
     end         summary
 
-`nbytes` of a departure are the bytes this replica sends for it, all peers together; `begin` and `end` are on the
+`round` to `late` are those of a replica that may come and go (rounds.py, elastic.py). `nbytes` of a departure are the bytes this replica sends for it, all peers together; `begin` and `end` are on the
 clock of `seconds`. NaN and the infinities, which JSON lacks, are written as the strings "NaN", "Infinity" and
 "-Infinity"; reading restores them. A process killed in the middle of a line leaves it torn; readers pass over it. A
 run that resumes appends to the same file with a new `start` and a `resume`.
@@ -51,6 +57,12 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "flight": ("fragment", "round", "begin", "end", "queued_seconds", "transfer_seconds"),
     "land": ("fragment", "round", "begin", "stall_seconds", "seconds_spent"),
     "refused": ("fragment", "round", "by", "reason"),
+    "round": ("turn", "fragment", "members", "counted", "committed", "seconds_spent", "reason"),
+    "given": ("to", "nbytes"),
+    "caught_up": ("turn", "donor"),
+    "alone": ("reason",),
+    "doubt": ("turn", "reason"),
+    "late": ("fragment",),
     "eval": ("loss", "tokens", "seconds_spent", "of"),
     "checkpoint": ("path", "nbytes", "seconds_spent"),
     "resume": ("from_step", "path", "skipped"),
