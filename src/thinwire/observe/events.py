@@ -23,7 +23,9 @@ of its kind:
     warning     message
     end         summary
 
-`round` to `late` are those of a replica that may come and go (rounds.py, elastic.py). `nbytes` of a departure are the bytes this replica sends for it, all peers together; `begin` and `end` are on the
+`round` to `late` are those of a replica that may come and go (rounds.py, elastic.py).
+
+`nbytes` of a departure are the bytes this replica sends for it, all peers together; `begin` and `end` are on the
 clock of `seconds`. NaN and the infinities, which JSON lacks, are written as the strings "NaN", "Infinity" and
 "-Infinity"; reading restores them. A process killed in the middle of a line leaves it torn; readers pass over it. A
 run that resumes appends to the same file with a new `start` and a `resume`.
