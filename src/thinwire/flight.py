@@ -113,7 +113,7 @@ class Crew:
         void = arrival.void or any(f & REFUSED for f in arrival.flags)
         verdict = 0 if not void and moved.finish() else REFUSED
         moved.close()
-        flags = self._agree((*arrival.flags, verdict))
+        flags = agree(self.site, (*arrival.flags, verdict), ROUNDS)
         queued, transferred = round_.times()
         return Landed(
             moved=moved,
@@ -127,14 +127,18 @@ class Crew:
             transfer_seconds=transferred,
         )
 
-    def _agree(self, flags: tuple[int, ...]) -> tuple[int, ...]:
-        """The union of the flags that the ranks of this site have seen: a shard's NaN drops the round for all shards."""
-        if self.site is None:
-            return flags
-        own = torch.tensor(flags, dtype=torch.uint8)
-        peers = [peer for peer in range(self.site.size) if peer != self.site.rank]
-        others = {peer: torch.zeros_like(own) for peer in peers}
-        self.site.post(0, {peer: own for peer in peers}, others, "vote").wait()
-        for other in others.values():
-            own |= other
-        return tuple(own.tolist())
+
+ROUNDS, WEIGHTS = 0, 1  # what is voted on: the votes of two threads must not mix
+
+
+def agree(site: Group | None, flags: tuple[int, ...], about: int) -> tuple[int, ...]:
+    """The union of the flags that the ranks of a site have seen: what a shard finds counts for all shards."""
+    if site is None:
+        return flags
+    own = torch.tensor(flags, dtype=torch.uint8)
+    peers = [peer for peer in range(site.size) if peer != site.rank]
+    others = {peer: torch.zeros_like(own) for peer in peers}
+    site.post(about, {peer: own for peer in peers}, others, "vote").wait()
+    for other in others.values():
+        own |= other
+    return tuple(own.tolist())

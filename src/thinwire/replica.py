@@ -24,7 +24,7 @@ from thinwire.codecs import Identity
 from thinwire.contact import agree_on_start, check_start, digest, introduce, introduction
 from thinwire.elastic import Elastic, check
 from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError, ModelError, NonFiniteError
-from thinwire.flight import Crew, Landed, Ticket
+from thinwire.flight import WEIGHTS, Crew, Landed, Ticket, agree
 from thinwire.group.base import Group, gather
 from thinwire.group.roster import Roster
 from thinwire.held import Held, hold
@@ -102,6 +102,7 @@ class Replica:
         strategy.schedule.departs(1, len(fragments))  # offsets for another number of fragments are refused here
         strategy.warm_up()
         self._gradients_exchanged = self._finished = False
+        self._site = site
         self._elastic: Elastic | None = None
         if isinstance(group, Roster):
             self._join(group, fragments, site)
@@ -364,7 +365,8 @@ class Replica:
     @torch.no_grad()
     def _start_again(self) -> None:
         """Go back to the anchors if own values are not finite, and clear what is not finite in optimizer and buffers."""
-        if all(piece.finite() for piece in self._pieces):
+        bad = not all(piece.finite() for piece in self._pieces)
+        if agree(self._site, (int(bad),), WEIGHTS) == (0,):  # all shards, or none
             return  # a delta from before the last new start
         message = "this replica's weights were not finite; it starts again from the anchors"
         self._observe("warning", self.step, message=message)

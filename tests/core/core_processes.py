@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pieces import METHODS, Journey, Plan, adamw, agreed, batch, fill, same_bits, travel
+from pieces import IN_SITES, METHODS, Journey, Plan, adamw, agreed, batch, fill, same_bits, travel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,6 +24,7 @@ from thinwire.partition import local
 
 WORLD, STEPS = 4, 12
 POISON_STEP = 6
+FOUR = METHODS | {"two sites": IN_SITES[2, 2]}
 STRATEGIES = {
     "diloco": tw.diloco(every=3),
     "streaming": tw.streaming_diloco(every=6, fragments=2, delay=2, codec=tw.Identity()),
@@ -143,7 +144,7 @@ def resumed(group: Any) -> list[bool]:
 def everything(rank: int) -> dict[str, Any]:
     four = tw.TorchGroup.from_world(replicas=4, timeout=60.0)
     two = tw.TorchGroup.from_world(replicas=2, timeout=60.0)
-    results: dict[str, Any] = {"carriers": {name: travel(Plan(strategy), four) for name, strategy in METHODS.items()}}
+    results: dict[str, Any] = {"carriers": {name: travel(Plan(strategy), four) for name, strategy in FOUR.items()}}
     results["sharded"] = {name: train(strategy, two, sharded(2)) for name, strategy in STRATEGIES.items()}
     results["poisoned"] = {
         name: train(strategy, two, sharded(2), poisoned=True)

@@ -255,6 +255,18 @@ METHODS: dict[str, tw.Strategy] = {
     "anchors on the device": tw.Strategy(schedule=tw.Every(2, 1), outer=tw.Nesterov(), anchors="device"),
 }
 
+IN_SITES = {  # for so many replicas as there are in the sites
+    sites: tw.Strategy(
+        schedule=tw.Staggered(4, 2),
+        partition=tw.Strided(2),
+        codec=tw.Sign(block=8),
+        exchange=tw.Hierarchy(sites, tw.Feedback()),
+        outer=tw.Nesterov(),
+        merge=tw.Mix(0.5),
+    )
+    for sites in ((1, 1), (2, 2))
+}
+
 
 # ---- the toy
 

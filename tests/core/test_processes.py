@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from core_processes import POISON_STEP, STRATEGIES, everything, run_world, train, uneven
-from pieces import METHODS, journey, same_bits
+from core_processes import FOUR, POISON_STEP, STRATEGIES, everything, run_world, train, uneven
+from pieces import journey, same_bits
 
 import thinwire as tw
 
@@ -25,12 +25,10 @@ def unsharded():
     }
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", FOUR)
 def test_carriers_agree(world, name):
     """Four processes and four threads: weights, anchors and outer state after every step, bit for bit."""
-    for process, thread in zip(
-        [results["carriers"][name] for results in world], journey(METHODS[name], 4), strict=True
-    ):
+    for process, thread in zip([results["carriers"][name] for results in world], journey(FOUR[name], 4), strict=True):
         for a, b in zip([*process.weights, process.final], [*thread.weights, thread.final], strict=True):
             assert same_bits(a, b)
         for a, b in zip([*process.agreed, process.final_agreed], [*thread.agreed, thread.final_agreed], strict=True):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from pieces import METHODS, adamw, agreed, batch, inner_step, same_bits, toy, weights
+from pieces import IN_SITES, METHODS, adamw, agreed, batch, inner_step, same_bits, toy, weights
 
 import thinwire as tw
 
@@ -25,6 +25,7 @@ AT_EVERY_STEP = METHODS | {
     "eager, five fragments": tw.Strategy(
         schedule=tw.Staggered(6, 6), partition=tw.BySize(5), codec=tw.Cast(), outer=tw.Nesterov(), merge=tw.Eager()
     ),
+    "two sites": IN_SITES[1, 1],
 }  # fmt: skip
 
 
@@ -91,7 +92,15 @@ def resumed_run(strategy: tw.Strategy, group: tw.Group, saved: Saved, steps: int
 
 
 # The two longest and those that differ in kind; the rest of the table is slow only by its number.
-FAST = {"data_parallel", "feedback in the air", "streaming_diloco", "H − 1 in the air", "eager_diloco"}
+FAST = {
+    "data_parallel",
+    "feedback in the air",
+    "streaming_diloco",
+    "H − 1 in the air",
+    "eager_diloco",
+    "1-bit, both sides",
+    "two sites",
+}
 
 
 @pytest.mark.parametrize(
