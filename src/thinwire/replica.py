@@ -16,9 +16,6 @@ from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _NormBase
 
 from thinwire.codecs import Identity
 from thinwire.contact import agree_on_start, check_start, digest, introduce, introduction
@@ -31,8 +28,9 @@ from thinwire.held import Held, hold
 from thinwire.merge import Eager, Mix
 from thinwire.moved import Moved
 from thinwire.outer import Average
-from thinwire.partition import Fragment, check_optimizer, check_sharding, local
+from thinwire.partition import Fragment, check_optimizer, check_sharding
 from thinwire.strategy import Gradients, Strategy
+from thinwire.weights import clear, exported, gradient, reshard
 
 
 class Observer(Protocol):
@@ -167,10 +165,9 @@ class Replica:
         began = self._clock()
         self._gradients_exchanged = True
         for piece in self._pieces:
-            gradients = [_gradient(parameter).reshape(-1) for _, parameter in piece.fragment.parameters]
             delta = self._buffers.like(piece.anchor)
-            for gradient, (_, into) in zip(gradients, piece.slices(delta)):
-                into.view(-1).copy_(gradient)
+            for (_, parameter), (_, into) in zip(piece.fragment.parameters, piece.slices(delta)):
+                into.copy_(gradient(parameter))
             self._depart(piece, Moved(piece.present(delta), None, self.strategy.feedback, self._buffers))
         landings = [self._await(piece) for piece in self._pieces]
         refused = not all(landed.good for landed, _ in landings)
@@ -181,7 +178,7 @@ class Replica:
                 if refused or not bool(values.any()):
                     parameter.grad = None
                 else:
-                    _gradient(parameter).copy_(values)
+                    gradient(parameter).copy_(values)
             self._buffers.give(mean)
             piece.remember(replace(landed, good=not refused), self._buffers)
             report()
@@ -201,25 +198,19 @@ class Replica:
     def anchored(self) -> Iterator[None]:
         """Within: the model holds the outer weights, for evaluation. After: the replica's own again, bit for bit."""
         own = [(part, part.clone()) for piece in self._pieces for part, _ in piece.slices(piece.anchor)]
-        _reshard(self.model)
+        reshard(self.model)
         self._load_anchors()
         try:
             yield
         finally:
-            _reshard(self.model)
+            reshard(self.model)
             for part, kept in own:
                 part.copy_(kept)
 
     def export(self) -> dict[str, Tensor]:
         """The model's state dict with the outer weights (whole tensors, on the CPU). With FSDP all ranks of a site must call it."""
         with self.anchored():
-            return {
-                name.replace("_orig_mod.", ""): (value.full_tensor() if isinstance(value, DTensor) else value)
-                .detach()
-                .cpu()
-                .clone()
-                for name, value in self.model.state_dict().items()
-            }
+            return exported(self.model)
 
     def finish(self) -> None:
         """Land what is in the air, exchange what was trained since, and leave the outer weights in the model."""
@@ -373,14 +364,7 @@ class Replica:
         for piece in self._pieces:
             piece.deviation = piece.own = None
         self._load_anchors()
-        for state in self.optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor) and value.is_floating_point():
-                    local(value).nan_to_num_(0.0, 0.0, 0.0)
-        for module in self.model.modules():
-            buffers = [b for b in module.buffers(recurse=False) if b.is_floating_point()]
-            if isinstance(module, _NormBase) and not all(bool(torch.isfinite(b).all()) for b in buffers):
-                module.reset_running_stats()
+        clear(self.model, self.optimizer)
 
     def _check_own_weights(self) -> None:
         """With `Gradients` there is no anchor to start again from."""
@@ -444,17 +428,3 @@ class Replica:
             piece = self._pieces[index]
             delta = tensors[f"{index}.delta"].to(piece.anchor.device)
             piece.flight = self._crew.launch(self._ticket(piece, number, departed), self._moved(piece, delta))
-
-
-def _reshard(model: nn.Module) -> None:
-    """Let FSDP forget whole parameters that it has gathered: a forward pass without backward keeps the root's, stale."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    """This rank's part of the gradient; one that is missing is made, as zeros."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return local(parameter.grad)
