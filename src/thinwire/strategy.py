@@ -83,7 +83,7 @@ class Strategy:
         for name, protocol in protocols.items():
             if not isinstance(getattr(self, name), protocol) or isinstance(getattr(self, name), type):
                 raise ConfigurationError(
-                    f"{name}={getattr(self, name)!r}: a {protocol.__name__} is needed; see docs/strategies.md."
+                    f"{name}={getattr(self, name)!r}: {'an' if name[0] in 'eo' else 'a'} {protocol.__name__} is needed; see docs/strategies.md."
                 )
         if not isinstance(self.merge, Mix | Eager):
             raise ConfigurationError(f"merge={self.merge!r}: Mix(alpha) or Eager() is needed.")

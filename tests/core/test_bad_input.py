@@ -190,7 +190,7 @@ CONFIGURATIONS = {
     ),
     "no exchange": (
         lambda: tw.Strategy(exchange=tw.Direct),
-        "exchange=<class 'thinwire.exchange.direct.Direct'>: a Exchange is needed; see docs/strategies.md.",
+        "exchange=<class 'thinwire.exchange.direct.Direct'>: an Exchange is needed; see docs/strategies.md.",
     ),
     "no codec inside": (
         lambda: tw.DCT(tw.E3M0),

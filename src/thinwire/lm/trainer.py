@@ -103,6 +103,7 @@ def check(run: Run) -> None:
         model = make_model(run, corpus.vocabulary)
     strategy = run.make_strategy()
     strategy.schedule.departs(1, len(strategy.partition.fragments(model)))
+    strategy.exchange.init(strategy.codec, 0, 0, run.replicas)  # sites of another group are refused here
 
 
 def learning_rate(run: Run, step: int) -> float:
