@@ -43,6 +43,7 @@ def main(address: str, name: str, folder: str, least: str = "2") -> None:
                 continue
             number = max(member.claim["round"] for member in muster.members)
             answer: bool | None
+            sent, received = ledger.sent(), ledger.received()
             try:
                 heard = gather(muster.group, f"{name} {number}".encode(), 64, "packet")
                 yes = heard == [f"{member.name} {number}".encode() for member in muster.members]
@@ -60,7 +61,7 @@ def main(address: str, name: str, folder: str, least: str = "2") -> None:
             write(
                 "round", id=muster.id, answer=answer, number=number, members=[m.name for m in muster.members],
                 rebuilt=muster.rebuilt, muster_seconds=mustered - began, vote_seconds=time.monotonic() - mustered,
-                sent=ledger.sent(), received=ledger.received(),
+                sent=ledger.sent() - sent, received=ledger.received() - received,
             )  # fmt: skip
             time.sleep(0.02)
         roster.close()

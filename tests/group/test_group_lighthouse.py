@@ -78,7 +78,7 @@ class Stage:
         return errors, {name: self.lines(name)[-2:] + self.lines(name, "retry")[-3:] for name in self.processes}
 
     def end(self):
-        """All stop by themselves; one outcome for every muster; what was sent was received."""
+        """All stop by themselves; one outcome for every muster."""
         (self.folder / "stop").touch()
         for name, process in self.processes.items():
             process.send_signal(signal.SIGCONT)
@@ -117,8 +117,8 @@ def test_killed_and_back_and_a_third(stage):
     line = stage.until_members("abc", of="b")
     assert line["number"] > 1  # it learnt where the others are
     stage.end()
-    last = stage.lines("a")[-1]
-    assert last["sent"] == last["received"] > 0
+    landed = [line for name in "abc" for line in stage.lines(name) if line["answer"] and len(line["members"]) > 1]
+    assert landed and all(line["sent"] == line["received"] > 0 for line in landed)
 
 
 @needs_torchft
