@@ -35,7 +35,7 @@ class Kernels(Protocol):
         self, x: Tensor, payload: Tensor, grid: Grid, block: int, scale: Scale, stream: int | None
     ) -> bool:
         """⌈n·bits/8⌉ bytes of codes, lowest bits first, then ⌈n/block⌉ scales (codecs/block.py). With a `stream`
-        element i is rounded by its draw i (seeds.py).
+        element i is rounded by the lower (i even) or upper half of draw ⌊i/2⌋ (seeds.py).
         """
 
     def add_blocks(self, payload: Tensor, out: Tensor, grid: Grid, block: int, scale: Scale, weight: float) -> None:

@@ -271,6 +271,7 @@ def _draw_blocks(x: Any, bits: Any, payload: Any, form: Any, largest: Any, block
     width, n = u64(form[0]), u64(x.size)
     codes, scales = np.empty(STRIPE, np.uint8), np.empty(STRIPE + ONE, np.int32)
     noise = np.empty(STRIPE, np.int32)
+    words = noise.view(np.uint64)
     place, worst = (n * width + u64(7)) >> u64(3), i32(0)
     at = following = ZERO
     while at < n:
@@ -280,12 +281,17 @@ def _draw_blocks(x: Any, bits: Any, payload: Any, form: Any, largest: Any, block
             bits, payload, place, scales, following, stop, form, largest, block, kind
         )
         worst = max(worst, most)
-        for j in range(stop - at):
-            noise[j] = i32(drawn(stream, at + j) & u64(0xFFFFFF))
+        for j in range((stop - at + ONE) >> ONE):
+            words[j] = drawn(stream, (at >> ONE) + j)
         for k in range(number + ONE):
-            factor = real_of(scales[k])
-            for i in range(begin, end):
-                codes[i - at] = _either(x[i] / factor, noise[i - at], form)
+            if kind == 0:
+                inverse = real_of(i32(i32(0x7F000000) - scales[k]))
+                for i in range(begin, end):
+                    codes[i - at] = _either(x[i] * inverse, i32(noise[i - at] & 0xFFFFFF), form)
+            else:
+                factor = real_of(scales[k])
+                for i in range(begin, end):
+                    codes[i - at] = _either(x[i] / factor, i32(noise[i - at] & 0xFFFFFF), form)
             begin, end = end, min(end + block, stop)
         scales[0] = scales[number]
         _pack(codes, payload, (at * width) >> u64(3), stop - at, width)

@@ -158,11 +158,11 @@ def _code(
 
 @triton.jit
 def _noise(stream, index):
-    """The lowest 24 bits of a stream's draws (seeds.py)."""
-    z = (index + 1).to(tl.uint64) * 0x9E3779B97F4A7C15 + stream.to(tl.uint64)
+    """24 bits of each half of a stream's draws (seeds.py)."""
+    z = ((index >> 1) + 1).to(tl.uint64) * 0x9E3779B97F4A7C15 + stream.to(tl.uint64)
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
-    return ((z ^ (z >> 31)) & 0xFFFFFF).to(tl.int32)
+    return (((z ^ (z >> 31)) >> ((index & 1) * 32).to(tl.uint64)) & 0xFFFFFF).to(tl.int32)
 
 
 @triton.jit

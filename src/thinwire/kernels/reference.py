@@ -58,7 +58,8 @@ def _codes(scaled: Tensor, grid: Grid, stream: int | None, begin: int) -> Tensor
         low.round_()
         high = (bits >> dropped).bitwise_and_(1).add_(bits).add_((1 << (dropped - 1)) - 1)
     else:
-        noise = draw(stream, begin, scaled.numel()).to(scaled.device).bitwise_and_(0xFFFFFF).int().view(scaled.shape)
+        words = draw(stream, begin // 2, scaled.numel() // 2 + 1).view(torch.int32)[begin % 2 :][: scaled.numel()]
+        noise = words.to(scaled.device).bitwise_and(0xFFFFFF).view(scaled.shape)
         low = low.floor().add_(low.frac() > noise * 2.0**-24)
         high = bits + noise.bitwise_and_((1 << dropped) - 1)
     high.bitwise_right_shift_(dropped).sub_((normal >> dropped) - (1 << grid.mantissa))
