@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire import parse
+from thinwire.group import parse_link
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "benchmarks/README.md", "docs/formats.md")
@@ -154,7 +155,7 @@ def exchange(result: Result) -> tuple[list[str], list[list[str]]]:
         name = f"{row['exchange'].removesuffix('()')}, {pace}{', idle' if row['idle_seconds'] else ''}"
         reduced = beside.get(tuple(row[key] for key in of))
         rows.append(
-            [row["link"], str(row["replicas"]), f"{row['nbytes'] / 1e6:g}", row["codec"].removesuffix("()"), name,
+            [row["link"] + doubt(row), str(row["replicas"]), f"{row['nbytes'] / 1e6:g}", row["codec"].removesuffix("()"), name,
              f"{row['seconds']:.3f}", f"{row['ideal_seconds']:.3f}", f"{row['of_ideal']:.2f}",
              f"{reduced['seconds']:.3f}" if reduced else "–"]
         )  # fmt: skip
@@ -170,6 +171,12 @@ def exchange(result: Result) -> tuple[list[str], list[list[str]]]:
         "gloo all-reduce, s",
     ]
     return heads, rows
+
+
+def doubt(row: Mapping[str, Any]) -> str:
+    """A mark where the router was late by more than a tenth of the round trip, one time in a hundred."""
+    late = row["router"]["late_seconds"]["p99"]
+    return " †" if late > 0.2 * parse_link(row["link"]).delay_seconds else ""
 
 
 def simulate(result: Result) -> tuple[list[str], list[list[str]]]:
