@@ -43,6 +43,7 @@ from thinwire.group import Group, ThreadGroup, TorchGroup, run_threads
 from thinwire.merge import Eager, Mix
 from thinwire.outer import Average, Nesterov, Outer
 from thinwire.partition import BySize, Fragment, Partition, Sequential, Strided, Whole
+from thinwire.policy import Constant, DenseUntil, DensityWarmup, Policy
 from thinwire.recipes import data_parallel, diloco, eager_diloco, local_sgd, sparse_loco, streaming_diloco
 from thinwire.replica import Replica
 from thinwire.schedule import Every, Schedule, Staggered, short_first
@@ -64,8 +65,11 @@ __all__ = [
     "Codebook",
     "Codec",
     "ConfigurationError",
+    "Constant",
     "DataError",
     "Deltas",
+    "DenseUntil",
+    "DensityWarmup",
     "Direct",
     "DisagreementError",
     "Eager",
@@ -91,6 +95,7 @@ __all__ = [
     "PacketError",
     "Partition",
     "PeerError",
+    "Policy",
     "RandomK",
     "Replica",
     "Schedule",

@@ -28,6 +28,7 @@ from thinwire.exchange import AllReduce, Direct, TwoShot
 from thinwire.group.roster import Roster
 from thinwire.held import Held
 from thinwire.merge import Mix
+from thinwire.policy import Constant
 from thinwire.rounds import NOTHING, Agreed, Outcome, Ready, Rounds
 from thinwire.strategy import Gradients, Strategy
 
@@ -192,6 +193,8 @@ def check(strategy: Strategy) -> None:
         reason = f"{exchange} remembers or names the replicas; Direct(), TwoShot() and AllReduce() do not"
     elif isinstance(strategy.signal, Gradients):
         reason = "Gradients() are exchanged at every step, and the replicas keep no anchors to go on from"
+    elif not isinstance(strategy.policy, Constant):
+        reason = f"{strategy.policy} counts rounds that all have seen"
     elif not isinstance(strategy.merge, Mix):
         reason = f"{strategy.merge} counts own deltas before the others have them"
     elif strategy.feedback is not None and strategy.feedback.kappa:

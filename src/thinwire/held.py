@@ -31,6 +31,7 @@ class Held:
     feedback: State  # what the codec held back; on the CPU
     exchange: State  # what the exchange remembers; on the CPU
     codec: Codec  # the strategy's, fitted to this fragment
+    policy: State  # what the strategy's policy knows of this fragment; on the CPU
     rounds: int = 0
     flight: Flight | None = None
     # eager updates only: what this replica is ahead of the anchor
@@ -161,7 +162,9 @@ def hold(strategy: Strategy, fragment: Fragment, index: int, rank: int, size: in
     feedback = strategy.feedback.init(anchor.numel()) if strategy.feedback else {}
     codec = fitted(strategy.codec, fragment.shapes)
     memory = strategy.exchange.init(codec, anchor.numel(), rank, size)
-    return Held(fragment, index, anchor, strategy.outer.init(anchor), feedback, memory, codec)
+    return Held(
+        fragment, index, anchor, strategy.outer.init(anchor), feedback, memory, codec, strategy.policy.init(codec)
+    )
 
 
 def _under(prefix: str, named: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ import ast
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -39,6 +40,7 @@ from thinwire.feedback import Feedback
 from thinwire.merge import Eager, Mix
 from thinwire.outer import Average, Nesterov, Outer
 from thinwire.partition import BySize, Partition, Sequential, Strided, Whole
+from thinwire.policy import LONG_RUN, Constant, DenseUntil, DensityWarmup, Policy
 from thinwire.schedule import Every, Schedule, Staggered
 
 
@@ -70,6 +72,7 @@ class Strategy:
     schedule: Schedule = Every(1)
     partition: Partition = Whole()
     codec: Codec = Identity()
+    policy: Policy = Constant()
     feedback: Feedback | None = None
     exchange: Exchange = Direct()
     outer: Outer = Average()
@@ -79,7 +82,8 @@ class Strategy:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        protocols = {"schedule": Schedule, "partition": Partition, "codec": Codec, "exchange": Exchange, "outer": Outer}
+        protocols = {"schedule": Schedule, "partition": Partition, "codec": Codec, "policy": Policy}
+        protocols |= {"exchange": Exchange, "outer": Outer}
         for name, protocol in protocols.items():
             if not isinstance(getattr(self, name), protocol) or isinstance(getattr(self, name), type):
                 raise ConfigurationError(
@@ -91,9 +95,8 @@ class Strategy:
             raise ConfigurationError(f"signal={self.signal!r}: Deltas() or Gradients() is needed.")
         if not isinstance(self.feedback, Feedback | None):
             raise ConfigurationError(f"feedback={self.feedback!r}: Feedback(...) or None is needed.")
-        if self.feedback:
-            self.feedback.check(self.codec)
-        self.exchange.check(self.codec, self.feedback)
+        for codec in self.policy.codecs(self.codec):
+            self._check_codec(codec)
         if self.anchors not in ("host", "device"):
             raise ConfigurationError(f"anchors={self.anchors!r}: 'host' or 'device' is needed.")
         every, delay = self.schedule.every, self.schedule.delay
@@ -121,38 +124,59 @@ class Strategy:
                 "optimizer is the outer one; leave schedule, outer and merge at Every(1), Average() and Mix()."
             )
 
+    def _check_codec(self, codec: Codec) -> None:
+        if self.feedback:
+            self.feedback.check(codec)
+        self.exchange.check(codec, self.feedback)
+        if getattr(self.exchange, "feedback", None) and (codec.grain or 1) != (self.codec.grain or 1):
+            raise ConfigurationError(
+                f"{self.policy} with {self.exchange}: {codec} has the grain {codec.grain}, {self.codec} {self.codec.grain}; what owners "
+                "hold back is of their shards, which are cut at the grain, so all codecs need the same; choose another `dense` or block."
+            )
+
     def warm_up(self) -> None:
         """Have all compiled that a round needs, so that the first one does not wait for it."""
-        warm_up(self.codec)
+        for codec in self.policy.codecs(self.codec):
+            warm_up(codec)
         few = torch.zeros(1)
         self.outer.step(few, few, self.outer.init(few))
 
-    def nbytes_per_period(self, fragments: Sequence[int | Shapes], size: int) -> int:
+    def nbytes_per_period(self, fragments: Sequence[int | Shapes], size: int, number: int = LONG_RUN) -> int:
         """Bytes one replica of `size` sends in one period of `every` inner steps, for fragments of so many elements, or of tensors
-        of such shapes (the same but for a codec that is `Shaped`). Predicted = counted.
+        of such shapes (the same but for a codec that is `Shaped`): in their round `number`, or in the long run. Predicted = counted.
         """
         shaped = [((fragment,),) if isinstance(fragment, int) else fragment for fragment in fragments]
-        numels = [sum(map(math.prod, shapes)) for shapes in shaped]
-        return sum(self.exchange.nbytes_sent(fitted(self.codec, s), n, size) for s, n in zip(shaped, numels))
+        return sum(self.exchange.nbytes_sent(*self.coded(shapes, number), size) for shapes in shaped)
+
+    def coded(self, shapes: Shapes, number: int = LONG_RUN) -> tuple[Codec, int]:
+        """What round `number` of a fragment of tensors of such `shapes` is coded in, and how many elements that are; where the policy
+        decides by the data, as before it has.
+        """
+        codec, numel = fitted(self.codec, shapes), sum(map(math.prod, shapes))
+        return self.policy.at(codec, numel, number, self.policy.init(codec)), numel
 
     def choices(self, fragments: Sequence[Shapes], size: int) -> list[str]:
         """Which exchange was chosen for fragments of tensors of such shapes, and why; empty where there is no choice."""
         if not isinstance(self.exchange, Fastest):
             return []
-        return self.exchange.why([(fitted(self.codec, s), sum(map(math.prod, s))) for s in fragments], size)
+        return self.exchange.why([self.coded(shapes) for shapes in fragments], size)
 
     def describe(self, model: nn.Module, size: int) -> str:
         """What this strategy does to `model` among `size` replicas, in a few lines, with predicted bytes."""
         fragments = self.partition.fragments(model)
         numels = [fragment.numel for fragment in fragments]
-        nbytes = self.nbytes_per_period([fragment.shapes for fragment in fragments], size)
+        shapes = [fragment.shapes for fragment in fragments]
+        nbytes = self.nbytes_per_period(shapes, size)
         bits = 8 * nbytes / max(1, sum(numels)) / self.schedule.every
         lines = [
             f"{len(fragments)} fragment(s), {sum(numels):,} parameters, exchanged every {self.schedule.every} inner steps, "
             f"{self.schedule.delay} of them in the air",
             f"{nbytes:,} bytes sent per replica and period: {bits:.4g} bits per parameter and step (predicted)",
         ]
-        lines += [f"exchange: {choice}" for choice in self.choices([fragment.shapes for fragment in fragments], size)]
+        for first, end in pairwise((0, *self.policy.changes)):
+            early = self.nbytes_per_period(shapes, size, first)
+            lines.append(f"rounds {first:,} to {end - 1:,} of a fragment: {early:,} bytes a period (predicted)")
+        lines += [f"exchange: {choice}" for choice in self.choices(shapes, size)]
         return "\n".join(lines + [f"  {f.name}: {f.numel:,} parameters" for f in fragments])
 
 
@@ -183,6 +207,9 @@ PIECES: dict[str, Callable[..., Any]] = {
             DCT,
             Hadamard,
             Squares,
+            Constant,
+            DenseUntil,
+            DensityWarmup,
             Feedback,
             Direct,
             TwoShot,

@@ -174,7 +174,14 @@ FEEDBACKS = [
     row(tw.Feedback(1, 0.3, 1.0), "conserves"),
     row(tw.Feedback(1, 0.0, alpha=0.5)),
 ]
-TABLE = [*FEEDBACKS, *CODECS, *SCHEDULES, *PARTITIONS, *OUTERS, *MERGES, *EXCHANGES, *SIGNALS]
+POLICIES = [
+    row(tw.Constant()),
+    row(tw.DenseUntil(3)),
+    row(tw.DenseUntil(1, tw.Cast())),
+    row(tw.DensityWarmup(2)),
+    row(tw.DensityWarmup(1, (0.9, 0.5), tw.Cast("fp16"))),
+]
+TABLE = [*POLICIES, *FEEDBACKS, *CODECS, *SCHEDULES, *PARTITIONS, *OUTERS, *MERGES, *EXCHANGES, *SIGNALS]
 
 METHODS: dict[str, tw.Strategy] = {
     # every recipe under its own name, short enough for a test
@@ -229,6 +236,21 @@ METHODS: dict[str, tw.Strategy] = {
         feedback=tw.Feedback(),
         exchange=tw.TwoShot(tw.Feedback()),
         merge=tw.Mix(0.5),
+    ),
+    "ever sparser, in the air": tw.Strategy(
+        schedule=tw.Staggered(4, 3),
+        partition=tw.Strided(2),
+        codec=tw.TopK(0.05, tw.E3M0(8, rounding="stochastic")),
+        policy=tw.DensityWarmup(1, (0.9, 0.3, 0.1)),
+        feedback=tw.Feedback(),
+        merge=tw.Mix(0.5),
+    ),
+    "1-bit after a dense start": tw.Strategy(
+        signal=tw.Gradients(),
+        codec=tw.Sign("l2"),
+        policy=tw.DenseUntil(5),
+        feedback=tw.Feedback(),
+        exchange=tw.TwoShot(tw.Feedback()),
     ),
     "gradients, all-reduced": tw.Strategy(
         signal=tw.Gradients(), partition=tw.BySize(2), codec=tw.Cast(), exchange=tw.AllReduce()

@@ -22,7 +22,6 @@ from pieces import (
 )
 
 import thinwire as tw
-from thinwire.codecs import fitted
 from thinwire.group import CountedGroup, Ledger
 from thinwire.packet import HEADER_NBYTES
 
@@ -200,9 +199,10 @@ def test_law_5_predicted_is_counted(name, replicas):
     fragments = strategy.partition.fragments(toy())
     for rank, (one, ledger) in enumerate(zip(journeys, ledgers)):
         departures = one.heard("depart")
-        codecs = [(fitted(strategy.codec, fragment.shapes), fragment.numel) for fragment in fragments]
-        each = [strategy.exchange.nbytes_sent(*codec, replicas, rank) for codec in codecs]
-        predicted = sum(each[e["fragment"]] for e in departures)
+        predicted = sum(
+            strategy.exchange.nbytes_sent(*strategy.coded(fragments[e["fragment"]].shapes, e["round"]), replicas, rank)
+            for e in departures
+        )
         counted = ledger.as_dict()["sent"].get("packet", {})
         assert predicted == sum(e["nbytes"] for e in departures) == ledger.sent("packet")
         assert sorted(counted) == [str(peer) for peer in range(replicas) if peer != rank]
@@ -224,10 +224,12 @@ def test_law_5_bytes_of_a_period(name):
     last = [e for e in one.heard("depart") if e["step"] > 2 * every or (every == 1 and e["step"] == 2)]
     steady = [e for e in last if e["step"] <= 3 * every][: len(fragments)]  # not the last round of finishing
     assert sorted(e["fragment"] for e in steady) == list(range(len(fragments)))
-    assert sum(e["nbytes"] for e in steady) == strategy.nbytes_per_period(shapes, 2)
+    numbers = {e["fragment"]: e["round"] for e in steady}
+    predicted = sum(strategy.nbytes_per_period([of], 2, numbers[p]) for p, of in enumerate(shapes))
+    assert sum(e["nbytes"] for e in steady) == predicted
     if strategy.exchange == tw.Direct():
-        payloads = [fitted(strategy.codec, fragment.shapes).nbytes(fragment.numel) for fragment in fragments]
-        assert strategy.nbytes_per_period(shapes, 2) == sum(HEADER_NBYTES + payload for payload in payloads)
+        coded = [strategy.coded(of, numbers[p]) for p, of in enumerate(shapes)]
+        assert predicted == sum(HEADER_NBYTES + codec.nbytes(numel) for codec, numel in coded)
     assert f"{strategy.nbytes_per_period(shapes, 2):,} bytes" in strategy.describe(toy(), 2)
 
 

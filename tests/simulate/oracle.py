@@ -81,7 +81,7 @@ class Oracle:
         """Book the uplink at `now`: events come in the order of time, so it is first come, first served."""
         wire = self.scenario.shares[rank] if self.scenario.shares else rank
         link = self.scenario.wires[wire].link
-        nbytes = self.strategy.nbytes_per_period([self.numels[fragment]], self.size)
+        nbytes = self.strategy.nbytes_per_period([self.numels[fragment]], self.size, number)
         if self.size == 1:
             return self.arrive(fragment, number, (rank,), now)
         peers = [peer for peer in range(self.size) if peer != rank] if self.messages else [rank]

@@ -98,8 +98,9 @@ def test_bytes_are_those_of_the_formula(name):
         next(t for t in range(1, 99) if p in strategy.schedule.departs(t, len(numels))) for p in range(len(numels))
     ]
     expected = sum(
-        strategy.nbytes_per_period([numel], 3) * (rounds + (steps - begin) // strategy.schedule.every + 1)
+        strategy.nbytes_per_period([numel], 3, number)
         for numel, begin in zip(numels, first)
+        for number in range(rounds + (steps - begin) // strategy.schedule.every + 1)
     )
     assert outcome.nbytes_sent.tolist() == [expected] * 3
     assert outcome.busy_seconds == pytest.approx([8 * expected / 1e6] * 3)

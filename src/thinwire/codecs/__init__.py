@@ -9,6 +9,7 @@ from thinwire.codecs.base import (
     fitted,
     nested,
     packet_nbytes,
+    rebuilt,
     warm_up,
 )
 from thinwire.codecs.block import E2M1, E3M0, E4M3, E5M2, Int
@@ -46,5 +47,6 @@ __all__ = [
     "fitted",
     "nested",
     "packet_nbytes",
+    "rebuilt",
     "warm_up",
 ]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -134,6 +135,13 @@ def nested(codec: object) -> Iterator[object]:
     for value in vars(codec).values():
         if isinstance(value, Codec):
             yield from nested(value)
+
+
+def rebuilt(codec: Any, change: Callable[[Any], Codec]) -> Codec:
+    """`codec` with `change` applied to all codecs inside it, then to itself."""
+    inside = {field.name: getattr(codec, field.name) for field in fields(codec)}
+    changed = {name: rebuilt(inner, change) for name, inner in inside.items() if isinstance(inner, Codec)}
+    return change(replace(codec, **changed))
 
 
 def check_inner(codec: object, name: str, inner: object) -> None:

@@ -199,7 +199,9 @@ class _Fleet:
 
     def _depart(self, p: int, step: int) -> None:
         there = ~self.away
-        nbytes = self.strategy.exchange.nbytes_sent(self.codecs[p], self.numels[p], int(there.sum()))
+        policy, codec, numel = self.strategy.policy, self.codecs[p], self.numels[p]
+        codec = policy.at(codec, numel, self.rounds[p], policy.init(codec))
+        nbytes = self.strategy.exchange.nbytes_sent(codec, numel, int(there.sum()))
         ready = np.maximum(self.clock, self.outbound) + self.scenario.encode_seconds * self.numels[p]
         self.outbound = np.where(there, ready, self.outbound)
         messages = Messages.of(np.where(there, ready, np.inf), nbytes)

@@ -1,0 +1,115 @@
+"""Codecs that change from round to round: what is due when, what it weighs, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pieces import METHODS, POLICIES, journey, same_bits, toy
+
+import thinwire as tw
+from thinwire.policy import LONG_RUN
+
+WARMING = tw.Strategy(codec=tw.TopK(0.001), policy=tw.DensityWarmup(10), feedback=tw.Feedback(), signal=tw.Gradients())
+
+
+@pytest.mark.parametrize("policy", [row.piece for row in POLICIES], ids=str)
+def test_policy_claims(policy):
+    """Pure; `changes` are where the codec changes; in the long run it is the strategy's own; all that comes is named by `codecs`."""
+    codec, numel = tw.TopK(0.1), 10_000
+    state = policy.init(codec)
+    answers = [policy.at(codec, numel, number, state) for number in range(40)]
+    assert answers == [policy.at(codec, numel, number, state) for number in range(40)]
+    assert set(answers) <= set(policy.codecs(codec))
+    changed = {number for number in range(1, 40) if answers[number] != answers[number - 1]}
+    assert changed <= set(policy.changes) and len(policy.changes) == len(set(policy.changes))
+    assert policy.at(codec, numel, LONG_RUN, state) == codec == answers[-1]
+
+
+def test_the_papers_densities():
+    """25 %, 6.25 %, 1.5625 %, 0.4 %, then 0.1 % (DGC, arXiv 1712.01887), wherever there is a density inside."""
+    policy = tw.DensityWarmup(1)
+    inside = [policy.at(tw.TopK(0.001), 1 << 20, number, {}).density for number in range(6)]
+    assert inside == [0.25, 0.0625, 0.015625, 0.004, 0.001, 0.001]
+    squares = policy.at(tw.Squares(tw.DCT(tw.ChunkedTopK(4096, 4))), 1 << 20, 1, {})
+    assert squares == tw.Squares(tw.DCT(tw.ChunkedTopK(4096, 256)))
+
+
+def test_a_warm_up_is_never_sparser_than_what_it_leads_to():
+    policy = tw.DensityWarmup(1)
+    assert [policy.at(tw.TopK(0.01), 1 << 20, n, {}).density for n in range(5)] == [0.25, 0.0625, 0.015625, 0.01, 0.01]
+
+
+def test_dense_where_sparse_would_be_no_smaller():
+    """25 % in bf16 with indices of 20 bits are 9 bits a value: less than 32, more than the 4 of E3M0."""
+    codec = tw.TopK(0.001)
+    assert tw.DensityWarmup(1).at(codec, 1 << 20, 0, {}) == tw.TopK(0.25)
+    assert tw.DensityWarmup(1, dense=tw.E3M0()).at(codec, 1 << 20, 0, {}) == tw.E3M0()
+    assert tw.DensityWarmup(1, dense=tw.E3M0()).at(codec, 1 << 20, 1, {}) == tw.TopK(0.0625)
+    assert tw.DensityWarmup(1, (1.0,)).at(tw.TopK(0.001, tw.Identity()), 1000, 0, {}) == tw.Identity()
+
+
+def test_bytes_are_a_function_of_the_round():
+    """What DGC sends a step, each stage by itself; 48 bytes of header, 48 bits of value and index become 16 + 20 here."""
+    sizes = [WARMING.nbytes_per_period([1 << 20], 2, number) for number in (0, 10, 20, 30, 40)]
+    kept = [262_144, 65_536, 16_384, 4_195, 1_049]
+    assert sizes == [48 + 2 * k + -(-20 * k // 8) for k in kept]
+    assert WARMING.nbytes_per_period([1 << 20], 2) == sizes[-1]
+    said = WARMING.describe(torch.nn.Linear(1024, 1024, bias=False), 2)
+    assert f"rounds 0 to 9 of a fragment: {sizes[0]:,} bytes" in said and "rounds 30 to 39" in said
+
+
+def test_dense_rounds_are_dense():
+    """Until the switch a run with `DenseUntil` is the dense one, bit for bit; after it, it is not."""
+    strategy = METHODS["1-bit after a dense start"]
+    dense = tw.Strategy(signal=tw.Gradients(), exchange=strategy.exchange)
+    for warm, plain in zip(journey(strategy, 3), journey(dense, 3)):
+        same = [same_bits(a, b) for a, b in zip(warm.weights, plain.weights, strict=True)]
+        assert same == [True] * 5 + [False] * 9
+
+
+def test_every_round_is_in_the_codec_that_was_due():
+    strategy = METHODS["ever sparser, in the air"]
+    departures = journey(strategy, 2)[0].heard("depart")
+    shapes = [fragment.shapes for fragment in strategy.partition.fragments(toy())]
+    for e in departures:
+        assert e["nbytes"] == strategy.exchange.nbytes_sent(*strategy.coded(shapes[e["fragment"]], e["round"]), 2)
+    of_the_first = [e["nbytes"] for e in departures if e["fragment"] == 0]
+    assert of_the_first == sorted(of_the_first, reverse=True) and len(set(of_the_first)) == 4
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: tw.DenseUntil(0), "a whole number of rounds, at least 1"),
+        (lambda: tw.DenseUntil(2.5), "rounds=2.5"),
+        (lambda: tw.DenseUntil(2, tw.Identity), "a Codec is needed"),
+        (lambda: tw.DensityWarmup(1, ()), "densities=()"),
+        (lambda: tw.DensityWarmup(1, (0.1, float("nan"))), "above 0 and at most 1"),
+        (lambda: tw.Strategy(codec=tw.Sign(), policy=tw.DensityWarmup(1)), "sends few of the values"),
+        (lambda: tw.Strategy(policy=tw.DenseUntil), "a Policy is needed"),
+        (
+            lambda: tw.Strategy(codec=tw.RandomK(0.1), policy=tw.DensityWarmup(1, (0.5,)), feedback=tw.Feedback()),
+            "a contractive codec is needed",
+        ),
+        (
+            lambda: tw.Strategy(codec=tw.Identity(), policy=tw.DenseUntil(1, tw.E3M0()), exchange=tw.AllReduce()),
+            "AllReduce",
+        ),
+        (
+            lambda: tw.Strategy(
+                codec=tw.E3M0(128), policy=tw.DenseUntil(1), exchange=tw.TwoShot(tw.Feedback()), feedback=tw.Feedback()
+            ),
+            "cut at the grain",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(make, message):
+    with pytest.raises(tw.ConfigurationError, match=message.replace("(", r"\(").replace(")", r"\)")):
+        make()
+
+
+def test_refused_among_replicas_that_come_and_go():
+    from thinwire.elastic import check
+
+    with pytest.raises(tw.ConfigurationError, match="counts rounds that all have seen"):
+        check(tw.Strategy(codec=tw.TopK(), policy=tw.DensityWarmup(1)))
