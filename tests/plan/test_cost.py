@@ -15,6 +15,7 @@ from thinwire.plan import cost, placement
 from thinwire.plan.cost import Traffic, follow
 from thinwire.plan.links import Links
 from thinwire.schedule import Staggered
+from thinwire.simulate.pipeline import pipeline_seconds
 
 
 def test_what_is_not_overlapped_is_waited_for() -> None:
@@ -74,7 +75,7 @@ def test_tensor_parallelism_over_a_long_link_is_refused_with_its_number() -> Non
 )
 def test_one_forward_one_backward(p: int, n: int, c: float, seconds: float) -> None:
     """Pinned by a discrete-event run (forward 1, backward 2)."""
-    assert placement.pipeline_seconds(p, n, 3.0, c) == pytest.approx(seconds)
+    assert pipeline_seconds(p, n, 3.0, c) == pytest.approx(seconds)
 
 
 def wan(count: int, seed: int) -> Links:

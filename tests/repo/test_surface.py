@@ -37,6 +37,9 @@ OPTIONS = {
     "simulate utilization": "parameters layers step_seconds method every delay fragment_layers bits_per_parameter grid plot json",
     "simulate run": "run_settings step_seconds slower step_variation links link_variation sharing loss jitter stragglers outages failures "
     "encode_seconds decode_seconds out run json",
+    "simulate pipeline": "stages micro_batches forward_seconds backward_seconds hop_seconds links activation slower plot json",
+    "simulate fabric": "leaves spines hosts flows nbytes rate failed pattern policy draws seed plot json",
+    "simulate overlap": "ranks produce_seconds send_seconds nbytes link contention plot json",
     "lighthouse": "host port heartbeat_timeout json",
     "doctor": "run link step_seconds master_addr master_port runs json",
 }

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import tyro
 from rich.console import Console
+from rich.table import Table
 
 from thinwire.errors import ConfigurationError
 from thinwire.lm.run import Run
@@ -50,3 +51,10 @@ def console(json: bool) -> Console:
     """Where people read: stdout, or stderr where stdout is for a machine. A file has no width: tables get room there."""
     stream = sys.stderr if json else sys.stdout
     return Console(file=stream, width=None if stream.isatty() else 120)
+
+
+def table(title: str) -> Table:
+    """Without lines, its title and caption on the left."""
+    return Table(
+        title=title, box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0), title_justify="left", caption_justify="left"
+    )  # fmt: skip

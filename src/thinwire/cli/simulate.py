@@ -10,6 +10,9 @@ from thinwire.errors import ConfigurationError
 STUDIES = {
     "utilization": "the rate that a link needs for a given compute utilisation, layer by layer (the paper's table)",
     "run": "a run file, or any strategy: replicas, links, stragglers and failures, step by step",
+    "pipeline": "stages joined by slow hops: one step of 1F1B, and what closed forms make of it",
+    "fabric": "flows through leaves and spines: chance (ECMP), splitting, spraying, spines that fail",
+    "overlap": "a reduce-scatter that begins while what it reduces is still computed (T3)",
 }
 
 _USAGE = "\n".join(

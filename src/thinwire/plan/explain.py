@@ -9,6 +9,7 @@ from thinwire.plan import cost, placement
 from thinwire.plan.compute import shape_of
 from thinwire.plan.search import Setting, Task
 from thinwire.plan.sharding import FP32, Shards, traffic
+from thinwire.simulate.pipeline import pipeline_seconds
 
 USELESS = 0.5  # utilisation below which something is refused outright
 
@@ -59,7 +60,7 @@ def refused(task: Task, best: Setting) -> list[cost.Refusal]:
     nbytes = 4 * run.batch * run.sequence * shape.width
     order, chain = placement.best_chain(links, nbytes)
     stages, micros = len(order), max(len(order), run.accumulate)
-    step = placement.pipeline_seconds(stages, micros, micro / stages, chain / 2 / max(1, stages - 1))
+    step = pipeline_seconds(stages, micros, micro / stages, chain / 2 / max(1, stages - 1))
     share = micros * micro / stages / step
     path = " → ".join(links.names[place] for place in order)
     found.append(

@@ -1,7 +1,7 @@
 """Who stands where: the order of a ring, and which site takes which stage of a pipeline, by measured links. *Predicted*.
 
 Pipette (arXiv 2405.18093) for pipelines: in asynchronous 1F1B only p micro-batches are in flight, so every p of them the
-chain of hops is paid again. *Differs*: the last term, which the paper leaves out, makes it exact for equal hops.
+chain of hops is paid again. What a step takes then is `simulate.pipeline.pipeline_seconds`.
 Exact search up to 9 places, simulated annealing with restarts above.
 """
 
@@ -18,25 +18,6 @@ from thinwire.seeds import derive
 Order = tuple[int, ...]
 EXACT = 9  # places: 8! orders
 _MOVES, _RESTARTS = 4000, 8
-
-
-def pipeline_seconds(stages: int, micro_batches: int, compute_seconds: float, hop_seconds: float) -> float:
-    """One step of 1F1B: T = (n/p)·(p·C + 2(p−1)·c) + (p−1)·C + 2(p−2)·c for p | n, with C forward and backward of a stage.
-
-    `hop_seconds` is c: one activation, one way. Where p does not divide n, the last round counts as a whole one.
-
-    >>> pipeline_seconds(stages=8, micro_batches=32, compute_seconds=3.0, hop_seconds=1.0)
-    185.0
-    """
-    p, rounds = stages, -(-micro_batches // stages)
-    if p == 1:
-        return micro_batches * compute_seconds
-    return (
-        rounds * 2 * (p - 1) * hop_seconds
-        + micro_batches * compute_seconds
-        + (p - 1) * compute_seconds
-        + 2 * (p - 2) * hop_seconds
-    )
 
 
 def chain_seconds(links: Links, order: Sequence[int], nbytes: float) -> float:

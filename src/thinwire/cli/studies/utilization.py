@@ -5,17 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.table import Table
 
-from thinwire.cli import options
-from thinwire.errors import ConfigurationError
-from thinwire.observe.charts import Chart
-from thinwire.observe.page import chart_place, page, word
-from thinwire.observe.svg import drawing
+from thinwire.cli import figures, options
 from thinwire.observe.units import text_of_count, text_of_seconds
 from thinwire.simulate.figure import utilization_chart
 from thinwire.simulate.layers import Stack
@@ -47,7 +42,7 @@ class Options:
     grid: Literal["fine", "paper"] = "fine"
     """fine: the true thresholds, in the long run. paper: the first of 50 rates between 0.1 and 1000 Gbit/s, in some 300 steps."""
     plot: Path | None = None
-    """Draw utilisation against rate: FILE.svg, FILE.html, or FILE.png (which needs kaleido)."""
+    """Draw utilisation against rate: FILE.svg, FILE.html, or FILE.png (which needs thinwire[png])."""
     json: bool = False
     """The table goes to stderr; stdout ends with one JSON object."""
 
@@ -58,41 +53,18 @@ def main(arguments: Sequence[str]) -> int:
     stack = Stack(asked.parameters, asked.layers, asked.step_seconds)
     study = Study(stack, asked.every, asked.delay, asked.fragment_layers, asked.bits_per_parameter)
     methods = METHODS if asked.method is None else (asked.method,)
-    if asked.plot is not None and asked.plot.suffix not in (".svg", ".html", ".png"):
-        raise ConfigurationError(f"plot={asked.plot}: a name that ends with .svg, .html or .png is needed.")
+    figures.check(asked.plot)
     rows = [_row(study, method, asked.grid) for method in methods]
     console = options.console(asked.json)
     console.print(_table(study, rows, asked.grid))
     if asked.plot is not None:
-        draw(utilization_chart(study, methods), _title(study), asked.plot)
+        figures.draw(utilization_chart(study, methods), _title(study), asked.plot, "simulated")
         console.print(f"figure: {asked.plot}", soft_wrap=True, highlight=False)
     if asked.json:
         setting = {name: getattr(asked, name) for name in ("parameters", "layers", "step_seconds", "grid")}
         told = {"study": "utilization", "provenance": "simulated", **setting, "volume": study.convention()}
         print(json.dumps(told | {"targets": TARGETS} | (rows[0] if asked.method else {"methods": rows})))
     return 0
-
-
-def draw(chart: Chart, title: str, path: Path) -> None:
-    """Write the chart's first view in the form that the file's name asks for. Raises `ConfigurationError`."""
-    view = chart.views[0]
-    match path.suffix:
-        case ".svg":
-            path.write_text(drawing(view, title, " ".join(chart.remarks)))
-        case ".html":
-            body = f"<h1>{escape(title)} {word('simulated')}</h1><section>{chart_place('figure', chart)}</section>"
-            path.write_text(page(title, body, {"figure": chart}))
-        case ".png":
-            try:
-                import plotly.graph_objects as figures
-
-                layout = view.layout | {"title": {"text": title}, "template": "plotly_white"}
-                path.write_bytes(figures.Figure(view.data, layout).to_image("png", width=1100, height=640, scale=2))
-            except (ImportError, ValueError, RuntimeError) as error:
-                raise ConfigurationError(
-                    f"plot={path}: a PNG is drawn by kaleido in a Chrome, and that failed ({_first_line(error)}). "
-                    f"pip install kaleido, then plotly_get_chrome; or write {path.with_suffix('.svg')}, which needs neither."
-                ) from None
 
 
 def _row(study: Study, method: str, grid: str) -> dict[str, Any]:
@@ -120,10 +92,7 @@ def _title(study: Study) -> str:
 
 def _table(study: Study, rows: Sequence[dict[str, Any]], grid: str) -> Table:
     means = "first rate of the paper's grid" if grid == "paper" else "least rate"
-    table = Table(
-        box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0), title_justify="left", caption_justify="left"
-    )
-    table.title = f"{_title(study)}\nGbit/s for a compute utilisation of … (simulated; {means})"
+    table = options.table(f"{_title(study)}\nGbit/s for a compute utilisation of … (simulated; {means})")
     table.caption = study.convention() + "\nfloor: below it no schedule computes all the time (predicted)"
     table.add_column("method", no_wrap=True)
     for head in (*(f"{target:.0%}" for target in TARGETS), "floor", "bits", "period", "delay", "fragments"):
@@ -133,7 +102,3 @@ def _table(study: Study, rows: Sequence[dict[str, Any]], grid: str) -> Table:
         setting = [f"{row['bits_per_parameter']:g}", str(row["every"]), str(row["delay"]), str(row["fragments"])]
         table.add_row(row["method"], *shown, f"{row['floor_gbit_per_second']:.3g}", *setting)
     return table
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

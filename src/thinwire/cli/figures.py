@@ -1,0 +1,50 @@
+"""Pictures that verbs write on request: FILE.svg, FILE.png or FILE.html, by the name's end."""
+
+from __future__ import annotations
+
+from html import escape
+from pathlib import Path
+
+from thinwire.errors import ConfigurationError
+from thinwire.observe.charts import Chart
+from thinwire.observe.page import chart_place, page, word
+from thinwire.observe.svg import drawing
+
+ENDINGS = (".svg", ".png", ".html")
+SCALE = 2  # pixels of a PNG for one of the SVG's
+
+
+def check(path: Path | None) -> None:
+    """Before any work: a name that cannot be drawn raises `ConfigurationError`."""
+    if path is None:
+        return
+    if path.suffix not in ENDINGS:
+        raise ConfigurationError(f"plot={path}: a name that ends with .svg, .html or .png is needed.")
+    if path.suffix == ".png":
+        _converter(path)
+
+
+def draw(chart: Chart, title: str, path: Path, provenance: str) -> None:
+    """Write the chart's first view as a picture, or all of it as a page. The PNG is the SVG, in pixels, on a light ground."""
+    view = chart.views[0]
+    if path.suffix == ".html":
+        body = f"<h1>{escape(title)} {word(provenance)}</h1><section>{chart_place('figure', chart)}</section>"
+        path.write_text(page(title, body, {"figure": chart}))
+        return
+    picture = drawing(view, title, " ".join(chart.remarks))
+    if path.suffix == ".svg":
+        path.write_text(picture)
+    else:
+        path.write_bytes(_converter(path).svg2png(picture.encode(), scale=SCALE))
+
+
+def _converter(path: Path):  # type: ignore[no-untyped-def]  # a module without types
+    try:
+        import cairosvg
+    except (ImportError, OSError) as error:  # OSError: the package is there, the cairo library is not
+        cause = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ConfigurationError(
+            f"plot={path}: a PNG is drawn by CairoSVG, and that failed ({cause}). pip install 'thinwire[png]', and libcairo2 where "
+            f"the system lacks it; or write {path.with_suffix('.svg')}, which needs neither."
+        ) from None
+    return cairosvg

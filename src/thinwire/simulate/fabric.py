@@ -1,0 +1,250 @@
+"""Flows through a leaf-spine fabric: how their paths are chosen, what every link then carries, and when all are done.
+
+Leaves (racks, sites) are joined by spines; a flow from leaf i to leaf j takes one of them, up and down again. All links
+have one rate; hosts' own links are no limit, and flows inside a leaf stay there. All flows begin together and are
+equal, as in one step of a collective. Shares of a flow are fractions, so that loads are compared exactly.
+
+* `ecmp`: each flow on a spine by chance, as a hash of its header does.
+* `round-robin`: each (host, leaf)'s flows on one spine after the other, from one that is drawn; no flow is cut.
+* `split` (arXiv 2407.00550, Ethereal): of n flows on s spines the first n − r go whole, round robin, r = n mod s; each of the last r
+  is cut into s / gcd(r, s) equal parts, which go round robin too. Every spine gets n / s flows, exactly.
+* `wrap` (ours, after McNaughton's rule): flows end to end, cut wherever a spine has its n / s: at most s − 1 cuts.
+* `spray`: every flow on all spines evenly, packet by packet: the best that is possible, if packets may arrive out of order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from math import gcd, isfinite
+from random import Random
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+
+from thinwire.errors import ConfigurationError
+from thinwire.simulate.layers import Floats
+from thinwire.simulate.uplinks import Integers
+
+Policy = Literal["ecmp", "round-robin", "split", "wrap", "spray"]
+POLICIES: tuple[Policy, ...] = get_args(Policy)
+Pattern = Literal["all-to-all", "ring"]
+BY_CHANCE: tuple[Policy, ...] = ("ecmp", "round-robin")  # whose loads depend on the draw
+PARTS = 30_000  # of flows, that are followed one by one
+_WHOLE = Fraction(1)
+_SAME = 1e-9  # of a flow: what is left of it when it is done
+
+Placement = list[tuple[int, Fraction]]  # (spine, share of one flow)
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """`leaves` with `hosts` each, `spines` of which `failed` are down, and known to be; the rate of every link between."""
+
+    leaves: int
+    spines: int
+    hosts: int = 1
+    failed: int = 0
+    bits_per_second: float = 100e9
+
+    def __post_init__(self) -> None:
+        for name, least in (("leaves", 2), ("spines", 1), ("hosts", 1), ("failed", 0)):
+            if not least <= getattr(self, name) <= 4096:
+                raise ConfigurationError(f"{name}={getattr(self, name)}: between {least} and 4096 is needed.")
+        if self.failed >= self.spines:
+            raise ConfigurationError(
+                f"failed={self.failed} of {self.spines} spines: one that works is needed, so at most {self.spines - 1}."
+            )
+        if not (isfinite(self.bits_per_second) and self.bits_per_second > 0):
+            raise ConfigurationError(f"bits_per_second={self.bits_per_second}: a positive rate is needed.")
+
+    @property
+    def usable(self) -> int:
+        """Spines that work."""
+        return self.spines - self.failed
+
+
+class Part(NamedTuple):
+    """`share` of one flow, on its way from leaf `source` over `spine` to leaf `sink`."""
+
+    source: int
+    sink: int
+    spine: int
+    share: Fraction
+
+
+def place(policy: Policy, flows: int, spines: int, random: Random) -> Placement:
+    """The parts of `flows` equal flows of one host to one leaf.
+
+    >>> [str(share) for _, share in place("split", 3, 2, Random(0))]
+    ['1', '1', '1/2', '1/2']
+    """
+    return _PLACE[policy](flows, spines, random)
+
+
+def _ecmp(flows: int, spines: int, random: Random) -> Placement:
+    return [(random.randrange(spines), _WHOLE) for _ in range(flows)]
+
+
+def _round_robin(flows: int, spines: int, random: Random) -> Placement:
+    first = random.randrange(spines)
+    return [((first + flow) % spines, _WHOLE) for flow in range(flows)]
+
+
+def _split(flows: int, spines: int, random: Random) -> Placement:
+    first, rest = random.randrange(spines), flows % spines
+    pieces = spines // gcd(rest, spines)
+    shares = [_WHOLE] * (flows - rest) + [Fraction(1, pieces)] * (rest * pieces)
+    return [((first + part) % spines, share) for part, share in enumerate(shares)]
+
+
+def _wrap(flows: int, spines: int, random: Random) -> Placement:
+    edges = sorted({*map(Fraction, range(flows + 1)), *(Fraction(flows * spine, spines) for spine in range(spines))})
+    return [(int(begin * spines / flows), end - begin) for begin, end in pairwise(edges)]
+
+
+def _spray(flows: int, spines: int, random: Random) -> Placement:
+    return [(spine, Fraction(flows, spines)) for spine in range(spines)]
+
+
+_PLACE: dict[Policy, Callable[[int, int, Random], Placement]] = {
+    "ecmp": _ecmp,
+    "round-robin": _round_robin,
+    "split": _split,
+    "wrap": _wrap,
+    "spray": _spray,
+}
+
+
+def route(fabric: Fabric, policy: Policy, pattern: Pattern, flows: int, seed: int = 0) -> list[Part]:
+    """What travels when every host sends `flows` equal flows to each other leaf (all-to-all), or to the next one (ring)."""
+    if flows < 1:
+        raise ConfigurationError(f"flows={flows}: at least 1 from a host to a leaf is needed.")
+    pairs = flow_count(fabric, pattern, 1)
+    if pairs * max(flows, fabric.usable) > PARTS:
+        raise ConfigurationError(
+            f"{pairs:,} pairs of host and leaf with {flows} flows on {fabric.usable} spines: at most {PARTS:,} parts of flows are "
+            "followed; take fewer leaves, hosts or flows, or the pattern `ring`."
+        )
+    random = Random(seed)
+    return [
+        Part(source, sink, spine, share)
+        for source, sink in _pairs(fabric, pattern)
+        for spine, share in place(policy, flows, fabric.usable, random)
+    ]
+
+
+def sinks(fabric: Fabric, pattern: Pattern) -> int:
+    """Leaves that one host sends to."""
+    return fabric.leaves - 1 if pattern == "all-to-all" else 1
+
+
+def flow_count(fabric: Fabric, pattern: Pattern, flows: int) -> int:
+    """Of all hosts together."""
+    return fabric.leaves * fabric.hosts * sinks(fabric, pattern) * flows
+
+
+def even_load(fabric: Fabric, pattern: Pattern, flows: int) -> Fraction:
+    """What each link carries at best, in flows: those of a leaf, over the spines that work."""
+    return Fraction(fabric.hosts * sinks(fabric, pattern) * flows, fabric.usable)
+
+
+def _pairs(fabric: Fabric, pattern: Pattern) -> Iterator[tuple[int, int]]:
+    """(leaf of a host, leaf that it sends to)."""
+    for source in range(fabric.leaves):
+        ahead = range(1, 1 + sinks(fabric, pattern))
+        for _ in range(fabric.hosts):
+            yield from ((source, (source + away) % fabric.leaves) for away in ahead)
+
+
+def loads(fabric: Fabric, parts: Sequence[Part]) -> tuple[dict[tuple[int, int], Fraction], ...]:
+    """What every uplink and every downlink carries, in flows, exactly: by (leaf, spine)."""
+    links = [(leaf, spine) for leaf in range(fabric.leaves) for spine in range(fabric.usable)]
+    up, down = dict.fromkeys(links, Fraction(0)), dict.fromkeys(links, Fraction(0))
+    for (source, sink, spine, share), count in Counter(parts).items():
+        up[source, spine] += share * count
+        down[sink, spine] += share * count
+    return up, down
+
+
+def most_loaded(fabric: Fabric, parts: Sequence[Part]) -> Fraction:
+    """The busiest link's load, in flows."""
+    return max(max(side.values()) for side in loads(fabric, parts))
+
+
+def seconds(fabric: Fabric, parts: Sequence[Part], flow_nbytes: float) -> float:
+    """When the last part is there, if all share links fairly at any time (max-min), without packets and queues.
+
+    Cost: for every end of a part the rates of all others anew.
+    """
+    if not (isfinite(flow_nbytes) and 0 < flow_nbytes <= 1e18):
+        raise ConfigurationError(f"flow_nbytes={flow_nbytes}: a positive size, at most 1e18 bytes, is needed.")
+    spines = fabric.usable
+    up = np.array([part.source * spines + part.spine for part in parts])
+    down = np.array([part.sink * spines + part.spine for part in parts]) + fabric.leaves * spines
+    left = np.array([float(part.share) for part in parts])
+    now = 0.0
+    while len(left):
+        rates = _fair(up, down, 2 * fabric.leaves * spines)
+        step = float((left / rates).min())
+        now += step
+        left = left - step * rates
+        going = left > _SAME
+        up, down, left = up[going], down[going], left[going]
+    return now * 8 * flow_nbytes / fabric.bits_per_second
+
+
+def _fair(up: Integers, down: Integers, links: int) -> Floats:
+    """Max-min rates of flows over two links each, all links of rate 1: the tightest link's flows first, then the rest."""
+    rates = np.zeros(len(up))
+    capacity = np.ones(links)
+    open_ = np.arange(len(up))
+    while len(open_):
+        count = np.bincount(up[open_], minlength=links) + np.bincount(down[open_], minlength=links)
+        share = np.where(count > 0, capacity / np.maximum(count, 1), np.inf)
+        least = share.min()
+        tight = share <= least * (1 + 1e-12)
+        now = tight[up[open_]] | tight[down[open_]]
+        fixed = open_[now]
+        rates[fixed] = least
+        for side in (up, down):
+            capacity -= least * np.bincount(side[fixed], minlength=links)
+        capacity = np.maximum(capacity, 0.0)
+        open_ = open_[~now]
+    return rates
+
+
+def expected_most(flows: int, spines: int) -> float:
+    """Predicted: the busiest of `spines` links when `flows` flows choose by chance, over an even share. Exact.
+
+    E[max] = Σ_m P(max > m), and P(max ≤ m) is the coefficient of x^n in (Σ_{k≤m} x^k/k!)^s, times n!/s^n; here of
+    Poisson weights, by a Fourier transform.
+
+    >>> [round(expected_most(n, s), 2) for n, s in ((8, 8), (32, 8), (64, 16))]
+    [2.6, 1.76, 1.97]
+    """
+    if not (1 <= flows <= 10**5 and 1 <= spines <= 4096):
+        raise ConfigurationError(
+            f"{flows} flows on {spines} spines: at least 1 of each, and at most 1e5 on 4096, are needed."
+        )
+    mean = flows / spines
+    least = -(-flows // spines)  # max cannot be less
+    most = float(least)
+    weights, whole = _poisson(mean, flows), _poisson(float(flows), flows)[flows]
+    for top in range(least, flows):
+        size = 1 << (spines * top).bit_length()  # above the power's degree
+        below = np.fft.irfft(np.fft.rfft(weights[: top + 1], size) ** spines, size)[flows] / whole
+        most += 1 - min(1.0, float(below))
+        if below > 1 - 1e-9:
+            break
+    return most / mean
+
+
+def _poisson(mean: float, most: int) -> Floats:
+    """P(0), …, P(most)."""
+    numbers = np.arange(1, most + 1)
+    logs = np.concatenate([[0.0], np.cumsum(np.log(mean) - np.log(numbers))]) - mean
+    return np.exp(logs)

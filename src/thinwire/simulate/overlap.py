@@ -1,0 +1,145 @@
+"""A ring reduce-scatter that begins while what it reduces is still computed: the schedule of T3 (arXiv 2401.16677).
+
+N ranks compute N chunks each, of a matrix product say, and the sum of every chunk over the ranks is wanted on one of
+them. In ring step k rank r sends chunk r − k to rank r + 1, as soon as it has made that chunk itself, has what came
+from rank r − 1, and its link is free. T3 makes rank r begin with chunk r (`staggered`), so that the first one can leave
+at once. What T3 adds in hardware, tracking of stores and adding in memory, is not here: this is its schedule alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+from typing import Literal, get_args
+
+import numpy as np
+
+from thinwire.errors import ConfigurationError
+from thinwire.simulate.layers import Floats
+
+Order = Literal["serial", "same", "staggered"]
+ORDERS: tuple[Order, ...] = get_args(Order)
+MOST = 256  # ranks
+_SAME = 1e-12  # of all the time: two events at once
+
+
+@dataclass(frozen=True)
+class Ring:
+    """N ranks that need `produce_seconds` g for a chunk each, and `send_seconds` c for a ring step.
+
+    `contention` k: while a rank sends, computing takes 1 + k times as long, since both need the same memory and cores.
+    """
+
+    ranks: int
+    produce_seconds: float
+    send_seconds: float
+    contention: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.ranks <= MOST:
+            raise ConfigurationError(f"ranks={self.ranks}: between 2 and {MOST} ranks make a ring here.")
+        for name in ("produce_seconds", "send_seconds"):
+            seconds = getattr(self, name)
+            if not (isfinite(seconds) and 0 < seconds <= 1e9):
+                raise ConfigurationError(f"{name}={seconds}: a positive time, at most 1e9 s, is needed.")
+        if not 0 <= self.contention <= 100:
+            raise ConfigurationError(f"contention={self.contention}: between 0 and 100 is needed; 0.5 is a lot.")
+
+    @property
+    def work_seconds(self) -> float:
+        """All chunks, with nothing beside."""
+        return self.ranks * self.produce_seconds
+
+    @property
+    def traffic_seconds(self) -> float:
+        """All ring steps, with nothing beside."""
+        return (self.ranks - 1) * self.send_seconds
+
+
+def reduce_scatter(ring: Ring, order: Order) -> float:
+    """Seconds until every rank has computed all chunks and holds its own sum, simulated.
+
+    `serial`: nothing is sent before all is computed. `same`: all ranks compute chunks 0, 1, …, so that most wait for
+    the first one they may send. `staggered`: rank r computes r, r − 1, …, which is the order in which it sends.
+    """
+    return _Ranks(ring, order).run()
+
+
+class _Ranks:
+    """Arrays [N]: how many chunks each has made, what is left of the next, sends begun and ended, what it received."""
+
+    def __init__(self, ring: Ring, order: Order) -> None:
+        if order not in ORDERS:
+            raise ConfigurationError(f"order={order!r} is not known; choose from {', '.join(ORDERS)}.")
+        count = ring.ranks
+        self.ring, self.now = ring, 0.0
+        self.made, self.left = np.zeros(count, dtype=np.int64), np.full(count, ring.produce_seconds)
+        self.sent, self.received = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+        self.until: Floats = np.full(count, np.inf)  # when the message on its link is over
+        rank, step = np.arange(count)[:, None], np.arange(count)[None, :]
+        chunk = (rank - step) % count  # [N, k]: what rank r sends in step k; in step N − 1 it keeps it
+        needed = {"serial": np.full_like(chunk, count), "same": chunk + 1, "staggered": step + 1 + 0 * rank}[order]
+        self.needed = needed  # [N, k]: chunks made when it may go
+
+    def run(self) -> float:
+        count, ranks = self.ring.ranks, np.arange(self.ring.ranks)
+        while (self.made < count).any() or (self.sent < count - 1).any():
+            idle = np.isinf(self.until) & (self.sent < count - 1)
+            step = np.minimum(self.sent, count - 1)
+            ready = idle & (self.made >= self.needed[ranks, step]) & (self.received >= self.sent)
+            self.until[ready] = self.now + self.ring.send_seconds
+            self._advance()
+        return self.now
+
+    def _advance(self) -> None:
+        """To the next end of a chunk or of a message."""
+        slow = np.where(np.isinf(self.until), 1.0, 1.0 + self.ring.contention)
+        working = self.made < self.ring.ranks
+        chunk_ends = np.where(working, self.now + self.left * slow, np.inf)
+        now = min(chunk_ends.min(), self.until.min())
+        soon = now * (1 + _SAME)
+        self.left = np.where(working, self.left - (now - self.now) / slow, self.left)
+        over = self.until <= soon
+        self.sent += over
+        self.received += np.roll(over, 1)
+        self.until[over] = np.inf
+        done = chunk_ends <= soon
+        self.made += done
+        self.left[done] = self.ring.produce_seconds
+        self.now = float(now)
+
+
+def serial_seconds(ring: Ring) -> float:
+    """T = N·g + (N−1)·c, predicted and exact."""
+    return ring.work_seconds + ring.traffic_seconds
+
+
+def overlapped_seconds(ring: Ring) -> float:
+    """T = g + (N−1)·max(c, g + c·k/(1+k)), predicted; exact for `staggered`.
+
+    Either the link is busy from the first chunk on, or the ranks compute all the time, and lose c·k/(1+k) for every
+    message beside it. With k = 0 these are g + (N−1)·c and N·g.
+
+    >>> [overlapped_seconds(Ring(8, 1.0, c)) for c in (0.5, 1.0, 2.0)]
+    [8.0, 8.0, 15.0]
+    """
+    g, c, k = ring.produce_seconds, ring.send_seconds, ring.contention
+    return g + (ring.ranks - 1) * max(c, g + c * k / (1 + k))
+
+
+def hidden_share(ring: Ring, seconds: float) -> float:
+    """The overlap's efficiency: how much of the traffic's time hides behind the work. 0 for `serial`."""
+    return round(1 - (seconds - ring.work_seconds) / ring.traffic_seconds, 12) + 0.0  # no −0
+
+
+def memory_traffic(ranks: int) -> tuple[float, float]:
+    """Bytes that one rank's memory moves for a byte of the product, as (plain, with adding in memory).
+
+    Written once by the product. Then, for each of the N−1 chunks that arrive: read what is there, read what arrived,
+    write the sum; against one write that adds, and one read to send on. An accounting of our own, for ratios.
+
+    >>> memory_traffic(8)
+    (3.625, 2.75)
+    """
+    share = (ranks - 1) / ranks
+    return 1 + 3 * share, 1 + 2 * share
