@@ -31,7 +31,7 @@ OPTIONS = {
     "report": "runs out tensorboard json",
     "probe": "run what out model sequence link replicas seconds trips name timeout json",
     "plan": "links machines replicas run model sequence text tokenizer tokens batch_tokens memory utilization deadline loss methods ranks "
-    "degrees levels top out json",
+    "degrees levels top out frontier rates json",
     "plan fit": "file variables reference draws level json",
     "plan pack": "file ranks capacity model out json",
     "simulate utilization": "parameters layers step_seconds method every delay fragment_layers bits_per_parameter grid plot json",

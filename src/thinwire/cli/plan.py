@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.cli import options
+from thinwire.cli import figures, options
 from thinwire.errors import ConfigurationError
 from thinwire.group import Link
 from thinwire.lm.run import Run
+from thinwire.observe.charts import Chart
 from thinwire.observe.units import (
     text_of_count,
     text_of_nbytes,
@@ -28,6 +29,7 @@ from thinwire.observe.units import (
 )
 from thinwire.plan import explain, quantities
 from thinwire.plan.compute import shape_of
+from thinwire.plan.figure import frontier_chart, rates_chart
 from thinwire.plan.links import Links, replace
 from thinwire.plan.machine import Machine
 from thinwire.plan.scaling import TOKENS_PER_PARAMETER
@@ -85,6 +87,10 @@ class Options:
     """Rows in the table: the best of each method, then the best for each method, number of replicas and H."""
     out: Path = Path("plan.toml")
     """The run file of the best setting."""
+    frontier: Path | None = None
+    """Draw expected loss against bytes for all settings: FILE.svg, FILE.html, or FILE.png (which needs thinwire[png])."""
+    rates: Path | None = None
+    """Draw training's share of the time against the rate of the links, a curve for each row: FILE.svg, .html or .png."""
     json: bool = False
     """Tables go to stderr; stdout ends with one JSON object."""
 
@@ -99,6 +105,8 @@ def main(arguments: Sequence[str]) -> int:
     asked = options.read(Options, "plan", arguments, about)
     if asked.top < 1:
         raise ConfigurationError(f"top={asked.top}: at least 1 row is needed.")
+    for figure in (asked.frontier, asked.rates):
+        figures.check(figure)
     console, task = options.console(asked.json), _task(asked)
     deadline = quantities.seconds(asked.deadline) if asked.deadline else None
     targets = Targets(asked.utilization, deadline, asked.loss)
@@ -113,6 +121,14 @@ def main(arguments: Sequence[str]) -> int:
     if task.ranks > 1:
         console.print(_sharding(asked, task, best))
     _aside(console, task, best)
+    drawn: list[tuple[Path | None, Callable[[], Chart]]] = [
+        (asked.frontier, lambda: frontier_chart(met, best)),
+        (asked.rates, lambda: rates_chart(rows, task)),
+    ]
+    for path, chart in drawn:
+        if path:
+            figures.draw(chart(), f"{task.base.model}, up to {len(task.links)} replicas", path, "predicted")
+            console.print(f"figure: {path}", soft_wrap=True, highlight=False)
     _write(asked.out, best, task)
     console.print(f"written: {asked.out}\nto train: {_command(asked.out, best, task)}", soft_wrap=True, highlight=False)
     if asked.json:

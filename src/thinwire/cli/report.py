@@ -10,10 +10,10 @@ from pathlib import Path
 import tyro
 
 from thinwire.cli import options
+from thinwire.cli.pages import write_report
 from thinwire.cli.train import summary_of
 from thinwire.errors import ConfigurationError
 from thinwire.observe.progress import compare_table
-from thinwire.observe.report import write_report
 from thinwire.observe.runs import RunRecord
 from thinwire.observe.tensorboard import export_tensorboard
 

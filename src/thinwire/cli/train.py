@@ -17,12 +17,12 @@ import tyro
 from rich.console import Console
 
 from thinwire.cli import options
+from thinwire.cli.pages import write_report
 from thinwire.errors import ConfigurationError, DataError
 from thinwire.lm import launch
 from thinwire.lm.run import Run
 from thinwire.lm.trainer import check
 from thinwire.observe.progress import Progress, final_table
-from thinwire.observe.report import write_report
 from thinwire.observe.runs import RunRecord
 
 DEMO = Run(link="5mbit,30ms")

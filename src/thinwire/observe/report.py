@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,30 @@ MEANINGS = {
 }
 
 
-def write_report(folders: Sequence[str | Path], out: str | Path) -> Path:
-    """Write a self-contained HTML page on the runs in `folders` to `out`, and return `out`.
+@dataclass(frozen=True)
+class Section:
+    """A chart that whoever writes a report adds to it, with the word for where its figures are from."""
+
+    name: str
+    title: str
+    text: str
+    word: str
+    chart: Chart
+
+    def html(self) -> str:
+        body = chart_place(self.name, self.chart)
+        soft = f'<p class="soft">{escape(self.text)}</p>'
+        return (
+            f'<section id="section-{self.name}"><h2>{escape(self.title)} {word(self.word)}</h2>{soft}{body}</section>'
+        )
+
+
+def write_report(
+    folders: Sequence[str | Path],
+    out: str | Path,
+    beside: Callable[[Sequence[RunRecord]], Sequence[Section]] = lambda records: (),
+) -> Path:
+    """Write a self-contained HTML page on the runs in `folders` to `out`, and return `out`. `beside` makes further sections.
 
     Runs that are still going are shown as far as they are. The page is about 5 MB, most of it Plotly; the number of
     bars and points is bounded. Raises `DataError` for a folder that holds no run.
@@ -40,6 +63,8 @@ def write_report(folders: Sequence[str | Path], out: str | Path) -> Path:
     records = [RunRecord.load(folder) for folder in folders]
     trained = any(record.summary.provenance != "simulated" for record in records)  # else there is no loss
     charts: dict[str, Chart] = {"loss": loss_chart(records)} if trained else {}
+    sections = beside(records)
+    charts |= {section.name: section.chart for section in sections}
     for index, record in enumerate(records):
         charts[f"timeline-{index}"] = timeline_chart(record)
         charts[f"link-{index}"] = link_chart(record, typical_window(record))
@@ -51,6 +76,7 @@ def write_report(folders: Sequence[str | Path], out: str | Path) -> Path:
             else "",
             _section("timeline", "Who computes, who waits", _TIMELINE, records, _per_run(records, charts, "timeline")),
             _section("link", "Use of the link", _LINK, records, _per_run(records, charts, "link")),
+            *(section.html() for section in sections),
             _section(
                 "wire", "Who sent what to whom", _WIRE, records, "".join(_wire(r, len(records) > 1) for r in records)
             ),

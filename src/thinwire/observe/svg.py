@@ -131,7 +131,7 @@ def _trace(trace: dict[str, Any], x: Scale, y: Scale) -> Iterator[str]:
         texts = trace.get("text") or [""] * len(points)
         for point, text in zip(points, texts, strict=True):
             if point is not None:
-                yield _dot(*point, paint, size, text)
+                yield _dot(*point, paint, size, text, _open(trace))
 
 
 def _curve(points: Sequence[tuple[float, float]], line: dict[str, Any]) -> str:
@@ -151,9 +151,16 @@ def _stroke(line: dict[str, Any]) -> str:
     return f'stroke="{line["color"]}" stroke-width="{line.get("width", 2)}"{dash}'
 
 
-def _dot(x: float, y: float, paint: str, size: float, text: str = "") -> str:
+def _dot(x: float, y: float, paint: str, size: float, text: str = "", ring: str = "") -> str:
     title = f"<title>{escape(text, quote=False)}</title>" if text else ""
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{size / 2:g}" fill="{paint}" class="dot" stroke-width="1">{title}</circle>'
+    how = ring or f'fill="{paint}" class="dot" stroke-width="1"'
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{size / 2:g}" {how}>{title}</circle>'
+
+
+def _open(trace: dict[str, Any]) -> str:
+    """How a marker is painted that is a ring; nothing for a dot."""
+    ring = trace.get("marker", {}).get("symbol") == "circle-open"
+    return f'fill="none" stroke="{_paint(trace)}" stroke-width="2"' if ring else ""
 
 
 def _paint(trace: dict[str, Any]) -> str:
@@ -180,7 +187,7 @@ def _legend_row(row: Sequence[tuple[float, dict[str, Any]]], y: float) -> list[s
         if "lines" in trace["mode"]:
             marks.append(_sample(at, y - 4, trace["line"]))
         if "markers" in trace["mode"]:
-            marks.append(_dot(at + 9, y - 4, _paint(trace), DOT))
+            marks.append(_dot(at + 9, y - 4, _paint(trace), DOT, ring=_open(trace)))
         marks.append(_text(at + 23, y, trace["name"]))
     return marks
 

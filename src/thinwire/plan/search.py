@@ -90,6 +90,7 @@ class Setting:
     loss: Prediction
     density: float
     tokens: float
+    numels: tuple[int, ...] = ()  # of the fragments
     on_gpu: bool = False
     warnings: tuple[Outside, ...] = ()
 
@@ -200,7 +201,7 @@ def _settled(
     machines = [task.machine(place) for place in places]
     step = max(m.inner_seconds(shape, run.sequence, micro, accumulate, task.ranks) for m in machines)
     links = task.links.among(places)
-    traffic = [_traffic(strategy, numel, links, machines) for numel in numels]
+    traffic = [traffic_of(strategy, numel, links, machines) for numel in numels]
     pace = cost.follow(strategy, step, traffic)
     tokens_per_step = run.replicas * micro * accumulate * run.sequence
     lr = _learning_rate(task, shape, run)
@@ -210,6 +211,7 @@ def _settled(
     own = {warning: None for m in machines for warning in m.warnings(shape, run.sequence)}
     yield Setting(
         run=run, places=places, step_seconds=step, pace=pace, memory=memory, memory_limit=limit, tokens=task.tokens,
+        numels=numels,
         flight_seconds=max(t.flight_seconds for t in traffic),
         period_nbytes=strategy.nbytes_per_period(list(numels), run.replicas),
         loss=expected.loss(method, parameters, run.replicas, schedule.every, schedule.delay, task.tokens),
@@ -284,7 +286,7 @@ def _on_gpu(task: Task, places: Sequence[int]) -> bool:
     return all(task.machine(place).device == "cuda" for place in places)
 
 
-def _traffic(strategy: Strategy, numel: int, links: Links, machines: Sequence[Machine]) -> cost.Traffic:
+def traffic_of(strategy: Strategy, numel: int, links: Links, machines: Sequence[Machine]) -> cost.Traffic:
     """One fragment: packets as the exchange counts them, codecs as they were measured."""
     size = len(links)
     if size < 2:

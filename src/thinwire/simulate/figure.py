@@ -135,6 +135,9 @@ def share_axis(title: str) -> Json:
 
 
 def chart(data: Sequence[Json], x: Json, y: Json, *remarks: str) -> Chart:
-    """One view, with a legend."""
+    """One view, with a legend; on a logarithmic axis Plotly names 1, 2 and 5, or where that is many the powers of ten."""
+    if x.get("type") == "log" and "tickvals" not in x:
+        values = [value for line in data for value in line["x"]]
+        x |= {"dtick": 1 if max(values) > 1e3 * min(values) else "D2"}
     layout = {"xaxis": x, "yaxis": y, "hovermode": "closest", "showlegend": True}
     return Chart([View("", list(data), layout)], 420, remarks)

@@ -18,11 +18,11 @@ from rich.table import Table
 from torch import nn
 
 from thinwire.cli import options
+from thinwire.cli.pages import write_report
 from thinwire.errors import ConfigurationError
 from thinwire.group import Link
 from thinwire.lm.run import Run
 from thinwire.lm.trainer import make_model, make_tokenizer
-from thinwire.observe.report import write_report
 from thinwire.observe.units import (
     seconds_of_text,
     text_of_bits,

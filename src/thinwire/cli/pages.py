@@ -1,0 +1,26 @@
+"""The report page, as verbs write it: with what only rooms above the report know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from thinwire.observe.report import Section
+from thinwire.observe.report import write_report as write
+from thinwire.observe.runs import RunRecord
+from thinwire.plan.figure import rates_of_runs
+
+_TEXT = (
+    "Time in inner steps against the rate of the uplink, from each run's strategy, fragments and median inner step: where a faster link "
+    "would help, and how slow it may become."
+)
+
+
+def write_report(folders: Sequence[str | Path], out: str | Path) -> Path:
+    """As `observe.report.write_report`, with the utilisation that other links would give."""
+    return write(folders, out, _rates)
+
+
+def _rates(records: Sequence[RunRecord]) -> Sequence[Section]:
+    chart = rates_of_runs(records)
+    return [] if chart is None else [Section("rates", "What another link would give", _TEXT, "predicted", chart)]

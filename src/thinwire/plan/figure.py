@@ -1,0 +1,178 @@
+"""Figures of a plan: expected loss against bytes, and training's share of the time against the rate of the links. *Predicted*.
+
+The second is also drawn of runs that are over (`rates_of_runs`): what another link would have given them, with a dot where they were.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from thinwire.errors import ThinwireError
+from thinwire.group import Link
+from thinwire.lm.run import Run
+from thinwire.observe.charts import Chart, Json, colour, rounded
+from thinwire.observe.runs import RunRecord
+from thinwire.observe.units import text_of_count, text_of_nbytes
+from thinwire.plan import cost
+from thinwire.plan.links import Links
+from thinwire.plan.search import METHODS, Setting, Task, traffic_of
+from thinwire.simulate.figure import chart, curve, share_axis
+from thinwire.strategy import Gradients
+
+POINTS = 60  # of a curve of rates
+DECADES = 2.0  # of rates, on both sides of what is there
+DRAWN = 10  # runs
+
+
+def frontier_chart(found: Sequence[Setting], best: Setting) -> Chart:
+    """A dot for every setting, by method; the dashed line joins those that nothing with fewer bytes comes up to."""
+    sending = [setting for setting in found if setting.bits_per_second > 0]
+    data = [
+        _dots([setting for setting in sending if setting.method == method], method, METHODS.index(method))
+        for method in METHODS
+        if any(setting.method == method for setting in sending)
+    ]
+    if best in sending:
+        ring = _dots([best], "the plan's best", 0)
+        data.append(ring | {"marker": {"color": "#d0564a", "size": 17, "symbol": "circle-open"}})
+    front: list[Setting] = []
+    for setting in sorted(sending, key=lambda s: (_sent(s), s.loss.value)):
+        if not front or setting.loss.value < front[-1].loss.value - 1e-9:
+            front.append(setting)
+    if front:
+        line = curve(
+            np.array([_sent(s) for s in front]), np.array([s.loss.value for s in front]), "frontier", 0, "%{y:.3f}"
+        )
+        data.insert(0, line | {"line": {"color": "#8a94a0", "width": 1.5, "dash": "dash"}})
+    alone = [setting for setting in found if setting.bits_per_second == 0]
+    remarks = [f"all settings that fit, {text_of_count(best.tokens)} tokens; losses are of C4, by the scaling laws"]
+    if alone:
+        loss = min(setting.loss.value for setting in alone)
+        remarks.append(f"one replica alone sends nothing and is not drawn: {loss:.3f}")
+    outside = dict.fromkeys(warning.name for setting in sending for warning in setting.loss.warnings)
+    if outside:
+        remarks.append(f"not all within what the laws were fitted to ({', '.join(outside)})")
+    x: Json = {"title": {"text": "sent by one replica in all"}, "type": "log", **_nbytes_ticks(sending)}
+    return chart(data, x, {"title": {"text": "expected loss, nats per token (predicted)"}}, "; ".join(remarks))
+
+
+def _dots(settings: Sequence[Setting], name: str, number: int) -> Json:
+    """DiLoCo's are rings: where streaming with the same H and codec costs and gives the same, both are seen."""
+    texts = [f"{s.run.label}, M = {s.run.replicas}: {s.loss.value:.3f}, {text_of_nbytes(_sent(s))}" for s in settings]
+    ring = {"symbol": "circle-open", "size": 13} if name == "diloco" else {"size": 8}
+    return {
+        "type": "scatter", "mode": "markers", "name": name, "text": texts, "hoverinfo": "text",
+        "x": rounded(np.array([_sent(s) for s in settings])), "y": rounded(np.array([s.loss.value for s in settings])),
+        "marker": {"color": colour(number)} | ring,
+    }  # fmt: skip
+
+
+def _sent(setting: Setting) -> float:
+    """Bytes of one replica over the whole training."""
+    return setting.bits_per_second / 8 * setting.seconds
+
+
+def _nbytes_ticks(settings: Sequence[Setting]) -> Json:
+    sent = [_sent(setting) for setting in settings] or [1.0]
+    powers = range(int(np.floor(np.log10(min(sent)))) - 1, int(np.ceil(np.log10(max(sent)))) + 2)
+    values = [10.0**power for power in powers]
+    texts = [text_of_nbytes(value).replace(".00", "").replace(".0", "") for value in values]
+    return {"tickvals": values, "ticktext": texts}
+
+
+def rates_chart(rows: Sequence[Setting], task: Task) -> Chart:
+    """A curve for each row of the table: all its links faster or slower by the same factor. The dots are the links as they are."""
+    data: list[Json] = []
+    factors = np.geomspace(10**-DECADES, 10**DECADES, POINTS)
+    for number, setting in enumerate([row for row in rows if len(row.places) > 1]):
+        links = task.links.among(setting.places)
+        slowest = min(link.bits_per_second for link in links.alone.values())
+        shares = np.array([_share(setting, task, _scaled(links, float(factor))) for factor in factors])
+        name = f"{setting.run.label}, M = {setting.run.replicas}"
+        line = curve(slowest * factors / 1e6, shares, name, number, _HOVER, dashed=number % 2 == 1)
+        data += _with_dot(line, slowest / 1e6, setting.pace.utilization)
+    x: Json = {"title": {"text": "slowest link, Mbit/s"}, "type": "log"}
+    return chart(data, x, share_axis("time in training (predicted)"), "dots: the links as they are")
+
+
+def _share(setting: Setting, task: Task, links: Links) -> float:
+    strategy = setting.run.make_strategy()
+    machines = [task.machine(place) for place in setting.places]
+    traffic = [traffic_of(strategy, numel, links, machines) for numel in setting.numels]
+    return cost.follow(strategy, setting.step_seconds, traffic).utilization
+
+
+def _scaled(links: Links, factor: float) -> Links:
+    alone = {pair: Link(link.bits_per_second * factor, link.delay_seconds) for pair, link in links.alone.items()}
+    together = {pair: rate * factor for pair, rate in links.together.items()}
+    return Links(links.names, alone, together, links.word)
+
+
+def rates_of_runs(records: Sequence[RunRecord]) -> Chart | None:
+    """What other rates would have given these runs, from each one's strategy, fragments and time of a step; None where that is
+    not known of any. A dot is the run itself. Encoding and decoding are not counted, so dots may lie below.
+    """
+    data = [trace for number, record in enumerate(records[:DRAWN]) for trace in _of_run(record, number)]
+    if not data:
+        return None
+    x: Json = {"title": {"text": "uplink of a replica, Mbit/s"}, "type": "log"}
+    remark = (
+        "Lines: predicted, for as many steps and the exchange at the end, without encoding, decoding and jitter. "
+        "Dots: the runs themselves, where the rate of their link is known."
+    )
+    return chart(data, x, share_axis("time in inner steps"), remark)
+
+
+def _of_run(record: RunRecord, number: int) -> list[Json]:
+    """From a tenth of the rate that is least needed, or of the link's, to thirty times it."""
+    known = {field.name for field in dataclasses.fields(Run)}
+    given: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in record.settings.items()
+        if key in known
+    }
+    try:
+        strategy = Run(**given).make_strategy()
+    except (ThinwireError, TypeError, ValueError):  # of another version, or damaged
+        return []
+    size, numels = record.summary.replicas, [numel for _, numel in record.fragments]
+    steps = [float(np.nanmedian(r.compute_seconds)) for r in record.replicas if np.isfinite(r.compute_seconds).any()]
+    step = max(steps, default=0.0)
+    if size < 2 or not sum(numels) or not step > 0 or record.summary.steps < 1:
+        return []
+    sent = [strategy.exchange.nbytes_sent(strategy.codec, numel, size) for numel in numels]
+    link = record.replicas[0].start["link"]
+    delay = float(link.get("delay_seconds") or 0.0) if isinstance(link, dict) else 0.0
+    floor = 8 * sum(sent) / (strategy.schedule.every * step)
+    there = record.bits_per_second
+    rates = np.geomspace(min(floor, there or floor) / 10, max(floor, there or floor) * 30, POINTS)
+
+    def share(rate: float) -> float:
+        """Of all its steps, and the exchange of everything at its end."""
+        traffic = [cost.Traffic(0.0, 8 * nbytes / rate, delay, 0.0) for nbytes in sent]
+        seconds = record.summary.steps * step / cost.follow(strategy, step, traffic).utilization
+        last = 0.0 if isinstance(strategy.signal, Gradients) else 8 * sum(sent) / rate + delay
+        return record.summary.steps * step / (seconds + last)
+
+    shares = np.array([share(float(rate)) for rate in rates])
+    own = record.summary.compute_utilization
+    return _with_dot(curve(rates / 1e6, shares, escape(record.name), number, _HOVER), there and there / 1e6, own)
+
+
+_HOVER = "%{y:.1%} at %{x:.3~g} Mbit/s"
+
+
+def _with_dot(line: Json, x: float | None, y: float) -> list[Json]:
+    """The curve, and where it stands today."""
+    if x is None or not np.isfinite(y):
+        return [line]
+    dot = {
+        "type": "scatter", "mode": "markers", "x": [x], "y": [round(y, 6)], "name": line["name"], "showlegend": False,
+        "marker": {"color": line["line"]["color"], "size": 10}, "hovertemplate": line["hovertemplate"],
+    }  # fmt: skip
+    return [line, dot]
