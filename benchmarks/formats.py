@@ -24,7 +24,7 @@ from torch import Tensor
 import thinwire as tw
 from thinwire.codecs import Shapes, fitted
 from thinwire.lm.run import Run
-from thinwire.lm.trainer import BETAS, learning_rate, make_model, open_corpus
+from thinwire.lm.trainer import learning_rate, make_model, open_corpus
 from thinwire.seeds import Key
 
 NUMEL = 1 << 20
@@ -100,7 +100,7 @@ def train(strategy: tw.Strategy, steps: int) -> None:
 
     def replica(group: tw.Group) -> None:
         model = make_model(run, corpus.vocabulary)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=run.lr, betas=BETAS, weight_decay=run.weight_decay)
+        optimizer = tw.AdamW().make(model, run.lr, run.weight_decay)
         with tw.Replica(strategy, model, optimizer, group) as attached:
             for step in range(steps):
                 optimizer.param_groups[0]["lr"] = learning_rate(run, step + 1)

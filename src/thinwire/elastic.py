@@ -195,6 +195,8 @@ def check(strategy: Strategy) -> None:
         reason = "Gradients() are exchanged at every step, and the replicas keep no anchors to go on from"
     elif not isinstance(strategy.policy, Constant):
         reason = f"{strategy.policy} counts rounds that all have seen"
+    elif strategy.filters:
+        reason = f"{', '.join(map(str, strategy.filters))} is fitted to a number of replicas, or keeps what all of them must agree on"
     elif not isinstance(strategy.merge, Mix):
         reason = f"{strategy.merge} counts own deltas before the others have them"
     elif strategy.feedback is not None and strategy.feedback.kappa:

@@ -8,16 +8,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec, fitted
+from thinwire.codecs import Codec, fitted, in_full
 from thinwire.errors import CheckpointError
 from thinwire.exchange import Buffers
+from thinwire.filters import Filter
 from thinwire.flight import Flight, Landed
 from thinwire.moved import Present
 from thinwire.outer import Elementwise, Outer, State
 from thinwire.partition import Fragment, local
+from thinwire.policy import Policy
 from thinwire.strategy import Strategy
 
 _OUTER, _DEVIATION_OUTER, _FEEDBACK, _EXCHANGE = "outer.", "deviation_outer.", "feedback.", "exchange."
+_FILTER = "filter."  # and its place
 
 
 @dataclass
@@ -32,6 +35,8 @@ class Held:
     exchange: State  # what the exchange remembers; on the CPU
     codec: Codec  # the strategy's, fitted to this fragment
     policy: State  # what the strategy's policy knows of this fragment; on the CPU
+    filters: tuple[Filter, ...] = ()  # as well
+    filtered: tuple[State, ...] = ()  # what each remembers; on the CPU
     rounds: int = 0
     flight: Flight | None = None
     # eager updates only: what this replica is ahead of the anchor
@@ -43,6 +48,12 @@ class Held:
     def base(self) -> Tensor:
         """Where the fragment's inner steps started."""
         return self.anchor if self.deviation is None else self.anchor + self.deviation
+
+    def due(self, policy: Policy, number: int) -> Codec:
+        """What round `number`, which departs now, is coded in."""
+        if any(one.dense(state) for one, state in zip(self.filters, self.filtered)):
+            return in_full(self.codec)
+        return policy.at(self.codec, self.anchor.numel(), number, self.policy)
 
     def slices(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Each parameter's local part with its slice of `flat`, in the same shape."""
@@ -71,7 +82,7 @@ class Held:
         return all(bool(torch.isfinite(part).all()) for part, _ in self.slices(self.anchor))
 
     def present(self, delta: Tensor) -> Present:
-        return Present(delta, self.anchor, self.state, self.feedback)
+        return Present(delta, self.anchor, self.state, self.feedback, self.filters, self.filtered)
 
     def remember(self, landed: Landed, buffers: Buffers) -> None:
         """Take over what a good round leaves with feedback and exchange; a dropped one leaves nothing."""
@@ -79,7 +90,7 @@ class Held:
             feedback, exchange = landed.moved.feedback, landed.exchange
             buffers.swap(self.feedback.values(), feedback.values())
             buffers.swap(self.exchange.values(), exchange.values())
-            self.feedback, self.exchange = feedback, exchange
+            self.feedback, self.exchange, self.filtered = feedback, exchange, landed.moved.filtered
         else:
             landed.moved.give_back()
             buffers.swap(landed.exchange.values(), self.exchange.values())
@@ -121,6 +132,8 @@ class Held:
         named |= {_DEVIATION_OUTER + name: value for name, value in self.deviation_state.items()}
         named |= {_FEEDBACK + name: value for name, value in self.feedback.items()}
         named |= {_EXCHANGE + name: value for name, value in self.exchange.items()}
+        for number, state in enumerate(self.filtered):
+            named |= {f"{_FILTER}{number}.{name}": value for name, value in state.items()}
         named |= {"delta": self.flight.delta if self.flight else None}
         return {name: value for name, value in named.items() if value is not None}
 
@@ -138,9 +151,13 @@ class Held:
         feedback, exchange = _under(_FEEDBACK, named), _under(_EXCHANGE, named)
         self._check("feedback", "this strategy", feedback, self.feedback)
         self._check("memory of the exchange", "this strategy", exchange, self.exchange)
-        self.feedback, self.exchange = (
-            {name: value.cpu() for name, value in kept.items()} for kept in (feedback, exchange)
+        filtered = [_under(f"{_FILTER}{number}.", named) for number in range(len(self.filters))]
+        for one, saved_state, due in zip(self.filters, filtered, self.filtered):
+            self._check("memory of a filter", one, saved_state, due)
+        self.feedback, self.exchange, *filtered = (
+            {name: value.cpu() for name, value in kept.items()} for kept in (feedback, exchange, *filtered)
         )
+        self.filtered = tuple(filtered)
         self.anchor, self.state = here["anchor"], state
         self.deviation, self.own = here.get("deviation"), here.get("own")
         self.deviation_state = _under(_DEVIATION_OUTER, here)
@@ -162,9 +179,10 @@ def hold(strategy: Strategy, fragment: Fragment, index: int, rank: int, size: in
     feedback = strategy.feedback.init(anchor.numel()) if strategy.feedback else {}
     codec = fitted(strategy.codec, fragment.shapes)
     memory = strategy.exchange.init(codec, anchor.numel(), rank, size)
-    return Held(
-        fragment, index, anchor, strategy.outer.init(anchor), feedback, memory, codec, strategy.policy.init(codec)
-    )
+    filters = tuple(one.fitted(codec, anchor.numel(), size) for one in strategy.filters)
+    filtered = tuple(one.init(anchor.numel()) for one in filters)
+    policy, state = strategy.policy.init(codec), strategy.outer.init(anchor)
+    return Held(fragment, index, anchor, state, feedback, memory, codec, policy, filters, filtered)
 
 
 def _under(prefix: str, named: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from thinwire.exchange import Buffers
 from thinwire.feedback import Feedback
+from thinwire.filters import Filter, said, settled
 from thinwire.outer import Elementwise, Outer, State
 
 
@@ -24,7 +25,9 @@ class Present:
     delta: Tensor  # flat fp32, as all of them
     anchor: Tensor
     outer: State
-    feedback: State  # on the CPU
+    feedback: State  # on the CPU, as all that follows
+    filters: tuple[Filter, ...] = ()
+    filtered: tuple[State, ...] = ()  # of each filter
 
 
 class Moved:
@@ -44,53 +47,67 @@ class Moved:
         self.present, self.anchor = present, given
         self.outer: State = {}
         self.feedback: State = {}
+        self.filtered: tuple[State, ...] = ()
         self._step, self._feedback, self._buffers, self._given = outer, feedback, buffers, given
-        self._delta = present.delta.cpu() if feedback else present.delta  # what is held back lies in host memory
+        remembers = feedback is not None or bool(present.filters)  # and that in host memory
+        self._inputs = [
+            present.delta.cpu() if remembers else present.delta
+        ]  # what each filter gets; last what is coded
         self._signal: Tensor | None = None
-        self._whole: Tensor | None = None  # the estimate, for an outer step that needs all of it
+        self._whole: Tensor | None = None  # the estimate, for filters or an outer step that need all of it
+        self._sent: Tensor | None = None  # what the own packet says, for filters
         self._finite = True
 
     def signal(self, begin: int, end: int) -> Tensor:
         """What to encode for a range; lent until the next call."""
-        delta = self._delta[begin:end]
+        coded = self._coded()[begin:end]
         if self._feedback is None:
-            return delta
+            return coded
         if self._signal is None or self._signal.numel() < end - begin:
             self._buffers.give(*self._tensors(self._signal))
             self._signal = self._buffers.floats(end - begin)
-        return self._feedback.signal(delta, _range(self.present.feedback, begin, end), self._signal[: end - begin])
+        return self._feedback.signal(coded, _range(self.present.feedback, begin, end), self._signal[: end - begin])
 
     def settle(self, begin: int, mean: Tensor, sent: Callable[[], Tensor]) -> None:
         """Take the mean of a range."""
-        end = begin + mean.numel()
+        end, filters = begin + mean.numel(), self.present.filters
+        if filters:
+            self._sent = self._room(self._sent)
+            self._sent[begin:end] = sent()
         if self._feedback:
             if not self.feedback:
                 self.feedback = self._like(self.present.feedback)
             before, after = _range(self.present.feedback, begin, end), _range(self.feedback, begin, end)
-            mean = self._feedback.settle(self._delta[begin:end], sent(), mean, before, after)
+            mean = self._feedback.settle(self._coded()[begin:end], sent(), mean, before, after)
         if self._given is not None:
             return
-        if isinstance(self._step, Elementwise) and self.present.anchor.device.type == "cpu":
+        if isinstance(self._step, Elementwise) and self.present.anchor.device.type == "cpu" and not filters:
             self._stepped(self._step, begin, end, mean)
-        elif self._step is None:
-            self.anchor = self._buffers.floats(self._delta.numel()) if self.anchor is None else self.anchor
-            self._check(self.anchor[begin:end].copy_(mean))
         else:
-            self._whole = self._buffers.floats(self._delta.numel()) if self._whole is None else self._whole
+            self._whole = self._room(self._whole)
             self._whole[begin:end].copy_(mean)
 
     def finish(self) -> bool:
         """After the last range: whether the anchor is finite."""
-        if self._whole is not None and self._step is not None:
-            anchor = self.present.anchor
-            self.anchor, self.outer = self._step.step(anchor, self._whole.to(anchor.device), self.present.outer)
+        if self._whole is not None:
+            estimate, present = self._whole, self.present
+            if self._sent is not None:
+                states, inputs = present.filtered, self._inputs
+                estimate, self.filtered = settled(present.filters, states, inputs, self._sent, estimate, self.feedback)
+            if self._step is None:
+                self.anchor = estimate
+                self._whole = None if estimate is self._whole else self._whole
+            else:
+                here = estimate.to(present.anchor.device)
+                self.anchor, self.outer = self._step.step(present.anchor, here, present.outer)
             self._check(self.anchor)
         return self._finite and self.anchor is not None
 
     def close(self) -> None:
         """Give back what was for the way only."""
-        self._buffers.give(*self._tensors(self._signal), *self._tensors(self._whole))
-        self._signal = self._whole = None
+        for room in (self._signal, self._whole, self._sent):
+            self._buffers.give(*self._tensors(room))
+        self._signal = self._whole = self._sent = None
 
     def give_back(self) -> None:
         """Of a round that is dropped: nobody needs what it made."""
@@ -98,7 +115,16 @@ class Moved:
             [*self._tensors(self.anchor), *self.outer.values(), *self.feedback.values()],
             [*self.present.outer.values(), *self.present.feedback.values()],
         )
-        self.anchor, self.outer, self.feedback = None, {}, {}
+        self.anchor, self.outer, self.feedback, self.filtered = None, {}, {}, ()
+
+    def _coded(self) -> Tensor:
+        """What is to be coded, before feedback: the delta, or what the filters make of it, once."""
+        if len(self._inputs) == 1 and self.present.filters:
+            self._inputs = said(self.present.filters, self.present.filtered, self._inputs[0])
+        return self._inputs[-1]
+
+    def _room(self, room: Tensor | None) -> Tensor:
+        return self._buffers.floats(self._inputs[0].numel()) if room is None else room
 
     def _stepped(self, outer: Elementwise, begin: int, end: int, mean: Tensor) -> None:
         if self.anchor is None:

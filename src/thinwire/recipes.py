@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from thinwire.codecs import E3M0, ChunkedTopK, Codec, Identity, Sign
-from thinwire.exchange import Direct, Exchange
+from thinwire.codecs import DCT, E3M0, ChunkedTopK, Codec, Identity, Int, LowRank, PerTensor, Sign, Squares, TopK
+from thinwire.exchange import AllReduce, Direct, Exchange, TwoShot
 from thinwire.feedback import Feedback
+from thinwire.filters import Clip, Moments, Momentum, Signs
+from thinwire.inner import SGD, Muon
 from thinwire.merge import Eager, Mix
 from thinwire.outer import Nesterov
 from thinwire.partition import Partition, Strided
@@ -116,4 +118,164 @@ def sparse_loco(
     )
 
 
-RECIPES = {f.__name__: f for f in (data_parallel, local_sgd, diloco, streaming_diloco, eager_diloco, sparse_loco)}
+def dgc(
+    *,
+    density: float = 0.001,
+    momentum: float = 0.9,
+    clip: float = 1.0,
+    codec: Codec | None = None,
+    exchange: Exchange = Direct(),
+) -> Strategy:
+    """Deep Gradient Compression (Lin et al., arXiv 1712.01887): momentum before the exchange, the largest 0.1 % of each
+    matrix; of gradients at every step."""
+    return Strategy(
+        signal=Gradients(),
+        filters=(Clip(clip), Momentum(momentum)),
+        codec=codec or PerTensor(TopK(density)),
+        feedback=Feedback(),
+        exchange=exchange,
+        inner=SGD(lr_factor=50.0),
+    )
+
+
+def outer_dgc(
+    *,
+    every: int = 30,
+    density: float = 0.01,
+    momentum: float = 0.9,
+    codec: Codec | None = None,
+    exchange: Exchange = Direct(),
+    anchors: Literal["host", "device"] = "host",
+) -> Strategy:
+    """Deep Gradient Compression (arXiv 1712.01887) of deltas: the outer momentum is each replica's own, before the exchange."""
+    return Strategy(
+        schedule=Every(every),
+        filters=(Momentum(momentum),),
+        codec=codec or PerTensor(TopK(density)),
+        feedback=Feedback(),
+        exchange=exchange,
+        anchors=anchors,
+    )
+
+
+def one_bit_adam(
+    *,
+    freeze: int = 100,
+    clip: float = 1.0,
+    codec: Codec = Sign("l2", 4096),
+    exchange: Exchange = TwoShot(Feedback()),
+) -> Strategy:
+    """1-bit Adam (Tang et al., arXiv 2102.02888): Adam's first moment in one bit each way, the second frozen after `freeze` steps."""
+    return Strategy(
+        signal=Gradients(),
+        filters=(Clip(clip), Moments(freeze=freeze)),
+        codec=codec,
+        feedback=Feedback(),
+        exchange=exchange,
+        inner=SGD(),
+    )
+
+
+def ef14(*, codec: Codec = TopK(0.01), exchange: Exchange = Direct(), momentum: float = 0.9) -> Strategy:
+    """Error feedback (Seide et al., 2014; Stich et al., arXiv 1809.07599): what a codec loses is added to the next gradient."""
+    return Strategy(
+        signal=Gradients(),
+        codec=codec,
+        feedback=Feedback(),
+        exchange=exchange,
+        inner=SGD(momentum, lr_factor=50.0),
+    )
+
+
+def ef21(*, codec: Codec = TopK(0.01), exchange: Exchange = Direct(), momentum: float = 0.9) -> Strategy:
+    """EF21 (Richtárik et al., arXiv 2106.05203): differences to what all know of a replica's gradient."""
+    return Strategy(
+        signal=Gradients(),
+        codec=codec,
+        feedback=Feedback(kappa=1, eta=0.0),
+        exchange=exchange,
+        inner=SGD(momentum, lr_factor=50.0),
+    )
+
+
+def econtrol(
+    *, eta: float = 0.1, codec: Codec = TopK(0.01), exchange: Exchange = Direct(), momentum: float = 0.9
+) -> Strategy:
+    """EControl (Gao, Islamov, Stich, ICLR 2024): EF21's differences, and a share `eta` of what was lost."""
+    return Strategy(
+        signal=Gradients(),
+        codec=codec,
+        feedback=Feedback(kappa=1, eta=eta),
+        exchange=exchange,
+        inner=SGD(momentum, lr_factor=50.0),
+    )
+
+
+def power_sgd(*, rank: int = 4, momentum: float = 0.9, codec: Codec | None = None) -> Strategy:
+    """PowerSGD (Vogels et al., arXiv 1905.13727): gradients as matrices of low rank, whose factors are added on the way."""
+    return Strategy(
+        signal=Gradients(),
+        codec=codec or LowRank(rank, iterations=1),
+        feedback=Feedback(),
+        exchange=AllReduce(),
+        inner=SGD(momentum, lr_factor=50.0),
+    )
+
+
+def qsgd(*, codec: Codec = Int(4, 512, "fp32", "stochastic"), exchange: Exchange = TwoShot()) -> Strategy:
+    """QSGD (Alistarh et al., arXiv 1610.02132): gradients in a few bits, rounded by chance so that the mean is right."""
+    return Strategy(signal=Gradients(), codec=codec, exchange=exchange)
+
+
+def cgx(*, codec: Codec = PerTensor(Int(4, 512, "fp32")), exchange: Exchange = Direct()) -> Strategy:
+    """CGX (Markov et al., arXiv 2111.08617): gradients of matrices in 4 bits, rounded to the nearest; small tensors in full."""
+    return Strategy(signal=Gradients(), codec=codec, exchange=exchange)
+
+
+def demo(
+    *,
+    decay: float = 0.999,
+    clip: float = 0.0,
+    codec: Codec = Squares(DCT(ChunkedTopK(4096, 32), axes=2)),
+    exchange: Exchange = Direct(),
+) -> Strategy:
+    """DeMo (Peng, Quesnelle, Kingma, arXiv 2411.19870): the largest cosine components of what was held back; sign descent."""
+    return Strategy(
+        signal=Gradients(),
+        filters=(Clip(clip), Signs()),
+        codec=codec,
+        feedback=Feedback(eta=decay, beta=decay),
+        exchange=exchange,
+        inner=SGD(lr_factor=0.2),
+    )
+
+
+def muloco(
+    *,
+    every: int = 30,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.9,
+    codec: Codec = Identity(),
+    feedback: Feedback | None = None,
+    exchange: Exchange = Direct(),
+    anchors: Literal["host", "device"] = "host",
+) -> Strategy:
+    """MuLoCo (Thérien et al., arXiv 2505.23725): DiLoCo with Muon as inner optimizer."""
+    return Strategy(
+        schedule=Every(every),
+        outer=Nesterov(outer_lr, outer_momentum),
+        codec=codec,
+        feedback=feedback,
+        exchange=exchange,
+        inner=Muon(),
+        anchors=anchors,
+    )
+
+
+RECIPES = {
+    f.__name__: f
+    for f in (
+        *(data_parallel, local_sgd, diloco, streaming_diloco, eager_diloco, sparse_loco),
+        *(dgc, outer_dgc, one_bit_adam, ef14, ef21, econtrol, power_sgd, qsgd, cgx, demo, muloco),
+    )
+}

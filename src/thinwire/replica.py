@@ -95,6 +95,7 @@ class Replica:
         self.seconds = 0.0  # spent by the main thread in departures and landings, stalls included
         self._observe, self._clock = observer, clock
         check_optimizer(model, optimizer)
+        strategy.check_inner(optimizer, sharded=site is not None)
         check_sharding(model, whole_replica=site is not None)
         fragments = strategy.partition.fragments(model)
         strategy.schedule.departs(1, len(fragments))  # offsets for another number of fragments are refused here
@@ -285,7 +286,8 @@ class Replica:
 
     @property
     def _plain(self) -> bool:
-        return (self.strategy.outer, self.strategy.codec, self.strategy.feedback) == (Average(), Identity(), None)
+        s = self.strategy
+        return (s.outer, s.codec, s.feedback, s.filters) == (Average(), Identity(), None, ())
 
     def _moved(self, piece: Held, delta: Tensor, given: Tensor | None = None) -> Moved:
         return Moved(piece.present(delta), self.strategy.outer, self.strategy.feedback, self._buffers, given)
@@ -299,7 +301,7 @@ class Replica:
 
     def _ticket(self, piece: Held, number: int, step: int) -> Ticket:
         lands = step + self.strategy.schedule.delay
-        codec = self.strategy.policy.at(piece.codec, piece.anchor.numel(), number, piece.policy)
+        codec = piece.due(self.strategy.policy, number)
         return Ticket(piece.index, number, step, lands, codec, piece.exchange)
 
     def _await(self, piece: Held) -> tuple[Landed, Callable[[], None]]:

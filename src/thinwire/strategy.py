@@ -26,17 +26,21 @@ from thinwire.codecs import (
     Identity,
     Int,
     LowRank,
+    PerTensor,
     RandomK,
     Shapes,
     Sign,
     Squares,
     TopK,
     fitted,
+    in_full,
     warm_up,
 )
 from thinwire.errors import ConfigurationError
 from thinwire.exchange import AllReduce, Direct, Exchange, Fastest, Hierarchy, TwoShot
 from thinwire.feedback import Feedback
+from thinwire.filters import Clip, Filter, Moments, Momentum, Settled, Signs, check_filters
+from thinwire.inner import SGD, AdamW, Inner, Muon, check_momentum
 from thinwire.merge import Eager, Mix
 from thinwire.outer import Average, Nesterov, Outer
 from thinwire.partition import BySize, Partition, Sequential, Strided, Whole
@@ -58,7 +62,8 @@ class Gradients:
 class Strategy:
     """A method of low-communication training as a composition of pieces.
 
-    `anchors` says where anchors and outer state live: in "host" memory or on the model's "device". `seed` is
+    `filters` stand before feedback and codec, in their order; `inner` is the inner optimizer, where the method is one with it (None:
+    any). `anchors` says where anchors and outer state live: in "host" memory or on the model's "device". `seed` is
     that of all that codecs draw by chance.
 
     A combination that cannot work raises `ConfigurationError` when it is made. `repr` is Python that makes the same
@@ -73,11 +78,13 @@ class Strategy:
     partition: Partition = Whole()
     codec: Codec = Identity()
     policy: Policy = Constant()
+    filters: tuple[Filter, ...] = ()
     feedback: Feedback | None = None
     exchange: Exchange = Direct()
     outer: Outer = Average()
     merge: Mix | Eager = Mix()
     signal: Deltas | Gradients = Deltas()
+    inner: Inner | None = None
     anchors: Literal["host", "device"] = "host"
     seed: int = 0
 
@@ -97,6 +104,7 @@ class Strategy:
             raise ConfigurationError(f"feedback={self.feedback!r}: Feedback(...) or None is needed.")
         for codec in self.policy.codecs(self.codec):
             self._check_codec(codec)
+        self._check_momentum()
         if self.anchors not in ("host", "device"):
             raise ConfigurationError(f"anchors={self.anchors!r}: 'host' or 'device' is needed.")
         every, delay = self.schedule.every, self.schedule.delay
@@ -134,6 +142,31 @@ class Strategy:
                 "hold back is of their shards, which are cut at the grain, so all codecs need the same; choose another `dense` or block."
             )
 
+    def _check_momentum(self) -> None:
+        """Filters that fit, and one owner of momentum before and after the exchange."""
+        check_filters(self.filters)
+        if self.inner is not None and (not isinstance(self.inner, Inner) or isinstance(self.inner, type)):
+            raise ConfigurationError(f"inner={self.inner!r}: AdamW(), SGD(), Muon() or None (any) is needed.")
+        owner = next((one for one in self.filters if one.momentum), None)
+        if owner and self.outer.init(torch.zeros(1)):
+            raise ConfigurationError(
+                f"{owner} with {self.outer}: momentum before the exchange and after it, one owner is needed; choose Average() or "
+                "Nesterov(lr, momentum=0.0), or take the filter out."
+            )
+
+    def check_inner(self, optimizer: torch.optim.Optimizer, sharded: bool) -> None:
+        """Raise `ConfigurationError` unless a replica may train with `optimizer`, and in shards if it is `sharded`."""
+        if sharded and any(isinstance(one, Clip) and one.norm for one in self.filters):
+            raise ConfigurationError(
+                f"{self.filters} on a sharded replica: Clip needs the norm of a whole replica's signal, a rank has its shard's; choose "
+                "clip=0, or one rank a replica."
+            )
+        owner = next((one for one in self.filters if one.momentum), None)
+        if self.inner is not None:
+            self.inner.check(optimizer)
+        elif owner and isinstance(self.signal, Gradients):
+            check_momentum(optimizer, owner)
+
     def warm_up(self) -> None:
         """Have all compiled that a round needs, so that the first one does not wait for it."""
         for codec in self.policy.codecs(self.codec):
@@ -153,6 +186,8 @@ class Strategy:
         decides by the data, as before it has.
         """
         codec, numel = fitted(self.codec, shapes), sum(map(math.prod, shapes))
+        if number < max((one.full for one in self.filters), default=0):
+            return in_full(codec), numel
         return self.policy.at(codec, numel, number, self.policy.init(codec)), numel
 
     def choices(self, fragments: Sequence[Shapes], size: int) -> list[str]:
@@ -173,7 +208,12 @@ class Strategy:
             f"{self.schedule.delay} of them in the air",
             f"{nbytes:,} bytes sent per replica and period: {bits:.4g} bits per parameter and step (predicted)",
         ]
-        for first, end in pairwise((0, *self.policy.changes)):
+        if self.filters:
+            lines.append(f"filters: {', '.join(map(str, self.filters))}")
+        if self.inner:
+            lines.append(f"inner optimizer: {self.inner}")
+        full = max((one.full for one in self.filters), default=0)
+        for first, end in pairwise(sorted({0, full, *self.policy.changes})):
             early = self.nbytes_per_period(shapes, size, first)
             lines.append(f"rounds {first:,} to {end - 1:,} of a fragment: {early:,} bytes a period (predicted)")
         lines += [f"exchange: {choice}" for choice in self.choices(shapes, size)]
@@ -204,6 +244,7 @@ PIECES: dict[str, Callable[..., Any]] = {
             RandomK,
             Codebook,
             LowRank,
+            PerTensor,
             DCT,
             Hadamard,
             Squares,
@@ -220,6 +261,8 @@ PIECES: dict[str, Callable[..., Any]] = {
             Nesterov,
         ),
         *(Mix, Eager, Deltas, Gradients),
+        *(Clip, Momentum, Moments, Settled, Signs),
+        *(AdamW, SGD, Muon),
     )
 }
 

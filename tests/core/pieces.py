@@ -131,6 +131,15 @@ CODECS = [
     row(tw.LowRank(1, shapes=MATRICES), "odd", "contractive", "drawn", "shared", error=1.0),
     row(tw.LowRank(3, 2, tw.E2M1(8), MATRICES), "odd", "contractive", "drawn", "shared", error=1.0),
     row(tw.LowRank(2, 1, tw.Cast(), MATRICES), "odd", "contractive", "drawn", "shared", error=1.0),
+    row(tw.PerTensor(tw.TopK(0.1)), "exact", "odd", "contractive", "idempotent"),  # nothing is known to be a matrix
+    row(tw.PerTensor(tw.TopK(0.1), tw.Cast(), 20, MATRICES), "odd", "contractive", "idempotent", "refuses", error=1.0),
+    row(
+        tw.PerTensor(tw.RandomK(0.5, tw.Identity()), tw.Identity(), 20, MATRICES),
+        "odd",
+        "unbiased",
+        "shared",
+        error=4.0,
+    ),
 ]
 SCHEDULES = [
     row(tw.Every(1), "steady"),
@@ -181,7 +190,21 @@ POLICIES = [
     row(tw.DensityWarmup(2)),
     row(tw.DensityWarmup(1, (0.9, 0.5), tw.Cast("fp16"))),
 ]
-TABLE = [*POLICIES, *FEEDBACKS, *CODECS, *SCHEDULES, *PARTITIONS, *OUTERS, *MERGES, *EXCHANGES, *SIGNALS]
+# `passes` (with a codec that drops nothing the estimate is the mean of the signals), `agreed` (its state is the same on all replicas)
+FILTERS = [
+    row(tw.Clip(0.0), "passes", "agreed"),
+    row(tw.Clip(1.0), "agreed"),
+    row(tw.Momentum(0.9)),
+    row(tw.Momentum(0.5, "nothing")),
+    row(tw.Moments(freeze=3), "agreed"),
+    row(tw.Moments(beta2=0.5, freeze=tw.Settled(0.5, 2)), "agreed"),
+    row(tw.Signs(), "agreed"),
+]
+INNERS = [row(tw.AdamW()), row(tw.SGD(0.9, 10.0)), row(tw.Muon())]
+TABLE = [
+    *(*POLICIES, *FEEDBACKS, *CODECS, *SCHEDULES, *PARTITIONS, *OUTERS, *MERGES, *EXCHANGES, *SIGNALS),
+    *(*FILTERS, row(tw.Settled()), *INNERS),
+]
 
 METHODS: dict[str, tw.Strategy] = {
     # every recipe under its own name, short enough for a test
@@ -191,6 +214,17 @@ METHODS: dict[str, tw.Strategy] = {
     "streaming_diloco": RECIPES["streaming_diloco"](every=6, fragments=2, delay=2),
     "eager_diloco": RECIPES["eager_diloco"](every=4, fragments=2),
     "sparse_loco": RECIPES["sparse_loco"](every=4, codec=tw.ChunkedTopK(32, 4, tw.Sign(block=4))),
+    "dgc": RECIPES["dgc"](density=0.2, codec=tw.PerTensor(tw.TopK(0.2), least=10)),
+    "outer_dgc": RECIPES["outer_dgc"](every=3, codec=tw.PerTensor(tw.TopK(0.2), least=10)),
+    "one_bit_adam": RECIPES["one_bit_adam"](freeze=4, codec=tw.Sign("l2", 16)),
+    "ef14": RECIPES["ef14"](codec=tw.TopK(0.2)),
+    "ef21": RECIPES["ef21"](codec=tw.TopK(0.2)),
+    "econtrol": RECIPES["econtrol"](codec=tw.TopK(0.2)),
+    "power_sgd": RECIPES["power_sgd"](rank=1),
+    "qsgd": RECIPES["qsgd"](codec=tw.Int(4, 16, "fp32", "stochastic")),
+    "cgx": RECIPES["cgx"](codec=tw.PerTensor(tw.Int(4, 16, "fp32"), least=10)),
+    "demo": RECIPES["demo"](codec=tw.Squares(tw.DCT(tw.ChunkedTopK(4, 2), 2, axes=2), 2)),
+    "muloco": RECIPES["muloco"](every=4),
     # what the recipes leave out
     "feedback in the air": tw.Strategy(
         schedule=tw.Staggered(6, 3),
@@ -334,6 +368,11 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
 
 
+def own(strategy: tw.Strategy, model: nn.Module) -> torch.optim.Optimizer:
+    """The strategy's own inner optimizer, or AdamW."""
+    return strategy.inner.make(model, 0.01 / strategy.inner.lr_factor, 0.1) if strategy.inner else adamw(model)
+
+
 def batch(seed: int, rank: int, step: int, size: int = 4) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(derive(seed, "batch", rank, step))
     x = torch.randn(size, 3, generator=generator)
@@ -375,13 +414,16 @@ class Journey:
         return [e for e in self.events if e["event"] == event]
 
 
+AGREED = ("average", "square", "phase")  # of filters
+
+
 def agreed(replica: tw.Replica) -> dict[str, Tensor]:
     """Anchors and outer state: what must be equal on all replicas."""
     tensors, _ = replica.state()
     kept = {
         name: t.clone()
         for name, t in tensors.items()
-        if name.split(".")[1] in ("anchor", "outer") or name.endswith("feedback.agreed")
+        if name.split(".")[1] in ("anchor", "outer") or name.endswith(("feedback.agreed", *AGREED))
     }
     return kept | {f"{i}.now": t.clone() for i, t in enumerate(replica.anchors())}
 
@@ -393,7 +435,7 @@ class Plan:
     strategy: tw.Strategy
     steps: int = 14
     model: Callable[[], nn.Module] = toy
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None  # the strategy's own, else AdamW
     wrap: Callable[[tw.Group], tw.Group] = lambda group: group
     before_step: Callable[[tw.Replica, int], None] = lambda replica, step: None  # gradients are there
     seed: int = 0
@@ -407,7 +449,7 @@ def travel(plan: Plan, group: tw.Group) -> Journey:
         journey.events.append({"event": event, "step": step, **fields})
 
     model = plan.model()
-    optimizer = plan.optimizer(model)
+    optimizer = plan.optimizer(model) if plan.optimizer else own(plan.strategy, model)
     with tw.Replica(plan.strategy, model, optimizer, plan.wrap(group), observer=observer) as replica:
         for step in range(1, plan.steps + 1):
             x, y = batch(plan.seed, group.rank, step)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from pieces import IN_SITES, METHODS, adamw, agreed, batch, inner_step, same_bits, toy, weights
+from pieces import IN_SITES, METHODS, adamw, agreed, batch, inner_step, own, same_bits, toy, weights
 
 import thinwire as tw
 
@@ -58,13 +58,17 @@ def fingerprint(replica: tw.Replica) -> tuple[list[torch.Tensor], str]:
 
 
 def held_back(replica: tw.Replica) -> list[torch.Tensor]:
-    return [t.clone() for name, t in sorted(replica.state()[0].items()) if ".feedback." in name or ".exchange." in name]
+    return [
+        t.clone()
+        for name, t in sorted(replica.state()[0].items())
+        if {"feedback", "exchange", "filter"} & set(name.split("."))
+    ]
 
 
 def whole_run(strategy: tw.Strategy, group: tw.Group) -> tuple[list[Saved], list[Seen], int]:
     """What was saved after every step (0 too), and what was there; the most fragments that were in the air."""
     model = toy()
-    optimizer = adamw(model)
+    optimizer = own(strategy, model)
     saved, seen, most = [], [], 0
     with tw.Replica(strategy, model, optimizer, group) as replica:
         saved.append(save(replica))
@@ -80,7 +84,7 @@ def whole_run(strategy: tw.Strategy, group: tw.Group) -> tuple[list[Saved], list
 def resumed_run(strategy: tw.Strategy, group: tw.Group, saved: Saved, steps: int) -> list[Seen]:
     """Fresh objects, loaded, to the end of the run; what was there after each step, and after finishing."""
     model = toy(seed=99)
-    optimizer = adamw(model)
+    optimizer = own(strategy, model)
     seen = []
     with tw.Replica(strategy, model, optimizer, group) as replica:
         load(replica, saved)

@@ -13,10 +13,11 @@ from thinwire.codecs.base import (
     warm_up,
 )
 from thinwire.codecs.block import E2M1, E3M0, E4M3, E5M2, Int
-from thinwire.codecs.cast import Cast, Identity
+from thinwire.codecs.cast import Cast, Identity, in_full
 from thinwire.codecs.codebook import Codebook
 from thinwire.codecs.device import encode_from
 from thinwire.codecs.lowrank import LowRank
+from thinwire.codecs.per_tensor import PerTensor
 from thinwire.codecs.sign import Sign
 from thinwire.codecs.sparse import ChunkedTopK, RandomK, TopK
 from thinwire.codecs.transform import DCT, Hadamard, Squares
@@ -36,6 +37,7 @@ __all__ = [
     "Int",
     "Linear",
     "LowRank",
+    "PerTensor",
     "RandomK",
     "Shaped",
     "Shapes",
@@ -45,6 +47,7 @@ __all__ = [
     "check_finite",
     "encode_from",
     "fitted",
+    "in_full",
     "nested",
     "packet_nbytes",
     "rebuilt",

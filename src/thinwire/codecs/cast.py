@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from thinwire.codecs.base import check_finite, kernels_for, not_finite
+from thinwire.codecs.base import Codec, check_finite, kernels_for, not_finite
 from thinwire.errors import ConfigurationError
 from thinwire.seeds import Key
 
@@ -37,6 +37,28 @@ class Identity:
 
     def expand(self, codes: tuple[Tensor, ...], numel: int, key: Key) -> Tensor:
         return codes[0]
+
+
+@dataclass(frozen=True)
+class Dense:
+    """`Identity` in place of a codec of this `grain` for a while: cut, and so remembered by an exchange, where that is."""
+
+    grain: int = 1
+
+    def nbytes(self, numel: int) -> int:
+        return 4 * numel
+
+    def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
+        Identity().encode(x, payload, key)
+
+    def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
+        Identity().decode_add(payload, out, key, weight)
+
+
+def in_full(codec: Codec) -> Identity | Dense:
+    """fp32 in place of `codec`, for a round."""
+    grain = codec.grain or 1
+    return Dense(grain) if grain > 1 else Identity()
 
 
 @dataclass(frozen=True)

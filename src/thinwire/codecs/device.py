@@ -7,12 +7,12 @@ from torch import Tensor
 
 from thinwire.codecs.base import Codec, nested
 from thinwire.codecs.block import Blocks
-from thinwire.codecs.cast import Cast, Identity
+from thinwire.codecs.cast import Cast, Dense, Identity
 from thinwire.codecs.sign import Sign
 from thinwire.codecs.sparse import ChunkedTopK, RandomK, TopK
 from thinwire.seeds import Key
 
-_ANYWHERE = (Blocks, Cast, ChunkedTopK, Identity, RandomK, Sign, TopK)
+_ANYWHERE = (Blocks, Cast, ChunkedTopK, Dense, Identity, RandomK, Sign, TopK)
 
 
 def runs_anywhere(codec: Codec) -> bool:

@@ -16,6 +16,7 @@ import tomli_w
 
 from thinwire.errors import ConfigurationError
 from thinwire.group import parse_link
+from thinwire.inner import AdamW, Inner
 from thinwire.recipes import RECIPES
 from thinwire.strategy import PIECES, Strategy, parse
 
@@ -35,7 +36,7 @@ OF_THE_PLACE = (
     "keep",
     *OF_THE_RECIPE,
 )  # may differ
-OF_A_CHECKPOINT = ("replicas", "seed", "model", "positions", "tokenizer")  # beside the strategy
+OF_A_CHECKPOINT = ("replicas", "seed", "model", "positions", "tokenizer", "optimizer")  # beside the strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ class Run:
     """A training run. Raises `ConfigurationError` when made, if it cannot work."""
 
     strategy: str = "streaming_diloco"
-    """A recipe (data_parallel, local_sgd, diloco, streaming_diloco, eager_diloco, sparse_loco), or a whole Strategy(...) in Python."""
+    """A recipe (data_parallel, local_sgd, diloco, streaming_diloco, dgc, one_bit_adam, ...), or a whole Strategy(...) in Python."""
     replicas: int = 2
     """How many replicas train (under torchrun: the world is replicas times the ranks of one replica)."""
     steps: int = 800
@@ -100,14 +101,16 @@ class Run:
     """Tokens in a sequence."""
     accumulate: int = 1
     """Micro-batches in an inner step."""
+    optimizer: str | None = None
+    """Inner optimizer: AdamW, SGD(momentum=0.9, lr_factor=50) or Muon. Without: the strategy's own, AdamW if it has none."""
     lr: float = 6e-3
-    """Peak learning rate of the inner AdamW."""
+    """Peak learning rate, as it suits AdamW; other inner optimizers have a factor of their own."""
     warmup: int | None = None
     """Inner steps of linear warm-up. Without: a tenth of all, at most 1000. Then a cosine to 5 % of the peak."""
     weight_decay: float = 0.1
-    """Of the inner AdamW."""
+    """Of the inner optimizer: weights shrink by lr times this in a step."""
     clip: float = 1.0
-    """Largest norm of the gradient; 0 does not clip."""
+    """Largest norm of the gradient; 0 does not clip. Of strategies with filters: of each replica's, before the exchange."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Autocast. auto: bf16 on a GPU that has it, else fp32."""
     eval_every: int | None = None
@@ -136,6 +139,22 @@ class Run:
         parse_link(self.link)
         self._check_uplink()
         self.make_strategy()
+        self.make_inner()
+
+    def make_inner(self) -> Inner:
+        """The inner optimizer: the one that was asked for, else the strategy's own, else AdamW."""
+        own = self._strategy().inner
+        if self.optimizer is None:
+            return own or AdamW()
+        inner = parse(self.optimizer)
+        if not isinstance(inner, Inner):
+            raise ConfigurationError(f"optimizer={self.optimizer!r}: AdamW, SGD(...) or Muon is needed.")
+        if own and inner != own:
+            raise ConfigurationError(
+                f"optimizer={self.optimizer!r} with {self.label}: that method is one with its inner optimizer, {own}; leave it out, or "
+                "give a Strategy(...) with another inner."
+            )
+        return inner
 
     def _check_uplink(self) -> None:
         uplink = parse_link(self.uplink)
@@ -160,6 +179,8 @@ class Run:
             foreign = [key for key in given if key not in taken]
             if foreign:
                 raise ConfigurationError(f"{name} takes no {', '.join(foreign)}; it takes {', '.join(taken)}.")
+            if "clip" in taken:
+                given["clip"] = self.clip
             return RECIPES[name](**given)
         if given:
             raise ConfigurationError(

@@ -1,6 +1,6 @@
 """Train one language model as one replica of a group: the main job's loop.
 
-AdamW with warm-up and cosine, clipping, accumulation, autocast; evaluation of the anchors on held-out text;
+The inner optimizer with warm-up and cosine, clipping, accumulation, autocast; evaluation of the anchors on held-out text;
 checkpoints; an exact resume; and an event for everything that happens.
 """
 
@@ -38,7 +38,6 @@ from thinwire.replica import Replica
 from thinwire.seeds import derive
 from thinwire.version import __version__
 
-BETAS = (0.9, 0.99)  # AdamW's, of the scaling-law paper (arXiv 2503.09799)
 FLOOR = 0.05  # of the peak learning rate, where the cosine ends
 
 
@@ -140,10 +139,8 @@ class Trainer:
         self.model = make_model(run, self.corpus.vocabulary).to(self.device)
         if place.shards > 1:
             _shard(self.model, run.replicas, place.shards, self.device)
-        # fused: one kernel for all parameters, where the device has it
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=run.lr, betas=BETAS, weight_decay=run.weight_decay, fused=True
-        )
+        self.inner = run.make_inner()
+        self.optimizer = self.inner.make(self.model, run.lr, run.weight_decay)
         self.replica = Replica(
             run.make_strategy(), self.model, self.optimizer, self.group,
             site=place.site, observer=log.emit, clock=log.seconds,
@@ -194,12 +191,15 @@ class Trainer:
         paused = replica.seconds
         lr = learning_rate(run, replica.step + 1)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * self.inner.lr_factor
         loss = 0.0
         for micro in range(run.accumulate):
             loss += self._backward(replica.step * run.accumulate + micro)
         replica.exchange_gradients()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), run.clip or math.inf)
+        most = (
+            math.inf if replica.strategy.filters else run.clip or math.inf
+        )  # those clip by themselves, before the exchange
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), most)
         norm_value = float(getattr(norm, "full_tensor", lambda: norm)())
         if not math.isfinite(norm_value):
             self.optimizer.zero_grad()  # an inner step without update still counts: replicas keep in step

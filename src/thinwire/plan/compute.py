@@ -15,9 +15,10 @@ from torch import nn
 
 from thinwire.codecs import E3M0, Cast, Codec, Identity
 from thinwire.errors import ConfigurationError
+from thinwire.inner import AdamW
 from thinwire.lm.model import Architecture, Transformer
 from thinwire.lm.run import Run
-from thinwire.lm.trainer import BETAS, make_model
+from thinwire.lm.trainer import make_model
 from thinwire.plan import machine
 from thinwire.plan.machine import Machine, Step
 from thinwire.seeds import Key
@@ -62,7 +63,7 @@ def probe_machine(run: Run, name: str, memory_nbytes: int, seconds: float = 1.0,
     before = _resident()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = make_model(run, shape.vocabulary).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=BETAS, fused=True)
+    optimizer = AdamW().make(model, lr=1e-3, weight_decay=0.01)
     bf16 = run.precision == "bf16" or (run.precision == "auto" and device.type == "cuda")
     steps = list(_steps(run, model, device, bf16, seconds, before, memory_nbytes))
     update = _median(optimizer.step, seconds / 4)
