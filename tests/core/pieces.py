@@ -194,7 +194,7 @@ POLICIES = [
 FILTERS = [
     row(tw.Clip(0.0), "passes", "agreed"),
     row(tw.Clip(1.0), "agreed"),
-    row(tw.Momentum(0.9)),
+    row(tw.Momentum(0.9), "passes"),  # what was all sent is all cleared
     row(tw.Momentum(0.5, "nothing")),
     row(tw.Moments(freeze=3), "agreed"),
     row(tw.Moments(beta2=0.5, freeze=tw.Settled(0.5, 2)), "agreed"),
@@ -439,6 +439,7 @@ class Plan:
     wrap: Callable[[tw.Group], tw.Group] = lambda group: group
     before_step: Callable[[tw.Replica, int], None] = lambda replica, step: None  # gradients are there
     seed: int = 0
+    data: Callable[[int], int] = lambda rank: rank  # whose batches a replica has
 
 
 def travel(plan: Plan, group: tw.Group) -> Journey:
@@ -452,7 +453,7 @@ def travel(plan: Plan, group: tw.Group) -> Journey:
     optimizer = plan.optimizer(model) if plan.optimizer else own(plan.strategy, model)
     with tw.Replica(plan.strategy, model, optimizer, plan.wrap(group), observer=observer) as replica:
         for step in range(1, plan.steps + 1):
-            x, y = batch(plan.seed, group.rank, step)
+            x, y = batch(plan.seed, plan.data(group.rank), step)
             optimizer.zero_grad()
             ((model(x) - y) ** 2).mean().backward()
             plan.before_step(replica, step)

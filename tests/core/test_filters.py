@@ -1,0 +1,275 @@
+"""Filters alone: what is said, what is made of the mean, and what is remembered; with feedback and a codec, as their papers check them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from pieces import FILTERS, roundtrip, same_bits
+
+import thinwire as tw
+from thinwire.filters import said, settled
+from thinwire.seeds import Key
+
+N = 101
+
+
+def signals(rounds: int, n: int = N) -> torch.Tensor:
+    return torch.randn(rounds, n, generator=torch.Generator().manual_seed(0)) + 0.3
+
+
+class Line:
+    """One replica alone: filters, feedback, codec; what it said, what was sent, what came out."""
+
+    def __init__(self, filters, feedback=None, codec=tw.Identity(), n=N, size=1):
+        self.filters = tuple(one.fitted(codec, n, size) for one in filters)
+        self.states = tuple(one.init(n) for one in self.filters)
+        self.feedback, self.codec = feedback, codec
+        self.held = feedback.init(n) if feedback else {}
+        self.said, self.sent, self.estimates = [], [], []
+
+    def round(self, s):
+        kept = [{name: value.clone() for name, value in state.items()} for state in self.states]
+        inputs = said(self.filters, self.states, s)
+        z = self.feedback.signal(inputs[-1], self.held) if self.feedback else inputs[-1]
+        dense = any(one.dense(state) for one, state in zip(self.filters, self.states))
+        c = z.clone() if dense else roundtrip(self.codec, z, Key(round=len(self.sent)))
+        after = {name: torch.empty_like(value) for name, value in self.held.items()}
+        mean = self.feedback.settle(inputs[-1], c, c.clone(), self.held, after) if self.feedback else c.clone()
+        estimate, states = settled(self.filters, self.states, inputs, c, mean, after)
+        for before, state, following in zip(kept, self.states, states):
+            assert all(same_bits(before[name], state[name]) for name in state), "changed in place"
+            assert before.keys() == following.keys()
+        self.said.append(inputs[-1])
+        self.sent.append(c)
+        self.estimates.append(estimate)
+        self.states, self.held = states, after
+        return estimate
+
+
+@pytest.mark.parametrize("row", FILTERS, ids=str)
+def test_claims(row):
+    """What `passes` leaves a mean as it is; states have the names and sizes that `init` gives; the same input, the same output."""
+    a, b = Line([row.piece]), Line([row.piece])
+    for s in signals(8):
+        assert same_bits(a.round(s), b.round(s))
+    due = row.piece.init(N)
+    assert {n: t.shape for n, t in a.states[0].items()} == {n: t.shape for n, t in due.items()}
+    assert ("passes" in row.claims) == same_bits(torch.stack(a.estimates), signals(8))
+    assert isinstance(row.piece, tw.Filter) and row.piece.fitted(tw.Identity(), N, 1).init(0).keys() == due.keys()
+
+
+@pytest.mark.parametrize("row", FILTERS, ids=str)
+@pytest.mark.parametrize("value", [0.0, 1e-38, 1e30])
+def test_odd_values(row, value):
+    line = Line([row.piece], tw.Feedback(), tw.TopK(0.1))
+    for _ in range(6):
+        estimate = line.round(torch.full((N,), value))
+        assert torch.isfinite(estimate).all() or value == 1e30  # whose square is none: the round is refused then
+    assert value or not estimate.any(), "out of nothing comes nothing"
+
+
+@pytest.mark.parametrize("row", FILTERS, ids=str)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_stays_so(row, value):
+    """So that the codec refuses it."""
+    poisoned = signals(1)[0]
+    poisoned[3] = value
+    assert not torch.isfinite(row.piece.signal(poisoned, row.piece.init(N))).all()
+
+
+def test_empty_fragments():
+    for row in FILTERS:
+        assert Line([row.piece], n=0).round(torch.empty(0)).shape == (0,)
+
+
+# ---- clipping
+
+
+def test_clip_is_root_m_times_the_threshold():
+    """For means of M: what is longer than √M·c becomes so long, what is shorter stays, bit for bit."""
+    s = signals(1)[0]
+    norm = float(s.norm())
+    for size in (1, 2, 4):
+        most = math.sqrt(size) * 0.5
+        clip = tw.Clip(0.5).fitted(tw.Identity(), N, size)
+        assert float(clip.signal(s, {}).norm()) == pytest.approx(most, rel=1e-5)
+        small = s * (0.9 * most / norm)
+        assert same_bits(clip.signal(small, {}), small)
+    assert same_bits(tw.Clip(0.0).signal(s, {}), s)
+
+
+def test_clip_of_what_has_no_norm_in_fp32():
+    huge = torch.full((N,), 1e30)
+    assert float(tw.Clip(1.0).signal(huge, {}).norm()) == pytest.approx(1.0, rel=1e-5)
+
+
+# ---- Deep Gradient Compression (arXiv 1712.01887)
+
+
+def test_dgc_with_everything_sent_is_momentum_sgd_without_masking():
+    """And plain SGD with it: masking clears u at each step."""
+    velocity = torch.zeros(N)
+    unmasked = Line([tw.Momentum(0.9, "nothing")], tw.Feedback())
+    masked = Line([tw.Momentum(0.9)], tw.Feedback())
+    for s in signals(20):
+        velocity = 0.9 * velocity + s
+        torch.testing.assert_close(unmasked.round(s), velocity, rtol=1e-5, atol=1e-6)
+        assert same_bits(masked.round(s), s)
+
+
+@pytest.mark.parametrize("clears", ["sent", "nothing"])
+def test_dgc_telescopes(clears):
+    """Σ sent + v_T = Σ u_t, whatever of u was cleared."""
+    line = Line([tw.Momentum(0.9, clears)], tw.Feedback(), tw.TopK(0.1))
+    for s in signals(40):
+        line.round(s)
+    torch.testing.assert_close(sum(line.sent) + line.held["residual"], sum(line.said), rtol=1e-4, atol=1e-3)
+
+
+def test_dgc_is_its_listing():
+    """u ← m·u + g; v ← v + u; what is large of v is sent, and cleared in u and v."""
+    u, v, line = torch.zeros(N), torch.zeros(N), Line([tw.Momentum(0.9)], tw.Feedback(), tw.TopK(0.1, tw.Identity()))
+    for g in signals(20):
+        u = 0.9 * u + g
+        v = v + u
+        mask = torch.zeros(N, dtype=torch.bool)
+        mask[v.abs().topk(math.ceil(0.1 * N)).indices] = True
+        torch.testing.assert_close(line.round(g), v * mask, rtol=1e-5, atol=1e-5)
+        u, v = u * ~mask, v * ~mask
+        torch.testing.assert_close(line.states[0]["velocity"], u, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(line.held["residual"], v, rtol=1e-5, atol=1e-5)
+
+
+def test_momentum_correction():
+    """One coordinate of gradient 1 that is sent every sixth step: what was sent has the weights Σ m^j of momentum (Eq. 4), not 1 (Eq. 6)."""
+    corrected = Line([tw.Momentum(0.9, "nothing")], tw.Feedback(), tw.TopK(0.5), n=2)
+    plain = Line([], tw.Feedback(), tw.TopK(0.5), n=2)
+    for line in (corrected, plain):
+        for t in range(6):
+            line.round(torch.tensor([1.0, 0.0 if t == 5 else 100.0]))  # the other is larger, and sent, but for the last
+    due = sum(sum(0.9**j for j in range(k + 1)) for k in range(6))
+    # the sixth: 100 ceases, but its momentum is larger still; so the first coordinate is all in what is held back
+    held = [float(line.held["residual"][0] + sum(line.sent)[0]) for line in (corrected, plain)]
+    assert held == [pytest.approx(due, rel=1e-5), pytest.approx(6.0)]
+
+
+def test_what_travels_in_full_keeps_its_momentum():
+    """Vectors beside matrices are dense, and their momentum is not wiped: there it is momentum SGD."""
+    codec = tw.PerTensor(tw.TopK(0.1), least=20).fitted(((6, 6), (7,), (3, 3)))
+    line, velocity = Line([tw.Momentum(0.9)], tw.Feedback(), codec, n=52), torch.zeros(52)
+    for s in signals(10, 52):
+        velocity = 0.9 * velocity + s
+        estimate = line.round(s)
+        torch.testing.assert_close(estimate[36:], velocity[36:], rtol=1e-5, atol=1e-5)
+        assert 1 <= int((estimate[:36] != 0).sum()) <= 4
+
+
+# ---- 1-bit Adam (arXiv 2102.02888)
+
+
+def adam(gradients, freeze, beta1=0.9, beta2=0.999, eps=1e-8):
+    """Without bias correction; v frozen after `freeze` steps."""
+    m, v = torch.zeros(N), torch.zeros(N)
+    for t, g in enumerate(gradients):
+        m = beta1 * m + (1 - beta1) * g
+        if t < freeze:
+            v = beta2 * v + (1 - beta2) * g * g
+        yield m / (v.sqrt() + eps)
+
+
+@pytest.mark.parametrize("freeze", [1, 7, 100])
+def test_with_everything_sent_it_is_adam_with_v_frozen(freeze):
+    """Never frozen, it is Adam."""
+    line = Line([tw.Moments(freeze=freeze)], tw.Feedback())
+    for t, (s, due) in enumerate(zip(signals(20), adam(signals(20), freeze))):
+        torch.testing.assert_close(line.round(s), due, rtol=1e-4, atol=1e-5)
+        assert line.filters[0].dense(line.states[0]) == (t + 1 < freeze)
+
+
+def test_one_bit_adam_telescopes():
+    """Σ q + δ = Σ m_i over the rounds after the freeze."""
+    line = Line([tw.Moments(freeze=5)], tw.Feedback(), tw.Sign("l2"))
+    for s in signals(45):
+        line.round(s)
+    torch.testing.assert_close(sum(line.sent[5:]) + line.held["residual"], sum(line.said[5:]), rtol=1e-4, atol=1e-3)
+
+
+def test_untouched_rows_stay_where_they_are():
+    """Half of the coordinates never have a gradient: nothing moves there, nothing is held back there. Without the mask
+    every one of them is held back something, and noise of one bit over √v = 0 would fling it away."""
+    codec, touched = tw.Sign("l2"), torch.arange(N) % 2 == 0
+    line, bare = Line([tw.Moments(freeze=5)], tw.Feedback(), codec), Line([], tw.Feedback(), codec)
+    for s in signals(100):
+        estimate = line.round(s * touched)
+        bare.round(s * touched)
+        assert not estimate[~touched].any() and not line.held["residual"][~touched].any()
+    assert estimate[touched].all() and bare.held["residual"][~touched].all()
+
+
+def test_a_row_that_wakes_after_the_freeze_is_left_alone():
+    line = Line([tw.Moments(freeze=5)], tw.Feedback(), tw.Sign("l2"))
+    for t, s in enumerate(signals(30)):
+        s = s.clone()
+        s[0] = 5.0 if t >= 10 else 0.0
+        estimate = line.round(s)
+    assert estimate[0] == 0 and line.held["residual"][0] == 0 and torch.isfinite(estimate).all()
+
+
+def test_the_variance_test_freezes_once_v_is_steady():
+    """Gradients of constant size: v's norm nears its limit as 1 − β₂^t, so the test passes where that is within the ratio."""
+    beta2, ratio = 0.9, 0.96
+    moments = tw.Moments(beta2=beta2, freeze=tw.Settled(ratio, least=1))
+    line, frozen = Line([moments]), 0
+    for t, s in enumerate(signals(200).sign(), 1):
+        line.round(s)
+        if not moments.dense(line.states[0]):
+            frozen = t
+            break
+    window = round(1 / (1 - beta2))
+    due = next(t for t in range(window, 200, window) if (1 - beta2 ** (t - window)) / (1 - beta2**t) >= ratio)
+    assert frozen == due > window
+
+
+def test_least_rounds_before_the_variance_test():
+    moments = tw.Moments(beta2=0.5, freeze=tw.Settled(0.1, least=50))
+    line = Line([moments])
+    for t, s in enumerate(signals(60), 1):
+        line.round(s)
+        assert moments.dense(line.states[0]) == (t < 50)
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: tw.Clip(-1.0), r"Clip\(norm=-1.0\): 0 \(no clipping\) or more is needed"),
+        (lambda: tw.Clip(math.nan), "0 .no clipping. or more is needed"),
+        (lambda: tw.Momentum(1.0), "0 < decay < 1"),
+        (lambda: tw.Momentum(0.9, "all"), "'sent' or 'nothing'"),
+        (lambda: tw.Moments(freeze=0), "freeze as rounds"),
+        (lambda: tw.Moments(freeze=1.5), "freeze as rounds"),
+        (lambda: tw.Moments(beta2=1.0), "0 < beta2 < 1"),
+        (lambda: tw.Settled(0.0), "0 < ratio <= 1"),
+        (lambda: tw.PerTensor(tw.LowRank()), "it needs the shapes"),
+        (lambda: tw.PerTensor(tw.TopK(), least=-1), "0 or more is needed"),
+        (lambda: tw.SGD(1.0), "0 <= momentum < 1"),
+        (lambda: tw.SGD(0.0, 0.0), "lr_factor > 0"),
+        (lambda: tw.Muon(-0.1), "0 <= momentum < 1"),
+        (lambda: tw.AdamW(1.0), "beta1, beta2 < 1"),
+        (lambda: tw.Strategy(filters=tw.Clip()), "a tuple of Filters is needed"),
+        (lambda: tw.Strategy(filters=(tw.Clip,)), "a tuple of Filters is needed"),
+        (lambda: tw.Strategy(filters=(tw.Momentum(), tw.Moments())), "2 of them keep momentum, one owner is needed"),
+        (
+            lambda: tw.Strategy(filters=(tw.Momentum(),), outer=tw.Nesterov()),
+            "momentum before the exchange and after it, one owner is needed",
+        ),
+        (lambda: tw.Strategy(inner=tw.SGD), r"AdamW\(\), SGD\(\), Muon\(\) or None"),
+    ],
+)
+def test_refused(make, message):
+    with pytest.raises(tw.ConfigurationError, match=message):
+        make()
