@@ -12,6 +12,7 @@ from thinwire.inner import SGD, Muon
 from thinwire.merge import Eager, Mix
 from thinwire.outer import Nesterov
 from thinwire.partition import Partition, Strided
+from thinwire.policy import Constant, DensityWarmup, Policy
 from thinwire.schedule import Every, Staggered
 from thinwire.strategy import Gradients, Strategy
 
@@ -124,6 +125,7 @@ def dgc(
     momentum: float = 0.9,
     clip: float = 1.0,
     codec: Codec | None = None,
+    policy: Policy = DensityWarmup(10),
     exchange: Exchange = Direct(),
 ) -> Strategy:
     """Deep Gradient Compression (Lin et al., arXiv 1712.01887): momentum before the exchange, the largest 0.1 % of each
@@ -132,9 +134,10 @@ def dgc(
         signal=Gradients(),
         filters=(Clip(clip), Momentum(momentum)),
         codec=codec or PerTensor(TopK(density)),
+        policy=policy,
         feedback=Feedback(),
         exchange=exchange,
-        inner=SGD(lr_factor=50.0),
+        inner=SGD(lr_factor=100.0),
     )
 
 
@@ -144,6 +147,7 @@ def outer_dgc(
     density: float = 0.01,
     momentum: float = 0.9,
     codec: Codec | None = None,
+    policy: Policy = DensityWarmup(1),
     exchange: Exchange = Direct(),
     anchors: Literal["host", "device"] = "host",
 ) -> Strategy:
@@ -152,6 +156,7 @@ def outer_dgc(
         schedule=Every(every),
         filters=(Momentum(momentum),),
         codec=codec or PerTensor(TopK(density)),
+        policy=policy,
         feedback=Feedback(),
         exchange=exchange,
         anchors=anchors,
@@ -183,7 +188,7 @@ def ef14(*, codec: Codec = TopK(0.01), exchange: Exchange = Direct(), momentum: 
         codec=codec,
         feedback=Feedback(),
         exchange=exchange,
-        inner=SGD(momentum, lr_factor=50.0),
+        inner=SGD(momentum, lr_factor=100.0),
     )
 
 
@@ -194,7 +199,7 @@ def ef21(*, codec: Codec = TopK(0.01), exchange: Exchange = Direct(), momentum: 
         codec=codec,
         feedback=Feedback(kappa=1, eta=0.0),
         exchange=exchange,
-        inner=SGD(momentum, lr_factor=50.0),
+        inner=SGD(momentum, lr_factor=100.0),
     )
 
 
@@ -207,18 +212,21 @@ def econtrol(
         codec=codec,
         feedback=Feedback(kappa=1, eta=eta),
         exchange=exchange,
-        inner=SGD(momentum, lr_factor=50.0),
+        inner=SGD(momentum, lr_factor=100.0),
     )
 
 
-def power_sgd(*, rank: int = 4, momentum: float = 0.9, codec: Codec | None = None) -> Strategy:
+def power_sgd(
+    *, rank: int = 4, momentum: float = 0.9, codec: Codec | None = None, policy: Policy = Constant()
+) -> Strategy:
     """PowerSGD (Vogels et al., arXiv 1905.13727): gradients as matrices of low rank, whose factors are added on the way."""
     return Strategy(
         signal=Gradients(),
         codec=codec or LowRank(rank, iterations=1),
+        policy=policy,
         feedback=Feedback(),
         exchange=AllReduce(),
-        inner=SGD(momentum, lr_factor=50.0),
+        inner=SGD(momentum, lr_factor=100.0),
     )
 
 

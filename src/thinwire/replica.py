@@ -301,8 +301,7 @@ class Replica:
 
     def _ticket(self, piece: Held, number: int, step: int) -> Ticket:
         lands = step + self.strategy.schedule.delay
-        codec = piece.due(self.strategy.policy, number)
-        return Ticket(piece.index, number, step, lands, codec, piece.exchange)
+        return Ticket(piece.index, number, step, lands, piece.due(self.strategy.policy, number), piece.exchange)
 
     def _await(self, piece: Held) -> tuple[Landed, Callable[[], None]]:
         """Wait for the fragment's flight and report it; what comes back second reports the landing, when it is done."""

@@ -12,7 +12,7 @@ import thinwire as tw
 from thinwire.filters import said, settled
 from thinwire.seeds import Key
 
-N = 101
+N, IDENTITY = 101, tw.Identity()
 
 
 def signals(rounds: int, n: int = N) -> torch.Tensor:
@@ -22,7 +22,7 @@ def signals(rounds: int, n: int = N) -> torch.Tensor:
 class Line:
     """One replica alone: filters, feedback, codec; what it said, what was sent, what came out."""
 
-    def __init__(self, filters, feedback=None, codec=tw.Identity(), n=N, size=1):
+    def __init__(self, filters, feedback=None, codec=IDENTITY, n=N, size=1):
         self.filters = tuple(one.fitted(codec, n, size) for one in filters)
         self.states = tuple(one.init(n) for one in self.filters)
         self.feedback, self.codec = feedback, codec

@@ -15,12 +15,8 @@ FILES = sorted(path.relative_to(HOUSE).as_posix() for path in HOUSE.rglob("*.py"
 
 # From the ground up: a room imports only from rooms before it, and files of one room from each other.
 _ORDER = """
-<<<<<<< HEAD
-version errors seeds packet kernels codecs schedule partition merge outer feedback policy group exchange strategy contact moved flight held
-=======
-version errors seeds packet kernels codecs schedule partition merge outer feedback filters inner group exchange strategy contact moved flight held
->>>>>>> 9dfe237 (Add filters, inner optimizers and the gradient methods as recipes)
-concord handover rounds elastic weights replica recipes checkpoint observe simulate lm plan cli
+version errors seeds packet kernels codecs schedule partition merge outer feedback filters inner policy group exchange strategy contact
+moved flight held concord handover rounds elastic weights replica recipes checkpoint observe simulate lm plan cli
 """
 ROOMS = _ORDER.split()
 
@@ -135,13 +131,9 @@ E2M1 E3M0 E4M3 E5M2 Int Sign TopK ChunkedTopK RandomK Codebook LowRank DCT Hadam
 CheckpointError ConfigurationError DataError DisagreementError LinkError ModelError NonFiniteError PacketError PeerError ThinwireError
 Direct TwoShot AllReduce Hierarchy Fastest Exchange Group ThreadGroup TorchGroup run_threads Eager Mix Average Nesterov Outer BySize
 Feedback Fragment Partition Sequential Strided Whole data_parallel diloco eager_diloco local_sgd sparse_loco streaming_diloco Replica Every
-<<<<<<< HEAD
 Schedule Staggered short_first Deltas Gradients Strategy parse Policy Constant DenseUntil DensityWarmup
-=======
-Schedule Staggered short_first Deltas Gradients Strategy parse
 PerTensor Clip Filter Moments Momentum Settled Signs AdamW Inner Muon SGD
 cgx demo dgc ef14 ef21 econtrol muloco one_bit_adam outer_dgc power_sgd qsgd
->>>>>>> 9dfe237 (Add filters, inner optimizers and the gradient methods as recipes)
 """
 
 
