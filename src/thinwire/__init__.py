@@ -42,6 +42,7 @@ from thinwire.exchange import AllReduce, Direct, Exchange, Fastest, Hierarchy, T
 from thinwire.feedback import Feedback
 from thinwire.filters import Clip, Filter, Moments, Momentum, Settled, Signs
 from thinwire.group import Group, ThreadGroup, TorchGroup, run_threads
+from thinwire.hook import GradientHook
 from thinwire.inner import SGD, AdamW, Inner, Muon
 from thinwire.merge import Eager, Mix
 from thinwire.outer import Average, Nesterov, Outer
@@ -103,6 +104,7 @@ __all__ = [
     "Feedback",
     "Filter",
     "Fragment",
+    "GradientHook",
     "Gradients",
     "Group",
     "Hadamard",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -273,3 +274,106 @@ def test_least_rounds_before_the_variance_test():
 def test_refused(make, message):
     with pytest.raises(tw.ConfigurationError, match=message):
         make()
+
+
+# ---- one owner of momentum, and the method's own inner optimizer
+
+
+def attach(strategy, optimizer, model=None):
+    model = model or torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    (group,) = tw.ThreadGroup.create(1)
+    tw.Replica(strategy, model, optimizer(model), group).close()
+
+
+def sgd(momentum):
+    return lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer", "message"),
+    [
+        (
+            tw.dgc(),
+            adamw,
+            r"inner optimizer is SGD\(momentum=0.0, .*AdamW was given; give torch.optim.SGD, or leave inner=None",
+        ),
+        (tw.dgc(), sgd(0.9), r"has momentum 0.9; give torch.optim.SGD\(..., momentum=0.0\)"),
+        (tw.one_bit_adam(), adamw, "AdamW was given"),
+        (tw.demo(), adamw, "AdamW was given"),
+        (tw.muloco(), adamw, r"inner optimizer is Muon\(.*AdamW was given; give what inner.Muon\(\).make"),
+        (
+            tw.Strategy(signal=tw.Gradients(), filters=(tw.Momentum(),)),
+            sgd(0.9),
+            r"keeps momentum before the exchange and SGD after it, one owner is needed",
+        ),
+        (tw.Strategy(signal=tw.Gradients(), filters=(tw.Moments(),)), adamw, "and AdamW after it, one owner is needed"),
+    ],
+)
+def test_an_optimizer_that_does_not_fit_is_refused_by_name(strategy, optimizer, message):
+    with pytest.raises(tw.ConfigurationError, match=message):
+        attach(strategy, optimizer)
+
+
+def test_what_fits_is_taken():
+    attach(tw.dgc(), sgd(0.0))
+    attach(tw.outer_dgc(), adamw)  # of deltas the inner optimizer's momentum is its own affair
+    attach(tw.Strategy(signal=tw.Gradients(), filters=(tw.Momentum(),)), sgd(0.0))
+    attach(tw.muloco(), lambda model: tw.Muon().make(model, 0.1, 0.0))
+
+
+def test_a_sharded_replica_cannot_clip():
+    with pytest.raises(tw.ConfigurationError, match="needs the norm of a whole replica's signal"):
+        tw.dgc().check_inner(sgd(0.0)(torch.nn.Linear(2, 2)), sharded=True)
+    tw.dgc(clip=0.0).check_inner(sgd(0.0)(torch.nn.Linear(2, 2)), sharded=True)
+
+
+def test_muon_without_matrices_is_refused():
+    model = torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.LayerNorm(4))
+    with pytest.raises(tw.ModelError, match="matrices inside a list of layers are needed"):
+        tw.Muon().make(model, 0.1, 0.0)
+
+
+def test_muon_and_adamw_are_one_optimizer():
+    """As both apart: matrices of the layers by Muon, all else by AdamW; saved, loaded, and gone on with, bit for bit."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = torch.nn.Embedding(5, 4)
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+
+    def filled():
+        torch.manual_seed(0)
+        return Model()
+
+    def train(model, *optimizers):
+        for seed in range(3):
+            torch.manual_seed(seed)
+            for p in model.parameters():
+                p.grad = torch.randn_like(p)
+            for optimizer in optimizers:
+                optimizer.step()
+
+    one, apart = filled(), filled()
+    both = tw.Muon().make(one, 0.02, 0.1)
+    matrices = [layer.weight for layer in apart.layers]
+    rest = [p for p in apart.parameters() if not any(p is m for m in matrices)]
+    muon = torch.optim.Muon(matrices, 0.02, 0.1, 0.95, adjust_lr_fn="match_rms_adamw")
+    adam = torch.optim.AdamW(rest, lr=0.02, betas=(0.9, 0.99), weight_decay=0.1)
+    train(one, both)
+    train(apart, muon, adam)
+    again = filled()
+    again.load_state_dict(one.state_dict())
+    loaded = tw.Muon().make(again, 1.0, 0.0)
+    loaded.load_state_dict(copy.deepcopy(both.state_dict()))
+    for group in loaded.param_groups + both.param_groups + muon.param_groups + adam.param_groups:
+        group["lr"] = 0.01
+    train(one, both)
+    train(apart, muon, adam)
+    train(again, loaded)
+    for a, b, c in zip(one.parameters(), apart.parameters(), again.parameters()):
+        assert same_bits(a.detach(), b.detach()) and same_bits(a.detach(), c.detach())

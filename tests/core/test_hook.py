@@ -1,0 +1,81 @@
+"""The communication hook for DDP, on two real processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hook_processes import POISONED, STEPS, STRATEGIES, run
+from pieces import same_bits
+
+import thinwire as tw
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("hook"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_replicas_stay_equal(world, name):
+    """Bit for bit, at every step, with any codec."""
+    for a, b in zip(world[0][name], world[1][name], strict=True):
+        assert same_bits(a, b) and torch.isfinite(a).all()
+    assert not same_bits(world[0][name][0], world[0][name][-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["identity", "identity, all-reduced"])
+def test_in_fp32_it_is_plain_ddp(world, name):
+    """Of two replicas the sum has one order: the same bits."""
+    assert world[0]["buckets"] > 2
+    for got, due in zip(world[0][name], world[0]["plain"], strict=True):
+        assert same_bits(got, due)
+
+
+@pytest.mark.slow
+def test_codecs_change_what_is_trained(world):
+    """So that equality above is not for want of a hook."""
+    for name in STRATEGIES:
+        assert "identity" in name or not torch.allclose(world[0][name][-1], world[0]["plain"][-1], rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_what_is_not_finite_changes_nothing(world):
+    """The step that is skipped leaves weights, filters and feedback, and the next is as if it were this one."""
+    for one, other in zip(world[0][POISONED], world[1][POISONED], strict=True):
+        assert same_bits(one, other) and torch.isfinite(one).all()
+    assert same_bits(world[0][POISONED][5], world[0][POISONED][4])
+    assert not same_bits(world[0][POISONED][6], world[0][POISONED][5])
+
+
+@pytest.mark.slow
+def test_resumed(world):
+    """After a resume one step travels in fp32, in buckets that are new again; from there it trains on, the same everywhere."""
+    for rank in (0, 1):
+        assert len(world[rank]["resumed"]) == STEPS - 5
+        assert all(same_bits(a, b) for a, b in zip(world[0]["resumed"], world[rank]["resumed"]))
+        names = {name.partition("/")[2] for name in world[rank]["dgc state"]}
+        assert names == {"feedback.residual", "filter.1.velocity"}
+    assert torch.isfinite(world[0]["resumed"][-1]).all()
+
+
+@pytest.mark.parametrize("strategy", [tw.diloco(), tw.Strategy(signal=tw.Gradients(), partition=tw.BySize(2))], ids=str)
+def test_what_it_cannot_run_is_refused(strategy):
+    (group,) = tw.ThreadGroup.create(1)
+    with pytest.raises(tw.ConfigurationError, match=r"DDP exchanges Gradients\(\), in buckets that it cuts itself"):
+        tw.GradientHook(strategy, torch.nn.Linear(2, 2), group)
+
+
+def test_clipping_of_a_bucket_is_refused():
+    (group,) = tw.ThreadGroup.create(1)
+    with pytest.raises(tw.ConfigurationError, match="Clip would see a bucket"):
+        tw.GradientHook(tw.dgc(), torch.nn.Linear(2, 2), group)
+
+
+def test_the_state_of_another_model_is_refused():
+    (group,) = tw.ThreadGroup.create(1)
+    hook = tw.GradientHook(tw.ef14(), torch.nn.Linear(2, 2), group)
+    with pytest.raises(tw.CheckpointError, match="of another model"):
+        hook.load_state({"head.weight/feedback.residual": torch.zeros(4)}, {"steps": 3})
+    hook.close()
