@@ -72,6 +72,10 @@ def test_what_the_system_refuses_is_said_without_a_traceback(
         ({"lr": float("nan")}, "lr=nan: more than 0"),
         ({"weight_decay": float("nan")}, "weight_decay=nan: 0 or more"),
         ({"strategy": "streaming"}, "strategy='streaming' is no recipe; one of"),
+        ({"strategy": "dgc", "optimizer": "AdamW"}, "that method is one with its inner optimizer, SGD"),
+        ({"optimizer": "Average()"}, r"optimizer='Average\(\)': AdamW, SGD\(...\) or Muon is needed"),
+        ({"optimizer": "Adam"}, "'Adam' in 'Adam' is not known"),
+        ({"strategy": "dgc", "outer_lr": 0.1}, "dgc takes no outer_lr; it takes"),
         ({"codec": "E3M0(block=1+x)"}, r"'1 \+ x' in .* is no plain value"),
     ],
 )

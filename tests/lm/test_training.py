@@ -115,7 +115,14 @@ def test_resume_equals_never_having_stopped(whole: Path, tmp_path: Path, text: s
 
 
 @pytest.mark.parametrize(
-    "strategy", ["data_parallel", "local_sgd(every=5)", "diloco(every=5)", "eager_diloco(every=6)"]
+    "strategy",
+    [
+        *("data_parallel", "local_sgd(every=5)", "diloco(every=5)", "eager_diloco(every=6)", "one_bit_adam(freeze=6)"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("dgc", "muloco(every=5)", "demo", "power_sgd", "ef21")
+        ),
+    ],
 )
 def test_resume_is_exact_for_every_recipe(tmp_path: Path, text: str, strategy: str) -> None:
     run = small_run(text, strategy=strategy, every=None, delay=None, checkpoint_every=8)

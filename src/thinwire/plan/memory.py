@@ -124,6 +124,8 @@ def kept_nbytes(parameters: int, strategy: Strategy, numels: Sequence[int]) -> d
             kept["deviation and own delta"] = 8 * exchanged + momentum
     if strategy.feedback:
         kept["feedback"] = sum(4 * exchanged for _ in strategy.feedback.init(0))
+    if strategy.filters:
+        kept["filters"] = sum(4 * exchanged for one in strategy.filters for t in one.init(0).values() if not t.numel())
     return kept
 
 
@@ -160,7 +162,10 @@ def _gradient_exchange(strategy: Strategy, numels: Sequence[int], replicas: int)
     """Data-parallel: all gradients flat, their packets, and the mean."""
     if not isinstance(strategy.signal, Gradients):
         return 0
-    return 8 * sum(numels) + strategy.codec.nbytes(sum(numels)) * replicas
+    filters = (
+        4 * (len(strategy.filters) + 2) if strategy.filters else 0
+    )  # what each said, what was sent, the next state
+    return (8 + filters) * sum(numels) + strategy.codec.nbytes(sum(numels)) * replicas
 
 
 def _home(strategy: Strategy) -> Place:
