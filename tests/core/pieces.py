@@ -8,10 +8,11 @@ from __future__ import annotations
 import inspect
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -310,6 +311,15 @@ METHODS: dict[str, tw.Strategy] = {
     ),
     "anchors on the device": tw.Strategy(schedule=tw.Every(2, 1), outer=tw.Nesterov(), anchors="device"),
 }
+
+# Of these the kind is in the fast tests already; they are slow by their number only.
+_OF_A_KIND = {"outer_dgc", "ef14", "ef21", "power_sgd", "qsgd", "cgx", "demo", "muloco"}
+
+
+def each(names: Iterable[str]) -> list[Any]:
+    """Names of methods to parametrize with; of a kind only one is fast."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name in _OF_A_KIND else name for name in names]
+
 
 IN_SITES = {  # for so many replicas as there are in the sites
     sites: tw.Strategy(

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from pieces import CODECS, EXCHANGES, MATRICES, METHODS, Shuffled, adamw, journey, same_bits, toy
+from pieces import CODECS, EXCHANGES, MATRICES, METHODS, Shuffled, adamw, each, journey, same_bits, toy
 
 import thinwire as tw
 from thinwire.exchange import Air, Round, outbox
@@ -485,7 +485,7 @@ def test_chunks_overlap(small):
     assert order.index("settle") < len(order) - order[::-1].index("encode") - 1
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", each(METHODS))
 def test_a_steady_round_takes_no_new_buffer(name):
     """Of a fragment's size nothing is made anew: over many rounds there are not more (how many fly at once is chance)."""
     counts = []

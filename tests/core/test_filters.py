@@ -304,7 +304,7 @@ def adamw(model):
         (tw.dgc(), sgd(0.9), r"has momentum 0.9; give torch.optim.SGD\(..., momentum=0.0\)"),
         (tw.one_bit_adam(), adamw, "AdamW was given"),
         (tw.demo(), adamw, "AdamW was given"),
-        (tw.muloco(), adamw, r"inner optimizer is Muon\(.*AdamW was given; give what inner.Muon\(\).make"),
+        (tw.muloco(), adamw, r"inner optimizer is Muon\(.*AdamW was given; give what thinwire.Muon\(\).make"),
         (
             tw.Strategy(signal=tw.Gradients(), filters=(tw.Momentum(),)),
             sgd(0.9),

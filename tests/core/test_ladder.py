@@ -62,7 +62,9 @@ def test_all_replicas_at_once_are_the_codec():
     assert torch.equal(largest(z), torch.stack([roundtrip(CODEC, row) for row in z]))
 
 
-@pytest.mark.parametrize(("sigma", "n"), DUE)
+@pytest.mark.parametrize(
+    ("sigma", "n"), [pytest.param(*at, marks=pytest.mark.slow) if at[1] > 10 else at for at in DUE]
+)
 def test_ladder(sigma, n):
     far = {name: distance(feedback, sigma, n) for name, feedback in LADDER.items()}
     none, ef14, ef21, little, more = far.values()

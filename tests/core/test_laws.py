@@ -13,6 +13,7 @@ from pieces import (
     Shuffled,
     adamw,
     batch,
+    each,
     inner_step,
     journey,
     same_bits,
@@ -25,7 +26,7 @@ import thinwire as tw
 from thinwire.group import CountedGroup, Ledger
 from thinwire.packet import HEADER_NBYTES
 
-methods = pytest.mark.parametrize("name", METHODS)
+methods = pytest.mark.parametrize("name", each(METHODS))
 
 
 def momentum_sgd(model):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pieces import METHODS, Toy, adamw, batch, fill, inner_step, journey, same_bits, sgd, toy, weights
+from pieces import METHODS, Toy, adamw, batch, each, fill, inner_step, journey, own, same_bits, sgd, toy, weights
 from torch import nn
 
 import thinwire as tw
@@ -12,9 +12,9 @@ import thinwire as tw
 STREAM = tw.streaming_diloco(every=4, fragments=2, delay=1, codec=tw.Identity())
 
 
-def attach(group, strategy=STREAM, model=None, optimizer=adamw, **options):
+def attach(group, strategy=STREAM, model=None, optimizer=None, **options):
     model = toy() if model is None else model
-    made = optimizer(model)
+    made = optimizer(model) if optimizer else own(strategy, model)
     return model, made, tw.Replica(strategy, model, made, group, **options)
 
 
@@ -204,7 +204,7 @@ def test_other_precisions(dtype):
     assert same_bits(*tw.run_threads(2, replica))
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", each(METHODS))
 def test_anchored_and_export(name):
     """Within `anchored` the model is the anchors, on all replicas alike; after, it is the replica's own, bit for bit, also after an error."""
 
@@ -249,7 +249,7 @@ def test_looking_changes_nothing():
         assert all(same_bits(a, b) for one, other in zip(watched, alone) for a, b in zip(one.weights, other.weights))
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", each(METHODS))
 def test_stop_together(name):
     """One replica asks; all stop at the same step, within a period and a delay, and finish together."""
 

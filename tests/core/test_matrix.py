@@ -137,7 +137,7 @@ def unclipped(strategy):
 
 def plain(name):
     """The recipe with a codec that drops nothing, and without what would tell replicas or fragments apart."""
-    strategy = dataclasses.replace(unclipped(METHODS[name]), codec=tw.Identity())
+    strategy = dataclasses.replace(unclipped(METHODS[name]), codec=tw.Identity(), policy=tw.Constant())
     if name == "streaming_diloco":
         strategy = dataclasses.replace(strategy, schedule=tw.Every(6), partition=tw.Whole(), merge=tw.Mix(0.0))
     return strategy

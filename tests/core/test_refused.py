@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from pieces import METHODS, Journey, Picky, adamw, batch, inner_step, journey, same_bits, toy, weights
+from pieces import METHODS, Journey, Picky, adamw, batch, each, inner_step, journey, same_bits, toy, weights
 from torch import nn
 
 import thinwire as tw
@@ -142,7 +142,7 @@ NOT_GRADIENTS = [name for name in METHODS if not isinstance(METHODS[name].signal
 GRADIENTS = [name for name in METHODS if name not in NOT_GRADIENTS]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", each(METHODS))
 @pytest.mark.parametrize(("value", "rank"), [(NAN, 1), (INF, 0)])
 def test_recovery_from_a_gradient(name, value, rank):
     """NaN in one gradient of one replica: in AdamW it reaches weights and both moments, and must leave all of them."""
@@ -150,13 +150,13 @@ def test_recovery_from_a_gradient(name, value, rank):
     check_recovery(journeys, rank)
 
 
-@pytest.mark.parametrize("name", NOT_GRADIENTS)
+@pytest.mark.parametrize("name", each(NOT_GRADIENTS))
 def test_recovery_from_a_parameter(name):
     journeys = journey(METHODS[name], 3, steps=24, before_step=poison_parameter(5))
     check_recovery(journeys, 1, unseen=METHODS[name].merge == tw.Mix(0.0))
 
 
-@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize("name", each(GRADIENTS))
 def test_bad_weights_without_anchors_end_the_run_by_name(name):
     """With Gradients nobody holds anchors: going on for ever without a step would be worse."""
     with pytest.raises(
@@ -165,7 +165,7 @@ def test_bad_weights_without_anchors_end_the_run_by_name(name):
         journey(METHODS[name], 2, steps=24, before_step=poison_parameter(5))
 
 
-@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize("name", each(GRADIENTS))
 def test_a_refused_gradient_changes_nothing(name):
     """Weights and moments stay, on every replica and in every fragment, and the next step is as if it were this one."""
     journeys = journey(METHODS[name], 2, steps=8, before_step=poison_gradient(4))
@@ -174,7 +174,7 @@ def test_a_refused_gradient_changes_nothing(name):
         assert {e["step"] for e in one.heard("refused")} == {3}  # in the course of inner step 4
 
 
-@pytest.mark.parametrize("name", NOT_GRADIENTS)
+@pytest.mark.parametrize("name", each(NOT_GRADIENTS))
 def test_a_refused_round_changes_no_anchor(name):
     """Anchors and outer state before and after the landing of a refused round of the only fragment are the same bits."""
     journeys = journey(METHODS[name], 2, steps=20, before_step=poison_gradient(5))
