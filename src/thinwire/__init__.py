@@ -46,7 +46,7 @@ from thinwire.partition import BySize, Fragment, Partition, Sequential, Strided,
 from thinwire.policy import Constant, DenseUntil, DensityWarmup, Policy
 from thinwire.recipes import data_parallel, diloco, eager_diloco, local_sgd, sparse_loco, streaming_diloco
 from thinwire.replica import Replica
-from thinwire.schedule import Every, Schedule, Staggered, short_first
+from thinwire.schedule import Every, Quadratic, Schedule, Staggered, short_first
 from thinwire.strategy import Deltas, Gradients, Strategy, parse
 from thinwire.version import __version__ as __version__
 
@@ -96,6 +96,7 @@ __all__ = [
     "Partition",
     "PeerError",
     "Policy",
+    "Quadratic",
     "RandomK",
     "Replica",
     "Schedule",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -165,6 +165,22 @@ def hold(strategy: Strategy, fragment: Fragment, index: int, rank: int, size: in
     return Held(
         fragment, index, anchor, strategy.outer.init(anchor), feedback, memory, codec, strategy.policy.init(codec)
     )
+
+
+def saved(pieces: Sequence[Held]) -> dict[str, Tensor]:
+    """What to save of all fragments."""
+    return {f"{piece.index}.{name}": value for piece in pieces for name, value in piece.tensors().items()}
+
+
+def restore(pieces: Sequence[Held], tensors: Mapping[str, Tensor], rounds: Sequence[int], outer: Outer) -> None:
+    """Take over what was `saved`, and how many rounds each fragment has seen. Raises `CheckpointError`."""
+    if len(rounds) != len(pieces):
+        raise CheckpointError(
+            f"the checkpoint has {len(rounds)} fragments, this strategy makes {len(pieces)}; resume with the run's own strategy."
+        )
+    for piece, number in zip(pieces, rounds):
+        piece.load(_under(f"{piece.index}.", tensors), outer)
+        piece.rounds = number
 
 
 def _under(prefix: str, named: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -20,15 +20,16 @@ from torch import Tensor, nn
 from thinwire.codecs import Identity
 from thinwire.contact import agree_on_start, check_start, digest, introduce, introduction
 from thinwire.elastic import Elastic, check
-from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError, ModelError, NonFiniteError
+from thinwire.errors import ConfigurationError, DisagreementError, ModelError, NonFiniteError
 from thinwire.flight import WEIGHTS, Crew, Landed, Ticket, agree
 from thinwire.group.base import Group, gather
 from thinwire.group.roster import Roster
-from thinwire.held import Held, hold
+from thinwire.held import Held, hold, restore, saved
 from thinwire.merge import Eager, Mix
 from thinwire.moved import Moved
 from thinwire.outer import Average
 from thinwire.partition import Fragment, check_optimizer, check_sharding
+from thinwire.schedule import Calendar
 from thinwire.strategy import Gradients, Strategy
 from thinwire.weights import clear, exported, gradient, reshard
 
@@ -97,7 +98,10 @@ class Replica:
         check_optimizer(model, optimizer)
         check_sharding(model, whole_replica=site is not None)
         fragments = strategy.partition.fragments(model)
-        strategy.schedule.departs(1, len(fragments))  # offsets for another number of fragments are refused here
+        self._calendar = Calendar(
+            strategy.schedule, len(fragments), lambda _: float(max(g["lr"] for g in optimizer.param_groups))
+        )
+        self._calendar.departs(0)  # offsets for another number of fragments are refused here
         strategy.warm_up()
         self._gradients_exchanged = self._finished = False
         self._site = site
@@ -263,7 +267,7 @@ class Replica:
         if self._elastic:
             self.step = self._elastic.after_step(self.step)
         elif not isinstance(self.strategy.signal, Gradients):
-            for index in self.strategy.schedule.departs(self.step, len(self._pieces)):
+            for index in self._calendar.departs(self.step):
                 self._depart_delta(self._pieces[index])
             for piece in self._pieces:
                 if piece.flight and piece.flight.departed + self.strategy.schedule.delay == self.step:
@@ -392,9 +396,14 @@ class Replica:
         Flights in the air are kept as the deltas that departed; they depart again, with the same bytes, when loaded.
         Nothing waits.
         """
-        tensors = {f"{p.index}.{name}": value for p in self._pieces for name, value in p.tensors().items()}
+        tensors = saved(self._pieces)
         flights = {str(p.index): [p.flight.number, p.flight.departed] for p in self._pieces if p.flight}
-        facts = {"step": self.step, "rounds": [piece.rounds for piece in self._pieces], "flights": flights}
+        facts = {
+            "step": self.step,
+            "rounds": [piece.rounds for piece in self._pieces],
+            "flights": flights,
+            "calendar": self._calendar.facts(),
+        }
         return tensors, facts | ({"agreed": self._elastic.facts()} if self._elastic else {})
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
@@ -404,16 +413,9 @@ class Replica:
         Raises `CheckpointError` (made for another model or strategy), `DisagreementError` (replicas loaded different
         anchors).
         """
-        if len(facts["rounds"]) != len(self._pieces):
-            raise CheckpointError(
-                f"the checkpoint has {len(facts['rounds'])} fragments, this strategy makes {len(self._pieces)}; resume with the run's own strategy."
-            )
         self.step = facts["step"]
-        for piece in self._pieces:
-            prefix = f"{piece.index}."
-            named = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-            piece.load(named, self.strategy.outer)
-            piece.rounds = facts["rounds"][piece.index]
+        self._calendar.load(facts["calendar"])
+        restore(self._pieces, tensors, facts["rounds"], self.strategy.outer)
         if self._elastic:
             self._elastic.load(facts["agreed"])
             return

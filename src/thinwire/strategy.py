@@ -41,7 +41,7 @@ from thinwire.merge import Eager, Mix
 from thinwire.outer import Average, Nesterov, Outer
 from thinwire.partition import BySize, Partition, Sequential, Strided, Whole
 from thinwire.policy import LONG_RUN, Constant, DenseUntil, DensityWarmup, Policy
-from thinwire.schedule import Every, Schedule, Staggered
+from thinwire.schedule import Adaptive, Every, Quadratic, Schedule, Staggered
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Strategy:
     True
     """
 
-    schedule: Schedule = Every(1)
+    schedule: Schedule | Adaptive = Every(1)
     partition: Partition = Whole()
     codec: Codec = Identity()
     policy: Policy = Constant()
@@ -82,12 +82,17 @@ class Strategy:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        protocols = {"schedule": Schedule, "partition": Partition, "codec": Codec, "policy": Policy}
+        protocols: dict[str, Any] = {
+            "schedule": Schedule | Adaptive,
+            "partition": Partition,
+            "codec": Codec,
+            "policy": Policy,
+        }
         protocols |= {"exchange": Exchange, "outer": Outer}
         for name, protocol in protocols.items():
             if not isinstance(getattr(self, name), protocol) or isinstance(getattr(self, name), type):
                 raise ConfigurationError(
-                    f"{name}={getattr(self, name)!r}: {'an' if name[0] in 'eo' else 'a'} {protocol.__name__} is needed; see docs/strategies.md."
+                    f"{name}={getattr(self, name)!r}: {'an' if name[0] in 'eo' else 'a'} {name.title()} is needed; see docs/strategies.md."
                 )
         if not isinstance(self.merge, Mix | Eager):
             raise ConfigurationError(f"merge={self.merge!r}: Mix(alpha) or Eager() is needed.")
@@ -101,7 +106,7 @@ class Strategy:
             raise ConfigurationError(f"anchors={self.anchors!r}: 'host' or 'device' is needed.")
         every, delay = self.schedule.every, self.schedule.delay
         if isinstance(self.merge, Eager):
-            if delay != every:
+            if delay != every or isinstance(self.schedule, Adaptive):
                 raise ConfigurationError(
                     f"Eager() with delay={delay}, every={every}: an eager round takes a whole period; choose delay={every}."
                 )
@@ -161,6 +166,16 @@ class Strategy:
             return []
         return self.exchange.why([self.coded(shapes) for shapes in fragments], size)
 
+    def cautions(self) -> list[str]:
+        """What works, but not as its source has it."""
+        said = []
+        if isinstance(self.schedule, Adaptive) and self.outer.init(torch.zeros(1)):
+            said.append(
+                f"{self.schedule} is made for averaging; under the momentum of {self.outer} a longer round is also a larger outer step. "
+                "Take Average(), or a smaller momentum and rate"
+            )
+        return said
+
     def describe(self, model: nn.Module, size: int) -> str:
         """What this strategy does to `model` among `size` replicas, in a few lines, with predicted bytes."""
         fragments = self.partition.fragments(model)
@@ -168,14 +183,16 @@ class Strategy:
         shapes = [fragment.shapes for fragment in fragments]
         nbytes = self.nbytes_per_period(shapes, size)
         bits = 8 * nbytes / max(1, sum(numels)) / self.schedule.every
+        least = "at least " if isinstance(self.schedule, Adaptive) else ""
         lines = [
-            f"{len(fragments)} fragment(s), {sum(numels):,} parameters, exchanged every {self.schedule.every} inner steps, "
+            f"{len(fragments)} fragment(s), {sum(numels):,} parameters, exchanged every {least}{self.schedule.every} inner steps, "
             f"{self.schedule.delay} of them in the air",
             f"{nbytes:,} bytes sent per replica and period: {bits:.4g} bits per parameter and step (predicted)",
         ]
         for first, end in pairwise((0, *self.policy.changes)):
             early = self.nbytes_per_period(shapes, size, first)
             lines.append(f"rounds {first:,} to {end - 1:,} of a fragment: {early:,} bytes a period (predicted)")
+        lines += [f"caution: {caution}" for caution in self.cautions()]
         lines += [f"exchange: {choice}" for choice in self.choices(shapes, size)]
         return "\n".join(lines + [f"  {f.name}: {f.numel:,} parameters" for f in fragments])
 
@@ -187,6 +204,7 @@ PIECES: dict[str, Callable[..., Any]] = {
             Strategy,
             Every,
             Staggered,
+            Quadratic,
             Whole,
             Strided,
             Sequential,

@@ -139,6 +139,8 @@ SCHEDULES = [
     row(tw.Staggered(10, 9), "steady"),
     row(tw.Staggered(7, 2, tw.short_first(7, 3, 2)), "steady"),
     row(tw.Staggered(2), "steady"),
+    row(tw.Quadratic(4, 0.0175)),
+    row(tw.Quadratic(2, 0.5, 1.0, delay=1)),
 ]
 PARTITIONS = [
     row(tw.Whole()),
@@ -235,6 +237,13 @@ METHODS: dict[str, tw.Strategy] = {
         codec=tw.Sign(),
         feedback=tw.Feedback(),
         exchange=tw.TwoShot(tw.Feedback()),
+        merge=tw.Mix(0.5),
+    ),
+    "ever longer rounds": tw.Strategy(schedule=tw.Quadratic(2, 0.02), codec=tw.Cast()),
+    "ever longer rounds, in the air": tw.Strategy(
+        schedule=tw.Quadratic(3, 0.06, 1.0, delay=2),
+        partition=tw.Strided(2),
+        outer=tw.Nesterov(0.5, 0.5),
         merge=tw.Mix(0.5),
     ),
     "ever sparser, in the air": tw.Strategy(

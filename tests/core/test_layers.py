@@ -131,7 +131,7 @@ E2M1 E3M0 E4M3 E5M2 Int Sign TopK ChunkedTopK RandomK Codebook LowRank DCT Hadam
 CheckpointError ConfigurationError DataError DisagreementError LinkError ModelError NonFiniteError PacketError PeerError ThinwireError
 Direct TwoShot AllReduce Hierarchy Fastest Exchange Group ThreadGroup TorchGroup run_threads Eager Mix Average Nesterov Outer BySize
 Feedback Fragment Partition Sequential Strided Whole data_parallel diloco eager_diloco local_sgd sparse_loco streaming_diloco Replica Every
-Schedule Staggered short_first Deltas Gradients Strategy parse Policy Constant DenseUntil DensityWarmup
+Schedule Staggered short_first Deltas Gradients Strategy parse Policy Constant DenseUntil DensityWarmup Quadratic
 """
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from thinwire.exchange import Direct
 from thinwire.merge import Eager
+from thinwire.schedule import Calendar
 from thinwire.simulate.scenario import Scenario
 from thinwire.strategy import Gradients, Strategy
 
@@ -112,10 +113,11 @@ class Oracle:
             self.landings[rank].append(now)
             return now
 
+        calendar = Calendar(schedule, len(self.numels), lambda step: 1.0)
         for step in range(1, steps + 1):
             self.compute[rank] += self.scenario.step_seconds[rank]
             now = yield ("until", now + self.scenario.step_seconds[rank])
-            for p in schedule.departs(step, len(self.numels)):
+            for p in calendar.departs(step):
                 if eager and p in flying:
                     now = yield from land(p)
                 depart(p, step)

@@ -15,7 +15,7 @@ from thinwire.lm.model import Architecture
 from thinwire.merge import Eager
 from thinwire.observe.units import text_of_seconds
 from thinwire.plan.links import Links
-from thinwire.schedule import Schedule
+from thinwire.schedule import Schedule, busiest
 from thinwire.strategy import Strategy
 
 _PERIODS = 12  # followed; the first half does not count (long flights take some to settle)
@@ -83,7 +83,7 @@ def follow(strategy: Strategy, step_seconds: float, fragments: Sequence[Traffic]
     done = 0
     events: list[tuple[int, int, int]] = []  # step, what (landings of eager rounds come first), fragment
     for period in range(_PERIODS):
-        for step, p in _departures(strategy.schedule, len(fragments)):  # type: ignore[arg-type]  # frozen values hash
+        for step, p in _departures(busiest(strategy.schedule), len(fragments)):  # type: ignore[arg-type]  # frozen values hash
             at = period * every + step
             events += [(at, 1, p), (at + delay, 0 if eager else 2, p)]
     for step, what, p in sorted(events):

@@ -20,7 +20,7 @@ import torch
 from thinwire.lm.model import Architecture
 from thinwire.merge import Eager
 from thinwire.plan.sharding import FP32, Shards
-from thinwire.schedule import Schedule
+from thinwire.schedule import Schedule, busiest
 from thinwire.strategy import Gradients, Strategy
 
 Place = Literal["device", "host"]
@@ -131,7 +131,7 @@ def most_at_once(strategy: Strategy, numels: Sequence[int]) -> int:
     """Elements in the air at the worst moment of a period."""
     if isinstance(strategy.signal, Gradients):
         return sum(numels)
-    return _most_at_once(strategy.schedule, tuple(numels))  # type: ignore[arg-type]  # frozen values hash
+    return _most_at_once(busiest(strategy.schedule), tuple(numels))  # type: ignore[arg-type]  # frozen values hash
 
 
 @lru_cache(maxsize=4096)
