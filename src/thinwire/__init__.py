@@ -40,8 +40,8 @@ from thinwire.errors import (
 from thinwire.exchange import AllReduce, Direct, Exchange, Fastest, Hierarchy, TwoShot
 from thinwire.feedback import Feedback
 from thinwire.group import Group, ThreadGroup, TorchGroup, run_threads
-from thinwire.merge import Eager, Mix
-from thinwire.outer import Average, Nesterov, Outer
+from thinwire.merge import Eager, Mix, Reset
+from thinwire.outer import Average, HeavyBall, Nesterov, Outer
 from thinwire.partition import BySize, Fragment, Partition, Sequential, Strided, Whole
 from thinwire.policy import Constant, DenseUntil, DensityWarmup, Policy
 from thinwire.recipes import data_parallel, diloco, eager_diloco, local_sgd, sparse_loco, streaming_diloco
@@ -81,6 +81,7 @@ __all__ = [
     "Gradients",
     "Group",
     "Hadamard",
+    "HeavyBall",
     "Hierarchy",
     "Identity",
     "Int",
@@ -99,6 +100,7 @@ __all__ = [
     "Quadratic",
     "RandomK",
     "Replica",
+    "Reset",
     "Schedule",
     "Sequential",
     "Shaped",

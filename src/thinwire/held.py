@@ -12,6 +12,7 @@ from thinwire.codecs import Codec, fitted
 from thinwire.errors import CheckpointError
 from thinwire.exchange import Buffers
 from thinwire.flight import Flight, Landed
+from thinwire.merge import Eager
 from thinwire.moved import Present
 from thinwire.outer import Elementwise, Outer, State
 from thinwire.partition import Fragment, local
@@ -34,10 +35,10 @@ class Held:
     policy: State  # what the strategy's policy knows of this fragment; on the CPU
     rounds: int = 0
     flight: Flight | None = None
+    own: Tensor | None = None  # where a round takes a whole period: the own delta that is in the air
     # eager updates only: what this replica is ahead of the anchor
     deviation: Tensor | None = None
     deviation_state: State = field(default_factory=dict)
-    own: Tensor | None = None  # the own delta that is in the air
 
     @property
     def base(self) -> Tensor:
@@ -97,7 +98,16 @@ class Held:
         for part, values in self.slices(flat):
             part.copy_(values)
 
-    def step_aside(self, delta: Tensor, outer: Outer, share: float, buffers: Buffers) -> None:
+    def begin_next(self, delta: Tensor, strategy: Strategy, share: float, buffers: Buffers) -> None:
+        """Where a round takes a whole period and `delta` is about to depart: from where the next inner steps go on."""
+        if isinstance(strategy.merge, Eager):
+            self._step_aside(delta, strategy.outer, share, buffers)
+        else:
+            buffers.give(*([] if self.own is None else [self.own]))
+            self.own = delta
+        self.load_into_parameters(self.base)
+
+    def _step_aside(self, delta: Tensor, outer: Outer, share: float, buffers: Buffers) -> None:
         """Eager updates: what is new in `delta` since the last counts at once, as this replica's share of the mean."""
         if self.deviation is None or self.own is None:
             self.deviation = torch.zeros_like(self.anchor)
@@ -112,7 +122,6 @@ class Held:
             moved, after = outer.step(present, fresh, state)
         buffers.swap([fresh, present, *state.values()], [moved, *after.values()])
         self.deviation, self.deviation_state, self.own = moved, after, delta
-        self.load_into_parameters(self.base)
 
     def tensors(self) -> dict[str, Tensor]:
         """What to save. A flight is kept as the delta that departed."""

@@ -25,7 +25,7 @@ from thinwire.flight import WEIGHTS, Crew, Landed, Ticket, agree
 from thinwire.group.base import Group, gather
 from thinwire.group.roster import Roster
 from thinwire.held import Held, hold, restore, saved
-from thinwire.merge import Eager, Mix
+from thinwire.merge import Mix
 from thinwire.moved import Moved
 from thinwire.outer import Average
 from thinwire.partition import Fragment, check_optimizer, check_sharding
@@ -225,7 +225,7 @@ class Replica:
             self._elastic.finish(self.step)
         elif not isinstance(self.strategy.signal, Gradients):
             for piece in self._pieces:
-                if piece.flight and isinstance(self.strategy.merge, Mix):  # an eager departure lands the round before
+                if piece.flight and not self.strategy.merge.whole_period:  # else the departure lands the round before
                     self._land(piece)
             for piece in self._pieces:
                 self._depart_delta(piece)
@@ -280,8 +280,8 @@ class Replica:
         began = self._clock()
         delta = piece.delta(self._buffers.like(piece.anchor))
         given: Tensor | None = None
-        if isinstance(self.strategy.merge, Eager):
-            delta = self._step_eagerly(piece, delta)
+        if self.strategy.merge.whole_period:
+            self._turn_over(piece, delta)
         elif self.group.size == 1 and self.strategy.schedule.delay == 0 and self._plain:
             # One replica that averages with itself is the inner optimizer alone, exactly (law 2): anchor − (anchor − θ) would round.
             given = piece.snapshot(self._buffers.like(piece.anchor))
@@ -315,7 +315,7 @@ class Replica:
         stall = self._clock() - began
         self.stall_seconds += stall
         piece.flight = None
-        if not isinstance(self.strategy.merge, Eager):  # there it is the own delta, which is needed longer
+        if not self.strategy.merge.whole_period:  # there it is the own delta, which is needed longer
             self._buffers.give(flight.delta)
         self.stopping |= landed.stop
         fields = {"fragment": piece.index, "round": flight.number}
@@ -346,17 +346,16 @@ class Replica:
         piece.remember(landed, self._buffers)
         report()
 
-    def _step_eagerly(self, piece: Held, delta: Tensor) -> Tensor:
-        """Land the previous round, count the own new delta at once, and return what departs (see `Eager`)."""
+    def _turn_over(self, piece: Held, delta: Tensor) -> None:
+        """Where a round takes a whole period: land the one before, and let the parameters begin the next (see `Eager`, `Reset`)."""
         if piece.flight:
             before = piece.anchor
             self._land(piece)
             if piece.own is None:  # this replica started again from the anchors
                 delta.zero_()
-            elif piece.anchor is before:  # dropped: what was in the air departs again
+            elif piece.anchor is before and bool(torch.isfinite(piece.own).all()):  # dropped: it departs again
                 delta.add_(piece.own)
-        piece.step_aside(delta, self.strategy.outer, 1 / self.group.size, self._buffers)
-        return delta
+        piece.begin_next(delta, self.strategy, 1 / self.group.size, self._buffers)
 
     @torch.no_grad()
     def _start_again(self) -> None:

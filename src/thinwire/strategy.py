@@ -37,8 +37,8 @@ from thinwire.codecs import (
 from thinwire.errors import ConfigurationError
 from thinwire.exchange import AllReduce, Direct, Exchange, Fastest, Hierarchy, TwoShot
 from thinwire.feedback import Feedback
-from thinwire.merge import Eager, Mix
-from thinwire.outer import Average, Nesterov, Outer
+from thinwire.merge import Eager, Mix, Reset
+from thinwire.outer import Average, HeavyBall, Nesterov, Outer
 from thinwire.partition import BySize, Partition, Sequential, Strided, Whole
 from thinwire.policy import LONG_RUN, Constant, DenseUntil, DensityWarmup, Policy
 from thinwire.schedule import Adaptive, Every, Quadratic, Schedule, Staggered
@@ -76,7 +76,7 @@ class Strategy:
     feedback: Feedback | None = None
     exchange: Exchange = Direct()
     outer: Outer = Average()
-    merge: Mix | Eager = Mix()
+    merge: Mix | Eager | Reset = Mix()
     signal: Deltas | Gradients = Deltas()
     anchors: Literal["host", "device"] = "host"
     seed: int = 0
@@ -94,8 +94,8 @@ class Strategy:
                 raise ConfigurationError(
                     f"{name}={getattr(self, name)!r}: {'an' if name[0] in 'eo' else 'a'} {name.title()} is needed; see docs/strategies.md."
                 )
-        if not isinstance(self.merge, Mix | Eager):
-            raise ConfigurationError(f"merge={self.merge!r}: Mix(alpha) or Eager() is needed.")
+        if not isinstance(self.merge, Mix | Eager | Reset):
+            raise ConfigurationError(f"merge={self.merge!r}: Mix(alpha), Eager() or Reset() is needed.")
         if not isinstance(self.signal, Deltas | Gradients):
             raise ConfigurationError(f"signal={self.signal!r}: Deltas() or Gradients() is needed.")
         if not isinstance(self.feedback, Feedback | None):
@@ -104,21 +104,7 @@ class Strategy:
             self._check_codec(codec)
         if self.anchors not in ("host", "device"):
             raise ConfigurationError(f"anchors={self.anchors!r}: 'host' or 'device' is needed.")
-        every, delay = self.schedule.every, self.schedule.delay
-        if isinstance(self.merge, Eager):
-            if delay != every or isinstance(self.schedule, Adaptive):
-                raise ConfigurationError(
-                    f"Eager() with delay={delay}, every={every}: an eager round takes a whole period; choose delay={every}."
-                )
-            if not self.outer.linear:
-                raise ConfigurationError(
-                    f"Eager() with {self.outer!r}: a linear outer step is needed; choose Nesterov or Average."
-                )
-        elif delay >= every:
-            raise ConfigurationError(
-                f"delay={delay} with every={every}: 0 <= delay < every is needed, so at most {every - 1}; "
-                "for a whole period of delay choose eager updates."
-            )
+        self._check_period()
         if isinstance(self.signal, Gradients) and (self.schedule, self.outer, self.merge) != (
             Every(1),
             Average(),
@@ -127,6 +113,29 @@ class Strategy:
             raise ConfigurationError(
                 f"Gradients() with {self.schedule!r}, {self.outer!r}, {self.merge!r}: gradients are exchanged at every step, and the inner "
                 "optimizer is the outer one; leave schedule, outer and merge at Every(1), Average() and Mix()."
+            )
+
+    def _check_period(self) -> None:
+        """Whether merge and outer step fit how long a round is in the air."""
+        every, delay = self.schedule.every, self.schedule.delay
+        if not self.merge.whole_period and delay >= every:
+            raise ConfigurationError(
+                f"delay={delay} with every={every}: 0 <= delay < every is needed, so at most {every - 1}; "
+                "for a whole period of delay choose eager updates, or Reset()."
+            )
+        if self.merge.whole_period and (delay != every or isinstance(self.schedule, Adaptive)):
+            raise ConfigurationError(
+                f"{self.merge} with delay={delay}, every={every}: such a round takes a whole period; choose delay={every}, and "
+                "Every or Staggered."
+            )
+        if isinstance(self.merge, Eager) and not self.outer.linear:
+            raise ConfigurationError(
+                f"Eager() with {self.outer!r}: a linear outer step is needed; choose Nesterov or Average."
+            )
+        if isinstance(self.outer, HeavyBall) and self.outer.gap and not isinstance(self.merge, Reset):
+            raise ConfigurationError(
+                f"{self.outer} with {self.merge}: only where rounds land a whole period late has the anchor moved meanwhile; choose gap=0, "
+                "or merge=Reset() with delay=every."
             )
 
     def _check_codec(self, codec: Codec) -> None:
@@ -236,8 +245,9 @@ PIECES: dict[str, Callable[..., Any]] = {
             Fastest,
             Average,
             Nesterov,
+            HeavyBall,
         ),
-        *(Mix, Eager, Deltas, Gradients),
+        *(Mix, Eager, Reset, Deltas, Gradients),
     )
 }
 

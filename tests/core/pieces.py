@@ -154,8 +154,11 @@ OUTERS = [
     row(tw.Average(), "linear", "stateless"),
     row(tw.Nesterov(), "linear"),
     row(tw.Nesterov(2.0, 0.0), "linear", "stateless"),
+    row(tw.HeavyBall(0.7, 0.6), "linear"),
+    row(tw.HeavyBall(0.7, 0.6, gap=1.0)),
+    row(tw.HeavyBall(clip=0.05)),
 ]
-MERGES = [row(tw.Mix()), row(tw.Mix(0.5)), row(tw.Mix(1.0)), row(tw.Eager())]
+MERGES = [row(tw.Mix()), row(tw.Mix(0.5)), row(tw.Mix(1.0)), row(tw.Eager()), row(tw.Reset())]
 EXCHANGES = [
     row(tw.Direct(), "rank order"),
     row(tw.TwoShot(), "rank order"),
@@ -239,6 +242,18 @@ METHODS: dict[str, tw.Strategy] = {
         exchange=tw.TwoShot(tw.Feedback()),
         merge=tw.Mix(0.5),
     ),
+    "a whole period late": tw.Strategy(
+        schedule=tw.Every(3, 3), outer=tw.HeavyBall(0.9, 0.4, gap=1.0, clip=0.1), merge=tw.Reset()
+    ),
+    "a whole period late, in fragments": tw.Strategy(
+        schedule=tw.Staggered(4, 4),
+        partition=tw.Strided(2),
+        codec=tw.TopK(0.2),
+        feedback=tw.Feedback(),
+        outer=tw.Nesterov(0.5, 0.5),
+        merge=tw.Reset(),
+    ),
+    "heavy ball": tw.Strategy(schedule=tw.Every(3), outer=tw.HeavyBall(0.8, 0.5)),
     "ever longer rounds": tw.Strategy(schedule=tw.Quadratic(2, 0.02), codec=tw.Cast()),
     "ever longer rounds, in the air": tw.Strategy(
         schedule=tw.Quadratic(3, 0.06, 1.0, delay=2),

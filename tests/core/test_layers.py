@@ -132,6 +132,7 @@ CheckpointError ConfigurationError DataError DisagreementError LinkError ModelEr
 Direct TwoShot AllReduce Hierarchy Fastest Exchange Group ThreadGroup TorchGroup run_threads Eager Mix Average Nesterov Outer BySize
 Feedback Fragment Partition Sequential Strided Whole data_parallel diloco eager_diloco local_sgd sparse_loco streaming_diloco Replica Every
 Schedule Staggered short_first Deltas Gradients Strategy parse Policy Constant DenseUntil DensityWarmup Quadratic
+HeavyBall Reset
 """
 
 

@@ -12,7 +12,6 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 from thinwire.exchange import Direct
-from thinwire.merge import Eager
 from thinwire.schedule import Calendar
 from thinwire.simulate.scenario import Scenario
 from thinwire.strategy import Gradients, Strategy
@@ -97,7 +96,7 @@ class Oracle:
     def replica(self, rank: int, steps: int) -> Generator:
         """The order of `Replica`, told once more."""
         schedule, fragments = self.strategy.schedule, range(len(self.numels))
-        eager = isinstance(self.strategy.merge, Eager)
+        eager = self.strategy.merge.whole_period
         flying: dict[int, tuple[int, int]] = {}
         rounds = [0] * len(self.numels)
         now = yield ("until", 0.0)

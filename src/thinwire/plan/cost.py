@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from thinwire.lm.model import Architecture
-from thinwire.merge import Eager
 from thinwire.observe.units import text_of_seconds
 from thinwire.plan.links import Links
 from thinwire.schedule import Schedule, busiest
@@ -76,7 +75,7 @@ def follow(strategy: Strategy, step_seconds: float, fragments: Sequence[Traffic]
     0.9
     """
     every, delay = strategy.schedule.every, strategy.schedule.delay
-    eager = isinstance(strategy.merge, Eager)
+    eager = strategy.merge.whole_period
     clock = outbound = wire = inbound = busy = latest = 0.0
     landing: dict[int, tuple[int, float]] = {}  # by fragment: step, time
     before = (0.0, 0.0, 0)  # clock, busy, step after the first half

@@ -122,6 +122,8 @@ def kept_nbytes(parameters: int, strategy: Strategy, numels: Sequence[int]) -> d
         kept["outer momentum"] = momentum = sum(4 * exchanged for _ in strategy.outer.init(torch.empty(0)))
         if isinstance(strategy.merge, Eager):
             kept["deviation and own delta"] = 8 * exchanged + momentum
+        elif strategy.merge.whole_period:
+            kept["own delta"] = 4 * exchanged
     if strategy.feedback:
         kept["feedback"] = sum(4 * exchanged for _ in strategy.feedback.init(0))
     return kept

@@ -23,7 +23,6 @@ import numpy as np
 
 from thinwire.codecs import Shapes, fitted
 from thinwire.errors import ConfigurationError
-from thinwire.merge import Eager
 from thinwire.schedule import Calendar, Rates
 from thinwire.seeds import derive
 from thinwire.simulate.layers import Floats
@@ -135,7 +134,7 @@ class _Fleet:
 
     def run(self, steps: int, calendar: Calendar) -> None:
         schedule, fragments = self.strategy.schedule, len(self.numels)
-        eager = isinstance(self.strategy.merge, Eager)
+        eager = self.strategy.merge.whole_period
         done = 0
         for step in range(1, steps + 1):
             departing = calendar.departs(step)
