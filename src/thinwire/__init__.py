@@ -14,6 +14,7 @@ from thinwire.codecs import (
     ChunkedTopK,
     Codebook,
     Codec,
+    Each,
     Hadamard,
     Identity,
     Int,
@@ -40,11 +41,22 @@ from thinwire.errors import (
 from thinwire.exchange import AllReduce, Direct, Exchange, Fastest, Hierarchy, TwoShot
 from thinwire.feedback import Feedback
 from thinwire.group import Group, ThreadGroup, TorchGroup, run_threads
+from thinwire.lgreco import LGreCo
 from thinwire.merge import Eager, Mix, Reset
 from thinwire.outer import Average, HeavyBall, Nesterov, Outer
 from thinwire.partition import BySize, Fragment, Partition, Sequential, Strided, Whole
 from thinwire.policy import Constant, DenseUntil, DensityWarmup, Policy
-from thinwire.recipes import data_parallel, diloco, eager_diloco, local_sgd, sparse_loco, streaming_diloco
+from thinwire.recipes import (
+    co2,
+    data_parallel,
+    diloco,
+    eager_diloco,
+    l_greco,
+    local_sgd,
+    qsr,
+    sparse_loco,
+    streaming_diloco,
+)
 from thinwire.replica import Replica
 from thinwire.schedule import Every, Quadratic, Schedule, Staggered, short_first
 from thinwire.strategy import Deltas, Gradients, Strategy, parse
@@ -72,6 +84,7 @@ __all__ = [
     "DensityWarmup",
     "Direct",
     "DisagreementError",
+    "Each",
     "Eager",
     "Every",
     "Exchange",
@@ -85,6 +98,7 @@ __all__ = [
     "Hierarchy",
     "Identity",
     "Int",
+    "LGreCo",
     "Linear",
     "LinkError",
     "LowRank",
@@ -115,11 +129,14 @@ __all__ = [
     "TorchGroup",
     "TwoShot",
     "Whole",
+    "co2",
     "data_parallel",
     "diloco",
     "eager_diloco",
+    "l_greco",
     "local_sgd",
     "parse",
+    "qsr",
     "run_threads",
     "short_first",
     "sparse_loco",

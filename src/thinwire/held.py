@@ -18,7 +18,13 @@ from thinwire.outer import Elementwise, Outer, State
 from thinwire.partition import Fragment, local
 from thinwire.strategy import Strategy
 
-_OUTER, _DEVIATION_OUTER, _FEEDBACK, _EXCHANGE = "outer.", "deviation_outer.", "feedback.", "exchange."
+_OUTER, _DEVIATION_OUTER, _FEEDBACK, _EXCHANGE, _POLICY = (
+    "outer.",
+    "deviation_outer.",
+    "feedback.",
+    "exchange.",
+    "policy.",
+)
 
 
 @dataclass
@@ -80,7 +86,7 @@ class Held:
             feedback, exchange = landed.moved.feedback, landed.exchange
             buffers.swap(self.feedback.values(), feedback.values())
             buffers.swap(self.exchange.values(), exchange.values())
-            self.feedback, self.exchange = feedback, exchange
+            self.feedback, self.exchange, self.policy = feedback, exchange, landed.policy
         else:
             landed.moved.give_back()
             buffers.swap(landed.exchange.values(), self.exchange.values())
@@ -130,6 +136,7 @@ class Held:
         named |= {_DEVIATION_OUTER + name: value for name, value in self.deviation_state.items()}
         named |= {_FEEDBACK + name: value for name, value in self.feedback.items()}
         named |= {_EXCHANGE + name: value for name, value in self.exchange.items()}
+        named |= {_POLICY + name: value for name, value in self.policy.items()}
         named |= {"delta": self.flight.delta if self.flight else None}
         return {name: value for name, value in named.items() if value is not None}
 
@@ -144,11 +151,12 @@ class Held:
         here = {name: tensor.to(self.anchor.device) for name, tensor in named.items()}
         state = _under(_OUTER, here)
         self._check("outer state", outer, state, outer.init(here["anchor"]))
-        feedback, exchange = _under(_FEEDBACK, named), _under(_EXCHANGE, named)
+        feedback, exchange, policy = (_under(prefix, named) for prefix in (_FEEDBACK, _EXCHANGE, _POLICY))
         self._check("feedback", "this strategy", feedback, self.feedback)
         self._check("memory of the exchange", "this strategy", exchange, self.exchange)
-        self.feedback, self.exchange = (
-            {name: value.cpu() for name, value in kept.items()} for kept in (feedback, exchange)
+        self._check("choices of the policy", "this strategy", policy, self.policy)
+        self.feedback, self.exchange, self.policy = (
+            {name: value.cpu() for name, value in kept.items()} for kept in (feedback, exchange, policy)
         )
         self.anchor, self.state = here["anchor"], state
         self.deviation, self.own = here.get("deviation"), here.get("own")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from thinwire.codecs import E3M0, ChunkedTopK, Codec, Identity, Sign
+from thinwire.codecs import E3M0, ChunkedTopK, Codec, Each, Identity, Sign, TopK
 from thinwire.exchange import Direct, Exchange
 from thinwire.feedback import Feedback
-from thinwire.merge import Eager, Mix
-from thinwire.outer import Nesterov
+from thinwire.lgreco import LGreCo
+from thinwire.merge import Eager, Mix, Reset
+from thinwire.outer import HeavyBall, Nesterov
 from thinwire.partition import Partition, Strided
-from thinwire.schedule import Every, Staggered
+from thinwire.schedule import Every, Quadratic, Staggered
 from thinwire.strategy import Gradients, Strategy
 
 
@@ -116,4 +117,66 @@ def sparse_loco(
     )
 
 
-RECIPES = {f.__name__: f for f in (data_parallel, local_sgd, diloco, streaming_diloco, eager_diloco, sparse_loco)}
+def qsr(
+    *,
+    every: int = 4,
+    scale: float = 0.0175,
+    power: float = 2.0,
+    codec: Codec = Identity(),
+    exchange: Exchange = Direct(),
+    anchors: Literal["host", "device"] = "host",
+) -> Strategy:
+    """The Quadratic Synchronization Rule (Gu et al., ICLR 2024): average the parameters, the less often the lower the learning rate."""
+    return Strategy(schedule=Quadratic(every, scale, power), codec=codec, exchange=exchange, anchors=anchors)
+
+
+def co2(
+    *,
+    every: int = 30,
+    outer_lr: float = 1.0,
+    outer_momentum: float = 0.0,
+    gap: float = 1.0,
+    clip: float | None = 1.0,
+    codec: Codec = Identity(),
+    exchange: Exchange = Direct(),
+    anchors: Literal["host", "device"] = "host",
+) -> Strategy:
+    """CO2 (Sun et al., ICLR 2024): a whole period in the air; old deltas are penalised by how far the anchor has moved, and clipped."""
+    return Strategy(
+        schedule=Every(every, delay=every),
+        codec=codec,
+        exchange=exchange,
+        outer=HeavyBall(outer_lr, outer_momentum, gap, clip),
+        merge=Reset(),
+        anchors=anchors,
+    )
+
+
+def l_greco(
+    *,
+    every: int = 30,
+    codec: Codec = Each(TopK(0.05)),
+    candidates: tuple[Codec, ...] = (),
+    alpha: float = 1.0,
+    window: int = 10,
+    exchange: Exchange = Direct(),
+    anchors: Literal["host", "device"] = "host",
+) -> Strategy:
+    """L-GreCo (Markov et al., arXiv 2210.17357): of each matrix as many values as it needs, as few in all as lose no more than one share."""
+    return Strategy(
+        schedule=Every(every),
+        codec=codec,
+        policy=LGreCo(candidates, alpha, window),
+        feedback=Feedback(),
+        exchange=exchange,
+        anchors=anchors,
+    )
+
+
+RECIPES = {
+    f.__name__: f
+    for f in (
+        *(data_parallel, local_sgd, diloco, streaming_diloco, eager_diloco, sparse_loco),
+        *(qsr, co2, l_greco),
+    )
+}

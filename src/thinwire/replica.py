@@ -304,7 +304,7 @@ class Replica:
     def _ticket(self, piece: Held, number: int, step: int) -> Ticket:
         lands = step + self.strategy.schedule.delay
         codec = self.strategy.policy.at(piece.codec, piece.anchor.numel(), number, piece.policy)
-        return Ticket(piece.index, number, step, lands, codec, piece.exchange)
+        return Ticket(piece.index, number, step, lands, codec, piece.exchange, piece.codec, piece.policy)
 
     def _await(self, piece: Held) -> tuple[Landed, Callable[[], None]]:
         """Wait for the fragment's flight and report it; what comes back second reports the landing, when it is done."""

@@ -22,6 +22,7 @@ from thinwire.codecs import (
     ChunkedTopK,
     Codebook,
     Codec,
+    Each,
     Hadamard,
     Identity,
     Int,
@@ -37,10 +38,11 @@ from thinwire.codecs import (
 from thinwire.errors import ConfigurationError
 from thinwire.exchange import AllReduce, Direct, Exchange, Fastest, Hierarchy, TwoShot
 from thinwire.feedback import Feedback
+from thinwire.lgreco import LGreCo
 from thinwire.merge import Eager, Mix, Reset
 from thinwire.outer import Average, HeavyBall, Nesterov, Outer
 from thinwire.partition import BySize, Partition, Sequential, Strided, Whole
-from thinwire.policy import LONG_RUN, Constant, DenseUntil, DensityWarmup, Policy
+from thinwire.policy import LONG_RUN, Constant, Deciding, DenseUntil, DensityWarmup, Policy
 from thinwire.schedule import Adaptive, Every, Quadratic, Schedule, Staggered
 
 
@@ -102,6 +104,10 @@ class Strategy:
             raise ConfigurationError(f"feedback={self.feedback!r}: Feedback(...) or None is needed.")
         for codec in self.policy.codecs(self.codec):
             self._check_codec(codec)
+        if isinstance(self.policy, Deciding) and isinstance(self.exchange, Hierarchy):
+            raise ConfigurationError(
+                f"{self.policy} with {self.exchange}: what sites send is not what replica 0 could measure; choose Direct()."
+            )
         if self.anchors not in ("host", "device"):
             raise ConfigurationError(f"anchors={self.anchors!r}: 'host' or 'device' is needed.")
         self._check_period()
@@ -231,12 +237,14 @@ PIECES: dict[str, Callable[..., Any]] = {
             RandomK,
             Codebook,
             LowRank,
+            Each,
             DCT,
             Hadamard,
             Squares,
             Constant,
             DenseUntil,
             DensityWarmup,
+            LGreCo,
             Feedback,
             Direct,
             TwoShot,

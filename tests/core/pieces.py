@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
+from thinwire.codecs import fitted
 from thinwire.recipes import RECIPES
 from thinwire.seeds import Key, derive
 
@@ -131,6 +132,11 @@ CODECS = [
     row(tw.LowRank(1, shapes=MATRICES), "odd", "contractive", "drawn", "shared", error=1.0),
     row(tw.LowRank(3, 2, tw.E2M1(8), MATRICES), "odd", "contractive", "drawn", "shared", error=1.0),
     row(tw.LowRank(2, 1, tw.Cast(), MATRICES), "odd", "contractive", "drawn", "shared", error=1.0),
+    row(tw.Each(tw.Sign()), "exact", "odd", "contractive", "idempotent"),  # nothing is known to be a matrix
+    row(tw.Each(tw.TopK(0.3), shapes=MATRICES), "odd", "contractive", "idempotent", "refuses", error=1.0),
+    row(tw.Each(tw.Sign(), tw.Cast(), 30, MATRICES), "contractive", error=1.0),
+    row(tw.Each(tw.Int(4, 8, "fp32", "stochastic"), shapes=MATRICES), "odd", "unbiased", error=4.0),
+    row(tw.Each(tw.Sign(), shapes=MATRICES, chosen=(tw.E3M0(8), tw.Sign(), tw.Int(8))), "contractive", error=1.0),
 ]
 SCHEDULES = [
     row(tw.Every(1), "steady"),
@@ -185,6 +191,8 @@ POLICIES = [
     row(tw.DenseUntil(1, tw.Cast())),
     row(tw.DensityWarmup(2)),
     row(tw.DensityWarmup(1, (0.9, 0.5), tw.Cast("fp16"))),
+    row(tw.LGreCo(), "decides"),
+    row(tw.LGreCo((tw.Int(2, 4), tw.Int(8)), 2.0, 3), "decides"),
 ]
 TABLE = [*POLICIES, *FEEDBACKS, *CODECS, *SCHEDULES, *PARTITIONS, *OUTERS, *MERGES, *EXCHANGES, *SIGNALS]
 
@@ -196,6 +204,9 @@ METHODS: dict[str, tw.Strategy] = {
     "streaming_diloco": RECIPES["streaming_diloco"](every=6, fragments=2, delay=2),
     "eager_diloco": RECIPES["eager_diloco"](every=4, fragments=2),
     "sparse_loco": RECIPES["sparse_loco"](every=4, codec=tw.ChunkedTopK(32, 4, tw.Sign(block=4))),
+    "qsr": RECIPES["qsr"](every=2, scale=0.02),
+    "co2": RECIPES["co2"](every=3),
+    "l_greco": RECIPES["l_greco"](every=2, codec=tw.Each(tw.TopK(0.3)), window=2),
     # what the recipes leave out
     "feedback in the air": tw.Strategy(
         schedule=tw.Staggered(6, 3),
@@ -254,7 +265,6 @@ METHODS: dict[str, tw.Strategy] = {
         merge=tw.Reset(),
     ),
     "heavy ball": tw.Strategy(schedule=tw.Every(3), outer=tw.HeavyBall(0.8, 0.5)),
-    "ever longer rounds": tw.Strategy(schedule=tw.Quadratic(2, 0.02), codec=tw.Cast()),
     "ever longer rounds, in the air": tw.Strategy(
         schedule=tw.Quadratic(3, 0.06, 1.0, delay=2),
         partition=tw.Strided(2),
@@ -268,6 +278,17 @@ METHODS: dict[str, tw.Strategy] = {
         policy=tw.DensityWarmup(1, (0.9, 0.3, 0.1)),
         feedback=tw.Feedback(),
         merge=tw.Mix(0.5),
+    ),
+    "ranks by matrix": tw.Strategy(
+        schedule=tw.Every(2, 1),
+        partition=tw.Strided(2),
+        codec=tw.Each(tw.LowRank(1), tw.Cast()),
+        policy=tw.LGreCo((tw.LowRank(2), tw.Sign(), tw.Identity()), alpha=0.7, window=2),
+        feedback=tw.Feedback(),
+        merge=tw.Mix(0.5),
+    ),
+    "gradients, bits by matrix": tw.Strategy(
+        signal=tw.Gradients(), codec=tw.Each(tw.Int(4, 8), least=8), policy=tw.LGreCo(alpha=1.5, window=3)
     ),
     "1-bit after a dense start": tw.Strategy(
         signal=tw.Gradients(),
@@ -428,6 +449,10 @@ def travel(plan: Plan, group: tw.Group) -> Journey:
     journey = Journey()
 
     def observer(event: str, step: int, **fields: Any) -> None:
+        if event == "depart":
+            prefix = f"{fields['fragment']}.policy."
+            known = {name: t for name, t in replica.state()[0].items() if name.startswith(prefix)}
+            fields["known"] = {name.removeprefix(prefix): t.clone() for name, t in known.items()}  # by the policy
         journey.events.append({"event": event, "step": step, **fields})
 
     model = plan.model()
@@ -449,6 +474,13 @@ def travel(plan: Plan, group: tw.Group) -> Journey:
         torch.cat([p.detach().reshape(-1).float() for _, p in fragment.parameters]) for fragment in replica.fragments
     ]
     return journey
+
+
+def weighs(strategy: tw.Strategy, departure: dict[str, Any], fragment: tw.Fragment, size: int, rank: int) -> int:
+    """Predicted: the bytes of a departure, from its round and what the policy knew then."""
+    codec = fitted(strategy.codec, fragment.shapes)
+    codec = strategy.policy.at(codec, fragment.numel, departure["round"], departure["known"])
+    return strategy.exchange.nbytes_sent(codec, fragment.numel, size, rank)
 
 
 def journey(strategy: tw.Strategy, replicas: int, **plan: Any) -> list[Journey]:

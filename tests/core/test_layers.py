@@ -15,7 +15,7 @@ FILES = sorted(path.relative_to(HOUSE).as_posix() for path in HOUSE.rglob("*.py"
 
 # From the ground up: a room imports only from rooms before it, and files of one room from each other.
 _ORDER = """
-version errors seeds packet kernels codecs schedule partition merge outer feedback policy group exchange strategy contact moved flight held
+version errors seeds packet kernels codecs schedule partition merge outer feedback policy lgreco group exchange strategy contact moved flight held
 concord handover rounds elastic weights replica recipes checkpoint observe simulate lm plan cli
 """
 ROOMS = _ORDER.split()
@@ -132,7 +132,7 @@ CheckpointError ConfigurationError DataError DisagreementError LinkError ModelEr
 Direct TwoShot AllReduce Hierarchy Fastest Exchange Group ThreadGroup TorchGroup run_threads Eager Mix Average Nesterov Outer BySize
 Feedback Fragment Partition Sequential Strided Whole data_parallel diloco eager_diloco local_sgd sparse_loco streaming_diloco Replica Every
 Schedule Staggered short_first Deltas Gradients Strategy parse Policy Constant DenseUntil DensityWarmup Quadratic
-HeavyBall Reset
+HeavyBall Reset Each LGreCo qsr co2 l_greco
 """
 
 

@@ -144,7 +144,7 @@ def test_refused_among_replicas_that_come_and_go():
     from thinwire.elastic import check
 
     with pytest.raises(tw.ConfigurationError, match="which a new replica has not seen"):
-        check(METHODS["ever longer rounds"])
+        check(METHODS["qsr"])
 
 
 def test_planners_take_the_busiest():

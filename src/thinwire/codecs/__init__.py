@@ -16,6 +16,7 @@ from thinwire.codecs.block import E2M1, E3M0, E4M3, E5M2, Int
 from thinwire.codecs.cast import Cast, Identity
 from thinwire.codecs.codebook import Codebook
 from thinwire.codecs.device import encode_from
+from thinwire.codecs.each import Each
 from thinwire.codecs.lowrank import LowRank
 from thinwire.codecs.sign import Sign
 from thinwire.codecs.sparse import ChunkedTopK, RandomK, TopK
@@ -31,6 +32,7 @@ __all__ = [
     "ChunkedTopK",
     "Codebook",
     "Codec",
+    "Each",
     "Hadamard",
     "Identity",
     "Int",

@@ -43,7 +43,8 @@ class Run:
     """A training run. Raises `ConfigurationError` when made, if it cannot work."""
 
     strategy: str = "streaming_diloco"
-    """A recipe (data_parallel, local_sgd, diloco, streaming_diloco, eager_diloco, sparse_loco), or a whole Strategy(...) in Python."""
+    """A recipe (data_parallel, local_sgd, diloco, streaming_diloco, eager_diloco, sparse_loco, qsr, co2, l_greco), or a call of one, or a whole
+    Strategy(...), in Python."""
     replicas: int = 2
     """How many replicas train (under torchrun: the world is replicas times the ranks of one replica)."""
     steps: int = 800
