@@ -1,4 +1,4 @@
-"""Fill the tables of README.md, benchmarks/README.md and docs/formats.md from the results that benchmarks wrote: no number is typed by hand.
+"""Fill the tables of the pages below from the results that benchmarks wrote, and draw what is to be drawn: no number is typed by hand.
 
     python docs/tables.py            # or: make tables
 
@@ -18,9 +18,11 @@ from typing import Any
 
 from thinwire import parse
 from thinwire.group import parse_link
+from thinwire.observe.charts import View, colour
+from thinwire.observe.svg import drawing
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "benchmarks/README.md", "docs/formats.md")
+PAGES = ("README.md", "benchmarks/README.md", "docs/formats.md", "docs/family.md")
 HEADLINE = ("Thinwire streaming_diloco", "torchft DiLoCo, streaming (fp32)", "torch DDP (fp32)")
 BLOCK = re.compile(r"(<!-- table: (\S+)( all)? -->\n).*?(<!-- end -->)", re.DOTALL)
 Result = Mapping[str, Any]
@@ -44,7 +46,10 @@ def table(path: Path, name: str, whole: bool, up: str = "") -> str:
     left = ("method", "model", "setting", "worst moment", "format", "link, each way", "codec", "exchange")
     align = ["---" if head in left else "---:" for head in heads]
     lines = [f"| {' | '.join(cells)} |" for cells in (heads, align, *rows)]
-    return "\n".join([*lines, "", provenance(result, name, up)])
+    lines += ["", provenance(result, name, up)]
+    if result["benchmark"] in PICTURES:
+        lines += ["", f"![{result['benchmark']}]({up}docs/pictures/{result['benchmark']}.svg)"]
+    return "\n".join(lines)
 
 
 def provenance(result: Result, name: str, up: str) -> str:
@@ -86,6 +91,37 @@ def quality(result: Result) -> tuple[list[str], list[list[str]]]:
             [row["strategy"], f"{row['eval_loss']:.4f}{spread}", change, f"{bits:.3g}", fewer, str(row["seeds"])]
         )
     return ["method", "evaluation loss", "loss", "bits per parameter and step", "fewer bits", "seeds"], rows
+
+
+def family(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Rows of benchmarks/family.py: as `quality`, with what each recipe is."""
+    heads, rows = quality(result)
+    shown = [_short(row["composition"]).removeprefix("Strategy") for row in result["rows"]]
+    return [heads[0], "settings", *heads[1:]], [[row[0], f"`{of}`", *row[1:]] for row, of in zip(rows, shown)]
+
+
+def family_picture(result: Result) -> str:
+    """Loss against bits, a dot a method, with a standard deviation to both sides."""
+    data: list[dict[str, Any]] = []
+    for index, row in enumerate(result["rows"]):
+        bits, loss = row["bits_per_parameter_per_step"], row["eval_loss"]
+        look: dict[str, Any] = {
+            "line": {"color": colour(index), "width": 2},
+            "marker": {"color": colour(index), "size": 9},
+        }
+        data.append({"mode": "markers", "x": [bits], "y": [loss], "name": row["strategy"], **look})
+        if spread := row["eval_loss_spread"]:
+            ends = [loss - spread, loss + spread]
+            data.append({"mode": "lines", "x": [bits, bits], "y": ends, "name": "", "showlegend": False, **look})
+    x = {"title": {"text": "bits per parameter and inner step, sent by a replica"}, "type": "log"}
+    layout = {"xaxis": x, "yaxis": {"title": {"text": "evaluation loss"}}}
+    machine, setting, seeds = result["machine"], result["setting"], result["rows"][0]["seeds"]
+    remark = (
+        f"{result['word'].capitalize()}, {result['date'][:10]}: mean and standard deviation of {seeds} seed(s), "
+        f"{setting['replicas']} replicas, model {setting['model']}, {setting['steps']} steps; every recipe with its defaults. "
+        f"{machine['cpu'].strip()}, commit {(result['commit'] or 'unknown')[:7]}."
+    )
+    return drawing(View("", data, layout), "Loss against bits, at equal tokens", remark)
 
 
 def attach(result: Result) -> tuple[list[str], list[list[str]]]:
@@ -244,12 +280,20 @@ TABLES: dict[str, Callable[[Result], tuple[list[str], list[list[str]]]]] = {
     "simulate": simulate,
     "memory": memory,
     "codecs": codecs,
+    "family": family,
 }
+PICTURES: dict[str, Callable[[Result], str]] = {"family": family_picture}
 
 
 def main() -> None:
     for page in PAGES:
         (ROOT / page).write_text(filled((ROOT / page).read_text(), page=page))
+    for name, picture in PICTURES.items():
+        path = ROOT / "benchmarks" / "results" / f"{name}.json"
+        if path.exists():
+            drawn = ROOT / "docs" / "pictures" / f"{name}.svg"
+            drawn.parent.mkdir(exist_ok=True)
+            drawn.write_text(picture(json.loads(path.read_text())))
 
 
 if __name__ == "__main__":

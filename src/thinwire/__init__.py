@@ -14,12 +14,12 @@ from thinwire.codecs import (
     ChunkedTopK,
     Codebook,
     Codec,
+    Each,
     Hadamard,
     Identity,
     Int,
     Linear,
     LowRank,
-    PerTensor,
     RandomK,
     Shaped,
     Sign,
@@ -44,12 +44,14 @@ from thinwire.filters import Clip, Filter, Moments, Momentum, Settled, Signs
 from thinwire.group import Group, ThreadGroup, TorchGroup, run_threads
 from thinwire.hook import GradientHook
 from thinwire.inner import SGD, AdamW, Inner, Muon
-from thinwire.merge import Eager, Mix
-from thinwire.outer import Average, Nesterov, Outer
+from thinwire.lgreco import LGreCo
+from thinwire.merge import Eager, Mix, Reset
+from thinwire.outer import Average, HeavyBall, Nesterov, Outer
 from thinwire.partition import BySize, Fragment, Partition, Sequential, Strided, Whole
 from thinwire.policy import Constant, DenseUntil, DensityWarmup, Policy
 from thinwire.recipes import (
     cgx,
+    co2,
     data_parallel,
     demo,
     dgc,
@@ -58,17 +60,19 @@ from thinwire.recipes import (
     econtrol,
     ef14,
     ef21,
+    l_greco,
     local_sgd,
     muloco,
     one_bit_adam,
     outer_dgc,
     power_sgd,
     qsgd,
+    qsr,
     sparse_loco,
     streaming_diloco,
 )
 from thinwire.replica import Replica
-from thinwire.schedule import Every, Schedule, Staggered, short_first
+from thinwire.schedule import Every, Quadratic, Schedule, Staggered, short_first
 from thinwire.strategy import Deltas, Gradients, Strategy, parse
 from thinwire.version import __version__ as __version__
 
@@ -97,6 +101,7 @@ __all__ = [
     "DensityWarmup",
     "Direct",
     "DisagreementError",
+    "Each",
     "Eager",
     "Every",
     "Exchange",
@@ -108,10 +113,12 @@ __all__ = [
     "Gradients",
     "Group",
     "Hadamard",
+    "HeavyBall",
     "Hierarchy",
     "Identity",
     "Inner",
     "Int",
+    "LGreCo",
     "Linear",
     "LinkError",
     "LowRank",
@@ -126,10 +133,11 @@ __all__ = [
     "PacketError",
     "Partition",
     "PeerError",
-    "PerTensor",
     "Policy",
+    "Quadratic",
     "RandomK",
     "Replica",
+    "Reset",
     "Schedule",
     "Sequential",
     "Settled",
@@ -147,6 +155,7 @@ __all__ = [
     "TwoShot",
     "Whole",
     "cgx",
+    "co2",
     "data_parallel",
     "demo",
     "dgc",
@@ -155,6 +164,7 @@ __all__ = [
     "econtrol",
     "ef14",
     "ef21",
+    "l_greco",
     "local_sgd",
     "muloco",
     "one_bit_adam",
@@ -162,6 +172,7 @@ __all__ = [
     "parse",
     "power_sgd",
     "qsgd",
+    "qsr",
     "run_threads",
     "short_first",
     "sparse_loco",

@@ -30,6 +30,7 @@ from thinwire.held import Held
 from thinwire.merge import Mix
 from thinwire.policy import Constant
 from thinwire.rounds import NOTHING, Agreed, Outcome, Ready, Rounds
+from thinwire.schedule import Schedule
 from thinwire.strategy import Gradients, Strategy
 
 PATIENCE = 5  # musters in a row that nobody else comes to, at the end of a run
@@ -49,8 +50,8 @@ class Elastic:
         start_again: Callable[[], None] = lambda: None,
         thread: Executor | None = None,
     ) -> None:
-        check(strategy)
         self.strategy, self.pieces, self._observe = strategy, pieces, observe
+        self._schedule = check(strategy)
         self._waiting: dict[int, tuple[Ready, int]] = {}  # by fragment; and the own steps when it departed
         self._counted = [0] * len(pieces)  # own steps that have travelled
         self._own_steps = 0
@@ -73,7 +74,7 @@ class Elastic:
         """Depart what is due, pick up what has come; the step to go on from."""
         self._own_steps += 1
         self.rounds.step = max(step, self.rounds.step)
-        for index in self.strategy.schedule.departs(step, len(self.pieces)):
+        for index in self._schedule.departs(step, len(self.pieces)):
             if index in self._waiting:
                 self._observe("late", step, fragment=index)
             else:
@@ -185,12 +186,14 @@ class Elastic:
         self._observe(event, self.rounds.step, **fields)
 
 
-def check(strategy: Strategy) -> None:
-    """Refuse what needs the same replicas in every round."""
+def check(strategy: Strategy) -> Schedule:
+    """Refuse what needs the same replicas in every round; the schedule is fine."""
     reason = ""
     exchange = strategy.exchange
     if not isinstance(exchange, Direct | TwoShot | AllReduce) or getattr(exchange, "feedback", None) is not None:
         reason = f"{exchange} remembers or names the replicas; Direct(), TwoShot() and AllReduce() do not"
+    elif not isinstance(strategy.schedule, Schedule):
+        reason = f"{strategy.schedule} counts from the beginning of a round, which a new replica has not seen"
     elif isinstance(strategy.signal, Gradients):
         reason = "Gradients() are exchanged at every step, and the replicas keep no anchors to go on from"
     elif not isinstance(strategy.policy, Constant):
@@ -205,3 +208,5 @@ def check(strategy: Strategy) -> None:
         raise ConfigurationError(
             f"this strategy cannot run among replicas that come and go: {reason}. Choose another, or a fixed group."
         )
+    assert isinstance(strategy.schedule, Schedule)
+    return strategy.schedule

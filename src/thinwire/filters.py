@@ -10,7 +10,7 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec, PerTensor
+from thinwire.codecs import Codec, Each
 from thinwire.errors import ConfigurationError
 from thinwire.outer import State
 
@@ -98,7 +98,7 @@ class Momentum:
     With `Feedback()`, whose residual is v, and a sparse codec: Deep Gradient Compression's momentum correction (arXiv 1712.01887,
     §3.1: v ← v + u, what is large of v is sent). `clears="sent"` is its momentum factor masking (§3.2): u ← 0 where something
     was sent, so that old directions do not go on. With a codec that sends everything that wipes u each time, and leaves plain SGD;
-    so what a `PerTensor` codec always sends in full is spared. `clears="nothing"` is momentum SGD, kept apart.
+    so what an `Each` codec sends as the rest, in full, is spared. `clears="nothing"` is momentum SGD, kept apart.
 
     State: 4 bytes a parameter. Whoever takes the outer, or for gradients the inner, step must have no momentum.
     """
@@ -117,7 +117,7 @@ class Momentum:
             )
 
     def fitted(self, codec: Codec, numel: int, size: int) -> Momentum:
-        return replace(self, spared=codec.in_full(numel)) if isinstance(codec, PerTensor) else self
+        return replace(self, spared=codec.spans_of_rest(numel)) if isinstance(codec, Each) else self
 
     def init(self, numel: int) -> State:
         return {"velocity": torch.zeros(numel)}

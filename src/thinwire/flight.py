@@ -16,13 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec
+from thinwire.codecs import Codec, Identity
 from thinwire.errors import PeerError
 from thinwire.exchange import Air, Round
+from thinwire.exchange.base import MOST_STAGES, Outgoing, Stage
+from thinwire.exchange.messages import cut
 from thinwire.group.base import Group
 from thinwire.moved import Moved
 from thinwire.outer import State
-from thinwire.packet import REFUSED, STOP
+from thinwire.packet import REFUSED, STOP, payload
+from thinwire.policy import Deciding
 from thinwire.seeds import Key
 from thinwire.strategy import Strategy
 
@@ -32,6 +35,7 @@ class Landed:
     """What a flight brings: whether the fragment moves, to where, and what was said on the way."""
 
     moved: Moved
+    policy: State  # what the policy knows after it
     good: bool  # else the round is dropped: nothing has changed
     exchange: State
     refused_by: tuple[int, ...]  # replicas whose delta was not finite
@@ -63,6 +67,34 @@ class Ticket:
     lands: int
     codec: Codec
     exchange: State
+    fitted: Codec  # the strategy's own, from which the policy has made `codec`
+    policy: State
+
+
+class Notice:
+    """What replica 0 tells all others with a round, for the policy: a message of its own, of `numel` numbers.
+
+    `decide` makes them, on replica 0.
+    """
+
+    def __init__(self, round_: Round, decide: Callable[[], Tensor]) -> None:
+        self.round = round_
+        self._stage = Stage(round_, round_.codec, MOST_STAGES - 1, purpose="policy")
+        (message,) = cut(round_.codec, 0, round_.numel)
+        self._own: Outgoing | None = None
+        if round_.rank == 0:  # after the round's own messages, which do not wait for it
+            self._own = self._stage.send(0, message, round_.peers, lambda begin, end: decide()[begin:end], round_.key)
+        else:
+            self._stage.expect({0: (message,)})
+
+    def arrive(self) -> Tensor:
+        """The numbers. Raises `LinkError`, `PacketError`."""
+        self._stage.receive(0)
+        packet = self._stage.packet(0, 0) if self._own is None else self._own.wait()
+        told = torch.zeros(self.round.numel)
+        self.round.codec.decode_add(payload(packet), told, self.round.key)
+        self.round.close()
+        return told
 
 
 class Crew:
@@ -72,6 +104,7 @@ class Crew:
         self, strategy: Strategy, group: Group, site: Group | None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.exchange, self.seed, self.site, self.clock = strategy.exchange, strategy.seed, site, clock
+        self.policy = strategy.policy
         self.air = Air(group)
         self.stop_requested = False
         self._inbound = ThreadPoolExecutor(1, "thinwire-inbound")
@@ -84,7 +117,7 @@ class Crew:
         order = (ticket.lands, self._launched)
         self._launched += 1
         departure = self.air.outbox.put(order, lambda: self._depart(ticket, moved, order))
-        arrival = self._inbound.submit(self._arrive, departure, moved, begin)
+        arrival = self._inbound.submit(self._arrive, departure, ticket, moved, begin)
         return Flight(ticket.number, ticket.departs, delta, nbytes, arrival)
 
     def close(self) -> None:
@@ -93,18 +126,31 @@ class Crew:
         self._inbound.shutdown(wait=False, cancel_futures=True)
 
     @torch.no_grad()
-    def _depart(self, ticket: Ticket, moved: Moved, order: tuple[int, int]) -> tuple[Round, Any]:
+    def _depart(self, ticket: Ticket, moved: Moved, order: tuple[int, int]) -> tuple[Round, Any, Notice | None]:
         key = Key(self.seed, ticket.fragment, ticket.number, self.air.group.rank)
         flags = STOP if self.stop_requested else 0
         numel = moved.present.delta.numel()
         round_ = Round(self.air, ticket.codec, numel, key, moved.signal, flags, order)
-        return round_, self.exchange.depart(round_, ticket.exchange)
+        return round_, self.exchange.depart(round_, ticket.exchange), self._notice(ticket, moved, round_)
+
+    def _notice(self, ticket: Ticket, moved: Moved, of: Round) -> Notice | None:
+        policy = self.policy
+        count = policy.tells(ticket.fitted, ticket.number) if isinstance(policy, Deciding) else 0
+        if not isinstance(policy, Deciding) or not count:
+            return None
+        round_ = Round(self.air, Identity(), count, of.key, of.signal, 0, of.order)
+        return Notice(round_, lambda: policy.decide(ticket.fitted, moved.signal, of.numel, of.key))
 
     @torch.no_grad()
-    def _arrive(self, departed: Future[tuple[Round, Any]], moved: Moved, begin: float) -> Landed:
-        round_, departure = departed.result()
+    def _arrive(
+        self, departed: Future[tuple[Round, Any, Notice | None]], ticket: Ticket, moved: Moved, begin: float
+    ) -> Landed:
+        round_, departure, notice = departed.result()
+        known = ticket.policy
         try:
             arrival = self.exchange.arrive(departure, moved.settle)
+            if notice and isinstance(self.policy, Deciding):
+                known = self.policy.told(ticket.fitted, notice.arrive())
         except PeerError:
             own = round_.own_failure()
             if own is not None:
@@ -117,6 +163,7 @@ class Crew:
         queued, transferred = round_.times()
         return Landed(
             moved=moved,
+            policy=known,
             good=not any(f & REFUSED for f in flags),
             exchange=arrival.state,
             refused_by=tuple(rank for rank, f in enumerate(flags[:-1]) if f & REFUSED),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +13,7 @@ from thinwire.errors import CheckpointError
 from thinwire.exchange import Buffers
 from thinwire.filters import Filter
 from thinwire.flight import Flight, Landed
+from thinwire.merge import Eager
 from thinwire.moved import Present
 from thinwire.outer import Elementwise, Outer, State
 from thinwire.partition import Fragment, local
@@ -20,7 +21,7 @@ from thinwire.policy import Policy
 from thinwire.strategy import Strategy
 
 _OUTER, _DEVIATION_OUTER, _FEEDBACK, _EXCHANGE = "outer.", "deviation_outer.", "feedback.", "exchange."
-_FILTER = "filter."  # and its place
+_FILTER, _POLICY = "filter.", "policy."  # the former with its place
 
 
 @dataclass
@@ -39,10 +40,10 @@ class Held:
     filtered: tuple[State, ...] = ()  # what each remembers; on the CPU
     rounds: int = 0
     flight: Flight | None = None
+    own: Tensor | None = None  # where a round takes a whole period: the own delta that is in the air
     # eager updates only: what this replica is ahead of the anchor
     deviation: Tensor | None = None
     deviation_state: State = field(default_factory=dict)
-    own: Tensor | None = None  # the own delta that is in the air
 
     @property
     def base(self) -> Tensor:
@@ -90,7 +91,8 @@ class Held:
             feedback, exchange = landed.moved.feedback, landed.exchange
             buffers.swap(self.feedback.values(), feedback.values())
             buffers.swap(self.exchange.values(), exchange.values())
-            self.feedback, self.exchange, self.filtered = feedback, exchange, landed.moved.filtered
+            self.feedback, self.exchange, self.policy = feedback, exchange, landed.policy
+            self.filtered = landed.moved.filtered
         else:
             landed.moved.give_back()
             buffers.swap(landed.exchange.values(), self.exchange.values())
@@ -108,7 +110,16 @@ class Held:
         for part, values in self.slices(flat):
             part.copy_(values)
 
-    def step_aside(self, delta: Tensor, outer: Outer, share: float, buffers: Buffers) -> None:
+    def begin_next(self, delta: Tensor, strategy: Strategy, share: float, buffers: Buffers) -> None:
+        """Where a round takes a whole period and `delta` is about to depart: from where the next inner steps go on."""
+        if isinstance(strategy.merge, Eager):
+            self._step_aside(delta, strategy.outer, share, buffers)
+        else:
+            buffers.give(*([] if self.own is None else [self.own]))
+            self.own = delta
+        self.load_into_parameters(self.base)
+
+    def _step_aside(self, delta: Tensor, outer: Outer, share: float, buffers: Buffers) -> None:
         """Eager updates: what is new in `delta` since the last counts at once, as this replica's share of the mean."""
         if self.deviation is None or self.own is None:
             self.deviation = torch.zeros_like(self.anchor)
@@ -123,7 +134,6 @@ class Held:
             moved, after = outer.step(present, fresh, state)
         buffers.swap([fresh, present, *state.values()], [moved, *after.values()])
         self.deviation, self.deviation_state, self.own = moved, after, delta
-        self.load_into_parameters(self.base)
 
     def tensors(self) -> dict[str, Tensor]:
         """What to save. A flight is kept as the delta that departed."""
@@ -134,6 +144,7 @@ class Held:
         named |= {_EXCHANGE + name: value for name, value in self.exchange.items()}
         for number, state in enumerate(self.filtered):
             named |= {f"{_FILTER}{number}.{name}": value for name, value in state.items()}
+        named |= {_POLICY + name: value for name, value in self.policy.items()}
         named |= {"delta": self.flight.delta if self.flight else None}
         return {name: value for name, value in named.items() if value is not None}
 
@@ -148,14 +159,15 @@ class Held:
         here = {name: tensor.to(self.anchor.device) for name, tensor in named.items()}
         state = _under(_OUTER, here)
         self._check("outer state", outer, state, outer.init(here["anchor"]))
-        feedback, exchange = _under(_FEEDBACK, named), _under(_EXCHANGE, named)
+        feedback, exchange, policy = (_under(prefix, named) for prefix in (_FEEDBACK, _EXCHANGE, _POLICY))
         self._check("feedback", "this strategy", feedback, self.feedback)
         self._check("memory of the exchange", "this strategy", exchange, self.exchange)
         filtered = [_under(f"{_FILTER}{number}.", named) for number in range(len(self.filters))]
         for one, saved_state, due in zip(self.filters, filtered, self.filtered):
             self._check("memory of a filter", one, saved_state, due)
-        self.feedback, self.exchange, *filtered = (
-            {name: value.cpu() for name, value in kept.items()} for kept in (feedback, exchange, *filtered)
+        self._check("choices of the policy", "this strategy", policy, self.policy)
+        self.feedback, self.exchange, self.policy, *filtered = (
+            {name: value.cpu() for name, value in kept.items()} for kept in (feedback, exchange, policy, *filtered)
         )
         self.filtered = tuple(filtered)
         self.anchor, self.state = here["anchor"], state
@@ -183,6 +195,22 @@ def hold(strategy: Strategy, fragment: Fragment, index: int, rank: int, size: in
     filtered = tuple(one.init(anchor.numel()) for one in filters)
     policy, state = strategy.policy.init(codec), strategy.outer.init(anchor)
     return Held(fragment, index, anchor, state, feedback, memory, codec, policy, filters, filtered)
+
+
+def saved(pieces: Sequence[Held]) -> dict[str, Tensor]:
+    """What to save of all fragments."""
+    return {f"{piece.index}.{name}": value for piece in pieces for name, value in piece.tensors().items()}
+
+
+def restore(pieces: Sequence[Held], tensors: Mapping[str, Tensor], rounds: Sequence[int], outer: Outer) -> None:
+    """Take over what was `saved`, and how many rounds each fragment has seen. Raises `CheckpointError`."""
+    if len(rounds) != len(pieces):
+        raise CheckpointError(
+            f"the checkpoint has {len(rounds)} fragments, this strategy makes {len(pieces)}; resume with the run's own strategy."
+        )
+    for piece, number in zip(pieces, rounds):
+        piece.load(_under(f"{piece.index}.", tensors), outer)
+        piece.rounds = number
 
 
 def _under(prefix: str, named: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -79,7 +79,8 @@ class GradientHook:
         delta = buffer.detach().to("cpu", torch.float32, copy=True)
         moved = Moved(piece.present(delta), None, self.strategy.feedback, self._crew.air.buffers)
         codec = in_full(piece.codec) if self._first else piece.due(self.strategy.policy, self.steps)
-        ticket = Ticket(bucket.index(), self.steps, self.steps, self.steps, codec, piece.exchange)
+        now = self.steps
+        ticket = Ticket(bucket.index(), now, now, now, codec, piece.exchange, piece.codec, piece.policy)
         flight = self._crew.launch(ticket, moved)
         if last:
             self.steps, self._first = self.steps + 1, False

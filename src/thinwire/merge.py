@@ -1,8 +1,13 @@
-"""How a moved anchor reaches a replica's own parameters."""
+"""How a moved anchor reaches a replica's own parameters.
+
+Where a round takes a `whole_period` it lands when its fragment departs again, just before: first the new delta is formed, then the
+round before lands, then the new one leaves.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +24,8 @@ class Mix:
     """
 
     alpha: float = 0.0
+
+    whole_period: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:
@@ -46,3 +53,20 @@ class Eager:
     are not passed through the codec before they count locally. State: anchor and momentum twice, and the last own
     delta: 12 bytes per parameter more than `Mix`.
     """
+
+    whole_period: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class Reset:
+    """θ ← anchor whenever a fragment departs: what was trained since is in the air now, and comes back with the anchor after the next
+    period, at whose beginning every replica stands at the same point (CO2, Sun et al., ICLR 2024).
+
+        x_(t+1) = x_t − step(mean Δ_(t−1)),   Δ_t = x_t − θ after H steps from x_t
+
+    `delay` must equal `every`. The outer step sees deltas that are exactly one round old, so it needs a small rate or momentum, or
+    `HeavyBall` with its penalty and clip. A round that is dropped departs again with the next. State: 4 bytes per parameter for
+    what is in the air.
+    """
+
+    whole_period: ClassVar[bool] = True

@@ -6,6 +6,7 @@ into others.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
+from thinwire.codecs.exact import energy
 from thinwire.errors import ConfigurationError
 
 State = Mapping[str, Tensor]
@@ -96,3 +98,52 @@ class Nesterov:
         before, velocity = state["momentum"], after["momentum"]
         fast = kernels.of(anchor, delta, before, moved, velocity)
         fast.nesterov(anchor, delta, before, self.lr, self.momentum, moved, velocity)
+
+
+@dataclass(frozen=True)
+class HeavyBall:
+    """m ← clip(μ·m + Δ/Λ, ±φ);  anchor ← anchor − η·m     (SlowMo, arXiv 1910.00643; CO2, Sun et al., ICLR 2024)
+
+        Λ = 1 + gap·‖anchor − the anchor that Δ is from‖ / ‖Δ‖      over the fragment
+
+    `lr` is η, `momentum` μ, `clip` φ, for each element. `gap` penalises deltas that are a round old (`Reset`) by how far the anchor
+    has moved meanwhile, which is η·‖m‖; 0 does not. *Differs*: the paper's Λ is measured in inner steps, whose length each replica
+    knows only of its own; here in what a round moves, which all know alike. (So it is larger where replicas pull apart,
+    and holds more: docs/log.md, 2026-11-21.) Their released code takes a constant for Λ, and its clip has no effect.
+
+    State: 4 bytes per parameter, and as much while it steps.
+
+    >>> outer, still = HeavyBall(lr=0.5, momentum=0.0, clip=1.0), torch.zeros(2)
+    >>> outer.step(still, torch.tensor([4.0, -0.5]), outer.init(still))[0]
+    tensor([-0.5000,  0.2500])
+    """
+
+    lr: float = 1.0
+    momentum: float = 0.0
+    gap: float = 0.0
+    clip: float | None = None
+
+    def __post_init__(self) -> None:
+        bounded = self.clip is None or 0 < self.clip < math.inf
+        if not 0 < self.lr < math.inf or not 0 <= self.momentum < 1 or not 0 <= self.gap < math.inf or not bounded:
+            raise ConfigurationError(
+                f"{self}: lr > 0, 0 <= momentum < 1, gap >= 0 and clip > 0 (or None) are needed; CO2 has 1.0, 0.0 to 0.6, 1.0 and 1.0."
+            )
+
+    @property
+    def linear(self) -> bool:
+        return not self.gap and self.clip is None
+
+    def init(self, anchor: Tensor) -> State:
+        return {"momentum": torch.zeros_like(anchor)}
+
+    def step(self, anchor: Tensor, delta: Tensor, state: State) -> tuple[Tensor, State]:
+        momentum = torch.mul(state["momentum"], self.momentum).add_(torch.div(delta, self.penalty(delta, state)))
+        if self.clip is not None:
+            momentum.clamp_(-self.clip, self.clip)
+        return torch.sub(anchor, torch.mul(momentum, self.lr)), {"momentum": momentum}
+
+    def penalty(self, delta: Tensor, state: State) -> float:
+        """Λ, the same bits on every machine."""
+        moved = self.lr * math.sqrt(energy(state["momentum"])) if self.gap else 0.0
+        return 1.0 + self.gap * moved / math.sqrt(energy(delta)) if moved and bool(delta.any()) else 1.0

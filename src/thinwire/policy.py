@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
+
+from torch import Tensor
 
 from thinwire.codecs import ChunkedTopK, Codec, Identity, RandomK, TopK, nested, rebuilt
 from thinwire.errors import ConfigurationError
 from thinwire.outer import State
+from thinwire.seeds import Key
 
 LONG_RUN = 1 << 40  # a round after all warm-ups
 
@@ -35,6 +39,22 @@ class Policy(Protocol):
 
     def at(self, codec: Codec, numel: int, number: int, state: State) -> Codec:
         """What round `number` of a fragment of `numel` elements is coded in, in place of its fitted `codec`."""
+
+
+@runtime_checkable
+class Deciding(Policy, Protocol):
+    """A policy that learns from what is encoded. Replica 0 decides, in some rounds, and tells all others with the round itself: so all
+    know before the fragment departs again, and a round that is dropped has changed nothing.
+    """
+
+    def tells(self, codec: Codec, number: int) -> int:
+        """How many numbers replica 0 tells the others in round `number`."""
+
+    def decide(self, codec: Codec, signal: Callable[[int, int], Tensor], numel: int, key: Key) -> Tensor:
+        """So many finite fp32 numbers, from what round `key.round` of a fragment of `numel` elements encodes on replica 0."""
+
+    def told(self, codec: Codec, told: Tensor) -> State:
+        """The next state. Raises `PacketError` where that cannot have been told."""
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Literal
 
-from thinwire.codecs import DCT, E3M0, ChunkedTopK, Codec, Identity, Int, LowRank, PerTensor, Sign, Squares, TopK
+from thinwire.codecs import DCT, E3M0, ChunkedTopK, Codec, Each, Identity, Int, LowRank, Sign, Squares, TopK
 from thinwire.exchange import AllReduce, Direct, Exchange, TwoShot
 from thinwire.feedback import Feedback
 from thinwire.filters import Clip, Moments, Momentum, Signs
 from thinwire.inner import SGD, Muon
-from thinwire.merge import Eager, Mix
-from thinwire.outer import Nesterov
+from thinwire.lgreco import LGreCo
+from thinwire.merge import Eager, Mix, Reset
+from thinwire.outer import HeavyBall, Nesterov
 from thinwire.partition import Partition, Strided
 from thinwire.policy import Constant, DensityWarmup, Policy
-from thinwire.schedule import Every, Staggered
+from thinwire.schedule import Every, Quadratic, Staggered
 from thinwire.strategy import Gradients, Strategy
 
 
@@ -119,6 +120,62 @@ def sparse_loco(
     )
 
 
+def qsr(
+    *,
+    every: int = 4,
+    scale: float = 0.0175,
+    power: float = 2.0,
+    codec: Codec = Identity(),
+    exchange: Exchange = Direct(),
+    anchors: Literal["host", "device"] = "host",
+) -> Strategy:
+    """The Quadratic Synchronization Rule (Gu et al., ICLR 2024): average the parameters, the less often the lower the learning rate."""
+    return Strategy(schedule=Quadratic(every, scale, power), codec=codec, exchange=exchange, anchors=anchors)
+
+
+def co2(
+    *,
+    every: int = 30,
+    outer_lr: float = 1.0,
+    outer_momentum: float = 0.0,
+    gap: float = 1.0,
+    clip: float | None = 1.0,
+    codec: Codec = Identity(),
+    exchange: Exchange = Direct(),
+    anchors: Literal["host", "device"] = "host",
+) -> Strategy:
+    """CO2 (Sun et al., ICLR 2024): a whole period in the air; old deltas are penalised by how far the anchor has moved, and clipped."""
+    return Strategy(
+        schedule=Every(every, delay=every),
+        codec=codec,
+        exchange=exchange,
+        outer=HeavyBall(outer_lr, outer_momentum, gap, clip),
+        merge=Reset(),
+        anchors=anchors,
+    )
+
+
+def l_greco(
+    *,
+    every: int = 30,
+    codec: Codec = Each(TopK(0.05)),
+    candidates: tuple[Codec, ...] = (),
+    alpha: float = 1.0,
+    window: int = 10,
+    exchange: Exchange = Direct(),
+    anchors: Literal["host", "device"] = "host",
+) -> Strategy:
+    """L-GreCo (Markov et al., arXiv 2210.17357): of each matrix as many values as it needs, as few in all as lose no more than one share."""
+    return Strategy(
+        schedule=Every(every),
+        codec=codec,
+        policy=LGreCo(candidates, alpha, window),
+        feedback=Feedback(),
+        exchange=exchange,
+        anchors=anchors,
+    )
+
+
 def dgc(
     *,
     density: float = 0.001,
@@ -133,7 +190,7 @@ def dgc(
     return Strategy(
         signal=Gradients(),
         filters=(Clip(clip), Momentum(momentum)),
-        codec=codec or PerTensor(TopK(density)),
+        codec=codec or Each(TopK(density), least=1024),
         policy=policy,
         feedback=Feedback(),
         exchange=exchange,
@@ -155,7 +212,7 @@ def outer_dgc(
     return Strategy(
         schedule=Every(every),
         filters=(Momentum(momentum),),
-        codec=codec or PerTensor(TopK(density)),
+        codec=codec or Each(TopK(density), least=1024),
         policy=policy,
         feedback=Feedback(),
         exchange=exchange,
@@ -235,7 +292,7 @@ def qsgd(*, codec: Codec = Int(4, 512, "fp32", "stochastic"), exchange: Exchange
     return Strategy(signal=Gradients(), codec=codec, exchange=exchange)
 
 
-def cgx(*, codec: Codec = PerTensor(Int(4, 512, "fp32")), exchange: Exchange = Direct()) -> Strategy:
+def cgx(*, codec: Codec = Each(Int(4, 512, "fp32"), least=1024), exchange: Exchange = Direct()) -> Strategy:
     """CGX (Markov et al., arXiv 2111.08617): gradients of matrices in 4 bits, rounded to the nearest; small tensors in full."""
     return Strategy(signal=Gradients(), codec=codec, exchange=exchange)
 
@@ -284,6 +341,7 @@ RECIPES = {
     f.__name__: f
     for f in (
         *(data_parallel, local_sgd, diloco, streaming_diloco, eager_diloco, sparse_loco),
+        *(qsr, co2, l_greco),
         *(dgc, outer_dgc, one_bit_adam, ef14, ef21, econtrol, power_sgd, qsgd, cgx, demo, muloco),
     )
 }

@@ -20,15 +20,16 @@ from torch import Tensor, nn
 from thinwire.codecs import Identity
 from thinwire.contact import agree_on_start, check_start, digest, introduce, introduction
 from thinwire.elastic import Elastic, check
-from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError, ModelError, NonFiniteError
+from thinwire.errors import ConfigurationError, DisagreementError, ModelError, NonFiniteError
 from thinwire.flight import WEIGHTS, Crew, Landed, Ticket, agree
 from thinwire.group.base import Group, gather
 from thinwire.group.roster import Roster
-from thinwire.held import Held, hold
-from thinwire.merge import Eager, Mix
+from thinwire.held import Held, hold, restore, saved
+from thinwire.merge import Mix
 from thinwire.moved import Moved
 from thinwire.outer import Average
 from thinwire.partition import Fragment, check_optimizer, check_sharding
+from thinwire.schedule import Calendar
 from thinwire.strategy import Gradients, Strategy
 from thinwire.weights import clear, exported, gradient, reshard
 
@@ -98,7 +99,10 @@ class Replica:
         strategy.check_inner(optimizer, sharded=site is not None)
         check_sharding(model, whole_replica=site is not None)
         fragments = strategy.partition.fragments(model)
-        strategy.schedule.departs(1, len(fragments))  # offsets for another number of fragments are refused here
+        self._calendar = Calendar(
+            strategy.schedule, len(fragments), lambda _: float(max(g["lr"] for g in optimizer.param_groups))
+        )
+        self._calendar.departs(0)  # offsets for another number of fragments are refused here
         strategy.warm_up()
         self._gradients_exchanged = self._finished = False
         self._site = site
@@ -222,7 +226,7 @@ class Replica:
             self._elastic.finish(self.step)
         elif not isinstance(self.strategy.signal, Gradients):
             for piece in self._pieces:
-                if piece.flight and isinstance(self.strategy.merge, Mix):  # an eager departure lands the round before
+                if piece.flight and not self.strategy.merge.whole_period:  # else the departure lands the round before
                     self._land(piece)
             for piece in self._pieces:
                 self._depart_delta(piece)
@@ -264,7 +268,7 @@ class Replica:
         if self._elastic:
             self.step = self._elastic.after_step(self.step)
         elif not isinstance(self.strategy.signal, Gradients):
-            for index in self.strategy.schedule.departs(self.step, len(self._pieces)):
+            for index in self._calendar.departs(self.step):
                 self._depart_delta(self._pieces[index])
             for piece in self._pieces:
                 if piece.flight and piece.flight.departed + self.strategy.schedule.delay == self.step:
@@ -277,8 +281,8 @@ class Replica:
         began = self._clock()
         delta = piece.delta(self._buffers.like(piece.anchor))
         given: Tensor | None = None
-        if isinstance(self.strategy.merge, Eager):
-            delta = self._step_eagerly(piece, delta)
+        if self.strategy.merge.whole_period:
+            self._turn_over(piece, delta)
         elif self.group.size == 1 and self.strategy.schedule.delay == 0 and self._plain:
             # One replica that averages with itself is the inner optimizer alone, exactly (law 2): anchor − (anchor − θ) would round.
             given = piece.snapshot(self._buffers.like(piece.anchor))
@@ -301,7 +305,8 @@ class Replica:
 
     def _ticket(self, piece: Held, number: int, step: int) -> Ticket:
         lands = step + self.strategy.schedule.delay
-        return Ticket(piece.index, number, step, lands, piece.due(self.strategy.policy, number), piece.exchange)
+        codec = piece.due(self.strategy.policy, number)
+        return Ticket(piece.index, number, step, lands, codec, piece.exchange, piece.codec, piece.policy)
 
     def _await(self, piece: Held) -> tuple[Landed, Callable[[], None]]:
         """Wait for the fragment's flight and report it; what comes back second reports the landing, when it is done."""
@@ -312,7 +317,7 @@ class Replica:
         stall = self._clock() - began
         self.stall_seconds += stall
         piece.flight = None
-        if not isinstance(self.strategy.merge, Eager):  # there it is the own delta, which is needed longer
+        if not self.strategy.merge.whole_period:  # there it is the own delta, which is needed longer
             self._buffers.give(flight.delta)
         self.stopping |= landed.stop
         fields = {"fragment": piece.index, "round": flight.number}
@@ -343,17 +348,16 @@ class Replica:
         piece.remember(landed, self._buffers)
         report()
 
-    def _step_eagerly(self, piece: Held, delta: Tensor) -> Tensor:
-        """Land the previous round, count the own new delta at once, and return what departs (see `Eager`)."""
+    def _turn_over(self, piece: Held, delta: Tensor) -> None:
+        """Where a round takes a whole period: land the one before, and let the parameters begin the next (see `Eager`, `Reset`)."""
         if piece.flight:
             before = piece.anchor
             self._land(piece)
             if piece.own is None:  # this replica started again from the anchors
                 delta.zero_()
-            elif piece.anchor is before:  # dropped: what was in the air departs again
+            elif piece.anchor is before and bool(torch.isfinite(piece.own).all()):  # dropped: it departs again
                 delta.add_(piece.own)
-        piece.step_aside(delta, self.strategy.outer, 1 / self.group.size, self._buffers)
-        return delta
+        piece.begin_next(delta, self.strategy, 1 / self.group.size, self._buffers)
 
     @torch.no_grad()
     def _start_again(self) -> None:
@@ -393,9 +397,14 @@ class Replica:
         Flights in the air are kept as the deltas that departed; they depart again, with the same bytes, when loaded.
         Nothing waits.
         """
-        tensors = {f"{p.index}.{name}": value for p in self._pieces for name, value in p.tensors().items()}
+        tensors = saved(self._pieces)
         flights = {str(p.index): [p.flight.number, p.flight.departed] for p in self._pieces if p.flight}
-        facts = {"step": self.step, "rounds": [piece.rounds for piece in self._pieces], "flights": flights}
+        facts = {
+            "step": self.step,
+            "rounds": [piece.rounds for piece in self._pieces],
+            "flights": flights,
+            "calendar": self._calendar.facts(),
+        }
         return tensors, facts | ({"agreed": self._elastic.facts()} if self._elastic else {})
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
@@ -405,16 +414,9 @@ class Replica:
         Raises `CheckpointError` (made for another model or strategy), `DisagreementError` (replicas loaded different
         anchors).
         """
-        if len(facts["rounds"]) != len(self._pieces):
-            raise CheckpointError(
-                f"the checkpoint has {len(facts['rounds'])} fragments, this strategy makes {len(self._pieces)}; resume with the run's own strategy."
-            )
         self.step = facts["step"]
-        for piece in self._pieces:
-            prefix = f"{piece.index}."
-            named = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-            piece.load(named, self.strategy.outer)
-            piece.rounds = facts["rounds"][piece.index]
+        self._calendar.load(facts["calendar"])
+        restore(self._pieces, tensors, facts["rounds"], self.strategy.outer)
         if self._elastic:
             self._elastic.load(facts["agreed"])
             return

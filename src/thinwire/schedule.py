@@ -1,12 +1,14 @@
-"""When fragments depart and when they land: pure functions of the inner step.
+"""When fragments depart and when they land: pure functions of the inner step, or of the learning rate where a round begins.
 
 Steps count from 1; both tests happen after inner step t. A round that departs at t lands at t + `delay`.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from thinwire.errors import ConfigurationError
 
@@ -25,7 +27,25 @@ class Schedule(Protocol):
         """The fragments (0..fragments-1) whose delta departs after inner step `step`, in the order of departure."""
 
 
-def _check(schedule: Schedule) -> None:
+@runtime_checkable
+class Adaptive(Protocol):
+    """A schedule whose period follows the learning rate: all fragments together, at the end of every round. `every` is the least."""
+
+    @property
+    def every(self) -> int: ...
+
+    @property
+    def delay(self) -> int: ...
+
+    def length(self, lr: float, before: float | None) -> int:
+        """Inner steps of a round whose first one has the learning rate `lr`, where that of the round before had `before`."""
+
+
+Rates = Callable[[int], float]
+"""The learning rate of an inner step."""
+
+
+def _check(schedule: Schedule | Adaptive) -> None:
     for name, value in (("every", schedule.every), ("delay", schedule.delay)):
         if type(value) is not int:
             raise ConfigurationError(f"{name}={value!r}: a whole number of inner steps is needed.")
@@ -100,3 +120,90 @@ def short_first(every: int, fragments: int, delay: int = 0) -> tuple[int, ...]:
     """
     departures = [(p + 1) * every // fragments - delay for p in range(fragments)]
     return tuple(step if step >= 1 else step + every for step in departures)
+
+
+LONGEST = 1 << 31  # inner steps of a round: it ends with the training
+
+
+@dataclass(frozen=True)
+class Quadratic:
+    """H = max(`every`, ⌊(scale / η)^power⌋) for a round whose first inner step has the learning rate η: the less a replica moves
+    in a step, the longer it may train alone.
+
+    Source: the Quadratic Synchronization Rule (Gu, Lyu, Arora, Zhang, Huang, ICLR 2024), with `every` for H_base, `scale` for α,
+    `power` 2 (1 is the linear rule, 0 is `Every`). The last round is cut short by `Replica.finish`, so that training ends
+    agreed. In warm-up, that is in the first round and where η is higher than a round before, H is `every`; *differs*: their
+    code is told how long warm-up is. Their theory is of averaging (`Average`).
+
+    On the wire: published settings exchange in 7 to 40 % of the rounds of data-parallel training, see docs/strategies.md.
+
+    >>> [Quadratic(every=4, scale=0.0175).length(lr, before=0.008) for lr in (0.008, 0.004, 0.0008)]
+    [4, 19, 478]
+    """
+
+    every: int
+    scale: float
+    power: float = 2.0
+    delay: int = 0
+
+    def __post_init__(self) -> None:
+        _check(self)
+        if self.delay >= self.every:
+            raise ConfigurationError(
+                f"{self}: a round may be as short as every={self.every} steps and must land within; choose delay <= {self.every - 1}."
+            )
+        if not 0 <= self.scale < math.inf or not 0 <= self.power <= 8:
+            raise ConfigurationError(
+                f"{self}: scale >= 0 and a power from 0 to 8 are needed; √every times the highest learning rate and 2 are usual."
+            )
+
+    def length(self, lr: float, before: float | None) -> int:
+        if before is None or not lr <= before:  # warm-up; or NaN
+            return self.every
+        if lr <= 0:  # nothing moves any more
+            return LONGEST
+        share = min(self.scale / lr, float(LONGEST))
+        return min(LONGEST, max(self.every, int(float(share**self.power))))
+
+
+class Calendar:
+    """A schedule, followed from step to step. `rates` is asked for the learning rate of the step that has just been taken, by an
+    `Adaptive` schedule; what such a one remembers is to be saved.
+
+    >>> calendar = Calendar(Quadratic(every=2, scale=0.2), fragments=1, rates=lambda step: 0.1 if step < 5 else 0.05)
+    >>> [step for step in range(1, 40) if calendar.departs(step)]
+    [2, 6, 22, 38]
+    """
+
+    def __init__(self, schedule: Schedule | Adaptive, fragments: int, rates: Rates) -> None:
+        self.schedule, self.fragments, self._rates = schedule, fragments, rates
+        self._began, self._length = (
+            0,
+            0,
+        )  # the last inner step before this round; and its inner steps, once that is known
+        self._lr: float | None = None  # of its first step
+
+    def departs(self, step: int) -> tuple[int, ...]:
+        """As `Schedule.departs`; to be asked once after every inner step."""
+        if not isinstance(self.schedule, Adaptive):
+            return self.schedule.departs(step, self.fragments)
+        if step == self._began + 1:
+            lr = self._rates(step)
+            self._length, self._lr = self.schedule.length(lr, self._lr), lr
+        if step < self._began + self._length:
+            return ()
+        self._began = step
+        return tuple(range(self.fragments))
+
+    def facts(self) -> dict[str, Any]:
+        """What to save, for JSON."""
+        return {"began": self._began, "length": self._length, "lr": self._lr}
+
+    def load(self, facts: Mapping[str, Any]) -> None:
+        """Go on from `facts()`."""
+        self._began, self._length, self._lr = facts["began"], facts["length"], facts["lr"]
+
+
+def busiest(schedule: Schedule | Adaptive) -> Schedule:
+    """The schedule itself, or the most that an `Adaptive` one ever asks of a link."""
+    return Every(schedule.every, schedule.delay) if isinstance(schedule, Adaptive) else schedule

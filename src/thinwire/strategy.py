@@ -22,11 +22,11 @@ from thinwire.codecs import (
     ChunkedTopK,
     Codebook,
     Codec,
+    Each,
     Hadamard,
     Identity,
     Int,
     LowRank,
-    PerTensor,
     RandomK,
     Shapes,
     Sign,
@@ -41,11 +41,12 @@ from thinwire.exchange import AllReduce, Direct, Exchange, Fastest, Hierarchy, T
 from thinwire.feedback import Feedback
 from thinwire.filters import Clip, Filter, Moments, Momentum, Settled, Signs, check_filters
 from thinwire.inner import SGD, AdamW, Inner, Muon, check_momentum
-from thinwire.merge import Eager, Mix
-from thinwire.outer import Average, Nesterov, Outer
+from thinwire.lgreco import LGreCo
+from thinwire.merge import Eager, Mix, Reset
+from thinwire.outer import Average, HeavyBall, Nesterov, Outer
 from thinwire.partition import BySize, Partition, Sequential, Strided, Whole
-from thinwire.policy import LONG_RUN, Constant, DenseUntil, DensityWarmup, Policy
-from thinwire.schedule import Every, Schedule, Staggered
+from thinwire.policy import LONG_RUN, Constant, Deciding, DenseUntil, DensityWarmup, Policy
+from thinwire.schedule import Adaptive, Every, Quadratic, Schedule, Staggered
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Strategy:
     True
     """
 
-    schedule: Schedule = Every(1)
+    schedule: Schedule | Adaptive = Every(1)
     partition: Partition = Whole()
     codec: Codec = Identity()
     policy: Policy = Constant()
@@ -82,22 +83,27 @@ class Strategy:
     feedback: Feedback | None = None
     exchange: Exchange = Direct()
     outer: Outer = Average()
-    merge: Mix | Eager = Mix()
+    merge: Mix | Eager | Reset = Mix()
     signal: Deltas | Gradients = Deltas()
     inner: Inner | None = None
     anchors: Literal["host", "device"] = "host"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        protocols = {"schedule": Schedule, "partition": Partition, "codec": Codec, "policy": Policy}
+        protocols: dict[str, Any] = {
+            "schedule": Schedule | Adaptive,
+            "partition": Partition,
+            "codec": Codec,
+            "policy": Policy,
+        }
         protocols |= {"exchange": Exchange, "outer": Outer}
         for name, protocol in protocols.items():
             if not isinstance(getattr(self, name), protocol) or isinstance(getattr(self, name), type):
                 raise ConfigurationError(
-                    f"{name}={getattr(self, name)!r}: {'an' if name[0] in 'eo' else 'a'} {protocol.__name__} is needed; see docs/strategies.md."
+                    f"{name}={getattr(self, name)!r}: {'an' if name[0] in 'eo' else 'a'} {name.title()} is needed; see docs/strategies.md."
                 )
-        if not isinstance(self.merge, Mix | Eager):
-            raise ConfigurationError(f"merge={self.merge!r}: Mix(alpha) or Eager() is needed.")
+        if not isinstance(self.merge, Mix | Eager | Reset):
+            raise ConfigurationError(f"merge={self.merge!r}: Mix(alpha), Eager() or Reset() is needed.")
         if not isinstance(self.signal, Deltas | Gradients):
             raise ConfigurationError(f"signal={self.signal!r}: Deltas() or Gradients() is needed.")
         if not isinstance(self.feedback, Feedback | None):
@@ -105,23 +111,13 @@ class Strategy:
         for codec in self.policy.codecs(self.codec):
             self._check_codec(codec)
         self._check_momentum()
+        if isinstance(self.policy, Deciding) and isinstance(self.exchange, Hierarchy):
+            raise ConfigurationError(
+                f"{self.policy} with {self.exchange}: what sites send is not what replica 0 could measure; choose Direct()."
+            )
         if self.anchors not in ("host", "device"):
             raise ConfigurationError(f"anchors={self.anchors!r}: 'host' or 'device' is needed.")
-        every, delay = self.schedule.every, self.schedule.delay
-        if isinstance(self.merge, Eager):
-            if delay != every:
-                raise ConfigurationError(
-                    f"Eager() with delay={delay}, every={every}: an eager round takes a whole period; choose delay={every}."
-                )
-            if not self.outer.linear:
-                raise ConfigurationError(
-                    f"Eager() with {self.outer!r}: a linear outer step is needed; choose Nesterov or Average."
-                )
-        elif delay >= every:
-            raise ConfigurationError(
-                f"delay={delay} with every={every}: 0 <= delay < every is needed, so at most {every - 1}; "
-                "for a whole period of delay choose eager updates."
-            )
+        self._check_period()
         if isinstance(self.signal, Gradients) and (self.schedule, self.outer, self.merge) != (
             Every(1),
             Average(),
@@ -130,6 +126,29 @@ class Strategy:
             raise ConfigurationError(
                 f"Gradients() with {self.schedule!r}, {self.outer!r}, {self.merge!r}: gradients are exchanged at every step, and the inner "
                 "optimizer is the outer one; leave schedule, outer and merge at Every(1), Average() and Mix()."
+            )
+
+    def _check_period(self) -> None:
+        """Whether merge and outer step fit how long a round is in the air."""
+        every, delay = self.schedule.every, self.schedule.delay
+        if not self.merge.whole_period and delay >= every:
+            raise ConfigurationError(
+                f"delay={delay} with every={every}: 0 <= delay < every is needed, so at most {every - 1}; "
+                "for a whole period of delay choose eager updates, or Reset()."
+            )
+        if self.merge.whole_period and (delay != every or isinstance(self.schedule, Adaptive)):
+            raise ConfigurationError(
+                f"{self.merge} with delay={delay}, every={every}: such a round takes a whole period; choose delay={every}, and "
+                "Every or Staggered."
+            )
+        if isinstance(self.merge, Eager) and not self.outer.linear:
+            raise ConfigurationError(
+                f"Eager() with {self.outer!r}: a linear outer step is needed; choose Nesterov or Average."
+            )
+        if isinstance(self.outer, HeavyBall) and self.outer.gap and not isinstance(self.merge, Reset):
+            raise ConfigurationError(
+                f"{self.outer} with {self.merge}: only where rounds land a whole period late has the anchor moved meanwhile; choose gap=0, "
+                "or merge=Reset() with delay=every."
             )
 
     def _check_codec(self, codec: Codec) -> None:
@@ -196,6 +215,16 @@ class Strategy:
             return []
         return self.exchange.why([self.coded(shapes) for shapes in fragments], size)
 
+    def cautions(self) -> list[str]:
+        """What works, but not as its source has it."""
+        said = []
+        if isinstance(self.schedule, Adaptive) and self.outer.init(torch.zeros(1)):
+            said.append(
+                f"{self.schedule} is made for averaging; under the momentum of {self.outer} a longer round is also a larger outer step. "
+                "Take Average(), or a smaller momentum and rate"
+            )
+        return said
+
     def describe(self, model: nn.Module, size: int) -> str:
         """What this strategy does to `model` among `size` replicas, in a few lines, with predicted bytes."""
         fragments = self.partition.fragments(model)
@@ -203,8 +232,9 @@ class Strategy:
         shapes = [fragment.shapes for fragment in fragments]
         nbytes = self.nbytes_per_period(shapes, size)
         bits = 8 * nbytes / max(1, sum(numels)) / self.schedule.every
+        least = "at least " if isinstance(self.schedule, Adaptive) else ""
         lines = [
-            f"{len(fragments)} fragment(s), {sum(numels):,} parameters, exchanged every {self.schedule.every} inner steps, "
+            f"{len(fragments)} fragment(s), {sum(numels):,} parameters, exchanged every {least}{self.schedule.every} inner steps, "
             f"{self.schedule.delay} of them in the air",
             f"{nbytes:,} bytes sent per replica and period: {bits:.4g} bits per parameter and step (predicted)",
         ]
@@ -216,6 +246,7 @@ class Strategy:
         for first, end in pairwise(sorted({0, full, *self.policy.changes})):
             early = self.nbytes_per_period(shapes, size, first)
             lines.append(f"rounds {first:,} to {end - 1:,} of a fragment: {early:,} bytes a period (predicted)")
+        lines += [f"caution: {caution}" for caution in self.cautions()]
         lines += [f"exchange: {choice}" for choice in self.choices(shapes, size)]
         return "\n".join(lines + [f"  {f.name}: {f.numel:,} parameters" for f in fragments])
 
@@ -227,6 +258,7 @@ PIECES: dict[str, Callable[..., Any]] = {
             Strategy,
             Every,
             Staggered,
+            Quadratic,
             Whole,
             Strided,
             Sequential,
@@ -244,13 +276,14 @@ PIECES: dict[str, Callable[..., Any]] = {
             RandomK,
             Codebook,
             LowRank,
-            PerTensor,
+            Each,
             DCT,
             Hadamard,
             Squares,
             Constant,
             DenseUntil,
             DensityWarmup,
+            LGreCo,
             Feedback,
             Direct,
             TwoShot,
@@ -259,10 +292,11 @@ PIECES: dict[str, Callable[..., Any]] = {
             Fastest,
             Average,
             Nesterov,
+            HeavyBall,
         ),
-        *(Mix, Eager, Deltas, Gradients),
         *(Clip, Momentum, Moments, Settled, Signs),
         *(AdamW, SGD, Muon),
+        *(Mix, Eager, Reset, Deltas, Gradients),
     )
 }
 

@@ -21,7 +21,7 @@ STEPS, WORLD = 10, 2
 STRATEGIES = {
     "identity": tw.data_parallel(),
     "identity, all-reduced": tw.data_parallel(exchange=tw.AllReduce()),
-    "dgc": tw.dgc(clip=0.0, codec=tw.PerTensor(tw.TopK(0.1), least=10), policy=tw.Constant()),
+    "dgc": tw.dgc(clip=0.0, codec=tw.Each(tw.TopK(0.1), least=10), policy=tw.Constant()),
     "one_bit_adam": tw.one_bit_adam(clip=0.0, freeze=4, codec=tw.Sign("l2", 16)),
     "ef21": tw.ef21(codec=tw.TopK(0.1)),
     "power_sgd": tw.power_sgd(rank=1),

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
+from thinwire.codecs import fitted
 from thinwire.recipes import RECIPES
 from thinwire.seeds import Key, derive
 
@@ -132,15 +133,20 @@ CODECS = [
     row(tw.LowRank(1, shapes=MATRICES), "odd", "contractive", "drawn", "shared", error=1.0),
     row(tw.LowRank(3, 2, tw.E2M1(8), MATRICES), "odd", "contractive", "drawn", "shared", error=1.0),
     row(tw.LowRank(2, 1, tw.Cast(), MATRICES), "odd", "contractive", "drawn", "shared", error=1.0),
-    row(tw.PerTensor(tw.TopK(0.1)), "exact", "odd", "contractive", "idempotent"),  # nothing is known to be a matrix
-    row(tw.PerTensor(tw.TopK(0.1), tw.Cast(), 20, MATRICES), "odd", "contractive", "idempotent", "refuses", error=1.0),
+    row(tw.Each(tw.TopK(0.1)), "exact", "odd", "contractive", "idempotent"),  # nothing is known to be a matrix
+    row(tw.Each(tw.TopK(0.1), tw.Cast(), 20, MATRICES), "odd", "contractive", "idempotent", "refuses", error=1.0),
     row(
-        tw.PerTensor(tw.RandomK(0.5, tw.Identity()), tw.Identity(), 20, MATRICES),
+        tw.Each(tw.RandomK(0.5, tw.Identity()), tw.Identity(), 20, MATRICES),
         "odd",
         "unbiased",
         "shared",
         error=4.0,
     ),
+    row(tw.Each(tw.Sign()), "exact", "odd", "contractive", "idempotent"),  # nothing is known to be a matrix
+    row(tw.Each(tw.TopK(0.3), shapes=MATRICES), "odd", "contractive", "idempotent", "refuses", error=1.0),
+    row(tw.Each(tw.Sign(), tw.Cast(), 30, MATRICES), "contractive", error=1.0),
+    row(tw.Each(tw.Int(4, 8, "fp32", "stochastic"), shapes=MATRICES), "odd", "unbiased", error=4.0),
+    row(tw.Each(tw.Sign(), shapes=MATRICES, chosen=(tw.E3M0(8), tw.Sign(), tw.Int(8))), "contractive", error=1.0),
 ]
 SCHEDULES = [
     row(tw.Every(1), "steady"),
@@ -149,6 +155,8 @@ SCHEDULES = [
     row(tw.Staggered(10, 9), "steady"),
     row(tw.Staggered(7, 2, tw.short_first(7, 3, 2)), "steady"),
     row(tw.Staggered(2), "steady"),
+    row(tw.Quadratic(4, 0.0175)),
+    row(tw.Quadratic(2, 0.5, 1.0, delay=1)),
 ]
 PARTITIONS = [
     row(tw.Whole()),
@@ -162,8 +170,11 @@ OUTERS = [
     row(tw.Average(), "linear", "stateless"),
     row(tw.Nesterov(), "linear"),
     row(tw.Nesterov(2.0, 0.0), "linear", "stateless"),
+    row(tw.HeavyBall(0.7, 0.6), "linear"),
+    row(tw.HeavyBall(0.7, 0.6, gap=1.0)),
+    row(tw.HeavyBall(clip=0.05)),
 ]
-MERGES = [row(tw.Mix()), row(tw.Mix(0.5)), row(tw.Mix(1.0)), row(tw.Eager())]
+MERGES = [row(tw.Mix()), row(tw.Mix(0.5)), row(tw.Mix(1.0)), row(tw.Eager()), row(tw.Reset())]
 EXCHANGES = [
     row(tw.Direct(), "rank order"),
     row(tw.TwoShot(), "rank order"),
@@ -190,6 +201,8 @@ POLICIES = [
     row(tw.DenseUntil(1, tw.Cast())),
     row(tw.DensityWarmup(2)),
     row(tw.DensityWarmup(1, (0.9, 0.5), tw.Cast("fp16"))),
+    row(tw.LGreCo(), "decides"),
+    row(tw.LGreCo((tw.Int(2, 4), tw.Int(8)), 2.0, 3), "decides"),
 ]
 # `passes` (with a codec that drops nothing the estimate is the mean of the signals), `agreed` (its state is the same on all replicas)
 FILTERS = [
@@ -215,17 +228,20 @@ METHODS: dict[str, tw.Strategy] = {
     "streaming_diloco": RECIPES["streaming_diloco"](every=6, fragments=2, delay=2),
     "eager_diloco": RECIPES["eager_diloco"](every=4, fragments=2),
     "sparse_loco": RECIPES["sparse_loco"](every=4, codec=tw.ChunkedTopK(32, 4, tw.Sign(block=4))),
-    "dgc": RECIPES["dgc"](density=0.2, codec=tw.PerTensor(tw.TopK(0.2), least=10)),
-    "outer_dgc": RECIPES["outer_dgc"](every=3, codec=tw.PerTensor(tw.TopK(0.2), least=10)),
+    "dgc": RECIPES["dgc"](density=0.2, codec=tw.Each(tw.TopK(0.2), least=10)),
+    "outer_dgc": RECIPES["outer_dgc"](every=3, codec=tw.Each(tw.TopK(0.2), least=10)),
     "one_bit_adam": RECIPES["one_bit_adam"](freeze=4, codec=tw.Sign("l2", 16)),
     "ef14": RECIPES["ef14"](codec=tw.TopK(0.2)),
     "ef21": RECIPES["ef21"](codec=tw.TopK(0.2)),
     "econtrol": RECIPES["econtrol"](codec=tw.TopK(0.2)),
     "power_sgd": RECIPES["power_sgd"](rank=1),
     "qsgd": RECIPES["qsgd"](codec=tw.Int(4, 16, "fp32", "stochastic")),
-    "cgx": RECIPES["cgx"](codec=tw.PerTensor(tw.Int(4, 16, "fp32"), least=10)),
+    "cgx": RECIPES["cgx"](codec=tw.Each(tw.Int(4, 16, "fp32"), least=10)),
     "demo": RECIPES["demo"](codec=tw.Squares(tw.DCT(tw.ChunkedTopK(4, 2), 2, axes=2), 2)),
     "muloco": RECIPES["muloco"](every=4),
+    "qsr": RECIPES["qsr"](every=2, scale=0.02),
+    "co2": RECIPES["co2"](every=3),
+    "l_greco": RECIPES["l_greco"](every=2, codec=tw.Each(tw.TopK(0.3)), window=2),
     # what the recipes leave out
     "feedback in the air": tw.Strategy(
         schedule=tw.Staggered(6, 3),
@@ -272,6 +288,24 @@ METHODS: dict[str, tw.Strategy] = {
         exchange=tw.TwoShot(tw.Feedback()),
         merge=tw.Mix(0.5),
     ),
+    "a whole period late": tw.Strategy(
+        schedule=tw.Every(3, 3), outer=tw.HeavyBall(0.9, 0.4, gap=1.0, clip=0.1), merge=tw.Reset()
+    ),
+    "a whole period late, in fragments": tw.Strategy(
+        schedule=tw.Staggered(4, 4),
+        partition=tw.Strided(2),
+        codec=tw.TopK(0.2),
+        feedback=tw.Feedback(),
+        outer=tw.Nesterov(0.5, 0.5),
+        merge=tw.Reset(),
+    ),
+    "heavy ball": tw.Strategy(schedule=tw.Every(3), outer=tw.HeavyBall(0.8, 0.5)),
+    "ever longer rounds, in the air": tw.Strategy(
+        schedule=tw.Quadratic(3, 0.06, 1.0, delay=2),
+        partition=tw.Strided(2),
+        outer=tw.Nesterov(0.5, 0.5),
+        merge=tw.Mix(0.5),
+    ),
     "ever sparser, in the air": tw.Strategy(
         schedule=tw.Staggered(4, 3),
         partition=tw.Strided(2),
@@ -279,6 +313,17 @@ METHODS: dict[str, tw.Strategy] = {
         policy=tw.DensityWarmup(1, (0.9, 0.3, 0.1)),
         feedback=tw.Feedback(),
         merge=tw.Mix(0.5),
+    ),
+    "ranks by matrix": tw.Strategy(
+        schedule=tw.Every(2, 1),
+        partition=tw.Strided(2),
+        codec=tw.Each(tw.LowRank(1), tw.Cast()),
+        policy=tw.LGreCo((tw.LowRank(2), tw.Sign(), tw.Identity()), alpha=0.7, window=2),
+        feedback=tw.Feedback(),
+        merge=tw.Mix(0.5),
+    ),
+    "gradients, bits by matrix": tw.Strategy(
+        signal=tw.Gradients(), codec=tw.Each(tw.Int(4, 8), least=8), policy=tw.LGreCo(alpha=1.5, window=3)
     ),
     "1-bit after a dense start": tw.Strategy(
         signal=tw.Gradients(),
@@ -457,6 +502,10 @@ def travel(plan: Plan, group: tw.Group) -> Journey:
     journey = Journey()
 
     def observer(event: str, step: int, **fields: Any) -> None:
+        if event == "depart":
+            prefix = f"{fields['fragment']}.policy."
+            known = {name: t for name, t in replica.state()[0].items() if name.startswith(prefix)}
+            fields["known"] = {name.removeprefix(prefix): t.clone() for name, t in known.items()}  # by the policy
         journey.events.append({"event": event, "step": step, **fields})
 
     model = plan.model()
@@ -478,6 +527,13 @@ def travel(plan: Plan, group: tw.Group) -> Journey:
         torch.cat([p.detach().reshape(-1).float() for _, p in fragment.parameters]) for fragment in replica.fragments
     ]
     return journey
+
+
+def weighs(strategy: tw.Strategy, departure: dict[str, Any], fragment: tw.Fragment, size: int, rank: int) -> int:
+    """Predicted: the bytes of a departure, from its round and what the policy knew then."""
+    codec = fitted(strategy.codec, fragment.shapes)
+    codec = strategy.policy.at(codec, fragment.numel, departure["round"], departure["known"])
+    return strategy.exchange.nbytes_sent(codec, fragment.numel, size, rank)
 
 
 def journey(strategy: tw.Strategy, replicas: int, **plan: Any) -> list[Journey]:

@@ -35,7 +35,8 @@ CONFIGURATIONS = {
     ),
     "delay=every": (
         lambda: tw.Strategy(schedule=tw.Every(6, 6)),
-        "delay=6 with every=6: 0 <= delay < every is needed, so at most 5; for a whole period of delay choose eager updates.",
+        "delay=6 with every=6: 0 <= delay < every is needed, so at most 5; for a whole period of delay choose eager "
+        "updates, or Reset().",
     ),
     "offsets": (
         lambda: tw.Staggered(6, 0, (0, 3)),
@@ -222,7 +223,7 @@ CONFIGURATIONS = {
     ),
     "a merge": (
         lambda: tw.Strategy(merge=0.5),
-        "merge=0.5: Mix(alpha) or Eager() is needed.",
+        "merge=0.5: Mix(alpha), Eager() or Reset() is needed.",
     ),
     "a signal": (
         lambda: tw.Strategy(signal=tw.Gradients),
@@ -234,7 +235,7 @@ CONFIGURATIONS = {
     ),
     "eager without delay": (
         lambda: tw.Strategy(schedule=tw.Every(6, 2), merge=tw.Eager()),
-        "Eager() with delay=2, every=6: an eager round takes a whole period; choose delay=6.",
+        "Eager() with delay=2, every=6: such a round takes a whole period; choose delay=6, and Every or Staggered.",
     ),
     "gradients now and then": (
         lambda: tw.Strategy(signal=tw.Gradients(), schedule=tw.Every(2)),
@@ -243,9 +244,10 @@ CONFIGURATIONS = {
     ),
     "unknown name": (
         lambda: tw.parse("E9M9"),
-        "'E9M9' in 'E9M9' is not known; choose from AllReduce, Average, BySize, Cast, ChunkedTopK, Codebook, DCT, Deltas, Direct, "
-        "E2M1, E3M0, E4M3, E5M2, Eager, Every, Fastest, Feedback, Gradients, Hadamard, Hierarchy, Identity, Int, LowRank, Mix, "
-        "Nesterov, RandomK, Sequential, Sign, Squares, Staggered, Strategy, Strided, TopK, TwoShot, Whole.",
+        "'E9M9' in 'E9M9' is not known; choose from AllReduce, Average, BySize, Cast, ChunkedTopK, Codebook, Constant, DCT, Deltas, "
+        "DenseUntil, DensityWarmup, Direct, E2M1, E3M0, E4M3, E5M2, Each, Eager, Every, Fastest, Feedback, Gradients, Hadamard, HeavyBall, "
+        "Hierarchy, Identity, Int, LGreCo, LowRank, Mix, Nesterov, Quadratic, RandomK, Reset, Sequential, Sign, Squares, Staggered, "
+        "Strategy, Strided, TopK, TwoShot, Whole.",
     ),
 }  # fmt: skip
 

@@ -158,7 +158,7 @@ def test_momentum_correction():
 
 def test_what_travels_in_full_keeps_its_momentum():
     """Vectors beside matrices are dense, and their momentum is not wiped: there it is momentum SGD."""
-    codec = tw.PerTensor(tw.TopK(0.1), least=20).fitted(((6, 6), (7,), (3, 3)))
+    codec = tw.Each(tw.TopK(0.1), least=20).fitted(((6, 6), (7,), (3, 3)))
     line, velocity = Line([tw.Momentum(0.9)], tw.Feedback(), codec, n=52), torch.zeros(52)
     for s in signals(10, 52):
         velocity = 0.9 * velocity + s
@@ -255,8 +255,8 @@ def test_least_rounds_before_the_variance_test():
         (lambda: tw.Moments(freeze=1.5), "freeze as rounds"),
         (lambda: tw.Moments(beta2=1.0), "0 < beta2 < 1"),
         (lambda: tw.Settled(0.0), "0 < ratio <= 1"),
-        (lambda: tw.PerTensor(tw.LowRank()), "it needs the shapes"),
-        (lambda: tw.PerTensor(tw.TopK(), least=-1), "0 or more is needed"),
+        (lambda: tw.Each(tw.LowRank()), "it needs the shapes"),
+        (lambda: tw.Each(tw.TopK(), least=-1), "0 or more is needed"),
         (lambda: tw.SGD(1.0), "0 <= momentum < 1"),
         (lambda: tw.SGD(0.0, 0.0), "lr_factor > 0"),
         (lambda: tw.Muon(-0.1), "0 <= momentum < 1"),

@@ -19,12 +19,15 @@ from pieces import (
     same_bits,
     sgd,
     toy,
+    weighs,
     weights,
 )
 
 import thinwire as tw
+from thinwire.codecs import fitted
 from thinwire.group import CountedGroup, Ledger
 from thinwire.packet import HEADER_NBYTES
+from thinwire.policy import Deciding
 
 methods = pytest.mark.parametrize("name", each(METHODS))
 
@@ -192,6 +195,12 @@ def test_merge_one_keeps_replicas_apart():
 # ---- law 5: predicted bytes are counted bytes
 
 
+def tells(strategy, fragment, number):
+    """How many numbers replica 0 tells the others."""
+    deciding = isinstance(strategy.policy, Deciding)
+    return strategy.policy.tells(fitted(strategy.codec, fragment.shapes), number) if deciding else 0
+
+
 @methods
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_law_5_predicted_is_counted(name, replicas):
@@ -200,17 +209,16 @@ def test_law_5_predicted_is_counted(name, replicas):
     fragments = strategy.partition.fragments(toy())
     for rank, (one, ledger) in enumerate(zip(journeys, ledgers)):
         departures = one.heard("depart")
-        predicted = sum(
-            strategy.exchange.nbytes_sent(*strategy.coded(fragments[e["fragment"]].shapes, e["round"]), replicas, rank)
-            for e in departures
-        )
+        predicted = sum(weighs(strategy, e, fragments[e["fragment"]], replicas, rank) for e in departures)
         counted = ledger.as_dict()["sent"].get("packet", {})
         assert predicted == sum(e["nbytes"] for e in departures) == ledger.sent("packet")
         assert sorted(counted) == [str(peer) for peer in range(replicas) if peer != rank]
         if strategy.exchange == tw.Direct():
             assert ledger.sent("packet") == ledger.received("packet")
             assert all(at["messages"] == len(departures) for at in counted.values())
-        assert ledger.sent() == sum(ledger.sent(purpose) for purpose in ("packet", "introduction", "start"))
+        told = [tells(strategy, fragments[e["fragment"]], e["round"]) for e in departures if rank == 0]
+        assert ledger.sent("policy") == sum(HEADER_NBYTES + 4 * count for count in told if count) * (replicas - 1)
+        assert ledger.sent() == sum(ledger.sent(purpose) for purpose in ("packet", "introduction", "start", "policy"))
     assert sum(ledger.sent() for ledger in ledgers) == sum(ledger.received() for ledger in ledgers)
 
 
@@ -225,6 +233,9 @@ def test_law_5_bytes_of_a_period(name):
     last = [e for e in one.heard("depart") if e["step"] > 2 * every or (every == 1 and e["step"] == 2)]
     steady = [e for e in last if e["step"] <= 3 * every][: len(fragments)]  # not the last round of finishing
     assert sorted(e["fragment"] for e in steady) == list(range(len(fragments)))
+    if isinstance(strategy.policy, Deciding):
+        assert sum(e["nbytes"] for e in steady) <= strategy.nbytes_per_period(shapes, 2)
+        return
     numbers = {e["fragment"]: e["round"] for e in steady}
     predicted = sum(strategy.nbytes_per_period([of], 2, numbers[p]) for p, of in enumerate(shapes))
     assert sum(e["nbytes"] for e in steady) == predicted

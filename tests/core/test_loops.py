@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pieces import METHODS, Toy, adamw, batch, each, fill, inner_step, journey, own, same_bits, sgd, toy, weights
+from pieces import METHODS, Toy, batch, each, fill, inner_step, journey, own, same_bits, sgd, toy, weights
 from torch import nn
 
 import thinwire as tw

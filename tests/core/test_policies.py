@@ -7,7 +7,7 @@ import torch
 from pieces import METHODS, POLICIES, journey, same_bits, toy
 
 import thinwire as tw
-from thinwire.policy import LONG_RUN
+from thinwire.policy import LONG_RUN, Deciding
 
 WARMING = tw.Strategy(codec=tw.TopK(0.001), policy=tw.DensityWarmup(10), feedback=tw.Feedback(), signal=tw.Gradients())
 
@@ -15,7 +15,7 @@ WARMING = tw.Strategy(codec=tw.TopK(0.001), policy=tw.DensityWarmup(10), feedbac
 @pytest.mark.parametrize("policy", [row.piece for row in POLICIES], ids=str)
 def test_policy_claims(policy):
     """Pure; `changes` are where the codec changes; in the long run it is the strategy's own; all that comes is named by `codecs`."""
-    codec, numel = tw.TopK(0.1), 10_000
+    codec, numel = tw.Each(tw.TopK(0.1), shapes=((100, 100),)) if isinstance(policy, Deciding) else tw.TopK(0.1), 10_000
     state = policy.init(codec)
     answers = [policy.at(codec, numel, number, state) for number in range(40)]
     assert answers == [policy.at(codec, numel, number, state) for number in range(40)]

@@ -9,11 +9,13 @@ import re
 import shlex
 import tomllib
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from pages import PAGES, ROOT, blocks, commands
 from torch.distributed.run import get_args_parser
 
+import thinwire
 from thinwire import E3M0
 from thinwire.cli import VERBS, options
 from thinwire.cli.plan import BESIDE
@@ -242,6 +244,40 @@ def test_tables_of_compare(tmp_path):
         "| data_parallel | 2.0000 ± 0.0100 | control | 32 | – | 3 |",
         "| streaming_diloco | 2.0100 ± 0.0100 | +0.50% | 0.16 | 200× | 3 |",
     ]
+
+
+def family(seeds=3):
+    """As benchmarks/family.py writes it, without methods that have not been run."""
+    rows = [
+        {"strategy": name, "eval_loss": loss, "eval_loss_spread": spread if seeds > 1 else None, "seeds": seeds}
+        | {"bits_per_parameter_per_step": bits, "composition": repr(getattr(thinwire, name)())}
+        for name, loss, spread, bits in (
+            ("data_parallel", 1.5, 0.01, 32.0),
+            ("co2", 1.55, 0.02, 1.1),
+            ("qsr", 1.6, 0.0, 0.5),
+        )
+    ]
+    setting = {"model": "nano", "steps": 2000, "replicas": 2}
+    return provenance() | {"benchmark": "family", "setting": setting, "word": "measured", "rows": rows}
+
+
+def test_tables_of_the_family(tmp_path):
+    (tmp_path / "f.json").write_text(json.dumps(family()))
+    lines = tables().table(tmp_path / "f.json", "f.json", True, "../").splitlines()
+    assert lines[2] == "| data_parallel | `(signal=Gradients())` | 1.5000 ± 0.0100 | control | 32 | – | 3 |"
+    assert lines[3].startswith("| co2 | `(Every(30, 30), outer=HeavyBall(gap=1.0, clip=1.0), merge=Reset())` | 1.5500")
+    assert lines[-1] == "![family](../docs/pictures/family.svg)"
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_the_familys_picture(seeds):
+    """A dot a method with its name, and a bar for each spread that is more than nothing; valid XML that says where it is from."""
+    picture = tables().family_picture(family(seeds))
+    root = ElementTree.fromstring(picture)
+    texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"data_parallel", "co2", "qsr", "evaluation loss"} <= set(texts)
+    assert "Measured, 2026-11-21" in " ".join(map(str, texts)) and "commit 0123456" in " ".join(map(str, texts))
+    assert picture.count("<polyline") == (2 if seeds > 1 else 0)
 
 
 def test_tables_of_the_simulator(tmp_path):

@@ -12,7 +12,7 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 from thinwire.exchange import Direct
-from thinwire.merge import Eager
+from thinwire.schedule import Calendar
 from thinwire.simulate.scenario import Scenario
 from thinwire.strategy import Gradients, Strategy
 
@@ -96,7 +96,7 @@ class Oracle:
     def replica(self, rank: int, steps: int) -> Generator:
         """The order of `Replica`, told once more."""
         schedule, fragments = self.strategy.schedule, range(len(self.numels))
-        eager = isinstance(self.strategy.merge, Eager)
+        eager = self.strategy.merge.whole_period
         flying: dict[int, tuple[int, int]] = {}
         rounds = [0] * len(self.numels)
         now = yield ("until", 0.0)
@@ -112,10 +112,11 @@ class Oracle:
             self.landings[rank].append(now)
             return now
 
+        calendar = Calendar(schedule, len(self.numels), lambda step: 1.0)
         for step in range(1, steps + 1):
             self.compute[rank] += self.scenario.step_seconds[rank]
             now = yield ("until", now + self.scenario.step_seconds[rank])
-            for p in schedule.departs(step, len(self.numels)):
+            for p in calendar.departs(step):
                 if eager and p in flying:
                     now = yield from land(p)
                 depart(p, step)

@@ -15,6 +15,8 @@ from pieces import METHODS, Toy, journey
 import thinwire as tw
 from thinwire.errors import ConfigurationError
 from thinwire.group import Link
+from thinwire.policy import Deciding
+from thinwire.schedule import Calendar
 from thinwire.simulate.layers import Stack, compute_utilization
 from thinwire.simulate.replicas import Outcome, Round, simulate
 from thinwire.simulate.scenario import Failures, Outages, Scenario, Stragglers, Wire, spread
@@ -65,11 +67,16 @@ def test_what_departs_lands_and_weighs_is_what_real_replicas_do(name):
     real = journey(strategy, replicas=2, steps=14)[0]
     heard = Heard()
     shapes = [fragment.shapes for fragment in strategy.partition.fragments(Toy())]
-    outcome = simulate(strategy, shapes, alike(2), 14, heard)
+    outcome = simulate(strategy, shapes, alike(2), 14, heard, lambda step: 0.01)  # as the toy's optimizer
     left = [(r.fragment, r.number, r.step, r.nbytes) for r in heard.left]
     came = [(r.fragment, r.number, step) for r, step, *_ in heard.came]
     shift = 1 if isinstance(strategy.signal, tw.Gradients) else 0  # those are exchanged before the step is counted
-    assert left == [(e["fragment"], e["round"], e["step"] + shift, e["nbytes"]) for e in real.heard("depart")]
+    weighed = [(e["fragment"], e["round"], e["step"] + shift, e["nbytes"]) for e in real.heard("depart")]
+    if isinstance(strategy.policy, Deciding):  # by data, which there are none of here: at most so many bytes
+        assert [where[:3] for where in left] == [where[:3] for where in weighed]
+        assert all(most[3] >= real[3] for most, real in zip(left, weighed))
+        return
+    assert left == weighed
     assert came == [(e["fragment"], e["round"], e["step"] + shift) for e in real.heard("land")]
     assert outcome.nbytes_sent[0] == sum(e["nbytes"] for e in real.heard("depart"))
 
@@ -94,13 +101,12 @@ def test_bytes_are_those_of_the_formula(name):
     steps = periods * strategy.schedule.every
     outcome = simulate(strategy, numels, alike(3), steps)
     rounds = 0 if isinstance(strategy.signal, tw.Gradients) else 1  # the last, in `finish`
-    first = [
-        next(t for t in range(1, 99) if p in strategy.schedule.departs(t, len(numels))) for p in range(len(numels))
-    ]
+    calendar = Calendar(strategy.schedule, len(numels), lambda step: 1.0)
+    departed = [p for step in range(1, steps + 1) for p in calendar.departs(step)]
     expected = sum(
         strategy.nbytes_per_period([numel], 3, number)
-        for numel, begin in zip(numels, first)
-        for number in range(rounds + (steps - begin) // strategy.schedule.every + 1)
+        for p, numel in enumerate(numels)
+        for number in range(departed.count(p) + rounds)
     )
     assert outcome.nbytes_sent.tolist() == [expected] * 3
     assert outcome.busy_seconds == pytest.approx([8 * expected / 1e6] * 3)

@@ -16,8 +16,8 @@ from thinwire.codecs.block import E2M1, E3M0, E4M3, E5M2, Int
 from thinwire.codecs.cast import Cast, Identity, in_full
 from thinwire.codecs.codebook import Codebook
 from thinwire.codecs.device import encode_from
+from thinwire.codecs.each import Each
 from thinwire.codecs.lowrank import LowRank
-from thinwire.codecs.per_tensor import PerTensor
 from thinwire.codecs.sign import Sign
 from thinwire.codecs.sparse import ChunkedTopK, RandomK, TopK
 from thinwire.codecs.transform import DCT, Hadamard, Squares
@@ -32,12 +32,12 @@ __all__ = [
     "ChunkedTopK",
     "Codebook",
     "Codec",
+    "Each",
     "Hadamard",
     "Identity",
     "Int",
     "Linear",
     "LowRank",
-    "PerTensor",
     "RandomK",
     "Shaped",
     "Shapes",

@@ -133,8 +133,9 @@ def nested(codec: object) -> Iterator[object]:
     """A codec and all those inside it."""
     yield codec
     for value in vars(codec).values():
-        if isinstance(value, Codec):
-            yield from nested(value)
+        for inner in value if isinstance(value, tuple) else (value,):
+            if isinstance(inner, Codec):
+                yield from nested(inner)
 
 
 def rebuilt(codec: Any, change: Callable[[Any], Codec]) -> Codec:
@@ -159,6 +160,7 @@ def warm_up(codec: Codec) -> None:
     """Encode and decode once, so that what `codec` needs is compiled, or read from the compiler's cache, before anybody
     waits for a first round: seconds once on a machine, milliseconds later.
     """
+    codec = fitted(codec, ((1 << 8, 1 << 8),))
     x = torch.ones(1 << 16)  # so many that all ways are taken
     payload = torch.empty(codec.nbytes(x.numel()), dtype=torch.uint8)
     codec.encode(x, payload, Key())

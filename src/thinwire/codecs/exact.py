@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 _LARGEST = torch.finfo(torch.float32).max
+_RUN = 1 << 20
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -42,6 +43,11 @@ def total(x: Tensor) -> Tensor:
         first[: len(x) - half] += x[half:]
         x = first
     return x.sum(0)  # of one, or of none
+
+
+def energy(x: Tensor) -> float:
+    """‖x‖² of flat `x`, in fp64: of each 2²⁰ elements by `total`, then from first to last."""
+    return sum((float(total(part.double().square_())) for part in torch.split(x, _RUN)), 0.0) if x.numel() else 0.0
 
 
 def orthonormal(columns: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ from thinwire.lm.run import Run
 from thinwire.lm.tokens import BPE, Bytes
 from thinwire.observe.events import EventLog
 from thinwire.replica import Replica
+from thinwire.schedule import Calendar
 from thinwire.seeds import derive
 from thinwire.version import __version__
 
@@ -101,7 +102,9 @@ def check(run: Run) -> None:
     with torch.device("meta"):
         model = make_model(run, corpus.vocabulary)
     strategy = run.make_strategy()
-    strategy.schedule.departs(1, len(strategy.partition.fragments(model)))
+    Calendar(
+        strategy.schedule, len(strategy.partition.fragments(model)), lambda step: learning_rate(run, step)
+    ).departs(1)
     strategy.exchange.init(strategy.codec, 0, 0, run.replicas)  # sites of another group are refused here
 
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from thinwire.lm.model import Architecture
-from thinwire.merge import Eager
 from thinwire.observe.units import text_of_seconds
 from thinwire.plan.links import Links
-from thinwire.schedule import Schedule
+from thinwire.schedule import Schedule, busiest
 from thinwire.strategy import Strategy
 
 _PERIODS = 12  # followed; the first half does not count (long flights take some to settle)
@@ -76,14 +75,14 @@ def follow(strategy: Strategy, step_seconds: float, fragments: Sequence[Traffic]
     0.9
     """
     every, delay = strategy.schedule.every, strategy.schedule.delay
-    eager = isinstance(strategy.merge, Eager)
+    eager = strategy.merge.whole_period
     clock = outbound = wire = inbound = busy = latest = 0.0
     landing: dict[int, tuple[int, float]] = {}  # by fragment: step, time
     before = (0.0, 0.0, 0)  # clock, busy, step after the first half
     done = 0
     events: list[tuple[int, int, int]] = []  # step, what (landings of eager rounds come first), fragment
     for period in range(_PERIODS):
-        for step, p in _departures(strategy.schedule, len(fragments)):  # type: ignore[arg-type]  # frozen values hash
+        for step, p in _departures(busiest(strategy.schedule), len(fragments)):  # type: ignore[arg-type]  # frozen values hash
             at = period * every + step
             events += [(at, 1, p), (at + delay, 0 if eager else 2, p)]
     for step, what, p in sorted(events):

@@ -20,7 +20,7 @@ import torch
 from thinwire.lm.model import Architecture
 from thinwire.merge import Eager
 from thinwire.plan.sharding import FP32, Shards
-from thinwire.schedule import Schedule
+from thinwire.schedule import Schedule, busiest
 from thinwire.strategy import Gradients, Strategy
 
 Place = Literal["device", "host"]
@@ -122,6 +122,8 @@ def kept_nbytes(parameters: int, strategy: Strategy, numels: Sequence[int]) -> d
         kept["outer momentum"] = momentum = sum(4 * exchanged for _ in strategy.outer.init(torch.empty(0)))
         if isinstance(strategy.merge, Eager):
             kept["deviation and own delta"] = 8 * exchanged + momentum
+        elif strategy.merge.whole_period:
+            kept["own delta"] = 4 * exchanged
     if strategy.feedback:
         kept["feedback"] = sum(4 * exchanged for _ in strategy.feedback.init(0))
     if strategy.filters:
@@ -133,7 +135,7 @@ def most_at_once(strategy: Strategy, numels: Sequence[int]) -> int:
     """Elements in the air at the worst moment of a period."""
     if isinstance(strategy.signal, Gradients):
         return sum(numels)
-    return _most_at_once(strategy.schedule, tuple(numels))  # type: ignore[arg-type]  # frozen values hash
+    return _most_at_once(busiest(strategy.schedule), tuple(numels))  # type: ignore[arg-type]  # frozen values hash
 
 
 @lru_cache(maxsize=4096)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from thinwire.errors import ConfigurationError
+from thinwire.schedule import busiest
 from thinwire.strategy import Strategy
 
 Floats = NDArray[np.float64]
@@ -97,7 +98,7 @@ class _Lockstep:
     """One replica that stands for all: when it is, when its link is free, and when which layers arrive (arrays [B])."""
 
     def __init__(self, stack: Stack, strategy: Strategy, bits_per_parameter: float, rates: Floats) -> None:
-        self.stack, self.schedule, self.step = stack, strategy.schedule, 0
+        self.stack, self.schedule, self.step = stack, busiest(strategy.schedule), 0
         self.fragments = stack.fragments(strategy)
         self.forward = FORWARD * stack.step_seconds / stack.layers
         self.backward = (1 - FORWARD) * stack.step_seconds / stack.layers

@@ -23,7 +23,7 @@ import numpy as np
 
 from thinwire.codecs import Shapes, fitted
 from thinwire.errors import ConfigurationError
-from thinwire.merge import Eager
+from thinwire.schedule import Calendar, Rates
 from thinwire.seeds import derive
 from thinwire.simulate.layers import Floats
 from thinwire.simulate.scenario import Scenario
@@ -90,14 +90,15 @@ def simulate(
     scenario: Scenario,
     steps: int,
     observer: Observer | None = None,
+    rates: Rates = lambda step: 1.0,
 ) -> Outcome:
     """Train for `steps` inner steps, and finish as `Replica.finish` does; `fragments` of so many elements, or of tensors of
-    such shapes, as for `Strategy.nbytes_per_period`.
+    such shapes, as for `Strategy.nbytes_per_period`. `rates` is the learning rate of an inner step, for a schedule that follows it.
     """
     if steps < 1 or not fragments:
         raise ConfigurationError(f"steps={steps}, {len(fragments)} fragments: at least 1 of each is needed.")
     fleet = _Fleet(strategy, fragments, scenario, observer)
-    fleet.run(steps)
+    fleet.run(steps, Calendar(strategy.schedule, len(fragments), rates))
     return fleet.outcome()
 
 
@@ -131,12 +132,12 @@ class _Fleet:
 
     # ---- the order of things, as in Replica
 
-    def run(self, steps: int) -> None:
+    def run(self, steps: int, calendar: Calendar) -> None:
         schedule, fragments = self.strategy.schedule, len(self.numels)
-        eager = isinstance(self.strategy.merge, Eager)
+        eager = self.strategy.merge.whole_period
         done = 0
         for step in range(1, steps + 1):
-            departing = schedule.departs(step, fragments)
+            departing = calendar.departs(step)
             due = [p for p, flight in self.flying.items() if flight.step + schedule.delay == step]
             if not departing and not due:
                 continue

@@ -22,7 +22,7 @@ from thinwire.cli.pages import write_report
 from thinwire.errors import ConfigurationError
 from thinwire.group import Link
 from thinwire.lm.run import Run
-from thinwire.lm.trainer import make_model, make_tokenizer
+from thinwire.lm.trainer import learning_rate, make_model, make_tokenizer
 from thinwire.observe.units import (
     seconds_of_text,
     text_of_bits,
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str]) -> int:
     fragments, shapes = [(f.name, f.numel) for f in cut], [f.shapes for f in cut]
     with ExitStack() as stack:
         recorder = stack.enter_context(_recorder(asked, asked.out, scenario, fragments)) if asked.out else None
-        outcome = simulate(strategy, shapes, scenario, run.steps, recorder)
+        outcome = simulate(strategy, shapes, scenario, run.steps, recorder, lambda step: learning_rate(run, step))
         floor = scenario.floor_bits_per_second(strategy, shapes)
         summary = summary_of(run, fragments, outcome) | {"floor_bits_per_second": floor, "scenario": described(asked)}
         if recorder is not None:

@@ -1,0 +1,70 @@
+"""What does each method make of the same tokens, and for how many bits? Every recipe there is, several seeds.
+
+    python benchmarks/family.py [--seeds 3] [--steps 2000] [--quick] [--out FOLDER] [--into FILE]
+
+Two replicas as processes, model, text (Python's standard library), batches, inner AdamW and its learning rate alike for all: those of
+quality.py. Every method is as its recipe stands, with the defaults of its paper or the house; none is tuned, here or elsewhere, more than
+the others. Broken off, it goes on where it was with the same --out. `make tables` writes docs/family.md and its picture from the result.
+--quick: one seed and 100 steps, kept apart: whether all methods run, nothing about their loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from provenance import provenance, save
+
+from thinwire.recipes import RECIPES
+
+SETTINGS = {"model": "nano", "batch": 16, "sequence": 128, "lr": 6e-3, "checkpoint_every": 0}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument(
+        "--quick", action="store_true", help="one seed and 100 steps; the result goes to OUT/family.json"
+    )
+    parser.add_argument("--out", type=Path, help="keep the runs here; without, they are thrown away")
+    parser.add_argument("--into", type=Path, help="where the result goes; without, benchmarks/results/family.json")
+    asked = parser.parse_args()
+    seeds, steps = (1, 100) if asked.quick else (asked.seeds, asked.steps)
+    about = provenance()  # before the load is our own
+    with tempfile.TemporaryDirectory() as thrown_away:
+        out = asked.out or Path(thrown_away) / "runs"
+        into = asked.into or (out / "family.json" if asked.quick else None)
+        rows = compared(out, seeds, steps)
+        for row in rows:
+            row["composition"] = repr(RECIPES[row["strategy"]]())
+            print(shown(row, rows[0]))
+        setting = SETTINGS | {"steps": steps, "replicas": 2, "every method": "its recipe's defaults"}
+        result = about | {"benchmark": "family", "word": "measured", "setting": setting, "rows": rows}
+        print(f"written: {save('family', result, into)}")
+
+
+def compared(out: Path, seeds: int, steps: int) -> list[dict]:
+    """The rows of `thinwire compare` for all recipes, which goes on where it was broken off."""
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in (SETTINGS | {"steps": steps}).items()]
+    command = [sys.executable, "-m", "thinwire", "compare", "--strategies", *RECIPES, "--seeds", str(seeds)]
+    done = subprocess.run(
+        [*command, *options, "--out", str(out), "--json"], stdout=subprocess.PIPE, text=True, check=True
+    )
+    return json.loads(done.stdout.strip().splitlines()[-1])["strategies"]
+
+
+def shown(row: dict, control: dict) -> str:
+    above = row["eval_loss"] / control["eval_loss"] - 1
+    return (
+        f"{row['strategy']:<18} {row['eval_loss']:.4f} ± {row['eval_loss_spread'] or 0:.4f}  {above:+.2%}"
+        f"  {row['bits_per_parameter_per_step']:8.4f} bits per parameter and step"
+    )
+
+
+if __name__ == "__main__":
+    main()

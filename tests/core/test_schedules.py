@@ -1,0 +1,151 @@
+"""Rounds whose length follows the learning rate (QSR): the rule, published communication, and that a run goes by it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from pieces import METHODS, journey, same_bits
+
+import thinwire as tw
+from thinwire.schedule import LONGEST, Calendar, busiest
+
+
+def cosine(peak, warmup, steps, final=0.0):
+    def rate(step):
+        if step <= warmup:
+            return peak * step / warmup
+        return final + (peak - final) * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
+
+    return rate
+
+
+def lengths(schedule, rates, steps):
+    """Of the rounds of a run; the last ends with it."""
+    calendar = Calendar(schedule, 1, rates)
+    ends = [step for step in range(1, steps + 1) if calendar.departs(step)]
+    ends += [steps] if not ends or ends[-1] < steps else []
+    return [b - a for a, b in itertools.pairwise([0, *ends])]
+
+
+EPOCH = 1_281_167 // 4096  # steps of ImageNet in batches of 4096
+
+
+@pytest.mark.parametrize(
+    ("schedule", "peak", "warmup", "epochs", "percent"),
+    [
+        (tw.Quadratic(4, 0.0175), 0.008, 10_000, 300, 10.4),  # ViT-B, Local AdamW
+        (tw.Quadratic(8, 0.0175), 0.008, 10_000, 300, 6.9),
+        (tw.Quadratic(4, 0.25), 0.8, 5 * EPOCH, 200, 20.1),  # ResNet-152, Local SGD
+        (tw.Quadratic(2, 0.2), 0.8, 5 * EPOCH, 200, 39.7),
+    ],
+    ids=str,
+)
+def test_published_communication(schedule, peak, warmup, epochs, percent):
+    """Rounds for each step of data-parallel training, as the paper's settings give them; and every step is in one round."""
+    steps = epochs * EPOCH
+    rounds = lengths(schedule, cosine(peak, warmup, steps), steps)
+    assert round(100 * len(rounds) / steps, 1) == percent
+    assert sum(rounds) == steps and min(rounds[:-1]) >= schedule.every
+    warm = [length for length, end in zip(rounds, itertools.accumulate(rounds)) if end <= warmup]
+    assert set(warm) == {schedule.every}
+    assert rounds[len(warm) + 2 : -1] == sorted(rounds[len(warm) + 2 : -1]), "longer and longer after the peak"
+    assert max(rounds) > 1000
+
+
+def test_the_rule():
+    """⌊(α/η)²⌋ at the first step of a round; a tenth of the rate is a hundred times the length; powers 1 and 0."""
+    rule = tw.Quadratic(4, 0.25)
+    assert [rule.length(lr, before=1.0) for lr in (0.125, 0.1, 0.05, 0.01)] == [4, 6, 25, 625]
+    assert tw.Quadratic(1, 1.0).length(0.01, 0.1) == 100 * tw.Quadratic(1, 1.0).length(0.1, 0.1) == 10_000
+    assert tw.Quadratic(1, 0.64, power=1.0).length(0.01, 1.0) == 64
+    for constant in (tw.Quadratic(5, 0.25, power=0.0), tw.Quadratic(5, 0.0)):
+        assert lengths(constant, cosine(0.1, 10, 203), 203) == [5] * 40 + [3]
+    assert lengths(tw.Quadratic(2, 0.3), lambda step: 0.1, 40) == [2, 8, 8, 8, 8, 6], "a constant rate, constant rounds"
+
+
+def test_the_rate_is_that_of_the_first_step_of_a_round():
+    asked = []
+    calendar = Calendar(tw.Quadratic(2, 0.3), 2, lambda step: asked.append(step) or 0.1)
+    assert [step for step in range(1, 30) if calendar.departs(step) == (0, 1)] == [2, 10, 18, 26]
+    assert asked == [1, 3, 11, 19, 27]
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-300, float("nan"), float("inf"), 5e-324])
+def test_rates_of_any_size(rate):
+    length = tw.Quadratic(4, 0.0175, 8.0).length(rate, before=0.1)
+    assert type(length) is int and length == (LONGEST if rate < 1 else 4)
+
+
+def test_rising_rates_are_warm_up():
+    """Also in a second warm-up, and where the first rate is next to nothing."""
+    rates = [1e-9, 1e-4, 2e-4, 3e-4, 1e-3, 1e-3, 1e-3, 1e-3, 0.02, 0.03, 0.01, 0.01]
+    assert tw.Quadratic(1, 0.002).length(rates[0], None) == 1
+    assert lengths(tw.Quadratic(1, 0.002), lambda step: rates[step - 1], 12) == [1, 1, 1, 1, 1, 4, 1, 1, 1]
+
+
+def trained(strategy, steps, rate):
+    """The first replica's journey under a learning rate of its own."""
+
+    def before_step(replica, step):
+        for group in replica.optimizer.param_groups:
+            group["lr"] = rate(step)
+
+    return journey(strategy, 2, steps=steps, before_step=before_step)[0]
+
+
+def test_a_run_goes_by_its_optimizers_rate():
+    rate = cosine(0.02, 4, 30)
+    strategy = tw.Strategy(schedule=tw.Quadratic(2, 0.03))
+    one = trained(strategy, 30, rate)
+    departed = [e["step"] for e in one.heard("depart")]
+    assert departed == list(itertools.accumulate(lengths(strategy.schedule, rate, 30)))
+    assert len(set(lengths(strategy.schedule, rate, 30))) > 3, "they do change"
+
+
+def test_without_scale_it_is_local_sgd():
+    plain = trained(tw.local_sgd(every=3), 14, cosine(0.02, 2, 14))
+    for schedule in (tw.Quadratic(3, 0.0), tw.Quadratic(3, 9.0, power=0.0)):
+        one = trained(tw.Strategy(schedule=schedule), 14, cosine(0.02, 2, 14))
+        assert all(same_bits(a, b) for a, b in zip(one.weights, plain.weights, strict=True))
+
+
+def test_a_description_says_what_momentum_does():
+    model = torch.nn.Linear(4, 4)
+    doubtful = tw.Strategy(schedule=tw.Quadratic(4, 0.0175), outer=tw.Nesterov())
+    assert "caution: Quadratic" in doubtful.describe(model, 2) and "made for averaging" in doubtful.describe(model, 2)
+    sound = tw.Strategy(schedule=tw.Quadratic(4, 0.0175)).describe(model, 2)
+    assert "caution" not in sound and "every at least 4 inner steps" in sound
+    assert "caution" not in tw.diloco().describe(model, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: tw.Quadratic(0, 0.1), "every=0"),
+        (lambda: tw.Quadratic(2.5, 0.1), "every=2.5"),
+        (lambda: tw.Quadratic(4, 0.1, delay=4), "choose delay <= 3"),
+        (lambda: tw.Quadratic(4, -0.1), "scale >= 0"),
+        (lambda: tw.Quadratic(4, float("nan")), "scale >= 0"),
+        (lambda: tw.Quadratic(4, 0.1, power=9.0), "a power from 0 to 8"),
+        (lambda: tw.Strategy(schedule=tw.Quadratic(4, 0.1), merge=tw.Eager()), "Eager"),
+        (lambda: tw.Strategy(schedule=tw.Quadratic(4, 0.1), signal=tw.Gradients()), "gradients are exchanged at every step"),
+        (lambda: tw.Strategy(schedule=tw.Quadratic), "a Schedule is needed"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused(make, message):
+    with pytest.raises(tw.ConfigurationError, match=message):
+        make()
+
+
+def test_refused_among_replicas_that_come_and_go():
+    from thinwire.elastic import check
+
+    with pytest.raises(tw.ConfigurationError, match="which a new replica has not seen"):
+        check(METHODS["qsr"])
+
+
+def test_planners_take_the_busiest():
+    assert busiest(tw.Quadratic(4, 0.1, delay=2)) == tw.Every(4, 2) and busiest(tw.Staggered(9)) == tw.Staggered(9)
