@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
@@ -64,15 +64,13 @@ class Clip:
     """
 
     norm: float = 1.0
-    replicas: int = 1
+    replicas: int = field(default=1, repr=False)  # filled in
 
     momentum, full = False, 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.norm < math.inf or self.replicas < 1:
-            raise ConfigurationError(
-                f"Clip(norm={self.norm}): 0 (no clipping) or more is needed; 1.0 is usual. A replica fills in how many there are."
-            )
+            raise ConfigurationError(f"Clip(norm={self.norm}): 0 (no clipping) or more is needed; 1.0 is usual.")
 
     def fitted(self, codec: Codec, numel: int, size: int) -> Clip:
         return replace(self, replicas=size)
@@ -105,7 +103,7 @@ class Momentum:
 
     decay: float = 0.9
     clears: Literal["sent", "nothing"] = "sent"
-    spared: tuple[tuple[int, int], ...] = ()
+    spared: tuple[tuple[int, int], ...] = field(default=(), repr=False)  # filled in
 
     momentum, full = True, 0
 

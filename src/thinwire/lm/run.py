@@ -102,7 +102,7 @@ class Run:
     accumulate: int = 1
     """Micro-batches in an inner step."""
     optimizer: str | None = None
-    """Inner optimizer: AdamW, SGD(momentum=0.9, lr_factor=50) or Muon. Without: the strategy's own, AdamW if it has none."""
+    """Inner optimizer: AdamW, SGD(0.9, lr_factor=100) or Muon. Without: the strategy's own, AdamW if it has none."""
     lr: float = 6e-3
     """Peak learning rate, as it suits AdamW; other inner optimizers have a factor of their own."""
     warmup: int | None = None
