@@ -311,7 +311,7 @@ def demo(
         codec=codec,
         feedback=Feedback(eta=decay, beta=decay),
         exchange=exchange,
-        inner=SGD(lr_factor=0.5),
+        inner=SGD(),
     )
 
 
