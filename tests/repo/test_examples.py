@@ -54,6 +54,15 @@ def test_thin_link():
     assert waited[0] > waited[5]
 
 
+def test_just_one_byte():
+    ends = re.findall(
+        r"(\w+): loss .* before, ([\d.]+) after; ([\d,]+) bytes",
+        run("07_just_one_byte.py", "--pretrain", "10", "--steps", "6"),
+    )
+    assert [name for name, *_ in ends] == ["amber", "birch", "cedar"] and len({after for _, after, _ in ends}) == 1
+    assert [int(nbytes) for *_, nbytes in ends] == [3 * 52 + 3 * 104, 3 * 52 + 3 * 104, 3 * 104]
+
+
 def test_pieces():
     out = run("06_pieces.py", "--model", "100m", "--replicas", "3")
     assert "100m" not in out and out.count("(predicted)") == 5
