@@ -16,6 +16,13 @@ from thinwire.methods import METHODS, Attached, Method, ZerothOrder
 LOOPS: dict[str, Method] = {
     # every method under its own name, with settings short enough for a test
     "just_one_byte": METHODS["just_one_byte"](samples=2, radius=1e-2),
+    "fedavg": METHODS["fedavg"](every=3),
+    "scaffold": METHODS["scaffold"](every=3, outer_lr=0.7),
+    "scallion": METHODS["scallion"](every=3, codec=tw.RandomK(0.5, tw.Int(8, 32, "fp32", "stochastic"))),
+    "scafcom": METHODS["scafcom"](every=3, codec=tw.TopK(0.3)),
+    # one of all at a time
+    "fedavg, one": METHODS["fedavg"](every=2, sampled=1, codec=tw.Cast("bf16")),
+    "scafcom, one": METHODS["scafcom"](every=2, sampled=1, codec=tw.Sign()),
 }
 LR = 0.02
 
@@ -67,6 +74,9 @@ def one_step(tour: Tour, at: Attached, rank: int) -> None:
 
     if isinstance(at, ZerothOrder):
         at.iterate(loss)
+        return
+    if at.idle:
+        at.skip()
         return
     at.optimizer.zero_grad()
     loss(0).backward()

@@ -13,7 +13,7 @@ import thinwire as tw
 from thinwire import checkpoint
 from thinwire.group import CountedGroup, Ledger
 from thinwire.lm.run import Run
-from thinwire.methods import METHODS
+from thinwire.methods import METHODS, Averaged, Gain, Plain
 from thinwire.strategy import PIECES, parse
 
 every_method = pytest.mark.parametrize("name", LOOPS)
@@ -26,7 +26,8 @@ def test_every_method_is_in_the_table():
 @every_method
 def test_text_is_the_value(name):
     method = LOOPS[name]
-    made = {type(method).__name__: type(method)}
+    rules = {kind.__name__: kind for kind in (Averaged, Gain, Plain)}
+    made = rules | {type(method).__name__: type(method)}
     again = parse(repr(method), PIECES | made)
     assert again == method and hash(again) == hash(method)
 
@@ -66,7 +67,7 @@ def test_bytes_are_as_predicted(name, replicas):
     for trip, ledger in zip(trips, ledgers):
         departed = [event["nbytes"] for event in trip.heard("depart")]
         assert ledger.sent("packet") == sum(departed)
-        assert set(departed) <= {0, predicted} and len(departed) == periods
+        assert set(departed) <= {0, predicted} and len(departed) == periods and (predicted in departed or "one" in name)
     assert sum(ledger.sent("packet") for ledger in ledgers) == sum(ledger.received("packet") for ledger in ledgers)
 
 
@@ -121,7 +122,7 @@ def test_a_replica_with_other_settings_is_refused(name):
 @every_method
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_losses_that_are_not_finite_harm_nobody(name, bad):
-    trips = tour(LOOPS[name], 3, loss_scale=lambda rank, step: bad if rank == 1 and step in (2, 3) else 1.0)
+    trips = tour(LOOPS[name], 3, steps=16, loss_scale=lambda rank, step: bad if rank == 1 and step > 1 else 1.0)
     assert all(same_bits(trip.final, trips[0].final) for trip in trips)
     assert bool(torch.isfinite(trips[0].final).all())
     assert all([e["by"] for e in trip.heard("refused")] == [[1]] * len(trip.heard("refused")) for trip in trips)

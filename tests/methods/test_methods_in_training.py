@@ -16,7 +16,13 @@ from thinwire.lm.trainer import check
 from thinwire.observe.events import read_events
 from thinwire.observe.report import write_report
 
-SETTINGS: dict[str, dict[str, object]] = {"just_one_byte": {"lr": 1e-3}}
+SETTINGS: dict[str, dict[str, object]] = {
+    "just_one_byte": {"strategy": "just_one_byte(samples=1)", "lr": 1e-3},
+    "fedavg": {"every": 3, "lr": 0.1},
+    "scaffold": {"every": 3, "lr": 0.1},
+    "scallion": {"every": 3, "lr": 0.1},
+    "scafcom": {"every": 3, "lr": 0.1},
+}
 
 
 @pytest.fixture
@@ -29,7 +35,7 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def run_of(text: str, strategy: str, **changes: object) -> Run:
     settings: dict[str, object] = dict(
-        text=(text,), strategy=strategy, steps=8, model="nano", batch=2, sequence=16, checkpoint_every=3, keep=9,
+        text=(text,), strategy=strategy, steps=7, model="nano", batch=2, sequence=16, checkpoint_every=3, keep=9,
         eval_batches=2, carrier="threads", timeout=60.0,
     )  # fmt: skip
     return Run(**(settings | SETTINGS[strategy] | changes))  # type: ignore[arg-type]
@@ -94,6 +100,8 @@ def test_weights_of_another_run_to_start_from(tmp_path: Path, text: str) -> None
 def test_what_cannot_be_trained(text: str) -> None:
     with pytest.raises(ConfigurationError, match="its samples are its micro-batches"):
         check(run_of(text, "just_one_byte", accumulate=2))
+    with pytest.raises(ConfigurationError, match="sampled=3 of 2"):
+        check(run_of(text, "fedavg", every=None, strategy="fedavg(sampled=3)"))
     with pytest.raises(ConfigurationError, match="just_one_byte takes no every"):
-        run_of(text, "just_one_byte", every=4)
+        Run(strategy="just_one_byte", every=4)
     assert Run(strategy="just_one_byte(samples=9)").make_method().samples == 9  # type: ignore[union-attr]

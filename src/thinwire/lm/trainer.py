@@ -31,7 +31,7 @@ from thinwire.group import CountedGroup, Group, Ledger, LinkedGroup, parse_link
 from thinwire.lm.data import Corpus
 from thinwire.lm.huggingface import hugging_face
 from thinwire.lm.model import SIZES, Transformer
-from thinwire.lm.origin import begin_with, check_method, start_weights
+from thinwire.lm.origin import begin_with, check_method, micro_batches, start_weights
 from thinwire.lm.run import Run
 from thinwire.lm.tokens import BPE, Bytes
 from thinwire.methods import Attached, ZerothOrder
@@ -149,7 +149,7 @@ class Trainer:
             _shard(self.model, run.replicas, place.shards, self.device)
         self.replica = self._attached()
         self.optimizer = self.replica.optimizer
-        self.micros = self.replica.samples if isinstance(self.replica, ZerothOrder) else run.accumulate
+        self.micros = micro_batches(run, self.replica)
         self.parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         self.clock = Clock()
         self.bf16 = run.precision == "bf16" or (
@@ -221,7 +221,7 @@ class Trainer:
         compute = seconds - (replica.seconds - paused)
         self.clock.loop_seconds += seconds
         self.clock.compute_seconds += compute
-        tokens = run.batch * run.sequence * self.micros
+        tokens = round(run.batch * run.sequence * self.micros)
         self.log.emit(
             "step", replica.step, loss=loss, lr=lr, grad_norm=norm_value, tokens=tokens, begin=begin, compute_seconds=compute
         )  # fmt: skip
@@ -229,6 +229,9 @@ class Trainer:
     def _descend(self, replica: Replica | Attached) -> tuple[float, float]:
         """Backward, and the optimizer's step: the loss, and the gradient's norm."""
         run, loss = self.run, 0.0
+        if isinstance(replica, Attached) and replica.idle:
+            replica.skip()
+            return math.nan, math.nan
         for micro in range(run.accumulate):
             part = self._loss(replica.step * run.accumulate + micro) / run.accumulate
             torch.autograd.backward(part)
@@ -313,7 +316,7 @@ class Trainer:
 
     def _tokens(self) -> int:
         run = self.run
-        return self.replica.step * run.batch * run.sequence * self.micros * run.replicas
+        return round(self.replica.step * run.batch * run.sequence * self.micros * run.replicas)
 
     def _summary(self, stopped: bool) -> dict[str, Any]:
         run, totals = self.run, self._totals()

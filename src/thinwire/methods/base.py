@@ -69,7 +69,8 @@ class Attached(ABC):
     go on.
     """
 
-    idle = False  # a replica that is idle takes no part in this step's work; its loop may skip it
+    idle = False  # a replica that is idle takes no part in this step's work; its loop calls `skip` instead
+    share = 1.0  # of the replicas that are not idle
 
     def __init__(
         self, method: Method, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group,
@@ -95,6 +96,9 @@ class Attached(ABC):
     def request_stop(self) -> None:
         """Ask all replicas to stop at the same step: `stopping` becomes true on all of them with the next exchange."""
         self._stop_requested = True
+
+    def skip(self) -> None:  # noqa: B027
+        """A step of a replica that is idle."""
 
     def exchange_gradients(self) -> None:  # noqa: B027
         """Called between backward and the optimizer's step; nothing, unless the method says otherwise."""
