@@ -47,7 +47,7 @@ class Run:
 
     strategy: str = "streaming_diloco"
     """A recipe (data_parallel, local_sgd, diloco, streaming_diloco, eager_diloco, sparse_loco), a method with a loop of its own
-    (just_one_byte), or a whole Strategy(...) in Python."""
+    (just_one_byte, fedavg, scaffold, scallion, scafcom), or a whole Strategy(...) in Python."""
     replicas: int = 2
     """How many replicas train (under torchrun: the world is replicas times the ranks of one replica)."""
     steps: int = 800

@@ -8,6 +8,17 @@ from thinwire.codecs import Codec, Identity, RandomK, TopK
 from thinwire.methods.base import Attached, Method
 from thinwire.methods.control_rules import Averaged, Gain, Plain, Rule
 from thinwire.methods.control_variates import Controlled, ControlVariates
+from thinwire.methods.minmax import (
+    Extragradient,
+    Free,
+    Masha1,
+    Masha2,
+    Saddle,
+    Saddling,
+    Simplexes,
+    nbytes_sent,
+    saddle,
+)
 from thinwire.methods.zeroth_order import JustOneByte, Log, ZerothOrder
 
 _TENTH, _HUNDREDTH = RandomK(0.1), TopK(0.01)
@@ -64,15 +75,24 @@ __all__ = [
     "Averaged",
     "ControlVariates",
     "Controlled",
+    "Extragradient",
+    "Free",
     "Gain",
     "JustOneByte",
     "Log",
+    "Masha1",
+    "Masha2",
     "Method",
     "Plain",
     "Rule",
+    "Saddle",
+    "Saddling",
+    "Simplexes",
     "ZerothOrder",
     "fedavg",
     "just_one_byte",
+    "nbytes_sent",
+    "saddle",
     "scafcom",
     "scaffold",
     "scallion",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.contact import agree, digest
-from thinwire.errors import ConfigurationError, DisagreementError, LinkError
+from thinwire.errors import ConfigurationError, DisagreementError
 from thinwire.group.base import TAGS, Group, gather
 from thinwire.packet import HEADER_NBYTES, STOP, VERSION, Header, empty_packet, open_packet, payload, seal
 from thinwire.partition import Fragment, Whole, check_optimizer, check_sharding, local, trainable
@@ -61,74 +61,42 @@ class Method(Protocol):
         """Inner steps in a period."""
 
 
-class Attached(ABC):
-    """A method at work. Here stands what is alike in all: contact, messages, and what a training loop may ask.
+class Participant(ABC):
+    """One of several replicas that exchange packets: who they are, and how each tells the others.
 
     `names` say who the replicas are, in rank order; each keeps its name for life, also over several groups. After a
     `LinkError` the step that it broke has not happened: those who are left make a new group, call `meet` with it, and
     go on.
     """
 
-    idle = False  # a replica that is idle takes no part in this step's work; its loop calls `skip` instead
-    share = 1.0  # of the replicas that are not idle
-
     def __init__(
-        self, method: Method, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group,
-        names: Sequence[str] | None, observer: Observer, clock: Callable[[], float],
-    ) -> None:  # fmt: skip
-        check_optimizer(model, optimizer)
-        check_sharding(model, whole_replica=False)
-        self.strategy, self.model, self.optimizer, self.group = method, model, optimizer, group
+        self, group: Group, names: Sequence[str] | None, observer: Observer, clock: Callable[[], float]
+    ) -> None:
+        self.group, self.names = group, self._checked(names, group)
         self.step = 0
         self.stopping = self._stop_requested = False
         self.seconds = self.stall_seconds = 0.0
-        self.fragments: list[Fragment] = Whole().fragments(model)
-        self.parameters = [parameter for _, parameter in trainable(model)]
-        self.names = self._checked(names, group)
         self._observe, self._clock = observer, clock
 
     @property
     def name(self) -> str:
         return self.names[self.group.rank]
 
-    # ---- what a training loop may ask
+    @abstractmethod
+    def meet(self, group: Group, names: Sequence[str] | None = None) -> None:
+        """Go on with the replicas of `group`; all of them call it at once."""
+
+    @abstractmethod
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """All that is needed to go on bit for bit: tensors, and facts for JSON."""
+
+    @abstractmethod
+    def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """Go on from `state()`. Collective: all replicas load the same step."""
 
     def request_stop(self) -> None:
         """Ask all replicas to stop at the same step: `stopping` becomes true on all of them with the next exchange."""
         self._stop_requested = True
-
-    def skip(self) -> None:  # noqa: B027
-        """A step of a replica that is idle."""
-
-    def exchange_gradients(self) -> None:  # noqa: B027
-        """Called between backward and the optimizer's step; nothing, unless the method says otherwise."""
-
-    @contextmanager
-    def anchored(self) -> Iterator[None]:
-        """Within: the model holds what all replicas agree on."""
-        yield
-
-    def export(self) -> dict[str, Tensor]:
-        """The model's state dict with what all agree on; whole tensors on the CPU."""
-        with self.anchored():
-            return exported(self.model)
-
-    def finish(self) -> None:
-        """Exchange what is left, and leave the agreed weights in the model."""
-        self.close()
-
-    def close(self) -> None:  # noqa: B027
-        """Detach. The group stays open; it is the caller's."""
-
-    @abstractmethod
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """All that is needed beside model and optimizer to go on bit for bit: tensors, and facts for JSON."""
-
-    @abstractmethod
-    def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Go on from `state()`; model and optimizer are the caller's. Collective: all replicas load the same step."""
-
-    # ---- to others
 
     def tell(self, body: Tensor | None, header: Header, senders: Iterable[int]) -> dict[int, tuple[int, Tensor]]:
         """Flags and payload of everyone in `senders`, by rank; `body` is the own payload, if this replica is one of them.
@@ -167,6 +135,54 @@ class Attached(ABC):
         self._observe("land", self.step, **fields, begin=began, stall_seconds=arrived - began, seconds_spent=0.0)
         return dict(sorted(heard.items()))
 
+    @staticmethod
+    def _checked(names: Sequence[str] | None, group: Group) -> tuple[str, ...]:
+        made = tuple(map(str, range(group.size))) if names is None else tuple(names)
+        if len(made) != group.size or len(set(made)) != group.size:
+            raise ConfigurationError(f"names={made} for {group.size} replicas: one for each is needed, no two alike.")
+        return made
+
+
+class Attached(Participant):
+    """A method at work on a model. Here stands what a training loop may ask, as of a `Replica`."""
+
+    idle = False  # a replica that is idle takes no part in this step's work; its loop calls `skip` instead
+    share = 1.0  # of the replicas that are not idle
+
+    def __init__(
+        self, method: Method, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group,
+        names: Sequence[str] | None, observer: Observer, clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        check_optimizer(model, optimizer)
+        check_sharding(model, whole_replica=False)
+        super().__init__(group, names, observer, clock)
+        self.strategy, self.model, self.optimizer = method, model, optimizer
+        self.fragments: list[Fragment] = Whole().fragments(model)
+        self.parameters = [parameter for _, parameter in trainable(model)]
+
+    def skip(self) -> None:
+        """A step of a replica that is idle."""
+
+    def exchange_gradients(self) -> None:
+        """Called between backward and the optimizer's step; nothing, unless the method says otherwise."""
+
+    @contextmanager
+    def anchored(self) -> Iterator[None]:
+        """Within: the model holds what all replicas agree on."""
+        yield
+
+    def export(self) -> dict[str, Tensor]:
+        """The model's state dict with what all agree on; whole tensors on the CPU."""
+        with self.anchored():
+            return exported(self.model)
+
+    def finish(self) -> None:
+        """Exchange what is left, and leave the agreed weights in the model."""
+        self.close()
+
+    def close(self) -> None:
+        """Detach. The group stays open; it is the caller's."""
+
     def introduce(self, facts: Mapping[str, Any]) -> None:
         """Compare code, method, model and `facts` with all others. Raises `DisagreementError`."""
         tensors = {n: f"{tuple(p.shape)} {p.dtype}" for n, p in trainable(self.model)}
@@ -183,17 +199,7 @@ class Attached(ABC):
                     "ones, or resume all from one step."
                 )
 
-    @staticmethod
-    def _checked(names: Sequence[str] | None, group: Group) -> tuple[str, ...]:
-        made = tuple(map(str, range(group.size))) if names is None else tuple(names)
-        if len(made) != group.size or len(set(made)) != group.size:
-            raise ConfigurationError(f"names={made} for {group.size} replicas: one for each is needed, no two alike.")
-        return made
-
 
 def packet_nbytes(nbytes: int, size: int) -> int:
     """What a replica of `size` sends to all others with a payload of `nbytes`. Predicted = counted."""
     return (size - 1) * (HEADER_NBYTES + nbytes)
-
-
-__all__ = ["Attached", "LinkError", "Method", "packet_nbytes", "silent"]

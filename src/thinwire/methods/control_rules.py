@@ -14,6 +14,14 @@ from thinwire.errors import ConfigurationError
 _BIASED = (TopK, ChunkedTopK, LowRank, Sign, Codebook)
 
 
+def check_unbiased(codec: Codec, method: str, instead: str) -> None:
+    """Raise `ConfigurationError` if `codec` is biased; `instead` is the method for such a one."""
+    if any(isinstance(c, _BIASED) or getattr(c, "rounding", "") == "nearest" for c in nested(codec)):
+        raise ConfigurationError(
+            f"{method} with {codec}: an unbiased codec is needed, such as RandomK, or rounding='stochastic'; for this one take {instead}."
+        )
+
+
 @runtime_checkable
 class Rule(Protocol):
     """What a sampled replica has to say. `controls`: c and the cᵢ move; else they stay zero."""
@@ -54,10 +62,7 @@ class Gain:
             )
 
     def check(self, codec: Codec) -> None:
-        if any(isinstance(c, _BIASED) or getattr(c, "rounding", "") == "nearest" for c in nested(codec)):
-            raise ConfigurationError(
-                f"{self} with {codec}: an unbiased codec is needed, such as RandomK, or rounding='stochastic'; for this one take scafcom."
-            )
+        check_unbiased(codec, f"{self}", "scafcom")
 
     def signal(self, a: Tensor, c: Tensor, own: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return (a - c).mul_(self.alpha), v
