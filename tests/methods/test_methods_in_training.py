@@ -76,6 +76,18 @@ def test_a_run_and_its_resume(tmp_path: Path, text: str, strategy: str) -> None:
     assert (whole / "model.safetensors").read_bytes()
 
 
+def test_replicas_that_are_not_sampled_are_idle(tmp_path: Path, text: str) -> None:
+    """They send nothing and see no batch, and a report can be written of it."""
+    run = dataclasses.replace(run_of(text, "fedavg", steps=12), every=None, strategy="fedavg(every=2, sampled=1)")
+    summary = run_in(tmp_path / "run", run)
+    events = [list(read_events(tmp_path / f"run/events/replica-{rank}.jsonl")) for rank in (0, 1)]
+    steps = [[event for event in its if event["event"] == "step"] for its in events]
+    idle = [[event["step"] for event in its if event["loss"] != event["loss"]] for its in steps]
+    assert sorted(idle[0] + idle[1]) == list(range(1, 13)) and idle[0] and idle[1]
+    assert summary["tokens"] == 12 * 2 * 16 and sum(e["tokens"] for its in steps for e in its) == 12 * 2 * 16
+    assert write_report([tmp_path / "run"], tmp_path / "report.html").stat().st_size > 10_000
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", SETTINGS)
 def test_processes_train_what_threads_train(tmp_path: Path, text: str, strategy: str) -> None:
