@@ -42,7 +42,7 @@ from thinwire.seeds import derive, normals, quantiles
 
 LOSSES = Callable[[int], Tensor]
 _CHUNK = 1 << 18  # elements whose update is made at once
-_LIMIT = 1 << 31  # bytes of a log: two billion values
+_LIMIT = 1 << 28  # bytes of a log that is taken over: as many values
 
 # ---- one value, one byte
 
