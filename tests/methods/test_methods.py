@@ -44,6 +44,7 @@ def test_the_trainer_knows_it_by_name(name):
 def test_replicas_are_one_model(name):
     trips = tour(LOOPS[name], 3)
     assert all(same_bits(trip.final, trips[0].final) for trip in trips)
+    assert all(same_bits(*trip.at_work.anchors(), trip.final) for trip in trips)
     assert bool(torch.isfinite(trips[0].final).all()) and not same_bits(trips[0].final, weights(toy()))
 
 

@@ -171,6 +171,11 @@ class Attached(Participant):
         """Within: the model holds what all replicas agree on."""
         yield
 
+    def anchors(self) -> list[Tensor]:
+        """What all agree on, flat and in fp32: one tensor, the whole model."""
+        with self.anchored():
+            return [torch.cat([parameter.detach().reshape(-1).float() for parameter in self.parameters])]
+
     def export(self) -> dict[str, Tensor]:
         """The model's state dict with what all agree on; whole tensors on the CPU."""
         with self.anchored():
