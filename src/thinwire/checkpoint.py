@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -30,11 +30,25 @@ from torch.distributed.tensor import DTensor
 from thinwire.errors import CheckpointError
 from thinwire.group.base import Group, gather
 from thinwire.partition import local
-from thinwire.replica import Replica
 from thinwire.version import __version__
 
 FORMAT = 1
 _FILES = ("model.safetensors", "inner.safetensors", "outer.safetensors")
+
+
+class Trained(Protocol):
+    """What can be saved: a `Replica`, or a method with a loop of its own."""
+
+    step: int
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    @property
+    def strategy(self) -> object: ...
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]: ...
+
+    def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -49,7 +63,7 @@ class Checkpoint:
         return int(self.manifest["step"])
 
 
-def save(folder: Path, replica: Replica, notes: Mapping[str, Any], keep: int = 3) -> Path:
+def save(folder: Path, replica: Trained, notes: Mapping[str, Any], keep: int = 3) -> Path:
     """Write `replica` and the caller's `notes` (JSON) to `folder`/step-N and drop all but the last `keep`.
 
     Never waits for what is in the air. Raises `CheckpointError` if the disk does not take it; what was there stays.
@@ -134,7 +148,7 @@ def newest_common(
     return (None if step is None else found[step]), skipped
 
 
-def load(checkpoint: Checkpoint, replica: Replica) -> None:
+def load(checkpoint: Checkpoint, replica: Trained) -> None:
     """Put `checkpoint` into `replica`, its model and its optimizer. Collective: flights that were in the air depart
     again.
 

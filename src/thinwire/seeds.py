@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
+from statistics import NormalDist
 
 import torch
 from torch import Tensor
@@ -51,16 +53,46 @@ class Key:
         return (-self.part,) if self.part else ()  # no sender is negative: never the stream of another key
 
 
-def draw(stream: int, begin: int, count: int) -> Tensor:
+def draw(stream: int, begin: int, count: int, device: torch.device | str = "cpu") -> Tensor:
     """The draws `begin` … `begin + count` of a stream: 64 random bits each, as int64.
 
     SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) by its counter: draw i is a bijection of stream + (i + 1)·φ, so draws
     of one stream are distinct, any range can be had by itself, and they are equal on every device.
     """
-    z = torch.arange(begin + 1, begin + count + 1).mul_(_signed(0x9E3779B97F4A7C15)).add_(_signed(stream))
+    z = (
+        torch.arange(begin + 1, begin + count + 1, device=device)
+        .mul_(_signed(0x9E3779B97F4A7C15))
+        .add_(_signed(stream))
+    )
     z.bitwise_xor_(_shifted(z, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
     z.bitwise_xor_(_shifted(z, 27)).mul_(_signed(0x94D049BB133111EB))
     return z.bitwise_xor_(_shifted(z, 31))
+
+
+def normals(stream: int, begin: int, count: int, device: torch.device | str = "cpu") -> Tensor:
+    """The standard normals `begin` … `begin + count` of a stream, fp32, the same bits on every device.
+
+    16 bits of a draw choose among 65,536 quantiles of equal weight, so nothing is computed that devices could round in
+    their own ways: mean 0 and variance 1 to 1e-6, |z| < 4.33, kurtosis 2.999.
+
+    >>> torch.equal(normals(7, 0, 100)[37:41], normals(7, 37, 4))
+    True
+    """
+    first = begin // 4
+    words = draw(stream, first, -(-(begin + count) // 4) - first, device)
+    index = words.view(torch.int16)[begin - 4 * first :][:count].to(torch.int32).add_(1 << 15)
+    return quantiles(str(device)).index_select(0, index)
+
+
+@lru_cache(maxsize=8)
+def quantiles(device: str = "cpu") -> Tensor:
+    """Of the standard normal, 65,536 of equal weight, scaled to variance 1, in whole 2⁻¹⁸: far coarser than what libraries of
+    mathematics differ in.
+    """
+    half = [NormalDist().inv_cdf((2 * i + 1) / (1 << 17)) for i in range(1 << 15, 1 << 16)]
+    scale = (sum(x * x for x in half) / len(half)) ** -0.5
+    above = torch.tensor([round(x * scale * (1 << 18)) / (1 << 18) for x in half], dtype=torch.float32)
+    return torch.cat([-above.flip(0), above]).to(device)
 
 
 def _signed(word: int) -> int:

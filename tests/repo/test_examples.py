@@ -54,6 +54,23 @@ def test_thin_link():
     assert waited[0] > waited[5]
 
 
+def test_just_one_byte():
+    ends = re.findall(
+        r"(\w+): loss .* before, ([\d.]+) after; ([\d,]+) bytes",
+        run("07_just_one_byte.py", "--pretrain", "10", "--steps", "6"),
+    )
+    assert [name for name, *_ in ends] == ["amber", "birch", "cedar"] and len({after for _, after, _ in ends}) == 1
+    assert [int(nbytes) for *_, nbytes in ends] == [3 * 52 + 3 * 104, 3 * 52 + 3 * 104, 3 * 104]
+
+
+def test_min_max():
+    out = run("08_min_max.py", "--numbers", "8", "--iterations", "80", "--replicas", "3")
+    left = {
+        name.strip(): float(left) for name, left in re.findall(r"^(\w.+?)│ +[\d.]+ │ ([\d.e+-]+)$", out, re.MULTILINE)
+    }
+    assert len(left) == 4 and left["MASHA1, a random fifth"] < left["extragradient, the largest fifth"]
+
+
 def test_pieces():
     out = run("06_pieces.py", "--model", "100m", "--replicas", "3")
     assert "100m" not in out and out.count("(predicted)") == 5

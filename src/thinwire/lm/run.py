@@ -17,6 +17,7 @@ import tomli_w
 from thinwire.errors import ConfigurationError
 from thinwire.group import parse_link
 from thinwire.inner import AdamW, Inner
+from thinwire.methods import METHODS, Method
 from thinwire.recipes import RECIPES
 from thinwire.strategy import PIECES, Strategy, parse
 
@@ -33,9 +34,11 @@ OF_THE_PLACE = (
     "replicas",
     "strategy",
     "model",
+    "start_from",
     "keep",
     *OF_THE_RECIPE,
 )  # may differ
+NAMED = RECIPES | METHODS
 OF_A_CHECKPOINT = ("replicas", "seed", "model", "positions", "tokenizer", "optimizer")  # beside the strategy
 
 
@@ -44,7 +47,8 @@ class Run:
     """A training run. Raises `ConfigurationError` when made, if it cannot work."""
 
     strategy: str = "streaming_diloco"
-    """A recipe (data_parallel, local_sgd, diloco, streaming_diloco, dgc, one_bit_adam, ...), or a whole Strategy(...) in Python."""
+    """A recipe (data_parallel, local_sgd, diloco, streaming_diloco, dgc, one_bit_adam, ...), a method with a loop of its own
+    (just_one_byte, fedavg, scaffold, scallion, scafcom), or a whole Strategy(...) in Python."""
     replicas: int = 2
     """How many replicas train (under torchrun: the world is replicas times the ranks of one replica)."""
     steps: int = 800
@@ -88,6 +92,8 @@ class Run:
     """A size (nano, tiny, mini, 35m, 100m, 200m, 300m, 500m, 1b, 4b), or hf:FOLDER_OR_NAME for a Hugging Face causal LM."""
     positions: Literal["rotary", "learned"] = "rotary"
     """How the model knows where a token stands."""
+    start_from: str | None = None
+    """Begin with the weights of another run: its folder, or a model.safetensors. Without: fresh ones."""
     text: tuple[str, ...] = ()
     """Files and folders (.txt, .jsonl, .parquet, ...). Without: the sources of Python's standard library."""
     column: str = "text"
@@ -138,17 +144,22 @@ class Run:
                 raise ConfigurationError(f"{name}={value}: 0 or more is needed.")
         parse_link(self.link)
         self._check_uplink()
-        self.make_strategy()
+        self._composition()
         self.make_inner()
 
     def make_inner(self) -> Inner:
         """The inner optimizer: the one that was asked for, else the strategy's own, else AdamW."""
-        own = self._strategy().inner
+        made = self._composition()
+        own = made.inner if isinstance(made, Strategy) else None
         if self.optimizer is None:
             return own or AdamW()
         inner = parse(self.optimizer)
         if not isinstance(inner, Inner):
             raise ConfigurationError(f"optimizer={self.optimizer!r}: AdamW, SGD(...) or Muon is needed.")
+        if not isinstance(made, Strategy):
+            raise ConfigurationError(
+                f"optimizer={self.optimizer!r} with {self.label}: that method is an optimizer itself; leave it out."
+            )
         if own and inner != own:
             raise ConfigurationError(
                 f"optimizer={self.optimizer!r} with {self.label}: that method is one with its inner optimizer, {own}; leave it out, or "
@@ -165,34 +176,46 @@ class Run:
             )
 
     def make_strategy(self) -> Strategy:
-        """The strategy with what was given for its recipe, and with the run's seed."""
-        return dataclasses.replace(self._strategy(), seed=self.seed)
+        """The strategy with what was given for its recipe, and with the run's seed. Raises `ConfigurationError` for a method
+        that is none.
+        """
+        made = self._composition()
+        if not isinstance(made, Strategy):
+            raise ConfigurationError(
+                f"strategy={self.label} has a loop of its own; `thinwire train` and `compare` run it, here one of {', '.join(RECIPES)} is needed."
+            )
+        return dataclasses.replace(made, seed=self.seed)
 
-    def _strategy(self) -> Strategy:
+    def make_method(self) -> Method | None:
+        """The method with a loop of its own, with the run's seed; None if this is a strategy."""
+        made = self._composition()
+        return None if isinstance(made, Strategy) else dataclasses.replace(made, seed=self.seed)  # type: ignore[type-var]
+
+    def _composition(self) -> Strategy | Method:
         given = {name: getattr(self, name) for name in OF_THE_RECIPE if getattr(self, name) is not None}
         for name in ("codec", "partition", "exchange"):
             if name in given:
                 given[name] = parse(given[name])
         name = _recipe_name(self.strategy)
-        if name in RECIPES:
-            taken = list(inspect.signature(RECIPES[name]).parameters)
+        if name in NAMED:
+            taken = list(inspect.signature(NAMED[name]).parameters)
             foreign = [key for key in given if key not in taken]
             if foreign:
                 raise ConfigurationError(f"{name} takes no {', '.join(foreign)}; it takes {', '.join(taken)}.")
             if "clip" in taken:
                 given["clip"] = self.clip
-            return RECIPES[name](**given)
+            return NAMED[name](**given)
         if given:
             raise ConfigurationError(
-                f"strategy={self.strategy!r} with {', '.join(given)}: those go with a recipe's name ({', '.join(RECIPES)}); "
+                f"strategy={self.strategy!r} with {', '.join(given)}: those go with a recipe's name ({', '.join(NAMED)}); "
                 "write them inside the parentheses."
             )
         if name.isidentifier() and name not in PIECES:
             raise ConfigurationError(
-                f"strategy={self.strategy!r} is no recipe; one of {', '.join(RECIPES)}, or a whole Strategy(...), is needed."
+                f"strategy={self.strategy!r} is no recipe; one of {', '.join(NAMED)}, or a whole Strategy(...), is needed."
             )
-        strategy = parse(self.strategy, PIECES | RECIPES)
-        if not isinstance(strategy, Strategy):
+        strategy: object = parse(self.strategy, PIECES | NAMED)
+        if not isinstance(strategy, Strategy | Method):
             raise ConfigurationError(
                 f"strategy={self.strategy!r} is a {type(strategy).__name__}; a Strategy or a recipe is needed."
             )
@@ -200,7 +223,7 @@ class Run:
 
     def with_strategy(self, strategy: str) -> Run:
         """This run with another strategy, and of the settings of a recipe those that it takes."""
-        recipe = RECIPES.get(_recipe_name(strategy))
+        recipe = NAMED.get(_recipe_name(strategy))
         taken = inspect.signature(recipe).parameters if recipe else ()
         foreign = {name: None for name in OF_THE_RECIPE if name not in taken}
         return dataclasses.replace(self, strategy=strategy, **foreign)  # type: ignore[arg-type]
@@ -209,7 +232,7 @@ class Run:
         """In what this run cannot go on from a checkpoint of `other`; empty if it can."""
         differing = [name for name in OF_A_CHECKPOINT if getattr(self, name) != getattr(other, name)]
         said = [f"{name} {getattr(other, name)!r} there, {getattr(self, name)!r} given" for name in differing]
-        if self._strategy() != other._strategy():
+        if self._composition() != other._composition():
             said.append(f"strategy {other.label} there, {self.label} given")
         return ", ".join(said)
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from thinwire import checkpoint
 from thinwire.contact import agree
@@ -31,12 +31,15 @@ from thinwire.group import CountedGroup, Group, Ledger, LinkedGroup, parse_link
 from thinwire.lm.data import Corpus
 from thinwire.lm.huggingface import hugging_face
 from thinwire.lm.model import SIZES, Transformer
+from thinwire.lm.origin import begin_with, check_method, micro_batches, start_weights
 from thinwire.lm.run import Run
 from thinwire.lm.tokens import BPE, Bytes
+from thinwire.methods import Attached, ZerothOrder
 from thinwire.observe.events import EventLog
 from thinwire.replica import Replica
 from thinwire.schedule import Calendar
 from thinwire.seeds import derive
+from thinwire.strategy import Strategy
 from thinwire.version import __version__
 
 FLOOR = 0.05  # of the peak learning rate, where the cosine ends
@@ -101,6 +104,10 @@ def check(run: Run) -> None:
     corpus.held_out(run.batch, run.sequence, run.eval_batches)
     with torch.device("meta"):
         model = make_model(run, corpus.vocabulary)
+    if run.start_from:
+        start_weights(run, model)
+    if method := run.make_method():
+        return check_method(run, method)
     strategy = run.make_strategy()
     Calendar(
         strategy.schedule, len(strategy.partition.fragments(model)), lambda step: learning_rate(run, step)
@@ -139,15 +146,12 @@ class Trainer:
         self.corpus = open_corpus(run)
         agree(self.group, run.shared() | {"tokenizer": self.corpus.tokenizer.fingerprint, "resume": place.resume})
         self.device = torch.device("cuda", place.gpu) if torch.cuda.is_available() else torch.device("cpu")
-        self.model = make_model(run, self.corpus.vocabulary).to(self.device)
+        self.model = begin_with(run, make_model(run, self.corpus.vocabulary)).to(self.device)
         if place.shards > 1:
             _shard(self.model, run.replicas, place.shards, self.device)
-        self.inner = run.make_inner()
-        self.optimizer = self.inner.make(self.model, run.lr, run.weight_decay)
-        self.replica = Replica(
-            run.make_strategy(), self.model, self.optimizer, self.group,
-            site=place.site, observer=log.emit, clock=log.seconds,
-        )  # fmt: skip
+        self.replica = self._attached()
+        self.optimizer = self.replica.optimizer
+        self.micros = micro_batches(run, self.replica)
         self.parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         self.clock = Clock()
         self.bf16 = run.precision == "bf16" or (
@@ -156,6 +160,17 @@ class Trainer:
         self.eval_loss = math.nan
         self.checkpoints = place.folder / "checkpoints" / place.name
         self._log_start()
+
+    def _attached(self) -> Replica | Attached:
+        run, log = self.run, self.log
+        if method := run.make_method():
+            optimizer = method.optimizer(self.model, run.lr)
+            return method.attach(self.model, optimizer, self.group, observer=log.emit, clock=log.seconds)
+        optimizer = run.make_inner().make(self.model, run.lr, run.weight_decay)
+        return Replica(
+            run.make_strategy(), self.model, optimizer, self.group,
+            site=self.place.site, observer=log.emit, clock=log.seconds,
+        )  # fmt: skip
 
     def train(self) -> dict[str, Any]:
         """Run the loop and return the summary. Raises what `Replica` raises."""
@@ -194,14 +209,36 @@ class Trainer:
         paused = replica.seconds
         lr = learning_rate(run, replica.step + 1)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr * self.inner.lr_factor
-        loss = 0.0
+            group["lr"] = lr * (run.make_inner().lr_factor if isinstance(replica, Replica) else 1.0)
+        if isinstance(replica, ZerothOrder):  # forward passes only: there is no gradient whose norm could be told
+            self.model.eval()
+            first, norm_value = replica.step * replica.samples, math.nan
+            loss = replica.iterate(lambda sample: self._loss(first + sample))
+        else:
+            loss, norm_value = self._descend(replica)
+        seconds = time.monotonic() - begun
+        compute = seconds - (replica.seconds - paused)
+        self.clock.loop_seconds += seconds
+        self.clock.compute_seconds += compute
+        tokens = round(run.batch * run.sequence * self.micros)
+        self.log.emit(
+            "step", replica.step, loss=loss, lr=lr, grad_norm=norm_value, tokens=tokens, begin=begin, compute_seconds=compute
+        )  # fmt: skip
+
+    def _descend(self, replica: Replica | Attached) -> tuple[float, float]:
+        """Backward, and the optimizer's step: the loss, and the gradient's norm."""
+        run, loss = self.run, 0.0
+        if isinstance(replica, Attached) and replica.idle:
+            replica.skip()
+            return math.nan, math.nan
         for micro in range(run.accumulate):
-            loss += self._backward(replica.step * run.accumulate + micro)
+            part = self._loss(replica.step * run.accumulate + micro) / run.accumulate
+            torch.autograd.backward(part)
+            loss += float(part.detach())
         replica.exchange_gradients()
-        most = (
-            math.inf if replica.strategy.filters else run.clip or math.inf
-        )  # those clip by themselves, before the exchange
+        # filters clip by themselves, before the exchange
+        by_filters = isinstance(replica, Replica) and bool(replica.strategy.filters)
+        most = math.inf if by_filters else run.clip or math.inf
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), most)
         norm_value = float(getattr(norm, "full_tensor", lambda: norm)())
         if not math.isfinite(norm_value):
@@ -209,31 +246,16 @@ class Trainer:
             self.log.emit("skip", replica.step + 1, reason=f"the gradient's norm is {norm_value}")
         self.optimizer.step()
         self.optimizer.zero_grad()
-        seconds = time.monotonic() - begun
-        compute = seconds - (replica.seconds - paused)
-        self.clock.loop_seconds += seconds
-        self.clock.compute_seconds += compute
-        tokens = run.batch * run.sequence * run.accumulate
-        self.log.emit(
-            "step",
-            replica.step,
-            loss=loss,
-            lr=lr,
-            grad_norm=norm_value,
-            tokens=tokens,
-            begin=begin,
-            compute_seconds=compute,
-        )
+        return loss, norm_value
 
-    def _backward(self, micro: int) -> float:
+    def _loss(self, micro: int) -> Tensor:
         run, place = self.run, self.place
         tokens, targets = self.corpus.batch(
             run.seed, place.group.rank, run.replicas, micro, run.batch, run.sequence, place.shard, place.shards
         )
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
-            loss = self.model(tokens.to(self.device), targets.to(self.device)).loss / run.accumulate
-        loss.backward()
-        return float(loss.detach())
+            loss: Tensor = self.model(tokens.to(self.device), targets.to(self.device)).loss
+        return loss
 
     def _evaluate(self) -> None:
         """The mean loss of the anchors on held-out text, the same on every replica."""
@@ -250,13 +272,9 @@ class Trainer:
         self.model.train()
         self.eval_loss = sum(losses) / len(losses)
         self.log.emit(
-            "eval",
-            self.replica.step,
-            loss=self.eval_loss,
-            tokens=self._tokens(),
-            seconds_spent=time.monotonic() - began,
+            "eval", self.replica.step, loss=self.eval_loss, tokens=self._tokens(), seconds_spent=time.monotonic() - began,
             of="anchors",
-        )
+        )  # fmt: skip
 
     def _save(self) -> None:
         """A checkpoint that cannot be written is reported and training goes on: the one before is still there."""
@@ -300,7 +318,7 @@ class Trainer:
 
     def _tokens(self) -> int:
         run = self.run
-        return self.replica.step * run.batch * run.sequence * run.accumulate * run.replicas
+        return round(self.replica.step * run.batch * run.sequence * self.micros * run.replicas)
 
     def _summary(self, stopped: bool) -> dict[str, Any]:
         run, totals = self.run, self._totals()
@@ -341,11 +359,12 @@ class Trainer:
 
     def _log_start(self) -> None:
         link, shapes = parse_link(self.run.link), [fragment.shapes for fragment in self.replica.fragments]
-        chosen = self.replica.strategy.choices(shapes, self.group.size)
+        strategy = self.replica.strategy
+        chosen = strategy.choices(shapes, self.group.size) if isinstance(strategy, Strategy) else []
         self.log.emit(
             "start", self.replica.step, wall_time=time.time(), replica=self.place.group.rank, replicas=self.run.replicas,
             run=dataclasses.asdict(self.run) | {
-                "composition": repr(self.replica.strategy), "corpus": self.corpus.describe(), "exchanges": chosen,
+                "composition": repr(strategy), "corpus": self.corpus.describe(), "exchanges": chosen,
             },
             strategy=self.run.label,
             parameters=self.parameters, fragments=[{"name": f.name, "numel": f.numel} for f in self.replica.fragments],

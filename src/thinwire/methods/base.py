@@ -1,0 +1,210 @@
+"""What methods with a loop of their own have in common: how they attach, and how they send.
+
+A `Method` is a frozen value, as a `Strategy` is; `attach` joins it with a model, an optimizer and a group. What comes
+back is asked the same questions as a `Replica`, so the trainer, checkpoints and events serve both.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.contact import agree, digest
+from thinwire.errors import ConfigurationError, DisagreementError
+from thinwire.group.base import TAGS, Group, gather
+from thinwire.packet import HEADER_NBYTES, STOP, VERSION, Header, empty_packet, open_packet, payload, seal
+from thinwire.partition import Fragment, Whole, check_optimizer, check_sharding, local, trainable
+from thinwire.replica import Observer
+from thinwire.version import __version__
+from thinwire.weights import exported
+
+TAG = TAGS >> 1  # of every message here: messages of a pair are matched in the order of posting
+
+
+def silent(event: str, step: int, **fields: Any) -> None:
+    """Observe nothing."""
+
+
+@runtime_checkable
+class Method(Protocol):
+    """A method with a loop of its own: a frozen dataclass whose text is its identity on the wire."""
+
+    @property
+    def seed(self) -> int: ...
+
+    def optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+        """The inner optimizer that this method is defined with."""
+
+    def attach(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        group: Group,
+        *,
+        observer: Observer = silent,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> Attached:
+        """Join this method with what it trains. Collective. Raises `ModelError`, `DisagreementError`, `LinkError`."""
+
+    def nbytes_per_period(self, numel: int, size: int) -> int:
+        """Bytes that one replica of `size` sends in a period of `every` steps, headers included, if it sends. Predicted = counted."""
+
+    @property
+    def every(self) -> int:
+        """Inner steps in a period."""
+
+
+class Participant(ABC):
+    """One of several replicas that exchange packets: who they are, and how each tells the others.
+
+    `names` say who the replicas are, in rank order; each keeps its name for life, also over several groups. After a
+    `LinkError` the step that it broke has not happened: those who are left make a new group, call `meet` with it, and
+    go on.
+    """
+
+    def __init__(
+        self, group: Group, names: Sequence[str] | None, observer: Observer, clock: Callable[[], float]
+    ) -> None:
+        self.group, self.names = group, self._checked(names, group)
+        self.step = 0
+        self.stopping = self._stop_requested = False
+        self.seconds = self.stall_seconds = 0.0
+        self._observe, self._clock = observer, clock
+
+    @property
+    def name(self) -> str:
+        return self.names[self.group.rank]
+
+    @abstractmethod
+    def meet(self, group: Group, names: Sequence[str] | None = None) -> None:
+        """Go on with the replicas of `group`; all of them call it at once."""
+
+    @abstractmethod
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """All that is needed to go on bit for bit: tensors, and facts for JSON."""
+
+    @abstractmethod
+    def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """Go on from `state()`. Collective: all replicas load the same step."""
+
+    def request_stop(self) -> None:
+        """Ask all replicas to stop at the same step: `stopping` becomes true on all of them with the next exchange."""
+        self._stop_requested = True
+
+    def tell(self, body: Tensor | None, header: Header, senders: Iterable[int]) -> dict[int, tuple[int, Tensor]]:
+        """Flags and payload of everyone in `senders`, by rank; `body` is the own payload, if this replica is one of them.
+
+        The own packet goes to all others in one message each. Raises `LinkError`, `PacketError`; then nothing is to be
+        believed.
+        """
+        group, began = self.group, self._clock()
+        peers = [peer for peer in range(group.size) if peer != group.rank]
+        packets = {peer: empty_packet(header.nbytes) for peer in senders if peer != group.rank}
+        send: dict[int, Tensor] = {}
+        if body is not None:
+            own = empty_packet(header.nbytes)
+            payload(own).copy_(body)
+            flags = header.flags | (STOP if self._stop_requested else 0)
+            seal(own, replace(header, sender=group.rank, flags=flags))
+            send = dict.fromkeys(peers, own)
+        nbytes = sum(message.numel() for message in send.values())
+        fields = {"fragment": header.fragment, "round": header.round}
+        self._observe("depart", self.step, **fields, nbytes=nbytes, seconds_spent=self._clock() - began)
+        transfer = group.post(TAG, send, packets)
+        transfer.wait()
+        arrived = self._clock()
+        self._observe(
+            "flight", self.step, **fields, begin=began, end=arrived,
+            queued_seconds=transfer.queued_seconds, transfer_seconds=transfer.transfer_seconds,
+        )  # fmt: skip
+        heard = {
+            peer: (open_packet(p, replace(header, sender=peer, flags=0)), payload(p)) for peer, p in packets.items()
+        }
+        if body is not None:
+            heard[group.rank] = (flags, payload(own))
+        self.stopping |= any(said & STOP for said, _ in heard.values())
+        self.stall_seconds += arrived - began
+        self.seconds += arrived - began
+        self._observe("land", self.step, **fields, begin=began, stall_seconds=arrived - began, seconds_spent=0.0)
+        return dict(sorted(heard.items()))
+
+    @staticmethod
+    def _checked(names: Sequence[str] | None, group: Group) -> tuple[str, ...]:
+        made = tuple(map(str, range(group.size))) if names is None else tuple(names)
+        if len(made) != group.size or len(set(made)) != group.size:
+            raise ConfigurationError(f"names={made} for {group.size} replicas: one for each is needed, no two alike.")
+        return made
+
+
+class Attached(Participant):
+    """A method at work on a model. Here stands what a training loop may ask, as of a `Replica`."""
+
+    idle = False  # a replica that is idle takes no part in this step's work; its loop calls `skip` instead
+    share = 1.0  # of the replicas that are not idle
+
+    def __init__(
+        self, method: Method, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group,
+        names: Sequence[str] | None, observer: Observer, clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        check_optimizer(model, optimizer)
+        check_sharding(model, whole_replica=False)
+        super().__init__(group, names, observer, clock)
+        self.strategy, self.model, self.optimizer = method, model, optimizer
+        self.fragments: list[Fragment] = Whole().fragments(model)
+        self.parameters = [parameter for _, parameter in trainable(model)]
+
+    def skip(self) -> None:
+        """A step of a replica that is idle."""
+
+    def exchange_gradients(self) -> None:
+        """Called between backward and the optimizer's step; nothing, unless the method says otherwise."""
+
+    @contextmanager
+    def anchored(self) -> Iterator[None]:
+        """Within: the model holds what all replicas agree on."""
+        yield
+
+    def anchors(self) -> list[Tensor]:
+        """What all agree on, flat and in fp32: one tensor, the whole model."""
+        with self.anchored():
+            return [torch.cat([parameter.detach().reshape(-1).float() for parameter in self.parameters])]
+
+    def export(self) -> dict[str, Tensor]:
+        """The model's state dict with what all agree on; whole tensors on the CPU."""
+        with self.anchored():
+            return exported(self.model)
+
+    def finish(self) -> None:
+        """Exchange what is left, and leave the agreed weights in the model."""
+        self.close()
+
+    def close(self) -> None:
+        """Detach. The group stays open; it is the caller's."""
+
+    def introduce(self, facts: Mapping[str, Any]) -> None:
+        """Compare code, method, model and `facts` with all others. Raises `DisagreementError`."""
+        tensors = {n: f"{tuple(p.shape)} {p.dtype}" for n, p in trainable(self.model)}
+        common = {"code version": __version__, "wire format": VERSION, "strategy": repr(self.strategy)}
+        agree(self.group, common | {f"model, {name}": text for name, text in tensors.items()} | dict(facts))
+
+    def same_weights(self) -> None:
+        """Raise `DisagreementError`, on every replica, where weights differ. 16 bytes each."""
+        told = gather(self.group, digest([local(p.detach()) for p in self.parameters]), 16, "resume")
+        for rank, text in enumerate(told):
+            if text != told[0]:
+                raise DisagreementError(
+                    f"replica {rank} holds other weights than replica 0 at step {self.step}; begin all with the same "
+                    "ones, or resume all from one step."
+                )
+
+
+def packet_nbytes(nbytes: int, size: int) -> int:
+    """What a replica of `size` sends to all others with a payload of `nbytes`. Predicted = counted."""
+    return (size - 1) * (HEADER_NBYTES + nbytes)

@@ -1,0 +1,382 @@
+"""SCALLION and SCAFCOM: Huang, Li, Li, *Stochastic Controlled Averaging for Federated Learning with Communication
+Compression*, ICLR 2024; SCAFFOLD (Karimireddy et al., arXiv 1910.06378) and FedAvg (arXiv 1602.05629) as their limits.
+
+    all N replicas begin a round with the same x and c; the S that are sampled train: K steps of  y ← y − η·(g + c − cᵢ)
+    aᵢ = (x − y) / Ση                      the mean gradient on the way, + c − cᵢ
+
+    FedAvg     sᵢ = aᵢ                     and c = cᵢ = 0 for ever
+    SCALLION   sᵢ = α·(aᵢ − c)             any unbiased codec; SCAFFOLD: α = 1, exact values
+    SCAFCOM    vᵢ ← (1 − β)·vᵢ + β·(aᵢ + cᵢ − c),  sᵢ = vᵢ − cᵢ     any contractive codec
+
+    dᵢ = decode(encode(sᵢ))                all that travels, from each that was sampled to all others
+    x ← x − η_g·Ση·(mean of the S dᵢ + c)
+    cᵢ ← cᵢ + dᵢ  (the sampled)            c ← c + (1/N)·Σ dᵢ  (everybody), so c is the mean of all N cᵢ
+
+*Differs*: there is no server, each replica computes x and c by itself from the packets, in rank order, with the same bits;
+Ση is the sum of the learning rates that there were, so schedules and skipped steps are right; a replica whose aᵢ is
+not finite is not counted in that round, by anybody; one that was away takes over x and c and keeps its own cᵢ.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.codecs import Codec, Identity, encode_from, fitted
+from thinwire.contact import agree_on_start, digest
+from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError, ModelError
+from thinwire.group.base import Group, gather
+from thinwire.handover import give, take
+from thinwire.methods.base import Attached, packet_nbytes, silent
+from thinwire.methods.control_rules import Rule
+from thinwire.packet import REFUSED, Header, identity
+from thinwire.replica import Observer
+from thinwire.seeds import Key, derive
+from thinwire.weights import gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlVariates:
+    """Local SGD whose drift is controlled, S of N replicas at a time. `every` is K, `sampled` S (None: all), `outer_lr` η_g.
+
+    The inner optimizer is plain SGD. *Wire*: (N−1)·(48 + nbytes(codec)) from each of the S in K steps, nothing from the
+    others. *Memory*: 12 bytes a parameter (x, c, cᵢ), 16 with SCAFCOM.
+    """
+
+    rule: Rule
+    codec: Codec = Identity()
+    every: int = 10
+    sampled: int | None = None
+    outer_lr: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rule, Rule) or not isinstance(self.codec, Codec) or isinstance(self.codec, type):
+            raise ConfigurationError(
+                f"rule={self.rule!r}, codec={self.codec!r}: Gain(), Averaged() or Plain(), and a Codec, are needed."
+            )
+        if self.every < 1 or (self.sampled is not None and self.sampled < 1) or not 0 < self.outer_lr < math.inf:
+            raise ConfigurationError(
+                f"every={self.every}, sampled={self.sampled}, outer_lr={self.outer_lr}: all must be above 0."
+            )
+        self.rule.check(self.codec)
+
+    def optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=lr)
+
+    def attach(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, *,
+        names: Sequence[str] | None = None, observer: Observer = silent, clock: Callable[[], float] = time.monotonic,
+    ) -> Controlled:  # fmt: skip
+        return Controlled(self, model, optimizer, group, names, observer, clock)
+
+    def nbytes_per_period(self, numel: int, size: int) -> int:
+        return packet_nbytes(self.codec.nbytes(numel), size)
+
+    def draw(self, names: Sequence[str], round_: int) -> tuple[str, ...]:
+        """Who is sampled among `names`, in their order: the same on all."""
+        if self.sampled is None:
+            return tuple(names)
+        chosen = sorted(names, key=lambda name: derive(self.seed, f"sampled {name}", round_))[: self.sampled]
+        return tuple(name for name in names if name in chosen)
+
+
+class _Said(NamedTuple):
+    """What this replica sent in a round: its dᵢ and vᵢ become its own when it is known to be counted."""
+
+    round: int
+    d: Tensor
+    v: Tensor
+
+
+class Controlled(Attached):
+    """`ControlVariates` at work. The loop is the usual one; one that can spare work asks `idle` first:
+
+    ```python
+    trained = scaffold(every=10, sampled=4).attach(model, torch.optim.SGD(model.parameters(), lr=0.1), group)
+    for batch in data:
+        if trained.idle:
+            trained.skip()                       # not sampled in this round
+            continue
+        model(batch).loss.backward()
+        optimizer.step()                         # the correction before, the exchange behind every K-th
+        optimizer.zero_grad()
+    trained.finish()
+    ```
+
+    `names` at the start are all N for ever. After a `LinkError` the round has not happened here; see `meet`.
+    """
+
+    strategy: ControlVariates
+
+    def __init__(
+        self, method: ControlVariates, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group,
+        names: Sequence[str] | None, observer: Observer, clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        super().__init__(method, model, optimizer, group, names, observer, clock)
+        _check_sgd(optimizer)
+        self.crew = self.names
+        if method.sampled is not None and method.sampled > len(self.crew):
+            raise ConfigurationError(f"sampled={method.sampled} of {len(self.crew)} replicas: at most all can be.")
+        self.rounds = 0
+        self._codec = fitted(method.codec, self.fragments[0].shapes)
+        self.x = self._flat()
+        self.c, self.own, self.v = torch.zeros_like(self.x), torch.zeros_like(self.x), torch.empty(0)
+        self._nominal = self._moved = 0.0  # sums of learning rates: of the round's steps, and of those that moved y
+        self._counted: dict[str, int] = {}  # by name: the last round in which it was
+        self._said: _Said | None = None
+        self._corrected = self._moves = self._finished = False
+        self._hooks = [
+            optimizer.register_step_pre_hook(lambda *_: self.exchange_gradients()),
+            optimizer.register_step_post_hook(lambda *_: self._after_step()),
+        ]
+        self.meet(group, self.names)
+
+    # ---- the loop
+
+    @property
+    def sampled(self) -> tuple[str, ...]:
+        """Who trains in this round."""
+        return self.strategy.draw(self.names, self.rounds)
+
+    @property
+    def idle(self) -> bool:  # type: ignore[override]
+        return self.name not in self.sampled
+
+    @property
+    def share(self) -> float:  # type: ignore[override]
+        return len(self.sampled) / len(self.names)
+
+    @torch.no_grad()
+    def exchange_gradients(self) -> None:
+        """g ← g + c − cᵢ, once a step. Runs by itself before the optimizer's step; call it earlier to clip what results."""
+        if self._corrected:
+            return
+        self._corrected = True
+        self._moves = any(parameter.grad is not None for parameter in self.parameters)
+        if self._moves and self.strategy.rule.controls:
+            for parameter, slice_ in self._slices(self.c - self.own):
+                gradient(parameter).add_(slice_)
+
+    def skip(self) -> None:
+        """A step of a replica that is idle."""
+        self._moves = False
+        self._after_step()
+
+    def _after_step(self) -> None:
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        self.step += 1
+        self._nominal += lr
+        self._moved += lr if self._moves and any(p.grad is not None for p in self.parameters) else 0.0
+        self._corrected = self._moves = False
+        if self.step % self.strategy.every == 0:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        """The end of a round."""
+        method, numel, key = self.strategy, self.x.numel(), Key(self.strategy.seed, round=self.rounds)
+        nominal = float(torch.tensor(self._nominal, dtype=torch.float32))
+        sampled = self.sampled
+        header = Header(identity((method, nominal)), 0, 0, self.rounds, 0, numel, self._codec.nbytes(numel))
+        body, own = None, torch.zeros(numel)
+        if self.name in sampled:
+            body = torch.zeros(header.nbytes, dtype=torch.uint8)
+            v, sound = self._encode(body, replace(key, sender=self.group.rank))
+            header = header if sound else replace(header, flags=REFUSED)
+            self._codec.decode_add(body, own, replace(key, sender=self.group.rank)) if sound else None
+            self._said = _Said(self.rounds, own.to(self.x.device), v) if sound else None
+        heard = self.tell(body, header, [self.names.index(name) for name in sampled])
+        good = [rank for rank, (flags, _) in heard.items() if not flags & REFUSED]
+        total = torch.zeros(numel)
+        for rank in good:
+            self._codec.decode_add(heard[rank][1], total, replace(key, sender=rank))
+        if len(good) < len(heard):
+            self._refuse([rank for rank in heard if rank not in good], "NaN or infinity in what was trained")
+        self._land(total.to(self.x.device), [self.names[rank] for rank in good], nominal)
+
+    def _encode(self, body: Tensor, key: Key) -> tuple[Tensor, bool]:
+        """Write sᵢ into `body`; the next vᵢ, and whether all was finite."""
+        a = (self.x - self._flat()).div_(self._moved) if self._moved > 0 else torch.full_like(self.x, math.nan)
+        signal, v = self.strategy.rule.signal(a, self.c, self.own, self.v)
+        if not bool(torch.isfinite(signal).all()):
+            return v, False
+        encode_from(signal, self._codec, body, key)
+        return v, True
+
+    def _land(self, total: Tensor, good: list[str], nominal: float) -> None:
+        """The round's new x and c, unless nobody counted or they would not be finite."""
+        if good:
+            step = self.strategy.outer_lr * nominal
+            x = self.x - (total / len(good) + self.c).mul_(step)
+            c = self.c + total / len(self.crew) if self.strategy.rule.controls else self.c
+            if bool(torch.isfinite(x).all()) and bool(torch.isfinite(c).all()):
+                self.x, self.c = x, c
+                self._counted |= dict.fromkeys(good, self.rounds)
+                self._settle()
+            else:
+                self._refuse([], "the weights would not be finite")
+        self._said = None
+        self.rounds += 1
+        self._begin()
+
+    def _settle(self) -> None:
+        """This replica was counted in the round in which it spoke last: what it said is what the others know of it."""
+        if self._said and self._counted.get(self.name) == self._said.round:
+            self.v = self._said.v
+            if self.strategy.rule.controls:
+                self.own = self.own + self._said.d
+        self._said = None
+
+    def _begin(self) -> None:
+        """A new round, from x."""
+        self._load(self.x)
+        self._nominal = self._moved = 0.0
+
+    def _refuse(self, by: list[int], reason: str) -> None:
+        self._observe("refused", self.step, fragment=0, round=self.rounds, by=by, reason=reason)
+
+    def finish(self) -> None:
+        """Exchange what was trained since the last round, and leave x in the model."""
+        if not self._finished:
+            self._finished = True
+            if self.step % self.strategy.every:
+                self._exchange()
+            self._load(self.x)
+            self.close()
+
+    @contextmanager
+    def anchored(self) -> Iterator[None]:
+        """Within: the model holds x."""
+        own = [parameter.detach().clone() for parameter in self.parameters]
+        self._load(self.x)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, kept in zip(self.parameters, own):
+                    parameter.copy_(kept)
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    # ---- with whom
+
+    def meet(self, group: Group, names: Sequence[str] | None = None) -> None:
+        """Go on with the replicas of `group`, some or all of those at the start; all of them call it at once.
+
+        Whoever is behind takes over x and c. Raises `DisagreementError` where what the others know of a replica is not what
+        it knows of itself (its checkpoint is older than its last packet), or where they went on apart.
+        """
+        self.group, self.names = group, self._checked(names, group)
+        if strangers := [name for name in self.names if name not in self.crew]:
+            raise ConfigurationError(
+                f"{', '.join(strangers)} not among the {len(self.crew)} of the start: {', '.join(self.crew)}."
+            )
+        self.introduce({"names": list(self.names), "all names": list(self.crew)})
+        told = self._told()
+        if all(rounds == step == 0 for rounds, step, _ in told):
+            if agree_on_start(group, [self.x]):
+                self._observe("warning", 0, message="replicas began with different weights; all start from replica 0's")
+            if not bool(torch.isfinite(self.x).all()):
+                raise ModelError("the first weights hold NaN or infinity; initialise them, or load a sound checkpoint.")
+            self._begin()
+        ahead = max((rounds, step) for rounds, step, _ in told)
+        donor = next(rank for rank, (rounds, step, _) in enumerate(told) if (rounds, step) == ahead)
+        behind = [rank for rank, (rounds, step, _) in enumerate(told) if (rounds, step) < ahead]
+        if behind and group.rank == donor:
+            facts = {"rounds": self.rounds, "step": self.step, "nominal": self._nominal, "counted": self._counted}
+            nbytes = give(group, behind, {"x": self.x, "c": self.c}, facts)
+            self._observe("given", self.step, to=[self.names[rank] for rank in behind], nbytes=nbytes)
+        problem = ""
+        if group.rank in behind:
+            problem = self._take_over(*take(group, donor, 16 * self.x.numel() + (1 << 20)), self.names[donor])
+        unlike = (
+            len({(rounds, text) for rounds, _, text in self._told()}) > 1
+        )  # which tells the others of a problem, too
+        if unlike or problem:
+            raise DisagreementError(problem or "replicas have gone on apart; resume all from one step, or begin anew.")
+
+    def _told(self) -> list[tuple[int, int, bytes]]:
+        """Everybody's rounds, steps, and digest of x and c."""
+        own = self.rounds.to_bytes(8, "little") + self.step.to_bytes(8, "little") + digest([self.x, self.c])
+        told = gather(self.group, own, len(own), "resume")
+        return [(int.from_bytes(t[:8], "little"), int.from_bytes(t[8:16], "little"), t[16:]) for t in told]
+
+    def _take_over(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], donor: str) -> str:
+        """Become what `donor` is; or why this cannot be."""
+        if {name: t.shape for name, t in tensors.items()} != {"x": self.x.shape, "c": self.x.shape}:
+            return f"replica {donor!r} handed over weights of another model; run the same one on every replica."
+        known, last = facts["counted"].get(self.name), self._counted.get(self.name)
+        if known != last and not (self._said and known == self._said.round):
+            return (
+                f"replica {self.name!r} was last counted in round {known}, and knows of {last}: its control variate is "
+                "another than the others count with. Resume all from one step."
+            )
+        new_round = facts["rounds"] > self.rounds
+        self.x, self.c = tensors["x"].to(self.x.device), tensors["c"].to(self.x.device)
+        self.rounds, self.step, self._counted = facts["rounds"], facts["step"], dict(facts["counted"])
+        self._settle()
+        if new_round:
+            self._begin()
+        self._nominal = float(facts["nominal"])
+        self._observe("caught_up", self.step, turn=self.rounds, donor=donor)
+        return ""
+
+    # ---- to be saved and to go on
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        facts = {
+            "step": self.step, "rounds": self.rounds, "nominal": self._nominal, "moved": self._moved,
+            "counted": dict(self._counted), "all names": list(self.crew),
+        }  # fmt: skip
+        return {"x": self.x, "c": self.c, "own": self.own, "v": self.v}, facts
+
+    def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """Go on from `state()`. Raises `CheckpointError`, and as `meet`."""
+        if tensors["x"].shape != self.x.shape or tuple(facts["all names"]) != self.crew:
+            raise CheckpointError(
+                f"the checkpoint is of {len(facts['all names'])} replicas and {tensors['x'].numel():,} parameters, here are "
+                f"{len(self.crew)} and {self.x.numel():,}; resume with the run's own settings."
+            )
+        self.x, self.c, self.own, self.v = (tensors[name].to(self.x.device) for name in ("x", "c", "own", "v"))
+        self.step, self.rounds, self._counted = facts["step"], facts["rounds"], dict(facts["counted"])
+        self._nominal, self._moved = facts["nominal"], facts["moved"]
+        kept = [parameter.detach().clone() for parameter in self.parameters]
+        self.meet(self.group, self.names)
+        with torch.no_grad():
+            for parameter, value in zip(self.parameters, kept):  # the caller's, in the middle of a round
+                parameter.copy_(value)
+
+    # ---- weights
+
+    def _flat(self) -> Tensor:
+        return torch.cat([parameter.detach().reshape(-1).float() for parameter in self.parameters])
+
+    def _slices(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        parts = torch.split(flat, [parameter.numel() for parameter in self.parameters])
+        yield from ((parameter, part.view(parameter.shape)) for parameter, part in zip(self.parameters, parts))
+
+    @torch.no_grad()
+    def _load(self, flat: Tensor) -> None:
+        for parameter, slice_ in self._slices(flat):
+            parameter.copy_(slice_)
+
+
+def _check_sgd(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `ModelError` unless what the optimizer takes off is lr·gradient: only then is aᵢ the mean gradient."""
+    groups = optimizer.param_groups
+    extras = {k: g[k] for g in groups for k in ("momentum", "weight_decay", "maximize") if g.get(k)}
+    if type(optimizer) is not torch.optim.SGD or extras or len({group["lr"] for group in groups}) > 1:
+        raise ModelError(
+            f"control variates with {type(optimizer).__name__} {extras or ''}: torch.optim.SGD with one learning rate and "
+            "nothing else is needed, since (x − y)/Ση must be the mean gradient."
+        )

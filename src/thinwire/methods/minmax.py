@@ -1,0 +1,383 @@
+"""MASHA1 and MASHA2: Beznosikov, Richtárik, Diskin, Ryabinin, Gasnikov, *Distributed Methods with Compressed
+Communication for Solving Variational Inequalities*, NeurIPS 2022 (arXiv 2110.03313).
+
+Find z* with ⟨F(z*), z − z*⟩ + h(z) − h(z*) ≥ 0 for all z, where F = (1/M)·Σ F_m is monotone; for min over x, max over y
+of f(x, y): F = (∇x f, −∇y f). Replica m knows F_m. The reference w, F(w) and the coin are alike on all:
+
+    z̄ = (1 − p)·z + p·w,  u = prox(z̄ − γ·F(w))                       nothing travels
+    MASHA1   Δ = mean of C(F_m(u) − F_m(w)),  z ← prox(z̄ − γ·(F(w) + Δ))     C unbiased
+    MASHA2   c_m = C(γ·(F_m(u) − F_m(w)) + e_m),  e_m ← what C held back,
+             z ← u − mean of c_m                                              C contractive, h = 0
+    with probability p:   w ← z, and all send F_m(w) uncompressed
+
+Compressing the difference is the point: at the solution it is zero, so is the noise; F_m itself is not. Extragradient
+(Korpelevich, 1976) is the control, and with a codec the naive way that does not converge.
+
+*Differs*: there is no server, hence no second compression on the way down and no residual of a server; the coin is drawn
+by all from the shared seed, so no bit announces it; a step in which anybody's values are not finite is refused by all.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import Codec, Identity, RandomK, TopK, nested
+from thinwire.contact import agree, agree_on_start, digest
+from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError, ModelError, NonFiniteError
+from thinwire.group.base import Group, gather
+from thinwire.handover import give, take
+from thinwire.methods.base import Participant, packet_nbytes, silent
+from thinwire.methods.control_rules import check_unbiased
+from thinwire.packet import REFUSED, VERSION, Header, identity
+from thinwire.replica import Observer
+from thinwire.seeds import Key, derive
+from thinwire.version import __version__
+
+Operator = Callable[[Tensor], Tensor]  # flat z -> flat F_m(z), of one replica
+
+
+def saddle(objective: Callable[[Tensor, Tensor], Tensor], minimised: int) -> Operator:
+    """The operator of min over x, max over y of `objective`(x, y): z is x (`minimised` numbers), then y.
+
+    >>> F = saddle(lambda x, y: (x * y).sum(), minimised=1)
+    >>> F(torch.tensor([2.0, 3.0]))
+    tensor([ 3., -2.])
+    """
+
+    def operator(z: Tensor) -> Tensor:
+        with torch.enable_grad():
+            z = z.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(objective(z[:minimised], z[minimised:]), z)
+        return torch.cat([gradient[:minimised], -gradient[minimised:]])
+
+    return operator
+
+
+# ---- constraints
+
+
+@runtime_checkable
+class Prox(Protocol):
+    """argmin over v of h(v) + ‖v − z‖²/2: for a set, the nearest point in it."""
+
+    def __call__(self, z: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Free:
+    """No constraint: h = 0."""
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return z
+
+
+@dataclass(frozen=True)
+class Simplexes:
+    """Consecutive parts of z, of these `sizes`, are each non-negative with sum 1: the mixed strategies of a matrix game.
+
+    >>> Simplexes((2, 2))(torch.tensor([0.6, 0.0, 5.0, 1.0]))
+    tensor([0.8000, 0.2000, 1.0000, 0.0000])
+    """
+
+    sizes: tuple[int, ...]
+
+    def __call__(self, z: Tensor) -> Tensor:
+        if sum(self.sizes) != z.numel() or min(self.sizes, default=0) < 1:
+            raise ConfigurationError(f"{self} for {z.numel()} numbers: sizes above 0 with that sum are needed.")
+        return torch.cat([_on_simplex(part) for part in torch.split(z, list(self.sizes))])
+
+
+def _on_simplex(v: Tensor) -> Tensor:
+    """Duchi et al., ICML 2008, figure 1; sums in double."""
+    down = v.double().sort(descending=True).values
+    over = (down.cumsum(0) - 1) / torch.arange(1, len(v) + 1, device=v.device)
+    last = int((down > over).sum()) - 1
+    return (v.double() - over[last]).clamp_(min=0.0).to(v.dtype)
+
+
+# ---- the methods
+
+
+class Next(NamedTuple):
+    """Where an iteration ends; what the codec held back."""
+
+    z: Tensor
+    residual: Tensor
+
+
+@runtime_checkable
+class Saddling(Protocol):
+    """A method for saddle points, a frozen value whose text is its identity on the wire. `refresh`: p, 0 without a reference."""
+
+    @property
+    def codec(self) -> Codec: ...
+
+    @property
+    def refresh(self) -> float: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    def advance(self, at: Saddle) -> Next | None:
+        """One iteration; None if it was refused."""
+
+    def messages(self) -> int:
+        """Packets in `codec` that an iteration takes from each replica."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Masha1:
+    """MASHA1. `step`: γ, about √p / (L·√(q/M + 1)) for a codec with E‖C(v)‖² ≤ q‖v‖²; `refresh`: p, about the share that travels.
+
+    *Wire*: (M−1)·(48 + nbytes(codec)) an iteration from each replica, and with probability p (M−1)·(48 + 4n).
+    """
+
+    step: float
+    codec: Codec = field(default_factory=lambda: RandomK(0.2, Identity()))
+    refresh: float = 0.2
+    prox: Prox = Free()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check(self, self.step, self.refresh)
+        check_unbiased(self.codec, "Masha1", "Masha2")
+
+    def advance(self, at: Saddle) -> Next | None:
+        p, step = self.refresh, self.step
+        middle = (1 - p) * at.z + p * at.w
+        ahead = self.prox(middle - step * at.mean_at_w)
+        told = at.mean_of(at.operator(ahead) - at.own_at_w)
+        return told and Next(self.prox(middle - step * (at.mean_at_w + told.mean)), at.residual)
+
+    def messages(self) -> int:
+        return 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Masha2:
+    """MASHA2: any contractive codec, with error feedback; no constraint. `step` must be far smaller, about p·δ/L.
+
+    *Wire*: as MASHA1. With probability p dense.
+    """
+
+    step: float
+    codec: Codec = field(default_factory=lambda: TopK(0.2, Identity()))
+    refresh: float = 0.2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check(self, self.step, self.refresh)
+        if any(isinstance(c, RandomK) and c.density < 1 for c in nested(self.codec)):
+            raise ConfigurationError(
+                f"Masha2 with {self.codec}: a contractive codec is needed, such as TopK; for RandomK take Masha1."
+            )
+
+    def advance(self, at: Saddle) -> Next | None:
+        p, step = self.refresh, self.step
+        ahead = (1 - p) * at.z + p * at.w - step * at.mean_at_w
+        signal = step * (at.operator(ahead) - at.own_at_w) + at.residual
+        told = at.mean_of(signal)
+        return told and Next(ahead - told.mean, signal - told.own)
+
+    def messages(self) -> int:
+        return 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extragradient:
+    """u = prox(z − γ·F(z)), z ← prox(z − γ·F(u)): the control. With a codec that loses anything F_m itself is
+    compressed, which leaves an error that does not vanish at the solution.
+
+    *Wire*: 2·(M−1)·(48 + nbytes(codec)) an iteration.
+    """
+
+    step: float
+    codec: Codec = Identity()
+    prox: Prox = Free()
+    seed: int = 0
+
+    refresh = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self, self.step, 1.0)
+
+    def advance(self, at: Saddle) -> Next | None:
+        here = at.mean_of(at.operator(at.z))
+        ahead = self.prox(at.z - self.step * here.mean) if here else at.z
+        told = at.mean_of(
+            at.operator(ahead), part=1
+        )  # also after a refusal, which all have seen: messages keep in step
+        return here and told and Next(self.prox(at.z - self.step * told.mean), at.residual)
+
+    def messages(self) -> int:
+        return 2
+
+
+def nbytes_sent(method: Saddling, numel: int, size: int, iterations: int) -> int:
+    """What one replica of `size` sends in packets, from the first meeting on, for z of `numel` numbers. Predicted = counted."""
+    coded = iterations * method.messages() * packet_nbytes(method.codec.nbytes(numel), size)
+    dense = (1 + sum(coin(method, t) for t in range(iterations))) if method.refresh else 0
+    return coded + dense * packet_nbytes(4 * numel, size)
+
+
+def coin(method: Saddling, iteration: int) -> bool:
+    """Whether w is refreshed at the end of an iteration: one coin for all."""
+    return derive(method.seed, "coin", iteration) < method.refresh * 2**63
+
+
+# ---- at work
+
+
+class Told(NamedTuple):
+    """The mean of what all sent, decoded; and what this replica's own packet decodes to."""
+
+    mean: Tensor
+    own: Tensor
+
+
+class Saddle(Participant):
+    """A method at work: `iterate()` moves `z`, flat fp32, which is the same on all replicas.
+
+    `operator` is this replica's F_m, `z` where all begin (replica 0's counts). Who is in the group makes up F: when the
+    members change, F(w) is made anew.
+
+    >>> from thinwire import run_threads
+    >>> def replica(group):
+    ...     at = Saddle(Masha1(step=0.3, codec=RandomK(0.5)), saddle(lambda x, y: (x * y).sum(), 2), torch.ones(4), group)
+    ...     for _ in range(400):
+    ...         at.iterate()
+    ...     return at.z.norm().item() < 1e-3
+    >>> run_threads(2, replica)
+    [True, True]
+    """
+
+    def __init__(
+        self, method: Saddling, operator: Operator, z: Tensor, group: Group, *,
+        names: Sequence[str] | None = None, observer: Observer = silent, clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        super().__init__(group, names, observer, clock)
+        if z.dtype != torch.float32 or z.dim() != 1 or z.device.type != "cpu":
+            raise ModelError(f"z of {z.dtype}, shape {tuple(z.shape)} on {z.device}: flat fp32 on the CPU is needed.")
+        self.method, self._operator = method, operator
+        self.z = z.detach().clone()
+        self.w = self.z.clone()
+        self.own_at_w, self.mean_at_w = torch.zeros_like(self.z), torch.zeros_like(self.z)
+        self.residual = torch.zeros_like(self.z)
+        self.meet(group, self.names)
+
+    def operator(self, z: Tensor) -> Tensor:
+        """F_m(z). Raises `ModelError` if it has another form than z."""
+        value = self._operator(z)
+        if not isinstance(value, Tensor) or value.shape != z.shape:
+            given = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ModelError(f"the operator made {given} of z with shape {tuple(z.shape)}; it must have z's.")
+        return value.detach().float()
+
+    def iterate(self) -> bool:
+        """One iteration; whether it counted: false where a replica's values were not finite, then z and w stay.
+
+        Raises `LinkError`, `PacketError`: then nothing has changed.
+        """
+        after = self.method.advance(self)
+        sound = after is not None and bool(torch.isfinite(after.z).all())
+        reference = None
+        if self.method.refresh and coin(self.method, self.step):
+            reference = self._reference(after.z if after and sound else self.w)
+        if after and sound:
+            self.z, self.residual = after
+            if reference:
+                self.w, self.own_at_w, self.mean_at_w = self.z, reference.own, reference.mean
+        self.step += 1
+        return sound
+
+    def mean_of(self, values: Tensor, part: int = 0) -> Told | None:
+        """The mean of all replicas' `values` through the codec; None, on all alike, where any are not finite."""
+        return self._exchange(self.method.codec, values, 0, part)
+
+    def _reference(self, w: Tensor) -> Told | None:
+        return self._exchange(Identity(), self.operator(w), 1, 0)
+
+    def _exchange(self, codec: Codec, values: Tensor, fragment: int, part: int) -> Told | None:
+        group, numel = self.group, values.numel()
+        key = Key(self.method.seed, fragment, self.step, group.rank, part)
+        header = Header(identity((self.method, codec)), 0, fragment, self.step, part, numel, codec.nbytes(numel))
+        body = torch.zeros(header.nbytes, dtype=torch.uint8)
+        if bool(torch.isfinite(values).all()):
+            codec.encode(values, body, key)
+        else:
+            header = replace(header, flags=REFUSED)
+        heard = self.tell(body, header, range(group.size))
+        if refused := [rank for rank, (flags, _) in heard.items() if flags & REFUSED]:
+            reason = "NaN or infinity in the operator's values"
+            self._observe("refused", self.step, fragment=fragment, round=self.step, by=refused, reason=reason)
+            return None
+        total, own = torch.zeros(numel), torch.zeros(numel)
+        for rank, (_, packet) in heard.items():
+            codec.decode_add(packet, total, replace(key, sender=rank))
+        codec.decode_add(heard[group.rank][1], own, key)
+        return Told(total / group.size, own)
+
+    # ---- with whom
+
+    def meet(self, group: Group, names: Sequence[str] | None = None) -> None:
+        """Go on with the replicas of `group`; all of them call it at once. Whoever is behind takes over z and w.
+
+        Raises `DisagreementError` where replicas went on apart, `NonFiniteError` if F(w) is not finite.
+        """
+        self.group, self.names = group, self._checked(names, group)
+        facts = {"code version": __version__, "wire format": VERSION, "method": repr(self.method)}
+        agree(group, facts | {"numbers in z": self.z.numel(), "names": list(self.names)})
+        told = self._told()
+        ahead = max(step for step, _ in told)
+        if ahead == 0 and agree_on_start(group, [self.z]):
+            self._observe("warning", 0, message="replicas began with different z; all start from replica 0's")
+        self.w = self.z.clone() if ahead == 0 else self.w
+        donor = next(rank for rank, (step, _) in enumerate(told) if step == ahead)
+        behind = [rank for rank, (step, _) in enumerate(told) if step < ahead]
+        if behind and group.rank == donor:
+            nbytes = give(group, behind, {"z": self.z, "w": self.w}, {"step": self.step})
+            self._observe("given", self.step, to=[self.names[rank] for rank in behind], nbytes=nbytes)
+        elif group.rank in behind:
+            tensors, said = take(group, donor, 8 * self.z.numel() + (1 << 16))
+            self._put(tensors, said)
+            self._observe("caught_up", self.step, turn=self.step, donor=self.names[donor])
+        if len({text for _, text in self._told()}) > 1:
+            raise DisagreementError("replicas have gone on apart; resume all from one step, or begin anew.")
+        if self.method.refresh:
+            reference = self._reference(self.w)
+            if reference is None:
+                raise NonFiniteError("F(w) holds NaN or infinity at the reference that all share; begin elsewhere.")
+            self.mean_at_w, self.own_at_w = reference
+
+    def _told(self) -> list[tuple[int, bytes]]:
+        """Everybody's step, and digest of z and w."""
+        told = gather(self.group, self.step.to_bytes(8, "little") + digest([self.z, self.w]), 24, "resume")
+        return [(int.from_bytes(text[:8], "little"), text[8:]) for text in told]
+
+    def _put(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        if any(name not in tensors or tensors[name].shape != self.z.shape for name in ("z", "w")):
+            raise CheckpointError(f"z and w of {self.z.numel()} numbers are needed; this is of another problem.")
+        self.z, self.w, self.step = tensors["z"].clone(), tensors["w"].clone(), int(facts["step"])
+
+    # ---- to be saved and to go on
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return {"z": self.z, "w": self.w, "residual": self.residual}, {"step": self.step}
+
+    def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """Go on from `state()`; F(w) is exchanged anew. Raises `CheckpointError`, and as `meet`."""
+        self._put(tensors, facts)
+        self.residual = tensors["residual"].clone()
+        self.meet(self.group, self.names)
+
+
+def _check(method: object, step: float, refresh: float) -> None:
+    if not 0 < step < math.inf or not 0 < refresh <= 1:
+        raise ConfigurationError(f"{method}: step above 0 and refresh in (0, 1] are needed.")

@@ -1,0 +1,103 @@
+"""The table of methods with a loop of their own, and a short way to train the toy with any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from pieces import batch, toy, weights
+from torch import Tensor, nn
+
+import thinwire as tw
+from thinwire.methods import METHODS, Attached, Method, ZerothOrder
+
+LOOPS: dict[str, Method] = {
+    # every method under its own name, with settings short enough for a test
+    "just_one_byte": METHODS["just_one_byte"](samples=2, radius=1e-2),
+    "fedavg": METHODS["fedavg"](every=3),
+    "scaffold": METHODS["scaffold"](every=3, outer_lr=0.7),
+    "scallion": METHODS["scallion"](every=3, codec=tw.RandomK(0.5, tw.Int(8, 32, "fp32", "stochastic"))),
+    "scafcom": METHODS["scafcom"](every=3, codec=tw.TopK(0.3)),
+    # one of all at a time
+    "fedavg, one": METHODS["fedavg"](every=2, sampled=1, codec=tw.Cast("bf16")),
+    "scafcom, one": METHODS["scafcom"](every=2, sampled=1, codec=tw.Sign()),
+}
+LR = 0.02
+
+
+@dataclass
+class Trip:
+    """What one replica went through: weights after every step, and what it told."""
+
+    at_work: Attached
+    weights: list[Tensor] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    final: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def heard(self, event: str) -> list[dict[str, Any]]:
+        return [e for e in self.events if e["event"] == event]
+
+
+@dataclass
+class Tour:
+    """How to train: `loss_scale(rank, step)` multiplies a loss, `data(rank)` says whose data a replica sees."""
+
+    method: Method
+    steps: int = 8
+    model: Callable[[], nn.Module] = toy
+    wrap: Callable[[tw.Group], tw.Group] = lambda group: group
+    data: Callable[[int], int] = lambda rank: rank
+    loss_scale: Callable[[int, int], float] = lambda rank, step: 1.0
+    names: tuple[str, ...] | None = None
+
+
+def attach(tour: Tour, group: tw.Group, model: nn.Module | None = None) -> Trip:
+    model, events = model or tour.model(), []
+
+    def observer(event: str, step: int, **fields: Any) -> None:
+        events.append({"event": event, "step": step, **fields})
+
+    optimizer = tour.method.optimizer(model, LR)
+    return Trip(
+        tour.method.attach(model, optimizer, tour.wrap(group), names=tour.names, observer=observer), events=events
+    )
+
+
+def one_step(tour: Tour, at: Attached, rank: int) -> None:
+    """One step of any method, on the batches that belong to `rank` and to the step."""
+
+    def loss(sample: int) -> Tensor:
+        x, y = batch(0, tour.data(rank), 10 * at.step + sample)
+        return ((at.model(x) - y) ** 2).mean() * tour.loss_scale(rank, at.step)
+
+    if isinstance(at, ZerothOrder):
+        at.iterate(loss)
+        return
+    if at.idle:
+        at.skip()
+        return
+    at.optimizer.zero_grad()
+    loss(0).backward()
+    at.exchange_gradients()
+    at.optimizer.step()
+
+
+def go_on(tour: Tour, trip: Trip, group: tw.Group, upto: int) -> Trip:
+    while trip.at_work.step < upto and not trip.at_work.stopping:
+        one_step(tour, trip.at_work, group.rank)
+        trip.weights.append(weights(trip.at_work.model))
+    return trip
+
+
+def tour(method: Method, replicas: int, **how: Any) -> list[Trip]:
+    made = Tour(method, **how)
+
+    def replica(group: tw.Group) -> Trip:
+        trip = go_on(made, attach(made, group), group, made.steps)
+        trip.at_work.finish()
+        trip.final = weights(trip.at_work.model)
+        return trip
+
+    return tw.run_threads(replicas, replica, timeout=20.0)

@@ -1,0 +1,257 @@
+"""FedAvg, SCAFFOLD, SCALLION and SCAFCOM: the ladder, the invariant, the limits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from loops import LOOPS, Tour, attach, go_on, tour
+from pieces import same_bits, toy
+from torch import Tensor, nn
+
+import thinwire as tw
+from thinwire.methods import Controlled, ControlVariates, Gain, fedavg, scafcom, scaffold, scallion
+
+N, S, K, D, LR = 20, 4, 5, 20, 0.05
+
+
+class Problem:
+    """N heterogeneous quadratics ½·(y − bᵢ)·Aᵢ·(y − bᵢ), Aᵢ diagonal; where their mean is least is known."""
+
+    def __init__(self, replicas: int = N, dimensions: int = D) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.a = torch.rand(replicas, dimensions, generator=generator) * 2 + 0.1
+        self.b = torch.randn(replicas, dimensions, generator=generator) * 3
+        self.best = (self.a * self.b).double().sum(0) / self.a.double().sum(0)
+
+    def gradient(self, rank: int, y: Tensor) -> Tensor:
+        return self.a[rank] * (y - self.b[rank])
+
+    def distance(self, y: Tensor) -> float:
+        return float(((y.double() - self.best) ** 2).sum())
+
+
+def solve(
+    method: ControlVariates, rounds: int, problem: Problem, replicas: int = N, lr: float = LR
+) -> list[Controlled]:
+    def replica(group: tw.Group) -> Controlled:
+        model = nn.Linear(problem.a.shape[1], 1, bias=False)
+        nn.init.zeros_(model.weight)
+        at = method.attach(model, torch.optim.SGD(model.parameters(), lr=lr), group)
+        for _ in range(rounds * method.every):
+            if at.idle:
+                at.skip()
+                continue
+            model.weight.grad = problem.gradient(group.rank, model.weight.detach()[0])[None]
+            at.optimizer.step()
+        return at
+
+    return tw.run_threads(replicas, replica, timeout=120.0)
+
+
+def test_scaffold_is_the_one_with_two_vectors():
+    """Option II of its paper, in double: yᵢ and cᵢ travel there, one vector here."""
+    problem, method, rounds = Problem(4, 7), scaffold(every=K, sampled=2, outer_lr=0.8), 8
+    x, c, own = torch.zeros(7).double(), torch.zeros(7).double(), torch.zeros(4, 7).double()
+    names = tuple(map(str, range(4)))
+    for round_ in range(rounds):
+        chosen = [int(name) for name in method.draw(names, round_)]
+        moves, changes = [], []
+        for i in chosen:
+            y = x.clone()
+            for _ in range(K):
+                y -= LR * (problem.a[i].double() * (y - problem.b[i].double()) - own[i] + c)
+            new = own[i] - c + (x - y) / (K * LR)
+            moves.append(y - x)
+            changes.append(new - own[i])
+            own[i] = new
+        x = x + method.outer_lr * torch.stack(moves).mean(0)
+        c = c + torch.stack(changes).sum(0) / 4
+    ended = solve(method, rounds, problem, 4)
+    assert torch.allclose(ended[3].x.double(), x, rtol=0, atol=2e-5) and torch.allclose(
+        ended[0].c.double(), c, atol=2e-5
+    )
+    assert all(torch.allclose(at.own.double(), own[i], atol=5e-5) for i, at in enumerate(ended))
+
+
+def test_scafcom_with_all_weight_on_the_newest_is_scaffold():
+    problem = Problem(5, 9)
+    one = solve(scaffold(every=K, sampled=3), 10, problem, 5)
+    other = solve(scafcom(every=K, sampled=3, beta=1.0, codec=tw.Identity()), 10, problem, 5)
+    assert torch.allclose(one[0].x, other[0].x, atol=1e-5) and torch.allclose(one[0].c, other[0].c, atol=1e-4)
+
+
+def test_fedavg_of_one_step_is_gradient_descent():
+    problem, x = Problem(3, 8), torch.zeros(8)
+    for _ in range(20):
+        x = x - LR * torch.stack([problem.gradient(rank, x) for rank in range(3)]).mean(0)
+    assert torch.allclose(solve(fedavg(every=1), 20, problem, 3)[1].x, x, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["scaffold", "scallion", "scafcom", "scafcom, one"])
+def test_c_is_the_mean_of_all_own_ones(name):
+    for steps in (3, 6, 7, 12):
+        at = [trip.at_work for trip in tour(LOOPS[name], 3, steps=steps)]
+        assert all(same_bits(one.c, at[0].c) and same_bits(one.x, at[0].x) for one in at)
+        mean = torch.stack([one.own.double() for one in at]).mean(0)
+        assert at[0].c.abs().max() > 1e-3 and float((at[0].c - mean).abs().max()) < 1e-6
+
+
+def test_only_who_is_sampled_sends_and_changes():
+    method = scafcom(every=2, sampled=1, codec=tw.TopK(0.5))
+    trips, names = tour(method, 3, steps=8), ("0", "1", "2")
+    drawn = [method.draw(names, round_) for round_ in range(4)]
+    assert len(set(drawn)) > 1 and all(len(chosen) == 1 for chosen in drawn)
+    for trip in trips:
+        sent = [event["nbytes"] > 0 for event in trip.heard("depart")]
+        assert sent == [(trip.at_work.name,) == chosen for chosen in drawn]
+        assert bool(trip.at_work.own.any()) == any(sent)
+
+
+def test_everybody_is_sampled_as_often():
+    method, names = fedavg(sampled=3), tuple("abcdefghij")
+    counts = dict.fromkeys(names, 0)
+    for round_ in range(2000):
+        for name in method.draw(names, round_):
+            counts[name] += 1
+    assert sum(counts.values()) == 6000 and all(abs(count - 600) < 5 * math.sqrt(600) for count in counts.values())
+
+
+def test_steps_without_gradient_and_rates_that_change_are_taken_as_they_were():
+    """aᵢ is the mean gradient over the steps that moved; here it is 1 in each, so x is −Ση."""
+    rates = (0.1, 0.2, 0.4)
+
+    def replica(group: tw.Group) -> Controlled:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        at = fedavg(every=3).attach(model, torch.optim.SGD(model.parameters(), lr=1.0), group)
+        for step, rate in enumerate(rates):
+            at.optimizer.param_groups[0]["lr"] = rate
+            model.weight.grad = None if step == 1 and group.rank else torch.ones(1, 1)
+            at.optimizer.step()
+        return at
+
+    assert all(at.x.item() == pytest.approx(-sum(rates)) for at in tw.run_threads(2, replica))
+
+
+def test_a_correction_is_made_once_and_before_clipping():
+    at = tour(LOOPS["scaffold"], 2, steps=3)[0].at_work
+    seen = (at.c - at.own).abs().max()
+    assert seen > 0
+    (group,) = tw.ThreadGroup.create(1)
+    model = toy()
+    trip = attach(Tour(scaffold(every=9)), group, model).at_work
+    trip.own = torch.ones_like(trip.own)
+    for parameter in trip.parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    trip.exchange_gradients()
+    trip.exchange_gradients()
+    assert all(bool((parameter.grad == -1).all()) for parameter in trip.parameters)
+
+
+def test_what_cannot_be_composed():
+    for codec in (tw.TopK(), tw.Sign(), tw.E3M0(), tw.RandomK(0.5, tw.E3M0()), tw.DCT(tw.ChunkedTopK())):
+        with pytest.raises(tw.ConfigurationError, match="unbiased codec is needed"):
+            scallion(codec=codec)
+    with pytest.raises(tw.ConfigurationError, match="contractive codec is needed"):
+        scafcom(codec=tw.RandomK())
+    for wrong in ({"every": 0}, {"sampled": 0}, {"outer_lr": math.nan}, {"codec": tw.TopK}):
+        with pytest.raises(tw.ConfigurationError):
+            fedavg(**wrong)
+    for wrong in (0.0, 1.5, math.nan):
+        with pytest.raises(tw.ConfigurationError):
+            Gain(wrong)
+    with pytest.raises(tw.ConfigurationError, match="sampled=3 of 2"):
+        tour(fedavg(sampled=3), 2)
+    (group,) = tw.ThreadGroup.create(1)
+    own = [p for p in toy().parameters() if p.requires_grad]
+    model = toy()
+    with pytest.raises(tw.ModelError):
+        fedavg().attach(model, torch.optim.AdamW(p for p in model.parameters() if p.requires_grad), group)
+    assert own
+
+
+def test_one_with_an_older_control_variate_is_refused():
+    """It was counted after its checkpoint: what it knows of itself is not what the others count with."""
+    made, groups = Tour(LOOPS["scaffold"], names=("a", "b")), [tw.ThreadGroup.create(2, 20.0) for _ in range(2)]
+
+    def replica(group: tw.Group) -> str:
+        trip = attach(made, groups[0][group.rank])
+        go_on(made, trip, group, 3)
+        tensors, facts = trip.at_work.state()
+        go_on(made, trip, group, 6)
+        if group.rank:
+            at, (old, behind) = trip.at_work, (tensors, facts)
+            at.x, at.c, at.own, at.v = (old[name] for name in ("x", "c", "own", "v"))
+            at.step, at.rounds, at._counted = behind["step"], behind["rounds"], behind["counted"]
+        with pytest.raises(tw.DisagreementError) as caught:
+            trip.at_work.meet(groups[1][group.rank], ("a", "b"))
+        return str(caught.value)
+
+    first, second = tw.run_threads(2, replica)
+    assert "gone on apart" in first and "another than the others count with" in second
+
+
+def test_a_round_that_only_some_have_heard():
+    """Replica a has all packets, b has not; when they meet b takes over x and c, and its own dᵢ was counted."""
+    made, first, second = (
+        Tour(LOOPS["scafcom"], names=("a", "b")),
+        tw.ThreadGroup.create(2, 1.0),
+        tw.ThreadGroup.create(2, 20.0),
+    )
+
+    class Deaf:
+        """Of the second round nothing arrives."""
+
+        def __init__(self, group: tw.Group) -> None:
+            self.group, self.rank, self.size, self.packets = group, group.rank, group.size, 0
+
+        def post(self, tag, send, recv, purpose="packet"):
+            self.packets += purpose == "packet"
+            if self.packets == 2 and purpose == "packet":
+                self.group.post(tag, send, {}, purpose).wait()
+                raise tw.LinkError("cut")
+            return self.group.post(tag, send, recv, purpose)
+
+        def close(self):
+            self.group.close()
+
+    def replica(group: tw.Group) -> Controlled:
+        own = Deaf(first[group.rank]) if group.rank else first[group.rank]
+        trip = attach(made, own)
+        try:
+            go_on(made, trip, own, 6)
+        except tw.LinkError:
+            assert group.rank and trip.at_work.rounds == 1
+        trip.at_work.meet(second[group.rank], ("a", "b"))
+        go_on(made, trip, second[group.rank], 12)
+        return trip.at_work
+
+    a, b = tw.run_threads(2, replica)
+    assert same_bits(a.x, b.x) and same_bits(a.c, b.c) and a.rounds == 4
+    assert float((a.c - (a.own + b.own) / 2).abs().max()) < 1e-6
+
+
+@pytest.mark.slow
+def test_the_ladder():
+    """Twenty replicas, four at a time, five steps: FedAvg has a floor, control variates have none, and what must not work does not."""
+    problem = Problem()
+    start = problem.distance(torch.zeros(D))
+
+    def reached(method: ControlVariates, rounds: int = 400) -> float:
+        return problem.distance(solve(method, rounds, problem)[0].x) / start
+
+    exact = tw.RandomK(0.1, tw.Identity())
+    floor = reached(fedavg(every=K, sampled=S))
+    ends = {
+        "scaffold": reached(scaffold(every=K, sampled=S)),
+        "scallion": reached(scallion(every=K, sampled=S, codec=exact), 1200),
+        "scafcom": reached(scafcom(every=K, sampled=S, codec=tw.TopK(0.1, tw.Identity())), 1200),
+        "scafcom, beta 1": reached(scafcom(every=K, sampled=S, beta=1.0, codec=tw.Identity())),
+    }
+    assert floor > 1e-3
+    assert ends["scaffold"] < 1e-10 and ends["scafcom, beta 1"] < 1e-10
+    assert ends["scallion"] < floor / 50 and ends["scafcom"] < floor / 50
+    wild = solve(scallion(every=K, sampled=S, alpha=1.0, codec=exact), 150, problem)[0].x
+    assert not problem.distance(wild) < start

@@ -1,0 +1,181 @@
+"""The generic matrix: what holds for every method with a loop of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from loops import LOOPS, Tour, attach, go_on, tour
+from pieces import Shuffled, same_bits, toy, weights
+
+import thinwire as tw
+from thinwire import checkpoint
+from thinwire.group import CountedGroup, Ledger
+from thinwire.lm.run import Run
+from thinwire.methods import METHODS, Averaged, Gain, Plain
+from thinwire.strategy import PIECES, parse
+
+every_method = pytest.mark.parametrize("name", LOOPS)
+
+
+def test_every_method_is_in_the_table():
+    assert set(METHODS) <= set(LOOPS)
+
+
+@every_method
+def test_text_is_the_value(name):
+    method = LOOPS[name]
+    rules = {kind.__name__: kind for kind in (Averaged, Gain, Plain)}
+    made = rules | {type(method).__name__: type(method)}
+    again = parse(repr(method), PIECES | made)
+    assert again == method and hash(again) == hash(method)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_trainer_knows_it_by_name(name):
+    run = Run(strategy=name, seed=5)
+    assert run.make_method().seed == 5
+    with pytest.raises(tw.ConfigurationError, match="has a loop of its own"):
+        run.make_strategy()
+
+
+@every_method
+def test_replicas_are_one_model(name):
+    trips = tour(LOOPS[name], 3)
+    assert all(same_bits(trip.final, trips[0].final) for trip in trips)
+    assert all(same_bits(*trip.at_work.anchors(), trip.final) for trip in trips)
+    assert bool(torch.isfinite(trips[0].final).all()) and not same_bits(trips[0].final, weights(toy()))
+
+
+@every_method
+def test_any_arrival_order_gives_the_same_bits(name):
+    straight = tour(LOOPS[name], 3)
+    for seed in (1, 2):
+        shuffled = tour(LOOPS[name], 3, wrap=lambda group, seed=seed: Shuffled(group, seed))
+        assert [same_bits(a.final, b.final) for a, b in zip(straight, shuffled)] == [True] * 3
+
+
+@every_method
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_bytes_are_as_predicted(name, replicas):
+    method, ledgers = LOOPS[name], [Ledger() for _ in range(replicas)]
+    periods = 2
+    trips = tour(
+        method, replicas, steps=periods * method.every, wrap=lambda group: CountedGroup(group, ledgers[group.rank])
+    )
+    predicted = method.nbytes_per_period(sum(p.numel() for p in toy().parameters() if p.requires_grad), replicas)
+    for trip, ledger in zip(trips, ledgers):
+        departed = [event["nbytes"] for event in trip.heard("depart")]
+        assert ledger.sent("packet") == sum(departed)
+        assert set(departed) <= {0, predicted} and len(departed) == periods and (predicted in departed or "one" in name)
+    assert sum(ledger.sent("packet") for ledger in ledgers) == sum(ledger.received("packet") for ledger in ledgers)
+
+
+@every_method
+def test_save_and_resume_is_as_never_stopped(name, tmp_path: Path):
+    method = LOOPS[name]
+    whole = tour(method, 2, steps=8)
+    made = Tour(method)
+    at = 5  # not at the end of a period, where there are periods
+
+    def first(group: tw.Group) -> None:
+        trip = go_on(made, attach(made, group), group, at)
+        checkpoint.save(tmp_path / str(group.rank), trip.at_work, notes={})
+        go_on(made, trip, group, at + 2)  # lost
+
+    def second(group: tw.Group) -> torch.Tensor:
+        trip = attach(made, group, toy(seed=99))
+        found, _ = checkpoint.newest_common(tmp_path / str(group.rank), group)
+        checkpoint.load(found, trip.at_work)
+        go_on(made, trip, group, 8).at_work.finish()
+        return weights(trip.at_work.model)
+
+    tw.run_threads(2, first)
+    resumed = tw.run_threads(2, second)
+    assert all(same_bits(a, b.final) for a, b in zip(resumed, whole))
+
+
+@every_method
+def test_replicas_begin_with_the_first_ones_weights(name):
+    seeds = iter((7, 8))
+    models = {0: toy(next(seeds)), 1: toy(next(seeds))}
+
+    def replica(group: tw.Group) -> torch.Tensor:
+        attach(Tour(LOOPS[name]), group, models[group.rank])
+        return weights(models[group.rank])
+
+    first, second = tw.run_threads(2, replica)
+    assert same_bits(first, second) and same_bits(first, weights(toy(7)))
+
+
+@every_method
+def test_a_replica_with_other_settings_is_refused(name):
+    import dataclasses
+
+    def replica(group: tw.Group) -> None:
+        attach(Tour(dataclasses.replace(LOOPS[name], seed=group.rank)), group)
+
+    with pytest.raises(tw.DisagreementError, match="strategy"):
+        tw.run_threads(2, replica)
+
+
+@every_method
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_losses_that_are_not_finite_harm_nobody(name, bad):
+    trips = tour(LOOPS[name], 3, steps=16, loss_scale=lambda rank, step: bad if rank == 1 and step > 1 else 1.0)
+    assert all(same_bits(trip.final, trips[0].final) for trip in trips)
+    assert bool(torch.isfinite(trips[0].final).all())
+    assert all([e["by"] for e in trip.heard("refused")] == [[1]] * len(trip.heard("refused")) for trip in trips)
+    assert trips[0].heard("refused") and not same_bits(trips[0].final, weights(toy()))
+
+
+@every_method
+def test_losses_of_zero_change_nothing(name):
+    trips = tour(LOOPS[name], 2, loss_scale=lambda rank, step: 0.0)
+    assert same_bits(trips[0].final, weights(toy()))
+
+
+@every_method
+def test_a_stop_is_at_the_same_step(name):
+    made = Tour(LOOPS[name], steps=40)
+
+    def replica(group: tw.Group) -> int:
+        trip = attach(made, group)
+        if group.rank == 1:
+            go_on(made, trip, group, 3)
+            trip.at_work.request_stop()
+        return go_on(made, trip, group, 40).at_work.step
+
+    steps = tw.run_threads(2, replica)
+    assert steps[0] == steps[1] < 40
+
+
+@every_method
+def test_names_are_one_for_each(name):
+    with pytest.raises(tw.ConfigurationError, match="one for each"):
+        tour(LOOPS[name], 2, names=("a", "a"))
+
+
+@every_method
+def test_a_replica_lost_and_returned(name):
+    """Three train, one leaves, two go on, and it comes back with its old weights: it takes over what happened."""
+    method = LOOPS[name]
+    made, seen = Tour(method, names=("a", "b", "c")), {}
+
+    def replica(groups: dict[str, list[tw.Group]], rank: int) -> None:
+        trip = attach(made, groups["first"][rank])
+        seen[rank] = trip
+        go_on(made, trip, groups["first"][rank], 2 * method.every)
+        if rank < 2:
+            trip.at_work.meet(groups["second"][rank], ("a", "b"))
+            go_on(made, trip, groups["second"][rank], 4 * method.every)
+        trip.at_work.meet(groups["third"][rank], ("a", "b", "c"))
+        go_on(made, trip, groups["third"][rank], 6 * method.every)
+
+    groups = {which: tw.ThreadGroup.create(n, 20.0) for which, n in (("first", 3), ("second", 2), ("third", 3))}
+    tw.run_threads(3, lambda group: replica(groups, group.rank))
+    final = [weights(seen[rank].at_work.model) for rank in range(3)]
+    assert same_bits(final[0], final[1]) and same_bits(final[0], final[2])
+    assert [e["event"] for e in seen[2].events if e["event"] in ("caught_up", "given")] == ["caught_up"]
+    assert seen[2].at_work.step == 6 * method.every

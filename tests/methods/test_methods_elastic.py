@@ -1,0 +1,114 @@
+"""Just One Byte among replicas that come and go, in virtual time: whoever is there iterates, whoever comes takes the log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from loops import LOOPS, LR
+from pieces import batch, same_bits, toy, weights
+from torch import Tensor
+
+import thinwire as tw
+from thinwire.group.rehearsal import Killed, Rehearsal
+from thinwire.methods import ZerothOrder
+
+METHOD, STEPS = LOOPS["just_one_byte"], 14
+
+
+def tune(rehearsal: Rehearsal, name: str, steps: int = STEPS) -> ZerothOrder:
+    roster, model = rehearsal.roster(name), toy()
+    tuner: ZerothOrder | None = None
+
+    def loss(sample: int) -> Tensor:
+        x, y = batch(0, ord(name), 10 * (tuner.step if tuner else 0) + sample)
+        return ((model(x) - y) ** 2).mean()
+
+    while tuner is None or tuner.step < steps:
+        muster = roster.muster({})
+        names = [member.name for member in muster.members]
+        try:
+            if tuner is None:
+                tuner = METHOD.attach(model, METHOD.optimizer(model, LR), muster.group, names=names)
+            elif muster.rebuilt:
+                tuner.meet(muster.group, names)
+            if tuner.step < steps:
+                tuner.iterate(loss)
+        except (tw.LinkError, tw.PacketError):
+            muster.close()  # whoever is left meets again
+    roster.close()
+    return tuner
+
+
+def returning(rehearsal: Rehearsal) -> Callable[[str], Any]:
+    """A replica that begins again from the first weights, with nothing else, whenever it was killed."""
+
+    def replica(name: str) -> ZerothOrder:
+        while True:
+            try:
+                return tune(rehearsal, name)
+            except Killed:
+                rehearsal.revive(name)
+
+    return replica
+
+
+def check(results: dict[str, Any]) -> list[ZerothOrder]:
+    ended = [tuner for tuner in results.values() if not isinstance(tuner, Killed)]
+    assert not [tuner for tuner in ended if isinstance(tuner, BaseException)], results
+    assert all(tuner.step == STEPS and tuner.log == ended[0].log for tuner in ended)
+    assert all(same_bits(weights(tuner.model), weights(ended[0].model)) for tuner in ended)
+    return ended
+
+
+def test_three_that_stay():
+    rehearsal = Rehearsal()
+    ended = check(rehearsal.play({name: lambda name: tune(rehearsal, name) for name in "abc"}))
+    assert {entry.names for entry in ended[0].log.entries} == {("a", "b", "c")}
+
+
+@pytest.mark.parametrize(
+    ("phase", "nth", "together"),
+    [
+        ("call", 1, 0),
+        ("connect", 1, 0),
+        ("post", 1, 0),
+        ("post", 14, 1),
+        ("post", 15, 2),
+        ("post", 17, 4),
+        ("call", 14, 12),
+    ],
+)
+def test_one_is_killed_and_the_others_go_on(phase, nth, together):
+    rehearsal = Rehearsal()
+    rehearsal.at("b", phase, lambda: rehearsal.kill("b"), nth)
+    ended = check(rehearsal.play({name: lambda name: tune(rehearsal, name) for name in "abc"}))
+    crews = ["".join(entry.names) for entry in ended[0].log.entries]
+    assert len(ended) == 2 and crews == ["abc"] * together + ["ac"] * (STEPS - together)
+
+
+@pytest.mark.parametrize(("phase", "nth"), [("call", 15), ("post", 15)])
+def test_one_is_killed_and_comes_back_with_the_first_weights(phase, nth):
+    rehearsal, killed = Rehearsal(), []
+    rehearsal.at("b", phase, lambda: [killed.append("b"), rehearsal.kill("b")], nth)
+    assert len(check(rehearsal.play({name: returning(rehearsal) for name in "abc"}))) == 3 and killed
+
+
+def test_a_packet_that_was_damaged_is_no_iteration():
+    rehearsal = Rehearsal()
+    rehearsal.at("b", "post", lambda: rehearsal.damage("a", "c"), 14)
+    ended = check(rehearsal.play({name: lambda name: tune(rehearsal, name) for name in "abc"}))
+    assert len(ended) == 3
+
+
+def test_one_that_joins_late():
+    rehearsal = Rehearsal()
+
+    def late(name: str) -> ZerothOrder:
+        with rehearsal.time:
+            rehearsal.wait(name, lambda: False, 0.5)
+        return tune(rehearsal, name)
+
+    ended = check(rehearsal.play({"a": lambda n: tune(rehearsal, n), "b": lambda n: tune(rehearsal, n), "z": late}))
+    assert {entry.names for entry in ended[0].log.entries} == {("a", "b"), ("a", "b", "z")} and len(ended) == 3

@@ -1,0 +1,119 @@
+"""`thinwire train` with methods that have a loop of their own: same folder, same events, same resume."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import pytest
+from loops import METHODS
+
+from thinwire.errors import CheckpointError, ConfigurationError
+from thinwire.lm import launch
+from thinwire.lm.run import Run
+from thinwire.lm.trainer import check
+from thinwire.observe.events import read_events
+from thinwire.observe.report import write_report
+
+SETTINGS: dict[str, dict[str, object]] = {
+    "just_one_byte": {"strategy": "just_one_byte(samples=1)", "lr": 1e-3},
+    "fedavg": {"every": 3, "lr": 0.1},
+    "scaffold": {"every": 3, "lr": 0.1},
+    "scallion": {"every": 3, "lr": 0.1},
+    "scafcom": {"every": 3, "lr": 0.1},
+}
+
+
+@pytest.fixture
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
+    file = tmp_path / "text.txt"
+    file.write_text("".join(f"line {i}: {i * i % 97} thin wires carry {i % 13} packets\n" for i in range(2000)))
+    return str(file)
+
+
+def run_of(text: str, strategy: str, **changes: object) -> Run:
+    settings: dict[str, object] = dict(
+        text=(text,), strategy=strategy, steps=7, model="nano", batch=2, sequence=16, checkpoint_every=3, keep=9,
+        eval_batches=2, carrier="threads", timeout=60.0,
+    )  # fmt: skip
+    return Run(**(settings | SETTINGS[strategy] | changes))  # type: ignore[arg-type]
+
+
+def run_in(folder: Path, run: Run, resume: bool = False) -> dict[str, object]:
+    check(run)
+    launch.new_folder(run, folder, resume)
+    if run.carrier == "threads":
+        launch.train_threads(run, folder, resume, lambda: None)
+    else:
+        launch.train_processes(run, folder, resume, lambda: None)
+    events = list(read_events(folder / "events/replica-0.jsonl"))
+    return next(event["summary"] for event in reversed(events) if event["event"] == "end")
+
+
+def test_every_method_is_tried_here():
+    assert set(SETTINGS) == set(METHODS)
+
+
+@pytest.mark.parametrize("strategy", SETTINGS)
+def test_a_run_and_its_resume(tmp_path: Path, text: str, strategy: str) -> None:
+    run = run_of(text, strategy)
+    whole, copy = tmp_path / "whole", tmp_path / "copy"
+    summary = run_in(whole, run)
+    packets = sum(count["nbytes"] for count in summary["ledger"]["sent"]["packet"].values())  # type: ignore[index]
+    method = run.make_method()
+    assert method and packets == -(-run.steps // method.every) * method.nbytes_per_period(summary["parameters"], 2)
+    assert summary["provenance"] == "measured" and 0 < summary["compute_utilization"] <= 1  # type: ignore[operator]
+    assert write_report([whole], whole / "report.html").stat().st_size > 10_000
+    shutil.copytree(whole, copy)
+    (copy / "model.safetensors").unlink()
+    for path in copy.glob("checkpoints/*/step-*"):
+        if int(path.name[5:]) > 3:
+            shutil.rmtree(path)
+    run_in(copy, run, resume=True)
+    assert (copy / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    assert (whole / "model.safetensors").read_bytes()
+
+
+def test_replicas_that_are_not_sampled_are_idle(tmp_path: Path, text: str) -> None:
+    """They send nothing and see no batch, and a report can be written of it."""
+    run = dataclasses.replace(run_of(text, "fedavg", steps=12), every=None, strategy="fedavg(every=2, sampled=1)")
+    summary = run_in(tmp_path / "run", run)
+    events = [list(read_events(tmp_path / f"run/events/replica-{rank}.jsonl")) for rank in (0, 1)]
+    steps = [[event for event in its if event["event"] == "step"] for its in events]
+    idle = [[event["step"] for event in its if event["loss"] != event["loss"]] for its in steps]
+    assert sorted(idle[0] + idle[1]) == list(range(1, 13)) and idle[0] and idle[1]
+    assert summary["tokens"] == 12 * 2 * 16 and sum(e["tokens"] for its in steps for e in its) == 12 * 2 * 16
+    assert write_report([tmp_path / "run"], tmp_path / "report.html").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", SETTINGS)
+def test_processes_train_what_threads_train(tmp_path: Path, text: str, strategy: str) -> None:
+    run = run_of(text, strategy)
+    run_in(tmp_path / "threads", run)
+    run_in(tmp_path / "processes", dataclasses.replace(run, carrier="processes"))
+    models = [(tmp_path / carrier / "model.safetensors").read_bytes() for carrier in ("threads", "processes")]
+    assert models[0] == models[1]
+
+
+def test_weights_of_another_run_to_start_from(tmp_path: Path, text: str) -> None:
+    first = run_of(text, "just_one_byte", steps=2)
+    ended = run_in(tmp_path / "first", first)
+    second = dataclasses.replace(first, start_from=str(tmp_path / "first"), lr=1e-12, seed=5)
+    assert abs(run_in(tmp_path / "second", second)["eval_loss"] - ended["eval_loss"]) < 1e-5  # type: ignore[operator]
+    with pytest.raises(CheckpointError, match="is of another model: "):
+        check(dataclasses.replace(second, model="tiny"))
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        check(dataclasses.replace(second, start_from=str(tmp_path / "nowhere")))
+
+
+def test_what_cannot_be_trained(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="its samples are its micro-batches"):
+        check(run_of(text, "just_one_byte", accumulate=2))
+    with pytest.raises(ConfigurationError, match="sampled=3 of 2"):
+        check(dataclasses.replace(run_of(text, "fedavg"), every=None, strategy="fedavg(sampled=3)"))
+    with pytest.raises(ConfigurationError, match="just_one_byte takes no every"):
+        Run(strategy="just_one_byte", every=4)
+    assert Run(strategy="just_one_byte(samples=9)").make_method().samples == 9  # type: ignore[union-attr]

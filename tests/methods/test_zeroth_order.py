@@ -1,0 +1,463 @@
+"""Just One Byte: the byte, the direction, the loss at shifted weights, the log."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import weakref
+from itertools import pairwise
+
+import pytest
+import torch
+from loops import LOOPS, Tour, attach, go_on, one_step, tour
+from pieces import batch, same_bits, toy, weights
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import thinwire as tw
+from thinwire.lm.model import Architecture, Transformer
+from thinwire.methods import JustOneByte, Log
+from thinwire.methods.shifted import Shifted
+from thinwire.methods.zeroth_order import INVALID, ZERO, Entry, apply, decode, direction, encode, magnitudes
+from thinwire.seeds import normals, quantiles
+
+METHOD = LOOPS["just_one_byte"]
+ALL = [code for code in range(256) if code not in (ZERO, INVALID)]
+
+# ---- one byte
+
+
+def test_every_byte_is_a_value_and_every_value_a_byte():
+    assert [encode(decode(code)) for code in ALL] == ALL
+    assert decode(ZERO) == 0.0 and decode(INVALID) is None and len({decode(code) for code in ALL}) == 254
+
+
+def test_the_byte_is_monotone_and_odd():
+    values = [decode(code) for code in (*range(255, 128, -1), *range(0, 128))]
+    assert all(low < high for low, high in pairwise(values))
+    for x in torch.logspace(-6, 6, 997).tolist():
+        assert encode(-x) == (encode(x) ^ 128 if encode(x) else ZERO)
+        assert encode(x) <= encode(x * 1.01)
+
+
+def test_the_error_is_what_is_claimed():
+    low, high = magnitudes()[0], magnitudes()[-1]
+    assert (round(low, 6), round(high)) == (0.00038, 2631)
+    for x in torch.logspace(math.log10(low), math.log10(high), 5001).clamp(low, high).tolist():
+        assert abs(decode(encode(x)) - x) <= 0.0646 * x
+
+
+@pytest.mark.parametrize(
+    ("value", "code"), [(0.0, ZERO), (-0.0, ZERO), (1e-9, ZERO), (math.nan, INVALID), (-math.inf, INVALID)]
+)
+def test_what_has_no_magnitude(value, code):
+    assert encode(value) == code
+
+
+def test_what_is_too_large_is_cut_off():
+    assert decode(encode(1e30)) == -decode(encode(-1e30)) == magnitudes()[-1]
+
+
+# ---- directions
+
+
+def test_normals_are_normal_and_the_same_everywhere():
+    z = normals(3, 0, 1 << 20).double()
+    assert abs(z.mean()) < 0.005 and abs(z.var() - 1) < 0.01 and abs((z**4).mean() - 3) < 0.05
+    assert hashlib.blake2b(quantiles().numpy().tobytes(), digest_size=8).hexdigest() == "7070796d47f40ca8"
+    assert torch.equal(quantiles(), -quantiles().flip(0))
+    for begin, count in ((0, 1), (1, 7), (4, 4), (1001, 0), (3, 5000)):
+        assert same_bits(normals(3, begin, count), normals(3, 0, 1 << 13)[begin : begin + count])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_normals_and_updates_are_the_same_on_a_gpu():
+    entry = Entry(0.01, ("a", "b"), bytes([70, 200, 30, 128]))
+    here, there = torch.linspace(-1, 1, 300_001), torch.linspace(-1, 1, 300_001).cuda()
+    assert same_bits(normals(3, 5, 9999), normals(3, 5, 9999, "cuda").cpu())
+    apply([here], entry, 0, 0)
+    apply([there], entry, 0, 0)
+    assert same_bits(here, there.cpu())
+
+
+def test_no_two_directions_are_alike():
+    streams = {direction(0, t, name, j) for t in range(5) for name in ("0", "1", "01") for j in range(12)}
+    assert len(streams) == 5 * 3 * 12
+    z = torch.stack([normals(s, 0, 4096) for s in sorted(streams)[:40]])
+    apart = (z @ z.T / 4096).fill_diagonal_(0)
+    assert apart.abs().max() < 5 / math.sqrt(4096)
+
+
+def test_the_mean_of_value_times_direction_is_the_gradient():
+    """On average over 4000 directions; the error of each coordinate is |g|/√4000 or so."""
+    gradient = torch.linspace(-1, 2, 10)
+    total = torch.zeros(10)
+    for j in range(4000):
+        z = normals(direction(0, 0, "0", j), 0, 10)
+        total += decode(encode(float(gradient @ z))) * z
+    assert (total / 4000 - gradient).norm() < 6 * gradient.norm() * math.sqrt(10 / 4000)
+    assert torch.nn.functional.cosine_similarity(total, gradient, dim=0) > 0.99
+
+
+# ---- the loss at shifted weights
+
+
+class Outside(nn.Module):
+    """Reads one weight of a child outside its forward, and one through a tied name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(7, 4), nn.Linear(4, 4, bias=False)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.table.weight
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, index: Tensor) -> Tensor:
+        self.seen += 1
+        return self.head(self.out(self.table(index)) @ self.out.weight)
+
+
+LEARNED = Architecture(layers=1, width=8, heads=2, vocabulary=11, context=6, positions="learned", tied=True)
+MODELS = {
+    "toy": (toy, lambda m: m(batch(0, 0, 0)[0]).square().mean()),
+    "read outside": (Outside, lambda m: m(torch.arange(7)).square().mean()),
+    "transformer": (lambda: Transformer(LEARNED, 3), lambda m: m(torch.arange(6)[None], torch.arange(6)[None]).loss),
+    "half precision": (lambda: toy().to(torch.bfloat16), lambda m: m(batch(0, 0, 0)[0].bfloat16()).square().mean()),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_loss_is_that_of_a_model_with_shifted_weights(name):
+    make, loss = MODELS[name]
+    torch.manual_seed(0)
+    model = make().eval()
+    twin = make().eval()
+    twin.load_state_dict(model.state_dict())
+    own = [p for p in model.parameters() if p.requires_grad]
+    before = [p.detach().clone() for p in own]
+    shifted = Shifted(model, own)
+    for stream, scale in ((5, 1e-2), (6, -0.3)):
+        begin = 0
+        with torch.no_grad():
+            for p, x in zip([p for p in twin.parameters() if p.requires_grad], before):
+                p.copy_(x + normals(stream, begin, x.numel()).view(x.shape) * scale)
+                begin += x.numel()
+            assert shifted.loss(lambda j: loss(model), 0, stream, scale) == float(loss(twin))
+        assert all(
+            same_bits(p.detach().view(-1).view(torch.uint8), x.view(-1).view(torch.uint8)) for p, x in zip(own, before)
+        )
+
+
+def test_a_loss_that_fails_leaves_the_weights():
+    model = toy()
+    shifted = Shifted(model, [p for p in model.parameters() if p.requires_grad])
+
+    def fails(j: int) -> Tensor:
+        model(batch(0, 0, 0)[0])
+        if j:
+            raise KeyboardInterrupt
+        return torch.zeros(())
+
+    shifted.loss(fails, 0, 1, 0.1)
+    with pytest.raises(KeyboardInterrupt):
+        shifted.loss(fails, 1, 1, 0.1)
+    assert same_bits(weights(model), weights(toy()))
+
+
+def test_buffers_do_not_see_the_trial():
+    model = Outside()
+    shifted = Shifted(model, list(model.parameters()))
+    shifted.loss(lambda j: model(torch.arange(7)).mean(), 0, 1, 0.1)
+    assert model.seen.item() == 1
+
+
+def test_forward_passes_only():
+    model = toy()
+    graphs = []
+
+    def loss(j: int) -> Tensor:
+        value = model(batch(0, 0, 0)[0]).mean()
+        graphs.append(torch.is_grad_enabled() or value.requires_grad)
+        return value
+
+    (group,) = tw.ThreadGroup.create(1)
+    METHOD.attach(model, METHOD.optimizer(model, 0.01), group).iterate(loss)
+    assert len(graphs) >= 2 * METHOD.samples and not any(graphs)
+    assert all(p.grad is None for p in model.parameters())
+
+
+class Live(TorchDispatchMode):
+    """The most bytes that tensors made within held at once, beside the model's: storages by their finalizers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.known = {p.untyped_storage()._cdata for p in model.parameters()}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, Tensor) and (key := tensor.untyped_storage()._cdata) not in self.known:
+                nbytes = tensor.untyped_storage().nbytes()
+                self.known.add(key)
+                self.now += nbytes
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(tensor.untyped_storage(), self.gone, key, nbytes)
+        return result
+
+    def gone(self, key: int, nbytes: int) -> None:
+        self.known.discard(key)
+        self.now -= nbytes
+
+
+def test_memory_is_that_of_inference_and_the_largest_layer():
+    """Sixteen layers of 1 MB: what an iteration allocates stays below four of them, so far below the weights once more."""
+    model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(16)])
+    x = torch.ones(1, 512)
+    layer = 512 * 512 * 4
+    (group,) = tw.ThreadGroup.create(1)
+    tuner = METHOD.attach(model, METHOD.optimizer(model, 0.01), group)
+    with Live(model) as live:
+        tuner.iterate(lambda j: model(x).mean())
+    assert layer <= live.peak < 5 * layer < 16 * layer
+
+
+# ---- an iteration
+
+
+def test_a_byte_is_as_good_as_a_float_on_a_quadratic():
+    """Three replicas, 30 dimensions: after 800 iterations both losses are small, and within a factor of two."""
+    scale = torch.linspace(0.5, 2.0, 30)
+    x = {"byte": torch.ones(30), "float": torch.ones(30)}
+    lr, eps = 0.012, 1e-3
+    for t in range(800):
+        codes, update = bytearray(), torch.zeros(30)
+        for name in ("0", "1", "2"):
+            z = normals(direction(0, t, name, 0), 0, 30)
+            rho = {
+                k: float((scale * ((v + eps * z) ** 2 - (v - eps * z) ** 2)).sum() / (4 * eps)) for k, v in x.items()
+            }
+            codes.append(encode(rho["byte"]))
+            update += rho["float"] * z
+        apply([x["byte"]], Entry(lr, ("0", "1", "2"), bytes(codes)), 0, t)
+        x["float"] -= lr / math.sqrt(3) * update
+    losses = {k: float((scale * v**2).sum() / 2) for k, v in x.items()}
+    assert losses["float"] < 1e-2 and losses["byte"] < 2 * losses["float"] + 1e-4, losses
+
+
+def test_it_learns():
+    trips = tour(METHOD, 2, steps=150)
+    x, y = batch(0, 9, 9, 256)
+    assert ((trips[0].at_work.model(x) - y) ** 2).mean() < 0.7 * ((toy()(x) - y) ** 2).mean()
+
+
+def test_values_are_divided_by_the_root_of_their_number():
+    """And only by those that are values: n = 2 here, of four bytes."""
+    x, z = torch.zeros(5), [normals(direction(0, 7, name, 0), 0, 5) for name in ("a", "b")]
+    known = apply([x], Entry(0.5, ("a", "b"), bytes([encode(1.0), INVALID, encode(-1.0), INVALID])), 0, 7)
+    assert known == 2 and torch.allclose(x, (z[1] - z[0]) * 0.5 / math.sqrt(2))
+
+
+def test_parts_of_a_tensor_make_the_tensor():
+    """A large tensor, a slice of it, and one that is not contiguous: element i gets draw i of the stream."""
+    entry = Entry(0.1, ("a",), bytes([encode(1.0)]))
+    whole, first, rest = torch.zeros(600, 1000), torch.zeros(300_000), torch.zeros(300, 1000)
+    apply([whole], entry, 0, 0)
+    apply([first, rest], entry, 0, 0)
+    assert same_bits(whole.view(-1), torch.cat([first, rest.view(-1)]))
+    crossed = torch.zeros(1000, 600).T
+    apply([crossed], entry, 0, 0)
+    assert same_bits(crossed.contiguous(), whole)
+
+
+def test_an_optimizer_that_is_more_than_sgd_is_refused():
+    (group,) = tw.ThreadGroup.create(1)
+    model = toy()
+    own = [p for p in model.parameters() if p.requires_grad]
+    for optimizer in (
+        torch.optim.AdamW(own),
+        torch.optim.SGD(own, lr=0.1, momentum=0.9),
+        torch.optim.SGD(own, 0.1, weight_decay=1),
+    ):
+        with pytest.raises(tw.ModelError, match=r"torch\.optim\.SGD"):
+            METHOD.attach(model, optimizer, group)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"samples": 0}, {"samples": 5000}, {"samples": True}, {"radius": 0.0}, {"radius": math.nan}]
+)
+def test_settings_that_cannot_work(settings):
+    with pytest.raises(tw.ConfigurationError, match="are needed"):
+        JustOneByte(**settings)
+
+
+def test_a_loss_of_several_numbers_is_refused():
+    (group,) = tw.ThreadGroup.create(1)
+    model = toy()
+    with pytest.raises(tw.ModelError, match="one value is needed"):
+        METHOD.attach(model, METHOD.optimizer(model, 0.01), group).iterate(lambda j: model(batch(0, 0, 0)[0]))
+
+
+def test_learning_rates_that_differ_are_found_out():
+    def replica(group: tw.Group) -> None:
+        trip = attach(Tour(METHOD), group)
+        trip.at_work.optimizer.param_groups[0]["lr"] = 0.1 * (1 + group.rank)
+        one_step(Tour(METHOD), trip.at_work, group.rank)
+
+    with pytest.raises(tw.PacketError, match="codec"):
+        tw.run_threads(2, replica)
+
+
+# ---- who joins, leaves, fails and returns
+
+
+def replayed(log: Log, upto: int | None = None) -> Tensor:
+    model = toy()
+    for iteration, entry in enumerate(log.entries[:upto]):
+        apply([p.detach() for p in model.parameters() if p.requires_grad], entry, METHOD.seed, iteration)
+    return weights(model)
+
+
+def test_the_log_is_the_run():
+    trips = tour(METHOD, 3, steps=6)
+    log = trips[1].at_work.log
+    assert all(same_bits(replayed(log, upto), trips[2].weights[upto - 1]) for upto in range(1, 7))
+    again = Log.load(*log.state())
+    assert again == log and again.chain(4) == log.chain(4) != log.chain(5)
+    assert log.state()[0]["codes"].numel() == 6 * 3 * METHOD.samples
+
+
+@pytest.mark.parametrize("snapshot", [0, 3])
+def test_a_late_joiner_takes_the_log_and_nothing_else(snapshot):
+    """From the first weights, or from a checkpoint of the third iteration."""
+    early, late = tw.ThreadGroup.create(2, 20.0), tw.ThreadGroup.create(3, 20.0)
+    made, seen = Tour(METHOD, names=("a", "b")), {}
+
+    def replica(group: tw.Group) -> None:
+        rank = group.rank
+        if rank < 2:
+            trip = attach(made, early[rank])
+            go_on(made, trip, early[rank], 5)
+            trip.at_work.meet(late[rank], ("a", "b", "late"))
+        else:
+            trip = joined(late[2])
+        go_on(made, trip, late[rank], 9)
+        seen[rank] = trip
+
+    def joined(group: tw.Group):
+        alone = tw.ThreadGroup.create(1, 20.0)[0]
+        trip = attach(Tour(METHOD, names=("late",)), alone)
+        if snapshot:
+            done = tour(METHOD, 2, steps=3, names=("a", "b"))  # the same run up to there
+            trip = attach(Tour(METHOD, names=("late",)), alone, done[0].at_work.model)
+            trip.at_work.load_state(*done[0].at_work.state())
+        trip.at_work.meet(group, ("a", "b", "late"))
+        return trip
+
+    tw.run_threads(3, replica)
+    assert same_bits(weights(seen[2].at_work.model), weights(seen[0].at_work.model))
+    assert seen[2].at_work.log == seen[0].at_work.log and len(seen[2].at_work.log.entries) == 9
+    given = next(e for e in seen[0].events if e["event"] == "given")
+    assert given["nbytes"] < 1000 and given["to"] == ["late"]
+    assert [e.names for e in seen[0].at_work.log.entries] == [("a", "b")] * 5 + [("a", "b", "late")] * 4
+
+
+class Torn:
+    """Replica 1's message to replica 0 is lost with the link in iteration `at`; to replica 2 it arrives."""
+
+    def __init__(self, group: tw.Group, at: int) -> None:
+        self.group, self.rank, self.size, self.at, self.posts = group, group.rank, group.size, at, 0
+
+    def post(self, tag, send, recv, purpose="packet"):
+        if purpose == "packet":
+            self.posts += 1
+            if self.posts > self.at and self.rank == 1:
+                self.group.post(tag, {2: send[2]}, {}, purpose).wait()
+                self.group.close()
+                raise tw.LinkError("torn")
+        return self.group.post(tag, send, recv, purpose)
+
+    def close(self):
+        self.group.close()
+
+
+def test_an_iteration_that_failed_for_some_is_taken_from_the_log_of_others():
+    """Replica 2 has all three packets and applies; 0 lacks one. Without 1 they meet, and 0 takes what 2 has done."""
+    first, second = tw.ThreadGroup.create(3, 2.0), tw.ThreadGroup.create(2, 20.0)
+    made, seen = Tour(METHOD, names=("a", "b", "c")), {}
+
+    def replica(group: tw.Group) -> None:
+        trip = attach(made, Torn(first[group.rank], at=3))
+        try:
+            go_on(made, trip, first[group.rank], 8)
+        except tw.LinkError:
+            first[group.rank].close()
+        seen[group.rank] = trip.at_work.step, trip
+        if group.rank != 1:
+            trip.at_work.meet(second[group.rank // 2], ("a", "c"))
+            go_on(made, trip, second[group.rank // 2], 8)
+
+    tw.run_threads(3, replica)
+    assert [seen[rank][0] for rank in (0, 1, 2)] == [3, 3, 4]
+    survivors = [seen[rank][1] for rank in (0, 2)]
+    assert same_bits(*(weights(trip.at_work.model) for trip in survivors))
+    assert survivors[0].at_work.log.entries[3].names == ("a", "b", "c")
+    assert survivors[0].at_work.log.entries[4].names == ("a", "c")
+
+
+def test_one_that_went_on_alone_is_refused():
+    """It did iterations that the others did without it; from the first weights it may come back."""
+    both, alone, again = tw.ThreadGroup.create(2, 20.0), tw.ThreadGroup.create(1), tw.ThreadGroup.create(2, 20.0)
+    made = Tour(METHOD, names=("a", "b"))
+
+    def replica(group: tw.Group) -> None:
+        trip = attach(made, both[group.rank])
+        go_on(made, trip, both[group.rank], 2)
+        if group.rank:
+            trip.at_work.meet(alone[0], ("b",))
+            go_on(made, trip, group=alone[0], upto=4)
+        trip.at_work.meet(again[group.rank], ("a", "b")) if group.rank else _one_more(made, trip, again[0])
+
+    def _one_more(made, trip, group):
+        solo = tw.ThreadGroup.create(1)[0]
+        trip.at_work.meet(solo, ("a",))
+        go_on(made, trip, solo, 3)
+        trip.at_work.meet(group, ("a", "b"))
+
+    with pytest.raises(tw.DisagreementError, match="gone on apart"):
+        tw.run_threads(2, replica)
+
+
+def test_other_first_weights_are_refused_once_a_run_is_on():
+    both, again = tw.ThreadGroup.create(2, 20.0), tw.ThreadGroup.create(3, 20.0)
+    made = Tour(METHOD, names=("a", "b"))
+
+    def replica(group: tw.Group) -> None:
+        if group.rank < 2:
+            trip = attach(made, both[group.rank])
+            go_on(made, trip, both[group.rank], 2)
+        else:
+            trip = attach(Tour(METHOD, names=("c",)), tw.ThreadGroup.create(1)[0], toy(5))
+        trip.at_work.meet(again[group.rank], ("a", "b", "c"))
+
+    with pytest.raises(tw.DisagreementError, match="'c' began with other weights"):
+        tw.run_threads(3, replica)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda tensors, facts: facts.pop("crews"),
+        lambda tensors, facts: facts.update(crews=[]),
+        lambda tensors, facts: facts.update(samples="many"),
+        lambda tensors, facts: tensors.update(codes=tensors["codes"][1:]),
+        lambda tensors, facts: tensors["lrs"].fill_(math.nan),
+        lambda tensors, facts: tensors.update(crews=tensors["crews"] + 9),
+        lambda tensors, facts: tensors.update(crews=tensors["crews"] - 1),
+    ],
+)
+def test_a_log_that_cannot_be_read(spoil):
+    tensors, facts = tour(METHOD, 2, steps=3)[0].at_work.log.state()
+    spoil(tensors, facts)
+    with pytest.raises(tw.CheckpointError, match="cannot be read"):
+        Log.load(tensors, facts)
