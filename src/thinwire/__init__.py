@@ -44,6 +44,7 @@ from thinwire.merge import Eager, Mix
 from thinwire.outer import Average, Nesterov, Outer
 from thinwire.partition import BySize, Fragment, Partition, Sequential, Strided, Whole
 from thinwire.policy import Constant, DenseUntil, DensityWarmup, Policy
+from thinwire.privacy import Privacy
 from thinwire.recipes import data_parallel, diloco, eager_diloco, local_sgd, sparse_loco, streaming_diloco
 from thinwire.replica import Replica
 from thinwire.schedule import Every, Schedule, Staggered, short_first
@@ -96,6 +97,7 @@ __all__ = [
     "Partition",
     "PeerError",
     "Policy",
+    "Privacy",
     "RandomK",
     "Replica",
     "Schedule",

@@ -193,6 +193,8 @@ def check(strategy: Strategy) -> None:
         reason = f"{exchange} remembers or names the replicas; Direct(), TwoShot() and AllReduce() do not"
     elif isinstance(strategy.signal, Gradients):
         reason = "Gradients() are exchanged at every step, and the replicas keep no anchors to go on from"
+    elif strategy.privacy is not None:
+        reason = f"{strategy.privacy} shares its noise among replicas that must all be there"
     elif not isinstance(strategy.policy, Constant):
         reason = f"{strategy.policy} counts rounds that all have seen"
     elif not isinstance(strategy.merge, Mix):

@@ -41,6 +41,7 @@ from thinwire.merge import Eager, Mix
 from thinwire.outer import Average, Nesterov, Outer
 from thinwire.partition import BySize, Partition, Sequential, Strided, Whole
 from thinwire.policy import LONG_RUN, Constant, DenseUntil, DensityWarmup, Policy
+from thinwire.privacy import Privacy
 from thinwire.schedule import Every, Schedule, Staggered
 
 
@@ -78,6 +79,7 @@ class Strategy:
     outer: Outer = Average()
     merge: Mix | Eager = Mix()
     signal: Deltas | Gradients = Deltas()
+    privacy: Privacy | None = None
     anchors: Literal["host", "device"] = "host"
     seed: int = 0
 
@@ -97,6 +99,7 @@ class Strategy:
             raise ConfigurationError(f"feedback={self.feedback!r}: Feedback(...) or None is needed.")
         for codec in self.policy.codecs(self.codec):
             self._check_codec(codec)
+        self._check_privacy()
         if self.anchors not in ("host", "device"):
             raise ConfigurationError(f"anchors={self.anchors!r}: 'host' or 'device' is needed.")
         every, delay = self.schedule.every, self.schedule.delay
@@ -123,6 +126,23 @@ class Strategy:
                 f"Gradients() with {self.schedule!r}, {self.outer!r}, {self.merge!r}: gradients are exchanged at every step, and the inner "
                 "optimizer is the outer one; leave schedule, outer and merge at Every(1), Average() and Mix()."
             )
+
+    def _check_privacy(self) -> None:
+        if not isinstance(self.privacy, Privacy | None):
+            raise ConfigurationError(f"privacy={self.privacy!r}: Privacy(...) or None is needed.")
+        reason = ""
+        if self.feedback:
+            reason = (
+                f"{self.feedback} adds older deltas to what was clipped, so that no bound holds; leave feedback=None"
+            )
+        elif isinstance(self.signal, Gradients):
+            reason = "Gradients() sends one for every step, unclipped; choose Deltas(), with Every(1) if each step is to be exchanged"
+        elif isinstance(self.merge, Eager):
+            reason = "Eager() counts the own delta as it was before clip and noise; choose Mix()"
+        elif self.policy != Constant():
+            reason = f"{self.policy} may choose by what it sees; choose Constant()"
+        if self.privacy and reason:
+            raise ConfigurationError(f"{self.privacy} cannot be kept here: {reason}.")
 
     def _check_codec(self, codec: Codec) -> None:
         if self.feedback:
@@ -219,7 +239,7 @@ PIECES: dict[str, Callable[..., Any]] = {
             Average,
             Nesterov,
         ),
-        *(Mix, Eager, Deltas, Gradients),
+        *(Mix, Eager, Deltas, Gradients, Privacy),
     )
 }
 

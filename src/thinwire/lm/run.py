@@ -35,7 +35,7 @@ OF_THE_PLACE = (
     "keep",
     *OF_THE_RECIPE,
 )  # may differ
-OF_A_CHECKPOINT = ("replicas", "seed", "model", "positions", "tokenizer")  # beside the strategy
+OF_A_CHECKPOINT = ("replicas", "seed", "model", "lora", "positions", "tokenizer")  # beside the strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +74,9 @@ class Run:
     anchors: Literal["host", "device"] | None = None
     """Where anchors and outer state live."""
 
+    privacy: str | None = None
+    """Clip and add noise to what is sent, and say how private that is: Privacy(clip=0.5, noise=4.0)."""
+
     carrier: Literal["processes", "threads"] = "processes"
     """Replicas as processes under torch.distributed, or as threads of one process."""
     link: str = "none"
@@ -84,7 +87,10 @@ class Run:
     """Seconds that a replica waits for a packet before it gives the others up."""
 
     model: str = "tiny"
-    """A size (nano, tiny, mini, 35m, 100m, 200m, 300m, 500m, 1b, 4b), or hf:FOLDER_OR_NAME for a Hugging Face causal LM."""
+    """A size (nano, tiny, mini, 35m, 100m, 200m, 300m, 500m, 1b, 4b), RUN/model.safetensors for one that was trained before, or
+    hf:FOLDER_OR_NAME for a Hugging Face causal LM."""
+    lora: int | None = None
+    """Rank of LoRA adapters: only they are trained and exchanged. Without: the whole model."""
     positions: Literal["rotary", "learned"] = "rotary"
     """How the model knows where a token stands."""
     text: tuple[str, ...] = ()
@@ -124,7 +130,17 @@ class Run:
         for field in dataclasses.fields(self):
             if not _fits(value := getattr(self, field.name), hints[field.name]):
                 raise ConfigurationError(f"{field.name}={value!r}: {field.type} is needed.")
-        for name in ("replicas", "steps", "batch", "sequence", "accumulate", "eval_batches", "keep", "eval_every"):
+        for name in (
+            "replicas",
+            "steps",
+            "batch",
+            "sequence",
+            "accumulate",
+            "eval_batches",
+            "keep",
+            "eval_every",
+            "lora",
+        ):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigurationError(f"{name}={value}: at least 1 is needed.")
         for name in ("lr", "timeout"):
@@ -150,6 +166,10 @@ class Run:
         return dataclasses.replace(self._strategy(), seed=self.seed)
 
     def _strategy(self) -> Strategy:
+        composed = self._composed()
+        return composed if self.privacy is None else dataclasses.replace(composed, privacy=parse(self.privacy))
+
+    def _composed(self) -> Strategy:
         given = {name: getattr(self, name) for name in OF_THE_RECIPE if getattr(self, name) is not None}
         for name in ("codec", "partition", "exchange"):
             if name in given:
