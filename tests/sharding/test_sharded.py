@@ -532,14 +532,24 @@ def test_optimizers_that_look_at_whole_tensors_are_refused():
 
 
 def test_ranks_that_differ_are_refused():
-    def rank_of(group, settings, seed):
-        model = Odd(seed)
-        Sharded(settings, model, adamw(model), group)
+    def rank_of(group, settings, seed=0):
+        model = Odd()
+        Sharded(settings, model, adamw(model), group, seed=seed)
 
     with pytest.raises(DisagreementError, match="sharding"):
-        run_threads(2, lambda g: rank_of(g, Sharding(gradients=Int(4) if g.rank else Identity()), 0))
-    with pytest.raises(DisagreementError, match="weights at the start"):
+        run_threads(2, lambda g: rank_of(g, Sharding(gradients=Int(4) if g.rank else Identity())))
+    with pytest.raises(DisagreementError, match="seed"):
         run_threads(2, lambda g: rank_of(g, Sharding(), g.rank))
+
+
+def test_all_start_from_the_weights_of_rank_0():
+    def rank_of(group):
+        model = Odd(group.rank)
+        with Sharded(Sharding(shards=Shards(2, 2, 2)), model, adamw(model), group):
+            pass
+        return weights(model.state_dict())
+
+    assert all(torch.equal(final, weights(Odd(0).state_dict())) for final in run_threads(2, rank_of))
 
 
 def test_a_rank_that_leaves_is_named():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from thinwire.contact import agree, digest
+from thinwire.contact import agree, agree_on_start
 from thinwire.errors import CheckpointError, ModelError
 from thinwire.group.base import Group
 from thinwire.partition import check_optimizer, trainable
@@ -41,11 +41,12 @@ class Sharded:
     backward pass. Messages are sent and waited for at once: nothing overlaps with compute yet.
 
     *All ranks use the same parameters in a backward pass.* One that none of them uses has a gradient of zero, not None.
-    Frozen parameters and buffers stay whole on each rank. If any rank's gradient is not finite, no rank steps (`skipped` counts).
+    All start from rank 0's weights; frozen parameters and buffers stay whole, and each rank's own. If any rank's gradient is not
+    finite, no rank steps (`skipped` counts).
     Between passes the model's parameters may be empty: for the whole, `export()`. After the block it is an ordinary model again.
 
     Bytes: `layout.sent(rank, numels)`, exactly; memory: `layout.held(rank, numel)`. Raises `ModelError`, `ConfigurationError`,
-    `DisagreementError` (ranks that begin with other weights or settings), `LinkError`, `NonFiniteError` (weights).
+    `DisagreementError` (ranks of another model or other settings), `LinkError`, `NonFiniteError` (weights).
     """
 
     def __init__(
@@ -65,14 +66,9 @@ class Sharded:
         check_optimizer(model, optimizer)
         _check_steps(optimizer)
         named = trainable(model)
-        weights = [p.detach() for _, p in named]
-        facts = {name: f"{tuple(p.shape)} {p.dtype}" for name, p in named}
-        agree(
-            group,
-            {"code version": __version__, "sharding": repr(sharding), "seed": seed}
-            | {f"model, {name}": text for name, text in facts.items()}
-            | {"weights at the start": digest(weights).hex()},
-        )
+        facts = {f"model, {name}": f"{tuple(p.shape)} {p.dtype}" for name, p in named}
+        agree(group, {"code version": __version__, "sharding": repr(sharding), "seed": seed} | facts)
+        agree_on_start(group, [p.detach() for _, p in named])
         self._carrier = Carrier(group, seed)
         self.units = _units(model, _layers(model) if units is None else units, self.layout, self._carrier)
         self._parts = _replace(optimizer, self.units)
