@@ -19,7 +19,6 @@ from torch import Tensor
 import thinwire as tw
 from thinwire.group import CountedGroup, Ledger
 from thinwire.lm import launch
-from thinwire.lm.origin import begin_with
 from thinwire.lm.run import Run
 from thinwire.lm.trainer import make_model
 from thinwire.methods import ZerothOrder, just_one_byte
@@ -49,7 +48,7 @@ def main() -> None:
     ledgers = [Ledger() for _ in names]
 
     def tune(group: tw.ThreadGroup) -> tuple[float, float]:
-        model = begin_with(dataclasses.replace(run, start_from=str(folder)), make_model(run, 256)).eval()
+        model = make_model(dataclasses.replace(run, model=str(folder / "model.safetensors")), 256).eval()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         rank = group.rank
 

@@ -49,6 +49,7 @@ from thinwire.merge import Eager, Mix, Reset
 from thinwire.outer import Average, HeavyBall, Nesterov, Outer
 from thinwire.partition import BySize, Fragment, Partition, Sequential, Strided, Whole
 from thinwire.policy import Constant, DenseUntil, DensityWarmup, Policy
+from thinwire.privacy import Privacy
 from thinwire.recipes import (
     cgx,
     co2,
@@ -134,6 +135,7 @@ __all__ = [
     "Partition",
     "PeerError",
     "Policy",
+    "Privacy",
     "Quadratic",
     "RandomK",
     "Replica",

@@ -196,6 +196,8 @@ def check(strategy: Strategy) -> Schedule:
         reason = f"{strategy.schedule} counts from the beginning of a round, which a new replica has not seen"
     elif isinstance(strategy.signal, Gradients):
         reason = "Gradients() are exchanged at every step, and the replicas keep no anchors to go on from"
+    elif strategy.privacy is not None:
+        reason = f"{strategy.privacy} shares its noise among replicas that must all be there"
     elif not isinstance(strategy.policy, Constant):
         reason = f"{strategy.policy} counts rounds that all have seen"
     elif strategy.filters:

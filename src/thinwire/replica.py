@@ -286,12 +286,14 @@ class Replica:
         elif self.group.size == 1 and self.strategy.schedule.delay == 0 and self._plain:
             # One replica that averages with itself is the inner optimizer alone, exactly (law 2): anchor − (anchor − θ) would round.
             given = piece.snapshot(self._buffers.like(piece.anchor))
+        if self.strategy.privacy:
+            self.strategy.privacy.apply(delta, self.group.size)
         self._depart(piece, self._moved(piece, delta, given), began)
 
     @property
     def _plain(self) -> bool:
         s = self.strategy
-        return (s.outer, s.codec, s.feedback, s.filters) == (Average(), Identity(), None, ())
+        return (s.outer, s.codec, s.feedback, s.filters, s.privacy) == (Average(), Identity(), None, (), None)
 
     def _moved(self, piece: Held, delta: Tensor, given: Tensor | None = None) -> Moved:
         return Moved(piece.present(delta), self.strategy.outer, self.strategy.feedback, self._buffers, given)

@@ -46,6 +46,7 @@ from thinwire.merge import Eager, Mix, Reset
 from thinwire.outer import Average, HeavyBall, Nesterov, Outer
 from thinwire.partition import BySize, Partition, Sequential, Strided, Whole
 from thinwire.policy import LONG_RUN, Constant, Deciding, DenseUntil, DensityWarmup, Policy
+from thinwire.privacy import Privacy
 from thinwire.schedule import Adaptive, Every, Quadratic, Schedule, Staggered
 
 
@@ -86,6 +87,7 @@ class Strategy:
     merge: Mix | Eager | Reset = Mix()
     signal: Deltas | Gradients = Deltas()
     inner: Inner | None = None
+    privacy: Privacy | None = None
     anchors: Literal["host", "device"] = "host"
     seed: int = 0
 
@@ -115,6 +117,7 @@ class Strategy:
             raise ConfigurationError(
                 f"{self.policy} with {self.exchange}: what sites send is not what replica 0 could measure; choose Direct()."
             )
+        self._check_privacy()
         if self.anchors not in ("host", "device"):
             raise ConfigurationError(f"anchors={self.anchors!r}: 'host' or 'device' is needed.")
         self._check_period()
@@ -150,6 +153,27 @@ class Strategy:
                 f"{self.outer} with {self.merge}: only where rounds land a whole period late has the anchor moved meanwhile; choose gap=0, "
                 "or merge=Reset() with delay=every."
             )
+
+    def _check_privacy(self) -> None:
+        if not isinstance(self.privacy, Privacy | None):
+            raise ConfigurationError(f"privacy={self.privacy!r}: Privacy(...) or None is needed.")
+        reason = ""
+        if self.feedback:
+            reason = (
+                f"{self.feedback} adds older deltas to what was clipped, so that no bound holds; leave feedback=None"
+            )
+        elif isinstance(self.signal, Gradients):
+            reason = "Gradients() sends one for every step, unclipped; choose Deltas(), with Every(1) if each step is to be exchanged"
+        elif isinstance(self.merge, Eager):
+            reason = "Eager() counts the own delta as it was before clip and noise; choose Mix()"
+        elif self.merge.whole_period:
+            reason = f"{self.merge} sends again what was in a dropped round; choose Mix()"
+        elif self.filters:
+            reason = f"{self.filters} may say more of older deltas than one clip allows; leave filters=()"
+        elif self.policy != Constant():
+            reason = f"{self.policy} may choose by what it sees; choose Constant()"
+        if self.privacy and reason:
+            raise ConfigurationError(f"{self.privacy} cannot be kept here: {reason}.")
 
     def _check_codec(self, codec: Codec) -> None:
         if self.feedback:
@@ -296,7 +320,7 @@ PIECES: dict[str, Callable[..., Any]] = {
         ),
         *(Clip, Momentum, Moments, Settled, Signs),
         *(AdamW, SGD, Muon),
-        *(Mix, Eager, Reset, Deltas, Gradients),
+        *(Mix, Eager, Reset, Deltas, Gradients, Privacy),
     )
 }
 

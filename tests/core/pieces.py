@@ -188,6 +188,7 @@ EXCHANGES = [
     row(tw.Fastest("1mbit", (tw.TwoShot(), tw.Direct())), "rank order"),
 ]
 SIGNALS = [row(tw.Deltas()), row(tw.Gradients())]
+PRIVACIES = [row(tw.Privacy()), row(tw.Privacy(0.25, 10.0, 1e-6))]  # its own laws: tests/core/test_privacy.py
 FEEDBACKS = [
     row(tw.Feedback(), "conserves"),
     row(tw.Feedback(0, 0.95, 0.95)),
@@ -219,6 +220,7 @@ TABLE = [
     *(*POLICIES, *FEEDBACKS, *CODECS, *SCHEDULES, *PARTITIONS, *OUTERS, *MERGES, *EXCHANGES, *SIGNALS),
     *(*FILTERS, row(tw.Settled()), *INNERS),
 ]
+TABLE = [*POLICIES, *FEEDBACKS, *CODECS, *SCHEDULES, *PARTITIONS, *OUTERS, *MERGES, *EXCHANGES, *SIGNALS, *PRIVACIES]
 
 METHODS: dict[str, tw.Strategy] = {
     # every recipe under its own name, short enough for a test

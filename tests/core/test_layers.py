@@ -15,8 +15,8 @@ FILES = sorted(path.relative_to(HOUSE).as_posix() for path in HOUSE.rglob("*.py"
 
 # From the ground up: a room imports only from rooms before it, and files of one room from each other.
 _ORDER = """
-version errors seeds packet kernels codecs schedule partition merge outer feedback filters inner policy lgreco group exchange strategy contact
-moved flight held hook concord handover rounds elastic weights replica recipes methods checkpoint observe simulate lm plan cli
+version errors seeds packet kernels codecs schedule partition merge outer feedback filters inner policy lgreco privacy group exchange strategy
+contact sharding moved flight held hook concord handover rounds elastic weights replica recipes methods checkpoint observe simulate lm plan cli
 """
 ROOMS = _ORDER.split()
 
@@ -135,6 +135,7 @@ GradientHook Clip Filter Moments Momentum Settled Signs AdamW Inner Muon SGD
 cgx demo dgc ef14 ef21 econtrol muloco one_bit_adam outer_dgc power_sgd qsgd
 Schedule Staggered short_first Deltas Gradients Strategy parse Policy Constant DenseUntil DensityWarmup Quadratic
 HeavyBall Reset Each LGreCo qsr co2 l_greco
+Privacy
 """
 
 

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from thinwire.checkpoint import read
 from thinwire.errors import CheckpointError, ConfigurationError, DataError, DisagreementError, LinkError
 from thinwire.group import ThreadGroup, run_threads
-from thinwire.lm import launch, trainer
+from thinwire.lm import launch, stored, trainer
 from thinwire.lm.run import Run
 from thinwire.observe.events import EventLog, read_events
 
@@ -253,7 +253,7 @@ def test_the_model_that_finds_no_room_is_named(tmp_path: Path, text: str, monkey
     def full(*arguments: object) -> None:
         raise SafetensorError("No space left on device (os error 28)")
 
-    monkeypatch.setattr(trainer, "save_file", full)
+    monkeypatch.setattr(stored, "save_file", full)
     with pytest.raises(CheckpointError, match=r"cannot be written to .*No space left .*Free some space"):
         run_in(tmp_path / "full", small_run(text))
 

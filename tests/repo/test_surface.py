@@ -22,8 +22,8 @@ from thinwire.lm.run import Run
 
 # Of a run: options of train and compare, and what a run file holds.
 RUN = """
-strategy replicas steps seed every delay fragments merge codec partition offsets exchange outer_lr outer_momentum anchors carrier link uplink timeout
-model positions start_from text column tokenizer batch sequence accumulate optimizer lr warmup weight_decay clip precision
+strategy replicas steps seed every delay fragments merge codec partition offsets exchange outer_lr outer_momentum anchors privacy carrier
+link uplink timeout model lora positions text column tokenizer batch sequence accumulate optimizer lr warmup weight_decay clip precision
 eval_every eval_batches checkpoint_every keep
 """
 OPTIONS = {

@@ -23,7 +23,7 @@ from thinwire.lm import launch
 from thinwire.lm.run import Run
 from thinwire.lm.trainer import check
 from thinwire.observe.progress import Progress, final_table
-from thinwire.observe.runs import RunRecord
+from thinwire.observe.runs import RunRecord, text_of_privacy
 
 DEMO = Run(link="5mbit,30ms")
 
@@ -131,6 +131,8 @@ def _finish(folder: Path, console: Console, as_json: bool) -> None:
     summary = summary_of(record)
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     console.print(final_table(record))
+    if told := text_of_privacy(record.privacy):
+        console.print(f"{told} (predicted)", highlight=False)
     try:
         drawn = f"report: {write_report([folder], folder / 'report.html')}"
     except DataError as error:  # the run is whole without
@@ -145,6 +147,7 @@ def _finish(folder: Path, console: Console, as_json: bool) -> None:
 def summary_of(record: RunRecord) -> dict[str, Any]:
     """A run's numbers for JSON, which has no NaN."""
     fields = dataclasses.asdict(record.summary) | {"folder": str(record.folder), "status": record.status}
+    fields |= {"privacy": record.privacy} if record.privacy else {}
     fields |= {
         "ledgers": {replica.name: replica.end["summary"].get("ledger") for replica in record.replicas if replica.end}
     }

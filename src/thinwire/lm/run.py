@@ -34,12 +34,11 @@ OF_THE_PLACE = (
     "replicas",
     "strategy",
     "model",
-    "start_from",
     "keep",
     *OF_THE_RECIPE,
 )  # may differ
 NAMED = RECIPES | METHODS
-OF_A_CHECKPOINT = ("replicas", "seed", "model", "positions", "tokenizer", "optimizer")  # beside the strategy
+OF_A_CHECKPOINT = ("replicas", "seed", "model", "lora", "positions", "tokenizer", "optimizer")  # beside the strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +78,9 @@ class Run:
     anchors: Literal["host", "device"] | None = None
     """Where anchors and outer state live."""
 
+    privacy: str | None = None
+    """Clip and add noise to what is sent, and say how private that is: Privacy(clip=0.5, noise=4.0)."""
+
     carrier: Literal["processes", "threads"] = "processes"
     """Replicas as processes under torch.distributed, or as threads of one process."""
     link: str = "none"
@@ -89,11 +91,12 @@ class Run:
     """Seconds that a replica waits for a packet before it gives the others up."""
 
     model: str = "tiny"
-    """A size (nano, tiny, mini, 35m, 100m, 200m, 300m, 500m, 1b, 4b), or hf:FOLDER_OR_NAME for a Hugging Face causal LM."""
+    """A size (nano, tiny, mini, 35m, 100m, 200m, 300m, 500m, 1b, 4b), RUN/model.safetensors for one that was trained before, or
+    hf:FOLDER_OR_NAME for a Hugging Face causal LM."""
+    lora: int | None = None
+    """Rank of LoRA adapters: only they are trained and exchanged. Without: the whole model."""
     positions: Literal["rotary", "learned"] = "rotary"
     """How the model knows where a token stands."""
-    start_from: str | None = None
-    """Begin with the weights of another run: its folder, or a model.safetensors. Without: fresh ones."""
     text: tuple[str, ...] = ()
     """Files and folders (.txt, .jsonl, .parquet, ...). Without: the sources of Python's standard library."""
     column: str = "text"
@@ -133,7 +136,17 @@ class Run:
         for field in dataclasses.fields(self):
             if not _fits(value := getattr(self, field.name), hints[field.name]):
                 raise ConfigurationError(f"{field.name}={value!r}: {field.type} is needed.")
-        for name in ("replicas", "steps", "batch", "sequence", "accumulate", "eval_batches", "keep", "eval_every"):
+        for name in (
+            "replicas",
+            "steps",
+            "batch",
+            "sequence",
+            "accumulate",
+            "eval_batches",
+            "keep",
+            "eval_every",
+            "lora",
+        ):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigurationError(f"{name}={value}: at least 1 is needed.")
         for name in ("lr", "timeout"):
@@ -192,6 +205,16 @@ class Run:
         return None if isinstance(made, Strategy) else dataclasses.replace(made, seed=self.seed)  # type: ignore[type-var]
 
     def _composition(self) -> Strategy | Method:
+        made = self._composed()
+        if self.privacy is None:
+            return made
+        if not isinstance(made, Strategy):
+            raise ConfigurationError(
+                f"privacy={self.privacy!r} with {self.label}: deltas of a Strategy can be clipped and made noisy; choose a recipe."
+            )
+        return dataclasses.replace(made, privacy=parse(self.privacy))
+
+    def _composed(self) -> Strategy | Method:
         given = {name: getattr(self, name) for name in OF_THE_RECIPE if getattr(self, name) is not None}
         for name in ("codec", "partition", "exchange"):
             if name in given:

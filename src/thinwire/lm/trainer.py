@@ -7,7 +7,6 @@ checkpoints; an exact resume; and an event for everything that happens.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import platform
@@ -20,19 +19,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from thinwire import checkpoint
 from thinwire.contact import agree
 from thinwire.errors import CheckpointError, ConfigurationError
 from thinwire.group import CountedGroup, Group, Ledger, LinkedGroup, parse_link
+from thinwire.lm.adapters import attach
 from thinwire.lm.data import Corpus
 from thinwire.lm.huggingface import hugging_face
+from thinwire.lm.loops import check_method, micro_batches
 from thinwire.lm.model import SIZES, Transformer
-from thinwire.lm.origin import begin_with, check_method, micro_batches, start_weights
+from thinwire.lm.releases import releases
 from thinwire.lm.run import Run
+from thinwire.lm.stored import store, stored_model
 from thinwire.lm.tokens import BPE, Bytes
 from thinwire.methods import Attached, ZerothOrder
 from thinwire.observe.events import EventLog
@@ -81,15 +81,24 @@ def make_tokenizer(run: Run) -> Bytes | BPE:
 
 
 def make_model(run: Run, vocabulary: int) -> nn.Module:
-    """The run's model with fresh weights that depend on its seed only."""
+    """The run's model; fresh weights and adapters depend on its seed only."""
+    model = _bare_model(run, vocabulary)
+    return model if run.lora is None else attach(model, run.lora, derive(run.seed, "adapters"))
+
+
+def _bare_model(run: Run, vocabulary: int) -> nn.Module:
     seed = derive(run.seed, "weights")
+    if run.model.endswith(".safetensors"):
+        return stored_model(run.model, vocabulary, run.sequence)
     if run.model.startswith("hf:"):
         model = hugging_face(run.model.removeprefix("hf:"), vocabulary, seed % 2**31)
         if run.sequence > model.context:
             raise ConfigurationError(f"sequence={run.sequence}: {run.model} takes at most {model.context} tokens.")
         return model
     if run.model not in SIZES:
-        raise ConfigurationError(f"model={run.model!r}: one of {', '.join(SIZES)}, or hf:NAME, is needed.")
+        raise ConfigurationError(
+            f"model={run.model!r}: one of {', '.join(SIZES)}, RUN/model.safetensors or hf:NAME is needed."
+        )
     size = SIZES[run.model]
     shape = dataclasses.replace(
         size, vocabulary=vocabulary, positions=run.positions, context=max(run.sequence, size.context)
@@ -104,8 +113,6 @@ def check(run: Run) -> None:
     corpus.held_out(run.batch, run.sequence, run.eval_batches)
     with torch.device("meta"):
         model = make_model(run, corpus.vocabulary)
-    if run.start_from:
-        start_weights(run, model)
     if method := run.make_method():
         return check_method(run, method)
     strategy = run.make_strategy()
@@ -113,6 +120,8 @@ def check(run: Run) -> None:
         strategy.schedule, len(strategy.partition.fragments(model)), lambda step: learning_rate(run, step)
     ).departs(1)
     strategy.exchange.init(strategy.codec, 0, 0, run.replicas)  # sites of another group are refused here
+    if strategy.privacy:
+        strategy.privacy.epsilon(1)  # an accountant that is missing is missed here
 
 
 def learning_rate(run: Run, step: int) -> float:
@@ -146,7 +155,11 @@ class Trainer:
         self.corpus = open_corpus(run)
         agree(self.group, run.shared() | {"tokenizer": self.corpus.tokenizer.fingerprint, "resume": place.resume})
         self.device = torch.device("cuda", place.gpu) if torch.cuda.is_available() else torch.device("cpu")
-        self.model = begin_with(run, make_model(run, self.corpus.vocabulary)).to(self.device)
+        self.model = make_model(run, self.corpus.vocabulary).to(self.device)
+        if place.shards > 1 and run.lora:
+            raise ConfigurationError(
+                f"lora={run.lora} on replicas of {place.shards} ranks: adapters need whole replicas; start one process a replica."
+            )
         if place.shards > 1:
             _shard(self.model, run.replicas, place.shards, self.device)
         self.replica = self._attached()
@@ -322,6 +335,7 @@ class Trainer:
 
     def _summary(self, stopped: bool) -> dict[str, Any]:
         run, totals = self.run, self._totals()
+        privacy = self.replica.strategy.privacy if isinstance(self.replica, Replica) else None
         return {
             "strategy": run.strategy,
             "replicas": run.replicas,
@@ -337,25 +351,16 @@ class Trainer:
             "wall_seconds": totals.loop_seconds,
             "stall_seconds": totals.stall_seconds,
             "ledger": totals.ledger,
+            "privacy": privacy and privacy.spent(releases(self.log, len(self.replica.fragments)), run.replicas),
             "link": None if parse_link(run.link) is None else run.link,
             "provenance": "emulated" if parse_link(run.link) else "measured",
         }
 
     def _export(self) -> None:
-        """RUN/model.safetensors: the outer weights, which are the trained model."""
+        """The outer weights, which are the trained model."""
         weights = self.replica.export()
         if self.place.group.rank == 0 and self.place.shard == 0:
-            described = {"model": self.run.model, "vocabulary": self.corpus.vocabulary, "positions": self.run.positions}
-            unique = {name: value.contiguous() for name, value in weights.items()}
-            # one entry: safetensors writes several in no fixed order, and the same run must give the same bytes
-            path = self.place.folder / "model.safetensors"
-            try:
-                save_file(unique, path, {"thinwire": json.dumps(described)})
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(
-                    f"the trained model cannot be written to {path}: {error}. Free some space, then go on from the "
-                    "last checkpoint with --resume."
-                ) from error
+            store(self.place.folder, self.run, self.corpus.vocabulary, self.model, weights)
 
     def _log_start(self) -> None:
         link, shapes = parse_link(self.run.link), [fragment.shapes for fragment in self.replica.fragments]

@@ -13,7 +13,7 @@ import numpy as np
 from thinwire.errors import ConfigurationError, DataError
 from thinwire.observe.charts import Chart, colour, link_chart, loss_chart, typical_window
 from thinwire.observe.page import chart_place, page, table, word
-from thinwire.observe.runs import RunRecord
+from thinwire.observe.runs import RunRecord, text_of_privacy
 from thinwire.observe.sessions import finite, whole
 from thinwire.observe.timeline import timeline_chart
 from thinwire.observe.units import NOTHING, text_of_count, text_of_nbytes, text_of_rate, text_of_seconds
@@ -125,7 +125,7 @@ def _headline(records: Sequence[RunRecord]) -> str:
         shape = _shape(record)
         return (
             f'<header><h1>{escape(record.name)}</h1><p class="soft">{escape(shape)}</p>'
-            f"<p><code>{escape(record.summary.strategy)}</code></p>{_remarks(record)}</header>"
+            f"<p><code>{escape(record.summary.strategy)}</code></p>{_privacy(record)}{_remarks(record)}</header>"
             f'<div class="cards" id="headline">{cards}</div>'
         )
     labels = [what for what, _ in records[0].summary.figures()]
@@ -139,7 +139,7 @@ def _headline(records: Sequence[RunRecord]) -> str:
         rows.append(
             f"<tr><th>{dot}{escape(record.name)}<br><small class=soft>{escape(_shape(record))}</small></th>{cells}</tr>"
         )
-    remarks = "".join(_remarks(record, named=True) for record in records)
+    remarks = "".join(_privacy(record, named=True) + _remarks(record, named=True) for record in records)
     body = f'<section id="headline">{table(["run", *labels], rows, len(labels))}{remarks}</section>'
     return f"<header><h1>{len(records)} runs side by side</h1></header>{body}"
 
@@ -155,6 +155,15 @@ def _shape(record: RunRecord) -> str:
         record.status,
     ]
     return " · ".join(parts)
+
+
+def _privacy(record: RunRecord, named: bool = False) -> str:
+    told = text_of_privacy(record.privacy)
+    return (
+        f'<p class="remark">{escape((record.name + ": " if named else "") + told)} {word("predicted")}</p>'
+        if told
+        else ""
+    )
 
 
 def _remarks(record: RunRecord, named: bool = False) -> str:

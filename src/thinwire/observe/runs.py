@@ -91,6 +91,13 @@ class RunRecord:
         return next((r.evaluations for r in self.replicas if len(r.evaluations.step)), self.replicas[0].evaluations)
 
     @property
+    def privacy(self) -> Mapping[str, Any] | None:
+        """What a run that clips and adds noise has promised: the weakest of what its replicas said when they ended."""
+        said = [replica.end["summary"].get("privacy") for replica in self.replicas if replica.end]
+        whole = [one for one in said if isinstance(one, dict) and math.isfinite(number(one.get("epsilon")))]
+        return max(whole, key=lambda one: number(one["epsilon"]), default=None)
+
+    @property
     def fragments(self) -> list[tuple[str, int]]:
         """(name, parameters) of every fragment."""
         return fragments_of(self.replicas[0].start)
@@ -105,6 +112,17 @@ class RunRecord:
     @property
     def notes(self) -> list[Note]:
         return sorted((note for replica in self.replicas for note in replica.notes), key=lambda note: note.seconds)
+
+
+def text_of_privacy(privacy: Mapping[str, Any] | None) -> str:
+    """What was promised to whom, in words; empty if nothing was."""
+    if privacy is None:
+        return ""
+    values = {name: number(privacy.get(name)) for name in ("epsilon", "epsilon_of_packets", "delta", "rounds")}
+    return (
+        f"({values['epsilon']:.3g}, {values['delta']:.3g})-differentially private for a whole {privacy.get('unit')} towards all who see the "
+        f"model, after {values['rounds']:.0f} rounds; ε = {values['epsilon_of_packets']:.3g} towards peers, who see its packets."
+    )
 
 
 def _settings(folder: Path, start: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:

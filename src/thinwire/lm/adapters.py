@@ -1,0 +1,122 @@
+"""LoRA adapters on a language model, by peft: few parameters that are trained and exchanged, beside many that stay.
+
+    model = attach(Transformer(SIZES["tiny"]), rank=8, seed=0)
+
+Every linear layer of the model's blocks computes W·x + B·(A·x) (Hu et al., arXiv 2106.09685; α = rank, so that B·A counts once). A is
+drawn, B is zero: at first the model is what it was. W and all else are frozen, and frozen parameters never travel.
+
+Needs the extra: pip install thinwire[lora].
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from thinwire.errors import ConfigurationError, ModelError
+from thinwire.lm.huggingface import HuggingFace
+
+_FACTOR = re.compile(r"\.lora_([AB])\.default\.weight$")
+
+
+def attach(model: nn.Module, rank: int, seed: int) -> nn.Module:
+    """`model` with adapters of `rank` on the linear layers of its blocks, in place; all else is frozen.
+
+    A is uniform in ±1/√(inputs) and depends on `seed` only: the same bits on every replica. Raises `ConfigurationError` without
+    peft, `ModelError` where there is nothing to adapt.
+    """
+    peft, base = _peft(rank), _base(model)
+    inside = {id(layer) for block in model.blocks for layer in block.modules()}  # type: ignore[union-attr]
+    names = [name for name, layer in base.named_modules() if id(layer) in inside and _adaptable(layer)]
+    if not names:
+        raise ModelError(
+            f"{type(model).__name__} has no linear layer in its blocks; LoRA needs one to stand beside. Train the whole model instead."
+        )
+    config = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=names)
+    peft.inject_adapter_in_model(config, base)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in base.named_parameters():
+            parameter.requires_grad_(found := bool(_FACTOR.search(name)))
+            if found and not parameter.is_meta and ".lora_A." in name:
+                bound = parameter.shape[1] ** -0.5
+                parameter.copy_(torch.rand(parameter.shape, generator=generator).sub_(0.5).mul_(2 * bound))
+    return model
+
+
+def adapters(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of the model's `weights` (a state dict) the adapters', under the names that peft gives them in a file."""
+    prefix = "model." if isinstance(model, HuggingFace) else ""
+    return {
+        "base_model.model." + _FACTOR.sub(r".lora_\1.weight", name.removeprefix(prefix)): value.contiguous()
+        for name, value in weights.items()
+        if _FACTOR.search(name)
+    }
+
+
+def merged(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The `weights` of the model without adapters that computes the same: W + B·A in place of W, under the model's own names."""
+    plain: dict[str, Tensor] = {}
+    for name, value in weights.items():
+        if ".lora_" in name:
+            continue
+        whole = name.replace(".base_layer.", ".")
+        if name.endswith(".base_layer.weight"):
+            layer = name.removesuffix(".base_layer.weight")
+            module: Any = model.get_submodule(layer)
+            added = weights[f"{layer}.lora_B.default.weight"] @ weights[f"{layer}.lora_A.default.weight"]
+            added = added.T if module.fan_in_fan_out else added
+            value = value + module.scaling["default"] * added.to(value.dtype)
+        plain[whole] = value
+    return plain
+
+
+def save_adapters(folder: Path, model: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
+    """Write what `peft.PeftModel.from_pretrained(base, folder)` reads; `source` is the base model's name."""
+    config: Any = _base(model).peft_config["default"]  # type: ignore[index]
+    config.base_model_name_or_path, config.inference_mode = source, True
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(str(folder))
+    save_file(adapters(model, weights), folder / "adapter_model.safetensors", {"format": "pt"})
+
+
+def _base(model: nn.Module) -> nn.Module:
+    return model.model if isinstance(model, HuggingFace) else model
+
+
+def _adaptable(layer: nn.Module) -> bool:
+    """A matrix: torch's, or GPT-2's transposed one."""
+    return isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"
+
+
+def _peft(rank: int) -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigurationError(
+            f"lora={rank}: the package peft is needed for adapters; pip install thinwire[lora]."
+        ) from error
+    return peft
+
+
+def averaging_gap(several: Sequence[Mapping[str, Tensor]]) -> float:
+    """How far averaging factors is from averaging what they make: ‖mean B · mean A − mean (B·A)‖ / ‖mean (B·A)‖ over all layers.
+
+    `several` are the weights (state dicts) of replicas that were trained apart. 0 where all A are the same (as with A frozen), or
+    all B.
+    """
+    apart = whole = 0.0
+    for name in several[0]:
+        if name.endswith(".lora_A.default.weight"):
+            other = name.replace(".lora_A.", ".lora_B.")
+            made = torch.stack([weights[other].double() @ weights[name].double() for weights in several]).mean(0)
+            a, b = (torch.stack([weights[key].double() for weights in several]).mean(0) for key in (name, other))
+            apart += float((b @ a - made).square().sum())
+            whole += float(made.square().sum())
+    return (apart / whole) ** 0.5 if whole else 0.0

@@ -1,0 +1,79 @@
+"""The file that `thinwire train` leaves, RUN/model.safetensors, and a model from it to be trained further."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from thinwire.errors import CheckpointError, ConfigurationError, ModelError
+from thinwire.lm.adapters import merged, save_adapters
+from thinwire.lm.model import SIZES, Transformer
+from thinwire.lm.run import Run
+
+
+def described(path: str | Path) -> Mapping[str, Any]:
+    """What the file says of its model: size, vocabulary, positions, context. Raises `ModelError`."""
+    try:
+        with safe_open(str(path), "pt") as file:
+            said = json.loads((file.metadata() or {})["thinwire"])
+        known = (
+            said["model"] in SIZES
+            and isinstance(said["vocabulary"], int)
+            and said["positions"] in ("rotary", "learned")
+        )
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
+        raise ModelError(
+            f"{path} cannot be read as a model of `thinwire train` ({type(error).__name__}: {error}); give the model.safetensors of a run folder."
+        ) from None
+    if not known:
+        raise ModelError(
+            f"{path} holds {said['model']!r}: one of {', '.join(SIZES)} is needed; a Hugging Face model starts from its own folder, as "
+            "--model hf:FOLDER."
+        )
+    return dict(said)
+
+
+def stored_model(path: str | Path, vocabulary: int, sequence: int) -> Transformer:
+    """The model in the file, for text of `vocabulary` and at least `sequence` tokens. Raises `ModelError`, `ConfigurationError`."""
+    said = described(path)
+    if said["vocabulary"] != vocabulary:
+        raise ConfigurationError(
+            f"{path} knows {said['vocabulary']} tokens, the tokenizer has {vocabulary}; take the tokenizer that it was trained with (--tokenizer)."
+        )
+    size = SIZES[said["model"]]
+    context = max(said.get("context", size.context), sequence)
+    shape = dataclasses.replace(size, vocabulary=vocabulary, positions=said["positions"], context=context)
+    model = Transformer(shape)
+    try:
+        model.load_state_dict(load_file(path))
+    except RuntimeError as error:
+        raise ModelError(f"{path} does not fit the model that it names: {error}") from None
+    return model
+
+
+def store(folder: Path, run: Run, vocabulary: int, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Write `weights` (a state dict of `model`) to folder/model.safetensors; with LoRA merged, and the adapters by themselves, in peft's
+    form, to folder/adapter. Raises `CheckpointError`.
+    """
+    said = {"model": run.model, "vocabulary": vocabulary, "positions": run.positions}
+    said |= described(run.model) if run.model.endswith(".safetensors") else {}
+    said["context"] = model.context
+    whole = merged(model, weights) if run.lora else weights
+    unique = {name: value.contiguous() for name, value in whole.items()}
+    path = folder / "model.safetensors"
+    try:
+        # one entry: safetensors writes several in no fixed order, and the same run must give the same bytes
+        save_file(unique, path, {"thinwire": json.dumps(said)})
+        if run.lora:
+            save_adapters(folder / "adapter", model, weights, run.model.removeprefix("hf:"))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"the trained model cannot be written to {path}: {error}. Free some space, then go on from the last checkpoint with --resume."
+        ) from error

@@ -1,0 +1,199 @@
+"""LoRA: what is trained, what travels, what comes out. Without peft only its absence is tested, and what needs none."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from thinwire.errors import ConfigurationError, ModelError
+from thinwire.lm import launch
+from thinwire.lm.adapters import adapters, attach, merged
+from thinwire.lm.huggingface import hugging_face
+from thinwire.lm.model import SIZES, Transformer
+from thinwire.lm.run import Run
+from thinwire.lm.stored import stored_model
+from thinwire.lm.trainer import make_model
+from thinwire.observe.events import read_events
+
+PRESENT = importlib.util.find_spec("peft") is not None
+needs_peft = pytest.mark.skipif(not PRESENT, reason="the extra thinwire[lora] is not installed")
+TINY: dict[str, dict[str, Any]] = {
+    "llama": dict(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2
+    ),
+    "gpt2": dict(n_embd=32, n_layer=2, n_head=2, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0),
+}
+TOKENS = torch.arange(32).view(2, 16)
+
+
+def bare(kind: str) -> Any:
+    return Transformer(SIZES["nano"], 1) if kind == "ours" else hugging_face(kind, 256, 1, **TINY[kind])
+
+
+def adapted(kind: str, rank: int = 4) -> Any:
+    """With adapters that do something."""
+    model = attach(bare(kind), rank, seed=0)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+@pytest.mark.skipif(PRESENT, reason="peft is installed")
+def test_says_what_to_install() -> None:
+    with pytest.raises(ConfigurationError, match=r"lora=4.*pip install thinwire\[lora\]"):
+        attach(bare("ours"), 4, 0)
+
+
+@needs_peft
+@pytest.mark.parametrize("kind", ["ours", *TINY])
+def test_at_first_the_model_is_what_it_was_and_only_factors_are_trained(kind: str) -> None:
+    model, again = attach(bare(kind), 4, 0), attach(bare(kind), 4, 0)
+    assert torch.equal(model.eval()(TOKENS).logits, bare(kind).eval()(TOKENS).logits)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert trained and all(".lora_A." in name or ".lora_B." in name for name in trained)
+    assert len({name.split(".lora_")[0] for name in trained}) == len(trained) / 2 >= 2 * 4
+    assert all(torch.equal(p, dict(again.named_parameters())[name]) for name, p in trained.items())
+    other = dict(attach(bare(kind), 4, 1).named_parameters())
+    assert not all(torch.equal(p, other[name]) for name, p in trained.items())
+
+
+@needs_peft
+@pytest.mark.parametrize("kind", ["ours", *TINY])
+def test_merged_weights_are_those_of_a_plain_model_that_computes_the_same(kind: str) -> None:
+    model, plain = adapted(kind), bare(kind).eval()
+    before = plain(TOKENS).logits
+    plain.load_state_dict(merged(model, model.state_dict()))
+    torch.testing.assert_close(plain(TOKENS).logits, model(TOKENS).logits, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(before, plain(TOKENS).logits, atol=1e-2)
+
+
+@needs_peft
+def test_a_model_without_linear_layers_in_its_blocks_is_refused() -> None:
+    model = torch.nn.Module()
+    model.blocks = torch.nn.ModuleList([torch.nn.LayerNorm(4)])
+    with pytest.raises(ModelError, match="no linear layer in its blocks"):
+        attach(model, 4, 0)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    file = tmp_path / "text.txt"
+    file.write_text("".join(f"line {i}: {i * i % 97} thin wires carry {i % 13} packets\n" for i in range(2000)))
+    return str(file)
+
+
+def run_of(text: str, **changes: Any) -> Run:
+    settings: dict[str, Any] = dict(
+        text=(text,), model="nano", steps=12, every=4, delay=1, batch=2, sequence=32, checkpoint_every=5, eval_batches=2,
+        carrier="threads", timeout=60.0,
+    )  # fmt: skip
+    return Run(**(settings | changes))
+
+
+def train(folder: Path, run: Run, resume: bool = False) -> dict[str, Any]:
+    launch.new_folder(run, folder, resume)
+    return launch.train_threads(run, folder, resume, lambda: None)
+
+
+def test_a_model_that_was_trained_before_is_trained_further(tmp_path: Path, text: str) -> None:
+    first = train(tmp_path / "first", run_of(text, steps=40, lr=2e-3))
+    path = tmp_path / "first/model.safetensors"
+    model = make_model(run_of(text, model=str(path)), 256)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in load_file(path).items())
+    second = train(tmp_path / "second", run_of(text, model=str(path), steps=4, lr=1e-5, eval_every=1))
+    evaluated = [e["loss"] for e in read_events(tmp_path / "second/events/replica-0.jsonl") if e["event"] == "eval"]
+    assert evaluated[0] == pytest.approx(first["eval_loss"], rel=0.01) and second["steps"] == 4
+    again = stored_model(tmp_path / "second/model.safetensors", 256, 32)  # a link of a chain names its size, too
+    assert sum(p.numel() for p in again.parameters()) == first["parameters"]
+
+
+def test_files_that_hold_no_such_model_are_refused(tmp_path: Path) -> None:
+    for name, metadata, says in (
+        ("bare", None, "give the model.safetensors of a run folder"),
+        (
+            "foreign",
+            {"thinwire": json.dumps({"model": "hf:x/y", "vocabulary": 256, "positions": "rotary"})},
+            "hf:FOLDER",
+        ),
+        ("other", {"thinwire": json.dumps({"model": "nano", "vocabulary": 300, "positions": "rotary"})}, "300 tokens"),
+        (
+            "unfit",
+            {"thinwire": json.dumps({"model": "nano", "vocabulary": 256, "positions": "rotary"})},
+            "does not fit",
+        ),
+        ("odd", {"thinwire": "[]"}, "cannot be read"),
+    ):
+        save_file({"x": torch.zeros(2)}, tmp_path / f"{name}.safetensors", metadata)
+        with pytest.raises((ModelError, ConfigurationError), match=says):
+            stored_model(tmp_path / f"{name}.safetensors", 256, 32)
+    (tmp_path / "text.safetensors").write_text("not one")
+    for path in (tmp_path / "text.safetensors", tmp_path / "absent.safetensors"):
+        with pytest.raises(ModelError, match="cannot be read"):
+            stored_model(path, 256, 32)
+
+
+@needs_peft
+def test_only_adapters_travel_and_both_forms_come_out(tmp_path: Path, text: str) -> None:
+    """End to end: bytes are those of the adapters, the base stays as it was, a stopped run goes on bit for bit."""
+    base = tmp_path / "base/model.safetensors"
+    train(tmp_path / "base", run_of(text, steps=30))
+    settings = run_of(text, model=str(base), lora=2, steps=16)
+    summary = train(tmp_path / "lora", settings)
+    model = make_model(settings, 256)
+    factors = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert summary["parameters"] == factors < 0.1 * 200_000
+    departs = [e["nbytes"] for e in read_events(tmp_path / "lora/events/replica-0.jsonl") if e["event"] == "depart"]
+    assert departs and max(departs) < 0.6 * factors + 100  # four bits, and a header
+    written = load_file(tmp_path / "lora/adapter/adapter_model.safetensors")
+    assert (
+        written
+        and sum(v.numel() for v in written.values()) == factors
+        and any(bool(v.any()) for k, v in written.items() if "lora_B" in k)
+    )
+    plain, trained = load_file(base), load_file(tmp_path / "lora/model.safetensors")
+    assert plain.keys() == trained.keys()
+    assert torch.equal(plain["embedding.weight"], trained["embedding.weight"])
+    assert not torch.equal(plain["blocks.0.mlp.up.weight"], trained["blocks.0.mlp.up.weight"])
+    train(tmp_path / "stopped", run_of(text, model=str(base), lora=2, steps=16))
+    for newer in (tmp_path / "stopped").glob("checkpoints/*/step-*"):
+        if newer.name > "step-00000010":
+            for file in newer.iterdir():
+                file.unlink()
+            newer.rmdir()
+    (tmp_path / "stopped/model.safetensors").unlink()
+    train(tmp_path / "stopped", run_of(text, model=str(base), lora=2, steps=16), resume=True)
+    assert (tmp_path / "stopped/model.safetensors").read_bytes() == (tmp_path / "lora/model.safetensors").read_bytes()
+    with pytest.raises(ConfigurationError, match="lora 2 there, 4 given"):
+        launch.new_folder(run_of(text, model=str(base), lora=4, steps=16), tmp_path / "lora", True)
+
+
+@needs_peft
+@pytest.mark.parametrize("kind", TINY)
+def test_peft_reads_the_adapters_of_a_hugging_face_model(tmp_path: Path, text: str, kind: str) -> None:
+    import peft
+
+    folder = tmp_path / "base"
+    bare(kind).model.save_pretrained(folder)
+    train(tmp_path / "run", run_of(text, model=f"hf:{folder}", lora=2, steps=8, lr=0.01))
+    loaded = peft.PeftModel.from_pretrained(hugging_face(folder).model, str(tmp_path / "run/adapter")).eval()
+    plain = hugging_face(folder).eval()
+    before = plain(TOKENS).logits
+    plain.load_state_dict(load_file(tmp_path / "run/model.safetensors"))
+    got = loaded(input_ids=TOKENS).logits
+    torch.testing.assert_close(got, plain(TOKENS).logits, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(got, before)
+
+
+@needs_peft
+def test_names_are_those_of_peft(tmp_path: Path) -> None:
+    model = adapted("gpt2")
+    assert all(name.startswith("base_model.model.transformer.h.") for name in adapters(model, model.state_dict()))

@@ -1,0 +1,74 @@
+"""A run with privacy, end to end: what it says of itself, and that rounds done again count again."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import thinwire as tw
+from thinwire.cli.train import main
+from thinwire.errors import ConfigurationError
+from thinwire.lm.run import Run
+
+PRESENT = importlib.util.find_spec("dp_accounting") is not None
+needs_accountant = pytest.mark.skipif(not PRESENT, reason="the extra thinwire[privacy] is not installed")
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    file = tmp_path / "text.txt"
+    file.write_text("".join(f"line {i}: {i * i % 97} thin wires carry {i % 13} packets\n" for i in range(2000)))
+    settings = dict(
+        text=str(file), model="nano", strategy="local_sgd", every=4, batch=2, sequence=32, checkpoint_every=5, eval_batches=2,
+        carrier="threads", privacy="Privacy(clip=0.5, noise=2.0)", keep=9,
+    )  # fmt: skip
+    return [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+@needs_accountant
+def test_the_promise_is_in_summary_and_report(
+    tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    assert main([*arguments, "--steps", "12", "--out", str(folder)]) == 0
+    privacy = json.loads((folder / "summary.json").read_text())["privacy"]
+    due = tw.Privacy(0.5, 2.0)
+    rounds = 4  # after steps 4, 8, 12, and one last that carries what is left
+    assert privacy == due.spent(rounds, 2) and privacy["epsilon"] == pytest.approx(due.epsilon(rounds))
+    said = " ".join(capsys.readouterr().out.split())
+    assert (
+        f"({privacy['epsilon']:.3g}, 1e-05)-differentially private for a whole replica" in said
+        and "(predicted)" in said
+    )
+    assert f"({privacy['epsilon']:.3g}, 1e-05)-differentially private" in (folder / "report.html").read_text()
+    # killed after the checkpoint of step 5: the rounds after it are told again, and the one that might have left unseen
+    for path in folder.glob("checkpoints/*/step-*"):
+        if path.name > "step-00000005":
+            shutil.rmtree(path)
+    (folder / "model.safetensors").unlink()
+    assert main([*arguments, "--steps", "12", "--out", str(folder), "--resume"]) == 0
+    again = json.loads((folder / "summary.json").read_text())["privacy"]
+    assert again["rounds"] == 4 + 3 + 1 and again["epsilon"] > privacy["epsilon"]
+
+
+@pytest.mark.skipif(PRESENT, reason="dp-accounting is installed")
+def test_a_missing_accountant_is_missed_before_anything_is_trained(tmp_path: Path, arguments: list[str]) -> None:
+    with pytest.raises(ConfigurationError, match=r"pip install thinwire\[privacy\]"):
+        main([*arguments, "--steps", "12", "--out", str(tmp_path / "run")])
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_cannot_be_kept_is_refused_when_the_run_is_made() -> None:
+    with pytest.raises(ConfigurationError, match="adds older deltas"):
+        Run(strategy="sparse_loco", privacy="Privacy()")
+    with pytest.raises(ConfigurationError, match="unclipped"):
+        Run(strategy="data_parallel", privacy="Privacy()")
+    with pytest.raises(ConfigurationError, match="clip=-1"):
+        Run(privacy="Privacy(clip=-1)")
+    with pytest.raises(ConfigurationError, match="Privacy"):
+        Run(privacy="E3M0")
+    assert Run(strategy="local_sgd", privacy="Privacy(0.5, 2.0)").make_strategy().privacy == tw.Privacy(0.5, 2.0)
