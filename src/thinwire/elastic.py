@@ -203,7 +203,7 @@ def check(strategy: Strategy) -> Schedule:
     elif strategy.filters:
         reason = f"{', '.join(map(str, strategy.filters))} is fitted to a number of replicas, or keeps what all of them must agree on"
     elif not isinstance(strategy.merge, Mix):
-        reason = f"{strategy.merge} counts own deltas before the others have them"
+        reason = f"{strategy.merge} needs rounds that take a whole period, no more and no less"
     elif strategy.feedback is not None and strategy.feedback.kappa:
         reason = f"{strategy.feedback} keeps the mean of all references, and so needs the same replicas in every round; kappa=0 does not"
     if reason:

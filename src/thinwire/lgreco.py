@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.codecs import ChunkedTopK, Codec, Each, Int, LowRank, TopK, fitted
+from thinwire.codecs import ChunkedTopK, Codec, Each, Int, LowRank, TopK, encode_from, fitted
 from thinwire.errors import ConfigurationError, PacketError
 from thinwire.outer import State
 from thinwire.seeds import Key
@@ -179,8 +179,8 @@ def _each(codec: Codec) -> Each:
 
 def _error(codec: Codec, x: Tensor, key: Key) -> float:
     """‖x − q(x)‖."""
-    payload = torch.empty(codec.nbytes(x.numel()), dtype=torch.uint8, device=x.device)
-    codec.encode(x, payload, key)
-    lost = x.clone()
+    payload = torch.empty(codec.nbytes(x.numel()), dtype=torch.uint8)
+    encode_from(x, codec, payload, key)
+    lost = x.to("cpu", copy=True)
     codec.decode_add(payload, lost, key, -1.0)
     return float(torch.linalg.vector_norm(lost, dtype=torch.float64))

@@ -242,8 +242,10 @@ METHODS: dict[str, tw.Strategy] = {
     "demo": RECIPES["demo"](codec=tw.Squares(tw.DCT(tw.ChunkedTopK(4, 2), 2, axes=2), 2)),
     "muloco": RECIPES["muloco"](every=4),
     "qsr": RECIPES["qsr"](every=2, scale=0.02),
-    "co2": RECIPES["co2"](every=3),
-    "l_greco": RECIPES["l_greco"](every=2, codec=tw.Each(tw.TopK(0.3)), window=2),
+    "co2": RECIPES["co2"](every=3, outer_lr=0.9, outer_momentum=0.4, clip=0.1),
+    "l_greco": RECIPES["l_greco"](
+        every=3, codec=tw.Each(tw.TopK(0.3)), candidates=(tw.TopK(0.1), tw.TopK(0.6)), window=2
+    ),
     # what the recipes leave out
     "feedback in the air": tw.Strategy(
         schedule=tw.Staggered(6, 3),
@@ -290,9 +292,6 @@ METHODS: dict[str, tw.Strategy] = {
         exchange=tw.TwoShot(tw.Feedback()),
         merge=tw.Mix(0.5),
     ),
-    "a whole period late": tw.Strategy(
-        schedule=tw.Every(3, 3), outer=tw.HeavyBall(0.9, 0.4, gap=1.0, clip=0.1), merge=tw.Reset()
-    ),
     "a whole period late, in fragments": tw.Strategy(
         schedule=tw.Staggered(4, 4),
         partition=tw.Strided(2),
@@ -301,7 +300,6 @@ METHODS: dict[str, tw.Strategy] = {
         outer=tw.Nesterov(0.5, 0.5),
         merge=tw.Reset(),
     ),
-    "heavy ball": tw.Strategy(schedule=tw.Every(3), outer=tw.HeavyBall(0.8, 0.5)),
     "ever longer rounds, in the air": tw.Strategy(
         schedule=tw.Quadratic(3, 0.06, 1.0, delay=2),
         partition=tw.Strided(2),
@@ -316,16 +314,13 @@ METHODS: dict[str, tw.Strategy] = {
         feedback=tw.Feedback(),
         merge=tw.Mix(0.5),
     ),
-    "ranks by matrix": tw.Strategy(
-        schedule=tw.Every(2, 1),
+    "codecs by matrix, in the air": tw.Strategy(
+        schedule=tw.Staggered(3, 2),
         partition=tw.Strided(2),
-        codec=tw.Each(tw.LowRank(1), tw.Cast()),
-        policy=tw.LGreCo((tw.LowRank(2), tw.Sign(), tw.Identity()), alpha=0.7, window=2),
+        codec=tw.Each(tw.Sign(), tw.Cast()),
+        policy=tw.LGreCo((tw.TopK(0.2), tw.E3M0(8)), alpha=0.7, window=2),
         feedback=tw.Feedback(),
         merge=tw.Mix(0.5),
-    ),
-    "gradients, bits by matrix": tw.Strategy(
-        signal=tw.Gradients(), codec=tw.Each(tw.Int(4, 8), least=8), policy=tw.LGreCo(alpha=1.5, window=3)
     ),
     "1-bit after a dense start": tw.Strategy(
         signal=tw.Gradients(),

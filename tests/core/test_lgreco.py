@@ -150,10 +150,21 @@ def test_what_a_peer_tells_is_not_believed(told):
 # ---- in a run
 
 
-@pytest.mark.parametrize("name", ["ranks by matrix", "gradients, bits by matrix"])
-def test_all_replicas_go_by_replica_0(name):
+BITS = tw.Strategy(signal=tw.Gradients(), codec=tw.Each(tw.Int(4, 8), least=8), policy=tw.LGreCo(alpha=1.5, window=3))
+RANKS = tw.Strategy(
+    schedule=tw.Every(2),
+    partition=tw.Strided(2),
+    codec=tw.Each(tw.LowRank(1), tw.Cast()),
+    policy=tw.LGreCo((tw.LowRank(2), tw.Sign(), tw.Identity()), alpha=0.7, window=2),
+    feedback=tw.Feedback(),
+)
+
+
+@pytest.mark.parametrize(
+    "strategy", [METHODS["codecs by matrix, in the air"], METHODS["l_greco"], BITS, RANKS], ids=str
+)
+def test_all_replicas_go_by_replica_0(strategy):
     """The choices change in a run, are the same on all replicas, and each departure weighs what they say."""
-    strategy = METHODS[name]
     journeys = journey(strategy, 3)
     fragments = strategy.partition.fragments(toy())
     known = [[e["known"]["chosen"].tolist() for e in one.heard("depart")] for one in journeys]
@@ -191,11 +202,10 @@ def test_a_dropped_round_decides_nothing():
         if step == 1 and replica.group.rank == 1:
             next(iter(replica.model.parameters())).grad.fill_(float("nan"))
 
-    strategy = replace(METHODS["ranks by matrix"], schedule=tw.Every(2), merge=tw.Mix())
-    for one in journey(strategy, 2, before_step=before_step):
+    for one in journey(RANKS, 2, before_step=before_step):
         chosen = [e["round"] for e in one.heard("depart") if bool(e["known"]["chosen"].any())]
         assert one.heard("refused") and min(chosen) == 3
-    calm = journey(strategy, 2)[0]
+    calm = journey(RANKS, 2)[0]
     assert min(e["round"] for e in calm.heard("depart") if bool(e["known"]["chosen"].any())) == 1
 
 
