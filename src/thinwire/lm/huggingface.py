@@ -91,6 +91,28 @@ def hugging_face(
         ) from error
 
 
+def outline(source: str | Path, vocabulary: int | None = None, device: torch.device | None = None) -> HuggingFace:
+    """The model that `source` names without values: its configuration alone is read (from the hub it is fetched), never weights.
+
+    On the device "meta", or on the one that is given (for torch's fake tensors). Errors: as `hugging_face`.
+    """
+    transformers = _transformers(source)
+    config, _ = _configuration(transformers, source, vocabulary, {})
+    if vocabulary is not None and config.vocab_size < vocabulary:
+        raise ConfigurationError(
+            f"a model of {config.vocab_size} tokens and a tokenizer of {vocabulary} · every token needs a row · "
+            "take the model's own tokenizer, or a model with a larger vocabulary"
+        )
+    setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", torch.float32)  # as they are trained
+    try:
+        with device or torch.device("meta"):
+            return HuggingFace(transformers.AutoModelForCausalLM.from_config(config), config)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"{source}: {str(error).splitlines()[0]} · a causal language model is needed · choose another"
+        ) from error
+
+
 def _transformers(source: object) -> Any:
     try:
         import transformers

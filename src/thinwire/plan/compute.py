@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -16,11 +17,13 @@ from torch import nn
 from thinwire.codecs import E3M0, Cast, Codec, Identity
 from thinwire.errors import ConfigurationError
 from thinwire.inner import AdamW
-from thinwire.lm.model import Architecture, Transformer
+from thinwire.lm.huggingface import outline
+from thinwire.lm.model import Transformer
 from thinwire.lm.run import Run
 from thinwire.lm.trainer import make_model
 from thinwire.plan import machine
 from thinwire.plan.machine import Machine, Step
+from thinwire.plan.outline import Shape, outline_of
 from thinwire.seeds import Key
 
 CODECS: tuple[Codec, ...] = (E3M0(), Cast("bf16"), Identity())
@@ -40,15 +43,26 @@ def vocabulary(run: Run) -> int:
     return int(what)
 
 
-def shape_of(run: Run) -> Architecture:
-    """The architecture of the run's model. Raises `ConfigurationError` for one that is not Thinwire's own."""
-    with torch.device("meta"):
-        model = make_model(run, vocabulary(run)) if not run.model.startswith("hf:") else None
-    if not isinstance(model, Transformer):
-        raise ConfigurationError(
-            f"model={run.model!r}: a plan knows the shapes of Thinwire's own sizes only; take the nearest of them."
-        )
+def shape_of(run: Run) -> Shape:
+    """The shape of the run's model: exact for Thinwire's own, an outline of a Hugging Face one. Raises `ConfigurationError`."""
+    if run.model.startswith("hf:"):
+        return _outline(run.model.removeprefix("hf:"), vocabulary(run), run.sequence)
+    model = skeleton(run)
+    assert isinstance(model, Transformer)
     return model.architecture
+
+
+_outline = lru_cache(maxsize=64)(outline_of)
+
+
+def skeleton(run: Run, tokens: int | None = None) -> nn.Module:
+    """The run's model without storage, for a vocabulary of so many `tokens` (without: `vocabulary(run)`), and without reading its
+    text; of a Hugging Face one no weights are fetched."""
+    tokens = vocabulary(run) if tokens is None else tokens
+    if run.model.startswith("hf:"):
+        return outline(run.model.removeprefix("hf:"), tokens)
+    with torch.device("meta"):
+        return make_model(run, tokens)
 
 
 def probe_machine(run: Run, name: str, memory_nbytes: int, seconds: float = 1.0, place: Path = Path()) -> Machine:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from thinwire.lm.model import Architecture
 from thinwire.observe.units import text_of_seconds
 from thinwire.plan.links import Links
+from thinwire.plan.outline import Shape
 from thinwire.schedule import Schedule, busiest
 from thinwire.strategy import Strategy
 
@@ -131,9 +131,7 @@ class Refusal:
     utilization: float
 
 
-def tensor_parallel(
-    links: Links, shape: Architecture, sequence: int, micro_batch: int, micro_seconds: float
-) -> Refusal:
+def tensor_parallel(links: Links, shape: Shape, sequence: int, micro_batch: int, micro_seconds: float) -> Refusal:
     """Every layer split over two sites: 4 all-reduces of its activations a layer and micro-batch, none of which can wait.
 
     Each takes at least the way and 4·batch·sequence·D bytes (fp32) over the better pair's slower direction; computing halves.

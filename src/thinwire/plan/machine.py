@@ -18,9 +18,9 @@ from typing import Any
 import tomli_w
 
 from thinwire.errors import ConfigurationError
-from thinwire.lm.model import Architecture
 from thinwire.plan import quantities
 from thinwire.plan.links import read, replace
+from thinwire.plan.outline import Shape
 from thinwire.plan.scaling import Outside
 
 FREE = 0.9  # of the memory: predictions are within a tenth
@@ -69,7 +69,7 @@ class Machine:
             if step.batch < 1 or not (isfinite(step.seconds) and step.seconds > 0):
                 raise ConfigurationError(f"a step of batch {step.batch} in {step.seconds} s: both must be more than 0.")
 
-    def micro_seconds(self, shape: Architecture, sequence: int, batch: int) -> float:
+    def micro_seconds(self, shape: Shape, sequence: int, batch: int) -> float:
         """Forward and backward of `batch` sequences: as measured, between two that were, or by operations."""
         own = self._is_own(shape, sequence)
         for step in self.steps:
@@ -77,9 +77,7 @@ class Machine:
                 return step.seconds
         return batch * sequence * shape.flops_per_token(sequence) / self._rate(batch * sequence)
 
-    def inner_seconds(
-        self, shape: Architecture, sequence: int, batch: int, accumulate: int = 1, ranks: int = 1
-    ) -> float:
+    def inner_seconds(self, shape: Shape, sequence: int, batch: int, accumulate: int = 1, ranks: int = 1) -> float:
         """An inner step: `accumulate` micro-batches, each divided among `ranks`, and the optimizer's update."""
         share = max(1, -(-batch // ranks))
         update = self.update_seconds * shape.parameters() / self.parameters if self.parameters else 0.0
@@ -90,7 +88,7 @@ class Machine:
         speed = self.codecs.get(name)
         return parameters / speed.encode + packets * parameters / speed.decode if speed else 0.0
 
-    def warnings(self, shape: Architecture, sequence: int) -> tuple[Outside, ...]:
+    def warnings(self, shape: Shape, sequence: int) -> tuple[Outside, ...]:
         """Whether step times are scaled from another model's."""
         if self._is_own(shape, sequence):
             return ()
@@ -101,7 +99,7 @@ class Machine:
         )
         return (Outside("step-time-scaled", f"{self.name}'s step time is scaled by operations from {of}"),)
 
-    def _is_own(self, shape: Architecture, sequence: int) -> bool:
+    def _is_own(self, shape: Shape, sequence: int) -> bool:
         return (self.parameters, self.sequence) == (shape.parameters(), sequence)
 
     def _rate(self, tokens: int) -> float:

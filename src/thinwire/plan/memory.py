@@ -2,7 +2,7 @@
 
 Some is kept all the time (weights, moments, anchors); the rest comes and goes, and what counts is the worst moment:
 the start of a backward pass, a landing, an evaluation, the end. Activations are those of `lm.model.Transformer`, by
-the tensors that autograd saves on a CPU; another model's must be measured (`thinwire probe` does).
+the tensors that autograd saves on a CPU; another model's are counted by `outline`.
 
 These are bytes that are in use. On a CPU glibc keeps freed ones for later: half as much again was measured, and
 MALLOC_MMAP_THRESHOLD_=65536, set before the start, gives them back.
@@ -17,8 +17,8 @@ from typing import ClassVar, Literal
 
 import torch
 
-from thinwire.lm.model import Architecture
 from thinwire.merge import Eager
+from thinwire.plan.outline import Outline, Shape
 from thinwire.plan.sharding import FP32, Shards
 from thinwire.schedule import Schedule, busiest
 from thinwire.strategy import Gradients, Strategy
@@ -48,8 +48,8 @@ class Memory:
         return phase, kept + added[phase]
 
 
-def saved_nbytes(shape: Architecture, tokens: int, bf16: bool = False) -> int:
-    """What autograd saves of a forward pass of `tokens` = batch · sequence tokens, exactly.
+def saved_nbytes(shape: Shape, tokens: int, bf16: bool = False) -> int:
+    """What autograd saves of a forward pass of `tokens` = batch · sequence tokens; of our own models exactly.
 
     fp32: tokens · (layers · (88·D + 12·heads + 8) + 12·D + 4·V + 24) bytes. Under bf16 autocast 64·D a layer and 10·D, and
     the cast matrices, 2·(12·layers·D² + V·D).
@@ -58,20 +58,25 @@ def saved_nbytes(shape: Architecture, tokens: int, bf16: bool = False) -> int:
     718080
     """
     a = shape
+    if isinstance(a, Outline):
+        saved = a.saved_nbytes + (-(-tokens // a.sequence) - 1) * a.more_nbytes
+        return (
+            3 * saved // 4 + 2 * a.numel if bf16 else saved
+        )  # of our own, autocast saves three quarters and the cast matrices
     layer = (64 if bf16 else 88) * a.width + 12 * a.heads + 8
     head = (10 if bf16 else 12) * a.width + 4 * a.vocabulary + 24
     cast = 2 * (12 * a.layers * a.width**2 + a.vocabulary * a.width) if bf16 else 0
     return tokens * (a.layers * layer + head) + cast
 
 
-def activation_nbytes(shape: Architecture, tokens: int, bf16: bool = False) -> int:
+def activation_nbytes(shape: Shape, tokens: int, bf16: bool = False) -> int:
     """At the start of the backward pass: what was saved, and four times the logits, or the last layer's gradients if they
     are larger."""
     return saved_nbytes(shape, tokens, bf16) + tokens * max(16 * shape.vocabulary, (13 if bf16 else 24) * shape.width)
 
 
 def replica_memory(
-    shape: Architecture,
+    shape: Shape,
     strategy: Strategy,
     numels: Sequence[int],
     replicas: int,
@@ -174,7 +179,7 @@ def _home(strategy: Strategy) -> Place:
     return "host" if strategy.anchors == "host" else "device"
 
 
-def _largest_gather(shape: Architecture) -> int:
+def _largest_gather(shape: Shape) -> int:
     """Parameters of a layer, or of what is outside the layers, whichever is more: what FSDP2 gathers at a time."""
     outside = 2 * shape.vocabulary * shape.width
     return max(outside, (shape.parameters() - outside) // shape.layers)

@@ -14,17 +14,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-import torch
-
 from thinwire.errors import ConfigurationError
-from thinwire.lm.model import Architecture, Transformer
 from thinwire.lm.run import Run
-from thinwire.lm.trainer import make_model
 from thinwire.plan import cost, expected, scaling
-from thinwire.plan.compute import shape_of
+from thinwire.plan.compute import shape_of, skeleton
 from thinwire.plan.links import Links
 from thinwire.plan.machine import FREE, Machine
 from thinwire.plan.memory import Memory, replica_memory
+from thinwire.plan.outline import Shape
 from thinwire.plan.scaling import FITTED, Outside, Prediction
 from thinwire.recipes import RECIPES
 from thinwire.strategy import Strategy
@@ -131,7 +128,7 @@ class Setting:
 def settings(task: Task) -> list[Setting]:
     """All of them, the most useful first; those that do not fit the memory too, at the end."""
     shape = shape_of(task.base)
-    fragments = _Fragments(task.base, shape)
+    fragments = _Fragments(task.base)
     found = [
         setting
         for places in _groups(task)
@@ -171,7 +168,7 @@ def _groups(task: Task) -> Iterator[tuple[int, ...]]:
         yield best
 
 
-def _strategies(task: Task, shape: Architecture, replicas: int) -> Iterator[Run]:
+def _strategies(task: Task, shape: Shape, replicas: int) -> Iterator[Run]:
     """The base run with every method's settings; one replica has nothing to exchange but its own outer step."""
     outer = scaling.outer_lr(replicas).value if _within(shape) else None
     for method in task.methods if replicas > 1 else [m for m in task.methods if m == "diloco"]:
@@ -188,9 +185,7 @@ def _strategies(task: Task, shape: Architecture, replicas: int) -> Iterator[Run]
                     yield dataclasses.replace(run, replicas=replicas, **given)  # type: ignore[arg-type]
 
 
-def _settled(
-    task: Task, shape: Architecture, fragments: _Fragments, places: tuple[int, ...], run: Run
-) -> Iterator[Setting]:
+def _settled(task: Task, shape: Shape, fragments: _Fragments, places: tuple[int, ...], run: Run) -> Iterator[Setting]:
     """`run` with its batch, micro-batch, steps and learning rate, priced."""
     strategy = run.make_strategy()
     numels = fragments.numels(strategy)
@@ -220,7 +215,7 @@ def _settled(
     )  # fmt: skip
 
 
-def _batch(task: Task, shape: Architecture, run: Run) -> tuple[int, tuple[Outside, ...]]:
+def _batch(task: Task, shape: Shape, run: Run) -> tuple[int, tuple[Outside, ...]]:
     """Sequences of one replica in an inner step."""
     if task.batch_tokens:
         wanted: float = task.batch_tokens
@@ -237,7 +232,7 @@ def _batch(task: Task, shape: Architecture, run: Run) -> tuple[int, tuple[Outsid
 
 def _micro_batch(
     task: Task,
-    shape: Architecture,
+    shape: Shape,
     strategy: Strategy,
     numels: Sequence[int],
     places: Sequence[int],
@@ -265,7 +260,7 @@ def _micro_batch(
     return best[1], best[2]
 
 
-def _learning_rate(task: Task, shape: Architecture, run: Run) -> float:
+def _learning_rate(task: Task, shape: Shape, run: Run) -> float:
     """The joint law's where it was fitted or checked; else the base run's."""
     if not _within(shape):
         return task.base.lr
@@ -277,7 +272,7 @@ def _law_replicas(run: Run) -> int:
     return 1 if run.strategy == "data_parallel" else run.replicas
 
 
-def _within(shape: Architecture) -> bool:
+def _within(shape: Shape) -> bool:
     """Whether the laws were fitted or at least checked at this size."""
     return FITTED[0] * 0.8 <= shape.parameters() <= 10e9 * 1.2
 
@@ -301,11 +296,8 @@ def traffic_of(strategy: Strategy, numel: int, links: Links, machines: Sequence[
 class _Fragments:
     """What a strategy's partition makes of the model: asked once for each partition."""
 
-    def __init__(self, base: Run, shape: Architecture) -> None:
-        with torch.device("meta"):
-            model = make_model(base, shape.vocabulary)
-        assert isinstance(model, Transformer)
-        self._model = model
+    def __init__(self, base: Run) -> None:
+        self._model = skeleton(base)
         self._made: dict[str, tuple[int, ...]] = {}
 
     def numels(self, strategy: Strategy) -> tuple[int, ...]:

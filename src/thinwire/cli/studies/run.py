@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import torch
 import tyro
 from rich.table import Table
 from torch import nn
@@ -22,7 +21,7 @@ from thinwire.cli.pages import write_report
 from thinwire.errors import ConfigurationError
 from thinwire.group import Link
 from thinwire.lm.run import Run
-from thinwire.lm.trainer import learning_rate, make_model, make_tokenizer
+from thinwire.lm.trainer import learning_rate, make_tokenizer
 from thinwire.observe.units import (
     seconds_of_text,
     text_of_bits,
@@ -31,6 +30,7 @@ from thinwire.observe.units import (
     text_of_seconds,
     text_of_share,
 )
+from thinwire.plan import compute
 from thinwire.seeds import derive
 from thinwire.simulate.record import Recorder
 from thinwire.simulate.replicas import Outcome, simulate
@@ -153,8 +153,7 @@ def make_scenario(asked: Options) -> Scenario:
 
 def skeleton(run: Run) -> nn.Module:
     """The run's model without storage, and without reading its text."""
-    with torch.device("meta"):
-        return make_model(run, make_tokenizer(run).vocabulary)
+    return compute.skeleton(run, make_tokenizer(run).vocabulary)
 
 
 def described(asked: Options) -> dict[str, Any]:
