@@ -254,6 +254,17 @@ def memory(result: Result) -> tuple[list[str], list[list[str]]]:
     ], rows
 
 
+def calibration(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Rows of benchmarks/calibration.py."""
+    rows = []
+    for row in result["rows"]:
+        error = row["simulated"] / row["emulated"] - 1
+        rate, shares = f"{row['bits_per_second'] / 1e6:.3g}", (f"{row[name]:.1%}" for name in ("simulated", "emulated"))
+        setting = [str(row["replicas"]), row["method"], row["how"], f"{row['of_floor']:g}", rate]
+        rows.append([*setting, *shares, f"{error:+.1%}"])
+    return ["replicas", "method", "step", "× the floor", "Mbit/s", "simulated", "emulated", "error"], rows
+
+
 def codecs(result: Result) -> tuple[list[str], list[list[str]]]:
     """Rows of benchmarks/codecs.py: the sizes that packets of deltas have."""
     rows = []
@@ -281,6 +292,7 @@ TABLES: dict[str, Callable[[Result], tuple[list[str], list[list[str]]]]] = {
     "memory": memory,
     "codecs": codecs,
     "family": family,
+    "calibration": calibration,
 }
 PICTURES: dict[str, Callable[[Result], str]] = {"family": family_picture}
 

@@ -289,6 +289,14 @@ def test_tables_of_the_simulator(tmp_path):
     assert lines[0].count("|") == lines[2].count("|")
 
 
+def test_tables_of_the_calibration(tmp_path):
+    row = {"replicas": 4, "how": "sleeps", "method": "diloco", "of_floor": 1.2, "bits_per_second": 38.35e6}
+    result = provenance() | {"benchmark": "calibration", "rows": [row | {"simulated": 0.475, "emulated": 0.465}]}
+    (tmp_path / "c.json").write_text(json.dumps(result))
+    lines = tables().table(tmp_path / "c.json", "c.json", True).splitlines()
+    assert lines[2] == "| 4 | diloco | sleeps | 1.2 | 38.4 | 47.5% | 46.5% | +2.2% |"
+
+
 def test_tables_of_codecs(tmp_path):
     """Large tensors only; GB/s, and the median of the quartiles."""
     row = {
