@@ -8,7 +8,19 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from thinwire import Strided, data_parallel, diloco, eager_diloco, run_threads, sparse_loco, streaming_diloco
+from thinwire import (
+    E3M0,
+    Feedback,
+    Group,
+    Strided,
+    TwoShot,
+    data_parallel,
+    diloco,
+    eager_diloco,
+    run_threads,
+    sparse_loco,
+    streaming_diloco,
+)
 from thinwire.errors import ConfigurationError
 from thinwire.lm.model import SIZES, Architecture, Transformer
 from thinwire.lm.run import Run
@@ -156,3 +168,24 @@ def test_ranks_share_what_a_replica_keeps() -> None:
 def test_no_memory_is_predicted_for_degrees_that_cannot_be() -> None:
     with pytest.raises(ConfigurationError):
         replica_memory(SIZES["nano"], diloco(), [1], 2, batch=4, sequence=8, ranks=0)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_an_owner_holds_back_is_counted(size: int) -> None:
+    """TwoShot with feedback: 4/M bytes a parameter, the first replica's share, which is the largest."""
+    strategy = diloco(every=2, codec=E3M0(), exchange=TwoShot(feedback=Feedback()))
+
+    def held(group: Group) -> int:
+        model = torch.nn.Linear(70, 70)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        replica = Replica(strategy, model, optimizer, group)
+        tensors, _ = replica.state()
+        replica.close()
+        return sum(4 * tensor.numel() for name, tensor in tensors.items() if "exchange" in name)
+
+    shares = run_threads(size, held)
+    kept = kept_nbytes(4970, strategy, [4970], size)
+    assert kept["exchange"] == shares[0] == max(shares) >= 4 * 4970 // size
+    assert "exchange" not in kept_nbytes(4970, strategy, [4970], 1) and "exchange" not in kept_nbytes(
+        10, diloco(), [10], 4
+    )

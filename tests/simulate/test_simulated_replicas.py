@@ -417,3 +417,26 @@ def test_utilisation_falls_as_failures_rise():
 def test_bad_input_is_refused(make, says):
     with pytest.raises(ConfigurationError, match=says):
         make()
+
+
+# ---- exchanges of several hops
+
+
+@pytest.mark.parametrize("exchange", [tw.Direct(), tw.TwoShot(), tw.AllReduce()])
+def test_a_round_on_an_idle_link_takes_what_the_exchange_predicts(exchange):
+    """Bytes over the rate, and as many delays as it has hops: 1 or 2."""
+    link = Link(8e6, 0.3)
+    strategy = tw.diloco(every=10, codec=tw.Identity(), exchange=exchange)
+    heard = Heard()
+    simulate(strategy, [100_000], alike(4, link), 10, heard)
+    stall = heard.came[0][3]
+    assert stall == pytest.approx([exchange.seconds(tw.Identity(), 100_000, 4, link)] * 4)
+    hops = 1 if exchange == tw.Direct() else 2
+    assert stall[0] == pytest.approx(exchange.nbytes_sent(tw.Identity(), 100_000, 4) / 1e6 + 0.3 * hops)
+
+
+def test_sites_take_one_delay_between_them():
+    exchange, link = tw.Hierarchy(sites=((0, 1), (2, 3))), Link(8e6, 0.3)
+    heard = Heard()
+    simulate(tw.diloco(every=10, codec=tw.Identity(), exchange=exchange), [100_000], alike(4, link), 10, heard)
+    assert heard.came[0][3] == pytest.approx([exchange.seconds(tw.Identity(), 100_000, 4, link)] * 4)

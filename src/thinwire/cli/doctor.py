@@ -166,7 +166,7 @@ def predicted_nbytes(run: Run, model: nn.Module, strategy: Strategy, numels: Seq
         total, aside = needed.peak(), ""
     else:
         parameters = sum(p.numel() for p in model.parameters())
-        kept = kept_nbytes(parameters, strategy, numels) | {"gradients": 4 * parameters}
+        kept = kept_nbytes(parameters, strategy, numels, run.replicas) | {"gradients": 4 * parameters}
         total, aside = sum(kept.values()), ", without activations"
     parts = ", ".join(f"{name} {text_of_nbytes(nbytes)}" for name, nbytes in kept.items())
     rest = f", at its worst moment {text_of_nbytes(total - sum(kept.values()))} more" if not aside else ""

@@ -22,6 +22,7 @@ from thinwire.plan import cost
 from thinwire.plan.links import Links
 from thinwire.plan.search import METHODS, Setting, Task, traffic_of
 from thinwire.simulate.figure import chart, curve, share_axis
+from thinwire.simulate.replicas import delays
 from thinwire.strategy import Gradients
 
 POINTS = 60  # of a curve of rates
@@ -147,16 +148,17 @@ def _of_run(record: RunRecord, number: int) -> list[Json]:
         return []
     sent = [strategy.exchange.nbytes_sent(strategy.codec, numel, size) for numel in numels]
     link = record.replicas[0].start["link"]
-    delay = float(link.get("delay_seconds") or 0.0) if isinstance(link, dict) else 0.0
+    way = float(link.get("delay_seconds") or 0.0) if isinstance(link, dict) else 0.0
+    ways = [way * delays(strategy.exchange, strategy.codec, numel, size) for numel in numels]
     floor = 8 * sum(sent) / (strategy.schedule.every * step)
     there = record.bits_per_second
     rates = np.geomspace(min(floor, there or floor) / 10, max(floor, there or floor) * 30, POINTS)
 
     def share(rate: float) -> float:
         """Of all its steps, and the exchange of everything at its end."""
-        traffic = [cost.Traffic(0.0, 8 * nbytes / rate, delay, 0.0) for nbytes in sent]
+        traffic = [cost.Traffic(0.0, 8 * nbytes / rate, delay, 0.0) for nbytes, delay in zip(sent, ways, strict=True)]
         seconds = record.summary.steps * step / cost.follow(strategy, step, traffic).utilization
-        last = 0.0 if isinstance(strategy.signal, Gradients) else 8 * sum(sent) / rate + delay
+        last = 0.0 if isinstance(strategy.signal, Gradients) else 8 * sum(sent) / rate + max(ways)
         return record.summary.steps * step / (seconds + last)
 
     shares = np.array([share(float(rate)) for rate in rates])

@@ -95,7 +95,7 @@ def replica_memory(
     tokens = -(-batch // ranks) * sequence
     own = [-(-numel // ranks) for numel in numels]
     kept = {("device" if name in ("parameters", "AdamW") else _home(strategy), name): nbytes
-            for name, nbytes in kept_nbytes(-(-parameters // ranks), strategy, own).items()}  # fmt: skip
+            for name, nbytes in kept_nbytes(-(-parameters // ranks), strategy, own, replicas).items()}  # fmt: skip
     gradients = 4 * -(-parameters // ranks)
     gathered = 8 * _largest_gather(shape) if shards.weights > 1 else 0  # FSDP2 has a layer and the next one whole
     flights = _flights(strategy, own, replicas)  # their buffers are kept for the next ones
@@ -114,8 +114,9 @@ def replica_memory(
     return Memory(kept, phases)
 
 
-def kept_nbytes(parameters: int, strategy: Strategy, numels: Sequence[int]) -> dict[str, int]:
-    """What a replica keeps between two inner steps, in fp32: 4 bytes a parameter for each of its values.
+def kept_nbytes(parameters: int, strategy: Strategy, numels: Sequence[int], replicas: int = 1) -> dict[str, int]:
+    """What a replica of `replicas` keeps between two inner steps, in fp32: 4 bytes a parameter for each of its values. Of what
+    an exchange remembers it is the first replica's share, which no other's passes.
 
     >>> from thinwire import streaming_diloco
     >>> kept_nbytes(1000, streaming_diloco(), [600, 400])
@@ -133,7 +134,16 @@ def kept_nbytes(parameters: int, strategy: Strategy, numels: Sequence[int]) -> d
         kept["feedback"] = sum(4 * exchanged for _ in strategy.feedback.init(0))
     if strategy.filters:
         kept["filters"] = sum(4 * exchanged for one in strategy.filters for t in one.init(0).values() if not t.numel())
+    if replicas > 1 and (owned := sum(_exchange_nbytes(strategy, numel, replicas) for numel in numels)):
+        kept["exchange"] = owned
     return kept
+
+
+def _exchange_nbytes(strategy: Strategy, numel: int, replicas: int) -> int:
+    """What the exchange remembers of a fragment: an owner's residual."""
+    with torch.device("meta"):  # sizes alone
+        state = strategy.exchange.init(strategy.codec, numel, 0, replicas)
+    return sum(tensor.nbytes for tensor in state.values())
 
 
 def most_at_once(strategy: Strategy, numels: Sequence[int]) -> int:

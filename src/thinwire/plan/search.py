@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
+import torch
+
 from thinwire.errors import ConfigurationError
 from thinwire.lm.run import Run
 from thinwire.plan import cost, expected, scaling
@@ -24,6 +26,7 @@ from thinwire.plan.memory import Memory, replica_memory
 from thinwire.plan.outline import Shape
 from thinwire.plan.scaling import FITTED, Outside, Prediction
 from thinwire.recipes import RECIPES
+from thinwire.simulate.replicas import delays
 from thinwire.strategy import Strategy
 
 METHODS = ("data_parallel", "diloco", "streaming_diloco", "eager_diloco", "sparse_loco")
@@ -135,6 +138,10 @@ def settings(task: Task) -> list[Setting]:
         for strategy in _strategies(task, shape, len(places))
         for setting in _settled(task, shape, fragments, places, strategy)
     ]
+    if not found:
+        raise ConfigurationError(
+            f"exchange={task.base.exchange}: it is for none of 1 to {len(task.links)} replicas; give the sites of these, or leave it out."
+        )
     return sorted(found, key=_rank)
 
 
@@ -182,7 +189,19 @@ def _strategies(task: Task, shape: Shape, replicas: int) -> Iterator[Run]:
                     if method in ("diloco", "streaming_diloco"):
                         given["outer_lr"] = outer
                     run = task.base.with_strategy(method)
-                    yield dataclasses.replace(run, replicas=replicas, **given)  # type: ignore[arg-type]
+                    run = dataclasses.replace(run, replicas=replicas, **given)  # type: ignore[arg-type]
+                    if _joins(run.make_strategy(), replicas):
+                        yield run
+
+
+def _joins(strategy: Strategy, replicas: int) -> bool:
+    """Whether the exchange is for so many replicas: one with sites names its own."""
+    try:
+        with torch.device("meta"):
+            strategy.exchange.init(strategy.codec, 1 << 20, 0, replicas)
+    except ConfigurationError:
+        return False
+    return True
 
 
 def _settled(task: Task, shape: Shape, fragments: _Fragments, places: tuple[int, ...], run: Run) -> Iterator[Setting]:
@@ -290,7 +309,8 @@ def traffic_of(strategy: Strategy, numel: int, links: Links, machines: Sequence[
     name = repr(strategy.codec)
     encode = max(m.codec_seconds(name, numel, 0) for m in machines)
     decode = max(m.codec_seconds(name, numel, size) for m in machines) - encode
-    return cost.Traffic(encode, cost.uplink_seconds(links, packet), cost.way_seconds(links), decode)
+    ways = delays(strategy.exchange, strategy.codec, numel, size) * cost.way_seconds(links)
+    return cost.Traffic(encode, cost.uplink_seconds(links, packet), ways, decode)
 
 
 class _Fragments:

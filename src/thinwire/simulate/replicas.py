@@ -3,8 +3,9 @@
 The order of things is `Replica`'s, and what decides is asked of the strategy that trains: its schedule says which
 fragments depart after which inner step and how long they may fly, its exchange and codec how many bytes that is.
 Time is what the pieces leave open. An inner step takes its replica's time; a departure goes through the exchange
-thread and then over the uplink (both first in, first out); a round is complete when the last byte of the last replica
-has arrived, since a replica also waits for its own bytes to leave; a landing waits for that, and only landings wait.
+thread and then over the uplink (both first in, first out; an exchange of several hops is one message of as many bytes,
+with their delays one after the other); a round is complete when the last byte of the last replica has arrived, since a
+replica also waits for its own bytes to leave; a landing waits for that, and only landings wait.
 
 All replicas take the same inner steps, so one event is handled for all of them at once, in arrays [M], in the order of
 the steps and not of time: nothing that happens later in a replica's life can change what came before, so both orders
@@ -21,8 +22,10 @@ from typing import Protocol
 
 import numpy as np
 
-from thinwire.codecs import Shapes, fitted
+from thinwire.codecs import Codec, Shapes, fitted
 from thinwire.errors import ConfigurationError
+from thinwire.exchange import Exchange
+from thinwire.group import Link
 from thinwire.schedule import Calendar, Rates
 from thinwire.seeds import derive
 from thinwire.simulate.layers import Floats
@@ -40,6 +43,7 @@ class Round:
     step: int
     departed: Floats
     messages: Messages
+    further_seconds: float  # of delays after the first: of an exchange with several hops
     noticed: float  # until when it waited for packets that did not come
     landed: Floats | None = None  # ready to land: arrived from everybody, and decoded
 
@@ -100,6 +104,14 @@ def simulate(
     fleet = _Fleet(strategy, fragments, scenario, observer)
     fleet.run(steps, Calendar(strategy.schedule, len(fragments), rates))
     return fleet.outcome()
+
+
+def delays(exchange: Exchange, codec: Codec, numel: int, size: int) -> int:
+    """How many one-way delays a round takes, one after the other: 2 for `TwoShot`. The exchange itself is asked."""
+    return max(1, round(exchange.seconds(codec, numel, size, _INSTANT)))
+
+
+_INSTANT = Link(1e30, 1.0)  # nothing takes time but the way, a second
 
 
 class _Fleet:
@@ -206,7 +218,10 @@ class _Fleet:
         ready = np.maximum(self.clock, self.outbound) + self.scenario.encode_seconds * self.numels[p]
         self.outbound = np.where(there, ready, self.outbound)
         messages = Messages.of(np.where(there, ready, np.inf), nbytes)
-        flight = Round(p, self.rounds[p], step, self.clock, messages, self.noticed)
+        further = (delays(self.strategy.exchange, self.codecs[p], self.numels[p], int(there.sum())) - 1) * self._delay(
+            there
+        )
+        flight = Round(p, self.rounds[p], step, self.clock, messages, further, self.noticed)
         self.rounds[p] += 1
         self.flying[p] = flight
         self.waiting.append(flight)
@@ -218,6 +233,10 @@ class _Fleet:
             messages.begin[own], messages.arrival[own] = begin, arrival
         if self.observer:
             self.observer.departed(flight, self.away)
+
+    def _delay(self, there: Flags) -> float:
+        """The longest of those that take part."""
+        return float(self.uplinks.delay_seconds[self.shares[there]].max(initial=0.0))
 
     def _land(self, p: int, step: int) -> None:
         """Wait for the flight; then everybody that is back takes the anchors."""
@@ -242,7 +261,7 @@ class _Fleet:
         elif self.shared:
             send(self.uplinks, self.shares, [messages, *(other.messages for other in self.waiting)], messages)
         taking_part = np.isfinite(messages.asked)
-        complete = max(messages.arrival[taking_part].max(initial=0.0), flight.noticed)
+        complete = max(messages.arrival[taking_part].max(initial=0.0) + flight.further_seconds, flight.noticed)
         decode = self.scenario.decode_seconds * self.numels[flight.fragment] * int(taking_part.sum())
         flight.landed = np.maximum(complete, self.inbound) + decode
         self.inbound = np.where(there, flight.landed, self.inbound)
