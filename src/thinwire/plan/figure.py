@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import suppress
 from html import escape
 from typing import Any
 
 import numpy as np
 
+from thinwire.codecs import Shaped, nested
 from thinwire.errors import ThinwireError
 from thinwire.group import Link
 from thinwire.lm.run import Run
@@ -118,7 +120,12 @@ def rates_of_runs(records: Sequence[RunRecord]) -> Chart | None:
     """What other rates would have given these runs, from each one's strategy, fragments and time of a step; None where that is
     not known of any. A dot is the run itself. Encoding and decoding are not counted, so dots may lie below.
     """
-    data = [trace for number, record in enumerate(records[:DRAWN]) for trace in _of_run(record, number)]
+    data: list[Json] = []
+    for number, record in enumerate(records[:DRAWN]):
+        with suppress(
+            ThinwireError, ArithmeticError, LookupError, TypeError, ValueError
+        ):  # of another version, or damaged
+            data += _of_run(record, number)
     if not data:
         return None
     x: Json = {"title": {"text": "uplink of a replica, Mbit/s"}, "type": "log"}
@@ -137,19 +144,18 @@ def _of_run(record: RunRecord, number: int) -> list[Json]:
         for key, value in record.settings.items()
         if key in known
     }
-    try:
-        strategy = Run(**given).make_strategy()
-    except (ThinwireError, TypeError, ValueError):  # of another version, or damaged
-        return []
+    strategy = Run(**given).make_strategy()
     size, numels = record.summary.replicas, [numel for _, numel in record.fragments]
     steps = [float(np.nanmedian(r.compute_seconds)) for r in record.replicas if np.isfinite(r.compute_seconds).any()]
     step = max(steps, default=0.0)
-    if size < 2 or not sum(numels) or not step > 0 or record.summary.steps < 1:
+    shaped = any(isinstance(inner, Shaped) for inner in nested(strategy.codec))  # a log has no shapes
+    if shaped or size < 2 or not sum(numels) or not step > 0 or record.summary.steps < 1:
         return []
-    sent = [strategy.exchange.nbytes_sent(strategy.codec, numel, size) for numel in numels]
+    coded = [strategy.coded(((numel,),)) for numel in numels]
+    sent = [strategy.exchange.nbytes_sent(codec, numel, size) for codec, numel in coded]
     link = record.replicas[0].start["link"]
     way = float(link.get("delay_seconds") or 0.0) if isinstance(link, dict) else 0.0
-    ways = [way * delays(strategy.exchange, strategy.codec, numel, size) for numel in numels]
+    ways = [way * delays(strategy.exchange, codec, numel, size) for codec, numel in coded]
     floor = 8 * sum(sent) / (strategy.schedule.every * step)
     there = record.bits_per_second
     rates = np.geomspace(min(floor, there or floor) / 10, max(floor, there or floor) * 30, POINTS)

@@ -171,4 +171,6 @@ class Machine:
                 word=str(facts.get("word", "given")),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigurationError(f"{path}: {str(error).rstrip('.')}; compare with what `thinwire probe` writes.") from None
+            raise ConfigurationError(
+                f"{path}: {str(error).rstrip('.')}; compare with what `thinwire probe` writes."
+            ) from None

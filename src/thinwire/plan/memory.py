@@ -54,6 +54,7 @@ def saved_nbytes(shape: Shape, tokens: int, bf16: bool = False) -> int:
     fp32: tokens · (layers · (88·D + 12·heads + 8) + 12·D + 4·V + 24) bytes. Under bf16 autocast 64·D a layer and 10·D, and
     the cast matrices, 2·(12·layers·D² + V·D).
 
+    >>> from thinwire.lm.model import Architecture
     >>> saved_nbytes(Architecture(layers=1, width=64, heads=2), tokens=96)
     718080
     """

@@ -211,16 +211,14 @@ class _Fleet:
         return seconds
 
     def _depart(self, p: int, step: int) -> None:
-        there = ~self.away
-        policy, codec, numel = self.strategy.policy, self.codecs[p], self.numels[p]
+        there, exchange = ~self.away, self.strategy.exchange
+        policy, codec, numel, present = self.strategy.policy, self.codecs[p], self.numels[p], int(there.sum())
         codec = policy.at(codec, numel, self.rounds[p], policy.init(codec))
-        nbytes = self.strategy.exchange.nbytes_sent(codec, numel, int(there.sum()))
-        ready = np.maximum(self.clock, self.outbound) + self.scenario.encode_seconds * self.numels[p]
+        nbytes = exchange.nbytes_sent(codec, numel, present)
+        ready = np.maximum(self.clock, self.outbound) + self.scenario.encode_seconds * numel
         self.outbound = np.where(there, ready, self.outbound)
         messages = Messages.of(np.where(there, ready, np.inf), nbytes)
-        further = (delays(self.strategy.exchange, self.codecs[p], self.numels[p], int(there.sum())) - 1) * self._delay(
-            there
-        )
+        further = (delays(exchange, codec, numel, present) - 1) * self._delay(there)
         flight = Round(p, self.rounds[p], step, self.clock, messages, further, self.noticed)
         self.rounds[p] += 1
         self.flying[p] = flight
