@@ -20,7 +20,8 @@ from thinwire.cli import machine, options
 from thinwire.cli.machine import Finding, warn_unless
 from thinwire.codecs import Shapes
 from thinwire.errors import ConfigurationError, ThinwireError
-from thinwire.group import Deadlines, Link, parse_link
+from thinwire.group import Link, parse_link
+from thinwire.lm import place
 from thinwire.lm.model import Transformer
 from thinwire.lm.run import Run
 from thinwire.lm.tokens import find
@@ -211,7 +212,7 @@ def enough(
     share = link.bits_per_second / floor
     advice = f"at most {min(share, 1):.0%} of the time would be training: larger --every, fewer bits (--codec), or a larger --batch"
     yield warn_unless(share >= 1, "link", f"{says}; {link} is given", advice)
-    flight = link.seconds(_largest_round(strategy, fragments, replicas))
+    flight = link.seconds(place.largest_round(strategy, fragments, replicas))
     says = f"the largest fragment flies {text_of_seconds(flight)}, {delay} steps last {text_of_seconds(delay * seconds)} (predicted)"
     if delay:
         advice = f"every round would wait: --delay {min(every - 1, int(flight / seconds) + 1)}, or smaller fragments"
@@ -226,8 +227,7 @@ def deadlines(
     strategy: Strategy, fragments: Sequence[int | Shapes], replicas: int, link: Link | None, seconds: float
 ) -> Finding:
     """The one time-out model for replicas that come and go, as this run needs it."""
-    schedule = strategy.schedule
-    of = Deadlines.of(schedule.every, schedule.delay, seconds, _largest_round(strategy, fragments, replicas), link)
+    of = place.deadlines(strategy, fragments, replicas, link, seconds)
     texts = {name.replace("_", " "): text_of_seconds(value) for name, value in dataclasses.asdict(of).items()}
     return Finding(
         "deadlines",
@@ -237,13 +237,8 @@ def deadlines(
     )
 
 
-def _largest_round(strategy: Strategy, fragments: Sequence[int | Shapes], replicas: int) -> int:
-    """Bytes that one replica sends for the largest fragment."""
-    return max(strategy.nbytes_per_period([fragment], replicas) for fragment in fragments)
-
-
 def _threads(run: Run) -> int:
-    return max(1, (os.cpu_count() or 1) // run.replicas) if run.carrier == "processes" else torch.get_num_threads()
+    return max(1, (os.cpu_count() or 1) // run.replicas) if run.carrier != "threads" else torch.get_num_threads()
 
 
 def _table(findings: Sequence[Finding]) -> Table:

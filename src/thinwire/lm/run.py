@@ -14,6 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tomli_w
 
+from thinwire import elastic
 from thinwire.errors import ConfigurationError
 from thinwire.group import parse_link
 from thinwire.recipes import RECIPES
@@ -74,8 +75,10 @@ class Run:
     anchors: Literal["host", "device"] | None = None
     """Where anchors and outer state live."""
 
-    carrier: Literal["processes", "threads"] = "processes"
-    """Replicas as processes under torch.distributed, or as threads of one process."""
+    carrier: Literal["processes", "threads", "elastic"] = "processes"
+    """Replicas as processes under torch.distributed, as threads of one process, or as processes that may die, return and join late."""
+    least: int = 2
+    """Elastic: so many replicas are needed for a round. With fewer they train on and wait; 1: each may go on alone."""
     link: str = "none"
     """Emulate a link of this rate and delay under the carrier, such as 50mbit,30ms."""
     uplink: str = "none"
@@ -124,7 +127,18 @@ class Run:
         for field in dataclasses.fields(self):
             if not _fits(value := getattr(self, field.name), hints[field.name]):
                 raise ConfigurationError(f"{field.name}={value!r}: {field.type} is needed.")
-        for name in ("replicas", "steps", "batch", "sequence", "accumulate", "eval_batches", "keep", "eval_every"):
+        positive = (
+            "replicas",
+            "least",
+            "steps",
+            "batch",
+            "sequence",
+            "accumulate",
+            "eval_batches",
+            "keep",
+            "eval_every",
+        )
+        for name in positive:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigurationError(f"{name}={value}: at least 1 is needed.")
         for name in ("lr", "timeout"):
@@ -135,13 +149,22 @@ class Run:
                 raise ConfigurationError(f"{name}={value}: 0 or more is needed.")
         parse_link(self.link)
         self._check_uplink()
-        self.make_strategy()
+        strategy = self.make_strategy()
+        if self.carrier == "elastic":
+            self._check_elastic(strategy)
+
+    def _check_elastic(self, strategy: Strategy) -> None:
+        elastic.check(strategy)
+        if self.least > self.replicas:
+            raise ConfigurationError(
+                f"least={self.least} with replicas={self.replicas}: no round would ever be held; choose least <= replicas."
+            )
 
     def _check_uplink(self) -> None:
         uplink = parse_link(self.uplink)
-        if uplink and (uplink.delay_seconds or self.carrier == "threads"):
+        if uplink and (uplink.delay_seconds or self.carrier != "processes"):
             raise ConfigurationError(
-                f"uplink={self.uplink!r} with carrier={self.carrier!r}: a rate alone is needed, such as 100mbit, and processes. "
+                f"uplink={self.uplink!r} with carrier={self.carrier!r}: a rate alone is needed, such as 100mbit, and carrier='processes'. "
                 "To emulate a link with a delay, use link."
             )
 

@@ -9,14 +9,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
-import platform
-import subprocess
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,39 +21,22 @@ from safetensors.torch import save_file
 from torch import nn
 
 from thinwire import checkpoint
-from thinwire.contact import agree
-from thinwire.errors import CheckpointError, ConfigurationError
-from thinwire.group import CountedGroup, Group, Ledger, LinkedGroup, parse_link
+from thinwire.contact import agree, digest
+from thinwire.errors import CheckpointError, ConfigurationError, LinkError
+from thinwire.group import CountedGroup, Group, Ledger, LinkedGroup, Roster, parse_link
 from thinwire.lm.data import Corpus
 from thinwire.lm.huggingface import hugging_face
 from thinwire.lm.model import SIZES, Transformer
+from thinwire.lm.place import Coming, Hindrances, Pace, Place, join, roster
 from thinwire.lm.run import Run
+from thinwire.lm.start import start
 from thinwire.lm.tokens import BPE, Bytes
 from thinwire.observe.events import EventLog
 from thinwire.replica import Replica
 from thinwire.seeds import derive
-from thinwire.version import __version__
 
 BETAS = (0.9, 0.99)  # AdamW's, of the scaling-law paper (arXiv 2503.09799)
 FLOOR = 0.05  # of the peak learning rate, where the cosine ends
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a replica runs: what differs between replicas of one run."""
-
-    group: Group
-    folder: Path
-    resume: bool = False
-    site: Group | None = None
-    shard: int = 0
-    shards: int = 1
-    gpu: int = 0
-    stop: threading.Event = field(default_factory=threading.Event)
-
-    @property
-    def name(self) -> str:
-        return f"replica-{self.group.rank}" + (f".shard-{self.shard}" if self.shards > 1 else "")
 
 
 def open_corpus(run: Run) -> Corpus:
@@ -117,11 +96,12 @@ def learning_rate(run: Run, step: int) -> float:
 
 @dataclass
 class Clock:
-    """Where the time of the loop went; evaluation and checkpoints are not part of it."""
+    """Where the time of the loop went; evaluation and checkpoints are not part of it. `trained`: inner steps of this replica's own."""
 
     compute_seconds: float = 0.0
     loop_seconds: float = 0.0
     stall_seconds: float = 0.0
+    trained: int = 0
     ledger: dict[str, Any] = field(default_factory=dict)  # what earlier sessions counted
 
 
@@ -130,13 +110,16 @@ class Trainer:
 
     def __init__(self, run: Run, place: Place, log: EventLog) -> None:
         self.run, self.place, self.log = run, place, log
-        link = parse_link(run.link)
-        self.ledger = Ledger()
-        counted = CountedGroup(place.group, self.ledger)
-        self.group: Group = LinkedGroup(counted, link, self.ledger) if link else counted
-        self.corpus = open_corpus(run)
-        agree(self.group, run.shared() | {"tokenizer": self.corpus.tokenizer.fingerprint, "resume": place.resume})
+        self.ledger, self.clock, self.eval_loss = Ledger(), Clock(), math.nan
+        self.corpus, self.share = open_corpus(run), place.share(run)
+        facts = run.shared() | {"tokenizer": self.corpus.tokenizer.fingerprint}
+        if not isinstance(place.group, Coming):
+            self.group: Group | Roster = self._wrapped(place.group)
+            agree(self.group, facts | {"resume": place.resume})
         self.device = torch.device("cuda", place.gpu) if torch.cuda.is_available() else torch.device("cpu")
+        self.bf16 = run.precision == "bf16" or (
+            run.precision == "auto" and self.device.type == "cuda" and torch.cuda.is_bf16_supported()
+        )
         self.model = make_model(run, self.corpus.vocabulary).to(self.device)
         if place.shards > 1:
             _shard(self.model, run.replicas, place.shards, self.device)
@@ -144,18 +127,42 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=run.lr, betas=BETAS, weight_decay=run.weight_decay, fused=True
         )
-        self.replica = Replica(
-            run.make_strategy(), self.model, self.optimizer, self.group,
-            site=place.site, observer=log.emit, clock=log.seconds,
-        )  # fmt: skip
+        self.strategy = run.make_strategy()
+        self.fragments = self.strategy.partition.fragments(self.model)
         self.parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        self.clock = Clock()
-        self.bf16 = run.precision == "bf16" or (
-            run.precision == "auto" and self.device.type == "cuda" and torch.cuda.is_bf16_supported()
-        )
-        self.eval_loss = math.nan
         self.checkpoints = place.folder / "checkpoints" / place.name
-        self._log_start()
+        if isinstance(place.group, Coming):
+            self._log_start()  # before the first contact, which may take long
+            self.pace = Pace(self.strategy, run, self.fragments, self._time_a_step())
+            hear = Hindrances(partial(log.emit, step=0))
+            self.group = roster(place.group, run, facts, self.pace.deadlines(), self._wrapped, hear)
+            try:
+                self.replica = join(self._attached, place.stop, run.timeout)
+            except KeyboardInterrupt:
+                log.emit("stop", 0, reason="asked to stop while it waited for the others")
+                raise
+        else:
+            self.replica = self._attached()
+            self._log_start()
+
+    def _wrapped(self, group: Group) -> Group:
+        """Counted, and on the emulated link."""
+        link, counted = parse_link(self.run.link), CountedGroup(group, self.ledger)
+        return LinkedGroup(counted, link, self.ledger) if link else counted
+
+    def _attached(self) -> Replica:
+        return Replica(
+            self.strategy, self.model, self.optimizer, self.group,
+            site=self.place.site, observer=self.log.emit, clock=self.log.seconds,
+        )  # fmt: skip
+
+    def _time_a_step(self) -> float:
+        """Seconds of an inner step, about; the first one, which allocates and compiles, is not counted."""
+        self._backward(0)
+        began = time.monotonic()
+        self._backward(0)
+        self.optimizer.zero_grad()
+        return self.run.accumulate * (time.monotonic() - began)
 
     def train(self) -> dict[str, Any]:
         """Run the loop and return the summary. Raises what `Replica` raises."""
@@ -166,27 +173,47 @@ class Trainer:
         while replica.step < run.steps and not replica.stopping:
             if self.place.stop.is_set():
                 replica.request_stop()
+            before = replica.step
             self._inner_step()
-            if replica.step % eval_every == 0 and replica.step < run.steps:
+            if _passed(before, replica.step, eval_every) and replica.step < run.steps:
                 self._evaluate()
-            if run.checkpoint_every and replica.step % run.checkpoint_every == 0:
+            if _passed(before, replica.step, run.checkpoint_every):
                 self._save()
         stopped = replica.step < run.steps
         if stopped:
             self._save()
-            self.log.emit("stop", replica.step, reason="asked to stop; all replicas stop after this step")
+            self.log.emit("stop", replica.step, reason=self._why_stopped())
             replica.close()
         else:
             if run.checkpoint_every and replica.step % run.checkpoint_every:
                 self._save()  # what a longer run goes on from, and a kill in the last round
             began = time.monotonic()
-            replica.finish()
+            whole = self._finish()
             self.clock.loop_seconds += time.monotonic() - began
             self._evaluate()
-            self._export()
+            self._export(whole)
         summary = self._summary(stopped)
         self.log.emit("end", replica.step, summary=summary)
         return summary
+
+    def _finish(self) -> bool:
+        """The last rounds; false if the others were not heard any more. A stop that comes now ends the waiting for them."""
+        threading.Thread(
+            target=_pass_on, args=(self.place.stop, self.replica), name="thinwire-stop", daemon=True
+        ).start()
+        try:
+            self.replica.finish()
+        except LinkError as error:
+            if not isinstance(self.group, Roster):
+                raise
+            self.log.emit("warning", self.replica.step, message=str(error))
+            self.replica.close()
+            return False
+        return True
+
+    def _why_stopped(self) -> str:
+        who = "this replica stops" if isinstance(self.group, Roster) else "all replicas stop"
+        return f"asked to stop; {who} after this step"
 
     def _inner_step(self) -> None:
         run, replica = self.run, self.replica
@@ -208,6 +235,7 @@ class Trainer:
         self.optimizer.zero_grad()
         seconds = time.monotonic() - begun
         compute = seconds - (replica.seconds - paused)
+        self.clock.trained += 1
         self.clock.loop_seconds += seconds
         self.clock.compute_seconds += compute
         tokens = run.batch * run.sequence * run.accumulate
@@ -221,11 +249,13 @@ class Trainer:
             begin=begin,
             compute_seconds=compute,
         )
+        if isinstance(self.group, Roster):
+            self.group.deadlines = self.pace.after_step(compute)
 
     def _backward(self, micro: int) -> float:
-        run, place = self.run, self.place
+        run, place, share = self.run, self.place, self.share
         tokens, targets = self.corpus.batch(
-            run.seed, place.group.rank, run.replicas, micro, run.batch, run.sequence, place.shard, place.shards
+            share.seed, share.index, share.count, micro, run.batch, run.sequence, place.shard, place.shards
         )
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
             loss = self.model(tokens.to(self.device), targets.to(self.device)).loss / run.accumulate
@@ -270,23 +300,34 @@ class Trainer:
         )
 
     def _resume(self) -> None:
+        if isinstance(self.group, Roster):
+            self._come_back()
+            return
         found, skipped = checkpoint.newest_common(self.checkpoints, self.group, self.place.site)
         if found is None:
             message = "no checkpoint that all replicas have; training starts from the first step"
             self.log.emit("warning", 0, message="; ".join([message, *(s["reason"] for s in skipped)]))
             self.log.emit("resume", 0, from_step=0, path="", skipped=skipped)
             return
+        self._load(found)
+        path = str(found.path.relative_to(self.place.folder))
+        self.log.emit("resume", found.step, from_step=found.step, path=path, skipped=skipped)
+
+    def _come_back(self) -> None:
+        """Go on from the newest sound checkpoint of this replica's own, at the step where the others are."""
+        found, skipped = checkpoint.newest(self.checkpoints)
+        joined, turn, path = self.replica.step, 0, ""
+        if found is not None:
+            self._load(found)
+            self.replica.step = max(joined, found.step)
+            turn, path = found.manifest["facts"]["agreed"]["turn"], str(found.path.relative_to(self.place.folder))
+        self.log.emit("back", self.replica.step, turn=turn, path=path, skipped=skipped)
+
+    def _load(self, found: checkpoint.Checkpoint) -> None:
         checkpoint.load(found, self.replica)
         notes = found.manifest["notes"]
         self.clock = Clock(**{item.name: notes[item.name] for item in dataclasses.fields(Clock) if item.name in notes})
         self.ledger.add(self.clock.ledger)
-        self.log.emit(
-            "resume",
-            found.step,
-            from_step=found.step,
-            path=str(found.path.relative_to(self.place.folder)),
-            skipped=skipped,
-        )
 
     def _totals(self) -> Clock:
         return dataclasses.replace(
@@ -296,11 +337,14 @@ class Trainer:
         )
 
     def _tokens(self) -> int:
+        """Of all replicas; of one that comes and goes, its own."""
         run = self.run
-        return self.replica.step * run.batch * run.sequence * run.accumulate * run.replicas
+        own = self.clock.trained if isinstance(self.group, Roster) else self.replica.step * run.replicas
+        return own * run.batch * run.sequence * run.accumulate
 
     def _summary(self, stopped: bool) -> dict[str, Any]:
         run, totals = self.run, self._totals()
+        steps = totals.trained if isinstance(self.group, Roster) else self.replica.step
         return {
             "strategy": run.strategy,
             "replicas": run.replicas,
@@ -311,62 +355,46 @@ class Trainer:
             "parameters": self.parameters,
             "eval_loss": self.eval_loss,
             "wire_bytes_sent": self.ledger.sent(),
-            "bits_per_parameter_per_step": 8 * self.ledger.sent() / self.parameters / max(1, self.replica.step),
+            "bits_per_parameter_per_step": 8 * self.ledger.sent() / self.parameters / max(1, steps),
             "compute_utilization": totals.compute_seconds / max(totals.loop_seconds, 1e-9),
             "wall_seconds": totals.loop_seconds,
             "stall_seconds": totals.stall_seconds,
             "ledger": totals.ledger,
+            "weights": digest(self.replica.anchors()).hex(),  # of the outer ones: equal on all replicas
             "link": None if parse_link(run.link) is None else run.link,
             "provenance": "emulated" if parse_link(run.link) else "measured",
         }
 
-    def _export(self) -> None:
-        """RUN/model.safetensors: the outer weights, which are the trained model."""
-        weights = self.replica.export()
-        if self.place.group.rank == 0 and self.place.shard == 0:
+    def _export(self, whole: bool) -> None:
+        """RUN/model.safetensors: the outer weights, which are the trained model. If not `whole`, others may have a better one."""
+        weights, path = self.replica.export(), self.place.folder / "model.safetensors"
+        if self.place.writes_the_model and (whole or not path.exists()):
             described = {"model": self.run.model, "vocabulary": self.corpus.vocabulary, "positions": self.run.positions}
             unique = {name: value.contiguous() for name, value in weights.items()}
-            # one entry: safetensors writes several in no fixed order, and the same run must give the same bytes
-            path = self.place.folder / "model.safetensors"
+            draft = path.with_name(f".{path.name}.{self.place.name}")  # replicas that come and go all write it
             try:
-                save_file(unique, path, {"thinwire": json.dumps(described)})
+                # one entry: safetensors writes several in no fixed order, and the same run must give the same bytes
+                save_file(unique, draft, {"thinwire": json.dumps(described)})
+                draft.replace(path)
             except (OSError, SafetensorError) as error:
+                draft.unlink(missing_ok=True)
                 raise CheckpointError(
                     f"the trained model cannot be written to {path}: {error}. Free some space, then go on from the "
                     "last checkpoint with --resume."
                 ) from error
 
     def _log_start(self) -> None:
-        link, shapes = parse_link(self.run.link), [fragment.shapes for fragment in self.replica.fragments]
-        chosen = self.replica.strategy.choices(shapes, self.group.size)
-        self.log.emit(
-            "start", self.replica.step, wall_time=time.time(), replica=self.place.group.rank, replicas=self.run.replicas,
-            run=dataclasses.asdict(self.run) | {
-                "composition": repr(self.replica.strategy), "corpus": self.corpus.describe(), "exchanges": chosen,
-            },
-            strategy=self.run.label,
-            parameters=self.parameters, fragments=[{"name": f.name, "numel": f.numel} for f in self.replica.fragments],
-            link=link and {"bits_per_second": link.bits_per_second, "delay_seconds": link.delay_seconds},
-            carrier=self.run.carrier, machine=machine(),
-        )  # fmt: skip
+        self.log.emit("start", 0, **start(self.run, self.place, self.strategy, self.fragments, self.corpus))
 
 
-def machine() -> Mapping[str, Any]:
-    """What a number was measured on."""
-    here = Path(__file__).parent
-    git = subprocess.run(
-        ["git", "-C", str(here), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return {
-        "cpu": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-        "thinwire": __version__,
-        "commit": git.stdout.strip() or None,
-    }
+def _passed(before: int, after: int, every: int) -> bool:
+    """Whether a multiple of `every` lies after `before`, up to `after`: a replica that was behind jumps ahead."""
+    return bool(every) and after // every > before // every
+
+
+def _pass_on(stop: threading.Event, replica: Replica) -> None:
+    stop.wait()
+    replica.request_stop()
 
 
 def _shard(model: nn.Module, replicas: int, shards: int, device: torch.device) -> None:

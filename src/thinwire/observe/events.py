@@ -15,6 +15,8 @@ of its kind:
     alone       reason
     doubt       turn reason
     late        fragment
+    retry       reason
+    back        turn path skipped
     eval        loss tokens seconds_spent of
     checkpoint  path nbytes seconds_spent
     resume      from_step path skipped
@@ -23,7 +25,8 @@ of its kind:
     warning     message
     end         summary
 
-`round` to `late` are those of a replica that may come and go (rounds.py, elastic.py).
+`round` to `back` are those of a replica that may come and go: rounds.py and elastic.py tell of its rounds; `retry` says
+what keeps it from one; `back`, that it went on from a checkpoint of its own, which knew `turn` rounds.
 
 `nbytes` of a departure are the bytes this replica sends for it, all peers together; `begin` and `end` are on the
 clock of `seconds`. NaN and the infinities, which JSON lacks, are written as the strings "NaN", "Infinity" and
@@ -65,6 +68,8 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "alone": ("reason",),
     "doubt": ("turn", "reason"),
     "late": ("fragment",),
+    "retry": ("reason",),
+    "back": ("turn", "path", "skipped"),
     "eval": ("loss", "tokens", "seconds_spent", "of"),
     "checkpoint": ("path", "nbytes", "seconds_spent"),
     "resume": ("from_step", "path", "skipped"),

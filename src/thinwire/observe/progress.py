@@ -147,14 +147,20 @@ class Progress:
     """
 
     def __init__(
-        self, run_folder: str | Path, steps: int, replicas: int, console: Console | None = None, sharded: bool = False
+        self,
+        run_folder: str | Path,
+        steps: int,
+        replicas: int | Sequence[str],
+        console: Console | None = None,
+        sharded: bool = False,
     ) -> None:
         events = Path(run_folder) / "events"
         suffix = ".shard-0.jsonl" if sharded else ".jsonl"
         self.steps = steps
         self.console = console or Console()
-        self._tails = [Tail(events / f"replica-{index}{suffix}") for index in range(replicas)]
-        self._replicas = [_Replica() for _ in range(replicas)]
+        self._names = [f"replica-{index}" for index in range(replicas)] if isinstance(replicas, int) else list(replicas)
+        self._tails = [Tail(events / f"{name}{suffix}") for name in self._names]
+        self._replicas = [_Replica() for _ in self._names]
         self._evaluated: tuple[int, float] | None = None
         self._said: set[str] = set()
         self._opened = self._spoke = time.monotonic()
@@ -212,6 +218,10 @@ class Progress:
             if event["path"]:
                 self._say("resume", f"from step {event['from_step']}")
         self._replicas[index].take(event)
+
+    def say(self, text: str) -> None:
+        """Tell something beside what the logs hold."""
+        self._print(text)
 
     def _say(self, what: str, said: object) -> None:
         if (text := str(said)) not in self._said:
