@@ -258,7 +258,8 @@ class Rounds:
             self._believe(muster, concord, ready, moved if committed else None, reason)
         self._observe(
             "round", turn=concord.turn, fragment=concord.fragment, members=[member.name for member in muster.members],
-            counted=names, committed=committed, seconds_spent=self._clock() - began, reason=reason,
+            counted=names, committed=committed, nbytes=self._sent(muster, concord) if moved else 0,
+            seconds_spent=self._clock() - began, reason=reason,
         )  # fmt: skip
         return reason
 
@@ -349,6 +350,11 @@ class Rounds:
             raise NonFiniteError("the anchor would not be finite; the round is dropped.")
         moved.close()
         return moved
+
+    def _sent(self, muster: Muster, concord: Concord) -> int:
+        """Bytes of the round's packets, all peers together."""
+        codec, numel = self.codecs[concord.fragment], self.agreed.anchors[concord.fragment].numel()
+        return self.strategy.exchange.nbytes_sent(codec, numel, muster.group.size, muster.group.rank)
 
     def _air_over(self, group: Group) -> Air:
         """Kept as long as the group is."""

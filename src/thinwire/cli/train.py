@@ -107,7 +107,7 @@ def main(arguments: Sequence[str]) -> int:
         console.print(f"finished already: all {run.steps} steps; to train longer give more --steps", highlight=False)
     else:
         train(run, folder, asked.resume, console, asked.seat)
-    _finish(folder, console, asked.json)
+    _finish(folder, console, asked.json, asked.seat)
     return 0
 
 
@@ -165,7 +165,7 @@ def _ticking(tick: Callable[[], object]) -> Iterator[None]:
         thread.join()
 
 
-def _finish(folder: Path, console: Console, as_json: bool) -> None:
+def _finish(folder: Path, console: Console, as_json: bool, seat: Seat | None = None) -> None:
     """The summary as a table, a file and a page."""
     record = RunRecord.load(folder)
     summary = summary_of(record)
@@ -177,7 +177,8 @@ def _finish(folder: Path, console: Console, as_json: bool) -> None:
         drawn = f"no report: {error}"
     console.print(drawn, soft_wrap=True, highlight=False)
     if record.status.startswith("stopped"):
-        console.print(f"to go on: thinwire train --resume --out {folder}", soft_wrap=True, highlight=False)
+        where = f" --lighthouse {seat.lighthouse} --name {seat.name}" if seat else ""
+        console.print(f"to go on: thinwire train --resume --out {folder}{where}", soft_wrap=True, highlight=False)
     if as_json:
         print(json.dumps(summary))
 

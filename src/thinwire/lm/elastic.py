@@ -201,6 +201,7 @@ def _look_after(replica: _Replica, others_finished: bool, stopped: bool, say: Sa
     if replica.due is not None:
         if stopped or others_finished:
             replica.due, replica.finished = None, True
+            say(f"{replica.name} is not started again: {'stopping' if stopped else 'the others have finished'}")
         elif time.monotonic() >= replica.due:
             replica.begin(resume=True)
             say(f"{replica.name} is started again")
@@ -212,8 +213,8 @@ def _look_after(replica: _Replica, others_finished: bool, stopped: bool, say: Sa
         return
     if code == 0 or stopped or others_finished:
         replica.finished = True
-        if code not in (0, 130):
-            say(f"{replica.name} ended with {_signal(-code) if code < 0 else f'exit code {code}'} {replica.said()}")
+        if code != 0 and not stopped:
+            say(f"{replica.name} is not started again: the others have finished")
         return
     say(replica.died(code))
 

@@ -22,7 +22,8 @@ from thinwire.partition import Fragment
 from thinwire.seeds import derive
 from thinwire.strategy import Strategy
 
-AGAIN = 10.0  # seconds before the same hindrance is told again
+PATIENCE = 3.0  # seconds in which somebody may be late without a word
+AGAIN = 30.0  # seconds before the same hindrance is told again
 
 
 @dataclass(frozen=True)
@@ -130,18 +131,26 @@ def roster(
 
 
 class Hindrances:
-    """Of what a roster tells, what keeps it from a muster, as retry events: each reason once in `AGAIN` seconds."""
+    """Of what a roster tells, what keeps it from a muster for longer than `PATIENCE`, as retry events: each reason once in `AGAIN` seconds.
+
+    `step` says where training is.
+    """
 
     def __init__(self, observe: Callable[..., None]) -> None:
+        self.step: Callable[[], int] = lambda: 0
         self._observe, self._said = observe, dict[str, float]()
+        self._since: float | None = None
 
     def __call__(self, kind: str, fields: Mapping[str, Any]) -> None:
-        if kind != "retry":
-            return
-        reason, now = str(fields["reason"]), time.monotonic()
-        if now - self._said.get(reason, -AGAIN) >= AGAIN:
-            self._said[reason] = now
-            self._observe("retry", reason=reason)
+        now = time.monotonic()
+        if kind == "muster":
+            self._since = None
+        elif kind == "retry":
+            self._since = now if self._since is None else self._since
+            reason, at_once = str(fields["reason"]), fields["seconds"] == 0.0
+            if (at_once or now - self._since >= PATIENCE) and now - self._said.get(reason, -AGAIN) >= AGAIN:
+                self._said[reason] = now
+                self._observe("retry", self.step(), reason=reason)
 
 
 class Pace:

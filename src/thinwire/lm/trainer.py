@@ -12,7 +12,6 @@ import math
 import threading
 import time
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -134,13 +133,14 @@ class Trainer:
         if isinstance(place.group, Coming):
             self._log_start()  # before the first contact, which may take long
             self.pace = Pace(self.strategy, run, self.fragments, self._time_a_step())
-            hear = Hindrances(partial(log.emit, step=0))
+            hear = Hindrances(log.emit)
             self.group = roster(place.group, run, facts, self.pace.deadlines(), self._wrapped, hear)
             try:
                 self.replica = join(self._attached, place.stop, run.timeout)
             except KeyboardInterrupt:
                 log.emit("stop", 0, reason="asked to stop while it waited for the others")
                 raise
+            hear.step = lambda: self.replica.step
         else:
             self.replica = self._attached()
             self._log_start()

@@ -9,7 +9,7 @@ of its kind:
     flight      fragment round begin end queued_seconds transfer_seconds
     land        fragment round begin stall_seconds seconds_spent
     refused     fragment round by reason
-    round       turn fragment members counted committed seconds_spent reason
+    round       turn fragment members counted committed nbytes seconds_spent reason
     given       to nbytes
     caught_up   turn donor
     alone       reason
@@ -62,7 +62,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "flight": ("fragment", "round", "begin", "end", "queued_seconds", "transfer_seconds"),
     "land": ("fragment", "round", "begin", "stall_seconds", "seconds_spent"),
     "refused": ("fragment", "round", "by", "reason"),
-    "round": ("turn", "fragment", "members", "counted", "committed", "seconds_spent", "reason"),
+    "round": ("turn", "fragment", "members", "counted", "committed", "nbytes", "seconds_spent", "reason"),
     "given": ("to", "nbytes"),
     "caught_up": ("turn", "donor"),
     "alone": ("reason",),
