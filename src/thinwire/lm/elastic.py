@@ -158,7 +158,7 @@ class _Replica:
         why = f"{how}: {words}" if words else how
         if code == FINAL:
             self.given_up = words
-            return f"{self.name} has ended at step {self.step}: {words}"
+            return f"{self.name} has ended at step {self.step} and is not started again"
         self.deaths = 1 if time.monotonic() - self.began > SETTLED else self.deaths + 1
         if self.deaths >= TRIES:
             self.given_up = f"died {self.deaths} times in a row, last by {why}"

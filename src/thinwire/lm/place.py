@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -124,6 +124,7 @@ def roster(
     observe: Observe,
 ) -> Roster:
     """Those who are there, for `run`: `facts` must be alike on all, beside code, strategy and model."""
+    times = replace(times, muster=min(times.muster, run.timeout))
     texts = {name: str(value) for name, value in {"replicas": run.replicas, **facts}.items()}
     return Roster(
         coming.meeting, coming.name, facts=texts, least=run.least, deadlines=times, wrap=wrap, observe=observe

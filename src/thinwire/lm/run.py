@@ -211,6 +211,10 @@ class Run:
         """In what this run cannot go on from a checkpoint of `other`; empty if it can."""
         differing = [name for name in OF_A_CHECKPOINT if getattr(self, name) != getattr(other, name)]
         said = [f"{name} {getattr(other, name)!r} there, {getattr(self, name)!r} given" for name in differing]
+        if (self.carrier == "elastic") != (
+            other.carrier == "elastic"
+        ):  # its checkpoints know of rounds, the others' of flights
+            said.append(f"carrier {other.carrier!r} there, {self.carrier!r} given")
         if self._strategy() != other._strategy():
             said.append(f"strategy {other.label} there, {self.label} given")
         return ", ".join(said)

@@ -101,9 +101,8 @@ class Company:
             return self._once(f"{name} is late: a fragment's last round was not over when it should have left again")
         if kind == "doubt":
             return [f"{name} could not learn what became of turn {event['turn']}; the next round tells"]
-        return self._once(
-            f"{name} trains on, in no round: {event['reason']}" if kind == "alone" else f"{name}: {event['reason']}"
-        )
+        what = "" if kind == "retry" else " trains on, in no round" if event["step"] else " waits for the others"
+        return self._once(f"{name}{what}: {event['reason']}")
 
     @property
     def committed(self) -> int:

@@ -24,7 +24,7 @@ from rich.text import Text
 from thinwire.group.link import Link, Uplink
 from thinwire.observe.company import CARRIER, Company
 from thinwire.observe.events import Event, Tail
-from thinwire.observe.replicas import fragments_of, told
+from thinwire.observe.replicas import fragments_of
 from thinwire.observe.runs import RunRecord
 from thinwire.observe.sessions import number, whole
 from thinwire.observe.units import (
@@ -230,12 +230,16 @@ class Progress:
         elif kind == "eval":
             self._evaluated = (event["step"], number(event["loss"]))
         elif kind in ("warning", "stop"):
-            self._say(f"{kind} (replica {index}, step {event['step']})", event.get("message", event.get("reason")))
+            self._say(
+                f"{kind} ({self._names[index].replace('-', ' ')}, step {event['step']})",
+                event.get("message", event.get("reason")),
+            )
         elif kind in ("resume", "back"):
             for passed_over in event["skipped"] if isinstance(event["skipped"], list) else ():
                 self._say("passed over", passed_over.get("reason"))
             if kind == "back":
-                self._print(f"{self._names[index]} is back {told(event)}, at step {event['step']}")
+                path = event["path"] or "no checkpoint of its own"
+                self._print(f"{self._names[index]} is back at step {event['step']}, from turn {event['turn']} ({path})")
             elif event["path"]:
                 self._say("resume", f"from step {event['from_step']}")
         elif kind in ("alone", "retry", "caught_up", "doubt", "late", "round") and self._company:
