@@ -22,11 +22,11 @@ from thinwire.lm.run import Run
 
 # Of a run: options of train and compare, and what a run file holds.
 RUN = """
-strategy replicas steps seed every delay fragments merge codec partition offsets exchange outer_lr outer_momentum anchors carrier link uplink timeout
+strategy replicas steps seed every delay fragments merge codec partition offsets exchange outer_lr outer_momentum anchors carrier least link uplink timeout
 model positions text column tokenizer batch sequence accumulate lr warmup weight_decay clip precision eval_every eval_batches checkpoint_every keep
 """
 OPTIONS = {
-    "train": "run_settings out resume run json",
+    "train": "run_settings out resume run elastic lighthouse name json",
     "compare": "run_settings strategies seeds out run json",
     "report": "runs out tensorboard json",
     "probe": "run what out model sequence link replicas seconds trips name timeout json",
