@@ -145,7 +145,7 @@ def test_ctrl_c_leaves_a_checkpoint_of_every_replica(train: Train, tmp_path: Pat
     folder = tmp_path / "run"
     command = train(folder, "--elastic", "--steps", "100000", "--checkpoint-every", "0")
     logs = [folder / f"events/{name}.jsonl" for name in NAMES[:2]]
-    until(lambda: all(log.exists() and '"step"' in log.read_text() for log in logs), folder)
+    until(lambda: all(log.exists() and '"event":"step"' in log.read_text() for log in logs), folder)
     command.send_signal(signal.SIGINT)
     assert command.wait(PATIENCE) == 0
     said = folder.with_suffix(".txt").read_text()

@@ -13,12 +13,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+from torch import nn
+
 from thinwire.codecs import Shapes
 from thinwire.errors import LinkError
 from thinwire.group import Deadlines, Group, Link, Roster, parse_link
 from thinwire.group.roster import Meeting, Observe
 from thinwire.lm.run import Run
 from thinwire.partition import Fragment
+from thinwire.replica import Replica
 from thinwire.seeds import derive
 from thinwire.strategy import Strategy
 
@@ -202,3 +206,20 @@ def _fulfil(promise: Future[T], attach: Callable[[], T]) -> None:
         promise.set_result(attach())
     except BaseException as error:
         promise.set_exception(error)
+
+
+def pass_on(stop: threading.Event, replica: Replica) -> None:
+    """Ask `replica` to stop when `stop` is set, from a thread of its own."""
+    stop.wait()
+    replica.request_stop()
+
+
+def shard(model: nn.Module, replicas: int, shards: int, device: torch.device) -> None:
+    """FSDP2 inside the replica: every block, then the rest."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (replicas, shards), mesh_dim_names=("replica", "shard"))["shard"]
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)

@@ -26,7 +26,7 @@ from thinwire.group import CountedGroup, Group, Ledger, LinkedGroup, Roster, par
 from thinwire.lm.data import Corpus
 from thinwire.lm.huggingface import hugging_face
 from thinwire.lm.model import SIZES, Transformer
-from thinwire.lm.place import Coming, Hindrances, Pace, Place, join, roster
+from thinwire.lm.place import Coming, Hindrances, Pace, Place, join, pass_on, roster, shard
 from thinwire.lm.run import Run
 from thinwire.lm.start import start
 from thinwire.lm.tokens import BPE, Bytes
@@ -121,7 +121,7 @@ class Trainer:
         )
         self.model = make_model(run, self.corpus.vocabulary).to(self.device)
         if place.shards > 1:
-            _shard(self.model, run.replicas, place.shards, self.device)
+            shard(self.model, run.replicas, place.shards, self.device)
         # fused: one kernel for all parameters, where the device has it
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=run.lr, betas=BETAS, weight_decay=run.weight_decay, fused=True
@@ -139,6 +139,7 @@ class Trainer:
                 self.replica = join(self._attached, place.stop, run.timeout)
             except KeyboardInterrupt:
                 log.emit("stop", 0, reason="asked to stop while it waited for the others")
+                self.group.close()
                 raise
             hear.step = lambda: self.replica.step
         else:
@@ -199,7 +200,7 @@ class Trainer:
     def _finish(self) -> bool:
         """The last rounds; false if the others were not heard any more. A stop that comes now ends the waiting for them."""
         threading.Thread(
-            target=_pass_on, args=(self.place.stop, self.replica), name="thinwire-stop", daemon=True
+            target=pass_on, args=(self.place.stop, self.replica), name="thinwire-stop", daemon=True
         ).start()
         try:
             self.replica.finish()
@@ -390,19 +391,3 @@ class Trainer:
 def _passed(before: int, after: int, every: int) -> bool:
     """Whether a multiple of `every` lies after `before`, up to `after`: a replica that was behind jumps ahead."""
     return bool(every) and after // every > before // every
-
-
-def _pass_on(stop: threading.Event, replica: Replica) -> None:
-    stop.wait()
-    replica.request_stop()
-
-
-def _shard(model: nn.Module, replicas: int, shards: int, device: torch.device) -> None:
-    """FSDP2 inside the replica: every block, then the rest."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh(device.type, (replicas, shards), mesh_dim_names=("replica", "shard"))["shard"]
-    for block in model.blocks:  # type: ignore[union-attr]
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)

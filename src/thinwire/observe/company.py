@@ -62,6 +62,7 @@ class Circle:
         self.members: tuple[str, ...] = ()
         self.committed = 0
         self._counted: deque[tuple[str, ...]] = deque(maxlen=2 * max(1, fragments))
+        self._here: dict[str, int] = {}  # committed rounds in a row that a replica was a member of
         self._last = -1
 
     def take(self, turn: Turn) -> tuple[list[str], list[str]]:
@@ -73,8 +74,15 @@ class Circle:
         if turn.committed and turn.fragment >= 0:
             self.committed += 1
             self._counted.append(turn.counted)
+            self._here = {name: self._here.get(name, 0) + 1 for name in turn.members}
         joined = [name for name in turn.members if name not in before]
         return joined, [name for name in before if name not in turn.members]
+
+    @property
+    def idle(self) -> tuple[str, ...]:
+        """Members of whom nothing was counted for two cycles."""
+        part, long = self.taking_part, self._counted.maxlen or 0
+        return tuple(name for name, rounds in self._here.items() if rounds >= long and name not in part)
 
     @property
     def taking_part(self) -> tuple[str, ...]:
@@ -116,8 +124,12 @@ class Company:
 
     def _of_round(self, turn: Turn) -> list[str]:
         joined, left = self._circle.take(turn)
-        there = f"{len(turn.members)} of {self._asked} are there"
+        there = how_many(turn.members, self._asked)
         lines = [f"{', '.join(names)} {what}; {there}" for what, names in (("joined", joined), ("left", left)) if names]
+        for name in self._circle.idle:
+            lines += self._once(
+                f"{name} is there and trains, but none of its deltas was counted for two cycles", f"idle {name}"
+            )
         if turn.committed is False and turn.reason:
             lines += self._once(
                 f"turn {turn.number} was dropped and changed nothing: {turn.reason}", f"turn {turn.number}"
@@ -129,6 +141,11 @@ class Company:
             return []
         self._said.add(key or text)
         return [text]
+
+
+def how_many(members: Sequence[str], asked: int) -> str:
+    """How many are there, of how many."""
+    return f"{len(members)} of {asked} are there" if len(members) <= asked else f"{len(members)} are there"
 
 
 def merged(turns: Iterable[Turn]) -> list[Turn]:

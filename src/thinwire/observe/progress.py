@@ -330,12 +330,13 @@ class Progress:
     def _row(self, index: int, replica: _Replica) -> list[Text]:
         use = text_of_share(replica.link_use)
         counts = f"{replica.refused}" + (f", {replica.skipped} skipped" if replica.skipped else "")
+        silent = self._company is not None and time.monotonic() - replica.heard > SILENT_SECONDS
+        name, now = (
+            self._names[index].removeprefix("replica-"),
+            replica.ended or ("silent" if silent else str(replica.step)),
+        )
         cells = (
-            *(
-                str(index) if self._names[index] == f"replica-{index}" else self._names[index],
-                replica.ended or str(replica.step),
-                text_of_loss(replica.loss) if replica.step else NOTHING,
-            ),
+            *(name, now, text_of_loss(replica.loss) if replica.step else NOTHING),
             *(text_of_count(replica.tokens_per_second), text_of_share(replica.compute_utilization)),
             *(text_of_seconds(replica.stall_seconds), replica.in_the_air, text_of_nbytes(replica.nbytes), use, counts),
         )

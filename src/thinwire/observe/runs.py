@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from thinwire.errors import DataError
-from thinwire.observe.company import CARRIER, Circle, merged, numbers
+from thinwire.observe.company import CARRIER, Circle, how_many, merged, numbers
 from thinwire.observe.replicas import Evaluations, Note, ReplicaRecord, fragments_of
 from thinwire.observe.sessions import number, whole
 from thinwire.observe.units import NOTHING, text_of_bits, text_of_loss, text_of_nbytes, text_of_seconds, text_of_share
@@ -140,7 +140,7 @@ def _comings(replicas: Sequence[ReplicaRecord]) -> list[Note]:
         joined, left = circle.take(turn)
         for kind, names in (("joined", joined), ("left", left)):
             if names:
-                there = f"{', '.join(names)}; {len(turn.members)} of {asked} are there"
+                there = f"{', '.join(names)}; {how_many(turn.members, asked)}"
                 notes.append(Note(turn.seconds, turn.number, NOTHING, kind, there))
         if turn.committed is False and turn.reason:
             what = f"turn {turn.number}, fragment {turn.fragment}: {turn.reason}"
