@@ -89,9 +89,8 @@ class Elastic:
         self.rounds.finishing = True
         while not self.rounds.over:
             if self.rounds.idle:
-                self._pick_up(
-                    step + self.strategy.schedule.delay
-                )  # else what has had its round would still seem to wait
+                # Else what has had its round would still seem to wait, and a replica would bring nothing every other time.
+                self._pick_up(step + self.strategy.schedule.delay)
                 brought = [self.rounds.wanted] if self.rounds.wanted >= 0 else self.rounds.unsettled
                 if brought and not self._waiting:
                     self._depart(brought[0], step)

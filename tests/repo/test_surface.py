@@ -23,7 +23,8 @@ from thinwire.lm.run import Run
 # Of a run: options of train and compare, and what a run file holds.
 RUN = """
 strategy replicas steps seed every delay fragments merge codec partition offsets exchange outer_lr outer_momentum anchors carrier least
-link uplink timeout model positions text column tokenizer batch sequence accumulate lr warmup weight_decay clip precision eval_every eval_batches checkpoint_every keep
+link uplink timeout model positions text column tokenizer batch
+sequence accumulate lr warmup weight_decay clip precision eval_every eval_batches checkpoint_every keep
 """
 OPTIONS = {
     "train": "run_settings out resume run elastic lighthouse name json",

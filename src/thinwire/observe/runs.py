@@ -134,6 +134,8 @@ def _elastic(replicas: Sequence[ReplicaRecord]) -> bool:
 
 def _comings(replicas: Sequence[ReplicaRecord]) -> list[Note]:
     """Who came and went, and which rounds were dropped, among replicas that come and go."""
+    if not _elastic(replicas):
+        return []
     notes: list[Note] = []
     circle, asked = Circle(1), whole(replicas[0].start["replicas"])
     for turn in merged(turn for replica in replicas for turn in replica.turns):
