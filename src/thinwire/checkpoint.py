@@ -126,14 +126,7 @@ def newest_common(
     folder: Path, group: Group, site: Group | None = None
 ) -> tuple[Checkpoint | None, list[dict[str, str]]]:
     """The newest step of which every rank has a whole checkpoint, and what was passed over, with reasons. Collective."""
-    found: dict[int, Checkpoint] = {}
-    skipped = []
-    for path in sorted(folder.glob("step-*")):
-        try:
-            checkpoint = read(path)
-            found[checkpoint.step] = checkpoint
-        except CheckpointError as error:
-            skipped.append({"path": str(path), "reason": str(error)})
+    found, skipped = _sound(folder)
     common = set(found)
     for circle in (group, site):
         if circle is not None:
@@ -146,6 +139,25 @@ def newest_common(
         if s > (-1 if step is None else step)
     ]
     return (None if step is None else found[step]), skipped
+
+
+def newest(folder: Path) -> tuple[Checkpoint | None, list[dict[str, str]]]:
+    """The newest whole checkpoint in `folder`, and what was passed over, with reasons: of a replica that may come and go."""
+    found, skipped = _sound(folder)
+    return found.get(max(found, default=-1)), skipped
+
+
+def _sound(folder: Path) -> tuple[dict[int, Checkpoint], list[dict[str, str]]]:
+    """Whole checkpoints by step, and the others."""
+    found: dict[int, Checkpoint] = {}
+    skipped = []
+    for path in sorted(folder.glob("step-*")):
+        try:
+            checkpoint = read(path)
+            found[checkpoint.step] = checkpoint
+        except CheckpointError as error:
+            skipped.append({"path": str(path), "reason": str(error)})
+    return found, skipped
 
 
 def load(checkpoint: Checkpoint, replica: Trained) -> None:

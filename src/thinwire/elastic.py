@@ -63,6 +63,7 @@ class Elastic:
             strategy, roster, agreed, codecs, fresh=True, observe=self._hear, clock=clock, thread=thread
         )
         self._start_again = start_again
+        self.stop_requested = False  # at the end of a run, too, where it waits for others
 
     def join(self, step: int) -> int:
         """Meet the others and take over what they hold; this replica's step then. Blocks."""
@@ -89,16 +90,17 @@ class Elastic:
         self.rounds.finishing = True
         while not self.rounds.over:
             if self.rounds.idle:
+                # Else what has had its round would still seem to wait, and a replica would bring nothing every other time.
+                self._pick_up(step + self.strategy.schedule.delay)
                 brought = [self.rounds.wanted] if self.rounds.wanted >= 0 else self.rounds.unsettled
                 if brought and not self._waiting:
                     self._depart(brought[0], step)
                 else:  # nothing left; or in doubt about the last round, which the next claims end
                     self.rounds.depart(NOTHING)
             self._pick_up(step + self.strategy.schedule.delay)
-            if self.rounds.alone >= PATIENCE:
-                raise LinkError(
-                    f"the last exchange was given up: {self.rounds.why_alone} The anchors hold what was agreed until then."
-                )
+            if self.rounds.alone >= PATIENCE or self.stop_requested:
+                why = "asked to stop." if self.stop_requested else self.rounds.why_alone
+                raise LinkError(f"the last exchange was given up: {why} The anchors hold what was agreed until then.")
             time.sleep(_POLL)
         self._pick_up(step + self.strategy.schedule.delay)
 

@@ -154,8 +154,9 @@ class Replica:
         return [piece.index for piece in self._pieces if piece.flight]
 
     def request_stop(self) -> None:
-        """Ask all replicas to stop at the same step: `stopping` becomes true on all of them at the next landing."""
-        self._crew.stop_requested = True
+        """All replicas are to stop at one step: `stopping` becomes true on all at the next landing; with a `Roster` here, now."""
+        (self._elastic or self._crew).stop_requested = True
+        self.stopping |= self._elastic is not None
 
     @torch.no_grad()
     def exchange_gradients(self) -> None:

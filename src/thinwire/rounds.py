@@ -257,8 +257,9 @@ class Rounds:
         if committed is not None:
             self._believe(muster, concord, ready, moved if committed else None, reason)
         self._observe(
-            "round", turn=concord.turn, fragment=concord.fragment, members=[member.name for member in muster.members],
-            counted=names, committed=committed, seconds_spent=self._clock() - began, reason=reason,
+            "round", turn=concord.turn, fragment=concord.fragment, members=[member.name for member in muster.members], counted=names,
+            committed=committed, nbytes=self._sent(muster.group, concord.fragment) if moved else 0, reason=reason,
+            seconds_spent=self._clock() - began,
         )  # fmt: skip
         return reason
 
@@ -349,6 +350,10 @@ class Rounds:
             raise NonFiniteError("the anchor would not be finite; the round is dropped.")
         moved.close()
         return moved
+
+    def _sent(self, group: Group, fragment: int) -> int:
+        codec, numel = self.codecs[fragment], self.agreed.anchors[fragment].numel()
+        return self.strategy.exchange.nbytes_sent(codec, numel, group.size, group.rank)
 
     def _air_over(self, group: Group) -> Air:
         """Kept as long as the group is."""

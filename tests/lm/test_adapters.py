@@ -15,10 +15,10 @@ from thinwire.errors import ConfigurationError, ModelError
 from thinwire.lm import launch
 from thinwire.lm.adapters import adapters, attach, merged
 from thinwire.lm.huggingface import hugging_face
+from thinwire.lm.job import make_model
 from thinwire.lm.model import SIZES, Transformer
 from thinwire.lm.run import Run
 from thinwire.lm.stored import stored_model
-from thinwire.lm.trainer import make_model
 from thinwire.observe.events import read_events
 
 PRESENT = importlib.util.find_spec("peft") is not None

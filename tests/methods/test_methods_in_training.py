@@ -11,8 +11,8 @@ from loops import METHODS
 
 from thinwire.errors import ConfigurationError
 from thinwire.lm import launch
+from thinwire.lm.job import check
 from thinwire.lm.run import Run
-from thinwire.lm.trainer import check
 from thinwire.observe.events import read_events
 from thinwire.observe.report import write_report
 

@@ -22,9 +22,9 @@ from thinwire import (
     streaming_diloco,
 )
 from thinwire.errors import ConfigurationError
+from thinwire.lm.job import make_model
 from thinwire.lm.model import SIZES, Architecture, Transformer
 from thinwire.lm.run import Run
-from thinwire.lm.trainer import make_model
 from thinwire.plan.memory import activation_nbytes, kept_nbytes, most_at_once, replica_memory, saved_nbytes
 from thinwire.replica import Replica
 

@@ -22,8 +22,8 @@ from thinwire.cli import options, train
 from thinwire.cli.pages import write_report
 from thinwire.errors import ConfigurationError
 from thinwire.lm import launch
+from thinwire.lm.job import check
 from thinwire.lm.run import Run
-from thinwire.lm.trainer import check
 from thinwire.observe.runs import RunRecord
 from thinwire.observe.units import text_of_bits, text_of_nbytes, text_of_seconds, text_of_share
 

@@ -20,11 +20,13 @@ from thinwire.cli import machine, options
 from thinwire.cli.machine import Finding, warn_unless
 from thinwire.codecs import Shapes
 from thinwire.errors import ConfigurationError, ThinwireError
-from thinwire.group import Deadlines, Link, parse_link
+from thinwire.group import Link, parse_link
+from thinwire.group.lighthouse import engine
+from thinwire.lm import place
+from thinwire.lm.job import make_model, open_corpus
 from thinwire.lm.model import Transformer
 from thinwire.lm.run import Run
 from thinwire.lm.tokens import find
-from thinwire.lm.trainer import make_model, open_corpus
 from thinwire.observe.units import text_of_count, text_of_nbytes, text_of_rate, text_of_seconds
 from thinwire.plan.memory import kept_nbytes, replica_memory
 from thinwire.strategy import Strategy
@@ -98,6 +100,8 @@ def set_up(file: Path, link: Link | None, step_seconds: float | None) -> Iterato
         f"{run.replicas} on {machine.cores()} core(s), {_threads(run)} thread(s) each",
         "if they all run here they take turns: fewer replicas, or more machines (docs/machines.md)",
     )
+    if run.carrier == "elastic":
+        yield may_come_and_go()
     what = "text"
     try:
         vocabulary = yield from text(run)
@@ -117,6 +121,15 @@ def set_up(file: Path, link: Link | None, step_seconds: float | None) -> Iterato
         shapes, wire = [fragment.shapes for fragment in fragments], link or parse_link(run.link)
         yield from enough(strategy, shapes, run.replicas, wire, step_seconds)
         yield deadlines(strategy, shapes, run.replicas, wire, step_seconds)
+
+
+def may_come_and_go() -> Finding:
+    """Whether replicas that come and go could find each other from here."""
+    try:
+        engine()
+    except ConfigurationError as error:
+        return Finding("elastic", "problem", str(error))
+    return Finding("elastic", "ok", "torchft is installed, which keeps the lighthouse")
 
 
 def text(run: Run) -> Generator[Finding, None, int]:
@@ -211,7 +224,7 @@ def enough(
     share = link.bits_per_second / floor
     advice = f"at most {min(share, 1):.0%} of the time would be training: larger --every, fewer bits (--codec), or a larger --batch"
     yield warn_unless(share >= 1, "link", f"{says}; {link} is given", advice)
-    flight = link.seconds(_largest_round(strategy, fragments, replicas))
+    flight = link.seconds(place.largest_round(strategy, fragments, replicas))
     says = f"the largest fragment flies {text_of_seconds(flight)}, {delay} steps last {text_of_seconds(delay * seconds)} (predicted)"
     if delay:
         advice = f"every round would wait: --delay {min(every - 1, int(flight / seconds) + 1)}, or smaller fragments"
@@ -226,8 +239,7 @@ def deadlines(
     strategy: Strategy, fragments: Sequence[int | Shapes], replicas: int, link: Link | None, seconds: float
 ) -> Finding:
     """The one time-out model for replicas that come and go, as this run needs it."""
-    schedule = strategy.schedule
-    of = Deadlines.of(schedule.every, schedule.delay, seconds, _largest_round(strategy, fragments, replicas), link)
+    of = place.deadlines(strategy, fragments, replicas, link, seconds)
     texts = {name.replace("_", " "): text_of_seconds(value) for name, value in dataclasses.asdict(of).items()}
     return Finding(
         "deadlines",
@@ -237,13 +249,8 @@ def deadlines(
     )
 
 
-def _largest_round(strategy: Strategy, fragments: Sequence[int | Shapes], replicas: int) -> int:
-    """Bytes that one replica sends for the largest fragment."""
-    return max(strategy.nbytes_per_period([fragment], replicas) for fragment in fragments)
-
-
 def _threads(run: Run) -> int:
-    return max(1, (os.cpu_count() or 1) // run.replicas) if run.carrier == "processes" else torch.get_num_threads()
+    return max(1, (os.cpu_count() or 1) // run.replicas) if run.carrier != "threads" else torch.get_num_threads()
 
 
 def _table(findings: Sequence[Finding]) -> Table:

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     says = [
         f"lighthouse at {lighthouse.address}, its store at the next port, {lighthouse.port + 1}",
         f"a replica that is not heard for {asked.heartbeat_timeout:g} s is taken for dead",
-        f'replicas come with Roster(LighthouseMeeting("{_reached_at(lighthouse)}"), name)',
+        f"replicas come with: thinwire train RUN.toml --lighthouse {_reached_at(lighthouse)} --name NAME",
         "warning: nothing here is authenticated or encrypted. Whoever reaches these ports can end a run or feed it: "
         "trusted networks or tunnels only.",
         *([] if _only_here(asked.host) else ["open both ports to the replicas, and to nobody else"]),

@@ -20,8 +20,9 @@ from thinwire.cli import options
 from thinwire.cli.pages import write_report
 from thinwire.errors import ConfigurationError, DataError
 from thinwire.lm import launch
+from thinwire.lm.elastic import Seat, check_seat, train_elastic
+from thinwire.lm.job import check
 from thinwire.lm.run import Run
-from thinwire.lm.trainer import check
 from thinwire.observe.progress import Progress, final_table
 from thinwire.observe.runs import RunRecord, text_of_privacy
 
@@ -40,8 +41,39 @@ class Options:
     """Go on with the run in --out from the newest checkpoint that all replicas have."""
     run: tyro.conf.Positional[Path | None] = None
     """A run file to take settings from; what is given on the command line replaces them."""
+    elastic: bool = False
+    """Replicas may die, return and join late: short for --carrier elastic. All run on this machine, and one that dies is started again."""
+    lighthouse: str | None = None
+    """Elastic, on several machines: be one replica, of a run whose `thinwire lighthouse` listens at HOST:PORT."""
+    name: str | None = None
+    """With --lighthouse: this replica's name, that no other has, and kept when it comes back. replica-0 to replica-N share the text out."""
     json: bool = False
     """Progress goes to stderr; stdout ends with one JSON object."""
+
+    def elastically(self) -> Options:
+        """As it was asked, with --elastic and --lighthouse spelled out as the run's carrier."""
+        if (self.lighthouse is None) != (self.name is None):
+            given, needed = ("--lighthouse", "--name") if self.name is None else ("--name", "--lighthouse")
+            raise ConfigurationError(
+                f"{given} without {needed}: one replica of a run elsewhere is --lighthouse HOST:PORT --name NAME; "
+                "for all replicas on this machine, --elastic alone."
+            )
+        if not (self.elastic or self.lighthouse):
+            return self
+        if self.run_settings.carrier == "threads":
+            raise ConfigurationError("--carrier threads with --elastic: threads die together; choose one of them.")
+        return dataclasses.replace(self, run_settings=dataclasses.replace(self.run_settings, carrier="elastic"))
+
+    @property
+    def seat(self) -> Seat | None:
+        return Seat(self.lighthouse, self.name) if self.lighthouse and self.name else None
+
+
+DESCRIPTION = """Train one language model on several replicas.
+
+thinwire train                                                  the demo: two processes, an emulated link
+thinwire train --elastic --replicas 3                           three that may die and return, all on this machine
+thinwire train RUN.toml --lighthouse 10.0.0.1:29510 --name oslo  one of them, on a machine of its own (docs/elastic.md)"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -50,8 +82,14 @@ def main(arguments: Sequence[str]) -> int:
     if demo:
         asked = Options(run_settings=DEMO)
     else:
-        asked = options.read(Options, "train", arguments, "Train one language model on several replicas.")
+        asked = options.read(Options, "train", arguments, DESCRIPTION).elastically()
     run, console = asked.run_settings, options.console(asked.json)
+    if run.carrier == "elastic":
+        if place is not None:
+            raise ConfigurationError(
+                "carrier='elastic' under torchrun, which starts a fixed group; start it with thinwire train alone."
+            )
+        check_seat(asked.seat)
     if asked.resume and asked.out is None:
         raise ConfigurationError("--resume: the folder of the run to go on with is needed; add --out FOLDER.")
     folder = asked.out or Path("runs") / f"{_label(run)}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -63,13 +101,13 @@ def main(arguments: Sequence[str]) -> int:
     check(run)
     if place is not None:
         return _as_rank(*place, run, asked, folder, console)
-    launch.new_folder(run, folder, asked.resume)
+    launch.new_folder(run, folder, asked.resume, asked.name or "*")
     console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
     if asked.resume and complete(run, folder):
         console.print(f"finished already: all {run.steps} steps; to train longer give more --steps", highlight=False)
     else:
-        train(run, folder, asked.resume, console)
-    _finish(folder, console, asked.json)
+        train(run, folder, asked.resume, console, asked.seat)
+    _finish(folder, console, asked.json, asked.seat)
     return 0
 
 
@@ -79,11 +117,13 @@ def complete(run: Run, folder: Path) -> bool:
     return begun and RunRecord.load(folder).summary.steps >= run.steps
 
 
-def train(run: Run, folder: Path, resume: bool, console: Console) -> None:
+def train(run: Run, folder: Path, resume: bool, console: Console, seat: Seat | None = None) -> None:
     """Train with live progress on `console`."""
-    with Progress(folder, run.steps, run.replicas, console) as progress:
+    with Progress(folder, run.steps, [seat.name] if seat else run.replicas, console) as progress:
         progress.pass_over()
-        if run.carrier == "threads":
+        if run.carrier == "elastic":
+            train_elastic(run, folder, resume, progress.update, progress.say, seat)
+        elif run.carrier == "threads":
             launch.train_threads(run, folder, resume, progress.update)
         else:
             launch.train_processes(run, folder, resume, progress.update)
@@ -125,7 +165,7 @@ def _ticking(tick: Callable[[], object]) -> Iterator[None]:
         thread.join()
 
 
-def _finish(folder: Path, console: Console, as_json: bool) -> None:
+def _finish(folder: Path, console: Console, as_json: bool, seat: Seat | None = None) -> None:
     """The summary as a table, a file and a page."""
     record = RunRecord.load(folder)
     summary = summary_of(record)
@@ -139,7 +179,8 @@ def _finish(folder: Path, console: Console, as_json: bool) -> None:
         drawn = f"no report: {error}"
     console.print(drawn, soft_wrap=True, highlight=False)
     if record.status.startswith("stopped"):
-        console.print(f"to go on: thinwire train --resume --out {folder}", soft_wrap=True, highlight=False)
+        where = f" --lighthouse {seat.lighthouse} --name {seat.name}" if seat else ""
+        console.print(f"to go on: thinwire train --resume --out {folder}{where}", soft_wrap=True, highlight=False)
     if as_json:
         print(json.dumps(summary))
 

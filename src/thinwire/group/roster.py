@@ -239,7 +239,8 @@ class Roster:
             there = ", ".join(p.name for p in verdict.members)
             out = "".join(f"; {out.presence.name} was left out: {out.reason}" for out in verdict.left_out)
             return f"{len(verdict.members)} of at least {self.least} members came ({there}){out}. Start the others, or ask for fewer"
-        return f"{len(missing)} that was there before is late" if missing else ""
+        late = [p.name for p in self._members if p.life in missing] or [f"{len(missing)} replica(s)"]
+        return f"{', '.join(late)} of the last round: late" if missing else ""
 
     def _take(self, verdict: Verdict, board: Board) -> Muster:
         members = verdict.members

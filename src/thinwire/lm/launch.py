@@ -22,8 +22,10 @@ import torch.distributed as dist
 
 from thinwire.errors import ConfigurationError, LinkError, ThinwireError
 from thinwire.group import Link, TorchGroup, parse_link, run_threads, start_torch
+from thinwire.lm.job import open_corpus
+from thinwire.lm.place import Place
 from thinwire.lm.run import Run
-from thinwire.lm.trainer import Place, Trainer, open_corpus
+from thinwire.lm.trainer import Trainer
 from thinwire.observe.events import EventLog, being_written
 
 Tick = Callable[[], object]
@@ -66,7 +68,7 @@ def train_as_rank(run: Run, folder: Path, resume: bool, stop: threading.Event | 
     with joined(run.replicas, run.timeout, parse_link(run.uplink)) as group:
         local = int(os.environ.get("LOCAL_RANK", "0"))
         place = Place(group, folder, resume, group.site, group.shard, group.shards, local, stop)
-        with _stopping(stop):
+        with stopping(stop):
             return train_here(run, place)
 
 
@@ -125,7 +127,7 @@ def train_threads(run: Run, folder: Path, resume: bool, tick: Tick) -> dict[str,
             done.set()
 
     thread = threading.Thread(target=body, name="thinwire-replicas")
-    with _stopping(stop):
+    with stopping(stop):
         thread.start()
         # Not `join`: Python 3.11 takes a thread for ended whose `join` was interrupted, and would leave without it.
         while not done.is_set():
@@ -173,7 +175,7 @@ def train_processes(run: Run, folder: Path, resume: bool, tick: Tick) -> None:
     try:
         silent = _watch(processes, tick)
     except BaseException:
-        _end(processes)
+        end(processes)
         raise
     if failed := [rank for rank, process in enumerate(processes) if process.returncode and rank not in silent]:
         said = _post_mortem(failed, [process.returncode for process in processes], begins, folder)
@@ -187,7 +189,7 @@ def _watch(processes: list[subprocess.Popen[bytes]], tick: Tick) -> list[int]:
     """
     stop, passed_on, first_failure = threading.Event(), False, None
     silent: list[int] = []
-    with _stopping(stop):
+    with stopping(stop):
         while any(process.poll() is None for process in processes):
             tick()
             time.sleep(0.2)
@@ -200,12 +202,12 @@ def _watch(processes: list[subprocess.Popen[bytes]], tick: Tick) -> list[int]:
                 first_failure = first_failure or time.monotonic()
                 if time.monotonic() - first_failure > _GRACE:
                     silent = [rank for rank, process in enumerate(processes) if process.poll() is None]
-                    _end(processes)
+                    end(processes)
     tick()
     return silent
 
 
-def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+def end(processes: list[subprocess.Popen[bytes]]) -> None:
     for process in processes:
         if process.poll() is None:
             process.kill()
@@ -230,7 +232,7 @@ def _post_mortem(failed: list[int], codes: list[int], begins: list[int], folder:
 
 
 @contextmanager
-def _stopping(stop: threading.Event) -> Iterator[None]:
+def stopping(stop: threading.Event) -> Iterator[None]:
     """The first SIGINT or SIGTERM sets `stop`, the second ends the process. Only the main thread can listen."""
 
     def handle(number: int, frame: object) -> None:
@@ -249,7 +251,7 @@ def _stopping(stop: threading.Event) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _stop_with_the_launcher(stop: threading.Event) -> None:
+def stop_with_the_launcher(stop: threading.Event) -> None:
     """A launcher that was killed cannot pass anything on: stop as after Ctrl-C when it is gone."""
     launcher = os.getppid()
     while os.getppid() == launcher:
@@ -268,7 +270,7 @@ def main() -> int:
     folder, resume = Path(sys.argv[1]), "--resume" in sys.argv[2:]
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     stop = threading.Event()
-    threading.Thread(target=_stop_with_the_launcher, args=(stop,), name="thinwire-launcher-watch", daemon=True).start()
+    threading.Thread(target=stop_with_the_launcher, args=(stop,), name="thinwire-launcher-watch", daemon=True).start()
     try:
         train_as_rank(Run.load(folder / "run.toml"), folder, resume, stop=stop)
     except ThinwireError as error:

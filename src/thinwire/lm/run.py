@@ -14,6 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tomli_w
 
+from thinwire import elastic
 from thinwire.errors import ConfigurationError
 from thinwire.group import parse_link
 from thinwire.inner import AdamW, Inner
@@ -81,8 +82,10 @@ class Run:
     privacy: str | None = None
     """Clip and add noise to what is sent, and say how private that is: Privacy(clip=0.5, noise=4.0)."""
 
-    carrier: Literal["processes", "threads"] = "processes"
-    """Replicas as processes under torch.distributed, or as threads of one process."""
+    carrier: Literal["processes", "threads", "elastic"] = "processes"
+    """Replicas as processes under torch.distributed, as threads of one process, or as processes that may die, return and join late."""
+    least: int = 2
+    """Elastic: so many replicas are needed for a round. With fewer they train on and wait; 1: each may go on alone."""
     link: str = "none"
     """Emulate a link of this rate and delay under the carrier, such as 50mbit,30ms."""
     uplink: str = "none"
@@ -136,8 +139,9 @@ class Run:
         for field in dataclasses.fields(self):
             if not _fits(value := getattr(self, field.name), hints[field.name]):
                 raise ConfigurationError(f"{field.name}={value!r}: {field.type} is needed.")
-        for name in (
+        positive = (
             "replicas",
+            "least",
             "steps",
             "batch",
             "sequence",
@@ -146,7 +150,8 @@ class Run:
             "keep",
             "eval_every",
             "lora",
-        ):
+        )
+        for name in positive:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigurationError(f"{name}={value}: at least 1 is needed.")
         for name in ("lr", "timeout"):
@@ -159,6 +164,15 @@ class Run:
         self._check_uplink()
         self._composition()
         self.make_inner()
+        if self.carrier == "elastic":
+            self._check_elastic(self.make_strategy())
+
+    def _check_elastic(self, strategy: Strategy) -> None:
+        elastic.check(strategy)
+        if self.least > self.replicas:
+            raise ConfigurationError(
+                f"least={self.least} with replicas={self.replicas}: no round would ever be held; choose least <= replicas."
+            )
 
     def make_inner(self) -> Inner:
         """The inner optimizer: the one that was asked for, else the strategy's own, else AdamW."""
@@ -182,9 +196,9 @@ class Run:
 
     def _check_uplink(self) -> None:
         uplink = parse_link(self.uplink)
-        if uplink and (uplink.delay_seconds or self.carrier == "threads"):
+        if uplink and (uplink.delay_seconds or self.carrier != "processes"):
             raise ConfigurationError(
-                f"uplink={self.uplink!r} with carrier={self.carrier!r}: a rate alone is needed, such as 100mbit, and processes. "
+                f"uplink={self.uplink!r} with carrier={self.carrier!r}: a rate alone is needed, such as 100mbit, and carrier='processes'. "
                 "To emulate a link with a delay, use link."
             )
 
@@ -255,6 +269,9 @@ class Run:
         """In what this run cannot go on from a checkpoint of `other`; empty if it can."""
         differing = [name for name in OF_A_CHECKPOINT if getattr(self, name) != getattr(other, name)]
         said = [f"{name} {getattr(other, name)!r} there, {getattr(self, name)!r} given" for name in differing]
+        # checkpoints of the one know of rounds, the others' of flights
+        if (self.carrier == "elastic") != (other.carrier == "elastic"):
+            said.append(f"carrier {other.carrier!r} there, {self.carrier!r} given")
         if self._composition() != other._composition():
             said.append(f"strategy {other.label} there, {self.label} given")
         return ", ".join(said)

@@ -1,6 +1,6 @@
 """Train one language model as one replica of a group: the main job's loop.
 
-The inner optimizer with warm-up and cosine, clipping, accumulation, autocast; evaluation of the anchors on held-out text;
+AdamW, unless the method is one with another, with warm-up and cosine, clipping, accumulation, autocast; evaluation of the anchors on held-out text;
 checkpoints; an exact resume; and an event for everything that happens.
 """
 
@@ -8,138 +8,41 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
-import platform
-import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from thinwire import checkpoint
-from thinwire.contact import agree
-from thinwire.errors import CheckpointError, ConfigurationError
-from thinwire.group import CountedGroup, Group, Ledger, LinkedGroup, parse_link
-from thinwire.lm.adapters import attach
-from thinwire.lm.data import Corpus
-from thinwire.lm.huggingface import hugging_face
-from thinwire.lm.loops import check_method, micro_batches
-from thinwire.lm.model import SIZES, Transformer
+from thinwire.contact import agree, digest
+from thinwire.errors import CheckpointError, ConfigurationError, LinkError
+from thinwire.group import CountedGroup, Group, Ledger, LinkedGroup, Roster, parse_link
+from thinwire.lm.job import learning_rate, make_model, open_corpus
+from thinwire.lm.loops import micro_batches
+from thinwire.lm.place import Coming, Hindrances, Pace, Place, join, pass_on, roster, shard
 from thinwire.lm.releases import releases
 from thinwire.lm.run import Run
-from thinwire.lm.stored import store, stored_model
-from thinwire.lm.tokens import BPE, Bytes
-from thinwire.methods import Attached, ZerothOrder
+from thinwire.lm.start import start
+from thinwire.lm.stored import store
+from thinwire.methods import Attached, Method, ZerothOrder
 from thinwire.observe.events import EventLog
+from thinwire.partition import Fragment
 from thinwire.replica import Replica
-from thinwire.schedule import Calendar
-from thinwire.seeds import derive
 from thinwire.strategy import Strategy
-from thinwire.version import __version__
-
-FLOOR = 0.05  # of the peak learning rate, where the cosine ends
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a replica runs: what differs between replicas of one run."""
-
-    group: Group
-    folder: Path
-    resume: bool = False
-    site: Group | None = None
-    shard: int = 0
-    shards: int = 1
-    gpu: int = 0
-    stop: threading.Event = field(default_factory=threading.Event)
-
-    @property
-    def name(self) -> str:
-        return f"replica-{self.group.rank}" + (f".shard-{self.shard}" if self.shards > 1 else "")
-
-
-def open_corpus(run: Run) -> Corpus:
-    """The run's text, tokenised (once on every machine)."""
-    return Corpus.open(run.text, make_tokenizer(run), column=run.column)
-
-
-def make_tokenizer(run: Run) -> Bytes | BPE:
-    """The run's tokenizer; a BPE that is named by its size is not trained yet."""
-    kind, _, what = run.tokenizer.partition(":")
-    if kind not in ("bytes", "bpe") or (kind == "bpe") != bool(what):
-        raise ConfigurationError(
-            f"tokenizer={run.tokenizer!r}: bytes, bpe:SIZE such as bpe:8192, or bpe:FILE.json is needed."
-        )
-    if kind == "bytes":
-        return Bytes()
-    return BPE(int(what)) if what.isdigit() else BPE.load(what)
-
-
-def make_model(run: Run, vocabulary: int) -> nn.Module:
-    """The run's model; fresh weights and adapters depend on its seed only."""
-    model = _bare_model(run, vocabulary)
-    return model if run.lora is None else attach(model, run.lora, derive(run.seed, "adapters"))
-
-
-def _bare_model(run: Run, vocabulary: int) -> nn.Module:
-    seed = derive(run.seed, "weights")
-    if run.model.endswith(".safetensors"):
-        return stored_model(run.model, vocabulary, run.sequence)
-    if run.model.startswith("hf:"):
-        model = hugging_face(run.model.removeprefix("hf:"), vocabulary, seed % 2**31)
-        if run.sequence > model.context:
-            raise ConfigurationError(f"sequence={run.sequence}: {run.model} takes at most {model.context} tokens.")
-        return model
-    if run.model not in SIZES:
-        raise ConfigurationError(
-            f"model={run.model!r}: one of {', '.join(SIZES)}, RUN/model.safetensors or hf:NAME is needed."
-        )
-    size = SIZES[run.model]
-    shape = dataclasses.replace(
-        size, vocabulary=vocabulary, positions=run.positions, context=max(run.sequence, size.context)
-    )
-    return Transformer(shape, seed % 2**31)
-
-
-def check(run: Run) -> None:
-    """Find what would stop every replica, before any is started: text, tokenizer, model, fragments. Raises what it finds."""
-    corpus = open_corpus(run)
-    corpus.batch(run.seed, run.replicas - 1, run.replicas, 0, run.batch, run.sequence)  # the last has fewest windows
-    corpus.held_out(run.batch, run.sequence, run.eval_batches)
-    with torch.device("meta"):
-        model = make_model(run, corpus.vocabulary)
-    if method := run.make_method():
-        return check_method(run, method)
-    strategy = run.make_strategy()
-    Calendar(
-        strategy.schedule, len(strategy.partition.fragments(model)), lambda step: learning_rate(run, step)
-    ).departs(1)
-    strategy.exchange.init(strategy.codec, 0, 0, run.replicas)  # sites of another group are refused here
-    if strategy.privacy:
-        strategy.privacy.epsilon(1)  # an accountant that is missing is missed here
-
-
-def learning_rate(run: Run, step: int) -> float:
-    """Of inner step `step` (from 1): linear warm-up, then a cosine to 5 % of the peak at the last step."""
-    warmup = min(1000, run.steps // 10) if run.warmup is None else run.warmup
-    if step <= warmup:
-        return run.lr * step / max(1, warmup)
-    share = (step - warmup) / max(1, run.steps - warmup)
-    return run.lr * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * min(1.0, share))))
 
 
 @dataclass
 class Clock:
-    """Where the time of the loop went; evaluation and checkpoints are not part of it."""
+    """Where the time of the loop went; evaluation and checkpoints are not part of it. `trained`: inner steps of this replica's own."""
 
     compute_seconds: float = 0.0
     loop_seconds: float = 0.0
     stall_seconds: float = 0.0
+    trained: int = 0
     ledger: dict[str, Any] = field(default_factory=dict)  # what earlier sessions counted
 
 
@@ -148,42 +51,78 @@ class Trainer:
 
     def __init__(self, run: Run, place: Place, log: EventLog) -> None:
         self.run, self.place, self.log = run, place, log
-        link = parse_link(run.link)
-        self.ledger = Ledger()
-        counted = CountedGroup(place.group, self.ledger)
-        self.group: Group = LinkedGroup(counted, link, self.ledger) if link else counted
-        self.corpus = open_corpus(run)
-        agree(self.group, run.shared() | {"tokenizer": self.corpus.tokenizer.fingerprint, "resume": place.resume})
+        self.ledger, self.clock, self.eval_loss = Ledger(), Clock(), math.nan
+        self.corpus, self.share = open_corpus(run), place.share(run)
+        facts = run.shared() | {"tokenizer": self.corpus.tokenizer.fingerprint}
+        if not isinstance(place.group, Coming):
+            self.group: Group | Roster = self._wrapped(place.group)
+            agree(self.group, facts | {"resume": place.resume})
         self.device = torch.device("cuda", place.gpu) if torch.cuda.is_available() else torch.device("cpu")
+        self.bf16 = run.precision == "bf16" or (
+            run.precision == "auto" and self.device.type == "cuda" and torch.cuda.is_bf16_supported()
+        )
         self.model = make_model(run, self.corpus.vocabulary).to(self.device)
         if place.shards > 1 and run.lora:
             raise ConfigurationError(
                 f"lora={run.lora} on replicas of {place.shards} ranks: adapters need whole replicas; start one process a replica."
             )
         if place.shards > 1:
-            _shard(self.model, run.replicas, place.shards, self.device)
-        self.replica = self._attached()
-        self.optimizer = self.replica.optimizer
-        self.micros = micro_batches(run, self.replica)
+            shard(self.model, run.replicas, place.shards, self.device)
+        self.method, self.inner = run.make_method(), run.make_inner()
+        self.lr_factor = 1.0 if self.method else self.inner.lr_factor
+        if self.method:
+            self.optimizer = self.method.optimizer(self.model, run.lr)
+        else:
+            self.optimizer = self.inner.make(self.model, run.lr, run.weight_decay)
         self.parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        self.clock = Clock()
-        self.bf16 = run.precision == "bf16" or (
-            run.precision == "auto" and self.device.type == "cuda" and torch.cuda.is_bf16_supported()
-        )
-        self.eval_loss = math.nan
         self.checkpoints = place.folder / "checkpoints" / place.name
-        self._log_start()
+        self.replica: Replica | Attached
+        if isinstance(place.group, Coming):
+            self._come(place.group, facts)
+        else:
+            self.replica = self._attached()
+            self._log_start(self.replica.strategy, self.replica.fragments)
+        self.micros = micro_batches(run, self.replica)
+
+    def _come(self, coming: Coming, facts: dict[str, Any]) -> None:
+        """Be one of those who are there now."""
+        run, log, strategy = self.run, self.log, self.run.make_strategy()
+        fragments = strategy.partition.fragments(self.model)
+        self._log_start(strategy, fragments)  # before the first contact, which may take long
+        self.pace = Pace(strategy, run, fragments, self._time_a_step())
+        hear = Hindrances(log.emit)
+        self.group = roster(coming, run, facts, self.pace.deadlines(), self._wrapped, hear)
+        try:
+            self.replica = join(self._attached, self.place.stop, run.timeout)
+        except KeyboardInterrupt:
+            log.emit("stop", 0, reason="asked to stop while it waited for the others")
+            self.group.close()
+            raise
+        hear.step = lambda: self.replica.step
+
+    def _wrapped(self, group: Group) -> Group:
+        """Counted, and on the emulated link."""
+        link, counted = parse_link(self.run.link), CountedGroup(group, self.ledger)
+        return LinkedGroup(counted, link, self.ledger) if link else counted
 
     def _attached(self) -> Replica | Attached:
-        run, log = self.run, self.log
-        if method := run.make_method():
-            optimizer = method.optimizer(self.model, run.lr)
-            return method.attach(self.model, optimizer, self.group, observer=log.emit, clock=log.seconds)
-        optimizer = run.make_inner().make(self.model, run.lr, run.weight_decay)
+        log = self.log
+        if self.method:
+            assert not isinstance(self.group, Roster)  # a run with such a method and comers is refused when it is made
+            return self.method.attach(self.model, self.optimizer, self.group, observer=log.emit, clock=log.seconds)
+        strategy = self.run.make_strategy()
         return Replica(
-            run.make_strategy(), self.model, optimizer, self.group,
+            strategy, self.model, self.optimizer, self.group,
             site=self.place.site, observer=log.emit, clock=log.seconds,
         )  # fmt: skip
+
+    def _time_a_step(self) -> float:
+        """Seconds of an inner step, about; the first one, which allocates and compiles, is not counted."""
+        torch.autograd.backward(self._loss(0))
+        began = time.monotonic()
+        torch.autograd.backward(self._loss(0))
+        self.optimizer.zero_grad()
+        return self.run.accumulate * (time.monotonic() - began)
 
     def train(self) -> dict[str, Any]:
         """Run the loop and return the summary. Raises what `Replica` raises."""
@@ -194,27 +133,47 @@ class Trainer:
         while replica.step < run.steps and not replica.stopping:
             if self.place.stop.is_set():
                 replica.request_stop()
+            before = replica.step
             self._inner_step()
-            if replica.step % eval_every == 0 and replica.step < run.steps:
+            if _passed(before, replica.step, eval_every) and replica.step < run.steps:
                 self._evaluate()
-            if run.checkpoint_every and replica.step % run.checkpoint_every == 0:
+            if _passed(before, replica.step, run.checkpoint_every):
                 self._save()
         stopped = replica.step < run.steps
         if stopped:
             self._save()
-            self.log.emit("stop", replica.step, reason="asked to stop; all replicas stop after this step")
+            self.log.emit("stop", replica.step, reason=self._why_stopped())
             replica.close()
         else:
             if run.checkpoint_every and replica.step % run.checkpoint_every:
                 self._save()  # what a longer run goes on from, and a kill in the last round
             began = time.monotonic()
-            replica.finish()
+            whole = self._finish()
             self.clock.loop_seconds += time.monotonic() - began
             self._evaluate()
-            self._export()
+            self._export(whole)
         summary = self._summary(stopped)
         self.log.emit("end", replica.step, summary=summary)
         return summary
+
+    def _finish(self) -> bool:
+        """The last rounds; false if the others were not heard any more. A stop that comes now ends the waiting for them."""
+        threading.Thread(
+            target=pass_on, args=(self.place.stop, self.replica), name="thinwire-stop", daemon=True
+        ).start()
+        try:
+            self.replica.finish()
+        except LinkError as error:
+            if not isinstance(self.group, Roster):
+                raise
+            self.log.emit("warning", self.replica.step, message=str(error))
+            self.replica.close()
+            return False
+        return True
+
+    def _why_stopped(self) -> str:
+        who = "this replica stops" if isinstance(self.group, Roster) else "all replicas stop"
+        return f"asked to stop; {who} after this step"
 
     def _inner_step(self) -> None:
         run, replica = self.run, self.replica
@@ -222,7 +181,7 @@ class Trainer:
         paused = replica.seconds
         lr = learning_rate(run, replica.step + 1)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr * (run.make_inner().lr_factor if isinstance(replica, Replica) else 1.0)
+            group["lr"] = lr * self.lr_factor
         if isinstance(replica, ZerothOrder):  # forward passes only: there is no gradient whose norm could be told
             self.model.eval()
             first, norm_value = replica.step * replica.samples, math.nan
@@ -231,12 +190,15 @@ class Trainer:
             loss, norm_value = self._descend(replica)
         seconds = time.monotonic() - begun
         compute = seconds - (replica.seconds - paused)
+        self.clock.trained += 1
         self.clock.loop_seconds += seconds
         self.clock.compute_seconds += compute
         tokens = round(run.batch * run.sequence * self.micros)
         self.log.emit(
             "step", replica.step, loss=loss, lr=lr, grad_norm=norm_value, tokens=tokens, begin=begin, compute_seconds=compute
         )  # fmt: skip
+        if isinstance(self.group, Roster):
+            self.group.deadlines = self.pace.after_step(compute)
 
     def _descend(self, replica: Replica | Attached) -> tuple[float, float]:
         """Backward, and the optimizer's step: the loss, and the gradient's norm."""
@@ -262,9 +224,9 @@ class Trainer:
         return loss, norm_value
 
     def _loss(self, micro: int) -> Tensor:
-        run, place = self.run, self.place
+        run, place, share = self.run, self.place, self.share
         tokens, targets = self.corpus.batch(
-            run.seed, place.group.rank, run.replicas, micro, run.batch, run.sequence, place.shard, place.shards
+            share.seed, share.index, share.count, micro, run.batch, run.sequence, place.shard, place.shards
         )
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
             loss: Tensor = self.model(tokens.to(self.device), targets.to(self.device)).loss
@@ -285,9 +247,13 @@ class Trainer:
         self.model.train()
         self.eval_loss = sum(losses) / len(losses)
         self.log.emit(
-            "eval", self.replica.step, loss=self.eval_loss, tokens=self._tokens(), seconds_spent=time.monotonic() - began,
+            "eval",
+            self.replica.step,
+            loss=self.eval_loss,
+            tokens=self._tokens(),
+            seconds_spent=time.monotonic() - began,
             of="anchors",
-        )  # fmt: skip
+        )
 
     def _save(self) -> None:
         """A checkpoint that cannot be written is reported and training goes on: the one before is still there."""
@@ -304,23 +270,34 @@ class Trainer:
         )
 
     def _resume(self) -> None:
+        if isinstance(self.group, Roster):
+            self._come_back()
+            return
         found, skipped = checkpoint.newest_common(self.checkpoints, self.group, self.place.site)
         if found is None:
             message = "no checkpoint that all replicas have; training starts from the first step"
             self.log.emit("warning", 0, message="; ".join([message, *(s["reason"] for s in skipped)]))
             self.log.emit("resume", 0, from_step=0, path="", skipped=skipped)
             return
+        self._load(found)
+        path = str(found.path.relative_to(self.place.folder))
+        self.log.emit("resume", found.step, from_step=found.step, path=path, skipped=skipped)
+
+    def _come_back(self) -> None:
+        """Go on from the newest sound checkpoint of this replica's own, at the step where the others are."""
+        found, skipped = checkpoint.newest(self.checkpoints)
+        joined, turn, path = self.replica.step, 0, ""
+        if found is not None:
+            self._load(found)
+            self.replica.step = max(joined, found.step)
+            turn, path = found.manifest["facts"]["agreed"]["turn"], str(found.path.relative_to(self.place.folder))
+        self.log.emit("back", self.replica.step, turn=turn, path=path, skipped=skipped)
+
+    def _load(self, found: checkpoint.Checkpoint) -> None:
         checkpoint.load(found, self.replica)
         notes = found.manifest["notes"]
         self.clock = Clock(**{item.name: notes[item.name] for item in dataclasses.fields(Clock) if item.name in notes})
         self.ledger.add(self.clock.ledger)
-        self.log.emit(
-            "resume",
-            found.step,
-            from_step=found.step,
-            path=str(found.path.relative_to(self.place.folder)),
-            skipped=skipped,
-        )
 
     def _totals(self) -> Clock:
         return dataclasses.replace(
@@ -330,11 +307,14 @@ class Trainer:
         )
 
     def _tokens(self) -> int:
+        """Of all replicas; of one that comes and goes, its own."""
         run = self.run
-        return round(self.replica.step * run.batch * run.sequence * self.micros * run.replicas)
+        own = self.clock.trained if isinstance(self.group, Roster) else self.replica.step * run.replicas
+        return round(own * run.batch * run.sequence * self.micros)
 
     def _summary(self, stopped: bool) -> dict[str, Any]:
         run, totals = self.run, self._totals()
+        steps = totals.trained if isinstance(self.group, Roster) else self.replica.step
         privacy = self.replica.strategy.privacy if isinstance(self.replica, Replica) else None
         return {
             "strategy": run.strategy,
@@ -346,62 +326,27 @@ class Trainer:
             "parameters": self.parameters,
             "eval_loss": self.eval_loss,
             "wire_bytes_sent": self.ledger.sent(),
-            "bits_per_parameter_per_step": 8 * self.ledger.sent() / self.parameters / max(1, self.replica.step),
+            "bits_per_parameter_per_step": 8 * self.ledger.sent() / self.parameters / max(1, steps),
             "compute_utilization": totals.compute_seconds / max(totals.loop_seconds, 1e-9),
             "wall_seconds": totals.loop_seconds,
             "stall_seconds": totals.stall_seconds,
             "ledger": totals.ledger,
             "privacy": privacy and privacy.spent(releases(self.log, len(self.replica.fragments)), run.replicas),
+            "weights": digest(self.replica.anchors()).hex(),  # of the outer ones: equal on all replicas
             "link": None if parse_link(run.link) is None else run.link,
             "provenance": "emulated" if parse_link(run.link) else "measured",
         }
 
-    def _export(self) -> None:
-        """The outer weights, which are the trained model."""
-        weights = self.replica.export()
-        if self.place.group.rank == 0 and self.place.shard == 0:
-            store(self.place.folder, self.run, self.corpus.vocabulary, self.model, weights)
+    def _export(self, whole: bool) -> None:
+        """RUN/model.safetensors: the outer weights, which are the trained model. If not `whole`, others may have a better one."""
+        weights, path = self.replica.export(), self.place.folder / "model.safetensors"
+        if self.place.writes_the_model and (whole or not path.exists()):
+            store(self.place.folder, self.run, self.corpus.vocabulary, self.model, weights, self.place.name)
 
-    def _log_start(self) -> None:
-        link, shapes = parse_link(self.run.link), [fragment.shapes for fragment in self.replica.fragments]
-        strategy = self.replica.strategy
-        chosen = strategy.choices(shapes, self.group.size) if isinstance(strategy, Strategy) else []
-        self.log.emit(
-            "start", self.replica.step, wall_time=time.time(), replica=self.place.group.rank, replicas=self.run.replicas,
-            run=dataclasses.asdict(self.run) | {
-                "composition": repr(strategy), "corpus": self.corpus.describe(), "exchanges": chosen,
-            },
-            strategy=self.run.label,
-            parameters=self.parameters, fragments=[{"name": f.name, "numel": f.numel} for f in self.replica.fragments],
-            link=link and {"bits_per_second": link.bits_per_second, "delay_seconds": link.delay_seconds},
-            carrier=self.run.carrier, machine=machine(),
-        )  # fmt: skip
+    def _log_start(self, composition: Strategy | Method, fragments: Sequence[Fragment]) -> None:
+        self.log.emit("start", 0, **start(self.run, self.place, composition, fragments, self.corpus))
 
 
-def machine() -> Mapping[str, Any]:
-    """What a number was measured on."""
-    here = Path(__file__).parent
-    git = subprocess.run(
-        ["git", "-C", str(here), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return {
-        "cpu": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-        "thinwire": __version__,
-        "commit": git.stdout.strip() or None,
-    }
-
-
-def _shard(model: nn.Module, replicas: int, shards: int, device: torch.device) -> None:
-    """FSDP2 inside the replica: every block, then the rest."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh(device.type, (replicas, shards), mesh_dim_names=("replica", "shard"))["shard"]
-    for block in model.blocks:  # type: ignore[union-attr]
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+def _passed(before: int, after: int, every: int) -> bool:
+    """Whether a multiple of `every` lies after `before`, up to `after`: a replica that was behind jumps ahead."""
+    return bool(every) and after // every > before // every

@@ -9,12 +9,14 @@ of its kind:
     flight      fragment round begin end queued_seconds transfer_seconds
     land        fragment round begin stall_seconds seconds_spent
     refused     fragment round by reason
-    round       turn fragment members counted committed seconds_spent reason
+    round       turn fragment members counted committed nbytes seconds_spent reason
     given       to nbytes
     caught_up   turn donor
     alone       reason
     doubt       turn reason
     late        fragment
+    retry       reason
+    back        turn path skipped
     eval        loss tokens seconds_spent of
     checkpoint  path nbytes seconds_spent
     resume      from_step path skipped
@@ -23,7 +25,8 @@ of its kind:
     warning     message
     end         summary
 
-`round` to `late` are those of a replica that may come and go (rounds.py, elastic.py).
+`round` to `back` are those of a replica that may come and go: rounds.py and elastic.py tell of its rounds; `retry` says
+what keeps it from one; `back`, that it went on from a checkpoint of its own, which knew `turn` rounds.
 
 `nbytes` of a departure are the bytes this replica sends for it, all peers together; `begin` and `end` are on the
 clock of `seconds`. NaN and the infinities, which JSON lacks, are written as the strings "NaN", "Infinity" and
@@ -59,12 +62,14 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "flight": ("fragment", "round", "begin", "end", "queued_seconds", "transfer_seconds"),
     "land": ("fragment", "round", "begin", "stall_seconds", "seconds_spent"),
     "refused": ("fragment", "round", "by", "reason"),
-    "round": ("turn", "fragment", "members", "counted", "committed", "seconds_spent", "reason"),
+    "round": ("turn", "fragment", "members", "counted", "committed", "nbytes", "seconds_spent", "reason"),
     "given": ("to", "nbytes"),
     "caught_up": ("turn", "donor"),
     "alone": ("reason",),
     "doubt": ("turn", "reason"),
     "late": ("fragment",),
+    "retry": ("reason",),
+    "back": ("turn", "path", "skipped"),
     "eval": ("loss", "tokens", "seconds_spent", "of"),
     "checkpoint": ("path", "nbytes", "seconds_spent"),
     "resume": ("from_step", "path", "skipped"),

@@ -22,7 +22,9 @@ from rich.table import Table
 from rich.text import Text
 
 from thinwire.group.link import Link, Uplink
+from thinwire.observe.company import CARRIER, Company
 from thinwire.observe.events import Event, Tail
+from thinwire.observe.replicas import fragments_of
 from thinwire.observe.runs import RunRecord
 from thinwire.observe.sessions import number, whole
 from thinwire.observe.units import (
@@ -36,6 +38,7 @@ from thinwire.observe.units import (
 
 RECENT = 64  # inner steps over which speed and link use are taken
 FLIGHTS = 512  # the last departures, more than those steps see
+SILENT_SECONDS = 20.0  # after which a replica that says nothing is not counted as living
 QUIET_SECONDS = 10.0  # between plain lines; a hundredth of the run so far, when that is longer
 
 
@@ -60,6 +63,8 @@ class _Replica:
     refused: int = 0
     skipped: int = 0
     ended: str = ""
+    late: int = 0
+    heard: float = -math.inf  # when, on this process's clock
     uplink: Uplink | None = None  # of an emulated link
     on_link: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=FLIGHTS))
     air: dict[tuple[object, object], object] = field(default_factory=dict)
@@ -92,6 +97,15 @@ class _Replica:
             self.paused_seconds += number(event["seconds_spent"])
         elif kind in ("stop", "end"):
             self.ended = self.ended or ("ended" if kind == "end" else "stopped")
+        elif kind == "round":
+            self.nbytes += whole(event["nbytes"])
+            if self.uplink:
+                self.on_link.append(self.uplink.book(number(event["seconds"]), whole(event["nbytes"])))
+            fragment = event["fragment"]
+            self.air = {key: other for key, other in self.air.items() if other != fragment}
+            self.refused += event["committed"] is False and whole(fragment) >= 0
+        elif kind == "late":
+            self.late += 1
         elif kind == "skip":
             self.step, self.skipped = event["step"], self.skipped + 1
 
@@ -147,14 +161,21 @@ class Progress:
     """
 
     def __init__(
-        self, run_folder: str | Path, steps: int, replicas: int, console: Console | None = None, sharded: bool = False
+        self,
+        run_folder: str | Path,
+        steps: int,
+        replicas: int | Sequence[str],
+        console: Console | None = None,
+        sharded: bool = False,
     ) -> None:
         events = Path(run_folder) / "events"
         suffix = ".shard-0.jsonl" if sharded else ".jsonl"
         self.steps = steps
         self.console = console or Console()
-        self._tails = [Tail(events / f"replica-{index}{suffix}") for index in range(replicas)]
-        self._replicas = [_Replica() for _ in range(replicas)]
+        self._names = [f"replica-{index}" for index in range(replicas)] if isinstance(replicas, int) else list(replicas)
+        self._tails = [Tail(events / f"{name}{suffix}") for name in self._names]
+        self._replicas = [_Replica() for _ in self._names]
+        self._company: Company | None = None  # of replicas that come and go
         self._evaluated: tuple[int, float] | None = None
         self._said: set[str] = set()
         self._opened = self._spoke = time.monotonic()
@@ -175,8 +196,8 @@ class Progress:
 
     @property
     def step(self) -> int:
-        """The slowest replica's step."""
-        return min(replica.step for replica in self._replicas)
+        """The slowest replica's step; of those that come and go the farthest one's, where the others will go on."""
+        return (max if self._company else min)(replica.step for replica in self._replicas)
 
     def pass_over(self) -> None:
         """Say nothing of what the logs hold already: earlier sessions did."""
@@ -187,6 +208,7 @@ class Progress:
         """Read what is new and show it; `last` shows it even where it would be too soon for another line."""
         for index, tail in enumerate(self._tails):
             for event in tail.read():
+                self._replicas[index].heard = time.monotonic()
                 self._take(index, event)
         if self._live:
             self._live.update(self._picture(), refresh=True)
@@ -200,18 +222,34 @@ class Progress:
             link = event["link"] if isinstance(event["link"], dict) else {}
             rate = number(link.get("bits_per_second"))
             self._replicas[index] = _Replica(uplink=Uplink(Link(rate)) if 0 < rate < math.inf else None)
+            self._replicas[index].heard = time.monotonic()
+            if event["carrier"] == CARRIER and self._company is None:
+                self._company = Company(len(fragments_of(event)), whole(event["replicas"]))
             for choice in event["run"].get("exchanges", []) if isinstance(event["run"], dict) else []:
                 self._say("exchange", choice)
         elif kind == "eval":
             self._evaluated = (event["step"], number(event["loss"]))
         elif kind in ("warning", "stop"):
-            self._say(f"{kind} (replica {index}, step {event['step']})", event.get("message", event.get("reason")))
-        elif kind == "resume":
+            self._say(
+                f"{kind} ({self._names[index].replace('-', ' ')}, step {event['step']})",
+                event.get("message", event.get("reason")),
+            )
+        elif kind in ("resume", "back"):
             for passed_over in event["skipped"] if isinstance(event["skipped"], list) else ():
                 self._say("passed over", passed_over.get("reason"))
-            if event["path"]:
+            if kind == "back":
+                path = event["path"] or "no checkpoint of its own"
+                self._print(f"{self._names[index]} is back at step {event['step']}, from turn {event['turn']} ({path})")
+            elif event["path"]:
                 self._say("resume", f"from step {event['from_step']}")
+        elif kind in ("alone", "retry", "caught_up", "doubt", "late", "round") and self._company:
+            for text in self._company.take(self._names[index], event):
+                self._print(text)
         self._replicas[index].take(event)
+
+    def say(self, text: str) -> None:
+        """Tell something beside what the logs hold."""
+        self._print(text)
 
     def _say(self, what: str, said: object) -> None:
         if (text := str(said)) not in self._said:
@@ -248,16 +286,29 @@ class Progress:
             f"stalled {text_of_seconds(max(r.stall_seconds for r in self._replicas))}",
             f"sent {text_of_nbytes(max(r.nbytes for r in self._replicas))} per replica",
             f"refused rounds: {refused}" if refused else "",
+            self._company_line(),
             f"skipped steps: {skipped}" if skipped else "",
             f"{text_of_seconds(self._seconds_left())} left" if self.step < self.steps else "",
         ]
         return " · ".join(part for part in parts if part)
+
+    def _company_line(self) -> str:
+        """The three numbers."""
+        if self._company is None:
+            return ""
+        if all(replica.ended for replica in self._replicas):
+            return f"{self._company.committed} rounds committed"
+        now = time.monotonic()
+        here = [n for n, r in zip(self._names, self._replicas) if now - r.heard < SILENT_SECONDS and not r.ended]
+        return self._company.line(here, self._names)
 
     def _picture(self) -> Group:
         head = Table.grid(padding=(0, 2))
         bar = ProgressBar(total=max(self.steps, 1), completed=self.step, width=32)
         left = f"{text_of_seconds(self._seconds_left())} left" if self.step < self.steps else "done"
         head.add_row(bar, f"step {self.step}/{self.steps}", left, self._evaluation())
+        if self._company:
+            head.add_row(*[""] * 3, self._company_line())
         table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1, 0, 0))  # all of it in 80 columns
         for name in (
             "replica",
@@ -279,8 +330,13 @@ class Progress:
     def _row(self, index: int, replica: _Replica) -> list[Text]:
         use = text_of_share(replica.link_use)
         counts = f"{replica.refused}" + (f", {replica.skipped} skipped" if replica.skipped else "")
+        silent = self._company is not None and time.monotonic() - replica.heard > SILENT_SECONDS
+        name, now = (
+            self._names[index].removeprefix("replica-"),
+            replica.ended or ("silent" if silent else str(replica.step)),
+        )
         cells = (
-            *(str(index), replica.ended or str(replica.step), text_of_loss(replica.loss) if replica.step else NOTHING),
+            *(name, now, text_of_loss(replica.loss) if replica.step else NOTHING),
             *(text_of_count(replica.tokens_per_second), text_of_share(replica.compute_utilization)),
             *(text_of_seconds(replica.stall_seconds), replica.in_the_air, text_of_nbytes(replica.nbytes), use, counts),
         )

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from thinwire.observe.company import CARRIER, Turn, as_flights, placed
 from thinwire.observe.events import Event, Tail
 from thinwire.observe.sessions import Joined, Lost, Span, finite, join, number, split, whole
 
@@ -34,11 +35,11 @@ class Flight:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """An event worth telling: a warning, a resume, a refused round, a skipped step, a stop."""
+    """An event worth telling: a warning, a resume, a refused round, a skipped step, a stop, who came and went."""
 
     seconds: float
     step: int
-    replica: int
+    replica: int | str
     kind: str
     text: str
 
@@ -58,6 +59,7 @@ class ReplicaRecord:
     """What one replica did. Arrays over inner steps are [S]; `nbytes` is what had been sent when the step ended."""
 
     name: str  # replica 0, or replica 0, shard 1
+    called: str  # as its file is: replica-0
     replica: int
     start: Event
     step: Integers
@@ -80,21 +82,33 @@ class ReplicaRecord:
     notes: tuple[Note, ...]
     lost: tuple[Lost, ...]
     windows: tuple[Span, ...]  # the training loop of each session, first step to last
-    sessions: int
+    lives: tuple[Span, ...]  # of its process
+    turns: tuple[Turn, ...]  # rounds among replicas that come and go, as this one saw them
     stopped: str | None  # why the last session stopped before its time
     end: Event | None
     damaged: int
 
     @classmethod
-    def load(cls, path: Path) -> ReplicaRecord | None:
-        """Read one event file; None if nothing was started in it."""
-        tail = Tail(path)
-        events = tail.read()
-        last = tail.last()
-        sessions = split(events if last is None else [*events, last])
-        return (
-            _record(path.stem.replace("-", " ").replace(".", ", "), join(sessions), tail.damaged) if sessions else None
-        )
+    def load_all(cls, paths: Sequence[Path]) -> list[ReplicaRecord]:
+        """Read the event files of one run; those in which nothing was started are left out."""
+        tails = [Tail(path) for path in paths]
+        files = []
+        for tail in tails:
+            events = tail.read()
+            last = tail.last()
+            files.append((tail, split(events if last is None else [*events, last])))
+        files = [(tail, sessions) for tail, sessions in files if sessions]
+        if all(sessions[-1][0]["carrier"] == CARRIER for _, sessions in files):
+            offsets: list[list[float]] = placed([sessions for _, sessions in files])
+        else:
+            offsets = [[] for _ in files]
+        return [
+            _record(tail.path.stem, join(sessions, at), tail.damaged) for (tail, sessions), at in zip(files, offsets)
+        ]
+
+    @property
+    def sessions(self) -> int:
+        return len(self.lives)
 
     @property
     def seconds(self) -> Floats:
@@ -175,11 +189,14 @@ def fragments_of(start: Event) -> list[tuple[str, int]]:
     return [(str(item.get("name", index)), whole(item.get("numel"))) for index, item in enumerate(pairs)]
 
 
-def _record(name: str, joined: Joined, damaged: int) -> ReplicaRecord:
+def _record(called: str, joined: Joined, damaged: int) -> ReplicaRecord:
     of: dict[str, list[tuple[float, Event]]] = {}
     for offset, event in joined.kept:
         of.setdefault(event["event"], []).append((offset, event))
     start = of["start"][-1][1]
+    turns = of.get("round", [])
+    if start["carrier"] == CARRIER:
+        of |= as_flights(turns)
     names = {name: index for index, (name, _) in enumerate(fragments_of(start))}
     steps, departs, lands = of.get("step", []), of.get("depart", []), of.get("land", [])
     stalls = tuple(span for offset, event in lands if (span := _stall(offset, event, names)).end > span.begin)
@@ -188,7 +205,8 @@ def _record(name: str, joined: Joined, damaged: int) -> ReplicaRecord:
     refused_rounds = {(_fragment(event, names), event["round"]) for _, event in dropped}
     landed = [item for item in lands if (_fragment(item[1], names), item[1]["round"]) not in refused_rounds]
     return ReplicaRecord(
-        name=name,
+        name=called.replace("-", " ").replace(".", ", "),
+        called=called,
         replica=whole(start["replica"]),
         start=start,
         step=np.array([event["step"] for _, event in steps], dtype=np.int64),
@@ -208,10 +226,11 @@ def _record(name: str, joined: Joined, damaged: int) -> ReplicaRecord:
         sent=_nbytes(departs, names),
         skipped=len(of.get("skip", [])),
         evaluations=_evaluations(of.get("eval", []), departs),
-        notes=_notes(joined, whole(start["replica"])),
+        notes=_notes(joined, called if start["carrier"] == CARRIER else whole(start["replica"])),
         lost=tuple(joined.lost),
         windows=_windows(joined),
-        sessions=len(of["start"]),
+        lives=tuple(joined.lives),
+        turns=tuple(Turn.of(event, offset) for offset, event in turns),
         stopped=_stopped(joined),
         end=_end(joined),
         damaged=damaged,
@@ -317,23 +336,39 @@ def _stopped(joined: Joined) -> str | None:
     return next((str(event["reason"]) for event in _last_session(joined, "stop")), None)
 
 
-def _notes(joined: Joined, replica: int) -> tuple[Note, ...]:
-    notes = []
+def _notes(joined: Joined, replica: int | str) -> tuple[Note, ...]:
+    notes, before = [], set[str]()
     for offset, event in joined.kept:
-        kind = event["event"]
-        if kind == "refused":
-            text = f"round {event['round']} of fragment {event['fragment']}, by {event['by']}: {event['reason']}"
-        elif kind == "resume":
-            text = f"from step {event['from_step']}, {event['path']}"
-            text += "".join(f"; passed over {_skipped(item)}" for item in event["skipped"] or ())
-        elif kind in ("skip", "stop"):
-            text = str(event["reason"])
-        elif kind == "warning":
-            text = str(event["message"])
-        else:
-            continue
-        notes.append(Note(offset + finite(event["seconds"]), event["step"], replica, kind, text))
+        kind, text = event["event"], told(event)
+        if text and not (kind in _ONCE and text in before):
+            before.add(text)
+            notes.append(Note(offset + finite(event["seconds"]), event["step"], replica, kind, text))
     return tuple(notes)
+
+
+_ONCE = ("late", "alone", "retry")  # else they would fill the page
+
+
+def told(event: Event) -> str:
+    """What is worth telling of an event; empty if nothing is."""
+    kind = event["event"]
+    if kind in ("skip", "stop", "alone", "retry"):
+        return str(event["reason"])
+    if kind == "warning":
+        return str(event["message"])
+    if kind == "refused":
+        return f"round {event['round']} of fragment {event['fragment']}, by {event['by']}: {event['reason']}"
+    if kind in ("resume", "back"):
+        where = f"from step {event['from_step']}" if kind == "resume" else f"from turn {event['turn']}"
+        passed_over = "".join(f"; passed over {_skipped(item)}" for item in event["skipped"] or ())
+        return f"{where}, {event['path'] or 'without a checkpoint of its own'}{passed_over}"
+    if kind == "caught_up":
+        return f"took over what {event['donor']} held at turn {event['turn']}"
+    if kind == "late":
+        return (
+            "a fragment stayed at home, its last round was not over: link or others are slower than the schedule needs"
+        )
+    return f"turn {event['turn']}: {event['reason']}" if kind == "doubt" else ""
 
 
 def _skipped(item: object) -> str:

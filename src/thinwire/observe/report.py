@@ -128,12 +128,13 @@ def _headline(records: Sequence[RunRecord]) -> str:
             f"<p><code>{escape(record.summary.strategy)}</code></p>{_privacy(record)}{_remarks(record)}</header>"
             f'<div class="cards" id="headline">{cards}</div>'
         )
-    labels = [what for what, _ in records[0].summary.figures()]
+    labels = list(dict.fromkeys(what for record in records for what, _ in record.summary.figures()))
     rows = []
     for index, record in enumerate(records):
+        figures = dict(record.summary.figures())
         cells = "".join(
-            f'<td class="n">{escape(value)}<br>{word(record.summary.provenance)}</td>'
-            for _, value in record.summary.figures()
+            f'<td class="n">{escape(figures.get(what, NOTHING))}<br>{word(record.summary.provenance)}</td>'
+            for what in labels
         )
         dot = f'<span class="dot" style="background:{colour(index)}"></span>'
         rows.append(
@@ -249,7 +250,7 @@ def _notes(record: RunRecord, several: bool) -> str:
             + '<p class="soft">None: no warning, refused round, skipped step or restart.</p>'
         )
     rows = [
-        f"<tr><td class=t>{text_of_seconds(note.seconds)}</td><td>{note.step}</td><td>{note.replica}</td>"
+        f"<tr><td class=t>{text_of_seconds(note.seconds)}</td><td>{note.step}</td><td>{escape(str(note.replica))}</td>"
         f"<th>{escape(note.kind)}</th><td>{escape(note.text)}</td></tr>"
         for note in notes[:NOTES]
     ]

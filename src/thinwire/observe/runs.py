@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from thinwire.errors import DataError
+from thinwire.observe.company import CARRIER, Circle, how_many, merged, numbers
 from thinwire.observe.replicas import Evaluations, Note, ReplicaRecord, fragments_of
 from thinwire.observe.sessions import number, whole
-from thinwire.observe.units import text_of_bits, text_of_loss, text_of_nbytes, text_of_seconds, text_of_share
+from thinwire.observe.units import NOTHING, text_of_bits, text_of_loss, text_of_nbytes, text_of_seconds, text_of_share
 
 PROVENANCES = ("measured", "emulated", "simulated", "predicted")
 
@@ -24,7 +25,8 @@ PROVENANCES = ("measured", "emulated", "simulated", "predicted")
 class Summary:
     """The numbers of a run: bytes, utilisation and stalls are the replicas' means, wall is the slowest one's.
 
-    `tokens` are all replicas' together. The fields are the keys of an `end` event's summary and of `summary.json`.
+    `tokens` are all replicas' together. The fields are the keys of an `end` event's summary and of `summary.json`. The last
+    three are of replicas that come and go (`company.py`), the first two of them means over the run.
     """
 
     strategy: str
@@ -39,10 +41,13 @@ class Summary:
     wall_seconds: float
     stall_seconds: float
     provenance: str
+    living: float | None = None
+    taking_part: float | None = None
+    rounds_committed: int | None = None
 
     def figures(self) -> list[tuple[str, str]]:
         """(what, value as text), in the order in which they are shown everywhere; all of them are `provenance`."""
-        return [
+        figures = [
             ("evaluation loss", text_of_loss(self.eval_loss)),
             ("sent per replica", text_of_nbytes(self.wire_bytes_sent)),
             ("bits per parameter and step", text_of_bits(self.bits_per_parameter_per_step)),
@@ -50,6 +55,10 @@ class Summary:
             ("training loop", text_of_seconds(self.wall_seconds)),
             ("stalled per replica", text_of_seconds(self.stall_seconds)),
         ]
+        if self.living is not None and self.taking_part is not None:
+            figures += [("living", f"{self.living:.2f}"), ("taking part", f"{self.taking_part:.2f}")]
+            figures += [("rounds committed", str(self.rounds_committed))]
+        return figures
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,13 +76,13 @@ class RunRecord:
     def load(cls, folder: str | Path) -> RunRecord:
         """Read `folder`. Raises `DataError` if it is no run or holds no event yet."""
         folder = Path(folder)
-        paths = sorted(folder.glob("events/replica-*.jsonl"))
+        paths = sorted(folder.glob("events/*.jsonl"))
         if not paths:
             raise DataError(
                 f"{folder} {'is no run folder' if folder.exists() else 'does not exist'}: there is no events/replica-0.jsonl "
                 "in it. Give the folder that `thinwire train` wrote."
             )
-        records = [record for path in paths if (record := ReplicaRecord.load(path)) is not None]
+        records = ReplicaRecord.load_all(paths)
         if not records:
             raise DataError(f"{folder} holds no event yet: its run was never started, or only just. Try again later.")
         replicas = tuple(sorted(records, key=lambda record: (record.replica, record.name)))
@@ -111,7 +120,8 @@ class RunRecord:
 
     @property
     def notes(self) -> list[Note]:
-        return sorted((note for replica in self.replicas for note in replica.notes), key=lambda note: note.seconds)
+        own = [note for replica in self.replicas for note in replica.notes]
+        return sorted([*own, *_comings(self.replicas)], key=lambda note: note.seconds)
 
 
 def text_of_privacy(privacy: Mapping[str, Any] | None) -> str:
@@ -136,7 +146,35 @@ def _settings(folder: Path, start: Mapping[str, Any]) -> tuple[Mapping[str, Any]
         return logged, [f"run.toml cannot be read ({error}); the settings are those of the event log."]
 
 
+def _elastic(replicas: Sequence[ReplicaRecord]) -> bool:
+    return bool(replicas[0].start["carrier"] == CARRIER)
+
+
+def _comings(replicas: Sequence[ReplicaRecord]) -> list[Note]:
+    """Who came and went, and which rounds were dropped, among replicas that come and go."""
+    if not _elastic(replicas):
+        return []
+    notes: list[Note] = []
+    circle, asked = Circle(1), whole(replicas[0].start["replicas"])
+    for turn in merged(turn for replica in replicas for turn in replica.turns):
+        joined, left = circle.take(turn)
+        for kind, names in (("joined", joined), ("left", left)):
+            if names:
+                there = f"{', '.join(names)}; {how_many(turn.members, asked)}"
+                notes.append(Note(turn.seconds, turn.number, NOTHING, kind, there))
+        if turn.committed is False and turn.reason:
+            what = f"turn {turn.number}, fragment {turn.fragment}: {turn.reason}"
+            notes.append(Note(turn.seconds, turn.number, NOTHING, "dropped", what))
+    for replica in replicas:
+        for before, after in zip(replica.lives, replica.lives[1:]):
+            away = f"its process ended; back after {text_of_seconds(after.begin - before.end)}"
+            notes.append(Note(before.end, before.step, replica.called, "away", away))
+    return notes
+
+
 def _status(replicas: Sequence[ReplicaRecord]) -> str:
+    if _elastic(replicas) and any(replica.end and replica.stopped is None for replica in replicas):
+        return "finished"  # those who were not there at the end are not needed
     reason = next((replica.stopped for replica in replicas if replica.stopped is not None), None)
     if reason is not None:
         return f"stopped: {reason}"
@@ -147,7 +185,8 @@ def _summary(folder: Path, replicas: Sequence[ReplicaRecord]) -> tuple[Summary, 
     """What the run said of itself when it ended; where it did not, what its events say."""
     computed = _computed(replicas)
     said = [replica.end["summary"] for replica in replicas if replica.end]
-    if len(said) < len(replicas):
+    elastic = _elastic(replicas)
+    if not said or (len(said) < len(replicas) and not elastic):
         return computed, [
             "No end is written, so the run is still going or was killed; the numbers are from its events."
         ]
@@ -155,6 +194,8 @@ def _summary(folder: Path, replicas: Sequence[ReplicaRecord]) -> tuple[Summary, 
     for key in ("wire_bytes_sent", "bits_per_parameter_per_step"):
         if key in means:  # every shard of a replica sends its own
             means[key] = number(means[key]) * len(replicas) / computed.replicas
+    if elastic:  # each told of itself alone
+        means |= {"tokens": computed.tokens, "steps": computed.steps}
     return _overlaid(computed, {**_summary_file(folder), **means}), []
 
 
@@ -168,6 +209,8 @@ def _overlaid(summary: Summary, said: Mapping[str, object]) -> Summary:
     changed: dict[str, Any] = {}
     for item in fields(Summary):
         value = said.get(item.name)
+        if item.name in ("living", "taking_part", "rounds_committed"):
+            continue  # nobody can tell them alone
         if item.name == "provenance":
             changed |= {item.name: value} if value in PROVENANCES else {}
         elif item.name != "strategy" and not math.isnan(number(value)):
@@ -188,9 +231,10 @@ def _computed(replicas: Sequence[ReplicaRecord]) -> Summary:
     """The summary that follows from the events alone."""
     start = replicas[0].start
     evaluated = next((r.evaluations.loss for r in replicas if len(r.evaluations.loss)), None)
-    steps = min((int(r.step[-1]) if len(r.step) else 0) for r in replicas)
+    elastic = _elastic(replicas)
+    steps = (max if elastic else min)((int(r.step[-1]) if len(r.step) else 0) for r in replicas)
     parameters = whole(start["parameters"])
-    count = len({r.replica for r in replicas})
+    count = len(replicas) if elastic else len({r.replica for r in replicas})
     nbytes = sum(r.nbytes_sent for r in replicas) / count
     used = [r.compute_utilization for r in replicas if math.isfinite(r.compute_utilization)]
     return Summary(
@@ -206,7 +250,18 @@ def _computed(replicas: Sequence[ReplicaRecord]) -> Summary:
         wall_seconds=max(r.wall_seconds for r in replicas),
         stall_seconds=float(np.mean([r.stall_seconds for r in replicas])),
         provenance=_provenance(start),
+        **_company(replicas),
     )
+
+
+def _company(replicas: Sequence[ReplicaRecord]) -> dict[str, Any]:
+    """The three numbers of replicas that come and go."""
+    if not _elastic(replicas):
+        return {}
+    turns = merged(turn for replica in replicas for turn in replica.turns)
+    lives = {replica.called: replica.lives for replica in replicas}
+    seen = numbers(turns, lives, len(fragments_of(replicas[0].start)))
+    return {"living": seen.living, "taking_part": seen.taking_part, "rounds_committed": seen.committed}
 
 
 def _provenance(start: Mapping[str, Any]) -> str:
@@ -219,8 +274,11 @@ def _remarks(replicas: Sequence[ReplicaRecord]) -> list[str]:
     start, remarks = replicas[0].start, []
     expected = number(start["replicas"])
     count = len({replica.replica for replica in replicas})
-    if math.isfinite(expected) and count < expected:
+    if math.isfinite(expected) and count < expected and not _elastic(replicas):
         remarks.append(f"{count} of {int(expected)} replicas left an event log.")
+    weights = {replica.end["summary"].get("weights") for replica in replicas if replica.end and replica.stopped is None}
+    if len(weights) > 1 and len(replicas) == count:
+        remarks.append("The replicas ended with different outer weights: at least one had not heard the last rounds.")
     damaged = sum(replica.damaged for replica in replicas)
     if damaged:
         remarks.append(f"{damaged} damaged line{'s were' if damaged > 1 else ' was'} passed over in the event logs.")

@@ -44,6 +44,7 @@ class Joined:
 
     kept: list[tuple[float, Event]] = field(default_factory=list)
     lost: list[Lost] = field(default_factory=list)
+    lives: list[Span] = field(default_factory=list)  # the sessions
 
 
 def split(events: Iterable[Event]) -> list[list[Event]]:
@@ -67,15 +68,18 @@ def _from_step(session: Sequence[Event]) -> int | None:
     return None
 
 
-def join(sessions: Sequence[Sequence[Event]]) -> Joined:
-    """Lay `sessions` end to end and drop what a later one did again."""
+def join(sessions: Sequence[Sequence[Event]], offsets: Sequence[float] = ()) -> Joined:
+    """Lay `sessions` end to end (or at `offsets` seconds) and drop what a later one did again."""
     joined, offset = Joined(), 0.0
-    for session in sessions:
+    for index, session in enumerate(sessions):
+        offset = offsets[index] if offsets else offset
         from_step = _from_step(session)
         if from_step is not None:
             _drop(joined, from_step, offset)
         joined.kept += [(offset, event) for event in session]
-        offset += max(_end_of(event) for event in session)
+        end = offset + max(_end_of(event) for event in session)
+        joined.lives.append(Span(offset + finite(session[0]["seconds"]), end, session[-1]["step"]))
+        offset = end
     return joined
 
 

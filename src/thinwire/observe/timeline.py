@@ -24,7 +24,7 @@ BARS = 6000  # on one timeline
 ROWS = 8  # replicas drawn
 LANES = 4  # rows for the flights of one replica
 
-COMPUTE, STALL, OUTER, PAUSE, LOST = "#8ba6bf", "#d0564a", "#7d5bb5", "#b9b4a8", "#8a8a8a55"
+COMPUTE, STALL, OUTER, PAUSE, LOST, AWAY = "#8ba6bf", "#d0564a", "#7d5bb5", "#b9b4a8", "#8a8a8a55", "#d0564a66"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,7 @@ def timeline_chart(record: RunRecord) -> Chart:
 
 _STYLES: dict[str, Json] = {
     "lost, done again": {"color": LOST, "width": 0.92},
+    "not living": {"color": AWAY, "width": 0.3},
     "inner steps": {"color": COMPUTE, "width": 0.8},
     "evaluation, checkpoint": {"color": PAUSE, "width": 0.8},
     "stall": {"color": STALL, "width": 0.8},
@@ -89,6 +90,11 @@ def _bars(replica: ReplicaRecord, row: int, lanes: Sequence[int], window: tuple[
     return {
         "lost, done again": [
             _bar(row, lost.span, f"{lost.steps} steps after step {lost.span.step}, done again") for lost in replica.lost
+        ],
+        "not living": [
+            Bar(row, before.end, after.begin, f"ended after step {before.step}, then started again")
+            for before, after in zip(replica.lives, replica.lives[1:])
+            if after.begin - before.end > 0.1
         ],
         "inner steps": _step_bars(replica, row, window),
         "evaluation, checkpoint": [_bar(row, span, f"pause after step {span.step}") for span in replica.pauses],

@@ -18,9 +18,9 @@ from thinwire.codecs import E3M0, Cast, Codec, Identity
 from thinwire.errors import ConfigurationError
 from thinwire.inner import AdamW
 from thinwire.lm.huggingface import outline
+from thinwire.lm.job import make_model
 from thinwire.lm.model import Transformer
 from thinwire.lm.run import Run
-from thinwire.lm.trainer import make_model
 from thinwire.plan import machine
 from thinwire.plan.machine import Machine, Step
 from thinwire.plan.outline import Shape, outline_of

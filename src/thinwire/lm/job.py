@@ -1,0 +1,93 @@
+"""What a run trains: its text, tokenizer, model and learning rate; and a look at all of it before any replica is started."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import nn
+
+from thinwire.errors import ConfigurationError
+from thinwire.lm.adapters import attach
+from thinwire.lm.data import Corpus
+from thinwire.lm.huggingface import hugging_face
+from thinwire.lm.loops import check_method
+from thinwire.lm.model import SIZES, Transformer
+from thinwire.lm.run import Run
+from thinwire.lm.stored import stored_model
+from thinwire.lm.tokens import BPE, Bytes
+from thinwire.schedule import Calendar
+from thinwire.seeds import derive
+
+FLOOR = 0.05  # of the peak learning rate, where the cosine ends
+
+
+def open_corpus(run: Run) -> Corpus:
+    """The run's text, tokenised (once on every machine)."""
+    return Corpus.open(run.text, make_tokenizer(run), column=run.column)
+
+
+def make_tokenizer(run: Run) -> Bytes | BPE:
+    """The run's tokenizer; a BPE that is named by its size is not trained yet."""
+    kind, _, what = run.tokenizer.partition(":")
+    if kind not in ("bytes", "bpe") or (kind == "bpe") != bool(what):
+        raise ConfigurationError(
+            f"tokenizer={run.tokenizer!r}: bytes, bpe:SIZE such as bpe:8192, or bpe:FILE.json is needed."
+        )
+    if kind == "bytes":
+        return Bytes()
+    return BPE(int(what)) if what.isdigit() else BPE.load(what)
+
+
+def make_model(run: Run, vocabulary: int) -> nn.Module:
+    """The run's model; fresh weights and adapters depend on its seed only."""
+    model = _bare_model(run, vocabulary)
+    return model if run.lora is None else attach(model, run.lora, derive(run.seed, "adapters"))
+
+
+def _bare_model(run: Run, vocabulary: int) -> nn.Module:
+    seed = derive(run.seed, "weights")
+    if run.model.endswith(".safetensors"):
+        return stored_model(run.model, vocabulary, run.sequence)
+    if run.model.startswith("hf:"):
+        model = hugging_face(run.model.removeprefix("hf:"), vocabulary, seed % 2**31)
+        if run.sequence > model.context:
+            raise ConfigurationError(f"sequence={run.sequence}: {run.model} takes at most {model.context} tokens.")
+        return model
+    if run.model not in SIZES:
+        raise ConfigurationError(
+            f"model={run.model!r}: one of {', '.join(SIZES)}, RUN/model.safetensors or hf:NAME is needed."
+        )
+    size = SIZES[run.model]
+    shape = dataclasses.replace(
+        size, vocabulary=vocabulary, positions=run.positions, context=max(run.sequence, size.context)
+    )
+    return Transformer(shape, seed % 2**31)
+
+
+def check(run: Run) -> None:
+    """Find what would stop every replica, before any is started: text, tokenizer, model, fragments. Raises what it finds."""
+    corpus = open_corpus(run)
+    corpus.batch(run.seed, run.replicas - 1, run.replicas, 0, run.batch, run.sequence)  # the last has fewest windows
+    corpus.held_out(run.batch, run.sequence, run.eval_batches)
+    with torch.device("meta"):
+        model = make_model(run, corpus.vocabulary)
+    if method := run.make_method():
+        return check_method(run, method)
+    strategy = run.make_strategy()
+    Calendar(
+        strategy.schedule, len(strategy.partition.fragments(model)), lambda step: learning_rate(run, step)
+    ).departs(1)
+    strategy.exchange.init(strategy.codec, 0, 0, run.replicas)  # sites of another group are refused here
+    if strategy.privacy:
+        strategy.privacy.epsilon(1)  # an accountant that is missing is missed here
+
+
+def learning_rate(run: Run, step: int) -> float:
+    """Of inner step `step` (from 1): linear warm-up, then a cosine to 5 % of the peak at the last step."""
+    warmup = min(1000, run.steps // 10) if run.warmup is None else run.warmup
+    if step <= warmup:
+        return run.lr * step / max(1, warmup)
+    share = (step - warmup) / max(1, run.steps - warmup)
+    return run.lr * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * min(1.0, share))))

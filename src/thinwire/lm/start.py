@@ -1,0 +1,65 @@
+"""What the event log of a replica begins with: what it trains, and on what machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thinwire.group import parse_link
+from thinwire.lm.data import Corpus
+from thinwire.lm.place import Place
+from thinwire.lm.run import Run
+from thinwire.methods import Method
+from thinwire.partition import Fragment
+from thinwire.strategy import Strategy
+from thinwire.version import __version__
+
+
+def start(
+    run: Run, place: Place, composition: Strategy | Method, fragments: Sequence[Fragment], corpus: Corpus
+) -> dict[str, Any]:
+    """The fields of a start event."""
+    link, shapes = parse_link(run.link), [fragment.shapes for fragment in fragments]
+    made_of = {
+        "composition": repr(composition),
+        "corpus": corpus.describe(),
+        "exchanges": composition.choices(shapes, run.replicas) if isinstance(composition, Strategy) else [],
+    }
+    return {
+        "wall_time": time.time(),
+        "replica": place.number(run),
+        "replicas": run.replicas,
+        "run": dataclasses.asdict(run) | made_of,
+        "strategy": run.label,
+        "parameters": sum(parameter.numel() for fragment in fragments for _, parameter in fragment.parameters),
+        "fragments": [{"name": fragment.name, "numel": fragment.numel} for fragment in fragments],
+        "link": link and {"bits_per_second": link.bits_per_second, "delay_seconds": link.delay_seconds},
+        "carrier": run.carrier,
+        "machine": machine(),
+    }
+
+
+def machine() -> Mapping[str, Any]:
+    """What a number was measured on."""
+    here = Path(__file__).parent
+    git = subprocess.run(
+        ["git", "-C", str(here), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return {
+        "cpu": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "thinwire": __version__,
+        "commit": git.stdout.strip() or None,
+    }

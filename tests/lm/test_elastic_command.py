@@ -1,0 +1,174 @@
+"""`thinwire train --elastic` and its like: real processes, killed and interrupted from outside."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thinwire.group.lighthouse import Lighthouse
+from thinwire.observe.events import read_events
+from thinwire.observe.runs import RunRecord
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("torchft") is None, reason="torchft is not installed: thinwire[elastic]"
+    ),
+    pytest.mark.skipif(shutil.which("pgrep") is None, reason="pgrep (procps) is not installed"),
+]
+PATIENCE = 400.0  # seconds after which a test has hung
+NAMES = ["replica-0", "replica-1", "replica-2"]
+
+Train = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Iterator[Train]:
+    """`thinwire train` on a small model, with more options; what it says goes to FOLDER.txt. Killed at the end, with its replicas."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {i}: {i * i % 97} thin wires carry {i % 13} packets\n" for i in range(4000)))
+    small = [
+        "--text",
+        str(text),
+        "--model",
+        "nano",
+        "--batch",
+        "2",
+        "--sequence",
+        "64",
+        "--every",
+        "20",
+        "--delay",
+        "4",
+    ]
+    running = []
+
+    def start(folder: Path, *options: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "thinwire", "train", *small, *options, "--out", str(folder)]
+        with folder.with_suffix(".txt").open("a") as out:
+            running.append(subprocess.Popen(command, stdout=out, stderr=out, text=True, cwd=tmp_path))
+        return running[-1]
+
+    yield start
+    for process in running:
+        process.kill()
+        process.wait()
+    for number in replicas_of(tmp_path):
+        os.kill(number, signal.SIGKILL)
+
+
+def replicas_of(folder: Path, name: str = "") -> list[int]:
+    """Process ids of the replicas in `folder`."""
+    listed = subprocess.run(
+        ["pgrep", "-f", f"thinwire.lm.elastic {folder}.*{name}"], capture_output=True, text=True, check=False
+    )
+    return [int(line) for line in listed.stdout.split()]
+
+
+def until(true: Callable[[], object], folder: Path) -> None:
+    began = time.monotonic()
+    while not true():
+        assert time.monotonic() - began < PATIENCE, folder.with_suffix(".txt").read_text()
+        time.sleep(0.05)
+
+
+def saved(folder: Path, name: str) -> int:
+    """The newest checkpoint's step."""
+    return max((int(path.name[5:]) for path in folder.glob(f"checkpoints/{name}/step-*")), default=0)
+
+
+def ends(folder: Path, names: list[str]) -> list[dict[str, Any]]:
+    """The last word of each."""
+    last = [read_events(folder / f"events/{name}.jsonl")[-1] for name in names]
+    assert all(event["event"] == "end" for event in last), folder.with_suffix(".txt").read_text()
+    return [event["summary"] for event in last]
+
+
+def test_kill_9_is_started_again_and_all_end_alike(train: Train, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = train(folder, "--elastic", "--replicas", "3", "--steps", "2500", "--checkpoint-every", "100")
+    until(lambda: saved(folder, "replica-1") >= 200, folder)
+    (victim,) = replicas_of(folder, "replica-1")
+    os.kill(victim, signal.SIGKILL)
+    assert command.wait(PATIENCE) == 0
+    said = folder.with_suffix(".txt").read_text()
+    assert "replica-1 died at step" in said and "SIGKILL" in said and "replica-1 is started again" in said, said
+    assert "replica-1 is back at step" in said and "3 of 3 are there" in said, said
+    assert len({end["weights"] for end in ends(folder, NAMES)}) == 1
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["status"] == "finished" and summary["steps"] == 2500
+    assert 2.0 < summary["living"] < 3.0 and 1.5 < summary["taking_part"] <= 3.0
+    turns = {
+        event["turn"]
+        for name in NAMES
+        for event in read_events(folder / f"events/{name}.jsonl")
+        if event["event"] == "round" and event["committed"]
+    }
+    assert summary["rounds_committed"] == len(turns) > 20
+    record = RunRecord.load(folder)
+    assert [replica.sessions for replica in record.replicas] == [1, 2, 1]
+    assert {"away", "left", "joined", "back"} <= {note.kind for note in record.notes}
+    page = (folder / "report.html").read_text()
+    assert "not living" in page and "taking part" in page
+
+
+def test_all_killed_at_once_go_on_from_their_checkpoints(train: Train, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = train(folder, "--elastic", "--replicas", "2", "--steps", "1200", "--checkpoint-every", "100")
+    until(lambda: min(saved(folder, name) for name in NAMES[:2]) >= 200, folder)
+    for number in [command.pid, *replicas_of(folder)]:
+        os.kill(number, signal.SIGKILL)
+    command.wait()
+    assert not (folder / "model.safetensors").exists()
+    assert train(folder, "--resume").wait(PATIENCE) == 0, folder.with_suffix(".txt").read_text()
+    assert len({end["weights"] for end in ends(folder, NAMES[:2])}) == 1
+    for name in NAMES[:2]:
+        (back,) = [event for event in read_events(folder / f"events/{name}.jsonl") if event["event"] == "back"]
+        assert back["turn"] > 0 and back["step"] >= 200 and back["path"].startswith(f"checkpoints/{name}/step-")
+        assert (
+            f"{name} is back at step {back['step']}, from turn {back['turn']}" in folder.with_suffix(".txt").read_text()
+        )
+
+
+def test_ctrl_c_leaves_a_checkpoint_of_every_replica(train: Train, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = train(folder, "--elastic", "--steps", "100000", "--checkpoint-every", "0")
+    logs = [folder / f"events/{name}.jsonl" for name in NAMES[:2]]
+    until(lambda: all(log.exists() and '"event":"step"' in log.read_text() for log in logs), folder)
+    command.send_signal(signal.SIGINT)
+    assert command.wait(PATIENCE) == 0
+    said = folder.with_suffix(".txt").read_text()
+    assert (
+        "each replica ends its inner step and leaves a checkpoint" in said
+        and "to go on: thinwire train --resume" in said
+    )
+    assert all(end["stopped"] and saved(folder, name) > 0 for name, end in zip(NAMES, ends(folder, NAMES[:2])))
+    assert not replicas_of(folder)
+
+
+def test_replicas_of_two_commands_meet_and_a_third_of_another_run_is_refused(train: Train, tmp_path: Path) -> None:
+    lighthouse = Lighthouse("127.0.0.1", 0)
+    try:
+        here = ["--steps", "2500", "--lighthouse", lighthouse.address, "--name"]
+        two = {name: train(tmp_path / name, *here, name) for name in ("oslo", "paris")}
+        stranger = train(tmp_path / "rome", "--seed", "7", *here, "rome")
+        assert stranger.wait(PATIENCE) == 1
+        assert "seed: 7 there, 0 at '" in (tmp_path / "rome.txt").read_text()
+        assert [command.wait(PATIENCE) for command in two.values()] == [0, 0]
+    finally:
+        lighthouse.close()
+    oslo, paris = (ends(tmp_path / name, [name])[0] for name in two)
+    assert oslo["weights"] == paris["weights"]
+    assert (tmp_path / "oslo/model.safetensors").read_bytes() == (tmp_path / "paris/model.safetensors").read_bytes()
+    assert json.loads((tmp_path / "oslo/summary.json").read_text())["living"] == pytest.approx(2.0, abs=0.3)

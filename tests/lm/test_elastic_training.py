@@ -1,0 +1,238 @@
+"""The main job among replicas that come and go: as threads in a time of their own, and as what the command starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from thinwire import rounds
+from thinwire.cli.train import Options
+from thinwire.errors import ConfigurationError, DisagreementError, LinkError
+from thinwire.exchange import outbox
+from thinwire.group import Deadlines
+from thinwire.group.rehearsal import Killed, Rehearsal, ThreadMeeting
+from thinwire.lm import launch, place, trainer
+from thinwire.lm.place import Coming, Hindrances, Pace, Place, Share, join
+from thinwire.lm.run import Run
+from thinwire.observe.events import read_events
+from thinwire.observe.runs import RunRecord
+from thinwire.partition import Fragment
+
+NAMES = ("replica-0", "replica-1", "replica-2")
+
+
+class Inline(rounds.Executor):
+    """Runs at once what is submitted, so that everything has its order."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None: ...
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {i}: {i * i % 97} thin wires carry {i % 13} packets\n" for i in range(2000)))
+    return Run(
+        carrier="elastic", replicas=3, text=(str(text),), model="nano", steps=24, every=6, delay=4, batch=2, sequence=16,
+        checkpoint_every=5, eval_batches=1, eval_every=12, keep=9,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def rehearsal(monkeypatch: pytest.MonkeyPatch) -> Rehearsal:
+    """A place to meet; an inner step lasts a second of its time."""
+    monkeypatch.setattr(outbox, "ThreadPoolExecutor", Inline)
+    monkeypatch.setattr(outbox.threading, "Lock", threading.RLock)
+    monkeypatch.setattr(rounds, "ThreadPoolExecutor", Inline)
+    there, inner_step = Rehearsal(), trainer.Trainer._inner_step
+
+    def slowly(self: trainer.Trainer) -> None:
+        with there.time:
+            there.wait(self.place.name, lambda: False, 1.0)
+        inner_step(self)
+
+    monkeypatch.setattr(trainer.Trainer, "_inner_step", slowly)
+    return there
+
+
+def living(rehearsal: Rehearsal, run: Run, folder: Path, resume: bool = False) -> Callable[[str], Any]:
+    """A replica that is started again, with --resume, when it was killed."""
+
+    def life(name: str) -> Any:
+        again = resume
+        while True:
+            try:
+                torch.manual_seed(0)
+                return launch.train_here(run, Place(Coming(ThreadMeeting(rehearsal, name), name), folder, again))
+            except Killed:
+                rehearsal.revive(name)
+                again = True
+
+    return life
+
+
+def played(rehearsal: Rehearsal, run: Run, folder: Path, resume: bool = False) -> dict[str, Any]:
+    launch.new_folder(run, folder, resume)
+    ended = rehearsal.play({name: living(rehearsal, run, folder, resume) for name in NAMES[: run.replicas]})
+    for outcome in ended.values():
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return ended
+
+
+def test_all_end_with_the_same_weights_and_the_three_numbers_add_up(
+    rehearsal: Rehearsal, run: Run, tmp_path: Path
+) -> None:
+    ended = played(rehearsal, run, tmp_path / "run")
+    assert len({summary["weights"] for summary in ended.values()}) == 1
+    record = RunRecord.load(tmp_path / "run")
+    told = [e for e in read_events(tmp_path / "run/events/replica-0.jsonl") if e["event"] == "round"]
+    committed = [e["turn"] for e in told if e["committed"]]
+    assert record.summary.rounds_committed == len(committed) >= 12  # four fragments in three cycles at least
+    assert record.summary.taking_part == 3 and 1 < (record.summary.living or 0) <= 3
+    assert record.summary.tokens == 3 * run.steps * run.batch * run.sequence and record.status == "finished"
+    assert (tmp_path / "run/model.safetensors").exists() and not record.remarks
+    sent = ended["replica-0"]["ledger"]["sent"]["packet"]
+    assert sum(count["nbytes"] for count in sent.values()) == record.replicas[0].nbytes_sent  # foreseen = counted
+
+
+def test_who_was_killed_comes_back_from_its_own_checkpoint_and_reads_nothing_twice(
+    rehearsal: Rehearsal, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[tuple[str, int]] = []
+    backward = trainer.Trainer._backward
+
+    def noted(self: trainer.Trainer, micro: int) -> float:
+        if hasattr(self, "replica"):
+            read.append((self.place.name, micro))
+        return backward(self, micro)
+
+    monkeypatch.setattr(trainer.Trainer, "_backward", noted)
+    rehearsal.at("replica-1", "post", lambda: rehearsal.kill("replica-1"), 40)
+    ended = played(rehearsal, dataclasses.replace(run, steps=48), tmp_path / "run")
+    assert len({summary["weights"] for summary in ended.values()}) == 1
+    record = RunRecord.load(tmp_path / "run")
+    (back,) = [e for e in read_events(tmp_path / "run/events/replica-1.jsonl") if e["event"] == "back"]
+    assert back["path"].startswith("checkpoints/replica-1/step-") and back["turn"] > 0
+    assert [replica.sessions for replica in record.replicas] == [1, 2, 1]
+    assert len(read) == len(set(read)), "a replica read a batch twice"
+    assert {"away", "back"} <= {note.kind for note in record.notes}
+    assert record.status == "finished" and 0 < (record.summary.taking_part or 0) <= 3
+
+
+def test_all_go_on_each_from_its_own_newest_sound_checkpoint(rehearsal: Rehearsal, run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    played(rehearsal, run, folder)
+    saved = {name: sorted((folder / "checkpoints" / name).glob("step-*")) for name in NAMES}
+    (saved["replica-2"][-1] / "outer.safetensors").write_bytes(b"torn")
+    ended = played(rehearsal, dataclasses.replace(run, steps=36), folder, resume=True)
+    assert len({summary["weights"] for summary in ended.values()}) == 1
+    back = {n: next(e for e in read_events(folder / f"events/{n}.jsonl") if e["event"] == "back") for n in NAMES}
+    used = [saved["replica-0"][-1], saved["replica-1"][-1], saved["replica-2"][-2]]
+    assert [back[name]["path"] for name in NAMES] == [str(path.relative_to(folder)) for path in used]
+    assert "outer.safetensors is not what was written" in back["replica-2"]["skipped"][0]["reason"]
+    assert RunRecord.load(folder).summary.steps == 36
+
+
+def test_another_run_is_refused_by_name(rehearsal: Rehearsal, run: Run, tmp_path: Path) -> None:
+    other = dataclasses.replace(run, seed=5)
+
+    def stranger(name: str) -> Any:
+        with rehearsal.time:
+            rehearsal.wait(name, lambda: False, 8.0)  # the others have begun
+        return living(rehearsal, other, tmp_path / "other")(name)
+
+    two = living(rehearsal, dataclasses.replace(run), tmp_path / "run")
+    ended = rehearsal.play({"replica-0": two, "replica-1": two, "rome": stranger})
+    assert isinstance(ended["rome"], DisagreementError) and "seed: 5 there, 0 at 'replica-" in str(ended["rome"])
+    assert ended["replica-0"]["weights"] == ended["replica-1"]["weights"]
+
+
+def test_shares_of_the_text() -> None:
+    run = Run(replicas=3)
+    assert [Share.of(run, name) for name in NAMES] == [Share(0, index, 3) for index in range(3)]
+    for name in ("paris", "oslo", "replica-3", "replica-01", "replica-"):
+        own = Share.of(run, name)
+        assert (own.index, own.count) == (0, 1) and own == Share.of(run, name)
+    assert Share.of(run, "paris").seed != Share.of(run, "oslo").seed
+
+
+def test_a_hindrance_is_told_once_and_only_if_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, told = [100.0], list[tuple[int, str]]()
+    monkeypatch.setattr(place.time, "monotonic", lambda: now[0])
+    hear = Hindrances(lambda event, step, reason: told.append((step, reason)))
+    hear.step = lambda: 7
+    for second in range(60):
+        now[0] = 100.0 + second
+        hear("retry", {"reason": "1 is late", "seconds": 0.1})
+    assert told == [(7, "1 is late")] * 2  # after 3 s, and 30 s later
+    hear("muster", {})
+    hear("retry", {"reason": "2 are late", "seconds": 0.1})
+    hear("retry", {"reason": "the lighthouse has gone", "seconds": 0.0})
+    assert [reason for _, reason in told[2:]] == ["the lighthouse has gone"]
+
+
+def test_deadlines_follow_the_steps(run: Run) -> None:
+    fragments = [Fragment("all", [("all", torch.nn.Parameter(torch.zeros(1000)))])]
+    pace = Pace(dataclasses.replace(run, every=100).make_strategy(), run, fragments, step_seconds=0.1)
+    first = pace.deadlines()
+    assert isinstance(first, Deadlines) and first.grace == pytest.approx(2.0)
+    for _ in range(64):
+        last = pace.after_step(1.0)
+    assert last.grace == pytest.approx(10.0) and last.muster > first.muster + 90
+
+
+def test_waiting_for_the_others_ends_with_a_stop_and_with_time() -> None:
+    stop = threading.Event()
+
+    def nobody() -> None:
+        raise LinkError("nobody came.")
+
+    with pytest.raises(LinkError, match=r"nobody came\. Given up after 0\.1 s; --timeout is how long"):
+        join(nobody, stop, 0.1)
+    forever = threading.Event()
+    threading.Timer(0.1, stop.set).start()
+    with pytest.raises(KeyboardInterrupt):
+        join(forever.wait, stop, 60.0)
+    forever.set()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"strategy": "data_parallel"}, "cannot run among replicas that come and go"),
+        ({"least": 3}, "least=3 with replicas=2: no round would ever be held"),
+        ({"least": 0}, "least=0: at least 1"),
+        ({"uplink": "100mbit"}, "carrier='processes'"),
+    ],
+)
+def test_what_cannot_be_elastic_is_refused(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        Run(**({"carrier": "elastic"} | change))
+
+
+def test_the_flags_spell_out_the_carrier() -> None:
+    assert Options(Run(), elastic=True).elastically().run_settings == Run(carrier="elastic")
+    joined = Options(Run(), lighthouse="10.0.0.1", name="oslo").elastically()
+    assert joined.run_settings.carrier == "elastic" and joined.seat is not None and joined.seat.name == "oslo"
+    assert Options(Run()).elastically().run_settings == Run() and Options(Run()).seat is None
+    for wrong in (Options(Run(), lighthouse="10.0.0.1"), Options(Run(), name="oslo")):
+        with pytest.raises(ConfigurationError, match="--lighthouse HOST:PORT --name NAME"):
+            wrong.elastically()
+    with pytest.raises(ConfigurationError, match="choose one of them"):
+        Options(Run(carrier="threads"), elastic=True).elastically()
+
+
+def test_an_elastic_run_is_not_gone_on_with_as_another() -> None:
+    assert Run(carrier="elastic").unlike(Run()) == "carrier 'processes' there, 'elastic' given"
+    assert not Run(carrier="threads").unlike(Run())

@@ -1,0 +1,173 @@
+"""Replicas that come and go, read from logs whose answers are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from thinwire.observe.company import Circle, Company, Turn, merged, numbers, placed
+from thinwire.observe.progress import Progress
+from thinwire.observe.report import write_report
+from thinwire.observe.runs import RunRecord
+from thinwire.observe.sessions import Span
+from thinwire.observe.timeline import timeline_chart
+
+Write = Callable[[Path, list[dict[str, Any]]], None]
+Start = Callable[..., dict[str, Any]]
+ALL = ["replica-0", "replica-1", "replica-2"]
+
+
+def turn(number: int, members: str = "abc", counted: str | None = None, committed: bool | None = True) -> Turn:
+    counted = members if counted is None else counted
+    return Turn(number, number % 2, float(number), tuple(members), tuple(counted), committed, "")
+
+
+def told(
+    number: int, seconds: float, members: list[str], committed: bool | None = True, reason: str = ""
+) -> dict[str, Any]:
+    counted = members if committed else []
+    fields = {"turn": number, "fragment": number % 4, "members": members, "counted": counted, "committed": committed}
+    return {
+        "event": "round",
+        "seconds": seconds,
+        "step": number,
+        **fields,
+        "nbytes": 100,
+        "seconds_spent": 0.5,
+        "reason": reason,
+    }
+
+
+def step(number: int, begin: float) -> dict[str, Any]:
+    fields = {"loss": 2.0, "lr": 0.1, "grad_norm": 1.0, "tokens": 10, "begin": begin, "compute_seconds": 0.9}
+    return {"event": "step", "seconds": begin + 0.9, "step": number, **fields}
+
+
+def end(weights: str = "w") -> dict[str, Any]:
+    return {"event": "end", "seconds": 30.0, "step": 30, "summary": {"steps": 25, "tokens": 250, "weights": weights}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, start: Start, write_events: Write) -> Path:
+    """Three replicas for 30 s; replica-1 is dead from 10 to 20 s, and took part in no round of 20 to 25 s."""
+    for index, name in enumerate(ALL):
+        head = start(index, 3, carrier="elastic", wall_time=1000.0)
+        lines = [head]
+        for second in range(30):
+            if index == 1 and second == 10:
+                lines += [start(1, 3, carrier="elastic", wall_time=1020.0)]
+            if index == 1 and 10 <= second < 20:
+                continue
+            at = second if index != 1 or second < 10 else second - 20
+            lines += [step(second + 1, float(at))]
+            there = ALL if second < 10 or second >= 25 else [ALL[0], ALL[2]]
+            if name in there:
+                dropped = second == 9
+                why = (
+                    "LinkError: could not receive from replica 1 (packet, tag 7): it has left. Look for its last words."
+                )
+                lines += [told(second, at + 0.95, there, committed=not dropped, reason=why if dropped else "")]
+        ended = end() | ({"seconds": 10.0} if index == 1 else {})
+        write_events(tmp_path / f"run/events/{name}.jsonl", [*lines, ended])
+    return tmp_path / "run"
+
+
+def test_the_three_numbers(folder: Path) -> None:
+    record = RunRecord.load(folder)
+    assert record.summary.living == pytest.approx((30 + 30 + 20) / 30, abs=0.05)
+    assert record.summary.rounds_committed == 29
+    # until 9 all, then the two, and the third as soon as it is counted again
+    assert record.summary.taking_part == pytest.approx((9 * 3 + 15 * 2 + 5 * 3) / 29)
+    assert record.summary.tokens == 800 and record.summary.steps == 30 and record.status == "finished"
+    assert ("rounds committed", "29") in record.summary.figures()
+
+
+def test_who_came_and_went_is_noted_by_name(folder: Path) -> None:
+    notes = [(note.kind, note.text) for note in RunRecord.load(folder).notes]
+    assert ("left", "replica-1; 2 of 3 are there") in notes
+    assert ("joined", "replica-1; 3 of 3 are there") in notes
+    assert (
+        "dropped",
+        "turn 9, fragment 1: LinkError: could not receive from replica-1 (packet, tag 7): it has left",
+    ) in notes
+    (away,) = [text for kind, text in notes if kind == "away"]
+    assert away.startswith("its process ended; back after 10")
+
+
+def test_the_time_between_two_lives_is_drawn(folder: Path, tmp_path: Path) -> None:
+    bars = next(
+        trace for trace in timeline_chart(RunRecord.load(folder)).views[0].data if trace["name"] == "not living"
+    )
+    assert (
+        len(bars["x"]) == 1
+        and bars["base"][0] == pytest.approx(10, abs=0.2)
+        and bars["x"][0] == pytest.approx(10, abs=0.2)
+    )
+    page = write_report([folder], tmp_path / "page.html").read_text()
+    assert "taking part" in page and "rounds committed" in page and "2 of 3 are there" in page
+
+
+def test_runs_with_and_without_the_three_numbers_share_a_page(
+    folder: Path, tmp_path: Path, start: Start, write_events: Write
+) -> None:
+    write_events(tmp_path / "fixed/events/replica-0.jsonl", [start(0, 1), step(1, 0.0)])
+    page = write_report([tmp_path / "fixed", folder], tmp_path / "both.html").read_text()
+    assert "taking part" in page and "2 runs side by side" in page
+
+
+def test_weights_that_differ_are_remarked(folder: Path, write_events: Write) -> None:
+    assert "different" not in " ".join(RunRecord.load(folder).remarks)
+    write_events(folder / "events/replica-2.jsonl", [end("other")])
+    log = folder / "events/replica-2.jsonl"
+    log.write_text("\n".join(line for line in log.read_text().splitlines() if '"weights": "w"' not in line) + "\n")
+    assert "different outer weights" in " ".join(RunRecord.load(folder).remarks)
+
+
+def test_the_display_tells_the_three_numbers(folder: Path) -> None:
+    console = Console(record=True, width=200, file=None, force_terminal=False)
+    with Progress(folder, steps=30, replicas=3, console=console):
+        pass
+    said = console.export_text()
+    assert "replica-0, replica-1, replica-2 joined; 3 of 3 are there" in said
+    assert "replica-1 left; 2 of 3 are there" in said and "turn 9 was dropped and changed nothing" in said
+    assert "29 rounds committed" in said
+
+
+def test_living_is_not_taking_part() -> None:
+    circle = Circle(fragments=2)
+    for number in range(8):
+        circle.take(turn(number, "abc", counted="ab"))
+    assert circle.members == ("a", "b", "c") and circle.taking_part == ("a", "b") and circle.committed == 8
+    assert circle.idle == ("c",)
+    assert circle.take(turn(3, "ab")) == ([], [])  # known already
+    assert circle.take(turn(8, "bcd", committed=False)) == (["d"], ["a"]) and circle.committed == 8
+
+
+def test_a_round_counts_once_and_whoever_knows_is_believed() -> None:
+    seen = [turn(0), turn(1, committed=None), turn(1, committed=True), turn(0), turn(2, committed=False)]
+    assert [(one.number, one.committed) for one in merged(seen)] == [(0, True), (1, True), (2, False)]
+    found = numbers(merged(seen), {"a": (Span(0.0, 10.0, 0),)}, fragments=1)
+    assert (found.committed, found.dropped, found.taking_part) == (2, 1, 3.0)
+    assert found.living == pytest.approx(3.0)  # b and c are known by the rounds alone
+
+
+def test_sessions_are_placed_by_the_clock_without_the_nights() -> None:
+    def session(wall: float, length: float) -> list[dict[str, Any]]:
+        return [{"event": "start", "seconds": 1.0, "wall_time": wall + 1.0}, {"event": "stop", "seconds": length}]
+
+    first = [session(100.0, 50.0), session(120.0 + 86_400, 30.0)]
+    second = [session(110.0, 5.0), session(130.0, 20.0), session(125.0 + 86_400, 30.0)]
+    assert placed([first, second]) == [[0.0, 50.0], [10.0, 30.0, 55.0]]
+
+
+def test_each_thing_is_said_once() -> None:
+    company = Company(fragments=1, asked=3)
+    alone = {"event": "alone", "step": 5, "reason": "no lighthouse"}
+    assert company.take("a", alone) == ["a trains on, in no round: no lighthouse"] and company.take("a", alone) == []
+    assert company.take("b", alone | {"step": 0}) == ["b waits for the others: no lighthouse"]
+    assert company.take("a", {"event": "round", **told(1, 1.0, ["a", "b"])}) == ["a, b joined; 2 of 3 are there"]
+    assert company.line(["a"], ["a"]) == "2 living, 2 taking part, 1 rounds"
