@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from thinwire.lm.tokens import BPE, Bytes
 from thinwire.schedule import Calendar
 from thinwire.seeds import derive
 
+_MAKING = threading.Lock()  # transformers patches all of torch while it loads: one thread at a time
 FLOOR = 0.05  # of the peak learning rate, where the cosine ends
 
 
@@ -42,8 +44,9 @@ def make_tokenizer(run: Run) -> Bytes | BPE:
 
 def make_model(run: Run, vocabulary: int) -> nn.Module:
     """The run's model; fresh weights and adapters depend on its seed only."""
-    model = _bare_model(run, vocabulary)
-    return model if run.lora is None else attach(model, run.lora, derive(run.seed, "adapters"))
+    with _MAKING:
+        model = _bare_model(run, vocabulary)
+        return model if run.lora is None else attach(model, run.lora, derive(run.seed, "adapters"))
 
 
 def _bare_model(run: Run, vocabulary: int) -> nn.Module:
