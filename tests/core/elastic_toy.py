@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -54,14 +54,19 @@ def increment(name: str, step: int, fragment: int) -> Tensor:
     return torch.arange(1.0, SIZES[fragment] + 1) * (1 + sum(map(ord, name)) % 5) + step % 3
 
 
+class Committed(NamedTuple):
+    before: str  # the chain that it was added to
+    fragment: int
+    deltas: list[Tensor]
+    weights: list[float]
+
+
 @dataclass
 class Book:
     """What all replicas did, for the reckoning at the end."""
 
     deltas: dict[tuple[str, str], Tensor] = field(default_factory=dict)  # what each brought, by muster and name
-    commits: dict[str, tuple[str, int, list[Tensor]]] = field(
-        default_factory=dict
-    )  # by chain: the one before, fragment, deltas
+    commits: dict[str, Committed] = field(default_factory=dict)  # by chain
     disk: dict[str, tuple[int, Any, Any]] = field(default_factory=dict)  # the last checkpoint, by name
     events: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
     trained: list[Tensor] = field(default_factory=lambda: [torch.zeros(n) for n in SIZES])  # by all, in all their lives
@@ -74,19 +79,19 @@ class Book:
 
         return observe
 
-    def history(self, chain: str) -> list[tuple[int, list[Tensor]]]:
-        """Fragment and deltas of all rounds that led to `chain`."""
-        rounds = []
+    def history(self, chain: str) -> list[Committed]:
+        """All rounds that led to `chain`."""
+        rounds: list[Committed] = []
         while chain in self.commits:
-            chain, fragment, deltas = self.commits[chain]
-            rounds.append((fragment, deltas))
+            rounds.append(self.commits[chain])
+            chain = rounds[-1].before
         return rounds[::-1]
 
     def anchors(self, chain: str) -> list[Tensor]:
-        """What they make of the start: less the mean of each."""
+        """What they make of the start: less the weighted mean of each."""
         anchors = [start.clone() for start in START]
-        for fragment, deltas in self.history(chain):
-            anchors[fragment] -= torch.stack(deltas).sum(0) / len(deltas)
+        for _, fragment, deltas, weights in self.history(chain):
+            anchors[fragment] -= sum((w * d for w, d in zip(weights, deltas)), torch.zeros(())) / sum(weights)
         return anchors
 
 
@@ -102,7 +107,10 @@ class Toy:
         least: int = 1,
         grace: float = 10.0,
         save_every: int = 0,
+        tokens: float | None = None,
+        inner: Callable[[Toy, int], Tensor] | None = None,
     ) -> None:
+        self.tokens, self.inner = tokens, inner or (lambda toy, fragment: increment(toy.name, toy.step, fragment))
         self.rehearsal, self.step_seconds, self.save_every, self.restored = rehearsal, step_seconds, save_every, False
         self.name, self.book, self.step, self.trained = name, book, 0, [torch.zeros(n) for n in SIZES]
         strategy = tw.Strategy(schedule=tw.Staggered(every=4, delay=0), outer=tw.Average())
@@ -110,7 +118,9 @@ class Toy:
         fragments = [tw.Fragment(f"part {i}", [(f"part {i}", p)]) for i, p in enumerate(self.parameters)]
         self.pieces = [hold(strategy, fragment, index, 0, 1) for index, fragment in enumerate(fragments)]
         roster = rehearsal.roster(name, least=least, deadlines=Deadlines(grace=grace))
-        self.elastic = Elastic(strategy, roster, self.pieces, book.hear(name), thread=Inline())
+        self.elastic = Elastic(
+            strategy, roster, self.pieces, book.hear(name), thread=Inline(), by_tokens=tokens is not None
+        )
         self.sent: list[list[Tensor]] = [[], []]  # of its own deltas, those that were counted
         rounds = self.elastic.rounds
         fly, believe, take_over = rounds._fly, rounds._believe, self.elastic._take_over
@@ -126,7 +136,8 @@ class Toy:
             if moved is not None:
                 with book.lock:
                     deltas = [book.deltas[muster.id, muster.members[rank].name] for rank in concord.counted]
-                    book.commits.setdefault(rounds.agreed.chain, (before, concord.fragment, deltas))
+                    weights = [concord.weights[rank] for rank in concord.counted]
+                    book.commits.setdefault(rounds.agreed.chain, Committed(before, concord.fragment, deltas, weights))
 
         def taken_over(outcome: Outcome, anchor: Tensor, step: int) -> None:
             if outcome.counted is not None:
@@ -145,12 +156,12 @@ class Toy:
                 self.rehearsal.wait(self.name, lambda: False, self.step_seconds)
             self.step += 1
             for fragment, parameter in enumerate(self.parameters):
-                more = increment(self.name, self.step, fragment)
+                more = self.inner(self, fragment)
                 parameter += more
                 self.trained[fragment] += more
                 with self.book.lock:
                     self.book.trained[fragment] += more
-            self.step = self.elastic.after_step(self.step)
+            self.step = self.elastic.after_step(self.step, self.tokens)
             if self.save_every and self.step % self.save_every == 0:
                 self.save()
         self.elastic.finish(self.step)

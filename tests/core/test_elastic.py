@@ -20,7 +20,7 @@ def test_without_faults_nothing_is_lost() -> None:
     results = play(rehearsal, book)
     agree(results, book)
     rounds = book.history(results["a"].elastic.rounds.agreed.chain)
-    assert len(rounds) == 12 and all(len(deltas) == 3 for _, deltas in rounds)
+    assert len(rounds) == 12 and all(len(one.deltas) == 3 for one in rounds)
 
 
 @pytest.mark.parametrize("nth", [1, 2, 5])
@@ -55,6 +55,40 @@ def test_a_slow_replica_neither_holds_up_nor_is_lost() -> None:
         isinstance(results["a"], Toy) and isinstance(results["b"], Toy) and isinstance(results["s"], Toy | tw.LinkError)
     )
     assert any(event == "round" and fields["members"] == ["a", "b"] for _, event, fields in book.events)
+
+
+@pytest.mark.parametrize("ratio", [1.5, 2.0, 3.0, 4.0, 5.0])
+def test_whatever_its_speed_a_slow_replica_counts_where_it_takes_part(ratio: float) -> None:
+    """Its steps fall between the others': of twice the step time, it would bring the fragment that is not due, for ever."""
+    rehearsal, book = Rehearsal(), Book()
+    settings = {"steps": 120, "least": 2, "grace": 1.0}
+    results = rehearsal.play(
+        {name: train(rehearsal, book, step_seconds=ratio if name == "s" else 1.0, **settings) for name in "abs"}
+    )
+    agree(results, book)
+    rounds = [fields for name, event, fields in book.events if name == "s" and event == "round"]
+    part = [fields for fields in rounds if len(fields["members"]) == 3 and fields["fragment"] >= 0]
+    assert len(part) >= 10 and sum("s" in fields["counted"] for fields in part) >= 0.9 * len(part)
+
+
+@pytest.mark.parametrize("late", [5.0, 20.0])
+def test_a_straggler_is_waited_for_within_the_grace_and_its_delta_carried_beyond(late: float) -> None:
+    rehearsal, book = Rehearsal(), Book()
+
+    def inner(toy: Toy, fragment: int) -> torch.Tensor:
+        if (toy.name, toy.step, fragment) == ("c", 4, 0):
+            with rehearsal.time:
+                rehearsal.wait("c", lambda: False, late)
+        return torch.full((SIZES[fragment],), -{"a": 1.0, "b": 2.0, "c": 3.0}[toy.name])
+
+    results = rehearsal.play(
+        {name: train(rehearsal, book, steps=40, least=2, grace=10.0, inner=inner) for name in "abc"}
+    )
+    agree(results, book)
+    first, *later = [one for one in book.history(results["a"].elastic.rounds.agreed.chain) if one.fragment == 0]
+    assert [float(delta[0]) for delta in first.deltas] == ([4.0, 8.0, 12.0] if late < 10 else [4.0, 8.0])
+    if late > 10:  # what c had trained when the others went on without it: four steps
+        assert next(float(one.deltas[2][0]) for one in later if len(one.deltas) == 3) == 12.0
 
 
 def test_frozen_and_thawed() -> None:
@@ -93,7 +127,7 @@ def test_who_comes_back_with_a_checkpoint_counts_nothing_twice(phase: str, nth: 
         2
     ):  # increments are positive: with a delta counted twice there would be more than was trained
         sent = sum(
-            (delta for f, deltas in book.history(chain) if f == fragment for delta in deltas),
+            (delta for one in book.history(chain) if one.fragment == fragment for delta in one.deltas),
             torch.zeros(SIZES[fragment]),
         )
         assert (-sent <= book.trained[fragment] + 1e-3).all()
