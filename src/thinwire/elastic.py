@@ -6,6 +6,7 @@ since a delta departed is always kept:
     on time, own delta counted    parameters ← as the strategy merges
     late, own delta counted       parameters ← parameters + (anchor′ − anchor) + delta     (its part is in anchor′ now)
     not counted, or caught up     parameters ← parameters + (anchor′ − anchor)             (the delta stays what it was)
+    counted, as it seemed         parameters ← parameters + (anchor′ − anchor) − delta     (it is not in anchor′: it travels again)
     new, or back from long ago    parameters ← anchor′
 
 "Late" is later than `delay` inner steps after departure. A delta that comes too late for its round is carried to the next of its
@@ -211,6 +212,10 @@ class Elastic:
         moved = anchor - before
         if counted is not None:
             moved += counted.delta
+        if outcome.returned is not None:
+            moved -= outcome.returned.delta
+            piece.feedback = outcome.returned.feedback
+            self._travelled[outcome.fragment] -= outcome.returned.weight
         for part, values in piece.slices(moved):
             part.copy_(part.to(values) + values)
 

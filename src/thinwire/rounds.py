@@ -58,6 +58,7 @@ class Outcome:
     feedback   what is held back now, if one was counted
     ready      the delta whose round this was
     broken     it held NaN or infinity, and was not sent
+    returned   this replica's delta that was believed to be counted, and is not: it is still to travel
     anew       nothing of this replica's own progress still is to travel: it goes on from the anchor
     after      turn and chain of the agreed state that this belongs to
     """
@@ -69,6 +70,7 @@ class Outcome:
     counted: Ready | None = None
     feedback: State = field(default_factory=dict)
     ready: Ready | None = None
+    returned: Ready | None = None
     broken: bool = False
     anew: bool = False
     after: tuple[int, str] = (0, "")
@@ -105,6 +107,7 @@ class Rounds:
         self._outcomes: deque[Outcome] = deque()
         self._doubt: tuple[int, Ready, State] | None = None  # a turn that this replica said yes to, and heard no answer
         self.carried: dict[int, Ready] = {}  # deltas that came too late for their rounds; to be read while idle
+        self._believed: tuple[int, Ready] | None = None  # a turn that counted its delta; nobody else has said so yet
         self._last: set[int] = set()  # fragments that have travelled since all had finished
         self.alone, self.why_alone = 0, ""  # musters in a row that were none
         self._air: Air | None = None
@@ -255,7 +258,7 @@ class Rounds:
             self._catch_up(muster.members[donor].name)
         elif self._doubt is not None:  # whoever heard yes would have another chain, and be ahead
             self._settle_doubt(counted=False)
-        self.agreed.turn, self.saved_at = concord.turn, NEVER
+        self.agreed.turn, self.saved_at, self._believed = concord.turn, NEVER, None
         self.step = max(self.step, concord.step)
 
     def _catch_up(self, donor: str) -> None:
@@ -267,9 +270,13 @@ class Rounds:
             for turn, (index, who) in self.agreed.counted.items()
             if turn >= self.saved_at and self.roster.name in who
         }
+        returned = None
+        if self._believed is not None:  # it alone heard yes before the lighthouse died, and the others went on without it
+            turn, ready = self._believed
+            returned = None if self.roster.name in self.agreed.counted.get(turn, (0, ()))[1] else ready
         for index, (anchor, state) in enumerate(zip(self.agreed.anchors, self.agreed.states)):
-            anew = self.fresh or index in since
-            self._put(Outcome(index, self.agreed.turn, anchor, state, anew=anew))
+            anew, back = self.fresh or index in since, returned if returned and returned.fragment == index else None
+            self._put(Outcome(index, self.agreed.turn, anchor, state, returned=back, anew=anew))
         self._observe("caught_up", turn=self.agreed.turn, donor=donor)
 
     def _settle_doubt(self, counted: bool) -> None:
@@ -345,6 +352,7 @@ class Rounds:
             names = tuple(muster.members[rank].name for rank in concord.counted)
             assert moved.anchor is not None  # it has finished
             self.agreed.commit(concord.fragment, moved.anchor, moved.outer, names)
+            self._believed = None if own is None else (concord.turn, own)
         if self.agreed.turn == concord.turn:  # not, if it could not take over what it lacks
             self.agreed.turn += 1
         if moved is not None:

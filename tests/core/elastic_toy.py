@@ -59,6 +59,7 @@ class Committed(NamedTuple):
     fragment: int
     deltas: list[Tensor]
     weights: list[float]
+    names: list[str]
 
 
 @dataclass
@@ -90,7 +91,7 @@ class Book:
     def anchors(self, chain: str) -> list[Tensor]:
         """What they make of the start: less the weighted mean of each."""
         anchors = [start.clone() for start in START]
-        for _, fragment, deltas, weights in self.history(chain):
+        for _, fragment, deltas, weights, _ in self.history(chain):
             anchors[fragment] -= sum((w * d for w, d in zip(weights, deltas)), torch.zeros(())) / sum(weights)
         return anchors
 
@@ -137,11 +138,18 @@ class Toy:
                 with book.lock:
                     deltas = [book.deltas[muster.id, muster.members[rank].name] for rank in concord.counted]
                     weights = [concord.weights[rank] for rank in concord.counted]
-                    book.commits.setdefault(rounds.agreed.chain, Committed(before, concord.fragment, deltas, weights))
+                    names = [muster.members[rank].name for rank in concord.counted]
+                    book.commits.setdefault(
+                        rounds.agreed.chain, Committed(before, concord.fragment, deltas, weights, names)
+                    )
 
         def taken_over(outcome: Outcome, anchor: Tensor, step: int) -> None:
             if outcome.counted is not None:
                 self.sent[outcome.fragment].append(outcome.counted.delta)
+            if outcome.returned is not None:
+                mine = self.sent[outcome.fragment]
+                self.sent[outcome.fragment] = [d for d in mine if d is not outcome.returned.delta]
+                assert len(self.sent[outcome.fragment]) == len(mine) - 1
             take_over(outcome, anchor, step)
 
         rounds._fly, rounds._believe = flown, believed  # type: ignore[method-assign]
@@ -185,13 +193,18 @@ class Toy:
             self.restored = True
 
     def check_nothing_lost(self) -> None:
-        """All that it trained is in the deltas that were counted, or still in the parameters."""
+        """All that it trained is in the deltas that were counted, or still in the parameters; and these are in the anchors, once."""
         if self.restored:
             return  # what it trained between the checkpoint and its death is lost
+        history = self.book.history(self.elastic.rounds.agreed.chain)
         for index, piece in enumerate(self.pieces):
             left = piece.anchor - self.parameters[index].detach()
             sent = sum(self.sent[index], torch.zeros(SIZES[index]))
             torch.testing.assert_close(sent + left, -self.trained[index], rtol=1e-5, atol=1e-4)
+            mine = [delta for one in history for name, delta in zip(one.names, one.deltas)
+                    if one.fragment == index and name == self.name]  # fmt: skip
+            there = sum(mine[len(mine) - len(self.sent[index]) :], torch.zeros(SIZES[index]))  # of this life
+            torch.testing.assert_close(sent, there, rtol=1e-5, atol=1e-4)
 
 
 def train(rehearsal: Rehearsal, book: Book, steps: int = 24, **settings: Any) -> Callable[[str], Toy]:

@@ -11,6 +11,7 @@ from elastic_toy import PHASES, SIZES, Book, Toy, agree, one_thread, play, train
 
 import thinwire as tw
 from thinwire.group.rehearsal import Killed, Rehearsal
+from thinwire.group.standin import StandinBoard
 
 __all__ = ["one_thread"]  # a fixture
 
@@ -162,6 +163,32 @@ def test_the_lighthouse_dies_at_any_phase(phase: str, nth: int) -> None:
     results = rehearsal.play({name: train(rehearsal, book, steps=40) for name in "abc"})
     agree(results, book)
     assert all(isinstance(toy, Toy) for toy in results.values()), results
+
+
+@pytest.mark.parametrize("nth", [1, 2, 5])
+def test_who_alone_heard_yes_gets_its_delta_back(nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lighthouse dies as soon as it has told one, who freezes; the others vote anew without it."""
+    rehearsal, book = Rehearsal(), Book()
+    settle, told = StandinBoard.settle, []
+
+    def settled(board: StandinBoard, key: str, value: bytes) -> bytes:
+        with rehearsal.time:
+            first = key not in rehearsal.lighthouse.written
+            answer = settle(board, key, value)
+            told.extend([board._name] * first)
+            if first and len(told) == nth:
+                rehearsal.lighthouse.stop()
+                rehearsal.later(3.0, rehearsal.lighthouse.start)
+                rehearsal.freeze(board._name)
+                rehearsal.later(30.0, lambda name=board._name: rehearsal.thaw(name))
+            return answer
+
+    monkeypatch.setattr(StandinBoard, "settle", settled)
+    results = rehearsal.play({name: train(rehearsal, book, steps=80, least=2) for name in "abc"})
+    alone = told[nth - 1]
+    assert any(name == alone and event == "caught_up" for name, event, _ in book.events), alone
+    assert all(isinstance(toy, Toy) for toy in results.values()), results
+    agree(results, book)
 
 
 def order_faults(rehearsal: Rehearsal, chance: random.Random, faults: int, names: str) -> list[str]:
