@@ -24,7 +24,7 @@ class Agreed:
     states: list[State]
     turn: int = 0
     chain: str = ""
-    counted: dict[int, tuple[int, tuple[str, ...]]] = field(default_factory=dict)  # fragment and names, by turn
+    counted: dict[int, tuple[int, tuple[str, ...], str]] = field(default_factory=dict)  # fragment, names, mark; by turn
 
     def tensors(self) -> dict[str, Tensor]:
         named = {f"{index}.anchor": anchor for index, anchor in enumerate(self.anchors)}
@@ -43,17 +43,30 @@ class Agreed:
         """Turn, chain and record of `facts()`. Raises `CheckpointError`."""
         try:
             turn, chain = int(facts["turn"]), str(facts["chain"])
-            counted = {int(key): (int(index), tuple(map(str, who))) for key, (index, who) in facts["counted"].items()}
+            counted = {
+                int(key): (int(index), tuple(map(str, who)), str(mark))
+                for key, (index, who, mark) in facts["counted"].items()
+            }
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"an agreed state that cannot be read was handed over or saved ({error}); run the same version on every replica."
             ) from None
         self.turn, self.chain, self.counted = turn, chain, counted
 
+    @property
+    def mark(self) -> str:
+        """Tells the round that was committed last from any other of the same turn, in another history."""
+        return self.chain[:8]
+
+    def counts(self, turn: int, name: str, fragment: int, mark: str = "") -> bool:
+        """Whether the round of `turn` was about `fragment`, and counted `name`'s delta; with `mark`: whether it was that round."""
+        index, who, there = self.counted.get(turn, (-1, (), ""))
+        return index == fragment and name in who and mark in ("", there)
+
     def commit(self, fragment: int, anchor: Tensor, state: State, who: tuple[str, ...]) -> None:
         self.anchors[fragment], self.states[fragment] = anchor, state
         self.chain = grow(self.chain, self.turn, fragment, anchor)
-        self.counted[self.turn] = fragment, who
+        self.counted[self.turn] = fragment, who, self.mark
         self.counted.pop(self.turn - REMEMBERED, None)
 
     def take_over(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:

@@ -107,7 +107,7 @@ class Rounds:
         self._outcomes: deque[Outcome] = deque()
         self._doubt: tuple[int, Ready, State] | None = None  # a turn that this replica said yes to, and heard no answer
         self.carried: dict[int, Ready] = {}  # deltas that came too late for their rounds; to be read while idle
-        self._believed: tuple[int, Ready] | None = None  # a turn that counted its delta; nobody else has said so yet
+        self._believed: tuple[int, Ready, str] | None = None  # a turn that counted its delta; nobody else has said so yet
         self._last: set[int] = set()  # fragments that have travelled since all had finished
         self.alone, self.why_alone = 0, ""  # musters in a row that were none
         self._air: Air | None = None
@@ -263,17 +263,17 @@ class Rounds:
 
     def _catch_up(self, donor: str) -> None:
         if self._doubt is not None:
-            turn, _, _ = self._doubt
-            self._settle_doubt(counted=self.roster.name in self.agreed.counted.get(turn, (0, ()))[1])
+            turn, ready, _ = self._doubt
+            self._settle_doubt(counted=self.agreed.counts(turn, self.roster.name, ready.fragment))
         since = {
             index
-            for turn, (index, who) in self.agreed.counted.items()
+            for turn, (index, who, _) in self.agreed.counted.items()
             if turn >= self.saved_at and self.roster.name in who
         }
         returned = None
         if self._believed is not None:  # it alone heard yes before the lighthouse died, and the others went on without it
-            turn, ready = self._believed
-            returned = None if self.roster.name in self.agreed.counted.get(turn, (0, ()))[1] else ready
+            turn, ready, mark = self._believed
+            returned = None if self.agreed.counts(turn, self.roster.name, ready.fragment, mark) else ready
         for index, (anchor, state) in enumerate(zip(self.agreed.anchors, self.agreed.states)):
             anew, back = self.fresh or index in since, returned if returned and returned.fragment == index else None
             self._put(Outcome(index, self.agreed.turn, anchor, state, returned=back, anew=anew))
@@ -352,7 +352,7 @@ class Rounds:
             names = tuple(muster.members[rank].name for rank in concord.counted)
             assert moved.anchor is not None  # it has finished
             self.agreed.commit(concord.fragment, moved.anchor, moved.outer, names)
-            self._believed = None if own is None else (concord.turn, own)
+            self._believed = None if own is None else (concord.turn, own, self.agreed.mark)
         if self.agreed.turn == concord.turn:  # not, if it could not take over what it lacks
             self.agreed.turn += 1
         if moved is not None:
