@@ -6,7 +6,9 @@ An inner step adds whole numbers of the replica's own to its parameters; so the 
 from __future__ import annotations
 
 import json
+import random
 import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
@@ -238,3 +240,30 @@ def agree(results: dict[str, Any], book: Book) -> None:
         toy.check_nothing_lost()
     for piece, due in zip(toys[0].pieces, book.anchors(toys[0].elastic.rounds.agreed.chain)):
         torch.testing.assert_close(piece.anchor, due, rtol=1e-5, atol=1e-4)
+
+
+def order_faults(
+    rehearsal: Rehearsal, chance: random.Random, faults: int, names: str, done: Counter[str] | None = None
+) -> list[str]:
+    """Let faults happen at random points of the run, counted in `done`; every one ends before the run does."""
+    said, done = [], Counter() if done is None else done
+    for _ in range(faults):
+        name, other = chance.sample(names, 2)
+        kind = chance.choice(["kill", "freeze", "cut", "damage", "slow", "lighthouse"])
+        seconds, phase, nth = chance.uniform(1, 25), chance.choice(PHASES), chance.randint(1, 60)
+        faults_of: dict[str, Callable[[], None]] = {
+            "kill": lambda name=name: rehearsal.kill(name),
+            "freeze": lambda name=name, s=seconds: (rehearsal.freeze(name), rehearsal.later(s, lambda: rehearsal.thaw(name)))[0],
+            "cut": lambda a=name, b=other, s=seconds: (rehearsal.cut(a, b), rehearsal.later(s, lambda: rehearsal.heal(a, b)))[0],
+            "damage": lambda a=name, b=other: rehearsal.damage(a, b, 1),
+            "slow": lambda a=name, b=other, s=seconds: (rehearsal.slow(a, b, 2.0), rehearsal.later(s, lambda: rehearsal.slow(a, b, 0.0)))[0],
+            "lighthouse": lambda s=seconds: (rehearsal.lighthouse.stop(), rehearsal.later(s, rehearsal.lighthouse.start))[0],
+        }  # fmt: skip
+
+        def happen(kind: str = kind, fault: Callable[[], None] = faults_of[kind]) -> None:
+            done[kind] += 1
+            fault()
+
+        rehearsal.at(name, phase, happen, nth)
+        said.append(f"{kind} {name}{other} at {phase} {nth} for {seconds:.0f} s")
+    return said

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
-from elastic_toy import PHASES, SIZES, Book, Toy, agree, one_thread, play, train
+from elastic_toy import PHASES, SIZES, Book, Toy, agree, one_thread, order_faults, play, train
 
 import thinwire as tw
 from thinwire.group.rehearsal import Killed, Rehearsal
@@ -189,26 +188,6 @@ def test_who_alone_heard_yes_gets_its_delta_back(nth: int, monkeypatch: pytest.M
     assert any(name == alone and event == "caught_up" for name, event, _ in book.events), alone
     assert all(isinstance(toy, Toy) for toy in results.values()), results
     agree(results, book)
-
-
-def order_faults(rehearsal: Rehearsal, chance: random.Random, faults: int, names: str) -> list[str]:
-    """Let faults happen at random points of the run; every one ends before the run does."""
-    said = []
-    for _ in range(faults):
-        name, other = chance.sample(names, 2)
-        kind = chance.choice(["kill", "freeze", "cut", "damage", "slow", "lighthouse"])
-        seconds, phase, nth = chance.uniform(1, 25), chance.choice(PHASES), chance.randint(1, 60)
-        faults_of: dict[str, Callable[[], None]] = {
-            "kill": lambda name=name: rehearsal.kill(name),
-            "freeze": lambda name=name, s=seconds: (rehearsal.freeze(name), rehearsal.later(s, lambda: rehearsal.thaw(name)))[0],
-            "cut": lambda a=name, b=other, s=seconds: (rehearsal.cut(a, b), rehearsal.later(s, lambda: rehearsal.heal(a, b)))[0],
-            "damage": lambda a=name, b=other: rehearsal.damage(a, b, 1),
-            "slow": lambda a=name, b=other, s=seconds: (rehearsal.slow(a, b, 2.0), rehearsal.later(s, lambda: rehearsal.slow(a, b, 0.0)))[0],
-            "lighthouse": lambda s=seconds: (rehearsal.lighthouse.stop(), rehearsal.later(s, rehearsal.lighthouse.start))[0],
-        }  # fmt: skip
-        rehearsal.at(name, phase, faults_of[kind], nth)
-        said.append(f"{kind} {name}{other} at {phase} {nth} for {seconds:.0f} s")
-    return said
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -230,5 +230,7 @@ class Stage:
             f"{sum(lost.values()) / max(1, kills):.1f} per kill; of those never killed none ({', '.join(sorted(self.untouched)) or 'nobody'})",
         ]
         if back:
-            text.append(f"{len(back)} returns, counted again after {median(back):.1f} s (median), {max(back):.1f} s at most")
+            text.append(
+                f"{len(back)} returns, counted again after {median(back):.1f} s (median), {max(back):.1f} s at most"
+            )
         return "\n".join(text)
