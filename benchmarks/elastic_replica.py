@@ -52,7 +52,7 @@ def model_of(part: Part) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def thinwire(part: Part, model: nn.Sequential, optimizer: torch.optim.Optimizer, write: Write) -> None:
+def thinwire(part: Part, model: nn.Sequential, optimizer: torch.optim.Optimizer, write: Write) -> object:
     strategy = streaming_diloco(every=part.every, delay=part.delay, partition=Sequential(part.fragments))
     numels = [fragment.numel for fragment in strategy.partition.fragments(model)]
     nbytes = strategy.nbytes_per_period(numels, 3) // part.fragments
@@ -65,10 +65,10 @@ def thinwire(part: Part, model: nn.Sequential, optimizer: torch.optim.Optimizer,
             counted = fields["counted"]
             write("round", good=fields["committed"] is True and part.name in counted, members=len(counted))
 
-    Replica(strategy, model, optimizer, roster, observer=observe)
+    return Replica(strategy, model, optimizer, roster, observer=observe)
 
 
-def torchft(part: Part, model: nn.Sequential, optimizer: torch.optim.Optimizer, write: Write) -> None:
+def torchft(part: Part, model: nn.Sequential, optimizer: torch.optim.Optimizer, write: Write) -> object:
     """As its own tests set it up, with the returner's state handed over by its default transport."""
     from torchft import Manager, ProcessGroupGloo
     from torchft.local_sgd import DiLoCo
@@ -100,6 +100,7 @@ def torchft(part: Part, model: nn.Sequential, optimizer: torch.optim.Optimizer, 
 
         fragment.perform_sync = sync  # type: ignore[method-assign]
     diloco.__enter__()
+    return store, manager, diloco  # which end when nobody holds them
 
 
 def main(part: Part) -> None:
@@ -115,10 +116,10 @@ def main(part: Part) -> None:
         write("start")
         while not Path(part.file).with_name("go").exists():  # all begin together: torchft's first quorum would run out
             time.sleep(0.1)
-        {"thinwire": thinwire, "torchft": torchft}[part.method](part, model, optimizer, write)
+        attached = {"thinwire": thinwire, "torchft": torchft}[part.method](part, model, optimizer, write)
         optimizer.register_step_pre_hook(watch.before)
         gradients = [1e-3 * torch.randn_like(p) for p in model.parameters()]
-        while True:
+        while attached:
             watch.begin()
             time.sleep(part.step_seconds)
             for parameter, gradient in zip(model.parameters(), gradients):

@@ -107,7 +107,7 @@ class Rounds:
         self._outcomes: deque[Outcome] = deque()
         self._doubt: tuple[int, Ready, State] | None = None  # a turn that this replica said yes to, and heard no answer
         self.carried: dict[int, Ready] = {}  # deltas that came too late for their rounds; to be read while idle
-        self._believed: tuple[int, Ready, str] | None = None  # a turn that counted its delta; nobody else has said so yet
+        self._believed: tuple[int, Ready, str] | None = None  # a turn that counted its delta; only it says so as yet
         self._last: set[int] = set()  # fragments that have travelled since all had finished
         self.alone, self.why_alone = 0, ""  # musters in a row that were none
         self._air: Air | None = None
@@ -271,7 +271,7 @@ class Rounds:
             if turn >= self.saved_at and self.roster.name in who
         }
         returned = None
-        if self._believed is not None:  # it alone heard yes before the lighthouse died, and the others went on without it
+        if self._believed is not None:  # heard before the lighthouse died, and the others went on without it
             turn, ready, mark = self._believed
             returned = None if self.agreed.counts(turn, self.roster.name, ready.fragment, mark) else ready
         for index, (anchor, state) in enumerate(zip(self.agreed.anchors, self.agreed.states)):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -202,3 +204,15 @@ def test_many_faults_at_random(seed: int) -> None:
     # who comes back when the others have finished is told so
     assert all(isinstance(result, Toy | tw.LinkError) for result in results.values()), results
     assert sum(isinstance(result, Toy) for result in results.values()) >= least, results
+
+
+def test_no_clock_that_somebody_may_set() -> None:
+    """Whatever a machine's clock says, and however it jumps: waiting is counted in monotonic time, or the rehearsal's."""
+    house = Path(tw.__file__).parent
+    for path in [
+        *house.glob("group/*.py"),
+        *(house / f"{name}.py" for name in ("rounds", "elastic", "handover", "concord")),
+    ]:
+        assert not re.search(
+            r"\btime\.(time|time_ns)\(|\bdatetime\.(now|utcnow)|\blocaltime|\bgmtime", path.read_text()
+        ), path
