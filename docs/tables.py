@@ -265,6 +265,21 @@ def calibration(result: Result) -> tuple[list[str], list[list[str]]]:
     return ["replicas", "method", "step", "× the floor", "Mbit/s", "simulated", "emulated", "error"], rows
 
 
+def elastic(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Methods of benchmarks/elastic.py."""
+    rows = []
+    for row in result["rows"]:
+        if "problem" in row:
+            rows.append([row["method"], row["problem"], *["–"] * 5])
+            continue
+        back = "not in the window" if row["return_seconds"] is None else f"{row['return_seconds']:.1f}"
+        lost = [f"{row['survivors_lost_steps']:.0f}", f"{row['killed_lost_steps']:.0f}"]
+        still = [f"{row['standstill_seconds']:.2f}", f"{row['standstill_steps']:.1f}"]
+        rows.append([row["method"], *lost, *still, back, _share(row["utilization"])])
+    heads = ["method", "steps lost by survivors", "by the killed", "longest standstill, s", "in steps"]
+    return [*heads, "returner counted after, s", "utilisation"], rows
+
+
 def codecs(result: Result) -> tuple[list[str], list[list[str]]]:
     """Rows of benchmarks/codecs.py: the sizes that packets of deltas have."""
     rows = []
@@ -293,6 +308,7 @@ TABLES: dict[str, Callable[[Result], tuple[list[str], list[list[str]]]]] = {
     "codecs": codecs,
     "family": family,
     "calibration": calibration,
+    "elastic": elastic,
 }
 PICTURES: dict[str, Callable[[Result], str]] = {"family": family_picture}
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from torch import Tensor
@@ -30,6 +30,7 @@ class Claim:
     step        inner steps, for the learning rate of those who join
     fresh       it holds nothing but random weights
     finishing   it has trained all its steps
+    carried     what deltas of other fragments count that missed their rounds, by fragment
     """
 
     turn: int
@@ -39,6 +40,7 @@ class Claim:
     step: int = 0
     fresh: bool = False
     finishing: bool = False
+    carried: Mapping[str, float] = field(default_factory=dict)
 
     def facts(self) -> dict[str, Any]:
         """For JSON."""
@@ -47,7 +49,7 @@ class Claim:
     @classmethod
     def of(cls, facts: Mapping[str, Any], name: str) -> Claim:
         """What `name` said. Its bytes are a peer's: raises `PeerError` where they are no claim."""
-        kinds = {field.name: _KINDS[str(field.type)] for field in fields(cls)}
+        kinds = {each.name: _KINDS[str(each.type)] for each in fields(cls)}
         fits = facts.keys() == kinds.keys() and all(type(facts[name]) in kind for name, kind in kinds.items())
         if (
             not fits
@@ -55,12 +57,21 @@ class Claim:
             or facts["step"] < 0
             or len(facts["chain"]) > 64
             or not 0 <= facts["weight"] < 1e18
+            or not all(
+                key.isdecimal() and type(w) in (int, float) and 0 < w < 1e18 for key, w in facts["carried"].items()
+            )
         ):
             raise PeerError(f"{name} made a claim that cannot be read; run the same version on every replica.")
         return cls(**facts)
 
+    def brings(self, fragment: int) -> float:
+        """What its delta of `fragment` counts; 0: it has none."""
+        return self.weight if self.fragment == fragment else self.carried.get(str(fragment), 0.0)
 
-_KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "str": (str,), "bool": (bool,), "float": (int, float)}
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "int": (int,), "str": (str,), "bool": (bool,), "float": (int, float), "Mapping[str, float]": (dict,),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -101,7 +112,8 @@ def reconcile(claims: Sequence[Claim]) -> Concord:
     Sound are those with the most turns whose chain most of them share (of equally many: the lowest rank's). If nobody
     has trained yet the lowest rank is sound. The round is about the fragment of whoever has come farthest, since that is
     what the schedule says now. Who is behind is counted all the same if its delta is of this fragment: it is
-    what that replica has trained, whatever the others did meanwhile; but not who is fresh.
+    what that replica has trained, whatever the others did meanwhile; but not who is fresh. So is who came too late for an
+    earlier round of this fragment, and carried its delta here.
 
     >>> ahead, late = Claim(turn=7, chain="b", fragment=1, weight=1.0), Claim(turn=5, chain="a", fragment=1, weight=1.0)
     >>> concord = reconcile([ahead, late])
@@ -125,9 +137,7 @@ def reconcile(claims: Sequence[Claim]) -> Concord:
         fragment=fragment,
         sound=sound,
         behind=tuple(rank for rank in range(len(claims)) if rank not in sound),
-        weights=tuple(
-            claim.weight if rank in able and claim.fragment == fragment else 0.0 for rank, claim in enumerate(claims)
-        ),
+        weights=tuple(claim.brings(fragment) if fragment >= 0 and not claim.fresh else 0.0 for claim in claims),
         finished=finished,
         last=max(brought) if finished and len(brought) == 1 else -1,
         wanted=min(brought - {-1}) if finished and len(brought) > 1 else -1,

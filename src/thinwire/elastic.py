@@ -6,10 +6,13 @@ since a delta departed is always kept:
     on time, own delta counted    parameters ← as the strategy merges
     late, own delta counted       parameters ← parameters + (anchor′ − anchor) + delta     (its part is in anchor′ now)
     not counted, or caught up     parameters ← parameters + (anchor′ − anchor)             (the delta stays what it was)
+    counted, as it seemed         parameters ← parameters + (anchor′ − anchor) − delta     (it is not in anchor′: it travels again)
     new, or back from long ago    parameters ← anchor′
 
-"Late" is later than `delay` inner steps after departure. A fragment whose round is not over when it should depart again stays
-at home this time; its progress travels in the next.
+"Late" is later than `delay` inner steps after departure. A delta that comes too late for its round is carried to the next of its
+fragment. Until then the fragment does not depart again: what is trained meanwhile travels after it.
+
+In the mean over those who brought something a delta counts 1, or the tokens behind it, if the loop says how many a step has.
 """
 
 from __future__ import annotations
@@ -22,23 +25,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.agreed import Agreed
 from thinwire.contact import digest
-from thinwire.errors import ConfigurationError, LinkError
+from thinwire.errors import CheckpointError, ConfigurationError, LinkError
 from thinwire.exchange import AllReduce, Direct, TwoShot
 from thinwire.group.roster import Roster
 from thinwire.held import Held
 from thinwire.merge import Mix
 from thinwire.policy import Constant
-from thinwire.rounds import NOTHING, Agreed, Outcome, Ready, Rounds
+from thinwire.rounds import NOTHING, Outcome, Ready, Rounds
 from thinwire.schedule import Schedule
 from thinwire.strategy import Gradients, Strategy
 
 PATIENCE = 5  # musters in a row that nobody else comes to, at the end of a run
+_MOST_TOKENS = 1e12  # in a step: more is no number of tokens
 _POLL = 0.02  # seconds between looks for an outcome, at the end of a run
 
 
 class Elastic:
-    """The main thread's side. `fresh`: this replica holds random weights; whoever has trained is right."""
+    """The main thread's side. `by_tokens`: what a delta counts, on all replicas alike."""
 
     def __init__(
         self,
@@ -49,12 +54,15 @@ class Elastic:
         clock: Callable[[], float] = time.monotonic,
         start_again: Callable[[], None] = lambda: None,
         thread: Executor | None = None,
+        by_tokens: bool = False,
     ) -> None:
-        self.strategy, self.pieces, self._observe = strategy, pieces, observe
         self._schedule = check(strategy)
-        self._waiting: dict[int, tuple[Ready, int]] = {}  # by fragment; and the own steps when it departed
-        self._counted = [0] * len(pieces)  # own steps that have travelled
-        self._own_steps = 0
+        self.by_tokens = by_tokens
+        self.strategy, self.pieces, self._observe = strategy, pieces, observe
+        self._waiting: dict[int, tuple[Ready, float]] = {}  # by fragment; and what was trained when it departed
+        self._trained = 0.0  # by this replica: tokens, or steps
+        self._travelled = [0.0] * len(pieces)  # of that, what the anchors have, by fragment
+        self._seen: int | None = None  # the last step after which it was looked for what departs
         self._at = (0, "")  # turn and chain of what the fragments hold
         agreed = Agreed([piece.anchor for piece in pieces], [piece.state for piece in pieces])
         agreed.chain = digest(agreed.anchors).hex()
@@ -71,16 +79,34 @@ class Elastic:
         self.rounds.join()
         return self._pick_up(step)
 
-    def after_step(self, step: int) -> int:
+    def after_step(self, step: int, tokens: float | None = None) -> int:
         """Depart what is due, pick up what has come; the step to go on from."""
-        self._own_steps += 1
+        if self.by_tokens != (tokens is not None):
+            raise ConfigurationError(
+                "tokens of a step were given to a replica that began without, or the other way round: all replicas "
+                "count alike or by tokens, from the first round on. Give Replica(tokens=...) at the beginning."
+            )
+        self._trained += tokens_of_step(tokens) if self.by_tokens else 1
         self.rounds.step = max(step, self.rounds.step)
+        for missed in self._missed(step):
+            self._bring(missed, step, self.rounds.carry)
         for index in self._schedule.departs(step, len(self.pieces)):
-            if index in self._waiting:
-                self._observe("late", step, fragment=index)
-            else:
-                self._depart(index, step)
+            if index not in self._waiting:
+                self._bring(index, step, self.rounds.depart)
+                continue
+            self._observe("late", step, fragment=index)
+            if self.rounds.idle and index in self.rounds.carried:
+                self.rounds.depart(self._waiting[index][0])
+        self._seen = step
         return self._pick_up(step)
+
+    def _missed(self, step: int) -> list[int]:
+        """Fragments that were to depart at steps which this replica stepped over, being behind; not what departs now."""
+        seen = step - 1 if self._seen is None else self._seen
+        over = range(max(seen, step - self._schedule.every) + 1, step)
+        departs, count = self._schedule.departs, len(self.pieces)
+        due = {index for s in over for index in departs(s, count)} - set(departs(step, count))
+        return sorted(due - self._waiting.keys())
 
     def finish(self, step: int) -> None:
         """Take part until all have trained all their steps, and each fragment has travelled once more.
@@ -94,7 +120,7 @@ class Elastic:
                 self._pick_up(step + self.strategy.schedule.delay)
                 brought = [self.rounds.wanted] if self.rounds.wanted >= 0 else self.rounds.unsettled
                 if brought and not self._waiting:
-                    self._depart(brought[0], step)
+                    self._bring(brought[0], step, self.rounds.depart)
                 else:  # nothing left; or in doubt about the last round, which the next claims end
                     self.rounds.depart(NOTHING)
             self._pick_up(step + self.strategy.schedule.delay)
@@ -117,29 +143,37 @@ class Elastic:
             "turn": turn,
             "chain": chain,
             "counted": counted,
-            "own_steps": self._own_steps,
-            "carried": self._counted,
+            "by_tokens": self.by_tokens,
+            "trained": self._trained,
+            "travelled": self._travelled,
         }
 
     def load(self, facts: Mapping[str, Any]) -> None:
         """Go on from `facts` and the fragments as they were saved with them. Nothing may have departed yet."""
+        if facts["by_tokens"] != self.by_tokens:
+            ways = {True: "the tokens behind it", False: "1"}
+            raise CheckpointError(
+                f"the checkpoint is of a run in which a delta counts {ways[facts['by_tokens']]}, here it counts "
+                f"{ways[self.by_tokens]}; resume with the run's own setting."
+            )
         agreed = self.rounds.agreed
         agreed.anchors, agreed.states = [piece.anchor for piece in self.pieces], [piece.state for piece in self.pieces]
         agreed.load(facts)
         self._at = agreed.turn, agreed.chain
         self.rounds.saved_at, self.rounds.fresh = agreed.turn, False
-        self._own_steps, self._counted = facts["own_steps"], list(facts["carried"])
+        self._trained, self._travelled = facts["trained"], list(facts["travelled"])
 
     # ---- both ways
 
     @torch.no_grad()
-    def _depart(self, index: int, step: int) -> None:
+    def _bring(self, index: int, step: int, how: Callable[[Ready], None]) -> None:
         piece = self.pieces[index]
-        weight = 1.0 if self._own_steps > self._counted[index] else 0.0
+        behind = self._trained - self._travelled[index]
+        weight = behind if self.by_tokens else min(1.0, behind)
         delta = piece.delta(torch.empty_like(piece.anchor))
         ready = Ready(index, delta, weight, step, piece.feedback)
-        self._waiting[index] = ready, self._own_steps
-        self.rounds.depart(ready)
+        self._waiting[index] = ready, self._trained
+        how(ready)
         self._observe("depart", step, fragment=index, round=piece.rounds, nbytes=0, seconds_spent=0.0)
 
     def _pick_up(self, step: int) -> int:
@@ -160,7 +194,7 @@ class Elastic:
             if outcome.ready is not None and outcome.fragment in self._waiting:
                 _, departed = self._waiting.pop(outcome.fragment)
                 if outcome.counted is not None:
-                    self._counted[outcome.fragment] = departed
+                    self._travelled[outcome.fragment] = departed
         return max(step, self.rounds.step)
 
     @torch.no_grad()
@@ -176,16 +210,29 @@ class Elastic:
             return
         if outcome.anew:
             piece.load_into_parameters(anchor)
-            self._counted[outcome.fragment] = self._own_steps
+            self._travelled[outcome.fragment] = self._trained
             return
         moved = anchor - before
         if counted is not None:
             moved += counted.delta
+        if outcome.returned is not None:
+            moved -= outcome.returned.delta
+            piece.feedback = outcome.returned.feedback
+            self._travelled[outcome.fragment] -= outcome.returned.weight
         for part, values in piece.slices(moved):
             part.copy_(part.to(values) + values)
 
     def _hear(self, event: str, **fields: Any) -> None:
         self._observe(event, self.rounds.step, **fields)
+
+
+def tokens_of_step(tokens: object) -> float:
+    """Raises `ConfigurationError` for what cannot be a number of tokens."""
+    if isinstance(tokens, bool) or not isinstance(tokens, int | float) or not 0 < tokens <= _MOST_TOKENS:
+        raise ConfigurationError(
+            f"tokens={tokens!r}: how many tokens an inner step of this replica has is needed, above 0 and at most {_MOST_TOKENS:.0e}."
+        )
+    return float(tokens)
 
 
 def check(strategy: Strategy) -> Schedule:

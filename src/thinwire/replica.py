@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from thinwire.codecs import Identity
 from thinwire.contact import agree_on_start, check_start, digest, introduce, introduction
-from thinwire.elastic import Elastic, check
+from thinwire.elastic import Elastic, check, tokens_of_step
 from thinwire.errors import ConfigurationError, DisagreementError, ModelError, NonFiniteError
 from thinwire.flight import WEIGHTS, Crew, Landed, Ticket, agree
 from thinwire.group.base import Group, gather
@@ -54,7 +54,8 @@ class Replica:
     ```
 
     With a `Roster` in place of a group replicas may come and go (docs/elastic.md): nothing waits, and `step` jumps
-    ahead where this replica was behind.
+    ahead where this replica was behind. With `tokens`, how many an inner step here has (set it anew before a step that
+    has others), a delta counts by the tokens behind it; without, all count alike.
 
     On entry the replicas compare code, strategy and model, and all start from replica 0's weights if theirs differ.
     On a clean exit what is in the air lands, one last round carries what was trained since, and the model holds the
@@ -86,11 +87,12 @@ class Replica:
         group: Group | Roster,
         *,
         site: Group | None = None,
+        tokens: float | None = None,
         observer: Observer = _silent,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.strategy, self.model, self.optimizer = strategy, model, optimizer
-        self.step = 0
+        self.step, self.tokens = 0, tokens
         self.stopping = False
         self.stall_seconds = 0.0
         self.seconds = 0.0  # spent by the main thread in departures and landings, stalls included
@@ -118,6 +120,10 @@ class Replica:
 
     def _meet(self, group: Group, fragments: list[Fragment], site: Group | None) -> None:
         """Be one of a fixed group."""
+        if self.tokens is not None:
+            raise ConfigurationError(
+                "tokens= with a fixed group, whose replicas take the same steps and count alike; give a Roster, or leave it out."
+            )
         self.group = group
         introduce(group, self.strategy, fragments)
         self._crew = Crew(self.strategy, group, site, self._clock)
@@ -138,8 +144,11 @@ class Replica:
         check(self.strategy)
         self._pieces = [hold(self.strategy, fragment, index, 0, 1) for index, fragment in enumerate(fragments)]
         check_start(fragments, [piece.anchor for piece in self._pieces])
-        roster.facts |= introduction(self.strategy, fragments)
-        self._elastic = Elastic(self.strategy, roster, self._pieces, self._observe, self._clock, self._start_again)
+        by_tokens = self.tokens is not None and tokens_of_step(self.tokens) > 0
+        roster.facts |= introduction(self.strategy, fragments) | {"weights": "by tokens" if by_tokens else "alike"}
+        self._elastic = Elastic(
+            self.strategy, roster, self._pieces, self._observe, self._clock, self._start_again, by_tokens=by_tokens
+        )
         self.step = self._elastic.join(self.step)
 
     # ---- what a training loop may ask
@@ -267,7 +276,7 @@ class Replica:
         self.step += 1
         self._gradients_exchanged = False
         if self._elastic:
-            self.step = self._elastic.after_step(self.step)
+            self.step = self._elastic.after_step(self.step, self.tokens)
         elif not isinstance(self.strategy.signal, Gradients):
             for index in self._calendar.departs(self.step):
                 self._depart_delta(self._pieces[index])

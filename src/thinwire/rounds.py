@@ -2,24 +2,25 @@
 
 One round after another: ask who is there (`Roster.muster`), conclude from all claims what the round is (`reconcile`), let
 those behind take over the agreed state, exchange, decide together (`Muster.decide`), and only then believe it. A round
-that fails anywhere changes nothing: its delta is still in the parameters and travels in the next one. Training waits
-for none of it; outcomes are picked up between inner steps, in the order of turns.
+that fails anywhere changes nothing: its delta is still in the parameters and travels in the next one. A delta that comes
+too late for the round of its fragment is carried to the next of that fragment. Training waits for none of it; outcomes are
+picked up between inner steps, in the order of turns.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec, check_finite
-from thinwire.concord import Claim, Concord, grow, reconcile
+from thinwire.agreed import Agreed
+from thinwire.codecs import Codec
+from thinwire.concord import Claim, Concord, reconcile
 from thinwire.errors import CheckpointError, LinkError, NonFiniteError, PacketError, UndecidedError
 from thinwire.exchange import Air, Buffers, Round
 from thinwire.group.base import Group
@@ -32,7 +33,6 @@ from thinwire.seeds import Key
 from thinwire.strategy import Strategy
 
 NEVER = 1 << 62
-REMEMBERED = 1024  # turns of which a replica can tell who was counted
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class Outcome:
     feedback   what is held back now, if one was counted
     ready      the delta whose round this was
     broken     it held NaN or infinity, and was not sent
+    returned   this replica's delta that was believed to be counted, and is not: it is still to travel
     anew       nothing of this replica's own progress still is to travel: it goes on from the anchor
     after      turn and chain of the agreed state that this belongs to
     """
@@ -69,66 +70,10 @@ class Outcome:
     counted: Ready | None = None
     feedback: State = field(default_factory=dict)
     ready: Ready | None = None
+    returned: Ready | None = None
     broken: bool = False
     anew: bool = False
     after: tuple[int, str] = (0, "")
-
-
-@dataclass
-class Agreed:
-    """What all sound members hold alike."""
-
-    anchors: list[Tensor]
-    states: list[State]
-    turn: int = 0
-    chain: str = ""
-    counted: dict[int, tuple[int, tuple[str, ...]]] = field(default_factory=dict)  # fragment and names, by turn
-
-    def tensors(self) -> dict[str, Tensor]:
-        named = {f"{index}.anchor": anchor for index, anchor in enumerate(self.anchors)}
-        return named | {
-            f"{i}.outer.{name}": value for i, state in enumerate(self.states) for name, value in state.items()
-        }
-
-    def facts(self) -> dict[str, Any]:
-        return {
-            "turn": self.turn,
-            "chain": self.chain,
-            "counted": {str(turn): who for turn, who in self.counted.items()},
-        }
-
-    def load(self, facts: Mapping[str, Any]) -> None:
-        """Turn, chain and record of `facts()`. Raises `CheckpointError`."""
-        try:
-            turn, chain = int(facts["turn"]), str(facts["chain"])
-            counted = {int(key): (int(index), tuple(map(str, who))) for key, (index, who) in facts["counted"].items()}
-        except (KeyError, ValueError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"an agreed state that cannot be read was handed over or saved ({error}); run the same version on every replica."
-            ) from None
-        self.turn, self.chain, self.counted = turn, chain, counted
-
-    def commit(self, fragment: int, anchor: Tensor, state: State, who: tuple[str, ...]) -> None:
-        self.anchors[fragment], self.states[fragment] = anchor, state
-        self.chain = grow(self.chain, self.turn, fragment, anchor)
-        self.counted[self.turn] = fragment, who
-        self.counted.pop(self.turn - REMEMBERED, None)
-
-    def take_over(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Become what a sound member holds. Raises `CheckpointError` (and changes nothing) if that is not of this model."""
-        due = self.tensors()
-        if {n: (t.shape, t.dtype) for n, t in tensors.items()} != {n: (t.shape, t.dtype) for n, t in due.items()}:
-            raise CheckpointError(
-                "the state that was handed over is of another model or outer step; start every replica with the same ones."
-            )
-        for tensor in tensors.values():
-            check_finite(tensor)
-        self.load(facts)
-        self.anchors = [tensors[f"{i}.anchor"].to(a.device) for i, a in enumerate(self.anchors)]
-        self.states = [
-            {name: tensors[f"{i}.outer.{name}"].to(value.device) for name, value in state.items()}
-            for i, state in enumerate(self.states)
-        ]
 
 
 class Rounds:
@@ -161,10 +106,12 @@ class Rounds:
         self._observe, self._clock = observe, clock
         self._outcomes: deque[Outcome] = deque()
         self._doubt: tuple[int, Ready, State] | None = None  # a turn that this replica said yes to, and heard no answer
+        self.carried: dict[int, Ready] = {}  # deltas that came too late for their rounds; to be read while idle
+        self._believed: tuple[int, Ready, str] | None = None  # a turn that counted its delta; only it says so as yet
         self._last: set[int] = set()  # fragments that have travelled since all had finished
         self.alone, self.why_alone = 0, ""  # musters in a row that were none
         self._air: Air | None = None
-        self._flying = 0
+        self._asked = self._done = 0  # one written by the main thread, one by the exchange thread
         self._failure: BaseException | None = None
         self._thread = thread or ThreadPoolExecutor(1, f"thinwire-rounds-{roster.name}")
 
@@ -182,8 +129,13 @@ class Rounds:
 
     def depart(self, ready: Ready) -> None:
         """Let a delta wait for its round. Never blocks."""
-        self._flying += 1
+        self._asked += 1
         self._thread.submit(self._work, ready)
+
+    def carry(self, ready: Ready) -> None:
+        """Let a delta wait for a round that something else departs for. Never blocks."""
+        self._asked += 1
+        self._thread.submit(self._carry, ready)
 
     def outcomes(self, step: int) -> Iterator[Outcome]:
         """What has come in, in order, up to the first that is not due at `step`. Never blocks; raises what ended the rounds."""
@@ -198,7 +150,7 @@ class Rounds:
     @property
     def idle(self) -> bool:
         """Whether every delta that departed has had its round, if not its outcome."""
-        return self._flying == 0
+        return self._asked == self._done
 
     @property
     def unsettled(self) -> list[int]:
@@ -216,6 +168,13 @@ class Rounds:
     def _put(self, outcome: Outcome) -> None:
         self._outcomes.append(replace(outcome, after=(self.agreed.turn, self.agreed.chain)))
 
+    def _carry(self, ready: Ready) -> None:
+        if ready.weight > 0 and bool(torch.isfinite(ready.delta).all()):
+            self.carried[ready.fragment] = ready
+        else:
+            self._put(Outcome(ready.fragment, self.agreed.turn, ready=ready))
+        self._done += 1
+
     def _work(self, ready: Ready) -> None:
         try:
             if self._failure is None:
@@ -223,17 +182,22 @@ class Rounds:
         except BaseException as error:  # whoever asks for outcomes gets it
             self._failure = error
         finally:
-            self._flying -= 1
+            self._done += 1
 
     @torch.no_grad()
     def _round(self, ready: Ready) -> str:
         """One turn, from who is there to what is believed. Returns what went wrong, if anything did."""
         began = self._clock()
+        self.carried.pop(ready.fragment, None)
         if not bool(torch.isfinite(ready.delta).all()):
             ready = replace(ready, weight=0.0)
             self._put(Outcome(ready.fragment, self.agreed.turn, broken=True))
+        finishing = self.finishing
+        while finishing and self.carried:  # from now on each fragment travels once more, with all that is left
+            index, late = self.carried.popitem()
+            self._put(Outcome(index, self.agreed.turn, ready=late))
         try:
-            muster = self.roster.muster(self._claim(ready).facts())
+            muster = self.roster.muster(self._claim(ready, finishing).facts())
             concord, claims = self._concord(muster)
         except (LinkError, PacketError) as error:
             self.over = self.finishing and not self.unsettled  # the others know already, and have left
@@ -241,6 +205,9 @@ class Rounds:
             self._observe("alone", reason=str(error))
             self._put(Outcome(ready.fragment, self.agreed.turn, ready=ready))
             return str(error)
+        if ready.weight > 0 and ready.fragment != concord.fragment and not finishing:  # it missed its round
+            self.carried[ready.fragment] = ready
+            ready = self.carried.pop(concord.fragment, NOTHING)
         self.alone = 0
         reason, moved = "", None
         try:
@@ -263,16 +230,16 @@ class Rounds:
         )  # fmt: skip
         return reason
 
-    def _claim(self, ready: Ready | None) -> Claim:
-        fragment, weight = (-1, 0.0) if ready is None else (ready.fragment, ready.weight)
+    def _claim(self, ready: Ready, finishing: bool) -> Claim:
         return Claim(
             self.agreed.turn,
             self.agreed.chain,
-            fragment,
-            weight,
+            ready.fragment,
+            ready.weight,
             self.step,
             self.fresh,
-            self.finishing and not self._doubt,
+            finishing and not self._doubt,
+            {str(index): late.weight for index, late in self.carried.items()},
         )
 
     def _concord(self, muster: Muster) -> tuple[Concord, list[Claim]]:
@@ -292,21 +259,25 @@ class Rounds:
             self._catch_up(muster.members[donor].name)
         elif self._doubt is not None:  # whoever heard yes would have another chain, and be ahead
             self._settle_doubt(counted=False)
-        self.agreed.turn, self.saved_at = concord.turn, NEVER
+        self.agreed.turn, self.saved_at, self._believed = concord.turn, NEVER, None
         self.step = max(self.step, concord.step)
 
     def _catch_up(self, donor: str) -> None:
         if self._doubt is not None:
-            turn, _, _ = self._doubt
-            self._settle_doubt(counted=self.roster.name in self.agreed.counted.get(turn, (0, ()))[1])
+            turn, ready, _ = self._doubt
+            self._settle_doubt(counted=self.agreed.counts(turn, self.roster.name, ready.fragment))
         since = {
             index
-            for turn, (index, who) in self.agreed.counted.items()
+            for turn, (index, who, _) in self.agreed.counted.items()
             if turn >= self.saved_at and self.roster.name in who
         }
+        returned = None
+        if self._believed is not None:  # heard before the lighthouse died, and the others went on without it
+            turn, ready, mark = self._believed
+            returned = None if self.agreed.counts(turn, self.roster.name, ready.fragment, mark) else ready
         for index, (anchor, state) in enumerate(zip(self.agreed.anchors, self.agreed.states)):
-            anew = self.fresh or index in since
-            self._put(Outcome(index, self.agreed.turn, anchor, state, anew=anew))
+            anew, back = self.fresh or index in since, returned if returned and returned.fragment == index else None
+            self._put(Outcome(index, self.agreed.turn, anchor, state, returned=back, anew=anew))
         self._observe("caught_up", turn=self.agreed.turn, donor=donor)
 
     def _settle_doubt(self, counted: bool) -> None:
@@ -386,6 +357,7 @@ class Rounds:
             names = tuple(muster.members[rank].name for rank in concord.counted)
             assert moved.anchor is not None  # it has finished
             self.agreed.commit(concord.fragment, moved.anchor, moved.outer, names)
+            self._believed = None if own is None else (concord.turn, own, self.agreed.mark)
         if self.agreed.turn == concord.turn:  # not, if it could not take over what it lacks
             self.agreed.turn += 1
         if moved is not None:

@@ -42,6 +42,14 @@ def test_a_late_replica_counts_and_takes_over() -> None:
     assert concord.behind == (0,) and concord.sound == (1, 2) and concord.counted == (0, 1, 2)
 
 
+def test_what_was_carried_counts_in_the_round_of_its_fragment() -> None:
+    late = claim(4, fragment=2, step=8, carried={"1": 3.0})
+    concord = reconcile([claim(4, fragment=1, step=9), late])
+    assert (concord.fragment, concord.weights) == (1, (1.0, 3.0))
+    assert reconcile([claim(4, fragment=0, step=9), late]).counted == (0,)
+    assert reconcile([claim(4, fragment=1, step=9), dataclasses.replace(late, fresh=True)]).counted == (0,)
+
+
 def test_a_newcomer_counts_nothing() -> None:
     concord = reconcile([claim(0, "random", fresh=True, step=99), claim(0)])
     assert (concord.sound, concord.behind, concord.counted, concord.step) == ((1,), (0,), (1,), 0)
@@ -108,6 +116,11 @@ def test_claims_survive_their_journey_and_nothing_else_does() -> None:
         good | {"weight": -1},
         good | {"weight": float("inf")},
         good | {"chain": "a" * 65},
+        good | {"carried": [1.0]},
+        good | {"carried": {"-1": 1.0}},
+        good | {"carried": {"1": 0}},
+        good | {"carried": {"1": float("nan")}},
+        good | {"carried": {"1": "2"}},
     ]
     for facts in bad:
         with pytest.raises(tw.PeerError, match="replica-1 made a claim"):

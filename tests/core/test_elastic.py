@@ -1,219 +1,20 @@
-"""Rounds among replicas that come and go, in a time of their own: every fault at every phase, by values.
-
-The toy: a replica's inner step adds whole numbers of its own to its parameters, so that the sum of all that it trained is known.
-"""
+"""Rounds among replicas that come and go, in a time of their own: every fault at every phase, by values (elastic_toy.py)."""
 
 from __future__ import annotations
 
-import json
 import random
-import threading
-from collections.abc import Callable
-from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
-from typing import Any
+import re
+from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from elastic_toy import PHASES, SIZES, Book, Toy, agree, one_thread, order_faults, play, train
 
 import thinwire as tw
-from thinwire.concord import Concord
-from thinwire.elastic import Elastic
-from thinwire.exchange import outbox
-from thinwire.group.deadlines import Deadlines
 from thinwire.group.rehearsal import Killed, Rehearsal
-from thinwire.group.roster import Muster
-from thinwire.held import hold
-from thinwire.rounds import Outcome, Ready
+from thinwire.group.standin import StandinBoard
 
-SIZES = (5, 3)
-START = [torch.arange(5.0), torch.full((3,), 7.0)]
-
-
-class Inline(Executor):
-    """Runs at once what is submitted: main and exchange thread are one, and everything has its order."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        done: Future[Any] = Future()
-        done.set_result(fn(*args, **kwargs))
-        return done
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None: ...
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the outbox does, too, is done at once."""
-    monkeypatch.setattr(outbox, "ThreadPoolExecutor", lambda *_: Inline())
-    monkeypatch.setattr(outbox.threading, "Lock", threading.RLock)
-
-
-def increment(name: str, step: int, fragment: int) -> Tensor:
-    """What one inner step of `name` adds."""
-    return torch.arange(1.0, SIZES[fragment] + 1) * (1 + sum(map(ord, name)) % 5) + step % 3
-
-
-@dataclass
-class Book:
-    """What all replicas did, for the reckoning at the end."""
-
-    deltas: dict[tuple[str, str], Tensor] = field(default_factory=dict)  # what each brought, by muster and name
-    commits: dict[str, tuple[str, int, list[Tensor]]] = field(
-        default_factory=dict
-    )  # by chain: the one before, fragment, deltas
-    disk: dict[str, tuple[int, Any, Any]] = field(default_factory=dict)  # the last checkpoint, by name
-    events: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
-    trained: list[Tensor] = field(default_factory=lambda: [torch.zeros(n) for n in SIZES])  # by all, in all their lives
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def hear(self, name: str) -> Callable[..., None]:
-        def observe(event: str, step: int, **fields: Any) -> None:
-            with self.lock:
-                self.events.append((name, event, fields))
-
-        return observe
-
-    def history(self, chain: str) -> list[tuple[int, list[Tensor]]]:
-        """Fragment and deltas of all rounds that led to `chain`."""
-        rounds = []
-        while chain in self.commits:
-            chain, fragment, deltas = self.commits[chain]
-            rounds.append((fragment, deltas))
-        return rounds[::-1]
-
-    def anchors(self, chain: str) -> list[Tensor]:
-        """What they make of the start: less the mean of each."""
-        anchors = [start.clone() for start in START]
-        for fragment, deltas in self.history(chain):
-            anchors[fragment] -= torch.stack(deltas).sum(0) / len(deltas)
-        return anchors
-
-
-class Toy:
-    """One replica: two parameters, each a fragment."""
-
-    def __init__(
-        self,
-        rehearsal: Rehearsal,
-        name: str,
-        book: Book,
-        step_seconds: float = 1.0,
-        least: int = 1,
-        grace: float = 10.0,
-        save_every: int = 0,
-    ) -> None:
-        self.rehearsal, self.step_seconds, self.save_every, self.restored = rehearsal, step_seconds, save_every, False
-        self.name, self.book, self.step, self.trained = name, book, 0, [torch.zeros(n) for n in SIZES]
-        strategy = tw.Strategy(schedule=tw.Staggered(every=4, delay=0), outer=tw.Average())
-        self.parameters = [nn.Parameter(start.clone()) for start in START]
-        fragments = [tw.Fragment(f"part {i}", [(f"part {i}", p)]) for i, p in enumerate(self.parameters)]
-        self.pieces = [hold(strategy, fragment, index, 0, 1) for index, fragment in enumerate(fragments)]
-        roster = rehearsal.roster(name, least=least, deadlines=Deadlines(grace=grace))
-        self.elastic = Elastic(strategy, roster, self.pieces, book.hear(name), thread=Inline())
-        self.sent: list[list[Tensor]] = [[], []]  # of its own deltas, those that were counted
-        rounds = self.elastic.rounds
-        fly, believe, take_over = rounds._fly, rounds._believe, self.elastic._take_over
-
-        def flown(muster: Muster, concord: Concord, ready: Ready) -> Any:
-            with book.lock:
-                book.deltas[muster.id, name] = ready.delta.clone()
-            return fly(muster, concord, ready)
-
-        def believed(muster: Muster, concord: Concord, ready: Ready, moved: Any, reason: str) -> None:
-            before = rounds.agreed.chain
-            believe(muster, concord, ready, moved, reason)
-            if moved is not None:
-                with book.lock:
-                    deltas = [book.deltas[muster.id, muster.members[rank].name] for rank in concord.counted]
-                    book.commits.setdefault(rounds.agreed.chain, (before, concord.fragment, deltas))
-
-        def taken_over(outcome: Outcome, anchor: Tensor, step: int) -> None:
-            if outcome.counted is not None:
-                self.sent[outcome.fragment].append(outcome.counted.delta)
-            take_over(outcome, anchor, step)
-
-        rounds._fly, rounds._believe = flown, believed  # type: ignore[method-assign]
-        self.elastic._take_over = taken_over  # type: ignore[method-assign]
-
-    @torch.no_grad()
-    def train(self, steps: int) -> Toy:
-        self.restore()
-        self.step = self.elastic.join(self.step)
-        while self.step < steps:
-            with self.rehearsal.time:
-                self.rehearsal.wait(self.name, lambda: False, self.step_seconds)
-            self.step += 1
-            for fragment, parameter in enumerate(self.parameters):
-                more = increment(self.name, self.step, fragment)
-                parameter += more
-                self.trained[fragment] += more
-                with self.book.lock:
-                    self.book.trained[fragment] += more
-            self.step = self.elastic.after_step(self.step)
-            if self.save_every and self.step % self.save_every == 0:
-                self.save()
-        self.elastic.finish(self.step)
-        self.elastic.close()
-        return self
-
-    def save(self) -> None:
-        tensors = [
-            (piece.anchor.clone(), parameter.detach().clone()) for piece, parameter in zip(self.pieces, self.parameters)
-        ]
-        self.book.disk[self.name] = self.step, tensors, json.loads(json.dumps(self.elastic.facts()))
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        if self.name in self.book.disk:
-            self.step, tensors, facts = self.book.disk[self.name]
-            for piece, parameter, (anchor, values) in zip(self.pieces, self.parameters, tensors):
-                piece.anchor = anchor.clone()
-                parameter.copy_(values)
-            self.elastic.load(facts)
-            self.restored = True
-
-    def check_nothing_lost(self) -> None:
-        """All that it trained is in the deltas that were counted, or still in the parameters."""
-        if self.restored:
-            return  # what it trained between the checkpoint and its death is lost
-        for index, piece in enumerate(self.pieces):
-            left = piece.anchor - self.parameters[index].detach()
-            sent = sum(self.sent[index], torch.zeros(SIZES[index]))
-            torch.testing.assert_close(sent + left, -self.trained[index], rtol=1e-5, atol=1e-4)
-
-
-def train(rehearsal: Rehearsal, book: Book, steps: int = 24, **settings: Any) -> Callable[[str], Toy]:
-    """A replica that trains, and after its death comes back with nothing."""
-
-    def run(name: str) -> Toy:
-        while True:
-            try:
-                return Toy(rehearsal, name, book, **settings).train(steps)
-            except Killed:
-                rehearsal.revive(name)
-
-    return run
-
-
-def play(
-    rehearsal: Rehearsal, book: Book, names: str = "abc", steps: int = 24, **later: Callable[[str], Any]
-) -> dict[str, Any]:
-    return rehearsal.play({name: lambda name: Toy(rehearsal, name, book).train(steps) for name in names} | later)
-
-
-def agree(results: dict[str, Any], book: Book) -> None:
-    """All who are left hold the same bits, and these are what the committed rounds make."""
-    toys = [toy for toy in results.values() if isinstance(toy, Toy)]
-    assert toys, results
-    for toy in toys[1:]:
-        assert toy.elastic.rounds.agreed.chain == toys[0].elastic.rounds.agreed.chain, [e for e in book.events]
-        for mine, other in zip(toy.pieces, toys[0].pieces):
-            assert torch.equal(mine.anchor, other.anchor)
-    for toy in toys:
-        toy.check_nothing_lost()
-    for piece, due in zip(toys[0].pieces, book.anchors(toys[0].elastic.rounds.agreed.chain)):
-        torch.testing.assert_close(piece.anchor, due, rtol=1e-5, atol=1e-4)
+__all__ = ["one_thread"]  # a fixture
 
 
 def test_without_faults_nothing_is_lost() -> None:
@@ -221,10 +22,7 @@ def test_without_faults_nothing_is_lost() -> None:
     results = play(rehearsal, book)
     agree(results, book)
     rounds = book.history(results["a"].elastic.rounds.agreed.chain)
-    assert len(rounds) == 12 and all(len(deltas) == 3 for _, deltas in rounds)
-
-
-PHASES = ["call", "called", "connect", "put", "all", "settle", "wait", "post"]
+    assert len(rounds) == 12 and all(len(one.deltas) == 3 for one in rounds)
 
 
 @pytest.mark.parametrize("nth", [1, 2, 5])
@@ -259,6 +57,40 @@ def test_a_slow_replica_neither_holds_up_nor_is_lost() -> None:
         isinstance(results["a"], Toy) and isinstance(results["b"], Toy) and isinstance(results["s"], Toy | tw.LinkError)
     )
     assert any(event == "round" and fields["members"] == ["a", "b"] for _, event, fields in book.events)
+
+
+@pytest.mark.parametrize("ratio", [1.5, 2.0, 3.0, 4.0, 5.0])
+def test_whatever_its_speed_a_slow_replica_counts_where_it_takes_part(ratio: float) -> None:
+    """Its steps fall between the others': of twice the step time, it would bring the fragment that is not due, for ever."""
+    rehearsal, book = Rehearsal(), Book()
+    settings = {"steps": 120, "least": 2, "grace": 1.0}
+    results = rehearsal.play(
+        {name: train(rehearsal, book, step_seconds=ratio if name == "s" else 1.0, **settings) for name in "abs"}
+    )
+    agree(results, book)
+    rounds = [fields for name, event, fields in book.events if name == "s" and event == "round"]
+    part = [fields for fields in rounds if len(fields["members"]) == 3 and fields["fragment"] >= 0]
+    assert len(part) >= 10 and sum("s" in fields["counted"] for fields in part) >= 0.9 * len(part)
+
+
+@pytest.mark.parametrize("late", [5.0, 20.0])
+def test_a_straggler_is_waited_for_within_the_grace_and_its_delta_carried_beyond(late: float) -> None:
+    rehearsal, book = Rehearsal(), Book()
+
+    def inner(toy: Toy, fragment: int) -> torch.Tensor:
+        if (toy.name, toy.step, fragment) == ("c", 4, 0):
+            with rehearsal.time:
+                rehearsal.wait("c", lambda: False, late)
+        return torch.full((SIZES[fragment],), -{"a": 1.0, "b": 2.0, "c": 3.0}[toy.name])
+
+    results = rehearsal.play(
+        {name: train(rehearsal, book, steps=40, least=2, grace=10.0, inner=inner) for name in "abc"}
+    )
+    agree(results, book)
+    first, *later = [one for one in book.history(results["a"].elastic.rounds.agreed.chain) if one.fragment == 0]
+    assert [float(delta[0]) for delta in first.deltas] == ([4.0, 8.0, 12.0] if late < 10 else [4.0, 8.0])
+    if late > 10:  # what c had trained when the others went on without it: four steps
+        assert next(float(one.deltas[2][0]) for one in later if len(one.deltas) == 3) == 12.0
 
 
 def test_frozen_and_thawed() -> None:
@@ -297,7 +129,7 @@ def test_who_comes_back_with_a_checkpoint_counts_nothing_twice(phase: str, nth: 
         2
     ):  # increments are positive: with a delta counted twice there would be more than was trained
         sent = sum(
-            (delta for f, deltas in book.history(chain) if f == fragment for delta in deltas),
+            (delta for one in book.history(chain) if one.fragment == fragment for delta in one.deltas),
             torch.zeros(SIZES[fragment]),
         )
         assert (-sent <= book.trained[fragment] + 1e-3).all()
@@ -334,24 +166,30 @@ def test_the_lighthouse_dies_at_any_phase(phase: str, nth: int) -> None:
     assert all(isinstance(toy, Toy) for toy in results.values()), results
 
 
-def order_faults(rehearsal: Rehearsal, chance: random.Random, faults: int, names: str) -> list[str]:
-    """Let faults happen at random points of the run; every one ends before the run does."""
-    said = []
-    for _ in range(faults):
-        name, other = chance.sample(names, 2)
-        kind = chance.choice(["kill", "freeze", "cut", "damage", "slow", "lighthouse"])
-        seconds, phase, nth = chance.uniform(1, 25), chance.choice(PHASES), chance.randint(1, 60)
-        faults_of: dict[str, Callable[[], None]] = {
-            "kill": lambda name=name: rehearsal.kill(name),
-            "freeze": lambda name=name, s=seconds: (rehearsal.freeze(name), rehearsal.later(s, lambda: rehearsal.thaw(name)))[0],
-            "cut": lambda a=name, b=other, s=seconds: (rehearsal.cut(a, b), rehearsal.later(s, lambda: rehearsal.heal(a, b)))[0],
-            "damage": lambda a=name, b=other: rehearsal.damage(a, b, 1),
-            "slow": lambda a=name, b=other, s=seconds: (rehearsal.slow(a, b, 2.0), rehearsal.later(s, lambda: rehearsal.slow(a, b, 0.0)))[0],
-            "lighthouse": lambda s=seconds: (rehearsal.lighthouse.stop(), rehearsal.later(s, rehearsal.lighthouse.start))[0],
-        }  # fmt: skip
-        rehearsal.at(name, phase, faults_of[kind], nth)
-        said.append(f"{kind} {name}{other} at {phase} {nth} for {seconds:.0f} s")
-    return said
+@pytest.mark.parametrize("nth", [1, 2, 5])
+def test_who_alone_heard_yes_gets_its_delta_back(nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lighthouse dies as soon as it has told one, who freezes; the others vote anew without it."""
+    rehearsal, book = Rehearsal(), Book()
+    settle, told = StandinBoard.settle, []
+
+    def settled(board: StandinBoard, key: str, value: bytes) -> bytes:
+        with rehearsal.time:
+            first = key not in rehearsal.lighthouse.written
+            answer = settle(board, key, value)
+            told.extend([board._name] * first)
+            if first and len(told) == nth:
+                rehearsal.lighthouse.stop()
+                rehearsal.later(3.0, rehearsal.lighthouse.start)
+                rehearsal.freeze(board._name)
+                rehearsal.later(30.0, lambda name=board._name: rehearsal.thaw(name))
+            return answer
+
+    monkeypatch.setattr(StandinBoard, "settle", settled)
+    results = rehearsal.play({name: train(rehearsal, book, steps=80, least=2) for name in "abc"})
+    alone = told[nth - 1]
+    assert any(name == alone and event == "caught_up" for name, event, _ in book.events), alone
+    assert all(isinstance(toy, Toy) for toy in results.values()), results
+    agree(results, book)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -366,3 +204,15 @@ def test_many_faults_at_random(seed: int) -> None:
     # who comes back when the others have finished is told so
     assert all(isinstance(result, Toy | tw.LinkError) for result in results.values()), results
     assert sum(isinstance(result, Toy) for result in results.values()) >= least, results
+
+
+def test_no_clock_that_somebody_may_set() -> None:
+    """Whatever a machine's clock says, and however it jumps: waiting is counted in monotonic time, or the rehearsal's."""
+    house = Path(tw.__file__).parent
+    for path in [
+        *house.glob("group/*.py"),
+        *(house / f"{name}.py" for name in ("rounds", "elastic", "handover", "concord")),
+    ]:
+        assert not re.search(
+            r"\btime\.(time|time_ns)\(|\bdatetime\.(now|utcnow)|\blocaltime|\bgmtime", path.read_text()
+        ), path

@@ -16,12 +16,12 @@ FILES = sorted(path.relative_to(HOUSE).as_posix() for path in HOUSE.rglob("*.py"
 # From the ground up: a room imports only from rooms before it, and files of one room from each other.
 _ORDER = """
 version errors seeds packet kernels codecs schedule partition merge outer feedback filters inner policy lgreco privacy group exchange strategy
-contact sharding moved flight held hook concord handover rounds elastic weights replica recipes methods checkpoint observe simulate lm plan cli
+contact sharding moved flight held hook concord agreed handover rounds elastic weights replica recipes methods checkpoint observe simulate lm plan cli
 """
 ROOMS = _ORDER.split()
 
 # Longer than 400 lines, with the reason and how long at most.
-LONG_FILES = {"replica.py": (440, "the order of things is to be read in one place")}
+LONG_FILES = {"replica.py": (450, "the order of things is to be read in one place")}
 LONG_FUNCTIONS: dict[str, str] = {}
 ENVIRONMENT = "lm/launch.py"  # what torchrun says is read there
 

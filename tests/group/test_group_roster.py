@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from roster_play import Log, check_one_outcome, hold_rounds
@@ -189,6 +191,24 @@ def test_one_that_comes_back_is_a_member_again():
     check_one_outcome(logs.values())
     assert all(isinstance(log, Log) and log.round == 40 for log in results.values()), results
     assert logs["again"].members[-1] == ("a", "b", "c") and logs["a"].rebuilt <= 4
+
+
+def test_no_time_passes_between_a_death_and_the_return():
+    """However late its thread comes to run again: else the others would be done before it is back."""
+    rehearsal = Rehearsal()
+    rehearsal.at("b", "put", lambda: rehearsal.kill("b"))
+
+    def run(name):
+        try:
+            rehearsal.roster(name).muster({}).decide("land", True, 20.0)
+        except Killed:
+            before = rehearsal.time.now
+            time.sleep(0.05)
+            assert rehearsal.time.now == before
+            rehearsal.revive(name)
+        return "told"
+
+    assert rehearsal.play({name: run for name in "abc"}) == {name: "told" for name in "abc"}
 
 
 def test_a_third_joins_and_one_leaves():

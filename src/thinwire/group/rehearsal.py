@@ -92,11 +92,10 @@ class Rehearsal:
         self._plans.setdefault((name, phase), []).append((nth, fault))
 
     def kill(self, name: str) -> None:
-        """End `name`, as kill -9: its connections break at once, and its heartbeats stop."""
+        """End `name`, as kill -9: its connections break at once, and its heartbeats stop. Time waits until it has ended."""
         with self.time:
             self.killed.add(name)
             self._lose(name)
-            self.time.leave(name)
 
     def revive(self, name: str) -> None:
         """Let `name` begin again after it was killed, with a roster of its own."""

@@ -1,0 +1,269 @@
+"""Replicas whose training is arithmetic, in a time of their own, so that every sum is known: what tests of elastic rounds play with.
+
+An inner step adds whole numbers of the replica's own to its parameters; so the sum of all that it trained is known.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thinwire as tw
+from thinwire.concord import Concord
+from thinwire.elastic import Elastic
+from thinwire.exchange import outbox
+from thinwire.group.deadlines import Deadlines
+from thinwire.group.rehearsal import Killed, Rehearsal
+from thinwire.group.roster import Muster
+from thinwire.held import hold
+from thinwire.rounds import Outcome, Ready
+
+SIZES = (5, 3)
+START = [torch.arange(5.0), torch.full((3,), 7.0)]
+PHASES = ["call", "called", "connect", "put", "all", "settle", "wait", "post"]
+
+
+class Inline(Executor):
+    """Runs at once what is submitted: main and exchange thread are one, and everything has its order."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(fn(*args, **kwargs))
+        return done
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the outbox does, too, is done at once."""
+    monkeypatch.setattr(outbox, "ThreadPoolExecutor", lambda *_: Inline())
+    monkeypatch.setattr(outbox.threading, "Lock", threading.RLock)
+
+
+def increment(name: str, step: int, fragment: int) -> Tensor:
+    """What one inner step of `name` adds."""
+    return torch.arange(1.0, SIZES[fragment] + 1) * (1 + sum(map(ord, name)) % 5) + step % 3
+
+
+class Committed(NamedTuple):
+    before: str  # the chain that it was added to
+    fragment: int
+    deltas: list[Tensor]
+    weights: list[float]
+    names: list[str]
+
+
+@dataclass
+class Book:
+    """What all replicas did, for the reckoning at the end."""
+
+    deltas: dict[tuple[str, str], Tensor] = field(default_factory=dict)  # what each brought, by muster and name
+    commits: dict[str, Committed] = field(default_factory=dict)  # by chain
+    disk: dict[str, tuple[int, Any, Any]] = field(default_factory=dict)  # the last checkpoint, by name
+    events: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
+    trained: list[Tensor] = field(default_factory=lambda: [torch.zeros(n) for n in SIZES])  # by all, in all their lives
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def hear(self, name: str) -> Callable[..., None]:
+        def observe(event: str, step: int, **fields: Any) -> None:
+            with self.lock:
+                self.events.append((name, event, fields))
+
+        return observe
+
+    def history(self, chain: str) -> list[Committed]:
+        """All rounds that led to `chain`."""
+        rounds: list[Committed] = []
+        while chain in self.commits:
+            rounds.append(self.commits[chain])
+            chain = rounds[-1].before
+        return rounds[::-1]
+
+    def anchors(self, chain: str) -> list[Tensor]:
+        """What they make of the start: less the weighted mean of each."""
+        anchors = [start.clone() for start in START]
+        for _, fragment, deltas, weights, _ in self.history(chain):
+            anchors[fragment] -= sum((w * d for w, d in zip(weights, deltas)), torch.zeros(())) / sum(weights)
+        return anchors
+
+
+class Toy:
+    """One replica: two parameters, each a fragment."""
+
+    def __init__(
+        self,
+        rehearsal: Rehearsal,
+        name: str,
+        book: Book,
+        step_seconds: float = 1.0,
+        least: int = 1,
+        grace: float = 10.0,
+        save_every: int = 0,
+        tokens: float | None = None,
+        inner: Callable[[Toy, int], Tensor] | None = None,
+    ) -> None:
+        self.tokens, self.inner = tokens, inner or (lambda toy, fragment: increment(toy.name, toy.step, fragment))
+        self.rehearsal, self.step_seconds, self.save_every, self.restored = rehearsal, step_seconds, save_every, False
+        self.name, self.book, self.step, self.trained = name, book, 0, [torch.zeros(n) for n in SIZES]
+        strategy = tw.Strategy(schedule=tw.Staggered(every=4, delay=0), outer=tw.Average())
+        self.parameters = [nn.Parameter(start.clone()) for start in START]
+        fragments = [tw.Fragment(f"part {i}", [(f"part {i}", p)]) for i, p in enumerate(self.parameters)]
+        self.pieces = [hold(strategy, fragment, index, 0, 1) for index, fragment in enumerate(fragments)]
+        roster = rehearsal.roster(name, least=least, deadlines=Deadlines(grace=grace))
+        self.elastic = Elastic(
+            strategy, roster, self.pieces, book.hear(name), thread=Inline(), by_tokens=tokens is not None
+        )
+        self.sent: list[list[Tensor]] = [[], []]  # of its own deltas, those that were counted
+        rounds = self.elastic.rounds
+        fly, believe, take_over = rounds._fly, rounds._believe, self.elastic._take_over
+
+        def flown(muster: Muster, concord: Concord, ready: Ready) -> Any:
+            with book.lock:
+                book.deltas[muster.id, name] = ready.delta.clone()
+            return fly(muster, concord, ready)
+
+        def believed(muster: Muster, concord: Concord, ready: Ready, moved: Any, reason: str) -> None:
+            before = rounds.agreed.chain
+            believe(muster, concord, ready, moved, reason)
+            if moved is not None:
+                with book.lock:
+                    deltas = [book.deltas[muster.id, muster.members[rank].name] for rank in concord.counted]
+                    weights = [concord.weights[rank] for rank in concord.counted]
+                    names = [muster.members[rank].name for rank in concord.counted]
+                    book.commits.setdefault(
+                        rounds.agreed.chain, Committed(before, concord.fragment, deltas, weights, names)
+                    )
+
+        def taken_over(outcome: Outcome, anchor: Tensor, step: int) -> None:
+            if outcome.counted is not None:
+                self.sent[outcome.fragment].append(outcome.counted.delta)
+            if outcome.returned is not None:
+                mine = self.sent[outcome.fragment]
+                self.sent[outcome.fragment] = [d for d in mine if d is not outcome.returned.delta]
+                assert len(self.sent[outcome.fragment]) == len(mine) - 1
+            take_over(outcome, anchor, step)
+
+        rounds._fly, rounds._believe = flown, believed  # type: ignore[method-assign]
+        self.elastic._take_over = taken_over  # type: ignore[method-assign]
+
+    @torch.no_grad()
+    def train(self, steps: int) -> Toy:
+        self.restore()
+        self.step = self.elastic.join(self.step)
+        while self.step < steps:
+            with self.rehearsal.time:
+                self.rehearsal.wait(self.name, lambda: False, self.step_seconds)
+            self.step += 1
+            for fragment, parameter in enumerate(self.parameters):
+                more = self.inner(self, fragment)
+                parameter += more
+                self.trained[fragment] += more
+                with self.book.lock:
+                    self.book.trained[fragment] += more
+            self.step = self.elastic.after_step(self.step, self.tokens)
+            if self.save_every and self.step % self.save_every == 0:
+                self.save()
+        self.elastic.finish(self.step)
+        self.elastic.close()
+        return self
+
+    def save(self) -> None:
+        tensors = [
+            (piece.anchor.clone(), parameter.detach().clone()) for piece, parameter in zip(self.pieces, self.parameters)
+        ]
+        self.book.disk[self.name] = self.step, tensors, json.loads(json.dumps(self.elastic.facts()))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        if self.name in self.book.disk:
+            self.step, tensors, facts = self.book.disk[self.name]
+            for piece, parameter, (anchor, values) in zip(self.pieces, self.parameters, tensors):
+                piece.anchor = anchor.clone()
+                parameter.copy_(values)
+            self.elastic.load(facts)
+            self.restored = True
+
+    def check_nothing_lost(self) -> None:
+        """All that it trained is in the deltas that were counted, or still in the parameters; and these are in the anchors, once."""
+        if self.restored:
+            return  # what it trained between the checkpoint and its death is lost
+        history = self.book.history(self.elastic.rounds.agreed.chain)
+        for index, piece in enumerate(self.pieces):
+            left = piece.anchor - self.parameters[index].detach()
+            sent = sum(self.sent[index], torch.zeros(SIZES[index]))
+            torch.testing.assert_close(sent + left, -self.trained[index], rtol=1e-5, atol=1e-4)
+            mine = [delta for one in history for name, delta in zip(one.names, one.deltas)
+                    if one.fragment == index and name == self.name]  # fmt: skip
+            there = sum(mine[len(mine) - len(self.sent[index]) :], torch.zeros(SIZES[index]))  # of this life
+            torch.testing.assert_close(sent, there, rtol=1e-5, atol=1e-4)
+
+
+def train(rehearsal: Rehearsal, book: Book, steps: int = 24, **settings: Any) -> Callable[[str], Toy]:
+    """A replica that trains, and after its death comes back with nothing."""
+
+    def run(name: str) -> Toy:
+        while True:
+            try:
+                return Toy(rehearsal, name, book, **settings).train(steps)
+            except Killed:
+                rehearsal.revive(name)
+
+    return run
+
+
+def play(
+    rehearsal: Rehearsal, book: Book, names: str = "abc", steps: int = 24, **later: Callable[[str], Any]
+) -> dict[str, Any]:
+    return rehearsal.play({name: lambda name: Toy(rehearsal, name, book).train(steps) for name in names} | later)
+
+
+def agree(results: dict[str, Any], book: Book) -> None:
+    """All who are left hold the same bits, and these are what the committed rounds make."""
+    toys = [toy for toy in results.values() if isinstance(toy, Toy)]
+    assert toys, results
+    for toy in toys[1:]:
+        assert toy.elastic.rounds.agreed.chain == toys[0].elastic.rounds.agreed.chain, [e for e in book.events]
+        for mine, other in zip(toy.pieces, toys[0].pieces):
+            assert torch.equal(mine.anchor, other.anchor)
+    for toy in toys:
+        toy.check_nothing_lost()
+    for piece, due in zip(toys[0].pieces, book.anchors(toys[0].elastic.rounds.agreed.chain)):
+        torch.testing.assert_close(piece.anchor, due, rtol=1e-5, atol=1e-4)
+
+
+def order_faults(
+    rehearsal: Rehearsal, chance: random.Random, faults: int, names: str, done: Counter[str] | None = None
+) -> list[str]:
+    """Let faults happen at random points of the run, counted in `done`; every one ends before the run does."""
+    said, done = [], Counter() if done is None else done
+    for _ in range(faults):
+        name, other = chance.sample(names, 2)
+        kind = chance.choice(["kill", "freeze", "cut", "damage", "slow", "lighthouse"])
+        seconds, phase, nth = chance.uniform(1, 25), chance.choice(PHASES), chance.randint(1, 60)
+        faults_of: dict[str, Callable[[], None]] = {
+            "kill": lambda name=name: rehearsal.kill(name),
+            "freeze": lambda name=name, s=seconds: (rehearsal.freeze(name), rehearsal.later(s, lambda: rehearsal.thaw(name)))[0],
+            "cut": lambda a=name, b=other, s=seconds: (rehearsal.cut(a, b), rehearsal.later(s, lambda: rehearsal.heal(a, b)))[0],
+            "damage": lambda a=name, b=other: rehearsal.damage(a, b, 1),
+            "slow": lambda a=name, b=other, s=seconds: (rehearsal.slow(a, b, 2.0), rehearsal.later(s, lambda: rehearsal.slow(a, b, 0.0)))[0],
+            "lighthouse": lambda s=seconds: (rehearsal.lighthouse.stop(), rehearsal.later(s, rehearsal.lighthouse.start))[0],
+        }  # fmt: skip
+
+        def happen(kind: str = kind, fault: Callable[[], None] = faults_of[kind]) -> None:
+            done[kind] += 1
+            fault()
+
+        rehearsal.at(name, phase, happen, nth)
+        said.append(f"{kind} {name}{other} at {phase} {nth} for {seconds:.0f} s")
+    return said

@@ -1,0 +1,140 @@
+"""What a delta counts: 1, or the tokens behind it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from elastic_toy import SIZES, Book, Toy, agree, one_thread, train
+from torch import Tensor, nn
+
+import thinwire as tw
+from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError
+from thinwire.group.deadlines import Deadlines
+from thinwire.group.rehearsal import Rehearsal
+
+__all__ = ["one_thread"]  # a fixture
+
+
+def test_every_round_is_the_weighted_mean_of_its_deltas() -> None:
+    """Two speeds, two batch sizes: the weights are the tokens behind each delta, and the sums are right."""
+    rehearsal, book = Rehearsal(), Book()
+    of = {"a": (1.0, 8.0), "b": (1.0, 24.0), "c": (3.0, 8.0)}  # seconds and tokens of a step
+    results = rehearsal.play(
+        {
+            name: train(rehearsal, book, steps=60, step_seconds=s, tokens=t, least=2, grace=1.0)
+            for name, (s, t) in of.items()
+        }
+    )
+    agree(results, book)
+    rounds = book.history(results["a"].elastic.rounds.agreed.chain)
+    assert rounds[0].weights == [4 * 8.0, 4 * 24.0]  # without the slow one
+    assert any(len(one.weights) == 3 and one.weights[2] < one.weights[0] for one in rounds)
+
+
+@pytest.mark.parametrize("tokens", [None, 16.0])
+def test_nothing_is_lost_with_weights_when_one_is_killed(tokens: float | None) -> None:
+    rehearsal, book = Rehearsal(), Book()
+    rehearsal.at("b", "put", lambda: rehearsal.kill("b"), 4)
+    agree(rehearsal.play({name: train(rehearsal, book, steps=40, least=2, tokens=tokens) for name in "abc"}), book)
+
+
+def first_round(tokens: bool) -> tuple[Tensor, list[int]]:
+    """Where the first round leaves its anchor, and how many values each replica had seen.
+
+    The inner step is a running mean, θ ← θ + (x − θ) / n: after n values θ is their mean. Every value of "f" is 1, every
+    value of "s" is 6, and "s" is slower.
+    """
+    rehearsal, book = Rehearsal(), Book()
+    seen = {"f": 0, "s": 0}
+
+    def inner(toy: Toy, fragment: int) -> Tensor:
+        seen[toy.name] += fragment == 0  # once a step
+        value = 1.0 if toy.name == "f" else 6.0
+        return (value - toy.parameters[fragment].detach()) / seen[toy.name]
+
+    def run(name: str) -> Any:
+        worth = 1.0 if tokens else None
+        toy = Toy(rehearsal, name, book, least=2, grace=100.0, tokens=worth, inner=inner)
+        toy.elastic.join(0)
+        for toy.step in (1, 2, 3, 4) if name == "f" else (4,):  # the slow one's step jumps to where the others are
+            for fragment, parameter in enumerate(toy.parameters):
+                parameter.data += inner(toy, fragment)
+            toy.elastic.after_step(toy.step, worth)
+        return toy.pieces[0].anchor
+
+    ended = rehearsal.play({"f": run, "s": run})
+    assert torch.equal(ended["f"], ended["s"]), ended
+    return ended["f"], list(seen.values())
+
+
+def test_unequal_speeds_side_by_side() -> None:
+    """The mean of all values seen is 2: by tokens it is found; with equal weights the slow replica's value counts four times."""
+    (biased, seen), (unbiased, same) = first_round(tokens=False), first_round(tokens=True)
+    assert seen == same == [4, 1]
+    torch.testing.assert_close(biased, torch.full((SIZES[0],), 3.5))
+    torch.testing.assert_close(unbiased, torch.full((SIZES[0],), 2.0))
+
+
+BAD: list[Any] = [0, -1, math.nan, math.inf, True, "many", 1e13]
+
+
+@pytest.mark.parametrize("tokens", BAD)
+def test_no_number_of_tokens(tokens: Any) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigurationError, match="how many tokens an inner step"):
+        tw.Replica(tw.diloco(every=4), model, optimizer, Rehearsal().roster("a", least=1), tokens=tokens)
+
+
+def alone(tokens: float | None, least: int = 1) -> tuple[tw.Replica, torch.optim.Optimizer]:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    roster = Rehearsal().roster("a", least=least, deadlines=Deadlines(muster=5.0))
+    return tw.Replica(tw.diloco(every=4), model, optimizer, roster, tokens=tokens), optimizer
+
+
+def test_tokens_may_change_from_step_to_step_but_not_whether_they_count() -> None:
+    replica, optimizer = alone(tokens=100)
+    for replica.tokens in (100, 50.0):
+        optimizer.step()
+    assert replica.state()[1]["agreed"]["trained"] == 150
+    for replica.tokens in (-1, None):
+        with pytest.raises(ConfigurationError, match="tokens"):
+            optimizer.step()
+    replica.close()
+    replica, optimizer = alone(tokens=None)
+    replica.tokens = 5
+    with pytest.raises(ConfigurationError, match="at the beginning"):
+        optimizer.step()
+    replica.close()
+
+
+def test_a_checkpoint_of_the_other_way_is_refused() -> None:
+    replica, other = alone(tokens=100)[0], alone(tokens=None)[0]
+    tensors, facts = replica.state()
+    with pytest.raises(CheckpointError, match="counts the tokens behind it, here it counts 1"):
+        other.load_state(tensors, facts)
+    replica.close(), other.close()
+
+
+def test_a_fixed_group_counts_alike() -> None:
+    model = nn.Linear(2, 2)
+    (group,) = tw.ThreadGroup.create(1)
+    with pytest.raises(ConfigurationError, match="give a Roster"):
+        tw.Replica(tw.diloco(every=4), model, torch.optim.SGD(model.parameters(), lr=0.1), group, tokens=8)
+
+
+def test_replicas_that_count_differently_are_told() -> None:
+    rehearsal = Rehearsal()
+
+    def run(name: str) -> Any:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        tokens = 8 if name == "b" else None
+        tw.Replica(tw.diloco(every=4), model, optimizer, rehearsal.roster(name), tokens=tokens).close()
+
+    told = rehearsal.play({name: run for name in "abc"})["b"]
+    assert isinstance(told, DisagreementError) and "weights: by tokens there, alike at 'a'" in str(told)

@@ -1,0 +1,171 @@
+"""One replica whose training is counting, as a process that anything may happen to: ADDRESS NAME FOLDER [MODEL].
+
+An inner step adds `UNIT` to this replica's own places, and nothing elsewhere; so every anchor says how often each replica was
+counted, and how large the groups were. It writes what it does before anybody else can know, a line at a time; what the kernel has
+taken survives kill -9. Signals: SIGUSR1 damages the next packet, SIGUSR2 leaves the disk no room for the next checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import resource
+import signal
+import struct
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import thinwire as tw
+from thinwire import checkpoint
+from thinwire.contact import digest
+from thinwire.group import Deadlines, LighthouseMeeting, Roster
+from thinwire.group.base import Group, Transfer
+
+NAMES = "abcd"
+UNIT = 12.0  # divided by 1, 2, 3 or 4 members it is whole
+PLACES = 4096  # in each of two fragments; place i is of NAMES[i % 4]
+SAVE_EVERY = 40
+QUICK = Deadlines(
+    heartbeat_interval=0.3, heartbeat_timeout=1.5, grace=1.0, connect=3.0, transfer=2.0, vote=4.0, muster=15.0
+)
+
+
+class Damaging:
+    """A group that turns a bit of the next packet when it was told to."""
+
+    told = False
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.rank, self.size, self.close = group, group.rank, group.size, group.close
+
+    def post(self, tag: int, send: Any, recv: Any, purpose: str = "packet") -> Transfer:
+        if Damaging.told and purpose == "packet" and send:
+            Damaging.told = False
+            send = {peer: message.clone() for peer, message in send.items()}
+            for message in send.values():
+                message[message.numel() // 2] ^= 1
+        return self.group.post(tag, send, recv, purpose)
+
+
+class Diary:
+    """Lines that outlive the process."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.file = os.open(folder / f"{name}-{time.monotonic_ns()}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        steps = folder / f"{name}.steps"
+        if not steps.exists():
+            steps.write_bytes(bytes(8))
+        with steps.open("r+b") as file:
+            self.steps = mmap.mmap(file.fileno(), 8)
+
+    def write(self, kind: str, **fields: Any) -> None:
+        text = (json.dumps({"kind": kind, "at": time.monotonic(), **fields}) + "\n").encode()
+        while text:
+            try:
+                text = text[os.write(self.file, text) :]
+            except OSError:  # no room on the disk, for the moment
+                time.sleep(0.001)
+
+    def count(self) -> None:
+        """One more inner step of this name, in all its lives."""
+        (steps,) = struct.unpack("<q", self.steps[:8])
+        self.steps[:8] = struct.pack("<q", steps + 1)
+
+
+def watch(replica: tw.Replica, diary: Diary, name: str) -> None:
+    """Write down what is brought before it is sent, and what is believed."""
+    assert replica._elastic is not None
+    rounds, own = replica._elastic.rounds, NAMES.index(name)
+    fly, believe = rounds._fly, rounds._believe
+
+    def flown(muster: Any, concord: Any, ready: Any) -> Any:
+        if muster.group.rank in concord.counted:
+            diary.write("brings", id=muster.id, steps=-float(ready.delta[own]) / UNIT)
+        return fly(muster, concord, ready)
+
+    def believed(muster: Any, concord: Any, ready: Any, moved: Any, reason: str) -> None:
+        before = rounds.agreed.chain
+        believe(muster, concord, ready, moved, reason)
+        if moved is not None:
+            names = [muster.members[rank].name for rank in concord.counted]
+            diary.write(
+                "commit", id=muster.id, turn=concord.turn, fragment=concord.fragment, counted=names, before=before,
+                chain=rounds.agreed.chain,
+            )  # fmt: skip
+
+    rounds._fly, rounds._believe = flown, believed  # type: ignore[method-assign]
+
+
+def restore(folder: Path, replica: tw.Replica, diary: Diary) -> None:
+    for path in sorted(folder.glob("step-*"), reverse=True):
+        try:
+            checkpoint.load(checkpoint.read(path), replica)
+        except tw.CheckpointError as error:
+            diary.write("skipped", reason=str(error))
+            continue
+        diary.write("resumed", step=replica.step)
+        return
+
+
+def save(folder: Path, replica: tw.Replica, diary: Diary, full: bool) -> None:
+    there, problem = sorted(folder.glob("step-*")), ""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048 if full else resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    try:
+        checkpoint.save(folder, replica, {})
+    except tw.CheckpointError as error:
+        problem = str(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    if full:
+        diary.write("not saved", reason=problem, kept=sorted(folder.glob("step-*")) == there)
+
+
+def main(address: str, name: str, folder: str, size: str = str(PLACES)) -> None:
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, lambda *_: setattr(Damaging, "told", True))
+    full: list[bool] = []
+    signal.signal(signal.SIGUSR2, lambda *_: full.append(True))
+    diary = Diary(Path(folder), name)
+    diary.write("start")
+    torch.manual_seed(0)
+    model = nn.ParameterList([nn.Parameter(torch.zeros(int(size))) for _ in range(2)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    gradient = torch.zeros(int(size))
+    gradient[NAMES.index(name) :: 4] = -UNIT
+    strategy = tw.Strategy(schedule=tw.Staggered(every=8, delay=0), partition=tw.BySize(2), outer=tw.Average())
+    roster = Roster(LighthouseMeeting(address), name, least=2, deadlines=QUICK, wrap=Damaging)
+
+    def observe(event: str, step: int, **fields: Any) -> None:
+        diary.write(event, step=step, **{k: v for k, v in fields.items() if not isinstance(v, Tensor)})
+
+    worst = 0.0
+    with tw.Replica(strategy, model, optimizer, roster, observer=observe) as replica:
+        watch(replica, diary, name)
+        restore(Path(folder, "saved", name), replica, diary)
+        began, own = time.monotonic(), 0
+        while not Path(folder, "stop").exists():
+            for parameter in model:
+                parameter.grad = gradient.clone()
+            time.sleep(0.02)
+            diary.count()
+            before = time.monotonic()
+            optimizer.step()
+            worst, own = max(worst, time.monotonic() - before), own + 1
+            if own % SAVE_EVERY == 0 or full:
+                save(Path(folder, "saved", name), replica, diary, bool(full))
+                full.clear()
+        diary.write("finish", seconds=time.monotonic() - began, spent=replica.seconds, worst=worst, steps=own)
+    assert replica._elastic is not None
+    anchors = [[float(v) for v in anchor[:4]] for anchor in replica.anchors()]
+    chain = replica._elastic.rounds.agreed.chain
+    diary.write("done", digest=digest(replica.anchors()).hex(), anchors=anchors, chain=chain, step=replica.step)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,101 @@
+"""Many faults at random, with real processes and in a time of their own; what survived is in the output (-s)."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from elastic_toy import Book, Toy, agree, one_thread, order_faults, train
+from stage import Stage
+
+from thinwire.errors import LinkError
+from thinwire.group import Rehearsal
+
+__all__ = ["one_thread"]  # a fixture
+pytestmark = pytest.mark.slow
+needs_torchft = pytest.mark.skipif(
+    find_spec("torchft") is None, reason="torchft is not installed: pip install thinwire[elastic]"
+)
+SEED = 2026  # of the order of faults; another one is another soak
+KINDS = {
+    "kill -9": 6, "freeze": 5, "damaged bytes": 3, "disk full": 2, "lighthouse killed": 2, "lighthouse frozen": 1, "all killed": 1,
+    "wrong model": 1, "a name that is taken": 1,
+}  # fmt: skip
+
+
+def test_in_virtual_time(capsys: pytest.CaptureFixture[str]) -> None:
+    done, ended, rounds, runs = Counter[str](), Counter[str](), Counter[str](), 0
+    while done.total() < 200 and runs < 60:
+        runs += 1
+        print(f"seed {SEED} and run {runs}")
+        chance = random.Random(f"{SEED} {runs}")
+        names = "abcd"[: 3 + runs % 2]
+        rehearsal, book = Rehearsal(), Book()
+        print(order_faults(rehearsal, chance, 8, names, done))
+        least = len(names) // 2 + 1
+        settings = {"steps": 60, "least": least, "tokens": chance.choice([None, 8.0])}
+        results = rehearsal.play({name: train(rehearsal, book, **settings) for name in names})
+        assert all(isinstance(result, Toy | LinkError) for result in results.values()), results
+        if any(isinstance(result, Toy) for result in results.values()):  # else too many died too near to the end
+            agree(results, book)
+        ended.update(type(result).__name__ for result in results.values())
+        rounds.update(str(f["committed"]) for _, event, f in book.events if event == "round" and f["fragment"] >= 0)
+    assert done.total() >= 200 and ended["Toy"] >= 2 * runs
+    with capsys.disabled():
+        print(f"\nsoak in virtual time, seed {SEED}: {done.total()} faults in {runs} runs: {dict(done.most_common())}")
+        print(
+            f"rounds, as each member saw them: {rounds['True']} committed, {rounds['False']} dropped, {rounds['None']} in doubt"
+        )
+        print(
+            f"{ended['Toy']} replicas ended with the same bits and all sums right, {ended['LinkError']} came when the others had finished"
+        )
+
+
+@needs_torchft
+def test_every_kind_in_turn(tmp_path: Path) -> None:
+    """After each all take part again; at the end nothing is lost, and what happened was said."""
+    stage, chance = Stage(tmp_path), random.Random(1)
+    try:
+        stage.begin()
+        for kind in KINDS:
+            stage.fault(kind, chance)
+            stage.until_all_take_part()
+        stage.end()
+        stage.reckon()
+        everything = [line for name in "abc" for line in stage.lines(name)]
+        assert any("damaged" in line["reason"] for line in everything if line["kind"] == "round")
+        (refused,) = [line for line in everything if line["kind"] == "not saved"]
+        assert "no checkpoint" in refused["reason"] and refused["kept"]
+        errors = "".join(file.read_text() for file in tmp_path.glob("*.err"))
+        assert "model: 2 tensors" in errors and "has the name" in errors
+        assert any(line["kind"] == "caught_up" for line in everything) and any(
+            line["kind"] == "resumed" for line in everything
+        )
+    finally:
+        stage.clear()
+
+
+@needs_torchft
+def test_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chance, stage = random.Random(SEED), Stage(tmp_path)
+    said = [f"soak of processes, seed {SEED}"]
+    try:
+        stage.begin()
+        until = time.monotonic() + 60
+        while stage.done.total() < 80 and time.monotonic() < until:
+            (kind,) = chance.choices(list(KINDS), list(KINDS.values()))
+            stage.fault(kind, chance)
+            pause = time.monotonic() + chance.uniform(0.0, 1.5)
+            while time.monotonic() < pause:
+                stage.tend()
+                time.sleep(0.05)
+        stage.end()
+        said.append(stage.figures(stage.reckon()))
+        with capsys.disabled():
+            print("\n" + "\n".join(said))
+    finally:
+        stage.clear()
