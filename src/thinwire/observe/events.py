@@ -9,6 +9,7 @@ of its kind:
     flight      fragment round begin end queued_seconds transfer_seconds
     land        fragment round begin stall_seconds seconds_spent
     refused     fragment round by reason
+    wire        name fragment round own_seconds over sent received
     round       turn fragment members counted committed seconds_spent reason
     given       to nbytes
     caught_up   turn donor
@@ -23,7 +24,7 @@ of its kind:
     warning     message
     end         summary
 
-`round` to `late` are those of a replica that may come and go (rounds.py, elastic.py).
+`wire` is one replica's record of a round's messages (diagnosis/records.py). `round` to `late` are those of a replica that may come and go (rounds.py, elastic.py).
 
 `nbytes` of a departure are the bytes this replica sends for it, all peers together; `begin` and `end` are on the
 clock of `seconds`. NaN and the infinities, which JSON lacks, are written as the strings "NaN", "Infinity" and
@@ -59,6 +60,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "flight": ("fragment", "round", "begin", "end", "queued_seconds", "transfer_seconds"),
     "land": ("fragment", "round", "begin", "stall_seconds", "seconds_spent"),
     "refused": ("fragment", "round", "by", "reason"),
+    "wire": ("name", "fragment", "round", "own_seconds", "over", "sent", "received"),
     "round": ("turn", "fragment", "members", "counted", "committed", "seconds_spent", "reason"),
     "given": ("to", "nbytes"),
     "caught_up": ("turn", "donor"),
