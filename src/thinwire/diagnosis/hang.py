@@ -54,7 +54,6 @@ def stuck(replicas: Sequence[Seen]) -> list[Finding]:
             limit = max(PATIENCE, TIMES * median(usual)) if usual else PATIENCE
             if failed or max(waiting.values()) > limit:
                 return _blame(replicas, key, number, failed, max(waiting.values()), median(usual) if usual else 0.0)
-            return []
     return []
 
 

@@ -31,7 +31,7 @@ from thinwire.diagnosis.records import Record
 from thinwire.errors import ConfigurationError
 
 MAD = 1.4826  # the deviation of a normal variable over the median of its absolute deviations
-FLOOR = 0.05  # of the ratios' deviation: no link is steadier
+FLOOR = 0.1  # of the ratios' deviation: no link is steadier
 STEP = 1e-3  # seconds: a smaller difference between inner steps is chance
 
 
@@ -46,7 +46,7 @@ class Rules:
     score: float = 10.0
     seconds: float = 0.01
     rounds: int = 3
-    known: int = 3
+    known: int = 4
 
     def __post_init__(self) -> None:
         numbers = (self.ratio, self.score, self.seconds)
@@ -104,14 +104,12 @@ class Watch:
     def _judge(self, readings: Mapping[Cell, Reading], replicas: int) -> tuple[set[Cell], set[Cell]]:
         """The hot and the cold ones."""
         rules = self.rules
-        sure = [1 + r.least / r.usual for r in readings.values() if isfinite(r.least)]
-        sure += [1 + r.most / r.usual for r in readings.values() if not isfinite(r.least) and r.most <= r.usual]
+        sure = [1 + max(0.0, reading.least) / reading.usual for reading in readings.values()]
         middle = max(1.0, median_low(sure)) if sure and replicas > 2 else 1.0
-        spread = median(abs(ratio - middle) for ratio in sure) if sure else 0.0
 
         def stands_out(longer: float, reading: Reading) -> bool:
             ratio = 1 + longer / reading.usual
-            deviation = max(MAD * spread, MAD * reading.spread / reading.usual, FLOOR)
+            deviation = max(MAD * reading.spread / reading.usual, FLOOR)
             return (
                 longer > rules.seconds and ratio > rules.ratio * middle and (ratio - middle) / deviation > rules.score
             )
