@@ -66,10 +66,10 @@ class Finding:
             return one
         if self.side in (Side.SENDER, Side.RECEIVER):
             return f"the {self.side} of {one}"
-        arrow = "and" if self.both else "to"
+        way = f"{'between' if self.both else 'from'} {one} {'and' if self.both else 'to'} replica {self.who[1]}"
         if self.side is Side.LINK:
-            return f"the link {'between' if self.both else 'from'} {one} {arrow} replica {self.who[1]}"
-        return f"the way {'between' if self.both else 'from'} {one} {arrow} replica {self.who[1]} (two replicas cannot tell: {one}, replica {self.who[1]}, or the link)"
+            return f"the link {way}"
+        return f"the way {way} (two replicas cannot tell: {one}, replica {self.who[1]}, or the link)"
 
     @property
     def advice(self) -> str:
@@ -83,18 +83,38 @@ class Finding:
         return asdict(self) | {"suspect": self.suspect, "culprit": self.culprit, "advice": self.advice}
 
 
-_LOOK = "Look at what else uses that path (uploads, backups, another job), at its cable or tunnel"
+_LESS = "a smaller codec or a longer `every` asks less of it"
+_LAST_WORDS = "see its last words, whether its process lives or is stopped, and start it again"
+_PATH = "Look at what else uses that path (uploads, backups, another job), at its cable or tunnel"
 _ADVICE = {
-    (Syndrome.SLOW_LINK, Side.SENDER): "Look at what else sends from that machine, and at its uplink; a smaller codec or a longer `every` asks less of it.",
-    (Syndrome.SLOW_LINK, Side.RECEIVER): "Look at what else that machine receives, and at its downlink and its CPU; a smaller codec or a longer `every` asks less of it.",
-    (Syndrome.SLOW_LINK, Side.REPLICA): "All of its connections are slow, both ways: look at its interface, its tunnel and what else it sends and receives.",
-    (Syndrome.SLOW_LINK, Side.LINK): f"{_LOOK}, and run `thinwire probe` over it.",
-    (Syndrome.SLOW_LINK, Side.WAY): f"{_LOOK}, at both ends, and run `thinwire probe` over it.",
-    (Syndrome.SLOW_REPLICA, Side.REPLICA): "It computes longer than the others, they wait: look at what else runs there, its clock rate and temperature, its disk and data.",
-    (Syndrome.HUNG_REPLICA, Side.REPLICA): "It did not come to a round that the others began: see its last words, whether its process lives or is stopped, and start it again.",
-    (Syndrome.HUNG_LINK, Side.REPLICA): "It stopped in the middle of a round: see its last words, whether its process lives or is stopped, and start it again.",
-    (Syndrome.HUNG_LINK, Side.SENDER): "Nothing from it arrives anywhere: look at its uplink and at firewalls for what leaves it.",
-    (Syndrome.HUNG_LINK, Side.RECEIVER): "Nothing arrives there: look at its downlink and at firewalls for what comes in.",
-    (Syndrome.HUNG_LINK, Side.LINK): "The two do not reach each other while both reach the others: look at routes and firewalls between them.",
+    (Syndrome.SLOW_LINK, Side.SENDER): f"Look at what else sends from that machine, and at its uplink; {_LESS}.",
+    (
+        Syndrome.SLOW_LINK,
+        Side.RECEIVER,
+    ): f"Look at what else that machine receives, at its downlink and its CPU; {_LESS}.",
+    (
+        Syndrome.SLOW_LINK,
+        Side.REPLICA,
+    ): "All its connections are slow, both ways: look at its interface, its tunnel, its CPU and who else uses them.",
+    (Syndrome.SLOW_LINK, Side.LINK): f"{_PATH}, and run `thinwire probe` over it.",
+    (Syndrome.SLOW_LINK, Side.WAY): f"{_PATH}, at both ends, and run `thinwire probe` over it.",
+    (
+        Syndrome.SLOW_REPLICA,
+        Side.REPLICA,
+    ): "It computes longer than the others: look at what else runs there, its temperature, its disk and its data.",
+    (Syndrome.HUNG_REPLICA, Side.REPLICA): f"It did not come to a round that the others began: {_LAST_WORDS}.",
+    (Syndrome.HUNG_LINK, Side.REPLICA): f"It stopped in the middle of a round: {_LAST_WORDS}.",
+    (
+        Syndrome.HUNG_LINK,
+        Side.SENDER,
+    ): "Nothing from it arrives anywhere: look at its uplink and at firewalls for what leaves it.",
+    (
+        Syndrome.HUNG_LINK,
+        Side.RECEIVER,
+    ): "Nothing arrives there: look at its downlink and at firewalls for what comes in.",
+    (
+        Syndrome.HUNG_LINK,
+        Side.LINK,
+    ): "The two do not reach each other, while both reach others: look at routes and firewalls between them.",
     (Syndrome.HUNG_LINK, Side.WAY): "Look at both machines and at what is between them.",
-}  # fmt: skip
+}

@@ -18,6 +18,7 @@ and a message that the receiver saw late, because it looked at others before, do
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -32,6 +33,7 @@ from thinwire.errors import ConfigurationError
 
 MAD = 1.4826  # the deviation of a normal variable over the median of its absolute deviations
 FLOOR = 0.1  # of the ratios' deviation: no link is steadier
+LATEST = 5  # readings of a way, for the matrix
 STEP = 1e-3  # seconds: a smaller difference between inner steps is chance
 
 
@@ -73,9 +75,10 @@ class Watch:
     []
     """
 
-    def __init__(self, rules: Rules = Rules()) -> None:
-        self.rules, self.count = rules, 0
-        self._usual = Usual(rules.known)
+    def __init__(self, rules: Rules | None = None) -> None:
+        self.rules, self.count = rules or Rules(), 0
+        self.latest: dict[Cell, deque[Reading]] = defaultdict(lambda: deque(maxlen=LATEST))  # of every way, that told
+        self._usual = Usual(self.rules.known)
         self._ways: dict[Cell, _Streak] = {}
         self._own: dict[str, _Streak] = {}
 
@@ -87,6 +90,7 @@ class Watch:
         hot, cold = self._judge(readings, len(names))
         for cell in hot | cold:
             reading = readings[cell]
+            self.latest[cell].append(reading)
             _extend(self._ways, cell, self.count, cell in hot, reading.usual + reading.least, reading.usual)
         for cell, seen in found.items():
             if cell not in hot and (cell in cold or cell not in readings):
@@ -147,7 +151,7 @@ class Watch:
                     seconds,
                     usual,
                     f"a message took {seconds / usual:.1f} times as long as it usually takes there",
-                )  # fmt: skip
+                )
             )
         return findings
 
@@ -163,7 +167,7 @@ class Watch:
                 own.seconds,
                 own.usual,
                 f"an inner step took it {own.seconds / own.usual:.1f} times as long as the others",
-            )  # fmt: skip
+            )
             for name, own in sorted(self._own.items())
             if own.hot >= self.rules.rounds and name in names
         ]

@@ -24,7 +24,8 @@ of its kind:
     warning     message
     end         summary
 
-`wire` is one replica's record of a round's messages (diagnosis/records.py). `round` to `late` are those of a replica that may come and go (rounds.py, elastic.py).
+`wire` is what became of a round's messages (diagnosis/records.py). `round` to `late` are those of a replica that may come and
+go (rounds.py, elastic.py).
 
 `nbytes` of a departure are the bytes this replica sends for it, all peers together; `begin` and `end` are on the
 clock of `seconds`. NaN and the infinities, which JSON lacks, are written as the strings "NaN", "Infinity" and
