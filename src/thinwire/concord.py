@@ -30,6 +30,8 @@ class Claim:
     step        inner steps, for the learning rate of those who join
     fresh       it holds nothing but random weights
     finishing   it has trained all its steps
+    record      what it saw of its last round, as JSON, and
+    suspect     whom it would go on without (eviction.py); "" nothing, nobody
     """
 
     turn: int
@@ -39,6 +41,8 @@ class Claim:
     step: int = 0
     fresh: bool = False
     finishing: bool = False
+    record: str = ""
+    suspect: str = ""
 
     def facts(self) -> dict[str, Any]:
         """For JSON."""

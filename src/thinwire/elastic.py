@@ -72,6 +72,7 @@ class Elastic:
     def after_step(self, step: int) -> int:
         """Depart what is due, pick up what has come; the step to go on from."""
         self._own_steps += 1
+        self.rounds.jury.own_steps = self._own_steps
         self.rounds.step = max(step, self.rounds.step)
         for index in self.strategy.schedule.departs(step, len(self.pieces)):
             if index in self._waiting:

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable
-from concurrent.futures import Executor, Future
-from typing import Any
+from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
+from diagnosis_play import Inline
+
 from thinwire.exchange import outbox
-
-
-class Inline(Executor):
-    """Runs at once what is submitted."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        done: Future[Any] = Future()
-        done.set_result(fn(*args, **kwargs))
-        return done
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None: ...
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +24,17 @@ from thinwire.group.rehearsal import Rehearsal, _ThreadGroup
 from thinwire.seeds import Key
 
 STEPS = 10  # inner steps a round
+
+
+class Inline(Executor):
+    """Runs at once what is submitted."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(fn(*args, **kwargs))
+        return done
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None: ...
 
 
 @dataclass
@@ -71,7 +83,7 @@ class Story:
     rounds: dict[tuple[int, int], list[Record]] = field(default_factory=dict)
     seen: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def slow(self, rules: Rules = Rules()) -> list[tuple[int, list[Finding]]]:
+    def slow(self, rules: Rules | None = None) -> list[tuple[int, list[Finding]]]:
         """What is found after each round."""
         watch = Watch(rules)
         return [(number, watch.add(records)) for number, records in enumerate(self.rounds.values())]

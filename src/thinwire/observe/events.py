@@ -16,6 +16,7 @@ of its kind:
     alone       reason
     doubt       turn reason
     late        fragment
+    evicted     name by reason
     eval        loss tokens seconds_spent of
     checkpoint  path nbytes seconds_spent
     resume      from_step path skipped
@@ -24,7 +25,7 @@ of its kind:
     warning     message
     end         summary
 
-`wire` is what became of a round's messages (diagnosis/records.py). `round` to `late` are those of a replica that may come and
+`wire` is what became of a round's messages (diagnosis/records.py). `round` to `evicted` are those of a replica that may come and
 go (rounds.py, elastic.py).
 
 `nbytes` of a departure are the bytes this replica sends for it, all peers together; `begin` and `end` are on the
@@ -68,6 +69,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "alone": ("reason",),
     "doubt": ("turn", "reason"),
     "late": ("fragment",),
+    "evicted": ("name", "by", "reason"),
     "eval": ("loss", "tokens", "seconds_spent", "of"),
     "checkpoint": ("path", "nbytes", "seconds_spent"),
     "resume": ("from_step", "path", "skipped"),
