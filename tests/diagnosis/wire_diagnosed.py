@@ -23,7 +23,7 @@ from thinwire.group import TorchGroup, start_torch
 from thinwire.observe.events import EventLog
 
 STEPS = 4  # inner steps a round
-NUMEL = 12_000  # 48 kB a message
+NUMEL = 50_000  # 200 kB a message
 
 
 def main() -> None:

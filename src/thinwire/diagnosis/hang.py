@@ -89,11 +89,8 @@ def _blame(
 
 def _missing(failed: Sequence[Record]) -> set[tuple[str, str]]:
     """The ways on which messages of the first stage that did not end are missing: later stages wait for it."""
-    flows = [
-        (flow.stage, (flow.peer, record.name))
-        for record in failed
-        for flow in record.received
-        if flow.there < flow.parts
-    ]
-    first = min((stage for stage, _ in flows), default=0)
-    return {cell for stage, cell in flows if stage == first}
+    came = [(flow.stage, (flow.peer, record.name), flow) for record in failed for flow in record.received]
+    left = [(flow.stage, (record.name, flow.peer), flow) for record in failed for flow in record.sent]
+    short = [(stage, cell) for stage, cell, flow in came + left if flow.there < flow.parts]
+    first = min((stage for stage, _ in short), default=0)
+    return {cell for stage, cell in short if stage == first}

@@ -38,7 +38,7 @@ class Flow:
 
     nbytes   of all that left, or were due
     parts    messages that left, or were due
-    there    messages that are there; of a flow that was sent, those that left
+    there    messages that are there; of a flow that was sent, those that could be handed over
     begin    when the first left, or was asked for; seconds on the clock of the record
     at       when the timed ones left, or were seen to be there
     waited   of these, the ones that were waited for: the others may have come earlier than they were looked for
@@ -91,6 +91,11 @@ class Record:
     def key(self) -> tuple[int, int]:
         """What the records of one round have in common."""
         return self.fragment, self.round
+
+    @property
+    def group(self) -> set[str]:
+        """Who took part, as far as this replica's messages tell."""
+        return {self.name} | {flow.peer for flow in self.sent + self.received}
 
     def facts(self) -> dict[str, Any]:
         """For JSON."""

@@ -86,7 +86,7 @@ class Watch:
         """Take the records of one round (those there are); what has been so for long enough by now."""
         found = stamps(records)
         readings = self._usual.read(found)
-        names = sorted({record.name for record in records})
+        names = sorted({name for record in records for name in record.group})
         hot, cold = self._judge(readings, len(names))
         for cell in hot | cold:
             reading = readings[cell]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from thinwire.codecs import Codec, encode_from
 from thinwire.diagnosis.records import Record
-from thinwire.errors import NonFiniteError, PacketError
+from thinwire.errors import LinkError, NonFiniteError, PacketError
 from thinwire.exchange.buffers import Buffers
 from thinwire.exchange.messages import STAGE, Message, Piece, Signal
 from thinwire.exchange.outbox import Order, Outbox, Sent
@@ -130,7 +131,11 @@ class Round:
         buffers may still be written to.
         """
         for outgoing in self.outgoing:
-            outgoing.wait_sent()
+            try:
+                outgoing.wait_sent()
+            except LinkError as error:
+                self.trace.not_taken(error.peer)
+                raise
         self.air.buffers.give(*self.packets)
         self.packets.clear()
 
@@ -235,6 +240,9 @@ class Stage:
         began = self.round.air.clock()
         try:
             transfer.wait()
+        except BaseException:
+            self._look_around(index)
+            raise
         finally:
             self.round.trace.came(self.number, index, list(packets), began, transfer.arrivals)
         senders = {peer: peer for peer in sorted(packets)} | dict(authors or {})
@@ -245,6 +253,15 @@ class Stage:
             for peer, sender in senders.items()
             if peer in packets
         }
+
+    def _look_around(self, index: int) -> None:
+        """Note which messages from `index` on are there although nobody waited for them, because one before them is missing."""
+        for number, expected in enumerate(self._expected[index:], index):
+            for peer, packet in expected.packets.items():
+                with suppress(PacketError):
+                    header = self._header(replace(self.round.key, sender=peer), number, expected.messages[peer])
+                    if peer not in expected.transfer.arrivals and open_packet(packet, header) >= 0:
+                        self.round.trace.lies_there(self.number, peer)
 
     def packet(self, index: int, peer: int) -> Tensor:
         """What came from `peer`."""

@@ -59,6 +59,18 @@ class Trace:
                         noted.waited.add(index)
                 seen = max(seen, at)
 
+    def lies_there(self, stage: int, peer: int) -> None:
+        """A message of `peer` is there; since when is not known."""
+        with self._lock:
+            self._received[stage, peer].there += 1
+
+    def not_taken(self, peer: int | None) -> None:
+        """What was sent to `peer` (None: to somebody) cannot all be handed over."""
+        with self._lock:
+            for (_, to), noted in self._sent.items():
+                if to == peer:
+                    noted.there = min(noted.there, noted.parts - 1)
+
     def record(
         self, fragment: int, number: int, names: Sequence[str], rank: int, own_seconds: float, over: bool
     ) -> Record:

@@ -192,20 +192,21 @@ def _diagnosed(logs: Sequence[_Log], rules: Rules) -> Diagnosis:
     order: dict[Key, None] = {}
     for log in sorted(logs, key=lambda log: -len(log.records)):
         order |= dict.fromkeys(log.records)
-    watch, last, past, rounds = Watch(rules), [], dict[Any, Finding](), 0
-    for key in order:
-        records = [log.records[key] for log in logs if key in log.records]
-        if len(records) > 1:
-            rounds += 1
-            last = watch.add(records)
-            past |= {finding.cause: finding for finding in last}
+    together = [[log.records[key] for log in logs if key in log.records] for key in order]
+    whole_ones = [number for number, records in enumerate(together) if {r.name for r in records} >= records[0].group]
+    if whole_ones:  # else somebody's log is not here at all; what comes after the last one is still being written
+        together = together[: whole_ones[-1] + 1]
+    watch, last, past = Watch(rules), [], dict[Any, Finding]()
+    rounds = [records for records in together if len(records) > 1]
+    for records in rounds:
+        last = watch.add(records)
+        past |= {finding.cause: finding for finding in last}
     for finding in last:
         past.pop(finding.cause, None)
     ways = {cell: _way(readings) for cell, readings in sorted(watch.latest.items())}
     findings = (*stuck([log.seen() for log in logs]), *last)
-    return Diagnosis(
-        names, findings, tuple(past.values()), ways, rounds, tuple(_doubts(logs, names, rounds, ways, rules))
-    )
+    doubts = _doubts(logs, names, len(rounds), ways, rules)
+    return Diagnosis(names, findings, tuple(past.values()), ways, len(rounds), tuple(doubts))
 
 
 def _way(readings: Iterable[Reading]) -> Way:
