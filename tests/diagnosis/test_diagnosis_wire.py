@@ -71,7 +71,7 @@ class Bench:
             device,
             "root",
             "tbf",
-            *f"rate {RATE / 10:.0f}bit burst 15000 latency 1000ms".split(),
+            *f"rate {RATE / 10:.0f}bit burst 15000 latency 200ms".split(),
         )
 
     def slow_link(self, sender: int, receiver: int, bits_per_second: float = RATE / 10) -> None:

@@ -41,9 +41,8 @@ def attribute(bad: Collection[Cell], names: Sequence[str], perhaps: Collection[C
             side = Side.REPLICA if sends and receives else Side.SENDER if sends else Side.RECEIVER
             cells = (out if sends else []) + (into if receives else [])
             causes.append(Cause(side, (name,), tuple(cells)))
-            explained |= {*cells} | {
-                cell for cell in perhaps if (sends and cell[0] == name) or (receives and cell[1] == name)
-            }
+            # What comes back over a side that is full (acknowledgements) delays the other direction, too.
+            explained |= {cell for cell in {*bad, *perhaps} if name in cell}
     young = set(perhaps) - set(bad) - explained  # they may still make a row or a column of it
     left = {c for c in set(bad) - explained if not any(c[0] == p[0] or c[1] == p[1] for p in young)}
     return causes + _links(left, Side.LINK)

@@ -45,7 +45,7 @@ class Rules:
     """
 
     ratio: float = 2.0
-    score: float = 10.0
+    score: float = 5.0
     seconds: float = 0.01
     rounds: int = 3
     known: int = 4
@@ -93,7 +93,8 @@ class Watch:
             self.latest[cell].append(reading)
             _extend(self._ways, cell, self.count, cell in hot, reading.usual + reading.least, reading.usual)
         for cell, seen in found.items():
-            if cell not in hot and (cell in cold or cell not in readings):
+            reading = readings.get(cell)
+            if reading is None or (cell in cold and reading.most < (self.rules.ratio - 1) * reading.usual):
                 self._usual.learn(cell, seen)
         self._take_own({record.name: record.own_seconds for record in records if record.own_seconds > 0})
         self.count += 1
