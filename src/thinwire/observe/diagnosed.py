@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite
+from html import escape
+from math import isfinite, log2
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,6 +18,7 @@ from thinwire.diagnosis import Finding, Record, Rules, Seen, Syndrome, Watch, st
 from thinwire.diagnosis.measure import Cell, Reading
 from thinwire.errors import DataError, PacketError
 from thinwire.observe.events import Event, Tail, being_written
+from thinwire.observe.page import table
 from thinwire.observe.sessions import finite, split, whole
 from thinwire.observe.units import NOTHING, text_of_seconds
 
@@ -122,6 +124,24 @@ def delay_table(diagnosis: Diagnosis) -> Table:
             )
         table.add_row(Text(f"from {sender}"), *cells)
     return table
+
+
+def delay_page(diagnosis: Diagnosis) -> str:
+    """The same as HTML: darker where a way takes longer than usual; and what is found."""
+    said = "".join(f"<p{' class=alert' if diagnosis.findings else ''}>{escape(line)}</p>" for line in diagnosis.lines())
+    if not diagnosis.ways:
+        return said
+    rows = []
+    for sender in diagnosis.names:
+        cells = []
+        for receiver in diagnosis.names:
+            way = diagnosis.ways.get((sender, receiver))
+            share = min(90.0, max(0.0, 30 * log2(max(way.ratio, 1e-9)))) if way else 0.0
+            shade = f' style="background:color-mix(in srgb, var(--bad) {share:.0f}%, transparent)"' if share else ""
+            text = f"{text_of_seconds(way.seconds)} ×{way.ratio:.1f}" if way else NOTHING
+            cells.append(f'<td class="n"{shade}>{escape(text)}</td>')
+        rows.append(f"<tr><th>from {escape(sender)}</th>{''.join(cells)}</tr>")
+    return said + table(["", *(f"to {name}" for name in diagnosis.names)], rows, len(diagnosis.names))
 
 
 def _figures(finding: Finding) -> str:

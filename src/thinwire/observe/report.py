@@ -12,6 +12,7 @@ import numpy as np
 
 from thinwire.errors import ConfigurationError, DataError
 from thinwire.observe.charts import Chart, colour, link_chart, loss_chart, typical_window
+from thinwire.observe.diagnosed import delay_page, diagnose
 from thinwire.observe.page import chart_place, page, table, word
 from thinwire.observe.runs import RunRecord
 from thinwire.observe.sessions import finite, whole
@@ -62,6 +63,7 @@ def write_report(
         raise ConfigurationError("No run folder was given; a report needs at least one. Give the folder of a run.")
     records = [RunRecord.load(folder) for folder in folders]
     trained = any(record.summary.provenance != "simulated" for record in records)  # else there is no loss
+    measured = [record for record in records if record.summary.provenance != "simulated" and len(record.replicas) > 1]
     charts: dict[str, Chart] = {"loss": loss_chart(records)} if trained else {}
     sections = beside(records)
     charts |= {section.name: section.chart for section in sections}
@@ -80,6 +82,15 @@ def write_report(
             _section(
                 "wire", "Who sent what to whom", _WIRE, records, "".join(_wire(r, len(records) > 1) for r in records)
             ),
+            _section(
+                "diagnosis",
+                "Who is slow",
+                _DIAGNOSIS,
+                measured,
+                "".join(_diagnosis(r, len(records) > 1) for r in measured),
+            )
+            if measured
+            else "",
             _section("fragments", "Fragments", "", records, "".join(_fragments(r, len(records) > 1) for r in records)),
             _section("notes", "Events of note", "", records, "".join(_notes(r, len(records) > 1) for r in records)),
             _section("settings", "Settings and machine", "", [], _settings(records) + _machine(records)),
@@ -112,6 +123,15 @@ _WIRE = (
     "Queued, on the link: what an emulated link did to what was sent; a real one does not tell its sender. Until there: "
     "from asking for a message to having it, the lateness of its sender included."
 )
+
+_DIAGNOSIS = (
+    "Seconds that a message took of late from sender (row) to receiver (column), and times what it usually takes there. Only durations are compared, "
+    "each by the clock of one machine."
+)
+
+
+def _diagnosis(record: RunRecord, several: bool) -> str:
+    return _run_title(record, several) + delay_page(diagnose(record.folder))
 
 
 def _headline(records: Sequence[RunRecord]) -> str:
