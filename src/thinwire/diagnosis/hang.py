@@ -66,11 +66,13 @@ def _blame(
 
     names = sorted(seen.name for seen in replicas)
     absent = sorted(seen.name for seen in replicas if key not in seen.began and not seen.ended)
-    if absent:
+    if len(absent) == 1 or (absent and seconds > 2 * usual):
         came = f"{len(names) - len(absent)} of {len(names)} replicas began it"
         return [finding(Syndrome.HUNG_REPLICA, Side.REPLICA, (name,), f"{came}, this one did not") for name in absent]
     dark = sorted(seen.name for seen in replicas if seen.waits(key) is not None and key not in seen.failed)
-    cells = _missing(failed)
+    # What a connection that broke left undone was not due yet: it says who left, and nothing of links.
+    waits = {seen.name: seen.waits(key) or 0.0 for seen in replicas}
+    cells = _missing([record for record in failed if waits[record.name] > 2 * usual])
     lone = [name for name in dark if not cells or all(name in cell for cell in cells)]
     if len(names) > 2 and len(lone) == 1:
         return [
