@@ -93,8 +93,8 @@ class Watch:
             self.latest[cell].append(reading)
             _extend(self._ways, cell, self.count, cell in hot, reading.usual + reading.least, reading.usual)
         for cell, seen in found.items():
-            reading = readings.get(cell)
-            if reading is None or (cell in cold and reading.most < (self.rules.ratio - 1) * reading.usual):
+            known = readings.get(cell)
+            if known is None or (cell in cold and known.most < (self.rules.ratio - 1) * known.usual):
                 self._usual.learn(cell, seen)
         self._take_own({record.name: record.own_seconds for record in records if record.own_seconds > 0})
         self.count += 1

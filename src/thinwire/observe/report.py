@@ -63,7 +63,6 @@ def write_report(
         raise ConfigurationError("No run folder was given; a report needs at least one. Give the folder of a run.")
     records = [RunRecord.load(folder) for folder in folders]
     trained = any(record.summary.provenance != "simulated" for record in records)  # else there is no loss
-    measured = [record for record in records if record.summary.provenance != "simulated" and len(record.replicas) > 1]
     charts: dict[str, Chart] = {"loss": loss_chart(records)} if trained else {}
     sections = beside(records)
     charts |= {section.name: section.chart for section in sections}
@@ -82,15 +81,7 @@ def write_report(
             _section(
                 "wire", "Who sent what to whom", _WIRE, records, "".join(_wire(r, len(records) > 1) for r in records)
             ),
-            _section(
-                "diagnosis",
-                "Who is slow",
-                _DIAGNOSIS,
-                measured,
-                "".join(_diagnosis(r, len(records) > 1) for r in measured),
-            )
-            if measured
-            else "",
+            _diagnoses(records),
             _section("fragments", "Fragments", "", records, "".join(_fragments(r, len(records) > 1) for r in records)),
             _section("notes", "Events of note", "", records, "".join(_notes(r, len(records) > 1) for r in records)),
             _section("settings", "Settings and machine", "", [], _settings(records) + _machine(records)),
@@ -130,8 +121,11 @@ _DIAGNOSIS = (
 )
 
 
-def _diagnosis(record: RunRecord, several: bool) -> str:
-    return _run_title(record, several) + delay_page(diagnose(record.folder))
+def _diagnoses(records: Sequence[RunRecord]) -> str:
+    """Of the runs in which messages travelled."""
+    real = [record for record in records if record.summary.provenance != "simulated" and len(record.replicas) > 1]
+    body = "".join(_run_title(record, len(records) > 1) + delay_page(diagnose(record.folder)) for record in real)
+    return _section("diagnosis", "Who is slow", _DIAGNOSIS, real, body) if real else ""
 
 
 def _headline(records: Sequence[RunRecord]) -> str:
