@@ -31,6 +31,8 @@ class Claim:
     fresh       it holds nothing but random weights
     finishing   it has trained all its steps
     carried     what deltas of other fragments count that missed their rounds, by fragment
+    record      what it saw of its last round, as JSON, and
+    suspect     whom it would go on without (eviction.py); "" nothing, nobody
     """
 
     turn: int
@@ -41,6 +43,8 @@ class Claim:
     fresh: bool = False
     finishing: bool = False
     carried: Mapping[str, float] = field(default_factory=dict)
+    record: str = ""
+    suspect: str = ""
 
     def facts(self) -> dict[str, Any]:
         """For JSON."""

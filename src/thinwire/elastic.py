@@ -87,6 +87,7 @@ class Elastic:
                 "count alike or by tokens, from the first round on. Give Replica(tokens=...) at the beginning."
             )
         self._trained += tokens_of_step(tokens) if self.by_tokens else 1
+        self.rounds.jury.own_steps += 1
         self.rounds.step = max(step, self.rounds.step)
         for missed in self._missed(step):
             self._bring(missed, step, self.rounds.carry)

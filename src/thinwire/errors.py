@@ -55,7 +55,9 @@ class DisagreementError(PeerError):
 
 
 class LinkError(PeerError):
-    """A peer is gone, or a message did not come in time."""
+    """A peer is gone, or a message did not come in time. `peer` is the rank of the one that was waited for, where it is known."""
+
+    peer: int | None = None
 
 
 class UndecidedError(LinkError):

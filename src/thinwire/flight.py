@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, Identity
+from thinwire.diagnosis.records import recorded
 from thinwire.errors import PeerError
 from thinwire.exchange import Air, Round
 from thinwire.exchange.base import MOST_STAGES, Outgoing, Stage
@@ -59,7 +60,10 @@ class Flight:
 
 @dataclass(frozen=True)
 class Ticket:
-    """Which round flies, and how: the fragment's index, the round's number, the inner steps of departure and landing."""
+    """Which round flies, and how: the fragment's index, the round's number, the inner steps of departure and landing.
+
+    `stalled` is how long the replica has waited for landings until now.
+    """
 
     fragment: int
     number: int
@@ -69,6 +73,10 @@ class Ticket:
     exchange: State
     fitted: Codec  # the strategy's own, from which the policy has made `codec`
     policy: State
+    stalled: float = 0.0  # seconds that the main thread has waited so far
+
+
+Observe = Callable[..., None]
 
 
 class Notice:
@@ -98,15 +106,24 @@ class Notice:
 
 
 class Crew:
-    """Flies a replica's rounds over `group`; `site` joins the ranks of one sharded replica, which must judge a round alike."""
+    """Flies a replica's rounds over `group`; `site` joins the ranks of one sharded replica, which must judge a round alike.
+
+    `observe("wire", step, ...)` hears, on the inbound thread, what became of a round's messages (diagnosis/records.py).
+    """
 
     def __init__(
-        self, strategy: Strategy, group: Group, site: Group | None, clock: Callable[[], float] = time.monotonic
+        self,
+        strategy: Strategy,
+        group: Group,
+        site: Group | None,
+        clock: Callable[[], float] = time.monotonic,
+        observe: Observe = lambda event, step, **fields: None,
     ) -> None:
         self.exchange, self.seed, self.site, self.clock = strategy.exchange, strategy.seed, site, clock
         self.policy = strategy.policy
-        self.air = Air(group)
+        self.air, self._observe = Air(group), observe
         self.stop_requested = False
+        self._pace = Pace()
         self._inbound = ThreadPoolExecutor(1, "thinwire-inbound")
         self._launched = 0
 
@@ -115,9 +132,10 @@ class Crew:
         begin, delta, group = self.clock(), moved.present.delta, self.air.group
         nbytes = self.exchange.nbytes_sent(ticket.codec, delta.numel(), group.size, group.rank)
         order = (ticket.lands, self._launched)
+        own = self._pace.departs(ticket.departs, begin - ticket.stalled)
         self._launched += 1
         departure = self.air.outbox.put(order, lambda: self._depart(ticket, moved, order))
-        arrival = self._inbound.submit(self._arrive, departure, ticket, moved, begin)
+        arrival = self._inbound.submit(self._arrive, departure, ticket, moved, begin, own)
         return Flight(ticket.number, ticket.departs, delta, nbytes, arrival)
 
     def close(self) -> None:
@@ -143,19 +161,29 @@ class Crew:
 
     @torch.no_grad()
     def _arrive(
-        self, departed: Future[tuple[Round, Any, Notice | None]], ticket: Ticket, moved: Moved, begin: float
+        self,
+        departed: Future[tuple[Round, Any, Notice | None]],
+        ticket: Ticket,
+        moved: Moved,
+        begin: float,
+        own_seconds: float,
     ) -> Landed:
         round_, departure, notice = departed.result()
-        known = ticket.policy
+        known, over = ticket.policy, False
         try:
             arrival = self.exchange.arrive(departure, moved.settle)
             if notice and isinstance(self.policy, Deciding):
                 known = self.policy.told(ticket.fitted, notice.arrive())
+            over = True
         except PeerError:
             own = round_.own_failure()
             if own is not None:
                 raise own from None
             raise
+        finally:
+            if recorded(ticket.number) or not over:
+                names = [str(rank) for rank in range(round_.size)]
+                self._observe("wire", ticket.departs, **round_.record(names, own_seconds, over).facts())
         void = arrival.void or any(f & REFUSED for f in arrival.flags)
         verdict = 0 if not void and moved.finish() else REFUSED
         moved.close()
@@ -173,6 +201,23 @@ class Crew:
             queued_seconds=queued,
             transfer_seconds=transferred,
         )
+
+
+class Pace:
+    """How fast a replica trains by itself.
+
+    >>> pace = Pace()
+    >>> [pace.departs(step, seconds) for step, seconds in ((10, 3.0), (20, 8.0))]
+    [0.0, 0.5]
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[int, float] | None = None
+
+    def departs(self, step: int, own: float) -> float:
+        """Seconds an inner step since the departure before, from `own` seconds until now; 0: unknown."""
+        before, self._last = self._last, (step, own)
+        return (own - before[1]) / (step - before[0]) if before and step > before[0] else 0.0
 
 
 ROUNDS, WEIGHTS = 0, 1  # what is voted on: the votes of two threads must not mix

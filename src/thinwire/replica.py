@@ -74,7 +74,7 @@ class Replica:
     Cost: 4 bytes a parameter for the anchor, 4 for Nesterov momentum, 4 a parameter in the air. The main thread pays
     for a snapshot at departure and a merge at landing, and waits there if the flight is late.
 
-    `observer(event, step, **fields)` hears depart, flight, land, refused and warning events; times are `clock()`'s.
+    `observer(event, step, **fields)` hears depart, flight, land, refused, wire and warning events (wire on another thread); times are `clock()`'s.
     Raises `ModelError` (nothing trainable; an optimizer that does not hold the parameters), `DisagreementError`,
     `LinkError`.
     """
@@ -126,7 +126,7 @@ class Replica:
             )
         self.group = group
         introduce(group, self.strategy, fragments)
-        self._crew = Crew(self.strategy, group, site, self._clock)
+        self._crew = Crew(self.strategy, group, site, self._clock, self._observe)
         self._buffers = self._crew.air.buffers
         self._pieces = [hold(self.strategy, f, index, group.rank, group.size) for index, f in enumerate(fragments)]
         anchors = [piece.anchor for piece in self._pieces]
@@ -318,7 +318,9 @@ class Replica:
     def _ticket(self, piece: Held, number: int, step: int) -> Ticket:
         lands = step + self.strategy.schedule.delay
         codec = piece.due(self.strategy.policy, number)
-        return Ticket(piece.index, number, step, lands, codec, piece.exchange, piece.codec, piece.policy)
+        return Ticket(
+            piece.index, number, step, lands, codec, piece.exchange, piece.codec, piece.policy, self.stall_seconds
+        )
 
     def _await(self, piece: Held) -> tuple[Landed, Callable[[], None]]:
         """Wait for the fragment's flight and report it; what comes back second reports the landing, when it is done."""

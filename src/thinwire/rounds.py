@@ -22,6 +22,7 @@ from thinwire.agreed import Agreed
 from thinwire.codecs import Codec
 from thinwire.concord import Claim, Concord, reconcile
 from thinwire.errors import CheckpointError, LinkError, NonFiniteError, PacketError, UndecidedError
+from thinwire.eviction import Jury
 from thinwire.exchange import Air, Buffers, Round
 from thinwire.group.base import Group
 from thinwire.group.roster import Muster, Roster
@@ -81,7 +82,7 @@ class Rounds:
 
     `agreed` is what this replica holds at the start; `fresh`: random weights that nobody should take over from a
     replica that has trained. `step` is set by the main thread and by those that are ahead. `observe(event, **fields)`
-    hears round, caught_up, given, alone, doubt. `thread` runs what is submitted one after another.
+    hears round, wire, evicted, caught_up, given, alone, doubt. `thread` runs what is submitted one after another.
     """
 
     def __init__(
@@ -99,9 +100,7 @@ class Rounds:
         self.strategy, self.roster, self.agreed, self.fresh = strategy, roster, agreed, fresh
         self.codecs = codecs
         self.step, self.finishing = 0, False
-        self.saved_at = (
-            NEVER  # the turn of the checkpoint that this replica went on from: what was counted since, counts
-        )
+        self.saved_at = NEVER  # the turn of the checkpoint that it went on from: what was counted since, counts
         self.wanted, self.over = -1, False  # see Concord
         self._observe, self._clock = observe, clock
         self._outcomes: deque[Outcome] = deque()
@@ -113,6 +112,7 @@ class Rounds:
         self._air: Air | None = None
         self._asked = self._done = 0  # one written by the main thread, one by the exchange thread
         self._failure: BaseException | None = None
+        self.jury = Jury(roster, observe)
         self._thread = thread or ThreadPoolExecutor(1, f"thinwire-rounds-{roster.name}")
 
     # ---- the main thread
@@ -130,6 +130,7 @@ class Rounds:
     def depart(self, ready: Ready) -> None:
         """Let a delta wait for its round. Never blocks."""
         self._asked += 1
+        self.jury.departs()
         self._thread.submit(self._work, ready)
 
     def carry(self, ready: Ready) -> None:
@@ -199,6 +200,7 @@ class Rounds:
         try:
             muster = self.roster.muster(self._claim(ready, finishing).facts())
             concord, claims = self._concord(muster)
+            self.jury.judge(muster, claims)
         except (LinkError, PacketError) as error:
             self.over = self.finishing and not self.unsettled  # the others know already, and have left
             self.alone, self.why_alone = self.alone + 1, str(error)
@@ -240,6 +242,7 @@ class Rounds:
             self.fresh,
             finishing and not self._doubt,
             {str(index): late.weight for index, late in self.carried.items()},
+            **self.jury.says(),
         )
 
     def _concord(self, muster: Muster) -> tuple[Concord, list[Claim]]:
@@ -311,7 +314,8 @@ class Rounds:
         air = self._air_over(group)
         key = Key(strategy.seed, fragment, concord.turn, group.rank)
         round_ = Round(air, self.codecs[fragment], anchor.numel(), key, signal)
-        arrival = strategy.exchange.arrive(strategy.exchange.depart(round_, {}), settle)
+        with self.jury.watches(round_, muster):
+            arrival = strategy.exchange.arrive(strategy.exchange.depart(round_, {}), settle)
         if any(flags & REFUSED for flags in arrival.flags):
             who = [muster.members[rank].name for rank, flags in enumerate(arrival.flags) if flags & REFUSED]
             raise PacketError(
@@ -330,7 +334,7 @@ class Rounds:
         """Kept as long as the group is."""
         if self._air is None or self._air.group is not group:
             self._leave_air()
-            self._air = Air(group)
+            self._air = Air(group, self.roster.clock)
         return self._air
 
     def _leave_air(self) -> None:

@@ -573,6 +573,10 @@ class _Shuffled:
     def __init__(self, arriving: Any, thread: threading.Thread) -> None:
         self.arriving, self.thread = arriving, thread
 
+    @property
+    def arrivals(self) -> Any:
+        return self.arriving.arrivals
+
     def wait(self) -> None:
         self.thread.join()
         self.arriving.wait()

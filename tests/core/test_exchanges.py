@@ -427,6 +427,10 @@ class _Slow:
     def __init__(self, transfer, until):
         self.transfer, self.until = transfer, until
 
+    @property
+    def arrivals(self):
+        return self.transfer.arrivals
+
     def wait(self):
         time.sleep(max(0.0, self.until - time.monotonic()))
         self.transfer.wait()

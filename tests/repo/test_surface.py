@@ -29,7 +29,7 @@ eval_every eval_batches checkpoint_every keep
 OPTIONS = {
     "train": "run_settings out resume run elastic lighthouse name json",
     "compare": "run_settings strategies seeds out run json",
-    "report": "runs out tensorboard json",
+    "report": "runs diagnose out tensorboard json",
     "probe": "run what out model sequence link replicas seconds trips name timeout json",
     "plan": "links machines replicas run model sequence text tokenizer tokens batch_tokens memory utilization deadline loss methods ranks "
     "degrees levels top out frontier rates json",

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
+from rich.console import Console
 
 from thinwire.cli import options
 from thinwire.cli.pages import write_report
 from thinwire.cli.train import summary_of
 from thinwire.errors import ConfigurationError
+from thinwire.observe.diagnosed import delay_table, diagnose
 from thinwire.observe.progress import compare_table
 from thinwire.observe.runs import RunRecord
 from thinwire.observe.tensorboard import export_tensorboard
@@ -24,6 +26,8 @@ class Options:
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """Run folders; several are drawn side by side."""
+    diagnose: bool = False
+    """Say what is wrong with one run, and where: who hangs or is slow, or which link; no page. Works while it goes on, too."""
     out: Path | None = None
     """The page. Without: report.html in the first run's folder."""
     tensorboard: bool = False
@@ -37,6 +41,8 @@ def main(arguments: Sequence[str]) -> int:
     if not asked.runs:
         raise ConfigurationError("no run folder was given; write thinwire report runs/NAME, with as many as you like.")
     console = options.console(asked.json)
+    if asked.diagnose:
+        return _diagnose(asked, console)
     page = write_report(asked.runs, asked.out or asked.runs[0] / "report.html")
     records = [RunRecord.load(folder) for folder in asked.runs]
     console.print(compare_table(records))
@@ -46,4 +52,18 @@ def main(arguments: Sequence[str]) -> int:
     console.print(f"report: {page}", soft_wrap=True, highlight=False)
     if asked.json:
         print(json.dumps({"report": str(page), "runs": [summary_of(record) for record in records]}))
+    return 0
+
+
+def _diagnose(asked: Options, console: Console) -> int:
+    if len(asked.runs) > 1:
+        raise ConfigurationError(f"--diagnose with {len(asked.runs)} runs: one is needed; ask for them one by one.")
+    diagnosis = diagnose(asked.runs[0])
+    if diagnosis.ways:
+        console.print(delay_table(diagnosis))
+        console.print()
+    for line in diagnosis.lines():
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if asked.json:
+        print(json.dumps(diagnosis.facts()))
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -12,10 +13,12 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, encode_from
-from thinwire.errors import NonFiniteError, PacketError
+from thinwire.diagnosis.records import Record
+from thinwire.errors import LinkError, NonFiniteError, PacketError
 from thinwire.exchange.buffers import Buffers
 from thinwire.exchange.messages import STAGE, Message, Piece, Signal
 from thinwire.exchange.outbox import Order, Outbox, Sent
+from thinwire.exchange.trace import Trace
 from thinwire.feedback import Feedback
 from thinwire.group.base import TAGS, Group, Transfer
 from thinwire.group.link import Link
@@ -75,10 +78,10 @@ class Arrival:
 
 
 class Air:
-    """What the rounds of one replica share: the group, the order in which they send, and their buffers."""
+    """What the rounds of one replica share: the group, the order in which they send, their buffers, and the group's clock."""
 
-    def __init__(self, group: Group) -> None:
-        self.group, self.outbox, self.buffers = group, Outbox(group), Buffers()
+    def __init__(self, group: Group, clock: Callable[[], float] = time.monotonic) -> None:
+        self.group, self.outbox, self.buffers, self.clock = group, Outbox(group, clock), Buffers(), clock
 
     def close(self) -> None:
         """End the sending thread. The group stays open."""
@@ -99,9 +102,12 @@ class Round:
     signal: Signal
     flags: int = 0
     order: Order = ()
-    begun: float = field(default_factory=time.monotonic)
     outgoing: list[Outgoing] = field(default_factory=list)
     packets: list[Tensor] = field(default_factory=list)
+    trace: Trace = field(default_factory=Trace)
+
+    def __post_init__(self) -> None:
+        self.begun = self.air.clock()
 
     @property
     def rank(self) -> int:
@@ -125,7 +131,11 @@ class Round:
         buffers may still be written to.
         """
         for outgoing in self.outgoing:
-            outgoing.wait_sent()
+            try:
+                outgoing.wait_sent()
+            except LinkError as error:
+                self.trace.not_taken(error.peer)
+                raise
         self.air.buffers.give(*self.packets)
         self.packets.clear()
 
@@ -135,6 +145,10 @@ class Round:
             if outgoing.written.done() and not outgoing.written.cancelled() and outgoing.written.exception():
                 return outgoing.written.exception()
         return None
+
+    def record(self, names: Sequence[str], own_seconds: float, over: bool) -> Record:
+        """What this replica saw of the round, for diagnosis. See `Record`."""
+        return self.trace.record(self.key.fragment, self.key.round, names, self.rank, own_seconds, over)
 
     def times(self) -> tuple[float, float]:
         """Seconds queued before the first bit left, and from then to the arrival of the last, as far as the carrier knows."""
@@ -202,9 +216,16 @@ class Stage:
         self._expected: list[_Expected] = []
 
     def expect(self, due: Mapping[int, Sequence[Message]]) -> None:
-        """Start receiving from each peer its messages."""
+        """Start receiving from each peer its messages.
+
+        Who is looked at first changes: a carrier may see a message only after those before it.
+        """
+        sizes = {peer: [HEADER_NBYTES + m.nbytes + self.marks for m in of_peer] for peer, of_peer in due.items()}
+        self.round.trace.expect(self.number, sizes, self.round.air.clock())
+        peers = list(due)
         for index in range(max(map(len, due.values()), default=0)):
-            messages = {peer: of_peer[index] for peer, of_peer in due.items() if index < len(of_peer)}
+            first = (self.round.key.round + index) % len(peers)
+            messages = {peer: due[peer][index] for peer in peers[first:] + peers[:first] if index < len(due[peer])}
             packets = {p: self.round.packet(message.nbytes + self.marks) for p, message in messages.items()}
             transfer = self.round.air.group.post(self._tag(index), {}, packets, self.purpose)
             self._expected.append(_Expected(transfer, messages, packets))
@@ -216,7 +237,14 @@ class Stage:
         if index >= len(self._expected):
             return {}
         transfer, messages, packets = self._expected[index]
-        transfer.wait()
+        began = self.round.air.clock()
+        try:
+            transfer.wait()
+        except BaseException:
+            self._look_around(index)
+            raise
+        finally:
+            self.round.trace.came(self.number, index, list(packets), began, transfer.arrivals)
         senders = {peer: peer for peer in sorted(packets)} | dict(authors or {})
         return {
             peer: open_packet(
@@ -225,6 +253,15 @@ class Stage:
             for peer, sender in senders.items()
             if peer in packets
         }
+
+    def _look_around(self, index: int) -> None:
+        """Note which messages from `index` on are there although nobody waited for them, because one before them is missing."""
+        for number, expected in enumerate(self._expected[index:], index):
+            for peer, packet in expected.packets.items():
+                with suppress(PacketError):
+                    header = self._header(replace(self.round.key, sender=peer), number, expected.messages[peer])
+                    if peer not in expected.transfer.arrivals and open_packet(packet, header) >= 0:
+                        self.round.trace.lies_there(self.number, peer)
 
     def packet(self, index: int, peer: int) -> Tensor:
         """What came from `peer`."""
@@ -288,7 +325,8 @@ class Stage:
     def _post(self, outgoing: Outgoing, index: int, to: Sequence[int]) -> None:
         if to:
             messages = dict.fromkeys(to, outgoing.packet)
-            outgoing.sent = self.round.air.outbox.send(self._tag(index), messages, self.purpose)
+            outgoing.sent = sent = self.round.air.outbox.send(self._tag(index), messages, self.purpose)
+            self.round.trace.left(self.number, index, outgoing.packet.numel(), to, sent.posted)
 
     def _header(self, key: Key, index: int, message: Message) -> Header:
         """What is due from `key`'s sender."""

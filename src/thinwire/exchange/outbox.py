@@ -26,8 +26,8 @@ Order = tuple[int, ...]  # the step of landing, then what departed first
 class Outbox:
     """One thread that does jobs, the least in `order` first, those of equal order as they came."""
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, group: Group, clock: Callable[[], float] = time.monotonic) -> None:
+        self._group, self._clock = group, clock
         self._thread = ThreadPoolExecutor(1, "thinwire-outbound")
         self._lock = threading.Lock()
         self._count = itertools.count()
@@ -51,7 +51,7 @@ class Outbox:
         nbytes = sum(message.numel() for message in messages.values())
         while self._on_the_way and nbytes + sum(sent.nbytes for sent in self._on_the_way) > WINDOW_NBYTES:
             self._on_the_way.popleft().wait()
-        posted = time.monotonic()
+        posted = self._clock()
         sent = Sent(self._group.post(tag, messages, {}, purpose), nbytes, posted)
         self._on_the_way.append(sent)
         return sent

@@ -231,7 +231,7 @@ class _Handle:
 
 class _FaultyHub(_Hub):
     def __init__(self, rehearsal: Rehearsal, names: Sequence[str]) -> None:
-        super().__init__()
+        super().__init__(clock=lambda: rehearsal.time.now)
         self._rehearsal, self._names = rehearsal, names
 
     def send(self, key: Key, message: Tensor) -> None:

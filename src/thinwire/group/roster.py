@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from thinwire.diagnosis import Rules
 from thinwire.errors import ConfigurationError, DisagreementError, LinkError, PacketError, UndecidedError
 from thinwire.group.base import Group, gather
 from thinwire.group.deadlines import Deadlines
@@ -138,7 +139,8 @@ class Roster:
 
     `name` must be one that no other replica has, and stay with the replica when it comes back. `facts` (texts) must
     be equal on all members; the code version and the wire format are among them. Fewer than `least` members are no
-    muster. `wrap` goes around every group that is built (counters, an emulated link). `observe` is told, as kind and
+    muster. With `evict`, rounds go on without a member that most find to hold them up by these rules (eviction.py).
+    `wrap` goes around every group that is built (counters, an emulated link). `observe` is told, as kind and
     fields: retry, call, connect, muster, ballot, decided.
     """
 
@@ -150,12 +152,14 @@ class Roster:
         facts: Mapping[str, str] | None = None,
         least: int = 2,
         deadlines: Deadlines | None = None,
+        evict: Rules | None = None,
         wrap: Callable[[Group], Group] = lambda group: group,
         observe: Observe = lambda kind, fields: None,
     ) -> None:
         if isinstance(least, bool) or not isinstance(least, int) or least < 1:
             raise ConfigurationError(f"least={least!r}: a whole number of at least 1 member is needed.")
-        self.name, self.least, self.deadlines = name, least, deadlines or Deadlines()
+        self.name, self.least, self.deadlines, self.evict = name, least, deadlines or Deadlines(), evict
+        self.clock = meeting.clock
         self.facts = {"code version": __version__, "wire format": str(VERSION), **(facts or {})}
         self._meeting, self._wrap, self._observe = meeting, wrap, observe
         self._life = secrets.token_hex(8)

@@ -31,8 +31,8 @@ class _Receive:
         self.at = 0.0
         self.error: PacketError | None = None
 
-    def deliver(self, message: Tensor) -> None:
-        self.done, self.at = True, time.monotonic()
+    def deliver(self, message: Tensor, now: float) -> None:
+        self.done, self.at = True, now
         if self.buffer is None:
             return
         if self.buffer.numel() == message.numel():
@@ -47,21 +47,21 @@ class _Receive:
 class _Hub:
     """What the groups of one process share. For any key, only one of `mail` and `due` has an entry."""
 
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.changed, self.clock = threading.Condition(), clock
         self.mail: dict[Key, deque[Tensor]] = {}  # sent, not asked for yet
         self.due: dict[Key, deque[_Receive]] = {}  # asked for, not sent yet
         self.closed: set[int] = set()
 
     def send(self, key: Key, message: Tensor) -> None:
         if key in self.due:
-            _pop(self.due, key).deliver(message)
+            _pop(self.due, key).deliver(message, self.clock())
         else:
             self.mail.setdefault(key, deque()).append(message.clone())
 
     def receive(self, key: Key, receive: _Receive) -> None:
         if key in self.mail:
-            receive.deliver(_pop(self.mail, key))
+            receive.deliver(_pop(self.mail, key), self.clock())
         else:
             self.due.setdefault(key, deque()).append(receive)
 

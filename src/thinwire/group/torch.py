@@ -62,7 +62,9 @@ class _TorchTransfer:
                 work.wait(timedelta(seconds=self._group.timeout))
             except RuntimeError as error:
                 what = f"{verb} replica {peer} ({self._purpose}, tag {self._tag})"
-                raise self._group._explained(what, error) from error
+                told = self._group._explained(what, error)
+                told.peer = peer
+                raise told from error
             if verb == _RECEIVE:
                 self.arrivals[peer] = time.monotonic()
         self._messages = []

@@ -9,6 +9,7 @@ of its kind:
     flight      fragment round begin end queued_seconds transfer_seconds
     land        fragment round begin stall_seconds seconds_spent
     refused     fragment round by reason
+    wire        name fragment round own_seconds over sent received
     round       turn fragment members counted committed nbytes seconds_spent reason
     given       to nbytes
     caught_up   turn donor
@@ -17,6 +18,7 @@ of its kind:
     late        fragment
     retry       reason
     back        turn path skipped
+    evicted     name by reason
     eval        loss tokens seconds_spent of
     checkpoint  path nbytes seconds_spent
     resume      from_step path skipped
@@ -25,8 +27,9 @@ of its kind:
     warning     message
     end         summary
 
-`round` to `back` are those of a replica that may come and go: rounds.py and elastic.py tell of its rounds; `retry` says
-what keeps it from one; `back`, that it went on from a checkpoint of its own, which knew `turn` rounds.
+`wire` is what became of a round's messages (diagnosis/records.py). `round` to `evicted` are those of a replica that may come and
+go: rounds.py and elastic.py tell of its rounds; `retry` says what keeps it from one; `back`, that it went on from a checkpoint of
+its own, which knew `turn` rounds.
 
 `nbytes` of a departure are the bytes this replica sends for it, all peers together; `begin` and `end` are on the
 clock of `seconds`. NaN and the infinities, which JSON lacks, are written as the strings "NaN", "Infinity" and
@@ -62,6 +65,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "flight": ("fragment", "round", "begin", "end", "queued_seconds", "transfer_seconds"),
     "land": ("fragment", "round", "begin", "stall_seconds", "seconds_spent"),
     "refused": ("fragment", "round", "by", "reason"),
+    "wire": ("name", "fragment", "round", "own_seconds", "over", "sent", "received"),
     "round": ("turn", "fragment", "members", "counted", "committed", "nbytes", "seconds_spent", "reason"),
     "given": ("to", "nbytes"),
     "caught_up": ("turn", "donor"),
@@ -70,6 +74,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "late": ("fragment",),
     "retry": ("reason",),
     "back": ("turn", "path", "skipped"),
+    "evicted": ("name", "by", "reason"),
     "eval": ("loss", "tokens", "seconds_spent", "of"),
     "checkpoint": ("path", "nbytes", "seconds_spent"),
     "resume": ("from_step", "path", "skipped"),

@@ -12,6 +12,7 @@ import numpy as np
 
 from thinwire.errors import ConfigurationError, DataError
 from thinwire.observe.charts import Chart, colour, link_chart, loss_chart, typical_window
+from thinwire.observe.diagnosed import delay_page, diagnose
 from thinwire.observe.page import chart_place, page, table, word
 from thinwire.observe.runs import RunRecord, text_of_privacy
 from thinwire.observe.sessions import finite, whole
@@ -80,6 +81,7 @@ def write_report(
             _section(
                 "wire", "Who sent what to whom", _WIRE, records, "".join(_wire(r, len(records) > 1) for r in records)
             ),
+            _diagnoses(records),
             _section("fragments", "Fragments", "", records, "".join(_fragments(r, len(records) > 1) for r in records)),
             _section("notes", "Events of note", "", records, "".join(_notes(r, len(records) > 1) for r in records)),
             _section("settings", "Settings and machine", "", [], _settings(records) + _machine(records)),
@@ -112,6 +114,18 @@ _WIRE = (
     "Queued, on the link: what an emulated link did to what was sent; a real one does not tell its sender. Until there: "
     "from asking for a message to having it, the lateness of its sender included."
 )
+
+_DIAGNOSIS = (
+    "Seconds that a message took of late from sender (row) to receiver (column), and times what it usually takes there. Only durations are compared, "
+    "each by the clock of one machine."
+)
+
+
+def _diagnoses(records: Sequence[RunRecord]) -> str:
+    """Of the runs in which messages travelled."""
+    real = [record for record in records if record.summary.provenance != "simulated" and len(record.replicas) > 1]
+    body = "".join(_run_title(record, len(records) > 1) + delay_page(diagnose(record.folder)) for record in real)
+    return _section("diagnosis", "Who is slow", _DIAGNOSIS, real, body) if real else ""
 
 
 def _headline(records: Sequence[RunRecord]) -> str:

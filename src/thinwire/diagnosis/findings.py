@@ -1,0 +1,120 @@
+"""What a diagnosis says: a syndrome, a culprit, and the figures that led there."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Syndrome(StrEnum):
+    """C4D's four (arXiv 2406.04594, section 4)."""
+
+    SLOW_LINK = "communication slow"
+    SLOW_REPLICA = "non-communication slow"
+    HUNG_LINK = "communication hang"
+    HUNG_REPLICA = "non-communication hang"
+
+
+class Side(StrEnum):
+    """Where the cause is. WAY: from one replica to another, and two replicas cannot tell where on it."""
+
+    REPLICA = "replica"
+    SENDER = "sender side"
+    RECEIVER = "receiver side"
+    LINK = "link"
+    WAY = "way"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`who`: the replica, or sender and receiver of a link or way. `both`: the link is so in both directions.
+
+    first, last    the rounds between which it was so, counted from the first that was recorded; `rounds` of them showed it
+    seconds        how long a message took, or an inner step; of a hang, how long nothing has come
+    usual          how long it takes otherwise
+    """
+
+    syndrome: Syndrome
+    side: Side
+    who: tuple[str, ...]
+    both: bool = False
+    first: int = 0
+    last: int = 0
+    seconds: float = 0.0
+    usual: float = 0.0
+    detail: str = ""
+
+    @property
+    def suspect(self) -> str | None:
+        """The one replica without which this would be over, if it is one."""
+        return self.who[0] if self.side in (Side.REPLICA, Side.SENDER, Side.RECEIVER) else None
+
+    @property
+    def cause(self) -> tuple[Any, ...]:
+        """What makes two findings the same."""
+        return self.syndrome, self.side, self.who
+
+    @property
+    def culprit(self) -> str:
+        """
+        >>> Finding(Syndrome.SLOW_LINK, Side.SENDER, ("2",)).culprit
+        'the sender side of replica 2'
+        """
+        one = f"replica {self.who[0]}"
+        if self.side is Side.REPLICA:
+            return one
+        if self.side in (Side.SENDER, Side.RECEIVER):
+            return f"the {self.side} of {one}"
+        way = f"{'between' if self.both else 'from'} {one} {'and' if self.both else 'to'} replica {self.who[1]}"
+        if self.side is Side.LINK:
+            return f"the link {way}"
+        return f"the way {way} (two replicas cannot tell: {one}, replica {self.who[1]}, or the link)"
+
+    @property
+    def advice(self) -> str:
+        return _ADVICE[self.syndrome, self.side]
+
+    def __str__(self) -> str:
+        return f"{self.syndrome}: {self.culprit}" + (f"; {self.detail}" if self.detail else "")
+
+    def facts(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {"suspect": self.suspect, "culprit": self.culprit, "advice": self.advice}
+
+
+_LESS = "a smaller codec or a longer `every` asks less of it"
+_LAST_WORDS = "see its last words, whether its process lives or is stopped, and start it again"
+_PATH = "Look at what else uses that path (uploads, backups, another job), at its cable or tunnel"
+_ADVICE = {
+    (Syndrome.SLOW_LINK, Side.SENDER): f"Look at what else sends from that machine, and at its uplink; {_LESS}.",
+    (
+        Syndrome.SLOW_LINK,
+        Side.RECEIVER,
+    ): f"Look at what else that machine receives, at its downlink and its CPU; {_LESS}.",
+    (
+        Syndrome.SLOW_LINK,
+        Side.REPLICA,
+    ): "All its connections are slow, both ways: look at its interface, its tunnel, its CPU and who else uses them.",
+    (Syndrome.SLOW_LINK, Side.LINK): f"{_PATH}, and run `thinwire probe` over it.",
+    (Syndrome.SLOW_LINK, Side.WAY): f"{_PATH}, at both ends, and run `thinwire probe` over it.",
+    (
+        Syndrome.SLOW_REPLICA,
+        Side.REPLICA,
+    ): "It computes longer than the others: look at what else runs there, its temperature, its disk and its data.",
+    (Syndrome.HUNG_REPLICA, Side.REPLICA): f"It did not come to a round that the others began: {_LAST_WORDS}.",
+    (Syndrome.HUNG_LINK, Side.REPLICA): f"It stopped in the middle of a round: {_LAST_WORDS}.",
+    (
+        Syndrome.HUNG_LINK,
+        Side.SENDER,
+    ): "Nothing from it arrives anywhere: look at its uplink and at firewalls for what leaves it.",
+    (
+        Syndrome.HUNG_LINK,
+        Side.RECEIVER,
+    ): "Nothing arrives there: look at its downlink and at firewalls for what comes in.",
+    (
+        Syndrome.HUNG_LINK,
+        Side.LINK,
+    ): "The two do not reach each other, while both reach others: look at routes and firewalls between them.",
+    (Syndrome.HUNG_LINK, Side.WAY): "Look at both machines and at what is between them.",
+}

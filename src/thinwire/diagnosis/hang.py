@@ -1,0 +1,98 @@
+"""Who is missing: rounds that were begun and do not end.
+
+Rounds have numbers, so no clock is needed: at the first round that is not over everywhere, either somebody never began it, and
+the others wait for that one; or all began it, and the messages that have not come tell between whom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from thinwire.diagnosis.attribute import attribute
+from thinwire.diagnosis.findings import Finding, Side, Syndrome
+from thinwire.diagnosis.records import Record
+
+PATIENCE = 5.0  # seconds, at least, and
+TIMES = 5.0  # so many times what a round takes, before one in the air is taken for stuck
+
+Key = tuple[int, int]  # fragment and round
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is known of one replica.
+
+    began     when it began which rounds, in order, seconds on its own clock
+    over      when which were over
+    failed    its records of rounds that failed
+    now       the time on its clock
+    ended     it has said goodbye
+    """
+
+    name: str
+    began: Mapping[Key, float]
+    over: Mapping[Key, float]
+    failed: Mapping[Key, Record] = field(default_factory=dict)
+    now: float = 0.0
+    ended: bool = False
+
+    def waits(self, key: Key) -> float | None:
+        """How long a round has not ended here; None: it is over, or was never begun."""
+        return self.now - self.began[key] if key in self.began and key not in self.over else None
+
+
+def stuck(replicas: Sequence[Seen]) -> list[Finding]:
+    """What keeps the first round that is not over everywhere. Nothing, if it is only young."""
+    order = max((list(seen.began) for seen in replicas), key=len, default=[])
+    for number, key in enumerate(order):
+        waiting = {seen.name: wait for seen in replicas if (wait := seen.waits(key)) is not None}
+        if waiting:
+            failed = [seen.failed[key] for seen in replicas if key in seen.failed]
+            usual = [seen.over[k] - seen.began[k] for seen in replicas for k in seen.over if k in seen.began]
+            limit = max(PATIENCE, TIMES * median(usual)) if usual else PATIENCE
+            if failed or max(waiting.values()) > limit:
+                return _blame(replicas, key, number, failed, max(waiting.values()), median(usual) if usual else 0.0)
+    return []
+
+
+def _blame(
+    replicas: Sequence[Seen], key: Key, number: int, failed: Sequence[Record], seconds: float, usual: float
+) -> list[Finding]:
+    def finding(syndrome: Syndrome, side: Side, who: tuple[str, ...], detail: str, both: bool = False) -> Finding:
+        text = f"round {key[1]} of fragment {key[0]}: {detail}"
+        return Finding(syndrome, side, who, both, number, number, seconds, usual, text)
+
+    names = sorted(seen.name for seen in replicas)
+    absent = sorted(seen.name for seen in replicas if key not in seen.began and not seen.ended)
+    if len(absent) == 1 or (absent and seconds > 2 * usual):
+        came = f"{len(names) - len(absent)} of {len(names)} replicas began it"
+        return [finding(Syndrome.HUNG_REPLICA, Side.REPLICA, (name,), f"{came}, this one did not") for name in absent]
+    dark = sorted(seen.name for seen in replicas if seen.waits(key) is not None and key not in seen.failed)
+    # What a connection that broke left undone was not due yet: it says who left, and nothing of links.
+    waits = {seen.name: seen.waits(key) or 0.0 for seen in replicas}
+    cells = _missing([record for record in failed if waits[record.name] > 2 * usual])
+    lone = [name for name in dark if not cells or all(name in cell for cell in cells)]
+    if len(names) > 2 and len(lone) == 1:
+        return [
+            finding(
+                Syndrome.HUNG_LINK, Side.REPLICA, (lone[0],), "all began it, and this one has not said how it ended"
+            )
+        ]
+    return [
+        finding(
+            Syndrome.HUNG_LINK, cause.side, cause.who,
+            f"nothing, or not all, came {', '.join(f'from {a} to {b}' for a, b in cause.cells)}", cause.both,
+        )
+        for cause in attribute(cells, names)
+    ]  # fmt: skip
+
+
+def _missing(failed: Sequence[Record]) -> set[tuple[str, str]]:
+    """The ways on which messages of the first stage that did not end are missing: later stages wait for it."""
+    came = [(flow.stage, (flow.peer, record.name), flow) for record in failed for flow in record.received]
+    left = [(flow.stage, (record.name, flow.peer), flow) for record in failed for flow in record.sent]
+    short = [(stage, cell) for stage, cell, flow in came + left if flow.there < flow.parts]
+    first = min((stage for stage, _ in short), default=0)
+    return {cell for stage, cell in short if stage == first}

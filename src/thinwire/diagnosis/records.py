@@ -1,0 +1,137 @@
+"""What a replica writes down of one round: durations by its own clock, and nothing of anybody else's.
+
+Of a long flow only the messages 0, 1, 2, 4, 8, ... are timed, so that a record stays small; both ends choose the same ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from thinwire.errors import PacketError
+
+RESOLUTION = 0.01  # seconds: shorter waits may be a thread's for its turn
+MOST_FLOWS = 4096  # in a record that is read
+
+
+def timed(index: int) -> bool:
+    """Whether message `index` of a flow is timed."""
+    return index & (index - 1) == 0
+
+
+def recorded(number: int) -> bool:
+    """Whether round `number` of a fragment is written down: the first 1024, then every 2nd to 2048, every 4th to 4096, ...
+
+    So the records of a run grow with the logarithm of its length. A round that fails is written down in any case.
+
+    >>> [recorded(number) for number in (0, 1023, 1024, 1025, 4096, 4100)]
+    [True, True, True, False, True, False]
+    """
+    return number % (1 << max(0, (number >> 10).bit_length())) == 0 if number >= 1 << 10 else True
+
+
+@dataclass(frozen=True)
+class Flow:
+    """The messages between this replica and one peer in one stage of a round, one way.
+
+    nbytes   of all that left, or were due
+    parts    messages that left, or were due
+    there    messages that are there; of a flow that was sent, those that could be handed over
+    begin    when the first left, or was asked for; seconds on the clock of the record
+    at       when the timed ones left, or were seen to be there
+    waited   of these, the ones that were waited for: the others may have come earlier than they were looked for
+    """
+
+    peer: str
+    stage: int
+    nbytes: int
+    parts: int
+    there: int
+    begin: float
+    at: Mapping[int, float]
+    waited: frozenset[int] = frozenset()
+
+    def facts(self) -> list[Any]:
+        """For JSON."""
+        times = [[index, round(at, 5), int(index in self.waited)] for index, at in sorted(self.at.items())]
+        return [self.peer, self.stage, self.nbytes, self.parts, self.there, round(self.begin, 5), times]
+
+    @classmethod
+    def of(cls, facts: Sequence[Any]) -> Flow:
+        """Raises `ValueError`, `TypeError`."""
+        peer, stage, nbytes, parts, there, begin, times = facts
+        if len(times) > 64:
+            raise ValueError("too many times")
+        at = {_whole(index): _number(when) for index, when, _ in times}
+        waited = frozenset(_whole(index) for index, _, blocked in times if blocked)
+        return cls(
+            str(peer)[:64], _whole(stage), _whole(nbytes), _whole(parts), _whole(there), _number(begin), at, waited
+        )
+
+
+@dataclass(frozen=True)
+class Record:
+    """One round as replica `name` saw it.
+
+    own_seconds   what it did by itself since the departure before, per inner step; 0: unknown. What it waited is not in it
+    over          whether all that was due had come; else the round failed here
+    """
+
+    name: str
+    fragment: int
+    round: int
+    own_seconds: float
+    over: bool
+    sent: tuple[Flow, ...] = field(default=())
+    received: tuple[Flow, ...] = field(default=())
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """What the records of one round have in common."""
+        return self.fragment, self.round
+
+    @property
+    def group(self) -> set[str]:
+        """Who took part, as far as this replica's messages tell."""
+        return {self.name} | {flow.peer for flow in self.sent + self.received}
+
+    def facts(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "name": self.name, "fragment": self.fragment, "round": self.round,
+            "own_seconds": round(self.own_seconds, 6), "over": self.over,
+            "sent": [flow.facts() for flow in self.sent], "received": [flow.facts() for flow in self.received],
+        }  # fmt: skip
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> Record:
+        """What `facts` said. It may come from a peer, or from a damaged file: raises `PacketError` where it is no record."""
+        try:
+            if len(facts["sent"]) + len(facts["received"]) > MOST_FLOWS:
+                raise ValueError("too many flows")
+            return cls(
+                str(facts["name"])[:64], _whole(facts["fragment"]), _whole(facts["round"]), _number(facts["own_seconds"]),
+                facts["over"] is True, _flows(facts["sent"]), _flows(facts["received"]),
+            )  # fmt: skip
+        except (KeyError, ValueError, TypeError) as error:
+            raise PacketError(
+                f"a record of a round cannot be read ({error!r}); run the same version of Thinwire on every replica."
+            ) from None
+
+
+def _flows(facts: Iterable[Sequence[Any]]) -> tuple[Flow, ...]:
+    return tuple(Flow.of(flow) for flow in facts)
+
+
+def _whole(value: object) -> int:
+    if type(value) is not int or not -1 <= value < 1 << 62:
+        raise ValueError(f"{value!r} where a whole number is due")
+    return value
+
+
+def _number(value: object) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
+        raise ValueError(f"{value!r} where a number is due")
+    return float(value)  # type: ignore[arg-type]

@@ -1,0 +1,20 @@
+"""Tests of the diagnosis: what the outbox does is done at once, so that a replica is one thread."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from diagnosis_play import Inline
+
+from thinwire.exchange import outbox
+
+
+@pytest.fixture
+def inline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "ThreadPoolExecutor", lambda *_: Inline())
+    monkeypatch.setattr(outbox.threading, "Lock", threading.RLock)

@@ -1,0 +1,187 @@
+"""Four replicas that exchange in a time of their own over links with faults, and what is diagnosed from their records.
+
+Exchange, carrier and notes are the real ones; only links and clocks are made up. Every replica's clock has a zero and a drift of its own.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import Identity
+from thinwire.diagnosis import Finding, Flow, Record, Rules, Seen, Watch, stuck
+from thinwire.errors import LinkError
+from thinwire.exchange import Air, Direct, Exchange, Round
+from thinwire.flight import Pace
+from thinwire.group.presence import Presence
+from thinwire.group.rehearsal import Rehearsal, _ThreadGroup
+from thinwire.seeds import Key
+
+STEPS = 10  # inner steps a round
+
+
+class Inline(Executor):
+    """Runs at once what is submitted."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(fn(*args, **kwargs))
+        return done
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None: ...
+
+
+@dataclass
+class Wan:
+    """What the links are: seconds and bits per second for every way, and what became of them from round `since` on."""
+
+    delay: dict[tuple[str, str], float]
+    rate: dict[tuple[str, str], float]
+    jitter: float = 0.1
+    slower: dict[tuple[str, str], float] = field(default_factory=dict)  # "*" for any: a sender's or receiver's side
+    busy: dict[tuple[str, str], float] = field(default_factory=dict)  # until when a side carries others
+
+
+class Play(Rehearsal):
+    """Links as `wan` has them: a message occupies its sender's uplink, then the way, then its receiver's downlink."""
+
+    def __init__(self, wan: Wan, seed: int) -> None:
+        super().__init__()
+        self.wan, self.chance = wan, random.Random(seed)
+
+    def carry(self, sender: str, receiver: str, message: Tensor, deliver: Callable[[Tensor], None]) -> None:
+        message, wan = message.clone(), self.wan
+        noise = 1 + wan.jitter * abs(self.chance.gauss(0, 1))
+        serial = 8 * message.numel() / wan.rate[sender, receiver] * noise
+        out, into = (serial * wan.slower.get(way, 1.0) for way in ((sender, "*"), ("*", receiver)))
+        now = self.time.now
+        left = wan.busy[sender, "out"] = max(now, wan.busy.get((sender, "out"), 0.0)) + out
+        slow_link = serial * (wan.slower.get((sender, receiver), 1.0) - 1)
+
+        def at_the_downlink() -> None:
+            now = self.time.now
+            there = wan.busy[receiver, "into"] = max(now, wan.busy.get((receiver, "into"), now)) + into
+            self.time.after(there - now, arrive)
+
+        def arrive() -> None:
+            if frozenset((sender, receiver)) not in self.cuts:
+                deliver(message)
+
+        self.time.after(left - now + wan.delay[sender, receiver] * noise + slow_link, at_the_downlink)
+
+
+@dataclass
+class Story:
+    """What happened: the records of all rounds in order, what each replica knew at the end, and what each saw of its training."""
+
+    rounds: dict[tuple[int, int], list[Record]] = field(default_factory=dict)
+    seen: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def slow(self, rules: Rules | None = None) -> list[tuple[int, list[Finding]]]:
+        """What is found after each round."""
+        watch = Watch(rules)
+        return [(number, watch.add(records)) for number, records in enumerate(self.rounds.values())]
+
+    def stuck(self) -> list[Finding]:
+        return stuck([Seen(name, **known) for name, known in self.seen.items()])
+
+
+def uniform(names: Sequence[str], seconds: float = 0.03, bits_per_second: float = 2e5) -> Wan:
+    ways = [(a, b) for a in names for b in names if a != b]
+    return Wan(dict.fromkeys(ways, seconds), dict.fromkeys(ways, bits_per_second))
+
+
+def uneven(names: Sequence[str], seed: int) -> Wan:
+    """Delays of 2 to 150 ms, other ones each way, and rates of a factor of ten."""
+    chance = random.Random(seed)
+    ways = [(a, b) for a in names for b in names if a != b]
+    rate = {name: 5e4 * 10 ** chance.uniform(0, 1) for name in names}
+    return Wan(
+        {way: chance.uniform(0.002, 0.15) for way in ways},
+        {way: rate[way[0]] for way in ways},
+        jitter=chance.uniform(0, 0.3),
+    )
+
+
+def play(
+    wan: Wan,
+    seed: int,
+    rounds: int = 16,
+    faults: dict[int, Callable[[Play], None]] | None = None,
+    own: Callable[[str, int], float] = lambda name, number: 1.0,
+    overlap: float = 0.0,
+    exchange: Exchange = Direct(),
+    numel: int = 400,
+) -> Story:
+    """Train `rounds` rounds of inner steps of `own(name, round)` seconds each, a tenth; `faults` by the round before which they happen.
+
+    `overlap`: the part of the next round's training during which packets fly.
+    """
+    names = sorted({name for way in wan.delay for name in way})
+    stage, story = Play(wan, seed), Story()
+    clocks = {name: (stage.chance.uniform(-1e5, 1e5), 1 + stage.chance.uniform(-1e-4, 1e-4)) for name in names}
+    noise = {name: random.Random(f"{seed} {name}") for name in names}
+    hub = stage.room("play", [Presence(name, name, 0, address=f"thread:{name}") for name in names]).hub
+
+    def own_clock(name: str, at: float) -> float:
+        zero, drift = clocks[name]
+        return zero + at * drift
+
+    def told(record: Record) -> Record:
+        def shifted(flow: Flow) -> Flow:
+            at = {index: own_clock(record.name, when) for index, when in flow.at.items()}
+            return replace(flow, begin=own_clock(record.name, flow.begin), at=at)
+
+        moved = replace(record, sent=tuple(map(shifted, record.sent)), received=tuple(map(shifted, record.received)))
+        return Record.of(moved.facts())  # as it is in a file
+
+    def replica(name: str) -> None:
+        group = _ThreadGroup(stage, name, hub, names.index(name), len(names), 60.0)
+        air, pace, stalled = Air(group, lambda: stage.time.now), Pace(), 0.0
+        known: dict[str, Any] = {"began": {}, "over": {}, "failed": {}}
+        story.seen[name] = known
+
+        def train(seconds: float) -> None:
+            with stage.time:
+                stage.wait(name, lambda: False, seconds)
+                known["now"] = own_clock(name, stage.time.now)
+
+        try:
+            for number in range(rounds):
+                if name == names[0] and number in (faults or {}):
+                    (faults or {})[number](stage)
+                seconds = own(name, number) * noise[name].uniform(1.0, 1.15)
+                train(seconds * (1 - overlap))
+                speed = pace.departs(STEPS * number, stage.time.now - stalled)
+                known["began"][0, number] = own_clock(name, stage.time.now)
+                key = Key(0, 0, number, group.rank)
+                round_ = Round(air, Identity(), numel, key, lambda begin, end: torch.ones(end - begin), 0, (number,))
+                over, begun = False, stage.time.now
+                try:
+                    exchange.arrive(exchange.depart(round_, {}), lambda *_: None)
+                    over = True
+                finally:
+                    with stage.time:
+                        stage.check(name)  # who is frozen says nothing
+                    record = told(round_.record(names, speed, over))
+                    with stage.time:
+                        story.rounds.setdefault(record.key, []).append(record)
+                        known["now"] = own_clock(name, stage.time.now)
+                    known["over" if over else "failed"][record.key] = known["now"] if over else record
+                flown = stage.time.now - begun
+                stalled += max(0.0, flown - seconds * overlap)
+                train(max(0.0, seconds * overlap - flown))
+            train(1000.0)  # nobody leaves before all have heard everybody
+        except LinkError:
+            pass
+        finally:
+            group.close()
+
+    stage.play(dict.fromkeys(names, replica))
+    return story

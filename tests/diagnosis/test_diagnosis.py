@@ -1,0 +1,223 @@
+"""Records, readings and causes, by values; and what comes of bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thinwire.cli import main
+from thinwire.diagnosis import Flow, Record, Rules, Seen, Watch, stuck
+from thinwire.diagnosis.attribute import attribute
+from thinwire.diagnosis.records import recorded, timed
+from thinwire.errors import ConfigurationError, DataError, PacketError
+from thinwire.observe.diagnosed import diagnose
+from thinwire.observe.events import EventLog
+
+
+def round_of(
+    number: int,
+    names: str,
+    seconds: dict[str, float] | None = None,
+    own: dict[str, float] | None = None,
+    zeros: dict[str, float] | None = None,
+) -> list[Record]:
+    """All leave at 0 and take 0.1 s a message, but those in `seconds` ("ab": from a to b); `zeros`: what clocks show then."""
+    zeros = zeros or {}
+
+    def record(name: str) -> Record:
+        zero, peers = zeros.get(name, 0.0), [n for n in names if n != name]
+        sent = tuple(Flow(p, 0, 9, 1, 1, zero, {0: zero}) for p in peers)
+        received = tuple(
+            Flow(p, 0, 9, 1, 1, zero, {0: zero + (seconds or {}).get(p + name, 0.1)}, frozenset({0})) for p in peers
+        )
+        return Record(name, 0, number, (own or {}).get(name, 1.0), True, sent, received)
+
+    return [record(name) for name in names]
+
+
+def watched(rounds: list[list[Record]]) -> list[str]:
+    watch = Watch()
+    return [f"{f.syndrome}: {f.culprit}" for f in [watch.add(records) for records in rounds][-1]]
+
+
+@pytest.mark.parametrize(
+    ("names", "bad", "found"),
+    [
+        ("abcd", ["ab"], ["communication slow: the link from replica a to replica b"]),
+        ("abcd", ["ab", "ba"], ["communication slow: the link between replica a and replica b"]),
+        (
+            "abcd",
+            ["ab", "cd"],
+            [f"communication slow: the link from replica {a} to replica {b}" for a, b in ("ab", "cd")],
+        ),
+        ("abcd", ["ab", "ac", "ad"], ["communication slow: the sender side of replica a"]),
+        ("abcd", ["ab", "ac"], ["communication slow: the sender side of replica a"]),
+        ("abcd", ["ba", "ca", "da"], ["communication slow: the receiver side of replica a"]),
+        ("abcd", ["ab", "ac", "ad", "ba", "ca", "da"], ["communication slow: replica a"]),
+        ("abc", ["ab", "ac"], ["communication slow: the sender side of replica a"]),
+        ("abc", ["ab"], ["communication slow: the link from replica a to replica b"]),
+        ("abcd", [a + b for a in "abcd" for b in "abcd" if a != b], []),  # everything is slower: nobody is to blame
+        (
+            "ab",
+            ["ab"],
+            [
+                "communication slow: the way from replica a to replica b (two replicas cannot tell: replica a, replica b, or the link)"
+            ],
+        ),
+    ],
+)
+def test_slow_ways_have_a_cause(names, bad, found):
+    rounds = [round_of(number, names) for number in range(6)]
+    rounds += [round_of(number, names, dict.fromkeys(bad, 0.5)) for number in range(6, 9)]
+    assert watched(rounds[:8]) == []  # two rounds are chance
+    assert watched(rounds) == found
+    assert watched([*rounds, round_of(9, names)]) == []  # over
+
+
+def test_clocks_that_drift_and_jump_are_nothing():
+    rounds = [
+        round_of(n, "abc", zeros={"a": 1e6 * 1.001**n, "b": -50.0 * n, "c": 1e5 if n > 7 else 0.0}) for n in range(14)
+    ]
+    assert watched(rounds) == []
+
+
+def test_a_link_of_150_ms_is_not_slow():
+    assert watched([round_of(number, "abcd", {"ab": 0.75, "cd": 0.0004}) for number in range(12)]) == []
+
+
+def test_a_victim_is_not_blamed():
+    """c computes four times as long; the others' messages to it lie there, its own come late to all."""
+    rounds = [round_of(number, "abcd") for number in range(5)]
+    rounds += [round_of(number, "abcd", own={"c": 4.0}) for number in range(5, 8)]
+    assert watched(rounds) == ["non-communication slow: replica c"]
+    assert watched(rounds[:5] + [round_of(number, "ab", own={"b": 4.0}) for number in range(5, 8)]) == [
+        "non-communication slow: replica b"
+    ]
+
+
+def short(record: Record, *peers: str) -> Record:
+    received = tuple(Flow(f.peer, 0, 9, 1, 0 if f.peer in peers else 1, 0.0, {}) for f in record.received)
+    return Record(record.name, 0, record.round, 1.0, False, record.sent, received)
+
+
+def stopped(
+    missing: dict[str, str], absent: str = "", dark: str = "", names: str = "abcd", over: str = "", now: float = 9.0
+) -> list[str]:
+    """Round 0 is over everywhere. In round 1 `absent` have not begun; who has a `missing` entry failed without messages of these."""
+    seen = []
+    for record in round_of(1, names):
+        name = record.name
+        began = {(0, 0): 0.0} | ({} if name in absent else {(0, 1): 1.0})
+        done = {(0, 0): 0.5} | ({(0, 1): 1.5} if name in over else {})
+        failed = {(0, 1): short(record, *missing[name])} if name in missing else {}
+        seen.append(Seen(name, began, done, failed, now if name not in dark else 1.0))
+    return [f"{f.syndrome}: {f.culprit}" for f in stuck(seen)]
+
+
+def test_who_is_missing():
+    assert stopped({}, over="abcd") == stopped({}, now=1.2) == stuck([]) == []
+    assert stopped({}, absent="c") == ["non-communication hang: replica c"]
+    assert stopped({"a": "c", "b": "c", "d": "c"}, absent="c") == ["non-communication hang: replica c"]
+    assert stopped({"a": "c", "b": "c", "d": "c"}, dark="c") == ["communication hang: replica c"]
+    assert stopped({"a": "b", "b": "a"}, over="cd") == ["communication hang: the link between replica a and replica b"]
+    assert stopped({"a": "b", "c": "b", "d": "b", "b": ""}) == ["communication hang: the sender side of replica b"]
+    assert stopped({"b": "acd"}, over="acd") == ["communication hang: the receiver side of replica b"]
+    assert stopped({"b": "a"}, over="a", names="ab")[0].startswith(
+        "communication hang: the way from replica a to replica b (two"
+    )
+
+
+def test_many_replicas_need_all_ways_but_one():
+    names = [str(number) for number in range(8)]
+    row = [("0", other) for other in names[1:]]
+    assert [cause.side.value for cause in attribute(row[:6], names)] == ["sender side"]
+    assert {cause.side.value for cause in attribute(row[:5], names)} == {"link"}
+    assert attribute(row[:5], names, perhaps=row[5:])[0].side.value == "sender side"
+    assert attribute(row[:1], names, perhaps=row[1:2]) == []  # too early to tell a link from a side
+
+
+@pytest.mark.parametrize(
+    "rules", [{"ratio": 1.0}, {"ratio": math.nan}, {"rounds": 1}, {"score": 0.0}, {"known": 1}, {"seconds": -1.0}]
+)
+def test_rules_that_mean_nothing_are_refused(rules):
+    with pytest.raises(ConfigurationError, match="needed"):
+        Rules(**rules)
+
+
+GOOD = round_of(3, "abc")[0].facts()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"round": -2}, {"round": True}, {"round": "3"}, {"own_seconds": math.nan}, {"own_seconds": "NaN"}, {"sent": None}, {"sent": [[]]},
+        {"sent": [["b", 0, 9, 1, 1, math.inf, []]]}, {"received": [["b", 0, 9, 1, 1, 0.0, [[0, 0.0, 0]] * 65]]}, 
+        {"received": [GOOD["sent"][0]] * 5000},
+    ],
+)  # fmt: skip
+def test_records_that_are_none_are_refused(change):
+    assert Record.of(json.loads(json.dumps(GOOD))).facts() == GOOD
+    with pytest.raises(PacketError, match="run the same version"):
+        Record.of(GOOD | change)
+
+
+def test_files_stay_small():
+    assert sum(map(recorded, range(1_000_000))) < 8_000
+    assert [index for index in range(600) if timed(index)] == [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+
+
+def write(folder: Path, rounds: list[list[Record]], replicas: int = 3) -> Path:
+    start: dict[str, Any] = dict.fromkeys(("wall_time", "parameters"), 0) | {
+        "run": {},
+        "strategy": "s",
+        "fragments": [],
+        "link": None,
+    }
+    for name in sorted({record.name for records in rounds for record in records}):
+        with EventLog(folder / "events" / f"replica-{name}.jsonl") as log:
+            log.emit("start", 0, **start, replica=int(name), replicas=replicas, carrier="threads", machine={})
+            for records in rounds:
+                record = next(record for record in records if record.name == name)
+                log.emit("depart", 1, fragment=0, round=record.round, nbytes=9, seconds_spent=0.0)
+                log.emit("wire", 1, **record.facts())
+                log.emit("land", 1, fragment=0, round=record.round, begin=0.0, stall_seconds=0.0, seconds_spent=0.0)
+    return folder
+
+
+def test_a_run_is_diagnosed_from_its_files(tmp_path, capsys):
+    rounds = [round_of(number, "012", {"01": 0.5, "02": 0.5} if number > 6 else {}) for number in range(11)]
+    folder = write(tmp_path, rounds)
+    assert main(["report", str(folder), "--diagnose", "--json"]) == 0
+    said = capsys.readouterr()
+    facts = json.loads(said.out)
+    assert facts["verdict"] == "communication slow: the sender side of replica 0" and facts["rounds"] == 11
+    assert facts["findings"][0]["suspect"] == "0" and facts["findings"][0]["first"] == 7
+    assert {(w["sender"], w["receiver"]) for w in facts["ways"] if w["seconds"] > 2 * w["usual"]} == {
+        ("0", "1"),
+        ("0", "2"),
+    }
+    assert "500 ms ×5.0" in said.err and "5.0 times as long" in said.err and "uplink" in said.err
+
+
+def test_what_cannot_be_told_is_said(tmp_path, capsys):
+    two = diagnose(write(tmp_path / "two", [round_of(n, "01") for n in range(8)], replicas=2))
+    assert two.verdict == "nothing to see" and "a third would" in two.doubts[-1]
+    few = diagnose(write(tmp_path / "few", [round_of(0, "012")]))
+    assert "after 4 rounds of a fragment; there are 1" in few.doubts[0]
+    lone = diagnose(write(tmp_path / "lone", [[record] for record in (round_of(n, "012")[0] for n in range(9))]))
+    assert lone.verdict == "cannot tell" and "1 of 3 replicas left an event log" in lone.doubts[0]
+    with pytest.raises(DataError, match="Give the folder"):
+        diagnose(tmp_path / "nothing")
+    assert main(["report", str(tmp_path), str(tmp_path), "--diagnose"]) == 2
+    assert "one is needed" in capsys.readouterr().err
+
+
+def test_damaged_records_are_counted_and_passed_over(tmp_path):
+    folder = write(tmp_path, [round_of(n, "012") for n in range(6)])
+    path = folder / "events" / "replica-0.jsonl"
+    path.write_text(path.read_text().replace('"round":5,"own_seconds":1.0', '"round":5,"own_seconds":"x"'))
+    assert "1 records could not be read." in diagnose(folder).doubts

@@ -1,0 +1,138 @@
+"""Rounds go on without a member that most find to hold them up: who leaves, who is told what, and when nobody does."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from diagnosis_play import Inline, Play, Wan, uniform
+
+import thinwire as tw
+from thinwire.codecs import Identity
+from thinwire.contact import digest
+from thinwire.diagnosis import Record, Rules
+from thinwire.errors import DisagreementError
+from thinwire.eviction import outvoted
+from thinwire.group.deadlines import Deadlines
+from thinwire.rounds import Agreed, Ready, Rounds
+
+NAMES = ("amber", "birch", "cedar", "delta")
+pytestmark = pytest.mark.usefixtures("inline")
+
+
+@dataclass
+class Told:
+    """What one replica heard, and what ended it."""
+
+    events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    ended: BaseException | None = None
+    turn: int = 0
+    chain: str = ""
+
+    def all(self, kind: str) -> list[dict[str, Any]]:
+        return [fields for event, fields in self.events if event == kind]
+
+
+def hold(
+    wan: Wan,
+    slow: dict[tuple[str, str], float],
+    evict: Rules | None,
+    least: int = 2,
+    sleeper: str = "",
+    rounds: int = 24,
+    seed: int = 1,
+) -> dict[str, Told]:
+    """Rounds of all replicas; from the seventh second on what is `slow` is, and `sleeper` takes four times as long."""
+    stage, told = Play(wan, seed), {name: Told() for name in NAMES}
+    stage.later(9.0, lambda: wan.slower.update(slow))
+
+    def replica(name: str) -> None:
+        own, chance = told[name], random.Random(f"{seed} {name}")
+        roster = stage.roster(name, least=least, deadlines=Deadlines(grace=10.0), evict=evict)
+        anchor = torch.zeros(400)
+        agreed = Agreed([anchor], [{}], chain=digest([anchor]).hex())
+        strategy = tw.Strategy(schedule=tw.Every(10), outer=tw.Average())
+        held = Rounds(
+            strategy, roster, agreed, [Identity()], fresh=True,
+            observe=lambda event, **fields: own.events.append((event, fields)), clock=roster.clock, thread=Inline(),
+        )  # fmt: skip
+        try:
+            held.join()
+            while agreed.turn < rounds:
+                seconds = chance.uniform(1.0, 1.15) * (4 if name == sleeper and stage.time.now > 9 else 1)
+                with stage.time:
+                    stage.wait(name, lambda: False, seconds)
+                held.jury.own_steps += 10
+                held.step += 10
+                held.depart(Ready(0, torch.ones(400), 1.0, held.step, {}))
+                held.jury.departs()  # here the round was waited for, which is nothing of its own: count from now
+                for _ in held.outcomes(1 << 40):
+                    pass
+        except BaseException as error:
+            own.ended = error
+            raise
+        finally:
+            own.turn, own.chain = agreed.turn, agreed.chain
+            held.close()
+
+    stage.play(dict.fromkeys(NAMES, replica))
+    return told
+
+
+@pytest.mark.parametrize("what", ["sender", "receiver", "sleeper"])
+def test_the_culprit_leaves_and_the_others_go_on(what):
+    slow = {"sender": {("cedar", "*"): 20.0}, "receiver": {("*", "cedar"): 20.0}, "sleeper": {}}[what]
+    told = hold(uniform(NAMES), slow, Rules(), sleeper="cedar" if what == "sleeper" else "")
+    assert isinstance(told["cedar"].ended, DisagreementError)
+    assert "'cedar' was put out by amber, birch, " in str(told["cedar"].ended) and "replica cedar" in str(
+        told["cedar"].ended
+    )
+    for name in set(NAMES) - {"cedar"}:
+        (evicted,) = told[name].all("evicted")
+        assert evicted["name"] == "cedar" and len(evicted["by"]) >= 3 and "slow" in evicted["reason"]
+        assert told[name].ended is None and told[name].turn >= 24
+        assert told[name].all("round")[-1]["members"] == ["amber", "birch", "delta"]
+    assert len({told[name].chain for name in set(NAMES) - {"cedar"}}) == 1
+
+
+def test_off_by_default_and_never_below_the_least():
+    slow = {("cedar", "*"): 20.0}
+    for evict, least in ((None, 2), (Rules(), 4)):
+        told = hold(uniform(NAMES), slow, evict, least)
+        assert all(not one.all("evicted") and one.ended is None and one.turn >= 24 for one in told.values())
+
+
+def test_nobody_leaves_for_a_link_or_for_nothing():
+    for slow in ({}, {("amber", "birch"): 20.0}):
+        told = hold(uniform(NAMES), slow, Rules())
+        assert all(not one.all("evicted") and one.ended is None for one in told.values())
+
+
+def test_records_travel_and_are_read_back():
+    told = hold(uniform(NAMES), {}, Rules(), rounds=4)
+    for name, one in told.items():
+        for fields in one.all("wire"):
+            record = Record.of(json.loads(json.dumps(fields)))
+            assert record.name == name and record.over
+            assert {flow.peer for flow in record.sent} == {flow.peer for flow in record.received} == set(NAMES) - {name}
+            assert all(flow.parts == flow.there == 1 and flow.nbytes > 1600 for flow in record.received + record.sent)
+
+
+@pytest.mark.parametrize(
+    ("said", "least", "out"),
+    [
+        ({"a": "c", "b": "c", "c": "c"}, 2, "c"),
+        ({"a": "c", "b": "c", "c": ""}, 3, None),
+        ({"a": "b", "b": "a"}, 1, None),
+        ({"a": "b", "b": "b"}, 1, "b"),
+        ({"a": "x", "b": "x", "c": "x"}, 1, None),  # nobody of that name is here
+        ({"a": "", "b": "", "c": "a"}, 1, None),
+        ({}, 1, None),
+    ],
+)
+def test_who_is_outvoted(said, least, out):
+    assert outvoted(said, least) == out

@@ -1,0 +1,133 @@
+"""The fault matrix: four replicas, eight cases, jitter, seeds, links alike and not; what is found must be what was done.
+
+pytest -s -m slow tests/diagnosis/test_fault_matrix.py     prints the confusion table
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from diagnosis_play import Play, Story, play, uneven, uniform
+
+from thinwire.diagnosis import Finding
+from thinwire.exchange import TwoShot
+
+NAMES = ("amber", "birch", "cedar", "delta")
+FROM = 7  # the round before which it happens
+OVERLAPS = (0.0, 0.3, 0.8)
+pytestmark = pytest.mark.usefixtures("inline")
+
+Fault = Callable[[Play], None]
+
+
+def slower(way: tuple[str, str]) -> Fault:
+    return lambda stage: stage.wan.slower.__setitem__(way, 10.0)
+
+
+# name: (faults, what is to be found, the culprits)
+CASES: dict[str, tuple[dict[int, Fault], str, set[str]]] = {
+    "healthy": ({}, "nothing", set()),
+    "stopped before entering": (
+        {FROM: lambda stage: stage.later(0.01, lambda: stage.freeze("cedar"))}, "non-communication hang: replica", {"cedar"},
+    ),
+    "stopped during": (
+        {FROM: lambda stage: stage.at("cedar", "post", lambda: stage.freeze("cedar"), nth=2 * FROM + 4)},
+        "communication hang: replica", {"cedar"},
+    ),
+    "link cut": ({FROM: lambda stage: stage.cut("birch", "delta")}, "communication hang: link", {"birch", "delta"}),
+    "link 10x slower": ({FROM: slower(("amber", "birch"))}, "communication slow: link", {"amber", "birch"}),
+    "egress 10x slower": ({FROM: slower(("birch", "*"))}, "communication slow: sender side", {"birch"}),
+    "ingress 10x slower": ({FROM: slower(("*", "cedar"))}, "communication slow: receiver side", {"cedar"}),
+    "sleeps in every step": ({}, "non-communication slow: replica", {"delta"}),
+}  # fmt: skip
+
+
+def story(case: str, seed: int, rounds: int = 18) -> Story:
+    wan = uneven(NAMES, seed) if seed % 2 else uniform(NAMES)
+
+    def own(name: str, number: int) -> float:
+        return 4.0 if case == "sleeps in every step" and name == "delta" and number >= FROM else 1.0
+
+    return play(wan, seed, rounds, CASES[case][0], own, OVERLAPS[seed % 3])
+
+
+def words(finding: Finding) -> str:
+    return f"{finding.syndrome}: {finding.side}"
+
+
+def diagnosed(story: Story) -> tuple[Counter[tuple[str, frozenset[str]]], int | None]:
+    """Everything that was found at any time, and after how many rounds since the fault the first was."""
+    found: Counter[tuple[str, frozenset[str]]] = Counter()
+    first = None
+    for number, findings in story.slow():
+        if findings and first is None:
+            first = number - FROM + 1
+        found.update((words(finding), frozenset(finding.who)) for finding in findings)
+    stuck = story.stuck()
+    found.update((words(finding), frozenset(finding.who)) for finding in stuck)
+    return found, 1 if stuck and first is None else first
+
+
+def check(case: str, seed: int) -> tuple[str, int | None]:
+    found, rounds = diagnosed(story(case, seed))
+    _, expected, culprits = CASES[case]
+    assert set(found) == ({(expected, frozenset(culprits))} if culprits else set()), (
+        f"{case}, seed {seed}: {dict(found)}"
+    )
+    return expected, rounds
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_found_is_what_was_done(case):
+    for seed in range(3):
+        check(case, seed)
+
+
+def test_other_exchanges_are_diagnosed_too():
+    """Two stages: the owner's means wait for everybody's shards, and are not blamed for it."""
+    faults: dict[int, Fault] = {FROM: slower(("birch", "*"))}
+    found, _ = diagnosed(play(uniform(NAMES), 1, 18, faults, exchange=TwoShot(), numel=1600))
+    assert set(found) == {("communication slow: sender side", frozenset({"birch"}))}
+    assert not diagnosed(play(uneven(NAMES, 3), 3, 18, exchange=TwoShot(), numel=1600))[0]
+
+
+@pytest.mark.slow
+def test_the_confusion_table_is_diagonal():
+    """Twelve runs of every case, sixty healthy ones: seeds 0 to 11 and 0 to 59; links alike (even seeds) and not (odd ones)."""
+    table: dict[str, Counter[str]] = {}
+    rounds: dict[str, list[int]] = {}
+    for case in CASES:
+        for seed in range(60 if case == "healthy" else 12):
+            found, first = diagnosed(story(case, seed))
+            _, expected, culprits = CASES[case]
+            for what, who in found or {("nothing", frozenset()): 1}:
+                right = what == expected and (not culprits or who == culprits)
+                table.setdefault(case, Counter())[what if right else f"{what}: {', '.join(sorted(who))}"] += 1
+            if first is not None:
+                rounds.setdefault(case, []).append(first)
+    print()
+    for case, row in table.items():
+        took = sorted(rounds.get(case, [0]))
+        print(f"{case:26}{dict(row)}  rounds until found: median {took[len(took) // 2]}, at most {took[-1]}")
+    for case, row in table.items():
+        assert set(row) == {CASES[case][1]}, case
+
+
+@pytest.mark.slow
+def test_normal_straggling_is_no_finding():
+    """Replicas of unequal speed (up to 1.7 times), pauses of two seconds now and then, jitter of up to 60 %."""
+    for seed in range(20):
+        chance = random.Random(seed)
+        speed = {name: chance.uniform(1.0, 1.7) for name in NAMES}
+        pauses = {(chance.choice(NAMES), chance.randrange(40)) for _ in range(8)}
+        wan = uneven(NAMES, seed)
+        wan.jitter = 0.6
+
+        def own(name: str, number: int, speed=speed, pauses=pauses) -> float:
+            return speed[name] + (2.0 if (name, number) in pauses else 0.0)
+
+        found, _ = diagnosed(play(wan, seed, 40, own=own, overlap=OVERLAPS[seed % 3]))
+        assert not found, f"seed {seed}: {dict(found)}"
