@@ -13,11 +13,13 @@ import torch
 
 from thinwire import rounds
 from thinwire.cli.train import Options
+from thinwire.diagnosis import Rules
 from thinwire.errors import ConfigurationError, DisagreementError, LinkError
 from thinwire.exchange import outbox
 from thinwire.group import Deadlines
 from thinwire.group.rehearsal import Killed, Rehearsal, ThreadMeeting
 from thinwire.lm import launch, place, trainer
+from thinwire.lm.job import check
 from thinwire.lm.place import Coming, Hindrances, Pace, Place, Share, join
 from thinwire.lm.run import Run
 from thinwire.observe.events import read_events
@@ -110,14 +112,14 @@ def test_who_was_killed_comes_back_from_its_own_checkpoint_and_reads_nothing_twi
     rehearsal: Rehearsal, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[tuple[str, int]] = []
-    backward = trainer.Trainer._backward
+    loss = trainer.Trainer._loss
 
-    def noted(self: trainer.Trainer, micro: int) -> float:
+    def noted(self: trainer.Trainer, micro: int) -> torch.Tensor:
         if hasattr(self, "replica"):
             read.append((self.place.name, micro))
-        return backward(self, micro)
+        return loss(self, micro)
 
-    monkeypatch.setattr(trainer.Trainer, "_backward", noted)
+    monkeypatch.setattr(trainer.Trainer, "_loss", noted)
     rehearsal.at("replica-1", "post", lambda: rehearsal.kill("replica-1"), 40)
     ended = played(rehearsal, dataclasses.replace(run, steps=48), tmp_path / "run")
     assert len({summary["weights"] for summary in ended.values()}) == 1
@@ -142,6 +144,20 @@ def test_all_go_on_each_from_its_own_newest_sound_checkpoint(rehearsal: Rehearsa
     assert [back[name]["path"] for name in NAMES] == [str(path.relative_to(folder)) for path in used]
     assert "outer.safetensors is not what was written" in back["replica-2"]["skipped"][0]["reason"]
     assert RunRecord.load(folder).summary.steps == 36
+
+
+def test_deltas_by_tokens_and_rules_for_who_holds_the_others_up(
+    rehearsal: Rehearsal, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[trainer.Trainer] = []
+    train = trainer.Trainer.train
+    monkeypatch.setattr(trainer.Trainer, "train", lambda self: (seen.append(self), train(self))[1])
+    ended = played(rehearsal, dataclasses.replace(run, weigh="tokens", evict=True, steps=12), tmp_path / "run")
+    assert len({summary["weights"] for summary in ended.values()}) == 1
+    assert [(one.group.evict, one.replica.tokens) for one in seen] == [(Rules(), 32)] * 3  # type: ignore[union-attr]
+    for change in ({"evict": True}, {"weigh": "tokens"}):
+        with pytest.raises(ConfigurationError, match="add --elastic"):
+            check(dataclasses.replace(run, carrier="threads", **change))
 
 
 def test_another_run_is_refused_by_name(rehearsal: Rehearsal, run: Run, tmp_path: Path) -> None:

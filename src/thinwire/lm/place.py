@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from thinwire.codecs import Shapes
+from thinwire.diagnosis import Rules
 from thinwire.errors import LinkError
 from thinwire.group import Deadlines, Group, Link, Roster, parse_link
 from thinwire.group.roster import Meeting, Observe
@@ -131,7 +132,14 @@ def roster(
     times = replace(times, muster=min(times.muster, run.timeout))
     texts = {name: str(value) for name, value in {"replicas": run.replicas, **facts}.items()}
     return Roster(
-        coming.meeting, coming.name, facts=texts, least=run.least, deadlines=times, wrap=wrap, observe=observe
+        coming.meeting,
+        coming.name,
+        facts=texts,
+        least=run.least,
+        deadlines=times,
+        wrap=wrap,
+        observe=observe,
+        evict=Rules() if run.evict else None,
     )
 
 

@@ -86,6 +86,10 @@ class Run:
     """Replicas as processes under torch.distributed, as threads of one process, or as processes that may die, return and join late."""
     least: int = 2
     """Elastic: so many replicas are needed for a round. With fewer they train on and wait; 1: each may go on alone."""
+    weigh: Literal["alike", "tokens"] = "alike"
+    """Elastic: every delta counts alike, or by the tokens behind it, where replicas are unequally fast."""
+    evict: bool = False
+    """Elastic: go on without a replica that most of the others find to hold them up (docs/diagnosis.md)."""
     link: str = "none"
     """Emulate a link of this rate and delay under the carrier, such as 50mbit,30ms."""
     uplink: str = "none"

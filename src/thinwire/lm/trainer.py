@@ -110,10 +110,11 @@ class Trainer:
         if self.method:
             assert not isinstance(self.group, Roster)  # a run with such a method and comers is refused when it is made
             return self.method.attach(self.model, self.optimizer, self.group, observer=log.emit, clock=log.seconds)
-        strategy = self.run.make_strategy()
+        run, strategy = self.run, self.run.make_strategy()
+        tokens = run.batch * run.sequence * run.accumulate if run.weigh == "tokens" else None
         return Replica(
             strategy, self.model, self.optimizer, self.group,
-            site=self.place.site, observer=log.emit, clock=log.seconds,
+            site=self.place.site, tokens=tokens, observer=log.emit, clock=log.seconds,
         )  # fmt: skip
 
     def _time_a_step(self) -> float:
