@@ -244,10 +244,10 @@ CONFIGURATIONS = {
     ),
     "unknown name": (
         lambda: tw.parse("E9M9"),
-        "'E9M9' in 'E9M9' is not known; choose from AllReduce, Average, BySize, Cast, ChunkedTopK, Codebook, Constant, DCT, Deltas, "
-        "DenseUntil, DensityWarmup, Direct, E2M1, E3M0, E4M3, E5M2, Each, Eager, Every, Fastest, Feedback, Gradients, Hadamard, HeavyBall, "
-        "Hierarchy, Identity, Int, LGreCo, LowRank, Mix, Nesterov, Quadratic, RandomK, Reset, Sequential, Sign, Squares, Staggered, "
-        "Strategy, Strided, TopK, TwoShot, Whole.",
+        "'E9M9' in 'E9M9' is not known; choose from AdamW, AllReduce, Average, BySize, Cast, ChunkedTopK, Clip, Codebook, Constant, DCT, "
+        "Deltas, DenseUntil, DensityWarmup, Direct, E2M1, E3M0, E4M3, E5M2, Each, Eager, Every, Fastest, Feedback, Gradients, Hadamard, "
+        "HeavyBall, Hierarchy, Identity, Int, LGreCo, LowRank, Mix, Moments, Momentum, Muon, Nesterov, Privacy, Quadratic, RandomK, "
+        "Reset, SGD, Sequential, Settled, Sign, Signs, Squares, Staggered, Strategy, Strided, TopK, TwoShot, Whole.",
     ),
 }  # fmt: skip
 

@@ -123,11 +123,16 @@ REFERENCES = {
     "local_sgd": of_deltas(1.0, 0.0),
     "sparse_loco": of_deltas(1.0, 0.0),
     "outer_dgc": of_deltas(1.0, 0.0),
+    "l_greco": of_deltas(1.0, 0.0),
     "diloco": of_deltas(0.7, 0.9),
     "muloco": of_deltas(0.7, 0.9),
     "streaming_diloco": of_deltas(0.4, 0.9),  # one fragment, no delay, no mixing
 }
-ELSEWHERE = {"eager_diloco": "test_traces.py: against the paper's recursion, with a delay"}
+ELSEWHERE = {
+    "eager_diloco": "test_traces.py: against the paper's recursion, with a delay",
+    "co2": "test_late.py: against the paper's recursion, a period late",
+    "qsr": "test_schedules.py: its rounds are no fixed number of steps; without scale it is local_sgd",
+}
 
 
 def unclipped(strategy):
