@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from thinwire.checkpoint import read
 from thinwire.errors import CheckpointError, ConfigurationError, DataError, DisagreementError, LinkError
 from thinwire.group import ThreadGroup, run_threads
-from thinwire.lm import launch, stored, trainer
+from thinwire.lm import job, launch, place, stored
 from thinwire.lm.run import Run
 from thinwire.observe.events import EventLog, read_events
 
@@ -244,9 +244,9 @@ def test_two_runs_cannot_share_a_folder(whole: Path, text: str) -> None:
 def test_mistakes_are_found_before_a_replica_starts(
     text: str, change: dict[str, object], error: type[Exception], says: str
 ) -> None:
-    trainer.check(small_run(text))
+    job.check(small_run(text))
     with pytest.raises(error, match=says):
-        trainer.check(small_run(text, **change))
+        job.check(small_run(text, **change))
 
 
 def test_the_model_that_finds_no_room_is_named(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +275,7 @@ def test_the_cause_of_a_failure_is_told_once_and_only_that(tmp_path: Path) -> No
 def test_replicas_with_other_settings_are_named(tmp_path: Path, text: str) -> None:
     def train(group: ThreadGroup) -> object:
         run = small_run(text, lr=1e-3 if group.rank else 2e-3)
-        return launch.train_here(run, trainer.Place(group, tmp_path / "run"))
+        return launch.train_here(run, place.Place(group, tmp_path / "run"))
 
     with pytest.raises(
         DisagreementError, match=r"replica 1 does not fit replica 0: lr: 0.001 there, 0.002 on replica 0"

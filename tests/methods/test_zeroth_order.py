@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 import weakref
 from itertools import pairwise
 
@@ -385,12 +386,16 @@ def test_an_iteration_that_failed_for_some_is_taken_from_the_log_of_others():
     """Replica 2 has all three packets and applies; 0 lacks one. Without 1 they meet, and 0 takes what 2 has done."""
     first, second = tw.ThreadGroup.create(3, 2.0), tw.ThreadGroup.create(2, 20.0)
     made, seen = Tour(METHOD, names=("a", "b", "c")), {}
+    applied = threading.Event()  # by 2, which only then gives up: 0 has not gone before it had all
 
     def replica(group: tw.Group) -> None:
         trip = attach(made, Torn(first[group.rank], at=3))
         try:
             go_on(made, trip, first[group.rank], 8)
         except tw.LinkError:
+            if group.rank == 2:
+                applied.set()
+            assert applied.wait(60.0)
             first[group.rank].close()
         seen[group.rank] = trip.at_work.step, trip
         if group.rank != 1:

@@ -6,7 +6,7 @@ import ipaddress
 import json
 import signal
 import socket
-import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,9 +46,11 @@ def main(arguments: Sequence[str]) -> int:
     if not 0 <= asked.port < 65535:
         raise ConfigurationError(f"--port {asked.port}: 0 to 65534 is needed; the next port is the store's.")
     console = options.console(asked.json)
-    ended = threading.Event()
+    ended: list[
+        int
+    ] = []  # not an Event: set by a handler while this very thread holds its lock, it would wait for itself
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
+        signal.signal(number, lambda told, _: ended.append(told))
     lighthouse = Lighthouse(asked.host, asked.port, asked.heartbeat_timeout)
     says = [
         f"lighthouse at {lighthouse.address}, its store at the next port, {lighthouse.port + 1}",
@@ -63,8 +65,8 @@ def main(arguments: Sequence[str]) -> int:
         console.print(line, soft_wrap=True, highlight=False, markup=False)
     if asked.json:
         print(json.dumps({"address": lighthouse.address, "port": lighthouse.port}), flush=True)
-    while not ended.wait(1.0):  # a wait without end would not see signals on every system
-        pass
+    while not ended:
+        time.sleep(0.2)
     lighthouse.close()
     return 0
 

@@ -200,8 +200,11 @@ def join(attach: Callable[[], T], stop: threading.Event, seconds: float) -> T:
         attempt: Future[T] = Future()
         threading.Thread(target=_fulfil, args=(attempt, attach), name="thinwire-join", daemon=True).start()
         while not attempt.done():
-            if stop.wait(0.05):
+            if stop.is_set():
                 raise KeyboardInterrupt
+            time.sleep(
+                0.05
+            )  # not stop.wait: a handler that sets it while this thread holds its lock would wait for itself
         try:
             return attempt.result()
         except LinkError as error:

@@ -22,7 +22,7 @@ from typing import Protocol
 
 import numpy as np
 
-from thinwire.codecs import Codec, Shapes, fitted
+from thinwire.codecs import Codec, Shapes
 from thinwire.errors import ConfigurationError
 from thinwire.exchange import Exchange
 from thinwire.group import Link
@@ -121,7 +121,7 @@ class _Fleet:
         self.strategy, self.scenario, self.observer = strategy, scenario, observer
         shaped: list[Shapes] = [((given,),) if isinstance(given, int) else given for given in fragments]
         self.numels = [sum(map(prod, shapes)) for shapes in shaped]
-        self.codecs = [fitted(strategy.codec, shapes) for shapes in shaped]
+        self.shapes = shaped
         count = scenario.replicas
         self.step_seconds = np.array(scenario.step_seconds)
         self.pace = np.cumsum(self.step_seconds)  # who pauses: in proportion to the time of a step
@@ -212,8 +212,8 @@ class _Fleet:
 
     def _depart(self, p: int, step: int) -> None:
         there, exchange = ~self.away, self.strategy.exchange
-        policy, codec, numel, present = self.strategy.policy, self.codecs[p], self.numels[p], int(there.sum())
-        codec = policy.at(codec, numel, self.rounds[p], policy.init(codec))
+        codec, numel = self.strategy.coded(self.shapes[p], self.rounds[p])
+        present = int(there.sum())
         nbytes = exchange.nbytes_sent(codec, numel, present)
         ready = np.maximum(self.clock, self.outbound) + self.scenario.encode_seconds * numel
         self.outbound = np.where(there, ready, self.outbound)
