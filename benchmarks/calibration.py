@@ -6,8 +6,8 @@
 Every replica is a process, joined by gloo on this machine, its uplink an emulated one (a token bucket in the group, 20 ms one way).
 For every number of replicas, method and rate, in the same processes, one after the other:
 
-* probe     `probe_links` measures rate and delay of that link, a bare loop the inner step (before and after training), `codec_speed`
-            encoding and decoding
+* probe     `probe_links` measures rate (to one alone, and while all send to all) and delay of that link, a bare loop the inner step
+            (before and after training), `codec_speed` encoding and decoding
 * train     a Replica over the same link (emulated)
 * simulate  `simulate` is told what was probed, and nothing else (simulated)
 
@@ -118,7 +118,10 @@ def case(group: Group, strategy: Strategy, factor: float) -> dict[str, Any]:
     linked.close()
     step_seconds = (step_seconds + loop(model()[1], 25) / 25) / 2  # before and after
     found = probe.links.alone.items()
-    rates = [min(way.bits_per_second for (a, _), way in found if a == own) for own in range(group.size)]
+    # what an uplink carries while everybody sends to everybody, as in an exchange: never more than to one alone
+    together = [sum(rate for (a, _), rate in probe.links.together.items() if a == own) for own in range(group.size)]
+    alone = [min(way.bits_per_second for (a, _), way in found if a == own) for own in range(group.size)]
+    rates = [min(pair) for pair in zip(alone, together, strict=True)]
     ways = [max(way.delay_seconds for (a, _), way in found if a == own) for own in range(group.size)]
     scenario = Scenario(
         (step_seconds,) * group.size, tuple(Wire(Link(rate, way)) for rate, way in zip(rates, ways, strict=True)),

@@ -6,6 +6,7 @@ python roster_process.py ADDRESS NAME FOLDER [LEAST]
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -70,3 +71,4 @@ def main(address: str, name: str, folder: str, least: str = "2") -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    os._exit(0)  # what gloo still waits for after a kill may come back while Python ends, which would abort it

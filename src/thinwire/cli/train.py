@@ -72,7 +72,9 @@ class Options:
 DESCRIPTION = """Train one language model on several replicas.
 
 thinwire train                                                  the demo: two processes, an emulated link
+
 thinwire train --elastic --replicas 3                           three that may die and return, all on this machine
+
 thinwire train RUN.toml --lighthouse 10.0.0.1:29510 --name oslo  one of them, on a machine of its own (docs/elastic.md)"""
 
 

@@ -128,6 +128,7 @@ class LighthouseMeeting:
         self._left = threading.Event()
         self._litter: list[str] = []  # keys to delete, by the heart, which has time
         self._door: socket.socket | None = None
+        self._threads: list[threading.Thread] = []
 
     @property
     def address(self) -> str:
@@ -148,7 +149,8 @@ class LighthouseMeeting:
                 f"cannot listen at {self._host} ({error}). Give the address of this machine that the others reach."
             ) from None
         for body in (self._answer, self._beat):
-            threading.Thread(target=body, name=f"thinwire-{body.__name__.strip('_')}", daemon=True).start()
+            self._threads.append(threading.Thread(target=body, name=f"thinwire-{body.__name__.strip('_')}", daemon=True))
+            self._threads[-1].start()
 
     def call(self, presence: Presence, seconds: float) -> tuple[Sequence[Presence], Board]:
         until = self.clock() + seconds
@@ -203,7 +205,11 @@ class LighthouseMeeting:
     def leave(self) -> None:
         self._left.set()
         if self._door is not None:
+            with suppress(OSError):
+                self._door.shutdown(socket.SHUT_RDWR)  # or who waits at it would not hear that it closes
             self._door.close()
+        for thread in self._threads:  # one that came back from torchft while Python ends would abort the process
+            thread.join(2 * _PROBE)
 
     # ---- the coordinator
 
