@@ -455,9 +455,12 @@ def test_what_lands_first_leaves_first(monkeypatch):
     assert left == ["soon", "late", "late too", "later"]
 
 
-def test_no_more_is_handed_over_than_the_window(monkeypatch, small):
-    """A message is posted when those before it, but for a window's worth, are with the carrier: so that others may overtake."""
-    monkeypatch.setattr(outbox, "WINDOW_NBYTES", 300)
+@pytest.mark.parametrize("window", [50, 200])
+def test_no_more_is_handed_over_than_the_window(monkeypatch, small, window):
+    """A message is posted when those before it, but for a window's worth and one, are with the carrier: so that others may overtake,
+    and a link is not idle for a delay between two messages that are longer than the window.
+    """
+    monkeypatch.setattr(outbox, "WINDOW_NBYTES", window)
     seen = {}
 
     def wrap(group):
@@ -467,6 +470,25 @@ def test_no_more_is_handed_over_than_the_window(monkeypatch, small):
     rounds(tw.Direct(), tw.Identity(), deltas(2, 128), wrap)  # eight messages of 112 bytes: two fit
     times = [at for at, _ in seen[0].posts]
     assert len(times) == 8 and times[-1] - times[0] > 0.08
+
+
+def test_messages_longer_than_the_window_go_on_each_others_heels(monkeypatch):
+    """One by one, a link would be idle for a delay between two of them."""
+    monkeypatch.setattr(outbox, "WINDOW_NBYTES", 1)
+    told = []
+
+    class Told:
+        rank, size = 0, 2
+
+        def post(self, tag, send, recv, purpose="packet"):
+            told.append(f"post {tag}")
+            return type("Transfer", (), {"wait": lambda _: told.append(f"wait {tag}")})()
+
+    box = outbox.Outbox(Told())
+    for tag in range(4):
+        box.send(tag, {1: torch.zeros(8, dtype=torch.uint8)}, "packet")
+    box.close()
+    assert told == ["post 0", "post 1", "wait 0", "post 2", "wait 1", "post 3"]
 
 
 def test_chunks_overlap(small):

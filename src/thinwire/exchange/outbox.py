@@ -1,7 +1,7 @@
 """In which order a replica's messages leave: of all that wait, those of the round that lands first.
 
-What was handed to the carrier cannot be overtaken, so no more than `WINDOW_NBYTES` are handed over at a time; enough
-that a link is never idle while something waits.
+What was handed to the carrier cannot be overtaken, so nothing is handed over while `WINDOW_NBYTES` are on the way; enough
+that a link is seldom idle while something waits.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Outbox:
     def send(self, tag: int, messages: Mapping[int, Tensor], purpose: str) -> Sent:
         """Hand over `messages` as soon as there is room. For jobs: it may wait."""
         nbytes = sum(message.numel() for message in messages.values())
-        while self._on_the_way and nbytes + sum(sent.nbytes for sent in self._on_the_way) > WINDOW_NBYTES:
+        # The new ones come on top, and on one's heels: else large ones to many peers would go one by one, a delay apart.
+        while len(self._on_the_way) > 1 and sum(sent.nbytes for sent in self._on_the_way) >= WINDOW_NBYTES:
             self._on_the_way.popleft().wait()
         posted = self._clock()
         sent = Sent(self._group.post(tag, messages, {}, purpose), nbytes, posted)

@@ -149,7 +149,9 @@ class LighthouseMeeting:
                 f"cannot listen at {self._host} ({error}). Give the address of this machine that the others reach."
             ) from None
         for body in (self._answer, self._beat):
-            self._threads.append(threading.Thread(target=body, name=f"thinwire-{body.__name__.strip('_')}", daemon=True))
+            self._threads.append(
+                threading.Thread(target=body, name=f"thinwire-{body.__name__.strip('_')}", daemon=True)
+            )
             self._threads[-1].start()
 
     def call(self, presence: Presence, seconds: float) -> tuple[Sequence[Presence], Board]:
