@@ -276,7 +276,7 @@ def elastic(result: Result) -> tuple[list[str], list[list[str]]]:
         lost = [f"{row['survivors_lost_steps']:.0f}", f"{row['killed_lost_steps']:.0f}"]
         still = [f"{row['standstill_seconds']:.2f}", f"{row['standstill_steps']:.1f}"]
         rows.append([row["method"], *lost, *still, back, _share(row["utilization"])])
-    heads = ["method", "steps lost by survivors", "by the killed", "longest standstill, s", "in steps"]
+    heads = ["method", "steps lost by survivors (inferred)", "by the killed", "longest standstill, s", "in steps"]
     return [*heads, "returner counted after, s", "utilisation"], rows
 
 
