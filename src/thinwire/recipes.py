@@ -17,6 +17,8 @@ from thinwire.policy import Constant, DensityWarmup, Policy
 from thinwire.schedule import Every, Quadratic, Staggered
 from thinwire.strategy import Gradients, Strategy
 
+SGD_RATE = 100.0  # times AdamW's learning rate: what suited SGD with momentum of those that were tried (docs/log.md, 2026-11-21)
+
 
 def data_parallel(*, codec: Codec = Identity(), exchange: Exchange = Direct()) -> Strategy:
     """The control: the mean gradient at every step, as DistributedDataParallel, in fp32 unless another codec is given."""
@@ -194,7 +196,7 @@ def dgc(
         policy=policy,
         feedback=Feedback(),
         exchange=exchange,
-        inner=SGD(lr_factor=100.0),
+        inner=SGD(lr_factor=SGD_RATE),
     )
 
 
@@ -245,7 +247,7 @@ def ef14(*, codec: Codec = TopK(0.01), exchange: Exchange = Direct(), momentum: 
         codec=codec,
         feedback=Feedback(),
         exchange=exchange,
-        inner=SGD(momentum, lr_factor=100.0),
+        inner=SGD(momentum, lr_factor=SGD_RATE),
     )
 
 
@@ -256,7 +258,7 @@ def ef21(*, codec: Codec = TopK(0.01), exchange: Exchange = Direct(), momentum: 
         codec=codec,
         feedback=Feedback(kappa=1, eta=0.0),
         exchange=exchange,
-        inner=SGD(momentum, lr_factor=100.0),
+        inner=SGD(momentum, lr_factor=SGD_RATE),
     )
 
 
@@ -269,7 +271,7 @@ def econtrol(
         codec=codec,
         feedback=Feedback(kappa=1, eta=eta),
         exchange=exchange,
-        inner=SGD(momentum, lr_factor=100.0),
+        inner=SGD(momentum, lr_factor=SGD_RATE),
     )
 
 
@@ -283,7 +285,7 @@ def power_sgd(
         policy=policy,
         feedback=Feedback(),
         exchange=AllReduce(),
-        inner=SGD(momentum, lr_factor=100.0),
+        inner=SGD(momentum, lr_factor=SGD_RATE),
     )
 
 

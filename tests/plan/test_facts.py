@@ -159,5 +159,7 @@ def test_a_machine_is_measured(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", [{"model": "hf:somewhere"}, {"tokenizer": "bpe:words.json"}])
 def test_what_a_plan_cannot_know_is_refused(change: dict[str, str]) -> None:
-    with pytest.raises(ConfigurationError, match=r"needed here|package transformers is needed|a folder with config\.json, a hub name"):
+    with pytest.raises(
+        ConfigurationError, match=r"needed here|package transformers is needed|a folder with config\.json, a hub name"
+    ):
         compute.shape_of(Run(**change))  # type: ignore[arg-type]
