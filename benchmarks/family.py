@@ -4,7 +4,8 @@
 
 Two replicas as processes, model, text (Python's standard library), batches and learning rate alike for all: those of quality.py; AdamW
 inside, where a method is not one with another optimizer. Every method is as its recipe stands, with the defaults of its paper or the house;
-what was chosen by trying is named in docs/family.md. Broken off, it goes on where it was with the same --out. `make tables` writes docs/family.md and its picture from the result.
+what was chosen by trying is named in docs/family.md. Broken off, it goes on where it was with the same --out. `make tables` writes
+docs/family.md and its picture from the result.
 --quick: one seed and 100 steps, kept apart: whether all methods run, nothing about their loss.
 """
 
