@@ -364,17 +364,27 @@ def test_a_late_joiner_takes_the_log_and_nothing_else(snapshot):
 
 
 class Torn:
-    """Replica 1's message to replica 0 is lost with the link in iteration `at`; to replica 2 it arrives."""
+    """Replica 1's message to replica 0 is lost with the link in iteration `at`; to replica 2 it arrives, which applies and ends."""
 
-    def __init__(self, group: tw.Group, at: int) -> None:
-        self.group, self.rank, self.size, self.at, self.posts = group, group.rank, group.size, at, 0
+    def __init__(self, group: tw.Group, at: int, applied: threading.Event) -> None:
+        self.group, self.rank, self.size, self.at, self.posts, self.applied = (
+            group,
+            group.rank,
+            group.size,
+            at,
+            0,
+            applied,
+        )
 
     def post(self, tag, send, recv, purpose="packet"):
         if purpose == "packet":
             self.posts += 1
             if self.posts > self.at and self.rank == 1:
-                self.group.post(tag, {2: send[2]}, {}, purpose).wait()
-                self.group.close()
+                self.group.post(tag, {2: send[2]}, {}, purpose)
+                assert self.applied.wait(60.0)  # else the link would be gone before 2 had all
+                raise tw.LinkError("torn")
+            if self.posts > self.at + 1:  # only 2 comes here
+                self.applied.set()
                 raise tw.LinkError("torn")
         return self.group.post(tag, send, recv, purpose)
 
@@ -384,19 +394,14 @@ class Torn:
 
 def test_an_iteration_that_failed_for_some_is_taken_from_the_log_of_others():
     """Replica 2 has all three packets and applies; 0 lacks one. Without 1 they meet, and 0 takes what 2 has done."""
-    first, second = tw.ThreadGroup.create(3, 2.0), tw.ThreadGroup.create(2, 20.0)
-    made, seen = Tour(METHOD, names=("a", "b", "c")), {}
-    applied = threading.Event()  # by 2, which only then gives up: 0 has not gone before it had all
+    first, second = tw.ThreadGroup.create(3, 60.0), tw.ThreadGroup.create(2, 60.0)
+    made, seen, applied = Tour(METHOD, names=("a", "b", "c")), {}, threading.Event()
 
     def replica(group: tw.Group) -> None:
-        trip = attach(made, Torn(first[group.rank], at=3))
-        try:
+        trip = attach(made, Torn(first[group.rank], 3, applied))
+        with pytest.raises(tw.LinkError):
             go_on(made, trip, first[group.rank], 8)
-        except tw.LinkError:
-            if group.rank == 2:
-                applied.set()
-            assert applied.wait(60.0)
-            first[group.rank].close()
+        first[group.rank].close()
         seen[group.rank] = trip.at_work.step, trip
         if group.rank != 1:
             trip.at_work.meet(second[group.rank // 2], ("a", "c"))
