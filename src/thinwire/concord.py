@@ -1,6 +1,6 @@
 """Elastic rounds, the part that is arithmetic: from what all members say of themselves to what all will do.
 
-Rounds are numbered through all fragments: **turn** q is how many have been decided so far, committed or dropped. Members who
+Rounds are numbered through all fragments, which take turns: **turn** q is the next one, about fragment order[q mod P]. Members who
 committed the same rounds hold the same anchors, and say so by a **chain**: a digest that grows by each moved anchor. Whoever
 is behind in turns, or has another chain, is *behind*: it takes over the agreed state of those who are *sound* before
 it is counted again. Its own progress is not lost by that: a delta is relative to its own anchor.
@@ -23,26 +23,22 @@ from thinwire.errors import PeerError
 class Claim:
     """What a replica says of itself when it asks for a round.
 
-    turn        rounds that it has seen decided
+    turn        the first round that it has not seen decided
     chain       digest of its anchors, see `grow`
-    fragment    whose delta it has ready; −1: none
-    weight      how much that delta counts, such as the tokens behind it; 0: not at all
     step        inner steps, for the learning rate of those who join
     fresh       it holds nothing but random weights
     finishing   it has trained all its steps
-    carried     what deltas of other fragments count that missed their rounds, by fragment
+    brings      what the deltas count that it has ready, by fragment: 1, or the tokens behind them; 0: it is no number
     record      what it saw of its last round, as JSON, and
     suspect     whom it would go on without (eviction.py); "" nothing, nobody
     """
 
     turn: int
     chain: str
-    fragment: int = -1
-    weight: float = 0.0
     step: int = 0
     fresh: bool = False
     finishing: bool = False
-    carried: Mapping[str, float] = field(default_factory=dict)
+    brings: Mapping[str, float] = field(default_factory=dict)
     record: str = ""
     suspect: str = ""
 
@@ -60,21 +56,17 @@ class Claim:
             or facts["turn"] < 0
             or facts["step"] < 0
             or len(facts["chain"]) > 64
-            or not 0 <= facts["weight"] < 1e18
             or not all(
-                key.isdecimal() and type(w) in (int, float) and 0 < w < 1e18 for key, w in facts["carried"].items()
+                key.isdecimal() and len(key) < 10 and type(w) in (int, float) and 0 <= w < 1e18
+                for key, w in facts["brings"].items()
             )
         ):
             raise PeerError(f"{name} made a claim that cannot be read; run the same version on every replica.")
         return cls(**facts)
 
-    def brings(self, fragment: int) -> float:
-        """What its delta of `fragment` counts; 0: it has none."""
-        return self.weight if self.fragment == fragment else self.carried.get(str(fragment), 0.0)
-
 
 _KINDS: dict[str, tuple[type, ...]] = {
-    "int": (int,), "str": (str,), "bool": (bool,), "float": (int, float), "Mapping[str, float]": (dict,),
+    "int": (int,), "str": (str,), "bool": (bool,), "Mapping[str, float]": (dict,),
 }  # fmt: skip
 
 
@@ -82,16 +74,15 @@ _KINDS: dict[str, tuple[type, ...]] = {
 class Concord:
     """What follows from the claims of a muster, in rank order; the same on every member.
 
-    turn      that is next
+    turn      that this is
     step      where training has got to: whoever has trained less goes on from here
-    fragment  that this round is about; −1: there is nothing to exchange
+    fragment  that this round is about; −1: nobody has anything ready, and the turn is not used up
     sound     ranks that hold the agreed state; the first one gives it to those behind
     behind    ranks that take it over first
     weights   what each counts in this round
-    finished  whether all have trained all their steps; then:
-    last      the fragment that all want to bring, or have nothing left of, so that this round is its last; −1: none
-    wanted    the fragment that all should bring next time, if they differ; −1: all the same
-    over      nobody has anything left to bring
+    whole     what all who train would count together: the round divides by it
+    last      all have trained all their steps, and nobody has anything left but of this fragment
+    over      nor of this one
     """
 
     turn: int
@@ -100,9 +91,8 @@ class Concord:
     sound: tuple[int, ...]
     behind: tuple[int, ...]
     weights: tuple[float, ...]
-    finished: bool
-    last: int
-    wanted: int
+    whole: float
+    last: bool
     over: bool
 
     @property
@@ -110,19 +100,21 @@ class Concord:
         return tuple(rank for rank, weight in enumerate(self.weights) if weight > 0)
 
 
-def reconcile(claims: Sequence[Claim]) -> Concord:
-    """Who is sound, what this round is about, and what each delta counts.
+def reconcile(claims: Sequence[Claim], order: Sequence[int]) -> Concord:
+    """Who is sound, what this round is about, and what each delta counts. `order`: in which fragments take turns.
 
     Sound are those with the most turns whose chain most of them share (of equally many: the lowest rank's). If nobody
-    has trained yet the lowest rank is sound. The round is about the fragment of whoever has come farthest, since that is
-    what the schedule says now. Who is behind is counted all the same if its delta is of this fragment: it is
-    what that replica has trained, whatever the others did meanwhile; but not who is fresh. So is who came too late for an
-    earlier round of this fragment, and carried its delta here.
+    has trained yet the lowest rank is sound. The round is about the fragment whose turn it is, or the next one that anybody
+    has ready. Who is behind is counted all the same: its delta is what that replica has trained, whatever the others did
+    meanwhile; but not who is fresh. So is who came too late for an earlier round of this fragment, and has its delta still.
 
-    >>> ahead, late = Claim(turn=7, chain="b", fragment=1, weight=1.0), Claim(turn=5, chain="a", fragment=1, weight=1.0)
-    >>> concord = reconcile([ahead, late])
-    >>> concord.turn, concord.sound, concord.behind, concord.counted
-    (7, (0,), (1,), (0, 1))
+    The mean is over all who train, those too who have nothing of this fragment ready: with M of them a delta moves the
+    anchor by 1/M, in whichever round it comes, and rounds that count one each make what one that counts all does.
+
+    >>> ahead, late = Claim(turn=7, chain="b", brings={"1": 1.0}), Claim(turn=5, chain="a", brings={"0": 1.0, "1": 1.0})
+    >>> concord = reconcile([ahead, late, Claim(turn=7, chain="b")], order=[0, 1])
+    >>> concord.turn, concord.fragment, concord.sound, concord.behind, concord.counted, concord.whole
+    (7, 1, (0, 2), (1,), (0, 1), 3.0)
     """
     trained = [rank for rank, claim in enumerate(claims) if not claim.fresh]
     turn = max((claims[rank].turn for rank in trained), default=0)
@@ -131,21 +123,24 @@ def reconcile(claims: Sequence[Claim]) -> Concord:
     chain = max(chains, key=lambda c: chains[c])  # of equally many the first counted: the lowest rank's
     candidates = ahead if trained else range(len(claims))
     sound = tuple(rank for rank in candidates if claims[rank].chain == chain)
-    able = [rank for rank in trained if claims[rank].fragment >= 0 and claims[rank].weight > 0]
-    lead = max(able, key=lambda rank: (claims[rank].step, -rank), default=None)
-    fragment = -1 if lead is None else claims[lead].fragment
-    finished, brought = all(claim.finishing for claim in claims), {claim.fragment for claim in claims}
+    ready = {int(key) for rank in trained for key in claims[rank].brings}
+    turns = (t for t in range(turn, turn + len(order)) if order[t % len(order)] in ready)
+    chosen = next(turns, None)
+    fragment = -1 if chosen is None else order[chosen % len(order)]
+    weights = tuple(0.0 if claim.fresh else claim.brings.get(str(fragment), 0.0) for claim in claims)
+    counted = sum(weight > 0 for weight in weights)
+    finished = all(claim.finishing for claim in claims)
+    behind = tuple(rank for rank in range(len(claims)) if rank not in sound)
     return Concord(
-        turn=turn,
+        turn=turn if chosen is None else chosen,
         step=max((claims[rank].step for rank in trained), default=0),
         fragment=fragment,
         sound=sound,
-        behind=tuple(rank for rank in range(len(claims)) if rank not in sound),
-        weights=tuple(claim.brings(fragment) if fragment >= 0 and not claim.fresh else 0.0 for claim in claims),
-        finished=finished,
-        last=max(brought) if finished and len(brought) == 1 else -1,
-        wanted=min(brought - {-1}) if finished and len(brought) > 1 else -1,
-        over=finished and brought == {-1},
+        behind=behind,
+        weights=weights,
+        whole=sum(weights) * len(trained) / max(1, counted),
+        last=finished and ready <= {fragment},
+        over=finished and not ready and not behind,
     )
 
 

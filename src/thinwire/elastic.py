@@ -9,10 +9,11 @@ since a delta departed is always kept:
     counted, as it seemed         parameters ← parameters + (anchor′ − anchor) − delta     (it is not in anchor′: it travels again)
     new, or back from long ago    parameters ← anchor′
 
-"Late" is later than `delay` inner steps after departure. A delta that comes too late for its round is carried to the next of its
-fragment. Until then the fragment does not depart again: what is trained meanwhile travels after it.
+"Late" is later than `delay` inner steps after departure. A delta that comes too late for its round waits for the next of its
+fragment. Until then the fragment does not depart again: what is trained meanwhile travels after it, and where the schedule would
+have had it depart, that is made up for when its turn comes.
 
-In the mean over those who brought something a delta counts 1, or the tokens behind it, if the loop says how many a step has.
+In the mean over all who train a delta counts 1, or the tokens behind it, if the loop says how many a step has.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from thinwire.group.roster import Roster
 from thinwire.held import Held
 from thinwire.merge import Mix
 from thinwire.policy import Constant
-from thinwire.rounds import NOTHING, Outcome, Ready, Rounds
+from thinwire.rounds import Outcome, Ready, Rounds
 from thinwire.schedule import Schedule
 from thinwire.strategy import Gradients, Strategy
 
@@ -62,13 +63,22 @@ class Elastic:
         self._waiting: dict[int, tuple[Ready, float]] = {}  # by fragment; and what was trained when it departed
         self._trained = 0.0  # by this replica: tokens, or steps
         self._travelled = [0.0] * len(pieces)  # of that, what the anchors have, by fragment
+        self._owed: set[int] = set()  # fragments that were to depart when they could not
         self._seen: int | None = None  # the last step after which it was looked for what departs
         self._at = (0, "")  # turn and chain of what the fragments hold
         agreed = Agreed([piece.anchor for piece in pieces], [piece.state for piece in pieces])
         agreed.chain = digest(agreed.anchors).hex()
         codecs = [piece.codec for piece in pieces]
         self.rounds = Rounds(
-            strategy, roster, agreed, codecs, fresh=True, observe=self._hear, clock=clock, thread=thread
+            strategy,
+            roster,
+            agreed,
+            codecs,
+            in_turn(self._schedule, len(pieces)),
+            fresh=True,
+            observe=self._hear,
+            clock=clock,
+            thread=thread,
         )
         self._start_again = start_again
         self.stop_requested = False  # at the end of a run, too, where it waits for others
@@ -89,15 +99,20 @@ class Elastic:
         self._trained += tokens_of_step(tokens) if self.by_tokens else 1
         self.rounds.jury.own_steps += 1
         self.rounds.step = max(step, self.rounds.step)
-        for missed in self._missed(step):
-            self._bring(missed, step, self.rounds.carry)
-        for index in self._schedule.departs(step, len(self.pieces)):
-            if index not in self._waiting:
-                self._bring(index, step, self.rounds.depart)
-                continue
+        due = self._schedule.departs(step, len(self.pieces))
+        late = [index for index in due if index in self._waiting]
+        for index in late:
             self._observe("late", step, fragment=index)
-            if self.rounds.idle and index in self.rounds.carried:
-                self.rounds.depart(self._waiting[index][0])
+        self._owed.update(late)
+        made_up = [index for index in self._owed - self._waiting.keys() if index == self.rounds.next]
+        leaving = dict.fromkeys([*self._missed(step), *due, *made_up])
+        brought = [self._bring(index, step) for index in leaving if index not in self._waiting]
+        if brought:
+            self.rounds.depart(*brought)
+        elif (
+            late and self.rounds.idle
+        ):  # all wait for a turn that does not come: one whose fragment departs seldom, say
+            self.rounds.meet()
         self._seen = step
         return self._pick_up(step)
 
@@ -114,16 +129,15 @@ class Elastic:
 
         Raises `LinkError` where the others are not heard for long; the anchors hold what was agreed until then.
         """
-        self.rounds.finishing = True
         while not self.rounds.over:
             if self.rounds.idle:
                 # Else what has had its round would still seem to wait, and a replica would bring nothing every other time.
                 self._pick_up(step + self.strategy.schedule.delay)
-                brought = [self.rounds.wanted] if self.rounds.wanted >= 0 else self.rounds.unsettled
-                if brought and not self._waiting:
-                    self._bring(brought[0], step, self.rounds.depart)
-                else:  # nothing left; or in doubt about the last round, which the next claims end
-                    self.rounds.depart(NOTHING)
+                if self.rounds.finishing:
+                    left = [i for i, travelled in enumerate(self._travelled) if travelled < self._trained]
+                    self.rounds.meet(*(self._bring(index, step) for index in left if index not in self._waiting))
+                else:
+                    self.rounds.finish()
             self._pick_up(step + self.strategy.schedule.delay)
             if self.rounds.alone >= PATIENCE or self.stop_requested:
                 why = "asked to stop." if self.stop_requested else self.rounds.why_alone
@@ -167,15 +181,16 @@ class Elastic:
     # ---- both ways
 
     @torch.no_grad()
-    def _bring(self, index: int, step: int, how: Callable[[Ready], None]) -> None:
+    def _bring(self, index: int, step: int) -> Ready:
         piece = self.pieces[index]
         behind = self._trained - self._travelled[index]
         weight = behind if self.by_tokens else min(1.0, behind)
         delta = piece.delta(torch.empty_like(piece.anchor))
         ready = Ready(index, delta, weight, step, piece.feedback)
         self._waiting[index] = ready, self._trained
-        how(ready)
+        self._owed.discard(index)
         self._observe("depart", step, fragment=index, round=piece.rounds, nbytes=0, seconds_spent=0.0)
+        return ready
 
     def _pick_up(self, step: int) -> int:
         for outcome in self.rounds.outcomes(step):
@@ -196,6 +211,8 @@ class Elastic:
                 _, departed = self._waiting.pop(outcome.fragment)
                 if outcome.counted is not None:
                     self._travelled[outcome.fragment] = departed
+                elif outcome.after[0] == outcome.turn:  # its turn is still to come
+                    self._owed.add(outcome.fragment)
         return max(step, self.rounds.step)
 
     @torch.no_grad()
@@ -225,6 +242,19 @@ class Elastic:
 
     def _hear(self, event: str, **fields: Any) -> None:
         self._observe(event, self.rounds.step, **fields)
+
+
+def in_turn(schedule: Schedule, fragments: int) -> list[int]:
+    """All fragments in the order in which they first depart.
+
+    >>> from thinwire import Staggered
+    >>> in_turn(Staggered(every=10, offsets=(7, 3, 3)), 3)
+    [1, 2, 0]
+    """
+    first: dict[int, None] = {}
+    for step in range(1, 3 * schedule.every + 1):
+        first |= dict.fromkeys(schedule.departs(step, fragments))
+    return [*first, *(index for index in range(fragments) if index not in first)]
 
 
 def tokens_of_step(tokens: object) -> float:

@@ -2,9 +2,10 @@
 
 One round after another: ask who is there (`Roster.muster`), conclude from all claims what the round is (`reconcile`), let
 those behind take over the agreed state, exchange, decide together (`Muster.decide`), and only then believe it. A round
-that fails anywhere changes nothing: its delta is still in the parameters and travels in the next one. A delta that comes
-too late for the round of its fragment is carried to the next of that fragment. Training waits for none of it; outcomes are
-picked up between inner steps, in the order of turns.
+that fails anywhere changes nothing: its delta is still in the parameters and travels in the next one. Fragments take turns,
+in the order in which they depart, and a replica asks for a round when it has the delta whose turn it is: so all bring the
+same fragment, however long a round takes. A delta that comes too late for its round waits for the next turn of its fragment.
+Training waits for none of it; outcomes are picked up between inner steps, in the order of turns.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Outcome:
 
 
 class Rounds:
-    """Flies this replica's rounds over `roster`, one after another, on a thread of its own.
+    """Flies this replica's rounds over `roster`, one after another, on a thread of its own; fragments take turns in `order`.
 
     `agreed` is what this replica holds at the start; `fresh`: random weights that nobody should take over from a
     replica that has trained. `step` is set by the main thread and by those that are ahead. `observe(event, **fields)`
@@ -91,6 +92,7 @@ class Rounds:
         roster: Roster,
         agreed: Agreed,
         codecs: Sequence[Codec],
+        order: Sequence[int],
         *,
         fresh: bool,
         observe: Callable[..., None],
@@ -98,16 +100,16 @@ class Rounds:
         thread: Executor | None = None,
     ) -> None:
         self.strategy, self.roster, self.agreed, self.fresh = strategy, roster, agreed, fresh
-        self.codecs = codecs
+        self.codecs, self.order = codecs, order
         self.step, self.finishing = 0, False
         self.saved_at = NEVER  # the turn of the checkpoint that it went on from: what was counted since, counts
-        self.wanted, self.over = -1, False  # see Concord
+        self.over = False  # see Concord
         self._observe, self._clock = observe, clock
         self._outcomes: deque[Outcome] = deque()
         self._doubt: tuple[int, Ready, State] | None = None  # a turn that this replica said yes to, and heard no answer
-        self.carried: dict[int, Ready] = {}  # deltas that came too late for their rounds; to be read while idle
+        self._waiting: dict[int, Ready] = {}  # deltas whose rounds are to come, by fragment
         self._believed: tuple[int, Ready, str] | None = None  # a turn that counted its delta; only it says so as yet
-        self._last: set[int] = set()  # fragments that have travelled since all had finished
+        self._settled = False  # all had finished, and after the last round nobody had anything left
         self.alone, self.why_alone = 0, ""  # musters in a row that were none
         self._air: Air | None = None
         self._asked = self._done = 0  # one written by the main thread, one by the exchange thread
@@ -122,21 +124,32 @@ class Rounds:
 
         Raises `LinkError` if too few are there, `DisagreementError` if this replica is not one of them.
         """
-        reason = self._round(NOTHING)
+        reason = self._round()
         if reason:
             raise LinkError(f"replica {self.roster.name!r} could not join: {reason}")
         self.fresh = False
 
-    def depart(self, ready: Ready) -> None:
-        """Let a delta wait for its round. Never blocks."""
-        self._asked += 1
-        self.jury.departs()
-        self._thread.submit(self._work, ready)
+    @property
+    def next(self) -> int:
+        """The fragment whose turn it is, as far as this replica knows."""
+        return self.order[self.agreed.turn % len(self.order)]
 
-    def carry(self, ready: Ready) -> None:
-        """Let a delta wait for a round that something else departs for. Never blocks."""
+    def depart(self, *brought: Ready) -> None:
+        """Let deltas wait for their rounds, and hold those whose turn it is. Never blocks."""
+        self._submit(brought, self._calls)
+
+    def meet(self, *brought: Ready) -> None:
+        """Let deltas wait, and hold one round whatever is ready. Never blocks."""
+        once = iter([True])
+        self._submit(brought, lambda: next(once, False))
+
+    def finish(self) -> None:
+        """All steps are trained: what waits comes back, to be brought once more with all that is left. Never blocks."""
+        self._submit((), self._finish)
+
+    def _submit(self, brought: Sequence[Ready], more: Callable[[], bool]) -> None:
         self._asked += 1
-        self._thread.submit(self._carry, ready)
+        self._thread.submit(self._work, brought, more)
 
     def outcomes(self, step: int) -> Iterator[Outcome]:
         """What has come in, in order, up to the first that is not due at `step`. Never blocks; raises what ended the rounds."""
@@ -153,11 +166,6 @@ class Rounds:
         """Whether every delta that departed has had its round, if not its outcome."""
         return self._asked == self._done
 
-    @property
-    def unsettled(self) -> list[int]:
-        """Fragments that have not travelled since all members had trained all their steps."""
-        return [index for index in range(len(self.agreed.anchors)) if index not in self._last]
-
     def close(self) -> None:
         """Leave the others. Idempotent."""
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -169,56 +177,65 @@ class Rounds:
     def _put(self, outcome: Outcome) -> None:
         self._outcomes.append(replace(outcome, after=(self.agreed.turn, self.agreed.chain)))
 
-    def _carry(self, ready: Ready) -> None:
-        if ready.weight > 0 and bool(torch.isfinite(ready.delta).all()):
-            self.carried[ready.fragment] = ready
-        else:
-            self._put(Outcome(ready.fragment, self.agreed.turn, ready=ready))
-        self._done += 1
-
-    def _work(self, ready: Ready) -> None:
+    def _work(self, brought: Sequence[Ready], more: Callable[[], bool]) -> None:
         try:
-            if self._failure is None:
-                self._round(ready)
+            for ready in brought:
+                self._waiting[ready.fragment] = self._sound(ready)
+            while self._failure is None and more():
+                self._round()
+                if self.alone:  # nobody came, and to ask at once again is of no use
+                    break
         except BaseException as error:  # whoever asks for outcomes gets it
             self._failure = error
         finally:
             self._done += 1
 
+    def _calls(self) -> bool:
+        """Whether it is this replica's to ask for a round."""
+        return self._doubt is not None or self.next in self._waiting
+
+    def _finish(self) -> bool:
+        self.finishing = True
+        self._give_back()
+        return False
+
+    def _give_back(self) -> None:
+        while self._waiting:
+            index, ready = self._waiting.popitem()
+            self._put(Outcome(index, self.agreed.turn, ready=ready))
+
+    def _sound(self, ready: Ready) -> Ready:
+        """As it is; if it is no number it takes part without being counted."""
+        if bool(torch.isfinite(ready.delta).all()):
+            return ready
+        self._put(Outcome(ready.fragment, self.agreed.turn, broken=True))
+        return replace(ready, weight=0.0)
+
     @torch.no_grad()
-    def _round(self, ready: Ready) -> str:
+    def _round(self) -> str:
         """One turn, from who is there to what is believed. Returns what went wrong, if anything did."""
         began = self._clock()
-        self.carried.pop(ready.fragment, None)
-        if not bool(torch.isfinite(ready.delta).all()):
-            ready = replace(ready, weight=0.0)
-            self._put(Outcome(ready.fragment, self.agreed.turn, broken=True))
-        finishing = self.finishing
-        while finishing and self.carried:  # from now on each fragment travels once more, with all that is left
-            index, late = self.carried.popitem()
-            self._put(Outcome(index, self.agreed.turn, ready=late))
         try:
-            muster = self.roster.muster(self._claim(ready, finishing).facts())
+            claim = self._claim()
+            muster = self.roster.muster(lambda: replace(claim, step=self.step).facts())  # it trains on meanwhile
             concord, claims = self._concord(muster)
             self.jury.judge(muster, claims)
         except (LinkError, PacketError) as error:
-            self.over = self.finishing and not self.unsettled  # the others know already, and have left
+            self.over = self.finishing and self._settled  # the others know already, and have left
             self.alone, self.why_alone = self.alone + 1, str(error)
             self._observe("alone", reason=str(error))
-            self._put(Outcome(ready.fragment, self.agreed.turn, ready=ready))
+            self._give_back()
             return str(error)
-        if ready.weight > 0 and ready.fragment != concord.fragment and not finishing:  # it missed its round
-            self.carried[ready.fragment] = ready
-            ready = self.carried.pop(concord.fragment, NOTHING)
+        ready = self._waiting.pop(concord.fragment, NOTHING)
         self.alone = 0
         reason, moved = "", None
         try:
             self._level(muster, concord, claims)
-            if concord.fragment >= 0:
+            if concord.counted:
                 moved = self._fly(muster, concord, ready)
         except (LinkError, PacketError, NonFiniteError, CheckpointError) as error:
             reason = f"{type(error).__name__}: {error}"
-        committed = self._decide(muster, concord, ready, moved, reason) if concord.fragment >= 0 else False
+        committed = self._decide(muster, concord, ready, moved, reason) if concord.counted else False
         if reason:
             self._leave_air()
             muster.close()
@@ -232,22 +249,20 @@ class Rounds:
         )  # fmt: skip
         return reason
 
-    def _claim(self, ready: Ready, finishing: bool) -> Claim:
+    def _claim(self) -> Claim:
         return Claim(
             self.agreed.turn,
             self.agreed.chain,
-            ready.fragment,
-            ready.weight,
             self.step,
             self.fresh,
-            finishing and not self._doubt,
-            {str(index): late.weight for index, late in self.carried.items()},
+            self.finishing and not self._doubt,
+            {str(index): ready.weight for index, ready in self._waiting.items()},
             **self.jury.says(),
         )
 
     def _concord(self, muster: Muster) -> tuple[Concord, list[Claim]]:
         claims = [Claim.of(member.claim, member.name) for member in muster.members]
-        return reconcile(claims), claims
+        return reconcile(claims, self.order), claims
 
     def _level(self, muster: Muster, concord: Concord, claims: Sequence[Claim]) -> None:
         """Those behind take over what the first sound member holds; after it all stand at the same turn."""
@@ -295,11 +310,11 @@ class Rounds:
     def _fly(self, muster: Muster, concord: Concord, ready: Ready) -> Moved:
         """Exchange the round's fragment.
 
-        Every delta is sent times weight · M / Σ weights, so that the mean over all M is the weighted one over those who count.
+        Every delta is sent times weight · M / `Concord.whole`, so that the mean over all M members is the weighted one.
         """
         strategy, group, fragment = self.strategy, muster.group, concord.fragment
         anchor, own = self.agreed.anchors[fragment], group.rank in concord.counted
-        share = concord.weights[group.rank] * group.size / sum(concord.weights)
+        share = concord.weights[group.rank] * group.size / concord.whole
         delta = ready.delta if own else torch.zeros_like(anchor)
         present = Present(delta, anchor, self.agreed.states[fragment], ready.feedback if own else {})
         moved = Moved(present, strategy.outer, strategy.feedback if own else None, Buffers())
@@ -362,15 +377,11 @@ class Rounds:
             assert moved.anchor is not None  # it has finished
             self.agreed.commit(concord.fragment, moved.anchor, moved.outer, names)
             self._believed = None if own is None else (concord.turn, own, self.agreed.mark)
-        if self.agreed.turn == concord.turn:  # not, if it could not take over what it lacks
+        if self.agreed.turn == concord.turn and concord.fragment >= 0:  # not, if it could not take over what it lacks
             self.agreed.turn += 1
         if moved is not None:
             feedback = moved.feedback if own else {}
             self._put(Outcome(concord.fragment, concord.turn, moved.anchor, moved.outer, own, feedback, own))
         if moved is None or own is None:
             self._put(Outcome(ready.fragment, concord.turn, ready=ready))
-        if not concord.finished:
-            self._last.clear()
-        elif concord.last >= 0 and (moved is not None or concord.fragment < 0):
-            self._last.add(concord.last)
-        self.wanted, self.over = concord.wanted, concord.over
+        self._settled, self.over = concord.last and moved is not None, concord.over

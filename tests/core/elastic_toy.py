@@ -62,6 +62,7 @@ class Committed(NamedTuple):
     deltas: list[Tensor]
     weights: list[float]
     names: list[str]
+    whole: float
 
 
 @dataclass
@@ -91,10 +92,10 @@ class Book:
         return rounds[::-1]
 
     def anchors(self, chain: str) -> list[Tensor]:
-        """What they make of the start: less the weighted mean of each."""
+        """What they make of the start: less the weighted mean of each, over all who train."""
         anchors = [start.clone() for start in START]
-        for _, fragment, deltas, weights, _ in self.history(chain):
-            anchors[fragment] -= sum((w * d for w, d in zip(weights, deltas)), torch.zeros(())) / sum(weights)
+        for _, fragment, deltas, weights, _, whole in self.history(chain):
+            anchors[fragment] -= sum((w * d for w, d in zip(weights, deltas)), torch.zeros(())) / whole
         return anchors
 
 
@@ -142,7 +143,7 @@ class Toy:
                     weights = [concord.weights[rank] for rank in concord.counted]
                     names = [muster.members[rank].name for rank in concord.counted]
                     book.commits.setdefault(
-                        rounds.agreed.chain, Committed(before, concord.fragment, deltas, weights, names)
+                        rounds.agreed.chain, Committed(before, concord.fragment, deltas, weights, names, concord.whole)
                     )
 
         def taken_over(outcome: Outcome, anchor: Tensor, step: int) -> None:

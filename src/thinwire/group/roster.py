@@ -34,6 +34,7 @@ from thinwire.packet import VERSION
 from thinwire.version import __version__
 
 Observe = Callable[[str, Mapping[str, Any]], None]
+Claimed = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
 
 class Meeting(Protocol):
@@ -174,8 +175,9 @@ class Roster:
         Presence(name, self._life, 0, facts=self.facts).to_json()  # a name or facts that cannot work fail here
         meeting.arrive(name, self._life, self.deadlines, observe)
 
-    def muster(self, claim: Mapping[str, Any], seconds: float | None = None) -> Muster:
-        """Find out who is there; `claim` (a small JSON mapping) is told to all of them.
+    def muster(self, claim: Claimed, seconds: float | None = None) -> Muster:
+        """Find out who is there; `claim` (a small JSON mapping) is told to all of them. One that changes while others are
+        waited for is a function, asked whenever this replica calls.
 
         Unchanged members that hold their group keep it, and pay one round trip. `seconds` is `deadlines.muster`
         unless given. Raises `LinkError` (not enough came in time, no lighthouse: the reason is in the message; the
@@ -188,13 +190,14 @@ class Roster:
         began = self._meeting.clock()
         until = began + seconds
         expected = self._members
-        self._presence(claim, expected).to_json()
+        said = claim if callable(claim) else lambda: claim
+        self._presence(said(), expected).to_json()
         reason, pause = "nobody answered", 0.1
         while (left := until - self._meeting.clock()) > 0:
             self._suspects = tuple(p for p in self._suspects if not self._meeting.reaches(p))
             self._calls += 1
             self._observe("call", {"calls": self._calls, "holds": self._holds})
-            present, board = self._meeting.call(self._presence(claim, expected), left)
+            present, board = self._meeting.call(self._presence(said(), expected), left)
             here = {p.life for p in present}
             self._suspects = tuple(p for p in self._suspects if p.life in here)
             verdict = judge(present)
