@@ -146,7 +146,11 @@ def test_all_killed_at_once_go_on_from_what_they_saved() -> None:
     )
     agree(results, book)
     assert all(toy.restored for toy in results.values())
-    turns = [fields["turn"] for name, event, fields in book.events if event == "round" and name == "a" and fields["fragment"] >= 0]
+    turns = [
+        fields["turn"]
+        for name, event, fields in book.events
+        if event == "round" and name == "a" and fields["fragment"] >= 0
+    ]
     assert turns[0] == 0 and turns.count(0) == 1  # nobody began again from the start
 
 

@@ -96,7 +96,7 @@ def watch(replica: tw.Replica, diary: Diary, name: str) -> None:
             names = [muster.members[rank].name for rank in concord.counted]
             diary.write(
                 "commit", id=muster.id, turn=concord.turn, fragment=concord.fragment, counted=names, before=before,
-                chain=rounds.agreed.chain,
+                chain=rounds.agreed.chain, whole=concord.whole,
             )  # fmt: skip
 
     rounds._fly, rounds._believe = flown, believed  # type: ignore[method-assign]

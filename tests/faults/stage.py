@@ -200,7 +200,7 @@ class Stage:
         for line in history:
             for name in line["counted"]:
                 place, steps = NAMES.index(name), brought[line["id"], name]
-                due[line["fragment"]][place] += UNIT * steps / len(line["counted"])
+                due[line["fragment"]][place] += UNIT * steps / line["whole"]
                 counted[line["fragment"]][place] += steps
         for fragment in range(2):
             for place, name in enumerate(self.names):
