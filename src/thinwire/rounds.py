@@ -27,7 +27,7 @@ from thinwire.eviction import Jury
 from thinwire.exchange import Air, Buffers, Round
 from thinwire.group.base import Group
 from thinwire.group.roster import Muster, Roster
-from thinwire.handover import give, take
+from thinwire.handover import give, stand_by, take
 from thinwire.moved import Moved, Present
 from thinwire.outer import State
 from thinwire.packet import REFUSED
@@ -269,8 +269,11 @@ class Rounds:
         group, donor = muster.group, concord.sound[0]
         needy = [rank for rank in concord.behind if claims[rank].chain != claims[donor].chain]
         if group.rank == donor and needy:
-            nbytes = give(group, needy, self.agreed.tensors(), self.agreed.facts())
+            others = [rank for rank in range(group.size) if rank != donor and rank not in needy]
+            nbytes = give(group, needy, self.agreed.tensors(), self.agreed.facts(), others)
             self._observe("given", to=[muster.members[rank].name for rank in needy], nbytes=nbytes)
+        elif needy and group.rank not in needy:
+            stand_by(group, donor)
         if group.rank in needy:
             limit = 2 * sum(tensor.nbytes for tensor in self.agreed.tensors().values()) + (1 << 22)
             self.agreed.take_over(*take(group, donor, limit))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import re
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from elastic_toy import PHASES, SIZES, Book, Toy, agree, one_thread, order_faults, play, train
 
 import thinwire as tw
+from thinwire import handover
 from thinwire.group.rehearsal import Killed, Rehearsal
 from thinwire.group.standin import StandinBoard
 
@@ -91,6 +94,34 @@ def test_a_straggler_is_waited_for_within_the_grace_and_its_delta_carried_beyond
     assert [float(delta[0]) for delta in first.deltas] == ([4.0, 8.0, 12.0] if late < 10 else [4.0, 8.0])
     if late > 10:  # what c had trained when the others went on without it: four steps
         assert next(float(one.deltas[2][0]) for one in later if len(one.deltas) == 3) == 12.0
+
+
+def test_others_wait_for_a_handover_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece takes 3 s and all of them more than 30; no message may take more than 10."""
+    rehearsal, book, pieces = Rehearsal(), Book(), handover._pieces
+    sent: list[str] = []
+
+    def slowly(whole: torch.Tensor) -> Iterator[torch.Tensor]:
+        for piece in pieces(whole):
+            with rehearsal.time:
+                rehearsal.wait(threading.current_thread().name, lambda: False, 3.0)
+            sent.append(threading.current_thread().name)
+            yield piece
+
+    monkeypatch.setattr(handover, "PIECE", 32)
+    monkeypatch.setattr(handover, "_pieces", slowly)
+    settings = {"steps": 60, "least": 2}
+
+    def joins_late(name: str) -> Toy:
+        with rehearsal.time:
+            rehearsal.wait(name, lambda: False, 10.0)
+        return train(rehearsal, book, **settings)(name)
+
+    results = rehearsal.play({name: train(rehearsal, book, **settings) for name in "ab"} | {"c": joins_late})
+    agree(results, book)
+    assert sent.count("c") > 10 and any(event == "caught_up" for name, event, _ in book.events if name == "c")
+    assert all(f["reason"] == "" for _, event, f in book.events if event == "round")
+    assert not [event for _, event, _ in book.events if event == "alone"]
 
 
 def test_frozen_and_thawed() -> None:

@@ -58,21 +58,22 @@ def raw(*messages: bytes) -> Callable[[Group], None]:
     return send
 
 
-def framed(body: bytes, **changes: Any) -> tuple[bytes, bytes]:
+def framed(body: bytes, **changes: Any) -> tuple[bytes, ...]:
     fields = {
         "magic": b"TWHO",
-        "version": 1,
+        "version": 2,
         "nbytes": len(body),
         "digest": hashlib.blake2b(body, digest_size=32).digest(),
     }
-    return struct.pack("<4sIQ32s", *(fields | changes).values()), body
+    *header, digest = (fields | changes).values()
+    return struct.pack("<4sIQ", *header), body, digest
 
 
 @pytest.mark.parametrize(
     ("messages", "match"),
     [
         (framed(b"x" * 9, magic=b"HTTP")[:1], "began a handover with b'HTTP'"),
-        (framed(b"x" * 9, version=2)[:1], "version 2"),
+        (framed(b"x" * 9, version=3)[:1], "version 3"),
         (framed(b"x" * 9, nbytes=1 << 60)[:1], "at most 1,048,576 are due"),
         (framed(b"x" * 9, digest=bytes(32)), "damaged on its way"),
         (framed(b"x" * 9), "cannot be read"),
