@@ -107,12 +107,8 @@ class Elastic:
         made_up = [index for index in self._owed - self._waiting.keys() if index == self.rounds.next]
         leaving = dict.fromkeys([*self._missed(step), *due, *made_up])
         brought = [self._bring(index, step) for index in leaving if index not in self._waiting]
-        if brought:
+        if brought or late:
             self.rounds.depart(*brought)
-        elif (
-            late and self.rounds.idle
-        ):  # all wait for a turn that does not come: one whose fragment departs seldom, say
-            self.rounds.meet()
         self._seen = step
         return self._pick_up(step)
 

@@ -191,8 +191,10 @@ class Rounds:
             self._done += 1
 
     def _calls(self) -> bool:
-        """Whether it is this replica's to ask for a round."""
-        return self._doubt is not None or self.next in self._waiting
+        """Whether it is this replica's to ask for a round: also where a turn does not come, as if its fragment departed seldom."""
+        long = self.strategy.schedule.every
+        waited = any(self.step - ready.step >= long for ready in self._waiting.values())
+        return self._doubt is not None or self.next in self._waiting or waited
 
     def _finish(self) -> bool:
         self.finishing = True

@@ -206,6 +206,9 @@ def test_deadlines_follow_the_steps(run: Run) -> None:
     for _ in range(64):
         last = pace.after_step(1.0)
     assert last.grace == pytest.approx(10.0) and last.muster > first.muster + 90
+    asked = dataclasses.replace(run, grace="30 steps", every=100)
+    given = Pace(asked.make_strategy(), asked, fragments, step_seconds=0.1).deadlines()
+    assert given.grace == pytest.approx(3.0) and given.muster == pytest.approx(first.muster + 1.0)
 
 
 def test_waiting_for_the_others_ends_with_a_stop_and_with_time() -> None:
@@ -230,6 +233,8 @@ def test_waiting_for_the_others_ends_with_a_stop_and_with_time() -> None:
         ({"least": 3}, "least=3 with replicas=2: no round would ever be held"),
         ({"least": 0}, "least=0: at least 1"),
         ({"uplink": "100mbit"}, "carrier='processes'"),
+        ({"grace": "soon"}, "grace='soon': how long others wait"),
+        ({"grace": "0s"}, "such as 5s, 500ms or '20 steps'"),
     ],
 )
 def test_what_cannot_be_elastic_is_refused(change: dict[str, Any], says: str) -> None:

@@ -23,7 +23,7 @@ from thinwire.lm.run import Run
 # Of a run: options of train and compare, and what a run file holds.
 RUN = """
 strategy replicas steps seed every delay fragments merge codec partition offsets exchange outer_lr outer_momentum anchors privacy carrier
-least weigh evict link uplink timeout model lora positions text column tokenizer batch sequence accumulate optimizer lr warmup weight_decay
+least grace weigh evict link uplink timeout model lora positions text column tokenizer batch sequence accumulate optimizer lr warmup weight_decay
 clip precision eval_every eval_batches checkpoint_every keep
 """
 OPTIONS = {

@@ -120,7 +120,7 @@ def set_up(file: Path, link: Link | None, step_seconds: float | None) -> Iterato
     if step_seconds is not None:
         shapes, wire = [fragment.shapes for fragment in fragments], link or parse_link(run.link)
         yield from enough(strategy, shapes, run.replicas, wire, step_seconds)
-        yield deadlines(strategy, shapes, run.replicas, wire, step_seconds)
+        yield deadlines(run, strategy, shapes, wire, step_seconds)
 
 
 def may_come_and_go() -> Finding:
@@ -236,10 +236,10 @@ def enough(
 
 
 def deadlines(
-    strategy: Strategy, fragments: Sequence[int | Shapes], replicas: int, link: Link | None, seconds: float
+    run: Run, strategy: Strategy, fragments: Sequence[int | Shapes], link: Link | None, seconds: float
 ) -> Finding:
     """The one time-out model for replicas that come and go, as this run needs it."""
-    of = place.deadlines(strategy, fragments, replicas, link, seconds)
+    of = place.deadlines(run, strategy, fragments, link, seconds)
     texts = {name.replace("_", " "): text_of_seconds(value) for name, value in dataclasses.asdict(of).items()}
     return Finding(
         "deadlines",

@@ -6,6 +6,7 @@ another's: all of these are lengths.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from math import isfinite
 
@@ -48,7 +49,15 @@ class Deadlines:
             )
 
     @classmethod
-    def of(cls, every: int, delay: int, step_seconds: float, nbytes: int, link: Link | None = None) -> Deadlines:
+    def of(
+        cls,
+        every: int,
+        delay: int,
+        step_seconds: float,
+        nbytes: int,
+        link: Link | None = None,
+        grace: str | None = None,
+    ) -> Deadlines:
         """For rounds of `nbytes` (sent by a replica in one round, all peers together) on `link` (None: no matter).
 
         With H = `every`, τ = `delay`, T = `step_seconds`; air = nbytes on the link; rtt = 2 · its delay;
@@ -65,7 +74,7 @@ class Deadlines:
         The grace is the schedule's slack: so much later a round still lands in time. Where there is none it is a
         tenth of the period, the most that one late replica costs the others. A link four times slower than said
         still carries a round. A vote outlasts a peer's transfer, because a peer may vote only after it. A muster
-        outlasts a period: the others may have just begun one.
+        outlasts a period: the others may have just begun one. With `grace`, such as "5s" or "20 steps", that is the grace.
 
         >>> Deadlines.of(every=100, delay=5, step_seconds=0.5, nbytes=10**6, link=Link.parse("10mbit,50ms")).grace
         5.0
@@ -79,15 +88,30 @@ class Deadlines:
         queue = link.serialisation_seconds(BUFFERED) if link else 0.0
         period = every * step_seconds
         timeout = max(5.0, 3 * (1.0 + queue + rtt))
-        grace = max(2.0, delay * step_seconds - air - 10 * rtt, period / 10)
+        slack = max(2.0, delay * step_seconds - air - 10 * rtt, period / 10)
+        waits = slack if grace is None else grace_seconds(grace, step_seconds)
         connect = max(10.0, 40 * rtt + 3 * queue)
         transfer = max(10.0, 4 * (air + rtt))
         return cls(
             heartbeat_interval=1.0,
             heartbeat_timeout=timeout,
-            grace=grace,
+            grace=waits,
             connect=connect,
             transfer=transfer,
             vote=transfer + max(5.0, 8 * rtt + 3 * queue),
-            muster=period + grace + timeout + 2 * connect,
+            muster=period + waits + timeout + 2 * connect,
         )
+
+
+def grace_seconds(text: str, step_seconds: float) -> float:
+    """Seconds of "5s", "500ms" or, in inner steps of `step_seconds`, "20 steps". Raises `ConfigurationError`.
+
+    >>> grace_seconds("20 steps", step_seconds=0.5), grace_seconds("500ms", step_seconds=0.5)
+    (10.0, 0.5)
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(ms|s|steps?)", text)
+    if match is None or not float(match[1]) > 0:
+        raise ConfigurationError(
+            f"grace={text!r}: how long others wait for a late replica is needed, such as 5s, 500ms or '20 steps'."
+        )
+    return float(match[1]) * {"ms": 1e-3, "s": 1.0}.get(match[2], step_seconds)

@@ -105,13 +105,11 @@ def largest_round(strategy: Strategy, fragments: Sequence[int | Shapes], replica
 
 
 def deadlines(
-    strategy: Strategy, fragments: Sequence[int | Shapes], replicas: int, link: Link | None, step_seconds: float
+    run: Run, strategy: Strategy, fragments: Sequence[int | Shapes], link: Link | None, step_seconds: float
 ) -> Deadlines:
-    """The one time-out model, for a run."""
-    schedule = strategy.schedule
-    return Deadlines.of(
-        schedule.every, schedule.delay, step_seconds, largest_round(strategy, fragments, replicas), link
-    )
+    """The one time-out model, for `run`."""
+    schedule, nbytes = strategy.schedule, largest_round(strategy, fragments, run.replicas)
+    return Deadlines.of(schedule.every, schedule.delay, step_seconds, nbytes, link, run.grace)
 
 
 def heartbeat_timeout(run: Run) -> float:
@@ -171,12 +169,12 @@ class Pace:
 
     def __init__(self, strategy: Strategy, run: Run, fragments: Sequence[Fragment], step_seconds: float) -> None:
         self._shapes, self._recent = [fragment.shapes for fragment in fragments], deque([step_seconds], maxlen=64)
-        self._strategy, self._replicas, self._link = strategy, run.replicas, parse_link(run.link)
+        self._strategy, self._run, self._link = strategy, run, parse_link(run.link)
         self._steps, self._now = 0, self.deadlines()
 
     def deadlines(self) -> Deadlines:
         seconds = statistics.median(self._recent)
-        return deadlines(self._strategy, self._shapes, self._replicas, self._link, seconds)
+        return deadlines(self._run, self._strategy, self._shapes, self._link, seconds)
 
     def after_step(self, seconds: float) -> Deadlines:
         """The deadlines from here on."""

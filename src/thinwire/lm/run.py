@@ -17,6 +17,7 @@ import tomli_w
 from thinwire import elastic
 from thinwire.errors import ConfigurationError
 from thinwire.group import parse_link
+from thinwire.group.deadlines import grace_seconds
 from thinwire.inner import AdamW, Inner
 from thinwire.methods import METHODS, Method
 from thinwire.recipes import RECIPES
@@ -86,6 +87,8 @@ class Run:
     """Replicas as processes under torch.distributed, as threads of one process, or as processes that may die, return and join late."""
     least: int = 2
     """Elastic: so many replicas are needed for a round. With fewer they train on and wait; 1: each may go on alone."""
+    grace: str | None = None
+    """Elastic: how long a round waits for a replica that is late, such as 5s or '20 steps'. Without: the schedule's slack."""
     weigh: Literal["alike", "tokens"] = "alike"
     """Elastic: every delta counts alike, or by the tokens behind it, where replicas are unequally fast."""
     evict: bool = False
@@ -165,6 +168,8 @@ class Run:
             if (value := getattr(self, name)) is not None and not 0 <= value < math.inf:
                 raise ConfigurationError(f"{name}={value}: 0 or more is needed.")
         parse_link(self.link)
+        if self.grace is not None:
+            grace_seconds(self.grace, 1.0)
         self._check_uplink()
         self._composition()
         self.make_inner()

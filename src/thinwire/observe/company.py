@@ -40,6 +40,11 @@ class Turn:
         reason = _by_name(str(event["reason"]), members)
         return cls(whole(event["turn"]), whole(event["fragment"]), seconds, members, counted, committed, reason)
 
+    @property
+    def place(self) -> tuple[int, bool]:
+        """In the order of rounds; where nobody had anything to exchange, they met before the round of that turn."""
+        return self.number, self.fragment >= 0
+
 
 def _names(given: object) -> tuple[str, ...]:
     return tuple(map(str, given)) if isinstance(given, list) else ()
@@ -63,13 +68,13 @@ class Circle:
         self.committed = 0
         self._counted: deque[tuple[str, ...]] = deque(maxlen=2 * max(1, fragments))
         self._here: dict[str, int] = {}  # committed rounds in a row that a replica was a member of
-        self._last = -1
+        self._last = (-1, False)
 
     def take(self, turn: Turn) -> tuple[list[str], list[str]]:
         """Learn from a round; who joined and who left with it. A round that is known already changes nothing."""
-        if turn.number <= self._last:
+        if turn.place <= self._last:
             return [], []
-        self._last = turn.number
+        self._last = turn.place
         before, self.members = self.members, turn.members
         if turn.committed and turn.fragment >= 0:
             self.committed += 1
@@ -150,12 +155,12 @@ def how_many(members: Sequence[str], asked: int) -> str:
 
 def merged(turns: Iterable[Turn]) -> list[Turn]:
     """Each round once, in order. Members agree on what they know; one may know more."""
-    best: dict[int, Turn] = {}
+    best: dict[tuple[int, bool], Turn] = {}
     for turn in sorted(turns, key=lambda turn: turn.seconds):
-        known = best.get(turn.number)
+        known = best.get(turn.place)
         if known is None or (known.committed is None and turn.committed is not None):
-            best[turn.number] = turn
-    return [best[number] for number in sorted(best)]
+            best[turn.place] = turn
+    return [best[place] for place in sorted(best)]
 
 
 @dataclass(frozen=True)
