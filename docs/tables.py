@@ -3,8 +3,8 @@
     python docs/tables.py            # or: make tables
 
 A table stands between `<!-- table: benchmarks/results/NAME.json -->` and `<!-- end -->`; what the JSON's `benchmark` is decides its form.
-With `all` before `-->` every method is in it, else those of HEADLINE.
-tests/repo/test_readme.py holds that the README says what the files say.
+With `all` before `-->` every method is in it, else those of HEADLINE. What is told of single recipes is in recipes.py.
+tests/repo/test_pages.py holds that pages say what the files say.
 """
 
 from __future__ import annotations
@@ -16,13 +16,18 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import recipes
+
 from thinwire import parse
 from thinwire.group import parse_link
 from thinwire.observe.charts import View, colour
 from thinwire.observe.svg import drawing
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "benchmarks/README.md", "docs/formats.md", "docs/family.md")
+PAGES = (
+    *("README.md", "benchmarks/README.md", "docs/formats.md", "docs/family.md", "docs/strategies.md"),
+    *(page.relative_to(ROOT).as_posix() for page in sorted(ROOT.glob("docs/methods/*.md"))),
+)
 HEADLINE = ("Thinwire streaming_diloco", "torchft DiLoCo, streaming (fp32)", "torch DDP (fp32)")
 BLOCK = re.compile(r"(<!-- table: (\S+)( all)? -->\n).*?(<!-- end -->)", re.DOTALL)
 Result = Mapping[str, Any]
@@ -31,7 +36,8 @@ Result = Mapping[str, Any]
 def filled(text: str, root: Path = ROOT, page: str = "README.md") -> str:
     """`text` of `page` with every table as its file has it."""
     up = "../" * page.count("/")
-    return BLOCK.sub(lambda b: f"{b[1]}{table(root / b[2], b[2], bool(b[3]), up)}\n{b[4]}", text)
+    text = BLOCK.sub(lambda b: f"{b[1]}{table(root / b[2], b[2], bool(b[3]), up)}\n{b[4]}", text)
+    return recipes.filled(text, root, up)
 
 
 def table(path: Path, name: str, whole: bool, up: str = "") -> str:

@@ -94,7 +94,7 @@ class Momentum:
     """u ← decay·u + s, and u is said in place of s: momentum that is kept by each replica, before compression.
 
     With `Feedback()`, whose residual is v, and a sparse codec: Deep Gradient Compression's momentum correction (arXiv 1712.01887,
-    §3.1: v ← v + u, what is large of v is sent). `clears="sent"` is its momentum factor masking (§3.2): u ← 0 where something
+    §3.2: v ← v + u, what is large of v is sent). `clears="sent"` is its momentum factor masking (§3.3): u ← 0 where something
     was sent, so that old directions do not go on. With a codec that sends everything that wipes u each time, and leaves plain SGD;
     so what an `Each` codec sends as the rest, in full, is spared. `clears="nothing"` is momentum SGD, kept apart.
 

@@ -108,7 +108,7 @@ class DenseUntil:
 class DensityWarmup:
     """A sparse codec keeps more at first: each of `densities` for `rounds` rounds, then as many as it says itself, and never fewer.
 
-    Source: Deep Gradient Compression (Lin et al., arXiv 1712.01887, §3.4), whose list this is, for its last density of 0.1 %; there a
+    Source: Deep Gradient Compression (Lin et al., arXiv 1712.01887, §3.3), whose list this is, for its last density of 0.1 %; there a
     stage is an epoch. It goes for every TopK, ChunkedTopK and RandomK in the codec. Where the packet would not be smaller than
     that of `dense`, it is in `dense`.
 

@@ -135,7 +135,7 @@ class Quadratic:
     agreed. In warm-up, that is in the first round and where η is higher than a round before, H is `every`; *differs*: their
     code is told how long warm-up is. Their theory is of averaging (`Average`).
 
-    On the wire: published settings exchange in 7 to 40 % of the rounds of data-parallel training, see docs/strategies.md.
+    On the wire: published settings exchange in 7 to 40 % of the rounds of data-parallel training, see docs/methods/qsr.md.
 
     >>> [Quadratic(every=4, scale=0.0175).length(lr, before=0.008) for lr in (0.008, 0.004, 0.0008)]
     [4, 19, 478]

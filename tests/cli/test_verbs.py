@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import thinwire
 from thinwire.cli import VERBS, main, report
 from thinwire.errors import ConfigurationError
 from thinwire.lm.run import Run
@@ -86,6 +87,14 @@ def test_a_run_that_cannot_work_is_refused_when_made(change: dict[str, object], 
 
 def test_a_whole_number_will_do_for_a_learning_rate() -> None:
     assert Run(lr=1, clip=2).lr == 1
+
+
+def test_the_clip_of_a_run_is_the_gradients() -> None:
+    """It goes into a recipe's filters where that has them, and nowhere else: the outer momentum's bound is another."""
+    assert Run(strategy="dgc", clip=0.5).make_strategy() == thinwire.dgc(clip=0.5)
+    assert (
+        Run(strategy="co2", clip=0.5).make_strategy() == Run(strategy="co2", clip=0.0).make_strategy() == thinwire.co2()
+    )
 
 
 def test_compare_gives_each_strategy_the_settings_it_takes() -> None:

@@ -3,7 +3,7 @@
 f_i(x) = ½ (x − b_i)ᵀ A_i (x − b_i) with diagonal A_i, b_i far apart; gradients with noise σ. What is told is the mean of
 ‖x − x*‖² over the last 1000 of 2500 steps. The order is that of EControl's paper (ICLR 2024): any feedback is far better than none; without
 noise EF14 has a floor, which EF21 and EControl have not; with noise EF21 is the worst of the three and EControl the best.
-The figures in docs/strategies.md are these.
+The figures in docs/methods/error_feedback.md are these.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_all_replicas_at_once_are_the_codec():
 def test_ladder(sigma, n):
     far = {name: distance(feedback, sigma, n) for name, feedback in LADDER.items()}
     none, ef14, ef21, little, more = far.values()
-    assert far == pytest.approx(DUE[sigma, n], rel=0.05, abs=1e-6), "docs/strategies.md shows these"
+    assert far == pytest.approx(DUE[sigma, n], rel=0.05, abs=1e-6), "docs/methods/error_feedback.md shows these"
     if sigma:
         assert more < little < ef14 < ef21 < none / 10
     else:

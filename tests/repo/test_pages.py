@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import re
 import shlex
@@ -134,9 +133,18 @@ def test_every_fence_names_a_language_that_is_checked(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
+    """To a file, and in a page to a heading."""
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
         if "://" not in target:
-            assert (page.parent / target.split("#")[0]).exists(), target
+            file, _, heading = target.partition("#")
+            assert (page.parent / file).exists(), target
+            assert not heading or heading in headings(page.parent / file if file else page), target
+
+
+def headings(page: Path) -> set[str]:
+    """What a link into a page may name: its headings in small letters, without marks, spaces as hyphens."""
+    found = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
 
 
 # ---- the README's tree
@@ -176,11 +184,7 @@ def test_the_tree_names_every_room():
 
 
 def tables():
-    spec = importlib.util.spec_from_file_location("tables", ROOT / "docs/tables.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("tables")
 
 
 def test_tables_in_pages_are_those_of_the_results():

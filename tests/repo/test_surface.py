@@ -61,7 +61,7 @@ def test_public_names_are_documented(name):
     thing = getattr(thinwire, name)
     text = inspect.getdoc(thing) or ""
     assert text and not text.startswith(f"{name}("), f"{name} has no docstring"
-    pages = "".join(page.read_text() for page in [ROOT / "README.md", *ROOT.glob("docs/*.md")])
+    pages = "".join(page.read_text() for page in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
     assert re.search(rf"\b{name}\b", pages), f"{name} is in no page of docs/"
 
 

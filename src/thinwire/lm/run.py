@@ -16,6 +16,7 @@ import tomli_w
 
 from thinwire import elastic
 from thinwire.errors import ConfigurationError
+from thinwire.filters import Clip
 from thinwire.group import parse_link
 from thinwire.group.deadlines import grace_seconds
 from thinwire.inner import AdamW, Inner
@@ -49,7 +50,7 @@ class Run:
 
     strategy: str = "streaming_diloco"
     """A recipe (data_parallel, local_sgd, diloco, streaming_diloco, dgc, one_bit_adam, ...), a method with a loop of its own
-    (just_one_byte, fedavg, scaffold, scallion, scafcom), or a whole Strategy(...) in Python."""
+    (just_one_byte, fedavg, scaffold, scallion, scafcom), or a whole Strategy(...) in Python; docs/strategies.md helps to choose."""
     replicas: int = 2
     """How many replicas train (under torchrun: the world is replicas times the ranks of one replica)."""
     steps: int = 800
@@ -248,9 +249,10 @@ class Run:
             foreign = [key for key in given if key not in taken]
             if foreign:
                 raise ConfigurationError(f"{name} takes no {', '.join(foreign)}; it takes {', '.join(taken)}.")
-            if "clip" in taken:
-                given["clip"] = self.clip
-            return NAMED[name](**given)
+            made = NAMED[name](**given)
+            if isinstance(made, Strategy) and any(isinstance(one, Clip) for one in made.filters):
+                return NAMED[name](**(given | {"clip": self.clip}))
+            return made
         if given:
             raise ConfigurationError(
                 f"strategy={self.strategy!r} with {', '.join(given)}: those go with a recipe's name ({', '.join(NAMED)}); "

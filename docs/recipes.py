@@ -1,0 +1,205 @@
+"""What pages say of each recipe and method beside their own words: what it sends, what it keeps, what was measured of it.
+
+`make tables` fills these blocks, each up to its `<!-- end -->`:
+
+    <!-- wire NAME ... -->       bytes in a period, bits a parameter and step, bytes kept, by the strategy's own prediction
+    <!-- measured NAME ... -->   its row in benchmarks/results/family.json, or that there is none yet
+    <!-- recipes -->             every recipe and method, with what its docstring says first
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thinwire import Gradients, Strategy
+from thinwire.lm.model import SIZES, Transformer
+from thinwire.methods import METHODS, Averaged, ControlVariates, Method
+from thinwire.partition import Fragment
+from thinwire.plan.memory import kept_nbytes
+from thinwire.policy import Deciding
+from thinwire.recipes import RECIPES
+from thinwire.schedule import Adaptive
+
+ROOT = Path(__file__).parents[1]
+FAMILY = "benchmarks/results/family.json"
+MODEL, REPLICAS = "tiny", 2  # those of `thinwire train` when nothing is said
+NAMED: Mapping[str, Callable[..., Strategy | Method]] = RECIPES | METHODS
+BLOCK = re.compile(r"(<!-- (wire|measured|recipes)((?: \w+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
+CONTROL = "data_parallel"
+
+
+def filled(text: str, root: Path, up: str) -> str:
+    """`text` with all of these blocks as they are due. `up` leads from its page to the root."""
+    make: dict[str, Callable[[list[str]], str]] = {
+        "wire": wire,
+        "measured": lambda names: measured(names, root, up),
+        "recipes": lambda _: recipes(),
+    }
+    return BLOCK.sub(lambda b: f"{b[1]}{make[b[2]](b[3].split())}\n{b[4]}", text)
+
+
+def homes() -> dict[str, Path]:
+    """The page of each name: names stand in the page's title, as in `# dgc, outer_dgc`."""
+    pages = sorted((ROOT / "docs/methods").glob("*.md"))
+    return {name: page for page in pages for name in title(page)}
+
+
+def title(page: Path) -> list[str]:
+    return page.read_text().split("\n", 1)[0].removeprefix("# ").split(", ")
+
+
+# ---- on the wire
+
+
+@cache
+def fragments(name: str) -> list[Fragment]:
+    """Of a strategy, on the model of which its bytes are told."""
+    with torch.device("meta"):  # shapes alone
+        model = Transformer(SIZES[MODEL])
+    made = NAMED[name]()
+    return (made.partition if isinstance(made, Strategy) else RECIPES[CONTROL]().partition).fragments(model)
+
+
+def sent(name: str) -> Iterator[tuple[str, int, int]]:
+    """What is sent in a period: in which rounds, how many bytes, and in how many steps. In the long run first."""
+    made, shapes = NAMED[name](), [fragment.shapes for fragment in fragments(name)]
+    numel = sum(fragment.numel for fragment in fragments(name))
+    if not isinstance(made, Strategy):
+        yield "", made.nbytes_per_period(numel, REPLICAS), made.every
+        return
+    every = made.schedule.every
+    full = max((one.full for one in made.filters), default=0)
+    late = made.nbytes_per_period(shapes, REPLICAS)
+    yield "", late, every
+    for first, end in pairwise(sorted({0, full, *made.policy.changes})):
+        early = made.nbytes_per_period(shapes, REPLICAS, first)
+        if early != late:
+            yield f"round {first:,}" if end == first + 1 else f"rounds {first:,} to {end - 1:,}", early, every
+
+
+def bits(name: str, nbytes: int, every: int) -> str:
+    """A parameter and step; with ≤ where learning rate or data may ask for less."""
+    made = NAMED[name]()
+    less = isinstance(made, Strategy) and (isinstance(made.schedule, Adaptive) or isinstance(made.policy, Deciding))
+    share = 8 * nbytes / sum(fragment.numel for fragment in fragments(name)) / every
+    return ("≤ " if less else "") + f"{share:.3g}"
+
+
+def wire(names: list[str]) -> str:
+    rows = [
+        ["", "bytes sent", "bits per parameter and step", "bytes kept per parameter"],
+        ["---", "---:", "---:", "---:"],
+    ]
+    for name in names:
+        for when, nbytes, every in sent(name):
+            steps = "a step" if every == 1 else f"{every} steps"
+            row = [f"`{name}`" + (f", {when}" if when else ""), f"{nbytes:,} in {steps}", bits(name, nbytes, every)]
+            rows.append([*row, "" if when else f"{kept(name):.3g}"])
+    model = f"model `{MODEL}` ({sum(fragment.numel for fragment in fragments(names[0])):,} parameters)"
+    remark = f"*Predicted: each of two replicas, every setting at its default, {model}; headers included. Kept: beside weights and inner optimizer.*"
+    return _table(rows) + f"\n\n{remark}"
+
+
+# ---- measured
+
+
+def measured(names: list[str], root: Path, up: str) -> str:
+    """Rows of benchmarks/family.py, beside the control; a sentence where there is none."""
+    path = root / FAMILY
+    if not path.exists():
+        return f"*Not measured yet: there is no `{FAMILY}`.*"
+    result = json.loads(path.read_text())
+    found = {row["strategy"]: row for row in result["rows"]}
+    if not found.keys() & set(names):
+        return f"*Not measured yet: `{FAMILY}` has no row of it.*"
+    rows = [["", "evaluation loss", f"against {CONTROL}", "bits per parameter and step", "seeds"]]
+    rows.append(["---", "---:", "---:", "---:", "---:"])
+    changed = False
+    for name in names:
+        if name not in found:
+            rows.append([f"`{name}`", "not measured yet", "–", "–", "–"])
+            continue
+        row, old = found[name], repr(NAMED[name]()) != found[name].get("composition", repr(NAMED[name]()))
+        changed |= old
+        spread = "" if row["eval_loss_spread"] is None else f" ± {row['eval_loss_spread']:.4f}"
+        rows.append(
+            [f"`{name}`" + (" †" if old else ""), f"{row['eval_loss']:.4f}{spread}", _against(row, found.get(CONTROL)),
+             f"{row['bits_per_parameter_per_step']:.3g}", str(row["seeds"])]
+        )  # fmt: skip
+    lines = [_table(rows), "", f"*{_said(result)} All methods side by side: [family.md]({up}docs/family.md).*"]
+    if changed:
+        lines += ["", "† Before its defaults became what they are today."]
+    return "\n".join(lines)
+
+
+def _against(row: Mapping[str, Any], control: Mapping[str, Any] | None) -> str:
+    if control is None or not math.isfinite(row["eval_loss"]):
+        return "–"
+    return "control" if row is control else f"{row['eval_loss'] / control['eval_loss'] - 1:+.2%}"
+
+
+def _said(result: Mapping[str, Any]) -> str:
+    """How and where it was measured."""
+    setting, machine = result["setting"], result["machine"]
+    commit = (result["commit"] or "unknown")[:7] + (" and changes" if result.get("uncommitted") else "")
+    how = f"model `{setting['model']}`, {setting['steps']} steps, {setting['replicas']} replicas, defaults; mean ± standard deviation over seeds"
+    return f"{result['word'].capitalize()}, {result['date'][:10]}: {how}; commit {commit}, {machine['cpu'].strip()}, {machine['cores']} cores."
+
+
+# ---- all of them
+
+
+def recipes() -> str:
+    """A table of all recipes and methods for docs/strategies.md, in three parts."""
+    parts: dict[str, list[str]] = {
+        "Deltas, every H steps": [],
+        "Gradients, at every step": [],
+        "With a loop of their own": [],
+    }
+    for name, make in NAMED.items():
+        made = make()
+        of = 2 if not isinstance(made, Strategy) else 1 if isinstance(made.signal, Gradients) else 0
+        list(parts.values())[of].append(name)
+    at = homes()
+    rows = [["", "what it does", "bits per parameter and step", "bytes kept"], ["---", "---", "---:", "---:"]]
+    for part, names in parts.items():
+        rows.append([f"*{part}*", "", "", ""])
+        for name in names:
+            _, nbytes, every = next(sent(name))
+            rows.append(
+                [f"[{name}](methods/{at[name].name})", summary(name), bits(name, nbytes, every), f"{kept(name):.3g}"]
+            )
+    return _table(rows)
+
+
+def summary(name: str) -> str:
+    """The first line of the docstring, without who and where: that is on the page."""
+    first = inspect.cleandoc(NAMED[name].__doc__ or "").split("\n\n")[0].replace("\n", " ")
+    said = re.sub(r" \([^()]*(?:arXiv|20\d\d|ICLR)[^()]*\)", "", first).split(": ", 1)[-1]
+    return said[0].upper() + said[1:].rstrip(".")
+
+
+def kept(name: str) -> float:
+    """Bytes a parameter that a replica of two keeps between steps, beside weights and inner optimizer."""
+    made = NAMED[name]()
+    if isinstance(made, ControlVariates):  # x, c and c_i; and v
+        return 16 if isinstance(made.rule, Averaged) else 12
+    if not isinstance(made, Strategy):  # a log, a byte a value
+        return 0
+    numels = [fragment.numel for fragment in fragments(name)]
+    every = kept_nbytes(sum(numels), made, numels, REPLICAS)
+    return sum(nbytes for what, nbytes in every.items() if what not in ("parameters", "AdamW")) / sum(numels)
+
+
+def _table(rows: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)

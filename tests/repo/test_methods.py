@@ -1,0 +1,158 @@
+"""Every recipe and method has one page, all pages have one shape, and what they say of settings, bytes and refusals is so."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+import shlex
+
+import pytest
+import recipes
+import tables
+from pages import ROOT, commands
+
+import thinwire
+from thinwire import methods
+from thinwire.cli import options, train
+from thinwire.errors import ConfigurationError
+from thinwire.recipes import RECIPES
+from thinwire.strategy import PIECES, parse
+
+NAMED = recipes.NAMED
+METHOD_PAGES = sorted((ROOT / "docs/methods").glob("*.md"))
+BESIDE = {name: getattr(methods, name) for name in methods.__all__}  # what no `--strategy` is, but has a page
+SECTIONS = ["Source", "What differs", "On the wire", "Memory and cost", "Settings", "Use", "Refused", "Measured"]
+
+each_page = pytest.mark.parametrize("page", METHOD_PAGES, ids=lambda page: page.stem)
+
+
+def section(page, name):
+    found = re.search(rf"^## {name}\n(.*?)(?=^## |\Z)", page.read_text(), re.DOTALL | re.MULTILINE)
+    assert found, f"{page.name} has no ## {name}"
+    return found[1]
+
+
+def rows(page, name):
+    """The cells of a section's first table, without its head."""
+    lines = (
+        next(part for part in section(page, name).split("\n\n") if part.lstrip().startswith("|")).strip().splitlines()
+    )
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
+
+
+# ---- which pages there are
+
+
+def test_every_name_has_one_page_and_every_page_its_names():
+    told = [name for page in METHOD_PAGES for name in recipes.title(page)]
+    assert len(told) == len(set(told))
+    assert set(NAMED) <= set(told) <= set(NAMED) | set(BESIDE)
+
+
+@each_page
+def test_pages_have_one_shape(page):
+    """The sections in their order, others between; equations in front of them; one command or block that runs, at least."""
+    text = page.read_text()
+    found = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    assert [name for name in found if name in SECTIONS] == SECTIONS
+    assert re.search(r"^    \S", text.split("\n## ")[0], re.MULTILINE), "no equations"
+    assert "https://arxiv.org/abs/" in section(page, "Source")
+    assert "```python" in section(page, "Use")
+
+
+@each_page
+def test_blocks_are_of_the_pages_names(page):
+    ours = [name for name in recipes.title(page) if name in NAMED]
+    found = {kind: names.split() for _, kind, names, _ in recipes.BLOCK.findall(page.read_text())}
+    assert found == ({"wire": ours, "measured": ours} if ours else {})
+
+
+def test_every_name_is_used_in_a_command():
+    """That such commands parse, strategies included, is tested with all others."""
+    homes, found = recipes.homes(), commands()
+    for name in NAMED:
+        lines = [command for block, command in found if block.page == homes[name]]
+        assert any(re.search(rf"--strategy \"?{name}\b", line) for line in lines), name
+
+
+# ---- what pages say
+
+
+@each_page
+def test_settings_are_those_of_the_signature(page):
+    """Each by its name, with its default as one would write it, for every name on the page that has it."""
+    told = {re.match(r"`(\w+)`", cells[0])[1]: cells[1] for cells in rows(page, "Settings")}
+    due = {}
+    for name in recipes.title(page):
+        for setting in inspect.signature((NAMED | BESIDE)[name]).parameters.values():
+            default = setting.default
+            if default is dataclasses._HAS_DEFAULT_FACTORY:
+                default = getattr(BESIDE[name](step=0.1), setting.name)
+            required = default is inspect.Parameter.empty
+            due.setdefault(setting.name, set()).add("–" if required else f"`{tables.repr_without_defaults(default)}`")
+    assert set(told) == set(due)
+    for name, defaults in due.items():
+        assert all(default in told[name] for default in defaults), (name, defaults)
+
+
+@each_page
+def test_what_is_refused_is_refused_so(page, capsys):
+    """A command, or a call, and what is said of it."""
+    for given, said in rows(page, "Refused"):
+        given = given.strip("`")
+        if given.startswith("thinwire train"):
+            with pytest.raises(SystemExit):
+                options.read(train.Options, "train", shlex.split(given)[2:], "")
+            told = re.sub(r"[\s│]+", " ", capsys.readouterr().err)
+        else:
+            with pytest.raises(ConfigurationError) as caught:
+                parse(given, PIECES | NAMED | BESIDE)
+            told = str(caught.value)
+        assert said.replace("\\|", "|") in told, told
+
+
+def test_summaries_are_short_and_whole():
+    for name in NAMED:
+        said = recipes.summary(name)
+        assert 10 < len(said) < 120 and said.count("(") == said.count(")") and "arXiv" not in said, said
+
+
+# ---- what is filled in
+
+
+def test_bytes_are_the_strategys_own():
+    lines = recipes.wire(["outer_dgc", "qsr", "just_one_byte"]).splitlines()
+    strategy, shapes = thinwire.outer_dgc(), [fragment.shapes for fragment in recipes.fragments("outer_dgc")]
+    late, first = (strategy.nbytes_per_period(shapes, 2, number) for number in (1000, 0))
+    assert lines[2].startswith(f"| `outer_dgc` | {late:,} in 30 steps | ")
+    assert lines[3].startswith(f"| `outer_dgc`, round 0 | {first:,} in 30 steps | ")
+    assert any(re.match(r"\| `qsr` \| [\d,]+ in 4 steps \| ≤ 8 \|", line) for line in lines)
+    assert "| `just_one_byte` | 52 in a step | 0.000844 | 0 |" in lines and lines[-1].startswith("*Predicted")
+
+
+def test_what_was_measured(tmp_path):
+    row = {"eval_loss": 1.5, "eval_loss_spread": 0.01, "bits_per_parameter_per_step": 32.0, "seeds": 3}
+    found = [
+        row | {"strategy": name, "composition": repr(RECIPES[name]()), "eval_loss": loss}
+        for name, loss in (("data_parallel", 1.5), ("ef14", 1.53), ("ef21", float("nan")))
+    ]
+    found[1]["composition"] = "Strategy()"
+    result = {"word": "measured", "date": "2026-11-21T00:00:00+00:00", "commit": "0123456789", "rows": found}
+    result |= {"setting": {"model": "nano", "steps": 500, "replicas": 2}, "machine": {"cpu": " A CPU", "cores": 2}}
+    path = tmp_path / recipes.FAMILY
+    assert recipes.measured(["ef14"], tmp_path, "") == f"*Not measured yet: there is no `{recipes.FAMILY}`.*"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(result))
+    lines = recipes.measured(["data_parallel", "ef14", "ef21", "econtrol"], tmp_path, "../../").splitlines()
+    assert lines[2:6] == [
+        "| `data_parallel` | 1.5000 ± 0.0100 | control | 32 | 3 |",
+        "| `ef14` † | 1.5300 ± 0.0100 | +2.00% | 32 | 3 |",
+        "| `ef21` | nan ± 0.0100 | – | 32 | 3 |",
+        "| `econtrol` | not measured yet | – | – | – |",
+    ]
+    assert lines[7].startswith("*Measured, 2026-11-21: model `nano`, 500 steps, 2 replicas, defaults;")
+    assert "commit 0123456, A CPU, 2 cores." in lines[7] and lines[7].endswith("[family.md](../../docs/family.md).*")
+    assert lines[-1].startswith("† Before its defaults")
+    assert recipes.measured(["econtrol"], tmp_path, "").startswith("*Not measured yet: ")
