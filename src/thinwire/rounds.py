@@ -136,6 +136,8 @@ class Rounds:
 
     def depart(self, *brought: Ready) -> None:
         """Let deltas wait for their rounds, and hold those whose turn it is. Never blocks."""
+        if brought:
+            self.jury.departs()
         self._submit(brought, self._calls)
 
     def meet(self, *brought: Ready) -> None:

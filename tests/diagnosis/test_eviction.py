@@ -57,7 +57,7 @@ def hold(
         agreed = Agreed([anchor], [{}], chain=digest([anchor]).hex())
         strategy = tw.Strategy(schedule=tw.Every(10), outer=tw.Average())
         held = Rounds(
-            strategy, roster, agreed, [Identity()], fresh=True,
+            strategy, roster, agreed, [Identity()], [0], fresh=True,
             observe=lambda event, **fields: own.events.append((event, fields)), clock=roster.clock, thread=Inline(),
         )  # fmt: skip
         try:
