@@ -111,9 +111,7 @@ CODECS = [
     *(
         row(codec, "idempotent", "local", *claims, error=codec.block / 2 / (2**codec.bits - 1) ** 2)
         for codec, claims in (
-            (tw.Levels(), ()),
             (tw.Levels(4, 64), ("contractive",)),
-            (tw.Levels(8, 16), ("contractive",)),
             (tw.Levels(3, 8), ("contractive",)),
             (tw.Levels(1, 8), ()),
         )
@@ -130,7 +128,6 @@ CODECS = [
     row(tw.RandomK(1.0, tw.Identity()), "exact", "odd", "contractive", "idempotent"),
     row(tw.RandomK(0.5, tw.Int(8, 32, "fp32", "stochastic")), "odd", "unbiased", error=4.0),
     row(tw.OverSenders(tw.TopK(0.3)), "odd", "contractive", "idempotent", "refuses", error=1.0),
-    row(tw.DCT(tw.OverSenders(tw.ChunkedTopK(60, 7)), 20), "odd", "contractive", "refuses", error=1.0),
     row(tw.Codebook(), "contractive", error=1.0),
     row(tw.ChunkedTopK(60, 7, tw.Codebook()), "contractive", "refuses", error=1.0),
     row(tw.DCT(tw.Identity()), "odd", "contractive", error=1e-12),
