@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from thinwire.agreed import Agreed
+from thinwire.codecs import joins
 from thinwire.contact import digest
 from thinwire.errors import CheckpointError, ConfigurationError, LinkError
 from thinwire.exchange import AllReduce, Direct, TwoShot
@@ -282,6 +283,8 @@ def check(strategy: Strategy) -> Schedule:
         reason = f"{strategy.merge} needs rounds that take a whole period, no more and no less"
     elif strategy.feedback is not None and strategy.feedback.kappa:
         reason = f"{strategy.feedback} keeps the mean of all references, and so needs the same replicas in every round; kappa=0 does not"
+    elif joins(strategy.codec):
+        reason = f"{strategy.codec} divides by those who sent a value, where a delta may count more than another; the codec inside it does not"
     if reason:
         raise ConfigurationError(
             f"this strategy cannot run among replicas that come and go: {reason}. Choose another, or a fixed group."

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec, RandomK, nested
+from thinwire.codecs import Codec, RandomK, joins, nested
 from thinwire.errors import ConfigurationError
 from thinwire.outer import State
 
@@ -53,11 +53,16 @@ class Feedback:
             )
 
     def check(self, codec: Codec) -> None:
-        """Raise `ConfigurationError` if `codec` would let what is held back grow."""
+        """Raise `ConfigurationError` if `codec` would let what is held back grow, or references and their mean drift apart."""
         if any(isinstance(c, RandomK) and c.density < 1 for c in nested(codec)):
             raise ConfigurationError(
                 f"{self} over {codec}: a contractive codec is needed, or what is held back grows; choose "
                 "TopK, or leave feedback=None."
+            )
+        if self.kappa and joins(codec):
+            raise ConfigurationError(
+                f"{self} over {codec}: with kappa=1 the mean over all is needed, or references drift from what is agreed; choose the "
+                "codec inside OverSenders, or kappa=0."
             )
 
     def init(self, numel: int) -> State:

@@ -41,7 +41,7 @@ class GradientHook:
     its own: DDP's messages and the packets must not mix. Buckets are exchanged in fp32 and written back in their own dtype.
 
     `state()` and `load_state()` keep what each parameter's filters and feedback remember (what the owners of a `TwoShot(Feedback())` hold back
-    is not kept: it is lost at a resume). Raises `ConfigurationError`, `DisagreementError`; backward raises `LinkError`.
+    is not kept, nor what `AllReduce` goes on from: lost at a resume). Raises `ConfigurationError`, `DisagreementError`; backward raises `LinkError`.
     """
 
     def __init__(self, strategy: Strategy, model: nn.Module, group: Group) -> None:

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from typing import Literal
 
-from thinwire.codecs import DCT, E3M0, ChunkedTopK, Codec, Each, Identity, Int, LowRank, Sign, Squares, TopK
+from thinwire.codecs import (
+    DCT,
+    E3M0,
+    ChunkedTopK,
+    Codec,
+    Each,
+    Identity,
+    Int,
+    LowRank,
+    OverSenders,
+    Sign,
+    Squares,
+    TopK,
+)
 from thinwire.exchange import AllReduce, Direct, Exchange, TwoShot
 from thinwire.feedback import Feedback
 from thinwire.filters import Clip, Moments, Momentum, Signs
@@ -278,7 +291,7 @@ def econtrol(
 def power_sgd(
     *, rank: int = 4, momentum: float = 0.9, codec: Codec | None = None, policy: Policy = Constant()
 ) -> Strategy:
-    """PowerSGD (Vogels et al., arXiv 1905.13727): gradients as matrices of low rank, whose factors are added on the way."""
+    """PowerSGD (Vogels et al., arXiv 1905.13727): gradients as matrices of low rank; factors are added on the way, and Q goes on."""
     return Strategy(
         signal=Gradients(),
         codec=codec or LowRank(rank, iterations=1),
@@ -303,10 +316,11 @@ def demo(
     *,
     decay: float = 0.999,
     clip: float = 0.0,
-    codec: Codec = Squares(DCT(ChunkedTopK(4096, 32), axes=2)),
+    codec: Codec = Squares(DCT(OverSenders(ChunkedTopK(4096, 32)), axes=2)),
     exchange: Exchange = Direct(),
 ) -> Strategy:
-    """DeMo (Peng, Quesnelle, Kingma, arXiv 2411.19870): the largest cosine components of what was held back; sign descent."""
+    """DeMo (Peng, Quesnelle, Kingma, arXiv 2411.19870): the largest cosine components of what was held back, of
+    each the mean over those who sent it; sign descent."""
     return Strategy(
         signal=Gradients(),
         filters=(Clip(clip), Signs()),

@@ -26,7 +26,9 @@ from thinwire.codecs import (
     Hadamard,
     Identity,
     Int,
+    Levels,
     LowRank,
+    OverSenders,
     RandomK,
     Shapes,
     Sign,
@@ -34,6 +36,7 @@ from thinwire.codecs import (
     TopK,
     fitted,
     in_full,
+    joins,
     warm_up,
 )
 from thinwire.errors import ConfigurationError
@@ -172,6 +175,8 @@ class Strategy:
             reason = f"{self.filters} may say more of older deltas than one clip allows; leave filters=()"
         elif self.policy != Constant():
             reason = f"{self.policy} may choose by what it sees; choose Constant()"
+        elif joins(self.codec):
+            reason = f"with {self.codec} one replica may count for all; choose the codec inside it"
         if self.privacy and reason:
             raise ConfigurationError(f"{self.privacy} cannot be kept here: {reason}.")
 
@@ -294,10 +299,12 @@ PIECES: dict[str, Callable[..., Any]] = {
             E4M3,
             E5M2,
             Int,
+            Levels,
             Sign,
             TopK,
             ChunkedTopK,
             RandomK,
+            OverSenders,
             Codebook,
             LowRank,
             Each,

@@ -108,6 +108,14 @@ CODECS = [
             ),
         )
     ),
+    *(
+        row(codec, "idempotent", "local", *claims, error=codec.block / 2 / (2**codec.bits - 1) ** 2)
+        for codec, claims in (
+            (tw.Levels(4, 64), ("contractive",)),
+            (tw.Levels(3, 8), ("contractive",)),
+            (tw.Levels(1, 8), ()),
+        )
+    ),
     row(tw.Sign(), "contractive", error=1.0),
     row(tw.Sign(block=33), "contractive", "local", error=1.0),
     row(tw.Sign("l2", 128), "local", error=2.0),
@@ -119,6 +127,7 @@ CODECS = [
     row(tw.RandomK(0.25, tw.Identity()), "odd", "unbiased", "shared", error=9.0),
     row(tw.RandomK(1.0, tw.Identity()), "exact", "odd", "contractive", "idempotent"),
     row(tw.RandomK(0.5, tw.Int(8, 32, "fp32", "stochastic")), "odd", "unbiased", error=4.0),
+    row(tw.OverSenders(tw.TopK(0.3)), "odd", "contractive", "idempotent", "refuses", error=1.0),
     row(tw.Codebook(), "contractive", error=1.0),
     row(tw.ChunkedTopK(60, 7, tw.Codebook()), "contractive", "refuses", error=1.0),
     row(tw.DCT(tw.Identity()), "odd", "contractive", error=1e-12),
@@ -235,8 +244,8 @@ METHODS: dict[str, tw.Strategy] = {
     "econtrol": RECIPES["econtrol"](codec=tw.TopK(0.2)),
     "power_sgd": RECIPES["power_sgd"](rank=1),
     "qsgd": RECIPES["qsgd"](codec=tw.Int(4, 16, "fp32", "stochastic")),
-    "cgx": RECIPES["cgx"](codec=tw.Each(tw.Int(4, 16, "fp32"), least=10)),
-    "demo": RECIPES["demo"](codec=tw.Squares(tw.DCT(tw.ChunkedTopK(4, 2), 2, axes=2), 2)),
+    "cgx": RECIPES["cgx"](codec=tw.Each(tw.Levels(4, 16), least=10)),
+    "demo": RECIPES["demo"](codec=tw.Squares(tw.DCT(tw.OverSenders(tw.ChunkedTopK(4, 2)), 2, axes=2), 2)),
     "muloco": RECIPES["muloco"](every=4),
     "qsr": RECIPES["qsr"](every=2, scale=0.02),
     "co2": RECIPES["co2"](every=3, outer_lr=0.9, outer_momentum=0.4, clip=0.1),
@@ -463,7 +472,7 @@ class Journey:
         return [e for e in self.events if e["event"] == event]
 
 
-AGREED = ("average", "square", "phase")  # of filters
+AGREED = ("average", "square", "phase", "exchange.last")  # of filters, and what the next round goes on from
 
 
 def agreed(replica: tw.Replica) -> dict[str, Tensor]:

@@ -197,6 +197,34 @@ CONFIGURATIONS = {
         lambda: tw.DCT(tw.E3M0),
         "DCT(codec=<class 'thinwire.codecs.block.E3M0'>): a Codec is needed, such as Cast('bf16') or Sign().",
     ),
+    "bits of levels": (
+        lambda: tw.Levels(9),
+        "Levels(bits=9): 1 to 8 are needed; 4 is usual.",
+    ),
+    "block of levels": (
+        lambda: tw.Levels(4, 100),
+        "Levels(block=100): a multiple of 8 is needed; 512 is usual.",
+    ),
+    "over senders, inside": (
+        lambda: tw.Each(tw.DCT(tw.OverSenders(tw.TopK()))),
+        "Each(codec=DCT(codec=OverSenders(codec=TopK(density=0.01, values=Cast(dtype='bf16'))), side=64, axes=1)): what packets say together "
+        "is not asked inside of this; put it outside, or inside of Squares, DCT or Hadamard only.",
+    ),
+    "over senders, as values": (
+        lambda: tw.TopK(0.1, tw.OverSenders(tw.Cast())),
+        "TopK(values=OverSenders(codec=Cast(dtype='bf16'))): what packets say together is not asked inside of this; put it outside, or "
+        "inside of Squares, DCT or Hadamard only.",
+    ),
+    "over senders, of references": (
+        lambda: tw.Strategy(codec=tw.OverSenders(tw.TopK()), feedback=tw.Feedback(1, 0.0)),
+        "Feedback(kappa=1, eta=0.0, beta=1.0, alpha=1.0) over OverSenders(codec=TopK(density=0.01, values=Cast(dtype='bf16'))): with kappa=1 "
+        "the mean over all is needed, or references drift from what is agreed; choose the codec inside OverSenders, or kappa=0.",
+    ),
+    "over senders, in private": (
+        lambda: tw.Strategy(codec=tw.OverSenders(tw.TopK()), privacy=tw.Privacy()),
+        f"{tw.Privacy()} cannot be kept here: with OverSenders(codec=TopK(density=0.01, values=Cast(dtype='bf16'))) one replica may count "
+        "for all; choose the codec inside it.",
+    ),
     "rank": (
         lambda: tw.LowRank(0),
         "LowRank(rank=0, iterations=2): at least 1 is needed of both; 4 and 2 are usual.",
@@ -246,7 +274,8 @@ CONFIGURATIONS = {
         lambda: tw.parse("E9M9"),
         "'E9M9' in 'E9M9' is not known; choose from AdamW, AllReduce, Average, BySize, Cast, ChunkedTopK, Clip, Codebook, Constant, DCT, "
         "Deltas, DenseUntil, DensityWarmup, Direct, E2M1, E3M0, E4M3, E5M2, Each, Eager, Every, Fastest, Feedback, Gradients, Hadamard, "
-        "HeavyBall, Hierarchy, Identity, Int, LGreCo, LowRank, Mix, Moments, Momentum, Muon, Nesterov, Privacy, Quadratic, RandomK, "
+        "HeavyBall, Hierarchy, Identity, Int, LGreCo, Levels, LowRank, Mix, Moments, Momentum, Muon, "
+        "Nesterov, OverSenders, Privacy, Quadratic, RandomK, "
         "Reset, SGD, Sequential, Settled, Sign, Signs, Squares, Staggered, Strategy, Strided, TopK, TwoShot, Whole.",
     ),
 }  # fmt: skip

@@ -128,7 +128,7 @@ def test_files_say_what_they_are(file):
 
 
 PUBLIC = """
-E2M1 E3M0 E4M3 E5M2 Int Sign TopK ChunkedTopK RandomK Codebook LowRank DCT Hadamard Squares Linear Shaped Cast Codec Identity
+E2M1 E3M0 E4M3 E5M2 Int Sign TopK ChunkedTopK RandomK OverSenders Codebook LowRank Levels DCT Hadamard Squares Linear Shaped Cast Codec Identity
 CheckpointError ConfigurationError DataError DisagreementError LinkError ModelError NonFiniteError PacketError PeerError ThinwireError
 Direct TwoShot AllReduce Hierarchy Fastest Exchange Group ThreadGroup TorchGroup run_threads Eager Mix Average Nesterov Outer BySize
 Feedback Fragment Partition Sequential Strided Whole data_parallel diloco eager_diloco local_sgd sparse_loco streaming_diloco Replica Every

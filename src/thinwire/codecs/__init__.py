@@ -5,8 +5,11 @@ from thinwire.codecs.base import (
     Linear,
     Shaped,
     Shapes,
+    Warm,
     check_finite,
     fitted,
+    joins,
+    joint,
     nested,
     packet_nbytes,
     rebuilt,
@@ -17,7 +20,9 @@ from thinwire.codecs.cast import Cast, Identity, in_full
 from thinwire.codecs.codebook import Codebook
 from thinwire.codecs.device import encode_from
 from thinwire.codecs.each import Each
+from thinwire.codecs.levels import Levels
 from thinwire.codecs.lowrank import LowRank
+from thinwire.codecs.senders import OverSenders
 from thinwire.codecs.sign import Sign
 from thinwire.codecs.sparse import ChunkedTopK, RandomK, TopK
 from thinwire.codecs.transform import DCT, Hadamard, Squares
@@ -36,18 +41,23 @@ __all__ = [
     "Hadamard",
     "Identity",
     "Int",
+    "Levels",
     "Linear",
     "LowRank",
+    "OverSenders",
     "RandomK",
     "Shaped",
     "Shapes",
     "Sign",
     "Squares",
     "TopK",
+    "Warm",
     "check_finite",
     "encode_from",
     "fitted",
     "in_full",
+    "joins",
+    "joint",
     "nested",
     "packet_nbytes",
     "rebuilt",

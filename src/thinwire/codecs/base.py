@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,6 +16,7 @@ from thinwire.packet import HEADER_NBYTES
 from thinwire.seeds import Key
 
 Shapes = tuple[tuple[int, ...], ...]
+Said = tuple[Tensor, Key, float]  # a packet's payload, its key, and how much it counts
 
 
 @runtime_checkable
@@ -66,6 +67,27 @@ def fitted(codec: Codec, shapes: Shapes) -> Codec:
 
 
 @runtime_checkable
+class Around(Protocol):
+    """A codec that changes basis or order, and leaves all else to the `codec` inside."""
+
+    @property
+    def codec(self) -> Codec: ...
+
+    def back(self, values: Tensor, out: Tensor, key: Key) -> None:
+        """Add to `out` what `values` are of the codec inside, in x's own basis and order."""
+
+
+@runtime_checkable
+class Joined(Protocol):
+    """A codec whose packets of one round say together something else than the mean of what each decodes to. It may stand
+    outside, or directly inside codecs that are `Around`.
+    """
+
+    def joined(self, packets: Sequence[Said], numel: int) -> Tensor:
+        """The estimate of `numel` values from all `packets`, in their order; the same bits on every machine."""
+
+
+@runtime_checkable
 class Linear(Protocol):
     """A codec whose codes may be added on the way, by any all-reduce, and need not be gathered.
 
@@ -85,6 +107,34 @@ class Linear(Protocol):
 
     def expand(self, codes: tuple[Tensor, ...], numel: int, key: Key) -> Tensor:
         """Flat fp32 values from a code of each phase; the same bits on every machine."""
+
+
+@runtime_checkable
+class Warm(Linear, Protocol):
+    """A `Linear` codec that goes on from its last round: PowerSGD's Q. What it goes on from is the first part of the mean code of the
+    last phase, which all replicas have alike; `AllReduce` remembers it.
+    """
+
+    def remembered(self, numel: int) -> int:
+        """How many values that are."""
+
+    def warmed(self, last: Tensor) -> Linear:
+        """This codec, going on from `last`. Zeros, at first: from chance."""
+
+
+def joins(codec: Codec) -> bool:
+    """Whether what packets of `codec` say together is `joint`'s, and not their mean."""
+    return joins(codec.codec) if isinstance(codec, Around) else isinstance(codec, Joined)
+
+
+def joint(codec: Codec, packets: Sequence[Said], numel: int) -> Tensor:
+    """What all `packets` of a codec that `joins` say together."""
+    if isinstance(codec, Joined):
+        return codec.joined(packets, numel)
+    assert isinstance(codec, Around), codec
+    out = torch.zeros(numel)
+    codec.back(joint(codec.codec, packets, numel), out, packets[0][1])
+    return out
 
 
 def packet_nbytes(codec: Codec, numel: int) -> int:
@@ -153,6 +203,17 @@ def check_inner(codec: object, name: str, inner: object) -> None:
     if isinstance(inner, Shaped):
         raise ConfigurationError(
             f"{given}: it needs the shapes of a model's tensors, and what it would get here has none; put it outside."
+        )
+    if not isinstance(codec, Around):
+        check_alone(given, inner)
+
+
+def check_alone(given: str, inner: Codec) -> None:
+    """Raise `ConfigurationError` if `inner` holds a codec that is `Joined`, for inside of `given` nobody would ask it."""
+    if any(isinstance(one, Joined) for one in nested(inner)):
+        raise ConfigurationError(
+            f"{given}: what packets say together is not asked inside of this; put it outside, or inside of Squares, DCT or "
+            "Hadamard only."
         )
 
 

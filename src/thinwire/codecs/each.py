@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, Shapes, check_finite, check_fit, check_inner, fitted
+from thinwire.codecs.base import Codec, Shapes, check_alone, check_finite, check_fit, check_inner, fitted
 from thinwire.codecs.cast import Identity
 from thinwire.codecs.shapes import checked, split
 from thinwire.errors import ConfigurationError
@@ -48,6 +48,7 @@ class Each:
                 raise ConfigurationError(
                     f"Each(codec={codec!r}): a codec for one matrix is needed, such as TopK(0.01)."
                 )
+            check_alone(f"Each(codec={codec!r})", codec)
         check_inner(self, "rest", self.rest)
         if self.least < 0:
             raise ConfigurationError(f"Each(least={self.least}): 0 or more elements are needed.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -26,13 +26,16 @@ class LowRank:
 
     P·Qᵀ = P·Pᵀ·M is a projection of M, so it is contractive, and exact where M's rank is not above `rank`. Where `values` round P,
     Q is the one that fits what is left of P best, Mᵀ·P·(Pᵀ·P)⁻¹. Few bits for the factors and more rank are the better use of
-    bytes: `LowRank(16, values=E2M1())` is as long as `LowRank(2)` (docs/formats.md). In an all-reduce
-    (`Linear`) it is PowerSGD's two phases, once: P = mean of Mᵢ·Q₀, made orthonormal by everybody alike, then Q = mean of
-    Mᵢᵀ·P, so that all replicas together do what one would with the mean of their M.
+    bytes: `LowRank(16, values=E2M1())` is as long as `LowRank(2)` (docs/formats.md).
 
-    Source: PowerSGD (Vogels, Karimireddy, Jaggi, arXiv 1905.13727, Algorithm 1). *Differs*: Q starts anew from chance each round
-    (a codec has no state) where PowerSGD goes on from the last round's; `iterations` make up for it, at no cost on the
-    wire where packets are gathered. Use it with `Feedback`.
+    In an all-reduce (`Warm`) it is PowerSGD: P = mean of Mᵢ·Q, made orthonormal by everybody alike, then Q = mean of Mᵢᵀ·P, so that
+    all replicas together do what one would with the mean of their M. `AllReduce` remembers Q, the same bits on all, and the next
+    round goes on from there: one iteration a round, which over the rounds converges to what changes slowly in M. A column of Q that is
+    zero begins anew from chance; each column is brought to the scale of 1 by a power of two, which changes no direction.
+
+    Source: PowerSGD (Vogels, Karimireddy, Jaggi, arXiv 1905.13727, Algorithm 1). *Differs*: where packets are gathered
+    there is no Q that all share, and each round starts from chance: `iterations` make up for it, at no cost on the wire, and in an
+    all-reduce are not used. Use it with `Feedback`.
 
     On the wire: P of all matrices, Q of all, then the rest, each in its own payload of `values`: rank·(n + m) values a
     matrix. `shapes` are those of the fragment's tensors; a replica fills them in (without any, all is a vector). Cost:
@@ -46,6 +49,7 @@ class LowRank:
     iterations: int = 2
     values: Codec = Identity()
     shapes: Shapes = ()
+    last: Tensor | None = field(default=None, repr=False, compare=False)  # filled in
 
     grain: ClassVar[None] = None
 
@@ -86,7 +90,13 @@ class LowRank:
             self.values.decode_add(room, code, key)
         out.add_(self._expanded(codes[0], codes[1], codes[2], out.numel()).mul_(weight))
 
-    # ---- as a sum on the way
+    # ---- as a sum on the way, and from the last one on
+
+    def remembered(self, numel: int) -> int:
+        return self._counts(numel)[1]
+
+    def warmed(self, last: Tensor) -> LowRank:
+        return replace(self, last=last)
 
     def sizes(self, numel: int) -> tuple[int, ...]:
         left, right, rest = self._counts(numel)
@@ -129,13 +139,13 @@ class LowRank:
         return [part.view(-1, self.rank) for part in flat.split_with_sizes(sizes)] if sizes else []
 
     def _started(self, matrices: list[Tensor], key: Key) -> list[Tensor]:
-        """Q₀: signs from the round's shared stream."""
-        stream, begin, drawn = key.shared("factors"), 0, []
-        for matrix in matrices:
-            count = self.rank * matrix.shape[1]
-            drawn.append(draw(stream, begin, count).sign().double().view(-1, self.rank))
-            begin += count
-        return drawn
+        """Q₀: the last round's; where there is none, signs from the round's shared stream."""
+        sizes = [self.rank * matrix.shape[1] for matrix in matrices]
+        drawn = draw(key.shared("factors"), 0, sum(sizes)).sign().double()
+        q = self._factors(drawn, matrices, 1)
+        if self.last is None:
+            return q
+        return [_scaled(last, other) for last, other in zip(self._factors(self.last, matrices, 1), q)]
 
     def _left(self, matrix: Tensor, q: Tensor) -> Tensor:
         """P, after `iterations` from Q₀."""
@@ -153,6 +163,12 @@ class LowRank:
         for into, values in zip(vectors, rest.split_with_sizes([v.numel() for v in vectors])):
             into.copy_(values)
         return out
+
+
+def _scaled(q: Tensor, drawn: Tensor) -> Tensor:
+    """The columns of `q`, their largest brought to between ½ and 1; those of `drawn` where they are zero."""
+    most = q.abs().amax(0)
+    return torch.where(most > 0, torch.ldexp(q.double(), -torch.frexp(most).exponent), drawn)
 
 
 def _fitting(matrix: Tensor, p: Tensor) -> Tensor:

@@ -64,7 +64,10 @@ class Turned(ABC):
         check_fit(self, out, payload)
         turned = torch.zeros_like(out)
         self.codec.decode_add(payload, turned, key)
-        for into, part in zip(self._parts(out), self._parts(turned)):
+        self.back(turned, out, key, weight)
+
+    def back(self, values: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
+        for into, part in zip(self._parts(out), self._parts(values)):
             into.add_(saturated(self.turn(part.double(), True, key)).mul_(weight))
 
     def _parts(self, x: Tensor) -> Iterator[Tensor]:
@@ -85,8 +88,9 @@ class DCT(Turned):
     What varies slowly along a run comes to lie in few coefficients. Of a last, shorter square the whole rows are turned as
     a rectangle and what is left as a row.
 
-    Source: DeMo (Peng, Quesnelle, Kingma, arXiv 2411.19870), whose form is `Squares(DCT(ChunkedTopK(4096, 32), axes=2))`
-    with `Feedback(eta=0.999, beta=0.999)`; *differs*: there the squares are the largest that divide a matrix.
+    Source: DeMo (Peng, Quesnelle, Kingma, arXiv 2411.19870), whose form is
+    `Squares(DCT(OverSenders(ChunkedTopK(4096, 32)), axes=2))` with `Feedback(eta=0.999, beta=0.999)`; *differs*: there
+    the squares are the largest that divide a matrix.
 
     On the wire: the codec's bytes. Cost: axes·side multiplications a value. Exact to 2⁻²³ of the largest of a run.
 
@@ -219,8 +223,11 @@ class Squares:
         check_fit(self, out, payload)
         values = torch.zeros_like(out)
         self.codec.decode_add(payload, values, key, weight)
-        parts, begin = self._parts(out), 0
-        for part in parts:
+        self.back(values, out, key)
+
+    def back(self, values: Tensor, out: Tensor, key: Key) -> None:
+        begin = 0
+        for part in self._parts(out):
             part.add_(values[begin : begin + part.numel()].view(part.shape))
             begin += part.numel()
 

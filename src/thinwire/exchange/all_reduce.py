@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Cast, Codec, Identity, Linear
+from thinwire.codecs import Cast, Codec, Identity, Linear, Warm
 from thinwire.errors import ConfigurationError
 from thinwire.exchange.base import Arrival, Round, Settle
 from thinwire.exchange.messages import PIECE_NUMEL
@@ -28,6 +28,9 @@ class AllReduce:
     this replica has sent. Codes travel in fp32; 2(M−1)/M·(4 bytes a code) sent by each, where `Direct` sends
     (M−1)·nbytes. With Cast the mean is rounded once more, as in `TwoShot`.
 
+    State: of a codec that is `Warm` (LowRank: 4 bytes a value of Q) what its next round goes on from, alike on all replicas; with a
+    `Roster`, whose replicas need not have seen the last round, nothing.
+
     Predicted: 2 delays a phase + 8·(bytes sent) / rate.
     """
 
@@ -39,10 +42,10 @@ class AllReduce:
             )
 
     def init(self, codec: Codec, numel: int, rank: int, size: int) -> State:
-        return {}
+        return {"last": torch.zeros(codec.remembered(numel))} if isinstance(codec, Warm) else {}
 
     def depart(self, round_: Round, state: State) -> _Phases:
-        return _Phases(round_)
+        return _Phases(round_, state)
 
     def arrive(self, departure: _Phases, settle: Settle) -> Arrival:
         arrival = departure.arrive(settle)
@@ -69,8 +72,12 @@ def _phases(codec: Codec, numel: int) -> list[tuple[Codec, int]]:
 class _Phases:
     """A round, one reduction after another; all stand ready to receive from the beginning."""
 
-    def __init__(self, round_: Round) -> None:
-        self.round = round_
+    def __init__(self, round_: Round, state: State) -> None:
+        self.round, self._state, self._goes_on = round_, state, False
+        self._codec: Codec | Linear = round_.codec
+        codec, last = round_.codec, state.get("last")
+        if isinstance(codec, Warm) and last is not None and len(last) == codec.remembered(round_.numel):
+            self._codec, self._goes_on = codec.warmed(last), True
         self._reductions = [
             Reduction(round_, codec, count, 2 * number)
             for number, (codec, count) in enumerate(_phases(round_.codec, round_.numel))
@@ -87,7 +94,7 @@ class _Phases:
 
     def arrive(self, settle: Settle) -> Arrival:
         if not self._coded:
-            return self._reductions[0].arrive(settle)
+            return replace(self._reductions[0].arrive(settle), state=self._state)
         flags, void = [0] * self.round.size, False
         for number, reduction in enumerate(self._reductions):
             if number:
@@ -103,12 +110,18 @@ class _Phases:
             self._means.append(mean)
         if not void:
             self._expand(settle)
+        after = self._after() if self._goes_on and not void else self._state
         self.round.air.buffers.give(*self._means)
-        return Arrival(tuple(flags), {}, void)
+        return Arrival(tuple(flags), after, void)
+
+    def _after(self) -> State:
+        """What the next round goes on from."""
+        last = self.round.air.buffers.like(self._state["last"])
+        return {"last": last.copy_(self._means[-1][: len(last)])}
 
     def _project(self, begin: int, end: int) -> Tensor:
         """The own code of this phase, made when its first part is asked for. Raises `NonFiniteError`."""
-        phase, codec = len(self._means), self.round.codec
+        phase, codec = len(self._means), self._codec
         assert isinstance(codec, Linear)
         if len(self._own) == phase:
             signal = self.round.signal(0, self.round.numel).cpu()
@@ -120,7 +133,7 @@ class _Phases:
         return torch.zeros(end - begin)
 
     def _expand(self, settle: Settle) -> None:
-        codec, numel, key = self.round.codec, self.round.numel, self.round.key
+        codec, numel, key = self._codec, self.round.numel, self.round.key
         assert isinstance(codec, Linear)
         estimate = codec.expand(tuple(self._means), numel, key)
         made: list[Tensor] = []

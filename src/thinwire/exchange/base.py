@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec, encode_from
+from thinwire.codecs import Codec, encode_from, joins, joint
 from thinwire.diagnosis.records import Record
 from thinwire.errors import LinkError, NonFiniteError, PacketError
 from thinwire.exchange.buffers import Buffers
@@ -346,7 +346,7 @@ class Room:
 
     def __init__(self, round_: Round, codec: Codec, messages: Iterable[Message]) -> None:
         numel = max((piece.end - piece.begin for message in messages for piece in message.pieces), default=0)
-        self._codec, self._buffers = codec, round_.air.buffers
+        self._codec, self._joins, self._buffers = codec, joins(codec), round_.air.buffers
         self._mean, self._sent = self._buffers.floats(numel), self._buffers.floats(numel)
 
     def mean(
@@ -354,9 +354,18 @@ class Room:
     ) -> Tensor:
         """Of what all `packets` say of `piece`, summed by rank of the sender; or their sum, each with its weight."""
         mean = self._mean[: piece.end - piece.begin].zero_()
-        for sender in sorted(packets):
-            body = payload(packets[sender])[piece.first : piece.last]
-            self._codec.decode_add(body, mean, replace(key, sender=sender), weights[sender] if weights else 1.0)
+        said = [
+            (
+                payload(packets[sender])[piece.first : piece.last],
+                replace(key, sender=sender),
+                weights[sender] if weights else 1.0,
+            )
+            for sender in sorted(packets)
+        ]
+        if self._joins:
+            return mean.copy_(joint(self._codec, said, mean.numel()))
+        for body, named, weight in said:
+            self._codec.decode_add(body, mean, named, weight)
         return mean if weights or len(packets) == 1 else mean.div_(len(packets))
 
     def sent(self, piece: Piece, packet: Tensor, key: Key) -> Tensor:

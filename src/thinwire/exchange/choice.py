@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from thinwire.codecs import Codec
@@ -20,6 +20,7 @@ from thinwire.outer import State
 class _Departure(NamedTuple):
     exchange: Exchange
     departure: Any
+    state: State
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,13 @@ class Fastest:
 
     def depart(self, round_: Round, state: State) -> _Departure:
         exchange = self.chosen(round_.codec, round_.numel, round_.size)
-        return _Departure(exchange, exchange.depart(round_, state))
+        due = exchange.init(round_.codec, round_.numel, round_.rank, round_.size)
+        remembered = state if due.keys() == state.keys() else {}  # else another's, for rounds in another codec
+        return _Departure(exchange, exchange.depart(round_, remembered), state)
 
     def arrive(self, departure: _Departure, settle: Settle) -> Arrival:
-        return departure.exchange.arrive(departure.departure, settle)
+        arrival = departure.exchange.arrive(departure.departure, settle)
+        return arrival if arrival.state else replace(arrival, state=departure.state)
 
     def nbytes_sent(self, codec: Codec, numel: int, size: int, rank: int | None = None) -> int:
         return self.chosen(codec, numel, size).nbytes_sent(codec, numel, size, rank)
