@@ -183,11 +183,7 @@ class Federated(Attached):
 
     def _gather(self, now: Sequence[int], then: Sequence[int]) -> None:
         """Of the hub: all deltas, Adam's step, and down to those whom the next round draws."""
-        began, rank, others = (
-            self._clock(),
-            self.group.rank,
-            [r for r in range(self.group.size) if r != self.group.rank],
-        )
+        began, rank = self._clock(), self.group.rank
         packets = {peer: empty_packet(self._header(UP, peer).nbytes) for peer in now if peer != rank}
         self.group.post(TAG, {}, packets).wait()
         if rank in now:
@@ -200,7 +196,8 @@ class Federated(Attached):
         told, notice, due = self._packet(DOWN, self.p), self._packet(DOWN, None), self._header(DOWN, rank)
         self.start = self._decoded(DOWN, told, rank)
         self._next(rank in then)
-        arrived = self._carry({peer: told if peer in then else notice for peer in others}, {}, due, began)
+        down = {peer: told if peer in then else notice for peer in range(self.group.size) if peer != rank}
+        arrived = self._carry(down, {}, due, began)
         self._arrived(due, began, arrived)
 
     def _descend(self, packets: Mapping[int, Tensor]) -> None:
