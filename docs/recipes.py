@@ -23,7 +23,7 @@ import torch
 
 from thinwire import Gradients, Strategy
 from thinwire.lm.model import SIZES, Transformer
-from thinwire.methods import METHODS, Averaged, ControlVariates, Method
+from thinwire.methods import METHODS, Averaged, ControlVariates, Flasc, Method
 from thinwire.partition import Fragment
 from thinwire.plan.memory import kept_nbytes
 from thinwire.policy import Deciding
@@ -194,6 +194,8 @@ def kept(name: str) -> float:
     made = NAMED[name]()
     if isinstance(made, ControlVariates):  # x, c and c_i; and v
         return 16 if isinstance(made.rule, Averaged) else 12
+    if isinstance(made, Flasc):  # of the hub: s, p and Adam's moments
+        return 16
     if not isinstance(made, Strategy):  # a log, a byte a value
         return 0
     numels = [fragment.numel for fragment in fragments(name)]

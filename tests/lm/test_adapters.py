@@ -177,6 +177,28 @@ def test_only_adapters_travel_and_both_forms_come_out(tmp_path: Path, text: str)
 
 
 @needs_peft
+def test_flasc_sends_few_factors_both_ways(tmp_path: Path, text: str) -> None:
+    train(tmp_path / "base", run_of(text, steps=4))
+    model = str(tmp_path / "base/model.safetensors")
+    settings = run_of(text, model=model, lora=2, strategy="flasc", delay=None, lr=0.05)
+    summary, method = train(tmp_path / "run", settings), settings.make_method()
+    assert method
+    for rank, ended in enumerate(ends(tmp_path / "run")):
+        sent = sum(method.nbytes_per_period(summary["parameters"], 2, rank, period) for period in range(3))
+        counted = ended["ledger"]["sent"]["packet"].values()
+        assert sent == sum(count["nbytes"] for count in counted) < 3 * 4 * summary["parameters"]
+        assert ended["weights"] == summary["weights"] and ended["eval_loss"] == summary["eval_loss"]
+    written = load_file(tmp_path / "run/adapter/adapter_model.safetensors")
+    assert all(bool(value.any()) for value in written.values())
+
+
+def ends(folder: Path) -> list[dict[str, Any]]:
+    """What each replica said when it ended."""
+    files = sorted(folder.glob("events/*.jsonl"))
+    return [next(e["summary"] for e in read_events(file) if e["event"] == "end") for file in files]
+
+
+@needs_peft
 @pytest.mark.parametrize("kind", TINY)
 def test_peft_reads_the_adapters_of_a_hugging_face_model(tmp_path: Path, text: str, kind: str) -> None:
     import peft

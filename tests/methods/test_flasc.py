@@ -1,8 +1,9 @@
-"""FLASC: dense it is FedAdam; sparse, what is masked is what travels and not what is trained."""
+"""FLASC: against the paper's recursion, to the last bit; sparse, what is masked is what travels and not what is trained."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +11,15 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
-from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError
+from thinwire import checkpoint
+from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError, ModelError
 from thinwire.group import CountedGroup, Ledger
 from thinwire.lm.adapters import averaging_gap
-from thinwire.methods.flasc import DOWN, FINAL, HUB, UP, Federation, Flasc
+from thinwire.methods import Federated, Flasc, flasc
+from thinwire.packet import HEADER_NBYTES
 from thinwire.seeds import derive
+
+NUMEL = 22
 
 
 class Factors(nn.Module):
@@ -41,156 +46,212 @@ def load(model: nn.Module, values: Tensor) -> None:
             p.copy_(part.view(p.shape))
 
 
-def local_training(model: nn.Module, rank: int, round_: int, steps: int = 3) -> None:
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(derive(0, "batch", rank, round_, step))
-        x = torch.randn(8, 6, generator=generator)
-        optimizer.zero_grad()
-        (model(x) - x[:, :5].cumsum(1) * (1 + 0.1 * rank)).square().mean().backward()
-        optimizer.step()
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
 
 
-def run(
-    method: Flasc, size: int = 3, rounds: int = 5, saved: Any = None, at: int | None = None
-) -> list[dict[str, Any]]:
-    def rank_of(group):
-        ledger = Ledger()
-        model = Factors()
-        federation = Federation(method, model, CountedGroup(group, ledger))
-        seen: dict[str, Any] = {"starts": [], "moved": [], "took part": [], "p": []}
-        if saved is not None:
-            federation.load_state(*saved[group.rank])
-        while federation.rounds < rounds:
-            number = federation.rounds
-
-            def train(number=number):
-                seen["starts"].append(flat(model))
-                local_training(model, group.rank, number)
-                seen["moved"].append(flat(model) != seen["starts"][-1])
-
-            before = federation.p.detach().clone()
-            seen["took part"].append(federation.round(train))
-            seen["p"].append((before, federation.p.detach().clone(), dict(federation.heard)))
-            if federation.rounds == at:
-                seen["state"] = federation.state()
-        federation.finish()
-        seen |= {"final": flat(model), "sent": {w: ledger.sent(w) for w in (DOWN, UP, FINAL)}, "model": model}
-        return seen
-
-    return tw.run_threads(size, rank_of)
+def backward(model: nn.Module, rank: int, step: int) -> None:
+    generator = torch.Generator().manual_seed(derive(0, "batch", rank, step))
+    x = torch.randn(8, 6, generator=generator)
+    model.zero_grad()
+    (model(x) - x[:, :5].cumsum(1) * (1 + 0.1 * rank)).square().mean().backward()
 
 
-def fed_adam(size: int, rounds: int, lr: float) -> Tensor:
-    """Straight from the paper: the replicas' mean movement is AdamW's gradient."""
+def go_on(at: Federated, steps: int, poison: Any = None) -> None:
+    while at.step < steps and not at.stopping:
+        if at.idle:
+            at.skip()
+            continue
+        backward(at.model, at.group.rank, at.step)
+        at.optimizer.step()
+        if poison:
+            poison(at)
+
+
+def run(method: Flasc, size: int = 3, steps: int = 15, **how: Any) -> list[dict[str, Any]]:
+    """Of each replica: where its rounds began, what is in its model at the end, and what it sent and told."""
+
+    def replica(group: tw.Group) -> dict[str, Any]:
+        model, ledger, events, starts = Factors(), Ledger(), [], []
+
+        def observer(event: str, step: int, **fields: Any) -> None:
+            events.append((event, fields))
+
+        at = method.attach(model, sgd(model), CountedGroup(group, ledger), observer=observer)
+        while at.step < steps:
+            starts.append((at.start, not at.idle))
+            go_on(at, min(steps, at.step + method.every), **how)
+        at.finish()
+        return {"starts": starts, "final": flat(model), "ledger": ledger, "events": events}
+
+    return tw.run_threads(size, replica, timeout=20.0)
+
+
+def masked(values: Tensor, density: float) -> Tensor:
+    kept = values.abs().sort(descending=True, stable=True).indices[: math.ceil(density * len(values))]
+    return torch.zeros_like(values).index_copy(0, kept, values[kept])
+
+
+def by_hand(method: Flasc, size: int = 3, steps: int = 15, deaf: int | None = None, against: str = "s") -> Any:
+    """The paper: where each round begins, and p at the end. `deaf`: whom the hub does not hear. `against` p: a mistake that is
+    easily made, which pulls masked entries back."""
     p = nn.Parameter(flat(Factors()))
-    optimizer = torch.optim.AdamW([p], lr=lr, weight_decay=0.0)
-    for number in range(rounds):
-        deltas = []
-        for rank in range(size):
+    adam = torch.optim.AdamW([p], lr=method.outer_lr, weight_decay=0.0)
+    starts = []
+    for round_ in range(-(-steps // method.every)):
+        starts.append(masked(p.detach(), method.down) if round_ else p.detach().clone())
+        total, drawn = torch.zeros(NUMEL), [int(name) for name in method.draw([str(r) for r in range(size)], round_)]
+        heard = [rank for rank in drawn if rank != deaf]
+        for rank in heard:
             model = Factors()
-            load(model, p.detach())
-            local_training(model, rank, number)
-            deltas.append(p.detach() - flat(model))
-        p.grad = torch.stack(deltas).mean(0)
-        optimizer.step()
-    return p.detach()
+            load(model, starts[-1])
+            optimizer = sgd(model)
+            for step in range(round_ * method.every, min(steps, (round_ + 1) * method.every)):
+                backward(model, rank, step)
+                optimizer.step()
+            total += masked((starts[-1] if against == "s" else p.detach()) - flat(model), method.up)
+        p.grad = total / len(heard)
+        adam.step()
+    return starts, p.detach()
 
 
-def test_dense_it_is_fed_adam_to_the_last_bit():
-    for seen in run(Flasc(up=1, down=1, lr=0.02)):
-        assert torch.equal(seen["final"], fed_adam(3, 5, 0.02))
+METHODS = {
+    "dense": flasc(every=3, up=1, down=1, outer_lr=0.02),  # FedAdam
+    "sparse": flasc(every=3, up=0.25, down=0.5, outer_lr=0.02),
+    "some": flasc(every=3, up=0.25, down=0.5, outer_lr=0.02, sampled=2),
+    "one, the last round short": flasc(every=4, up=0.5, down=0.7, outer_lr=0.02, sampled=1),
+}
 
 
-def test_what_is_masked_travels_not_and_is_trained_all_the_same():
-    """Replicas start at the largest of |p| over the whole vector; all entries move, the masked ones too; and what comes up is relative to
-    that start, so that a masked entry of p is not pulled back."""
-    method = Flasc(up=0.25, down=0.5, lr=0.02)
-    hub, *others = run(method)
-    kept = math.ceil(0.5 * 22)
-    for number, (before, after, heard) in enumerate(hub["p"]):
-        start = hub["starts"][number]
-        largest = before.abs().sort(descending=True, stable=True).indices[:kept]
-        due = torch.zeros(22).index_copy(0, largest, before[largest])
-        assert torch.equal(start, due)
-        assert all(torch.equal(one["starts"][number], due) for one in others)
-        masked = start == 0
-        assert masked.sum() >= 22 - kept and hub["moved"][number][masked].any()
-        assert not torch.equal(before, after)
-        for delta in heard.values():
-            assert (delta != 0).sum() <= math.ceil(0.25 * 22)
-        quiet = torch.stack(list(heard.values())).eq(0).all(0)
-        if number == 0:  # Adam has no momentum yet: what nobody sent has not moved, masked or not
-            assert torch.equal(after[quiet], before[quiet])
+@pytest.mark.parametrize("name", METHODS)
+def test_it_is_the_papers_recursion_to_the_last_bit(name):
+    method = METHODS[name]
+    starts, p = by_hand(method)
+    found = run(method)
+    assert all(torch.equal(seen["final"], p) for seen in found)
+    for round_, due in enumerate(starts):
+        trained = [seen["starts"][round_][0] for seen in found if seen["starts"][round_][1]]
+        assert len(trained) == (method.sampled or 3) and all(torch.equal(start, due) for start in trained)
 
 
-def test_the_first_download_is_of_a_alone():
-    """B is zero: of the largest none is B's while A has any left; then, of equal ones, the first."""
-    first = run(Flasc(up=0.5, down=0.5), rounds=1)[1]["starts"][0]
-    assert (first[:12] != 0).sum() == 11 and not first[12:].any()
-    more = run(Flasc(up=0.5, down=0.9), rounds=1)[1]["starts"][0]
-    assert torch.equal(more, flat(Factors()))
+def test_what_is_masked_is_trained_all_the_same_and_not_pulled_back():
+    method = METHODS["sparse"]
+    moved = run(method, steps=6)[1]
+    start, end = moved["starts"][1][0], by_hand(method, steps=6)[1]
+    assert (start == 0).sum() >= NUMEL // 2 and ((start == 0) & (end != by_hand(method, steps=3)[1])).any()
+    assert not torch.equal(end, by_hand(method, steps=6, against="p")[1])
+    assert start[:12].any() and not start[12:].any()  # B is still small: of the largest half none is B's
 
 
 @pytest.mark.parametrize(
-    "method", [Flasc(), Flasc(up=1, down=0.1, values=tw.Cast("fp16")), Flasc(up=1, down=1), Flasc(sampled=2)]
+    "method",
+    [*METHODS.values(), flasc(every=5, up=1, down=0.1, codec=tw.Cast("fp16")), flasc(every=5, codec=tw.Cast("bf16"))],
+    ids=repr,
 )
-def test_bytes_are_those_predicted(method):
-    size, rounds = 3, 5
-    found = run(method, size, rounds)
-    down, up = method.nbytes(22)
-    drawn = [method.drawn(number, size) for number in range(rounds)]
-    assert found[HUB]["sent"][DOWN] == down * sum(rank != HUB for ranks in drawn for rank in ranks)
-    for rank, seen in enumerate(found):
-        assert seen["sent"][UP] == (0 if rank == HUB else up * sum(rank in ranks for ranks in drawn))
-        assert seen["took part"] == [rank in ranks for ranks in drawn]
-        assert torch.equal(seen["final"], found[HUB]["final"])
+def test_bytes_both_ways_are_those_predicted(method):
+    found, rounds = run(method), -(-15 // method.every)
+    sent = [sum(method.nbytes_per_period(NUMEL, 3, rank, round_) for round_ in range(rounds)) for rank in range(3)]
+    ledgers = [seen["ledger"] for seen in found]
+    assert [ledger.sent("packet") for ledger in ledgers] == sent
+    assert ledgers[0].received("packet") == sum(sent[1:]) and sum(each.received("packet") for each in ledgers) == sum(
+        sent
+    )
+    final = HEADER_NBYTES + 4 * NUMEL
+    assert [ledger.sent("final") for ledger in ledgers] == [2 * final, 0, 0]
+    assert all(torch.equal(seen["final"], found[0]["final"]) for seen in found)
 
 
-def test_draws_are_the_same_everywhere_and_reach_all():
-    method = Flasc(sampled=2)
-    drawn = [method.drawn(number, 5) for number in range(40)]
-    assert all(len(set(ranks)) == 2 for ranks in drawn) and set().union(*drawn) == set(range(5))
-    assert drawn == [Flasc(sampled=2).drawn(number, 5) for number in range(40)]
+def test_draws_reach_all_and_differ_from_round_to_round():
+    drawn = [flasc(sampled=2).draw("abcde", round_) for round_ in range(40)]
+    assert all(len(names) == 2 for names in drawn) and set().union(*drawn) == set("abcde") and len(set(drawn)) > 5
 
 
-def test_save_and_go_on():
-    method = Flasc(up=0.25, down=0.5, sampled=2, lr=0.02)
-    whole = run(method, 3, 6, at=3)
-    again = run(method, 3, 6, saved=[seen["state"] for seen in whole])
-    assert all(torch.equal(a["final"], b["final"]) for a, b in zip(whole, again))
-    with pytest.raises(CheckpointError, match="take the run's own model"):
-        run(Flasc(), 1, 6, saved=[({"p": torch.zeros(3)}, {"rounds": 1})])
+def test_in_the_middle_of_a_round_saved_and_gone_on(tmp_path: Path):
+    """One that is not drawn is saved too."""
+    method = METHODS["some"]
 
-
-def test_a_delta_that_is_not_finite_is_left_out():
-    def rank_of(group, poisoned):
+    def replica(group: tw.Group, again: bool) -> tuple[Tensor, bool]:
         model = Factors()
-        federation = Federation(Flasc(up=0.5, down=1, lr=0.02), model, group)
+        at = method.attach(model, sgd(model), group)
+        folder = tmp_path / str(group.rank)
+        if again:
+            checkpoint.load(checkpoint.newest_common(folder, group)[0], at)
+        go_on(at, 10)
+        idle = at.idle
+        if not again:
+            checkpoint.save(folder, at, {})
+        go_on(at, 15)
+        at.finish()
+        return flat(model), idle
 
-        def train():
-            local_training(model, group.rank, 0)
-            if poisoned and group.rank == 2:
-                model.B.data[0, 0] = math.nan
+    whole, again = (tw.run_threads(3, lambda group, again=again: replica(group, again)) for again in (False, True))
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(whole, again)) and sum(idle for _, idle in whole) == 1
 
-        federation.round(train)
-        heard = sorted(federation.heard)
-        federation.finish()
-        return heard, flat(model)
 
-    found = tw.run_threads(3, lambda group: rank_of(group, True))
-    assert found[HUB][0] == [0, 1] and all(torch.isfinite(final).all() for _, final in found)
-    assert tw.run_threads(3, lambda group: rank_of(group, False))[HUB][0] == [0, 1, 2]
+def method_of(model: nn.Module, group: tw.Group) -> Federated:
+    return flasc(every=3, up=0.25, down=0.5, outer_lr=0.02).attach(model, sgd(model), group)
+
+
+def test_a_delta_that_is_not_finite_is_left_out_of_the_mean():
+    def poison(at: Federated) -> None:
+        if at.group.rank == 2:
+            at.model.B.data[0, 0] = math.nan
+
+    method = METHODS["sparse"]
+    found = run(method, poison=poison)
+    assert all(torch.equal(seen["final"], by_hand(method, deaf=2)[1]) for seen in found)
+    assert [fields["by"] for event, fields in found[0]["events"] if event == "refused"] == [[2]] * 5
+
+
+def test_deltas_that_adam_cannot_square_change_nothing():
+    """Its moments would be infinite for ever, and the parameter would not move again."""
+
+    def poison(at: Federated) -> None:
+        at.optimizer.param_groups[0]["lr"] = 1e30
+
+    method = flasc(every=1, up=0.25, down=0.5)
+    found = run(method, steps=3, poison=poison)
+    assert all(torch.equal(seen["final"], by_hand(method, steps=1)[1]) for seen in found)
+    assert ["too large" in fields["reason"] for event, fields in found[0]["events"] if event == "refused"] == [True] * 2
+
+
+def test_the_hubs_word_holds():
+    """It comes back from an old state; the others go back with it. Without it nobody goes on."""
+    groups = {which: tw.ThreadGroup.create(n, 20.0) for which, n in (("first", 3), ("again", 3), ("without", 2))}
+
+    def replica(group: tw.Group) -> Tensor:
+        rank, model = group.rank, Factors()
+        at = method_of(model, groups["first"][rank])
+        go_on(at, 4)
+        old = at.state()
+        go_on(at, 8)
+        if rank == 0:
+            at.group = groups["again"][rank]
+            at.load_state(*old)
+        else:
+            at.meet(groups["again"][rank])
+        assert (at.step, at.rounds) == (4, 1) and torch.equal(at.start, old[0]["start"])
+        if rank:
+            with pytest.raises(ConfigurationError, match="the hub '0' is not among them"):
+                at.meet(groups["without"][rank - 1], ("1", "2"))
+        return at.start
+
+    starts = tw.run_threads(3, replica)
+    assert torch.equal(starts[0], starts[1]) and torch.equal(starts[0], starts[2])
 
 
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Flasc(up=0), "density=0"),
-        (lambda: Flasc(down=1.5), "density=1.5"),
-        (lambda: Flasc(sampled=0), "at least one replica"),
-        (lambda: Flasc(lr=0), "lr > 0"),
-        (lambda: run(Flasc(sampled=4)), "at most all"),
+        (lambda: flasc(up=0), "up=0, down=0.5: above 0 and at most 1"),
+        (lambda: flasc(down=1.5), "down=1.5"),
+        (lambda: flasc(down=math.nan), "down=nan"),
+        (lambda: flasc(sampled=0), "whole numbers above 0"),
+        (lambda: flasc(every=2.5), "whole numbers above 0"),
+        (lambda: flasc(outer_lr=0), "whole numbers above 0"),
+        (lambda: flasc(outer_lr=math.nan), "whole numbers above 0"),
+        (lambda: flasc(codec=tw.E3M0), "a Codec is needed"),
+        (lambda: run(flasc(sampled=4)), "at most all"),
     ],
 )
 def test_what_cannot_work_is_refused(make, says):
@@ -198,9 +259,30 @@ def test_what_cannot_work_is_refused(make, says):
         make()
 
 
+def test_first_weights_that_are_not_finite_are_refused():
+    model = Factors()
+    model.A.data[0, 0] = math.inf
+    with pytest.raises(ModelError, match="first weights"):
+        tw.run_threads(1, lambda group: method_of(model, group))
+
+
+def test_a_checkpoint_of_another_run_is_refused():
+    def replica(group: tw.Group) -> None:
+        model = Factors()
+        at = method_of(model, group)
+        at.load_state({"start": torch.zeros(3), "p": torch.zeros(3)}, {"hub": "0", "rounds": 1, "step": 3})
+
+    with pytest.raises(CheckpointError, match="3 trained parameters around the hub '0', here are 22"):
+        tw.run_threads(1, replica)
+
+
 def test_replicas_of_another_method_are_refused():
-    with pytest.raises(DisagreementError, match="method"):
-        tw.run_threads(2, lambda group: Federation(Flasc(up=0.5 if group.rank else 0.25), Factors(), group))
+    def replica(group: tw.Group) -> None:
+        model = Factors()
+        flasc(up=0.5 if group.rank else 0.25).attach(model, sgd(model), group)
+
+    with pytest.raises(DisagreementError, match="strategy"):
+        tw.run_threads(2, replica)
 
 
 def test_the_gap_between_averaged_factors_and_averaged_products():

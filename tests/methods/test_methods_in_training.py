@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from loops import METHODS
@@ -15,6 +16,7 @@ from thinwire.lm.job import check
 from thinwire.lm.run import Run
 from thinwire.observe.events import read_events
 from thinwire.observe.report import write_report
+from thinwire.observe.runs import RunRecord
 
 SETTINGS: dict[str, dict[str, object]] = {
     "just_one_byte": {"strategy": "just_one_byte(samples=1)", "lr": 1e-3},
@@ -22,6 +24,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "scaffold": {"every": 3, "lr": 0.1},
     "scallion": {"every": 3, "lr": 0.1},
     "scafcom": {"every": 3, "lr": 0.1},
+    "flasc": {"strategy": "flasc(every=3, down=1)", "lr": 0.1},  # all comes down: whole weights bear nothing less
 }
 
 
@@ -41,14 +44,19 @@ def run_of(text: str, strategy: str, **changes: object) -> Run:
     return Run(**(settings | SETTINGS[strategy] | changes))  # type: ignore[arg-type]
 
 
-def run_in(folder: Path, run: Run, resume: bool = False) -> dict[str, object]:
+def run_in(folder: Path, run: Run, resume: bool = False) -> dict[str, Any]:
     check(run)
     launch.new_folder(run, folder, resume)
     if run.carrier == "threads":
         launch.train_threads(run, folder, resume, lambda: None)
     else:
         launch.train_processes(run, folder, resume, lambda: None)
-    events = list(read_events(folder / "events/replica-0.jsonl"))
+    return last(folder)
+
+
+def last(folder: Path, rank: int = 0) -> dict[str, Any]:
+    """What a replica said when it ended."""
+    events = list(read_events(folder / f"events/replica-{rank}.jsonl"))
     return next(event["summary"] for event in reversed(events) if event["event"] == "end")
 
 
@@ -61,10 +69,14 @@ def test_a_run_and_its_resume(tmp_path: Path, text: str, strategy: str) -> None:
     run = run_of(text, strategy)
     whole, copy = tmp_path / "whole", tmp_path / "copy"
     summary = run_in(whole, run)
-    packets = sum(count["nbytes"] for count in summary["ledger"]["sent"]["packet"].values())  # type: ignore[index]
     method = run.make_method()
-    assert method and packets == -(-run.steps // method.every) * method.nbytes_per_period(summary["parameters"], 2)
-    assert summary["provenance"] == "measured" and 0 < summary["compute_utilization"] <= 1  # type: ignore[operator]
+    assert method
+    for rank in (0, 1):
+        end = last(whole, rank)
+        packets = sum(count["nbytes"] for count in end["ledger"]["sent"]["packet"].values())
+        periods = range(-(-run.steps // method.every))
+        assert packets == sum(method.nbytes_per_period(end["parameters"], 2, rank, period) for period in periods) > 0
+    assert summary["provenance"] == "measured" and 0 < summary["compute_utilization"] <= 1
     assert write_report([whole], whole / "report.html").stat().st_size > 10_000
     shutil.copytree(whole, copy)
     (copy / "model.safetensors").unlink()
@@ -74,6 +86,17 @@ def test_a_run_and_its_resume(tmp_path: Path, text: str, strategy: str) -> None:
     run_in(copy, run, resume=True)
     assert (copy / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     assert (whole / "model.safetensors").read_bytes()
+
+
+def test_only_the_hub_tells_how_good_p_is_before_the_end(tmp_path: Path, text: str) -> None:
+    run_in(tmp_path / "run", run_of(text, "flasc"))
+    logs = [list(read_events(tmp_path / f"run/events/replica-{rank}.jsonl")) for rank in (0, 1)]
+    hub, other = ([(e["step"], e["of"], e["loss"]) for e in log if e["event"] == "eval"] for log in logs)
+    assert {of for _, of, _ in hub} == {"anchors"} and [of for _, of, _ in other] == ["start"] * 6 + ["anchors"]
+    assert hub[-1] == other[-1] and hub[0] != other[0]
+    record = RunRecord.load(tmp_path / "run")
+    assert list(record.evaluations.loss) == [loss for _, _, loss in hub]
+    assert [len(replica.evaluations.loss) for replica in record.replicas] == [7, 1]
 
 
 def test_replicas_that_are_not_sampled_are_idle(tmp_path: Path, text: str) -> None:
@@ -102,7 +125,7 @@ def test_a_trained_model_is_tuned_further(tmp_path: Path, text: str) -> None:
     first = run_of(text, "just_one_byte", steps=2)
     ended = run_in(tmp_path / "first", first)
     second = dataclasses.replace(first, model=str(tmp_path / "first" / "model.safetensors"), lr=1e-12, seed=5)
-    assert abs(run_in(tmp_path / "second", second)["eval_loss"] - ended["eval_loss"]) < 1e-5  # type: ignore[operator]
+    assert abs(run_in(tmp_path / "second", second)["eval_loss"] - ended["eval_loss"]) < 1e-5
 
 
 def test_what_cannot_be_trained(text: str) -> None:
@@ -110,6 +133,16 @@ def test_what_cannot_be_trained(text: str) -> None:
         check(run_of(text, "just_one_byte", accumulate=2))
     with pytest.raises(ConfigurationError, match="sampled=3 of 2"):
         check(dataclasses.replace(run_of(text, "fedavg"), every=None, strategy="fedavg(sampled=3)"))
+    with pytest.raises(ConfigurationError, match=r"flasc\(every=3\) without lora: .* add --lora 8, or flasc\(down=1\)"):
+        check(dataclasses.replace(run_of(text, "flasc"), strategy="flasc", every=3))
+    with pytest.raises(ConfigurationError, match=r"privacy=.* with flasc"):
+        Run(strategy="flasc", privacy="Privacy()")
+    with pytest.raises(
+        ConfigurationError, match="carrier='elastic': a method with a loop of its own trains with a fixed"
+    ):
+        Run(strategy="flasc", carrier="elastic")
+    with pytest.raises(ConfigurationError, match=r"keep=3 with checkpoint_every=3 .* give --keep 5"):
+        check(dataclasses.replace(run_of(text, "fedavg"), every=None, strategy="fedavg(every=10, sampled=1)", keep=3))
     with pytest.raises(ConfigurationError, match="just_one_byte takes no every"):
         Run(strategy="just_one_byte", every=4)
     assert Run(strategy="just_one_byte(samples=9)").make_method().samples == 9  # type: ignore[union-attr]

@@ -120,6 +120,9 @@ def test_save_and_resume_is_as_never_stopped(name):
     problem, method = Bilinear(2), METHODS[name]
     whole = find(method, 15, problem, 2)
     begun = [at.state() for at in find(method, 7, problem, 2)]
+    assert all(
+        len({t.data_ptr() for t in tensors.values()}) == len(tensors) for tensors, _ in begun
+    )  # files share none
 
     def replica(group: tw.Group) -> Saddle:
         at = Saddle(method, problem.operator(group.rank), torch.ones(2 * N), group)

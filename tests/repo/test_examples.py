@@ -71,6 +71,21 @@ def test_min_max():
     assert len(left) == 4 and left["MASHA1, a random fifth"] < left["extragradient, the largest fifth"]
 
 
+@pytest.mark.slow
+def test_robust_regression(tmp_path):
+    """Saved on the way, and gone on from there by whoever was saved, and by one that was not."""
+    out = str(tmp_path / "robust")
+    whole = run("09_robust_regression.py", "--iterations", "400", "--out", out)
+    (tmp_path / "robust-2.safetensors").unlink()
+    again = run("09_robust_regression.py", "--iterations", "600", "--out", out)
+    slopes = [float(slope) for slope in re.findall(r"slope ([\d.e+-]+)", whole + again)]
+    assert len(slopes) == 3 and slopes[2] < slopes[1] < slopes[0]
+    (_, plain), (clean, robust) = [
+        map(float, ends) for ends in re.findall(r"square ([\d.]+), with the worst shift ([\d.]+)", again)
+    ]
+    assert robust < 0.9 * plain and clean < robust
+
+
 def test_pieces():
     out = run("06_pieces.py", "--model", "100m", "--replicas", "3")
     assert "100m" not in out and out.count("(predicted)") == 5

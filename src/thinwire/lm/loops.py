@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
+import math
+
 from thinwire.errors import ConfigurationError
 from thinwire.lm.run import Run
-from thinwire.methods import Attached, ControlVariates, JustOneByte, Method, ZerothOrder
+from thinwire.methods import Attached, ControlVariates, Federated, Flasc, JustOneByte, Method, ZerothOrder
 
 
 def check_method(run: Run, method: Method) -> None:
     """Raise `ConfigurationError` where `method` cannot serve `run`."""
-    if isinstance(method, ControlVariates) and (method.sampled or 1) > run.replicas:
+    if isinstance(method, ControlVariates | Flasc) and method.sampled is not None:
+        _check_sampled(run, method.sampled, method.every)
+    if isinstance(method, Flasc) and method.down < 1 and run.lora is None:
         raise ConfigurationError(
-            f"sampled={method.sampled} of {run.replicas} replicas: at most all can be; give more --replicas."
+            f"{run.label} without lora: what the hub does not send down counts as zero, which adapters bear and whole weights do not; "
+            "add --lora 8, or flasc(down=1)."
         )
     if run.accumulate > 1 and isinstance(method, JustOneByte):
         raise ConfigurationError(
             f"accumulate={run.accumulate} with {run.label}: its samples are its micro-batches; raise those instead."
         )
+
+
+def _check_sampled(run: Run, sampled: int, every: int) -> None:
+    if sampled > run.replicas:
+        raise ConfigurationError(
+            f"sampled={sampled} of {run.replicas} replicas: at most all can be; give more --replicas."
+        )
+    needed = 1 + math.ceil(every / run.checkpoint_every) if run.checkpoint_every else 1
+    if run.keep < needed:
+        raise ConfigurationError(
+            f"keep={run.keep} with checkpoint_every={run.checkpoint_every} and {run.label}: who is not sampled is up to {every} steps ahead "
+            f"of the others, and would have dropped the checkpoints that they still need; give --keep {needed}."
+        )
+
+
+def evaluated(replica: object) -> str:
+    """What it holds while it is evaluated: `anchors`, which all agree on, or only `start`, where its round began."""
+    return "anchors" if not isinstance(replica, Federated) or replica.informed else "start"
 
 
 def micro_batches(run: Run, replica: object) -> float:

@@ -50,7 +50,7 @@ class Run:
 
     strategy: str = "streaming_diloco"
     """A recipe (data_parallel, local_sgd, diloco, streaming_diloco, dgc, one_bit_adam, ...), a method with a loop of its own
-    (just_one_byte, fedavg, scaffold, scallion, scafcom), or a whole Strategy(...) in Python; docs/strategies.md helps to choose."""
+    (just_one_byte, fedavg, scaffold, scallion, scafcom, flasc), or a whole Strategy(...) in Python; docs/strategies.md helps to choose."""
     replicas: int = 2
     """How many replicas train (under torchrun: the world is replicas times the ranks of one replica)."""
     steps: int = 800
@@ -175,9 +175,14 @@ class Run:
         self._composition()
         self.make_inner()
         if self.carrier == "elastic":
-            self._check_elastic(self.make_strategy())
+            self._check_elastic(self._composition())
 
-    def _check_elastic(self, strategy: Strategy) -> None:
+    def _check_elastic(self, strategy: Strategy | Method) -> None:
+        if not isinstance(strategy, Strategy):
+            raise ConfigurationError(
+                f"strategy={self.label} with carrier='elastic': a method with a loop of its own trains with a fixed group; "
+                "leave --elastic out, or choose a recipe."
+            )
         elastic.check(strategy)
         if self.least > self.replicas:
             raise ConfigurationError(

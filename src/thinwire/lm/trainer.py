@@ -22,7 +22,7 @@ from thinwire.contact import agree, digest
 from thinwire.errors import CheckpointError, ConfigurationError, LinkError
 from thinwire.group import CountedGroup, Group, Ledger, LinkedGroup, Roster, parse_link
 from thinwire.lm.job import learning_rate, make_model, open_corpus
-from thinwire.lm.loops import micro_batches
+from thinwire.lm.loops import evaluated, micro_batches
 from thinwire.lm.place import Coming, Hindrances, Pace, Place, join, pass_on, roster, shard
 from thinwire.lm.releases import releases
 from thinwire.lm.run import Run
@@ -234,7 +234,7 @@ class Trainer:
         return loss
 
     def _evaluate(self) -> None:
-        """The mean loss of the anchors on held-out text, the same on every replica."""
+        """The mean loss of the anchors on held-out text, the same on every replica that knows them."""
         began = time.monotonic()
         self.model.eval()
         losses = []
@@ -246,14 +246,15 @@ class Trainer:
             for tokens, targets in self.corpus.held_out(self.run.batch, self.run.sequence, self.run.eval_batches):
                 losses.append(float(self.model(tokens.to(self.device), targets.to(self.device)).loss))
         self.model.train()
-        self.eval_loss = sum(losses) / len(losses)
+        loss, of = sum(losses) / len(losses), evaluated(self.replica)
+        self.eval_loss = loss if of == "anchors" else math.nan
         self.log.emit(
             "eval",
             self.replica.step,
-            loss=self.eval_loss,
+            loss=loss,
             tokens=self._tokens(),
             seconds_spent=time.monotonic() - began,
-            of="anchors",
+            of=of,
         )
 
     def _save(self) -> None:

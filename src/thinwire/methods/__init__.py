@@ -8,6 +8,7 @@ from thinwire.codecs import Codec, Identity, RandomK, TopK
 from thinwire.methods.base import Attached, Method
 from thinwire.methods.control_rules import Averaged, Gain, Plain, Rule
 from thinwire.methods.control_variates import Controlled, ControlVariates
+from thinwire.methods.federated import Federated, Flasc
 from thinwire.methods.minmax import (
     Extragradient,
     Free,
@@ -65,8 +66,21 @@ def scafcom(
     return ControlVariates(rule=Averaged(beta), every=every, sampled=sampled, outer_lr=outer_lr, codec=codec)
 
 
+def flasc(
+    *,
+    every: int = 10,
+    up: float = 0.25,
+    down: float = 0.5,
+    sampled: int | None = None,
+    outer_lr: float = 1e-2,
+    codec: Codec = Identity(),
+) -> Flasc:
+    """FLASC (Kuo et al., arXiv 2406.05233): adapters around a hub, sparse up and down; at densities of 1 FedAdam."""
+    return Flasc(up=up, down=down, every=every, sampled=sampled, outer_lr=outer_lr, codec=codec)
+
+
 METHODS: dict[str, Callable[..., Method]] = {
-    f.__name__: f for f in (just_one_byte, fedavg, scaffold, scallion, scafcom)
+    f.__name__: f for f in (just_one_byte, fedavg, scaffold, scallion, scafcom, flasc)
 }
 
 __all__ = [
@@ -76,6 +90,8 @@ __all__ = [
     "ControlVariates",
     "Controlled",
     "Extragradient",
+    "Federated",
+    "Flasc",
     "Free",
     "Gain",
     "JustOneByte",
@@ -90,6 +106,7 @@ __all__ = [
     "Simplexes",
     "ZerothOrder",
     "fedavg",
+    "flasc",
     "just_one_byte",
     "nbytes_sent",
     "saddle",

@@ -6,6 +6,7 @@ back is asked the same questions as a `Replica`, so the trainer, checkpoints and
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from thinwire.group.base import TAGS, Group, gather
 from thinwire.packet import HEADER_NBYTES, STOP, VERSION, Header, empty_packet, open_packet, payload, seal
 from thinwire.partition import Fragment, Whole, check_optimizer, check_sharding, local, trainable
 from thinwire.replica import Observer
+from thinwire.seeds import derive
 from thinwire.version import __version__
 from thinwire.weights import exported
 
@@ -53,8 +55,8 @@ class Method(Protocol):
     ) -> Attached:
         """Join this method with what it trains. Collective. Raises `ModelError`, `DisagreementError`, `LinkError`."""
 
-    def nbytes_per_period(self, numel: int, size: int) -> int:
-        """Bytes that one replica of `size` sends in a period of `every` steps, headers included, if it sends. Predicted = counted."""
+    def nbytes_per_period(self, numel: int, size: int, rank: int = 0, period: int = 0) -> int:
+        """Bytes that replica `rank` of `size` sends in a period of `every` steps, headers included. Predicted = counted."""
 
     @property
     def every(self) -> int:
@@ -114,26 +116,37 @@ class Participant(ABC):
             flags = header.flags | (STOP if self._stop_requested else 0)
             seal(own, replace(header, sender=group.rank, flags=flags))
             send = dict.fromkeys(peers, own)
-        nbytes = sum(message.numel() for message in send.values())
-        fields = {"fragment": header.fragment, "round": header.round}
-        self._observe("depart", self.step, **fields, nbytes=nbytes, seconds_spent=self._clock() - began)
-        transfer = group.post(TAG, send, packets)
-        transfer.wait()
-        arrived = self._clock()
-        self._observe(
-            "flight", self.step, **fields, begin=began, end=arrived,
-            queued_seconds=transfer.queued_seconds, transfer_seconds=transfer.transfer_seconds,
-        )  # fmt: skip
+        arrived = self._carry(send, packets, header, began)
         heard = {
             peer: (open_packet(p, replace(header, sender=peer, flags=0)), payload(p)) for peer, p in packets.items()
         }
         if body is not None:
             heard[group.rank] = (flags, payload(own))
         self.stopping |= any(said & STOP for said, _ in heard.values())
-        self.stall_seconds += arrived - began
-        self.seconds += arrived - began
-        self._observe("land", self.step, **fields, begin=began, stall_seconds=arrived - began, seconds_spent=0.0)
+        self._arrived(header, began, arrived)
         return dict(sorted(heard.items()))
+
+    def _carry(self, send: Mapping[int, Tensor], packets: Mapping[int, Tensor], header: Header, began: float) -> float:
+        """Send and receive what belongs to a round that `began` then; when all was there. Raises `LinkError`."""
+        nbytes = sum(message.numel() for message in send.values())
+        fields = {"fragment": header.fragment, "round": header.round}
+        self._observe("depart", self.step, **fields, nbytes=nbytes, seconds_spent=self._clock() - began)
+        transfer = self.group.post(TAG, send, packets)
+        transfer.wait()
+        arrived = self._clock()
+        self._observe(
+            "flight", self.step, **fields, begin=began, end=arrived,
+            queued_seconds=transfer.queued_seconds, transfer_seconds=transfer.transfer_seconds,
+        )  # fmt: skip
+        return arrived
+
+    def _arrived(self, header: Header, began: float, arrived: float) -> None:
+        """What arrived then is sound."""
+        waited = arrived - began
+        self.stall_seconds += waited
+        self.seconds += waited
+        fields = {"fragment": header.fragment, "round": header.round}
+        self._observe("land", self.step, **fields, begin=began, stall_seconds=waited, seconds_spent=0.0)
 
     @staticmethod
     def _checked(names: Sequence[str] | None, group: Group) -> tuple[str, ...]:
@@ -203,6 +216,23 @@ class Attached(Participant):
                     f"replica {rank} holds other weights than replica 0 at step {self.step}; begin all with the same "
                     "ones, or resume all from one step."
                 )
+
+
+def check_rounds(every: int, sampled: int | None, outer_lr: float) -> None:
+    """Raise `ConfigurationError` unless these can be of rounds."""
+    whole = [number for number in (every, sampled) if number is not None]
+    if any(type(number) is not int or number < 1 for number in whole) or not 0 < outer_lr < math.inf:
+        raise ConfigurationError(
+            f"every={every}, sampled={sampled}, outer_lr={outer_lr}: whole numbers above 0, and a learning rate above 0, are needed."
+        )
+
+
+def drawn(names: Sequence[str], count: int | None, seed: int, round_: int) -> tuple[str, ...]:
+    """Who of `names` is among the `count` (None: all) that a round draws, in their order: the same on all."""
+    if count is None:
+        return tuple(names)
+    chosen = sorted(names, key=lambda name: derive(seed, f"sampled {name}", round_))[:count]
+    return tuple(name for name in names if name in chosen)
 
 
 def packet_nbytes(nbytes: int, size: int) -> int:

@@ -34,11 +34,11 @@ from thinwire.contact import agree_on_start, digest
 from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError, ModelError
 from thinwire.group.base import Group, gather
 from thinwire.handover import give, take
-from thinwire.methods.base import Attached, packet_nbytes, silent
+from thinwire.methods.base import Attached, check_rounds, drawn, packet_nbytes, silent
 from thinwire.methods.control_rules import Rule
 from thinwire.packet import REFUSED, Header, identity
 from thinwire.replica import Observer
-from thinwire.seeds import Key, derive
+from thinwire.seeds import Key
 from thinwire.weights import gradient
 
 
@@ -62,10 +62,7 @@ class ControlVariates:
             raise ConfigurationError(
                 f"rule={self.rule!r}, codec={self.codec!r}: Gain(), Averaged() or Plain(), and a Codec, are needed."
             )
-        if self.every < 1 or (self.sampled is not None and self.sampled < 1) or not 0 < self.outer_lr < math.inf:
-            raise ConfigurationError(
-                f"every={self.every}, sampled={self.sampled}, outer_lr={self.outer_lr}: all must be above 0."
-            )
+        check_rounds(self.every, self.sampled, self.outer_lr)
         self.rule.check(self.codec)
 
     def optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
@@ -77,15 +74,13 @@ class ControlVariates:
     ) -> Controlled:  # fmt: skip
         return Controlled(self, model, optimizer, group, names, observer, clock)
 
-    def nbytes_per_period(self, numel: int, size: int) -> int:
-        return packet_nbytes(self.codec.nbytes(numel), size)
+    def nbytes_per_period(self, numel: int, size: int, rank: int = 0, period: int = 0) -> int:
+        speaks = str(rank) in self.draw([str(other) for other in range(size)], period)
+        return packet_nbytes(self.codec.nbytes(numel), size) if speaks else 0
 
     def draw(self, names: Sequence[str], round_: int) -> tuple[str, ...]:
         """Who is sampled among `names`, in their order: the same on all."""
-        if self.sampled is None:
-            return tuple(names)
-        chosen = sorted(names, key=lambda name: derive(self.seed, f"sampled {name}", round_))[: self.sampled]
-        return tuple(name for name in names if name in chosen)
+        return drawn(names, self.sampled, self.seed, round_)
 
 
 class _Said(NamedTuple):

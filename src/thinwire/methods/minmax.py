@@ -293,7 +293,7 @@ class Saddle(Participant):
         if after and sound:
             self.z, self.residual = after
             if reference:
-                self.w, self.own_at_w, self.mean_at_w = self.z, reference.own, reference.mean
+                self.w, self.own_at_w, self.mean_at_w = self.z.clone(), reference.own, reference.mean
         self.step += 1
         return sound
 

@@ -217,7 +217,7 @@ class JustOneByte:
     ) -> ZerothOrder:  # fmt: skip
         return ZerothOrder(self, model, optimizer, group, names, observer, clock)
 
-    def nbytes_per_period(self, numel: int, size: int) -> int:
+    def nbytes_per_period(self, numel: int, size: int, rank: int = 0, period: int = 0) -> int:
         return packet_nbytes(self.samples, size)
 
 

@@ -227,7 +227,7 @@ class Progress:
                 self._company = Company(len(fragments_of(event)), whole(event["replicas"]))
             for choice in event["run"].get("exchanges", []) if isinstance(event["run"], dict) else []:
                 self._say("exchange", choice)
-        elif kind == "eval":
+        elif kind == "eval" and event["of"] != "start":
             self._evaluated = (event["step"], number(event["loss"]))
         elif kind in ("warning", "stop"):
             self._say(

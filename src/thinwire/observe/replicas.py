@@ -301,6 +301,7 @@ def _nbytes(departs: Sequence[tuple[float, Event]], names: Mapping[str, int]) ->
 
 
 def _evaluations(evals: Sequence[tuple[float, Event]], departs: Sequence[tuple[float, Event]]) -> Evaluations:
+    evals = [(offset, event) for offset, event in evals if event["of"] != "start"]
     steps = [event["step"] for _, event in evals]
     return Evaluations(
         step=np.array(steps, dtype=np.int64),
