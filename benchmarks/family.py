@@ -1,10 +1,11 @@
-"""What does each method make of the same tokens, and for how many bits? Every recipe there is, several seeds.
+"""What does each method make of the same tokens, and for how many bits? All that train a model from the start, several seeds.
 
     python benchmarks/family.py [--seeds 3] [--steps 2000] [--quick] [--out FOLDER] [--into FILE]
 
 Two replicas as processes, model, text (Python's standard library), batches and learning rate alike for all: those of quality.py; AdamW
-inside, where a method is not one with another optimizer. Every method is as its recipe stands, with the defaults of its paper or the house;
-what was chosen by trying is named in docs/family.md. Broken off, it goes on where it was with the same --out. `make tables` writes
+inside, where a method is not one with another optimizer. Every method is as it stands, with the defaults of its paper or the house; what
+was chosen by trying is named in docs/family.md. Control variates and FedAvg have plain SGD inside and get its rate, as recipes with SGD do.
+Not here: `just_one_byte` and `flasc`, which tune a model that is trained. Broken off, it goes on where it was with the same --out. `make tables` writes
 docs/family.md and its picture from the result.
 --quick: one seed and 100 steps, kept apart: whether all methods run, nothing about their loss.
 """
@@ -20,9 +21,11 @@ from pathlib import Path
 
 from provenance import provenance, save
 
-from thinwire.recipes import RECIPES
+from thinwire.methods import METHODS
+from thinwire.recipes import RECIPES, SGD_RATE
 
 SETTINGS = {"model": "nano", "batch": 16, "sequence": 128, "lr": 6e-3, "checkpoint_every": 0}
+FEDERATED = ("fedavg", "scaffold", "scallion", "scafcom")
 
 
 def main() -> None:
@@ -40,19 +43,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as thrown_away:
         out = asked.out or Path(thrown_away) / "runs"
         into = asked.into or (out / "family.json" if asked.quick else None)
-        rows = compared(out, seeds, steps)
+        rows = compared(tuple(RECIPES), out / "recipes", seeds, steps, SETTINGS["lr"])
+        rows += compared(FEDERATED, out / "federated", seeds, steps, SETTINGS["lr"] * SGD_RATE)
         for row in rows:
-            row["composition"] = repr(RECIPES[row["strategy"]]())
+            row["composition"] = repr((RECIPES | METHODS)[row["strategy"]]())
             print(shown(row, rows[0]))
-        setting = SETTINGS | {"steps": steps, "replicas": 2, "every method": "its recipe's defaults"}
+        setting = SETTINGS | {"steps": steps, "replicas": 2, "every method": "its defaults"}
+        setting["lr"] = f"{SETTINGS['lr']}, and {SGD_RATE:g} times that for SGD"
         result = about | {"benchmark": "family", "word": "measured", "setting": setting, "rows": rows}
         print(f"written: {save('family', result, into)}")
 
 
-def compared(out: Path, seeds: int, steps: int) -> list[dict]:
-    """The rows of `thinwire compare` for all recipes, which goes on where it was broken off."""
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in (SETTINGS | {"steps": steps}).items()]
-    command = [sys.executable, "-m", "thinwire", "compare", "--strategies", *RECIPES, "--seeds", str(seeds)]
+def compared(names: tuple[str, ...], out: Path, seeds: int, steps: int, lr: float) -> list[dict]:
+    """The rows of `thinwire compare` for `names`, which goes on where it was broken off."""
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in (SETTINGS | {"steps": steps, "lr": lr}).items()]
+    command = [sys.executable, "-m", "thinwire", "compare", "--strategies", *names, "--seeds", str(seeds)]
     done = subprocess.run(
         [*command, *options, "--out", str(out), "--json"], stdout=subprocess.PIPE, text=True, check=True
     )

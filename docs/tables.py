@@ -124,7 +124,7 @@ def family_picture(result: Result) -> str:
     machine, setting, seeds = result["machine"], result["setting"], result["rows"][0]["seeds"]
     remark = (
         f"{result['word'].capitalize()}, {result['date'][:10]}: mean and standard deviation of {seeds} seed(s), "
-        f"{setting['replicas']} replicas, model {setting['model']}, {setting['steps']} steps; every recipe with its defaults. "
+        f"{setting['replicas']} replicas, model {setting['model']}, {setting['steps']} steps; every method with its defaults. "
         f"{machine['cpu'].strip()}, commit {(result['commit'] or 'unknown')[:7]}."
     )
     return drawing(View("", data, layout), "Loss against bits, at equal tokens", remark)
