@@ -5,8 +5,8 @@
 Two replicas as processes, model, text (Python's standard library), batches and learning rate alike for all: those of quality.py; AdamW
 inside, where a method is not one with another optimizer. Every method is as it stands, with the defaults of its paper or the house; what
 was chosen by trying is named in docs/family.md. Control variates and FedAvg have plain SGD inside and get its rate, as recipes with SGD do.
-Not here: `just_one_byte` and `flasc`, which tune a model that is trained. Broken off, it goes on where it was with the same --out. `make tables` writes
-docs/family.md and its picture from the result.
+Not here: `just_one_byte` and `flasc`, which tune a model that is trained. Broken off, it goes on where it was with the same --out.
+`make tables` writes docs/family.md and its picture from the result.
 --quick: one seed and 100 steps, kept apart: whether all methods run, nothing about their loss.
 """
 
