@@ -100,25 +100,37 @@ def quality(result: Result) -> tuple[list[str], list[list[str]]]:
 
 
 def family(result: Result) -> tuple[list[str], list[list[str]]]:
-    """Rows of benchmarks/family.py: as `quality`, with what each recipe is."""
+    """Rows of benchmarks/family.py: as `quality`, with what each method is."""
     heads, rows = quality(result)
-    shown = [_short(row["composition"]).removeprefix("Strategy") for row in result["rows"]]
+    made = [row["composition"] for row in result["rows"]]
+    shown = [_short(of).removeprefix("Strategy") if of.startswith("Strategy(") else of for of in made]
     return [heads[0], "settings", *heads[1:]], [[row[0], f"`{of}`", *row[1:]] for row, of in zip(rows, shown)]
 
 
 def family_picture(result: Result) -> str:
     """Loss against bits, a dot a method, with a standard deviation to both sides."""
+    kinds: dict[str, list[Mapping[str, Any]]] = {
+        "deltas, every H steps": [],
+        "gradients, every step": [],
+        "federated": [],
+    }
+    for row in result["rows"]:
+        made = row["composition"]
+        kind = 2 if not made.startswith("Strategy(") else 1 if "signal=Gradients()" in made else 0
+        list(kinds.values())[kind].append(row)
     data: list[dict[str, Any]] = []
-    for index, row in enumerate(result["rows"]):
-        bits, loss = row["bits_per_parameter_per_step"], row["eval_loss"]
+    for index, (kind, rows) in enumerate(kinds.items()):
         look: dict[str, Any] = {
             "line": {"color": colour(index), "width": 2},
             "marker": {"color": colour(index), "size": 9},
         }
-        data.append({"mode": "markers", "x": [bits], "y": [loss], "name": row["strategy"], **look})
-        if spread := row["eval_loss_spread"]:
+        bits, losses = [row["bits_per_parameter_per_step"] for row in rows], [row["eval_loss"] for row in rows]
+        names = [row["strategy"] for row in rows]
+        data.append({"mode": "markers+text", "x": bits, "y": losses, "text": names, "name": kind, **look})
+        for at, loss, row in zip(bits, losses, rows, strict=True):
+            spread = row["eval_loss_spread"] or 0.0
             ends = [loss - spread, loss + spread]
-            data.append({"mode": "lines", "x": [bits, bits], "y": ends, "name": "", "showlegend": False, **look})
+            data.append({"mode": "lines", "x": [at, at], "y": ends, "name": "", "showlegend": False, **look})
     x = {"title": {"text": "bits per parameter and inner step, sent by a replica"}, "type": "log"}
     layout = {"xaxis": x, "yaxis": {"title": {"text": "evaluation loss"}}}
     machine, setting, seeds = result["machine"], result["setting"], result["rows"][0]["seeds"]

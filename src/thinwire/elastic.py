@@ -1,17 +1,17 @@
 """A replica whose group may change: what its main thread does between inner steps.
 
-Departures hand a delta to `Rounds`; outcomes are picked up when they are there, and never waited for. What has been trained
-since a delta departed is always kept:
+Departures hand a delta to `Rounds`; outcomes are picked up when they are there, and never waited for:
 
     on time, own delta counted    parameters ← as the strategy merges
-    late, own delta counted       parameters ← parameters + (anchor′ − anchor) + delta     (its part is in anchor′ now)
+    late, own delta counted       parameters ← anchor′ + α·(departed − anchor′) + κ·(parameters − departed)
     not counted, or caught up     parameters ← parameters + (anchor′ − anchor)             (the delta stays what it was)
     counted, as it seemed         parameters ← parameters + (anchor′ − anchor) − delta     (it is not in anchor′: it travels again)
     new, or back from long ago    parameters ← anchor′
 
-"Late" is later than `delay` inner steps after departure. A delta that comes too late for its round waits for the next of its
-fragment. Until then the fragment does not depart again: what is trained meanwhile travels after it, and where the schedule would
-have had it depart, that is made up for when its turn comes.
+"Late" is later than τ = `delay` inner steps after departure; `departed` are the parameters as they were then. After a flight of t steps
+κ = 1 − (1 − α)·τ/t: `Mix(α)` keeps the share α of τ steps in the air, and so many are lost at most; the others are kept whole. A delta
+that comes too late for its round waits for the next of its fragment. Until then the fragment does not depart again: what is trained
+meanwhile travels after it, and where the schedule would have had it depart, that is made up for when its turn comes.
 
 In the mean over all who train a delta counts 1, or the tokens behind it, if the loop says how many a step has.
 """
@@ -219,17 +219,19 @@ class Elastic:
         piece.rounds += 1
         if counted is not None:
             piece.feedback = outcome.feedback
-        if counted is not None and step == counted.step + self.strategy.schedule.delay and isinstance(merge, Mix):
-            for part, values in piece.slices(anchor):
-                merge.into(part, values.to(part.device))
+        if counted is not None and isinstance(merge, Mix):
+            flight, delay = step - counted.step, self.strategy.schedule.delay
+            if flight == delay:
+                for part, values in piece.slices(anchor):
+                    merge.into(part, values.to(part.device))
+            else:
+                _land_late(piece, before - counted.delta, merge.alpha, delay / flight)
             return
         if outcome.anew:
             piece.load_into_parameters(anchor)
             self._travelled[outcome.fragment] = self._trained
             return
         moved = anchor - before
-        if counted is not None:
-            moved += counted.delta
         if outcome.returned is not None:
             moved -= outcome.returned.delta
             piece.feedback = outcome.returned.feedback
@@ -239,6 +241,17 @@ class Elastic:
 
     def _hear(self, event: str, **fields: Any) -> None:
         self._observe(event, self.rounds.step, **fields)
+
+
+@torch.no_grad()
+def _land_late(piece: Held, departed: Tensor, alpha: float, due: float) -> None:
+    """θ ← anchor + α·(departed − anchor) + κ·(θ − departed), κ = 1 − (1 − α)·due: as `Mix(alpha)` for the share `due` of the flight
+    that was to be, and what was trained later is kept whole. `departed`: the parameters as they were then.
+    """
+    kept = 1 - (1 - alpha) * due
+    rest = torch.lerp(piece.anchor, departed, alpha) - kept * departed
+    for part, values in piece.slices(rest):
+        part.copy_(kept * part.to(values) + values)
 
 
 def in_turn(schedule: Schedule, fragments: int) -> list[int]:

@@ -14,8 +14,11 @@ from elastic_toy import PHASES, SIZES, Book, Toy, agree, one_thread, order_fault
 
 import thinwire as tw
 from thinwire import handover
+from thinwire.elastic import Elastic
 from thinwire.group.rehearsal import Killed, Rehearsal
 from thinwire.group.standin import StandinBoard
+from thinwire.held import hold
+from thinwire.rounds import Outcome, Ready
 
 __all__ = ["one_thread"]  # a fixture
 
@@ -122,6 +125,22 @@ def test_others_wait_for_a_handover_however_long_it_takes(monkeypatch: pytest.Mo
     assert sent.count("c") > 10 and any(event == "caught_up" for name, event, _ in book.events if name == "c")
     assert all(f["reason"] == "" for _, event, f in book.events if event == "round")
     assert not [event for _, event, _ in book.events if event == "alone"]
+
+
+@pytest.mark.parametrize(
+    ("alpha", "delay", "flight"), [(0.5, 2, 2), (0.5, 2, 8), (0.0, 0, 3), (0.0, 2, 8), (1.0, 2, 8)]
+)
+def test_a_late_landing_loses_no_more_than_one_in_time(alpha: float, delay: int, flight: int) -> None:
+    """Departed at 3 with anchor 5; trained to 3 − flight since; the new anchor is 1."""
+    strategy = tw.Strategy(schedule=tw.Every(9, delay), merge=tw.Mix(alpha), outer=tw.Average())
+    parameter = torch.nn.Parameter(torch.full((4,), 5.0))
+    piece = hold(strategy, tw.Fragment("all", [("all", parameter)]), 0, 0, 1)
+    elastic = Elastic(strategy, Rehearsal().roster("a", least=1), [piece], lambda *_, **__: None)
+    parameter.data.fill_(3.0 - flight)
+    counted = Ready(0, torch.full((4,), 2.0), 1.0, step=10, feedback={})
+    elastic._take_over(Outcome(0, 0, torch.ones(4), counted=counted), torch.ones(4), step=10 + flight)
+    kept = -flight + (1 - alpha) * delay  # of what was trained since, all but that share of `delay` steps
+    torch.testing.assert_close(parameter.data, torch.full((4,), 1.0 + alpha * (3.0 - 1.0) + kept))
 
 
 def test_frozen_and_thawed() -> None:

@@ -158,6 +158,19 @@ def test_text_that_looks_like_markup_stays_text() -> None:
     ElementTree.fromstring(said)
 
 
+def test_labels_stand_beside_their_dots_and_not_on_each_other() -> None:
+    y = [1.0, 1.01, 1.02, 9.0]
+    trace = {"mode": "markers+text", "x": [1, 1, 1, 9], "y": y, "text": ["one", "two", "three", "four"], "name": "all"}
+    layout = {f"{axis}axis": {"title": {"text": axis}} for axis in "xy"}
+    tree = ElementTree.fromstring(drawing(View("", [trace | {"marker": {"color": "red"}}], layout), "title"))
+    said = {e.text: (float(e.get("x", 0)), float(e.get("y", 0))) for e in tree.iter() if e.text in trace["text"]}
+    assert len(said) == 4
+    for index, (ax, ay) in enumerate(places := list(said.values())):
+        assert all(abs(ay - by) >= 12 or abs(ax - bx) >= 6.6 * 5 for bx, by in places[index + 1 :])
+    dots = [(float(e.get("cx", 0)), float(e.get("cy", 0))) for e in tree.iter() if e.tag.endswith("circle")]
+    assert all(any(abs(x - a) < 50 and abs(y - b) < 42 for a, b in dots) for x, y in said.values())
+
+
 def test_a_png_is_the_svg_in_pixels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bytes] = []
     module = SimpleNamespace(svg2png=lambda picture, scale: seen.append(picture) or b"pixels")

@@ -94,6 +94,7 @@ def drawing(view: View, title: str, remark: str = "", width: int = 820, height: 
         parts.append(_line(LEFT, y(value), width - RIGHT, y(value)))
         parts.append(_text(LEFT - 8, y(value) + 4, text, "soft", "end"))
     parts += [mark for trace in view.data for mark in _trace(trace, x, y)]
+    parts += _labels([trace for trace in view.data if "text" in trace["mode"]], x, y, width - RIGHT)
     middle = (top + height - BOTTOM) / 2
     parts += [
         _text((LEFT + width - RIGHT) / 2, height - 12, x_axis.title, anchor="middle"),
@@ -132,6 +133,29 @@ def _trace(trace: dict[str, Any], x: Scale, y: Scale) -> Iterator[str]:
         for point, text in zip(points, texts, strict=True):
             if point is not None:
                 yield _dot(*point, paint, size, text, _open(trace))
+
+
+def _labels(traces: Sequence[dict[str, Any]], x: Scale, y: Scale, edge: float) -> Iterator[str]:
+    """Of traces with the mode "text": what each dot is called, beside it, where there is room that no other label has."""
+    dots = [(x(a), y(b), str(text)) for trace in traces for a, b, text in zip(trace["x"], trace["y"], trace["text"])]
+    taken = [(across - DOT / 2, down - DOT / 2, across + DOT / 2, down + DOT / 2) for across, down, _ in dots]
+    for across, down, text in sorted(dots, key=lambda dot: (dot[1], dot[0])):
+        long = 6.6 * len(text)
+        sides = [across + 8, across - 8 - long]
+        places = [
+            (left, down + off)
+            for off in (0, 12, -12, 24, -24, 36, -36)
+            for left in sides
+            if LEFT <= left <= edge - long
+        ]
+        boxes = [(left, middle - 6, left + long, middle + 6) for left, middle in places]
+        box = next((b for b in boxes if not any(_overlap(b, other) for other in taken)), boxes[0])
+        taken.append(box)
+        yield _text(box[0], box[3] - 2, text, "soft", size=11)
+
+
+def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
 def _curve(points: Sequence[tuple[float, float]], line: dict[str, Any]) -> str:
