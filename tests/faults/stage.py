@@ -166,6 +166,7 @@ class Stage:
                 self.darken()
                 self.light()
             case "wrong model" | "a name that is taken":
+                self.until_all_take_part()  # one that was killed a moment ago has no name to be taken
                 wrong = self.start("d", PLACES // 2) if kind == "wrong model" else self.start(name)
                 wrong.join(LIMIT)
                 assert wrong.exitcode == 1, self.said()
