@@ -128,7 +128,8 @@ def family_picture(result: Result) -> str:
         names = [row["strategy"] for row in rows]
         data.append({"mode": "markers+text", "x": bits, "y": losses, "text": names, "name": kind, **look})
         for at, loss, row in zip(bits, losses, rows, strict=True):
-            spread = row["eval_loss_spread"] or 0.0
+            if not (spread := row["eval_loss_spread"]):
+                continue
             ends = [loss - spread, loss + spread]
             data.append({"mode": "lines", "x": [at, at], "y": ends, "name": "", "showlegend": False, **look})
     x = {"title": {"text": "bits per parameter and inner step, sent by a replica"}, "type": "log"}
