@@ -28,7 +28,7 @@ class Claim:
     step        inner steps, for the learning rate of those who join
     fresh       it holds nothing but random weights
     finishing   it has trained all its steps
-    brings      what the deltas count that it has ready, by fragment: 1, or the tokens behind them; 0: it is no number
+    brings      what the deltas count that it has ready, by fragment: 1, or the tokens behind them; 0: not at all
     record      what it saw of its last round, as JSON, and
     suspect     whom it would go on without (eviction.py); "" nothing, nobody
     """

@@ -122,7 +122,7 @@ class Elastic:
         return sorted(due - self._waiting.keys())
 
     def finish(self, step: int) -> None:
-        """Take part until all have trained all their steps, and each fragment has travelled once more.
+        """Take part until all have trained all their steps, and nobody has anything left to bring.
 
         Raises `LinkError` where the others are not heard for long; the anchors hold what was agreed until then.
         """

@@ -103,7 +103,9 @@ def stand_by(group: Group, donor: int) -> None:
         group.post(_TAG_OTHERS, {}, {donor: heard}, "handover").wait()
         state = int(heard)
     if state != _ENDED:
-        raise LinkError(f"the handover of replica {donor} to others failed")
+        raise LinkError(
+            f"the handover of replica {donor} to others failed; the round is dropped, and held again without who has gone."
+        )
 
 
 def _tell(group: Group, others: Sequence[int], state: int) -> None:

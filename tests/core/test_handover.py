@@ -84,3 +84,19 @@ def framed(body: bytes, **changes: Any) -> tuple[bytes, ...]:
 def test_hostile_bytes_are_refused_by_name(messages: tuple[bytes, ...], match: str) -> None:
     with pytest.raises(tw.PacketError, match=f"replica 0.*{match}|{match}"):
         between(raw(*messages))
+
+
+def test_those_who_wait_hear_that_it_failed() -> None:
+    """The one who takes has gone. Who stands by does not wait until its patience ends."""
+    donor, taker, other = ThreadGroup.create(3, 60.0)
+    taker.close()
+
+    def give() -> None:
+        with pytest.raises(tw.LinkError):
+            handover.give(donor, [1], {"x": torch.zeros(3)}, {}, others=[2])
+
+    thread = threading.Thread(target=give)
+    thread.start()
+    with pytest.raises(tw.LinkError, match="handover of replica 0 to others failed"):
+        handover.stand_by(other, 0)
+    thread.join()

@@ -71,9 +71,10 @@ def _bare_model(run: Run, vocabulary: int) -> nn.Module:
 
 def check(run: Run) -> None:
     """Find what would stop every replica, before any is started: text, tokenizer, model, fragments. Raises what it finds."""
-    if run.carrier != "elastic" and (run.evict or run.weigh != "alike"):
+    if run.carrier != "elastic" and (run.evict or run.weigh != "alike" or run.grace):
         raise ConfigurationError(
-            f"evict={run.evict}, weigh={run.weigh!r} with carrier={run.carrier!r}: these are for replicas that may come and go; add --elastic."
+            f"evict={run.evict}, weigh={run.weigh!r}, grace={run.grace!r} with carrier={run.carrier!r}: these are for replicas that may "
+            "come and go; add --elastic."
         )
     corpus = open_corpus(run)
     corpus.batch(run.seed, run.replicas - 1, run.replicas, 0, run.batch, run.sequence)  # the last has fewest windows
