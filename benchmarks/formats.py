@@ -23,8 +23,9 @@ from torch import Tensor
 
 import thinwire as tw
 from thinwire.codecs import Shapes, fitted
-from thinwire.lm.job import learning_rate, make_model, open_corpus
+from thinwire.lm.job import learning_rate, make_model
 from thinwire.lm.run import Run
+from thinwire.lm.tokenizer import open_corpus
 from thinwire.seeds import Key
 
 NUMEL = 1 << 20

@@ -23,10 +23,11 @@ from thinwire.errors import ConfigurationError, ThinwireError
 from thinwire.group import Link, parse_link
 from thinwire.group.lighthouse import engine
 from thinwire.lm import place
-from thinwire.lm.job import make_model, open_corpus
+from thinwire.lm.job import make_model, outline_model
 from thinwire.lm.model import Transformer
 from thinwire.lm.run import Run
-from thinwire.lm.tokens import find
+from thinwire.lm.tokenizer import make_tokenizer, open_corpus
+from thinwire.lm.tokens import Bytes, find
 from thinwire.observe.units import text_of_count, text_of_nbytes, text_of_rate, text_of_seconds
 from thinwire.plan.memory import kept_nbytes, replica_memory
 from thinwire.strategy import Strategy
@@ -106,8 +107,7 @@ def set_up(file: Path, link: Link | None, step_seconds: float | None) -> Iterato
     try:
         vocabulary = yield from text(run)
         what = "model"
-        with torch.device("meta"):
-            model = make_model(run, vocabulary)
+        model = outline_model(run, vocabulary)
         strategy = run.make_strategy()
         fragments = strategy.partition.fragments(model)
     except ThinwireError as error:
@@ -135,7 +135,7 @@ def may_come_and_go() -> Finding:
 def text(run: Run) -> Generator[Finding, None, int]:
     """Look at the text and return the vocabulary. Large text is not tokenised."""
     nbytes = sum(source.nbytes for source in find(run.text)) if run.text else 0
-    if nbytes > LARGE and run.tokenizer == "bytes":
+    if nbytes > LARGE and isinstance(make_tokenizer(run), Bytes):
         yield Finding("text", "ok", f"{text_of_nbytes(nbytes)}; not tokenised here, the run does that first")
         return 256
     corpus = open_corpus(run)

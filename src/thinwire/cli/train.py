@@ -100,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
             f"The demo: {run.replicas} processes train one model over an emulated link of {run.link}, the same as"
         )
         console.print(f"  thinwire train --link {run.link}", soft_wrap=True, highlight=False)
-    check(run)
+    check(run, asked.out if asked.resume else None)
     if place is not None:
         return _as_rank(*place, run, asked, folder, console)
     launch.new_folder(run, folder, asked.resume, asked.name or "*")

@@ -38,7 +38,8 @@ def attach(model: nn.Module, rank: int, seed: int) -> nn.Module:
         raise ModelError(
             f"{type(model).__name__} has no linear layer in its blocks; LoRA needs one to stand beside. Train the whole model instead."
         )
-    config = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=names)
+    transposed = not any(isinstance(base.get_submodule(name), nn.Linear) for name in names)
+    config = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=names, fan_in_fan_out=transposed)
     peft.inject_adapter_in_model(config, base)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -26,10 +26,10 @@ from thinwire.errors import LinkError, ThinwireError
 from thinwire.group import Lighthouse, LighthouseMeeting
 from thinwire.group.lighthouse import engine
 from thinwire.group.presence import Presence
-from thinwire.lm.job import open_corpus
 from thinwire.lm.launch import Tick, end, stop_with_the_launcher, stopping, train_here
 from thinwire.lm.place import Coming, Place, heartbeat_timeout
 from thinwire.lm.run import Run
+from thinwire.lm.tokenizer import open_corpus
 from thinwire.observe.events import Tail
 
 FINAL = 3  # exit code of a replica that would fail again
@@ -62,7 +62,7 @@ def train_elastic(run: Run, folder: Path, resume: bool, tick: Tick, say: Say, se
 
     Raises `LinkError` saying why, if none of them has finished.
     """
-    open_corpus(run)  # once, before all of them want it; a mistake in the text shows here
+    open_corpus(run, folder)  # once, before all of them want it; a mistake in the text shows here
     (folder / "logs").mkdir(exist_ok=True)
     names = [seat.name] if seat else [f"replica-{index}" for index in range(run.replicas)]
     with _lighthouse(run, seat) as address:

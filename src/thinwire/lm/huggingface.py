@@ -1,4 +1,4 @@
-"""Any Hugging Face causal language model, behind the same call as our own.
+"""Any Hugging Face causal language model and its tokenizer, behind the same calls as our own.
 
     model = hugging_face("llama", vocabulary=256, hidden_size=128, num_hidden_layers=4)   # fresh, no hub
     model = hugging_face("checkpoints/my-model")                                          # a local folder
@@ -9,20 +9,31 @@ Needs the extra: pip install thinwire[hf].
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from thinwire.errors import ConfigurationError, ModelError
 from thinwire.lm.model import Output, token_loss
+from thinwire.lm.tokens import dtype_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 UNBOUNDED = 1 << 20  # the context of a model that names none (a recurrent one)
 WEIGHTS = ("*.safetensors", "*.bin", "*.safetensors.index.json")  # a folder with none of these is a config alone
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")  # any one will do
 
 
 class HuggingFace(nn.Module):
@@ -77,14 +88,15 @@ def hugging_face(
             f"a model of {config.vocab_size} tokens and a tokenizer of {vocabulary} · every token needs a row · "
             "take the model's own tokenizer, or a model with a larger vocabulary"
         )
-    kind = transformers.AutoModelForCausalLM
+    kind, fp32 = transformers.AutoModelForCausalLM, _in_fp32(config)
     try:
         if stored:
-            return HuggingFace(kind.from_pretrained(str(source)).float(), config)
+            with _quiet(transformers):
+                return HuggingFace(kind.from_pretrained(str(source), **fp32).float(), config)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return HuggingFace(kind.from_config(config).float(), config)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(
             f"{source}: {error} · a causal language model is needed, and sound weights in a folder · "
             "choose another, or save it anew with save_pretrained"
@@ -103,7 +115,7 @@ def outline(source: str | Path, vocabulary: int | None = None, device: torch.dev
             f"a model of {config.vocab_size} tokens and a tokenizer of {vocabulary} · every token needs a row · "
             "take the model's own tokenizer, or a model with a larger vocabulary"
         )
-    setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", torch.float32)  # as they are trained
+    _in_fp32(config)
     try:
         with device or torch.device("meta"):
             return HuggingFace(transformers.AutoModelForCausalLM.from_config(config), config)
@@ -113,12 +125,115 @@ def outline(source: str | Path, vocabulary: int | None = None, device: torch.dev
         ) from error
 
 
-def _transformers(source: object) -> Any:
+def save_model(folder: Path, model: HuggingFace, weights: Mapping[str, Tensor], tokenizer: str) -> None:
+    """Write what `AutoModelForCausalLM.from_pretrained(folder)` reads: `weights`, under the names of this model's state dict without
+    adapters, the configuration and what else belongs to it. `tokenizer`: the fingerprint of the one it was trained with.
+    """
+    inner: Any = model.model
+    state = {name.removeprefix("model."): value.contiguous() for name, value in weights.items()}
+    first: dict[int, str] = {}
+    for name, value in inner.state_dict(keep_vars=True).items():  # tied ones are written once
+        if name in state:
+            state[name] = state[first.setdefault(id(value), name)]
+    _in_fp32(inner.config)
+    inner.config.thinwire = {"tokenizer": tokenizer}
+    with _quiet(_transformers(folder)):
+        inner.save_pretrained(str(folder), state_dict=state, max_shard_size="1000TB")  # one file
+
+
+def has_weights(source: str) -> bool:
+    """Whether `source` names trained parameters: a folder that has some, or a name on the hub."""
+    folder = Path(source)
+    return any(next(folder.glob(name), None) for name in WEIGHTS) if folder.is_dir() else "/" in source
+
+
+def own_tokenizer(source: str) -> tuple[str, str | None] | None:
+    """The tokenizer that belongs to the model `source`, as --tokenizer takes it, and its fingerprint if the model says it."""
+    folder = Path(source)
+    if not folder.is_dir():
+        return (f"hf:{source}", None) if "/" in source else None
+    try:
+        said = json.loads((folder / "config.json").read_text())["thinwire"]["tokenizer"]
+    except (OSError, ValueError, KeyError, TypeError):  # not one that we wrote
+        return (f"hf:{source}", None) if any((folder / name).exists() for name in TOKENIZERS) else None
+    kind = str(said).partition("-")[0]
+    return {"bytes": "bytes", "bpe": f"bpe:{folder / 'tokenizer.json'}"}.get(kind, f"hf:{source}"), str(said)
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """The tokenizer of a Hugging Face model, without what a chat would put around a text; made by `load`."""
+
+    source: Any
+    end: int
+
+    @classmethod
+    def load(cls, source: str | Path) -> Pretrained:
+        """From a folder, or by its name on the hub. Raises `ConfigurationError`."""
+        transformers = _transformers(source, "tokenizer")
+        try:
+            found = transformers.AutoTokenizer.from_pretrained(str(source), local_files_only=Path(source).is_dir())
+        except Exception as error:  # the Rust side raises bare Exception for a damaged file
+            raise ConfigurationError(
+                f"tokenizer 'hf:{source}': {str(error).splitlines()[0]} · the folder or hub name of a tokenizer is needed · check the name"
+            ) from error
+        if not getattr(found, "is_fast", False) or found.eos_token_id is None:
+            raise ConfigurationError(
+                f"tokenizer 'hf:{source}' is a {type(found).__name__} · a fast one with a token for the end of a text (eos_token) is needed · "
+                "convert it, or set its eos_token, and save it anew"
+            )
+        return cls(found, int(found.eos_token_id))
+
+    @cached_property
+    def vocabulary(self) -> int:
+        return 1 + max(self.source.get_vocab().values())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return "hf-" + hashlib.sha256(self.source.backend_tokenizer.to_str().encode()).hexdigest()[:16]
+
+    def encode(self, text: str | bytes) -> NDArray[np.unsignedinteger[Any]]:
+        """Token numbers, without a beginning or an end of text."""
+        text = text.decode() if isinstance(text, bytes) else text
+        return np.array(self.source.backend_tokenizer.encode(text, add_special_tokens=False).ids, dtype_of(self.vocabulary))
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        text: str = self.source.backend_tokenizer.decode([int(token) for token in tokens])
+        return text
+
+    def save(self, folder: Path) -> None:
+        """Write what `AutoTokenizer.from_pretrained(folder)` reads."""
+        self.source.save_pretrained(str(folder))
+
+
+def _in_fp32(config: Any) -> dict[str, Any]:
+    """Let `config` name fp32, in which weights are trained, and return the same for `from_pretrained`: while it makes a model of another
+    type it changes torch's default type, for all threads.
+    """
+    name = "dtype" if hasattr(config, "dtype") else "torch_dtype"
+    setattr(config, name, torch.float32)
+    return {name: torch.float32}
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Without a progress bar for every replica."""
+    logging = transformers.utils.logging
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _transformers(source: object, what: str = "model") -> Any:
     try:
         import transformers
     except ImportError as error:
         raise ConfigurationError(
-            f"a Hugging Face model ({source}) · the package transformers is needed · pip install thinwire[hf]"
+            f"a Hugging Face {what} ({source}) · the package transformers is needed · pip install thinwire[hf]"
         ) from error
     return transformers
 
@@ -148,4 +263,4 @@ def _configuration(
             f"model {str(source)!r}: {why} · a folder with config.json, a hub name or a kind of model such as 'llama' is "
             "needed · check the name"
         ) from error
-    return config, not folder.is_dir() or any(next(folder.glob(name), None) for name in WEIGHTS)
+    return config, has_weights(str(source))

@@ -5,19 +5,20 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from thinwire.errors import ConfigurationError
 from thinwire.lm.adapters import attach
-from thinwire.lm.data import Corpus
-from thinwire.lm.huggingface import hugging_face
+from thinwire.lm.huggingface import HuggingFace, hugging_face, outline
 from thinwire.lm.loops import check_method
 from thinwire.lm.model import SIZES, Transformer
 from thinwire.lm.run import Run
 from thinwire.lm.stored import stored_model
-from thinwire.lm.tokens import BPE, Bytes
+from thinwire.lm.tokenizer import open_corpus
 from thinwire.schedule import Calendar
 from thinwire.seeds import derive
 
@@ -25,36 +26,28 @@ _MAKING = threading.Lock()  # transformers patches all of torch while it loads: 
 FLOOR = 0.05  # of the peak learning rate, where the cosine ends
 
 
-def open_corpus(run: Run) -> Corpus:
-    """The run's text, tokenised (once on every machine)."""
-    return Corpus.open(run.text, make_tokenizer(run), column=run.column)
-
-
-def make_tokenizer(run: Run) -> Bytes | BPE:
-    """The run's tokenizer; a BPE that is named by its size is not trained yet."""
-    kind, _, what = run.tokenizer.partition(":")
-    if kind not in ("bytes", "bpe") or (kind == "bpe") != bool(what):
-        raise ConfigurationError(
-            f"tokenizer={run.tokenizer!r}: bytes, bpe:SIZE such as bpe:8192, or bpe:FILE.json is needed."
-        )
-    if kind == "bytes":
-        return Bytes()
-    return BPE(int(what)) if what.isdigit() else BPE.load(what)
-
-
 def make_model(run: Run, vocabulary: int) -> nn.Module:
     """The run's model; fresh weights and adapters depend on its seed only."""
+    return _adapted(run, vocabulary, lambda source: hugging_face(source, vocabulary, derive(run.seed, "weights") % 2**31))
+
+
+def outline_model(run: Run, vocabulary: int) -> nn.Module:
+    """The run's model without values, on the device "meta"; weights of a Hugging Face one are not read."""
+    with torch.device("meta"):
+        return _adapted(run, vocabulary, lambda source: outline(source, vocabulary))
+
+
+def _adapted(run: Run, vocabulary: int, make: Callable[[str], HuggingFace]) -> nn.Module:
     with _MAKING:
-        model = _bare_model(run, vocabulary)
+        model = _bare_model(run, vocabulary, make)
         return model if run.lora is None else attach(model, run.lora, derive(run.seed, "adapters"))
 
 
-def _bare_model(run: Run, vocabulary: int) -> nn.Module:
-    seed = derive(run.seed, "weights")
+def _bare_model(run: Run, vocabulary: int, make: Callable[[str], HuggingFace]) -> nn.Module:
     if run.model.endswith(".safetensors"):
         return stored_model(run.model, vocabulary, run.sequence)
     if run.model.startswith("hf:"):
-        model = hugging_face(run.model.removeprefix("hf:"), vocabulary, seed % 2**31)
+        model = make(run.model.removeprefix("hf:"))
         if run.sequence > model.context:
             raise ConfigurationError(f"sequence={run.sequence}: {run.model} takes at most {model.context} tokens.")
         return model
@@ -66,21 +59,21 @@ def _bare_model(run: Run, vocabulary: int) -> nn.Module:
     shape = dataclasses.replace(
         size, vocabulary=vocabulary, positions=run.positions, context=max(run.sequence, size.context)
     )
-    return Transformer(shape, seed % 2**31)
+    return Transformer(shape, derive(run.seed, "weights") % 2**31)
 
 
-def check(run: Run) -> None:
-    """Find what would stop every replica, before any is started: text, tokenizer, model, fragments. Raises what it finds."""
+def check(run: Run, folder: Path | None = None) -> None:
+    """Find what would stop every replica, before any is started: text, tokenizer, model, fragments. Raises what it finds.
+    `folder`: the run's, if it is to go on."""
     if run.carrier != "elastic" and (run.evict or run.weigh != "alike" or run.grace):
         raise ConfigurationError(
             f"evict={run.evict}, weigh={run.weigh!r}, grace={run.grace!r} with carrier={run.carrier!r}: these are for replicas that may "
             "come and go; add --elastic."
         )
-    corpus = open_corpus(run)
+    corpus = open_corpus(run, folder)
     corpus.batch(run.seed, run.replicas - 1, run.replicas, 0, run.batch, run.sequence)  # the last has fewest windows
     corpus.held_out(run.batch, run.sequence, run.eval_batches)
-    with torch.device("meta"):
-        model = make_model(run, corpus.vocabulary)
+    model = outline_model(run, corpus.vocabulary)
     if method := run.make_method():
         return check_method(run, method)
     strategy = run.make_strategy()

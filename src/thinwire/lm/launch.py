@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from thinwire.errors import ConfigurationError, LinkError, ThinwireError
 from thinwire.group import Link, TorchGroup, parse_link, run_threads, start_torch
-from thinwire.lm.job import open_corpus
 from thinwire.lm.place import Place
 from thinwire.lm.run import Run
+from thinwire.lm.tokenizer import open_corpus
 from thinwire.lm.trainer import Trainer
 from thinwire.observe.events import EventLog, being_written
 
@@ -40,6 +40,8 @@ def new_folder(run: Run, folder: Path, resume: bool, replica: str = "*") -> None
     """
     if any(folder.glob(f"events/{replica}.jsonl")) and not resume:
         raise ConfigurationError(f"{folder} holds a run already; choose another --out, or go on with it by --resume.")
+    if (folder / "config.json").exists() and not (folder / "run.toml").exists():
+        raise ConfigurationError(f"{folder} holds a model already, which the run would replace; choose another --out.")
     if resume and not (folder / "run.toml").exists():
         raise ConfigurationError(f"{folder} holds no run to resume; start without --resume, or check --out.")
     if resume and (other := run.unlike(Run.load(folder / "run.toml"))):
@@ -148,7 +150,7 @@ def train_threads(run: Run, folder: Path, resume: bool, tick: Tick) -> dict[str,
 
 def train_processes(run: Run, folder: Path, resume: bool, tick: Tick) -> None:
     """One process a replica on this machine, in the environment that torchrun would give it. Their output goes to RUN/logs."""
-    open_corpus(run)  # once, before all of them want it; a mistake in the text shows here
+    open_corpus(run, folder)  # once, before all of them want it; a mistake in the text shows here
     logs = folder / "logs"
     logs.mkdir(exist_ok=True)
     port = _free_port()

@@ -112,8 +112,9 @@ class Run:
     """Files and folders (.txt, .jsonl, .parquet, ...). Without: the sources of Python's standard library."""
     column: str = "text"
     """Where .jsonl and .parquet keep the text."""
-    tokenizer: str = "bytes"
-    """bytes, bpe:SIZE to train one on the text, or bpe:FILE.json of a trained one."""
+    tokenizer: str | None = None
+    """bytes, bpe:SIZE to train one on the text, bpe:FILE.json of a trained one, or hf:FOLDER_OR_NAME of a Hugging Face model's.
+    Without: the one that --model was trained with, else bytes."""
 
     batch: int = 8
     """Sequences in a micro-batch of a replica."""

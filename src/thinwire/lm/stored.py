@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +17,18 @@ from torch import Tensor, nn
 
 from thinwire.errors import CheckpointError, ConfigurationError, ModelError
 from thinwire.lm.adapters import merged, save_adapters
+from thinwire.lm.huggingface import HuggingFace, save_model
 from thinwire.lm.model import SIZES, Transformer
 from thinwire.lm.run import Run
+from thinwire.lm.tokens import Tokenizer
 
 
 def described(path: str | Path) -> Mapping[str, Any]:
-    """What the file says of its model: size, vocabulary, positions, context. Raises `ModelError`."""
+    """What the file says of its model: size, vocabulary, positions, context, its tokenizer's fingerprint. Raises `ModelError`."""
+    if (Path(path).parent / "config.json").exists():
+        raise ModelError(
+            f"{path} lies beside a config.json: a model of transformers, which starts from its folder; give --model hf:{Path(path).parent}."
+        )
     try:
         with safe_open(str(path), "pt") as file:
             said = json.loads((file.metadata() or {})["thinwire"])
@@ -59,27 +68,44 @@ def stored_model(path: str | Path, vocabulary: int, sequence: int) -> Transforme
     return model
 
 
+@contextmanager
+def draft_folder(folder: Path, what: str) -> Iterator[Path]:
+    """A folder to write `what` into; at the end its files take their places in `folder`, one by one, the model last."""
+    draft = Path(tempfile.mkdtemp(prefix=f".{what}-", dir=folder))
+    try:
+        yield draft
+        for file in sorted(draft.iterdir(), key=lambda file: file.suffix == ".safetensors"):
+            file.replace(folder / file.name)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
 def store(
-    folder: Path, run: Run, vocabulary: int, model: nn.Module, weights: Mapping[str, Tensor], writer: str
+    folder: Path, run: Run, tokenizer: Tokenizer, model: nn.Module, weights: Mapping[str, Tensor], writer: str
 ) -> None:
     """Write `weights` (a state dict of `model`) to folder/model.safetensors; with LoRA merged, and the adapters by themselves, in peft's
-    form, to folder/adapter. Several replicas may do so at once, each as a `writer` of its own name. Raises `CheckpointError`.
+    form, to folder/adapter. A Hugging Face model is written as transformers reads it. Several replicas may do so at once, each as a
+    `writer` of its own name. Raises `CheckpointError`.
     """
-    said = {"model": run.model, "vocabulary": vocabulary, "positions": run.positions}
-    said |= described(run.model) if run.model.endswith(".safetensors") else {}
-    said["context"] = model.context
     whole = merged(model, weights) if run.lora else weights
-    unique = {name: value.contiguous() for name, value in whole.items()}
     path = folder / "model.safetensors"
-    draft = path.with_name(f".{path.name}.{writer}")
     try:
-        # one entry: safetensors writes several in no fixed order, and the same run must give the same bytes
-        save_file(unique, draft, {"thinwire": json.dumps(said)})
-        draft.replace(path)
+        with draft_folder(folder, f"model.{writer}") as draft:
+            if isinstance(model, HuggingFace):
+                save_model(draft, model, whole, tokenizer.fingerprint)
+            else:
+                # one entry: safetensors writes several in no fixed order, and the same run must give the same bytes
+                said = {"thinwire": json.dumps(_description(run, tokenizer, model))}
+                save_file({name: value.contiguous() for name, value in whole.items()}, draft / path.name, said)
         if run.lora:
             save_adapters(folder / "adapter", model, weights, run.model.removeprefix("hf:"))
     except (OSError, SafetensorError) as error:
-        draft.unlink(missing_ok=True)
         raise CheckpointError(
             f"the trained model cannot be written to {path}: {error}. Free some space, then go on from the last checkpoint with --resume."
         ) from error
+
+
+def _description(run: Run, tokenizer: Tokenizer, model: nn.Module) -> dict[str, Any]:
+    said = {"model": run.model, "vocabulary": tokenizer.vocabulary, "positions": run.positions}
+    said |= described(run.model) if run.model.endswith(".safetensors") else {}
+    return said | {"context": model.context, "tokenizer": tokenizer.fingerprint}

@@ -21,13 +21,14 @@ from thinwire import checkpoint
 from thinwire.contact import agree, digest
 from thinwire.errors import CheckpointError, ConfigurationError, LinkError
 from thinwire.group import CountedGroup, Group, Ledger, LinkedGroup, Roster, parse_link
-from thinwire.lm.job import learning_rate, make_model, open_corpus
+from thinwire.lm.job import learning_rate, make_model
 from thinwire.lm.loops import evaluated, micro_batches
 from thinwire.lm.place import Coming, Hindrances, Pace, Place, join, pass_on, roster, shard
 from thinwire.lm.releases import releases
 from thinwire.lm.run import Run
 from thinwire.lm.start import start
 from thinwire.lm.stored import store
+from thinwire.lm.tokenizer import keep_tokenizer, open_corpus
 from thinwire.methods import Attached, Method, ZerothOrder
 from thinwire.observe.events import EventLog
 from thinwire.partition import Fragment
@@ -52,11 +53,12 @@ class Trainer:
     def __init__(self, run: Run, place: Place, log: EventLog) -> None:
         self.run, self.place, self.log = run, place, log
         self.ledger, self.clock, self.eval_loss = Ledger(), Clock(), math.nan
-        self.corpus, self.share = open_corpus(run), place.share(run)
+        self.corpus, self.share = open_corpus(run, place.folder), place.share(run)
         facts = run.shared() | {"tokenizer": self.corpus.tokenizer.fingerprint}
         if not isinstance(place.group, Coming):
             self.group: Group | Roster = self._wrapped(place.group)
             agree(self.group, facts | {"resume": place.resume})
+        keep_tokenizer(place.folder, run, self.corpus.tokenizer, place.name)
         self.device = torch.device("cuda", place.gpu) if torch.cuda.is_available() else torch.device("cpu")
         self.bf16 = run.precision == "bf16" or (
             run.precision == "auto" and self.device.type == "cuda" and torch.cuda.is_bf16_supported()
@@ -343,7 +345,7 @@ class Trainer:
         """RUN/model.safetensors: the outer weights, which are the trained model. If not `whole`, others may have a better one."""
         weights, path = self.replica.export(), self.place.folder / "model.safetensors"
         if self.place.writes_the_model and (whole or not path.exists()):
-            store(self.place.folder, self.run, self.corpus.vocabulary, self.model, weights, self.place.name)
+            store(self.place.folder, self.run, self.corpus.tokenizer, self.model, weights, self.place.name)
 
     def _log_start(self, composition: Strategy | Method, fragments: Sequence[Fragment]) -> None:
         self.log.emit("start", 0, **start(self.run, self.place, composition, fragments, self.corpus))

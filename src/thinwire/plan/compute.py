@@ -33,7 +33,7 @@ _DISK_NBYTES = 64 << 20
 
 def vocabulary(run: Run) -> int:
     """Of the run's tokenizer, without its text."""
-    kind, _, what = run.tokenizer.partition(":")
+    kind, _, what = (run.tokenizer or "bytes").partition(":")
     if kind == "bytes":
         return 256
     if not what.isdigit():

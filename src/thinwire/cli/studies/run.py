@@ -20,8 +20,9 @@ from thinwire.cli import options
 from thinwire.cli.pages import write_report
 from thinwire.errors import ConfigurationError
 from thinwire.group import Link
-from thinwire.lm.job import learning_rate, make_tokenizer
+from thinwire.lm.job import learning_rate
 from thinwire.lm.run import Run
+from thinwire.lm.tokenizer import make_tokenizer
 from thinwire.observe.units import (
     seconds_of_text,
     text_of_bits,

@@ -1,0 +1,92 @@
+"""The tokenizer of a run: the one that the run began with, that was asked for, or that its model was trained with.
+
+Token numbers mean nothing without it. So a run keeps its tokenizer beside its model (RUN/tokenizer.json), the model holds the tokenizer's
+fingerprint, and text that is tokenised by another one is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from thinwire.errors import ConfigurationError
+from thinwire.lm.data import Corpus
+from thinwire.lm.huggingface import Pretrained, has_weights, own_tokenizer
+from thinwire.lm.run import Run
+from thinwire.lm.stored import described, draft_folder
+from thinwire.lm.tokens import BPE, END, Bytes, Tokenizer
+
+FILE = "tokenizer.json"
+
+
+def open_corpus(run: Run, folder: Path | None = None) -> Corpus:
+    """The run's text, tokenised (once on every machine). `folder`: the run's, which may hold the tokenizer that it began with.
+
+    Raises `ConfigurationError` if the run's model was trained with another tokenizer.
+    """
+    corpus = Corpus.open(run.text, make_tokenizer(run), column=run.column)
+    kept = _kept(run, folder)
+    if kept and kept.fingerprint != corpus.tokenizer.fingerprint:  # trained on other text, or a file that was replaced
+        corpus = Corpus.open(run.text, kept, column=run.column)
+    name, known = _own(run.model)
+    if known and known != corpus.tokenizer.fingerprint:
+        raise ConfigurationError(
+            f"tokenizer={run.tokenizer!r} is {corpus.tokenizer.fingerprint}, {run.model} was trained with {known}: token numbers would "
+            f"change their meaning; leave --tokenizer out to take the model's own ({name})."
+        )
+    return corpus
+
+
+def make_tokenizer(run: Run) -> Tokenizer:
+    """The tokenizer that was asked for, else the model's own, else bytes; a BPE that is named by its size is not trained yet."""
+    asked = run.tokenizer or _own(run.model)[0]
+    kind, _, what = asked.partition(":")
+    if kind not in ("bytes", "bpe", "hf") or (kind != "bytes") != bool(what):
+        raise ConfigurationError(
+            f"tokenizer={asked!r}: bytes, bpe:SIZE such as bpe:8192, bpe:FILE.json or hf:FOLDER_OR_NAME is needed."
+        )
+    if kind == "hf":
+        return Pretrained.load(what)
+    if kind == "bytes":
+        return Bytes()
+    return BPE(int(what)) if what.isdigit() else BPE.load(what)
+
+
+def keep_tokenizer(folder: Path, run: Run, tokenizer: Tokenizer, writer: str) -> None:
+    """Write `tokenizer` to the run's folder, for those who use the model and for resuming; bytes need no file. Several replicas may do
+    so at once, each as a `writer` of its own name.
+    """
+    if isinstance(tokenizer, Bytes) or (folder / FILE).exists():
+        return
+    with draft_folder(folder, f"tokenizer.{writer}") as draft:
+        if isinstance(tokenizer, Pretrained):
+            tokenizer.save(draft)
+        elif isinstance(tokenizer, BPE) and tokenizer.file:
+            shutil.copyfile(tokenizer.file, draft / FILE)
+            if run.model.startswith("hf:"):  # for transformers' AutoTokenizer
+                said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
+                (draft / "tokenizer_config.json").write_text(json.dumps(said))
+
+
+def _kept(run: Run, folder: Path | None) -> Tokenizer | None:
+    if folder is None or not (folder / FILE).exists():
+        return None
+    kind = (run.tokenizer or _own(run.model)[0]).partition(":")[0]
+    return Pretrained.load(folder) if kind == "hf" else BPE.load(folder / FILE)
+
+
+def _own(model: str) -> tuple[str, str | None]:
+    """The tokenizer that belongs to `model` (bytes to one that has none), and its fingerprint if text must have been tokenised by it."""
+    if model.endswith(".safetensors"):
+        said = described(model).get("tokenizer")
+        name = f"bpe:{Path(model).with_name(FILE)}" if str(said).startswith("bpe-") else "bytes"
+        return name if not str(said).startswith("hf-") else f"hf:{Path(model).parent}", said
+    source = model.removeprefix("hf:")
+    own = own_tokenizer(source) if model.startswith("hf:") else None
+    if own is None:
+        return "bytes", None
+    name, known = own
+    if not has_weights(source):
+        return name, None
+    return name, known or Pretrained.load(source).fingerprint
