@@ -104,10 +104,12 @@ class Muon:
             )
         chosen = {id(p) for p in matrices}
         rest = [p for p in _parameters(model) if id(p) not in chosen]
-        return Both(
-            torch.optim.Muon(matrices, lr, weight_decay, self.momentum, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.99), weight_decay=weight_decay),
-        )
+        parts: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(matrices, lr, weight_decay, self.momentum, adjust_lr_fn="match_rms_adamw")
+        ]
+        if rest:  # adapters are matrices inside the layers, all of them
+            parts.append(torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.99), weight_decay=weight_decay))
+        return Both(*parts)
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         if not any(isinstance(part, torch.optim.Muon) for part in getattr(optimizer, "parts", [optimizer])):

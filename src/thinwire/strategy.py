@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -244,9 +245,21 @@ class Strategy:
             return []
         return self.exchange.why([self.coded(shapes) for shapes in fragments], size)
 
-    def cautions(self) -> list[str]:
-        """What works, but not as its source has it."""
+    def cautions(self, fragments: Sequence[Shapes] = (), size: int = 2) -> list[str]:
+        """What works, but not as its source has it, or is of no use for fragments of tensors of such shapes."""
         said = []
+        bits, large = (
+            8
+            * self.nbytes_per_period(of, size)
+            / max(1, sum(math.prod(shape) for shapes in of for shape in shapes))
+            / max(1, size - 1)
+            for of in (fragments, [((1024, 1024),)])
+        )
+        if bits >= 16 and bits > 2 * large:  # half of fp32, for shapes that this codec is not made for
+            said.append(
+                f"{self.codec} sends {bits:.3g} bits a parameter here (predicted), {large:.2g} of a large matrix: most tensors of this "
+                "model are too small or too thin for it. Another codec, such as E3M0(), sends 4"
+            )
         if isinstance(self.schedule, Adaptive) and self.outer.init(torch.zeros(1)):
             said.append(
                 f"{self.schedule} is made for averaging; under the momentum of {self.outer} a longer round is also a larger outer step. "
@@ -275,7 +288,7 @@ class Strategy:
         for first, end in pairwise(sorted({0, full, *self.policy.changes})):
             early = self.nbytes_per_period(shapes, size, first)
             lines.append(f"rounds {first:,} to {end - 1:,} of a fragment: {early:,} bytes a period (predicted)")
-        lines += [f"caution: {caution}" for caution in self.cautions()]
+        lines += [f"caution: {caution}" for caution in self.cautions(shapes, size)]
         lines += [f"exchange: {choice}" for choice in self.choices(shapes, size)]
         return "\n".join(lines + [f"  {f.name}: {f.numel:,} parameters" for f in fragments])
 
@@ -332,11 +345,23 @@ PIECES: dict[str, Callable[..., Any]] = {
 }
 
 
-def parse(text: str, names: Mapping[str, Callable[..., Any]] = PIECES) -> Any:
+def pieces_of(room: str) -> list[str]:
+    """The names of the pieces in thinwire.`room`, such as all codecs."""
+    return sorted(name for name, piece in PIECES.items() if piece.__module__.startswith(f"thinwire.{room}"))
+
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """The question whether the nearest of the `known` names was meant; empty where none is near."""
+    lower = {one.lower(): one for one in known}
+    near = difflib.get_close_matches(name.lower(), lower, n=1)
+    return f" (did you mean {lower[near[0]]}?)" if near else ""
+
+
+def parse(text: str, names: Mapping[str, Callable[..., Any]] = PIECES, offered: Collection[str] = ()) -> Any:
     """Make the value that `text` describes, such as `E3M0(block=64)` or `E3M0`: calls of `names` with literals,
     nothing else.
 
-    Raises `ConfigurationError` with the text and what can be written there.
+    Raises `ConfigurationError` with the text and what can be written there: of `names` those that are `offered`, or all.
     """
 
     def value(term: ast.expr) -> Any:
@@ -344,8 +369,9 @@ def parse(text: str, names: Mapping[str, Callable[..., Any]] = PIECES) -> Any:
             term = ast.Call(term, [], [])
         if isinstance(term, ast.Call) and isinstance(term.func, ast.Name):
             if term.func.id not in names:
+                known = offered or sorted(names)
                 raise ConfigurationError(
-                    f"{term.func.id!r} in {text!r} is not known; choose from {', '.join(sorted(names))}."
+                    f"{term.func.id!r} in {text!r} is not known{nearest(term.func.id, known)}; choose from {', '.join(known)}."
                 )
             keywords = {keyword.arg or "**": value(keyword.value) for keyword in term.keywords}
             return names[term.func.id](*map(value, term.args), **keywords)
@@ -355,7 +381,7 @@ def parse(text: str, names: Mapping[str, Callable[..., Any]] = PIECES) -> Any:
             return ast.literal_eval(term)
         except ValueError:
             raise ConfigurationError(
-                f"{ast.unparse(term)!r} in {text!r} is no plain value; numbers, texts and calls of {', '.join(sorted(names))} are."
+                f"{ast.unparse(term)!r} in {text!r} is no plain value; numbers, texts and calls of {', '.join(offered or sorted(names))} are."
             ) from None
 
     try:

@@ -59,8 +59,8 @@ def folder_of(kind: str, tokenizer: Any, folder: Path) -> Path:
 
 
 def train(model: str, out: str, *more: str, text: str = "text.txt") -> int:
-    small = "--batch 2 --sequence 32 --steps 6 --every 3 --delay 1 --carrier threads --eval-batches 2 --json".split()
-    return main(["train", "--model", model, "--text", text, "--out", out, *small, *more])
+    small = "--batch 2 --sequence 32 --steps 6 --every 3 --delay 1 --eval-batches 2 --carrier threads --json"
+    return main(["train", "--model", model, "--text", text, "--out", out, *small.split(), *more])
 
 
 def loss_of(model: Any, source: str) -> float:
@@ -121,7 +121,7 @@ def test_a_model_trained_on_bytes_or_own_merges_says_so_too(here: Path, capsys: 
         assert f"hf:{out} was trained with {given[:3]}" in capsys.readouterr().err
     ids = transformers.AutoTokenizer.from_pretrained("bpe290").encode("thin wires")
     assert ids == open_corpus(Run(model="hf:bpe290", text=("text.txt",))).tokenizer.encode("thin wires").tolist()
-    assert train("bpe290/model.safetensors", "refused") == 2
+    assert train("bpe290/model.safetensors", "refused") == 1
     assert "give --model hf:" in capsys.readouterr().err
 
 
@@ -130,7 +130,7 @@ def test_weights_that_are_damaged_are_said_in_a_line(
 ) -> None:
     weights = folder_of("llama", tokenizer, here / "base") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    assert train("hf:base", "run") == 2
+    assert train("hf:base", "run") == 1
     assert "sound weights in a folder" in capsys.readouterr().err
 
 

@@ -8,7 +8,8 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from thinwire.cli import options, train
+from thinwire.cli import doctor, options, train
 from thinwire.cli.pages import write_report
-from thinwire.errors import ConfigurationError
+from thinwire.errors import ConfigurationError, ThinwireError
 from thinwire.lm import launch
 from thinwire.lm.job import check
 from thinwire.lm.run import Run
@@ -54,30 +55,40 @@ def main(arguments: Sequence[str]) -> int:
         )
     console = options.console(asked.json)
     out = asked.out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
-    settings = {strategy: asked.run_settings.with_strategy(strategy) for strategy in asked.strategies}
+    base, failed = asked.run_settings.absolute(), dict[str, str]()
+    settings = {strategy: base.with_strategy(strategy) for strategy in asked.strategies}
     for run in settings.values():  # all, before any trains
-        check(run)
+        doctor.ready(run, check(run), run.replicas, console)
     folders: dict[str, list[Path]] = {strategy: [] for strategy in settings}
     for seed in range(asked.run_settings.seed, asked.run_settings.seed + asked.seeds):
         for strategy, run in settings.items():
             folder = out / f"{re.sub(r'[^a-zA-Z0-9_.]+', '-', strategy).strip('-')}-seed-{seed}"
-            folders[strategy].append(folder)
-            _complete(dataclasses.replace(run, seed=seed), folder, console)
+            try:
+                _complete(dataclasses.replace(run, seed=seed), folder, console)
+                folders[strategy].append(folder)
+            except ThinwireError as error:
+                failed.setdefault(strategy, str(error))
+                console.print(f"{folder} failed: {error}", soft_wrap=True, highlight=False, markup=False)
+            except Exception as error:  # a fault of the program: the other strategies are still worth their time
+                failed.setdefault(strategy, f"{type(error).__name__}: {error}")
+                traceback.print_exc()
     records = {strategy: [RunRecord.load(folder) for folder in its] for strategy, its in folders.items()}
-    rows = [_row(strategy, its) for strategy, its in records.items()]
-    page = write_report([its[0] for its in folders.values()], out / "report.html")
-    (out / "comparison.json").write_text(json.dumps(rows, indent=1) + "\n")
-    console.print(_table(rows))
-    console.print(f"report: {page}", soft_wrap=True, highlight=False)
+    rows = [_row(strategy, its) for strategy, its in records.items() if its]
+    page = write_report([its[0] for its in folders.values() if its], out / "report.html") if rows else None
+    failures = [{"strategy": strategy, "failed": why} for strategy, why in failed.items()]
+    (out / "comparison.json").write_text(json.dumps(rows + failures, indent=1) + "\n")
+    console.print(_table(rows, failed))
+    if page:
+        console.print(f"report: {page}", soft_wrap=True, highlight=False)
     if asked.json:
-        print(json.dumps({"strategies": rows, "report": str(page)}))
-    return 0
+        print(json.dumps({"strategies": rows + failures, "report": page and str(page)}))
+    return 1 if failed else 0
 
 
 def _complete(run: Run, folder: Path, console: Console) -> None:
     """Train, unless `folder` holds this very run complete; one that was broken off goes on from its checkpoint."""
     begun = (folder / "events").exists()
-    if begun and Run.load(folder / "run.toml") != run:
+    if begun and Run.load(folder / "run.toml").absolute() != run:
         raise ConfigurationError(
             f"{folder} holds a run with other settings; choose another --out, or the same settings."
         )
@@ -111,7 +122,7 @@ def _row(strategy: str, records: list[RunRecord]) -> dict[str, Any]:
     }
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
+def _table(rows: list[dict[str, Any]], failed: Mapping[str, str]) -> Table:
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
     heads = (
         "evaluation loss",
@@ -135,6 +146,8 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             text_of_seconds(row["wall_seconds"]),
             row["provenance"],
         )
+    for strategy, why in failed.items():
+        table.add_row(Text(strategy), Text("failed", style="red"), Text(why.splitlines()[0][:60]))
     if any(row["seeds"] > 1 for row in rows):
         table.caption = f"loss: mean ± standard deviation over {rows[0]['seeds']} seeds"
     return table

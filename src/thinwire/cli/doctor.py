@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import tyro
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import nn
@@ -155,8 +156,7 @@ def room(run: Run, model: nn.Module, strategy: Strategy, numels: Sequence[int]) 
     """Predicted memory of one replica; returns whether it fits."""
     parameters = sum(p.numel() for p in model.parameters())
     total, parts = predicted_nbytes(run, model, strategy, numels)
-    available = 0 if torch.cuda.is_available() and strategy.anchors == "device" else machine.memory()[1]
-    available += torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+    available = available_nbytes(strategy)
     says = f"{text_of_count(parameters)} parameters: {text_of_nbytes(total)} a replica (predicted{parts})"
     what = "memory of a replica"
     if total > available:
@@ -167,9 +167,35 @@ def room(run: Run, model: nn.Module, strategy: Strategy, numels: Sequence[int]) 
     return total <= available
 
 
+def available_nbytes(strategy: Strategy) -> int:
+    """What a replica can get where it lives: this machine's memory, and its GPU's."""
+    available = 0 if torch.cuda.is_available() and strategy.anchors == "device" else machine.memory()[1]
+    return available + (torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0)
+
+
+def ready(run: Run, model: nn.Module, here: int, console: Console) -> None:
+    """Say what works but is of no use; raise `ConfigurationError` if `here` replicas are more than this machine's memory holds."""
+    if run.make_method():
+        strategy, total, parts = Strategy(), sum(4 * p.numel() for p in model.parameters()), " for its weights"
+    else:
+        strategy = run.make_strategy()
+        cut = strategy.partition.fragments(model)
+        total, parts = predicted_nbytes(run, model, strategy, [fragment.numel for fragment in cut])
+        for caution in strategy.cautions([fragment.shapes for fragment in cut], run.replicas):
+            console.print(f"caution: {run.strategy}: {caution}.", soft_wrap=True, highlight=False)
+    available = available_nbytes(strategy)
+    if torch.cuda.is_available():  # the replicas may share several
+        here = min(here, 1)
+    if total * here > available:
+        raise ConfigurationError(
+            f"model={run.model!r}: {text_of_nbytes(total)} a replica (predicted{parts}), {here} of them here, and "
+            f"{text_of_nbytes(available)} of memory are free; choose a smaller model, fewer replicas on this machine, or shards (docs/machines.md)."
+        )
+
+
 def predicted_nbytes(run: Run, model: nn.Module, strategy: Strategy, numels: Sequence[int]) -> tuple[int, str]:
     """Bytes of a replica at its worst moment, and what they are for, in words."""
-    if isinstance(model, Transformer):
+    if isinstance(model, Transformer) and run.lora is None:
         bf16 = run.precision == "bf16" or (run.precision == "auto" and torch.cuda.is_available())
         needed = replica_memory(
             model.architecture, strategy, numels, run.replicas,
@@ -179,7 +205,11 @@ def predicted_nbytes(run: Run, model: nn.Module, strategy: Strategy, numels: Seq
         total, aside = needed.peak(), ""
     else:
         parameters = sum(p.numel() for p in model.parameters())
-        kept = kept_nbytes(parameters, strategy, numels, run.replicas) | {"gradients": 4 * parameters}
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        kept = kept_nbytes(trained, strategy, numels, run.replicas) | {
+            "parameters": 4 * parameters,
+            "gradients": 4 * trained,
+        }
         total, aside = sum(kept.values()), ", without activations"
     parts = ", ".join(f"{name} {text_of_nbytes(nbytes)}" for name, nbytes in kept.items())
     rest = f", at its worst moment {text_of_nbytes(total - sum(kept.values()))} more" if not aside else ""

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 
-from thinwire.cli import options
+from thinwire.cli import doctor, options
 from thinwire.cli.pages import write_report
 from thinwire.errors import ConfigurationError, DataError
 from thinwire.lm import launch
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str]) -> int:
         asked = Options(run_settings=DEMO)
     else:
         asked = options.read(Options, "train", arguments, DESCRIPTION).elastically()
-    run, console = asked.run_settings, options.console(asked.json)
+    run, console = asked.run_settings.absolute(), options.console(asked.json)
     if run.carrier == "elastic":
         if place is not None:
             raise ConfigurationError(
@@ -100,7 +100,10 @@ def main(arguments: Sequence[str]) -> int:
             f"The demo: {run.replicas} processes train one model over an emulated link of {run.link}, the same as"
         )
         console.print(f"  thinwire train --link {run.link}", soft_wrap=True, highlight=False)
-    check(run, asked.out if asked.resume else None)
+    model = check(run, asked.out if asked.resume else None)
+    sharded = place is not None and place[1] > run.replicas
+    here = 0 if sharded else 1 if place or asked.seat else run.replicas
+    doctor.ready(run, model, here, Console(quiet=True) if place and place[0] else console)
     if place is not None:
         return _as_rank(*place, run, asked, folder, console)
     launch.new_folder(run, folder, asked.resume, asked.name or "*")
@@ -191,6 +194,7 @@ def summary_of(record: RunRecord) -> dict[str, Any]:
     """A run's numbers for JSON, which has no NaN."""
     fields = dataclasses.asdict(record.summary) | {"folder": str(record.folder), "status": record.status}
     fields |= {"privacy": record.privacy} if record.privacy else {}
+    fields |= {"made_of": record.made_of} if record.made_of else {}
     fields |= {
         "ledgers": {replica.name: replica.end["summary"].get("ledger") for replica in record.replicas if replica.end}
     }

@@ -33,7 +33,13 @@ if TYPE_CHECKING:
 
 UNBOUNDED = 1 << 20  # the context of a model that names none (a recurrent one)
 WEIGHTS = ("*.safetensors", "*.bin", "*.safetensors.index.json")  # a folder with none of these is a config alone
-TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")  # any one will do
+TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+)  # any one will do
 
 
 class HuggingFace(nn.Module):
@@ -195,7 +201,9 @@ class Pretrained:
     def encode(self, text: str | bytes) -> NDArray[np.unsignedinteger[Any]]:
         """Token numbers, without a beginning or an end of text."""
         text = text.decode() if isinstance(text, bytes) else text
-        return np.array(self.source.backend_tokenizer.encode(text, add_special_tokens=False).ids, dtype_of(self.vocabulary))
+        return np.array(
+            self.source.backend_tokenizer.encode(text, add_special_tokens=False).ids, dtype_of(self.vocabulary)
+        )
 
     def decode(self, tokens: Iterable[int]) -> str:
         text: str = self.source.backend_tokenizer.decode([int(token) for token in tokens])

@@ -28,7 +28,9 @@ FLOOR = 0.05  # of the peak learning rate, where the cosine ends
 
 def make_model(run: Run, vocabulary: int) -> nn.Module:
     """The run's model; fresh weights and adapters depend on its seed only."""
-    return _adapted(run, vocabulary, lambda source: hugging_face(source, vocabulary, derive(run.seed, "weights") % 2**31))
+    return _adapted(
+        run, vocabulary, lambda source: hugging_face(source, vocabulary, derive(run.seed, "weights") % 2**31)
+    )
 
 
 def outline_model(run: Run, vocabulary: int) -> nn.Module:
@@ -62,9 +64,10 @@ def _bare_model(run: Run, vocabulary: int, make: Callable[[str], HuggingFace]) -
     return Transformer(shape, derive(run.seed, "weights") % 2**31)
 
 
-def check(run: Run, folder: Path | None = None) -> None:
-    """Find what would stop every replica, before any is started: text, tokenizer, model, fragments. Raises what it finds.
-    `folder`: the run's, if it is to go on."""
+def check(run: Run, folder: Path | None = None) -> nn.Module:
+    """Find what would stop every replica, before any is started: text, tokenizer, model, fragments. Raises what it finds, returns the
+    model without values. `folder`: the run's, if it is to go on.
+    """
     if run.carrier != "elastic" and (run.evict or run.weigh != "alike" or run.grace):
         raise ConfigurationError(
             f"evict={run.evict}, weigh={run.weigh!r}, grace={run.grace!r} with carrier={run.carrier!r}: these are for replicas that may "
@@ -75,7 +78,8 @@ def check(run: Run, folder: Path | None = None) -> None:
     corpus.held_out(run.batch, run.sequence, run.eval_batches)
     model = outline_model(run, corpus.vocabulary)
     if method := run.make_method():
-        return check_method(run, method)
+        check_method(run, method)
+        return model
     strategy = run.make_strategy()
     Calendar(
         strategy.schedule, len(strategy.partition.fragments(model)), lambda step: learning_rate(run, step)
@@ -83,6 +87,7 @@ def check(run: Run, folder: Path | None = None) -> None:
     strategy.exchange.init(strategy.codec, 0, 0, run.replicas)  # sites of another group are refused here
     if strategy.privacy:
         strategy.privacy.epsilon(1)  # an accountant that is missing is missed here
+    return model
 
 
 def learning_rate(run: Run, step: int) -> float:

@@ -22,7 +22,7 @@ from thinwire.group.deadlines import grace_seconds
 from thinwire.inner import AdamW, Inner
 from thinwire.methods import METHODS, Method
 from thinwire.recipes import RECIPES
-from thinwire.strategy import PIECES, Strategy, parse
+from thinwire.strategy import PIECES, Strategy, nearest, parse, pieces_of
 
 OF_THE_RECIPE = (
     *("every", "delay", "fragments", "merge", "codec", "partition", "offsets"),
@@ -196,7 +196,7 @@ class Run:
         own = made.inner if isinstance(made, Strategy) else None
         if self.optimizer is None:
             return own or AdamW()
-        inner = parse(self.optimizer)
+        inner = parse(self.optimizer, offered=pieces_of("inner"))
         if not isinstance(inner, Inner):
             raise ConfigurationError(f"optimizer={self.optimizer!r}: AdamW, SGD(...) or Muon is needed.")
         if not isinstance(made, Strategy):
@@ -246,9 +246,13 @@ class Run:
 
     def _composed(self) -> Strategy | Method:
         given = {name: getattr(self, name) for name in OF_THE_RECIPE if getattr(self, name) is not None}
-        for name in ("codec", "partition", "exchange"):
+        for name, room in (("codec", "codecs"), ("partition", "partition"), ("exchange", "exchange")):
             if name in given:
-                given[name] = parse(given[name])
+                given[name] = parse(given[name], offered=pieces_of(room))
+        if self.partition and self.fragments:
+            raise ConfigurationError(
+                f"partition={self.partition!r} with fragments={self.fragments}: each says how the model is cut; give one of them."
+            )
         name = _recipe_name(self.strategy)
         if name in NAMED:
             taken = list(inspect.signature(NAMED[name]).parameters)
@@ -259,16 +263,16 @@ class Run:
             if isinstance(made, Strategy) and any(isinstance(one, Clip) for one in made.filters):
                 return NAMED[name](**(given | {"clip": self.clip}))
             return made
+        if name.isidentifier() and name not in PIECES:
+            raise ConfigurationError(
+                f"strategy={self.strategy!r} is no recipe{nearest(name, NAMED)}; one of {', '.join(NAMED)}, or a whole Strategy(...), is needed."
+            )
         if given:
             raise ConfigurationError(
                 f"strategy={self.strategy!r} with {', '.join(given)}: those go with a recipe's name ({', '.join(NAMED)}); "
                 "write them inside the parentheses."
             )
-        if name.isidentifier() and name not in PIECES:
-            raise ConfigurationError(
-                f"strategy={self.strategy!r} is no recipe; one of {', '.join(NAMED)}, or a whole Strategy(...), is needed."
-            )
-        strategy: object = parse(self.strategy, PIECES | NAMED)
+        strategy: object = parse(self.strategy, PIECES | NAMED, [*NAMED, "Strategy"])
         if not isinstance(strategy, Strategy | Method):
             raise ConfigurationError(
                 f"strategy={self.strategy!r} is a {type(strategy).__name__}; a Strategy or a recipe is needed."
@@ -282,8 +286,27 @@ class Run:
         foreign = {name: None for name in OF_THE_RECIPE if name not in taken}
         return dataclasses.replace(self, strategy=strategy, **foreign)  # type: ignore[arg-type]
 
+    def absolute(self) -> Run:
+        """This run with the paths of text, model and tokenizer as they are from everywhere."""
+        model = self.model
+        if model.endswith(".safetensors"):
+            model = str(Path(model).absolute())
+        text = tuple(str(Path(path).absolute()) for path in self.text)
+        return dataclasses.replace(
+            self, text=text, model=_absolute(model), tokenizer=self.tokenizer and _absolute(self.tokenizer)
+        )
+
+    def made_of(self) -> dict[str, Any]:
+        """What the strategy is with all that its recipe decides."""
+        made = self._composition()
+        if not isinstance(made, Strategy):
+            return {"every": made.every, "composition": repr(made)}
+        parts = {name: repr(getattr(made, name)) for name in ("partition", "codec", "outer")}
+        return {"every": made.schedule.every, "delay": made.schedule.delay, **parts, "composition": repr(made)}
+
     def unlike(self, other: Run) -> str:
         """In what this run cannot go on from a checkpoint of `other`; empty if it can."""
+        self, other = self.absolute(), other.absolute()
         differing = [name for name in OF_A_CHECKPOINT if getattr(self, name) != getattr(other, name)]
         said = [f"{name} {getattr(other, name)!r} there, {getattr(self, name)!r} given" for name in differing]
         # checkpoints of the one know of rounds, the others' of flights
@@ -304,10 +327,11 @@ class Run:
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in OF_THE_PLACE}
 
     def save(self, path: Path) -> None:
-        """Write a run file; what is None is left out."""
+        """Write a run file, with what the recipe decides as a comment; what is None is left out."""
         fields = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
         partial = path.with_name(f".{path.name}.{os.getpid()}")  # several processes may write the same file at once
-        partial.write_bytes(tomli_w.dumps(fields).encode())
+        said = "".join(f"# {name}: {value}\n" for name, value in self.made_of().items())
+        partial.write_bytes(f"{tomli_w.dumps(fields)}\n# What the strategy is made of:\n{said}".encode())
         partial.replace(path)
 
     @classmethod
@@ -328,6 +352,12 @@ class Run:
             return cls(**(fields | lists))
         except TypeError as error:
             raise ConfigurationError(f"{path}: {error}; compare with the run.toml of a run that works.") from None
+
+
+def _absolute(name: str) -> str:
+    """`hf:FOLDER` and `bpe:FILE` with the whole path; what is no path stays as it is."""
+    kind, colon, path = name.partition(":")
+    return f"{kind}:{Path(path).absolute()}" if colon and Path(path).exists() else name
 
 
 def _recipe_name(strategy: str) -> str:

@@ -29,7 +29,7 @@ def start(
     """The fields of a start event."""
     link, shapes = parse_link(run.link), [fragment.shapes for fragment in fragments]
     made_of = {
-        "composition": repr(composition),
+        "made_of": run.made_of() | {"fragments": len(fragments)},
         "corpus": corpus.describe(),
         "exchanges": composition.choices(shapes, run.replicas) if isinstance(composition, Strategy) else [],
     }

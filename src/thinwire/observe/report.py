@@ -274,7 +274,7 @@ def _notes(record: RunRecord, several: bool) -> str:
 
 
 def _settings(records: Sequence[RunRecord]) -> str:
-    flat = [_flat(record.settings) for record in records]
+    flat = [_flat({**record.settings, "made of": record.made_of}) for record in records]
     return _compared("run.toml", records, flat)
 
 

@@ -91,6 +91,13 @@ class RunRecord:
         return cls(folder, settings, replicas, summary, _status(replicas), (*remarks, *more, *_remarks(replicas)))
 
     @property
+    def made_of(self) -> Mapping[str, Any]:
+        """What the strategy is, with all that its recipe decides; empty for runs that do not say it."""
+        run = self.replicas[0].start["run"]
+        said = run.get("made_of") if isinstance(run, dict) else None
+        return said if isinstance(said, dict) else {}
+
+    @property
     def name(self) -> str:
         return self.folder.resolve().name
 
