@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,8 @@ def adapted(kind: str, rank: int = 4) -> Any:
     return model.eval()
 
 
-@pytest.mark.skipif(PRESENT, reason="peft is installed")
-def test_says_what_to_install() -> None:
+def test_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigurationError, match=r"lora=4.*pip install thinwire\[lora\]"):
         attach(bare("ours"), 4, 0)
 

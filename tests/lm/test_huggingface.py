@@ -1,8 +1,8 @@
-"""Hugging Face models behind our call. Without transformers only its absence is tested."""
+"""Hugging Face models behind our call."""
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from thinwire.errors import ConfigurationError
 from thinwire.lm.huggingface import HuggingFace, hugging_face
 
-PRESENT = importlib.util.find_spec("transformers") is not None
 TINY: dict[str, dict[str, Any]] = {
     "llama": {
         "hidden_size": 32,
@@ -41,8 +40,8 @@ def model(request: pytest.FixtureRequest) -> HuggingFace:
     return hugging_face(request.param, vocabulary=256, **TINY[request.param])
 
 
-@pytest.mark.skipif(PRESENT, reason="transformers is installed")
-def test_says_what_to_install() -> None:
+def test_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigurationError, match=r"pip install thinwire\[hf\]"):
         hugging_face("llama")
 

@@ -192,7 +192,7 @@ class Pretrained:
 
     @cached_property
     def vocabulary(self) -> int:
-        return 1 + max(self.source.get_vocab().values())
+        return 1 + max(map(int, self.source.get_vocab().values()))
 
     @cached_property
     def fingerprint(self) -> str:

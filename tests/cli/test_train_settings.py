@@ -1,0 +1,122 @@
+"""What `thinwire train` and `compare` look at before anything is built, and what a run keeps of its settings."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from thinwire.cli import machine, main
+from thinwire.observe.events import read_events
+
+SMALL = "--model nano --batch 1 --sequence 16 --eval-batches 1 --carrier threads".split()
+TEXT = "".join(f"line {i}: {i * i % 97} thin wires carry {i % 13} packets\n" for i in range(2000))
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "other.txt").write_text("".join(f"{i}. quite another matter, of {i % 7} words\n" for i in range(3000)))
+    return tmp_path
+
+
+def train(out: str, *more: str, text: str = "text.txt") -> int:
+    return main(["train", *SMALL, "--text", text, "--out", out, "--steps", "4", *more])
+
+
+def tokenizer_in(folder: str) -> bytes:
+    return Path(folder, "tokenizer.json").read_bytes()
+
+
+def test_the_tokenizer_goes_with_the_model(here: Path, capsys: Capture) -> None:
+    assert train("first", "--tokenizer", "bpe:300") == 0
+    model = ("--model", "first/model.safetensors")
+    assert train("second", *model, text="other.txt") == 0
+    assert tokenizer_in("second") == tokenizer_in("first")
+    capsys.readouterr()
+    for given in ("bpe:300", "bytes"):
+        assert train("refused", *model, "--tokenizer", given, text="other.txt") == 2
+        said = capsys.readouterr().err
+        assert "first/model.safetensors was trained with bpe-" in said and "first/tokenizer.json" in said
+    assert train("third", *model, "--tokenizer", "bpe:first/tokenizer.json", text="other.txt") == 0
+    shutil.rmtree("second")
+    shutil.move("third", "moved")  # the run folder is enough
+    shutil.rmtree("first")
+    assert train("fourth", "--model", "moved/model.safetensors") == 0
+    Path("moved/tokenizer.json").unlink()
+    assert train("refused", "--model", "moved/model.safetensors") == 1
+    assert "moved/tokenizer.json" in capsys.readouterr().err
+    assert not Path("refused").exists()
+
+
+def test_a_run_goes_on_with_the_tokenizer_that_it_began_with(here: Path) -> None:
+    assert train("run", "--tokenizer", "bpe:300") == 0
+    before = tokenizer_in("run")
+    shutil.rmtree("cache")
+    shutil.copy("other.txt", "text.txt")
+    assert main(["train", "--resume", "--out", "run", "--steps", "6"]) == 0
+    assert tokenizer_in("run") == before
+    events = read_events(Path("run/events/replica-0.jsonl"))
+    first, second = (event["run"]["corpus"]["tokenizer"] for event in events if event["event"] == "start")
+    assert first == second
+
+
+def test_a_run_file_works_from_anywhere_and_says_what_its_recipe_decided(
+    here: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert train("run", "--codec", "E2M1", "--json") == 0
+    summary = json.loads(capsys.readouterr().out)
+    written = Path("run/run.toml").read_text()
+    assert tomllib.loads(written)["text"] == [str(here / "text.txt")] and "# every: 30\n# delay: 5\n" in written
+    assert "every" not in tomllib.loads(written)  # another strategy may be chosen on top of it
+    made_of = summary["made_of"]
+    assert (made_of["every"], made_of["delay"], made_of["fragments"]) == (30, 5, 4)
+    assert made_of["codec"].startswith("E2M1(") and made_of["composition"].startswith("Strategy(")
+    page = Path("run/report.html").read_text()
+    assert "made of.every" in page and "made of.fragments" in page
+    (here / "elsewhere").mkdir()
+    monkeypatch.chdir(here / "elsewhere")
+    assert main(["train", str(here / "run/run.toml"), "--strategy", "diloco"]) == 0
+
+
+def test_what_does_not_fit_into_memory_is_refused_before_it_is_built(
+    here: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "memory", lambda: (64 << 30, 24 << 30))
+    for verb in ("train", "compare"):
+        assert main([verb, *SMALL, "--text", "text.txt", "--model", "4b", "--out", "run"]) == 2
+        said = capsys.readouterr().err
+        assert "model='4b'" in said and "2 of them here" in said and "25.8 GB of memory are free" in said
+    assert not Path("run").exists()
+    monkeypatch.setattr(machine, "memory", lambda: (4 << 30, 1 << 20))
+    assert train("run", "--strategy", "fedavg") == 2
+    assert "model='nano'" in capsys.readouterr().err
+
+
+def test_a_method_that_is_of_no_use_for_adapters_says_so(here: Path, capsys: Capture) -> None:
+    for more, says in (((), False), (("--lora", "4"), True)):
+        assert train(f"run-{says}", "--strategy", "power_sgd", *more) == 0
+        assert ("caution: power_sgd: LowRank" in capsys.readouterr().out) == says
+
+
+def test_compare_goes_on_without_a_method_that_fails(here: Path, capsys: Capture) -> None:
+    out = here / "out"
+    out.mkdir()
+    (out / "diloco-seed-0").write_text("a file where the run's folder should be")
+    strategies = ["--strategies", "diloco", "muloco", "local_sgd"]
+    asked = ["compare", *SMALL, "--text", "text.txt", "--out", str(out), "--steps", "4", "--lora", "2", "--json"]
+    assert main([*asked, *strategies]) == 1
+    told = capsys.readouterr()
+    rows = {row["strategy"]: row for row in json.loads(told.out)["strategies"]}
+    assert "cannot be written" in rows["diloco"]["failed"] and "failed" in told.err
+    assert all(rows[name]["eval_loss"] > 0 for name in ("muloco", "local_sgd"))
+    assert (out / "report.html").exists()
+    (out / "diloco-seed-0").unlink()
+    assert main([*asked, *strategies]) == 0
