@@ -106,7 +106,7 @@ def test_the_tokenizer_of_the_folder_is_taken_and_another_one_is_refused(
     for other in ("bytes", "bpe:290"):
         assert train("hf:base", "run", "--tokenizer", other) == 2
         said = capsys.readouterr().err
-        assert "hf:base was trained with hf-" in said and "leave --tokenizer out" in said and "Traceback" not in said
+        assert "base was trained with hf-" in said and "leave --tokenizer out" in said and "Traceback" not in said
     assert not Path("run").exists()
 
 
@@ -118,7 +118,7 @@ def test_a_model_trained_on_bytes_or_own_merges_says_so_too(here: Path, capsys: 
         assert train("hf:bare", out, "--tokenizer", given) == 0
         assert train(f"hf:{out}", f"{out}-next") == 0
         assert train(f"hf:{out}", "refused", "--tokenizer", other) == 2
-        assert f"hf:{out} was trained with {given[:3]}" in capsys.readouterr().err
+        assert f"{out} was trained with {given[:3]}" in capsys.readouterr().err
     ids = transformers.AutoTokenizer.from_pretrained("bpe290").encode("thin wires")
     assert ids == open_corpus(Run(model="hf:bpe290", text=("text.txt",))).tokenizer.encode("thin wires").tolist()
     assert train("bpe290/model.safetensors", "refused") == 1

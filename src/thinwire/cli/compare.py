@@ -9,7 +9,7 @@ import re
 import statistics
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
             try:
                 _complete(dataclasses.replace(run, seed=seed), folder, console)
                 folders[strategy].append(folder)
-            except ThinwireError as error:
+            except (ThinwireError, OSError) as error:
                 failed.setdefault(strategy, str(error))
                 console.print(f"{folder} failed: {error}", soft_wrap=True, highlight=False, markup=False)
             except Exception as error:  # a fault of the program: the other strategies are still worth their time
@@ -122,7 +122,7 @@ def _row(strategy: str, records: list[RunRecord]) -> dict[str, Any]:
     }
 
 
-def _table(rows: list[dict[str, Any]], failed: Mapping[str, str]) -> Table:
+def _table(rows: list[dict[str, Any]], failed: Iterable[str]) -> Table:
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
     heads = (
         "evaluation loss",
@@ -146,8 +146,8 @@ def _table(rows: list[dict[str, Any]], failed: Mapping[str, str]) -> Table:
             text_of_seconds(row["wall_seconds"]),
             row["provenance"],
         )
-    for strategy, why in failed.items():
-        table.add_row(Text(strategy), Text("failed", style="red"), Text(why.splitlines()[0][:60]))
+    for strategy in failed:
+        table.add_row(Text(strategy), Text("failed", style="red"))
     if any(row["seeds"] > 1 for row in rows):
         table.caption = f"loss: mean ± standard deviation over {rows[0]['seeds']} seeds"
     return table

@@ -357,7 +357,7 @@ class Run:
 def _absolute(name: str) -> str:
     """`hf:FOLDER` and `bpe:FILE` with the whole path; what is no path stays as it is."""
     kind, colon, path = name.partition(":")
-    return f"{kind}:{Path(path).absolute()}" if colon and Path(path).exists() else name
+    return f"{kind}:{Path(path).absolute()}" if Path(path).exists() and not path.isdigit() and colon else name
 
 
 def _recipe_name(strategy: str) -> str:

@@ -29,18 +29,21 @@ def open_corpus(run: Run, folder: Path | None = None) -> Corpus:
     kept = _kept(run, folder)
     if kept and kept.fingerprint != corpus.tokenizer.fingerprint:  # trained on other text, or a file that was replaced
         corpus = Corpus.open(run.text, kept, column=run.column)
-    name, known = _own(run.model)
+    known = _trained_with(run)
     if known and known != corpus.tokenizer.fingerprint:
         raise ConfigurationError(
             f"tokenizer={run.tokenizer!r} is {corpus.tokenizer.fingerprint}, {run.model} was trained with {known}: token numbers would "
-            f"change their meaning; leave --tokenizer out to take the model's own ({name})."
+            f"change their meaning; leave --tokenizer out to take the model's own ({_own(run.model)[0]})."
         )
     return corpus
 
 
 def make_tokenizer(run: Run) -> Tokenizer:
     """The tokenizer that was asked for, else the model's own, else bytes; a BPE that is named by its size is not trained yet."""
-    asked = run.tokenizer or _own(run.model)[0]
+    return _named(run.tokenizer or _own(run.model)[0])
+
+
+def _named(asked: str) -> Tokenizer:
     kind, _, what = asked.partition(":")
     if kind not in ("bytes", "bpe", "hf") or (kind != "bytes") != bool(what):
         raise ConfigurationError(
@@ -76,17 +79,24 @@ def _kept(run: Run, folder: Path | None) -> Tokenizer | None:
     return Pretrained.load(folder) if kind == "hf" else BPE.load(folder / FILE)
 
 
+def _trained_with(run: Run) -> str | None:
+    """The fingerprint of the tokenizer that the weights of the run's model were trained with; None for fresh ones, and where nobody knows."""
+    name, known = _own(run.model)
+    if run.model.startswith("hf:") and not has_weights(run.model.removeprefix("hf:")):
+        return None
+    if known or name == "bytes" or run.tokenizer is None:
+        return known
+    try:
+        return _named(name).fingerprint
+    except ConfigurationError:  # not a fast one: a text can only be tokenised by another
+        return None
+
+
 def _own(model: str) -> tuple[str, str | None]:
-    """The tokenizer that belongs to `model` (bytes to one that has none), and its fingerprint if text must have been tokenised by it."""
+    """The tokenizer that belongs to `model` (bytes to one that has none), and its fingerprint if the model says it."""
     if model.endswith(".safetensors"):
         said = described(model).get("tokenizer")
         name = f"bpe:{Path(model).with_name(FILE)}" if str(said).startswith("bpe-") else "bytes"
         return name if not str(said).startswith("hf-") else f"hf:{Path(model).parent}", said
-    source = model.removeprefix("hf:")
-    own = own_tokenizer(source) if model.startswith("hf:") else None
-    if own is None:
-        return "bytes", None
-    name, known = own
-    if not has_weights(source):
-        return name, None
-    return name, known or Pretrained.load(source).fingerprint
+    own = own_tokenizer(model.removeprefix("hf:")) if model.startswith("hf:") else None
+    return own or ("bytes", None)
