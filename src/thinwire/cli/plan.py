@@ -33,7 +33,8 @@ from thinwire.plan.figure import frontier_chart, rates_chart
 from thinwire.plan.links import Links, replace
 from thinwire.plan.machine import Machine
 from thinwire.plan.scaling import TOKENS_PER_PARAMETER
-from thinwire.plan.search import METHODS, Setting, Task, settings
+from thinwire.plan.search import settings
+from thinwire.plan.setting import METHODS, Setting, Task
 from thinwire.plan.sharding import Shards
 from thinwire.plan.targets import Targets, meeting
 
@@ -168,7 +169,7 @@ def _rows(found: Sequence[Setting], top: int) -> list[Setting]:
     distinct: dict[tuple[str, int, int | None], Setting] = {}
     for setting in found:
         methods.setdefault(setting.method, setting)
-        distinct.setdefault((setting.method, setting.run.replicas, setting.run.every), setting)
+        distinct.setdefault((setting.method, setting.replicas, setting.candidate.run.every), setting)
     chosen = list(dict.fromkeys([id(s) for s in (*methods.values(), *distinct.values())]))[: max(top, 1)]
     return [setting for setting in found if id(setting) in chosen]
 

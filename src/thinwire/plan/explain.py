@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from thinwire.observe.units import text_of_nbytes, text_of_rate, text_of_seconds, text_of_share
 from thinwire.plan import cost, placement
 from thinwire.plan.compute import shape_of
-from thinwire.plan.search import Setting, Task
+from thinwire.plan.setting import Setting, Task
 from thinwire.plan.sharding import FP32, Shards, traffic
 from thinwire.simulate.pipeline import pipeline_seconds
 
@@ -29,8 +29,8 @@ def sentence(setting: Setting, best: Setting) -> str:
         )
     elif pace.latest_seconds <= 1e-3 * setting.step_seconds:
         why = f"a fragment flies {flight} and has {window}, so nobody waits"
-    elif pace.uplink_use > 0.97:
-        why = "the slowest uplink is busy all the time: no overlap can hide more"
+    elif pace.wire_use > 0.97:
+        why = "the slowest wire is busy all the time: no overlap can hide more"
     else:
         why = f"a fragment flies {flight} and has only {window}: the latest lands {text_of_seconds(pace.latest_seconds)} late"
     if setting is best:
