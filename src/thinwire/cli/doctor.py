@@ -28,6 +28,7 @@ from thinwire.lm.model import Transformer
 from thinwire.lm.run import Run
 from thinwire.lm.tokens import find
 from thinwire.observe.units import text_of_count, text_of_nbytes, text_of_rate, text_of_seconds
+from thinwire.plan.base import base_nbytes
 from thinwire.plan.memory import kept_nbytes, replica_memory
 from thinwire.strategy import Strategy
 
@@ -168,19 +169,22 @@ def room(run: Run, model: nn.Module, strategy: Strategy, numels: Sequence[int]) 
 
 
 def predicted_nbytes(run: Run, model: nn.Module, strategy: Strategy, numels: Sequence[int]) -> tuple[int, str]:
-    """Bytes of a replica at its worst moment, and what they are for, in words."""
+    """Bytes of a replica's process at its worst moment, and what they are for, in words."""
+    gpu = torch.cuda.is_available()
+    base = 0 if gpu else base_nbytes()
     if isinstance(model, Transformer):
-        bf16 = run.precision == "bf16" or (run.precision == "auto" and torch.cuda.is_available())
+        bf16 = run.precision == "bf16" or (run.precision == "auto" and gpu)
         needed = replica_memory(
             model.architecture, strategy, numels, run.replicas,
             batch=run.batch, sequence=run.sequence, accumulate=run.accumulate, bf16=bf16,
         )  # fmt: skip
         kept = {name: nbytes for (_, name), nbytes in needed.kept.items()}
-        total, aside = needed.peak(), ""
+        total, aside = needed.peak() if gpu else needed.process_nbytes(base), ""
     else:
         parameters = sum(p.numel() for p in model.parameters())
         kept = kept_nbytes(parameters, strategy, numels, run.replicas) | {"gradients": 4 * parameters}
-        total, aside = sum(kept.values()), ", without activations"
+        total, aside = base + sum(kept.values()), ", without activations"
+    kept |= {"libraries": base} if base else {}
     parts = ", ".join(f"{name} {text_of_nbytes(nbytes)}" for name, nbytes in kept.items())
     rest = f", at its worst moment {text_of_nbytes(total - sum(kept.values()))} more" if not aside else ""
     return total, f"{aside}: {parts}{rest}"

@@ -203,15 +203,13 @@ def _loss(setting: Setting) -> str:
 
 
 def _aside(console: Console, task: Task, best: Setting) -> None:
-    """Refusals, warnings, the ring, the ways of sharding."""
+    """Refusals and warnings."""
     for refusal in explain.refused(task, best):
         verdict = "refused" if refusal.utilization < explain.USELESS else "not tried"
         console.print(
             f"{verdict}: {refusal.what}: {refusal.because}: {text_of_share(refusal.utilization)} of the time would be training",
             highlight=False,
         )
-    if ring := explain.ring(task, best):
-        console.print(ring, highlight=False)
     for warning in explain.warnings(task, best):
         console.print(f"warning: {warning}", highlight=False)
 
@@ -237,7 +235,7 @@ def _sharding(asked: Options, task: Task, best: Setting) -> Table:
 def _who(setting: Setting, task: Task) -> str:
     if len(setting.places) == len(task.links):
         return f"all {len(task.links)}" if len(task.links) > 1 else "alone"
-    return ", ".join(task.links.names[place] for place in setting.places)
+    return explain.few([task.links.names[place] for place in setting.places])
 
 
 def _write(path: Path, best: Setting, task: Task) -> None:

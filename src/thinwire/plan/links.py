@@ -117,8 +117,7 @@ class Links:
 
     def asymmetric(self, factor: float = 2.0) -> list[Pair]:
         """Pairs (slower direction first) whose two directions differ by more than `factor` in rate."""
-        rates = {pair: link.bits_per_second for pair, link in self.alone.items()}
-        return [(a, b) for a, b in rates if rates[b, a] > factor * rates[a, b]]
+        return [(int(a), int(b)) for a, b in zip(*np.nonzero(self.rates.T > factor * self.rates))]
 
     def save(self, path: Path, comment: str = "") -> None:
         """Write `links.toml`, with `comment` at its top."""
