@@ -15,7 +15,6 @@ import torch
 
 from thinwire.errors import ConfigurationError
 from thinwire.group import Group, run_threads
-from thinwire.lm import launch  # all that a replica imports
 from thinwire.lm.job import make_model
 from thinwire.lm.run import Run
 from thinwire.plan.machine import BASE_NBYTES
@@ -37,7 +36,9 @@ def base_nbytes() -> int:
     done = subprocess.run([sys.executable, "-m", __name__], capture_output=True, text=True, check=False)
     if done.returncode:
         why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise ConfigurationError(f"the smallest model cannot be trained here ({why}); `thinwire doctor` says what this machine lacks.")
+        raise ConfigurationError(
+            f"the smallest model cannot be trained here ({why}); `thinwire doctor` says what this machine lacks."
+        )
     return int(done.stdout)
 
 
