@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import gc
 import json
 import signal
 import socket
@@ -10,10 +11,12 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 from roster_process import DEADLINES
 
 from thinwire.cli import lighthouse as verb
@@ -211,6 +214,58 @@ def test_two_with_one_name(lighthouse):
     results = meet(lighthouse.address, ("a", {}), ("b", {}), ("b", {}), ("c", {}))
     refused = [result for result in results if isinstance(result, DisagreementError)]
     assert len(refused) == 1 and "has the name 'b'" in str(refused[0])
+
+
+@pytest.fixture
+def no_collector():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def opened():
+    """Files and threads of this process."""
+    return [len(list(Path("/proc/self", what).iterdir())) for what in ("fd", "task")]
+
+
+def rebuild(address, times):
+    """Two rosters whose group fails, and is built anew, so often; both leave."""
+    failures = []
+
+    def run(name):
+        with closing(Roster(LighthouseMeeting(address), name, deadlines=DEADLINES)) as roster:
+            while min(map(failures.count, "ab")) < times:
+                try:
+                    muster = roster.muster({}, 5.0)
+                except LinkError:  # the other has been through, or is late
+                    continue
+                if muster.group.rank == 0:
+                    muster.close()
+                with suppress(LinkError):
+                    muster.group.post(1, {}, {1 - muster.group.rank: torch.zeros(9, dtype=torch.uint8)}).wait()
+                muster.close()
+                failures.append(name)
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+@needs_torchft
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="only Linux lists what a process has open")
+def test_rebuilt_groups_leave_nothing_open(lighthouse, no_collector):
+    """No file and no thread, at once: not when Python's collector comes by."""
+    rebuild(lighthouse.address, 1)
+    before, end = opened(), time.monotonic() + LIMIT
+    rebuild(lighthouse.address, 8)
+    while any(
+        now > then for now, then in zip(opened(), before)
+    ):  # threads end, and the lighthouse closes, a little later
+        assert time.monotonic() < end, (before, opened())
+        time.sleep(0.05)
 
 
 @needs_torchft
