@@ -232,7 +232,7 @@ def opened():
 
 def rebuild(address, times):
     """Two rosters whose group fails, and is built anew, so often; both leave."""
-    patient = replace(DEADLINES, connect=LIMIT, transfer=LIMIT)
+    patient = replace(DEADLINES, connect=LIMIT, transfer=LIMIT, vote=LIMIT)
 
     def run(name):
         with closing(Roster(LighthouseMeeting(address), name, deadlines=patient)) as roster:

@@ -36,6 +36,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    before = threading.enumerate()
+    yield
+    for thread in threading.enumerate():
+        if thread not in before:
+            thread.join(2.0)
+            assert not thread.is_alive(), thread
+
+
 @pytest.fixture
 def text(tmp_path: Path) -> str:
     file = tmp_path / "text.txt"
