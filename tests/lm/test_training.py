@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def no_thread_is_left() -> Iterator[None]:
     yield
     for thread in threading.enumerate():
         if thread not in before:
-            thread.join(2.0)
+            thread.join(600.0)
             assert not thread.is_alive(), thread
 
 
@@ -348,11 +349,17 @@ def test_a_replica_that_hangs_is_ended_and_the_one_that_noticed_is_heard(
 ) -> None:
     """The launcher's own kill must not pass for the cause."""
     hangs = "import os, sys, time; rank = os.environ['RANK']; time.sleep(3600 * int(rank)); sys.exit('LinkError: 1 is late')"
-    start = subprocess.Popen
+    start, given = subprocess.Popen, []
     monkeypatch.setattr(launch, "_GRACE", 0.5)
-    monkeypatch.setattr(
-        launch.subprocess, "Popen", lambda _, **options: start([sys.executable, "-c", hangs], **options)
-    )
+
+    def instead(_: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        given.append(options["env"])
+        return start([sys.executable, "-c", hangs], **options)
+
+    monkeypatch.setattr(launch.subprocess, "Popen", instead)
+    monkeypatch.setattr(launch.os, "cpu_count", lambda: 7)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     launch.new_folder(small_run(text), tmp_path / "run", resume=False)
     with pytest.raises(LinkError) as caught:
         launch.train_processes(small_run(text), tmp_path / "run", False, lambda: None)
@@ -361,6 +368,11 @@ def test_a_replica_that_hangs_is_ended_and_the_one_that_noticed_is_heard(
         "replica 1 did not end in 0.5 s and was killed",
         "replica 0 (exit code 1): LinkError: 1 is late",
     ]
+    assert [(env["OMP_NUM_THREADS"], env["OMP_WAIT_POLICY"]) for env in given] == [("3", "PASSIVE")] * 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    asked = launch.sharing_cores(2)
+    assert (asked["OMP_NUM_THREADS"], asked["OMP_WAIT_POLICY"]) == ("5", "ACTIVE")
 
 
 @pytest.mark.skipif(shutil.which("pgrep") is None, reason="pgrep (procps) is not installed")
