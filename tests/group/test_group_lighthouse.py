@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from listening import addresses
 from roster_process import DEADLINES
 
 from thinwire.cli import lighthouse as verb
@@ -342,6 +343,7 @@ def test_the_verb_says_where_it_is_and_ends_when_asked(tmp_path):
     command = [sys.executable, "-m", "thinwire", "lighthouse", "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     lines = [process.stdout.readline() for _ in range(4)]
+    assert set(addresses(process.pid)) == {"127.0.0.1"}
     process.send_signal(signal.SIGTERM)
     assert process.wait(LIMIT) == 0
     assert "lighthouse at 127.0.0.1:" in lines[0] and "its store at the next port" in lines[0]

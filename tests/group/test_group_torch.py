@@ -5,15 +5,21 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import time
+from contextlib import suppress
 
 import pytest
 import torch
 import torch.distributed as dist
 from group_laws import Exchange, free_port, run_processes
+from listening import addresses
 
 from thinwire.errors import ConfigurationError, LinkError
 from thinwire.group import TorchGroup, start_torch
+from thinwire.group.sockets import listening
+
+ESTABLISHED = 1  # linux/tcp_states.h
 
 
 def receive(group, peer, tag=1):
@@ -101,6 +107,29 @@ def test_shards_talk_with_their_twins_and_their_site(tmp_path):
         replica, shard = divmod(rank, 2)
         assert heard["twins"] == {str(peer): 2 * peer + shard for peer in range(3) if peer != replica}
         assert heard["neighbour"] == 2 * replica + (1 - shard)
+
+
+def doors(rank, size):
+    """Where this rank listens, how many of three knocks at each door are answered, and that the group works on."""
+    group = TorchGroup.from_world(size)
+    knocks = []
+    for place in set(listening().values()):
+        for _ in range(3):
+            knocks.append(socket.socket())
+            knocks[-1].setblocking(False)
+            with suppress(BlockingIOError):
+                knocks[-1].connect(place)
+    Exchange(group, 0, 0, 1000).check()
+    states = [knock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] for knock in knocks]
+    return {"listens": addresses(os.getpid()), "answered": sum(state == ESTABLISHED for state in states)}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists what a process listens at, and shuts a port")
+def test_only_loopback_listens_and_gloo_to_nobody_once_all_are_connected(tmp_path):
+    """Rank 0's address book alone stays open: at the address that was given."""
+    for rank, said in enumerate(run_processes(doors, 2, tmp_path)):
+        assert set(said["listens"]) == {"127.0.0.1"}, said
+        assert said["answered"] == (3 if rank == 0 else 0), said
 
 
 def test_a_world_must_have_begun():

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from listening import addresses, tree
 from safetensors import SafetensorError
 
 from thinwire.checkpoint import read
@@ -384,6 +385,7 @@ def test_ctrl_c_stops_cleanly_and_the_run_goes_on_exactly(whole: Path, tmp_path:
     run.save(tmp_path / "run.toml")
     process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     wait_for_step(folder, 5)
+    assert set(addresses(*tree(process.pid))) == {"127.0.0.1"}, "nobody else's business"
     os.killpg(process.pid, signal.SIGINT)
     out, said = process.communicate(timeout=900)
     assert process.returncode == 0, said.decode()
