@@ -13,6 +13,7 @@ import errno
 import ipaddress
 import os
 import socket
+import stat
 import struct
 import sys
 from contextlib import suppress
@@ -25,6 +26,18 @@ _DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # one instruction of a classic BPF f
 Address = tuple[str, int]
 
 
+def opened(file: int) -> socket.socket:
+    """The socket that `file` is, by a file of its own, which is to be closed. Raises `OSError`: closed meanwhile, or none."""
+    if not stat.S_ISSOCK(os.fstat(file).st_mode):
+        raise OSError(errno.ENOTSOCK, "no socket")
+    own = os.dup(file)
+    try:
+        return socket.socket(fileno=own)
+    except OSError:
+        os.close(own)
+        raise
+
+
 def listening() -> dict[int, Address]:
     """Files of this process that are listening TCP sockets; none where the system does not list them."""
     found: dict[int, Address] = {}
@@ -33,7 +46,7 @@ def listening() -> dict[int, Address]:
     except OSError:  # not Linux
         return found
     for file in files:
-        with suppress(OSError), socket.socket(fileno=os.dup(file)) as one:
+        with suppress(OSError), opened(file) as one:
             if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 found[file] = one.getsockname()[:2]
     return found
@@ -44,7 +57,7 @@ def shut(file: int) -> None:
     if sys.platform != "linux":
         return
     program = ctypes.create_string_buffer(_DROP)
-    with suppress(OSError), socket.socket(fileno=os.dup(file)) as one:
+    with suppress(OSError), opened(file) as one:
         one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(program)))
 
 
@@ -56,7 +69,7 @@ def shut_new(before: set[int], connected: set[int], expected: int) -> None:
         return
     own: set[str] = set()
     for file in connected:
-        with suppress(OSError), socket.socket(fileno=os.dup(file)) as one:
+        with suppress(OSError), opened(file) as one:
             own.add(one.getsockname()[0])
     for file, (host, _) in listening().items():
         if file not in before and host in own:
