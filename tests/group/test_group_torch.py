@@ -13,11 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from group_laws import Exchange, free_port, run_processes
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from listening import addresses
 
 from thinwire.errors import ConfigurationError, LinkError
 from thinwire.group import TorchGroup, start_torch
+from thinwire.group.address import parse
 from thinwire.group.sockets import listening
+from thinwire.group.torch import connected
 
 ESTABLISHED = 1  # linux/tcp_states.h
 
@@ -130,6 +134,37 @@ def test_only_loopback_listens_and_gloo_to_nobody_once_all_are_connected(tmp_pat
     for rank, said in enumerate(run_processes(doors, 2, tmp_path)):
         assert set(said["listens"]) == {"127.0.0.1"}, said
         assert said["answered"] == (3 if rank == 0 else 0), said
+
+
+LEGAL = (2).to_bytes(8, "little") + b"vm" + (136).to_bytes(8, "little") + b"\x02\x00\x81%\x7f\x00\x00\x01" + bytes(136)
+RUBBISH = {
+    "empty": b"",
+    "short": b"\x01",
+    "zeros": bytes(64),
+    "ones": b"\xff" * 64,
+    "a count": (1 << 60).to_bytes(8, "little") + bytes(100),
+    "long": bytes(1 << 20),
+    "for more members": LEGAL + bytes(16),
+    "a name of 2^64 - 8": (2**64 - 8).to_bytes(8, "little") + LEGAL[8:],
+    "another family": LEGAL[:18] + b"\x01" + LEGAL[19:],
+}
+
+
+@pytest.mark.parametrize("what", RUBBISH)
+def test_rubbish_where_a_peers_address_is_due_is_refused(what):
+    """gloo would end this process, or ask for memory until there is none."""
+    store = dist.HashStore()
+    store.set("0/1", RUBBISH[what])
+    with pytest.raises(LinkError, match="not of that form"):
+        connected(store, 0, 2, "127.0.0.1", 600.0)
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=300), st.integers(0, 170), st.integers(1, 9))
+def test_any_bytes_are_an_address_or_refused(rubbish, begin, size):
+    for blob in (rubbish, LEGAL[:begin] + rubbish + LEGAL[begin + len(rubbish) :]):
+        with suppress(LinkError):
+            assert len(parse(blob, size)) == 2 and len(blob) < 16 + 255 + 136 + 8 * size + 1
 
 
 def test_a_world_must_have_begun():

@@ -149,6 +149,16 @@ def test_threads_and_processes_train_the_same_bytes(whole: Path, tmp_path: Path,
     assert model_of(tmp_path / "processes") == model_of(whole)
 
 
+def test_files_that_run_out_are_told_before_they_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    limits = [(4, 5)]
+    monkeypatch.setattr(place.resource, "getrlimit", lambda which: limits[-1])
+    monkeypatch.setattr(place.resource, "setrlimit", lambda which, both: limits.append(both))
+    run_in(tmp_path, small_run(text, replicas=1, steps=1))
+    assert limits == [(4, 5), (5, 5)]
+    (told,) = [event for event in events_of(tmp_path, "warning") if "files" in event["message"]]
+    assert "of at most 5 files" in told["message"] and "thinwire doctor --firewall" in told["message"]
+
+
 def test_a_link_changes_time_only(whole: Path, tmp_path: Path, text: str) -> None:
     run_in(tmp_path / "linked", small_run(text, link="20mbit,5ms"))
     assert model_of(tmp_path / "linked") == model_of(whole)
