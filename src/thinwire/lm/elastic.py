@@ -104,7 +104,7 @@ class _Replica:
     name: str
     lighthouse: str
     index: int
-    environment: dict[str, str]
+    variables: dict[str, str]
     deaths: int = 0  # in a row
     due: float | None = None  # when it is to be started again
     given_up: str = ""
@@ -134,7 +134,7 @@ class _Replica:
         with self._output.open("ab") as output:
             self._spoken = output.tell()
             self.process = subprocess.Popen(
-                command, env=self.environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                command, env=self.variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                 start_new_session=True,
             )  # fmt: skip
         self.due, self.began, self.joined = None, time.monotonic(), False
