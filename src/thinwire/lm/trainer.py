@@ -159,7 +159,7 @@ class Trainer:
     def _finish(self) -> bool:
         """The last rounds; false if the others were not heard any more. A stop that comes now ends the waiting for them."""
         try:
-            with passing_on(self.place.stop, self.replica):
+            with passing_on(self.place.stop, self.replica.request_stop):
                 self.replica.finish()
         except LinkError as error:
             if not isinstance(self.group, Roster):
