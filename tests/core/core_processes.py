@@ -142,8 +142,8 @@ def resumed(group: Any) -> list[bool]:
 
 
 def everything(rank: int) -> dict[str, Any]:
-    four = tw.TorchGroup.from_world(replicas=4, timeout=60.0)
-    two = tw.TorchGroup.from_world(replicas=2, timeout=60.0)
+    four = tw.TorchGroup.from_world(replicas=4, timeout=600.0)
+    two = tw.TorchGroup.from_world(replicas=2, timeout=600.0)
     results: dict[str, Any] = {"carriers": {name: travel(Plan(strategy), four) for name, strategy in FOUR.items()}}
     results["sharded"] = {name: train(strategy, two, sharded(2)) for name, strategy in STRATEGIES.items()}
     results["poisoned"] = {
@@ -159,14 +159,14 @@ def everything(rank: int) -> dict[str, Any]:
 def _process(fn: Callable[[int], Any], rank: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     try:
-        start_torch(rank, WORLD, "127.0.0.1", port, 60.0)
+        start_torch(rank, WORLD, "127.0.0.1", port, 600.0)
         torch.save(fn(rank), Path(folder) / f"{rank}.pt")
     except BaseException:
         (Path(folder) / f"{rank}.txt").write_text(traceback.format_exc())
     os._exit(0)  # without waiting for a group that may be dead
 
 
-def run_world(fn: Callable[[int], Any], folder: Path, limit: float = 240.0) -> list[Any]:
+def run_world(fn: Callable[[int], Any], folder: Path, limit: float = 900.0) -> list[Any]:
     """`fn(rank)` in every process of a world; raises with the traceback of the first that failed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from rich.text import Text
 from torch import nn
 
 from thinwire.cli import machine, options
+from thinwire.cli.firewall import rules
 from thinwire.cli.machine import Finding, warn_unless
 from thinwire.codecs import Shapes
 from thinwire.errors import ConfigurationError, ThinwireError
@@ -25,6 +25,7 @@ from thinwire.group import Link, parse_link
 from thinwire.group.lighthouse import engine
 from thinwire.lm import place
 from thinwire.lm.job import make_model, outline_model
+from thinwire.lm.launch import threads_each
 from thinwire.lm.model import Transformer
 from thinwire.lm.run import Run
 from thinwire.lm.tokenizer import make_tokenizer, open_corpus
@@ -52,6 +53,8 @@ class Options:
     """The address of rank 0, as torchrun will be told."""
     master_port: int = 29500
     """The port of rank 0, as torchrun will be told."""
+    firewall: tuple[str, ...] = ()
+    """Addresses of the machines of a run. Prints rules for nftables that let only them reach the ports of replicas, and nothing else."""
     runs: Path = Path("runs")
     """Where run folders go."""
     json: bool = False
@@ -67,6 +70,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     if asked.step_seconds is not None and not asked.step_seconds > 0:
         raise ConfigurationError(f"step_seconds={asked.step_seconds}: more than 0 is needed.")
+    if asked.firewall:
+        print(rules(asked.firewall, asked.master_port))
+        return 0
     link = parse_link(asked.link) if asked.link else None
     console = options.console(asked.json)
     findings = list(examine(asked, link))
@@ -195,7 +201,9 @@ def ready(run: Run, model: nn.Module, here: int, console: Console) -> None:
         )
 
 
-def predicted_nbytes(run: Run, model: nn.Module, strategy: Strategy, numels: Sequence[int], libraries: int) -> tuple[int, str]:
+def predicted_nbytes(
+    run: Run, model: nn.Module, strategy: Strategy, numels: Sequence[int], libraries: int
+) -> tuple[int, str]:
     """Bytes of a replica's process at its worst moment, and what they are for, in words. `libraries`: of one without a model."""
     gpu = torch.cuda.is_available()
     base = 0 if gpu else libraries
@@ -285,7 +293,7 @@ def deadlines(
 
 
 def _threads(run: Run) -> int:
-    return max(1, (os.cpu_count() or 1) // run.replicas) if run.carrier != "threads" else torch.get_num_threads()
+    return torch.get_num_threads() if run.carrier == "threads" else threads_each(run.replicas)
 
 
 def _table(findings: Sequence[Finding]) -> Table:

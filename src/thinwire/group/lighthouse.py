@@ -38,7 +38,7 @@ from thinwire.group.presence import Presence
 from thinwire.group.roster import Observe
 from thinwire.group.standin import JOIN
 from thinwire.group.store import ANSWER, StoreBoard, open_store, short, within
-from thinwire.group.torch import TorchGroup
+from thinwire.group.torch import TorchGroup, connected
 from thinwire.group.vote import Board
 
 PORT = 29510  # the lighthouse's; the store's is the next
@@ -185,12 +185,9 @@ class LighthouseMeeting:
             raise LinkError("the lighthouse has gone")
 
         def build() -> dist.ProcessGroup:
-            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._timeout = timedelta(seconds=seconds)
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
-            store = PrefixStore(f"group/{chapter}", board.connection())
-            made: dist.ProcessGroup = dist.ProcessGroupGloo(store, rank, len(members), options)  # type: ignore[assignment]
-            return made
+            return connected(
+                PrefixStore(f"group/{chapter}", board.connection()), rank, len(members), self._host, seconds
+            )
 
         others = ", ".join(p.name for p in members if p.life != self._life)
         return TorchGroup(within(2 * seconds, f"connecting to {others}", build), timeout)
@@ -212,6 +209,7 @@ class LighthouseMeeting:
             self._door.close()
         for thread in self._threads:  # one that came back from torchft while Python ends would abort the process
             thread.join(2 * _PROBE)
+        self._board = self._coordinator = None  # their connections and threads end with them
 
     # ---- the coordinator
 

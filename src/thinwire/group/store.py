@@ -75,12 +75,12 @@ class StoreBoard:
 def within(seconds: float, what: str, operation: Callable[[], T]) -> T:
     """What `operation` returns; raises `LinkError` if torch fails, or has not come back after `seconds`."""
     outcome: list[T] = []
-    failure: list[RuntimeError] = []
+    failure: list[Exception] = []
 
     def run() -> None:
         try:
             outcome.append(operation())
-        except RuntimeError as error:  # torch's DistError and its kin
+        except (RuntimeError, LinkError) as error:  # torch's DistError and its kin
             failure.append(error)
 
     thread = threading.Thread(target=run, name="thinwire-store", daemon=True)
@@ -89,7 +89,8 @@ def within(seconds: float, what: str, operation: Callable[[], T]) -> T:
     if outcome:
         return outcome[0]
     if failure:
-        raise LinkError(f"{what}: {short(failure[0])}") from failure[0]
+        error = failure.pop()  # else the list, the error and the frame of `run` would hold each other
+        raise LinkError(f"{what}: {short(error)}") from error
     raise LinkError(f"{what}: no answer within {seconds:g} s")
 
 

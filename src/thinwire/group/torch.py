@@ -18,6 +18,7 @@ How gloo (torch 2.13) behaves, measured, and what follows:
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
@@ -30,11 +31,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported without saying so
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # exported without saying so
 
 from thinwire.errors import ConfigurationError, LinkError
+from thinwire.group.address import CheckedAddresses
 from thinwire.group.base import TAGS, Transfer, travelling
 from thinwire.group.pace import connections, pace
+from thinwire.group.sockets import listen, listening, loopback, only_here, shut, shut_new
 
 _NEVER = TAGS + 2  # a tag under which nobody sends
 _SEND, _RECEIVE = "send to", "receive from"
@@ -55,20 +58,33 @@ class _TorchTransfer:
         self.arrivals: dict[int, float] = {}
 
     def wait(self) -> None:
-        for verb, peer, work in self._messages:
-            try:
-                if isinstance(work, RuntimeError):
-                    raise work
-                work.wait(timedelta(seconds=self._group.timeout))
-            except RuntimeError as error:
+        while self._messages:
+            verb, peer, _ = self._messages[0]
+            if error := self._failure():
                 what = f"{verb} replica {peer} ({self._purpose}, tag {self._tag})"
-                told = self._group._explained(what, error)
-                told.peer = peer
-                raise told from error
+                raise self._group._explained(what, error, peer) from error
             if verb == _RECEIVE:
                 self.arrivals[peer] = time.monotonic()
-        self._messages = []
         self._group._open.discard(self)
+
+    def end(self) -> None:
+        """Let go of gloo's side, when all connections are closed: what was not waited for has failed."""
+        self._messages = [message._replace(work=RuntimeError("closed")) for message in self._messages]
+
+    def _failure(self) -> RuntimeError | None:
+        """Wait for the first message, and take it from the list. An error comes back without its frames: they would
+        hold the message, and that all connections of the group, for as long as somebody holds the error.
+        """
+        messages = self._messages
+        work = messages[0].work
+        if isinstance(work, RuntimeError):
+            return work
+        try:
+            work.wait(timedelta(seconds=self._group.timeout))
+        except RuntimeError as error:
+            return error.with_traceback(None)
+        del messages[0]
+        return None
 
 
 class _DeviceTransfer:
@@ -112,7 +128,7 @@ class TorchGroup:
     ) -> None:  # fmt: skip
         self.rank, self.size = process_group.rank(), process_group.size()
         self.timeout, self.shard, self.shards, self.site = timeout, shard, shards, site
-        self._process_group = process_group
+        self._process_group: dist.ProcessGroup | None = process_group  # None when closed
         self._on_device = process_group.name() == "nccl"
         self._closed = False
         # Transfers that nobody waited for yet: a receive that is dropped while its message is on the way would leave
@@ -155,7 +171,7 @@ class TorchGroup:
             made: dist.ProcessGroup = dist.new_group(ranks, timeout=timedelta(seconds=timeout), backend=backend)
             return made
 
-        before = connections()
+        before, heard_before = connections(), set(listening())
         try:  # all ranks make all groups, in the same order, and keep those they are in
             twins = [subgroup(list(range(s, world, shards))) for s in range(shards)]
             if uplink is not None and backend == "gloo":
@@ -166,6 +182,8 @@ class TorchGroup:
                 f"rank {rank} of {world} could not join its group: {_first_line(error)}. "
                 "Every rank must be running and reachable from every other."
             ) from error
+        if backend == "gloo":
+            shut_new(heard_before, connections() - before, replicas - 1 + (shards - 1))
         site = cls(sites[replica], timeout) if shards > 1 else None
         return cls(twins[shard], timeout, shard, shards, site)
 
@@ -174,28 +192,31 @@ class TorchGroup:
     ) -> Transfer:
         """See `Group.post`."""
         send, recv = travelling(self, tag, send), travelling(self, tag, recv)
-        if self._closed:
+        carrier = self._process_group
+        if self._closed or carrier is None:
             raise self._closed_error()
         if self._on_device:
-            return self._post_on_device(send, recv)
+            return self._post_on_device(carrier, send, recv)
         messages: list[_Message] = []
         # Receives first: a message whose receiver is ready leaves at once.
-        carrier = self._process_group
         for verb, start, tensors in ((_RECEIVE, carrier.recv, recv), (_SEND, carrier.send, send)):
             for peer, tensor in tensors.items():
                 work: dist.Work | RuntimeError
                 try:
                     work = start([tensor], peer, tag)
                 except RuntimeError as error:
-                    work = error
+                    work = error.with_traceback(None)
                 messages.append(_Message(verb, peer, work))
         transfer = _TorchTransfer(self, tag, purpose, messages)
         self._open.add(transfer)
         return transfer
 
     def close(self) -> None:
-        """See `Group.close`. The process group of torch itself ends with `destroy_process_group`."""
-        if self._closed:
+        """See `Group.close`. gloo's sockets and threads end here; those of a default group and its subgroups, which torch
+        keeps too, with `destroy_process_group`.
+        """
+        carrier = self._process_group
+        if self._closed or carrier is None:
             return
         self._closed = True
         if self.site is not None:
@@ -206,9 +227,15 @@ class TorchGroup:
             if peer != self.rank:
                 nothing = torch.empty(1, dtype=torch.uint8)
                 with suppress(RuntimeError):  # the time-out closes all connections (see the top of this file)
-                    self._process_group.recv([nothing], peer, _NEVER).wait(timedelta(milliseconds=1))
+                    carrier.recv([nothing], peer, _NEVER).wait(timedelta(milliseconds=1))
+        for transfer in list(self._open):
+            transfer.end()
+        self._open.clear()
+        self._process_group = None
 
-    def _post_on_device(self, send: Mapping[int, Tensor], recv: Mapping[int, Tensor]) -> Transfer:
+    def _post_on_device(
+        self, carrier: dist.ProcessGroup, send: Mapping[int, Tensor], recv: Mapping[int, Tensor]
+    ) -> Transfer:
         """Over NCCL. Not covered by tests: it needs one GPU for each replica.
 
         NCCL knows no tags: it matches the messages of a pair by their order alone. All replicas must post in the same
@@ -218,31 +245,53 @@ class TorchGroup:
         with self._one_at_a_time, torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
             landing = {peer: torch.empty_like(buffer, device=device) for peer, buffer in recv.items()}
             operations = [
-                dist.P2POp(call, tensors[peer].to(device), group=self._process_group, group_peer=peer)
+                dist.P2POp(call, tensors[peer].to(device), group=carrier, group_peer=peer)
                 for call, tensors in ((dist.isend, send), (dist.irecv, landing))
                 for peer in sorted(tensors)
             ]
             works = dist.batch_isend_irecv(operations) if operations else []
             return _DeviceTransfer(self, works, landing, recv)
 
-    def _explained(self, what: str, error: RuntimeError) -> LinkError:
-        if self._closed:
-            return self._closed_error()
+    def _explained(self, what: str, error: RuntimeError, peer: int | None = None) -> LinkError:
+        told = self._closed_error() if self._closed else LinkError(self._reason(what, error))
+        told.peer = peer
+        return told
+
+    def _reason(self, what: str, error: RuntimeError) -> str:
         if "Timed out" in str(error):
-            return LinkError(
+            return (
                 f"could not {what} within {self.timeout:g} s: the link is cut, or the peer is late. "
                 "This group is dead now; leave, look at that replica, and go on from a checkpoint, "
                 "with a longer timeout if it was only late."
             )
         if "Application timeout" in str(error):
-            return LinkError(f"could not {what}: an earlier time-out ended this group. Go on from a checkpoint.")
-        return LinkError(
+            return f"could not {what}: an earlier time-out ended this group. Go on from a checkpoint."
+        return (
             f"could not {what}: it has left or crashed ({_first_line(error)}). Look for its last words, "
             "then go on from a checkpoint."
         )
 
     def _closed_error(self) -> LinkError:
         return LinkError(f"the group of replica {self.rank} is closed. Post and wait before closing it.")
+
+
+def connected(store: Store, rank: int, size: int, host: str, seconds: float) -> dist.ProcessGroup:
+    """gloo among `size` processes that find each other in `store`, listening at `host` until all are connected.
+
+    What others wrote there is checked before gloo sees it. Raises `LinkError`, and what torch raises.
+    """
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timedelta(seconds=seconds)
+    try:  # connected at once, whatever torch was told to do: later nobody is let in
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
+    except TypeError:  # an older torch, which knows nothing else
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    addresses = CheckedAddresses(store, size)
+    made: dist.ProcessGroup = dist.ProcessGroupGloo(addresses, rank, size, options)  # type: ignore[assignment]
+    for file, address in listening().items():
+        if address == addresses.own:
+            shut(file)
+    return made
 
 
 def start_torch(
@@ -258,8 +307,10 @@ def start_torch(
 
     Where somebody else keeps it (torchrun's agent does), `book` is the name of our chapter in it.
 
-    Between machines, gloo listens at the address that this machine's name resolves to; if that is not the one the
-    others can reach, name the interface in GLOO_SOCKET_IFNAME, which gloo itself reads.
+    The address book listens at `master_addr` alone, if that is an address of this machine. With one such as 127.0.0.1
+    all ranks are on this machine, and gloo listens there, too. Between machines, gloo listens at the address that this
+    machine's name resolves to; if that is not the one the others can reach, name the interface in GLOO_SOCKET_IFNAME,
+    which gloo itself reads.
 
     End with `torch.distributed.destroy_process_group()`. Raises `LinkError` if the port is taken, the host does not
     answer, or not everybody came within `timeout_seconds`.
@@ -267,13 +318,14 @@ def start_torch(
     timeout = timedelta(seconds=timeout_seconds)
     where = f"{master_addr}:{master_port}"
     try:
-        keeps_it = rank == 0 and book is None
-        store = TCPStore(master_addr, master_port, None if book else world_size, is_master=keeps_it, timeout=timeout)
+        store = _address_book(rank, None if book else world_size, master_addr, master_port, timeout)
         chapter = PrefixStore(book, store) if book else store
+        before, heard_before = connections(), set(listening())
         dist.init_process_group(backend, store=chapter, rank=rank, world_size=world_size, timeout=timeout)
-    except RuntimeError as error:  # torch's DistError and its kin
+        shut_new(heard_before, connections() - before, world_size - 1)
+    except (RuntimeError, OSError) as error:  # torch's DistError and its kin
         reason = _first_line(error)
-        if "EADDRINUSE" in str(error) or "address already in use" in str(error):
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
             raise LinkError(f"{where} is in use on this machine. End what holds it, or choose another port.") from error
         if rank == 0:
             advice = f"Start all {world_size} ranks, and check that they reach {where}."
@@ -282,6 +334,15 @@ def start_torch(
         raise LinkError(
             f"rank {rank} of {world_size} could not join at {where} within {timeout_seconds:g} s ({reason}). {advice}"
         ) from error
+
+
+def _address_book(rank: int, world_size: int | None, host: str, port: int, timeout: timedelta) -> TCPStore:
+    """The store of all ranks. Without `world_size` somebody else keeps it, else rank 0 does. Raises `OSError`."""
+    if only_here(host) and (interface := loopback()):
+        os.putenv("GLOO_SOCKET_IFNAME", interface)  # for gloo, which has no other way to be told
+    door = listen(host, port) if rank == 0 and world_size is not None else None
+    keeps_it, file = rank == 0 and world_size is not None, door.detach() if door else None
+    return TCPStore(host, port, world_size, is_master=keeps_it, timeout=timeout, master_listen_fd=file)
 
 
 def _first_line(error: BaseException) -> str:
