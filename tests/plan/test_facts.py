@@ -15,6 +15,7 @@ from thinwire.plan import compute, quantities
 from thinwire.plan.links import Links
 from thinwire.plan.machine import Codec, Machine, Step
 
+LEAST = 'memory = "1GB"\nflops_per_second = 1\n'
 BY_HAND = """
 names = ["oslo", "lyon", "home"]
 [[link]]
@@ -90,7 +91,7 @@ def machine() -> Machine:
         name="oslo", memory_nbytes=16_000_000_000, flops_per_second=5e10, model="tiny", sequence=128,
         flops_per_token=float(shape.flops_per_token(128)), parameters=shape.parameters(),
         steps=(Step(1, 0.02, 60_000_000), Step(4, 0.05, None)), update_seconds=0.001,
-        codecs={"E3M0()": Codec(1e8, 4e8)}, disk_nbytes_per_second=4e8, word="measured",
+        codecs={"E3M0()": (Codec(1e8, 4e8, 10**6), Codec(5e7, 4e8, 10**8))}, base_nbytes=530_000_000, disk_nbytes_per_second=4e8, word="measured",
     )  # fmt: skip
 
 
@@ -115,6 +116,8 @@ def test_step_times_are_those_that_were_measured_and_scaled_for_others() -> None
     assert own.micro_seconds(tiny, 128, 2) == pytest.approx(2 * 0.02)  # at the rate of the batch below
     assert not own.warnings(tiny, 128) and own.warnings(replace(tiny, layers=5), 128)
     assert own.codec_seconds("E3M0()", 10**6, packets=2) == pytest.approx(0.01 + 0.005)
+    assert own.codec_seconds("E3M0()", 10**7, packets=0) == pytest.approx(0.1 * 2**0.5)  # between the two sizes that were timed
+    assert own.codec_seconds("E3M0()", 10**9, packets=0) == pytest.approx(20.0)
     assert own.codec_seconds("Sign()", 10**6, packets=2) == 0.0
 
 
@@ -127,6 +130,13 @@ def test_step_times_are_those_that_were_measured_and_scaled_for_others() -> None
         ('memory = "0GB"\nflops_per_second = 1', "a size above 0 is needed"),
         ('memory = "1GB"\nflops_per_second = -1', "more than 0 is needed"),
         ('memory = "1GB"\nflops_per_second = nan', "more than 0 is needed"),
+        ('memory = "1GB"\nflops_per_second = 1\ndevice = "banana"', "device='banana' of 'facts': cpu or cuda is needed"),
+        ('memory = "1GB"\nflops_per_second = 1\nbase = "0MB"', "a size above 0 is needed"),
+        (f"{LEAST}[[codec]]\nname = 'E3M0()'\nencode = 0.0\ndecode = 1e9", "a codec's encode=0.0: more than 0 is needed"),
+        (f"{LEAST}[[codec]]\nname = 'E3M0()'\nencode = 1e9\ndecode = nan", "a codec's decode=nan: more than 0 is needed"),
+        (f"{LEAST}[[codec]]\nname = 'E3M0()'\nparameters = -1\nencode = 1\ndecode = 1", "a codec's parameters=-1"),
+        (f"{LEAST}[steps]\nupdate_seconds = -1", "update_seconds=-1.0: 0 or more is needed"),
+        (f"{LEAST}[[step]]\nbatch = 1\nseconds = 1", "sequence of the measured steps=0: more than 0 is needed"),
         ('memory = "1GB"\nflops_per_second = 1\n[[step]]\nbatch = 1', "'seconds'"),
         ('memory = "1GB"\nflops_per_second = 1\n[[step]]\nbatch = 0\nseconds = 1', "both must be more than 0"),
     ],
@@ -153,7 +163,8 @@ def test_a_machine_is_measured(tmp_path: Path) -> None:
     own = compute.probe_machine(run, "here", 10**9, seconds=0.02, place=tmp_path)
     assert own.parameters == compute.shape_of(run).parameters() and own.word == "measured"
     assert own.steps[0].batch == 1 and all(step.seconds > 0 for step in own.steps)
-    assert own.flops_per_second > 0 and all(c.encode > 0 and c.decode > 0 for c in own.codecs.values())
+    assert own.flops_per_second > 0 and own.base_nbytes > 100_000_000  # torch alone is more
+    assert {c.parameters for timed in own.codecs.values() for c in timed} == {own.parameters}  # its largest fragment
     assert not list(tmp_path.iterdir())
 
 

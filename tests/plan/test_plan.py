@@ -145,7 +145,8 @@ def test_wishes_without_sense_are_refused(wish: dict[str, float]) -> None:
         ({"machines": (GPU, GPU)}, "2 machines for 4 replicas"),
         ({"methods": ("gossip",)}, "methods gossip: some of"),
         ({"tokens": 0.0}, "more than 0"),
-        ({"ranks": 0}, "more than 0"),
+        ({"ranks": 0}, "ranks=0: 1 to 1024 are needed"),
+        ({"ranks": 100_000}, "ranks=100000: 1 to 1024 are needed"),
     ],
 )
 def test_a_task_without_sense_is_refused(change: dict[str, object], says: str) -> None:

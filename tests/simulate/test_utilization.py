@@ -44,21 +44,21 @@ def off(study: Study, method: str, printed: list[float], targets: tuple[float, .
 @pytest.mark.parametrize("bits", [13.4, 13.5])
 def test_all_cells_of_the_papers_1b_rows(bits):
     study = Study(ONE, bits_per_parameter=bits)
-    assert {method: off(study, method, PAPER[method]) for method in METHODS} == {m: [0] * 5 for m in METHODS}
+    assert {method: off(study, method, PAPER[method]) for method in PAPER} == {m: [0] * 5 for m in PAPER}
 
 
 def test_with_16_bits_nearly_all_cells_move_up_one_point():
-    differences = [d for method in METHODS for d in off(Study(ONE), method, PAPER[method])]
+    differences = [d for method in PAPER for d in off(Study(ONE), method, PAPER[method])]
     assert set(differences) == {0, 1} and differences.count(1) == 23
 
 
 def test_the_pattern_matters_as_the_paper_has_it():
     """With the long run instead of a run from an idle link, two cells leave the table; they stay next to it."""
     study = Study(ONE, bits_per_parameter=PAPER_BITS)
-    found = [place(rate / 1e9) <= place(value) for m in METHODS for rate, value in zip(study.rates(m), PAPER[m])]
+    found = [place(rate / 1e9) <= place(value) for m in PAPER for rate, value in zip(study.rates(m), PAPER[m])]
     assert all(found)
     points = [
-        int(np.searchsorted(PAPER_GRID, rate)) - place(v) for m in METHODS for rate, v in zip(study.rates(m), PAPER[m])
+        int(np.searchsorted(PAPER_GRID, rate)) - place(v) for m in PAPER for rate, v in zip(study.rates(m), PAPER[m])
     ]
     assert sorted(points) == [-1, -1] + [0] * 23
 
@@ -196,7 +196,18 @@ def test_the_command_ends_with_the_five_rates(capsys):
     assert row["provenance"] == "simulated" and "13.4 bits" in row["volume"] and row["every"] == 96
 
 
-def test_without_a_method_all_five_are_shown(capsys):
+def test_eager_updates_need_the_floor_and_no_more(capsys):
+    """A whole period in the air: below the floor the link is busy all the time, so U = rate / floor, at it all is hidden."""
+    asked = "--method streaming-eager-fp4 --every 30 --parameters 1e9 --layers 24 --step-seconds 0.08"
+    row = told(capsys, *asked.split())
+    assert row["delay"] == row["every"] == 24 and row["bits_per_parameter"] == 4
+    needed = [target * row["floor_gbit_per_second"] for target in TARGETS]
+    assert row["bandwidth_gbit_per_second"] == pytest.approx(needed, rel=1e-6)
+    overlap = told(capsys, *asked.replace("eager", "overlap").split())
+    assert overlap["bandwidth_gbit_per_second"][-1] > 1.5 * needed[-1]
+
+
+def test_without_a_method_all_are_shown(capsys):
     assert main(["simulate", "utilization"]) == 0
     said = capsys.readouterr().out
     assert (

@@ -30,6 +30,7 @@ from thinwire.lm.run import Run
 from thinwire.lm.tokenizer import make_tokenizer, open_corpus
 from thinwire.lm.tokens import Bytes, find
 from thinwire.observe.units import text_of_count, text_of_nbytes, text_of_rate, text_of_seconds
+from thinwire.plan.base import base_nbytes
 from thinwire.plan.memory import kept_nbytes, replica_memory
 from thinwire.strategy import Strategy
 
@@ -194,15 +195,17 @@ def ready(run: Run, model: nn.Module, here: int, console: Console) -> None:
 
 
 def predicted_nbytes(run: Run, model: nn.Module, strategy: Strategy, numels: Sequence[int]) -> tuple[int, str]:
-    """Bytes of a replica at its worst moment, and what they are for, in words."""
+    """Bytes of a replica's process at its worst moment, and what they are for, in words."""
+    gpu = torch.cuda.is_available()
+    base = 0 if gpu else base_nbytes()
     if isinstance(model, Transformer) and run.lora is None:
-        bf16 = run.precision == "bf16" or (run.precision == "auto" and torch.cuda.is_available())
+        bf16 = run.precision == "bf16" or (run.precision == "auto" and gpu)
         needed = replica_memory(
             model.architecture, strategy, numels, run.replicas,
             batch=run.batch, sequence=run.sequence, accumulate=run.accumulate, bf16=bf16,
         )  # fmt: skip
         kept = {name: nbytes for (_, name), nbytes in needed.kept.items()}
-        total, aside = needed.peak(), ""
+        total, aside = needed.peak() if gpu else needed.process_nbytes(base), ""
     else:
         parameters = sum(p.numel() for p in model.parameters())
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -210,7 +213,8 @@ def predicted_nbytes(run: Run, model: nn.Module, strategy: Strategy, numels: Seq
             "parameters": 4 * parameters,
             "gradients": 4 * trained,
         }
-        total, aside = sum(kept.values()), ", without activations"
+        total, aside = base + sum(kept.values()), ", without activations"
+    kept |= {"libraries": base} if base else {}
     parts = ", ".join(f"{name} {text_of_nbytes(nbytes)}" for name, nbytes in kept.items())
     rest = f", at its worst moment {text_of_nbytes(total - sum(kept.values()))} more" if not aside else ""
     return total, f"{aside}: {parts}{rest}"

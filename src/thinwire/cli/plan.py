@@ -33,7 +33,8 @@ from thinwire.plan.figure import frontier_chart, rates_chart
 from thinwire.plan.links import Links, replace
 from thinwire.plan.machine import Machine
 from thinwire.plan.scaling import TOKENS_PER_PARAMETER
-from thinwire.plan.search import METHODS, Setting, Task, settings
+from thinwire.plan.search import settings
+from thinwire.plan.setting import METHODS, Setting, Task
 from thinwire.plan.sharding import Shards
 from thinwire.plan.targets import Targets, meeting
 
@@ -168,7 +169,7 @@ def _rows(found: Sequence[Setting], top: int) -> list[Setting]:
     distinct: dict[tuple[str, int, int | None], Setting] = {}
     for setting in found:
         methods.setdefault(setting.method, setting)
-        distinct.setdefault((setting.method, setting.run.replicas, setting.run.every), setting)
+        distinct.setdefault((setting.method, setting.replicas, setting.candidate.run.every), setting)
     chosen = list(dict.fromkeys([id(s) for s in (*methods.values(), *distinct.values())]))[: max(top, 1)]
     return [setting for setting in found if id(setting) in chosen]
 
@@ -202,15 +203,13 @@ def _loss(setting: Setting) -> str:
 
 
 def _aside(console: Console, task: Task, best: Setting) -> None:
-    """Refusals, warnings, the ring, the ways of sharding."""
+    """Refusals and warnings."""
     for refusal in explain.refused(task, best):
         verdict = "refused" if refusal.utilization < explain.USELESS else "not tried"
         console.print(
             f"{verdict}: {refusal.what}: {refusal.because}: {text_of_share(refusal.utilization)} of the time would be training",
             highlight=False,
         )
-    if ring := explain.ring(task, best):
-        console.print(ring, highlight=False)
     for warning in explain.warnings(task, best):
         console.print(f"warning: {warning}", highlight=False)
 
@@ -236,7 +235,7 @@ def _sharding(asked: Options, task: Task, best: Setting) -> Table:
 def _who(setting: Setting, task: Task) -> str:
     if len(setting.places) == len(task.links):
         return f"all {len(task.links)}" if len(task.links) > 1 else "alone"
-    return ", ".join(task.links.names[place] for place in setting.places)
+    return explain.few([task.links.names[place] for place in setting.places])
 
 
 def _write(path: Path, best: Setting, task: Task) -> None:

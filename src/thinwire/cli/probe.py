@@ -22,7 +22,7 @@ from thinwire.errors import ConfigurationError
 from thinwire.group import Group, Link, LinkedGroup, gather, run_threads
 from thinwire.lm import launch
 from thinwire.lm.run import Run
-from thinwire.observe.units import text_of_nbytes, text_of_rate, text_of_seconds
+from thinwire.observe.units import text_of_count, text_of_nbytes, text_of_rate, text_of_seconds
 from thinwire.plan.compute import probe_machine
 from thinwire.plan.links import replace
 from thinwire.plan.machine import Machine
@@ -186,10 +186,15 @@ def _machine_table(machine: Machine) -> Table:
         tokens = f"{step.batch * machine.sequence / step.seconds:,.0f}"
         table.add_row(str(step.batch), text_of_seconds(step.seconds), tokens, text_of_nbytes(step.peak_nbytes))
     update, disk = text_of_seconds(machine.update_seconds), text_of_nbytes(machine.disk_nbytes_per_second)
-    speeds = ", ".join(
-        f"{name.split('(')[0]} {c.encode / 1e6:,.0f} / {c.decode / 1e6:,.0f}" for name, c in machine.codecs.items()
+    speeds = "; ".join(
+        f"{name.split('(')[0]} "
+        + ", ".join(f"{c.encode / 1e6:,.0f} / {c.decode / 1e6:,.0f} of {text_of_count(c.parameters)}" for c in timed)
+        for name, timed in machine.codecs.items()
     )
-    table.caption = f"update {update}; disk {disk}/s; million parameters a second, encode / decode: {speeds}"
+    table.caption = (
+        f"update {update}; disk {disk}/s; a replica's process before it has a model {text_of_nbytes(machine.base_nbytes)}\n"
+        f"million parameters a second, encode / decode: {speeds}"
+    )
     return table
 
 

@@ -22,12 +22,13 @@ from thinwire.lm.job import make_model
 from thinwire.lm.model import Transformer
 from thinwire.lm.run import Run
 from thinwire.plan import machine
+from thinwire.plan.base import base_nbytes, resident_nbytes
 from thinwire.plan.machine import Machine, Step
 from thinwire.plan.outline import Shape, outline_of
 from thinwire.seeds import Key
 
 CODECS: tuple[Codec, ...] = (E3M0(), Cast("bf16"), Identity())
-_ELEMENTS = 1 << 22  # of the tensor that codecs are timed with
+FRAGMENTS = (1 << 20, 1 << 22, 1 << 25)  # parameters that codecs are timed with: caches hold the first, and not the last
 _DISK_NBYTES = 64 << 20
 
 
@@ -74,7 +75,7 @@ def probe_machine(run: Run, name: str, memory_nbytes: int, seconds: float = 1.0,
     if not seconds > 0:
         raise ConfigurationError(f"seconds={seconds}: more than 0 is needed.")
     shape = shape_of(run)
-    before = _resident()
+    before = 0 if torch.cuda.is_available() else resident_nbytes()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = make_model(run, shape.vocabulary).to(device)
     optimizer = AdamW().make(model, lr=1e-3, weight_decay=0.01)
@@ -82,12 +83,13 @@ def probe_machine(run: Run, name: str, memory_nbytes: int, seconds: float = 1.0,
     steps = list(_steps(run, model, device, bf16, seconds, before, memory_nbytes))
     update = _median(optimizer.step, seconds / 4)
     best = max(step.batch / step.seconds for step in steps) * run.sequence * shape.flops_per_token(run.sequence)
+    numels = sorted({min(numel, shape.parameters()) for numel in FRAGMENTS})  # no fragment is larger than the model
     return Machine(
         name=name, memory_nbytes=memory_nbytes, flops_per_second=best, device=device.type, model=run.model,
         sequence=run.sequence, flops_per_token=float(shape.flops_per_token(run.sequence)), parameters=shape.parameters(),
         steps=tuple(steps), update_seconds=update,
-        codecs={repr(codec): codec_speed(codec, seconds / 8) for codec in CODECS},
-        disk_nbytes_per_second=disk_speed(place), word="measured",
+        codecs={repr(codec): tuple(codec_speed(codec, seconds / 8, numel) for numel in numels) for codec in CODECS},
+        disk_nbytes_per_second=disk_speed(place), base_nbytes=base_nbytes(), word="measured",
     )  # fmt: skip
 
 
@@ -119,14 +121,14 @@ def _steps(
         batch *= 2
 
 
-def codec_speed(codec: Codec, seconds: float = 0.1) -> machine.Codec:
-    """Parameters a second, encoding and decoding."""
-    values = torch.randn(_ELEMENTS, generator=torch.Generator().manual_seed(0))
-    payload, out = torch.empty(codec.nbytes(_ELEMENTS), dtype=torch.uint8), torch.zeros(_ELEMENTS)
+def codec_speed(codec: Codec, seconds: float = 0.1, numel: int = 1 << 22) -> machine.Codec:
+    """Parameters a second, encoding and decoding a fragment of `numel`."""
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    payload, out = torch.empty(codec.nbytes(numel), dtype=torch.uint8), torch.zeros(numel)
     key = Key(0, 0, 0, 0)
     encode = _median(lambda: codec.encode(values, payload, key), seconds)
     decode = _median(lambda: codec.decode_add(payload, out, key), seconds)
-    return machine.Codec(_ELEMENTS / encode, _ELEMENTS / decode)
+    return machine.Codec(numel / encode, numel / decode, numel)
 
 
 def disk_speed(place: Path) -> float:
@@ -150,15 +152,6 @@ def _median(call: Callable[[], object], seconds: float) -> float:
         call()
         times.append(time.perf_counter() - began)
     return statistics.median(times)
-
-
-def _resident() -> int | None:
-    if torch.cuda.is_available():
-        return 0
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:  # not Linux
-        return None
 
 
 def forget_peak() -> None:

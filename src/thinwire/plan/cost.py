@@ -1,6 +1,6 @@
 """What a strategy costs in time on given links: utilisation by following one period, and what cannot work. *Predicted*.
 
-All replicas take their steps together, at the pace of the slowest, and the slowest uplink carries one round after the
+All replicas take their steps together, at the pace of the slowest, and the slowest wire carries one round after the
 other. That is a closed form only while no flight is late; so departures and landings of a few periods are followed
 in order, which takes microseconds. `thinwire simulate` has jitter, stragglers, outages and shared wires beside.
 """
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+
+import numpy as np
 
 from thinwire.observe.units import text_of_seconds
 from thinwire.plan.links import Links
@@ -22,17 +24,17 @@ _PERIODS = 12  # followed; the first half does not count (long flights take some
 
 @dataclass(frozen=True)
 class Traffic:
-    """How long one fragment keeps what busy: the exchange thread before and after, the uplink, and the way."""
+    """How long one fragment keeps what busy: the exchange thread before and after, the slowest wire, and the way."""
 
     encode_seconds: float
-    uplink_seconds: float
+    wire_seconds: float
     way_seconds: float
     decode_seconds: float
 
     @property
     def flight_seconds(self) -> float:
-        """On an idle uplink."""
-        return self.encode_seconds + self.uplink_seconds + self.way_seconds + self.decode_seconds
+        """On an idle wire."""
+        return self.encode_seconds + self.wire_seconds + self.way_seconds + self.decode_seconds
 
 
 @dataclass(frozen=True)
@@ -41,30 +43,30 @@ class Pace:
 
     utilization: float
     stall_seconds: float  # of an inner step, on average
-    uplink_use: float  # share of the time in which the slowest uplink is busy
+    wire_use: float  # share of the time in which the slowest wire is busy
     latest_seconds: float  # by how much the latest landing was late
 
 
-def uplink_seconds(links: Links, nbytes: float) -> float:
-    """How long the slowest replica's uplink needs to send `nbytes` to each of the others.
+def wire_seconds(links: Links, nbytes: float, places: Sequence[int] | None = None) -> float:
+    """How long it takes until each of `places` (without: of all) has sent `nbytes` to each of the others, all at once.
 
-    Where `together` was measured, each pair at that rate, side by side. Else one message after the other at the rate
-    that the pair has alone, as over one wire.
+    The fullest of three: a link by itself (at its rate `together` while all are there, where that was measured), a
+    replica's way up, and its way down, which carry what goes to and what comes from all others.
     """
-    slowest = 0.0
-    for a in range(len(links)):
-        others = [b for b in range(len(links)) if b != a]
-        if all((a, b) in links.together for b in others):
-            seconds = max((8 * nbytes / links.together[a, b] for b in others), default=0.0)
-        else:
-            seconds = sum(8 * nbytes / links.alone[a, b].bits_per_second for b in others)
-        slowest = max(slowest, seconds)
-    return slowest
+    chosen = np.arange(len(links)) if places is None else np.array(places)
+    others = len(chosen) - 1
+    if not others:
+        return 0.0
+    rates = links.rates[np.ix_(chosen, chosen)]
+    together = links.together.values() if len(chosen) == len(links) else ()
+    link = min(float(rates.min()), *together) if together else float(rates.min())
+    shared = min(min(links.up[place], links.down[place]) for place in chosen)
+    return 8 * nbytes * max(1 / link, others / shared)
 
 
-def way_seconds(links: Links) -> float:
+def way_seconds(links: Links, places: Sequence[int] | None = None) -> float:
     """The longest delay between two of the replicas."""
-    return max((link.delay_seconds for link in links.alone.values()), default=0.0)
+    return float((links.delays if places is None else links.delays[np.ix_(places, places)]).max(initial=0.0))
 
 
 def follow(strategy: Strategy, step_seconds: float, fragments: Sequence[Traffic]) -> Pace:
@@ -80,12 +82,7 @@ def follow(strategy: Strategy, step_seconds: float, fragments: Sequence[Traffic]
     landing: dict[int, tuple[int, float]] = {}  # by fragment: step, time
     before = (0.0, 0.0, 0)  # clock, busy, step after the first half
     done = 0
-    events: list[tuple[int, int, int]] = []  # step, what (landings of eager rounds come first), fragment
-    for period in range(_PERIODS):
-        for step, p in _departures(busiest(strategy.schedule), len(fragments)):  # type: ignore[arg-type]  # frozen values hash
-            at = period * every + step
-            events += [(at, 1, p), (at + delay, 0 if eager else 2, p)]
-    for step, what, p in sorted(events):
+    for step, what, p in _events(busiest(strategy.schedule), len(fragments), eager):  # type: ignore[arg-type]  # frozen values hash
         if step > _PERIODS * every:
             break
         if step > _PERIODS // 2 * every and not before[2]:
@@ -96,8 +93,8 @@ def follow(strategy: Strategy, step_seconds: float, fragments: Sequence[Traffic]
         if what == 1:
             traffic = fragments[p]
             outbound = max(clock, outbound) + traffic.encode_seconds
-            wire = max(outbound, wire) + traffic.uplink_seconds
-            busy += traffic.uplink_seconds
+            wire = max(outbound, wire) + traffic.wire_seconds
+            busy += traffic.wire_seconds
             inbound = max(wire + traffic.way_seconds, inbound) + traffic.decode_seconds
             landing[p] = (step + delay, inbound)
         elif p in landing and landing[p][0] == step:
@@ -115,11 +112,17 @@ def follow(strategy: Strategy, step_seconds: float, fragments: Sequence[Traffic]
 
 
 @lru_cache(maxsize=1024)
-def _departures(schedule: Schedule, fragments: int) -> tuple[tuple[int, int], ...]:
-    """(step in 1..every, fragment) of a period in which all depart."""
+def _events(schedule: Schedule, fragments: int, eager: bool) -> tuple[tuple[int, int, int], ...]:
+    """(step, what, fragment) of some periods in which all depart, in order. What: 1 departs, 2 lands, 0 lands before it departs."""
     first = 2 * schedule.every
     steps = range(first + 1, first + schedule.every + 1)
-    return tuple((step - first, p) for step in steps for p in schedule.departs(step, fragments))
+    departures = [(step - first, p) for step in steps for p in schedule.departs(step, fragments)]
+    events: list[tuple[int, int, int]] = []
+    for period in range(_PERIODS):
+        for step, p in departures:
+            at = period * schedule.every + step
+            events += [(at, 1, p), (at + schedule.delay, 0 if eager else 2, p)]
+    return tuple(sorted(events))
 
 
 @dataclass(frozen=True)
@@ -136,19 +139,16 @@ def tensor_parallel(links: Links, shape: Shape, sequence: int, micro_batch: int,
 
     Each takes at least the way and 4·batch·sequence·D bytes (fp32) over the better pair's slower direction; computing halves.
     """
-    pairs = [(a, b) for a, b in links.alone if a < b]
-
-    def once(pair: tuple[int, int]) -> float:
-        ways = [links.alone[pair], links.alone[pair[1], pair[0]]]
-        return max(way.seconds(4 * micro_batch * sequence * shape.width) for way in ways)
-
-    best = min(pairs, key=once)
-    waiting = 4 * shape.layers * once(best)
+    ways = links.delays + 8 * 4 * micro_batch * sequence * shape.width / links.rates
+    both = np.maximum(ways, ways.T) + np.diag([np.inf] * len(links))
+    best = np.unravel_index(both.argmin(), both.shape)
+    once = float(both[best])
+    waiting = 4 * shape.layers * once
     share = micro_seconds / 2 / (micro_seconds / 2 + waiting)
     a, b = (links.names[place] for place in best)
     return Refusal(
         f"tensor parallelism over {a} – {b}",
-        f"4 all-reduces in each of {shape.layers} layers, {text_of_seconds(once(best))} each, are {text_of_seconds(waiting)} of waiting "
+        f"4 all-reduces in each of {shape.layers} layers, {text_of_seconds(once)} each, are {text_of_seconds(waiting)} of waiting "
         f"for {text_of_seconds(micro_seconds / 2)} of work, in every micro-batch",
         share,
     )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
-from thinwire.observe.units import text_of_nbytes, text_of_rate, text_of_seconds, text_of_share
+from thinwire.observe.units import text_of_rate, text_of_seconds, text_of_share
 from thinwire.plan import cost, placement
 from thinwire.plan.compute import shape_of
-from thinwire.plan.search import Setting, Task
+from thinwire.plan.setting import Setting, Task
 from thinwire.plan.sharding import FP32, Shards, traffic
 from thinwire.simulate.pipeline import pipeline_seconds
 
+FEW = 5  # of a kind, that are named
 USELESS = 0.5  # utilisation below which something is refused outright
 
 
@@ -29,8 +31,8 @@ def sentence(setting: Setting, best: Setting) -> str:
         )
     elif pace.latest_seconds <= 1e-3 * setting.step_seconds:
         why = f"a fragment flies {flight} and has {window}, so nobody waits"
-    elif pace.uplink_use > 0.97:
-        why = "the slowest uplink is busy all the time: no overlap can hide more"
+    elif pace.wire_use > 0.97:
+        why = "the slowest wire is busy all the time: no overlap can hide more"
     else:
         why = f"a fragment flies {flight} and has only {window}: the latest lands {text_of_seconds(pace.latest_seconds)} late"
     if setting is best:
@@ -56,17 +58,17 @@ def refused(task: Task, best: Setting) -> list[cost.Refusal]:
     machine = task.machine(best.places[0])
     micro = machine.micro_seconds(shape, run.sequence, run.batch)
     found = [cost.tensor_parallel(task.links, shape, run.sequence, run.batch, micro)]
-    links = task.links.among(best.places) if len(best.places) > 1 else task.links
-    nbytes = 4 * run.batch * run.sequence * shape.width
-    order, chain = placement.best_chain(links, nbytes)
-    stages, micros = len(order), max(len(order), run.accumulate)
+    places = best.places if len(best.places) > 1 else range(len(task.links))
+    order, chain = placement.best_chain(task.links, places, 4 * run.batch * run.sequence * shape.width)
+    stages, micros = len(places), max(len(places), run.accumulate)
     step = pipeline_seconds(stages, micros, micro / stages, chain / 2 / max(1, stages - 1))
     share = micros * micro / stages / step
-    path = " → ".join(links.names[place] for place in order)
+    path = " → ".join(task.links.names[place] for place in order) if order else f"through {stages} sites"
+    best_of = "the best of all orders takes" if order else "each of all orders takes at least"
     found.append(
         cost.Refusal(
             f"a pipeline {path}",
-            f"{stages} stages, {micros} micro-batches: the best of all orders takes {text_of_seconds(step)} for "
+            f"{stages} stages, {micros} micro-batches: {best_of} {text_of_seconds(step)} for "
             f"{text_of_seconds(micros * micro / stages)} of work a stage (1F1B); `thinwire train` has no pipelines",
             share,
         )
@@ -88,7 +90,7 @@ def warnings(task: Task, best: Setting) -> list[str]:
             )
     out = [name for place, name in enumerate(links.names) if place not in chosen]
     if out:
-        said.append(f"left-out: {', '.join(out)} would hold the others up more than help")
+        said.append(f"left-out: {few(out)} would hold the others up more than help")
     rates = [task.machine(place).flops_per_second for place in best.places]
     if max(rates) > 1.2 * min(rates):
         slow = task.machine(best.places[rates.index(min(rates))]).name
@@ -97,18 +99,18 @@ def warnings(task: Task, best: Setting) -> list[str]:
         )
     if best.memory_nbytes > 0.9 * best.memory_limit:
         said.append("memory-is-tight: within a tenth of the limit, which is how far predictions may be off")
-    return said
+    named = [warning.partition(":")[0] for warning in said]
+    kept = [warning for i, warning in enumerate(said) if named[:i].count(named[i]) < FEW]
+    return kept + [f"{name}: and {n - FEW} more" for name, n in Counter(named).items() if n > FEW]
 
 
-def ring(task: Task, best: Setting) -> str | None:
-    """The best order around a ring, where that is a choice."""
-    if len(best.places) < 3:
-        return None
-    links = task.links.among(best.places)
-    order, seconds = placement.best_ring(links, best.period_nbytes)
-    names = " → ".join(links.names[place] for place in (*order, order[0]))
-    slowest = f"its slowest edge takes {text_of_seconds(seconds)} for {text_of_nbytes(best.period_nbytes)}"
-    return f"as a ring: {names}; {slowest} (packets go point to point today)"
+def few(names: Sequence[str]) -> str:
+    """The first of many names.
+
+    >>> few("abcdefg")
+    'a, b, c, d, e and 2 more'
+    """
+    return ", ".join(names[:FEW]) + (f" and {len(names) - FEW} more" if len(names) > FEW else "")
 
 
 def shards(

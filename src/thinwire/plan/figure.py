@@ -15,14 +15,12 @@ import numpy as np
 
 from thinwire.codecs import Shaped, nested
 from thinwire.errors import ThinwireError
-from thinwire.group import Link
 from thinwire.lm.run import Run
 from thinwire.observe.charts import Chart, Json, colour, rounded
 from thinwire.observe.runs import RunRecord
 from thinwire.observe.units import text_of_count, text_of_nbytes
 from thinwire.plan import cost
-from thinwire.plan.links import Links
-from thinwire.plan.search import METHODS, Setting, Task, traffic_of
+from thinwire.plan.setting import METHODS, Setting, Task
 from thinwire.simulate.figure import chart, curve, share_axis
 from thinwire.simulate.replicas import delays
 from thinwire.strategy import Gradients
@@ -66,7 +64,7 @@ def frontier_chart(found: Sequence[Setting], best: Setting) -> Chart:
 
 def _dots(settings: Sequence[Setting], name: str, number: int) -> Json:
     """DiLoCo's are rings: where streaming with the same H and codec costs and gives the same, both are seen."""
-    texts = [f"{s.run.label}, M = {s.run.replicas}: {s.loss.value:.3f}, {text_of_nbytes(_sent(s))}" for s in settings]
+    texts = [f"{s.label}, M = {s.replicas}: {s.loss.value:.3f}, {text_of_nbytes(_sent(s))}" for s in settings]
     ring = {"symbol": "circle-open", "size": 13} if name == "diloco" else {"size": 8}
     return {
         "type": "scatter", "mode": "markers", "name": name, "text": texts, "hoverinfo": "text",
@@ -93,27 +91,18 @@ def rates_chart(rows: Sequence[Setting], task: Task) -> Chart:
     data: list[Json] = []
     factors = np.geomspace(10**-DECADES, 10**DECADES, POINTS)
     for number, setting in enumerate([row for row in rows if len(row.places) > 1]):
-        links = task.links.among(setting.places)
-        slowest = min(link.bits_per_second for link in links.alone.values())
-        shares = np.array([_share(setting, task, _scaled(links, float(factor))) for factor in factors])
-        name = f"{setting.run.label}, M = {setting.run.replicas}"
+        slowest = float(task.links.rates[np.ix_(setting.places, setting.places)].min())
+        shares = np.array([_share(setting, float(factor)) for factor in factors])
+        name = f"{setting.label}, M = {setting.replicas}"
         line = curve(slowest * factors / 1e6, shares, name, number, _HOVER, dashed=number % 2 == 1)
         data += _with_dot(line, slowest / 1e6, setting.pace.utilization)
     x: Json = {"title": {"text": "slowest link, Mbit/s"}, "type": "log"}
     return chart(data, x, share_axis("time in training (predicted)"), "dots: the links as they are")
 
 
-def _share(setting: Setting, task: Task, links: Links) -> float:
-    strategy = setting.run.make_strategy()
-    machines = [task.machine(place) for place in setting.places]
-    traffic = [traffic_of(strategy, numel, links, machines) for numel in setting.numels]
-    return cost.follow(strategy, setting.step_seconds, traffic).utilization
-
-
-def _scaled(links: Links, factor: float) -> Links:
-    alone = {pair: Link(link.bits_per_second * factor, link.delay_seconds) for pair, link in links.alone.items()}
-    together = {pair: rate * factor for pair, rate in links.together.items()}
-    return Links(links.names, alone, together, links.word)
+def _share(setting: Setting, factor: float) -> float:
+    faster = [dataclasses.replace(t, wire_seconds=t.wire_seconds / factor) for t in setting.traffic]
+    return cost.follow(setting.strategy, setting.step_seconds, faster).utilization
 
 
 def rates_of_runs(records: Sequence[RunRecord]) -> Chart | None:

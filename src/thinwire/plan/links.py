@@ -8,6 +8,9 @@
     together = "48mbit"                # while everybody sends to everybody; optional
 
 In place of a file, one link that all replicas have: `50mbit,30ms`.
+
+A site's links share its way up and its way down. What these carry is the sum of its rates `together` where all of them were
+measured, else the fastest of its rates `alone`.
 """
 
 from __future__ import annotations
@@ -16,10 +19,13 @@ import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tomli_w
+from numpy.typing import NDArray
 
 from thinwire.errors import ConfigurationError
 from thinwire.group import Link
@@ -31,12 +37,17 @@ _KEYS = {"from", "to", "between", "alone", "together"}
 
 @dataclass(frozen=True)
 class Links:
-    """Directed links between replicas, by their places in `names`. `together` is empty where it was not measured."""
+    """Directed links between replicas, by their places in `names`. `together` is empty where it was not measured.
+
+    `up` and `down` are bits per second that each replica can send and receive in all; without: from `alone` and `together`.
+    """
 
     names: tuple[str, ...]
     alone: Mapping[Pair, Link]
     together: Mapping[Pair, float] = field(default_factory=dict)
     word: str = "given"
+    up: tuple[float, ...] = ()
+    down: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if len(set(self.names)) < len(self.names) or not self.names:
@@ -51,6 +62,36 @@ class Links:
                 f"the link {self.names[a]} → {self.names[b]}{more} is missing{back}; every replica sends to every other. Add it, or "
                 f"write between = [{self.names[a]!r}, {self.names[b]!r}] where both directions are alike."
             )
+        if not self.up:
+            object.__setattr__(self, "up", self._capacities(self.rates, self._together))
+            object.__setattr__(self, "down", self._capacities(self.rates.T, self._together.T))
+
+    @cached_property
+    def rates(self) -> NDArray[np.float64]:
+        """Bits per second of each link alone: [sender, receiver]; infinite from a replica to itself."""
+        return self._table({pair: link.bits_per_second for pair, link in self.alone.items()}, np.inf)
+
+    @cached_property
+    def delays(self) -> NDArray[np.float64]:
+        """Seconds one way: [sender, receiver]."""
+        return self._table({pair: link.delay_seconds for pair, link in self.alone.items()}, 0.0)
+
+    @cached_property
+    def _together(self) -> NDArray[np.float64]:
+        return self._table(self.together, np.nan)
+
+    def _table(self, values: Mapping[Pair, float], otherwise: float) -> NDArray[np.float64]:
+        table = np.full((len(self), len(self)), otherwise)
+        if values:
+            table[tuple(np.array(list(values)).T)] = list(values.values())
+        return table
+
+    def _capacities(self, alone: NDArray[np.float64], together: NDArray[np.float64]) -> tuple[float, ...]:
+        """Of each row's replica."""
+        others = ~np.eye(len(self), dtype=bool)
+        fastest = np.where(others, alone, 0.0).max(axis=1)
+        summed = np.where(others, together, 0.0).sum(axis=1)  # not a number where one was not measured
+        return tuple(float(c) if c > 0 else np.inf for c in np.where(np.isnan(summed), fastest, summed))
 
     @classmethod
     def uniform(cls, link: Link, replicas: int) -> Links:
@@ -62,20 +103,21 @@ class Links:
         return len(self.names)
 
     def among(self, places: Sequence[int]) -> Links:
-        """Only these replicas, in this order."""
-        index = {place: rank for rank, place in enumerate(places)}
-        inside = [pair for pair in self.alone if pair[0] in index and pair[1] in index]
+        """Only these replicas, in this order. What was measured together holds only while all are there."""
+        pairs = {(a, b): (places[a], places[b]) for a in range(len(places)) for b in range(len(places)) if a != b}
+        every = len(places) == len(self)
         return Links(
             tuple(self.names[place] for place in places),
-            {(index[a], index[b]): self.alone[a, b] for a, b in inside},
-            {(index[a], index[b]): self.together[a, b] for a, b in inside if (a, b) in self.together},
+            {pair: self.alone[given] for pair, given in pairs.items()},
+            {pair: self.together[given] for pair, given in pairs.items() if given in self.together} if every else {},
             self.word,
+            tuple(self.up[place] for place in places),
+            tuple(self.down[place] for place in places),
         )
 
     def asymmetric(self, factor: float = 2.0) -> list[Pair]:
         """Pairs (slower direction first) whose two directions differ by more than `factor` in rate."""
-        rates = {pair: link.bits_per_second for pair, link in self.alone.items()}
-        return [(a, b) for a, b in rates if rates[b, a] > factor * rates[a, b]]
+        return [(int(a), int(b)) for a, b in zip(*np.nonzero(self.rates.T > factor * self.rates))]
 
     def save(self, path: Path, comment: str = "") -> None:
         """Write `links.toml`, with `comment` at its top."""

@@ -9,12 +9,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tomli_w
 
 from thinwire.errors import ConfigurationError
@@ -24,6 +26,13 @@ from thinwire.plan.outline import Shape
 from thinwire.plan.scaling import Outside
 
 FREE = 0.9  # of the memory: predictions are within a tenth
+BASE_NBYTES = 500_000_000  # of a process with torch and its kernels, where it was not measured
+DEVICES = ("cpu", "cuda")
+
+
+def _check(what: str, value: float) -> None:
+    if not (isfinite(value) and value > 0):
+        raise ConfigurationError(f"{what}={value}: more than 0 is needed; `thinwire probe` measures it.")
 
 
 @dataclass(frozen=True)
@@ -37,15 +46,22 @@ class Step:
 
 @dataclass(frozen=True)
 class Codec:
-    """Parameters a second on one core: into packets, and out of one."""
+    """Parameters a second on one core: into packets, and out of one; of a fragment of so many `parameters`."""
 
     encode: float
     decode: float
+    parameters: int = 1
+
+    def __post_init__(self) -> None:
+        for what, value in vars(self).items():
+            _check(f"a codec's {what}", value)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One replica's machine. `steps` are of `model` at `sequence` tokens; another model's are scaled by operations."""
+    """One replica's machine. `steps` are of `model` at `sequence` tokens; another model's are scaled by operations. `codecs` are
+    by name, in the order of the parameters they were timed with; `base_nbytes` is what a replica's process holds before it has a
+    model."""
 
     name: str
     memory_nbytes: int
@@ -57,17 +73,26 @@ class Machine:
     parameters: int = 0
     steps: tuple[Step, ...] = ()
     update_seconds: float = 0.0
-    codecs: Mapping[str, Codec] = field(default_factory=dict)
+    codecs: Mapping[str, tuple[Codec, ...]] = field(default_factory=dict)
     disk_nbytes_per_second: float | None = None
+    base_nbytes: int = BASE_NBYTES
     word: str = "given"
 
     def __post_init__(self) -> None:
-        for what, value in (("memory", self.memory_nbytes), ("flops_per_second", self.flops_per_second)):
-            if not (isfinite(value) and value > 0):
-                raise ConfigurationError(f"{what}={value} of {self.name!r}: more than 0 is needed.")
+        if self.device not in DEVICES:
+            raise ConfigurationError(f"device={self.device!r} of {self.name!r}: {' or '.join(DEVICES)} is needed.")
         for step in self.steps:
             if step.batch < 1 or not (isfinite(step.seconds) and step.seconds > 0):
                 raise ConfigurationError(f"a step of batch {step.batch} in {step.seconds} s: both must be more than 0.")
+        for what, value in (("memory", self.memory_nbytes), ("flops_per_second", self.flops_per_second), ("base", self.base_nbytes)):
+            _check(f"{self.name}: {what}", value)
+        if self.disk_nbytes_per_second is not None:
+            _check(f"{self.name}: disk", self.disk_nbytes_per_second)
+        if not (isfinite(self.update_seconds) and self.update_seconds >= 0):
+            raise ConfigurationError(f"{self.name}: update_seconds={self.update_seconds}: 0 or more is needed.")
+        if self.steps:
+            for what in ("sequence", "parameters", "flops_per_token"):
+                _check(f"{self.name}: {what} of the measured steps", getattr(self, what))
 
     def micro_seconds(self, shape: Shape, sequence: int, batch: int) -> float:
         """Forward and backward of `batch` sequences: as measured, between two that were, or by operations."""
@@ -84,9 +109,17 @@ class Machine:
         return accumulate * self.micro_seconds(shape, sequence, share) + update / ranks
 
     def codec_seconds(self, name: str, parameters: int, packets: int) -> float:
-        """To encode a fragment and to decode `packets` of it; nothing where the codec was not measured."""
-        speed = self.codecs.get(name)
-        return parameters / speed.encode + packets * parameters / speed.decode if speed else 0.0
+        """To encode a fragment and to decode `packets` of it, at the speed between those of the sizes that were timed; nothing
+        where the codec was not."""
+        timed = self.codecs.get(name)
+        if not timed or not parameters:
+            return 0.0
+        of, numels = math.log(parameters), [math.log(speed.parameters) for speed in timed]
+        encode, decode = (
+            math.exp(np.interp(of, numels, [math.log(getattr(speed, what)) for speed in timed]))
+            for what in ("encode", "decode")
+        )
+        return parameters / encode + packets * parameters / decode
 
     def warnings(self, shape: Shape, sequence: int) -> tuple[Outside, ...]:
         """Whether step times are scaled from another model's."""
@@ -114,7 +147,8 @@ class Machine:
         """Write `machine.toml`, with `comment` at its top."""
         facts: dict[str, Any] = {
             "word": self.word, "name": self.name, "device": self.device,
-            "memory": f"{self.memory_nbytes / 1e9:.4g}GB", "flops_per_second": float(f"{self.flops_per_second:.4g}"),
+            "memory": f"{self.memory_nbytes / 1e9:.4g}GB", "base": f"{self.base_nbytes / 1e6:.4g}MB",
+            "flops_per_second": float(f"{self.flops_per_second:.4g}"),
         }  # fmt: skip
         if self.disk_nbytes_per_second:
             facts["disk"] = f"{self.disk_nbytes_per_second / 1e6:.4g}MB"
@@ -130,8 +164,9 @@ class Machine:
         ]
         facts["step"] = rows
         facts["codec"] = [
-            {"name": name, "encode": float(f"{c.encode:.4g}"), "decode": float(f"{c.decode:.4g}")}
-            for name, c in self.codecs.items()
+            {"name": name, "parameters": c.parameters, "encode": float(f"{c.encode:.4g}"), "decode": float(f"{c.decode:.4g}")}
+            for name, timed in self.codecs.items()
+            for c in timed
         ]
         replace(path, "".join(f"# {line}\n" for line in comment.splitlines()) + tomli_w.dumps(facts))
 
@@ -164,13 +199,21 @@ class Machine:
                     for row in sorted(facts.get("step", []), key=lambda row: row["batch"])
                 ),
                 update_seconds=float(of.get("update_seconds", 0.0)),
-                codecs={
-                    row["name"]: Codec(float(row["encode"]), float(row["decode"])) for row in facts.get("codec", [])
-                },
+                codecs=_codecs(facts.get("codec", [])),
                 disk_nbytes_per_second=None if disk is None else quantities.nbytes(disk),
+                base_nbytes=quantities.nbytes(facts["base"]) if "base" in facts else BASE_NBYTES,
                 word=str(facts.get("word", "given")),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigurationError(
                 f"{path}: {str(error).rstrip('.')}; compare with what `thinwire probe` writes."
             ) from None
+
+
+def _codecs(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Codec, ...]]:
+    """By name, the smallest fragment first."""
+    found: dict[str, list[Codec]] = {}
+    for row in rows:
+        speed = Codec(float(row["encode"]), float(row["decode"]), int(row.get("parameters", 1)))
+        found.setdefault(str(row["name"]), []).append(speed)
+    return {name: tuple(sorted(timed, key=lambda speed: speed.parameters)) for name, timed in found.items()}

@@ -4,8 +4,8 @@ Some is kept all the time (weights, moments, anchors); the rest comes and goes, 
 the start of a backward pass, a landing, an evaluation, the end. Activations are those of `lm.model.Transformer`, by
 the tensors that autograd saves on a CPU; another model's are counted by `outline`.
 
-These are bytes that are in use. On a CPU glibc keeps freed ones for later: half as much again was measured, and
-MALLOC_MMAP_THRESHOLD_=65536, set before the start, gives them back.
+These are bytes that are in use. A process on a CPU holds more (`Memory.process_nbytes`): what its libraries take, and
+freed bytes, which glibc keeps for later unless MALLOC_MMAP_THRESHOLD_=65536 is set before the start.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ from typing import ClassVar, Literal
 
 import torch
 
+from thinwire.codecs import Codec
+from thinwire.exchange import Exchange
 from thinwire.merge import Eager
+from thinwire.outer import Outer
 from thinwire.plan.outline import Outline, Shape
 from thinwire.plan.sharding import FP32, Shards
 from thinwire.schedule import Schedule, busiest
 from thinwire.strategy import Gradients, Strategy
 
 Place = Literal["device", "host"]
+FREED = 0.5  # of what comes and goes, kept by glibc when it has gone: measured 0.2 to 1.0
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,10 @@ class Memory:
         added = {phase: sum(parts.get(where, 0) for where in wanted) for phase, parts in self.phases.items()}
         phase = max(added, key=lambda name: added[name])
         return phase, kept + added[phase]
+
+    def process_nbytes(self, base: int) -> int:
+        """Most that a process on a CPU holds (its resident bytes), where `base` is what it holds before it has a model."""
+        return base + round((1 + FREED) * self.peak() - FREED * sum(self.kept.values()))
 
 
 def saved_nbytes(shape: Shape, tokens: int, bf16: bool = False) -> int:
@@ -126,7 +134,7 @@ def kept_nbytes(parameters: int, strategy: Strategy, numels: Sequence[int], repl
     exchanged = sum(numels)
     kept = {"parameters": FP32.weight * parameters, "AdamW": FP32.optimizer * parameters, "anchors": 4 * exchanged}
     if not isinstance(strategy.signal, Gradients):
-        kept["outer momentum"] = momentum = sum(4 * exchanged for _ in strategy.outer.init(torch.empty(0)))
+        kept["outer momentum"] = momentum = 4 * exchanged * _states(strategy.outer)
         if isinstance(strategy.merge, Eager):
             kept["deviation and own delta"] = 8 * exchanged + momentum
         elif strategy.merge.whole_period:
@@ -135,16 +143,25 @@ def kept_nbytes(parameters: int, strategy: Strategy, numels: Sequence[int], repl
         kept["feedback"] = sum(4 * exchanged for _ in strategy.feedback.init(0))
     if strategy.filters:
         kept["filters"] = sum(4 * exchanged for one in strategy.filters for t in one.init(0).values() if not t.numel())
-    if replicas > 1 and (owned := sum(_exchange_nbytes(strategy, numel, replicas) for numel in numels)):
+    if replicas > 1 and (
+        owned := sum(_exchange_nbytes(strategy.exchange, strategy.codec, numel, replicas) for numel in numels)
+    ):
         kept["exchange"] = owned
     return kept
 
 
-def _exchange_nbytes(strategy: Strategy, numel: int, replicas: int) -> int:
+@lru_cache(maxsize=1 << 12)
+def _exchange_nbytes(exchange: Exchange, codec: Codec, numel: int, replicas: int) -> int:
     """What the exchange remembers of a fragment: an owner's residual."""
     with torch.device("meta"):  # sizes alone
-        state = strategy.exchange.init(strategy.codec, numel, 0, replicas)
+        state = exchange.init(codec, numel, 0, replicas)
     return sum(tensor.nbytes for tensor in state.values())
+
+
+@lru_cache
+def _states(outer: Outer) -> int:
+    """Values that an outer step remembers of a parameter."""
+    return len(outer.init(torch.empty(0)))
 
 
 def most_at_once(strategy: Strategy, numels: Sequence[int]) -> int:
@@ -171,7 +188,7 @@ def _flights(strategy: Strategy, numels: Sequence[int], replicas: int) -> int:
     if isinstance(strategy.signal, Gradients):
         return 0
     at_once = most_at_once(strategy, numels)
-    states = len(strategy.outer.init(torch.empty(0))) + (2 if strategy.feedback else 0)
+    states = _states(strategy.outer) + (2 if strategy.feedback else 0)
     largest = max(numels, default=0)
     return (8 + 4 * states) * at_once + 4 * largest + strategy.codec.nbytes(at_once) * replicas
 

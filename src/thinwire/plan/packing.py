@@ -1,23 +1,29 @@
-"""Sequences of mixed lengths onto ranks, so that all finish a micro-step together. *Predicted* by operations.
+"""Sequences of mixed lengths onto ranks, so that all finish an optimizer step together. *Predicted* by operations.
 
-ByteScale (arXiv 2502.21231): ranks are one pool; in a micro-step a rank holds at most `capacity` tokens, a longer
-sequence takes D = ⌈length / capacity⌉ ranks, short ones are packed. Attention is quadratic, so equal tokens are not
-equal time: what is balanced is cost(l) = 24·l·h² + 2·l²·h operations forward in a layer (causal: half of 4·l²·h).
+ByteScale (arXiv 2502.21231): ranks are one pool; at a time a rank holds at most `capacity` tokens, a longer sequence
+takes D = ⌈length / capacity⌉ ranks, short ones are packed. Attention is quadratic, so equal tokens are not equal time:
+what is balanced is cost(l) = 24·l·h² + 2·l²·h operations forward in a layer (causal: half of 4·l²·h).
 
-*Here*: the sequences of one optimizer step are given. Micro-steps are filled one after the other with the longest that
-are left; in each, long sequences first, then longest first onto the rank with the least cost that has room (LPT: within
-4/3 of the best where room does not bind). Gradients are right only if the loss is a sum over tokens divided by the tokens
-of *all* ranks, and packed sequences do not see each other.
+*Here*: the sequences of one optimizer step are given, and ranks run on from one micro-batch to the next without waiting
+for each other; only the ranks of one sequence begin it together. So the whole step is balanced, not each micro-batch:
+long sequences first, each onto the ranks that are free first, then the others, longest first onto the rank with the
+least cost (LPT: within 4/3 of the best). What a rank has of short ones fills the time in which it would wait for a long
+one. Gradients are right only if the loss is a sum over tokens divided by the tokens of *all* ranks, and packed
+sequences do not see each other. Ranks have unlike numbers of micro-batches: where something joins them in every one, such as
+gathers of weights that are sharded over these ranks, they would wait after all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from heapq import heapify, heapreplace
 
 from thinwire.errors import ConfigurationError, DataError
 
 Cost = Callable[[int], float]
+MicroBatch = tuple[int, ...]  # indices of sequences; one that is on several ranks is divided evenly among them
 
 
 def attention_cost(width: int) -> Cost:
@@ -30,101 +36,139 @@ def attention_cost(width: int) -> Cost:
 
 
 @dataclass(frozen=True)
-class MicroStep:
-    """What each rank holds: indices of sequences. One that is on several ranks is divided evenly among them."""
-
-    ranks: tuple[tuple[int, ...], ...]
-
-    def loads(self, lengths: Sequence[int], cost: Cost) -> list[float]:
-        """Of each rank."""
-        spread = {index: sum(index in held for held in self.ranks) for held in self.ranks for index in held}
-        return [sum(cost(lengths[index]) / spread[index] for index in held) for held in self.ranks]
-
-
-@dataclass(frozen=True)
 class Packing:
-    """All micro-steps of one optimizer step."""
+    """Of each rank its micro-batches of one optimizer step, in order."""
 
-    micro_steps: tuple[MicroStep, ...]
+    ranks: tuple[tuple[MicroBatch, ...], ...]
     lengths: tuple[int, ...]
+    capacity: int
     cost: Cost
 
-    @property
+    @cached_property
     def makespan(self) -> float:
-        """Σ over micro-steps of the busiest rank: what the step takes."""
-        return sum(max(step.loads(self.lengths, self.cost)) for step in self.micro_steps)
+        """When the last rank has finished. Ranks run on; those of one sequence begin its micro-batch together."""
+        clock, at = [0.0] * len(self.ranks), [0] * len(self.ranks)
+        wide = [wide_of(length, self.capacity) for length in self.lengths]
+        waiting: dict[MicroBatch, list[int]] = {}
+        ready = list(range(len(self.ranks)))
+        while ready:
+            rank = ready.pop()
+            if at[rank] == len(self.ranks[rank]):
+                continue
+            batch = self.ranks[rank][at[rank]]
+            together = waiting.setdefault(batch, [])
+            together.append(rank)
+            if len(together) < max(wide[index] for index in batch):
+                continue
+            begin = max(clock[one] for one in together)
+            for one in together:
+                clock[one], at[one] = begin + sum(self.cost(self.lengths[i]) / wide[i] for i in batch), at[one] + 1
+            ready += waiting.pop(batch)
+        return max(clock)
 
     @property
     def imbalance(self) -> float:
         """Busiest over mean, in all: 1 is perfect."""
-        ranks = len(self.micro_steps[0].ranks)
-        return self.makespan * ranks / sum(self.cost(length) for length in self.lengths)
+        return self.makespan * len(self.ranks) / sum(self.cost(length) for length in self.lengths)
+
+
+def wide_of(length: int, capacity: int) -> int:
+    """Ranks that a sequence needs."""
+    return -(-length // capacity)
 
 
 def pack(lengths: Sequence[int], ranks: int, capacity: int, cost: Cost) -> Packing:
-    """Balanced micro-steps for all `lengths`.
+    """Balanced micro-batches for all `lengths`.
 
     >>> packing = pack([4, 3, 3, 2], ranks=2, capacity=6, cost=float)
-    >>> packing.micro_steps[0].ranks, packing.imbalance
-    (((0, 3), (1, 2)), 1.0)
+    >>> packing.ranks, packing.imbalance
+    ((((0, 3),), ((1, 2),)), 1.0)
     """
     _check(lengths, ranks, capacity)
-    waiting = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    steps = []
-    while waiting:
-        held, taken = _fill(waiting, lengths, ranks, capacity, cost)
-        steps.append(MicroStep(tuple(tuple(sorted(rank)) for rank in held)))
-        waiting = [index for index in waiting if index not in taken]
-    return Packing(tuple(steps), tuple(lengths), cost)
+    held = [_Rank() for _ in range(ranks)]
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    for index in order:
+        if (wide := wide_of(lengths[index], capacity)) > 1:
+            chosen = sorted(held, key=lambda rank: rank.free)[:wide]
+            begin = max(rank.free for rank in chosen)
+            for rank in chosen:
+                rank.take_long(index, begin, cost(lengths[index]) / wide)
+    queue = [(rank.work, number) for number, rank in enumerate(held)]
+    heapify(queue)
+    for index in order:
+        if lengths[index] <= capacity:
+            work, number = queue[0]
+            held[number].short.append(index)
+            heapreplace(queue, (work + cost(lengths[index]), number))
+    batches = tuple(tuple(rank.micro_batches(lengths, capacity, cost)) for rank in held)
+    return Packing(batches, tuple(lengths), capacity, cost)
+
+
+@dataclass
+class _Rank:
+    long: list[tuple[int, float, float]] = field(default_factory=list)  # index, begin, end
+    short: list[int] = field(default_factory=list)  # the longest first
+    work: float = 0.0
+    free: float = 0.0  # after the last long one
+
+    def take_long(self, index: int, begin: float, share: float) -> None:
+        self.long.append((index, begin, begin + share))
+        self.work, self.free = self.work + share, begin + share
+
+    def micro_batches(self, lengths: Sequence[int], capacity: int, cost: Cost) -> list[MicroBatch]:
+        """Before each long one the short ones that have time until it begins; the others after the last."""
+        found: list[MicroBatch] = []
+        left, free = self.short, 0.0
+        for index, begin, end in self.long:
+            taken, later = [], []
+            for short in left:
+                fits = free + cost(lengths[short]) <= begin
+                (taken if fits else later).append(short)
+                free += cost(lengths[short]) if fits else 0.0
+            found += [*_cut(taken, lengths, capacity), (index,)]
+            left, free = later, end
+        return found + _cut(left, lengths, capacity)
+
+
+def _cut(indices: Sequence[int], lengths: Sequence[int], capacity: int) -> list[MicroBatch]:
+    """Into as few micro-batches as first fit decreasing finds."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for index in indices:
+        number = next((n for n, left in enumerate(room) if left >= lengths[index]), len(bins))
+        if number == len(bins):
+            bins.append([])
+            room.append(capacity)
+        bins[number].append(index)
+        room[number] -= lengths[index]
+    return [tuple(sorted(held)) for held in bins]
 
 
 def in_order(lengths: Sequence[int], ranks: int, capacity: int, cost: Cost) -> Packing:
     """What a plain loader does: sequences as they come, onto the ranks in turn, as many as fit; the thing to beat."""
     _check(lengths, ranks, capacity)
-    steps: list[MicroStep] = []
+    done: list[list[MicroBatch]] = [[] for _ in range(ranks)]
     held: list[list[int]] = [[] for _ in range(ranks)]
-    rank = 0
+    turn = 0
+
+    def begin(rank: int) -> None:
+        if held[rank]:
+            done[rank].append(tuple(held[rank]))
+            held[rank] = []
+
     for index, length in enumerate(lengths):
-        wide = -(-length // capacity)
-        places = [rank] if wide == 1 else list(range(wide))
-        full = any(sum(lengths[other] for other in held[place]) + length / wide > capacity for place in places)
-        if full or (wide > 1 and any(held[place] for place in places)):
-            steps.append(MicroStep(tuple(map(tuple, held))))
-            held, rank = [[] for _ in range(ranks)], 0
-            places = [0] if wide == 1 else places
-        for place in places:
-            held[place].append(index)
-        rank = (places[-1] + 1) % ranks
-    steps.append(MicroStep(tuple(map(tuple, held))))
-    return Packing(tuple(steps), tuple(lengths), cost)
-
-
-def _fill(
-    waiting: Sequence[int], lengths: Sequence[int], ranks: int, capacity: int, cost: Cost
-) -> tuple[list[list[int]], set[int]]:
-    """One micro-step. The first, longest sequence sets its length; no rank is filled beyond that where there is a choice."""
-    held: list[list[int]] = [[] for _ in range(ranks)]
-    loads, room = [0.0] * ranks, [float(capacity)] * ranks
-    taken: set[int] = set()
-    remaining = sum(cost(lengths[index]) for index in waiting)
-    most_tokens = sum(lengths[index] for index in waiting)
-    steps_left = max(1, -(-most_tokens // (ranks * capacity)))
-    first = lengths[waiting[0]]
-    level = max(remaining / ranks / steps_left, cost(first) / -(-first // capacity))
-    for index in waiting:
-        length = lengths[index]
-        wide = -(-length // capacity)
-        share, tokens = cost(length) / wide, length / wide
-        order = sorted(range(ranks), key=lambda rank: (loads[rank], rank))
-        places = [rank for rank in order if room[rank] >= tokens][:wide]
-        if len(places) < wide or (taken and steps_left > 1 and loads[places[-1]] + share > 1.02 * level):
-            continue
+        wide = wide_of(length, capacity)
+        places = [turn] if wide == 1 else list(range(wide))
         for rank in places:
+            if wide > 1 or sum(lengths[other] for other in held[rank]) + length > capacity:
+                begin(rank)
             held[rank].append(index)
-            loads[rank] += share
-            room[rank] -= tokens
-        taken.add(index)
-    return held, taken
+            if wide > 1:
+                begin(rank)
+        turn = (places[-1] + 1) % ranks
+    for rank in range(ranks):
+        begin(rank)
+    return Packing(tuple(map(tuple, done)), tuple(lengths), capacity, cost)
 
 
 def _check(lengths: Sequence[int], ranks: int, capacity: int) -> None:

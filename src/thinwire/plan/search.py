@@ -1,8 +1,10 @@
 """Every setting worth a look on given links and machines, with what it should cost and give. *Predicted*.
 
-Settings are methods × replicas × H × τ × codec × micro-batch. The best is the one with most useful tokens a second:
+Settings are methods × sets of sites × H × τ × codec × micro-batch. The best is the one with most useful tokens a second:
 tokens a second times `expected.density`, that is, counted in the tokens with which data-parallel training would come as
 far. So a setting that is faster and learns less from each token is compared fairly with one that is slower.
+
+A composition is made and checked once, whatever the number of sites.
 """
 
 from __future__ import annotations
@@ -10,26 +12,26 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import combinations
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 
+import numpy as np
 import torch
 
 from thinwire.errors import ConfigurationError
 from thinwire.lm.run import Run
 from thinwire.plan import cost, expected, scaling
 from thinwire.plan.compute import shape_of, skeleton
-from thinwire.plan.links import Links
-from thinwire.plan.machine import FREE, Machine
+from thinwire.plan.machine import Machine
 from thinwire.plan.memory import Memory, replica_memory
-from thinwire.plan.outline import Shape
 from thinwire.plan.scaling import FITTED, Outside, Prediction
+from thinwire.plan.setting import METHODS, Candidate, Setting, Task
+from thinwire.plan.sites import Floats, Places, Sites
 from thinwire.recipes import RECIPES
 from thinwire.simulate.replicas import delays
-from thinwire.strategy import Strategy
 
-METHODS = ("data_parallel", "diloco", "streaming_diloco", "eager_diloco", "sparse_loco")
+__all__ = ["METHODS", "Setting", "Task", "priced", "settings"]
+
 CODECS: dict[str, tuple[str | None, ...]] = {
     "data_parallel": (None, "Cast('bf16')"),
     "diloco": ("Cast('bf16')", "E3M0()"),
@@ -37,291 +39,261 @@ CODECS: dict[str, tuple[str | None, ...]] = {
 }  # None: the recipe's own
 EVERY = (15, 30, 50, 100, 200, 500)
 DELAY = (1, 2, 5, 10)
-_SUBSETS = 4096  # of replicas that are tried one by one
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is to be trained, and where: `ranks` of each site form one replica (FSDP2)."""
-
-    base: Run
-    links: Links
-    machines: tuple[Machine, ...]
-    tokens: float
-    ranks: int = 1
-    batch_tokens: int | None = None  # of all replicas together; without: the scaling law's, or the base's
-    memory_nbytes: int | None = None  # of each rank; without: FREE of the machine's
-    methods: tuple[str, ...] = METHODS
-
-    def __post_init__(self) -> None:
-        if len(self.machines) not in (1, len(self.links)):
-            raise ConfigurationError(
-                f"{len(self.machines)} machines for {len(self.links)} replicas ({', '.join(self.links.names)}): one for all, or one for each in "
-                "that order, is needed."
-            )
-        unknown = [method for method in self.methods if method not in METHODS]
-        if unknown or not self.methods:
-            raise ConfigurationError(
-                f"methods {', '.join(unknown) or 'none'}: some of {', '.join(METHODS)} are needed."
-            )
-        if not (math.isfinite(self.tokens) and self.tokens > 0) or self.ranks < 1:
-            raise ConfigurationError(f"tokens={self.tokens}, ranks={self.ranks}: more than 0 of each is needed.")
-
-    def machine(self, place: int) -> Machine:
-        return self.machines[place if len(self.machines) > 1 else 0]
-
-    def limit_nbytes(self, places: Sequence[int]) -> int:
-        """What a rank may use on the smallest of these machines."""
-        return self.memory_nbytes or int(FREE * min(self.machine(place).memory_nbytes for place in places))
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One row of a plan: a run, and what is predicted for it."""
-
-    run: Run
-    places: tuple[int, ...]
-    step_seconds: float
-    flight_seconds: float  # of the largest fragment
-    pace: cost.Pace
-    period_nbytes: int  # one replica's, sent in a period
-    memory: Memory
-    memory_limit: int
-    loss: Prediction
-    density: float
-    tokens: float
-    numels: tuple[int, ...] = ()  # of the fragments
-    on_gpu: bool = False
-    warnings: tuple[Outside, ...] = ()
-
-    @property
-    def method(self) -> str:
-        return self.run.strategy
-
-    @property
-    def tokens_per_second(self) -> float:
-        run = self.run
-        return run.replicas * run.batch * run.accumulate * run.sequence * self.pace.utilization / self.step_seconds
-
-    @property
-    def useful_tokens_per_second(self) -> float:
-        return self.tokens_per_second * self.density
-
-    @property
-    def seconds(self) -> float:
-        """Of the whole training."""
-        return self.tokens / self.tokens_per_second
-
-    @property
-    def memory_nbytes(self) -> int:
-        """On a GPU its own; anchors may then lie in host memory, which is not limited here."""
-        return self.memory.peak("device") if self.on_gpu else self.memory.peak()
-
-    @property
-    def fits(self) -> bool:
-        return self.memory_nbytes <= self.memory_limit
-
-    @property
-    def bits_per_second(self) -> float:
-        """Sent by one replica, on average."""
-        every = self.run.make_strategy().schedule.every
-        return 8 * self.period_nbytes / (every * self.step_seconds) * self.pace.utilization
+BY_LAW = ("diloco", "streaming_diloco")  # whose outer learning rate goes by the number of replicas
 
 
 def settings(task: Task) -> list[Setting]:
     """All of them, the most useful first; those that do not fit the memory too, at the end."""
-    shape = shape_of(task.base)
-    fragments = _Fragments(task.base)
-    found = [
-        setting
-        for places in _groups(task)
-        for strategy in _strategies(task, shape, len(places))
-        for setting in _settled(task, shape, fragments, places, strategy)
-    ]
-    if not found:
-        raise ConfigurationError(
-            f"exchange={task.base.exchange}: it is for none of 1 to {len(task.links)} replicas; give the sites of these, or leave it out."
-        )
-    return sorted(found, key=_rank)
+    if found := sorted(priced(task), key=_rank):
+        return found
+    raise ConfigurationError(
+        f"exchange={task.base.exchange}: it is for none of 1 to {len(task.links)} replicas; give the sites of these, or leave it out."
+    )
+
+
+def priced(task: Task) -> Iterator[Setting]:
+    """The same as they are found: one set of sites after the other."""
+    search = _Search(task)
+    for places in search.sets():
+        group = _Group(search, places)
+        for candidate in search.candidates(len(places)):
+            yield group.price(candidate)
 
 
 def _rank(setting: Setting) -> tuple[object, ...]:
     """Within half a percent: what the laws cover, what sends less, what has time to spare in the air, the shorter delay."""
     useful = round(math.log(setting.useful_tokens_per_second) * 200)
     sent = round(math.log(1 + setting.bits_per_second) * 20)
-    delay = setting.run.delay or 0
+    delay = setting.candidate.run.delay or 0
     hurried = setting.flight_seconds > delay * setting.step_seconds / 2
-    return not setting.fits, -useful, len(setting.loss.warnings), sent, hurried, delay, setting.run.label
+    return not setting.fits, -useful, len(setting.loss.warnings), sent, hurried, delay, setting.label
 
 
-def _groups(task: Task) -> Iterator[tuple[int, ...]]:
-    """For each number of replicas the ones with the best worst uplink: all subsets, or by leaving the worst out in turn."""
-    everybody = tuple(range(len(task.links)))
-
-    def worst(places: tuple[int, ...]) -> float:
-        seconds = cost.uplink_seconds(task.links.among(places), 1e6)
-        return (
-            seconds
-            + max(task.machine(p).flops_per_second for p in places)
-            / min(task.machine(p).flops_per_second for p in places)
-            * 1e-6
-        )
-
-    best = everybody
-    for count in range(len(everybody), 0, -1):
-        few = math.comb(len(everybody), count) <= _SUBSETS
-        candidates = combinations(everybody, count) if few else combinations(best, count)
-        best = min(candidates, key=worst) if count < len(everybody) else everybody
-        yield best
-
-
-def _strategies(task: Task, shape: Shape, replicas: int) -> Iterator[Run]:
-    """The base run with every method's settings; one replica has nothing to exchange but its own outer step."""
-    outer = scaling.outer_lr(replicas).value if _within(shape) else None
-    for method in task.methods if replicas > 1 else [m for m in task.methods if m == "diloco"]:
-        taken = inspect.signature(RECIPES[method]).parameters
-        for codec in CODECS.get(method, (None,)) if replicas > 1 else (None,):
+def _runs(base: Run, methods: Sequence[str], codecs: Mapping[str, tuple[str | None, ...]]) -> Iterator[Run]:
+    """The base run with every method's settings."""
+    for method in methods:
+        taken, run = inspect.signature(RECIPES[method]).parameters, base.with_strategy(method)
+        for codec in codecs.get(method, (None,)):
             for every in EVERY if "every" in taken else (None,):
                 for delay in DELAY if "delay" in taken else (None,):
-                    if delay and every and 2 * delay > every:
-                        continue
-                    given: dict[str, object] = {"codec": codec, "every": every, "delay": delay, "offsets": None}
-                    if method in ("diloco", "streaming_diloco"):
-                        given["outer_lr"] = outer
-                    run = task.base.with_strategy(method)
-                    run = dataclasses.replace(run, replicas=replicas, **given)  # type: ignore[arg-type]
-                    if _joins(run.make_strategy(), replicas):
-                        yield run
+                    if not (delay and every and 2 * delay > every):
+                        outer_lr = None if method in BY_LAW else run.outer_lr
+                        yield dataclasses.replace(
+                            run, codec=codec, every=every, delay=delay, offsets=None, outer_lr=outer_lr
+                        )
 
 
-def _joins(strategy: Strategy, replicas: int) -> bool:
-    """Whether the exchange is for so many replicas: one with sites names its own."""
-    try:
-        with torch.device("meta"):
-            strategy.exchange.init(strategy.codec, 1 << 20, 0, replicas)
-    except ConfigurationError:
-        return False
-    return True
+class _Search:
+    """What does not depend on the sites but by their number."""
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.shape = task, shape_of(task.base)
+        self.within = FITTED[0] * 0.8 <= self.shape.parameters() <= 10e9 * 1.2  # fitted, or at least checked
+        self.kinds: list[Machine] = []
+        for machine in task.machines:
+            if machine not in self.kinds:
+                self.kinds.append(machine)
+        kinds = [self.kinds.index(machine) for machine in task.machines]
+        self.kind_of = kinds if len(kinds) > 1 else kinds * len(task.links)
+        model, numels = skeleton(task.base), dict[str, tuple[int, ...]]()
+
+        def made(run: Run) -> Candidate:
+            strategy = run.make_strategy()
+            if (partition := repr(strategy.partition)) not in numels:
+                numels[partition] = tuple(fragment.numel for fragment in strategy.partition.fragments(model))
+            return Candidate(run, strategy, numels[partition])
+
+        self._of_many = [made(run) for run in _runs(task.base, task.methods, CODECS)]
+        self._of_one = [made(run) for run in _runs(task.base, [m for m in task.methods if m == "diloco"], {})]
+        self._joining: dict[tuple[str, str, int], bool] = {}
+        self._sent: dict[tuple[object, int], tuple[tuple[int, int], ...]] = {}
+
+    def candidates(self, replicas: int) -> list[Candidate]:
+        """Those that so many replicas can run; one has nothing to exchange but its own outer step."""
+        return [c for c in (self._of_many if replicas > 1 else self._of_one) if self._joins(c, replicas)]
+
+    def _joins(self, candidate: Candidate, replicas: int) -> bool:
+        """Whether the exchange is for so many replicas: one with sites names its own."""
+        exchange, codec, _ = candidate.sends
+        if (key := (exchange, codec, replicas)) not in self._joining:
+            try:
+                with torch.device("meta"):
+                    candidate.strategy.exchange.init(candidate.strategy.codec, 1 << 20, 0, replicas)
+                self._joining[key] = True
+            except ConfigurationError:
+                self._joining[key] = False
+        return self._joining[key]
+
+    def sets(self) -> list[Places]:
+        """Which sites are tried together. One on which nothing fits takes part only where there is no other."""
+        everybody = tuple(range(len(self.kind_of)))
+        alone = [_Group(self, (self.kind_of.index(kind),)) for kind in range(len(self.kinds))]
+        room = [group.has_room_for(self._of_many or self._of_one) for group in alone]
+        able = tuple(place for place in everybody if room[self.kind_of[place]]) or everybody
+        seconds = np.array([group.sequence_seconds() for group in alone])[self.kind_of]
+        return Sites(self.task.links, seconds, self.kind_of).sets(able, self._worth)
+
+    def _worth(self, replicas: int, machine: Floats, wire: Floats, way: Floats) -> Floats:
+        """The best candidate's useful tokens a second, were a round never in another's way: `sites.Worth`."""
+        chosen = self.candidates(replicas)
+        if not chosen:
+            return np.zeros_like(machine)
+        facts = [(*c.timing, self.batch(c, replicas)[0], self.expected(c, replicas)[1]) for c in chosen]
+        every, delay, flights, nbytes, batch, density = np.array(facts).T[:, :, None]
+        step = batch * machine  # [candidates, sets]
+        late = np.maximum(nbytes / flights * wire + way - delay * step, 0.0)
+        period = np.maximum(every * step + flights * late, nbytes * wire)
+        found: Floats = (replicas * every * batch * density / period).max(axis=0)
+        return found
+
+    def batch(self, candidate: Candidate, replicas: int) -> tuple[int, tuple[Outside, ...]]:
+        """Sequences of one replica in an inner step."""
+        task = self.task
+        if task.batch_tokens:
+            wanted: float = task.batch_tokens
+            warnings: tuple[Outside, ...] = ()
+        elif self.within:
+            law = scaling.predict("batch_tokens", self.shape.parameters(), _law_replicas(candidate, replicas), "joint")
+            wanted, warnings = law.value, law.warnings
+        else:
+            wanted = task.base.batch * task.base.accumulate * task.base.sequence * replicas
+            says = f"the batch law is for {FITTED[0]:.3g} to 1e+10 parameters; the run file's batch is kept"
+            warnings = (Outside("batch-outside-fit", says),)
+        return max(task.ranks, round(wanted / replicas / task.base.sequence)), warnings
+
+    def learning_rate(self, candidate: Candidate, replicas: int) -> float:
+        """The joint law's where it was fitted or checked; else the base run's."""
+        if not self.within:
+            return self.task.base.lr
+        law = scaling.predict("learning_rate", self.shape.parameters(), _law_replicas(candidate, replicas), "joint")
+        return float(f"{law.value:.3g}")
+
+    def outer_lr(self, candidate: Candidate, replicas: int) -> float | None:
+        """The law's for DiLoCo; else the base run's, where the method takes one."""
+        if candidate.run.strategy not in BY_LAW:
+            return candidate.run.outer_lr
+        return scaling.outer_lr(replicas).value if self.within else None
+
+    def expected(self, candidate: Candidate, replicas: int) -> tuple[Prediction, float]:
+        """Loss and density."""
+        schedule = candidate.strategy.schedule
+        given = candidate.run.strategy, float(self.shape.parameters()), replicas, schedule.every, schedule.delay
+        return _expected(*given, self.task.tokens)
+
+    def sent(self, candidate: Candidate, replicas: int) -> tuple[tuple[int, int], ...]:
+        """Of each fragment: bytes that a replica sends, and delays one after the other."""
+        if (key := (candidate.sends, replicas)) not in self._sent:
+            exchange = candidate.strategy.exchange
+            alike = {
+                numel: (exchange.nbytes_sent(codec, numel, replicas), delays(exchange, codec, numel, replicas))
+                for codec, numel in dict(zip(candidate.numels, candidate.coded)).values()
+            }
+            self._sent[key] = tuple(alike[numel] for numel in candidate.numels)
+        return self._sent[key]
 
 
-def _settled(task: Task, shape: Shape, fragments: _Fragments, places: tuple[int, ...], run: Run) -> Iterator[Setting]:
-    """`run` with its batch, micro-batch, steps and learning rate, priced."""
-    strategy = run.make_strategy()
-    numels = fragments.numels(strategy)
-    batch, warnings = _batch(task, shape, run)
-    limit = task.limit_nbytes(places)
-    micro, memory = _micro_batch(task, shape, strategy, numels, places, batch, limit)
-    accumulate = max(1, round(batch / micro))
-    machines = [task.machine(place) for place in places]
-    step = max(m.inner_seconds(shape, run.sequence, micro, accumulate, task.ranks) for m in machines)
-    links = task.links.among(places)
-    traffic = [traffic_of(strategy, numel, links, machines) for numel in numels]
-    pace = cost.follow(strategy, step, traffic)
-    tokens_per_step = run.replicas * micro * accumulate * run.sequence
-    lr = _learning_rate(task, shape, run)
-    steps = max(1, math.ceil(task.tokens / tokens_per_step))
-    run = dataclasses.replace(run, batch=micro, accumulate=accumulate, steps=steps, lr=lr)
-    method, schedule, parameters = run.strategy, strategy.schedule, shape.parameters()
-    own = {warning: None for m in machines for warning in m.warnings(shape, run.sequence)}
-    yield Setting(
-        run=run, places=places, step_seconds=step, pace=pace, memory=memory, memory_limit=limit, tokens=task.tokens,
-        numels=numels,
-        flight_seconds=max(t.flight_seconds for t in traffic),
-        period_nbytes=strategy.nbytes_per_period(list(numels), run.replicas),
-        loss=expected.loss(method, parameters, run.replicas, schedule.every, schedule.delay, task.tokens),
-        density=expected.density(method, parameters, run.replicas, schedule.every, schedule.delay),
-        on_gpu=_on_gpu(task, places), warnings=(*warnings, *own),
-    )  # fmt: skip
+@lru_cache(maxsize=1 << 16)
+def _expected(
+    method: str, parameters: float, replicas: int, every: int, delay: int, tokens: float
+) -> tuple[Prediction, float]:
+    """Loss and density."""
+    given = method, parameters, replicas, every, delay
+    return expected.loss(*given, tokens), expected.density(*given)
 
 
-def _batch(task: Task, shape: Shape, run: Run) -> tuple[int, tuple[Outside, ...]]:
-    """Sequences of one replica in an inner step."""
-    if task.batch_tokens:
-        wanted: float = task.batch_tokens
-        warnings: tuple[Outside, ...] = ()
-    elif _within(shape):
-        law = scaling.predict("batch_tokens", shape.parameters(), _law_replicas(run), "joint")
-        wanted, warnings = law.value, law.warnings
-    else:
-        of_base = task.base.batch * task.base.accumulate * task.base.sequence * run.replicas
-        says = f"the batch law is for {FITTED[0]:.3g} to 1e+10 parameters; the run file's batch is kept"
-        wanted, warnings = of_base, (Outside("batch-outside-fit", says),)
-    return max(task.ranks, round(wanted / run.replicas / run.sequence)), warnings
-
-
-def _micro_batch(
-    task: Task,
-    shape: Shape,
-    strategy: Strategy,
-    numels: Sequence[int],
-    places: Sequence[int],
-    batch: int,
-    limit: int,
-) -> tuple[int, Memory]:
-    """The fastest of 1, 2, 4, … and `batch` itself that fits; the smallest if none does."""
-    sizes = sorted({min(batch, task.ranks << i) for i in range(12)} | {batch})
-    best: tuple[float, int, Memory] | None = None
-    machines, gpu = [task.machine(place) for place in places], _on_gpu(task, places)
-    gain = 0.99 if all(m.steps for m in machines) else 1.01  # without measured steps: the largest
-    for micro in sizes:
-        accumulate = max(1, round(batch / micro))
-        memory = replica_memory(
-            shape, strategy, numels, len(places), batch=micro, sequence=task.base.sequence, accumulate=accumulate,
-            bf16=task.base.precision == "bf16" or (task.base.precision == "auto" and gpu), ranks=task.ranks,
-        )  # fmt: skip
-        if best and (memory.peak("device") if gpu else memory.peak()) > limit:
-            break
-        seconds = max(m.inner_seconds(shape, task.base.sequence, micro, accumulate, task.ranks) for m in machines)
-        seconds *= batch / (micro * accumulate)  # what rounding has left out or added
-        if best is None or seconds < gain * best[0]:
-            best = seconds, micro, memory
-    assert best is not None
-    return best[1], best[2]
-
-
-def _learning_rate(task: Task, shape: Shape, run: Run) -> float:
-    """The joint law's where it was fitted or checked; else the base run's."""
-    if not _within(shape):
-        return task.base.lr
-    return float(f"{scaling.predict('learning_rate', shape.parameters(), _law_replicas(run), 'joint').value:.3g}")
-
-
-def _law_replicas(run: Run) -> int:
+def _law_replicas(candidate: Candidate, replicas: int) -> int:
     """Joint laws are DiLoCo's; data-parallel training on any number of replicas is nearest to M = 1."""
-    return 1 if run.strategy == "data_parallel" else run.replicas
+    return 1 if candidate.run.strategy == "data_parallel" else replicas
 
 
-def _within(shape: Shape) -> bool:
-    """Whether the laws were fitted or at least checked at this size."""
-    return FITTED[0] * 0.8 <= shape.parameters() <= 10e9 * 1.2
+class _Group:
+    """A set of sites, with what they have in common."""
 
+    def __init__(self, search: _Search, places: Places) -> None:
+        task = search.task
+        self.search, self.task, self.places, self.size = search, task, places, len(places)
+        self.machines = [search.kinds[kind] for kind in sorted({search.kind_of[place] for place in places})]
+        self.gpu = all(machine.device == "cuda" for machine in self.machines)
+        self.base = max(machine.base_nbytes for machine in self.machines)
+        self.limit = task.limit_nbytes(self.machines)
+        self.wire_seconds = cost.wire_seconds(task.links, 1.0, places)  # of a byte to each
+        self.way_seconds = cost.way_seconds(task.links, places)
+        given = [machine.warnings(search.shape, task.base.sequence) for machine in self.machines]
+        self.warnings = tuple(dict.fromkeys(warning for one in given for warning in one))
+        self._traffic: dict[object, tuple[cost.Traffic, ...]] = {}
+        self._ways: dict[int, list[tuple[int, int, float]]] = {}
 
-def _on_gpu(task: Task, places: Sequence[int]) -> bool:
-    return all(task.machine(place).device == "cuda" for place in places)
+    def price(self, candidate: Candidate) -> Setting:
+        """With its batch, micro-batch and learning rate."""
+        search, strategy = self.search, candidate.strategy
+        batch, warnings = search.batch(candidate, self.size)
+        micro, accumulate, memory = self._micro_batch(candidate, batch)
+        step = self._inner_seconds(micro, accumulate)
+        traffic = self._traffic_of(candidate)
+        loss, density = search.expected(candidate, self.size)
+        return Setting(
+            candidate=candidate, places=self.places, batch=micro, accumulate=accumulate,
+            lr=search.learning_rate(candidate, self.size), outer_lr=search.outer_lr(candidate, self.size),
+            step_seconds=step, traffic=traffic, pace=cost.follow(strategy, step, traffic),
+            period_nbytes=sum(nbytes for nbytes, _ in search.sent(candidate, self.size)),
+            memory_nbytes=self._needed(memory), memory_limit=self.limit, memory=memory,
+            loss=loss, density=density, tokens=self.task.tokens, warnings=(*warnings, *self.warnings),
+        )  # fmt: skip
 
+    def has_room_for(self, candidates: Sequence[Candidate]) -> bool:
+        """Whether one of them fits at all."""
+        return any(self._needed(self._memory(c, self.task.ranks, 1)) <= self.limit for c in candidates)
 
-def traffic_of(strategy: Strategy, numel: int, links: Links, machines: Sequence[Machine]) -> cost.Traffic:
-    """One fragment: packets as the exchange counts them, codecs as they were measured."""
-    size = len(links)
-    if size < 2:
-        return cost.Traffic(0.0, 0.0, 0.0, 0.0)
-    packet = strategy.exchange.nbytes_sent(strategy.codec, numel, size) / (size - 1)
-    name = repr(strategy.codec)
-    encode = max(m.codec_seconds(name, numel, 0) for m in machines)
-    decode = max(m.codec_seconds(name, numel, size) for m in machines) - encode
-    ways = delays(strategy.exchange, strategy.codec, numel, size) * cost.way_seconds(links)
-    return cost.Traffic(encode, cost.uplink_seconds(links, packet), ways, decode)
+    def sequence_seconds(self) -> float:
+        """For one sequence, in the best of a few micro-batches."""
+        sizes = [self.task.ranks << i for i in range(7)]
+        return min(self._inner_seconds(micro, 1) / micro for micro in sizes)
 
+    def _inner_seconds(self, micro: int, accumulate: int) -> float:
+        shape, sequence, ranks = self.search.shape, self.task.base.sequence, self.task.ranks
+        return max(machine.inner_seconds(shape, sequence, micro, accumulate, ranks) for machine in self.machines)
 
-class _Fragments:
-    """What a strategy's partition makes of the model: asked once for each partition."""
+    def _memory(self, candidate: Candidate, micro: int, accumulate: int) -> Memory:
+        precision = self.task.base.precision
+        return replica_memory(
+            self.search.shape, candidate.strategy, candidate.numels, self.size, batch=micro,
+            sequence=self.task.base.sequence, accumulate=accumulate,
+            bf16=precision == "bf16" or (precision == "auto" and self.gpu), ranks=self.task.ranks,
+        )  # fmt: skip
 
-    def __init__(self, base: Run) -> None:
-        self._model = skeleton(base)
-        self._made: dict[str, tuple[int, ...]] = {}
+    def _needed(self, memory: Memory) -> int:
+        """On a GPU its own; anchors may then lie in host memory, which is not limited here."""
+        return memory.peak("device") if self.gpu else memory.process_nbytes(self.base)
 
-    def numels(self, strategy: Strategy) -> tuple[int, ...]:
-        partition = strategy.partition
-        if repr(partition) not in self._made:
-            self._made[repr(partition)] = tuple(f.numel for f in partition.fragments(self._model))
-        return self._made[repr(partition)]
+    def _micro_batch(self, candidate: Candidate, batch: int) -> tuple[int, int, Memory]:
+        """The fastest of 1, 2, 4, … and `batch` itself that fits, and how many of it; the smallest if none does."""
+        if batch not in self._ways:
+            sizes = sorted({min(batch, self.task.ranks << i) for i in range(12)} | {batch})
+            of = [(micro, max(1, round(batch / micro))) for micro in sizes]
+            # `batch` over what rounding has made of it
+            self._ways[batch] = [(m, a, self._inner_seconds(m, a) * batch / (m * a)) for m, a in of]
+        ways = self._ways[batch]
+        gain = 0.99 if all(machine.steps for machine in self.machines) else 1.01  # not measured: the largest
+        while True:
+            best = 0
+            for index, (_, _, seconds) in enumerate(ways):
+                best = index if seconds < gain * ways[best][2] else best
+            micro, accumulate, _ = ways[best]
+            memory = self._memory(candidate, micro, accumulate)
+            if not best or self._needed(memory) <= self.limit:
+                return micro, accumulate, memory
+            ways = ways[:best]
+
+    def _traffic_of(self, candidate: Candidate) -> tuple[cost.Traffic, ...]:
+        """Of each fragment: packets as the exchange counts them, codecs as they were measured."""
+        if self.size < 2:
+            return (cost.Traffic(0.0, 0.0, 0.0, 0.0),) * len(candidate.numels)
+        if candidate.sends not in self._traffic:
+            name, found = candidate.sends[1], []
+            for numel, (nbytes, ways) in zip(candidate.numels, self.search.sent(candidate, self.size), strict=True):
+                encode = max(machine.codec_seconds(name, numel, 0) for machine in self.machines)
+                decode = max(machine.codec_seconds(name, numel, self.size) for machine in self.machines) - encode
+                wire = nbytes / (self.size - 1) * self.wire_seconds
+                found.append(cost.Traffic(encode, wire, ways * self.way_seconds, decode))
+            self._traffic[candidate.sends] = tuple(found)
+        return self._traffic[candidate.sends]

@@ -11,9 +11,8 @@ from thinwire.errors import ConfigurationError
 from thinwire.lm.model import SIZES
 from thinwire.observe.units import text_of_count, text_of_loss, text_of_nbytes, text_of_seconds, text_of_share
 from thinwire.plan.compute import shape_of
-from thinwire.plan.search import Setting, Task, settings
-
-_RANKS = 1024  # at most, where it is asked how many a model needs
+from thinwire.plan.search import priced
+from thinwire.plan.setting import RANKS, Setting, Task
 
 
 @dataclass(frozen=True)
@@ -67,26 +66,26 @@ def too_large(found: Sequence[Setting], task: Task) -> str:
     leanest = min(found, key=lambda s: s.memory_nbytes)
     limit = leanest.memory_limit
     says = (
-        f"no setting of {task.base.model} fits: the leanest ({leanest.run.label}, micro-batch {leanest.run.batch}) needs "
+        f"no setting of {task.base.model} fits: the leanest ({leanest.label}, micro-batch {leanest.batch}) needs "
         f"{text_of_nbytes(leanest.memory_nbytes)} a rank (predicted), {text_of_nbytes(limit)} may be used"
     )
     advice: list[str] = []
     task = replace(task, methods=(leanest.method,))
     ranks = 2 * task.ranks
-    while ranks <= _RANKS:
-        if any(setting.fits for setting in settings(replace(task, ranks=ranks))):
+    while ranks <= RANKS:
+        if any(setting.fits for setting in priced(replace(task, ranks=ranks))):
             advice.append(f"--ranks {ranks}: {ranks} ranks a replica, sharded by FSDP2")
             break
         ranks *= 2
     for share in (2, 4, 8):
         shorter = replace(task, base=replace(task.base, sequence=max(1, task.base.sequence // share)))
-        if any(setting.fits for setting in settings(shorter)):
+        if any(setting.fits for setting in priced(shorter)):
             advice.append(f"--sequence {shorter.base.sequence}")
             break
     own = shape_of(task.base).parameters()
     for model in sorted(SIZES, key=lambda name: -SIZES[name].parameters()):
         smaller = replace(task, base=replace(task.base, model=model))
-        if shape_of(smaller.base).parameters() < own and any(s.fits for s in settings(smaller)):
+        if shape_of(smaller.base).parameters() < own and any(s.fits for s in priced(smaller)):
             advice.append(f"--model {model} ({text_of_count(shape_of(smaller.base).parameters())} parameters)")
             break
     return f"{says}. What would fit: {'; or '.join(advice) or 'nothing that is known here; give more --memory'}."
@@ -100,7 +99,7 @@ def _contradiction(
     last = names[-1]
     others = [setting for setting in found if all(tests[name](setting) for name in names[:-1])]
     best = min(others, key=lambda s: _distance(s, last))
-    nearest = f"{_value(best, last)} ({best.run.label}, M = {best.run.replicas}; predicted)"
+    nearest = f"{_value(best, last)} ({best.label}, M = {best.replicas}; predicted)"
     if len(names) == 1:
         return f"no setting meets {asked[0]}: the best is {nearest}. Ask for less, or change links, machines or model."
     under = " and ".join(asked[:-1])

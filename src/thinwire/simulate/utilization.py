@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 
 import numpy as np
 
 from thinwire.codecs import E3M0, Cast
 from thinwire.errors import ConfigurationError
-from thinwire.recipes import data_parallel, diloco, streaming_diloco
-from thinwire.schedule import short_first
+from thinwire.recipes import data_parallel, diloco, eager_diloco, streaming_diloco
+from thinwire.schedule import Staggered, short_first
 from thinwire.simulate.formulas import floor_bits_per_second
 from thinwire.simulate.layers import Floats, Stack, compute_utilization, compute_utilization_of_run
 from thinwire.strategy import Strategy
 
-METHODS = ("data-parallel", "diloco", "streaming", "streaming-overlap", "streaming-overlap-fp4")
+METHODS = (
+    *("data-parallel", "diloco", "streaming", "streaming-overlap", "streaming-overlap-fp4"),
+    *("streaming-eager", "streaming-eager-fp4"),
+)
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
 PAPER_GRID = np.logspace(-1, 3, 50) * 1e9  # the paper's axis: every rate it prints is one of these, rounded
 PAPER_STEPS = 300
@@ -58,8 +61,7 @@ class Study:
             case "diloco":
                 return diloco(every=self.every, codec=Cast())
             case "streaming" | "streaming-overlap" | "streaming-overlap-fp4":
-                count = self._fragments()
-                period = max(1, self.every // count) * count
+                count, period = self._period()
                 return streaming_diloco(
                     every=period,
                     fragments=count,
@@ -67,6 +69,11 @@ class Study:
                     delay=0 if method == "streaming" else self.delay,
                     codec=E3M0() if method.endswith("fp4") else Cast(),
                 )
+            case "streaming-eager" | "streaming-eager-fp4":
+                count, period = self._period()
+                codec = E3M0() if method.endswith("fp4") else Cast()
+                schedule = Staggered(period, period, short_first(period, count))
+                return replace(eager_diloco(every=period, fragments=count, codec=codec), schedule=schedule)
         raise ConfigurationError(f"method={method!r} is not known; choose from {', '.join(METHODS)}.")
 
     def bits(self, method: str) -> float:
@@ -110,9 +117,11 @@ class Study:
             low, high = (np.take_along_axis(tried, (first - back)[None], axis=0)[0] for back in (1, 0))
         return [float(rate) for rate in high]
 
-    def _fragments(self) -> int:
+    def _period(self) -> tuple[int, int]:
+        """Fragments, and inner steps until all have departed."""
         if not 1 <= self.fragment_layers <= self.stack.layers:
             raise ConfigurationError(
                 f"fragment_layers={self.fragment_layers} for {self.stack.layers} layers: between 1 and {self.stack.layers} is needed."
             )
-        return -(-self.stack.layers // self.fragment_layers)
+        count = -(-self.stack.layers // self.fragment_layers)
+        return count, max(1, self.every // count) * count

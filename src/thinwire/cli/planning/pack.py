@@ -30,7 +30,7 @@ class Options:
     model: str = "1b"
     """The size whose width says what a token of a long sequence costs beside one of a short."""
     out: Path | None = None
-    """Write the packing here: JSON, for each micro-step and rank the numbers of its sequences (from 0)."""
+    """Write the packing here: JSON, for each rank its micro-batches in order, each the numbers of its sequences (from 0)."""
     json: bool = False
     """The table goes to stderr; stdout ends with one JSON object."""
 
@@ -44,15 +44,15 @@ def main(arguments: Sequence[str]) -> int:
     before, after = (way(lengths, asked.ranks, asked.capacity, cost) for way in (in_order, pack))
     title = f"{len(lengths)} sequences, {text_of_count(sum(lengths))} tokens, on {asked.ranks} ranks of {asked.capacity} (predicted)"
     table = Table("", title=title)
-    for head in ("micro-steps", "busiest rank / mean", "time"):
+    for head in ("micro-batches of a rank", "busiest rank / mean", "time"):
         table.add_column(head, justify="right")
     for name, packing in (("in order", before), ("packed", after)):
         table.add_row(
-            name, str(len(packing.micro_steps)), f"{packing.imbalance:.3f}", f"{packing.makespan / after.makespan:.2f}"
+            name, f"at most {_most(packing)}", f"{packing.imbalance:.3f}", f"{packing.makespan / after.makespan:.2f}"
         )
     options.console(asked.json).print(table)
     if asked.out:
-        asked.out.write_text(json.dumps([step.ranks for step in after.micro_steps]) + "\n")
+        asked.out.write_text(json.dumps(after.ranks) + "\n")
     if asked.json:
         print(
             json.dumps(
@@ -69,5 +69,10 @@ def _lengths(path: Path) -> list[int]:
         raise DataError(f"{path}: {error}; whole numbers of tokens, one a line, are needed.") from None
 
 
+def _most(packing: Packing) -> int:
+    """Micro-batches of the rank that has most."""
+    return max(len(batches) for batches in packing.ranks)
+
+
 def _facts(packing: Packing) -> dict[str, float]:
-    return {"micro_steps": len(packing.micro_steps), "imbalance": packing.imbalance, "cost": packing.makespan}
+    return {"micro_batches": _most(packing), "imbalance": packing.imbalance, "cost": packing.makespan}

@@ -16,7 +16,9 @@ from thinwire.simulate.figure import utilization_chart
 from thinwire.simulate.layers import Stack
 from thinwire.simulate.utilization import METHODS, TARGETS, Study
 
-Method = Literal["data-parallel", "diloco", "streaming", "streaming-overlap", "streaming-overlap-fp4"]
+Method = Literal[
+    "data-parallel", "diloco", "streaming", "streaming-overlap", "streaming-overlap-fp4", "streaming-eager", "streaming-eager-fp4"
+]
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Options:
     step_seconds: float = 0.1
     """An inner step: a third of it forward, the rest backward."""
     method: Method | None = None
-    """One method. Without: all five."""
+    """One method; eager is a whole period in the air. Without: all."""
     every: int = 100
     """H: inner steps between two exchanges of the same parameters."""
     delay: int = 1

@@ -1,0 +1,57 @@
+"""What a replica's process holds before it has a model: Python, torch and the kernels of a round. *Measured*, in a process of its own.
+
+`python -m thinwire.plan.base` is that process: it trains the smallest model for a few steps and prints its resident bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from thinwire.errors import ConfigurationError
+from thinwire.group import Group, run_threads
+from thinwire.lm import launch  # all that a replica imports
+from thinwire.lm.job import make_model
+from thinwire.lm.run import Run
+from thinwire.plan.machine import BASE_NBYTES
+from thinwire.recipes import streaming_diloco
+from thinwire.replica import Replica
+
+
+def resident_nbytes() -> int | None:
+    """Of this process; None where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # not Linux
+        return None
+
+
+@lru_cache(maxsize=1)
+def base_nbytes() -> int:
+    """Of a replica on this machine. Raises `ConfigurationError` if none can train here."""
+    done = subprocess.run([sys.executable, "-m", __name__], capture_output=True, text=True, check=False)
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise ConfigurationError(f"the smallest model cannot be trained here ({why}); `thinwire doctor` says what this machine lacks.")
+    return int(done.stdout)
+
+
+def _train(group: Group) -> None:
+    model = make_model(Run(model="nano"), 256)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.zeros(1, 16, dtype=torch.long)
+    with Replica(streaming_diloco(every=2, delay=1), model, optimizer, group):
+        for _ in range(4):
+            model(tokens, tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+if __name__ == "__main__":
+    run_threads(2, _train)
+    print(resident_nbytes() or BASE_NBYTES)

@@ -1,0 +1,169 @@
+"""What is asked of a plan, and what it says of one setting. *Predicted*."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from thinwire.codecs import Codec
+from thinwire.errors import ConfigurationError
+from thinwire.lm.run import Run
+from thinwire.plan import cost
+from thinwire.plan.links import Links
+from thinwire.plan.machine import FREE, Machine
+from thinwire.plan.memory import Memory
+from thinwire.plan.scaling import Outside, Prediction
+from thinwire.plan.sites import Places
+from thinwire.strategy import Strategy
+
+METHODS = ("data_parallel", "diloco", "streaming_diloco", "eager_diloco", "sparse_loco")
+RANKS = 1024  # of a replica, at most
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be trained, and where: `ranks` of each site form one replica (FSDP2)."""
+
+    base: Run
+    links: Links
+    machines: tuple[Machine, ...]
+    tokens: float
+    ranks: int = 1
+    batch_tokens: int | None = None  # of all replicas together; without: the scaling law's, or the base's
+    memory_nbytes: int | None = None  # of each rank; without: FREE of the machine's
+    methods: tuple[str, ...] = METHODS
+
+    def __post_init__(self) -> None:
+        if len(self.machines) not in (1, len(self.links)):
+            raise ConfigurationError(
+                f"{len(self.machines)} machines for {len(self.links)} replicas ({', '.join(self.links.names)}): one for all, or one for each in "
+                "that order, is needed."
+            )
+        unknown = [method for method in self.methods if method not in METHODS]
+        if unknown or not self.methods:
+            raise ConfigurationError(
+                f"methods {', '.join(unknown) or 'none'}: some of {', '.join(METHODS)} are needed."
+            )
+        if not (math.isfinite(self.tokens) and self.tokens > 0):
+            raise ConfigurationError(f"tokens={self.tokens}: more than 0 is needed.")
+        if not 1 <= self.ranks <= RANKS:
+            raise ConfigurationError(
+                f"ranks={self.ranks}: 1 to {RANKS} are needed; give the ranks of one site that form one replica."
+            )
+
+    def machine(self, place: int) -> Machine:
+        return self.machines[place if len(self.machines) > 1 else 0]
+
+    def limit_nbytes(self, machines: Sequence[Machine]) -> int:
+        """What a rank may use on the smallest of these machines."""
+        return self.memory_nbytes or int(FREE * min(machine.memory_nbytes for machine in machines))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A method with its H, τ and codec, whatever the sites; the outer learning rate goes by their number."""
+
+    run: Run
+    strategy: Strategy
+    numels: tuple[int, ...]  # of the fragments
+
+    @cached_property
+    def sends(self) -> tuple[str, str, tuple[int, ...]]:
+        """Candidates that have this alike send alike."""
+        return repr(self.strategy.exchange), repr(self.strategy.codec), self.numels
+
+    @cached_property
+    def coded(self) -> tuple[tuple[Codec, int], ...]:
+        """What each fragment is coded in, and its elements."""
+        return tuple(self.strategy.coded(((numel,),)) for numel in self.numels)
+
+    @cached_property
+    def timing(self) -> tuple[int, int, int, int]:
+        """Of a period: inner steps, steps that a flight may take, flights one after the other, and bytes for one peer."""
+        schedule, nbytes = self.strategy.schedule, sum(codec.nbytes(numel) for codec, numel in self.coded)
+        return schedule.every, schedule.delay, len(self.numels) if schedule.delay else 1, nbytes
+
+    @cached_property
+    def label(self) -> str:
+        return self.run.label
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of a plan: a run, and what is predicted for it."""
+
+    candidate: Candidate
+    places: Places
+    batch: int
+    accumulate: int
+    lr: float
+    outer_lr: float | None
+    step_seconds: float
+    traffic: tuple[cost.Traffic, ...]  # of the fragments
+    pace: cost.Pace
+    period_nbytes: int  # one replica's, sent in a period
+    memory_nbytes: int
+    memory_limit: int
+    memory: Memory
+    loss: Prediction
+    density: float
+    tokens: float
+    warnings: tuple[Outside, ...] = ()
+
+    @cached_property
+    def run(self) -> Run:
+        """Made and checked when it is asked for: most settings are only compared."""
+        run = self.candidate.run
+        steps = max(1, math.ceil(self.tokens / (self.replicas * self.batch * self.accumulate * run.sequence)))
+        return dataclasses.replace(
+            run, replicas=self.replicas, least=min(run.least, self.replicas), batch=self.batch, accumulate=self.accumulate,
+            steps=steps, lr=self.lr, outer_lr=self.outer_lr,
+        )  # fmt: skip
+
+    @property
+    def strategy(self) -> Strategy:
+        return self.candidate.strategy
+
+    @property
+    def method(self) -> str:
+        return self.candidate.run.strategy
+
+    @property
+    def label(self) -> str:
+        """Without the outer learning rate, which goes by the number of replicas."""
+        return self.candidate.label
+
+    @property
+    def replicas(self) -> int:
+        return len(self.places)
+
+    @property
+    def flight_seconds(self) -> float:
+        """Of the largest fragment."""
+        return max(traffic.flight_seconds for traffic in self.traffic)
+
+    @property
+    def tokens_per_second(self) -> float:
+        tokens = self.replicas * self.batch * self.accumulate * self.candidate.run.sequence
+        return tokens * self.pace.utilization / self.step_seconds
+
+    @property
+    def useful_tokens_per_second(self) -> float:
+        return self.tokens_per_second * self.density
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole training."""
+        return self.tokens / self.tokens_per_second
+
+    @property
+    def fits(self) -> bool:
+        return self.memory_nbytes <= self.memory_limit
+
+    @property
+    def bits_per_second(self) -> float:
+        """Sent by one replica, on average."""
+        return 8 * self.period_nbytes / (self.strategy.schedule.every * self.step_seconds) * self.pace.utilization
