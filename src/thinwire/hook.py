@@ -5,6 +5,7 @@ Each bucket is exchanged as soon as DDP has filled it, on the exchange threads, 
 
 # Annotations are evaluated here: DDP looks at those of a hook.
 import math
+import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future as Landing
 from dataclasses import replace
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported without saying so
 
 from thinwire.codecs import in_full
-from thinwire.contact import agree
+from thinwire.contact import COMPARED, DRIFTED, agree, agree_on_weights
 from thinwire.errors import CheckpointError, ConfigurationError
 from thinwire.filters import Clip
 from thinwire.flight import Crew, Landed, Ticket
@@ -56,6 +57,7 @@ class GradientHook:
             )
         self.strategy, self.group = strategy, group
         self.steps = 0  # that were exchanged
+        self._compared, self._drifted = 0, False
         self._first = True  # of this hook: DDP cuts its buckets anew after it
         agree(group, {"strategy": repr(strategy)})
         strategy.warm_up()
@@ -69,6 +71,7 @@ class GradientHook:
         """Have `ddp` exchange its buckets by this hook from now on. Raises `ConfigurationError` if `optimizer` does not go with it."""
         self.strategy.check_inner(optimizer, sharded=False)
         ddp.register_comm_hook(self, GradientHook.exchange)
+        optimizer.register_step_post_hook(lambda *_: self._compare_weights())
 
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """The hook: what comes back is done when the bucket holds the estimate of the mean."""
@@ -115,6 +118,17 @@ class GradientHook:
     def close(self) -> None:
         """End the exchange threads. The group stays open; it is the caller's."""
         self._crew.close()
+
+    @torch.no_grad()
+    def _compare_weights(self) -> None:
+        """After an optimizer's step, now and then: each replica takes it by itself, and not every processor rounds alike."""
+        if self.steps - self._compared < COMPARED:
+            return
+        self._compared = self.steps
+        weights = [parameter.detach() for _, parameter in self._named.values()]
+        if agree_on_weights(self.group, weights, "comparison")[1] and not self._drifted:
+            self._drifted = True
+            warnings.warn(DRIFTED, stacklevel=1)
 
     @torch.no_grad()
     def _land(self, piece: Held, landed: Landed, buffer: Tensor, last: bool) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.codecs import Identity
-from thinwire.contact import agree_on_start, check_start, digest, introduce, introduction
+from thinwire.contact import COMPARED, DRIFTED, agree_on_weights, check_start, digest, introduce, introduction
 from thinwire.elastic import Elastic, check, tokens_of_step
 from thinwire.errors import ConfigurationError, DisagreementError, ModelError, NonFiniteError
 from thinwire.flight import WEIGHTS, Crew, Landed, Ticket, agree
@@ -106,7 +106,7 @@ class Replica:
         )
         self._calendar.departs(0)  # offsets for another number of fragments are refused here
         strategy.warm_up()
-        self._gradients_exchanged = self._finished = False
+        self._gradients_exchanged = self._finished = self._drifted = False
         self._site = site
         self._elastic: Elastic | None = None
         if isinstance(group, Roster):
@@ -130,7 +130,8 @@ class Replica:
         self._buffers = self._crew.air.buffers
         self._pieces = [hold(self.strategy, f, index, group.rank, group.size) for index, f in enumerate(fragments)]
         anchors = [piece.anchor for piece in self._pieces]
-        if agree_on_start(group, anchors):
+        self._alike, unlike = agree_on_weights(group, anchors, "start")
+        if unlike:
             self._observe("warning", 0, message="replicas began with different weights; all start from replica 0's")
         check_start(fragments, anchors)
         self._load_anchors()
@@ -234,7 +235,9 @@ class Replica:
         self._finished = True
         if self._elastic:
             self._elastic.finish(self.step)
-        elif not isinstance(self.strategy.signal, Gradients):
+        elif isinstance(self.strategy.signal, Gradients):
+            self._compare_weights()
+        else:
             for piece in self._pieces:
                 if piece.flight and not self.strategy.merge.whole_period:  # else the departure lands the round before
                     self._land(piece)
@@ -277,7 +280,10 @@ class Replica:
         self._gradients_exchanged = False
         if self._elastic:
             self.step = self._elastic.after_step(self.step, self.tokens)
-        elif not isinstance(self.strategy.signal, Gradients):
+        elif isinstance(self.strategy.signal, Gradients):
+            if self.step % COMPARED == 0:
+                self._compare_weights()
+        else:
             for index in self._calendar.departs(self.step):
                 self._depart_delta(self._pieces[index])
             for piece in self._pieces:
@@ -394,7 +400,21 @@ class Replica:
                 "anchors to start again from; go on from the last checkpoint."
             )
 
+    @torch.no_grad()
+    def _compare_weights(self) -> None:
+        """With `Gradients`: each replica takes the optimizer's step by itself, and not every processor rounds alike."""
+        self._alike, drifted = agree_on_weights(self.group, self._weights, "comparison")
+        if drifted:
+            reshard(self.model)
+            if not self._drifted:
+                self._observe("warning", self.step, message=DRIFTED)
+            self._drifted = True
+
     # ---- weights in and out
+
+    @property
+    def _weights(self) -> list[Tensor]:
+        return [part for piece in self._pieces for part, _ in piece.slices(piece.anchor)]
 
     @torch.no_grad()
     def _load_anchors(self) -> None:
@@ -419,6 +439,8 @@ class Replica:
             "flights": flights,
             "calendar": self._calendar.facts(),
         }
+        if isinstance(self.strategy.signal, Gradients):
+            facts["weights"] = {"alike": self._alike.hex(), "own": digest(self._weights).hex()}
         return tensors, facts | ({"agreed": self._elastic.facts()} if self._elastic else {})
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
@@ -434,7 +456,7 @@ class Replica:
         if self._elastic:
             self._elastic.load(facts["agreed"])
             return
-        told = gather(self.group, self.step.to_bytes(8, "little") + digest(self.anchors()), 24, "resume")
+        told = gather(self.group, self.step.to_bytes(8, "little") + self._resumed(facts), 24, "resume")
         for rank, text in enumerate(told):
             if text != told[0]:
                 step = int.from_bytes(text[:8], "little")
@@ -446,3 +468,11 @@ class Replica:
             piece = self._pieces[index]
             delta = tensors[f"{index}.delta"].to(piece.anchor.device)
             piece.flight = self._crew.launch(self._ticket(piece, number, departed), self._moved(piece, delta))
+
+    def _resumed(self, facts: Mapping[str, Any]) -> bytes:
+        """What must be equal on all who resume: anchors; of weights that may have drifted since, what they were when last compared."""
+        if not isinstance(self.strategy.signal, Gradients):
+            return digest(self.anchors())
+        own, saved = digest(self._weights), facts.get("weights", {})
+        self._alike = bytes.fromhex(saved["alike"]) if saved.get("own") == own.hex() else own
+        return self._alike
