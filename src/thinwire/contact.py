@@ -17,11 +17,6 @@ from thinwire.partition import Fragment, local
 from thinwire.strategy import Strategy
 from thinwire.version import __version__
 
-COMPARED = 100  # steps from one look at weights that should be equal to the next
-DRIFTED = (
-    "the weights of the replicas have drifted apart: their processors or optimizers round differently. All take replica 0's now, and at "
-    f"every {COMPARED}th step; thinwire.SGD(...).make(...) steps alike on all processors."
-)
 _LIMIT = 1 << 24  # bytes of one replica's introduction; a million tensors' names
 
 

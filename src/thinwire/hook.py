@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported without saying so
 
 from thinwire.codecs import in_full
-from thinwire.contact import COMPARED, DRIFTED, agree, agree_on_weights
+from thinwire.contact import agree
 from thinwire.errors import CheckpointError, ConfigurationError
 from thinwire.filters import Clip
 from thinwire.flight import Crew, Landed, Ticket
@@ -25,6 +25,7 @@ from thinwire.held import Held, hold
 from thinwire.moved import Moved
 from thinwire.partition import Fragment, Whole, trainable
 from thinwire.strategy import Gradients, Strategy
+from thinwire.weights import Stepped
 
 
 class GradientHook:
@@ -40,6 +41,7 @@ class GradientHook:
     feedback remember follows each parameter into its new bucket. A step in which any replica's gradient is not finite changes none of
     that, and leaves NaN in the gradients of that bucket, on all replicas alike, as plain DDP would: skip it. The `group` must be one of
     its own: DDP's messages and the packets must not mix. Buckets are exchanged in fp32 and written back in their own dtype.
+    Weights are compared after every hundredth step, and are replica 0's where they have drifted apart (`Gradients`).
 
     `state()` and `load_state()` keep what each parameter's filters and feedback remember (what the owners of a `TwoShot(Feedback())` hold back
     is not kept, nor what `AllReduce` goes on from: lost at a resume). Raises `ConfigurationError`, `DisagreementError`; backward raises `LinkError`.
@@ -57,11 +59,11 @@ class GradientHook:
             )
         self.strategy, self.group = strategy, group
         self.steps = 0  # that were exchanged
-        self._compared, self._drifted = 0, False
         self._first = True  # of this hook: DDP cuts its buckets anew after it
         agree(group, {"strategy": repr(strategy)})
         strategy.warm_up()
         self._named = {id(parameter): (name, parameter) for name, parameter in trainable(model)}
+        self._stepped = Stepped(model, lambda: [p.detach() for _, p in self._named.values()], group, warnings.warn)
         self._crew = Crew(strategy, group, None)
         self._pieces: dict[tuple[str, ...], Held] = {}
         self._remembered: dict[str, Tensor] = {}  # by parameter and what it is, for buckets still to come
@@ -71,7 +73,7 @@ class GradientHook:
         """Have `ddp` exchange its buckets by this hook from now on. Raises `ConfigurationError` if `optimizer` does not go with it."""
         self.strategy.check_inner(optimizer, sharded=False)
         ddp.register_comm_hook(self, GradientHook.exchange)
-        optimizer.register_step_post_hook(lambda *_: self._compare_weights())
+        optimizer.register_step_post_hook(lambda *_: self._stepped.after(self.steps))
 
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """The hook: what comes back is done when the bucket holds the estimate of the mean."""
@@ -118,17 +120,6 @@ class GradientHook:
     def close(self) -> None:
         """End the exchange threads. The group stays open; it is the caller's."""
         self._crew.close()
-
-    @torch.no_grad()
-    def _compare_weights(self) -> None:
-        """After an optimizer's step, now and then: each replica takes it by itself, and not every processor rounds alike."""
-        if self.steps - self._compared < COMPARED:
-            return
-        self._compared = self.steps
-        weights = [parameter.detach() for _, parameter in self._named.values()]
-        if agree_on_weights(self.group, weights, "comparison")[1] and not self._drifted:
-            self._drifted = True
-            warnings.warn(DRIFTED, stacklevel=1)
 
     @torch.no_grad()
     def _land(self, piece: Held, landed: Landed, buffer: Tensor, last: bool) -> None:

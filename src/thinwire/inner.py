@@ -51,7 +51,9 @@ class AdamW:
 
 @dataclass(frozen=True)
 class SGD:
-    """torch.optim.SGD, stepping alike on all processors. Its weight decay goes through the momentum, so what it is given is divided by what that and `lr_factor` make of it."""
+    """torch.optim.SGD, in steps that are alike on all processors. Its weight decay goes through the momentum, so what it is given is
+    divided by what that and `lr_factor` make of it.
+    """
 
     momentum: float = 0.0
     lr_factor: float = 1.0

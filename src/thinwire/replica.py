@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.codecs import Identity
-from thinwire.contact import COMPARED, DRIFTED, agree_on_weights, check_start, digest, introduce, introduction
+from thinwire.contact import agree_on_start, check_start, digest, introduce, introduction
 from thinwire.elastic import Elastic, check, tokens_of_step
-from thinwire.errors import ConfigurationError, DisagreementError, ModelError, NonFiniteError
+from thinwire.errors import ConfigurationError, DisagreementError, ModelError
 from thinwire.flight import WEIGHTS, Crew, Landed, Ticket, agree
 from thinwire.group.base import Group, gather
 from thinwire.group.roster import Roster
@@ -31,7 +31,7 @@ from thinwire.outer import Average
 from thinwire.partition import Fragment, check_optimizer, check_sharding
 from thinwire.schedule import Calendar
 from thinwire.strategy import Gradients, Strategy
-from thinwire.weights import clear, exported, gradient, reshard
+from thinwire.weights import Stepped, clear, exported, gradient, reshard
 
 
 class Observer(Protocol):
@@ -106,9 +106,10 @@ class Replica:
         )
         self._calendar.departs(0)  # offsets for another number of fragments are refused here
         strategy.warm_up()
-        self._gradients_exchanged = self._finished = self._drifted = False
+        self._gradients_exchanged = self._finished = False
         self._site = site
         self._elastic: Elastic | None = None
+        self._stepped: Stepped | None = None  # with Gradients
         if isinstance(group, Roster):
             self._join(group, fragments, site)
         else:
@@ -130,11 +131,12 @@ class Replica:
         self._buffers = self._crew.air.buffers
         self._pieces = [hold(self.strategy, f, index, group.rank, group.size) for index, f in enumerate(fragments)]
         anchors = [piece.anchor for piece in self._pieces]
-        self._alike, unlike = agree_on_weights(group, anchors, "start")
-        if unlike:
-            self._observe("warning", 0, message="replicas began with different weights; all start from replica 0's")
+        if agree_on_start(group, anchors):
+            self._warn("replicas began with different weights; all start from replica 0's")
         check_start(fragments, anchors)
         self._load_anchors()
+        if isinstance(self.strategy.signal, Gradients):
+            self._stepped = Stepped(self.model, self._weights, group, self._warn)
 
     def _join(self, roster: Roster, fragments: list[Fragment], site: Group | None) -> None:
         """Be one of those who are there now."""
@@ -151,6 +153,9 @@ class Replica:
             self.strategy, roster, self._pieces, self._observe, self._clock, self._start_again, by_tokens=by_tokens
         )
         self.step = self._elastic.join(self.step)
+
+    def _warn(self, message: str) -> None:
+        self._observe("warning", self.step, message=message)
 
     # ---- what a training loop may ask
 
@@ -198,22 +203,18 @@ class Replica:
             self._buffers.give(mean)
             piece.remember(replace(landed, good=not refused), self._buffers)
             report()
-        if refused:
-            self._check_own_weights()
+        if refused and self._stepped:
+            self._stepped.check()
         self.seconds += self._clock() - began
 
     def anchors(self) -> list[Tensor]:
         """The outer weights, flat and in fp32, a tensor a fragment (with `Gradients`: the parameters, which are equal everywhere)."""
-        exchanges_gradients = isinstance(self.strategy.signal, Gradients)
-        return [
-            piece.snapshot(torch.empty_like(piece.anchor)) if exchanges_gradients else piece.anchor.clone()
-            for piece in self._pieces
-        ]
+        return [p.snapshot(torch.empty_like(p.anchor)) if self._stepped else p.anchor.clone() for p in self._pieces]
 
     @contextmanager
     def anchored(self) -> Iterator[None]:
         """Within: the model holds the outer weights, for evaluation. After: the replica's own again, bit for bit."""
-        own = [(part, part.clone()) for piece in self._pieces for part, _ in piece.slices(piece.anchor)]
+        own = [(part, part.clone()) for part in self._weights()]
         reshard(self.model)
         self._load_anchors()
         try:
@@ -235,8 +236,8 @@ class Replica:
         self._finished = True
         if self._elastic:
             self._elastic.finish(self.step)
-        elif isinstance(self.strategy.signal, Gradients):
-            self._compare_weights()
+        elif self._stepped:
+            self._stepped.compare()
         else:
             for piece in self._pieces:
                 if piece.flight and not self.strategy.merge.whole_period:  # else the departure lands the round before
@@ -280,9 +281,8 @@ class Replica:
         self._gradients_exchanged = False
         if self._elastic:
             self.step = self._elastic.after_step(self.step, self.tokens)
-        elif isinstance(self.strategy.signal, Gradients):
-            if self.step % COMPARED == 0:
-                self._compare_weights()
+        elif self._stepped:
+            self._stepped.after(self.step)
         else:
             for index in self._calendar.departs(self.step):
                 self._depart_delta(self._pieces[index])
@@ -385,34 +385,14 @@ class Replica:
         bad = not all(piece.finite() for piece in self._pieces)
         if agree(self._site, (int(bad),), WEIGHTS) == (0,):  # all shards, or none
             return  # a delta from before the last new start
-        message = "this replica's weights were not finite; it starts again from the anchors"
-        self._observe("warning", self.step, message=message)
+        self._warn("this replica's weights were not finite; it starts again from the anchors")
         for piece in self._pieces:
             piece.deviation = piece.own = None
         self._load_anchors()
         clear(self.model, self.optimizer)
 
-    def _check_own_weights(self) -> None:
-        """With `Gradients` there is no anchor to start again from."""
-        if not all(piece.finite() for piece in self._pieces):
-            raise NonFiniteError(
-                f"the weights of replica {self.group.rank} hold NaN or infinity, and data-parallel training keeps no "
-                "anchors to start again from; go on from the last checkpoint."
-            )
-
-    @torch.no_grad()
-    def _compare_weights(self) -> None:
-        """With `Gradients`: each replica takes the optimizer's step by itself, and not every processor rounds alike."""
-        self._alike, drifted = agree_on_weights(self.group, self._weights, "comparison")
-        if drifted:
-            reshard(self.model)
-            if not self._drifted:
-                self._observe("warning", self.step, message=DRIFTED)
-            self._drifted = True
-
     # ---- weights in and out
 
-    @property
     def _weights(self) -> list[Tensor]:
         return [part for piece in self._pieces for part, _ in piece.slices(piece.anchor)]
 
@@ -439,8 +419,7 @@ class Replica:
             "flights": flights,
             "calendar": self._calendar.facts(),
         }
-        if isinstance(self.strategy.signal, Gradients):
-            facts["weights"] = {"alike": self._alike.hex(), "own": digest(self._weights).hex()}
+        facts |= {"weights": self._stepped.facts()} if self._stepped else {}
         return tensors, facts | ({"agreed": self._elastic.facts()} if self._elastic else {})
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
@@ -456,7 +435,8 @@ class Replica:
         if self._elastic:
             self._elastic.load(facts["agreed"])
             return
-        told = gather(self.group, self.step.to_bytes(8, "little") + self._resumed(facts), 24, "resume")
+        alike = self._stepped.resume(facts.get("weights", {})) if self._stepped else digest(self.anchors())
+        told = gather(self.group, self.step.to_bytes(8, "little") + alike, 24, "resume")
         for rank, text in enumerate(told):
             if text != told[0]:
                 step = int.from_bytes(text[:8], "little")
@@ -468,11 +448,3 @@ class Replica:
             piece = self._pieces[index]
             delta = tensors[f"{index}.delta"].to(piece.anchor.device)
             piece.flight = self._crew.launch(self._ticket(piece, number, departed), self._moved(piece, delta))
-
-    def _resumed(self, facts: Mapping[str, Any]) -> bytes:
-        """What must be equal on all who resume: anchors; of weights that may have drifted since, what they were when last compared."""
-        if not isinstance(self.strategy.signal, Gradients):
-            return digest(self.anchors())
-        own, saved = digest(self._weights), facts.get("weights", {})
-        self._alike = bytes.fromhex(saved["alike"]) if saved.get("own") == own.hex() else own
-        return self._alike
