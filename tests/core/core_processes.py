@@ -25,6 +25,16 @@ from thinwire.partition import local
 
 WORLD, STEPS = 4, 12
 ALIKE: tuple[Mapping[str, str], ...] = ({},) * WORLD
+# What libraries make of a processor is asked for by their own environment variables.
+NEW = {"ATEN_CPU_CAPABILITY": "avx512"}  # or the most that this machine has
+MIDDLE = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+OLD = {
+    "ATEN_CPU_CAPABILITY": "default",
+    "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
+    "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-FMA,-FMA4,-AVX2",
+}
+OLDEST = OLD | {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
+UNLIKE = (OLDEST, OLD, MIDDLE, NEW)
 POISON_STEP = 6
 FOUR = METHODS | {"two sites": IN_SITES[2, 2]}
 STRATEGIES = {

@@ -8,22 +8,14 @@ import copy
 import numpy as np
 import pytest
 import torch
-from core_processes import FOUR, run_world
-from pieces import METHODS, Journey, Plan, adamw, batch, inner_step, same_bits, toy, travel, weights
+from core_processes import FOUR, NEW, OLD, UNLIKE, run_world
+from pieces import METHODS, Journey, Plan, adamw, batch, fill, inner_step, same_bits, toy, travel, weights
 
 import thinwire as tw
 from thinwire.codecs.exact import root
 from thinwire.group import CountedGroup, Ledger
 from thinwire.weights import clip_alike
 
-NEW = {"ATEN_CPU_CAPABILITY": "avx512"}  # or the most that this machine has
-MIDDLE = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
-OLD = {
-    "ATEN_CPU_CAPABILITY": "default",
-    "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
-    "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-FMA,-FMA4,-AVX2",
-}
-OLDEST = OLD | {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
 FEW = {
     "moments": tw.Strategy(
         schedule=tw.Every(2),
@@ -69,7 +61,7 @@ def test_two_processors(tmp_path):
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    return run_world(all_of_them, tmp_path_factory.mktemp("unlike"), machines=(OLDEST, OLD, MIDDLE, NEW))
+    return run_world(all_of_them, tmp_path_factory.mktemp("unlike"), machines=UNLIKE)
 
 
 @pytest.mark.slow
@@ -82,41 +74,37 @@ def test_every_recipe(world, name):
 
 
 def nudge(model: torch.nn.Module) -> None:
-    """What another processor might have made of the first weight."""
-    first = next(iter(model.parameters())).detach().view(-1)
-    first[:1] = torch.nextafter(first[:1], torch.tensor([9.0]))
+    """What other processors make of weights, only more, so that it stays."""
+    next(iter(model.parameters())).detach().add_(1e-4)
 
 
 def test_drift_is_named_once_and_mended():
-    """Three looks at the weights, two of which find them apart; every byte of it is predicted."""
+    """At a hundred steps and at the end; every byte of it is predicted."""
     ledgers = [Ledger(), Ledger()]
 
     def replica(group):
-        model, told, apart = torch.nn.Linear(3, 1), [], []
+        model, told, seen = fill(torch.nn.Linear(3, 1)), [], []
         optimizer, counted = adamw(model), CountedGroup(group, ledgers[group.rank])
 
         def observer(event, step, **fields):
             if event == "warning":
                 told.append((step, fields["message"]))
 
-        with tw.Replica(tw.data_parallel(), model, optimizer, counted, observer=observer) as attached:
-            told.clear()  # of the start
-            for step in range(1, 231):
+        with tw.Replica(tw.data_parallel(), model, optimizer, counted, observer=observer):
+            for step in range(1, 121):
                 inner_step(model, optimizer, *batch(0, group.rank, step))
-                if group.rank == 1 and step in (7, 207):
+                if group.rank == 1 and step in (7, 107):
                     nudge(model)
-                apart.append(weights(model))
-        assert attached.step == 230
-        return told, apart, weights(model)
+                seen.append(weights(model))
+        return told, seen, weights(model)
 
     (told, first, final), (also, second, other) = tw.run_threads(2, replica, timeout=20.0)
     assert told == also and [step for step, _ in told] == [100] and "have drifted apart" in told[0][1]
-    assert [same_bits(first[step - 1], second[step - 1]) for step in (6, 7, 99, 100, 206, 207, 230)] == [
-        *(True, False, False, True, True, False, False)
-    ]
+    alike = [step for step, pair in enumerate(zip(first, second), 1) if same_bits(*pair)]
+    assert alike == [*range(1, 7), *range(100, 107)]
     assert same_bits(final, other) and same_bits(final, first[-1]), "replica 0's"
     whole = 4 * final.numel()
-    assert [ledger.sent("comparison") for ledger in ledgers] == [3 * 24 + 2 * whole, 3 * 24]
+    assert [ledger.sent("comparison") for ledger in ledgers] == [2 * (24 + whole), 2 * 24]
 
 
 def test_a_resume_keeps_what_has_drifted():
