@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported without saying so
+from torch.utils.hooks import RemovableHandle
 
 from thinwire.codecs import in_full
 from thinwire.contact import agree
@@ -68,12 +69,13 @@ class GradientHook:
         self._pieces: dict[tuple[str, ...], Held] = {}
         self._remembered: dict[str, Tensor] = {}  # by parameter and what it is, for buckets still to come
         self._landed: list[tuple[Held, Landed]] = []
+        self._hooks: list[RemovableHandle] = []
 
     def register(self, ddp: nn.parallel.DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
         """Have `ddp` exchange its buckets by this hook from now on. Raises `ConfigurationError` if `optimizer` does not go with it."""
         self.strategy.check_inner(optimizer, sharded=False)
         ddp.register_comm_hook(self, GradientHook.exchange)
-        optimizer.register_step_post_hook(lambda *_: self._stepped.after(self.steps))
+        self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._stepped.after(self.steps)))
 
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """The hook: what comes back is done when the bucket holds the estimate of the mean."""
@@ -119,6 +121,8 @@ class GradientHook:
 
     def close(self) -> None:
         """End the exchange threads. The group stays open; it is the caller's."""
+        for hook in self._hooks:
+            hook.remove()
         self._crew.close()
 
     @torch.no_grad()
