@@ -78,23 +78,27 @@ def digest(tensors: Sequence[Tensor]) -> bytes:
 
 
 def agree_on_start(group: Group, anchors: Sequence[Tensor]) -> bool:
-    """Make all replicas start from replica 0's weights: `anchors` are overwritten where any replica differs.
+    """Make all replicas start from replica 0's weights, as `agree_on_weights`. Returns whether any differed."""
+    return agree_on_weights(group, anchors, "start")[1]
 
-    Returns whether bytes had to be sent: 16 a replica if all are equal already (the same seed), else 4 a parameter
-    from replica 0 to each.
+
+def agree_on_weights(group: Group, tensors: Sequence[Tensor], purpose: str) -> tuple[bytes, bool]:
+    """Make `tensors` those of replica 0 everywhere: overwritten where any replica differs. Their digest now, and whether any did.
+
+    24 bytes to each other replica if all are equal already, else the tensors besides, from replica 0 to each.
     """
-    digests = gather(group, digest(anchors), 16, "start")
+    digests = gather(group, digest(tensors), 16, purpose)
     if len(set(digests)) == 1:
-        return False
-    for index, anchor in enumerate(anchors):
-        whole = anchor.cpu().contiguous()
+        return digests[0], False
+    for index, tensor in enumerate(tensors):
+        whole = tensor.cpu().contiguous()
         raw = whole.view(-1).view(torch.uint8)
         if group.rank == 0:
-            group.post(index, {peer: raw for peer in range(1, group.size)}, {}, "start").wait()
+            group.post(index, {peer: raw for peer in range(1, group.size)}, {}, purpose).wait()
         else:
-            group.post(index, {}, {0: raw}, "start").wait()
-            anchor.copy_(whole)
-    return True
+            group.post(index, {}, {0: raw}, purpose).wait()
+            tensor.copy_(whole)
+    return digests[0], True
 
 
 def check_start(fragments: Sequence[Fragment], anchors: Sequence[Tensor]) -> None:

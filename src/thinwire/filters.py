@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, Each
+from thinwire.codecs.exact import root, summed
 from thinwire.errors import ConfigurationError
 from thinwire.outer import State
 
@@ -207,21 +208,21 @@ class Moments:
     def signal(self, s: Tensor, state: State) -> Tensor:
         if self.dense(state):
             return s
-        said = torch.mul(state["average"], self.beta1).add_(s, alpha=1 - self.beta1)
+        said = _blended(state["average"], s, self.beta1)
         return said.masked_fill_(state["square"] == 0, 0.0)
 
     def settle(self, s: Tensor, sent: Tensor, mean: Tensor, state: State, held: State) -> tuple[Tensor, State]:
         square, phase = state["square"], state["phase"]
         if self.dense(state):
-            average = torch.mul(state["average"], self.beta1).add_(mean, alpha=1 - self.beta1)
-            square = torch.mul(square, self.beta2).addcmul_(mean, mean, value=1 - self.beta2)
+            average = _blended(state["average"], mean, self.beta1)
+            square = _blended(square, mean * mean, self.beta2)
             phase = self._turned(phase, square)
         else:
             untouched = square == 0
             average = mean.masked_fill(untouched, 0.0)
             for value in held.values():
                 value.masked_fill_(untouched, 0.0)
-        return average / square.sqrt().add_(self.eps), {"average": average, "square": square, "phase": phase}
+        return average / root(square).add_(self.eps), {"average": average, "square": square, "phase": phase}
 
     def _turned(self, phase: Tensor, square: Tensor) -> Tensor:
         rounds, before, _ = phase.tolist()
@@ -230,9 +231,16 @@ class Moments:
             return torch.tensor([rounds, 0.0, float(rounds >= self.freeze)], dtype=torch.float64)
         if rounds % round(1 / (1 - self.beta2)):
             return torch.tensor([rounds, before, 0.0], dtype=torch.float64)
-        norm = float(square.sum(dtype=torch.float64))
+        norm = summed(square)
         alike = min(norm, before) >= self.freeze.ratio * max(norm, before) and rounds >= self.freeze.least
         return torch.tensor([rounds, norm, float(alike)], dtype=torch.float64)
+
+
+def _blended(before: Tensor, now: Tensor, share: float) -> Tensor:
+    """share·before + (1 − share)·now, each product and the sum rounded by itself: torch's `add(alpha=)`, `addcmul` and `lerp` round once on
+    some processors and twice on others.
+    """
+    return torch.mul(before, share).add_(now * (1 - share))
 
 
 @dataclass(frozen=True)

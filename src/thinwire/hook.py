@@ -5,6 +5,7 @@ Each bucket is exchanged as soon as DDP has filled it, on the exchange threads, 
 
 # Annotations are evaluated here: DDP looks at those of a hook.
 import math
+import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future as Landing
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported without saying so
+from torch.utils.hooks import RemovableHandle
 
 from thinwire.codecs import in_full
 from thinwire.contact import agree
@@ -24,6 +26,7 @@ from thinwire.held import Held, hold
 from thinwire.moved import Moved
 from thinwire.partition import Fragment, Whole, trainable
 from thinwire.strategy import Gradients, Strategy
+from thinwire.weights import Stepped
 
 
 class GradientHook:
@@ -39,6 +42,7 @@ class GradientHook:
     feedback remember follows each parameter into its new bucket. A step in which any replica's gradient is not finite changes none of
     that, and leaves NaN in the gradients of that bucket, on all replicas alike, as plain DDP would: skip it. The `group` must be one of
     its own: DDP's messages and the packets must not mix. Buckets are exchanged in fp32 and written back in their own dtype.
+    Weights are compared after every hundredth step, and are replica 0's where they have drifted apart (`Gradients`).
 
     `state()` and `load_state()` keep what each parameter's filters and feedback remember (what the owners of a `TwoShot(Feedback())` hold back
     is not kept, nor what `AllReduce` goes on from: lost at a resume). Raises `ConfigurationError`, `DisagreementError`; backward raises `LinkError`.
@@ -60,15 +64,18 @@ class GradientHook:
         agree(group, {"strategy": repr(strategy)})
         strategy.warm_up()
         self._named = {id(parameter): (name, parameter) for name, parameter in trainable(model)}
+        self._stepped = Stepped(model, lambda: [p.detach() for _, p in self._named.values()], group, warnings.warn)
         self._crew = Crew(strategy, group, None)
         self._pieces: dict[tuple[str, ...], Held] = {}
         self._remembered: dict[str, Tensor] = {}  # by parameter and what it is, for buckets still to come
         self._landed: list[tuple[Held, Landed]] = []
+        self._hooks: list[RemovableHandle] = []
 
     def register(self, ddp: nn.parallel.DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
         """Have `ddp` exchange its buckets by this hook from now on. Raises `ConfigurationError` if `optimizer` does not go with it."""
         self.strategy.check_inner(optimizer, sharded=False)
         ddp.register_comm_hook(self, GradientHook.exchange)
+        self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._stepped.after(self.steps)))
 
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """The hook: what comes back is done when the bucket holds the estimate of the mean."""
@@ -114,6 +121,8 @@ class GradientHook:
 
     def close(self) -> None:
         """End the exchange threads. The group stays open; it is the caller's."""
+        for hook in self._hooks:
+            hook.remove()
         self._crew.close()
 
     @torch.no_grad()

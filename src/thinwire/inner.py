@@ -51,7 +51,9 @@ class AdamW:
 
 @dataclass(frozen=True)
 class SGD:
-    """torch.optim.SGD. Its weight decay goes through the momentum, so what it is given is divided by what that and `lr_factor` make of it."""
+    """torch.optim.SGD, in steps that are alike on all processors. Its weight decay goes through the momentum, so what it is given is
+    divided by what that and `lr_factor` make of it.
+    """
 
     momentum: float = 0.0
     lr_factor: float = 1.0
@@ -62,7 +64,7 @@ class SGD:
 
     def make(self, model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:
         decay = weight_decay * (1 - self.momentum) / self.lr_factor
-        return torch.optim.SGD(_parameters(model), lr * self.lr_factor, momentum=self.momentum, weight_decay=decay)
+        return UnfusedSGD(_parameters(model), lr * self.lr_factor, momentum=self.momentum, weight_decay=decay)
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         _expect(self, optimizer, torch.optim.SGD)
@@ -117,6 +119,35 @@ class Muon:
                 f"the strategy's inner optimizer is {self}, {type(optimizer).__name__} was given; give what thinwire.Muon().make(model, lr, "
                 "weight_decay) returns, or leave inner=None in the strategy."
             )
+
+
+class UnfusedSGD(torch.optim.SGD):
+    """v ← momentum·v + g + weight_decay·θ;  θ ← θ − lr·v: torch.optim.SGD, whose state it has, with every product and sum rounded by
+    itself. torch's own rounds a product and its sum once or twice, as the processor has it, and replicas that step from one gradient drift apart.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._move(parameter, group["lr"], group["momentum"], group["weight_decay"])
+        return loss
+
+    def _move(self, parameter: Tensor, lr: float, momentum: float, decay: float) -> None:
+        direction = parameter.grad
+        assert direction is not None
+        if decay:
+            direction = direction + parameter * decay
+        if momentum:
+            before = self.state[parameter].get("momentum_buffer")
+            direction = direction.clone() if before is None else before.mul_(momentum).add_(direction)
+            self.state[parameter]["momentum_buffer"] = direction
+        parameter.sub_(direction * lr)
 
 
 class Both(torch.optim.Optimizer):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from thinwire.codecs import Identity
 from thinwire.contact import agree_on_start, check_start, digest, introduce, introduction
 from thinwire.elastic import Elastic, check, tokens_of_step
-from thinwire.errors import ConfigurationError, DisagreementError, ModelError, NonFiniteError
+from thinwire.errors import ConfigurationError, DisagreementError, ModelError
 from thinwire.flight import WEIGHTS, Crew, Landed, Ticket, agree
 from thinwire.group.base import Group, gather
 from thinwire.group.roster import Roster
@@ -31,7 +31,7 @@ from thinwire.outer import Average
 from thinwire.partition import Fragment, check_optimizer, check_sharding
 from thinwire.schedule import Calendar
 from thinwire.strategy import Gradients, Strategy
-from thinwire.weights import clear, exported, gradient, reshard
+from thinwire.weights import Stepped, clear, exported, gradient, reshard
 
 
 class Observer(Protocol):
@@ -109,6 +109,7 @@ class Replica:
         self._gradients_exchanged = self._finished = False
         self._site = site
         self._elastic: Elastic | None = None
+        self._stepped: Stepped | None = None  # with Gradients
         if isinstance(group, Roster):
             self._join(group, fragments, site)
         else:
@@ -131,9 +132,11 @@ class Replica:
         self._pieces = [hold(self.strategy, f, index, group.rank, group.size) for index, f in enumerate(fragments)]
         anchors = [piece.anchor for piece in self._pieces]
         if agree_on_start(group, anchors):
-            self._observe("warning", 0, message="replicas began with different weights; all start from replica 0's")
+            self._warn("replicas began with different weights; all start from replica 0's")
         check_start(fragments, anchors)
         self._load_anchors()
+        if isinstance(self.strategy.signal, Gradients):
+            self._stepped = Stepped(self.model, self._weights, group, self._warn)
 
     def _join(self, roster: Roster, fragments: list[Fragment], site: Group | None) -> None:
         """Be one of those who are there now."""
@@ -150,6 +153,9 @@ class Replica:
             self.strategy, roster, self._pieces, self._observe, self._clock, self._start_again, by_tokens=by_tokens
         )
         self.step = self._elastic.join(self.step)
+
+    def _warn(self, message: str) -> None:
+        self._observe("warning", self.step, message=message)
 
     # ---- what a training loop may ask
 
@@ -197,22 +203,18 @@ class Replica:
             self._buffers.give(mean)
             piece.remember(replace(landed, good=not refused), self._buffers)
             report()
-        if refused:
-            self._check_own_weights()
+        if refused and self._stepped:
+            self._stepped.check()
         self.seconds += self._clock() - began
 
     def anchors(self) -> list[Tensor]:
         """The outer weights, flat and in fp32, a tensor a fragment (with `Gradients`: the parameters, which are equal everywhere)."""
-        exchanges_gradients = isinstance(self.strategy.signal, Gradients)
-        return [
-            piece.snapshot(torch.empty_like(piece.anchor)) if exchanges_gradients else piece.anchor.clone()
-            for piece in self._pieces
-        ]
+        return [p.snapshot(torch.empty_like(p.anchor)) if self._stepped else p.anchor.clone() for p in self._pieces]
 
     @contextmanager
     def anchored(self) -> Iterator[None]:
         """Within: the model holds the outer weights, for evaluation. After: the replica's own again, bit for bit."""
-        own = [(part, part.clone()) for piece in self._pieces for part, _ in piece.slices(piece.anchor)]
+        own = [(part, part.clone()) for part in self._weights()]
         reshard(self.model)
         self._load_anchors()
         try:
@@ -234,7 +236,9 @@ class Replica:
         self._finished = True
         if self._elastic:
             self._elastic.finish(self.step)
-        elif not isinstance(self.strategy.signal, Gradients):
+        elif self._stepped:
+            self._stepped.compare()
+        else:
             for piece in self._pieces:
                 if piece.flight and not self.strategy.merge.whole_period:  # else the departure lands the round before
                     self._land(piece)
@@ -277,7 +281,9 @@ class Replica:
         self._gradients_exchanged = False
         if self._elastic:
             self.step = self._elastic.after_step(self.step, self.tokens)
-        elif not isinstance(self.strategy.signal, Gradients):
+        elif self._stepped:
+            self._stepped.after(self.step)
+        else:
             for index in self._calendar.departs(self.step):
                 self._depart_delta(self._pieces[index])
             for piece in self._pieces:
@@ -379,22 +385,16 @@ class Replica:
         bad = not all(piece.finite() for piece in self._pieces)
         if agree(self._site, (int(bad),), WEIGHTS) == (0,):  # all shards, or none
             return  # a delta from before the last new start
-        message = "this replica's weights were not finite; it starts again from the anchors"
-        self._observe("warning", self.step, message=message)
+        self._warn("this replica's weights were not finite; it starts again from the anchors")
         for piece in self._pieces:
             piece.deviation = piece.own = None
         self._load_anchors()
         clear(self.model, self.optimizer)
 
-    def _check_own_weights(self) -> None:
-        """With `Gradients` there is no anchor to start again from."""
-        if not all(piece.finite() for piece in self._pieces):
-            raise NonFiniteError(
-                f"the weights of replica {self.group.rank} hold NaN or infinity, and data-parallel training keeps no "
-                "anchors to start again from; go on from the last checkpoint."
-            )
-
     # ---- weights in and out
+
+    def _weights(self) -> list[Tensor]:
+        return [part for piece in self._pieces for part, _ in piece.slices(piece.anchor)]
 
     @torch.no_grad()
     def _load_anchors(self) -> None:
@@ -419,6 +419,7 @@ class Replica:
             "flights": flights,
             "calendar": self._calendar.facts(),
         }
+        facts |= {"weights": self._stepped.facts()} if self._stepped else {}
         return tensors, facts | ({"agreed": self._elastic.facts()} if self._elastic else {})
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
@@ -434,7 +435,8 @@ class Replica:
         if self._elastic:
             self._elastic.load(facts["agreed"])
             return
-        told = gather(self.group, self.step.to_bytes(8, "little") + digest(self.anchors()), 24, "resume")
+        alike = self._stepped.resume(facts.get("weights", {})) if self._stepped else digest(self.anchors())
+        told = gather(self.group, self.step.to_bytes(8, "little") + alike, 24, "resume")
         for rank, text in enumerate(told):
             if text != told[0]:
                 step = int.from_bytes(text[:8], "little")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from loops import LOOPS, Tour, attach, go_on, tour
+from core_processes import UNLIKE, run_world
+from loops import LOOPS, Tour, all_of_them, attach, go_on, tour
 from pieces import Shuffled, same_bits, toy, weights
 
 import thinwire as tw
@@ -180,3 +181,12 @@ def test_a_replica_lost_and_returned(name):
     assert same_bits(final[0], final[1]) and same_bits(final[0], final[2])
     assert [e["event"] for e in seen[2].events if e["event"] in ("caught_up", "given")] == ["caught_up"]
     assert seen[2].at_work.step == 6 * method.every
+
+
+@pytest.mark.slow
+def test_unlike_processors_agree(tmp_path):
+    """Four processes, each another generation of processor to its libraries: the same bits."""
+    first, *others = run_world(all_of_them, tmp_path, machines=UNLIKE)
+    for name, tensors in first.items():
+        assert all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
+        assert all(same_bits(a, b) for other in others for a, b in zip(tensors, other[name], strict=True)), name

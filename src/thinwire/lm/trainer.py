@@ -33,7 +33,8 @@ from thinwire.methods import Attached, Method, ZerothOrder
 from thinwire.observe.events import EventLog
 from thinwire.partition import Fragment
 from thinwire.replica import Replica
-from thinwire.strategy import Strategy
+from thinwire.strategy import Gradients, Strategy
+from thinwire.weights import clip_alike
 
 
 @dataclass
@@ -217,8 +218,11 @@ class Trainer:
         # filters clip by themselves, before the exchange
         by_filters = isinstance(replica, Replica) and bool(replica.strategy.filters)
         most = math.inf if by_filters else run.clip or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), most)
-        norm_value = float(getattr(norm, "full_tensor", lambda: norm)())
+        if isinstance(replica, Replica) and isinstance(replica.strategy.signal, Gradients) and self.place.shards == 1:
+            norm_value = clip_alike(self.model.parameters(), most)
+        else:
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), most)
+            norm_value = float(getattr(norm, "full_tensor", lambda: norm)())
         if not math.isfinite(norm_value):
             self.optimizer.zero_grad()  # an inner step without update still counts: replicas keep in step
             self.log.emit("skip", replica.step + 1, reason=f"the gradient's norm is {norm_value}")
