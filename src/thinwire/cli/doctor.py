@@ -31,6 +31,7 @@ from thinwire.lm.tokenizer import make_tokenizer, open_corpus
 from thinwire.lm.tokens import Bytes, find
 from thinwire.observe.units import text_of_count, text_of_nbytes, text_of_rate, text_of_seconds
 from thinwire.plan.base import base_nbytes
+from thinwire.plan.machine import BASE_NBYTES
 from thinwire.plan.memory import kept_nbytes, replica_memory
 from thinwire.strategy import Strategy
 
@@ -156,7 +157,7 @@ def text(run: Run) -> Generator[Finding, None, int]:
 def room(run: Run, model: nn.Module, strategy: Strategy, numels: Sequence[int]) -> Generator[Finding, None, bool]:
     """Predicted memory of one replica; returns whether it fits."""
     parameters = sum(p.numel() for p in model.parameters())
-    total, parts = predicted_nbytes(run, model, strategy, numels)
+    total, parts = predicted_nbytes(run, model, strategy, numels, base_nbytes())
     available = available_nbytes(strategy)
     says = f"{text_of_count(parameters)} parameters: {text_of_nbytes(total)} a replica (predicted{parts})"
     what = "memory of a replica"
@@ -181,7 +182,7 @@ def ready(run: Run, model: nn.Module, here: int, console: Console) -> None:
     else:
         strategy = run.make_strategy()
         cut = strategy.partition.fragments(model)
-        total, parts = predicted_nbytes(run, model, strategy, [fragment.numel for fragment in cut])
+        total, parts = predicted_nbytes(run, model, strategy, [fragment.numel for fragment in cut], BASE_NBYTES)
         for caution in strategy.cautions([fragment.shapes for fragment in cut], run.replicas):
             console.print(f"caution: {run.strategy}: {caution}.", soft_wrap=True, highlight=False)
     available = available_nbytes(strategy)
@@ -194,10 +195,10 @@ def ready(run: Run, model: nn.Module, here: int, console: Console) -> None:
         )
 
 
-def predicted_nbytes(run: Run, model: nn.Module, strategy: Strategy, numels: Sequence[int]) -> tuple[int, str]:
-    """Bytes of a replica's process at its worst moment, and what they are for, in words."""
+def predicted_nbytes(run: Run, model: nn.Module, strategy: Strategy, numels: Sequence[int], libraries: int) -> tuple[int, str]:
+    """Bytes of a replica's process at its worst moment, and what they are for, in words. `libraries`: of one without a model."""
     gpu = torch.cuda.is_available()
-    base = 0 if gpu else base_nbytes()
+    base = 0 if gpu else libraries
     if isinstance(model, Transformer) and run.lora is None:
         bf16 = run.precision == "bf16" or (run.precision == "auto" and gpu)
         needed = replica_memory(
