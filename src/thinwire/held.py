@@ -23,6 +23,8 @@ from thinwire.strategy import Strategy
 _OUTER, _DEVIATION_OUTER, _FEEDBACK, _EXCHANGE = "outer.", "deviation_outer.", "feedback.", "exchange."
 _FILTER, _POLICY = "filter.", "policy."  # the former with its place
 
+DROPPED = -1
+
 
 @dataclass
 class Held:
@@ -39,6 +41,7 @@ class Held:
     filters: tuple[Filter, ...] = ()  # as well
     filtered: tuple[State, ...] = ()  # what each remembers; on the CPU
     rounds: int = 0
+    since: int = 0  # the inner step after which nothing trained has departed; DROPPED if what departed was dropped
     flight: Flight | None = None
     own: Tensor | None = None  # where a round takes a whole period: the own delta that is in the air
     # eager updates only: what this replica is ahead of the anchor
@@ -145,7 +148,8 @@ class Held:
         for number, state in enumerate(self.filtered):
             named |= {f"{_FILTER}{number}.{name}": value for name, value in state.items()}
         named |= {_POLICY + name: value for name, value in self.policy.items()}
-        named |= {"delta": self.flight.delta if self.flight else None}
+        if self.flight and self.flight.delta is not self.own:  # one tensor is saved once, as `own`
+            named |= {"delta": self.flight.delta}
         return {name: value for name, value in named.items() if value is not None}
 
     def load(self, named: Mapping[str, Tensor], outer: Outer) -> None:

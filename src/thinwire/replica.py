@@ -24,10 +24,10 @@ from thinwire.errors import ConfigurationError, DisagreementError, ModelError, N
 from thinwire.flight import WEIGHTS, Crew, Landed, Ticket, agree
 from thinwire.group.base import Group, gather
 from thinwire.group.roster import Roster
-from thinwire.held import Held, hold, restore, saved
+from thinwire.held import DROPPED, Held, hold, restore, saved
 from thinwire.merge import Mix
 from thinwire.moved import Moved
-from thinwire.outer import Average
+from thinwire.outer import Average, Outer
 from thinwire.partition import Fragment, check_optimizer, check_sharding
 from thinwire.schedule import Calendar
 from thinwire.strategy import Gradients, Strategy
@@ -235,15 +235,22 @@ class Replica:
         if self._elastic:
             self._elastic.finish(self.step)
         elif not isinstance(self.strategy.signal, Gradients):
-            for piece in self._pieces:
-                if piece.flight and not self.strategy.merge.whole_period:  # else the departure lands the round before
-                    self._land(piece)
-            for piece in self._pieces:
-                self._depart_delta(piece)
-            for piece in self._pieces:
-                self._land(piece)
+            self._last_rounds()
         self._load_anchors()
         self.close()
+
+    def _last_rounds(self) -> None:
+        """A fragment of which nothing was trained since its last round has none: all replicas know, who take the same steps."""
+        for piece in self._pieces:
+            trained = piece.since < self.step
+            if piece.flight and not (trained and self.strategy.merge.whole_period):  # there the departure lands it
+                self._land(piece)
+        for piece in self._pieces:
+            if piece.since < self.step:
+                self._depart_delta(piece, getattr(self.strategy.outer, "last", self.strategy.outer))
+        for piece in self._pieces:
+            if piece.flight:
+                self._land(piece)
 
     def close(self) -> None:
         """Detach from the optimizer and end the exchange threads. The group stays open; it is the caller's."""
@@ -279,14 +286,14 @@ class Replica:
             self.step = self._elastic.after_step(self.step, self.tokens)
         elif not isinstance(self.strategy.signal, Gradients):
             for index in self._calendar.departs(self.step):
-                self._depart_delta(self._pieces[index])
+                self._depart_delta(self._pieces[index], self.strategy.outer)
             for piece in self._pieces:
                 if piece.flight and piece.flight.departed + self.strategy.schedule.delay == self.step:
                     self._land(piece)
         self.seconds += self._clock() - began
 
     @torch.no_grad()
-    def _depart_delta(self, piece: Held) -> None:
+    def _depart_delta(self, piece: Held, outer: Outer) -> None:
         """Form the fragment's delta and let it fly."""
         began = self._clock()
         delta = piece.delta(self._buffers.like(piece.anchor))
@@ -298,15 +305,16 @@ class Replica:
             given = piece.snapshot(self._buffers.like(piece.anchor))
         if self.strategy.privacy:
             self.strategy.privacy.apply(delta, self.group.size)
-        self._depart(piece, self._moved(piece, delta, given), began)
+        self._depart(piece, self._moved(piece, delta, outer, given), began)
+        piece.since = self.step
 
     @property
     def _plain(self) -> bool:
         s = self.strategy
         return (s.outer, s.codec, s.feedback, s.filters, s.privacy) == (Average(), Identity(), None, (), None)
 
-    def _moved(self, piece: Held, delta: Tensor, given: Tensor | None = None) -> Moved:
-        return Moved(piece.present(delta), self.strategy.outer, self.strategy.feedback, self._buffers, given)
+    def _moved(self, piece: Held, delta: Tensor, outer: Outer, given: Tensor | None = None) -> Moved:
+        return Moved(piece.present(delta), outer, self.strategy.feedback, self._buffers, given)
 
     def _depart(self, piece: Held, moved: Moved, began: float | None = None) -> None:
         began = self._clock() if began is None else began
@@ -352,11 +360,14 @@ class Replica:
     def _land(self, piece: Held) -> None:
         """Take over what the flight brought. A refused round changes nothing: the delta is still in the parameters."""
         landed, report = self._await(piece)
+        if not landed.good:
+            piece.since = DROPPED
         if landed.good:
             piece.move(landed, self._buffers)
             if isinstance(self.strategy.merge, Mix):
                 for part, slice_ in piece.slices(piece.anchor):
                     self.strategy.merge.into(part, slice_.to(part.device))
+            piece.since = self.step if self.strategy.merge.forgets else piece.since
         elif self.group.rank in landed.refused_by:
             self._start_again()
         piece.remember(landed, self._buffers)
@@ -365,11 +376,11 @@ class Replica:
     def _turn_over(self, piece: Held, delta: Tensor) -> None:
         """Where a round takes a whole period: land the one before, and let the parameters begin the next (see `Eager`, `Reset`)."""
         if piece.flight:
-            before = piece.anchor
             self._land(piece)
+        if piece.rounds:
             if piece.own is None:  # this replica started again from the anchors
                 delta.zero_()
-            elif piece.anchor is before and bool(torch.isfinite(piece.own).all()):  # dropped: it departs again
+            elif piece.since == DROPPED and bool(torch.isfinite(piece.own).all()):  # it departs again
                 delta.add_(piece.own)
         piece.begin_next(delta, self.strategy, 1 / self.group.size, self._buffers)
 
@@ -416,6 +427,7 @@ class Replica:
         facts = {
             "step": self.step,
             "rounds": [piece.rounds for piece in self._pieces],
+            "since": [piece.since for piece in self._pieces],
             "flights": flights,
             "calendar": self._calendar.facts(),
         }
@@ -431,6 +443,8 @@ class Replica:
         self.step = facts["step"]
         self._calendar.load(facts["calendar"])
         restore(self._pieces, tensors, facts["rounds"], self.strategy.outer)
+        for piece, since in zip(self._pieces, facts.get("since", [0] * len(self._pieces))):
+            piece.since = since
         if self._elastic:
             self._elastic.load(facts["agreed"])
             return
@@ -444,5 +458,7 @@ class Replica:
         flights = sorted((departed, int(index), number) for index, (number, departed) in facts["flights"].items())
         for departed, index, number in flights:
             piece = self._pieces[index]
-            delta = tensors[f"{index}.delta"].to(piece.anchor.device)
-            piece.flight = self._crew.launch(self._ticket(piece, number, departed), self._moved(piece, delta))
+            delta = tensors.get(f"{index}.delta", piece.own)  # one tensor where a round takes a whole period
+            assert delta is not None
+            moved = self._moved(piece, delta.to(piece.anchor.device), self.strategy.outer)
+            piece.flight = self._crew.launch(self._ticket(piece, number, departed), moved)
