@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -206,15 +207,16 @@ def saved(pieces: Sequence[Held]) -> dict[str, Tensor]:
     return {f"{piece.index}.{name}": value for piece in pieces for name, value in piece.tensors().items()}
 
 
-def restore(pieces: Sequence[Held], tensors: Mapping[str, Tensor], rounds: Sequence[int], outer: Outer) -> None:
-    """Take over what was `saved`, and how many rounds each fragment has seen. Raises `CheckpointError`."""
+def restore(pieces: Sequence[Held], tensors: Mapping[str, Tensor], facts: Mapping[str, Any], outer: Outer) -> None:
+    """Take over what was `saved`, how many rounds each fragment has seen, and since when it was trained. Raises `CheckpointError`."""
+    rounds = facts["rounds"]
     if len(rounds) != len(pieces):
         raise CheckpointError(
             f"the checkpoint has {len(rounds)} fragments, this strategy makes {len(pieces)}; resume with the run's own strategy."
         )
-    for piece, number in zip(pieces, rounds):
+    for piece, number, since in zip(pieces, rounds, facts.get("since", [0] * len(pieces))):
         piece.load(_under(f"{piece.index}.", tensors), outer)
-        piece.rounds = number
+        piece.rounds, piece.since = number, since
 
 
 def _under(prefix: str, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
