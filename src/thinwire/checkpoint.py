@@ -12,9 +12,11 @@ manifest does not fit its files is damaged; the one before is used. Nothing in a
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -86,7 +88,7 @@ def save(folder: Path, replica: Trained, notes: Mapping[str, Any], keep: int = 3
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         for name, content in zip(_FILES, contents):
-            save_file({key: value.detach().cpu().contiguous() for key, value in content.items()}, partial / name)
+            save_file(_apart(content), partial / name)
         manifest["files"] = {name: _fingerprint(partial / name) for name in _FILES}
         (partial / "manifest.json").write_text(json.dumps(manifest, indent=1))
         for name in (*_FILES, "manifest.json", "."):
@@ -96,13 +98,37 @@ def save(folder: Path, replica: Trained, notes: Mapping[str, Any], keep: int = 3
         _flush(folder)
     except (OSError, RuntimeError, SafetensorError) as error:  # what safetensors makes of a full disk is no OSError
         shutil.rmtree(partial, ignore_errors=True)
+        nbytes = sum(t.numel() * t.element_size() for content in contents for t in content.values())
         raise CheckpointError(
-            f"no checkpoint at step {replica.step}: {folder}: {error}. Training needs about "
-            f"{sum(t.numel() * t.element_size() for content in contents for t in content.values()):,} bytes there; free some space."
+            f"no checkpoint at step {replica.step}: {folder}: {error}. {_remedy(error, nbytes)}"
         ) from error
     for old in sorted(folder.glob("step-*"))[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def _remedy(error: Exception, nbytes: int) -> str:
+    """What to do about a checkpoint that was not written."""
+    told = re.search(r"\(os error (\d+)\)", str(error))  # by safetensors
+    number = int(told[1]) if told else getattr(error, "errno", None)
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return f"Training needs about {nbytes:,} bytes there; free some space."
+    if number is not None:
+        return "That is not for want of space: see that the folder can be written, or choose another --out."
+    return "That is not the disk's fault: this state cannot be written, and later ones may not be either; report it."
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """On the CPU, no two in one storage: a file holds each by itself."""
+    apart: dict[str, Tensor] = {}
+    storages = set()
+    for name, value in tensors.items():
+        alone = value.detach().cpu().contiguous()
+        if alone.untyped_storage().data_ptr() in storages:
+            alone = alone.clone()
+        storages.add(alone.untyped_storage().data_ptr())
+        apart[name] = alone
+    return apart
 
 
 def read(path: Path) -> Checkpoint:

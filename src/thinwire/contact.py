@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.errors import DisagreementError, ModelError
-from thinwire.group.base import Group, gather
-from thinwire.packet import VERSION
+from thinwire.errors import ConfigurationError, DisagreementError, LinkError, ModelError, PeerError
+from thinwire.group.base import FINISH, Group, gather
+from thinwire.packet import MOST, VERSION, other_steps
 from thinwire.partition import Fragment, local
 from thinwire.strategy import Strategy
 from thinwire.version import __version__
@@ -22,6 +23,10 @@ _LIMIT = 1 << 24  # bytes of one replica's introduction; a million tensors' name
 
 def introduce(group: Group, strategy: Strategy, fragments: Sequence[Fragment]) -> None:
     """Compare code version, strategy and model with every other replica: about 60 bytes a tensor, once. Raises as `agree`."""
+    if max(group.size, len(fragments)) > MOST:
+        raise ConfigurationError(
+            f"{group.size} replicas and {len(fragments)} fragments: at most {MOST} of each have a place in a packet; take fewer."
+        )
     tensors = _tensors(fragments)
     agree(
         group,
@@ -99,6 +104,46 @@ def agree_on_weights(group: Group, tensors: Sequence[Tensor], purpose: str) -> t
             group.post(index, {}, {0: raw}, purpose).wait()
             tensor.copy_(whole)
     return digests[0], True
+
+
+def agree_on_resume(group: Group, step: int, alike: bytes) -> None:
+    """Raises `DisagreementError`, on every replica, unless all go on from the same step and `alike`, the digest of what they agree on. 24 bytes each."""
+    told = gather(group, step.to_bytes(8, "little") + alike, 24, "resume")
+    for rank, text in enumerate(told):
+        if text != told[0]:
+            other = int.from_bytes(text[:8], "little")
+            raise DisagreementError(
+                f"replica {rank} resumes at step {other} with other anchors than replica 0; choose one step for all."
+            )
+
+
+class Finished:
+    """After how many inner steps others have finished: a replica that has no round left tells those who would wait for it.
+
+    It waits for nobody: 8 bytes to each, which all expect from the beginning on.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._counts = {peer: torch.zeros(8, dtype=torch.uint8) for peer in range(group.size) if peer != group.rank}
+        self._told = {peer: group.post(FINISH, {}, {peer: count}, "finish") for peer, count in self._counts.items()}
+
+    def tell(self, step: int) -> None:
+        own = torch.tensor(list(step.to_bytes(8, "little")), dtype=torch.uint8)
+        with suppress(LinkError):  # the group was closed: nobody waits
+            self._group.post(FINISH, dict.fromkeys(self._counts, own), {}, "finish")
+
+    def explained(self, error: LinkError, step: int) -> PeerError:
+        """`error`; or what is behind it, if the replica that has left had finished before `step`, this replica's own."""
+        peer = error.peer
+        if peer not in self._told:
+            return error
+        try:
+            self._told[peer].wait()
+        except LinkError:
+            return error
+        count = int.from_bytes(bytes(self._counts[peer].tolist()), "little")
+        return error if count >= step else DisagreementError(other_steps(peer, f"has finished after {count}", step))
 
 
 def check_start(fragments: Sequence[Fragment], anchors: Sequence[Tensor]) -> None:

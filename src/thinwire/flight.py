@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, Identity
+from thinwire.contact import Finished
 from thinwire.diagnosis.records import recorded
-from thinwire.errors import PeerError
+from thinwire.errors import LinkError, PeerError
 from thinwire.exchange import Air, Round
 from thinwire.exchange.base import MOST_STAGES, Outgoing, Stage
 from thinwire.exchange.messages import cut
@@ -28,7 +29,7 @@ from thinwire.outer import State
 from thinwire.packet import REFUSED, STOP, payload
 from thinwire.policy import Deciding
 from thinwire.seeds import Key
-from thinwire.strategy import Strategy
+from thinwire.strategy import Gradients, Strategy
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,8 @@ class Crew:
         self.exchange, self.seed, self.site, self.clock = strategy.exchange, strategy.seed, site, clock
         self.policy = strategy.policy
         self.air, self._observe = Air(group), observe
+        self.finished = Finished(group)
+        self._ahead = int(isinstance(strategy.signal, Gradients))  # a gradient is of the step that comes
         self.stop_requested = False
         self._pace = Pace()
         self._inbound = ThreadPoolExecutor(1, "thinwire-inbound")
@@ -148,7 +151,7 @@ class Crew:
         key = Key(self.seed, ticket.fragment, ticket.number, self.air.group.rank)
         flags = STOP if self.stop_requested else 0
         numel = moved.present.delta.numel()
-        round_ = Round(self.air, ticket.codec, numel, key, moved.signal, flags, order)
+        round_ = Round(self.air, ticket.codec, numel, key, moved.signal, flags, order, ticket.departs)
         return round_, self.exchange.depart(round_, ticket.exchange), self._notice(ticket, moved, round_)
 
     def _notice(self, ticket: Ticket, moved: Moved, of: Round) -> Notice | None:
@@ -156,7 +159,7 @@ class Crew:
         count = policy.tells(ticket.fitted, ticket.number) if isinstance(policy, Deciding) else 0
         if not isinstance(policy, Deciding) or not count:
             return None
-        round_ = Round(self.air, Identity(), count, of.key, of.signal, 0, of.order)
+        round_ = Round(self.air, Identity(), count, of.key, of.signal, 0, of.order, of.step)
         return Notice(round_, lambda: policy.decide(ticket.fitted, moved.signal, of.numel, of.key))
 
     @torch.no_grad()
@@ -175,10 +178,12 @@ class Crew:
             if notice and isinstance(self.policy, Deciding):
                 known = self.policy.told(ticket.fitted, notice.arrive())
             over = True
-        except PeerError:
+        except PeerError as error:
             own = round_.own_failure()
             if own is not None:
                 raise own from None
+            if isinstance(error, LinkError):
+                raise self.finished.explained(error, ticket.departs + self._ahead) from error
             raise
         finally:
             if recorded(ticket.number) or not over:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from thinwire.strategy import Strategy
 _OUTER, _DEVIATION_OUTER, _FEEDBACK, _EXCHANGE = "outer.", "deviation_outer.", "feedback.", "exchange."
 _FILTER, _POLICY = "filter.", "policy."  # the former with its place
 
+DROPPED = -1
+
 
 @dataclass
 class Held:
@@ -39,6 +42,7 @@ class Held:
     filters: tuple[Filter, ...] = ()  # as well
     filtered: tuple[State, ...] = ()  # what each remembers; on the CPU
     rounds: int = 0
+    since: int = 0  # the inner step after which nothing trained has departed; DROPPED if what departed was dropped
     flight: Flight | None = None
     own: Tensor | None = None  # where a round takes a whole period: the own delta that is in the air
     # eager updates only: what this replica is ahead of the anchor
@@ -145,7 +149,8 @@ class Held:
         for number, state in enumerate(self.filtered):
             named |= {f"{_FILTER}{number}.{name}": value for name, value in state.items()}
         named |= {_POLICY + name: value for name, value in self.policy.items()}
-        named |= {"delta": self.flight.delta if self.flight else None}
+        if self.flight and self.flight.delta is not self.own:  # one tensor is saved once, as `own`
+            named |= {"delta": self.flight.delta}
         return {name: value for name, value in named.items() if value is not None}
 
     def load(self, named: Mapping[str, Tensor], outer: Outer) -> None:
@@ -202,15 +207,16 @@ def saved(pieces: Sequence[Held]) -> dict[str, Tensor]:
     return {f"{piece.index}.{name}": value for piece in pieces for name, value in piece.tensors().items()}
 
 
-def restore(pieces: Sequence[Held], tensors: Mapping[str, Tensor], rounds: Sequence[int], outer: Outer) -> None:
-    """Take over what was `saved`, and how many rounds each fragment has seen. Raises `CheckpointError`."""
+def restore(pieces: Sequence[Held], tensors: Mapping[str, Tensor], facts: Mapping[str, Any], outer: Outer) -> None:
+    """Take over what was `saved`, how many rounds each fragment has seen, and since when it was trained. Raises `CheckpointError`."""
+    rounds = facts["rounds"]
     if len(rounds) != len(pieces):
         raise CheckpointError(
             f"the checkpoint has {len(rounds)} fragments, this strategy makes {len(pieces)}; resume with the run's own strategy."
         )
-    for piece, number in zip(pieces, rounds):
+    for piece, number, since in zip(pieces, rounds, facts.get("since", [0] * len(pieces))):
         piece.load(_under(f"{piece.index}.", tensors), outer)
-        piece.rounds = number
+        piece.rounds, piece.since = number, since
 
 
 def _under(prefix: str, named: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -33,6 +33,11 @@ class Mix:
                 f"merge={self.alpha}: between 0 (take the anchor) and 1 (keep the local values) is needed."
             )
 
+    @property
+    def forgets(self) -> bool:
+        """Whether what was trained during the flight is thrown away where it lands."""
+        return self.alpha == 0
+
     @torch.no_grad()
     def into(self, parameter: Tensor, anchor: Tensor) -> None:
         """Merge a slice of the anchor (fp32, same shape) into `parameter` in place, in the parameter's own dtype."""
@@ -55,6 +60,7 @@ class Eager:
     """
 
     whole_period: ClassVar[bool] = True
+    forgets: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -70,3 +76,4 @@ class Reset:
     """
 
     whole_period: ClassVar[bool] = True
+    forgets: ClassVar[bool] = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,7 +23,9 @@ State = Mapping[str, Tensor]
 
 @runtime_checkable
 class Outer(Protocol):
-    """`linear`: the anchor's movement is linear in the deltas (eager updates need that)."""
+    """`linear`: the anchor's movement is linear in the deltas (eager updates need that). One that has a `last` names with it the outer
+    step of the round that ends a training in the middle of a period; without, it is the same as all others.
+    """
 
     @property
     def linear(self) -> bool: ...
@@ -64,6 +66,8 @@ class Average:
 
     def step_into(self, anchor: Tensor, delta: Tensor, state: State, moved: Tensor, after: State) -> None:
         torch.sub(anchor, delta, out=moved)
+        for name, kept in state.items():  # of the outer step whose `last` this is
+            after[name].copy_(kept)
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,7 @@ class Nesterov:
     momentum: float = 0.9
 
     linear = True
+    last: ClassVar[Outer] = Average()  # a whole momentum step for a small delta would overshoot
 
     def __post_init__(self) -> None:
         if not self.lr > 0 or not 0 <= self.momentum < 1:
@@ -122,6 +127,8 @@ class HeavyBall:
     momentum: float = 0.0
     gap: float = 0.0
     clip: float | None = None
+
+    last: ClassVar[Outer] = Average()  # as Nesterov's
 
     def __post_init__(self) -> None:
         bounded = self.clip is None or 0 < self.clip < math.inf

@@ -15,6 +15,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.errors import ConfigurationError, ModelError
 
@@ -63,7 +64,12 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise `ModelError` unless `optimizer` holds every trainable parameter of `model`."""
+    """Raise `ModelError` unless `optimizer` holds every trainable parameter of `model`, which nothing else keeps equal."""
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise ModelError(
+            "the model is wrapped in DistributedDataParallel, which exchanges every gradient already; a plain model, or one sharded by "
+            "fully_shard within each replica, is needed. Take the wrapper off, or keep it and use thinwire.hook (docs/own-loop.md)."
+        )
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     missing = [name for name, parameter in trainable(model) if id(parameter) not in held]
     if missing:

@@ -172,6 +172,8 @@ def test_only_adapters_travel_and_both_forms_come_out(tmp_path: Path, text: str)
             newer.rmdir()
     (tmp_path / "stopped/model.safetensors").unlink()
     train(tmp_path / "stopped", run_of(text, model=str(base), lora=2, steps=16), resume=True)
+    events = read_events(tmp_path / "stopped/events/replica-0.jsonl")
+    assert [event["from_step"] for event in events if event["event"] == "resume"] == [10]
     assert (tmp_path / "stopped/model.safetensors").read_bytes() == (tmp_path / "lora/model.safetensors").read_bytes()
     with pytest.raises(ConfigurationError, match="lora 2 there, 4 given"):
         launch.new_folder(run_of(text, model=str(base), lora=4, steps=16), tmp_path / "lora", True)

@@ -89,7 +89,9 @@ def test_save_and_resume_is_as_never_stopped(name, tmp_path: Path):
     def second(group: tw.Group) -> torch.Tensor:
         trip = attach(made, group, toy(seed=99))
         found, _ = checkpoint.newest_common(tmp_path / str(group.rank), group)
+        assert found and found.step == at
         checkpoint.load(found, trip.at_work)
+        assert trip.at_work.step == at
         go_on(made, trip, group, 8).at_work.finish()
         return weights(trip.at_work.model)
 

@@ -84,6 +84,9 @@ def test_a_run_and_its_resume(tmp_path: Path, text: str, strategy: str) -> None:
         if int(path.name[5:]) > 3:
             shutil.rmtree(path)
     run_in(copy, run, resume=True)
+    for rank in (0, 1):
+        events = read_events(copy / f"events/replica-{rank}.jsonl")
+        assert [event["from_step"] for event in events if event["event"] == "resume"] == [3]
     assert (copy / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     assert (whole / "model.safetensors").read_bytes()
 

@@ -79,7 +79,9 @@ def fluid_seconds(links: Links, nbytes: float) -> float:
                     room[wire] -= fullest[0]
         step = min(left[pair] / rate[pair] for pair in left)
         clock += step
-        left = {pair: bits - step * rate[pair] for pair, bits in left.items() if bits - step * rate[pair] > 1e-6 * nbytes}
+        left = {
+            pair: bits - step * rate[pair] for pair, bits in left.items() if bits - step * rate[pair] > 1e-6 * nbytes
+        }
     return clock
 
 
@@ -124,7 +126,9 @@ def wan(count: int, seed: int) -> Links:
 
 def every_chain(links: Links, places: Sequence[int], nbytes: float) -> dict[tuple[int, ...], float]:
     hops = [[(a, b) for a, b in pairwise(order)] for order in permutations(places)]
-    seconds = [sum(links.alone[a, b].seconds(nbytes) + links.alone[b, a].seconds(nbytes) for a, b in hop) for hop in hops]
+    seconds = [
+        sum(links.alone[a, b].seconds(nbytes) + links.alone[b, a].seconds(nbytes) for a, b in hop) for hop in hops
+    ]
     return dict(zip(permutations(places), seconds))
 
 

@@ -116,7 +116,9 @@ def test_step_times_are_those_that_were_measured_and_scaled_for_others() -> None
     assert own.micro_seconds(tiny, 128, 2) == pytest.approx(2 * 0.02)  # at the rate of the batch below
     assert not own.warnings(tiny, 128) and own.warnings(replace(tiny, layers=5), 128)
     assert own.codec_seconds("E3M0()", 10**6, packets=2) == pytest.approx(0.01 + 0.005)
-    assert own.codec_seconds("E3M0()", 10**7, packets=0) == pytest.approx(0.1 * 2**0.5)  # between the two sizes that were timed
+    assert own.codec_seconds("E3M0()", 10**7, packets=0) == pytest.approx(
+        0.1 * 2**0.5
+    )  # between the two sizes that were timed
     assert own.codec_seconds("E3M0()", 10**9, packets=0) == pytest.approx(20.0)
     assert own.codec_seconds("Sign()", 10**6, packets=2) == 0.0
 
@@ -130,10 +132,19 @@ def test_step_times_are_those_that_were_measured_and_scaled_for_others() -> None
         ('memory = "0GB"\nflops_per_second = 1', "a size above 0 is needed"),
         ('memory = "1GB"\nflops_per_second = -1', "more than 0 is needed"),
         ('memory = "1GB"\nflops_per_second = nan', "more than 0 is needed"),
-        ('memory = "1GB"\nflops_per_second = 1\ndevice = "banana"', "device='banana' of 'facts': cpu or cuda is needed"),
+        (
+            'memory = "1GB"\nflops_per_second = 1\ndevice = "banana"',
+            "device='banana' of 'facts': cpu or cuda is needed",
+        ),
         ('memory = "1GB"\nflops_per_second = 1\nbase = "0MB"', "a size above 0 is needed"),
-        (f"{LEAST}[[codec]]\nname = 'E3M0()'\nencode = 0.0\ndecode = 1e9", "a codec's encode=0.0: more than 0 is needed"),
-        (f"{LEAST}[[codec]]\nname = 'E3M0()'\nencode = 1e9\ndecode = nan", "a codec's decode=nan: more than 0 is needed"),
+        (
+            f"{LEAST}[[codec]]\nname = 'E3M0()'\nencode = 0.0\ndecode = 1e9",
+            "a codec's encode=0.0: more than 0 is needed",
+        ),
+        (
+            f"{LEAST}[[codec]]\nname = 'E3M0()'\nencode = 1e9\ndecode = nan",
+            "a codec's decode=nan: more than 0 is needed",
+        ),
         (f"{LEAST}[[codec]]\nname = 'E3M0()'\nparameters = -1\nencode = 1\ndecode = 1", "a codec's parameters=-1"),
         (f"{LEAST}[steps]\nupdate_seconds = -1", "update_seconds=-1.0: 0 or more is needed"),
         (f"{LEAST}[[step]]\nbatch = 1\nseconds = 1", "sequence of the measured steps=0: more than 0 is needed"),

@@ -59,7 +59,9 @@ def test_within_four_thirds_of_the_best_and_near_it_on_average() -> None:
     assert max(ratios) <= 4 / 3 and sum(ratios) / len(ratios) < 1.02
 
 
-@pytest.mark.parametrize(("ranks", "capacity", "count"), [(32, 32768, 2000), (16, 8192, 600), (8, 8192, 2000), (64, 16384, 3000)])
+@pytest.mark.parametrize(
+    ("ranks", "capacity", "count"), [(32, 32768, 2000), (16, 8192, 600), (8, 8192, 2000), (64, 16384, 3000)]
+)
 def test_many_sequences_come_within_a_hundredth_of_the_bound(ranks: int, capacity: int, count: int) -> None:
     """No rank waits for the others after a micro-batch; with such a barrier these took 1.03 to 1.25 times the bound."""
     draw = Random(ranks)

@@ -86,7 +86,8 @@ def test_density_is_one_for_data_parallel_and_falls_with_the_period() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parameters", "short", "long", "one_step"), [(35e6, 3.62, 3.62, 3.53), (500e6, 2.71, 2.71, 2.67), (1e9, 2.50, 2.52, 2.48)]
+    ("parameters", "short", "long", "one_step"),
+    [(35e6, 3.62, 3.62, 3.53), (500e6, 2.71, 2.71, 2.67), (1e9, 2.50, 2.52, 2.48)],
 )
 def test_eager_updates_cost_what_their_table_says_at_both_periods(
     parameters: float, short: float, long: float, one_step: float

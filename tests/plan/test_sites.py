@@ -130,6 +130,8 @@ def test_a_slow_way_down_is_waited_for(
     Path("links.toml").write_text(f"names = {json.dumps(names)}\n" + "".join(rows))
     model = ["--model", "100m", "--sequence", "512", "--methods", "diloco", "--top", "99", "--json"]
     assert main(["plan", "links.toml", "m.toml", *model]) == 0
-    row = next(r for r in json.loads(capsys.readouterr().out)["settings"] if r["replicas"] == 6 and "every=30" in r["strategy"])
+    row = next(
+        r for r in json.loads(capsys.readouterr().out)["settings"] if r["replicas"] == 6 and "every=30" in r["strategy"]
+    )
     waited = 30 * row["step_seconds"] * (1 / row["compute_utilization"] - 1)
     assert waited == pytest.approx(8 * row["period_nbytes"] / 10e6 + 0.01, rel=1e-3)

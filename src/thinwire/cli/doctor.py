@@ -195,7 +195,9 @@ def ready(run: Run, model: nn.Module, here: int, console: Console) -> None:
         )
 
 
-def predicted_nbytes(run: Run, model: nn.Module, strategy: Strategy, numels: Sequence[int], libraries: int) -> tuple[int, str]:
+def predicted_nbytes(
+    run: Run, model: nn.Module, strategy: Strategy, numels: Sequence[int], libraries: int
+) -> tuple[int, str]:
     """Bytes of a replica's process at its worst moment, and what they are for, in words. `libraries`: of one without a model."""
     gpu = torch.cuda.is_available()
     base = 0 if gpu else libraries

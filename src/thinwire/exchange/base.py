@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thinwire.codecs import Codec, encode_from, joins, joint
 from thinwire.diagnosis.records import Record
-from thinwire.errors import LinkError, NonFiniteError, PacketError
+from thinwire.errors import DisagreementError, LinkError, NonFiniteError, PacketError
 from thinwire.exchange.buffers import Buffers
 from thinwire.exchange.messages import STAGE, Message, Piece, Signal
 from thinwire.exchange.outbox import Order, Outbox, Sent
@@ -92,7 +92,8 @@ class Air:
 class Round:
     """What an exchange is to do: carry `signal`, `numel` elements of it, coded by `codec`; and what it used for that.
 
-    `key` names the own packet, `flags` go with it, `order` says whose messages leave first (`Outbox`).
+    `key` names the own packet, `flags` go with it, `order` says whose messages leave first (`Outbox`); `step` is the inner step after
+    which it departs, where that is the same on all replicas.
     """
 
     air: Air
@@ -102,6 +103,7 @@ class Round:
     signal: Signal
     flags: int = 0
     order: Order = ()
+    step: int = 0
     outgoing: list[Outgoing] = field(default_factory=list)
     packets: list[Tensor] = field(default_factory=list)
     trace: Trace = field(default_factory=Trace)
@@ -258,7 +260,7 @@ class Stage:
         """Note which messages from `index` on are there although nobody waited for them, because one before them is missing."""
         for number, expected in enumerate(self._expected[index:], index):
             for peer, packet in expected.packets.items():
-                with suppress(PacketError):
+                with suppress(PacketError, DisagreementError):
                     header = self._header(replace(self.round.key, sender=peer), number, expected.messages[peer])
                     if peer not in expected.transfer.arrivals and open_packet(packet, header) >= 0:
                         self.round.trace.lies_there(self.number, peer)
@@ -331,7 +333,8 @@ class Stage:
     def _header(self, key: Key, index: int, message: Message) -> Header:
         """What is due from `key`'s sender."""
         part, nbytes = self._named * STAGE + index, message.nbytes + self.marks
-        return Header(identity(self.codec), key.sender, key.fragment, key.round, part, message.numel, nbytes)
+        name = identity(self.codec)
+        return Header(name, key.sender, key.fragment, key.round, part, message.numel, nbytes, step=self.round.step)
 
     def _tag(self, index: int) -> int:
         """Messages of two rounds that may be in the air together, of two stages, and of two places have tags of their

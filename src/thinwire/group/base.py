@@ -17,7 +17,8 @@ from torch import Tensor
 from thinwire.errors import ConfigurationError, LinkError
 
 _LENGTH = struct.Struct("<Q")
-TAGS = 1 << 30  # carriers take tags below this; `gather` uses the ones just above
+TAGS = 1 << 30  # carriers take tags below this; `gather` uses the two just above
+FINISH = TAGS + 2  # of the messages with the purpose "finish"
 
 
 class Transfer(Protocol):
@@ -77,7 +78,7 @@ class Group(Protocol):
 
 def travelling(group: Group, tag: int, messages: Mapping[int, Tensor]) -> dict[int, Tensor]:
     """Those of `messages` that travel (empty ones do not, on any carrier); all are checked first."""
-    if not 0 <= tag <= TAGS + 1:
+    if not 0 <= tag <= FINISH:
         raise ConfigurationError(f"tag {tag} was given; a tag is needed in 0..{TAGS - 1}.")
     for peer, message in messages.items():
         if peer == group.rank or not 0 <= peer < group.size:

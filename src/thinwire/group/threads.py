@@ -97,10 +97,12 @@ class _ThreadTransfer:
             raise errors[0]
         gone = sorted({*self._refused, *(peer for peer in missing if peer in hub.closed)})
         if gone:
-            raise LinkError(
+            error = LinkError(
                 f"replica {_names(gone)} closed its group before this exchange (tag {self._tag}) was over. "
                 "Look for the error that made it leave."
             )
+            error.peer = gone[0]
+            raise error
         if missing and group.rank in hub.closed:
             raise _closed(group)
         if not in_time:

@@ -33,10 +33,10 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported without saying so
 
 from thinwire.errors import ConfigurationError, LinkError
-from thinwire.group.base import TAGS, Transfer, travelling
+from thinwire.group.base import FINISH, Transfer, travelling
 from thinwire.group.pace import connections, pace
 
-_NEVER = TAGS + 2  # a tag under which nobody sends
+_NEVER = FINISH + 1  # a tag under which nobody sends
 _SEND, _RECEIVE = "send to", "receive from"
 
 
@@ -176,8 +176,10 @@ class TorchGroup:
         send, recv = travelling(self, tag, send), travelling(self, tag, recv)
         if self._closed:
             raise self._closed_error()
-        if self._on_device:
+        if self._on_device and tag != FINISH:
             return self._post_on_device(send, recv)
+        if self._on_device:  # NCCL matches by order alone, and this message has no place in it
+            return _TorchTransfer(self, tag, purpose, [])
         messages: list[_Message] = []
         # Receives first: a message whose receiver is ready leaves at once.
         carrier = self._process_group

@@ -143,9 +143,9 @@ class Trainer:
                 self._evaluate()
             if _passed(before, replica.step, run.checkpoint_every):
                 self._save()
-        stopped = replica.step < run.steps
+        stopped, unsaved = replica.step < run.steps, None
         if stopped:
-            self._save()
+            unsaved = self._save()
             self.log.emit("stop", replica.step, reason=self._why_stopped())
             replica.close()
         else:
@@ -158,6 +158,8 @@ class Trainer:
             self._export(whole)
         summary = self._summary(stopped)
         self.log.emit("end", replica.step, summary=summary)
+        if unsaved:  # what was trained since the checkpoint before is lost
+            raise unsaved
         return summary
 
     def _finish(self) -> bool:
@@ -263,19 +265,20 @@ class Trainer:
             of=of,
         )
 
-    def _save(self) -> None:
+    def _save(self) -> CheckpointError | None:
         """A checkpoint that cannot be written is reported and training goes on: the one before is still there."""
         began = time.monotonic()
         try:
             path = checkpoint.save(self.checkpoints, self.replica, dataclasses.asdict(self._totals()), self.run.keep)
         except CheckpointError as error:
             self.log.emit("warning", self.replica.step, message=str(error))
-            return
+            return error
         nbytes = sum(file.stat().st_size for file in path.iterdir())
         relative = str(path.relative_to(self.place.folder))
         self.log.emit(
             "checkpoint", self.replica.step, path=relative, nbytes=nbytes, seconds_spent=time.monotonic() - began
         )
+        return None
 
     def _resume(self) -> None:
         if isinstance(self.group, Roster):

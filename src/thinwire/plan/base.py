@@ -37,7 +37,9 @@ def base_nbytes() -> int:
     done = subprocess.run([sys.executable, "-m", __name__], capture_output=True, text=True, check=False)
     if done.returncode:
         why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise ConfigurationError(f"the smallest model cannot be trained here ({why}); `thinwire doctor` says what this machine lacks.")
+        raise ConfigurationError(
+            f"the smallest model cannot be trained here ({why}); `thinwire doctor` says what this machine lacks."
+        )
     return int(done.stdout)
 
 

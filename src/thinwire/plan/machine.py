@@ -84,7 +84,11 @@ class Machine:
         for step in self.steps:
             if step.batch < 1 or not (isfinite(step.seconds) and step.seconds > 0):
                 raise ConfigurationError(f"a step of batch {step.batch} in {step.seconds} s: both must be more than 0.")
-        for what, value in (("memory", self.memory_nbytes), ("flops_per_second", self.flops_per_second), ("base", self.base_nbytes)):
+        for what, value in (
+            ("memory", self.memory_nbytes),
+            ("flops_per_second", self.flops_per_second),
+            ("base", self.base_nbytes),
+        ):
             _check(f"{self.name}: {what}", value)
         if self.disk_nbytes_per_second is not None:
             _check(f"{self.name}: disk", self.disk_nbytes_per_second)
@@ -164,7 +168,12 @@ class Machine:
         ]
         facts["step"] = rows
         facts["codec"] = [
-            {"name": name, "parameters": c.parameters, "encode": float(f"{c.encode:.4g}"), "decode": float(f"{c.decode:.4g}")}
+            {
+                "name": name,
+                "parameters": c.parameters,
+                "encode": float(f"{c.encode:.4g}"),
+                "decode": float(f"{c.decode:.4g}"),
+            }
             for name, timed in self.codecs.items()
             for c in timed
         ]

@@ -47,7 +47,11 @@ class Sites:
                 unlike.setdefault(self._likeness(places), places)
             return list(unlike.values())
         found: dict[Places, float] = {}
-        chains = [self._first(able, worth)] if self._alike(able) else [self._joining(able, worth), self._leaving(able, worth)]
+        chains = (
+            [self._first(able, worth)]
+            if self._alike(able)
+            else [self._joining(able, worth), self._leaving(able, worth)]
+        )
         for places, value in (step for chain in chains for step in chain):
             found[tuple(sorted(places))] = value
         order = sorted(found, key=lambda places: -found[places])
@@ -70,7 +74,11 @@ class Sites:
     def _tables(self) -> tuple[Floats, Floats, Floats]:
         """Seconds for a byte between two sites, whichever direction is slower; the longer delay; and a site's own slower way."""
         rates, delays = self.links.rates, self.links.delays
-        return 8 / np.minimum(rates, rates.T), np.maximum(delays, delays.T), 8 / np.minimum(self.links.up, self.links.down)
+        return (
+            8 / np.minimum(rates, rates.T),
+            np.maximum(delays, delays.T),
+            8 / np.minimum(self.links.up, self.links.down),
+        )
 
     def _first(self, able: Places, worth: Worth) -> Iterator[tuple[Places, float]]:
         """All are alike, so only their number counts."""

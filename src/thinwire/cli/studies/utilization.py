@@ -17,7 +17,13 @@ from thinwire.simulate.layers import Stack
 from thinwire.simulate.utilization import METHODS, TARGETS, Study
 
 Method = Literal[
-    "data-parallel", "diloco", "streaming", "streaming-overlap", "streaming-overlap-fp4", "streaming-eager", "streaming-eager-fp4"
+    "data-parallel",
+    "diloco",
+    "streaming",
+    "streaming-overlap",
+    "streaming-overlap-fp4",
+    "streaming-eager",
+    "streaming-eager-fp4",
 ]
 
 
