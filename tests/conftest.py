@@ -5,9 +5,15 @@ is no GPU Triton's interpreter in its place: Triton asks for it when it is impor
 from __future__ import annotations
 
 import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
 
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # profiled.py, in the process that `alone` starts, too
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -16,3 +22,10 @@ if not torch.cuda.is_available():
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def alone():
+    """Calls a function of an importable module in a process of its own, in which no other thread runs."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        yield lambda function, *given: pool.submit(function, *given).result()

@@ -33,7 +33,7 @@ def torchrun(processes: int, *arguments: str) -> dict[str, object]:
         [*command, "-m", "thinwire", "train", *arguments, "--json"],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -154,8 +154,8 @@ def resumed(group: Any) -> list[bool]:
 
 
 def everything(rank: int) -> dict[str, Any]:
-    four = tw.TorchGroup.from_world(replicas=4, timeout=60.0)
-    two = tw.TorchGroup.from_world(replicas=2, timeout=60.0)
+    four = tw.TorchGroup.from_world(replicas=4, timeout=600.0)
+    two = tw.TorchGroup.from_world(replicas=2, timeout=600.0)
     results: dict[str, Any] = {"carriers": {name: travel(Plan(strategy), four) for name, strategy in FOUR.items()}}
     results["sharded"] = {name: train(strategy, two, sharded(2)) for name, strategy in STRATEGIES.items()}
     results["poisoned"] = {
@@ -171,7 +171,7 @@ def everything(rank: int) -> dict[str, Any]:
 def _process(fn: Callable[[int], Any], rank: int, world: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     try:
-        start_torch(rank, world, "127.0.0.1", port, 60.0)
+        start_torch(rank, world, "127.0.0.1", port, 600.0)
         torch.save(fn(rank), Path(folder) / f"{rank}.pt")
     except BaseException:
         (Path(folder) / f"{rank}.txt").write_text(traceback.format_exc())
@@ -179,7 +179,7 @@ def _process(fn: Callable[[int], Any], rank: int, world: int, port: int, folder:
 
 
 def run_world(
-    fn: Callable[[int], Any], folder: Path, limit: float = 240.0, machines: Sequence[Mapping[str, str]] = ALIKE
+    fn: Callable[[int], Any], folder: Path, limit: float = 900.0, machines: Sequence[Mapping[str, str]] = ALIKE
 ) -> list[Any]:
     """`fn(rank)` in every process of a world; raises with the traceback of the first that failed. `machines`: what each process has in
     its environment beside our own.

@@ -93,7 +93,7 @@ def everything(rank: int) -> dict[str, Any]:
 
 def _process(rank: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
-    start_torch(rank, WORLD, "127.0.0.1", port)
+    start_torch(rank, WORLD, "127.0.0.1", port, 600.0)
     torch.save(everything(rank), Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
     os._exit(0)
@@ -108,7 +108,7 @@ def run(folder: Path) -> list[dict[str, Any]]:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(240)
+        process.join(900)
     for process in processes:
         if process.is_alive():
             process.kill()

@@ -544,7 +544,7 @@ def weighs(strategy: tw.Strategy, departure: dict[str, Any], fragment: tw.Fragme
 
 def journey(strategy: tw.Strategy, replicas: int, **plan: Any) -> list[Journey]:
     made = Plan(strategy, **plan)
-    return tw.run_threads(replicas, lambda group: travel(made, group), timeout=20.0)
+    return tw.run_threads(replicas, lambda group: travel(made, group), timeout=600.0)
 
 
 # ---- groups and pieces that misbehave

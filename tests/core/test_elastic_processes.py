@@ -52,7 +52,7 @@ def lines(path: Path, word: str) -> list[list[str]]:
 
 def test_kill_9_and_come_back(tmp_path: Path, start: Callable[[str, str], subprocess.Popen[str]]) -> None:
     replicas = {name: start(name, name) for name in "abc"}
-    until = time.monotonic() + 60
+    until = time.monotonic() + 600
     while len(lines(tmp_path / "b", "round")) < 6 and time.monotonic() < until:
         time.sleep(0.1)
     replicas["b"].kill()
@@ -62,7 +62,7 @@ def test_kill_9_and_come_back(tmp_path: Path, start: Callable[[str, str], subpro
     assert len(lines(tmp_path / "a", "round")) >= seen + 4, "the others stand still"
     back = start("b", "b again")
     for process in (replicas["a"], replicas["c"], back):
-        assert process.wait(60) == 0, {path.name: path.read_text()[-500:] for path in tmp_path.iterdir()}
+        assert process.wait(600) == 0, {path.name: path.read_text()[-500:] for path in tmp_path.iterdir()}
     ends = [lines(tmp_path / name, "done") for name in ("a", "c", "b again")]
     assert ends[0] == ends[1] == ends[2] and ends[0][0][1] == str(STEPS)
     assert lines(tmp_path / "b again", "caught_up"), "it began from the others' anchors"

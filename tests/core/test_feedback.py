@@ -106,7 +106,7 @@ def train(strategy: tw.Strategy, rounds: int, poisoned: int | None) -> list[tupl
         kept = {n: t for n, t in attached.state()[0].items() if ".feedback." in n}
         return [*trace, (attached.anchors()[0], kept)]
 
-    return tw.run_threads(3, replica, timeout=20.0)
+    return tw.run_threads(3, replica, timeout=600.0)
 
 
 @pytest.mark.parametrize("row", [row for row in FEEDBACKS if "conserves" in row.claims], ids=str)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-import tracemalloc
 
 import numpy as np
+import profiled
 import pytest
 import torch
 from numba.core import caching
@@ -286,21 +286,10 @@ def test_where_nothing_can_be_kept(monkeypatch):
     ],
     ids=str,
 )
-def test_nothing_is_allocated(codec):
+def test_nothing_is_allocated(codec, alone):
     """No tensor at all, and of other memory what a stripe needs and no more, whatever the size: by torch's profile of its
     allocator, and over 1000 encodings and decodings by tracemalloc, which sees numba's arrays too.
     """
-    x, out = gaussian(1 << 17), torch.zeros(1 << 17)
-    payload = torch.empty(codec.nbytes(len(x)), dtype=torch.uint8)
-    warm_up(codec)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        codec.encode(x, payload, Key())
-        codec.decode_add(payload, out, Key(), 0.5)
-    assert all(event.cpu_memory_usage == 0 for event in profile.events())
-    tracemalloc.start()
-    for _ in range(1000):
-        codec.encode(x, payload, Key())
-        codec.decode_add(payload, out, Key(), 1e-3)
-    _, most = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert most < 110_000 < x.nbytes // 4
+    allocated, most = alone(profiled.of_a_codec, codec, 1 << 17, 1000)
+    assert allocated == [4]  # the one that the measurement makes itself
+    assert most < 110_000 < (1 << 17)

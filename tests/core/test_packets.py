@@ -171,7 +171,7 @@ def with_hostile(strategy: tw.Strategy, replicas: int, after: int, **plan) -> li
     """Replica 1 is hostile."""
     own = replace(strategy, codec=Hostile(strategy.codec, after))
     plans = [Plan(own if rank == 1 else strategy, **plan) for rank in range(replicas)]
-    return tw.run_threads(replicas, lambda group: travel(plans[group.rank], group), timeout=20.0)
+    return tw.run_threads(replicas, lambda group: travel(plans[group.rank], group), timeout=600.0)
 
 
 @pytest.mark.parametrize("codec", [row.piece for row in CODECS if "refuses" not in row.claims], ids=str)

@@ -108,7 +108,7 @@ def test_law_4_each_parameter_is_averaged_once(model, partition, codec):
                 p.grad = torch.full_like(p, -0.25 * (group.rank + 1))
             optimizer.step()
 
-    tw.run_threads(2, replica, timeout=20.0)
+    tw.run_threads(2, replica, timeout=600.0)
     for own in copies:
         for before, p in zip(start, own.parameters()):
             moved = p.detach().double() - before.double()

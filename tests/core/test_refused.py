@@ -31,7 +31,7 @@ def line(strategy: tw.Strategy, replicas: int, steps: int, gradient: Gradient) -
                 trace.append(model.weight.item())
         return [*trace, model.weight.item()]
 
-    return tw.run_threads(replicas, replica, timeout=20.0)
+    return tw.run_threads(replicas, replica, timeout=600.0)
 
 
 def steady(rank: int, step: int) -> float:

@@ -114,7 +114,7 @@ FAST = {
 )
 def test_law_6_at_every_step(name, replicas):
     strategy = AT_EVERY_STEP[name]
-    whole = tw.run_threads(replicas, lambda group: whole_run(strategy, group), timeout=20.0)
+    whole = tw.run_threads(replicas, lambda group: whole_run(strategy, group), timeout=600.0)
     if strategy.schedule.delay > 1:
         assert whole[0][2] >= 1, "nothing was in the air"
     # By then all that was in the air has landed, travelled again and landed again.
@@ -124,7 +124,7 @@ def test_law_6_at_every_step(name, replicas):
         again = tw.run_threads(
             replicas,
             lambda group, at=at, until=until: resumed_run(strategy, group, whole[group.rank][0][at], until),
-            timeout=20.0,
+            timeout=600.0,
         )
         for rank in range(replicas):
             due = whole[rank][1][at:]
@@ -156,7 +156,7 @@ def test_saving_waits_for_nothing():
         attached.close()
         return None
 
-    saved, _ = tw.run_threads(2, replica, timeout=20.0)
+    saved, _ = tw.run_threads(2, replica, timeout=600.0)
     assert saved["facts"]["flights"] == {"0": [0, 2]} and "0.delta" in saved["tensors"]
 
 

@@ -43,7 +43,7 @@ def run(
         attached.close()
         return [list(fragment) for fragment in zip(*trace)]
 
-    return tw.run_threads(replicas, replica, timeout=20.0)
+    return tw.run_threads(replicas, replica, timeout=600.0)
 
 
 # ---- published traces of a scalar weight

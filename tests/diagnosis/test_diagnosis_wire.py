@@ -44,7 +44,7 @@ class Bench:
         path = self.folder / "events" / "replica-0.jsonl"
         return sum(event["event"] == "wire" for event in read_events(path)) if path.exists() else 0
 
-    def wait(self, done: Callable[[], bool], seconds: float = 90.0) -> None:
+    def wait(self, done: Callable[[], bool], seconds: float = 600.0) -> None:
         until = time.monotonic() + seconds
         while not done():
             assert time.monotonic() < until, f"{self.rounds()} rounds within {seconds} s"

@@ -21,7 +21,7 @@ from counting import NAMES, PLACES, QUICK, UNIT
 
 from thinwire.group.lighthouse import Lighthouse
 
-LIMIT = 90.0  # ends a hang
+LIMIT = 600.0  # ends a hang
 Line = dict[str, Any]
 
 # Each is a process of its own, forked from one that has imported torch already: on a busy machine that takes long.

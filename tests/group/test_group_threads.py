@@ -129,7 +129,7 @@ def test_a_replica_that_leaves_early_is_not_waited_for():
             group.post(0, {}, {0: octets(0)}).wait()
 
     with pytest.raises(LinkError, match="replica 0 closed"):
-        run_threads(2, fn, timeout=30.0)
+        run_threads(2, fn, timeout=600.0)
 
 
 def test_no_replica_and_no_time_are_refused():

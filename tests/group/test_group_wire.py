@@ -1,14 +1,14 @@
 """Predicted = counted = what the kernel's counters saw, in network namespaces. Linux and root; else skipped, saying why.
 
-The model, for one replica that sends P bytes in S messages and receives Q bytes in R messages, over veth with an MTU of 1500 and
-segmentation in the kernel's TCP, so that the interface counts real segments:
+For one replica that sends P bytes in S messages and receives Q bytes in R messages:
 
-* a segment: up to 1448 bytes, behind 66 of Ethernet (14), IP (20) and TCP with timestamps (32)
-* gloo: 48 bytes before each message, 48 to a sender to say that its receiver is ready; at most 48 more to a receiver that is not
-* at least: all of that in full segments, every ACK on the back of data
-* at most: each message of gloo ends a segment, and every segment received is acknowledged by one of our own
-
-Nothing is lost on veth, so nothing is sent twice. What an idle second carries (the store's traffic, ARP) is subtracted: it is nothing.
+* Exactly: P is what the codecs and the votes predict. The payload that its peers acknowledged, by the kernel's counters of its
+  connections, is P, and 48 bytes of gloo for each message that it sends and for each receiver that it declares ready; and 48 more
+  for each receiver that was not ready yet. The payload that came, likewise.
+* At the interface, over veth with an MTU of 1500 and segmentation in the kernel's TCP, so that it counts real segments: at least
+  that payload in full segments behind 66 bytes of Ethernet (14), IP (20) and TCP with timestamps (32). At most what the kernel
+  says that it sent, repeated segments and segments that only acknowledge too, each with all the options that TCP allows; and 1 %
+  for what is no TCP, such as ARP. How many ACKs and repetitions that is, the kernel alone decides.
 """
 
 from __future__ import annotations
@@ -25,34 +25,17 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from namespaces import Namespaces, missing
 
-SEGMENT, HEADERS, GLOO = 1448, 66, 48
+SEGMENT, HEADERS, LONGEST_HEADERS, GLOO = 1448, 66, 94, 48
 REASON = missing()
 
 
-def segments(nbytes: int) -> int:
-    return -(-nbytes // SEGMENT)
-
-
-def least(nbytes: int, sent: int, received: int) -> int:
-    """Bytes at the interface for `nbytes` in `sent` messages, with `received` messages coming the other way."""
-    framed = nbytes + GLOO * (sent + received)
-    return framed + HEADERS * segments(framed)
-
-
-def most(nbytes: int, sent: int, received: int, nbytes_received: int) -> int:
-    framed, incoming = nbytes + GLOO * (2 * sent + received), nbytes_received + GLOO * (2 * received + sent)
-    own = segments(framed) + 3 * sent + received
-    acknowledged = segments(incoming) + 3 * received + sent
-    return framed + HEADERS * (own + acknowledged)
-
-
-def total(said: dict[str, Any], way: str, field: str) -> int:
-    """Of all purposes and peers, since the line on stdin."""
-    after, before = (
-        sum(count[field] for peers in said[when][way].values() for count in peers.values())
-        for when in ("after", "before")
+def total(before: dict[str, Any], after: dict[str, Any], way: str, field: str) -> int:
+    """Of all purposes and peers, what the ledger counted between."""
+    later, earlier = (
+        sum(count[field] for peers in said["ledger"][way].values() for count in peers.values())
+        for said in (after, before)
     )
-    return after - before
+    return later - earlier
 
 
 class Bench:
@@ -68,43 +51,44 @@ class Bench:
             space.start(rank, [*program, str(rank), str(size), space.addresses[0], "29500"]) for rank in range(size)
         ]
 
-    def do(self, what: str) -> tuple[list[dict[str, Any]], list[int], list[int]]:
-        """What each said, and what its interface sent and received meanwhile."""
-        before = [self.space.counters(rank) for rank in range(self.size)]
+    def do(self, what: str) -> list[dict[str, Any]]:
+        """What each said, when all have said it."""
         for process in self.running:
             print(what, file=process.stdin, flush=True)
         lines = [process.stdout.readline() if process.stdout else "" for process in self.running]
         assert all(lines), "a replica ended early"
-        if what == "rounds":
-            self.do("idle")  # the last ACKs
-        after = [self.space.counters(rank) for rank in range(self.size)]
-        sent, received = (
-            [b[name] - a[name] for a, b in zip(before, after, strict=True)] for name in ("tx_bytes", "rx_bytes")
-        )
-        return [json.loads(line) for line in lines], sent, received
+        return [json.loads(line) for line in lines]
+
+    def interfaces(self) -> list[int]:
+        return [self.space.counters(rank)["tx_bytes"] for rank in range(self.size)]
 
 
 @pytest.mark.skipif(REASON is not None, reason=f"no network namespaces: {REASON}")
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_predicted_is_counted_is_what_the_kernel_saw(size):
     with Namespaces(size) as space:
-        limit = threading.Timer(60.0, space.end_processes)
-        limit.start()
+        hung = threading.Timer(600.0, space.end_processes)
+        hung.start()
         try:
             bench = Bench(space, size)
-            bench.do("idle")  # whoever joins is done
-            _, idle, _ = bench.do("idle")
-            said, sent, received = bench.do("rounds")
+            before, idle = bench.do("count"), bench.interfaces()
+            said = bench.do("rounds")
+            busy, after = bench.interfaces(), bench.do("count")
         finally:
-            limit.cancel()
-    assert max(idle) < 1000
-    # No segment was lost on the way; the bridge's own multicast (70 bytes now and then) is received and not sent.
-    assert 0 <= sum(received) - sum(sent) < SEGMENT
-    for rank, replica in enumerate(said):
-        nbytes, messages = total(replica, "sent", "nbytes"), total(replica, "sent", "messages")
-        votes = replica["after"]["sent"]["vote"].values()
-        assert nbytes == replica["predicted"] + sum(vote["nbytes"] for vote in votes)
-        came, arrived = total(replica, "received", "nbytes"), total(replica, "received", "messages")
-        seen = sent[rank] - 2 * idle[rank]  # of two seconds or so
-        assert least(nbytes, messages, arrived) <= seen <= most(nbytes, messages, arrived, came)
-        assert most(nbytes, messages, arrived, came) < 1.1 * nbytes  # the model says something
+            hung.cancel()
+            hung.join()
+    for rank in range(size):
+        this = before[rank], after[rank]
+        nbytes, messages = total(*this, "sent", "nbytes"), total(*this, "sent", "messages")
+        came, arrived = total(*this, "received", "nbytes"), total(*this, "received", "messages")
+        votes = after[rank]["ledger"]["sent"]["vote"].values()
+        assert nbytes == said[rank]["predicted"] + sum(vote["nbytes"] for vote in votes)
+
+        kernel = {name: after[rank]["kernel"][name] - count for name, count in before[rank]["kernel"].items()}
+        payload = nbytes + GLOO * (messages + arrived)
+        assert kernel["acked"] in range(payload, payload + GLOO * messages + 1, GLOO)
+        assert kernel["received"] - came - GLOO * (messages + arrived) in range(0, GLOO * arrived + 1, GLOO)
+
+        at_the_interface = busy[rank] - idle[rank]
+        assert at_the_interface >= payload + HEADERS * -(-payload // SEGMENT)
+        assert at_the_interface <= 1.01 * (kernel["sent"] + LONGEST_HEADERS * kernel["segments"])

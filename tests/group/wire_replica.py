@@ -1,24 +1,52 @@
 """A replica that test_group_wire.py starts in a network namespace.
 
-It does what a line on stdin says (`idle`, `rounds`, `leave`) and answers with what its ledger has sent since.
+It does what a line on stdin says: `count` answers with what its ledger and the kernel count of its connections, `rounds`
+exchanges and answers with the bytes that its packets should have.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
+import struct
 import sys
 import time
+from collections import Counter
 
 import torch
 
 from thinwire.codecs import Identity
 from thinwire.exchange import Air, Direct, once
 from thinwire.group import CountedGroup, Ledger, TorchGroup, gather, start_torch
+from thinwire.group.pace import connections
 from thinwire.seeds import Key
 
 NUMELS = (0, 1, 300, 25_000, 750_000)
 ROUNDS = 3
+
+# Of Linux's `struct tcp_info` (since 4.19): name, offset, form.
+INFO = (
+    ("unacked", 24, "I"), ("acked", 120, "Q"), ("received", 128, "Q"), ("segments", 136, "I"), ("notsent", 144, "I"),
+    ("sent", 200, "Q"),
+)  # fmt: skip
+
+
+def counted(files: set[int]) -> dict[str, int]:
+    """What the kernel counts of these connections: bytes without any header, segments with those that only acknowledge."""
+    total: Counter[str] = Counter()
+    for file in files:
+        with socket.socket(fileno=os.dup(file)) as one:
+            info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        total.update({name: struct.unpack_from(form, info, offset)[0] for name, offset, form in INFO})
+    return dict(total)
+
+
+def settled(files: set[int]) -> dict[str, int]:
+    """The same, when the peers have acknowledged all that was sent."""
+    while (now := counted(files))["unacked"] or now["notsent"]:
+        time.sleep(0.01)
+    return now
 
 
 def rounds(group: CountedGroup) -> int:
@@ -37,18 +65,16 @@ def rounds(group: CountedGroup) -> int:
 def main() -> None:
     rank, size, address, port = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     torch.set_num_threads(1)
-    start_torch(rank, size, address, port, 40.0)
-    ledger = Ledger()
-    group = CountedGroup(TorchGroup.from_world(size, timeout=40.0), ledger)
+    start_torch(rank, size, address, port, 600.0)
+    ledger, before = Ledger(), connections()
+    group = CountedGroup(TorchGroup.from_world(size, timeout=600.0), ledger)
+    files = connections() - before
     for line in sys.stdin:
-        before, predicted = ledger.as_dict(), 0
-        if line.strip() == "leave":
-            os._exit(0)
         if line.strip() == "rounds":
-            predicted = rounds(group)
+            said = {"predicted": rounds(group)}
         else:
-            time.sleep(1.0)
-        print(json.dumps({"before": before, "after": ledger.as_dict(), "predicted": predicted}), flush=True)
+            said = {"ledger": ledger.as_dict(), "kernel": settled(files)}
+        print(json.dumps(said), flush=True)
 
 
 if __name__ == "__main__":

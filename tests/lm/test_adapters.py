@@ -95,7 +95,7 @@ def text(tmp_path: Path) -> str:
 def run_of(text: str, **changes: Any) -> Run:
     settings: dict[str, Any] = dict(
         text=(text,), model="nano", steps=12, every=4, delay=1, batch=2, sequence=32, checkpoint_every=5, eval_batches=2,
-        carrier="threads", timeout=60.0,
+        carrier="threads", timeout=600.0,
     )  # fmt: skip
     return Run(**(settings | changes))
 

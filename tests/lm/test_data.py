@@ -218,7 +218,7 @@ def test_of_many_at_once_one_prepares(text: Path, tmp_path: Path, monkeypatch: p
         found = load(*arguments)  # type: ignore[arg-type]
         if threading.get_ident() not in looked:  # nobody goes on before all have seen that there is nothing
             looked.add(threading.get_ident())
-            together.wait(10)
+            together.wait(600)
         return found
 
     monkeypatch.setattr(data, "_prepare", slowly)

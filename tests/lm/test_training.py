@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +38,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    before = threading.enumerate()
+    yield
+    for thread in threading.enumerate():
+        if thread not in before:
+            thread.join(600.0)
+            assert not thread.is_alive(), thread
+
+
 @pytest.fixture
 def text(tmp_path: Path) -> str:
     file = tmp_path / "text.txt"
@@ -48,7 +59,7 @@ def small_run(text: str, **changes: object) -> Run:
     """Rounds of both fragments in the air at most checkpoints: H = 6, τ = 4."""
     settings: dict[str, object] = dict(
         text=(text,), steps=STEPS, every=6, delay=4, batch=2, sequence=32, checkpoint_every=5, keep=9, eval_batches=2,
-        carrier="threads", timeout=60.0,
+        carrier="threads", timeout=600.0,
     )  # fmt: skip
     return Run(**(settings | changes))  # type: ignore[arg-type]
 
@@ -332,7 +343,7 @@ def processes_of(folder: Path) -> list[int]:
 
 def wait_for_step(folder: Path, step: int) -> None:
     """Until both replicas have saved `step`."""
-    for _ in range(1200):
+    for _ in range(12_000):
         if len(list(folder.glob(f"checkpoints/*/step-{step:08d}"))) == 2:
             return
         time.sleep(0.05)
@@ -357,7 +368,7 @@ def test_kill_9_is_named_and_resumed_exactly(tmp_path: Path, text: str) -> None:
     wait_for_step(folder, 10)
     killed = processes_of(folder)[1]
     os.kill(killed, signal.SIGKILL)
-    thread.join(90)
+    thread.join(900)
     assert not thread.is_alive() and "--resume" in str(outcome[0]) and "exit code -9" in str(outcome[0])
     run_in(folder, run, resume=True)
     assert events_of(folder, "resume")[-1]["from_step"] >= 10  # type: ignore[operator]
@@ -368,14 +379,18 @@ def test_a_replica_that_hangs_is_ended_and_the_one_that_noticed_is_heard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     """The launcher's own kill must not pass for the cause."""
-    hangs = (
-        "import os, sys, time; rank = os.environ['RANK']; time.sleep(60 * int(rank)); sys.exit('LinkError: 1 is late')"
-    )
-    start = subprocess.Popen
+    hangs = "import os, sys, time; rank = os.environ['RANK']; time.sleep(3600 * int(rank)); sys.exit('LinkError: 1 is late')"
+    start, given = subprocess.Popen, []
     monkeypatch.setattr(launch, "_GRACE", 0.5)
-    monkeypatch.setattr(
-        launch.subprocess, "Popen", lambda _, **options: start([sys.executable, "-c", hangs], **options)
-    )
+
+    def instead(_: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        given.append(options["env"])
+        return start([sys.executable, "-c", hangs], **options)
+
+    monkeypatch.setattr(launch.subprocess, "Popen", instead)
+    monkeypatch.setattr(launch.os, "cpu_count", lambda: 7)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     launch.new_folder(small_run(text), tmp_path / "run", resume=False)
     with pytest.raises(LinkError) as caught:
         launch.train_processes(small_run(text), tmp_path / "run", False, lambda: None)
@@ -384,6 +399,11 @@ def test_a_replica_that_hangs_is_ended_and_the_one_that_noticed_is_heard(
         "replica 1 did not end in 0.5 s and was killed",
         "replica 0 (exit code 1): LinkError: 1 is late",
     ]
+    assert [(env["OMP_NUM_THREADS"], env["OMP_WAIT_POLICY"]) for env in given] == [("3", "PASSIVE")] * 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    asked = launch.sharing_cores(2)
+    assert (asked["OMP_NUM_THREADS"], asked["OMP_WAIT_POLICY"]) == ("5", "ACTIVE")
 
 
 @pytest.mark.skipif(shutil.which("pgrep") is None, reason="pgrep (procps) is not installed")
@@ -396,7 +416,7 @@ def test_ctrl_c_stops_cleanly_and_the_run_goes_on_exactly(whole: Path, tmp_path:
     process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     wait_for_step(folder, 5)
     os.killpg(process.pid, signal.SIGINT)
-    out, said = process.communicate(timeout=90)
+    out, said = process.communicate(timeout=900)
     assert process.returncode == 0, said.decode()
     summary = json.loads(out.decode().strip().splitlines()[-1])
     if summary["steps"] < STEPS:  # a fast machine may have been through before the signal
@@ -416,6 +436,6 @@ def test_threads_stop_cleanly_however_often_ctrl_c_is_pressed(tmp_path: Path, te
     process.send_signal(signal.SIGINT)
     time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=90)
+    _, said = process.communicate(timeout=900)
     assert process.returncode == 0, said.decode()
     assert events_of(folder, "stop") and events_of(folder, "end")

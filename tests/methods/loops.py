@@ -116,4 +116,4 @@ def tour(method: Method, replicas: int, **how: Any) -> list[Trip]:
         trip.final = weights(trip.at_work.model)
         return trip
 
-    return tw.run_threads(replicas, replica, timeout=20.0)
+    return tw.run_threads(replicas, replica, timeout=600.0)

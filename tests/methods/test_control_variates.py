@@ -47,7 +47,7 @@ def solve(
             at.optimizer.step()
         return at
 
-    return tw.run_threads(replicas, replica, timeout=120.0)
+    return tw.run_threads(replicas, replica, timeout=600.0)
 
 
 def test_scaffold_is_the_one_with_two_vectors():

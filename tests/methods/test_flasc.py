@@ -84,7 +84,7 @@ def run(method: Flasc, size: int = 3, steps: int = 15, **how: Any) -> list[dict[
         at.finish()
         return {"starts": starts, "final": flat(model), "ledger": ledger, "events": events}
 
-    return tw.run_threads(size, replica, timeout=20.0)
+    return tw.run_threads(size, replica, timeout=600.0)
 
 
 def masked(values: Tensor, density: float) -> Tensor:

@@ -39,7 +39,7 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def run_of(text: str, strategy: str, **changes: object) -> Run:
     settings: dict[str, object] = dict(
         text=(text,), strategy=strategy, steps=7, model="nano", batch=2, sequence=16, checkpoint_every=3, keep=9,
-        eval_batches=2, carrier="threads", timeout=60.0,
+        eval_batches=2, carrier="threads", timeout=600.0,
     )  # fmt: skip
     return Run(**(settings | SETTINGS[strategy] | changes))  # type: ignore[arg-type]
 

@@ -65,7 +65,7 @@ def find(method: Saddling, iterations: int, problem: Bilinear, replicas: int, **
             at.iterate()
         return at
 
-    return tw.run_threads(replicas, replica, timeout=60.0)
+    return tw.run_threads(replicas, replica, timeout=600.0)
 
 
 METHODS: dict[str, Saddling] = {

@@ -381,7 +381,7 @@ class Torn:
             self.posts += 1
             if self.posts > self.at and self.rank == 1:
                 self.group.post(tag, {2: send[2]}, {}, purpose)
-                assert self.applied.wait(60.0)  # else the link would be gone before 2 had all
+                assert self.applied.wait(600.0)  # else the link would be gone before 2 had all
                 raise tw.LinkError("torn")
             if self.posts > self.at + 1:  # only 2 comes here
                 self.applied.set()

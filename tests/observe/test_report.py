@@ -171,7 +171,7 @@ def test_a_browser_draws_the_page(make_run: Make, tmp_path: Path, hostile: Path)
         *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
         *(f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=20000", "--dump-dom"),
     ]
-    done = subprocess.run([browser, *flags, page.as_uri()], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([browser, *flags, page.as_uri()], capture_output=True, text=True, timeout=900, check=True)
     dom = done.stdout
     body = re.search(r"<body[^>]*>", dom)
     assert body is not None

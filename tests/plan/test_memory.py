@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
+import profiled
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from thinwire import (
     E3M0,
@@ -65,30 +66,10 @@ def test_activations_are_what_autograd_saves_to_the_byte(shape: Architecture, ba
         (Architecture(layers=6, width=64, heads=2, context=64), 16),
     ],
 )
-def test_the_peak_of_an_inner_step_is_within_five_percent(shape: Architecture, batch: int, accumulate: int) -> None:
-    model = Transformer(shape)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    tokens = torch.zeros(batch, shape.context, dtype=torch.long)
-
-    def step() -> None:
-        for _ in range(accumulate):
-            model(tokens, tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
-    events = sorted(
-        (event.start_ns(), event.nbytes())
-        for event in profiler.profiler.kineto_results.events()
-        if event.name() == "[memory]"
-    )
-    alive = most = 0
-    for _, nbytes in events:
-        alive += nbytes
-        most = max(most, alive)
+def test_the_peak_of_an_inner_step_is_within_five_percent(
+    shape: Architecture, batch: int, accumulate: int, alone: Callable[..., int]
+) -> None:
+    most = alone(profiled.of_an_inner_step, shape, batch, accumulate)
     before = 4 * shape.parameters() if accumulate > 1 else 0
     assert most == pytest.approx(activation_nbytes(shape, batch * shape.context) + before, rel=0.05)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import profiled
 import pytest
-import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.profiler import ProfilerActivity, profile
 
 from thinwire import streaming_diloco
 from thinwire.cli import main
@@ -87,27 +87,12 @@ def test_parameters_and_layers_are_the_models(folder: str) -> None:
 
 @needs_transformers
 @pytest.mark.parametrize("kind", sorted(TINY))
-def test_the_peak_of_a_step_is_predicted_within_ten_percent(kind: str, tmp_path: Path) -> None:
+def test_the_peak_of_a_step_is_predicted_within_ten_percent(
+    kind: str, tmp_path: Path, alone: Callable[..., int]
+) -> None:
     """Against torch's own account of a forward and backward pass on this CPU."""
-    model = hugging_face(kind, vocabulary=1000, **TINY[kind])
-    tokens = torch.zeros(4, 64, dtype=torch.long)
-
-    def step() -> None:
-        loss = model(tokens, tokens).loss
-        assert loss is not None
-        loss.backward()
-        model.zero_grad()
-
-    step()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
-    events = profiler.profiler.kineto_results.events()
-    most = alive = 0
-    for _, nbytes in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
-        alive += nbytes
-        most = max(most, alive)
-    model.model.config.save_pretrained(tmp_path)  # type: ignore[union-attr,operator]
+    most = alone(profiled.of_forward_and_backward, kind, TINY[kind], 1000)
+    hugging_face(kind, vocabulary=1000, **TINY[kind]).model.config.save_pretrained(tmp_path)  # type: ignore[union-attr,operator]
     shape = outline_of(str(tmp_path), 256, 64)
     assert activation_nbytes(shape, 4 * 64) == pytest.approx(most, rel=0.1)
 

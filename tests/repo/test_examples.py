@@ -14,7 +14,7 @@ EXAMPLES = sorted(path.name for path in ROOT.glob("examples/*.py"))
 
 def run(name: str, *arguments: str) -> str:
     command = [sys.executable, str(ROOT / "examples" / name), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, stdin=subprocess.DEVNULL)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

@@ -28,7 +28,7 @@ SHARDINGS = {
 
 
 def everything(rank: int) -> dict[str, Seen]:
-    group = tw.TorchGroup.from_world(replicas=WORLD, timeout=120.0)
+    group = tw.TorchGroup.from_world(replicas=WORLD, timeout=600.0)
     return {name: train(group, sharding, steps=3, micro=2) for name, sharding in SHARDINGS.items()}
 
 
@@ -42,7 +42,7 @@ def _process(rank: int, port: int, folder: str) -> None:
     os._exit(0)  # without waiting for a group that may be dead
 
 
-def run_world(folder: Path, limit: float = 400.0) -> list[Any]:
+def run_world(folder: Path, limit: float = 900.0) -> list[Any]:
     """`everything` in every process; raises with the traceback of the first that failed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from thinwire.group import Link, parse_link
 from thinwire.group.lighthouse import engine
 from thinwire.lm import place
 from thinwire.lm.job import make_model, outline_model
+from thinwire.lm.launch import threads_each
 from thinwire.lm.model import Transformer
 from thinwire.lm.run import Run
 from thinwire.lm.tokenizer import make_tokenizer, open_corpus
@@ -287,7 +287,7 @@ def deadlines(
 
 
 def _threads(run: Run) -> int:
-    return max(1, (os.cpu_count() or 1) // run.replicas) if run.carrier != "threads" else torch.get_num_threads()
+    return torch.get_num_threads() if run.carrier == "threads" else threads_each(run.replicas)
 
 
 def _table(findings: Sequence[Finding]) -> Table:

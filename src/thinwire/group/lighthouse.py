@@ -212,6 +212,7 @@ class LighthouseMeeting:
             self._door.close()
         for thread in self._threads:  # one that came back from torchft while Python ends would abort the process
             thread.join(2 * _PROBE)
+        self._board = self._coordinator = None  # their connections and threads end with them
 
     # ---- the coordinator
 

@@ -218,6 +218,7 @@ class Roster:
         """Leave: the others go on without this replica. Idempotent."""
         self._left = True
         self._let_go(self._group)
+        self._past.clear()  # musters hold their roster, and would hold its connections
         self._meeting.leave()
 
     def _presence(self, claim: Mapping[str, Any], expected: Sequence[Presence]) -> Presence:

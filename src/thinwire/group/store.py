@@ -89,7 +89,8 @@ def within(seconds: float, what: str, operation: Callable[[], T]) -> T:
     if outcome:
         return outcome[0]
     if failure:
-        raise LinkError(f"{what}: {short(failure[0])}") from failure[0]
+        error = failure.pop()  # else the list, the error and the frame of `run` would hold each other
+        raise LinkError(f"{what}: {short(error)}") from error
     raise LinkError(f"{what}: no answer within {seconds:g} s")
 
 

@@ -55,20 +55,33 @@ class _TorchTransfer:
         self.arrivals: dict[int, float] = {}
 
     def wait(self) -> None:
-        for verb, peer, work in self._messages:
-            try:
-                if isinstance(work, RuntimeError):
-                    raise work
-                work.wait(timedelta(seconds=self._group.timeout))
-            except RuntimeError as error:
+        while self._messages:
+            verb, peer, _ = self._messages[0]
+            if error := self._failure():
                 what = f"{verb} replica {peer} ({self._purpose}, tag {self._tag})"
-                told = self._group._explained(what, error)
-                told.peer = peer
-                raise told from error
+                raise self._group._explained(what, error, peer) from error
             if verb == _RECEIVE:
                 self.arrivals[peer] = time.monotonic()
-        self._messages = []
         self._group._open.discard(self)
+
+    def end(self) -> None:
+        """Let go of gloo's side, when all connections are closed: what was not waited for has failed."""
+        self._messages = [message._replace(work=RuntimeError("closed")) for message in self._messages]
+
+    def _failure(self) -> RuntimeError | None:
+        """Wait for the first message, and take it from the list. An error comes back without its frames: they would
+        hold the message, and that all connections of the group, for as long as somebody holds the error.
+        """
+        messages = self._messages
+        work = messages[0].work
+        if isinstance(work, RuntimeError):
+            return work
+        try:
+            work.wait(timedelta(seconds=self._group.timeout))
+        except RuntimeError as error:
+            return error.with_traceback(None)
+        del messages[0]
+        return None
 
 
 class _DeviceTransfer:
@@ -112,7 +125,7 @@ class TorchGroup:
     ) -> None:  # fmt: skip
         self.rank, self.size = process_group.rank(), process_group.size()
         self.timeout, self.shard, self.shards, self.site = timeout, shard, shards, site
-        self._process_group = process_group
+        self._process_group: dist.ProcessGroup | None = process_group  # None when closed
         self._on_device = process_group.name() == "nccl"
         self._closed = False
         # Transfers that nobody waited for yet: a receive that is dropped while its message is on the way would leave
@@ -174,30 +187,33 @@ class TorchGroup:
     ) -> Transfer:
         """See `Group.post`."""
         send, recv = travelling(self, tag, send), travelling(self, tag, recv)
-        if self._closed:
+        carrier = self._process_group
+        if self._closed or carrier is None:
             raise self._closed_error()
         if self._on_device and tag != FINISH:
-            return self._post_on_device(send, recv)
+            return self._post_on_device(carrier, send, recv)
         if self._on_device:  # NCCL matches by order alone, and this message has no place in it
             return _TorchTransfer(self, tag, purpose, [])
         messages: list[_Message] = []
         # Receives first: a message whose receiver is ready leaves at once.
-        carrier = self._process_group
         for verb, start, tensors in ((_RECEIVE, carrier.recv, recv), (_SEND, carrier.send, send)):
             for peer, tensor in tensors.items():
                 work: dist.Work | RuntimeError
                 try:
                     work = start([tensor], peer, tag)
                 except RuntimeError as error:
-                    work = error
+                    work = error.with_traceback(None)
                 messages.append(_Message(verb, peer, work))
         transfer = _TorchTransfer(self, tag, purpose, messages)
         self._open.add(transfer)
         return transfer
 
     def close(self) -> None:
-        """See `Group.close`. The process group of torch itself ends with `destroy_process_group`."""
-        if self._closed:
+        """See `Group.close`. gloo's sockets and threads end here; those of a default group and its subgroups, which torch
+        keeps too, with `destroy_process_group`.
+        """
+        carrier = self._process_group
+        if self._closed or carrier is None:
             return
         self._closed = True
         if self.site is not None:
@@ -208,9 +224,15 @@ class TorchGroup:
             if peer != self.rank:
                 nothing = torch.empty(1, dtype=torch.uint8)
                 with suppress(RuntimeError):  # the time-out closes all connections (see the top of this file)
-                    self._process_group.recv([nothing], peer, _NEVER).wait(timedelta(milliseconds=1))
+                    carrier.recv([nothing], peer, _NEVER).wait(timedelta(milliseconds=1))
+        for transfer in list(self._open):
+            transfer.end()
+        self._open.clear()
+        self._process_group = None
 
-    def _post_on_device(self, send: Mapping[int, Tensor], recv: Mapping[int, Tensor]) -> Transfer:
+    def _post_on_device(
+        self, carrier: dist.ProcessGroup, send: Mapping[int, Tensor], recv: Mapping[int, Tensor]
+    ) -> Transfer:
         """Over NCCL. Not covered by tests: it needs one GPU for each replica.
 
         NCCL knows no tags: it matches the messages of a pair by their order alone. All replicas must post in the same
@@ -220,25 +242,28 @@ class TorchGroup:
         with self._one_at_a_time, torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
             landing = {peer: torch.empty_like(buffer, device=device) for peer, buffer in recv.items()}
             operations = [
-                dist.P2POp(call, tensors[peer].to(device), group=self._process_group, group_peer=peer)
+                dist.P2POp(call, tensors[peer].to(device), group=carrier, group_peer=peer)
                 for call, tensors in ((dist.isend, send), (dist.irecv, landing))
                 for peer in sorted(tensors)
             ]
             works = dist.batch_isend_irecv(operations) if operations else []
             return _DeviceTransfer(self, works, landing, recv)
 
-    def _explained(self, what: str, error: RuntimeError) -> LinkError:
-        if self._closed:
-            return self._closed_error()
+    def _explained(self, what: str, error: RuntimeError, peer: int | None = None) -> LinkError:
+        told = self._closed_error() if self._closed else LinkError(self._reason(what, error))
+        told.peer = peer
+        return told
+
+    def _reason(self, what: str, error: RuntimeError) -> str:
         if "Timed out" in str(error):
-            return LinkError(
+            return (
                 f"could not {what} within {self.timeout:g} s: the link is cut, or the peer is late. "
                 "This group is dead now; leave, look at that replica, and go on from a checkpoint, "
                 "with a longer timeout if it was only late."
             )
         if "Application timeout" in str(error):
-            return LinkError(f"could not {what}: an earlier time-out ended this group. Go on from a checkpoint.")
-        return LinkError(
+            return f"could not {what}: an earlier time-out ended this group. Go on from a checkpoint."
+        return (
             f"could not {what}: it has left or crashed ({_first_line(error)}). Look for its last words, "
             "then go on from a checkpoint."
         )

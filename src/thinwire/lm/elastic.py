@@ -1,6 +1,6 @@
 """Start the replicas of this machine that may die and return: each a process of its own, with a name that it keeps.
 
-    python -m thinwire.lm.elastic FOLDER NAME LIGHTHOUSE INDEX THREADS [--resume]     one replica, as `train_elastic` starts it
+    python -m thinwire.lm.elastic FOLDER NAME LIGHTHOUSE INDEX [--resume]     one replica, as `train_elastic` starts it
 
 One that dies is started again, ever later while it dies again at once, and goes on from its own newest checkpoint. One
 that ends with an error that will not be better by trying again (other settings than the others', a full disk) is given
@@ -26,7 +26,7 @@ from thinwire.errors import LinkError, ThinwireError
 from thinwire.group import Lighthouse, LighthouseMeeting
 from thinwire.group.lighthouse import engine
 from thinwire.group.presence import Presence
-from thinwire.lm.launch import Tick, end, stop_with_the_launcher, stopping, train_here
+from thinwire.lm.launch import Tick, end, sharing_cores, stop_with_the_launcher, stopping, train_here
 from thinwire.lm.place import Coming, Place, heartbeat_timeout
 from thinwire.lm.run import Run
 from thinwire.lm.tokenizer import open_corpus
@@ -66,8 +66,8 @@ def train_elastic(run: Run, folder: Path, resume: bool, tick: Tick, say: Say, se
     (folder / "logs").mkdir(exist_ok=True)
     names = [seat.name] if seat else [f"replica-{index}" for index in range(run.replicas)]
     with _lighthouse(run, seat) as address:
-        threads = max(1, (os.cpu_count() or 1) // len(names))
-        replicas = [_Replica(folder, name, address, index, threads) for index, name in enumerate(names)]
+        shared = sharing_cores(len(names))
+        replicas = [_Replica(folder, name, address, index, shared) for index, name in enumerate(names)]
         needed = 1 if seat else run.least
         for replica in replicas:
             replica.begin(resume)
@@ -104,7 +104,7 @@ class _Replica:
     name: str
     lighthouse: str
     index: int
-    threads: int
+    environment: dict[str, str]
     deaths: int = 0  # in a row
     due: float | None = None  # when it is to be started again
     given_up: str = ""
@@ -129,13 +129,14 @@ class _Replica:
         return self.due is not None or (not self.finished and not self.given_up)
 
     def begin(self, resume: bool) -> None:
-        arguments = [self.folder, self.name, self.lighthouse, self.index, self.threads]
+        arguments = [self.folder, self.name, self.lighthouse, self.index]
         command = [sys.executable, "-m", "thinwire.lm.elastic", *map(str, arguments), *(["--resume"] if resume else [])]
         with self._output.open("ab") as output:
             self._spoken = output.tell()
             self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-            )
+                command, env=self.environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                start_new_session=True,
+            )  # fmt: skip
         self.due, self.began, self.joined = None, time.monotonic(), False
 
     def listen(self) -> None:
@@ -228,9 +229,8 @@ def _signal(number: int) -> str:
 
 def main() -> int:
     """One replica, as `train_elastic` starts it."""
-    folder, (name, lighthouse), (index, threads) = Path(sys.argv[1]), sys.argv[2:4], map(int, sys.argv[4:6])
-    resume = "--resume" in sys.argv[6:]
-    torch.set_num_threads(threads)
+    folder, (name, lighthouse), index = Path(sys.argv[1]), sys.argv[2:4], int(sys.argv[4])
+    resume = "--resume" in sys.argv[5:]
     stop = threading.Event()
     threading.Thread(target=stop_with_the_launcher, args=(stop,), name="thinwire-launcher-watch", daemon=True).start()
     try:

@@ -154,12 +154,11 @@ def train_processes(run: Run, folder: Path, resume: bool, tick: Tick) -> None:
     logs = folder / "logs"
     logs.mkdir(exist_ok=True)
     port = _free_port()
-    threads = max(1, (os.cpu_count() or 1) // run.replicas)
     processes, begins = [], []
     for rank in range(run.replicas):
-        environment = os.environ | {
+        environment = sharing_cores(run.replicas) | {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(run.replicas),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": str(threads),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         }  # fmt: skip
         command = [sys.executable, "-m", "thinwire.lm.launch", str(folder), *(["--resume"] if resume else [])]
         with (logs / f"replica-{rank}.txt").open("ab") as output:
@@ -182,6 +181,16 @@ def train_processes(run: Run, folder: Path, resume: bool, tick: Tick) -> None:
     if failed := [rank for rank, process in enumerate(processes) if process.returncode and rank not in silent]:
         said = _post_mortem(failed, [process.returncode for process in processes], begins, folder)
         raise LinkError("\n".join([*(f"replica {r} did not end in {_GRACE:g} s and was killed" for r in silent), said]))
+
+
+def threads_each(replicas: int) -> int:
+    """Of `replicas` processes on this machine: what OMP_NUM_THREADS says, or their share of the cores."""
+    return torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else max(1, (os.cpu_count() or 1) // replicas)
+
+
+def sharing_cores(replicas: int) -> dict[str, str]:
+    """The environment for `replicas` processes on this machine: without it each takes all cores, and spins while it waits."""
+    return {"OMP_NUM_THREADS": str(threads_each(replicas)), "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
 
 
 def _watch(processes: list[subprocess.Popen[bytes]], tick: Tick) -> list[int]:
@@ -270,7 +279,6 @@ def _free_port() -> int:
 def main() -> int:
     """`python -m thinwire.lm.launch FOLDER [--resume]`: one replica, as `train_processes` starts it."""
     folder, resume = Path(sys.argv[1]), "--resume" in sys.argv[2:]
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     stop = threading.Event()
     threading.Thread(target=stop_with_the_launcher, args=(stop,), name="thinwire-launcher-watch", daemon=True).start()
     try:

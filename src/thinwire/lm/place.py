@@ -7,8 +7,9 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -217,10 +218,24 @@ def _fulfil(promise: Future[T], attach: Callable[[], T]) -> None:
         promise.set_exception(error)
 
 
-def pass_on(stop: threading.Event, replica: Replica) -> None:
-    """Ask `replica` to stop when `stop` is set, from a thread of its own."""
-    stop.wait()
-    replica.request_stop()
+@contextmanager
+def passing_on(stop: threading.Event, replica: Replica) -> Iterator[None]:
+    """Within, `replica` is asked to stop when `stop` is set: by a thread, for this one waits for others."""
+    over = threading.Event()
+
+    def pass_on() -> None:
+        while not over.wait(0.05):
+            if stop.is_set():
+                replica.request_stop()
+                return
+
+    thread = threading.Thread(target=pass_on, name="thinwire-stop", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def shard(model: nn.Module, replicas: int, shards: int, device: torch.device) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from thinwire.errors import CheckpointError, ConfigurationError, LinkError
 from thinwire.group import CountedGroup, Group, Ledger, LinkedGroup, Roster, parse_link
 from thinwire.lm.job import learning_rate, make_model
 from thinwire.lm.loops import evaluated, micro_batches
-from thinwire.lm.place import Coming, Hindrances, Pace, Place, join, pass_on, roster, shard
+from thinwire.lm.place import Coming, Hindrances, Pace, Place, join, passing_on, roster, shard
 from thinwire.lm.releases import releases
 from thinwire.lm.run import Run
 from thinwire.lm.start import start
@@ -164,11 +163,9 @@ class Trainer:
 
     def _finish(self) -> bool:
         """The last rounds; false if the others were not heard any more. A stop that comes now ends the waiting for them."""
-        threading.Thread(
-            target=pass_on, args=(self.place.stop, self.replica), name="thinwire-stop", daemon=True
-        ).start()
         try:
-            self.replica.finish()
+            with passing_on(self.place.stop, self.replica):
+                self.replica.finish()
         except LinkError as error:
             if not isinstance(self.group, Roster):
                 raise

@@ -15,7 +15,6 @@ import torch
 
 from thinwire.errors import ConfigurationError
 from thinwire.group import Group, run_threads
-from thinwire.lm import launch  # all that a replica imports
 from thinwire.lm.job import make_model
 from thinwire.lm.run import Run
 from thinwire.plan.machine import BASE_NBYTES
