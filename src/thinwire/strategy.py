@@ -332,6 +332,9 @@ PIECES: dict[str, Callable[..., Any]] = {
 }
 
 
+LONGEST = 10_000  # characters of a composition that is read back
+
+
 def parse(text: str, names: Mapping[str, Callable[..., Any]] = PIECES) -> Any:
     """Make the value that `text` describes, such as `E3M0(block=64)` or `E3M0`: calls of `names` with literals,
     nothing else.
@@ -358,11 +361,19 @@ def parse(text: str, names: Mapping[str, Callable[..., Any]] = PIECES) -> Any:
                 f"{ast.unparse(term)!r} in {text!r} is no plain value; numbers, texts and calls of {', '.join(sorted(names))} are."
             ) from None
 
+    if len(text) > LONGEST:
+        raise ConfigurationError(f"{text[:40]!r}… has {len(text):,} characters: at most {LONGEST:,} are read.")
     try:
         return value(ast.parse(text.strip(), mode="eval").body)
     except ConfigurationError:
         raise
-    except (SyntaxError, ValueError, TypeError) as error:
+    except (
+        SyntaxError,
+        ValueError,
+        TypeError,
+        RecursionError,
+        MemoryError,
+    ) as error:  # the last two: nested too deeply
         raise ConfigurationError(
             f"cannot read {text!r} ({error}); write a name with arguments, such as E3M0(block=64)."
         ) from None

@@ -53,7 +53,7 @@ def test_lines_without_a_terminal(tmp_path: Path, write_events: Write, start: St
         }
         write_events(log, [warning, warning, evaluation, *steps(6, 7)])
     lines = out.getvalue().splitlines()
-    assert lines[1] == "warning (replica 0, step 5): slow [31m link [bold]x"
+    assert lines[1] == r"warning (replica 0, step 5): slow\x1b[31m link\n[bold]x"
     assert "evaluation 1.5000 at step 5" in lines[2] and len(lines) == 3
     assert all(letter.isprintable() or letter == "\n" for letter in out.getvalue())
 

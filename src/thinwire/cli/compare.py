@@ -25,6 +25,7 @@ from thinwire.lm import launch
 from thinwire.lm.job import check
 from thinwire.lm.run import Run
 from thinwire.observe.runs import RunRecord
+from thinwire.observe.terminal import waiting
 from thinwire.observe.units import text_of_bits, text_of_nbytes, text_of_seconds, text_of_share
 
 
@@ -55,27 +56,41 @@ def main(arguments: Sequence[str]) -> int:
     console = options.console(asked.json)
     out = asked.out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
     settings = {strategy: asked.run_settings.with_strategy(strategy) for strategy in asked.strategies}
-    for run in settings.values():  # all, before any trains
-        check(run)
+    with waiting(console, "reading the text"):
+        for run in settings.values():  # all, before any trains
+            check(run)
     folders: dict[str, list[Path]] = {strategy: [] for strategy in settings}
-    for seed in range(asked.run_settings.seed, asked.run_settings.seed + asked.seeds):
-        for strategy, run in settings.items():
-            folder = out / f"{re.sub(r'[^a-zA-Z0-9_.]+', '-', strategy).strip('-')}-seed-{seed}"
-            folders[strategy].append(folder)
-            _complete(dataclasses.replace(run, seed=seed), folder, console)
-    records = {strategy: [RunRecord.load(folder) for folder in its] for strategy, its in folders.items()}
-    rows = [_row(strategy, its) for strategy, its in records.items()]
-    page = write_report([its[0] for its in folders.values()], out / "report.html")
+    stop = launch.Stop()
+    with launch.stopping(stop):
+        for seed in range(asked.run_settings.seed, asked.run_settings.seed + asked.seeds):
+            for strategy, run in settings.items():
+                folder = out / f"{re.sub(r'[^a-zA-Z0-9_.]+', '-', strategy).strip('-')}-seed-{seed}"
+                _complete(dataclasses.replace(run, seed=seed), folder, console, stop)
+                folders[strategy] += [folder] if (folder / "events").exists() else []
+        rows = _told(folders, out, console, asked)
+    whole = all(row["seeds"] == asked.seeds and row["status"] == "finished" for row in rows) and len(rows) == len(
+        folders
+    )
+    return stop.exit_code if stop.is_set() and not whole else 0
+
+
+def _told(folders: dict[str, list[Path]], out: Path, console: Console, asked: Options) -> list[dict[str, Any]]:
+    """The table, the page and the JSON of the runs that were begun; returns the table's rows."""
+    begun = {strategy: its for strategy, its in folders.items() if its}
+    rows = [_row(strategy, [RunRecord.load(folder) for folder in its]) for strategy, its in begun.items()]
+    page = write_report([its[0] for its in begun.values()], out / "report.html")
     (out / "comparison.json").write_text(json.dumps(rows, indent=1) + "\n")
     console.print(_table(rows))
+    if left := [strategy for strategy in folders if strategy not in begun]:
+        console.print(f"not begun: {', '.join(left)}", soft_wrap=True, highlight=False)
     console.print(f"report: {page}", soft_wrap=True, highlight=False)
     if asked.json:
-        print(json.dumps({"strategies": rows, "report": str(page)}))
-    return 0
+        print(json.dumps({"strategies": rows, "not_begun": left, "report": str(page)}))
+    return rows
 
 
-def _complete(run: Run, folder: Path, console: Console) -> None:
-    """Train, unless `folder` holds this very run complete; one that was broken off goes on from its checkpoint."""
+def _complete(run: Run, folder: Path, console: Console, stop: launch.Stop) -> None:
+    """Train, unless `folder` holds this very run complete or `stop` is set; one that was broken off goes on from its checkpoint."""
     begun = (folder / "events").exists()
     if begun and Run.load(folder / "run.toml") != run:
         raise ConfigurationError(
@@ -84,9 +99,11 @@ def _complete(run: Run, folder: Path, console: Console) -> None:
     if train.complete(run, folder):
         console.print(f"{folder}: complete", soft_wrap=True, highlight=False)
         return
+    if stop.is_set():
+        return
     console.print(f"{folder}", soft_wrap=True, highlight=False)
     launch.new_folder(run, folder, resume=begun)
-    train.train(run, folder, begun, console)
+    train.train(run, folder, any(folder.glob("checkpoints/*/step-*")), console, stop)
 
 
 def _row(strategy: str, records: list[RunRecord]) -> dict[str, Any]:
@@ -108,6 +125,8 @@ def _row(strategy: str, records: list[RunRecord]) -> dict[str, Any]:
             for name in ("wire_bytes_sent", "bits_per_parameter_per_step", "compute_utilization", "wall_seconds")
         },
         "provenance": summaries[0].provenance,
+        "status": next((record.status for record in records if record.status != "finished"), "finished"),
+        "steps": min(summary.steps for summary in summaries),
     }
 
 
@@ -127,7 +146,10 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         spread = f" ± {row['eval_loss_spread']:.4f}" if row["eval_loss_spread"] is not None else ""
         table.add_row(
-            Text(row["strategy"]),
+            Text(
+                row["strategy"]
+                + (f" ({row['status'].split(':')[0]} at step {row['steps']})" if row["status"] != "finished" else "")
+            ),
             f"{row['eval_loss']:.4f}{spread}",
             text_of_nbytes(row["wire_bytes_sent"]),
             text_of_bits(row["bits_per_parameter_per_step"]),

@@ -16,6 +16,7 @@ import tomli_w
 
 from thinwire import elastic
 from thinwire.errors import ConfigurationError
+from thinwire.files import contents, parsed
 from thinwire.filters import Clip
 from thinwire.group import parse_link
 from thinwire.group.deadlines import grace_seconds
@@ -313,7 +314,7 @@ class Run:
     def load(cls, path: Path) -> Run:
         """Read a run file. Raises `ConfigurationError` naming what is not known or cannot be read."""
         try:
-            fields = tomllib.loads(path.read_text())
+            fields = parsed(tomllib.loads, contents(path))
         except (OSError, ValueError) as error:
             raise ConfigurationError(
                 f"{path} cannot be read as a run file ({error}); `thinwire train` writes one as run.toml."
@@ -341,4 +342,6 @@ def _fits(value: object, hint: Any) -> bool:
         return value in get_args(hint)
     if origin is tuple:
         return isinstance(value, tuple) and all(_fits(item, get_args(hint)[0]) for item in value)
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        return False
     return type(value) in ((int, float) if hint is float else (hint,))

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from thinwire.errors import CheckpointError, ConfigurationError, ModelError
+from thinwire.files import opened, parsed, save_file
 from thinwire.lm.adapters import merged, save_adapters
 from thinwire.lm.model import SIZES, Transformer
 from thinwire.lm.run import Run
@@ -21,8 +22,9 @@ from thinwire.lm.run import Run
 def described(path: str | Path) -> Mapping[str, Any]:
     """What the file says of its model: size, vocabulary, positions, context. Raises `ModelError`."""
     try:
+        opened(Path(path)).close()
         with safe_open(str(path), "pt") as file:
-            said = json.loads((file.metadata() or {})["thinwire"])
+            said = parsed(json.loads, (file.metadata() or {})["thinwire"])
         known = (
             said["model"] in SIZES
             and isinstance(said["vocabulary"], int)
