@@ -66,7 +66,7 @@ class Checkpoint:
 
 
 def save(folder: Path, replica: Trained, notes: Mapping[str, Any], keep: int = 3) -> Path:
-    """Write `replica` and the caller's `notes` (JSON) to `folder`/step-N and drop all but the last `keep`.
+    """Write `replica` and the caller's `notes` (JSON) to `folder`/step-N and drop all but the last `keep` up to it.
 
     Never waits for what is in the air. Raises `CheckpointError` if the disk does not take it; what was there stays.
     """
@@ -102,7 +102,8 @@ def save(folder: Path, replica: Trained, notes: Mapping[str, Any], keep: int = 3
             f"no checkpoint at step {replica.step}: {folder}: {error}. Training needs about "
             f"{sum(t.numel() * t.element_size() for content in contents for t in content.values()):,} bytes there; free some space."
         ) from error
-    for old in sorted(folder.glob("step-*"))[:-keep]:
+    # what is of later steps was passed over by a resume, and counts for nothing
+    for old in sorted(path for path in folder.glob("step-*") if path.name <= final.name)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return final
 

@@ -18,8 +18,6 @@ def printable(text: object, most: int = LONGEST) -> str:
     return kept if len(said) <= most else f"{kept}… ({len(said) - most:,} characters more)"
 
 
-def printable_lines(text: object) -> str:
-    """The same for text of several lines, each bounded by itself, and at most a hundred."""
-    lines = str(text).split("\n")
-    more = [f"… ({len(lines) - 100:,} lines more)"] if len(lines) > 100 else []
-    return "\n".join([*map(printable, lines[:100]), *more])
+def printable_lines(text: object, most: int = LONGEST) -> str:
+    """The same for text of several lines, each bounded by itself."""
+    return "\n".join(printable(line, most) for line in str(text).split("\n"))

@@ -147,7 +147,7 @@ class Run:
         hints = get_type_hints(Run)
         for field in dataclasses.fields(self):
             if not _fits(value := getattr(self, field.name), hints[field.name]):
-                raise ConfigurationError(f"{field.name}={value!r}: {field.type} is needed.")
+                raise ConfigurationError(f"{field.name}={value!r:.200}: {field.type} is needed.")
         positive = (
             "replicas",
             "least",

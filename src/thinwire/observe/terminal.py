@@ -13,7 +13,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from thinwire.observe.units import text_of_seconds
-from thinwire.printable import printable
+from thinwire.printable import printable_lines
 
 
 class Terminal(Console):
@@ -27,8 +27,7 @@ class Terminal(Console):
             if segment.control or segment.text.replace("\n", " ").isprintable():
                 yield segment
             else:
-                shown = "\n".join(printable(line, len(line)) for line in segment.text.split("\n"))
-                yield Segment(shown, segment.style)
+                yield Segment(printable_lines(segment.text, len(segment.text)), segment.style)
 
 
 @contextmanager
