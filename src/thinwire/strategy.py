@@ -105,7 +105,7 @@ class Strategy:
         for name, protocol in protocols.items():
             if not isinstance(getattr(self, name), protocol) or isinstance(getattr(self, name), type):
                 raise ConfigurationError(
-                    f"{name}={getattr(self, name)!r}: {'an' if name[0] in 'eo' else 'a'} {name.title()} is needed; see docs/pieces.md."
+                    f"{name}={getattr(self, name)!r}: {'an' if name[0] in 'eo' else 'a'} {name.title()} is needed; see `thinwire docs pieces`."
                 )
         if not isinstance(self.merge, Mix | Eager | Reset):
             raise ConfigurationError(f"merge={self.merge!r}: Mix(alpha), Eager() or Reset() is needed.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -152,6 +153,14 @@ def test_losing_everything_is_asked_for(run: Path, capsys: pytest.CaptureFixture
     assert (run / "checkpoints-1/replica-0/step-00000004").is_dir()  # nothing was deleted
     assert RunRecord.load(run).replicas[0].step.tolist() == [1, 2, 3, 4, 5]
     assert main(["train", "--from-start", "--out", str(run)]) == 2
+
+
+def test_replicas_that_come_and_go_begin_again_only_if_asked(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torchft", reason="the extra thinwire[elastic] is not installed")
+    dataclasses.replace(Run.load(run / "run.toml"), carrier="elastic").save(run / "run.toml")
+    shutil.rmtree(run / "checkpoints")
+    assert main(["train", "--resume", "--out", str(run), "--steps", "5"]) == 1
+    assert "none of replica-0, replica-1 has a whole checkpoint" in capsys.readouterr().err
 
 
 def test_a_disk_that_is_full_from_the_start(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

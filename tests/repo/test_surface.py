@@ -43,6 +43,7 @@ OPTIONS = {
     "simulate overlap": "ranks produce_seconds send_seconds nbytes link contention plot json",
     "lighthouse": "host port heartbeat_timeout json",
     "doctor": "run link step_seconds master_addr master_port runs json",
+    "docs": "page json",
 }
 MODULES = sorted(
     m.name for m in pkgutil.walk_packages(thinwire.__path__, "thinwire.") if not m.name.endswith("__main__")

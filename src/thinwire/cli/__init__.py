@@ -22,6 +22,7 @@ VERBS = {
     "plan": "rank settings for given links and machines, with reasons, and write the best one's run file",
     "lighthouse": "be the place where replicas that come and go find each other",
     "doctor": "say what this machine offers, and what is wrong with a set-up",
+    "docs": "show a page of the documentation",
 }
 
 _USAGE = "\n".join(

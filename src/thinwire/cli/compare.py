@@ -26,7 +26,7 @@ from thinwire.lm.job import check
 from thinwire.lm.run import Run
 from thinwire.observe.runs import RunRecord
 from thinwire.observe.terminal import waiting
-from thinwire.observe.units import text_of_bits, text_of_nbytes, text_of_seconds, text_of_share
+from thinwire.observe.units import text_of_bits, text_of_loss, text_of_nbytes, text_of_seconds, text_of_share
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,9 @@ def _complete(run: Run, folder: Path, console: Console, stop: launch.Stop) -> No
 def _row(strategy: str, records: list[RunRecord]) -> dict[str, Any]:
     """One strategy over its seeds: the mean, and for the loss the standard deviation where there are several."""
     summaries = [record.summary for record in records]
-    losses = [math.nan if s.eval_loss is None else s.eval_loss for s in summaries]
+    losses = [s.eval_loss for s in summaries if s.eval_loss is not None and math.isfinite(s.eval_loss)]
+    if len(losses) < len(summaries):  # one was stopped before it evaluated
+        losses = []
 
     def mean(name: str) -> float:
         return statistics.fmean(getattr(summary, name) for summary in summaries)
@@ -117,7 +119,7 @@ def _row(strategy: str, records: list[RunRecord]) -> dict[str, Any]:
     return {
         "strategy": strategy,
         "seeds": len(records),
-        "eval_loss": statistics.fmean(losses),
+        "eval_loss": statistics.fmean(losses) if losses else None,
         "eval_loss_spread": statistics.stdev(losses) if len(losses) > 1 else None,
         "eval_losses": losses,
         **{
@@ -150,7 +152,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
                 row["strategy"]
                 + (f" ({row['status'].split(':')[0]} at step {row['steps']})" if row["status"] != "finished" else "")
             ),
-            f"{row['eval_loss']:.4f}{spread}",
+            f"{text_of_loss(row['eval_loss'])}{spread}",
             text_of_nbytes(row["wire_bytes_sent"]),
             text_of_bits(row["bits_per_parameter_per_step"]),
             text_of_share(row["compute_utilization"]),

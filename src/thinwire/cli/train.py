@@ -78,7 +78,7 @@ thinwire train                                                  the demo: two pr
 
 thinwire train --elastic --replicas 3                           three that may die and return, all on this machine
 
-thinwire train RUN.toml --lighthouse 10.0.0.1:29510 --name oslo  one of them, on a machine of its own (docs/elastic.md)"""
+thinwire train RUN.toml --lighthouse 10.0.0.1:29510 --name oslo  one of them, on a machine of its own (thinwire docs elastic)"""
 
 
 def main(arguments: Sequence[str]) -> int:

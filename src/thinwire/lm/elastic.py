@@ -22,7 +22,8 @@ from pathlib import Path
 
 import torch
 
-from thinwire.errors import LinkError, ThinwireError
+from thinwire.checkpoint import newest
+from thinwire.errors import CheckpointError, LinkError, ThinwireError
 from thinwire.group import Lighthouse, LighthouseMeeting
 from thinwire.group.lighthouse import engine
 from thinwire.group.presence import Presence
@@ -63,11 +64,17 @@ def train_elastic(
 ) -> None:
     """All replicas of `run` on this machine, and the lighthouse where they meet; or the one of `seat`. Their output goes to RUN/logs.
 
-    Raises `LinkError` saying why, if none of them has finished.
+    Raises `LinkError` saying why, if none of them has finished; `CheckpointError` if none has anything to resume from.
     """
     open_corpus(run)  # once, before all of them want it; a mistake in the text shows here
     (folder / "logs").mkdir(exist_ok=True)
     names = [seat.name] if seat else [f"replica-{index}" for index in range(run.replicas)]
+    # with a seat the others, elsewhere, may hold what is agreed
+    if resume and not seat and not any(newest(folder / "checkpoints" / name)[0] for name in names):
+        raise CheckpointError(
+            f"--resume: none of {', '.join(names)} has a whole checkpoint in {folder / 'checkpoints'}. Bring back what is missing, or begin "
+            "again at the first step by --resume --from-start."
+        )
     with _lighthouse(run, seat) as address:
         threads = max(1, (os.cpu_count() or 1) // len(names))
         replicas = [_Replica(folder, name, address, index, threads) for index, name in enumerate(names)]

@@ -51,7 +51,7 @@ class Run:
 
     strategy: str = "streaming_diloco"
     """A recipe (data_parallel, local_sgd, diloco, streaming_diloco, dgc, one_bit_adam, ...), a method with a loop of its own
-    (just_one_byte, fedavg, scaffold, scallion, scafcom, flasc), or a whole Strategy(...) in Python; docs/strategies.md helps to choose."""
+    (just_one_byte, fedavg, scaffold, scallion, scafcom, flasc), or a whole Strategy(...) in Python; thinwire docs strategies helps to choose."""
     replicas: int = 2
     """How many replicas train (under torchrun: the world is replicas times the ranks of one replica)."""
     steps: int = 800
@@ -94,7 +94,7 @@ class Run:
     weigh: Literal["alike", "tokens"] = "alike"
     """Elastic: every delta counts alike, or by the tokens behind it, where replicas are unequally fast."""
     evict: bool = False
-    """Elastic: go on without a replica that most of the others find to hold them up (docs/diagnosis.md)."""
+    """Elastic: go on without a replica that most of the others find to hold them up (thinwire docs diagnosis)."""
     link: str = "none"
     """Emulate a link of this rate and delay under the carrier, such as 50mbit,30ms."""
     uplink: str = "none"
