@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Mapping
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from safetensors import torch as safetensors
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch import Tensor
 LONGEST = 64 << 20  # bytes of a file that is read whole: settings and manifests
 
 
-def opened(path: Path) -> BinaryIO:
+def opened(path: Path) -> BufferedReader:
     """`path` for reading. Raises `OSError` for what is no regular file, a link to a device too."""
     _check(path, path.stat())  # first by name: opening alone may do something to a device
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")

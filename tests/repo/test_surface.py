@@ -27,7 +27,7 @@ least grace weigh evict link uplink timeout model lora positions text column tok
 clip precision eval_every eval_batches checkpoint_every keep
 """
 OPTIONS = {
-    "train": "run_settings out resume run elastic lighthouse name json",
+    "train": "run_settings out resume from_start run elastic lighthouse name json",
     "compare": "run_settings strategies seeds out run json",
     "report": "runs diagnose out tensorboard json",
     "probe": "run what out model sequence link replicas seconds trips name timeout json",

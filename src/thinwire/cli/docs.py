@@ -9,7 +9,6 @@ from pathlib import Path
 
 import tyro
 
-import thinwire
 from thinwire.cli import options
 from thinwire.errors import ConfigurationError
 
@@ -44,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def pages() -> dict[str, Path]:
     """By name: of an installed package beside its modules, of a checkout in its docs."""
-    package = Path(thinwire.__file__).parent
+    package = Path(__file__).parents[1]
     folder = next(
         folder for folder in (package / "docs", package.parents[1] / "docs") if (folder / "start.md").exists()
     )
