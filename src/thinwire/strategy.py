@@ -367,13 +367,7 @@ def parse(text: str, names: Mapping[str, Callable[..., Any]] = PIECES) -> Any:
         return value(ast.parse(text.strip(), mode="eval").body)
     except ConfigurationError:
         raise
-    except (
-        SyntaxError,
-        ValueError,
-        TypeError,
-        RecursionError,
-        MemoryError,
-    ) as error:  # the last two: nested too deeply
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:  # the last two: too deep
         raise ConfigurationError(
             f"cannot read {text!r} ({error}); write a name with arguments, such as E3M0(block=64)."
         ) from None

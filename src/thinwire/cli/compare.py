@@ -9,6 +9,7 @@ import re
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +21,7 @@ from rich.text import Text
 
 from thinwire.cli import options, train
 from thinwire.cli.pages import write_report
-from thinwire.errors import ConfigurationError
+from thinwire.errors import ConfigurationError, DataError
 from thinwire.lm import launch
 from thinwire.lm.job import check
 from thinwire.lm.run import Run
@@ -65,28 +66,42 @@ def main(arguments: Sequence[str]) -> int:
         for seed in range(asked.run_settings.seed, asked.run_settings.seed + asked.seeds):
             for strategy, run in settings.items():
                 folder = out / f"{re.sub(r'[^a-zA-Z0-9_.]+', '-', strategy).strip('-')}-seed-{seed}"
-                _complete(dataclasses.replace(run, seed=seed), folder, console, stop)
-                folders[strategy] += [folder] if (folder / "events").exists() else []
+                folders[strategy].append(folder)
+                with suppress(KeyboardInterrupt):  # the second signal; what there is by then is shown
+                    _complete(dataclasses.replace(run, seed=seed), folder, console, stop)
         rows = _told(folders, out, console, asked)
-    whole = all(row["seeds"] == asked.seeds and row["status"] == "finished" for row in rows) and len(rows) == len(
-        folders
-    )
+    whole = sum(row["seeds"] for row in rows if row["status"] == "finished") == len(folders) * asked.seeds
     return stop.exit_code if stop.is_set() and not whole else 0
 
 
 def _told(folders: dict[str, list[Path]], out: Path, console: Console, asked: Options) -> list[dict[str, Any]]:
     """The table, the page and the JSON of the runs that were begun; returns the table's rows."""
-    begun = {strategy: its for strategy, its in folders.items() if its}
-    rows = [_row(strategy, [RunRecord.load(folder) for folder in its]) for strategy, its in begun.items()]
-    page = write_report([its[0] for its in begun.values()], out / "report.html")
+    begun = {strategy: [record for folder in its if (record := _record(folder))] for strategy, its in folders.items()}
+    rows = [_row(strategy, records) for strategy, records in begun.items() if records]
+    left = [strategy for strategy, records in begun.items() if not records]
+    page = (
+        write_report([records[0].folder for records in begun.values() if records], out / "report.html")
+        if rows
+        else None
+    )
+    out.mkdir(parents=True, exist_ok=True)
     (out / "comparison.json").write_text(json.dumps(rows, indent=1) + "\n")
     console.print(_table(rows))
-    if left := [strategy for strategy in folders if strategy not in begun]:
+    if left:
         console.print(f"not begun: {', '.join(left)}", soft_wrap=True, highlight=False)
-    console.print(f"report: {page}", soft_wrap=True, highlight=False)
+    if page:
+        console.print(f"report: {page}", soft_wrap=True, highlight=False)
     if asked.json:
-        print(json.dumps({"strategies": rows, "not_begun": left, "report": str(page)}))
+        print(json.dumps({"strategies": rows, "not_begun": left, "report": page and str(page)}))
     return rows
+
+
+def _record(folder: Path) -> RunRecord | None:
+    """What a run left; None where it was stopped before it began."""
+    try:
+        return RunRecord.load(folder)
+    except DataError:
+        return None
 
 
 def _complete(run: Run, folder: Path, console: Console, stop: launch.Stop) -> None:

@@ -182,7 +182,12 @@ def _ticking(tick: Callable[[], object]) -> Iterator[None]:
 
 def _finish(folder: Path, console: Console, as_json: bool, stop: launch.Stop, seat: Seat | None = None) -> int:
     """The summary as a table, a file and a page; returns the exit code."""
-    record = RunRecord.load(folder)
+    try:
+        record = RunRecord.load(folder)
+    except DataError:
+        if stop.is_set():  # before anything was begun
+            raise KeyboardInterrupt(stop.number) from None
+        raise
     summary = summary_of(record)
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     console.print(final_table(record))
@@ -199,7 +204,7 @@ def _finish(folder: Path, console: Console, as_json: bool, stop: launch.Stop, se
         console.print(f"to go on: thinwire train --resume --out {folder}{where}", soft_wrap=True, highlight=False)
     if as_json:
         print(json.dumps(summary))
-    return stop.exit_code if stopped else 0
+    return stop.exit_code if stopped or (stop.is_set() and record.status != "finished") else 0
 
 
 def summary_of(record: RunRecord) -> dict[str, Any]:

@@ -169,6 +169,7 @@ def train_threads(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop |
 
 def train_processes(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop | None = None) -> None:
     """One process a replica on this machine, in the environment that torchrun would give it. Their output goes to RUN/logs."""
+    stop = stop or Stop()
     open_corpus(run)  # once, before all of them want it; a mistake in the text shows here
     logs = folder / "logs"
     logs.mkdir(exist_ok=True)
@@ -194,10 +195,12 @@ def train_processes(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop
                 )
             )
     try:
-        silent = _watch(processes, tick, stop or Stop())
+        silent = _watch(processes, tick, stop)
     except BaseException:
         end(processes)
         raise
+    if stop.is_set() and any(process.returncode in (130, -signal.SIGINT) for process in processes):
+        raise KeyboardInterrupt(stop.number)  # one had not begun, or would not wait
     if failed := [rank for rank, process in enumerate(processes) if process.returncode and rank not in silent]:
         said = _post_mortem(failed, [process.returncode for process in processes], begins, folder)
         raise LinkError("\n".join([*(f"replica {r} did not end in {_GRACE:g} s and was killed" for r in silent), said]))

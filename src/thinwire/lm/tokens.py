@@ -29,10 +29,8 @@ END = "<|end|>"  # what stands between two documents
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")  # read in folders; a file given by name may have any
 PIECE = 1 << 18  # characters tokenised at a time
 DOCUMENT = 32 << 20  # bytes of a line of .jsonl, characters of a row of .parquet
-EXPANDED, RATIO = (
-    256 << 20,
-    100,
-)  # a .parquet row group may hold so many bytes of text, or RATIO times what it takes in the file
+# A .parquet row group may hold EXPANDED bytes of text, or RATIO times what it takes in the file.
+EXPANDED, RATIO = 256 << 20, 100
 
 
 # Text in files
@@ -159,9 +157,7 @@ def _rows(source: Source, column: str) -> Iterator[str | None]:
         raise DataError(f"{source.path}: {error} · a whole .parquet file is needed · fetch it again") from error
 
 
-_EXPANDS = (
-    f"{{}} has a row group that expands more than {RATIO} times, as no text does · less is needed · write the file anew"
-)
+_EXPANDS = f"{{}} has a row group that expands more than {RATIO} times · no text does · write the file anew"
 
 
 def _allowance(source: Source, group: Any, column: str) -> int:

@@ -108,9 +108,8 @@ class EventLog:
         self._opened = clock()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            flags = (
-                os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
-            )  # a FIFO is an error, not a wait
+            # a FIFO is an error, not a wait
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
             self._file = os.fdopen(os.open(self.path, flags, 0o666), "ab", buffering=0)
             self._torn = not _ends_with_newline(self.path)
             locked = _lock(self._file)
