@@ -111,7 +111,7 @@ class Strategy:
         for name, protocol in protocols.items():
             if not isinstance(getattr(self, name), protocol) or isinstance(getattr(self, name), type):
                 raise ConfigurationError(
-                    f"{name}={getattr(self, name)!r}: {'an' if name[0] in 'eo' else 'a'} {name.title()} is needed; see docs/pieces.md."
+                    f"{name}={getattr(self, name)!r}: {'an' if name[0] in 'eo' else 'a'} {name.title()} is needed; see `thinwire docs pieces`."
                 )
         if not isinstance(self.merge, Mix | Eager | Reset):
             raise ConfigurationError(f"merge={self.merge!r}: Mix(alpha), Eager() or Reset() is needed.")
@@ -350,6 +350,9 @@ PIECES: dict[str, Callable[..., Any]] = {
 }
 
 
+LONGEST = 10_000  # characters of a composition that is read back
+
+
 def pieces_of(room: str) -> list[str]:
     """The names of the pieces in thinwire.`room`, such as all codecs."""
     return sorted(name for name, piece in PIECES.items() if piece.__module__.startswith(f"thinwire.{room}"))
@@ -389,11 +392,13 @@ def parse(text: str, names: Mapping[str, Callable[..., Any]] = PIECES, offered: 
                 f"{ast.unparse(term)!r} in {text!r} is no plain value; numbers, texts and calls of {', '.join(offered or sorted(names))} are."
             ) from None
 
+    if len(text) > LONGEST:
+        raise ConfigurationError(f"{text[:40]!r}… has {len(text):,} characters: at most {LONGEST:,} are read.")
     try:
         return value(ast.parse(text.strip(), mode="eval").body)
     except ConfigurationError:
         raise
-    except (SyntaxError, ValueError, TypeError) as error:
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:  # the last two: too deep
         raise ConfigurationError(
             f"cannot read {text!r} ({error}); write a name with arguments, such as E3M0(block=64)."
         ) from None

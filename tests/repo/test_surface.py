@@ -27,7 +27,7 @@ least grace weigh evict link uplink timeout model lora positions text column tok
 clip precision eval_every eval_batches checkpoint_every keep
 """
 OPTIONS = {
-    "train": "run_settings out resume run elastic lighthouse name json",
+    "train": "run_settings out resume from_start run elastic lighthouse name json",
     "compare": "run_settings strategies seeds out run json",
     "report": "runs diagnose out tensorboard json",
     "probe": "run what out model sequence link replicas seconds trips name timeout json",
@@ -43,6 +43,7 @@ OPTIONS = {
     "simulate overlap": "ranks produce_seconds send_seconds nbytes link contention plot json",
     "lighthouse": "host port heartbeat_timeout json",
     "doctor": "run link step_seconds master_addr master_port runs json",
+    "docs": "page json",
 }
 MODULES = sorted(
     m.name for m in pkgutil.walk_packages(thinwire.__path__, "thinwire.") if not m.name.endswith("__main__")

@@ -102,7 +102,7 @@ def set_up(file: Path, link: Link | None, step_seconds: float | None) -> Iterato
         run.replicas <= machine.cores(),
         "replicas",
         f"{run.replicas} on {machine.cores()} core(s), {_threads(run)} thread(s) each",
-        "if they all run here they take turns: fewer replicas, or more machines (docs/machines.md)",
+        "if they all run here they take turns: fewer replicas, or more machines (thinwire docs machines)",
     )
     if run.carrier == "elastic":
         yield may_come_and_go()
@@ -163,7 +163,7 @@ def room(run: Run, model: nn.Module, strategy: Strategy, numels: Sequence[int]) 
     what = "memory of a replica"
     if total > available:
         says += f"; {text_of_nbytes(available)} are free"
-        yield Finding(what, "problem", says, "a smaller model, or shards: docs/machines.md")
+        yield Finding(what, "problem", says, "a smaller model, or shards: thinwire docs machines")
     else:
         yield warn_unless(total * run.replicas <= available, what, says, f"not all {run.replicas} replicas fit here")
     return total <= available

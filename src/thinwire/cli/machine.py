@@ -216,5 +216,5 @@ def meeting_point(address: str, port: int) -> Iterator[Finding]:
         here != "nothing" and not here.startswith("127."),
         "address for gloo",
         f"this machine's name resolves to {here}",
-        "other machines cannot reach that: set GLOO_SOCKET_IFNAME to the interface towards them (docs/machines.md)",
+        "other machines cannot reach that: set GLOO_SOCKET_IFNAME to the interface towards them (thinwire docs machines)",
     )

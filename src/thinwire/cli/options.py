@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import tyro
-from rich.console import Console
 from rich.table import Table
 
 from thinwire.errors import ConfigurationError
 from thinwire.lm.run import Run
+from thinwire.observe.terminal import Terminal
 
 T = TypeVar("T")
 
@@ -47,10 +47,10 @@ def _value(arguments: Sequence[str], flag: str) -> str | None:
     return None
 
 
-def console(json: bool) -> Console:
+def console(json: bool) -> Terminal:
     """Where people read: stdout, or stderr where stdout is for a machine. A file has no width: tables get room there."""
     stream = sys.stderr if json else sys.stdout
-    return Console(file=stream, width=None if stream.isatty() else 120)
+    return Terminal(file=stream, width=None if stream.isatty() else 120)
 
 
 def table(title: str) -> Table:

@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
     place = launch.torchrun_place()
     if place is None and emulated is None and asked.what == "links":
         raise ConfigurationError(
-            "links lie between replicas: start one process on each machine by torchrun (docs/plan.md), or give --link 50mbit,30ms "
+            "links lie between replicas: start one process on each machine by torchrun (thinwire docs plan), or give --link 50mbit,30ms "
             "to see an emulated one measured."
         )
     asked.out.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,8 @@ def main(arguments: Sequence[str]) -> int:
     for machine in machines:
         path = asked.out / (f"{machine.name}.toml" if len(machines) > 1 else "machine.toml")
         machine.save(
-            path, f"What {machine.name} does, measured by `thinwire probe` on {_today()}. Edit freely: docs/plan.md."
+            path,
+            f"What {machine.name} does, measured by `thinwire probe` on {_today()}. Edit freely: thinwire docs plan.",
         )
         found.setdefault("machines", []).append(str(path))
         console.print(_machine_table(machine))
@@ -146,7 +147,7 @@ def _write_links(probe: Probe, asked: Options, console: Console, word: str) -> d
     comment = (
         f"Links between {len(links)} replicas, {word}; written by `thinwire probe` on {_today()}.\n"
         "alone: rate and one-way delay (half a round trip) with nothing else on the link; together: everybody sends to everybody.\n"
-        "Edit freely: docs/plan.md."
+        "Edit freely: thinwire docs plan."
     )
     links.save(path, comment)
     replace(raw, json.dumps(probe.samples) + "\n")

@@ -22,15 +22,17 @@ from pathlib import Path
 
 import torch
 
-from thinwire.errors import LinkError, ThinwireError
+from thinwire.checkpoint import newest
+from thinwire.errors import CheckpointError, LinkError, ThinwireError
 from thinwire.group import Lighthouse, LighthouseMeeting
 from thinwire.group.lighthouse import engine
 from thinwire.group.presence import Presence
-from thinwire.lm.launch import Tick, end, sharing_cores, stop_with_the_launcher, stopping, train_here
+from thinwire.lm.launch import Stop, Tick, end, sharing_cores, stop_with_the_launcher, stopping, train_here
 from thinwire.lm.place import Coming, Place, heartbeat_timeout
 from thinwire.lm.run import Run
 from thinwire.lm.tokenizer import open_corpus
 from thinwire.observe.events import Tail
+from thinwire.printable import printable_lines
 
 FINAL = 3  # exit code of a replica that would fail again
 TRIES = 5  # deaths in a row after which a replica is given up
@@ -57,14 +59,22 @@ def check_seat(seat: Seat | None) -> None:
         LighthouseMeeting(seat.lighthouse)
 
 
-def train_elastic(run: Run, folder: Path, resume: bool, tick: Tick, say: Say, seat: Seat | None = None) -> None:
+def train_elastic(
+    run: Run, folder: Path, resume: bool, tick: Tick, say: Say, seat: Seat | None = None, stop: Stop | None = None
+) -> None:
     """All replicas of `run` on this machine, and the lighthouse where they meet; or the one of `seat`. Their output goes to RUN/logs.
 
-    Raises `LinkError` saying why, if none of them has finished.
+    Raises `LinkError` saying why, if none of them has finished; `CheckpointError` if none has anything to resume from.
     """
     open_corpus(run, folder)  # once, before all of them want it; a mistake in the text shows here
     (folder / "logs").mkdir(exist_ok=True)
     names = [seat.name] if seat else [f"replica-{index}" for index in range(run.replicas)]
+    # with a seat the others, elsewhere, may hold what is agreed
+    if resume and not seat and not any(newest(folder / "checkpoints" / name)[0] for name in names):
+        raise CheckpointError(
+            f"--resume: none of {', '.join(names)} has a whole checkpoint in {folder / 'checkpoints'}. Bring back what is missing, or begin "
+            "again at the first step by --resume --from-start."
+        )
     with _lighthouse(run, seat) as address:
         shared = sharing_cores(len(names))
         replicas = [_Replica(folder, name, address, index, shared) for index, name in enumerate(names)]
@@ -72,7 +82,7 @@ def train_elastic(run: Run, folder: Path, resume: bool, tick: Tick, say: Say, se
         for replica in replicas:
             replica.begin(resume)
         try:
-            _watch(replicas, needed, tick, say)
+            _watch(replicas, needed, tick, say, stop or Stop())
         except BaseException:
             end([replica.process for replica in replicas])
             raise
@@ -169,12 +179,12 @@ class _Replica:
         return f"{self.name} died at step {self.step} ({why}); it is started again in {pause:g} s"
 
 
-def _watch(replicas: list[_Replica], needed: int, tick: Tick, say: Say) -> None:
+def _watch(replicas: list[_Replica], needed: int, tick: Tick, say: Say, stop: Stop) -> None:
     """Until all have finished or were given up; start again who died.
 
     The first Ctrl-C (or SIGTERM) is passed on, and nobody is started again. The second ends them.
     """
-    stop, passed_on = threading.Event(), False
+    passed_on = False
     with stopping(stop):
         while any(replica.going for replica in replicas):
             tick()
@@ -231,7 +241,7 @@ def main() -> int:
     """One replica, as `train_elastic` starts it."""
     folder, (name, lighthouse), index = Path(sys.argv[1]), sys.argv[2:4], int(sys.argv[4])
     resume = "--resume" in sys.argv[5:]
-    stop = threading.Event()
+    stop = Stop()
     threading.Thread(target=stop_with_the_launcher, args=(stop,), name="thinwire-launcher-watch", daemon=True).start()
     try:
         with stopping(stop):
@@ -239,7 +249,7 @@ def main() -> int:
             place = Place(Coming(LighthouseMeeting(lighthouse), name), folder, resume, gpu=gpu, stop=stop)
             train_here(Run.load(folder / "run.toml"), place)
     except ThinwireError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(printable_lines(f"{type(error).__name__}: {error}"), file=sys.stderr)
         return FINAL
     except KeyboardInterrupt:
         return 130

@@ -16,6 +16,7 @@ import tomli_w
 
 from thinwire import elastic
 from thinwire.errors import ConfigurationError
+from thinwire.files import contents, parsed
 from thinwire.filters import Clip
 from thinwire.group import parse_link
 from thinwire.group.deadlines import grace_seconds
@@ -50,7 +51,7 @@ class Run:
 
     strategy: str = "streaming_diloco"
     """A recipe (data_parallel, local_sgd, diloco, streaming_diloco, dgc, one_bit_adam, ...), a method with a loop of its own
-    (just_one_byte, fedavg, scaffold, scallion, scafcom, flasc), or a whole Strategy(...) in Python; docs/strategies.md helps to choose."""
+    (just_one_byte, fedavg, scaffold, scallion, scafcom, flasc), or a whole Strategy(...) in Python; thinwire docs strategies helps to choose."""
     replicas: int = 2
     """How many replicas train (under torchrun: the world is replicas times the ranks of one replica)."""
     steps: int = 800
@@ -93,7 +94,7 @@ class Run:
     weigh: Literal["alike", "tokens"] = "alike"
     """Elastic: every delta counts alike, or by the tokens behind it, where replicas are unequally fast."""
     evict: bool = False
-    """Elastic: go on without a replica that most of the others find to hold them up (docs/diagnosis.md)."""
+    """Elastic: go on without a replica that most of the others find to hold them up (thinwire docs diagnosis)."""
     link: str = "none"
     """Emulate a link of this rate and delay under the carrier, such as 50mbit,30ms."""
     uplink: str = "none"
@@ -147,7 +148,7 @@ class Run:
         hints = get_type_hints(Run)
         for field in dataclasses.fields(self):
             if not _fits(value := getattr(self, field.name), hints[field.name]):
-                raise ConfigurationError(f"{field.name}={value!r}: {field.type} is needed.")
+                raise ConfigurationError(f"{field.name}={value!r:.200}: {field.type} is needed.")
         positive = (
             "replicas",
             "least",
@@ -338,7 +339,7 @@ class Run:
     def load(cls, path: Path) -> Run:
         """Read a run file. Raises `ConfigurationError` naming what is not known or cannot be read."""
         try:
-            fields = tomllib.loads(path.read_text())
+            fields = parsed(tomllib.loads, contents(path))
         except (OSError, ValueError) as error:
             raise ConfigurationError(
                 f"{path} cannot be read as a run file ({error}); `thinwire train` writes one as run.toml."
@@ -372,4 +373,6 @@ def _fits(value: object, hint: Any) -> bool:
         return value in get_args(hint)
     if origin is tuple:
         return isinstance(value, tuple) and all(_fits(item, get_args(hint)[0]) for item in value)
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        return False
     return type(value) in ((int, float) if hint is float else (hint,))

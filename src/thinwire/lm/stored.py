@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from thinwire.errors import CheckpointError, ConfigurationError, ModelError
+from thinwire.files import opened, parsed, save_file
 from thinwire.lm.adapters import merged, save_adapters
 from thinwire.lm.huggingface import HuggingFace, save_model
 from thinwire.lm.model import SIZES, Transformer
@@ -30,8 +31,9 @@ def described(path: str | Path) -> Mapping[str, Any]:
             f"{path} lies beside a config.json: a model of transformers, which starts from its folder; give --model hf:{Path(path).parent}."
         )
     try:
+        opened(Path(path)).close()
         with safe_open(str(path), "pt") as file:
-            said = json.loads((file.metadata() or {})["thinwire"])
+            said = parsed(json.loads, (file.metadata() or {})["thinwire"])
         known = (
             said["model"] in SIZES
             and isinstance(said["vocabulary"], int)

@@ -82,8 +82,12 @@ class Trainer:
         if isinstance(place.group, Coming):
             self._come(place.group, facts)
         else:
+            strategy = None if self.method else run.make_strategy()
+            if strategy:  # before kernels are compiled and the others are met, which may take long
+                self._log_start(strategy, strategy.partition.fragments(self.model))
             self.replica = self._attached()
-            self._log_start(self.replica.strategy, self.replica.fragments)
+            if not strategy:
+                self._log_start(self.replica.strategy, self.replica.fragments)
         self.micros = micro_batches(run, self.replica)
 
     def _come(self, coming: Coming, facts: dict[str, Any]) -> None:
@@ -283,10 +287,11 @@ class Trainer:
             return
         found, skipped = checkpoint.newest_common(self.checkpoints, self.group, self.place.site)
         if found is None:
-            message = "no checkpoint that all replicas have; training starts from the first step"
-            self.log.emit("warning", 0, message="; ".join([message, *(s["reason"] for s in skipped)]))
-            self.log.emit("resume", 0, from_step=0, path="", skipped=skipped)
-            return
+            told = "; ".join(f"{one['path']}: {one['reason']}" for one in skipped)
+            raise CheckpointError(
+                f"--resume: there is no step of which all replicas have a whole checkpoint ({told}). Bring back what is missing, or begin "
+                "again at the first step by --resume --from-start, which sets the checkpoints aside."
+            )
         self._load(found)
         path = str(found.path.relative_to(self.place.folder))
         self.log.emit("resume", found.step, from_step=found.step, path=path, skipped=skipped)

@@ -43,6 +43,7 @@ import contextlib
 import fcntl
 import json
 import math
+import os
 import sys
 import threading
 import time
@@ -52,6 +53,7 @@ from types import TracebackType
 from typing import IO, Any, BinaryIO
 
 from thinwire.errors import DataError
+from thinwire.files import opened
 
 Event = dict[str, Any]
 
@@ -84,6 +86,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "end": ("summary",),
 }
 
+LONGEST = 4 << 20  # bytes of a line
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -105,7 +108,9 @@ class EventLog:
         self._opened = clock()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("ab", buffering=0)
+            # a FIFO is an error, not a wait
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+            self._file = os.fdopen(os.open(self.path, flags, 0o666), "ab", buffering=0)
             self._torn = not _ends_with_newline(self.path)
             locked = _lock(self._file)
         except OSError as error:
@@ -171,7 +176,8 @@ class EventLog:
 class Tail:
     """Reads what has been added to an event file since the last look; the file need not exist yet.
 
-    `damaged` counts the lines that were no events. A line is taken when its end is there.
+    `damaged` counts the lines that were no events; one of more than LONGEST bytes is passed over unread. A line is taken when its
+    end is there.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -179,11 +185,12 @@ class Tail:
         self.damaged = 0
         self._offset = 0
         self._rest = b""
+        self._overlong = False  # the line that is being read
 
     def read(self) -> list[Event]:
         """The events that were completed since the last call."""
         try:
-            with self.path.open("rb") as file:
+            with opened(self.path) as file:
                 return [event for line in self._lines(file) if (event := self._event(line)) is not None]
         except FileNotFoundError:
             return []
@@ -191,14 +198,19 @@ class Tail:
     def _lines(self, file: BinaryIO) -> Iterator[bytes]:
         file.seek(0, 2)
         if file.tell() < self._offset:  # the file was replaced by a new one
-            self._offset, self._rest = 0, b""
+            self._offset, self._rest, self._overlong = 0, b"", False
         file.seek(self._offset)
-        for line in file:
-            self._offset += len(line)
-            self._rest += line
-            if line.endswith(b"\n"):
+        while part := file.readline(LONGEST):
+            self._offset += len(part)
+            self._rest = b"" if self._overlong else self._rest + part
+            if len(self._rest) > LONGEST:
+                self._rest, self._overlong = b"", True
+                self.damaged += 1
+            if part.endswith(b"\n"):
                 whole, self._rest = self._rest, b""
-                yield whole
+                if not self._overlong:
+                    yield whole
+                self._overlong = False
 
     def _event(self, line: bytes) -> Event | None:
         event = parse_event(line)
@@ -216,7 +228,7 @@ def read_events(path: str | Path) -> list[Event]:
     Raises `DataError` for a file that cannot be read.
     """
     try:
-        Path(path).open("rb").close()
+        opened(Path(path)).close()
     except OSError as error:
         raise DataError(
             f"The event file {path} cannot be read ({error}); give the path of a RUN/events/*.jsonl."
@@ -237,7 +249,11 @@ def parse_event(line: bytes) -> Event | None:
         event = _restored(event)
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
         return None
-    if type(event.get("step")) is not int or type(event.get("seconds")) not in (int, float):
+    if (
+        type(event.get("step")) is not int
+        or not 0 <= event["step"] < 2**62
+        or type(event.get("seconds")) not in (int, float)
+    ):
         return None
     return event if event.keys() >= set(EVENTS.get(event["event"], ())) else None
 
@@ -278,7 +294,7 @@ def _text_of_path(value: object) -> str:
 
 def being_written(path: Path) -> bool:
     """Whether a process has this event file open in an `EventLog`."""
-    with path.open("rb") as file:
+    with opened(path) as file:
         return not _lock(file)
 
 

@@ -13,6 +13,7 @@ from html import escape
 from plotly.offline import get_plotlyjs
 
 from thinwire.observe.charts import Chart, Json
+from thinwire.printable import printable, printable_lines
 
 STYLE = """
 :root { color-scheme: light dark; --ink:#1d2530; --soft:#5b6776; --line:#e2e6ea; --card:#ffffff; --ground:#f6f7f9;
@@ -153,9 +154,9 @@ def page(title: str, body: str, charts: dict[str, Chart]) -> str:
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{_POLICY}">
-<title>{escape(title)}</title><style>{STYLE}</style></head>
+<title>{escape(printable(title))}</title><style>{STYLE}</style></head>
 <body><script>{GUARD}</script>
-<main>{body}</main>
+<main>{printable_lines(body, len(body))}</main>
 {data}
 <script>{get_plotlyjs()}</script>
 <script>{SCRIPT}</script>

@@ -27,6 +27,7 @@ from thinwire.observe.events import Event, Tail
 from thinwire.observe.replicas import fragments_of
 from thinwire.observe.runs import RunRecord
 from thinwire.observe.sessions import number, whole
+from thinwire.observe.terminal import Terminal
 from thinwire.observe.units import (
     NOTHING,
     text_of_count,
@@ -35,10 +36,14 @@ from thinwire.observe.units import (
     text_of_seconds,
     text_of_share,
 )
+from thinwire.printable import printable
 
 RECENT = 64  # inner steps over which speed and link use are taken
 FLIGHTS = 512  # the last departures, more than those steps see
 SILENT_SECONDS = 20.0  # after which a replica that says nothing is not counted as living
+COLUMNS = ("replica", "step", "loss", "tokens/s", "compute", "stalled", "in the air", "sent", "link", "refused")
+NARROW = tuple(name for name in COLUMNS if name not in ("in the air", "link", "refused"))
+WIDE = 80  # columns of a terminal that has room for all
 QUIET_SECONDS = 10.0  # between plain lines; a hundredth of the run so far, when that is longer
 
 
@@ -56,6 +61,7 @@ class _Step:
 class _Replica:
     """What is known of one replica from its events since it last started."""
 
+    begun: bool = False
     step: int = 0
     loss: float = math.nan
     stall_seconds: float = 0.0
@@ -123,14 +129,18 @@ class _Replica:
         return len(self.recent) / self._seconds
 
     @property
+    def _loop_seconds(self) -> float:
+        """The same without evaluations and checkpoints, as the summary counts."""
+        paused = self.recent[-1].paused_seconds - self.recent[0].paused_seconds if self.recent else 0.0
+        return (self._seconds - paused) or math.nan
+
+    @property
     def tokens_per_second(self) -> float:
-        return sum(step.tokens for step in self.recent) / self._seconds
+        return sum(step.tokens for step in self.recent) / self._loop_seconds
 
     @property
     def compute_utilization(self) -> float:
-        """Over the recent steps; evaluations and checkpoints do not count."""
-        paused = self.recent[-1].paused_seconds - self.recent[0].paused_seconds if self.recent else 0.0
-        return sum(step.spent for step in self.recent) / ((self._seconds - paused) or math.nan)
+        return sum(step.spent for step in self.recent) / self._loop_seconds
 
     @property
     def link_use(self) -> float:
@@ -146,7 +156,7 @@ class _Replica:
 
     @property
     def in_the_air(self) -> str:
-        return ", ".join(str(fragment) for fragment in self.air.values()) or NOTHING
+        return ", ".join(printable(fragment, 20) for fragment in self.air.values()) or NOTHING
 
 
 class Progress:
@@ -171,7 +181,7 @@ class Progress:
         events = Path(run_folder) / "events"
         suffix = ".shard-0.jsonl" if sharded else ".jsonl"
         self.steps = steps
-        self.console = console or Console()
+        self.console = console or Terminal()
         self._names = [f"replica-{index}" for index in range(replicas)] if isinstance(replicas, int) else list(replicas)
         self._tails = [Tail(events / f"{name}{suffix}") for name in self._names]
         self._replicas = [_Replica() for _ in self._names]
@@ -221,7 +231,7 @@ class Progress:
         if kind == "start":
             link = event["link"] if isinstance(event["link"], dict) else {}
             rate = number(link.get("bits_per_second"))
-            self._replicas[index] = _Replica(uplink=Uplink(Link(rate)) if 0 < rate < math.inf else None)
+            self._replicas[index] = _Replica(begun=True, uplink=Uplink(Link(rate)) if 0 < rate < math.inf else None)
             self._replicas[index].heard = time.monotonic()
             if event["carrier"] == CARRIER and self._company is None:
                 self._company = Company(len(fragments_of(event)), whole(event["replicas"]))
@@ -257,12 +267,13 @@ class Progress:
             self._print(f"{what}: {text}")
 
     def _print(self, text: str) -> None:
-        plain = "".join(letter if letter.isprintable() else " " for letter in text)
-        self.console.print(plain, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def _due(self) -> bool:
         now = time.monotonic()
         quiet = max(QUIET_SECONDS, (now - self._opened) / 100)
+        if self._phase():
+            return now - self._spoke >= quiet
         return self.step > self._spoke_step and (
             now - self._spoke >= quiet or (self.step - self._spoke_step) * 20 >= self.steps
         )
@@ -271,12 +282,22 @@ class Progress:
         speed = min((r.steps_per_second for r in self._replicas), default=math.nan)
         return (self.steps - self.step) / speed if speed > 0 else math.nan
 
+    def _phase(self) -> str:
+        """What goes on before the first step; empty from there on."""
+        if any(replica.recent or replica.ended for replica in self._replicas):
+            return ""
+        return "compiling, meeting the others" if all(replica.begun for replica in self._replicas) else "starting"
+
+    def _elapsed(self) -> str:
+        return text_of_seconds(round(time.monotonic() - self._opened))
+
     def _evaluation(self) -> str:
         return f"evaluation {text_of_loss(self._evaluated[1])} at step {self._evaluated[0]}" if self._evaluated else ""
 
     def _line(self) -> str:
+        if phase := self._phase():
+            return f"{phase} · {self._elapsed()}"
         losses = [r.loss for r in self._replicas if math.isfinite(r.loss)]
-        refused, skipped = max(r.refused for r in self._replicas), sum(r.skipped for r in self._replicas)
         parts = [
             f"step {self.step}/{self.steps}",
             f"loss {text_of_loss(sum(losses) / len(losses) if losses else None)}",
@@ -285,12 +306,17 @@ class Progress:
             f"compute {text_of_share(min(r.compute_utilization for r in self._replicas))}",
             f"stalled {text_of_seconds(max(r.stall_seconds for r in self._replicas))}",
             f"sent {text_of_nbytes(max(r.nbytes for r in self._replicas))} per replica",
-            f"refused rounds: {refused}" if refused else "",
             self._company_line(),
-            f"skipped steps: {skipped}" if skipped else "",
+            self._troubles(),
+            f"{self._elapsed()} elapsed",
             f"{text_of_seconds(self._seconds_left())} left" if self.step < self.steps else "",
         ]
         return " · ".join(part for part in parts if part)
+
+    def _troubles(self) -> str:
+        refused, skipped = max(r.refused for r in self._replicas), sum(r.skipped for r in self._replicas)
+        said = (f"refused rounds: {refused}" if refused else "", f"skipped steps: {skipped}" if skipped else "")
+        return " · ".join(filter(None, said))
 
     def _company_line(self) -> str:
         """The three numbers."""
@@ -303,31 +329,25 @@ class Progress:
         return self._company.line(here, self._names)
 
     def _picture(self) -> Group:
-        head = Table.grid(padding=(0, 2))
-        bar = ProgressBar(total=max(self.steps, 1), completed=self.step, width=32)
+        if phase := self._phase():
+            return Group(Text(f"{phase} · {self._elapsed()}"))
         left = f"{text_of_seconds(self._seconds_left())} left" if self.step < self.steps else "done"
-        head.add_row(bar, f"step {self.step}/{self.steps}", left, self._evaluation())
-        if self._company:
-            head.add_row(*[""] * 3, self._company_line())
-        table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1, 0, 0))  # all of it in 80 columns
-        for name in (
-            "replica",
-            "step",
-            "loss",
-            "tokens/s",
-            "compute",
-            "stalled",
-            "in the air",
-            "sent",
-            "link",
-            "refused",
-        ):
+        shown = COLUMNS if self.console.width >= WIDE else NARROW
+        troubles = "" if shown == COLUMNS else self._troubles()
+        said = (f"{self._elapsed()} elapsed", left, self._evaluation(), self._company_line(), troubles)
+        head = Table.grid(padding=(0, 2))
+        head.add_row(
+            ProgressBar(total=max(self.steps, 1), completed=self.step, width=24), f"step {self.step}/{self.steps}"
+        )
+        table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1, 0, 0))
+        for name in shown:
             table.add_column(name, justify="left" if name == "in the air" else "right", no_wrap=True)
         for index, replica in enumerate(self._replicas):
-            table.add_row(*self._row(index, replica))
-        return Group(head, table)
+            row = self._row(index, replica)
+            table.add_row(*(row[name] for name in shown))
+        return Group(head, Text(" · ".join(part for part in said if part)), table)
 
-    def _row(self, index: int, replica: _Replica) -> list[Text]:
+    def _row(self, index: int, replica: _Replica) -> dict[str, Text]:
         use = text_of_share(replica.link_use)
         counts = f"{replica.refused}" + (f", {replica.skipped} skipped" if replica.skipped else "")
         silent = self._company is not None and time.monotonic() - replica.heard > SILENT_SECONDS
@@ -340,7 +360,7 @@ class Progress:
             *(text_of_count(replica.tokens_per_second), text_of_share(replica.compute_utilization)),
             *(text_of_seconds(replica.stall_seconds), replica.in_the_air, text_of_nbytes(replica.nbytes), use, counts),
         )
-        return [Text(cell) for cell in cells]
+        return {name: Text(cell) for name, cell in zip(COLUMNS, cells)}
 
 
 def final_table(record: RunRecord) -> Table:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from thinwire.observe.company import CARRIER, Turn, as_flights, placed
 from thinwire.observe.events import Event, Tail
 from thinwire.observe.sessions import Joined, Lost, Span, finite, join, number, split, whole
+from thinwire.printable import printable
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -352,6 +353,10 @@ _ONCE = ("late", "alone", "retry")  # else they would fill the page
 
 def told(event: Event) -> str:
     """What is worth telling of an event; empty if nothing is."""
+    return printable(_told(event))
+
+
+def _told(event: Event) -> str:
     kind = event["event"]
     if kind in ("skip", "stop", "alone", "retry"):
         return str(event["reason"])

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from thinwire.errors import DataError
+from thinwire.files import contents, parsed
 from thinwire.observe.company import CARRIER, Circle, how_many, merged, numbers
 from thinwire.observe.replicas import Evaluations, Note, ReplicaRecord, fragments_of
 from thinwire.observe.sessions import number, whole
@@ -146,7 +147,7 @@ def _settings(folder: Path, start: Mapping[str, Any]) -> tuple[Mapping[str, Any]
     path = folder / "run.toml"
     logged = start["run"] if isinstance(start["run"], dict) else {}
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8")), []
+        return parsed(tomllib.loads, contents(path)), []
     except FileNotFoundError:
         return logged, ["There is no run.toml; the settings are those of the event log."]
     except (OSError, ValueError) as error:
@@ -228,7 +229,7 @@ def _overlaid(summary: Summary, said: Mapping[str, object]) -> Summary:
 
 def _summary_file(folder: Path) -> Mapping[str, object]:
     try:
-        said = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        said = parsed(json.loads, contents(folder / "summary.json"))
     except (OSError, ValueError):
         return {}
     return said if isinstance(said, dict) else {}

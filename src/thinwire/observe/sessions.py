@@ -107,7 +107,10 @@ def _end_of(event: Event) -> float:
 
 def number(value: object) -> float:
     """A field that should be a number; NaN if it is none."""
-    return float(value) if isinstance(value, int | float) else math.nan
+    try:
+        return float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:  # a whole number of hundreds of digits
+        return math.nan
 
 
 def whole(value: object) -> int:
