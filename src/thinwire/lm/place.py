@@ -37,6 +37,7 @@ class Coming:
 
     meeting: Meeting
     name: str
+    secret: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,7 @@ def roster(
         coming.name,
         facts=texts,
         least=run.least,
+        secret=coming.secret,
         deadlines=times,
         wrap=wrap,
         observe=observe,
