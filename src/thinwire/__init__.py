@@ -4,8 +4,9 @@ Every replica trains by itself; now and then one fragment of the model is exchan
 while training goes on.
 """
 
-import importlib as _importlib
 import typing as _typing
+from importlib import import_module as _import_module
+from importlib.util import find_spec as _find_spec
 
 from thinwire.version import __version__ as __version__
 
@@ -16,8 +17,10 @@ else:
 
     def __getattr__(name: str) -> object:
         """The public names, at the first use of one: `thinwire lighthouse` and `thinwire --help` need no torch."""
+        if not name.startswith("_") and _find_spec(f"thinwire.{name}"):
+            return _import_module(f"thinwire.{name}")
         if not name.startswith("_") or name == "__all__":
-            public = _importlib.import_module("thinwire.public")
+            public = _import_module("thinwire.public")
             globals().update({each: getattr(public, each) for each in public.__all__}, __all__=public.__all__)
         if name in globals():
             return globals()[name]

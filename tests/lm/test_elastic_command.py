@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -22,9 +21,6 @@ from thinwire.observe.runs import RunRecord
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("torchft") is None, reason="torchft is not installed: thinwire[elastic]"
-    ),
     pytest.mark.skipif(shutil.which("pgrep") is None, reason="pgrep (procps) is not installed"),
 ]
 PATIENCE = 400.0  # seconds after which a test has hung

@@ -93,7 +93,8 @@ class LighthouseMeeting:
                 continue
             if present is None:
                 break
-            return [p for p in map(self._heard, present) if p is not None], board
+            heard = [self._heard(str(name), str(life), str(text)) for name, life, text in present]
+            return [p for p in heard if p is not None], board
         raise LinkError(
             f"replica {presence.name!r}: nobody else called at the lighthouse {self._where()} within {seconds:g} s, or "
             "too many are late. Start the others, or wait for longer."
@@ -218,19 +219,17 @@ class LighthouseMeeting:
             with line, suppress(OSError):
                 line.sendall(self._life.encode())
 
-    def _heard(self, said: object) -> Presence | None:
+    def _heard(self, name: str, life: str, text: str) -> Presence | None:
         """What a participant says of itself; None, told once, for one whose words are not of this version or not its own."""
         try:
-            name, life, text = said  # type: ignore[misc]
             presence = Presence.from_json(text)
             if (presence.name, presence.life) != (name, life):
                 raise PacketError(f"it calls itself {presence.name}")
             return presence
-        except (PacketError, TypeError, ValueError) as error:
-            who = str(said[0])[:64] if isinstance(said, list) and said else "somebody"
-            if who not in self._refused:
-                self._refused.add(who)
-                self._retry(f"{who} is not heard: {error}", 0.0)
+        except PacketError as error:
+            if name not in self._refused:
+                self._refused.add(name)
+                self._retry(f"{name} is not heard: {error}", 0.0)
             return None
 
     def _retry(self, reason: str, seconds: float) -> None:

@@ -253,15 +253,16 @@ class Roster:
         return replace(verdict, left_out=(*verdict.left_out, *broken))
 
     def _others(self, verdict: Verdict) -> Presence | None:
-        """One of those who hold a group with other facts, where nobody does with this replica's. One may be a stranger,
-        unless all hold the secret: then it takes two.
+        """One of those with other facts who hold a group, or are more, where nobody holds one with this replica's. It takes
+        two: one may be a stranger, unless all hold the secret.
         """
         foreign = [out.presence for out in verdict.left_out if out.foreign]
-        held = Counter(presence.holds for presence in foreign if presence.holds)
-        enough = 1 if self._secret else 2
         if any(member.holds for member in verdict.members):
             return None
-        return next((presence for presence in foreign if held[presence.holds] >= enough), None)
+        held = Counter(presence.holds for presence in foreign if presence.holds)
+        alike = Counter(frozenset(presence.facts.items()) for presence in foreign)
+        enough, most = 1 if self._secret else 2, max(2, len(verdict.members) + 1)
+        return next((p for p in foreign if held[p.holds] >= enough or alike[frozenset(p.facts.items())] >= most), None)
 
     def _obstacle(self, verdict: Verdict, missing: Collection[str]) -> str:
         """Why this cannot be a muster; "" if it can. Raises `DisagreementError` if it never can."""

@@ -43,7 +43,7 @@ class ChannelBoard:
         self._litter.extend(keys)
 
 
-class AddressBook(Store):  # type: ignore[misc]
+class AddressBook(Store):
     """Where gloo's pairs are reached, for one `chapter`, by a connection of its own. gloo calls it from its own thread."""
 
     def __init__(self, channel: Channel, chapter: str, seconds: float) -> None:
