@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from roster_process import DEADLINES
 
+from thinwire.channel import Channel, secret_in
 from thinwire.cli import lighthouse as verb
 from thinwire.errors import ConfigurationError, DisagreementError, LinkError
 from thinwire.group import Deadlines, Lighthouse, LighthouseMeeting, Roster
@@ -247,10 +248,21 @@ def test_addresses_that_cannot_be(address):
         LighthouseMeeting(address)
 
 
-def test_the_verb_says_where_it_is_and_ends_when_asked(tmp_path):
-    command = [sys.executable, "-m", "thinwire", "lighthouse", "--port", "0"]
+def test_the_verb_says_where_it_is_who_comes_and_ends_when_asked(tmp_path):
+    """It makes the run secret, needs no torch, and tells who joins, who leaves and who is refused."""
+    command = [sys.executable, "-m", "thinwire", "lighthouse", "--port", "0", "--secret", str(tmp_path / "secret")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    lines = [process.stdout.readline() for _ in range(4)]
+    lines = [process.stdout.readline() for _ in range(5)]
+    host, port = lines[0].split()[-1].split(":")
+    assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600 and f"--secret {tmp_path / 'secret'}" in lines[2]
+    assert "torch" not in Path(f"/proc/{process.pid}/maps").read_text()
+    with pytest.raises(LinkError):
+        Channel(host, int(port), "a", "0" * 16, b"")
+    member = Channel(host, int(port), "a", "0" * 16, secret_in(tmp_path / "secret"))
+    member.ask("leave")
+    member.close()
+    told = [process.stdout.readline().split(" ", 2)[2].split(" ")[:2] for _ in range(3)]
+    assert told == [["refused:", "somebody"], ["joined:", "a"], ["left:", "a"]]
     process.send_signal(signal.SIGTERM)
     assert process.wait(LIMIT) == 0
     assert "lighthouse at 127.0.0.1:" in lines[0]

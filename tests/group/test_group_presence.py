@@ -118,7 +118,8 @@ def test_claims_that_cannot_travel(claim):
 @pytest.mark.parametrize(
     "change",
     [
-        {"name": "no name"}, {"name": 3}, {"life": None}, {"calls": "1"}, {"calls": True}, {"calls": -1}, {"musters": 0.5}, {"musters": 1 << 60}, {"facts": []},
+        {"name": "no name"}, {"name": 3}, {"life": None}, {"calls": "1"}, {"calls": True}, {"calls": -1}, {"musters": 0.5},
+        {"musters": 1 << 60}, {"facts": []},
         {"facts": {"a": 1}}, {"claim": "x"}, {"unreachable": {}}, {"unreachable": [1]}, {"expects": [1]}, {"address": 1}, {"more": 1},
         {"claim": {"x": "y" * LIMIT}},
     ],
