@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from thinwire.codecs import check_finite
-from thinwire.concord import grow
+from thinwire.concord import MOST_TURNS, Claim, grow
 from thinwire.errors import CheckpointError
 from thinwire.outer import State
 
@@ -47,7 +47,9 @@ class Agreed:
                 int(key): (int(index), tuple(map(str, who)), str(mark))
                 for key, (index, who, mark) in facts["counted"].items()
             }
-        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            if not 0 <= turn < MOST_TURNS or len(counted) > REMEMBERED:
+                raise ValueError(f"turn {turn}, {len(counted)} turns counted")
+        except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
             raise CheckpointError(
                 f"an agreed state that cannot be read was handed over or saved ({error}); run the same version on every replica."
             ) from None
@@ -69,8 +71,14 @@ class Agreed:
         self.counted[self.turn] = fragment, who, self.mark
         self.counted.pop(self.turn - REMEMBERED, None)
 
-    def take_over(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Become what a sound member holds. Raises `CheckpointError` (and changes nothing) if that is not of this model."""
+    def take_over(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], claim: Claim) -> None:
+        """Become what a sound member holds. Raises `CheckpointError` (and changes nothing) if that is not of this model, or
+        not what the member's `claim` says.
+        """
+        if (facts.get("turn"), facts.get("chain")) != (claim.turn, claim.chain):
+            raise CheckpointError(
+                "the state that was handed over is not the one that was claimed; look at that replica."
+            )
         due = self.tensors()
         if {n: (t.shape, t.dtype) for n, t in tensors.items()} != {n: (t.shape, t.dtype) for n, t in due.items()}:
             raise CheckpointError(

@@ -10,13 +10,18 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from torch import Tensor
 
 from thinwire.errors import PeerError
+
+MOST_TURNS = 1 << 31  # a packet's header has 32 bits
+MOST_STEPS = 1 << 40
+MOST_WEIGHT = 1e18
+MOST_RECORD = 8192  # bytes
 
 
 @dataclass(frozen=True)
@@ -51,18 +56,35 @@ class Claim:
         """What `name` said. Its bytes are a peer's: raises `PeerError` where they are no claim."""
         kinds = {each.name: _KINDS[str(each.type)] for each in fields(cls)}
         fits = facts.keys() == kinds.keys() and all(type(facts[name]) in kind for name, kind in kinds.items())
-        if (
-            not fits
-            or facts["turn"] < 0
-            or facts["step"] < 0
-            or len(facts["chain"]) > 64
-            or not all(
-                key.isdecimal() and len(key) < 10 and type(w) in (int, float) and 0 <= w < 1e18
-                for key, w in facts["brings"].items()
-            )
-        ):
+        if not fits:
             raise PeerError(f"{name} made a claim that cannot be read; run the same version on every replica.")
-        return cls(**facts)
+        claim = cls(**facts)
+        bounds = {
+            "turn": 0 <= claim.turn < MOST_TURNS,
+            "step": 0 <= claim.step < MOST_STEPS,
+            "chain": len(claim.chain) <= 64,
+            "record": len(claim.record) <= MOST_RECORD,
+            "suspect": len(claim.suspect) <= 64,
+            "brings": all(
+                key.isascii() and key.isdecimal() and len(key) < 10 and type(w) in (int, float) and 0 <= w < MOST_WEIGHT
+                for key, w in claim.brings.items()
+            ),
+        }
+        for what, within in bounds.items():
+            if not within:
+                raise PeerError(
+                    f"{name} made a claim out of bounds: {what} {getattr(claim, what)!r:.60}; look at that replica."
+                )
+        return claim
+
+    def check(self, name: str, fragments: Collection[int], most: float) -> None:
+        """Raises `PeerError` if `name` brings what there is not among `fragments`, or one that counts more than `most`."""
+        for key, weight in self.brings.items():
+            if str(int(key)) != key or int(key) not in fragments or weight > most:
+                raise PeerError(
+                    f"{name} made a claim out of bounds: fragment {key} that counts {weight:g}, of {len(fragments)} fragments "
+                    f"and at most {most:g}; look at that replica."
+                )
 
 
 _KINDS: dict[str, tuple[type, ...]] = {

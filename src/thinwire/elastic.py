@@ -28,6 +28,7 @@ from torch import Tensor
 
 from thinwire.agreed import Agreed
 from thinwire.codecs import joins
+from thinwire.concord import MOST_WEIGHT
 from thinwire.contact import digest
 from thinwire.errors import CheckpointError, ConfigurationError, LinkError
 from thinwire.exchange import AllReduce, Direct, TwoShot
@@ -78,6 +79,7 @@ class Elastic:
             in_turn(self._schedule, len(pieces)),
             fresh=True,
             observe=self._hear,
+            most_weight=MOST_WEIGHT if by_tokens else 1.0,
             clock=clock,
             thread=thread,
         )

@@ -14,15 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from thinwire.concord import Claim
+from thinwire.concord import MOST_RECORD, Claim
 from thinwire.diagnosis import Finding, Record, Watch
 from thinwire.diagnosis.records import recorded
 from thinwire.errors import DisagreementError, LinkError, PacketError
 from thinwire.exchange import Round
 from thinwire.flight import Pace
 from thinwire.group.roster import Muster, Roster
-
-MOST_NBYTES = 8192  # of a record in a claim: what it does not hold of many peers is not known
 
 
 def outvoted(suspects: Mapping[str, str], least: int) -> str | None:
@@ -60,16 +58,22 @@ class Jury:
 
     @contextmanager
     def watches(self, round_: Round, muster: Muster) -> Iterator[None]:
-        """Write down what becomes of the messages of `round_`, which flies within."""
+        """Write down what becomes of the messages of `round_`, which flies within. What went wrong here is raised, not that
+        peers then sent nothing.
+        """
         over = False
         try:
             yield
             over = True
+        except LinkError:
+            if own := round_.own_failure():
+                raise own from None
+            raise
         finally:
             record = round_.record([member.name for member in muster.members], self._own_seconds, over)
             if self._roster.evict is not None:
                 text = json.dumps(record.facts(), separators=(",", ":"))
-                self._record = text if len(text) <= MOST_NBYTES else ""
+                self._record = text if len(text) <= MOST_RECORD else ""
             if recorded(record.round) or not over:
                 self._observe("wire", **record.facts())
 
@@ -117,7 +121,7 @@ class Jury:
 def _read(text: str, name: str) -> Record | None:
     """What `name` wrote; nothing, if it is no record of its own."""
     try:
-        record = Record.of(json.loads(text)) if 0 < len(text) <= MOST_NBYTES else None
+        record = Record.of(json.loads(text)) if 0 < len(text) <= MOST_RECORD else None
     except (PacketError, ValueError, RecursionError):
         return None
     return record if record is not None and record.name == name else None

@@ -88,7 +88,7 @@ def take(group: Group, peer: int, limit: int) -> tuple[dict[str, Tensor], dict[s
     data = body.numpy().tobytes()
     try:
         tensors = load(data)
-        facts = json.loads(_metadata(data)[_FACTS])
+        facts = dict(json.loads(_metadata(data)[_FACTS]))
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise PacketError(
             f"the handover of replica {peer} cannot be read ({error}); run the same version on every replica."

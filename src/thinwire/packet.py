@@ -72,12 +72,17 @@ def flags_of(packet: Tensor) -> int:
 
 
 def seal(packet: Tensor, header: Header) -> None:
-    """Write `header` and the checksum in front of the payload that `packet` already holds."""
+    """Write `header` and the checksum in front of the payload that `packet` already holds. Raises `PacketError`."""
     view = packet.numpy().data
-    _LAYOUT.pack_into(
-        view, 0, MAGIC, VERSION, header.flags, header.codec, header.sender, header.fragment,
-        header.round, header.step, header.part, header.numel, header.nbytes, 0,
-    )  # fmt: skip
+    try:
+        _LAYOUT.pack_into(
+            view, 0, MAGIC, VERSION, header.flags, header.codec, header.sender, header.fragment,
+            header.round, header.step, header.part, header.numel, header.nbytes, 0,
+        )  # fmt: skip
+    except struct.error as error:
+        raise PacketError(
+            f"a packet cannot be written: {header} ({error}); the fields have 16, 32 or 64 bits."
+        ) from None
     _CHECKSUM.pack_into(view, HEADER_NBYTES - _CHECKSUM.size, zlib.crc32(view))
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from thinwire.agreed import Agreed
 from thinwire.codecs import Codec
-from thinwire.concord import Claim, Concord, reconcile
+from thinwire.concord import MOST_WEIGHT, Claim, Concord, reconcile
 from thinwire.errors import CheckpointError, LinkError, NonFiniteError, PacketError, UndecidedError
 from thinwire.eviction import Jury
 from thinwire.exchange import Air, Buffers, Round
@@ -96,6 +96,7 @@ class Rounds:
         *,
         fresh: bool,
         observe: Callable[..., None],
+        most_weight: float = MOST_WEIGHT,
         clock: Callable[[], float] = time.monotonic,
         thread: Executor | None = None,
     ) -> None:
@@ -115,6 +116,7 @@ class Rounds:
         self._asked = self._done = 0  # one written by the main thread, one by the exchange thread
         self._failure: BaseException | None = None
         self.jury = Jury(roster, observe)
+        roster.check = lambda claim, name: Claim.of(claim, name).check(name, order, most_weight)
         self._thread = thread or ThreadPoolExecutor(1, f"thinwire-rounds-{roster.name}")
 
     # ---- the main thread
@@ -280,7 +282,7 @@ class Rounds:
             stand_by(group, donor)
         if group.rank in needy:
             limit = 2 * sum(tensor.nbytes for tensor in self.agreed.tensors().values()) + (1 << 22)
-            self.agreed.take_over(*take(group, donor, limit))
+            self.agreed.take_over(*take(group, donor, limit), claims[donor])
             self._catch_up(muster.members[donor].name)
         elif self._doubt is not None:  # whoever heard yes would have another chain, and be ahead
             self._settle_doubt(counted=False)

@@ -134,6 +134,13 @@ def test_claims_survive_their_journey_and_nothing_else_does() -> None:
     ]
     bad += [
         good | {"chain": "a" * 65},
+        good | {"turn": 1 << 31},
+        good | {"turn": 10**400},
+        good | {"step": 1 << 40},
+        good | {"record": "a" * 8193},
+        good | {"suspect": "a" * 65},
+        good | {"brings": {"\u0661": 1.0}},
+        good | {"brings": {"1": 1e18}},
         good | {"brings": [1.0]},
         good | {"brings": {"-1": 1.0}},
         good | {"brings": {"1" * 5000: 1.0}},

@@ -6,7 +6,9 @@ import random
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +16,10 @@ from elastic_toy import PHASES, SIZES, Book, Toy, agree, one_thread, order_fault
 
 import thinwire as tw
 from thinwire import handover
+from thinwire.concord import Claim
 from thinwire.elastic import Elastic
-from thinwire.group.rehearsal import Killed, Rehearsal
+from thinwire.errors import LinkError
+from thinwire.group.rehearsal import Killed, Rehearsal, ThreadMeeting
 from thinwire.group.standin import StandinBoard
 from thinwire.held import hold
 from thinwire.rounds import Outcome, Ready
@@ -270,3 +274,56 @@ def test_no_clock_that_somebody_may_set() -> None:
         assert not re.search(
             r"\btime\.(time|time_ns)\(|\bdatetime\.(now|utcnow)|\blocaltime|\bgmtime", path.read_text()
         ), path
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"turn": 1 << 40}, {"turn": 10**400}, {"step": 1 << 50}, {"brings": {"9": 1.0}}, {"brings": {"0": 2.0}}, {"brings": {"00": 1.0}},
+        {"chain": "a" * 100}, {"more": 1},
+    ],
+)  # fmt: skip
+def test_a_claim_out_of_bounds_is_refused_by_name(lie: dict[str, Any]) -> None:
+    """The others go on without it, from the first round or a later one, and end as if it had not been there."""
+    rehearsal, book = Rehearsal(), Book()
+    told: list[str] = []
+
+    def broken(name: str) -> None:
+        roster = rehearsal.roster(name, facts=facts)
+        ThreadMeeting(rehearsal, name).sleep(15.0)
+        for _ in range(5):
+            with suppress(LinkError):
+                roster.muster(Claim(turn=3, chain="x").facts() | lie, 5.0).close()
+
+    def one(name: str) -> Toy:
+        toy = Toy(rehearsal, name, book, least=2)
+        roster = toy.elastic.rounds.roster
+        facts.update(roster.facts)
+        roster._observe = lambda kind, fields: told.append(fields["reason"]) if kind == "retry" else None
+        return toy.train(40)
+
+    facts: dict[str, str] = {}
+    results = rehearsal.play({"a": one, "b": one, "zz": broken})
+    agree(results, book)
+    assert all(isinstance(results[name], Toy) for name in "ab"), results
+    assert not any("zz" in fields["members"] for _, event, fields in book.events if event == "round")
+    assert len([text for text in told if text.startswith("zz made a claim")]) == 2  # each has said it once
+
+
+def test_what_cannot_be_written_is_said_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A packet's header has 32 bits for the turn; claims have bounds far below it."""
+    monkeypatch.setattr("thinwire.concord.MOST_TURNS", 1 << 40)
+    rehearsal, book = Rehearsal(), Book()
+
+    def one(name: str) -> str:
+        toy = Toy(rehearsal, name, book, least=2)
+        toy.elastic.rounds.agreed.turn, toy.elastic.rounds.fresh = 1 << 32, False
+        toy.elastic.rounds.join()
+        toy.elastic._trained = 4.0
+        toy.elastic.rounds.depart(toy.elastic._bring(0, 4))
+        toy.elastic.close()
+        return name
+
+    rehearsal.play({"a": one, "b": one})
+    reasons = [fields["reason"] for _, event, fields in book.events if event == "round" and fields["counted"]]
+    assert reasons and all(text.startswith("PacketError: a packet cannot be written") for text in reasons), reasons

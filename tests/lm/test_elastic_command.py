@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -16,15 +15,13 @@ from typing import Any
 
 import pytest
 
+from thinwire.channel import secret_in
 from thinwire.group.lighthouse import Lighthouse
 from thinwire.observe.events import read_events
 from thinwire.observe.runs import RunRecord
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("torchft") is None, reason="torchft is not installed: thinwire[elastic]"
-    ),
     pytest.mark.skipif(shutil.which("pgrep") is None, reason="pgrep (procps) is not installed"),
 ]
 PATIENCE = 400.0  # seconds after which a test has hung
@@ -102,6 +99,7 @@ def test_kill_9_is_started_again_and_all_end_alike(train: Train, tmp_path: Path)
     (victim,) = replicas_of(folder, "replica-1")
     os.kill(victim, signal.SIGKILL)
     assert command.wait(PATIENCE) == 0
+    assert (folder / "secret").stat().st_mode & 0o777 == 0o600
     said = folder.with_suffix(".txt").read_text()
     assert "replica-1 died at step" in said and "SIGKILL" in said and "replica-1 is started again" in said, said
     assert "replica-1 is back at step" in said and "3 of 3 are there" in said, said
@@ -157,12 +155,16 @@ def test_ctrl_c_leaves_a_checkpoint_of_every_replica(train: Train, tmp_path: Pat
     assert not replicas_of(folder)
 
 
-def test_replicas_of_two_commands_meet_and_a_third_of_another_run_is_refused(train: Train, tmp_path: Path) -> None:
-    lighthouse = Lighthouse("127.0.0.1", 0)
+def test_replicas_of_two_commands_meet_and_others_are_refused(train: Train, tmp_path: Path) -> None:
+    """One of another run, and one without the secret."""
+    lighthouse = Lighthouse("127.0.0.1", 0, secret=secret_in(tmp_path / "secret", make=True))
     try:
-        here = ["--steps", "2500", "--lighthouse", lighthouse.address, "--name"]
+        here = ["--steps", "2500", "--lighthouse", lighthouse.address, "--secret", str(tmp_path / "secret"), "--name"]
         two = {name: train(tmp_path / name, *here, name) for name in ("oslo", "paris")}
         stranger = train(tmp_path / "rome", "--seed", "7", *here, "rome")
+        without = train(tmp_path / "oslo2", "--timeout", "5", *here[:4], "--name", "oslo2")
+        assert without.wait(PATIENCE) == 1
+        assert "another run secret, or none" in (tmp_path / "oslo2.txt").read_text()
         assert stranger.wait(PATIENCE) == 1
         assert "seed: 7 there, 0 at '" in (tmp_path / "rome.txt").read_text()
         assert [command.wait(PATIENCE) for command in two.values()] == [0, 0]

@@ -21,7 +21,6 @@ from thinwire.cli.machine import Finding, warn_unless
 from thinwire.codecs import Shapes
 from thinwire.errors import ConfigurationError, ThinwireError
 from thinwire.group import Link, parse_link
-from thinwire.group.lighthouse import engine
 from thinwire.lm import place
 from thinwire.lm.job import make_model, outline_model
 from thinwire.lm.launch import threads_each
@@ -104,8 +103,6 @@ def set_up(file: Path, link: Link | None, step_seconds: float | None) -> Iterato
         f"{run.replicas} on {machine.cores()} core(s), {_threads(run)} thread(s) each",
         "if they all run here they take turns: fewer replicas, or more machines (thinwire docs machines)",
     )
-    if run.carrier == "elastic":
-        yield may_come_and_go()
     what = "text"
     try:
         vocabulary = yield from text(run)
@@ -124,15 +121,6 @@ def set_up(file: Path, link: Link | None, step_seconds: float | None) -> Iterato
         shapes, wire = [fragment.shapes for fragment in fragments], link or parse_link(run.link)
         yield from enough(strategy, shapes, run.replicas, wire, step_seconds)
         yield deadlines(run, strategy, shapes, wire, step_seconds)
-
-
-def may_come_and_go() -> Finding:
-    """Whether replicas that come and go could find each other from here."""
-    try:
-        engine()
-    except ConfigurationError as error:
-        return Finding("elastic", "problem", str(error))
-    return Finding("elastic", "ok", "torchft is installed, which keeps the lighthouse")
 
 
 def text(run: Run) -> Generator[Finding, None, int]:

@@ -28,7 +28,6 @@ EXTRAS = {
     "pyarrow": "parquet",
     "transformers": "hf",
     "tensorboard": "tensorboard",
-    "torchft": "elastic",
 }  # module: extra
 ROUND_TRIP_LIMIT = 2.0  # seconds for the self-test of gloo
 

@@ -50,6 +50,8 @@ class Options:
     """Elastic, on several machines: be one replica, of a run whose `thinwire lighthouse` listens at HOST:PORT."""
     name: str | None = None
     """With --lighthouse: this replica's name, that no other has, and kept when it comes back. replica-0 to replica-N share the text out."""
+    secret: Path | None = None
+    """With --lighthouse: the file with the run secret that `thinwire lighthouse --secret FILE` has made. --elastic alone makes one for itself."""
     json: bool = False
     """Progress goes to stderr; stdout ends with one JSON object."""
 
@@ -61,6 +63,8 @@ class Options:
                 f"{given} without {needed}: one replica of a run elsewhere is --lighthouse HOST:PORT --name NAME; "
                 "for all replicas on this machine, --elastic alone."
             )
+        if self.secret and self.lighthouse is None:
+            raise ConfigurationError("--secret without --lighthouse: a run on one machine makes its own; leave it out.")
         if not (self.elastic or self.lighthouse):
             return self
         if self.run_settings.carrier == "threads":
@@ -69,7 +73,7 @@ class Options:
 
     @property
     def seat(self) -> Seat | None:
-        return Seat(self.lighthouse, self.name) if self.lighthouse and self.name else None
+        return Seat(self.lighthouse, self.name, self.secret) if self.lighthouse and self.name else None
 
 
 DESCRIPTION = """Train one language model on several replicas.
@@ -204,6 +208,7 @@ def _finish(folder: Path, console: Console, as_json: bool, stop: launch.Stop, se
     stopped = record.status.startswith("stopped")
     if stopped:
         where = f" --lighthouse {seat.lighthouse} --name {seat.name}" if seat else ""
+        where += f" --secret {seat.secret}" if seat and seat.secret else ""
         console.print(f"to go on: thinwire train --resume --out {folder}{where}", soft_wrap=True, highlight=False)
     if as_json:
         print(json.dumps(summary))

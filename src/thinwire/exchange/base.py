@@ -317,7 +317,11 @@ class Stage:
             body[: message.nbytes].zero_()
             flags |= REFUSED
         body[message.nbytes :] = torch.tensor(list(marks), dtype=torch.uint8)
-        seal(outgoing.packet, replace(self._header(key, index, message), flags=flags))
+        try:
+            seal(outgoing.packet, replace(self._header(key, index, message), flags=flags))
+        except PacketError as error:  # nothing can be sent
+            outgoing.written.set_exception(error)
+            raise
         outgoing.flags = flags
         if failure is None:
             outgoing.written.set_result(None)

@@ -12,6 +12,7 @@ from math import isfinite
 
 from thinwire.errors import ConfigurationError
 from thinwire.group.link import Link
+from thinwire.lighthouse import HEARTBEAT_TIMEOUT
 
 BUFFERED = 1 << 20  # bytes of bulk that may stand in buffers before a heartbeat, measured: docs/log.md
 
@@ -26,7 +27,7 @@ class Deadlines:
     """
 
     heartbeat_interval: float = 1.0
-    heartbeat_timeout: float = 5.0
+    heartbeat_timeout: float = HEARTBEAT_TIMEOUT
     grace: float = 10.0
     connect: float = 10.0
     transfer: float = 10.0

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from thinwire.channel import MOST_PRESENCE as LIMIT  # bytes of one replica's presence as JSON: claim, facts and all
+from thinwire.channel import NAME
 from thinwire.errors import ConfigurationError, PacketError
 
-LIMIT = 16_384  # bytes of one replica's presence as JSON: claim, facts and all
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_MOST = 1 << 53  # calls and musters
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Presence:
     address: str = ""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+        if not isinstance(self.name, str) or not NAME.fullmatch(self.name):
             raise ConfigurationError(
                 f"the name {self.name!r} was given to a replica; 1 to 64 letters, digits, dots, dashes and "
                 "underscores are needed, the first a letter or digit."
@@ -76,6 +76,8 @@ class Presence:
             for name, kind in kinds.items():
                 if type(getattr(presence, name)) is not kind:
                     raise ValueError(f"{name} is no {kind.__name__}")
+            if not (0 <= presence.calls < _MOST and 0 <= presence.musters < _MOST):
+                raise ValueError("calls or musters are no number of calls")
             if not all(
                 isinstance(value, str) for value in (*presence.facts.values(), *presence.unreachable, *presence.expects)
             ):
@@ -87,11 +89,11 @@ class Presence:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Why somebody who is present is no member. `final`: it will not be better by waiting."""
+    """Why somebody who is present is no member. `foreign`: it has other facts than the one who judges."""
 
     presence: Presence
     reason: str
-    final: bool = False
+    foreign: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,23 +105,19 @@ class Verdict:
     id: str
 
 
-def judge(present: Iterable[Presence]) -> Verdict:
-    """Who of those `present` are members. The same set gives the same verdict, in any order.
+def judge(present: Iterable[Presence], facts: Mapping[str, str]) -> Verdict:
+    """Who of those `present` are members, for one with these `facts`: all with the same come to the same verdict, in any order.
 
-    Those who have served longer (more musters in this life) stay: facts must be those of the longest served (at the
-    start: of most); of two with one name the elder stays; of two that cannot reach each other the one with fewer
-    broken links, then the elder.
+    Facts must be the same as one's own. Those who say that they have served longer (more musters in this life) stay: of two with
+    one name the elder; of two that cannot reach each other the one with fewer broken links, then the elder.
     """
     eldest_first = sorted(present, key=lambda p: (-p.musters, p.name, p.life))
-    right = max(
-        eldest_first, key=lambda p: (p.musters, sum(other.facts == p.facts for other in eldest_first)), default=None
-    )
     left_out: list[LeftOut] = []
     members: list[Presence] = []
     for presence in eldest_first:
         same = next((other for other in members if other.name == presence.name), None)
-        if right is not None and presence.facts != right.facts:
-            left_out.append(LeftOut(presence, _difference(right, presence), final=True))
+        if presence.facts != facts:
+            left_out.append(LeftOut(presence, difference(presence.facts, facts), foreign=True))
         elif same is not None:
             left_out.append(LeftOut(presence, f"{_the_other(same)} has the name {same.name!r}"))
         else:
@@ -140,9 +138,10 @@ def _broken_links(members: Sequence[Presence]) -> set[frozenset[str]]:
     return {frozenset((p.life, other)) for p in members for other in p.unreachable if other in lives - {p.life}}
 
 
-def _difference(right: Presence, other: Presence) -> str:
-    name = next(n for n in [*right.facts, *other.facts] if right.facts.get(n) != other.facts.get(n))
-    return f"{name}: {other.facts.get(name, 'absent')} there, {right.facts.get(name, 'absent')} at {right.name!r}"
+def difference(there: Mapping[str, str], here: Mapping[str, str], where: str = "here") -> str:
+    """The first fact that differs, with both values."""
+    name = next(n for n in [*here, *there] if here.get(n) != there.get(n))
+    return f"{name}: {there.get(name, 'absent')} there, {here.get(name, 'absent')} {where}"
 
 
 def _the_other(presence: Presence) -> str:

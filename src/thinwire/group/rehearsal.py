@@ -1,6 +1,6 @@
 """All replicas as threads of one process, in a time of its own, with faults on order: a rehearsal for what links do.
 
-The rules by which members are found are those of torchft's lighthouse (`standin.py`), the protocol is the same code
+The rule by which members are found is the lighthouse's own (`standin.py`), the protocol is the same code
 (`roster.py`), and groups are those of `threads.py`.
 """
 
@@ -295,7 +295,7 @@ class ThreadMeeting:
         with self._rehearsal.time:
             self._rehearsal.wait(self._name, lambda: False, seconds)
 
-    def arrive(self, name: str, life: str, deadlines: Deadlines, observe: Observe) -> None:
+    def arrive(self, name: str, life: str, secret: bytes, deadlines: Deadlines, observe: Observe) -> None:
         self._life, self._deadlines, self._observe = life, deadlines, observe
 
     def call(self, presence: Presence, seconds: float) -> tuple[Sequence[Presence], Board]:

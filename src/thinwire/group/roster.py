@@ -19,16 +19,18 @@ Where replicas find each other is a `Meeting`: threads of one process (`rehearsa
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from thinwire.channel import mac
 from thinwire.diagnosis import Rules
-from thinwire.errors import ConfigurationError, DisagreementError, LinkError, PacketError, UndecidedError
+from thinwire.errors import ConfigurationError, DisagreementError, LinkError, PacketError, PeerError, UndecidedError
 from thinwire.group.base import Group, gather
 from thinwire.group.deadlines import Deadlines
-from thinwire.group.presence import Presence, Verdict, judge
+from thinwire.group.presence import LeftOut, Presence, Verdict, difference, judge
 from thinwire.group.vote import Board, ballot, carry_out, keys_of
 from thinwire.packet import VERSION
 from thinwire.version import __version__
@@ -49,8 +51,8 @@ class Meeting(Protocol):
 
     def sleep(self, seconds: float) -> None: ...
 
-    def arrive(self, name: str, life: str, deadlines: Deadlines, observe: Observe) -> None:
-        """Begin to be there, and be heard from now on. Called once, before all else."""
+    def arrive(self, name: str, life: str, secret: bytes, deadlines: Deadlines, observe: Observe) -> None:
+        """Begin to be there, and be heard from now on, by those who hold `secret`. Called once, before all else."""
 
     def call(self, presence: Presence, seconds: float) -> tuple[Sequence[Presence], Board]:
         """Wait until most of those who are there call, too.
@@ -138,6 +140,9 @@ class _Past(NamedTuple):
 class Roster:
     """One replica's view of who is there. For one thread.
 
+    With a `secret` (bytes, the same on all and at the lighthouse) nobody is heard who does not hold it. A replica that
+    was a member once is ended by nobody's facts or name: those that differ are left out.
+
     `name` must be one that no other replica has, and stay with the replica when it comes back. `facts` (texts) must
     be equal on all members; the code version and the wire format are among them. Fewer than `least` members are no
     muster. With `evict`, rounds go on without a member that most find to hold them up by these rules (eviction.py).
@@ -152,6 +157,7 @@ class Roster:
         *,
         facts: Mapping[str, str] | None = None,
         least: int = 2,
+        secret: bytes = b"",
         deadlines: Deadlines | None = None,
         evict: Rules | None = None,
         wrap: Callable[[Group], Group] = lambda group: group,
@@ -162,7 +168,8 @@ class Roster:
         self.name, self.least, self.deadlines, self.evict = name, least, deadlines or Deadlines(), evict
         self.clock = meeting.clock
         self.facts = {"code version": __version__, "wire format": str(VERSION), **(facts or {})}
-        self._meeting, self._wrap, self._observe = meeting, wrap, observe
+        self.check: Callable[[Mapping[str, Any], str], object] = lambda claim, name: None  # raises `PeerError`
+        self._meeting, self._wrap, self._observe, self._secret = meeting, wrap, observe, secret
         self._life = secrets.token_hex(8)
         self._calls = self._musters = 0
         self._group: Group | None = None
@@ -171,9 +178,10 @@ class Roster:
         self._suspects: tuple[Presence, ...] = ()  # may be out of reach
         self._namesakes: dict[str, int] = {}  # by life: its calls when it was last seen
         self._past: list[_Past] = []
+        self._refused: set[str] = set()  # names whose claims could not be read
         self._left = False
         Presence(name, self._life, 0, facts=self.facts).to_json()  # a name or facts that cannot work fail here
-        meeting.arrive(name, self._life, self.deadlines, observe)
+        meeting.arrive(name, self._life, secret, self.deadlines, observe)
 
     def muster(self, claim: Claimed, seconds: float | None = None) -> Muster:
         """Find out who is there; `claim` (a small JSON mapping) is told to all of them. One that changes while others are
@@ -192,6 +200,7 @@ class Roster:
         expected = self._members
         said = claim if callable(claim) else lambda: claim
         self._presence(said(), expected).to_json()
+        self.check(said(), self.name)
         reason, pause = "nobody answered", 0.1
         while (left := until - self._meeting.clock()) > 0:
             self._suspects = tuple(p for p in self._suspects if not self._meeting.reaches(p))
@@ -200,8 +209,9 @@ class Roster:
             present, board = self._meeting.call(self._presence(said(), expected), left)
             here = {p.life for p in present}
             self._suspects = tuple(p for p in self._suspects if p.life in here)
-            verdict = judge(present)
-            reason = self._obstacle(verdict, {life for p in present for life in p.expects} - here)
+            verdict = self._judge(present)
+            alike = [p for p in present if p.facts == self.facts]
+            reason = self._obstacle(verdict, {life for p in alike for life in p.expects} - here)
             if not reason:
                 try:
                     return self._take(verdict, board)
@@ -227,20 +237,52 @@ class Roster:
             [p.life for p in self._suspects], [p.life for p in expected if p.life != self._life], self._meeting.address,
         )  # fmt: skip
 
+    def _judge(self, present: Sequence[Presence]) -> Verdict:
+        """Without those whose claims cannot be read: they are named once."""
+        broken = []
+        for presence in present:
+            try:
+                if presence.facts == self.facts:
+                    self.check(presence.claim, presence.name)
+            except PeerError as error:
+                broken.append(LeftOut(presence, str(error)))
+                if presence.name not in self._refused:
+                    self._refused.add(presence.name)
+                    self._observe("retry", {"reason": str(error), "seconds": 0.0})
+        out = {left.presence.life for left in broken}
+        verdict = judge((p for p in present if p.life not in out), self.facts)
+        return replace(verdict, left_out=(*verdict.left_out, *broken))
+
+    def _others(self, verdict: Verdict) -> Presence | None:
+        """One of those with other facts who hold a group, or are more, where nobody holds one with this replica's. It takes
+        two: one may be a stranger, unless all hold the secret.
+        """
+        foreign = [out.presence for out in verdict.left_out if out.foreign]
+        if any(member.holds for member in verdict.members):
+            return None
+        held = Counter(presence.holds for presence in foreign if presence.holds)
+        alike = Counter(frozenset(presence.facts.items()) for presence in foreign)
+        enough, most = 1 if self._secret else 2, max(2, len(verdict.members) + 1)
+        return next((p for p in foreign if held[p.holds] >= enough or alike[frozenset(p.facts.items())] >= most), None)
+
     def _obstacle(self, verdict: Verdict, missing: Collection[str]) -> str:
         """Why this cannot be a muster; "" if it can. Raises `DisagreementError` if it never can."""
+        if self._musters == 0 and (other := self._others(verdict)):
+            self.close()
+            raise DisagreementError(
+                f"replica {self.name!r} cannot take part: {difference(self.facts, other.facts, f'at {other.name!r}')}. "
+                "Its code, model and settings must be what the others have."
+            )
         own = next((out for out in verdict.left_out if out.presence.life == self._life), None)
         if own is not None:
             namesakes = {p.life: p.calls for p in verdict.members if p.name == self.name}
             # One that died while it called is still in the book once; one that calls again is alive.
             alive = any(self._namesakes.get(life, calls) != calls for life, calls in namesakes.items())
             self._namesakes = namesakes
-            if own.final or alive:
+            if alive and self._musters == 0:
                 self.close()
-                what = "name" if alive else "code, model and settings"
-                other = "a name of its own" if alive else "what the others have"
                 raise DisagreementError(
-                    f"replica {self.name!r} cannot take part: {own.reason}. Its {what} must be {other}."
+                    f"replica {self.name!r} cannot take part: {own.reason}. Its name must be a name of its own."
                 )
             return f"it was left out: {own.reason}"
         if len(verdict.members) < self.least:
@@ -278,8 +320,9 @@ class Roster:
         members = self._suspects = self._members = verdict.members
         group = self._wrap(self._meeting.connect(verdict.id, members, [p.life for p in members].index(self._life)))
         try:
-            heard = gather(group, self._life.encode(), 64, "muster")
-            if heard != [p.life.encode() for p in members]:
+            hellos = [mac(self._secret, "hello", verdict.id.encode(), p.life.encode())[:16] for p in members]
+            heard = gather(group, hellos[group.rank], 64, "muster")
+            if heard != hellos:
                 raise LinkError("others answered than were called")
         except BaseException:
             group.close()

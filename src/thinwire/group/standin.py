@@ -1,16 +1,15 @@
-"""A stand-in for torchft's lighthouse within one process, and the board beside it."""
+"""A stand-in for the lighthouse within one process, in virtual time, and the board beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
 from thinwire.errors import LinkError
 from thinwire.group.presence import Presence
 from thinwire.group.virtual import VirtualTime
-
-JOIN = 0.5  # seconds from the first call, after which most are enough
+from thinwire.lighthouse import JOIN, quorum
 
 
 class Place(Protocol):
@@ -23,30 +22,6 @@ class Place(Protocol):
     def passing(self, name: str, phase: str) -> None: ...
 
     def beats(self, name: str) -> bool: ...
-
-
-def quorum(calling: Mapping[str, float], heard: Iterable[str], previous: set[str], now: float, join: float) -> set[str]:
-    """Who is called together, of those `calling` (since when) and `heard`; nobody yet: empty. As torchft 0.2.0 has it.
-
-    All of the previous ones, with whoever else calls; else more than half of those heard, when all of them call or
-    the first has waited for `join`.
-
-    >>> heard, previous = {"a", "b", "c"}, {"a", "b", "c"}
-    >>> sorted(quorum({"a": 0.0, "b": 9.0, "c": 9.0}, heard, previous, now=9.0, join=10.0))
-    ['a', 'b', 'c']
-    >>> sorted(quorum({"a": 0.0, "b": 9.0}, heard, previous, now=9.0, join=10.0))
-    []
-    >>> sorted(quorum({"a": 0.0, "b": 9.0}, heard, previous, now=10.0, join=10.0))
-    ['a', 'b']
-    """
-    heard = set(heard)
-    here = calling.keys() & heard
-    if previous and previous <= here:
-        return here
-    if 2 * len(here) <= len(heard):
-        return set()
-    waited = now - min(calling[life] for life in here) >= join
-    return here if here == heard or waited else set()
 
 
 class Standin:

@@ -1,6 +1,6 @@
 """Start the replicas of this machine that may die and return: each a process of its own, with a name that it keeps.
 
-    python -m thinwire.lm.elastic FOLDER NAME LIGHTHOUSE INDEX [--resume]     one replica, as `train_elastic` starts it
+    python -m thinwire.lm.elastic FOLDER NAME LIGHTHOUSE INDEX SECRET [--resume]     one replica, as `train_elastic` starts it
 
 One that dies is started again, ever later while it dies again at once, and goes on from its own newest checkpoint. One
 that ends with an error that will not be better by trying again (other settings than the others', a full disk) is given
@@ -22,10 +22,10 @@ from pathlib import Path
 
 import torch
 
+from thinwire.channel import secret_in
 from thinwire.checkpoint import newest
 from thinwire.errors import CheckpointError, LinkError, ThinwireError
 from thinwire.group import Lighthouse, LighthouseMeeting
-from thinwire.group.lighthouse import engine
 from thinwire.group.presence import Presence
 from thinwire.lm.launch import Stop, Tick, end, sharing_cores, stop_with_the_launcher, stopping, train_here
 from thinwire.lm.place import Coming, Place, heartbeat_timeout
@@ -49,14 +49,16 @@ class Seat:
 
     lighthouse: str
     name: str
+    secret: Path | None = None  # a file with the run secret
 
 
 def check_seat(seat: Seat | None) -> None:
-    """Raises `ConfigurationError` where replicas cannot come and go: the engine is missing; no address, or no name."""
-    engine()
+    """Raises `ConfigurationError` for what is no address, no name, or no run secret."""
     if seat:
         Presence(seat.name, "", 0)
         LighthouseMeeting(seat.lighthouse)
+        if seat.secret:
+            secret_in(seat.secret)
 
 
 def train_elastic(
@@ -75,9 +77,10 @@ def train_elastic(
             f"--resume: none of {', '.join(names)} has a whole checkpoint in {folder / 'checkpoints'}. Bring back what is missing, or begin "
             "again at the first step by --resume --from-start."
         )
-    with _lighthouse(run, seat) as address:
+    secret = seat.secret if seat else folder / "secret"
+    with _lighthouse(run, seat, secret, folder / "logs" / "lighthouse.txt") as address:
         shared = sharing_cores(len(names))
-        replicas = [_Replica(folder, name, address, index, shared) for index, name in enumerate(names)]
+        replicas = [_Replica(folder, name, address, index, shared, secret) for index, name in enumerate(names)]
         needed = 1 if seat else run.least
         for replica in replicas:
             replica.begin(resume)
@@ -94,16 +97,18 @@ def train_elastic(
 
 
 @contextmanager
-def _lighthouse(run: Run, seat: Seat | None) -> Iterator[str]:
-    """The address of one that stands elsewhere, or of one that this process is until the end."""
-    if seat:
-        yield seat.lighthouse
+def _lighthouse(run: Run, seat: Seat | None, secret: Path | None, log: Path) -> Iterator[str]:
+    """The address of one that stands elsewhere, or of one that this process is until the end, with a secret of its own."""
+    if seat or not secret:
+        yield seat.lighthouse if seat else ""
         return
-    lighthouse = Lighthouse("127.0.0.1", 0, heartbeat_timeout(run))
-    try:
-        yield lighthouse.address
-    finally:
-        lighthouse.close()
+    with log.open("a", buffering=1) as lines:
+        tell = lambda line: lines.write(line + "\n")  # noqa: E731
+        lighthouse = Lighthouse("127.0.0.1", 0, heartbeat_timeout(run), secret_in(secret, make=True), tell)
+        try:
+            yield lighthouse.address
+        finally:
+            lighthouse.close()
 
 
 @dataclass
@@ -115,6 +120,7 @@ class _Replica:
     lighthouse: str
     index: int
     environment: dict[str, str]
+    secret: Path | None = None
     deaths: int = 0  # in a row
     due: float | None = None  # when it is to be started again
     given_up: str = ""
@@ -139,7 +145,7 @@ class _Replica:
         return self.due is not None or (not self.finished and not self.given_up)
 
     def begin(self, resume: bool) -> None:
-        arguments = [self.folder, self.name, self.lighthouse, self.index]
+        arguments = [self.folder, self.name, self.lighthouse, self.index, self.secret or ""]
         command = [sys.executable, "-m", "thinwire.lm.elastic", *map(str, arguments), *(["--resume"] if resume else [])]
         with self._output.open("ab") as output:
             self._spoken = output.tell()
@@ -240,13 +246,14 @@ def _signal(number: int) -> str:
 def main() -> int:
     """One replica, as `train_elastic` starts it."""
     folder, (name, lighthouse), index = Path(sys.argv[1]), sys.argv[2:4], int(sys.argv[4])
-    resume = "--resume" in sys.argv[5:]
+    secret, resume = sys.argv[5], "--resume" in sys.argv[6:]
     stop = Stop()
     threading.Thread(target=stop_with_the_launcher, args=(stop,), name="thinwire-launcher-watch", daemon=True).start()
     try:
         with stopping(stop):
             gpu = index % max(1, torch.cuda.device_count())
-            place = Place(Coming(LighthouseMeeting(lighthouse), name), folder, resume, gpu=gpu, stop=stop)
+            coming = Coming(LighthouseMeeting(lighthouse), name, secret_in(Path(secret)) if secret else b"")
+            place = Place(coming, folder, resume, gpu=gpu, stop=stop)
             train_here(Run.load(folder / "run.toml"), place)
     except ThinwireError as error:
         print(printable_lines(f"{type(error).__name__}: {error}"), file=sys.stderr)

@@ -38,6 +38,7 @@ class Coming:
 
     meeting: Meeting
     name: str
+    secret: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ def roster(
         coming.name,
         facts=texts,
         least=run.least,
+        secret=coming.secret,
         deadlines=times,
         wrap=wrap,
         observe=observe,
