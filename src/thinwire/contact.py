@@ -107,7 +107,7 @@ def agree_on_weights(group: Group, tensors: Sequence[Tensor], purpose: str) -> t
 
 
 def agree_on_resume(group: Group, step: int, alike: bytes) -> None:
-    """Raises `DisagreementError`, on every replica, unless all go on from the same step and `alike`, the digest of what they agree on. 24 bytes each."""
+    """Raises `DisagreementError`, on every replica, unless all go on from the same step and `alike`, the digest of what they share. 24 bytes each."""
     told = gather(group, step.to_bytes(8, "little") + alike, 24, "resume")
     for rank, text in enumerate(told):
         if text != told[0]:

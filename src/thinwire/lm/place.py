@@ -23,6 +23,7 @@ from thinwire.errors import LinkError
 from thinwire.group import Deadlines, Group, Link, Roster, parse_link
 from thinwire.group.roster import Meeting, Observe
 from thinwire.lm.run import Run
+from thinwire.methods import Attached
 from thinwire.partition import Fragment
 from thinwire.replica import Replica
 from thinwire.seeds import derive
@@ -221,7 +222,7 @@ def _fulfil(promise: Future[T], attach: Callable[[], T]) -> None:
 
 
 @contextmanager
-def passing_on(stop: threading.Event, replica: Replica) -> Iterator[None]:
+def passing_on(stop: threading.Event, replica: Replica | Attached) -> Iterator[None]:
     """Within, `replica` is asked to stop when `stop` is set: by a thread, for this one waits for others."""
     over = threading.Event()
 

@@ -118,7 +118,7 @@ class Links:
 
     def asymmetric(self, factor: float = 2.0) -> list[Pair]:
         """Pairs (slower direction first) whose two directions differ by more than `factor` in rate."""
-        return [(int(a), int(b)) for a, b in zip(*np.nonzero(self.rates.T > factor * self.rates))]
+        return [(int(a), int(b)) for a, b in zip(*np.nonzero(factor * self.rates < self.rates.T))]
 
     def save(self, path: Path, comment: str = "") -> None:
         """Write `links.toml`, with `comment` at its top."""
