@@ -87,14 +87,13 @@ def fluid_seconds(links: Links, nbytes: float) -> float:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_round_takes_what_its_fullest_wire_takes(seed: int) -> None:
-    """Sites with ways up and down of their own, against flows that share them fairly, which can only be slower."""
+    """Sites with ways up and down of their own, against flows that share them fairly."""
     draw = Random(seed)
     count = draw.randint(2, 6)
     up, down = ([10 ** draw.uniform(6, 9) for _ in range(count)] for _ in range(2))
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     links = Links(tuple(map(str, range(count))), {(a, b): Link(min(up[a], down[b])) for a, b in pairs})
-    ours, fluid = cost.wire_seconds(links, 1e6), fluid_seconds(links, 1e6)
-    assert ours <= fluid * (1 + 1e-6) and fluid <= 1.05 * ours
+    assert cost.wire_seconds(links, 1e6) == pytest.approx(fluid_seconds(links, 1e6))
 
 
 def test_tensor_parallelism_over_a_long_link_is_refused_with_its_number() -> None:

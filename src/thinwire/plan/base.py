@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+import thinwire.lm.launch  # noqa: F401  # all that a replica imports
 from thinwire.errors import ConfigurationError
 from thinwire.group import Group, run_threads
 from thinwire.lm.job import make_model

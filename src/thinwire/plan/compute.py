@@ -28,11 +28,7 @@ from thinwire.plan.outline import Shape, outline_of
 from thinwire.seeds import Key
 
 CODECS: tuple[Codec, ...] = (E3M0(), Cast("bf16"), Identity())
-FRAGMENTS = (
-    1 << 20,
-    1 << 22,
-    1 << 25,
-)  # parameters that codecs are timed with: caches hold the first, and not the last
+FRAGMENTS = (1 << 20, 1 << 22, 1 << 25)  # parameters that codecs are timed with: caches hold the first, not the last
 _DISK_NBYTES = 64 << 20
 
 

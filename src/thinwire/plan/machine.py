@@ -32,7 +32,7 @@ DEVICES = ("cpu", "cuda")
 
 def _check(what: str, value: float) -> None:
     if not (isfinite(value) and value > 0):
-        raise ConfigurationError(f"{what}={value}: more than 0 is needed; `thinwire probe` measures it.")
+        raise ConfigurationError(f"{what}={value}: more than 0 is needed.")
 
 
 @dataclass(frozen=True)

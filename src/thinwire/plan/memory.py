@@ -27,7 +27,7 @@ from thinwire.schedule import Schedule, busiest
 from thinwire.strategy import Gradients, Strategy
 
 Place = Literal["device", "host"]
-FREED = 0.5  # of what comes and goes, kept by glibc when it has gone: measured 0.2 to 1.0
+FREED = 0.5  # of what comes and goes, kept by glibc when it has gone: measured 0.1 to 1.0
 
 
 @dataclass(frozen=True)
