@@ -22,10 +22,12 @@ from safetensors import SafetensorError
 
 from thinwire.checkpoint import read
 from thinwire.errors import CheckpointError, ConfigurationError, DataError, DisagreementError, LinkError
-from thinwire.group import ThreadGroup, run_threads
+from thinwire.group import Link, ThreadGroup, run_threads
 from thinwire.lm import job, launch, place, stored
 from thinwire.lm.run import Run
 from thinwire.observe.events import EventLog, read_events
+from thinwire.simulate.replicas import simulate
+from thinwire.simulate.scenario import Scenario
 
 STEPS = 24
 
@@ -147,6 +149,21 @@ def test_resume_is_exact_for_every_recipe(tmp_path: Path, text: str, strategy: s
     for run_folder, steps in ((tmp_path / "whole", {8, 16, 24}), (folder, {8, 16, 24})):
         saved = {path.name for path in run_folder.glob("checkpoints/replica-1/*")}
         assert saved == {f"step-{step:08d}" for step in steps} and not events_of(run_folder, "warning")
+
+
+@pytest.mark.parametrize(("steps", "departs"), [(12, [6, 12]), (13, [6, 12, 13])])
+def test_the_last_round_is_left_out_where_nothing_was_trained(
+    tmp_path: Path, text: str, steps: int, departs: list[int]
+) -> None:
+    """Bytes foreseen by the simulator are those that were counted, and the last evaluation is of the model that is left."""
+    run = small_run(text, strategy="diloco", delay=None, steps=steps, eval_every=6)
+    run_in(tmp_path / "run", run)
+    assert [event["step"] for event in events_of(tmp_path / "run", "depart")] == departs
+    summary = events_of(tmp_path / "run", "end")[0]["summary"]
+    (packets,) = summary["ledger"]["sent"]["packet"].values()  # type: ignore[index]
+    strategy, numel = run.make_strategy(), summary["parameters"]  # type: ignore[index]
+    foreseen = simulate(strategy, [numel], Scenario.alike(2, 0.1, Link(1e9)), steps)
+    assert packets["nbytes"] == foreseen.nbytes_sent[0] == len(departs) * strategy.nbytes_per_period([numel], 2)
 
 
 def test_threads_and_processes_train_the_same_bytes(whole: Path, tmp_path: Path, text: str) -> None:
