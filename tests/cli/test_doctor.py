@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from thinwire import E3M0, streaming_diloco
 from thinwire.cli import doctor, machine
+from thinwire.errors import ConfigurationError
 from thinwire.group import Link
 from thinwire.lm.run import Run
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from namespaces import Namespaces, missing
+
+REASON = missing()
 
 
 @pytest.fixture
@@ -43,6 +53,32 @@ def test_this_machine_has_what_tests_need(capsys, tmp_path):
     assert torch.__version__ in found["thinwire"]["says"]
     assert "measured" in found["gloo round trip"]["says"]
     assert "127.0.0.1" in found["interfaces"]["says"]
+
+
+def test_a_firewall_lets_only_the_replicas_in(capsys):
+    assert doctor.main(["--firewall", "10.0.0.1", "10.0.7.0/24", "fd00::2", "--master-port", "7000"]) == 0
+    said = capsys.readouterr().out
+    first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    ports = f"{{ 7000, 29510-29511, {first}-{last} }}"
+    assert "elements = { 10.0.0.1/32, 10.0.7.0/24 }" in said and "elements = { fd00::2/128 }" in said
+    assert [line.split("dport ")[1] for line in said.splitlines() if "dport" in line] == [
+        f"{ports} accept", f"{ports} accept", f"{ports} drop",
+    ]  # fmt: skip
+    with pytest.raises(ConfigurationError, match=r"'oslo'.*IP addresses"):
+        doctor.main(["--firewall", "oslo"])
+
+
+@pytest.mark.skipif(
+    REASON is not None or shutil.which("nft") is None, reason=f"no nft, or no network namespaces: {REASON}"
+)
+def test_the_kernel_takes_the_rules(capsys):
+    doctor.main(["--firewall", "10.0.0.1", "fd00::2"])
+    rules = capsys.readouterr().out
+    with Namespaces(1) as space:
+        command = ["ip", "netns", "exec", space.namespaces[0], "nft", "-f", "-"]
+        for _ in range(2):  # again, as after a change
+            done = subprocess.run(command, input=rules, text=True, capture_output=True)
+            assert done.returncode == 0, done.stderr
 
 
 def test_every_finding_that_is_not_ok_says_what_to_do(capsys, tmp_path, text):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from listening import addresses
 from roster_process import DEADLINES
 
 from thinwire.channel import Channel, secret_in
@@ -305,6 +306,7 @@ def test_the_verb_says_where_it_is_who_comes_and_ends_when_asked(tmp_path):
     command = [sys.executable, "-m", "thinwire", "lighthouse", "--port", "0", "--secret", str(tmp_path / "secret")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     lines = [process.stdout.readline() for _ in range(5)]
+    assert set(addresses(process.pid)) == {"127.0.0.1"}
     host, port = lines[0].split()[-1].split(":")
     assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600 and f"--secret {tmp_path / 'secret'}" in lines[2]
     assert "torch" not in Path(f"/proc/{process.pid}/maps").read_text()

@@ -5,15 +5,25 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import time
+from contextlib import suppress
 
 import pytest
 import torch
 import torch.distributed as dist
 from group_laws import Exchange, free_port, run_processes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from listening import addresses
 
 from thinwire.errors import ConfigurationError, LinkError
 from thinwire.group import TorchGroup, start_torch
+from thinwire.group.address import parse
+from thinwire.group.sockets import listening
+from thinwire.group.torch import connected
+
+ESTABLISHED = 1  # linux/tcp_states.h
 
 
 def receive(group, peer, tag=1):
@@ -101,6 +111,60 @@ def test_shards_talk_with_their_twins_and_their_site(tmp_path):
         replica, shard = divmod(rank, 2)
         assert heard["twins"] == {str(peer): 2 * peer + shard for peer in range(3) if peer != replica}
         assert heard["neighbour"] == 2 * replica + (1 - shard)
+
+
+def doors(rank, size):
+    """Where this rank listens, how many of three knocks at each door are answered, and that the group works on."""
+    group = TorchGroup.from_world(size)
+    knocks = []
+    for place in set(listening().values()):
+        for _ in range(3):
+            knocks.append(socket.socket())
+            knocks[-1].setblocking(False)
+            with suppress(BlockingIOError):
+                knocks[-1].connect(place)
+    Exchange(group, 0, 0, 1000).check()
+    states = [knock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] for knock in knocks]
+    return {"listens": addresses(os.getpid()), "answered": sum(state == ESTABLISHED for state in states)}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists what a process listens at, and shuts a port")
+def test_only_loopback_listens_and_gloo_to_nobody_once_all_are_connected(tmp_path):
+    """Rank 0's address book alone stays open: at the address that was given."""
+    for rank, said in enumerate(run_processes(doors, 2, tmp_path)):
+        assert set(said["listens"]) == {"127.0.0.1"}, said
+        assert said["answered"] == (3 if rank == 0 else 0), said
+
+
+LEGAL = (2).to_bytes(8, "little") + b"vm" + (136).to_bytes(8, "little") + b"\x02\x00\x81%\x7f\x00\x00\x01" + bytes(136)
+RUBBISH = {
+    "empty": b"",
+    "short": b"\x01",
+    "zeros": bytes(64),
+    "ones": b"\xff" * 64,
+    "a count": (1 << 60).to_bytes(8, "little") + bytes(100),
+    "long": bytes(1 << 20),
+    "for more members": LEGAL + bytes(16),
+    "a name of 2^64 - 8": (2**64 - 8).to_bytes(8, "little") + LEGAL[8:],
+    "another family": LEGAL[:18] + b"\x01" + LEGAL[19:],
+}
+
+
+@pytest.mark.parametrize("what", RUBBISH)
+def test_rubbish_where_a_peers_address_is_due_is_refused(what):
+    """gloo would end this process, or ask for memory until there is none."""
+    store = dist.HashStore()
+    store.set("0/1", RUBBISH[what])
+    with pytest.raises(LinkError, match="not of that form"):
+        connected(store, 0, 2, "127.0.0.1", 600.0)
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=300), st.integers(0, 170), st.integers(1, 9))
+def test_any_bytes_are_an_address_or_refused(rubbish, begin, size):
+    for blob in (rubbish, LEGAL[:begin] + rubbish + LEGAL[begin + len(rubbish) :]):
+        with suppress(LinkError):
+            assert len(parse(blob, size)) == 2 and len(blob) < 16 + 255 + 136 + 8 * size + 1
 
 
 def test_a_world_must_have_begun():

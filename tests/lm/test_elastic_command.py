@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from listening import addresses
 
 from thinwire.channel import secret_in
 from thinwire.group.lighthouse import Lighthouse
@@ -96,6 +97,7 @@ def test_kill_9_is_started_again_and_all_end_alike(train: Train, tmp_path: Path)
     folder = tmp_path / "run"
     command = train(folder, "--elastic", "--replicas", "3", "--steps", "2500", "--checkpoint-every", "100")
     until(lambda: saved(folder, "replica-1") >= 200, folder)
+    assert set(addresses(command.pid, *replicas_of(folder))) == {"127.0.0.1"}
     (victim,) = replicas_of(folder, "replica-1")
     os.kill(victim, signal.SIGKILL)
     assert command.wait(PATIENCE) == 0

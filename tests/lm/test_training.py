@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from listening import addresses, tree
 from safetensors import SafetensorError
 
 from thinwire.checkpoint import read
@@ -169,6 +170,16 @@ def test_the_last_round_is_left_out_where_nothing_was_trained(
 def test_threads_and_processes_train_the_same_bytes(whole: Path, tmp_path: Path, text: str) -> None:
     run_in(tmp_path / "processes", small_run(text, carrier="processes"))
     assert model_of(tmp_path / "processes") == model_of(whole)
+
+
+def test_files_that_run_out_are_told_before_they_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    limits = [(4, 5)]
+    monkeypatch.setattr(place.resource, "getrlimit", lambda which: limits[-1])
+    monkeypatch.setattr(place.resource, "setrlimit", lambda which, both: limits.append(both))
+    run_in(tmp_path, small_run(text, replicas=1, steps=1))
+    assert limits == [(4, 5), (5, 5)]
+    (told,) = [event for event in events_of(tmp_path, "warning") if "files" in event["message"]]
+    assert "of at most 5 files" in told["message"] and "thinwire doctor --firewall" in told["message"]
 
 
 def test_a_link_changes_time_only(whole: Path, tmp_path: Path, text: str) -> None:
@@ -432,6 +443,7 @@ def test_ctrl_c_stops_cleanly_and_the_run_goes_on_exactly(whole: Path, tmp_path:
     run.save(tmp_path / "run.toml")
     process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     wait_for_step(folder, 5)
+    assert set(addresses(*tree(process.pid))) == {"127.0.0.1"}, "nobody else's business"
     os.killpg(process.pid, signal.SIGINT)
     out, said = process.communicate(timeout=900)
     summary = json.loads(out.decode().strip().splitlines()[-1])

@@ -17,6 +17,7 @@ from rich.text import Text
 from torch import nn
 
 from thinwire.cli import machine, options
+from thinwire.cli.firewall import rules
 from thinwire.cli.machine import Finding, warn_unless
 from thinwire.codecs import Shapes
 from thinwire.errors import ConfigurationError, ThinwireError
@@ -51,6 +52,8 @@ class Options:
     """The address of rank 0, as torchrun will be told."""
     master_port: int = 29500
     """The port of rank 0, as torchrun will be told."""
+    firewall: tuple[str, ...] = ()
+    """Addresses of the machines of a run. Prints rules for nftables that let only them reach the ports of replicas, and nothing else."""
     runs: Path = Path("runs")
     """Where run folders go."""
     json: bool = False
@@ -66,6 +69,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     if asked.step_seconds is not None and not asked.step_seconds > 0:
         raise ConfigurationError(f"step_seconds={asked.step_seconds}: more than 0 is needed.")
+    if asked.firewall:
+        print(rules(asked.firewall, asked.master_port))
+        return 0
     link = parse_link(asked.link) if asked.link else None
     console = options.console(asked.json)
     findings = list(examine(asked, link))

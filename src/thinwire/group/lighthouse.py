@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -23,7 +22,7 @@ from thinwire.group.deadlines import Deadlines
 from thinwire.group.presence import Presence
 from thinwire.group.roster import Observe
 from thinwire.group.store import AddressBook, ChannelBoard, within
-from thinwire.group.torch import TorchGroup
+from thinwire.group.torch import TorchGroup, connected
 from thinwire.group.vote import Board
 from thinwire.lighthouse import Lighthouse as Lighthouse
 
@@ -107,11 +106,7 @@ class LighthouseMeeting:
         self._addresses = book.own
 
         def build() -> dist.ProcessGroup:
-            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._timeout = timedelta(seconds=seconds)
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
-            made: dist.ProcessGroup = dist.ProcessGroupGloo(book, rank, len(members), options)  # type: ignore[assignment]
-            return made
+            return connected(book, rank, len(members), self._host, seconds)
 
         others = ", ".join(p.name for p in members if p.life != self._life)
         try:

@@ -15,12 +15,12 @@ not before, are its connections.
 
 from __future__ import annotations
 
-import os
 import socket
-import stat
 import sys
 from contextlib import suppress
 from pathlib import Path
+
+from thinwire.group.sockets import opened
 
 SHARE = 0.95  # of the rate is for what is sent; the rest for the headers of TCP, IP and Ethernet, and for ACKs
 
@@ -40,9 +40,7 @@ def connections() -> set[int]:
 
 def _connected(file: int) -> bool:
     try:
-        if not stat.S_ISSOCK(os.fstat(file).st_mode):
-            return False
-        with socket.socket(fileno=os.dup(file)) as one:
+        with opened(file) as one:
             one.getpeername()  # raises for one that listens
             return one.type == socket.SOCK_STREAM and one.family in (socket.AF_INET, socket.AF_INET6)
     except OSError:  # closed meanwhile
@@ -56,7 +54,7 @@ def pace(files: set[int], bits_per_second: float) -> int:
     restarts = _starts_slowly_after_idle()
     paced, share = 0, SHARE * bits_per_second / 8 / max(1, len(files))
     for file in files:
-        with suppress(OSError), socket.socket(fileno=os.dup(file)) as one:
+        with suppress(OSError), opened(file) as one:
             if restarts:
                 with suppress(OSError):  # not there, or not for everybody
                     one.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")

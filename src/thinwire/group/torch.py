@@ -18,6 +18,7 @@ How gloo (torch 2.13) behaves, measured, and what follows:
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
@@ -30,11 +31,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported without saying so
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # exported without saying so
 
 from thinwire.errors import ConfigurationError, LinkError
+from thinwire.group.address import CheckedAddresses
 from thinwire.group.base import FINISH, Transfer, travelling
 from thinwire.group.pace import connections, pace
+from thinwire.group.sockets import listen, listening, loopback, only_here, shut, shut_new
 
 _NEVER = FINISH + 1  # a tag under which nobody sends
 _SEND, _RECEIVE = "send to", "receive from"
@@ -168,7 +171,7 @@ class TorchGroup:
             made: dist.ProcessGroup = dist.new_group(ranks, timeout=timedelta(seconds=timeout), backend=backend)
             return made
 
-        before = connections()
+        before, heard_before = connections(), set(listening())
         try:  # all ranks make all groups, in the same order, and keep those they are in
             twins = [subgroup(list(range(s, world, shards))) for s in range(shards)]
             if uplink is not None and backend == "gloo":
@@ -179,6 +182,8 @@ class TorchGroup:
                 f"rank {rank} of {world} could not join its group: {_first_line(error)}. "
                 "Every rank must be running and reachable from every other."
             ) from error
+        if backend == "gloo":
+            shut_new(heard_before, connections() - before, replicas - 1 + (shards - 1))
         site = cls(sites[replica], timeout) if shards > 1 else None
         return cls(twins[shard], timeout, shard, shards, site)
 
@@ -272,6 +277,22 @@ class TorchGroup:
         return LinkError(f"the group of replica {self.rank} is closed. Post and wait before closing it.")
 
 
+def connected(store: Store, rank: int, size: int, host: str, seconds: float) -> dist.ProcessGroup:
+    """gloo among `size` processes that find each other in `store`, listening at `host` until all are connected.
+
+    What others wrote there is checked before gloo sees it. Raises `LinkError`, and what torch raises.
+    """
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timedelta(seconds=seconds)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
+    addresses = CheckedAddresses(store, size)
+    made: dist.ProcessGroup = dist.ProcessGroupGloo(addresses, rank, size, options)  # type: ignore[assignment]
+    for file, address in listening().items():
+        if address == addresses.own:
+            shut(file)
+    return made
+
+
 def start_torch(
     rank: int,
     world_size: int,
@@ -285,8 +306,10 @@ def start_torch(
 
     Where somebody else keeps it (torchrun's agent does), `book` is the name of our chapter in it.
 
-    Between machines, gloo listens at the address that this machine's name resolves to; if that is not the one the
-    others can reach, name the interface in GLOO_SOCKET_IFNAME, which gloo itself reads.
+    The address book listens at `master_addr` alone, if that is an address of this machine. With one such as 127.0.0.1
+    all ranks are on this machine, and gloo listens there, too. Between machines, gloo listens at the address that this
+    machine's name resolves to; if that is not the one the others can reach, name the interface in GLOO_SOCKET_IFNAME,
+    which gloo itself reads.
 
     End with `torch.distributed.destroy_process_group()`. Raises `LinkError` if the port is taken, the host does not
     answer, or not everybody came within `timeout_seconds`.
@@ -294,13 +317,14 @@ def start_torch(
     timeout = timedelta(seconds=timeout_seconds)
     where = f"{master_addr}:{master_port}"
     try:
-        keeps_it = rank == 0 and book is None
-        store = TCPStore(master_addr, master_port, None if book else world_size, is_master=keeps_it, timeout=timeout)
+        store = _address_book(rank, None if book else world_size, master_addr, master_port, timeout)
         chapter = PrefixStore(book, store) if book else store
+        before, heard_before = connections(), set(listening())
         dist.init_process_group(backend, store=chapter, rank=rank, world_size=world_size, timeout=timeout)
-    except RuntimeError as error:  # torch's DistError and its kin
+        shut_new(heard_before, connections() - before, world_size - 1)
+    except (RuntimeError, OSError) as error:  # torch's DistError and its kin
         reason = _first_line(error)
-        if "EADDRINUSE" in str(error) or "address already in use" in str(error):
+        if isinstance(error, OSError) or "EADDRINUSE" in str(error) or "address already in use" in str(error):
             raise LinkError(f"{where} is in use on this machine. End what holds it, or choose another port.") from error
         if rank == 0:
             advice = f"Start all {world_size} ranks, and check that they reach {where}."
@@ -309,6 +333,16 @@ def start_torch(
         raise LinkError(
             f"rank {rank} of {world_size} could not join at {where} within {timeout_seconds:g} s ({reason}). {advice}"
         ) from error
+
+
+def _address_book(rank: int, world_size: int | None, host: str, port: int, timeout: timedelta) -> TCPStore:
+    """The store of all ranks. Without `world_size` somebody else keeps it, else rank 0 does. Raises `OSError`."""
+    if only_here(host) and (interface := loopback()):
+        os.putenv("GLOO_SOCKET_IFNAME", interface)  # for gloo, which has no other way to be told
+    door = listen(host, port) if rank == 0 and world_size is not None else None
+    taken = {"master_listen_fd": door.detach()} if door else {}
+    keeps_it = rank == 0 and world_size is not None
+    return TCPStore(host, port, world_size, is_master=keeps_it, timeout=timeout, **taken)
 
 
 def _first_line(error: BaseException) -> str:

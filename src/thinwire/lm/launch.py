@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from thinwire.errors import ConfigurationError, LinkError, ThinwireError
 from thinwire.group import Link, TorchGroup, parse_link, run_threads, start_torch
-from thinwire.lm.place import Place
+from thinwire.lm.place import Place, watching_files
 from thinwire.lm.run import Run
 from thinwire.lm.tokenizer import open_corpus
 from thinwire.lm.trainer import Trainer
@@ -121,7 +121,7 @@ def joined(replicas: int, timeout: float, uplink: Link | None = None) -> Iterato
 
 def train_here(run: Run, place: Place) -> dict[str, Any]:
     """Train one replica in this thread and process, logging to the run folder."""
-    with EventLog(place.folder / "events" / f"{place.name}.jsonl") as log:
+    with EventLog(place.folder / "events" / f"{place.name}.jsonl") as log, watching_files(log):
         trainer = None
         try:
             trainer = Trainer(run, place, log)

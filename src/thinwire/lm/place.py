@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import resource
 import statistics
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,12 +25,16 @@ from thinwire.group import Deadlines, Group, Link, Roster, parse_link
 from thinwire.group.roster import Meeting, Observe
 from thinwire.lm.run import Run
 from thinwire.methods import Attached
+from thinwire.observe.events import EventLog
 from thinwire.partition import Fragment
 from thinwire.replica import Replica
 from thinwire.seeds import derive
 from thinwire.strategy import Strategy
 
 PATIENCE = 3.0  # seconds in which somebody may be late without a word
+LOOK = 5.0  # seconds between two counts of the open files
+FULL = 0.8  # of the files that may be open: told
+_FILES = Path("/proc/self/fd")
 AGAIN = 30.0  # seconds before the same hindrance is told again
 
 
@@ -233,6 +238,42 @@ def passing_on(stop: threading.Event, replica: Replica | Attached) -> Iterator[N
                 return
 
     thread = threading.Thread(target=pass_on, name="thinwire-stop", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
+def watching_files(log: EventLog) -> Iterator[None]:
+    """Within, this process may open as many files as the system lets it, and the log says once when most of them are open: at
+    the limit gloo, which keeps every connection that a stranger makes, ends the process.
+    """
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(ValueError, OSError):  # macOS says "no limit" and means another
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    most, over = resource.getrlimit(resource.RLIMIT_NOFILE)[0], threading.Event()
+
+    def watch() -> None:
+        while True:
+            try:
+                number = len(list(_FILES.iterdir()))
+            except OSError:  # the system does not list them
+                return
+            if 0 < FULL * most <= number:
+                log.emit(
+                    "warning", 0,
+                    message=f"{number} of at most {most} files of this process are open, and at the limit it ends. Somebody "
+                    "else may connect to its ports: let only the other replicas reach them (thinwire doctor --firewall "
+                    "ADDRESS ...), and raise the limit (ulimit -Hn)",
+                )  # fmt: skip
+                return
+            if over.wait(LOOK):
+                return
+
+    thread = threading.Thread(target=watch, name="thinwire-files", daemon=True)
     thread.start()
     try:
         yield

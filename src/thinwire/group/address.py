@@ -1,0 +1,73 @@
+"""Where gloo (torch 2.13) is reached, as it writes it into a store: checked before gloo reads what others wrote there.
+
+Of rank r under the key `0/r`: the length of the machine's name (8 bytes), the name, the length of an address (8 bytes),
+the address (a `sockaddr_storage` of 128 bytes and 8 more), and for each rank a number of 8 bytes. gloo takes what it
+finds for that: other bytes end the process (SIGSEGV), or it asks for memory until there is none.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+
+from torch.distributed import Store  # type: ignore[attr-defined]  # exported without saying so
+
+from thinwire.errors import LinkError
+
+NAME_NBYTES = 255  # the longest name of a machine
+_ADDRESS_NBYTES = 136
+_NUMBER = struct.Struct("=Q")
+_FAMILIES = {int(socket.AF_INET): slice(4, 8), int(socket.AF_INET6): slice(8, 24)}  # where the address stands
+
+
+def parse(blob: bytes, size: int) -> tuple[str, int]:
+    """Host and port in what gloo wrote for a group of `size`. Raises `LinkError` for what gloo must not see."""
+    try:
+        (name,) = _NUMBER.unpack_from(blob, 0)
+        (address,) = _NUMBER.unpack_from(blob, 8 + min(name, NAME_NBYTES))
+        whole = 16 + name + address + 8 * size
+        if name > NAME_NBYTES or address != _ADDRESS_NBYTES or len(blob) != whole:
+            raise ValueError
+        sockaddr = blob[16 + name : 16 + name + address]
+        numbers = struct.unpack_from(f"={size}q", blob, whole - 8 * size)
+        (family,) = struct.unpack_from("=H", sockaddr)
+        if family not in _FAMILIES or any(not 0 <= number < 1 << 31 for number in numbers):
+            raise ValueError
+        host = socket.inet_ntop(family, sockaddr[_FAMILIES[family]])
+    except (ValueError, struct.error):
+        raise LinkError(
+            f"{len(blob)} bytes were found where a member of a group of {size} says at which address gloo listens, and "
+            "they are not of that form. Somebody else writes into this store, or that member runs another torch."
+        ) from None
+    return host, int.from_bytes(sockaddr[2:4], "big")
+
+
+class CheckedAddresses(Store):
+    """`store`, for one group of `size` members, as gloo may see it. `own`: where this member's gloo listens, if it says so in
+    the form that is known here; of another torch's form nothing is checked.
+    """
+
+    def __init__(self, store: Store, size: int) -> None:
+        super().__init__()
+        self._store, self._size = store, size
+        self.own: tuple[str, int] | None = None
+
+    def set(self, key: str, value: bytes) -> None:
+        with suppress(LinkError):
+            self.own = parse(value, self._size)
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        value = bytes(self._store.get(key))
+        if self.own is not None:
+            parse(value, self._size)
+        return value
+
+    def wait(self, keys: Sequence[str], seconds: timedelta | None = None) -> None:
+        if seconds is None:
+            self._store.wait(list(keys))
+        else:
+            self._store.wait(list(keys), seconds)

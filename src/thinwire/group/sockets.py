@@ -1,0 +1,111 @@
+"""The sockets of this process that listen: at which address, and until when.
+
+gloo listens at a port that it chooses, and never frees the file of a connection that says nothing: some thousand
+knocks, such as of a health check, and the process has no file left and aborts. But once all members of a group are
+connected nobody has to come any more, so its port is shut: on Linux, by a filter under which the kernel drops
+whatever comes. gloo shows no sockets, but they are this process's own files.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import ipaddress
+import os
+import socket
+import stat
+import struct
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+_FILES = Path("/proc/self/fd")
+_SO_ATTACH_FILTER = 26  # Linux; Python gives it no name
+_DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # one instruction of a classic BPF filter: take 0 bytes of the packet
+
+Address = tuple[str, int]
+
+
+def opened(file: int) -> socket.socket:
+    """The socket that `file` is, by a file of its own, which is to be closed. Raises `OSError`: closed meanwhile, or none."""
+    if not stat.S_ISSOCK(os.fstat(file).st_mode):
+        raise OSError(errno.ENOTSOCK, "no socket")
+    own = os.dup(file)
+    try:
+        return socket.socket(fileno=own)
+    except OSError:
+        os.close(own)
+        raise
+
+
+def listening() -> dict[int, Address]:
+    """Files of this process that are listening TCP sockets; none where the system does not list them."""
+    found: dict[int, Address] = {}
+    try:
+        files = [int(path.name) for path in _FILES.iterdir()]
+    except OSError:  # not Linux
+        return found
+    for file in files:
+        with suppress(OSError), opened(file) as one:
+            if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                found[file] = one.getsockname()[:2]
+    return found
+
+
+def shut(file: int) -> None:
+    """Nobody can connect to this listening socket any more; who is connected stays. On Linux."""
+    if sys.platform != "linux":
+        return
+    program = ctypes.create_string_buffer(_DROP)
+    with suppress(OSError), opened(file) as one:
+        one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(program)))
+
+
+def shut_new(before: set[int], connected: set[int], expected: int) -> None:
+    """Shut what gloo listens at, when it has made the connections `connected`: all that were `expected`, or it waits for
+    more. `before`: what listened before it began. It listens at the address from which it connects.
+    """
+    if not 0 < expected <= len(connected):
+        return
+    own: set[str] = set()
+    for file in connected:
+        with suppress(OSError), opened(file) as one:
+            own.add(one.getsockname()[0])
+    for file, (host, _) in listening().items():
+        if file not in before and host in own:
+            shut(file)
+
+
+def listen(host: str, port: int) -> socket.socket | None:
+    """A socket that listens at `host` alone, for a store that would listen at every address of the machine.
+
+    None where that cannot be: the name stands for 127.0.1.1 here and for something else on the other machines (Debian), or the
+    address is a router's. Raises `OSError`: the port is taken.
+    """
+    try:
+        place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError:
+        return None
+    if not only_here(host) and ipaddress.ip_address(place.split("%")[0]).is_loopback:
+        return None
+    try:
+        return socket.create_server((place, port), family=socket.AF_INET6 if ":" in place else socket.AF_INET)
+    except OSError as error:
+        if error.errno in (errno.EADDRNOTAVAIL, errno.EINVAL):
+            return None
+        raise
+
+
+def only_here(host: str) -> bool:
+    """Whether `host` is this machine on every machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False
+
+
+def loopback() -> str | None:
+    """The interface of 127.0.0.1."""
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
