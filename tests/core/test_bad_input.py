@@ -191,7 +191,7 @@ CONFIGURATIONS = {
     ),
     "no exchange": (
         lambda: tw.Strategy(exchange=tw.Direct),
-        "exchange=<class 'thinwire.exchange.direct.Direct'>: an Exchange is needed; see docs/pieces.md.",
+        "exchange=<class 'thinwire.exchange.direct.Direct'>: an Exchange is needed; see `thinwire docs pieces`.",
     ),
     "no codec inside": (
         lambda: tw.DCT(tw.E3M0),
@@ -243,11 +243,11 @@ CONFIGURATIONS = {
     ),
     "no codec": (
         lambda: tw.Strategy(codec="e3m0"),
-        "codec='e3m0': a Codec is needed; see docs/pieces.md.",
+        "codec='e3m0': a Codec is needed; see `thinwire docs pieces`.",
     ),
     "a class": (
         lambda: tw.Strategy(codec=tw.E3M0),
-        "codec=<class 'thinwire.codecs.block.E3M0'>: a Codec is needed; see docs/pieces.md.",
+        "codec=<class 'thinwire.codecs.block.E3M0'>: a Codec is needed; see `thinwire docs pieces`.",
     ),
     "a merge": (
         lambda: tw.Strategy(merge=0.5),
