@@ -338,8 +338,10 @@ class Lighthouse:
 
     async def _call(self, line: _Line, text: str, seconds: float) -> dict[str, Any]:
         """Who calls with it, and what they say; none where nobody does in time."""
-        if len(text.encode()) > MOST_PRESENCE:
-            return {"error": f"{len(text)} bytes were said of one replica, at most {MOST_PRESENCE} are allowed"}
+        if len(text) > MOST_PRESENCE or not text.isascii():
+            return {
+                "error": f"{len(text)} bytes were said of one replica, at most {MOST_PRESENCE} are allowed, all ASCII"
+            }
         replica, came = self._hear(line), self._loop.create_future()
         replica.calls, replica.answer = (time.monotonic(), text), came
         self._look()

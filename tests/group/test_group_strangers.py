@@ -192,7 +192,7 @@ def test_sizes_are_bounded(lit):
     line.sendall(FRAME.pack(3 << 20, bytes(32)))
     ended(line)
     member = channel(lighthouse, secret)
-    with pytest.raises(LinkError, match="at most 16384 are allowed"):
+    with pytest.raises(LinkError, match="at most 16384 are allowed, all ASCII"):
         member.ask("call", 5.0, presence="x" * 20_000)
     for wrong in (
         {"do": "call", "presence": 3}, {"do": "look", "keys": [1]}, {"do": "put", "key": "k" * 300, "value": ""}, {"do": "kill"},
