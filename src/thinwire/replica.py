@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
@@ -227,13 +226,17 @@ class Replica:
         with self.anchored():
             return exported(self.model)
 
-    def finish(self) -> None:
-        """Land what is in the air, exchange what was trained since, and leave the outer weights in the model."""
+    def finish(self, keep_seconds: float = 0.0) -> None:
+        """Land what is in the air, exchange what was trained since, and leave the outer weights in the model.
+
+        With `keep_seconds` among replicas that come and go: if one is missing at the end, the first of the others keeps the final
+        state for it so long, on a thread beside what comes next, until `close`; its roster is closed when it is over.
+        """
         if self._finished:
             return
         self._finished = True
         if self._elastic:
-            self._elastic.finish(self.step)
+            self._elastic.finish(self.step, keep_seconds)
         elif not isinstance(self.strategy.signal, Gradients):
             for piece in self._pieces:
                 if piece.flight and not self.strategy.merge.whole_period:  # else the departure lands the round before
@@ -243,7 +246,8 @@ class Replica:
             for piece in self._pieces:
                 self._land(piece)
         self._load_anchors()
-        self.close()
+        if not (self._elastic and self._elastic.rounds.late):
+            self.close()
 
     def close(self) -> None:
         """Detach from the optimizer and end the exchange threads. The group stays open; it is the caller's."""
@@ -254,9 +258,7 @@ class Replica:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.finish()
         self.close()

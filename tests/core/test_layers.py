@@ -16,7 +16,7 @@ FILES = sorted(path.relative_to(HOUSE).as_posix() for path in HOUSE.rglob("*.py"
 # From the ground up: a room imports only from rooms before it, and files of one room from each other.
 _ORDER = """
 version errors seeds packet kernels codecs schedule partition merge outer feedback filters inner policy lgreco privacy diagnosis group exchange
-strategy contact sharding moved flight held hook concord agreed eviction handover rounds elastic weights replica recipes methods checkpoint
+strategy contact sharding moved flight held hook concord agreed eviction handover ending rounds elastic weights replica recipes methods checkpoint
 observe simulate lm plan cli
 """
 ROOMS = _ORDER.split()

@@ -174,7 +174,7 @@ class LighthouseMeeting:
                 continue
             return [p for p in map(_heard, quorum.participants) if p is not None], board
         raise LinkError(
-            f"replica {presence.name!r}: nobody else called at the lighthouse {self._where()} within {seconds:g} s, or "
+            f"nobody else called at the lighthouse {self._where()}, or "
             "too many are late. Start the others, or wait for longer."
         )
 

@@ -60,24 +60,25 @@ def stored_model(path: str | Path, vocabulary: int, sequence: int) -> Transforme
 
 
 def store(
-    folder: Path, run: Run, vocabulary: int, model: nn.Module, weights: Mapping[str, Tensor], writer: str
+    folder: Path, run: Run, vocabulary: int, model: nn.Module, weights: Mapping[str, Tensor], writer: str, mark: str = ""
 ) -> None:
     """Write `weights` (a state dict of `model`) to folder/model.safetensors; with LoRA merged, and the adapters by themselves, in peft's
-    form, to folder/adapter. Several replicas may do so at once, each as a `writer` of its own name. Raises `CheckpointError`.
+    form, to folder/adapter; a `mark` such as .stale stands in both names. Several replicas may do so at once, each as a `writer` of its
+    own name. Raises `CheckpointError`.
     """
     said = {"model": run.model, "vocabulary": vocabulary, "positions": run.positions}
     said |= described(run.model) if run.model.endswith(".safetensors") else {}
     said["context"] = model.context
     whole = merged(model, weights) if run.lora else weights
     unique = {name: value.contiguous() for name, value in whole.items()}
-    path = folder / "model.safetensors"
+    path = folder / f"model{mark}.safetensors"
     draft = path.with_name(f".{path.name}.{writer}")
     try:
         # one entry: safetensors writes several in no fixed order, and the same run must give the same bytes
         save_file(unique, draft, {"thinwire": json.dumps(said)})
         draft.replace(path)
         if run.lora:
-            save_adapters(folder / "adapter", model, weights, run.model.removeprefix("hf:"))
+            save_adapters(folder / f"adapter{mark}", model, weights, run.model.removeprefix("hf:"))
     except (OSError, SafetensorError) as error:
         draft.unlink(missing_ok=True)
         raise CheckpointError(

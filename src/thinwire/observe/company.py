@@ -16,6 +16,7 @@ import numpy as np
 
 from thinwire.observe.events import Event
 from thinwire.observe.sessions import Span, finite, number, whole
+from thinwire.observe.units import text_of_seconds
 
 CARRIER = "elastic"
 
@@ -110,6 +111,9 @@ class Company:
             return self._of_round(Turn.of(event))
         if kind == "caught_up":
             return [f"{name} took over what {event['donor']} held, turn {event['turn']}"]
+        if kind == "keeps":
+            late, most = ", ".join(map(str, event["late"])), text_of_seconds(number(event["at_most_seconds"]))
+            return [f"{name} has finished, and keeps the final weights for {late}: {most} at most, or until Ctrl-C"]
         if kind == "late":
             return self._once(f"{name} is late: a fragment's last round was not over when it should have left again")
         if kind == "doubt":

@@ -242,7 +242,7 @@ class Progress:
                 self._print(f"{self._names[index]} is back at step {event['step']}, from turn {event['turn']} ({path})")
             elif event["path"]:
                 self._say("resume", f"from step {event['from_step']}")
-        elif kind in ("alone", "retry", "caught_up", "doubt", "late", "round") and self._company:
+        elif kind in ("alone", "retry", "caught_up", "doubt", "late", "keeps", "round") and self._company:
             for text in self._company.take(self._names[index], event):
                 self._print(text)
         self._replicas[index].take(event)

@@ -365,6 +365,8 @@ def told(event: Event) -> str:
         return f"{where}, {event['path'] or 'without a checkpoint of its own'}{passed_over}"
     if kind == "caught_up":
         return f"took over what {event['donor']} held at turn {event['turn']}"
+    if kind == "keeps":
+        return f"keeps the final weights for {', '.join(map(str, event['late']))}"
     if kind == "late":
         return (
             "a fragment stayed at home, its last round was not over: link or others are slower than the schedule needs"
