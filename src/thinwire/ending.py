@@ -44,7 +44,9 @@ def note_end(roster: Roster, agreed: Agreed, keeps: bool, met: set[str], there: 
     is not this one that `keeps` the final state for them.
     """
     late = met.union(*(who for _, who, _ in agreed.counted.values())).difference(there) if keeps else set()
-    _note(roster, (), (agreed.run,), (agreed.run, agreed.chain), *([(agreed.run, CLOSED)] if keeps and not late else []))
+    _note(
+        roster, (), (agreed.run,), (agreed.run, agreed.chain), *([(agreed.run, CLOSED)] if keeps and not late else [])
+    )
     return late
 
 

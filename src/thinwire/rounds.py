@@ -268,7 +268,9 @@ class Rounds:
     def _claim(self) -> Claim:
         agreed, finishing = self.agreed, self.finishing and not self._doubt
         brings = {str(index): ready.weight for index, ready in self._waiting.items()}
-        return Claim(agreed.turn, agreed.chain, self.step, self.fresh, finishing, agreed.run, brings=brings, **self.jury.says())
+        return Claim(
+            agreed.turn, agreed.chain, self.step, self.fresh, finishing, agreed.run, False, brings, **self.jury.says()
+        )
 
     def _concord(self, muster: Muster) -> tuple[Concord, list[Claim]]:
         claims = [Claim.of(member.claim, member.name) for member in muster.members]

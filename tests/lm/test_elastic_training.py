@@ -106,6 +106,7 @@ def test_all_end_with_the_same_weights_and_the_three_numbers_add_up(
     assert (tmp_path / "run/model.safetensors").exists() and not record.remarks
     sent = ended["replica-0"]["ledger"]["sent"]["packet"]
     assert sum(count["nbytes"] for count in sent.values()) == record.replicas[0].nbytes_sent  # foreseen = counted
+    assert [(s.trained, s.jumped, s.counted) for s in record.steps] == [(run.steps, 0, run.steps)] * 3
 
 
 def test_who_was_killed_comes_back_from_its_own_checkpoint_and_reads_nothing_twice(
@@ -325,6 +326,12 @@ def test_who_comes_while_the_end_is_kept_gets_it(rehearsal: Rehearsal, run: Run,
     assert keeps["late"] == ["replica-1", "replica-2"]
     assert told(tmp_path, "replica-2", "caught_up")[-1]["donor"] == "replica-0"
     assert told(tmp_path, "replica-1", "back")[0]["path"]
+    for name in ended:
+        (steps,) = RunRecord.load(tmp_path / name).steps
+        assert steps.trained == len(told(tmp_path, name, "step")) and steps.trained + steps.jumped == run.steps
+        if name in ("replica-0", "replica-3"):
+            assert steps.counted == steps.trained == run.steps
+        assert steps.counted <= steps.trained and (steps.trained > 0) == (name != "rome")
 
 
 def test_who_comes_when_the_end_is_kept_no_longer_is_told_so_and_leaves_no_model(

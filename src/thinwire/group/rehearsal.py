@@ -316,7 +316,7 @@ class ThreadMeeting:
             self._rehearsal.passing(self._name, "called")
             assert self._board is not None
             return present, self._board
-        raise LinkError(f"nobody else, or no lighthouse; start the others, or the lighthouse.")
+        raise LinkError("nobody else, or no lighthouse; start the others, or the lighthouse.")
 
     def connect(self, chapter: str, members: Sequence[Presence], rank: int) -> Group:
         self._rehearsal.passing(self._name, "connect")

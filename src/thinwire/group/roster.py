@@ -143,9 +143,9 @@ class Roster:
 
     `name` must be one that no other replica has, and stay with the replica when it comes back. `facts` (texts) must
     be equal on all members; the code version and the wire format are among them. Fewer than `least` members are no
-    muster, but for one whose claim says that the run is `over`. With `evict`, rounds go on without a member that most find to hold them up by these rules (eviction.py).
-    `wrap` goes around every group that is built (counters, an emulated link). `observe` is told, as kind and
-    fields: retry, call, connect, muster, ballot, decided.
+    muster, unless the claim of one says that the run is `over`. With `evict`, rounds go on without a member that most
+    find to hold them up by these rules (eviction.py). `wrap` goes around every group that is built (counters, an
+    emulated link). `observe` is told, as kind and fields: retry, call, connect, muster, ballot, decided.
     """
 
     def __init__(
@@ -239,7 +239,10 @@ class Roster:
         return self._board is not None and self._board.all([self._end_of(*what)])
 
     def _end_of(self, *what: str) -> str:
-        return "end/" + hashlib.blake2b(json.dumps([sorted(self.facts.items()), what]).encode(), digest_size=16).hexdigest()
+        return (
+            "end/"
+            + hashlib.blake2b(json.dumps([sorted(self.facts.items()), what]).encode(), digest_size=16).hexdigest()
+        )
 
     def _past_the_end(self, verdict: Verdict, reason: str) -> str:
         """`reason` why this is no muster, or another: this run has ended. Raises `EndedError` if nobody keeps its final state."""

@@ -60,7 +60,13 @@ def stored_model(path: str | Path, vocabulary: int, sequence: int) -> Transforme
 
 
 def store(
-    folder: Path, run: Run, vocabulary: int, model: nn.Module, weights: Mapping[str, Tensor], writer: str, mark: str = ""
+    folder: Path,
+    run: Run,
+    vocabulary: int,
+    model: nn.Module,
+    weights: Mapping[str, Tensor],
+    writer: str,
+    mark: str = "",
 ) -> None:
     """Write `weights` (a state dict of `model`) to folder/model.safetensors; with LoRA merged, and the adapters by themselves, in peft's
     form, to folder/adapter; a `mark` such as .stale stands in both names. Several replicas may do so at once, each as a `writer` of its

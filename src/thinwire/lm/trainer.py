@@ -189,7 +189,9 @@ class Trainer:
             self._save()
         if isinstance(gone, LinkError) and not asked:
             path = self._export(".stale")
-            gone = LinkError(f"{gone} They are in {path} and are not the final model: --resume when the others are there.")
+            gone = LinkError(
+                f"{gone} They are in {path} and are not the final model: --resume when the others are there."
+            )
         self.log.emit("stop", replica.step, reason=self._why_stopped() if asked else str(gone))
         replica.close()
         return None if asked else gone

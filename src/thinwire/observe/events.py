@@ -29,8 +29,8 @@ of its kind:
     end         summary
 
 `wire` is what became of a round's messages (diagnosis/records.py). `round` to `evicted` are those of a replica that may come and
-go: rounds.py and elastic.py tell of its rounds; `keeps`, that it has ended and keeps the final state for `late`; `retry` says what keeps it from one; `back`, that it went on from a checkpoint of
-its own, which knew `turn` rounds.
+go: rounds.py and elastic.py tell of its rounds; `keeps`, that it has ended and keeps the final state for `late`; `retry` says what
+keeps it from a round; `back`, that it went on from a checkpoint of its own, which knew `turn` rounds.
 
 `nbytes` of a departure are the bytes this replica sends for it, all peers together; `begin` and `end` are on the
 clock of `seconds`. NaN and the infinities, which JSON lacks, are written as the strings "NaN", "Infinity" and

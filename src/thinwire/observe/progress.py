@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from thinwire.group.link import Link, Uplink
-from thinwire.observe.company import CARRIER, Company
+from thinwire.observe.company import CARRIER, Company, Steps, text_of_steps
 from thinwire.observe.events import Event, Tail
 from thinwire.observe.replicas import fragments_of
 from thinwire.observe.runs import RunRecord
@@ -176,6 +176,7 @@ class Progress:
         self._tails = [Tail(events / f"{name}{suffix}") for name in self._names]
         self._replicas = [_Replica() for _ in self._names]
         self._company: Company | None = None  # of replicas that come and go
+        self._steps = [Steps(name) for name in self._names]
         self._evaluated: tuple[int, float] | None = None
         self._said: set[str] = set()
         self._opened = self._spoke = time.monotonic()
@@ -201,14 +202,16 @@ class Progress:
 
     def pass_over(self) -> None:
         """Say nothing of what the logs hold already: earlier sessions did."""
-        for tail in self._tails:
-            tail.read()
+        for tail, steps in zip(self._tails, self._steps):
+            for event in tail.read():
+                steps.take(event)
 
     def update(self, last: bool = False) -> None:
         """Read what is new and show it; `last` shows it even where it would be too soon for another line."""
         for index, tail in enumerate(self._tails):
             for event in tail.read():
                 self._replicas[index].heard = time.monotonic()
+                self._steps[index].take(event)
                 self._take(index, event)
         if self._live:
             self._live.update(self._picture(), refresh=True)
@@ -287,6 +290,7 @@ class Progress:
             f"sent {text_of_nbytes(max(r.nbytes for r in self._replicas))} per replica",
             f"refused rounds: {refused}" if refused else "",
             self._company_line(),
+            self._steps_line(),
             f"skipped steps: {skipped}" if skipped else "",
             f"{text_of_seconds(self._seconds_left())} left" if self.step < self.steps else "",
         ]
@@ -301,6 +305,9 @@ class Progress:
         now = time.monotonic()
         here = [n for n, r in zip(self._names, self._replicas) if now - r.heard < SILENT_SECONDS and not r.ended]
         return self._company.line(here, self._names)
+
+    def _steps_line(self) -> str:
+        return f"steps: {text_of_steps(self._steps)}" if self._company else ""
 
     def _picture(self) -> Group:
         head = Table.grid(padding=(0, 2))
@@ -325,7 +332,7 @@ class Progress:
             table.add_column(name, justify="left" if name == "in the air" else "right", no_wrap=True)
         for index, replica in enumerate(self._replicas):
             table.add_row(*self._row(index, replica))
-        return Group(head, table)
+        return Group(head, *([Text(self._steps_line())] if self._company else []), table)
 
     def _row(self, index: int, replica: _Replica) -> list[Text]:
         use = text_of_share(replica.link_use)
