@@ -247,7 +247,7 @@ def test_who_alone_heard_yes_gets_its_delta_back(nth: int, monkeypatch: pytest.M
     agree(results, book)
 
 
-@pytest.mark.parametrize("nth", [1, 3, 4, 8])
+@pytest.mark.parametrize("nth", [1, 4])
 @pytest.mark.parametrize("phase", PHASES)
 def test_frozen_at_any_phase_until_the_end_it_takes_over_what_the_others_ended_with(phase: str, nth: int) -> None:
     """Three of four are needed for a round, and two are there when it thaws."""

@@ -239,10 +239,8 @@ class Roster:
         return self._board is not None and self._board.all([self._end_of(*what)])
 
     def _end_of(self, *what: str) -> str:
-        return (
-            "end/"
-            + hashlib.blake2b(json.dumps([sorted(self.facts.items()), what]).encode(), digest_size=16).hexdigest()
-        )
+        said = json.dumps([sorted(self.facts.items()), what]).encode()
+        return f"end/{hashlib.blake2b(said, digest_size=16).hexdigest()}"
 
     def _past_the_end(self, verdict: Verdict, reason: str) -> str:
         """`reason` why this is no muster, or another: this run has ended. Raises `EndedError` if nobody keeps its final state."""
@@ -261,6 +259,7 @@ class Roster:
 
     @property
     def closed(self) -> bool:
+        """Whether this replica has left."""
         return self._left
 
     def close(self) -> None:
