@@ -63,7 +63,7 @@ def check_final(roster: Roster, agreed: Agreed, error: EndedError) -> None:
             return
     _, who, _ = agreed.counted[max(agreed.counted)] if agreed.counted else (0, (), "")
     others = ", ".join(name for name in who if name != roster.name) or "the others"
-    raise EndedError(f"{error} Take the final weights from where {others} ended.")
+    raise EndedError(f"{error} Take the final weights from where {others} ended.") from error
 
 
 def keep(
