@@ -25,6 +25,7 @@ class Agreed:
     turn: int = 0
     chain: str = ""
     counted: dict[int, tuple[int, tuple[str, ...], str]] = field(default_factory=dict)  # fragment, names, mark; by turn
+    run: str = ""  # tells this run from any other: the id of its first muster
 
     def tensors(self) -> dict[str, Tensor]:
         named = {f"{index}.anchor": anchor for index, anchor in enumerate(self.anchors)}
@@ -36,13 +37,14 @@ class Agreed:
         return {
             "turn": self.turn,
             "chain": self.chain,
+            "run": self.run,
             "counted": {str(turn): who for turn, who in self.counted.items()},
         }
 
     def load(self, facts: Mapping[str, Any]) -> None:
         """Turn, chain and record of `facts()`. Raises `CheckpointError`."""
         try:
-            turn, chain = int(facts["turn"]), str(facts["chain"])
+            turn, chain, run = int(facts["turn"]), str(facts["chain"]), str(facts.get("run", ""))
             counted = {
                 int(key): (int(index), tuple(map(str, who)), str(mark))
                 for key, (index, who, mark) in facts["counted"].items()
@@ -53,7 +55,7 @@ class Agreed:
             raise CheckpointError(
                 f"an agreed state that cannot be read was handed over or saved ({error}); run the same version on every replica."
             ) from None
-        self.turn, self.chain, self.counted = turn, chain, counted
+        self.turn, self.chain, self.run, self.counted = turn, chain, run, counted
 
     @property
     def mark(self) -> str:

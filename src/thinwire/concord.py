@@ -33,6 +33,8 @@ class Claim:
     step        inner steps, for the learning rate of those who join
     fresh       it holds nothing but random weights
     finishing   it has trained all its steps
+    run         which run it is in: the id of its first muster; "" before that
+    over        the run has ended; what it holds is the final state, which no round changes any more
     brings      what the deltas count that it has ready, by fragment: 1, or the tokens behind them; 0: not at all
     record      what it saw of its last round, as JSON, and
     suspect     whom it would go on without (eviction.py); "" nothing, nobody
@@ -43,6 +45,8 @@ class Claim:
     step: int = 0
     fresh: bool = False
     finishing: bool = False
+    run: str = ""
+    over: bool = False
     brings: Mapping[str, float] = field(default_factory=dict)
     record: str = ""
     suspect: str = ""
@@ -63,6 +67,7 @@ class Claim:
             "turn": 0 <= claim.turn < MOST_TURNS,
             "step": 0 <= claim.step < MOST_STEPS,
             "chain": len(claim.chain) <= 64,
+            "run": len(claim.run) <= 64,
             "record": len(claim.record) <= MOST_RECORD,
             "suspect": len(claim.suspect) <= 64,
             "brings": all(
@@ -104,7 +109,7 @@ class Concord:
     weights   what each counts in this round
     whole     what all who train would count together: the round divides by it
     last      all have trained all their steps, and nobody has anything left but of this fragment
-    over      nor of this one
+    over      nor of this one; or somebody sound knows that the run has ended
     """
 
     turn: int
@@ -145,7 +150,8 @@ def reconcile(claims: Sequence[Claim], order: Sequence[int]) -> Concord:
     chain = max(chains, key=lambda c: chains[c])  # of equally many the first counted: the lowest rank's
     candidates = ahead if trained else range(len(claims))
     sound = tuple(rank for rank in candidates if claims[rank].chain == chain)
-    ready = {int(key) for rank in trained for key in claims[rank].brings}
+    ended = any(claims[rank].over for rank in sound)
+    ready = set() if ended else {int(key) for rank in trained for key in claims[rank].brings}
     turns = (t for t in range(turn, turn + len(order)) if order[t % len(order)] in ready)
     chosen = next(turns, None)
     fragment = -1 if chosen is None else order[chosen % len(order)]
@@ -162,7 +168,7 @@ def reconcile(claims: Sequence[Claim], order: Sequence[int]) -> Concord:
         weights=weights,
         whole=sum(weights) * len(trained) / max(1, counted),
         last=finished and ready <= {fragment},
-        over=finished and not ready and not behind,
+        over=ended or (finished and not ready and not behind),
     )
 
 

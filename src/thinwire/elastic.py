@@ -123,11 +123,12 @@ class Elastic:
         due = {index for s in over for index in departs(s, count)} - set(departs(step, count))
         return sorted(due - self._waiting.keys())
 
-    def finish(self, step: int) -> None:
-        """Take part until all have trained all their steps, and nobody has anything left to bring.
+    def finish(self, step: int, keep_seconds: float = 0.0) -> None:
+        """Take part until all have trained all their steps, and nobody has anything left to bring. See `Replica.finish`.
 
         Raises `LinkError` where the others are not heard for long; the anchors hold what was agreed until then.
         """
+        self.rounds.keep_seconds = keep_seconds
         while not self.rounds.over:
             if self.rounds.idle:
                 # Else what has had its round would still seem to wait, and a replica would bring nothing every other time.
@@ -138,7 +139,7 @@ class Elastic:
                 else:
                     self.rounds.finish()
             self._pick_up(step + self.strategy.schedule.delay)
-            if self.rounds.alone >= PATIENCE or self.stop_requested:
+            if not self.rounds.over and (self.rounds.alone >= PATIENCE or self.stop_requested):
                 why = "asked to stop." if self.stop_requested else self.rounds.why_alone
                 raise LinkError(f"the last exchange was given up: {why} The anchors hold what was agreed until then.")
             time.sleep(_POLL)
@@ -156,6 +157,7 @@ class Elastic:
         return {
             "turn": turn,
             "chain": chain,
+            "run": self.rounds.agreed.run,
             "counted": counted,
             "by_tokens": self.by_tokens,
             "trained": self._trained,
@@ -171,9 +173,13 @@ class Elastic:
                 f"{ways[self.by_tokens]}; resume with the run's own setting."
             )
         agreed = self.rounds.agreed
+        if self.rounds.over:  # what was taken over when it joined is final: no checkpoint is newer
+            for piece, anchor, state in zip(self.pieces, agreed.anchors, agreed.states):
+                piece.anchor, piece.state = anchor, state
+            return
         agreed.anchors, agreed.states = [piece.anchor for piece in self.pieces], [piece.state for piece in self.pieces]
         agreed.load(facts)
-        self._at = agreed.turn, agreed.chain
+        self._at, self.rounds.roster.run = (agreed.turn, agreed.chain), agreed.run
         self.rounds.saved_at, self.rounds.fresh = agreed.turn, False
         self._trained, self._travelled = facts["trained"], list(facts["travelled"])
 

@@ -47,6 +47,7 @@ class Jury:
         self.own_steps, self._own_seconds, self._pace = 0, 0.0, Pace()
         self._record = ""
         self._finding: Finding | None = None
+        self.put_out: set[str] = set()  # names
 
     @property
     def suspect(self) -> str:
@@ -99,6 +100,7 @@ class Jury:
         self._observe("evicted", name=out, by=by, reason=why)
         self._watch.forget(out)
         self._finding = None
+        self.put_out.add(out)
         if out == self._roster.name:
             self._roster.close()
             raise DisagreementError(

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
@@ -224,14 +223,18 @@ class Replica:
         with self.anchored():
             return exported(self.model)
 
-    def finish(self) -> None:
-        """Land what is in the air, exchange what was trained since, and leave the outer weights in the model."""
+    def finish(self, keep_seconds: float = 0.0) -> None:
+        """Land what is in the air, exchange what was trained since, and leave the outer weights in the model.
+
+        With `keep_seconds` among replicas that come and go: if one is missing at the end, the first of the others keeps the final
+        state for it so long, on a thread beside what comes next, until `close`; its roster is closed when it is over.
+        """
         if self._finished:
             return
         self._finished = True
         self._cautions.finishes(self.step)
         if self._elastic:
-            self._elastic.finish(self.step)
+            self._elastic.finish(self.step, keep_seconds)
         else:
             self._crew.finished.tell(self.step)
             if self._stepped:
@@ -239,7 +242,8 @@ class Replica:
             else:
                 self._last_rounds()
         self._load_anchors()
-        self.close()
+        if not (self._elastic and self._elastic.rounds.late):
+            self.close()
 
     def _last_rounds(self) -> None:
         """A fragment of which nothing was trained since its last round has none: all replicas know, who take the same steps."""

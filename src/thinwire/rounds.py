@@ -22,12 +22,12 @@ from torch import Tensor
 from thinwire.agreed import Agreed
 from thinwire.codecs import Codec
 from thinwire.concord import MOST_WEIGHT, Claim, Concord, reconcile
-from thinwire.errors import CheckpointError, LinkError, NonFiniteError, PacketError, UndecidedError
+from thinwire.ending import check_final, keep, level, note_end
+from thinwire.errors import CheckpointError, EndedError, LinkError, NonFiniteError, PacketError, UndecidedError
 from thinwire.eviction import Jury
 from thinwire.exchange import Air, Buffers, Round
 from thinwire.group.base import Group
 from thinwire.group.roster import Muster, Roster
-from thinwire.handover import give, stand_by, take
 from thinwire.moved import Moved, Present
 from thinwire.outer import State
 from thinwire.packet import REFUSED
@@ -105,6 +105,9 @@ class Rounds:
         self.step, self.finishing = 0, False
         self.saved_at = NEVER  # the turn of the checkpoint that it went on from: what was counted since, counts
         self.over = False  # see Concord
+        self.keep_seconds = 0.0  # for how long one replica keeps the final state for those who are missing at the end
+        self.late: set[str] = set()  # for whom this one does
+        self._met: set[str] = set()  # names of members
         self._observe, self._clock = observe, clock
         self._outcomes: deque[Outcome] = deque()
         self._doubt: tuple[int, Ready, State] | None = None  # a turn that this replica said yes to, and heard no answer
@@ -185,10 +188,12 @@ class Rounds:
         try:
             for ready in brought:
                 self._waiting[ready.fragment] = self._sound(ready)
-            while self._failure is None and more():
+            while self._failure is None and not self.over and more():
                 self._round()
                 if self.alone:  # nobody came, and to ask at once again is of no use
                     break
+            if self.late:
+                keep(self.roster, self.agreed, self.step, self.order, self.late, self.keep_seconds, self._observe)
         except BaseException as error:  # whoever asks for outcomes gets it
             self._failure = error
         finally:
@@ -226,14 +231,20 @@ class Rounds:
             muster = self.roster.muster(lambda: replace(claim, step=self.step).facts())  # it trains on meanwhile
             concord, claims = self._concord(muster)
             self.jury.judge(muster, claims)
+        except EndedError as error:
+            check_final(self.roster, self.agreed, error)
+            self.over = True
+            return ""
         except (LinkError, PacketError) as error:
-            self.over = self.finishing and self._settled  # the others know already, and have left
+            if self.finishing and self._settled:  # the others know already, and have left
+                self._end(keeps=True, there=[])
             self.alone, self.why_alone = self.alone + 1, str(error)
             self._observe("alone", reason=str(error))
             self._give_back()
             return str(error)
-        ready = self._waiting.pop(concord.fragment, NOTHING)
+        ready, names = self._waiting.pop(concord.fragment, NOTHING), [member.name for member in muster.members]
         self.alone = 0
+        self._met.update(names)
         reason, moved = "", None
         try:
             self._level(muster, concord, claims)
@@ -245,25 +256,22 @@ class Rounds:
         if reason:
             self._leave_air()
             muster.close()
-        names = [muster.members[rank].name for rank in concord.counted]
         if committed is not None:
             self._believe(muster, concord, ready, moved if committed else None, reason)
         self._observe(
-            "round", turn=concord.turn, fragment=concord.fragment, members=[member.name for member in muster.members], counted=names,
+            "round", turn=concord.turn, fragment=concord.fragment, members=names, counted=[names[rank] for rank in concord.counted],
             committed=committed, nbytes=self._sent(muster.group, concord.fragment) if moved else 0, reason=reason,
             seconds_spent=self._clock() - began,
         )  # fmt: skip
+        if concord.over and not reason:
+            self._end(muster.group.rank == 0 and not any(claim.over for claim in claims), names)
         return reason
 
     def _claim(self) -> Claim:
+        agreed, finishing = self.agreed, self.finishing and not self._doubt
+        brings = {str(index): ready.weight for index, ready in self._waiting.items()}
         return Claim(
-            self.agreed.turn,
-            self.agreed.chain,
-            self.step,
-            self.fresh,
-            self.finishing and not self._doubt,
-            {str(index): ready.weight for index, ready in self._waiting.items()},
-            **self.jury.says(),
+            agreed.turn, agreed.chain, self.step, self.fresh, finishing, agreed.run, False, brings, **self.jury.says()
         )
 
     def _concord(self, muster: Muster) -> tuple[Concord, list[Claim]]:
@@ -272,21 +280,12 @@ class Rounds:
 
     def _level(self, muster: Muster, concord: Concord, claims: Sequence[Claim]) -> None:
         """Those behind take over what the first sound member holds; after it all stand at the same turn."""
-        group, donor = muster.group, concord.sound[0]
-        needy = [rank for rank in concord.behind if claims[rank].chain != claims[donor].chain]
-        if group.rank == donor and needy:
-            others = [rank for rank in range(group.size) if rank != donor and rank not in needy]
-            nbytes = give(group, needy, self.agreed.tensors(), self.agreed.facts(), others)
-            self._observe("given", to=[muster.members[rank].name for rank in needy], nbytes=nbytes)
-        elif needy and group.rank not in needy:
-            stand_by(group, donor)
-        if group.rank in needy:
-            limit = 2 * sum(tensor.nbytes for tensor in self.agreed.tensors().values()) + (1 << 22)
-            self.agreed.take_over(*take(group, donor, limit), claims[donor])
-            self._catch_up(muster.members[donor].name)
+        if donor := level(muster, concord, claims, self.agreed, self._observe):
+            self._catch_up(donor)
         elif self._doubt is not None:  # whoever heard yes would have another chain, and be ahead
             self._settle_doubt(counted=False)
         self.agreed.turn, self.saved_at, self._believed = concord.turn, NEVER, None
+        self.agreed.run = self.roster.run = claims[concord.sound[0]].run or muster.id
         self.step = max(self.step, concord.step)
 
     def _catch_up(self, donor: str) -> None:
@@ -350,6 +349,13 @@ class Rounds:
         moved.close()
         return moved
 
+    def _end(self, keeps: bool, there: Sequence[str]) -> None:
+        """All is agreed, and nothing changes any more."""
+        if self.keep_seconds:
+            here = {self.roster.name, *there, *self.jury.put_out}
+            self.late = note_end(self.roster, self.agreed, keeps, self._met, here)
+        self.over = True
+
     def _sent(self, group: Group, fragment: int) -> int:
         codec, numel = self.codecs[fragment], self.agreed.anchors[fragment].numel()
         return self.strategy.exchange.nbytes_sent(codec, numel, group.size, group.rank)
@@ -393,4 +399,4 @@ class Rounds:
             self._put(Outcome(concord.fragment, concord.turn, moved.anchor, moved.outer, own, feedback, own))
         if moved is None or own is None:
             self._put(Outcome(ready.fragment, concord.turn, ready=ready))
-        self._settled, self.over = concord.last and moved is not None, concord.over
+        self._settled = concord.last and moved is not None

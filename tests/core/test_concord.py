@@ -64,6 +64,14 @@ def test_what_came_too_late_counts_when_its_turn_comes() -> None:
     assert reconcile([claim(6, brings={"1": 1.0}), dataclasses.replace(late, fresh=True)], ORDER).counted == (0,)
 
 
+def test_nothing_counts_when_somebody_sound_knows_that_the_run_has_ended() -> None:
+    ended = claim(6, finishing=True, over=True, step=90)
+    concord = reconcile([claim(5, "old"), ended], ORDER)
+    assert (concord.over, concord.counted, concord.behind, concord.step, concord.turn) == (True, (), (0,), 90, 6)
+    further = reconcile([claim(7, "further"), ended], ORDER)  # they were cut off, and held more rounds: theirs is right
+    assert not further.over and further.counted == (0, 1) and further.behind == (1,)
+
+
 def test_a_newcomer_counts_nothing() -> None:
     concord = reconcile([claim(0, "random", fresh=True, step=99), claim(0)], ORDER)
     assert (concord.sound, concord.behind, concord.counted, concord.step) == ((1,), (0,), (1,), 0)

@@ -18,7 +18,7 @@ import thinwire as tw
 from thinwire import handover
 from thinwire.concord import Claim
 from thinwire.elastic import Elastic
-from thinwire.errors import LinkError
+from thinwire.errors import EndedError, LinkError
 from thinwire.group.rehearsal import Killed, Rehearsal, ThreadMeeting
 from thinwire.group.standin import StandinBoard
 from thinwire.held import hold
@@ -250,6 +250,46 @@ def test_who_alone_heard_yes_gets_its_delta_back(nth: int, monkeypatch: pytest.M
     agree(results, book)
 
 
+@pytest.mark.parametrize("nth", [1, 4])
+@pytest.mark.parametrize("phase", PHASES)
+def test_frozen_at_any_phase_until_the_end_it_takes_over_what_the_others_ended_with(phase: str, nth: int) -> None:
+    """Three of four are needed for a round, and two are there when it thaws."""
+    rehearsal, book, frozen = Rehearsal(), Book(), list[str]()
+
+    def freeze() -> None:
+        rehearsal.freeze("d")
+        rehearsal.later(150.0, lambda: rehearsal.thaw("d"))
+        frozen.append("d")
+
+    rehearsal.at("d", phase, freeze, nth)
+    results = rehearsal.play({name: train(rehearsal, book, least=3, keep=300.0) for name in "abcd"})
+    agree(results, book)
+    joined = any(name == "d" and event == "round" for name, event, _ in book.events)
+    assert all(isinstance(results[name], Toy) for name in ("abcd" if joined else "abc")), results
+    kept = [(name, fields["late"]) for name, event, fields in book.events if event == "keeps"]
+    assert kept == ([("a", ["d"])] if frozen and joined else [])
+    assert rehearsal.time.now < 220  # 150, and what it had to do before or after that
+
+
+@pytest.mark.parametrize(("phase", "nth"), [("post", 6), ("put", 4), ("wait", 2), ("call", 5)])
+def test_who_comes_when_nobody_keeps_the_end_any_more_is_told_so(phase: str, nth: int) -> None:
+    """Two of them, who would be enough for rounds of their own, and one of whom comes from a checkpoint."""
+    rehearsal, book = Rehearsal(), Book()
+    settings = {"least": 2, "keep": 60.0}
+
+    def freeze() -> None:
+        for name in "cd":
+            rehearsal.freeze(name)
+            rehearsal.later(150.0, lambda name=name: rehearsal.thaw(name))
+
+    rehearsal.at("c", phase, freeze, nth)
+    results = rehearsal.play({name: train(rehearsal, book, **settings) for name in "abcd"})
+    agree(results, book)
+    assert all(isinstance(results[name], Toy) for name in "ab"), results
+    assert all(isinstance(results[name], EndedError) for name in "cd"), results
+    assert "from where a, b" in str(results["c"]) and rehearsal.time.now < 200
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_many_faults_at_random(seed: int) -> None:
     chance, names = random.Random(seed), "abcd"[: 2 + seed % 3]
@@ -257,10 +297,10 @@ def test_many_faults_at_random(seed: int) -> None:
     said = order_faults(rehearsal, chance, 8, names)
     print(f"seed {seed}: {'; '.join(said)}")
     least = len(names) // 2 + 1
-    results = rehearsal.play({name: train(rehearsal, book, steps=60, least=least) for name in names})
+    results = rehearsal.play({name: train(rehearsal, book, steps=60, least=least, keep=20.0) for name in names})
     agree(results, book)
-    # who comes back when the others have finished is told so
-    assert all(isinstance(result, Toy | tw.LinkError) for result in results.values()), results
+    # who comes back when the others have finished, and the end is kept no longer, is told so
+    assert all(isinstance(result, Toy | tw.LinkError | EndedError) for result in results.values()), results
     assert sum(isinstance(result, Toy) for result in results.values()) >= least, results
 
 

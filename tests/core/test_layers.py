@@ -17,7 +17,7 @@ FILES = sorted(path.relative_to(HOUSE).as_posix() for path in HOUSE.rglob("*.py"
 _ORDER = """
 version errors printable files channel lighthouse
 seeds packet kernels codecs schedule partition merge outer feedback filters inner policy lgreco privacy diagnosis group exchange
-strategy contact cautions weights sharding moved flight held hook concord agreed eviction handover rounds elastic replica recipes methods checkpoint
+strategy contact cautions weights sharding moved flight held hook concord agreed eviction handover ending rounds elastic replica recipes methods checkpoint
 observe simulate lm plan cli public
 """
 ROOMS = _ORDER.split()

@@ -176,3 +176,84 @@ def test_replicas_of_two_commands_meet_and_others_are_refused(train: Train, tmp_
     assert oslo["weights"] == paris["weights"]
     assert (tmp_path / "oslo/model.safetensors").read_bytes() == (tmp_path / "paris/model.safetensors").read_bytes()
     assert json.loads((tmp_path / "oslo/summary.json").read_text())["living"] == pytest.approx(2.0, abs=0.3)
+
+
+def stopped(folder: Path, name: str) -> int:
+    """Freeze the replica, and return its process id."""
+    (number,) = replicas_of(folder, name)
+    os.kill(number, signal.SIGSTOP)
+    return number
+
+
+def logged(folder: Path, name: str, kind: str) -> list[dict[str, Any]]:
+    path = folder / f"events/{name}.jsonl"
+    return [event for event in read_events(path) if event["event"] == kind] if path.exists() else []
+
+
+def test_frozen_until_the_others_have_finished_it_ends_with_their_model_or_says_that_it_cannot(
+    train: Train, tmp_path: Path
+) -> None:
+    """oslo keeps the final state for paris and rome; paris thaws in time, rome when it is kept no longer."""
+    lighthouse = Lighthouse("127.0.0.1", 0)
+    try:
+        here = [
+            "--replicas",
+            "4",
+            "--steps",
+            "800",
+            "--checkpoint-every",
+            "50",
+            "--lighthouse",
+            lighthouse.address,
+            "--name",
+        ]
+        names = ["berne", "oslo", "paris", "rome"]
+        folders = {name: tmp_path / name for name in names}
+        runs = {name: train(folders[name], *here, name) for name in names}
+        begun = []
+        for name in names:  # however long each takes to start, they begin together
+            until(lambda name=name: logged(folders[name], name, "start"), folders[name])  # type: ignore[misc]
+            begun.append(stopped(folders[name], name))
+        for number in begun:
+            os.kill(number, signal.SIGCONT)
+        frozen = {}
+        for name in ("paris", "rome"):
+            until(
+                lambda name=name: any(e["members"] == names for e in logged(folders[name], name, "round")),
+                folders[name],
+            )  # type: ignore[misc]
+            frozen[name] = stopped(folders[name], name)
+        until(lambda: logged(folders["berne"], "berne", "end"), folders["berne"])
+        assert logged(folders["berne"], "berne", "keeps")[0]["late"] == ["paris", "rome"]
+        assert runs["oslo"].wait(PATIENCE) == 0
+        os.kill(frozen["paris"], signal.SIGCONT)
+        assert runs["paris"].wait(PATIENCE) == 0, folders["paris"].with_suffix(".txt").read_text()
+        assert runs["berne"].poll() is None
+        runs["berne"].send_signal(signal.SIGINT)
+        assert runs["berne"].wait(PATIENCE) == 0
+        os.kill(frozen["rome"], signal.SIGCONT)
+        assert runs["rome"].wait(PATIENCE) == 1
+        again = train(folders["rome"], "--resume", *here, "rome")
+        assert again.wait(PATIENCE) == 1
+    finally:
+        lighthouse.close()
+    model = (folders["berne"] / "model.safetensors").read_bytes()
+    assert all((folders[name] / "model.safetensors").read_bytes() == model for name in ("oslo", "paris"))
+    assert not list(folders["rome"].glob("*.safetensors"))
+    *_, last = folders["rome"].with_suffix(".txt").read_text().strip().splitlines()
+    assert "EndedError: the run has ended without replica 'rome'" in last, last
+    assert "keeps the final weights for paris, rome" in folders["berne"].with_suffix(".txt").read_text()
+    retries = [event["reason"] for event in logged(folders["rome"], "rome", "retry")]
+    assert not any("nobody else called" in reason for reason in retries), retries
+
+
+def test_one_machine_waits_for_a_frozen_replica_and_not_for_ever(train: Train, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = train(folder, "--elastic", "--replicas", "3", "--steps", "300", "--timeout", "5")
+    until(lambda: len(logged(folder, "replica-2", "round")) >= 6, folder)
+    stopped(folder, "replica-2")
+    assert command.wait(PATIENCE) == 0, folder.with_suffix(".txt").read_text()
+    said = folder.with_suffix(".txt").read_text()
+    assert "replica-0 has finished, and keeps the final weights for replica-2: 5.0 s at most" in said, said
+    assert "replica-2 was not heard for 5 s, and the others have finished: it is ended" in said, said
+    assert (folder / "model.safetensors").exists() and not replicas_of(folder)

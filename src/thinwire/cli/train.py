@@ -24,7 +24,7 @@ from thinwire.lm.elastic import Seat, check_seat, train_elastic
 from thinwire.lm.job import check
 from thinwire.lm.run import Run
 from thinwire.observe.progress import Progress, final_table
-from thinwire.observe.runs import RunRecord, text_of_privacy
+from thinwire.observe.runs import RunRecord, explained, text_of_privacy
 from thinwire.observe.terminal import waiting
 
 DEMO = Run(link="5mbit,30ms")
@@ -198,6 +198,8 @@ def _finish(folder: Path, console: Console, as_json: bool, stop: launch.Stop, se
     summary = summary_of(record)
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     console.print(final_table(record))
+    if told := explained(record.steps):
+        console.print(told, soft_wrap=True, highlight=False)
     if told := text_of_privacy(record.privacy):
         console.print(f"{told} (predicted)", highlight=False)
     try:

@@ -95,7 +95,7 @@ class LighthouseMeeting:
             heard = [self._heard(str(name), str(life), str(text)) for name, life, text in present]
             return [p for p in heard if p is not None], board
         raise LinkError(
-            f"replica {presence.name!r}: nobody else called at the lighthouse {self._where()} within {seconds:g} s, or "
+            f"nobody else called at the lighthouse {self._where()}, or "
             "too many are late. Start the others, or wait for longer."
         )
 

@@ -316,7 +316,7 @@ class ThreadMeeting:
             self._rehearsal.passing(self._name, "called")
             assert self._board is not None
             return present, self._board
-        raise LinkError(f"nobody else, or no lighthouse, within {seconds:g} s; start the others, or the lighthouse.")
+        raise LinkError("nobody else, or no lighthouse; start the others, or the lighthouse.")
 
     def connect(self, chapter: str, members: Sequence[Presence], rank: int) -> Group:
         self._rehearsal.passing(self._name, "connect")
@@ -342,7 +342,7 @@ class ThreadMeeting:
 
     def leave(self) -> None:
         with self._rehearsal.time:
-            self._rehearsal.lighthouse.silence(self._name)
+            self._rehearsal.lighthouse.leave(self._name)
 
     def _find(self, seconds: float) -> None:
         """Wait for a lighthouse, and until it has heard the others, too."""

@@ -18,6 +18,8 @@ Where replicas find each other is a `Meeting`: threads of one process (`rehearsa
 
 from __future__ import annotations
 
+import hashlib
+import json
 import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,7 +29,15 @@ from typing import Any, NamedTuple, Protocol
 
 from thinwire.channel import mac
 from thinwire.diagnosis import Rules
-from thinwire.errors import ConfigurationError, DisagreementError, LinkError, PacketError, PeerError, UndecidedError
+from thinwire.errors import (
+    ConfigurationError,
+    DisagreementError,
+    EndedError,
+    LinkError,
+    PacketError,
+    PeerError,
+    UndecidedError,
+)
 from thinwire.group.base import Group, gather
 from thinwire.group.deadlines import Deadlines
 from thinwire.group.presence import LeftOut, Presence, Verdict, difference, judge
@@ -35,6 +45,7 @@ from thinwire.group.vote import Board, ballot, carry_out, keys_of
 from thinwire.packet import VERSION
 from thinwire.version import __version__
 
+CLOSED = "nobody keeps its final state"  # noted of a run that has ended
 Observe = Callable[[str, Mapping[str, Any]], None]
 Claimed = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
@@ -145,9 +156,9 @@ class Roster:
 
     `name` must be one that no other replica has, and stay with the replica when it comes back. `facts` (texts) must
     be equal on all members; the code version and the wire format are among them. Fewer than `least` members are no
-    muster. With `evict`, rounds go on without a member that most find to hold them up by these rules (eviction.py).
-    `wrap` goes around every group that is built (counters, an emulated link). `observe` is told, as kind and
-    fields: retry, call, connect, muster, ballot, decided.
+    muster, unless the claim of one says that the run is `over`. With `evict`, rounds go on without a member that most
+    find to hold them up by these rules (eviction.py). `wrap` goes around every group that is built (counters, an
+    emulated link). `observe` is told, as kind and fields: retry, call, connect, muster, ballot, decided.
     """
 
     def __init__(
@@ -166,7 +177,8 @@ class Roster:
         if isinstance(least, bool) or not isinstance(least, int) or least < 1:
             raise ConfigurationError(f"least={least!r}: a whole number of at least 1 member is needed.")
         self.name, self.least, self.deadlines, self.evict = name, least, deadlines or Deadlines(), evict
-        self.clock = meeting.clock
+        self.clock, self.sleep = meeting.clock, meeting.sleep
+        self.run = ""  # that it has been in, if any: whether that has ended is looked for where nobody of it is there
         self.facts = {"code version": __version__, "wire format": str(VERSION), **(facts or {})}
         self.check: Callable[[Mapping[str, Any], str], object] = lambda claim, name: None  # raises `PeerError`
         self._meeting, self._wrap, self._observe, self._secret = meeting, wrap, observe, secret
@@ -179,6 +191,7 @@ class Roster:
         self._namesakes: dict[str, int] = {}  # by life: its calls when it was last seen
         self._past: list[_Past] = []
         self._refused: set[str] = set()  # names whose claims could not be read
+        self._board: Board | None = None  # of the last call
         self._left = False
         Presence(name, self._life, 0, facts=self.facts).to_json()  # a name or facts that cannot work fail here
         meeting.arrive(name, self._life, secret, self.deadlines, observe)
@@ -189,8 +202,8 @@ class Roster:
 
         Unchanged members that hold their group keep it, and pay one round trip. `seconds` is `deadlines.muster`
         unless given. Raises `LinkError` (not enough came in time, no lighthouse: the reason is in the message; the
-        replica may train on, and call again) and `DisagreementError` (this replica cannot take part: other facts, or
-        a name that is taken; it has left then).
+        replica may train on, and call again), `EndedError` (see `note_end`) and `DisagreementError` (this replica cannot
+        take part: other facts, or a name that is taken; it has left then).
         """
         if self._left:
             raise LinkError(f"replica {self.name!r} has left its roster; make a new one to come back.")
@@ -201,28 +214,71 @@ class Roster:
         said = claim if callable(claim) else lambda: claim
         self._presence(said(), expected).to_json()
         self.check(said(), self.name)
-        reason, pause = "nobody answered", 0.1
+        reason, pause = "", 0.1
         while (left := until - self._meeting.clock()) > 0:
             self._suspects = tuple(p for p in self._suspects if not self._meeting.reaches(p))
             self._calls += 1
             self._observe("call", {"calls": self._calls, "holds": self._holds})
-            present, board = self._meeting.call(self._presence(said(), expected), left)
+            try:
+                present, board = self._meeting.call(self._presence(said(), expected), left)
+            except LinkError as error:
+                reason = reason or str(error).rstrip(".")
+                break
+            self._board = board
             here = {p.life for p in present}
             self._suspects = tuple(p for p in self._suspects if p.life in here)
             verdict = self._judge(present)
             alike = [p for p in present if p.facts == self.facts]
             reason = self._obstacle(verdict, {life for p in alike for life in p.expects} - here)
-            if not reason:
-                try:
+            try:
+                reason = self._past_the_end(verdict, reason)
+                if not reason:
                     return self._take(verdict, board)
-                except (LinkError, PacketError) as error:
-                    reason = f"no group could be built: {error}"
+            except (LinkError, PacketError) as error:
+                reason = f"no group could be built: {error}"
             patient = self._meeting.clock() - began < self.deadlines.grace
             expected = tuple(p for p in expected if p.life in here or self._meeting.reaches(p)) if patient else ()
             self._observe("retry", {"reason": reason, "seconds": pause})
             self._meeting.sleep(min(pause, max(0.0, until - self._meeting.clock())))
             pause = min(2 * pause, 0.25)  # so that all call again within what the lighthouse waits
         raise LinkError(f"replica {self.name!r} found no muster within {seconds:g} s: {reason}.")
+
+    def note_end(self, *what: str) -> None:
+        """Write at the meeting that a run with these facts has ended; with `run`: that this one has; and more of its end.
+
+        From then on `muster` raises `EndedError` in a replica of this run, where nobody is there who keeps its final
+        state. Raises `LinkError`.
+        """
+        if self._board is not None:
+            self._board.put(self._end_of(*what))
+
+    def ended(self, *what: str) -> bool:
+        """Whether that was noted. Raises `LinkError`."""
+        return self._board is not None and self._board.all([self._end_of(*what)])
+
+    def _end_of(self, *what: str) -> str:
+        said = json.dumps([sorted(self.facts.items()), what]).encode()
+        return f"end/{hashlib.blake2b(said, digest_size=16).hexdigest()}"
+
+    def _past_the_end(self, verdict: Verdict, reason: str) -> str:
+        """`reason` why this is no muster, or another: this run has ended. Raises `EndedError` if nobody keeps its final state."""
+        held = not reason and len(verdict.members) > 1 and all(p.holds == self._holds != "" for p in verdict.members)
+        if held or any(p.claim.get("over") is True for p in verdict.members):
+            return reason
+        if self.run and self.ended(self.run):
+            if len(verdict.members) == 1 or self.ended(self.run, CLOSED):
+                raise EndedError(
+                    f"the run has ended without replica {self.name!r}, and nobody who keeps its final state is there any more."
+                )
+            return "the run has ended, and who keeps its final state has not answered yet"
+        if reason and not self.run and self.ended():
+            return f"{reason}; a run with these settings has ended here, and this would be another"
+        return reason
+
+    @property
+    def closed(self) -> bool:
+        """Whether this replica has left."""
+        return self._left
 
     def close(self) -> None:
         """Leave: the others go on without this replica. Idempotent."""
@@ -285,7 +341,7 @@ class Roster:
                     f"replica {self.name!r} cannot take part: {own.reason}. Its name must be a name of its own."
                 )
             return f"it was left out: {own.reason}"
-        if len(verdict.members) < self.least:
+        if len(verdict.members) < self.least and not any(p.claim.get("over") is True for p in verdict.members):
             there = ", ".join(p.name for p in verdict.members)
             out = "".join(f"; {out.presence.name} was left out: {out.reason}" for out in verdict.left_out)
             return f"{len(verdict.members)} of at least {self.least} members came ({there}){out}. Start the others, or ask for fewer"

@@ -70,6 +70,11 @@ class Standin:
             self._silent.setdefault(self._names[name], self.place.time.now)
             self.place.time.after(self.heartbeat_timeout)
 
+    def leave(self, name: str) -> None:
+        """No heartbeats of `name`, for good."""
+        self.silence(name)
+        self._names.pop(name, None)
+
     def call(self, name: str, presence: Presence, seconds: float) -> list[Presence]:
         """Wait for the answer of `quorum`. Raises `LinkError`."""
         life, epoch = presence.life, self.epoch

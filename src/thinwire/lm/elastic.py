@@ -4,11 +4,13 @@
 
 One that dies is started again, ever later while it dies again at once, and goes on from its own newest checkpoint. One
 that ends with an error that will not be better by trying again (other settings than the others', a full disk) is given
-up. The run goes on as long as enough are left for a round.
+up. The run goes on as long as enough are left for a round. At its end one replica may keep the final state for another
+that is missing; with nobody left on this machine to wait for, it is told to end.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -85,15 +87,16 @@ def train_elastic(
         for replica in replicas:
             replica.begin(resume)
         try:
-            _watch(replicas, needed, tick, say, stop or Stop())
+            _watch(replicas, needed, None if seat else run.timeout, tick, say, stop or Stop())
         except BaseException:
             end([replica.process for replica in replicas])
             raise
     given_up = [f"{replica.name}: {replica.given_up}" for replica in replicas if replica.given_up]
     if given_up and not any(replica.finished for replica in replicas):
-        whole = any(folder.glob("checkpoints/*/step-*"))
+        ended = all("EndedError" in words for words in given_up)
+        whole = not ended and any(folder.glob("checkpoints/*/step-*"))
         advice = " Go on from the last checkpoints with --resume." if whole else ""
-        raise LinkError("\n".join([*dict.fromkeys(given_up), f"All they said is in {folder / 'logs'}.{advice}"]))
+        raise LinkError("\n".join([f"All they said is in {folder / 'logs'}.{advice}", *dict.fromkeys(given_up)]))
 
 
 @contextmanager
@@ -119,13 +122,15 @@ class _Replica:
     name: str
     lighthouse: str
     index: int
-    environment: dict[str, str]
+    variables: dict[str, str]  # of its surroundings
     secret: Path | None = None
     deaths: int = 0  # in a row
     due: float | None = None  # when it is to be started again
     given_up: str = ""
     finished: bool = False
     joined: bool = False  # in this life
+    keeps: bool = False  # it has finished, and keeps the final state for others
+    heard: float = 0.0
     step: int = 0
     began: float = 0.0
     process: subprocess.Popen[bytes] = field(init=False)
@@ -150,15 +155,18 @@ class _Replica:
         with self._output.open("ab") as output:
             self._spoken = output.tell()
             self.process = subprocess.Popen(
-                command, env=self.environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                command, env=self.variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                 start_new_session=True,
             )  # fmt: skip
-        self.due, self.began, self.joined = None, time.monotonic(), False
+        self.due, self.joined, self.keeps = None, False, False
+        self.began = self.heard = time.monotonic()
 
     def listen(self) -> None:
         """Learn from its events how far it is."""
         for event in self._tail.read():
             self.joined |= event["event"] in ("round", "back", "step")
+            self.keeps |= event["event"] == "keeps"
+            self.heard = time.monotonic()
             self.step = max(self.step, event["step"])
 
     def said(self) -> str:
@@ -185,8 +193,8 @@ class _Replica:
         return f"{self.name} died at step {self.step} ({why}); it is started again in {pause:g} s"
 
 
-def _watch(replicas: list[_Replica], needed: int, tick: Tick, say: Say, stop: Stop) -> None:
-    """Until all have finished or were given up; start again who died.
+def _watch(replicas: list[_Replica], needed: int, seconds: float | None, tick: Tick, say: Say, stop: Stop) -> None:
+    """Until all have finished or were given up; start again who died. `seconds`: see `_see_off`; None where others run elsewhere.
 
     The first Ctrl-C (or SIGTERM) is passed on, and nobody is started again. The second ends them.
     """
@@ -203,12 +211,29 @@ def _watch(replicas: list[_Replica], needed: int, tick: Tick, say: Say, stop: St
             for replica in replicas:
                 replica.listen()
                 _look_after(replica, any(other.finished for other in replicas), passed_on, say)
+            if seconds is not None:
+                _see_off(replicas, seconds, say)
             left = [replica for replica in replicas if not replica.given_up]
             if 0 < len(left) < needed and not any(replica.finished for replica in replicas):
                 say(f"{len(left)} of at least {needed} replicas are left; the run ends here")
                 end([replica.process for replica in left])
                 return
     tick()
+
+
+def _see_off(replicas: list[_Replica], seconds: float, say: Say) -> None:
+    """At the end of a run that is all here: let go who keeps the final state for nobody, and end who was not heard for `seconds`."""
+    going = [replica for replica in replicas if replica.going]
+    if all(replica.keeps for replica in going):
+        for replica in going:
+            replica.process.send_signal(signal.SIGINT)
+            replica.keeps = False
+    elif any(replica.finished for replica in replicas) and not any(replica.keeps for replica in going):
+        for replica in going:
+            if time.monotonic() - replica.heard > seconds:
+                say(f"{replica.name} was not heard for {seconds:g} s, and the others have finished: it is ended")
+                replica.process.kill()
+                replica.heard = math.inf
 
 
 def _look_after(replica: _Replica, others_finished: bool, stopped: bool, say: Say) -> None:

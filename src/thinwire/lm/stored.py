@@ -83,24 +83,31 @@ def draft_folder(folder: Path, what: str) -> Iterator[Path]:
 
 
 def store(
-    folder: Path, run: Run, tokenizer: Tokenizer, model: nn.Module, weights: Mapping[str, Tensor], writer: str
+    folder: Path,
+    run: Run,
+    tokenizer: Tokenizer,
+    model: nn.Module,
+    weights: Mapping[str, Tensor],
+    writer: str,
+    mark: str = "",
 ) -> None:
     """Write `weights` (a state dict of `model`) to folder/model.safetensors; with LoRA merged, and the adapters by themselves, in peft's
-    form, to folder/adapter. A Hugging Face model is written as transformers reads it. Several replicas may do so at once, each as a
-    `writer` of its own name. Raises `CheckpointError`.
+    form, to folder/adapter; a `mark` such as .stale stands in both names. A Hugging Face model is written as transformers reads it.
+    Several replicas may do so at once, each as a `writer` of its own name. Raises `CheckpointError`.
     """
     whole = merged(model, weights) if run.lora else weights
-    path = folder / "model.safetensors"
+    path = folder / f"model{mark}.safetensors"
     try:
         with draft_folder(folder, f"model.{writer}") as draft:
             if isinstance(model, HuggingFace):
                 save_model(draft, model, whole, tokenizer.fingerprint)
+                (draft / "model.safetensors").replace(draft / path.name)
             else:
                 # one entry: safetensors writes several in no fixed order, and the same run must give the same bytes
                 said = {"thinwire": json.dumps(_description(run, tokenizer, model))}
                 save_file({name: value.contiguous() for name, value in whole.items()}, draft / path.name, said)
         if run.lora:
-            save_adapters(folder / "adapter", model, weights, run.model.removeprefix("hf:"))
+            save_adapters(folder / f"adapter{mark}", model, weights, run.model.removeprefix("hf:"))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"the trained model cannot be written to {path}: {error}. Free some space, then go on from the last checkpoint with --resume."

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from thinwire import checkpoint
 from thinwire.contact import agree, digest
-from thinwire.errors import CheckpointError, ConfigurationError, LinkError
+from thinwire.errors import CheckpointError, ConfigurationError, EndedError, LinkError, ThinwireError
 from thinwire.group import CountedGroup, Group, Ledger, LinkedGroup, Roster, parse_link
 from thinwire.lm.job import learning_rate, make_model
 from thinwire.lm.loops import evaluated, micro_batches
@@ -98,10 +99,13 @@ class Trainer:
         self.pace = Pace(strategy, run, fragments, self._time_a_step())
         hear = Hindrances(log.emit)
         self.group = roster(coming, run, facts, self.pace.deadlines(), self._wrapped, hear)
+        if self.place.resume:
+            self._found, self._passed_over = checkpoint.newest(self.checkpoints)
+            self.group.run = self._found.manifest["facts"]["agreed"].get("run", "") if self._found else ""
         try:
             self.replica = join(self._attached, self.place.stop, run.timeout)
-        except KeyboardInterrupt:
-            log.emit("stop", 0, reason="asked to stop while it waited for the others")
+        except (KeyboardInterrupt, EndedError) as error:
+            log.emit("stop", 0, reason=str(error) or "asked to stop while it waited for the others")
             self.group.close()
             raise
         hear.step = lambda: self.replica.step
@@ -133,9 +137,33 @@ class Trainer:
 
     def train(self) -> dict[str, Any]:
         """Run the loop and return the summary. Raises what `Replica` raises."""
-        run, replica = self.run, self.replica
+        run, gone = self.run, None
         if self.place.resume:
             self._resume()
+        try:
+            self._loop()
+            whole = self.replica.step >= run.steps
+            if whole:
+                self._finish()
+        except (LinkError, EndedError) as error:
+            if not isinstance(self.group, Roster):
+                raise
+            whole, gone = False, error
+        if whole:
+            self._evaluate()
+            self._export()
+        else:
+            gone = self._stop(gone)
+        summary = self._summary(stopped=not whole)
+        self.log.emit("end", self.replica.step, summary=summary)
+        if gone:
+            raise gone
+        while isinstance(self.group, Roster) and not self.group.closed and not self.place.stop.is_set():
+            time.sleep(0.05)  # it keeps the final state for who is missing
+        return summary
+
+    def _loop(self) -> None:
+        run, replica = self.run, self.replica
         eval_every = run.eval_every or max(1, run.steps // 10)
         while replica.step < run.steps and not replica.stopping:
             if self.place.stop.is_set():
@@ -146,37 +174,34 @@ class Trainer:
                 self._evaluate()
             if _passed(before, replica.step, run.checkpoint_every):
                 self._save()
-        stopped, unsaved = replica.step < run.steps, None
-        if stopped:
-            unsaved = self._save()
-            self.log.emit("stop", replica.step, reason=self._why_stopped())
-            replica.close()
-        else:
-            if run.checkpoint_every and replica.step % run.checkpoint_every:
-                self._save()  # what a longer run goes on from, and a kill in the last round
-            began = time.monotonic()
-            whole = self._finish()
-            self.clock.loop_seconds += time.monotonic() - began
-            self._evaluate()
-            self._export(whole)
-        summary = self._summary(stopped)
-        self.log.emit("end", replica.step, summary=summary)
-        if unsaved:  # what was trained since the checkpoint before is lost
-            raise unsaved
-        return summary
 
-    def _finish(self) -> bool:
-        """The last rounds; false if the others were not heard any more. A stop that comes now ends the waiting for them."""
-        try:
-            with passing_on(self.place.stop, self.replica):
-                self.replica.finish()
-        except LinkError as error:
-            if not isinstance(self.group, Roster):
-                raise
-            self.log.emit("warning", self.replica.step, message=str(error))
-            self.replica.close()
-            return False
-        return True
+    def _finish(self) -> None:
+        """The last rounds. A stop that comes now ends the waiting for the others."""
+        run, replica = self.run, self.replica
+        if run.checkpoint_every and replica.step % run.checkpoint_every:
+            self._save()  # what a longer run goes on from, and a kill in the last round
+        began = time.monotonic()
+        with passing_on(self.place.stop, replica):
+            if isinstance(replica, Replica):
+                replica.finish(keep_seconds=run.timeout)
+            else:
+                replica.finish()
+        self.clock.loop_seconds += time.monotonic() - began
+
+    def _stop(self, gone: LinkError | EndedError | None) -> ThinwireError | None:
+        """Leave what this run, or this replica, goes on from. What is to be raised: the others were not heard, or have ended without it;
+        or what was trained since the checkpoint before is lost.
+        """
+        replica, asked = self.replica, gone is None or self.place.stop.is_set()
+        unsaved = None if isinstance(gone, EndedError) else self._save()
+        if isinstance(gone, LinkError) and not asked:
+            path = self._export(".stale")
+            gone = LinkError(
+                f"{gone} They are in {path} and are not the final model: --resume when the others are there."
+            )
+        self.log.emit("stop", replica.step, reason=self._why_stopped() if asked else str(gone))
+        replica.close()
+        return unsaved if asked else gone
 
     def _why_stopped(self) -> str:
         who = "this replica stops" if isinstance(self.group, Roster) else "all replicas stop"
@@ -298,7 +323,7 @@ class Trainer:
 
     def _come_back(self) -> None:
         """Go on from the newest sound checkpoint of this replica's own, at the step where the others are."""
-        found, skipped = checkpoint.newest(self.checkpoints)
+        found, skipped = self._found, self._passed_over
         joined, turn, path = self.replica.step, 0, ""
         if found is not None:
             self._load(found)
@@ -350,11 +375,14 @@ class Trainer:
             "provenance": "emulated" if parse_link(run.link) else "measured",
         }
 
-    def _export(self, whole: bool) -> None:
-        """RUN/model.safetensors: the outer weights, which are the trained model. If not `whole`, others may have a better one."""
-        weights, path = self.replica.export(), self.place.folder / "model.safetensors"
-        if self.place.writes_the_model and (whole or not path.exists()):
-            store(self.place.folder, self.run, self.corpus.tokenizer, self.model, weights, self.place.name)
+    def _export(self, mark: str = "") -> Path:
+        """RUN/model.safetensors: the outer weights, which are the trained model; with a `mark`, those that may not be the last."""
+        weights, path = self.replica.export(), self.place.folder / f"model{mark}.safetensors"
+        if self.place.writes_the_model:
+            store(self.place.folder, self.run, self.corpus.tokenizer, self.model, weights, self.place.name, mark)
+        if not mark:
+            path.with_name("model.stale.safetensors").unlink(missing_ok=True)
+        return path
 
     def _log_start(self, composition: Strategy | Method, fragments: Sequence[Fragment]) -> None:
         self.log.emit("start", 0, **start(self.run, self.place, composition, fragments, self.corpus))

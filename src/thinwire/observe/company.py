@@ -8,7 +8,7 @@ train for days without taking part.
 from __future__ import annotations
 
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from thinwire.observe.events import Event
 from thinwire.observe.sessions import Span, finite, number, whole
+from thinwire.observe.units import text_of_seconds
 
 CARRIER = "elastic"
 
@@ -44,6 +45,61 @@ class Turn:
     def place(self) -> tuple[int, bool]:
         """In the order of rounds; where nobody had anything to exchange, they met before the round of that turn."""
         return self.number, self.fragment >= 0
+
+
+class Steps:
+    """Inner steps of the replica `name`, from its events in their order; `trained` and `jumped` together are the step where it is.
+
+    trained   by itself; those that it did again after a restart once
+    jumped    ahead of, because the others had gone on: it went on from where they were
+    counted   of those trained, in the agreed weights: in the mean over the fragments, which travel one by one
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self.at, self.trained, self._fragments = name, 0, 0, 1
+        self._pending: Counter[int] = (
+            Counter()
+        )  # steps since it was counted last, by fragment; with its checkpoint; in the air
+        self._saved, self._departed, self._counted = Counter[int](), Counter[int](), Counter[int]()
+
+    @property
+    def jumped(self) -> int:
+        return self.at - self.trained
+
+    @property
+    def counted(self) -> int:
+        return min(self.trained, round(sum(self._counted.values()) / self._fragments))
+
+    def take(self, event: Event) -> None:
+        """Learn from one event."""
+        kind, step = event["event"], event["step"]
+        if kind == "start":
+            listed = event["fragments"]
+            self._fragments = max(1, len(listed) if isinstance(listed, list) else 0)
+            self._pending = Counter()
+        elif kind == "step":
+            self.trained += step > self.at
+            self._pending.update(range(self._fragments))
+        elif kind == "checkpoint":
+            self._saved = self._pending.copy()
+        elif kind == "back" and event["path"]:
+            self._pending = self._saved.copy()
+        elif kind == "depart":  # said before the step after which it departs
+            fragment = whole(event["fragment"])
+            self._departed[fragment] = self._pending[fragment] + (step > self.at)
+        elif kind == "round" and event["committed"] and self.name in _names(event["counted"]):
+            fragment = whole(event["fragment"])
+            self._counted[fragment] += self._departed[fragment]
+            self._pending[fragment] -= self._departed[fragment]
+            self._departed[fragment] = self._saved[fragment] = 0
+        if kind in ("step", "back", "end"):
+            self.at = max(self.at, step)
+
+
+def text_of_steps(each: Sequence[Steps]) -> str:
+    """Of all of them together."""
+    sums = (sum(getattr(steps, name) for steps in each) for name in ("trained", "jumped", "counted"))
+    return "{:,} trained, {:,} jumped, {:,} counted".format(*sums)
 
 
 def _names(given: object) -> tuple[str, ...]:
@@ -110,6 +166,9 @@ class Company:
             return self._of_round(Turn.of(event))
         if kind == "caught_up":
             return [f"{name} took over what {event['donor']} held, turn {event['turn']}"]
+        if kind == "keeps":
+            late, most = ", ".join(map(str, event["late"])), text_of_seconds(number(event["at_most_seconds"]))
+            return [f"{name} has finished, and keeps the final weights for {late}: {most} at most, or until Ctrl-C"]
         if kind == "late":
             return self._once(f"{name} is late: a fragment's last round was not over when it should have left again")
         if kind == "doubt":

@@ -15,6 +15,7 @@ of its kind:
     caught_up   turn donor
     alone       reason
     doubt       turn reason
+    keeps       late at_most_seconds
     late        fragment
     retry       reason
     back        turn path skipped
@@ -28,8 +29,8 @@ of its kind:
     end         summary
 
 `wire` is what became of a round's messages (diagnosis/records.py). `round` to `evicted` are those of a replica that may come and
-go: rounds.py and elastic.py tell of its rounds; `retry` says what keeps it from one; `back`, that it went on from a checkpoint of
-its own, which knew `turn` rounds.
+go: rounds.py and elastic.py tell of its rounds; `keeps`, that it has ended and keeps the final state for `late`; `retry` says what
+keeps it from a round; `back`, that it went on from a checkpoint of its own, which knew `turn` rounds.
 
 `nbytes` of a departure are the bytes this replica sends for it, all peers together; `begin` and `end` are on the
 clock of `seconds`. NaN and the infinities, which JSON lacks, are written as the strings "NaN", "Infinity" and
@@ -73,6 +74,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "caught_up": ("turn", "donor"),
     "alone": ("reason",),
     "doubt": ("turn", "reason"),
+    "keeps": ("late", "at_most_seconds"),
     "late": ("fragment",),
     "retry": ("reason",),
     "back": ("turn", "path", "skipped"),

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from thinwire.group.link import Link, Uplink
-from thinwire.observe.company import CARRIER, Company
+from thinwire.observe.company import CARRIER, Company, Steps, text_of_steps
 from thinwire.observe.events import Event, Tail
 from thinwire.observe.replicas import fragments_of
 from thinwire.observe.runs import RunRecord
@@ -186,6 +186,7 @@ class Progress:
         self._tails = [Tail(events / f"{name}{suffix}") for name in self._names]
         self._replicas = [_Replica() for _ in self._names]
         self._company: Company | None = None  # of replicas that come and go
+        self._steps = [Steps(name) for name in self._names]
         self._evaluated: tuple[int, float] | None = None
         self._said: set[str] = set()
         self._opened = self._spoke = time.monotonic()
@@ -211,14 +212,16 @@ class Progress:
 
     def pass_over(self) -> None:
         """Say nothing of what the logs hold already: earlier sessions did."""
-        for tail in self._tails:
-            tail.read()
+        for tail, steps in zip(self._tails, self._steps):
+            for event in tail.read():
+                steps.take(event)
 
     def update(self, last: bool = False) -> None:
         """Read what is new and show it; `last` shows it even where it would be too soon for another line."""
         for index, tail in enumerate(self._tails):
             for event in tail.read():
                 self._replicas[index].heard = time.monotonic()
+                self._steps[index].take(event)
                 self._take(index, event)
         if self._live:
             self._live.update(self._picture(), refresh=True)
@@ -252,7 +255,7 @@ class Progress:
                 self._print(f"{self._names[index]} is back at step {event['step']}, from turn {event['turn']} ({path})")
             elif event["path"]:
                 self._say("resume", f"from step {event['from_step']}")
-        elif kind in ("alone", "retry", "caught_up", "doubt", "late", "round") and self._company:
+        elif kind in ("alone", "retry", "caught_up", "doubt", "late", "keeps", "round") and self._company:
             for text in self._company.take(self._names[index], event):
                 self._print(text)
         self._replicas[index].take(event)
@@ -307,6 +310,7 @@ class Progress:
             f"stalled {text_of_seconds(max(r.stall_seconds for r in self._replicas))}",
             f"sent {text_of_nbytes(max(r.nbytes for r in self._replicas))} per replica",
             self._company_line(),
+            self._steps_line(),
             self._troubles(),
             f"{self._elapsed()} elapsed",
             f"{text_of_seconds(self._seconds_left())} left" if self.step < self.steps else "",
@@ -328,13 +332,18 @@ class Progress:
         here = [n for n, r in zip(self._names, self._replicas) if now - r.heard < SILENT_SECONDS and not r.ended]
         return self._company.line(here, self._names)
 
+    def _steps_line(self) -> str:
+        return f"steps: {text_of_steps(self._steps)}" if self._company else ""
+
     def _picture(self) -> Group:
         if phase := self._phase():
             return Group(Text(f"{phase} · {self._elapsed()}"))
         left = f"{text_of_seconds(self._seconds_left())} left" if self.step < self.steps else "done"
         shown = COLUMNS if self.console.width >= WIDE else NARROW
         troubles = "" if shown == COLUMNS else self._troubles()
-        said = (f"{self._elapsed()} elapsed", left, self._evaluation(), self._company_line(), troubles)
+        said = (
+            f"{self._elapsed()} elapsed", left, self._evaluation(), self._company_line(), self._steps_line(), troubles,
+        )  # fmt: skip
         head = Table.grid(padding=(0, 2))
         head.add_row(
             ProgressBar(total=max(self.steps, 1), completed=self.step, width=24), f"step {self.step}/{self.steps}"

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.observe.company import CARRIER, Turn, as_flights, placed
+from thinwire.observe.company import CARRIER, Steps, Turn, as_flights, placed
 from thinwire.observe.events import Event, Tail
 from thinwire.observe.sessions import Joined, Lost, Span, finite, join, number, split, whole
 from thinwire.printable import printable
@@ -84,6 +84,7 @@ class ReplicaRecord:
     lost: tuple[Lost, ...]
     windows: tuple[Span, ...]  # the training loop of each session, first step to last
     lives: tuple[Span, ...]  # of its process
+    steps: Steps  # trained, jumped and counted
     turns: tuple[Turn, ...]  # rounds among replicas that come and go, as this one saw them
     stopped: str | None  # why the last session stopped before its time
     end: Event | None
@@ -104,7 +105,8 @@ class ReplicaRecord:
         else:
             offsets = [[] for _ in files]
         return [
-            _record(tail.path.stem, join(sessions, at), tail.damaged) for (tail, sessions), at in zip(files, offsets)
+            _record(tail.path.stem, join(sessions, at), _steps(tail.path.stem, sessions), tail.damaged)
+            for (tail, sessions), at in zip(files, offsets)
         ]
 
     @property
@@ -190,7 +192,15 @@ def fragments_of(start: Event) -> list[tuple[str, int]]:
     return [(str(item.get("name", index)), whole(item.get("numel"))) for index, item in enumerate(pairs)]
 
 
-def _record(called: str, joined: Joined, damaged: int) -> ReplicaRecord:
+def _steps(called: str, sessions: Sequence[Sequence[Event]]) -> Steps:
+    steps = Steps(called)
+    for session in sessions:
+        for event in session:
+            steps.take(event)
+    return steps
+
+
+def _record(called: str, joined: Joined, own_steps: Steps, damaged: int) -> ReplicaRecord:
     of: dict[str, list[tuple[float, Event]]] = {}
     for offset, event in joined.kept:
         of.setdefault(event["event"], []).append((offset, event))
@@ -231,6 +241,7 @@ def _record(called: str, joined: Joined, damaged: int) -> ReplicaRecord:
         lost=tuple(joined.lost),
         windows=_windows(joined),
         lives=tuple(joined.lives),
+        steps=own_steps,
         turns=tuple(Turn.of(event, offset) for offset, event in turns),
         stopped=_stopped(joined),
         end=_end(joined),
@@ -370,6 +381,8 @@ def _told(event: Event) -> str:
         return f"{where}, {event['path'] or 'without a checkpoint of its own'}{passed_over}"
     if kind == "caught_up":
         return f"took over what {event['donor']} held at turn {event['turn']}"
+    if kind == "keeps":
+        return f"keeps the final weights for {', '.join(map(str, event['late']))}"
     if kind == "late":
         return (
             "a fragment stayed at home, its last round was not over: link or others are slower than the schedule needs"

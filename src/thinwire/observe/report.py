@@ -14,7 +14,7 @@ from thinwire.errors import ConfigurationError, DataError
 from thinwire.observe.charts import Chart, colour, link_chart, loss_chart, typical_window
 from thinwire.observe.diagnosed import delay_page, diagnose
 from thinwire.observe.page import chart_place, page, table, word
-from thinwire.observe.runs import RunRecord, text_of_privacy
+from thinwire.observe.runs import RunRecord, explained, text_of_privacy
 from thinwire.observe.sessions import finite, whole
 from thinwire.observe.timeline import timeline_chart
 from thinwire.observe.units import NOTHING, text_of_count, text_of_nbytes, text_of_rate, text_of_seconds
@@ -140,7 +140,7 @@ def _headline(records: Sequence[RunRecord]) -> str:
         return (
             f'<header><h1>{escape(record.name)}</h1><p class="soft">{escape(shape)}</p>'
             f"<p><code>{escape(record.summary.strategy)}</code></p>{_privacy(record)}{_remarks(record)}</header>"
-            f'<div class="cards" id="headline">{cards}</div>'
+            f'<div class="cards" id="headline">{cards}</div>{_steps(record)}'
         )
     labels = list(dict.fromkeys(what for record in records for what, _ in record.summary.figures()))
     rows = []
@@ -154,7 +154,7 @@ def _headline(records: Sequence[RunRecord]) -> str:
         rows.append(
             f"<tr><th>{dot}{escape(record.name)}<br><small class=soft>{escape(_shape(record))}</small></th>{cells}</tr>"
         )
-    remarks = "".join(_privacy(record, named=True) + _remarks(record, named=True) for record in records)
+    remarks = "".join(_steps(r, named=True) + _privacy(r, named=True) + _remarks(r, named=True) for r in records)
     body = f'<section id="headline">{table(["run", *labels], rows, len(labels))}{remarks}</section>'
     return f"<header><h1>{len(records)} runs side by side</h1></header>{body}"
 
@@ -170,6 +170,11 @@ def _shape(record: RunRecord) -> str:
         record.status,
     ]
     return " · ".join(parts)
+
+
+def _steps(record: RunRecord, named: bool = False) -> str:
+    told = explained(record.steps)
+    return f'<p class="soft">{escape((record.name + ": " if named else "") + told)}</p>' if told else ""
 
 
 def _privacy(record: RunRecord, named: bool = False) -> str:

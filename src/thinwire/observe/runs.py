@@ -14,7 +14,7 @@ import numpy as np
 
 from thinwire.errors import DataError
 from thinwire.files import contents, parsed
-from thinwire.observe.company import CARRIER, Circle, how_many, merged, numbers
+from thinwire.observe.company import CARRIER, Circle, Steps, how_many, merged, numbers, text_of_steps
 from thinwire.observe.replicas import Evaluations, Note, ReplicaRecord, fragments_of
 from thinwire.observe.sessions import number, whole
 from thinwire.observe.units import NOTHING, text_of_bits, text_of_loss, text_of_nbytes, text_of_seconds, text_of_share
@@ -27,7 +27,7 @@ class Summary:
     """The numbers of a run: bytes, utilisation and stalls are the replicas' means, wall is the slowest one's.
 
     `tokens` are all replicas' together. The fields are the keys of an `end` event's summary and of `summary.json`. The last
-    three are of replicas that come and go (`company.py`), the first two of them means over the run.
+    six are of replicas that come and go (`company.py`): means over the run, rounds, and sums over the replicas of this folder.
     """
 
     strategy: str
@@ -45,6 +45,9 @@ class Summary:
     living: float | None = None
     taking_part: float | None = None
     rounds_committed: int | None = None
+    steps_trained: int | None = None
+    steps_jumped: int | None = None
+    steps_counted: int | None = None
 
     def figures(self) -> list[tuple[str, str]]:
         """(what, value as text), in the order in which they are shown everywhere; all of them are `provenance`."""
@@ -58,7 +61,8 @@ class Summary:
         ]
         if self.living is not None and self.taking_part is not None:
             figures += [("living", f"{self.living:.2f}"), ("taking part", f"{self.taking_part:.2f}")]
-            figures += [("rounds committed", str(self.rounds_committed))]
+            figures += [("rounds committed", str(self.rounds_committed)), ("steps trained", f"{self.steps_trained:,}")]
+            figures += [("steps jumped", f"{self.steps_jumped:,}"), ("steps counted", f"{self.steps_counted:,}")]
         return figures
 
 
@@ -115,6 +119,11 @@ class RunRecord:
         return max(whole, key=lambda one: number(one["epsilon"]), default=None)
 
     @property
+    def steps(self) -> list[Steps]:
+        """Of each replica, where they come and go: else every step is trained by all."""
+        return [replica.steps for replica in self.replicas] if _elastic(self.replicas) else []
+
+    @property
     def fragments(self) -> list[tuple[str, int]]:
         """(name, parameters) of every fragment."""
         return fragments_of(self.replicas[0].start)
@@ -140,6 +149,17 @@ def text_of_privacy(privacy: Mapping[str, Any] | None) -> str:
     return (
         f"({values['epsilon']:.3g}, {values['delta']:.3g})-differentially private for a whole {privacy.get('unit')} towards all who see the "
         f"model, after {values['rounds']:.0f} rounds; ε = {values['epsilon_of_packets']:.3g} towards peers, who see its packets."
+    )
+
+
+def explained(each: Sequence[Steps]) -> str:
+    """What the numbers of steps mean, in a line, with those of each replica; empty for none."""
+    if not each:
+        return ""
+    of_each = "; ".join(f"{steps.name} {text_of_steps([steps])}" for steps in each)
+    return (
+        "Steps jumped were not trained by that replica: the others had gone on without it. Counted: those it trained that "
+        f"are in the agreed weights. {of_each}."
     )
 
 
@@ -217,7 +237,7 @@ def _overlaid(summary: Summary, said: Mapping[str, object]) -> Summary:
     changed: dict[str, Any] = {}
     for item in fields(Summary):
         value = said.get(item.name)
-        if item.name in ("living", "taking_part", "rounds_committed"):
+        if item.name in ("living", "taking_part", "rounds_committed") or item.name.startswith("steps_"):
             continue  # nobody can tell them alone
         if item.name == "provenance":
             changed |= {item.name: value} if value in PROVENANCES else {}
@@ -269,7 +289,10 @@ def _company(replicas: Sequence[ReplicaRecord]) -> dict[str, Any]:
     turns = merged(turn for replica in replicas for turn in replica.turns)
     lives = {replica.called: replica.lives for replica in replicas}
     seen = numbers(turns, lives, len(fragments_of(replicas[0].start)))
-    return {"living": seen.living, "taking_part": seen.taking_part, "rounds_committed": seen.committed}
+    steps = {
+        f"steps_{name}": sum(getattr(r.steps, name) for r in replicas) for name in ("trained", "jumped", "counted")
+    }
+    return {"living": seen.living, "taking_part": seen.taking_part, "rounds_committed": seen.committed, **steps}
 
 
 def _provenance(start: Mapping[str, Any]) -> str:
