@@ -23,20 +23,22 @@ _UNFINISHED = (
 _UNCOUNTED = "finished before the first inner step: the optimizer that was given has taken none; give the one that the loop steps"
 
 
-def warn(event: str, step: int, **fields: Any) -> None:
-    """An observer that passes warnings on to Python's `warnings`."""
-    if event == "warning":
-        warnings.warn(f"step {step}: {fields['message']}", RuntimeWarning, stacklevel=4)
+def silent(event: str, step: int, **fields: Any) -> None:
+    """Observe nothing. What is said here goes to Python's `warnings` then."""
+
+
+def _warn(event: str, step: int, message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 
 class Cautions:
     """Of one Replica, the `owner`."""
 
     def __init__(self, owner: object, model: nn.Module, observe: Callable[..., None]) -> None:
-        self._observe, self._stepped = observe, False
+        self._observe, self._stepped = _warn if observe is silent else observe, False
         self._unfinished = weakref.finalize(owner, warnings.warn, _UNFINISHED, RuntimeWarning)
         if said := _kept_apart(model):
-            observe("warning", 0, message=said)
+            self._observe("warning", 0, message=said)
 
     def stepped(self, step: int) -> None:
         """After every inner step; looks around after the first."""

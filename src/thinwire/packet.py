@@ -110,7 +110,7 @@ def open_packet(packet: Tensor, due: Header) -> int:
         raise PacketError(f"the packet of replica {sender} is damaged: checksum {checksum:08x}, computed {body:08x}.")
     names = ("codec", "sender", "fragment", "round", "step", "part", "numel", "nbytes")
     for name, got in zip(names, fields):
-        if name == "step" and got != due.step:
+        if name == "step" and due.step and got != due.step:
             raise DisagreementError(other_steps(sender, f"is in this round after {got}", due.step))
         if got != getattr(due, name):
             raise PacketError(

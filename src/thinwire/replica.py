@@ -16,7 +16,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from thinwire.cautions import Cautions, warn
+from thinwire.cautions import Cautions, silent
 from thinwire.codecs import Identity
 from thinwire.contact import agree_on_resume, agree_on_start, check_start, digest, introduce, introduction
 from thinwire.elastic import Elastic, check, tokens_of_step
@@ -69,7 +69,7 @@ class Replica:
     snapshot at departure and a merge at landing, and waits there if the flight is late.
 
     `observer(event, step, **fields)` hears depart, flight, land, refused, wire and warning events (wire on another thread); times are `clock()`'s.
-    Without one, warnings go to Python's `warnings`. Raises `ModelError` (nothing trainable; an optimizer that does not hold
+    Without one, what the loop gets wrong goes to Python's `warnings`. Raises `ModelError` (nothing trainable; an optimizer that does not hold
     the parameters; a model inside DDP), `DisagreementError`, `LinkError`.
     """
 
@@ -82,7 +82,7 @@ class Replica:
         *,
         site: Group | None = None,
         tokens: float | None = None,
-        observer: Observer = warn,
+        observer: Observer = silent,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.strategy, self.model, self.optimizer = strategy, model, optimizer
