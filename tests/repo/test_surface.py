@@ -42,7 +42,7 @@ OPTIONS = {
     "simulate fabric": "leaves spines hosts flows nbytes rate failed pattern policy draws seed plot json",
     "simulate overlap": "ranks produce_seconds send_seconds nbytes link contention plot json",
     "lighthouse": "host port heartbeat_timeout secret json",
-    "doctor": "run link step_seconds master_addr master_port runs json",
+    "doctor": "run link step_seconds master_addr master_port firewall runs json",
     "docs": "page json",
 }
 MODULES = sorted(
