@@ -11,7 +11,7 @@ from torch import Tensor
 from thinwire.codecs import check_finite
 from thinwire.concord import MOST_TURNS, Claim, grow
 from thinwire.errors import CheckpointError
-from thinwire.outer import State
+from thinwire.state import State
 
 REMEMBERED = 1024  # turns of which a replica can tell who was counted
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from thinwire.codecs import Codec, RandomK, joins, nested
 from thinwire.errors import ConfigurationError
-from thinwire.outer import State
+from thinwire.state import State
 
 
 @dataclass(frozen=True)

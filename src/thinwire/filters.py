@@ -13,7 +13,7 @@ from torch import Tensor
 from thinwire.codecs import Codec, Each
 from thinwire.codecs.exact import root, summed
 from thinwire.errors import ConfigurationError
-from thinwire.outer import State
+from thinwire.state import State
 
 
 @runtime_checkable

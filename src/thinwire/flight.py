@@ -25,10 +25,10 @@ from thinwire.exchange.base import MOST_STAGES, Outgoing, Stage
 from thinwire.exchange.messages import cut
 from thinwire.group.base import Group
 from thinwire.moved import Moved
-from thinwire.outer import State
 from thinwire.packet import REFUSED, STOP, payload
 from thinwire.policy import Deciding
 from thinwire.seeds import Key
+from thinwire.state import State
 from thinwire.strategy import Gradients, Strategy
 
 

@@ -16,9 +16,10 @@ from thinwire.filters import Filter
 from thinwire.flight import Flight, Landed
 from thinwire.merge import Eager
 from thinwire.moved import Present
-from thinwire.outer import Elementwise, Outer, State
+from thinwire.outer import Elementwise, Outer
 from thinwire.partition import Fragment, local
 from thinwire.policy import Policy
+from thinwire.state import State
 from thinwire.strategy import Strategy
 
 _OUTER, _DEVIATION_OUTER, _FEEDBACK, _EXCHANGE = "outer.", "deviation_outer.", "feedback.", "exchange."

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from thinwire.codecs import ChunkedTopK, Codec, Each, Int, LowRank, TopK, encode_from, fitted
 from thinwire.errors import ConfigurationError, PacketError
-from thinwire.outer import State
 from thinwire.seeds import Key
+from thinwire.state import State
 
 BUCKETS = 10_000  # of the error, in the table
 _FACTORS = (

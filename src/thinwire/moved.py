@@ -15,7 +15,8 @@ from torch import Tensor
 from thinwire.exchange import Buffers
 from thinwire.feedback import Feedback
 from thinwire.filters import Filter, said, settled
-from thinwire.outer import Elementwise, Outer, State
+from thinwire.outer import Elementwise, Outer
+from thinwire.state import State
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ into others.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -17,8 +16,7 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.codecs.exact import energy
 from thinwire.errors import ConfigurationError
-
-State = Mapping[str, Tensor]
+from thinwire.state import State
 
 
 @runtime_checkable

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from thinwire.codecs import ChunkedTopK, Codec, Identity, RandomK, TopK, nested, rebuilt
 from thinwire.errors import ConfigurationError
-from thinwire.outer import State
 from thinwire.seeds import Key
+from thinwire.state import State
 
 LONG_RUN = 1 << 40  # a round after all warm-ups
 

@@ -45,6 +45,7 @@ from thinwire.inner import SGD, AdamW, Inner, Muon
 from thinwire.lgreco import LGreCo
 from thinwire.merge import Eager, Mix, Reset
 from thinwire.outer import Average, HeavyBall, Nesterov, Outer
+from thinwire.parsing import parse
 from thinwire.partition import BySize, Fragment, Partition, Sequential, Strided, Whole
 from thinwire.policy import Constant, DenseUntil, DensityWarmup, Policy
 from thinwire.privacy import Privacy
@@ -72,7 +73,7 @@ from thinwire.recipes import (
 )
 from thinwire.replica import Replica
 from thinwire.schedule import Every, Quadratic, Schedule, Staggered, short_first
-from thinwire.strategy import Deltas, Gradients, Strategy, parse
+from thinwire.strategy import Deltas, Gradients, Strategy
 
 __all__ = [
     "DCT",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -27,15 +27,12 @@ from thinwire.group.roster import Roster
 from thinwire.held import DROPPED, Held, hold, restore, saved
 from thinwire.merge import Mix
 from thinwire.moved import Moved
+from thinwire.observer import Observer
 from thinwire.outer import Average, Outer
 from thinwire.partition import Fragment, check_optimizer, check_sharding
 from thinwire.schedule import Calendar
 from thinwire.strategy import Gradients, Strategy
 from thinwire.weights import Stepped, clear, exported, gradient, reshard
-
-
-class Observer(Protocol):
-    def __call__(self, event: str, step: int, **fields: Any) -> None: ...
 
 
 class Replica:

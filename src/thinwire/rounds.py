@@ -29,9 +29,9 @@ from thinwire.exchange import Air, Buffers, Round
 from thinwire.group.base import Group
 from thinwire.group.roster import Muster, Roster
 from thinwire.moved import Moved, Present
-from thinwire.outer import State
 from thinwire.packet import REFUSED
 from thinwire.seeds import Key
+from thinwire.state import State
 from thinwire.strategy import Strategy
 
 NEVER = 1 << 62

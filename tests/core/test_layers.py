@@ -15,9 +15,9 @@ FILES = sorted(path.relative_to(HOUSE).as_posix() for path in HOUSE.rglob("*.py"
 
 # From the ground up: a room imports only from rooms before it, and files of one room from each other.
 _ORDER = """
-version errors printable files channel lighthouse
+version errors state observer printable files channel lighthouse
 seeds packet kernels codecs schedule partition merge outer feedback filters inner policy lgreco privacy diagnosis
-group exchange strategy contact cautions weights sharding moved flight held hook concord agreed eviction
+group exchange strategy parsing contact cautions weights sharding moved flight held hook concord agreed eviction
 handover ending rounds elastic replica recipes methods checkpoint
 observe simulate lm plan cli public
 """

@@ -15,7 +15,7 @@ from thinwire import checkpoint
 from thinwire.group import CountedGroup, Ledger
 from thinwire.lm.run import Run
 from thinwire.methods import METHODS, Averaged, Gain, Plain
-from thinwire.strategy import PIECES, parse
+from thinwire.parsing import PIECES, parse
 
 every_method = pytest.mark.parametrize("name", LOOPS)
 

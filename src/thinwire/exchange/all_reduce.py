@@ -15,7 +15,7 @@ from thinwire.exchange.messages import PIECE_NUMEL
 from thinwire.exchange.two_shot import Reduction, reduction_nbytes
 from thinwire.feedback import Feedback
 from thinwire.group.link import Link
-from thinwire.outer import State
+from thinwire.state import State
 
 
 @dataclass(frozen=True)

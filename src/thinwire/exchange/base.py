@@ -22,9 +22,9 @@ from thinwire.exchange.trace import Trace
 from thinwire.feedback import Feedback
 from thinwire.group.base import TAGS, Group, Transfer
 from thinwire.group.link import Link
-from thinwire.outer import State
 from thinwire.packet import HEADER_NBYTES, REFUSED, STOP, Header, identity, open_packet, payload, seal
 from thinwire.seeds import Key
+from thinwire.state import State
 
 Settle = Callable[[int, Tensor, Callable[[], Tensor]], None]
 """Takes the estimate of the elements from the first number on; the last gives what this replica's own packets say of them.

@@ -14,7 +14,7 @@ from thinwire.exchange.direct import Direct
 from thinwire.exchange.two_shot import TwoShot
 from thinwire.feedback import Feedback
 from thinwire.group.link import Link
-from thinwire.outer import State
+from thinwire.state import State
 
 
 class _Departure(NamedTuple):

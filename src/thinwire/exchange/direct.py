@@ -10,8 +10,8 @@ from thinwire.exchange.base import Arrival, Outgoing, Room, Round, Settle, Stage
 from thinwire.exchange.messages import Message, cut, packets_nbytes
 from thinwire.feedback import Feedback
 from thinwire.group.link import Link
-from thinwire.outer import State
 from thinwire.packet import REFUSED
+from thinwire.state import State
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from thinwire.exchange.messages import Message, Piece, cut, packets_nbytes, shar
 from thinwire.exchange.owner import Owner, check_owners
 from thinwire.feedback import Feedback
 from thinwire.group.link import Link
-from thinwire.outer import State
 from thinwire.packet import REFUSED, flags_of, payload
 from thinwire.seeds import Key
+from thinwire.state import State
 
 INSIDE = "site"  # the ledger's word for what stays within a site
 MOST_SITES = MOST_STAGES - 2

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from thinwire.codecs import Codec
 from thinwire.exchange.base import Air, Arrival, Exchange, Round
-from thinwire.outer import State
 from thinwire.packet import REFUSED
 from thinwire.seeds import Key
+from thinwire.state import State
 
 
 def once(

@@ -10,9 +10,9 @@ from thinwire.errors import ConfigurationError
 from thinwire.exchange.base import Outgoing, Room, Stage
 from thinwire.exchange.messages import Message, Piece
 from thinwire.feedback import Feedback
-from thinwire.outer import State
 from thinwire.packet import REFUSED
 from thinwire.seeds import Key
+from thinwire.state import State
 
 
 def check_owners(exchange: object, feedback: Feedback | None) -> None:

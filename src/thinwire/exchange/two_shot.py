@@ -14,9 +14,9 @@ from thinwire.exchange.messages import Signal, cut, packets_nbytes, shards
 from thinwire.exchange.owner import Owner, check_owners
 from thinwire.feedback import Feedback
 from thinwire.group.link import Link
-from thinwire.outer import State
 from thinwire.packet import REFUSED
 from thinwire.seeds import Key
+from thinwire.state import State
 
 
 @dataclass(frozen=True)

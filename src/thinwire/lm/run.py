@@ -22,8 +22,9 @@ from thinwire.group import parse_link
 from thinwire.group.deadlines import grace_seconds
 from thinwire.inner import AdamW, Inner
 from thinwire.methods import METHODS, Method
+from thinwire.parsing import PIECES, nearest, parse, pieces_of
 from thinwire.recipes import RECIPES
-from thinwire.strategy import PIECES, Strategy, nearest, parse, pieces_of
+from thinwire.strategy import Strategy
 
 OF_THE_RECIPE = (
     *("every", "delay", "fragments", "merge", "codec", "partition", "offsets"),

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from thinwire.contact import agree, digest
 from thinwire.errors import ConfigurationError, DisagreementError
 from thinwire.group.base import TAGS, Group, gather
+from thinwire.observer import Observer
 from thinwire.packet import HEADER_NBYTES, STOP, VERSION, Header, empty_packet, open_packet, payload, seal
 from thinwire.partition import Fragment, Whole, check_optimizer, check_sharding, local, trainable
-from thinwire.replica import Observer
 from thinwire.seeds import derive
 from thinwire.version import __version__
 from thinwire.weights import exported

@@ -36,8 +36,8 @@ from thinwire.group.base import Group, gather
 from thinwire.handover import give, take
 from thinwire.methods.base import Attached, check_rounds, drawn, packet_nbytes, silent
 from thinwire.methods.control_rules import Rule
+from thinwire.observer import Observer
 from thinwire.packet import REFUSED, Header, identity
-from thinwire.replica import Observer
 from thinwire.seeds import Key
 from thinwire.weights import gradient
 

@@ -33,8 +33,8 @@ from thinwire.errors import CheckpointError, ConfigurationError, ModelError
 from thinwire.group.base import Group, gather
 from thinwire.handover import give, take
 from thinwire.methods.base import TAG, Attached, check_rounds, drawn, silent
+from thinwire.observer import Observer
 from thinwire.packet import HEADER_NBYTES, REFUSED, STOP, Header, empty_packet, identity, open_packet, payload, seal
-from thinwire.replica import Observer
 from thinwire.seeds import Key
 
 UP, DOWN, FINAL = range(3)  # a message's part of its round

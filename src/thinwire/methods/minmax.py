@@ -35,8 +35,8 @@ from thinwire.group.base import Group, gather
 from thinwire.handover import give, take
 from thinwire.methods.base import Participant, packet_nbytes, silent
 from thinwire.methods.control_rules import check_unbiased
+from thinwire.observer import Observer
 from thinwire.packet import REFUSED, VERSION, Header, identity
-from thinwire.replica import Observer
 from thinwire.seeds import Key, derive
 from thinwire.version import __version__
 

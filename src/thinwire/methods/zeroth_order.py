@@ -36,8 +36,8 @@ from thinwire.group.base import Group, gather
 from thinwire.handover import give, take
 from thinwire.methods.base import Attached, packet_nbytes, silent
 from thinwire.methods.shifted import Shifted, begins
+from thinwire.observer import Observer
 from thinwire.packet import Header, identity
-from thinwire.replica import Observer
 from thinwire.seeds import derive, normals, quantiles
 
 LOSSES = Callable[[int], Tensor]
