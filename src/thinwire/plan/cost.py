@@ -59,8 +59,8 @@ def wire_seconds(links: Links, nbytes: float, places: Sequence[int] | None = Non
         return 0.0
     rates = links.rates[np.ix_(chosen, chosen)]
     together = links.together.values() if len(chosen) == len(links) else ()
-    link = min([float(rates.min()), *together])
-    shared = min(min(links.up[place], links.down[place]) for place in chosen)
+    link: float = min([float(rates.min()), *together])
+    shared: float = min(min(links.up[place], links.down[place]) for place in chosen)
     return 8 * nbytes * max(1 / link, others / shared)
 
 

@@ -134,7 +134,7 @@ def kept_nbytes(parameters: int, strategy: Strategy, numels: Sequence[int], repl
     exchanged = sum(numels)
     kept = {"parameters": FP32.weight * parameters, "AdamW": FP32.optimizer * parameters, "anchors": 4 * exchanged}
     if not isinstance(strategy.signal, Gradients):
-        kept["outer momentum"] = momentum = 4 * exchanged * _states(strategy.outer)
+        kept["outer momentum"] = momentum = 4 * exchanged * _states(strategy.outer)  # type: ignore[arg-type]  # frozen values hash
         if isinstance(strategy.merge, Eager):
             kept["deviation and own delta"] = 8 * exchanged + momentum
         elif strategy.merge.whole_period:
@@ -143,9 +143,10 @@ def kept_nbytes(parameters: int, strategy: Strategy, numels: Sequence[int], repl
         kept["feedback"] = sum(4 * exchanged for _ in strategy.feedback.init(0))
     if strategy.filters:
         kept["filters"] = sum(4 * exchanged for one in strategy.filters for t in one.init(0).values() if not t.numel())
-    if replicas > 1 and (
-        owned := sum(_exchange_nbytes(strategy.exchange, strategy.codec, numel, replicas) for numel in numels)
-    ):
+    owned = 0
+    for numel in numels if replicas > 1 else ():
+        owned += _exchange_nbytes(strategy.exchange, strategy.codec, numel, replicas)  # type: ignore[arg-type]  # frozen values hash
+    if owned:
         kept["exchange"] = owned
     return kept
 
@@ -188,7 +189,7 @@ def _flights(strategy: Strategy, numels: Sequence[int], replicas: int) -> int:
     if isinstance(strategy.signal, Gradients):
         return 0
     at_once = most_at_once(strategy, numels)
-    states = _states(strategy.outer) + (2 if strategy.feedback else 0)
+    states = _states(strategy.outer) + (2 if strategy.feedback else 0)  # type: ignore[arg-type]  # frozen values hash
     largest = max(numels, default=0)
     return (8 + 4 * states) * at_once + 4 * largest + strategy.codec.nbytes(at_once) * replicas
 

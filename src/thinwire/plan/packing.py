@@ -120,7 +120,8 @@ class _Rank:
         found: list[MicroBatch] = []
         left, free = self.short, 0.0
         for index, begin, end in self.long:
-            taken, later = [], []
+            taken: list[int] = []
+            later: list[int] = []
             for short in left:
                 fits = free + cost(lengths[short]) <= begin
                 (taken if fits else later).append(short)

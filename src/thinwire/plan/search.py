@@ -30,7 +30,7 @@ from thinwire.plan.sites import Floats, Places, Sites
 from thinwire.recipes import RECIPES
 from thinwire.simulate.replicas import delays
 
-__all__ = ["METHODS", "Setting", "Task", "priced", "settings"]
+__all__ = ["METHODS", "Setting", "Task", "fits", "settings"]
 
 CODECS: dict[str, tuple[str | None, ...]] = {
     "data_parallel": (None, "Cast('bf16')"),
@@ -44,16 +44,21 @@ BY_LAW = ("diloco", "streaming_diloco")  # whose outer learning rate goes by the
 
 def settings(task: Task) -> list[Setting]:
     """All of them, the most useful first; those that do not fit the memory too, at the end."""
-    if found := sorted(priced(task), key=_rank):
+    if found := sorted(_priced(_Search(task)), key=_rank):
         return found
     raise ConfigurationError(
         f"exchange={task.base.exchange}: it is for none of 1 to {len(task.links)} replicas; give the sites of these, or leave it out."
     )
 
 
-def priced(task: Task) -> Iterator[Setting]:
-    """The same as they are found: one set of sites after the other."""
+def fits(task: Task) -> bool:
+    """Whether any setting fits the memory."""
     search = _Search(task)
+    return any(search.has_room()) and any(setting.fits for setting in _priced(search))
+
+
+def _priced(search: _Search) -> Iterator[Setting]:
+    """One set of sites after the other."""
     for places in search.sets():
         group = _Group(search, places)
         for candidate in search.candidates(len(places)):
@@ -105,6 +110,7 @@ class _Search:
 
         self._of_many = [made(run) for run in _runs(task.base, task.methods, CODECS)]
         self._of_one = [made(run) for run in _runs(task.base, [m for m in task.methods if m == "diloco"], {})]
+        self._alone = [_Group(self, (self.kind_of.index(kind),)) for kind in range(len(self.kinds))]
         self._joining: dict[tuple[str, str, int], bool] = {}
         self._sent: dict[tuple[object, int], tuple[tuple[int, int], ...]] = {}
 
@@ -124,13 +130,15 @@ class _Search:
                 self._joining[key] = False
         return self._joining[key]
 
+    def has_room(self) -> list[bool]:
+        """Whether anything fits on each kind of machine."""
+        return [group.has_room_for(self._of_many or self._of_one) for group in self._alone]
+
     def sets(self) -> list[Places]:
         """Which sites are tried together. One on which nothing fits takes part only where there is no other."""
-        everybody = tuple(range(len(self.kind_of)))
-        alone = [_Group(self, (self.kind_of.index(kind),)) for kind in range(len(self.kinds))]
-        room = [group.has_room_for(self._of_many or self._of_one) for group in alone]
+        everybody, room = tuple(range(len(self.kind_of))), self.has_room()
         able = tuple(place for place in everybody if room[self.kind_of[place]]) or everybody
-        seconds = np.array([group.sequence_seconds() for group in alone])[self.kind_of]
+        seconds = np.array([group.sequence_seconds() for group in self._alone])[self.kind_of]
         return Sites(self.task.links, seconds, self.kind_of).sets(able, self._worth)
 
     def _worth(self, replicas: int, machine: Floats, wire: Floats, way: Floats) -> Floats:

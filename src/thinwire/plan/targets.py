@@ -11,7 +11,7 @@ from thinwire.errors import ConfigurationError
 from thinwire.lm.model import SIZES
 from thinwire.observe.units import text_of_count, text_of_loss, text_of_nbytes, text_of_seconds, text_of_share
 from thinwire.plan.compute import shape_of
-from thinwire.plan.search import priced
+from thinwire.plan.search import fits
 from thinwire.plan.setting import RANKS, Setting, Task
 
 
@@ -73,19 +73,19 @@ def too_large(found: Sequence[Setting], task: Task) -> str:
     task = replace(task, methods=(leanest.method,))
     ranks = 2 * task.ranks
     while ranks <= RANKS:
-        if any(setting.fits for setting in priced(replace(task, ranks=ranks))):
+        if fits(replace(task, ranks=ranks)):
             advice.append(f"--ranks {ranks}: {ranks} ranks a replica, sharded by FSDP2")
             break
         ranks *= 2
     for share in (2, 4, 8):
         shorter = replace(task, base=replace(task.base, sequence=max(1, task.base.sequence // share)))
-        if any(setting.fits for setting in priced(shorter)):
+        if fits(shorter):
             advice.append(f"--sequence {shorter.base.sequence}")
             break
     own = shape_of(task.base).parameters()
     for model in sorted(SIZES, key=lambda name: -SIZES[name].parameters()):
         smaller = replace(task, base=replace(task.base, model=model))
-        if shape_of(smaller.base).parameters() < own and any(s.fits for s in priced(smaller)):
+        if shape_of(smaller.base).parameters() < own and fits(smaller):
             advice.append(f"--model {model} ({text_of_count(shape_of(smaller.base).parameters())} parameters)")
             break
     return f"{says}. What would fit: {'; or '.join(advice) or 'nothing that is known here; give more --memory'}."
