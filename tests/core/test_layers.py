@@ -24,7 +24,11 @@ observe simulate lm plan cli public
 ROOMS = _ORDER.split()
 
 # Longer than 400 lines, with the reason and how long at most.
-LONG_FILES = {"replica.py": (450, "the order of things is to be read in one place")}
+LONG_FILES = {
+    "replica.py": (455, "the order of things is to be read in one place"),
+    "group/roster.py": (410, "a muster and its end are one conversation"),
+    "rounds.py": (405, "one round is to be read in one place"),
+}
 LONG_FUNCTIONS: dict[str, str] = {}
 ENVIRONMENT = "lm/launch.py"  # what torchrun says is read there
 

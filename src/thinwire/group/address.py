@@ -55,10 +55,10 @@ class CheckedAddresses(Store):
         self._store, self._size = store, size
         self.own: tuple[str, int] | None = None
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: bytes | str) -> None:
         with suppress(LinkError):
-            self.own = parse(value, self._size)
-        self._store.set(key, value)
+            self.own = parse(value.encode() if isinstance(value, str) else value, self._size)
+        self._store.set(key, value)  # type: ignore[arg-type]  # bytes are taken, too
 
     def get(self, key: str) -> bytes:
         value = bytes(self._store.get(key))

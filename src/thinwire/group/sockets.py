@@ -83,7 +83,7 @@ def listen(host: str, port: int) -> socket.socket | None:
     address is a router's. Raises `OSError`: the port is taken.
     """
     try:
-        place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
+        place = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
         return None
     if not only_here(host) and ipaddress.ip_address(place.split("%")[0]).is_loopback:

@@ -340,9 +340,8 @@ def _address_book(rank: int, world_size: int | None, host: str, port: int, timeo
     if only_here(host) and (interface := loopback()):
         os.putenv("GLOO_SOCKET_IFNAME", interface)  # for gloo, which has no other way to be told
     door = listen(host, port) if rank == 0 and world_size is not None else None
-    taken = {"master_listen_fd": door.detach()} if door else {}
-    keeps_it = rank == 0 and world_size is not None
-    return TCPStore(host, port, world_size, is_master=keeps_it, timeout=timeout, **taken)
+    keeps_it, file = rank == 0 and world_size is not None, door.detach() if door else None
+    return TCPStore(host, port, world_size, is_master=keeps_it, timeout=timeout, master_listen_fd=file)
 
 
 def _first_line(error: BaseException) -> str:

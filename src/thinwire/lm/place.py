@@ -24,10 +24,8 @@ from thinwire.errors import LinkError
 from thinwire.group import Deadlines, Group, Link, Roster, parse_link
 from thinwire.group.roster import Meeting, Observe
 from thinwire.lm.run import Run
-from thinwire.methods import Attached
 from thinwire.observe.events import EventLog
 from thinwire.partition import Fragment
-from thinwire.replica import Replica
 from thinwire.seeds import derive
 from thinwire.strategy import Strategy
 
@@ -227,14 +225,14 @@ def _fulfil(promise: Future[T], attach: Callable[[], T]) -> None:
 
 
 @contextmanager
-def passing_on(stop: threading.Event, replica: Replica | Attached) -> Iterator[None]:
-    """Within, `replica` is asked to stop when `stop` is set: by a thread, for this one waits for others."""
+def passing_on(stop: threading.Event, request_stop: Callable[[], object]) -> Iterator[None]:
+    """Within, `request_stop` is called when `stop` is set: by a thread, for this one waits for others."""
     over = threading.Event()
 
     def pass_on() -> None:
         while not over.wait(0.05):
             if stop.is_set():
-                replica.request_stop()
+                request_stop()
                 return
 
     thread = threading.Thread(target=pass_on, name="thinwire-stop", daemon=True)

@@ -137,7 +137,9 @@ class Trainer:
 
     def train(self) -> dict[str, Any]:
         """Run the loop and return the summary. Raises what `Replica` raises."""
-        run, gone = self.run, None
+        run = self.run
+        gone: LinkError | EndedError | None = None
+        failed: ThinwireError | None = None
         if self.place.resume:
             self._resume()
         try:
@@ -153,11 +155,11 @@ class Trainer:
             self._evaluate()
             self._export()
         else:
-            gone = self._stop(gone)
+            failed = self._stop(gone)
         summary = self._summary(stopped=not whole)
         self.log.emit("end", self.replica.step, summary=summary)
-        if gone:
-            raise gone
+        if failed:
+            raise failed
         while isinstance(self.group, Roster) and not self.group.closed and not self.place.stop.is_set():
             time.sleep(0.05)  # it keeps the final state for who is missing
         return summary
@@ -181,7 +183,7 @@ class Trainer:
         if run.checkpoint_every and replica.step % run.checkpoint_every:
             self._save()  # what a longer run goes on from, and a kill in the last round
         began = time.monotonic()
-        with passing_on(self.place.stop, replica):
+        with passing_on(self.place.stop, replica.request_stop):
             if isinstance(replica, Replica):
                 replica.finish(keep_seconds=run.timeout)
             else:
