@@ -29,10 +29,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from thinwire.comm.group import Group, gather
 from thinwire.errors import CheckpointError, PacketError
 from thinwire.files import contents, opened, parsed, save_file
-from thinwire.group.base import Group, gather
-from thinwire.partition import local
+from thinwire.pieces.partition import local
 from thinwire.version import __version__
 
 FORMAT = 1

@@ -30,16 +30,16 @@ from thinwire.codecs import (
 )
 from thinwire.errors import ConfigurationError
 from thinwire.exchange import AllReduce, Direct, Fastest, Hierarchy, TwoShot
-from thinwire.feedback import Feedback
-from thinwire.filters import Clip, Moments, Momentum, Settled, Signs
-from thinwire.inner import SGD, AdamW, Muon
-from thinwire.lgreco import LGreCo
-from thinwire.merge import Eager, Mix, Reset
-from thinwire.outer import Average, HeavyBall, Nesterov
-from thinwire.partition import BySize, Sequential, Strided, Whole
-from thinwire.policy import Constant, DenseUntil, DensityWarmup
-from thinwire.privacy import Privacy
-from thinwire.schedule import Every, Quadratic, Staggered
+from thinwire.pieces.feedback import Feedback
+from thinwire.pieces.inner_optimizers import SGD, AdamW, Muon
+from thinwire.pieces.lgreco import LGreCo
+from thinwire.pieces.merge import Eager, Mix, Reset
+from thinwire.pieces.outer import Average, HeavyBall, Nesterov
+from thinwire.pieces.partition import BySize, Sequential, Strided, Whole
+from thinwire.pieces.policy import Constant, DenseUntil, DensityWarmup
+from thinwire.pieces.privacy import Privacy
+from thinwire.pieces.schedule import Every, Quadratic, Staggered
+from thinwire.pieces.transforms import Clip, Moments, Momentum, Settled, Signs
 from thinwire.strategy import Deltas, Gradients, Strategy
 
 PIECES: dict[str, Callable[..., Any]] = {

@@ -24,6 +24,8 @@ from thinwire.codecs import (
     Squares,
     TopK,
 )
+from thinwire.comm import Group, ThreadGroup, TorchGroup, run_threads
+from thinwire.ddp_hook import GradientHook
 from thinwire.errors import (
     CheckpointError,
     ConfigurationError,
@@ -37,18 +39,17 @@ from thinwire.errors import (
     ThinwireError,
 )
 from thinwire.exchange import AllReduce, Direct, Exchange, Fastest, Hierarchy, TwoShot
-from thinwire.feedback import Feedback
-from thinwire.filters import Clip, Filter, Moments, Momentum, Settled, Signs
-from thinwire.group import Group, ThreadGroup, TorchGroup, run_threads
-from thinwire.hook import GradientHook
-from thinwire.inner import SGD, AdamW, Inner, Muon
-from thinwire.lgreco import LGreCo
-from thinwire.merge import Eager, Mix, Reset
-from thinwire.outer import Average, HeavyBall, Nesterov, Outer
 from thinwire.parsing import parse
-from thinwire.partition import BySize, Fragment, Partition, Sequential, Strided, Whole
-from thinwire.policy import Constant, DenseUntil, DensityWarmup, Policy
-from thinwire.privacy import Privacy
+from thinwire.pieces.feedback import Feedback
+from thinwire.pieces.inner_optimizers import SGD, AdamW, Inner, Muon
+from thinwire.pieces.lgreco import LGreCo
+from thinwire.pieces.merge import Eager, Mix, Reset
+from thinwire.pieces.outer import Average, HeavyBall, Nesterov, Outer
+from thinwire.pieces.partition import BySize, Fragment, Partition, Sequential, Strided, Whole
+from thinwire.pieces.policy import Constant, DenseUntil, DensityWarmup, Policy
+from thinwire.pieces.privacy import Privacy
+from thinwire.pieces.schedule import Every, Quadratic, Schedule, Staggered, short_first
+from thinwire.pieces.transforms import Clip, Filter, Moments, Momentum, Settled, Signs
 from thinwire.recipes import (
     cgx,
     co2,
@@ -72,7 +73,6 @@ from thinwire.recipes import (
     streaming_diloco,
 )
 from thinwire.replica import Replica
-from thinwire.schedule import Every, Quadratic, Schedule, Staggered, short_first
 from thinwire.strategy import Deltas, Gradients, Strategy
 
 __all__ = [

@@ -1,7 +1,7 @@
 """One replica: the only room that knows the order of things.
 
 After inner step t: the fragments that are due depart (snapshot, delta, launch); the flights that are due land (outer
-step, merge). Everything between is in `flight.py`, beside training.
+step, merge). Everything between is in `runtime/pipeline.py`, beside training.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from thinwire.cautions import Cautions, silent
 from thinwire.codecs import Identity
-from thinwire.contact import agree_on_resume, agree_on_start, check_start, digest, introduce, introduction
-from thinwire.elastic import Elastic, check, tokens_of_step
+from thinwire.comm.group import Group
+from thinwire.elastic.driver import Elastic, check, tokens_of_step
 from thinwire.errors import ConfigurationError, ModelError
-from thinwire.flight import WEIGHTS, Crew, Landed, Ticket, agree
-from thinwire.group.base import Group
-from thinwire.group.roster import Roster
-from thinwire.held import DROPPED, Held, hold, restore, saved
-from thinwire.merge import Mix
-from thinwire.moved import Moved
+from thinwire.membership.rendezvous import Roster
 from thinwire.observer import Observer
-from thinwire.outer import Average, Outer
-from thinwire.partition import Fragment, check_optimizer, check_sharding
-from thinwire.schedule import Calendar
+from thinwire.pieces.merge import Mix
+from thinwire.pieces.outer import Average, Outer
+from thinwire.pieces.partition import Fragment, check_optimizer, check_sharding
+from thinwire.pieces.schedule import Calendar
+from thinwire.runtime.cautions import Cautions, silent
+from thinwire.runtime.fragment_state import DROPPED, Held, hold, restore, saved
+from thinwire.runtime.handshake import agree_on_resume, agree_on_start, check_start, digest, introduce, introduction
+from thinwire.runtime.module_state import Stepped, clear, exported, gradient, reshard
+from thinwire.runtime.pipeline import WEIGHTS, Crew, Landed, Ticket, agree
+from thinwire.runtime.update import Moved
 from thinwire.strategy import Gradients, Strategy
-from thinwire.weights import Stepped, clear, exported, gradient, reshard
 
 
 class Replica:

@@ -22,15 +22,15 @@ from thinwire.codecs import (
 )
 from thinwire.errors import ConfigurationError
 from thinwire.exchange import Direct, Exchange, Fastest, Hierarchy
-from thinwire.feedback import Feedback
-from thinwire.filters import Clip, Filter, check_filters
-from thinwire.inner import Inner, check_momentum
-from thinwire.merge import Eager, Mix, Reset
-from thinwire.outer import Average, HeavyBall, Outer
-from thinwire.partition import Partition, Whole
-from thinwire.policy import LONG_RUN, Constant, Deciding, Policy
-from thinwire.privacy import Privacy
-from thinwire.schedule import Adaptive, Every, Schedule
+from thinwire.pieces.feedback import Feedback
+from thinwire.pieces.inner_optimizers import Inner, check_momentum
+from thinwire.pieces.merge import Eager, Mix, Reset
+from thinwire.pieces.outer import Average, HeavyBall, Outer
+from thinwire.pieces.partition import Partition, Whole
+from thinwire.pieces.policy import LONG_RUN, Constant, Deciding, Policy
+from thinwire.pieces.privacy import Privacy
+from thinwire.pieces.schedule import Adaptive, Every, Schedule
+from thinwire.pieces.transforms import Clip, Filter, check_filters
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class Strategy:
     A combination that cannot work raises `ConfigurationError` when it is made. `repr` is Python that makes the same
     value again; `parse` reads it without running code.
 
+    >>> from thinwire import E3M0, Nesterov, Staggered, Strided, parse
     >>> s = Strategy(schedule=Staggered(every=30, delay=5), partition=Strided(4), codec=E3M0(), outer=Nesterov())
     >>> parse(repr(s)) == s
     True

@@ -21,12 +21,13 @@ import pytest
 from rich.console import Console
 
 from thinwire.checkpoint import read
-from thinwire.cli import main, simulate
+from thinwire.cli import main
+from thinwire.cli.simulate import command as simulate
 from thinwire.lm import tokens
 from thinwire.lm.run import Run
-from thinwire.observe import events as events_module
-from thinwire.observe.events import read_events
-from thinwire.observe.runs import RunRecord
+from thinwire.records import events as events_module
+from thinwire.records.events import read_events
+from thinwire.records.run_record import RunRecord
 
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\x1b[1;1Hfake: all is well\n\x9b31m\u202e[/red]"
 SMALL = ["--model", "nano", "--batch", "1", "--sequence", "16", "--eval-batches", "1", "--carrier", "threads"]
@@ -233,7 +234,7 @@ def test_a_console_sends_no_control_characters_but_its_own(capsys: pytest.Captur
     from rich.table import Table
     from rich.text import Text
 
-    from thinwire.observe.terminal import Terminal
+    from thinwire.report.terminal import Terminal
 
     table = Table("a")
     table.add_row(Text(ESCAPES))
@@ -380,7 +381,7 @@ def test_a_signal_after_the_last_step_leaves_summary_and_report(
 def test_the_display_fits_sixty_columns(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import io
 
-    from thinwire.observe.progress import Progress
+    from thinwire.report.progress import Progress
 
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=60, height=40, color_system=None)

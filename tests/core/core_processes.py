@@ -20,8 +20,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import thinwire as tw
-from thinwire.group import start_torch
-from thinwire.partition import local
+from thinwire.comm import start_torch
+from thinwire.pieces.partition import local
 
 WORLD, STEPS = 4, 12
 ALIKE: tuple[Mapping[str, str], ...] = ({},) * WORLD

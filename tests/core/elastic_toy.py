@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
-from thinwire.concord import Concord
-from thinwire.elastic import Elastic
-from thinwire.exchange import outbox
-from thinwire.group.deadlines import Deadlines
-from thinwire.group.rehearsal import Killed, Rehearsal
-from thinwire.group.roster import Muster
-from thinwire.held import hold
-from thinwire.rounds import Outcome, Ready
+from thinwire.elastic.driver import Elastic
+from thinwire.elastic.plan import Concord
+from thinwire.elastic.round_loop import Outcome, Ready
+from thinwire.exchange import send_queue as outbox
+from thinwire.membership.rendezvous import Muster
+from thinwire.membership.testing.cluster import Killed, Rehearsal
+from thinwire.membership.timeouts import Deadlines
+from thinwire.runtime.fragment_state import hold
 
 SIZES = (5, 3)
 START = [torch.arange(5.0), torch.full((3,), 7.0)]

@@ -16,7 +16,7 @@ from pieces import batch, weights
 from torch import nn
 
 import thinwire as tw
-from thinwire.group import start_torch
+from thinwire.comm import start_torch
 
 STEPS, WORLD = 10, 2
 STRATEGIES = {

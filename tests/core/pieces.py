@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import thinwire as tw
 from thinwire.codecs import fitted, in_full
 from thinwire.recipes import RECIPES
-from thinwire.seeds import Key, derive
+from thinwire.rng import Key, derive
 
 # ---- the table
 

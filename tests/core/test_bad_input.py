@@ -528,8 +528,8 @@ def test_another_version(old, new, message):
 @pytest.mark.parametrize("text", [b"null", b"3", b"[1]", b'"x"', b"{", b"\xff\xfe", b"[" * 20_000, b'{"a":1}', b""])
 def test_unreadable_introductions(text):
     """Whatever comes is a `DisagreementError` that names the replica."""
-    from thinwire.contact import agree
-    from thinwire.group import gather
+    from thinwire.comm import gather
+    from thinwire.runtime.handshake import agree
 
     def replica(group):
         if group.rank == 1:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import thinwire as tw
-from thinwire.concord import Claim, grow, reconcile
+from thinwire.elastic.plan import Claim, grow, reconcile
 
 ORDER = (1, 2, 0)
 brings = st.dictionaries(st.sampled_from("012"), st.sampled_from([0.0, 1.0, 2.5]))

@@ -15,14 +15,14 @@ import torch
 from elastic_toy import PHASES, SIZES, Book, Toy, agree, one_thread, order_faults, play, train
 
 import thinwire as tw
-from thinwire import handover
-from thinwire.concord import Claim
-from thinwire.elastic import Elastic
+from thinwire.comm import state_transfer as handover
+from thinwire.elastic.driver import Elastic
+from thinwire.elastic.plan import Claim
+from thinwire.elastic.round_loop import Outcome, Ready
 from thinwire.errors import EndedError, LinkError
-from thinwire.group.rehearsal import Killed, Rehearsal, ThreadMeeting
-from thinwire.group.standin import StandinBoard
-from thinwire.held import hold
-from thinwire.rounds import Outcome, Ready
+from thinwire.membership.testing.cluster import Killed, Rehearsal, ThreadMeeting
+from thinwire.membership.testing.lighthouse import StandinBoard
+from thinwire.runtime.fragment_state import hold
 
 __all__ = ["one_thread"]  # a fixture
 
@@ -352,7 +352,7 @@ def test_a_claim_out_of_bounds_is_refused_by_name(lie: dict[str, Any]) -> None:
 
 def test_what_cannot_be_written_is_said_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """A packet's header has 32 bits for the turn; claims have bounds far below it."""
-    monkeypatch.setattr("thinwire.concord.MOST_TURNS", 1 << 40)
+    monkeypatch.setattr("thinwire.elastic.plan.MOST_TURNS", 1 << 40)
     rehearsal, book = Rehearsal(), Book()
 
     def one(name: str) -> str:

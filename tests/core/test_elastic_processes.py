@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.group.lighthouse import Lighthouse
+from thinwire.membership.lighthouse import Lighthouse
 
 pytestmark = [
     pytest.mark.slow,

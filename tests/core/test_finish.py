@@ -9,7 +9,7 @@ import torch
 from pieces import METHODS, adamw, batch, inner_step, journey, same_bits, toy, weights
 
 import thinwire as tw
-from thinwire.schedule import Calendar
+from thinwire.pieces.schedule import Calendar
 
 FAST = {"local_sgd", "diloco", "streaming_diloco", "eager_diloco", "co2", "data_parallel", "outer_dgc", "qsr"}
 DELTAS = [name for name in METHODS if not isinstance(METHODS[name].signal, tw.Gradients)]

@@ -25,9 +25,9 @@ from pieces import (
 
 import thinwire as tw
 from thinwire.codecs import fitted
-from thinwire.group import CountedGroup, Ledger
+from thinwire.comm import CountedGroup, Ledger
 from thinwire.packet import HEADER_NBYTES
-from thinwire.policy import Deciding
+from thinwire.pieces.policy import Deciding
 
 methods = pytest.mark.parametrize("name", each(METHODS))
 

@@ -13,8 +13,8 @@ from pieces import METHODS, Journey, Plan, adamw, batch, fill, inner_step, same_
 
 import thinwire as tw
 from thinwire.codecs.exact import root
-from thinwire.group import CountedGroup, Ledger
-from thinwire.weights import clip_alike
+from thinwire.comm import CountedGroup, Ledger
+from thinwire.runtime.module_state import clip_alike
 
 FEW = {
     "moments": tw.Strategy(

@@ -14,8 +14,8 @@ from thinwire.diagnosis import Flow, Record, Rules, Seen, Watch, stuck
 from thinwire.diagnosis.attribute import attribute
 from thinwire.diagnosis.records import recorded, timed
 from thinwire.errors import ConfigurationError, DataError, PacketError
-from thinwire.observe.diagnosed import diagnose
-from thinwire.observe.events import EventLog
+from thinwire.records.events import EventLog
+from thinwire.report.diagnosis import diagnose
 
 
 def round_of(

@@ -12,7 +12,7 @@ from elastic_toy import Book, Toy, agree, one_thread, order_faults, train
 from stage import Stage
 
 from thinwire.errors import LinkError
-from thinwire.group import Rehearsal
+from thinwire.membership.testing import Rehearsal
 
 __all__ = ["one_thread"]  # a fixture
 pytestmark = pytest.mark.slow

@@ -19,10 +19,10 @@ import torch
 from listening import addresses
 from roster_process import DEADLINES
 
-from thinwire.channel import Channel, secret_in
 from thinwire.cli import lighthouse as verb
 from thinwire.errors import ConfigurationError, DisagreementError, LinkError
-from thinwire.group import Deadlines, Lighthouse, LighthouseMeeting, Roster
+from thinwire.membership import Deadlines, Lighthouse, LighthouseMeeting, Roster
+from thinwire.membership.channel import Channel, secret_in
 
 LIMIT = 600.0  # ends a hang
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.errors import ConfigurationError, PacketError
-from thinwire.group import presence
-from thinwire.group.presence import LIMIT, Presence
+from thinwire.membership import view as presence
+from thinwire.membership.view import LIMIT, Presence
 
 
 def present(name, life="", **said):

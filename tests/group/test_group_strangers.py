@@ -14,11 +14,12 @@ from datetime import timedelta
 
 import pytest
 
-from thinwire.channel import FRAME, HELLO, INTRODUCTION, OTHER_SECRET, WELCOME, Channel, secret_in
 from thinwire.errors import ConfigurationError, DisagreementError, LinkError
-from thinwire.group import Deadlines, Lighthouse, LighthouseMeeting, Rehearsal, Roster
-from thinwire.group.presence import Presence
-from thinwire.group.rehearsal import ThreadMeeting
+from thinwire.membership import Deadlines, Lighthouse, LighthouseMeeting, Roster
+from thinwire.membership.channel import FRAME, HELLO, INTRODUCTION, OTHER_SECRET, WELCOME, Channel, secret_in
+from thinwire.membership.testing import Rehearsal
+from thinwire.membership.testing.cluster import ThreadMeeting
+from thinwire.membership.view import Presence
 from thinwire.version import __version__
 
 SECRET = bytes(range(32))

@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from thinwire.errors import ConfigurationError, ModelError
 from thinwire.lm import launch
 from thinwire.lm.adapters import adapters, attach, merged
+from thinwire.lm.export import stored_model
 from thinwire.lm.huggingface import hugging_face
-from thinwire.lm.job import make_model
 from thinwire.lm.model import SIZES, Transformer
 from thinwire.lm.run import Run
-from thinwire.lm.stored import stored_model
-from thinwire.observe.events import read_events
+from thinwire.lm.setup import make_model
+from thinwire.records.events import read_events
 
 PRESENT = importlib.util.find_spec("peft") is not None
 needs_peft = pytest.mark.skipif(not PRESENT, reason="the extra thinwire[lora] is not installed")

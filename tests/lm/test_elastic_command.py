@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from listening import addresses
 
-from thinwire.channel import secret_in
-from thinwire.group.lighthouse import Lighthouse
-from thinwire.observe.events import read_events
-from thinwire.observe.runs import RunRecord
+from thinwire.membership.channel import secret_in
+from thinwire.membership.lighthouse import Lighthouse
+from thinwire.records.events import read_events
+from thinwire.records.run_record import RunRecord
 
 pytestmark = [
     pytest.mark.slow,
@@ -69,7 +69,7 @@ def train(tmp_path: Path) -> Iterator[Train]:
 def replicas_of(folder: Path, name: str = "") -> list[int]:
     """Process ids of the replicas in `folder`."""
     listed = subprocess.run(
-        ["pgrep", "-f", f"thinwire.lm.elastic {folder}.*{name}"], capture_output=True, text=True, check=False
+        ["pgrep", "-f", f"thinwire.lm.supervisor {folder}.*{name}"], capture_output=True, text=True, check=False
     )
     return [int(line) for line in listed.stdout.split()]
 

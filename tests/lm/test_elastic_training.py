@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-from thinwire import rounds
 from thinwire.cli.train import Options
 from thinwire.diagnosis import Rules
+from thinwire.elastic import round_loop as rounds
 from thinwire.errors import ConfigurationError, DisagreementError, EndedError, LinkError
-from thinwire.exchange import outbox
-from thinwire.group import Deadlines
-from thinwire.group.rehearsal import Killed, Rehearsal, ThreadMeeting
+from thinwire.exchange import send_queue as outbox
 from thinwire.lm import launch, place, trainer
-from thinwire.lm.job import check
 from thinwire.lm.place import Coming, Hindrances, Pace, Place, Share, join
 from thinwire.lm.run import Run
-from thinwire.observe.events import read_events
-from thinwire.observe.runs import RunRecord
-from thinwire.partition import Fragment
+from thinwire.lm.setup import check
+from thinwire.membership import Deadlines
+from thinwire.membership.testing.cluster import Killed, Rehearsal, ThreadMeeting
+from thinwire.pieces.partition import Fragment
+from thinwire.records.events import read_events
+from thinwire.records.run_record import RunRecord
 
 NAMES = ("replica-0", "replica-1", "replica-2")
 

@@ -22,11 +22,13 @@ from listening import addresses, tree
 from safetensors import SafetensorError
 
 from thinwire.checkpoint import read
+from thinwire.comm import Link, ThreadGroup, run_threads
 from thinwire.errors import CheckpointError, ConfigurationError, DataError, DisagreementError, LinkError
-from thinwire.group import Link, ThreadGroup, run_threads
-from thinwire.lm import job, launch, place, stored
+from thinwire.lm import export as stored
+from thinwire.lm import launch, place
+from thinwire.lm import setup as job
 from thinwire.lm.run import Run
-from thinwire.observe.events import EventLog, read_events
+from thinwire.records.events import EventLog, read_events
 from thinwire.simulate.replicas import simulate
 from thinwire.simulate.scenario import Scenario
 

@@ -12,7 +12,7 @@ from pieces import Shuffled, same_bits, toy, weights
 
 import thinwire as tw
 from thinwire import checkpoint
-from thinwire.group import CountedGroup, Ledger
+from thinwire.comm import CountedGroup, Ledger
 from thinwire.lm.run import Run
 from thinwire.methods import METHODS, Averaged, Gain, Plain
 from thinwire.parsing import PIECES, parse

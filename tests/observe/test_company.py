@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from thinwire.observe.company import Circle, Company, Steps, Turn, merged, numbers, placed
-from thinwire.observe.progress import Progress
-from thinwire.observe.report import write_report
-from thinwire.observe.runs import RunRecord, explained
-from thinwire.observe.sessions import Span
-from thinwire.observe.timeline import timeline_chart
+from thinwire.records.membership import Circle, Company, Steps, Turn, merged, numbers, placed
+from thinwire.records.run_record import RunRecord, explained
+from thinwire.records.sessions import Span
+from thinwire.report.progress import Progress
+from thinwire.report.report import write_report
+from thinwire.report.timeline import timeline_chart
 
 Write = Callable[[Path, list[dict[str, Any]]], None]
 Start = Callable[..., dict[str, Any]]

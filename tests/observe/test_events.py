@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from thinwire.errors import DataError
-from thinwire.observe import events
-from thinwire.observe.events import EVENTS, EventLog, Tail, being_written, read_events
+from thinwire.records import events
+from thinwire.records.events import EVENTS, EventLog, Tail, being_written, read_events
 
 SOURCE = Path(events.__file__).parents[1]
 

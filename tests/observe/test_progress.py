@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from thinwire.observe import progress as module
-from thinwire.observe.progress import Progress, compare_table, final_table
-from thinwire.observe.runs import RunRecord
+from thinwire.records.run_record import RunRecord
+from thinwire.report import progress as module
+from thinwire.report.progress import Progress, compare_table, final_table
 
 Write = Callable[[Path, list[dict[str, Any]]], None]
 Start = Callable[..., dict[str, Any]]

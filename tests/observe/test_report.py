@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from thinwire.errors import ConfigurationError, DataError
-from thinwire.observe import timeline
-from thinwire.observe.charts import link_chart, loss_chart, typical_window
-from thinwire.observe.report import write_report
-from thinwire.observe.runs import RunRecord
-from thinwire.observe.timeline import Bar, joined, timeline_chart
+from thinwire.records.run_record import RunRecord
+from thinwire.report import timeline
+from thinwire.report.charts import link_chart, loss_chart, typical_window
+from thinwire.report.report import write_report
+from thinwire.report.timeline import Bar, joined, timeline_chart
 
 Make = Callable[..., Path]
 HOSTILE = "<img src=x onerror=\"document.body.dataset.pwned='yes'\"></script><script>document.body.dataset.pwned='yes'</script>"

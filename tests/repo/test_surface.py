@@ -16,8 +16,8 @@ from pages import ROOT
 
 import thinwire
 from thinwire.cli import VERBS
-from thinwire.cli.plan import BESIDE
-from thinwire.cli.simulate import STUDIES
+from thinwire.cli.plan.command import BESIDE
+from thinwire.cli.simulate.command import STUDIES
 from thinwire.lm.run import Run
 
 # Of a run: options of train and compare, and what a run file holds.
@@ -76,7 +76,7 @@ def test_options_of_a_run():
 
 def options_of(command: str) -> type:
     """The options of a verb, or of what stands beside it."""
-    module = command.replace("simulate ", "studies.").replace("plan ", "planning.")
+    module = command.replace(" ", ".")
     kind: type = importlib.import_module(f"thinwire.cli.{module}").Options
     return kind
 

@@ -12,7 +12,7 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 from thinwire.exchange import Direct
-from thinwire.schedule import Calendar
+from thinwire.pieces.schedule import Calendar
 from thinwire.simulate.scenario import Scenario
 from thinwire.strategy import Gradients, Strategy
 

@@ -13,10 +13,10 @@ from oracle import Oracle
 from pieces import METHODS, Toy, journey
 
 import thinwire as tw
+from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
-from thinwire.group import Link
-from thinwire.policy import Deciding
-from thinwire.schedule import Calendar
+from thinwire.pieces.policy import Deciding
+from thinwire.pieces.schedule import Calendar
 from thinwire.simulate.layers import Stack, compute_utilization
 from thinwire.simulate.replicas import Outcome, Round, simulate
 from thinwire.simulate.scenario import Failures, Outages, Scenario, Stragglers, Wire, spread

@@ -16,23 +16,24 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from thinwire.cli import machine, options
+from thinwire.cli import checks as machine
+from thinwire.cli import options
+from thinwire.cli.checks import Finding, warn_unless
 from thinwire.cli.firewall import rules
-from thinwire.cli.machine import Finding, warn_unless
 from thinwire.codecs import Shapes
+from thinwire.comm import Link, parse_link
 from thinwire.errors import ConfigurationError, ThinwireError
-from thinwire.group import Link, parse_link
 from thinwire.lm import place
-from thinwire.lm.job import make_model, outline_model
 from thinwire.lm.launch import threads_each
 from thinwire.lm.model import Transformer
 from thinwire.lm.run import Run
+from thinwire.lm.setup import make_model, outline_model
 from thinwire.lm.tokenizer import make_tokenizer, open_corpus
 from thinwire.lm.tokens import Bytes, find
-from thinwire.observe.units import text_of_count, text_of_nbytes, text_of_rate, text_of_seconds
 from thinwire.plan.base import base_nbytes
 from thinwire.plan.machine import BASE_NBYTES
 from thinwire.plan.memory import kept_nbytes, replica_memory
+from thinwire.records.units import text_of_count, text_of_nbytes, text_of_rate, text_of_seconds
 from thinwire.strategy import Strategy
 
 LARGE = 1 << 28  # bytes of text above which it is only looked at, not tokenised

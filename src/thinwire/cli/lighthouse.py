@@ -13,10 +13,10 @@ from pathlib import Path
 
 import tyro
 
-from thinwire.channel import PORT, secret_in
 from thinwire.cli import options
 from thinwire.errors import ConfigurationError
-from thinwire.lighthouse import HEARTBEAT_TIMEOUT, Lighthouse
+from thinwire.membership.channel import PORT, secret_in
+from thinwire.membership.server import HEARTBEAT_TIMEOUT, Lighthouse
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import tyro
 from rich.table import Table
 
 from thinwire.errors import ConfigurationError
-from thinwire.observe.terminal import Terminal
+from thinwire.report.terminal import Terminal
 
 if TYPE_CHECKING:
     from thinwire.lm.run import Run  # which needs torch

@@ -16,17 +16,17 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.cli import machine as here
+from thinwire.cli import checks as here
 from thinwire.cli import options
+from thinwire.comm import Group, Link, LinkedGroup, gather, run_threads
 from thinwire.errors import ConfigurationError
-from thinwire.group import Group, Link, LinkedGroup, gather, run_threads
 from thinwire.lm import launch
 from thinwire.lm.run import Run
-from thinwire.observe.units import text_of_count, text_of_nbytes, text_of_rate, text_of_seconds
 from thinwire.plan.compute import probe_machine
 from thinwire.plan.links import replace
 from thinwire.plan.machine import Machine
 from thinwire.plan.probe import Probe, probe_links
+from thinwire.records.units import text_of_count, text_of_nbytes, text_of_rate, text_of_seconds
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,12 @@ from thinwire.cli import doctor, options
 from thinwire.cli.pages import write_report
 from thinwire.errors import ConfigurationError, DataError
 from thinwire.lm import launch
-from thinwire.lm.elastic import Seat, check_seat, train_elastic
-from thinwire.lm.job import check
 from thinwire.lm.run import Run
-from thinwire.observe.progress import Progress, final_table
-from thinwire.observe.runs import RunRecord, explained, text_of_privacy
-from thinwire.observe.terminal import waiting
+from thinwire.lm.setup import check
+from thinwire.lm.supervisor import Seat, check_seat, train_elastic
+from thinwire.records.run_record import RunRecord, explained, text_of_privacy
+from thinwire.report.progress import Progress, final_table
+from thinwire.report.terminal import waiting
 
 DEMO = Run(link="5mbit,30ms")
 

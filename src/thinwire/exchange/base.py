@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, encode_from, joins, joint
+from thinwire.comm.emulated import Link
+from thinwire.comm.group import TAGS, Group, Transfer
 from thinwire.diagnosis.records import Record
 from thinwire.errors import DisagreementError, LinkError, NonFiniteError, PacketError
 from thinwire.exchange.buffers import Buffers
-from thinwire.exchange.messages import STAGE, Message, Piece, Signal
-from thinwire.exchange.outbox import Order, Outbox, Sent
+from thinwire.exchange.chunks import STAGE, Message, Piece, Signal
+from thinwire.exchange.send_queue import Order, Outbox, Sent
 from thinwire.exchange.trace import Trace
-from thinwire.feedback import Feedback
-from thinwire.group.base import TAGS, Group, Transfer
-from thinwire.group.link import Link
 from thinwire.packet import HEADER_NBYTES, REFUSED, STOP, Header, identity, open_packet, payload, seal
-from thinwire.seeds import Key
+from thinwire.pieces.feedback import Feedback
+from thinwire.rng import Key
 from thinwire.state import State
 
 Settle = Callable[[int, Tensor, Callable[[], Tensor]], None]

@@ -37,7 +37,7 @@ from torch import Tensor
 from thinwire.errors import ConfigurationError, DataError
 from thinwire.files import contents, parsed
 from thinwire.lm.tokens import BPE, SUFFIXES, Bytes, Source, Tokenizer, dtype_of, find, pieces, standard_library
-from thinwire.seeds import derive
+from thinwire.rng import derive
 
 FORMAT = 1  # of the cache; a new number rebuilds every cache
 SAMPLE = 256 << 20  # bytes of text that merges are learned from

@@ -21,14 +21,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from thinwire.comm import Link, TorchGroup, parse_link, run_threads, start_torch
 from thinwire.errors import ConfigurationError, LinkError, ThinwireError
-from thinwire.group import Link, TorchGroup, parse_link, run_threads, start_torch
 from thinwire.lm.place import Place, watching_files
 from thinwire.lm.run import Run
 from thinwire.lm.tokenizer import open_corpus
 from thinwire.lm.trainer import Trainer
-from thinwire.observe.events import EventLog, being_written
 from thinwire.printable import printable_lines
+from thinwire.records.events import EventLog, being_written
 
 Tick = Callable[[], object]
 STOPPING = "stopping: all replicas stop after the same inner step, with a checkpoint"

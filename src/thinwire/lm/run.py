@@ -14,15 +14,15 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tomli_w
 
-from thinwire import elastic
+from thinwire.comm import parse_link
+from thinwire.elastic import driver as elastic
 from thinwire.errors import ConfigurationError
 from thinwire.files import contents, parsed
-from thinwire.filters import Clip
-from thinwire.group import parse_link
-from thinwire.group.deadlines import grace_seconds
-from thinwire.inner import AdamW, Inner
+from thinwire.membership.timeouts import grace_seconds
 from thinwire.methods import METHODS, Method
 from thinwire.parsing import PIECES, nearest, parse, pieces_of
+from thinwire.pieces.inner_optimizers import AdamW, Inner
+from thinwire.pieces.transforms import Clip
 from thinwire.recipes import RECIPES
 from thinwire.strategy import Strategy
 

@@ -18,23 +18,24 @@ import torch
 from torch import Tensor
 
 from thinwire import checkpoint
-from thinwire.contact import agree, digest
+from thinwire.comm import CountedGroup, Group, Ledger, LinkedGroup, parse_link
 from thinwire.errors import CheckpointError, ConfigurationError, EndedError, LinkError, ThinwireError
-from thinwire.group import CountedGroup, Group, Ledger, LinkedGroup, Roster, parse_link
-from thinwire.lm.job import learning_rate, make_model
+from thinwire.lm.export import store
 from thinwire.lm.loops import evaluated, micro_batches
 from thinwire.lm.place import Coming, Hindrances, Pace, Place, join, passing_on, roster, shard
 from thinwire.lm.releases import releases
 from thinwire.lm.run import Run
+from thinwire.lm.setup import learning_rate, make_model
 from thinwire.lm.start import start
-from thinwire.lm.stored import store
 from thinwire.lm.tokenizer import keep_tokenizer, open_corpus
+from thinwire.membership import Roster
 from thinwire.methods import Attached, Method, ZerothOrder
-from thinwire.observe.events import EventLog
-from thinwire.partition import Fragment
+from thinwire.pieces.partition import Fragment
+from thinwire.records.events import EventLog
 from thinwire.replica import Replica
+from thinwire.runtime.handshake import agree, digest
+from thinwire.runtime.module_state import clip_alike
 from thinwire.strategy import Gradients, Strategy
-from thinwire.weights import clip_alike
 
 
 @dataclass

@@ -27,9 +27,9 @@ import numpy as np
 import tomli_w
 from numpy.typing import NDArray
 
+from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
 from thinwire.files import contents, parsed
-from thinwire.group import Link
 from thinwire.plan.quantities import rate, rounded
 
 Pair = tuple[int, int]  # sender, receiver

@@ -23,11 +23,11 @@ from typing import Protocol
 import numpy as np
 
 from thinwire.codecs import Codec, Shapes
+from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
 from thinwire.exchange import Exchange
-from thinwire.group import Link
-from thinwire.schedule import Calendar, Rates
-from thinwire.seeds import derive
+from thinwire.pieces.schedule import Calendar, Rates
+from thinwire.rng import derive
 from thinwire.simulate.layers import Floats
 from thinwire.simulate.scenario import Scenario
 from thinwire.simulate.uplinks import Flags, Integers, Messages, Uplinks, send
