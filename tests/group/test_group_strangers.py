@@ -67,8 +67,8 @@ def rounds(lighthouse, secret, attack):
             try:
                 more = 3
                 while more:
-                    more -= over.is_set()
-                    muster = roster.muster({})
+                    muster = roster.muster({"over": over.is_set()})
+                    more -= all(member.claim["over"] for member in muster.members)  # so that all end in the same round
                     yes = muster.decide("land", True, 20.0)
                     results[name] = [m.name for m in muster.members], yes
                     held.release()
