@@ -284,7 +284,10 @@ def connected(store: Store, rank: int, size: int, host: str, seconds: float) -> 
     """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=seconds)
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
+    try:  # connected at once, whatever the environment says: later nobody is let in
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
+    except TypeError:  # an older torch, which knows nothing else
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     addresses = CheckedAddresses(store, size)
     made: dist.ProcessGroup = dist.ProcessGroupGloo(addresses, rank, size, options)  # type: ignore[assignment]
     for file, address in listening().items():
@@ -324,7 +327,7 @@ def start_torch(
         shut_new(heard_before, connections() - before, world_size - 1)
     except (RuntimeError, OSError) as error:  # torch's DistError and its kin
         reason = _first_line(error)
-        if isinstance(error, OSError) or "EADDRINUSE" in str(error) or "address already in use" in str(error):
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
             raise LinkError(f"{where} is in use on this machine. End what holds it, or choose another port.") from error
         if rank == 0:
             advice = f"Start all {world_size} ranks, and check that they reach {where}."
