@@ -37,12 +37,12 @@ UNEQUAL = {
 
 @pytest.mark.parametrize("name", UNEQUAL)
 def test_unequal_numbers_of_steps_are_named(name):
-    """Both numbers, at once: nobody waits for a time-out."""
+    """With the number of the one that took fewer and how far the other is where it shows, at once: nobody waits for a time-out."""
     counts, strategy = UNEQUAL[name]
-    counted = {*counts} if name != "the other has ended long ago" else {20, 40}
     with pytest.raises(tw.DisagreementError, match=r"Every replica must take the same number") as caught:
         tw.run_threads(2, lambda group: train(group, strategy, counts[group.rank]), timeout=600.0)
-    assert counted <= {int(word.strip(",.")) for word in str(caught.value).split() if word.strip(",.").isdigit()}
+    said = [int(word.strip(",.")) for word in str(caught.value).split() if word.strip(",.").isdigit()]
+    assert min(counts) in said and any(min(counts) < number <= max(counts) for number in said)
 
 
 def test_whoever_leaves_for_another_reason_is_not_accused():
