@@ -98,7 +98,7 @@ LONGEST = 10_000  # characters of a composition that is read back
 
 
 def pieces_of(room: str) -> list[str]:
-    """The names of the pieces in thinwire.`room`, such as all codecs."""
+    """The names of the pieces in thinwire.`room`, such as codecs or pieces.partition."""
     return sorted(name for name, piece in PIECES.items() if piece.__module__.startswith(f"thinwire.{room}"))
 
 

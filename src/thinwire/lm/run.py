@@ -198,7 +198,7 @@ class Run:
         own = made.inner if isinstance(made, Strategy) else None
         if self.optimizer is None:
             return own or AdamW()
-        inner = parse(self.optimizer, offered=pieces_of("inner"))
+        inner = parse(self.optimizer, offered=pieces_of("pieces.inner_optimizers"))
         if not isinstance(inner, Inner):
             raise ConfigurationError(f"optimizer={self.optimizer!r}: AdamW, SGD(...) or Muon is needed.")
         if not isinstance(made, Strategy):
@@ -248,7 +248,7 @@ class Run:
 
     def _composed(self) -> Strategy | Method:
         given = {name: getattr(self, name) for name in OF_THE_RECIPE if getattr(self, name) is not None}
-        for name, room in (("codec", "codecs"), ("partition", "partition"), ("exchange", "exchange")):
+        for name, room in (("codec", "codecs"), ("partition", "pieces.partition"), ("exchange", "exchange")):
             if name in given:
                 given[name] = parse(given[name], offered=pieces_of(room))
         if self.partition and self.fragments:
