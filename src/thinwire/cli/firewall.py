@@ -6,8 +6,8 @@ import ipaddress
 from collections.abc import Sequence
 from pathlib import Path
 
-from thinwire.errors import ConfigurationError
 from thinwire.channel import PORT
+from thinwire.errors import ConfigurationError
 
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
