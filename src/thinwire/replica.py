@@ -324,7 +324,9 @@ class Replica:
 
     def _depart(self, piece: Held, moved: Moved, began: float | None = None) -> None:
         began = self._clock() if began is None else began
-        piece.flight = flight = self._crew.launch(self._ticket(piece, piece.rounds, self.step, not self._finished), moved)
+        piece.flight = flight = self._crew.launch(
+            self._ticket(piece, piece.rounds, self.step, not self._finished), moved
+        )
         piece.rounds += 1
         fields = {"fragment": piece.index, "round": flight.number, "nbytes": flight.nbytes}
         self._observe("depart", self.step, **fields, seconds_spent=self._clock() - began)

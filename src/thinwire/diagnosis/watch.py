@@ -3,7 +3,7 @@
 A way is *hot* in a round if its ratio (what it took over what it usually takes) is more than `ratio` times the median of all
 ways, its robust score more than `score`, and it is longer by `seconds` and by an inner step at least (a busy machine delays a thread
 so long by itself); *cold* if it surely is not; else this round does not tell. It counts if it was hot in `rounds` rounds or more, and
-in most, of the last 2 × `rounds` that told, which span `lasting` seconds at least. Then
+in two thirds of the last 2 × `rounds` that told, which span `lasting` seconds at least. Then
 
     all ways out of a replica, but one at most    its sender side
     all ways into it, but one at most             its receiver side
@@ -51,7 +51,7 @@ class Rules:
     ratio: float = 2.0
     score: float = 5.0
     seconds: float = 0.01
-    rounds: int = 5
+    rounds: int = 6
     known: int = 4
     lasting: float = 5.0
 
@@ -87,7 +87,7 @@ class _Past(deque[_Told]):
 
 
 class _Lasting(NamedTuple):
-    """What is so in most of the last rounds: the first and the last, and what it took there (medians)."""
+    """What is so in two thirds of the last rounds: the first and the last, and what it took there (medians)."""
 
     first: int
     last: int
@@ -97,11 +97,11 @@ class _Lasting(NamedTuple):
 
     @classmethod
     def of(cls, told: Sequence[_Told], rules: Rules) -> _Lasting | None:
-        """None, if it was not so in most of what was `told`, or not for long enough."""
+        """None, if it was not so in two thirds of what was `told`, or not for long enough."""
         hot = [one for one in told if one.hot]
         rounds, all_rounds = (sorted({one.round for one in ones}) for ones in (hot, told))
         at = [one.at for one in hot]
-        if 2 * len(hot) <= len(told) or len(rounds) < rules.rounds or max(at) - min(at) < rules.lasting:
+        if 3 * len(hot) < 2 * len(told) or len(rounds) < rules.rounds or max(at) - min(at) < rules.lasting:
             return None
         seconds, usual = (median(getattr(one, what) for one in hot) for what in ("seconds", "usual"))
         when = f"in {len(rounds)} of the last {len(all_rounds)} rounds that tell"
@@ -124,7 +124,9 @@ class Watch:
         self._own: dict[str, _Past] = defaultdict(self._past)
         self._began: dict[str, float] = {}  # when the last round did, on each replica's clock
         self._now = 0.0  # seconds since the first round, by most clocks
-        self._steps: deque[float] = deque(maxlen=2 * self.rules.rounds)  # seconds of an inner step, of the usual replica
+        self._steps: deque[float] = deque(
+            maxlen=2 * self.rules.rounds
+        )  # seconds of an inner step, of the usual replica
 
     def _past(self) -> _Past:
         return _Past(maxlen=2 * self.rules.rounds)
@@ -172,9 +174,7 @@ class Watch:
         def stands_out(longer: float, reading: Reading) -> bool:
             ratio = 1 + longer / reading.usual
             deviation = max(MAD * reading.spread / reading.usual, FLOOR)
-            return (
-                longer > least and ratio > rules.ratio * middle and (ratio - middle) / deviation > rules.score
-            )
+            return longer > least and ratio > rules.ratio * middle and (ratio - middle) / deviation > rules.score
 
         hot = {cell for cell, reading in readings.items() if stands_out(reading.least, reading)}
         cold = {cell for cell, reading in readings.items() if not stands_out(reading.most, reading)}

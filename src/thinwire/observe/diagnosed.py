@@ -237,7 +237,9 @@ def _diagnosed(logs: Sequence[_Log], rules: Rules) -> Diagnosis:
     ways = {cell: _way(list(readings)) for cell, readings in sorted(watch.latest.items())}
     findings = (*stuck([log.seen() for log in logs]), *last)
     doubts = _doubts(logs, names, len(rounds), ways, rules)
-    return Diagnosis(names, findings, tuple(past.values()), ways, len(rounds), tuple(doubts), any(log.going for log in logs))
+    return Diagnosis(
+        names, findings, tuple(past.values()), ways, len(rounds), tuple(doubts), any(log.going for log in logs)
+    )
 
 
 def _way(readings: Sequence[Reading]) -> Way:
