@@ -324,17 +324,17 @@ class Replica:
 
     def _depart(self, piece: Held, moved: Moved, began: float | None = None) -> None:
         began = self._clock() if began is None else began
-        piece.flight = flight = self._crew.launch(self._ticket(piece, piece.rounds, self.step), moved)
+        piece.flight = flight = self._crew.launch(
+            self._ticket(piece, piece.rounds, self.step, not self._finished), moved
+        )
         piece.rounds += 1
         fields = {"fragment": piece.index, "round": flight.number, "nbytes": flight.nbytes}
         self._observe("depart", self.step, **fields, seconds_spent=self._clock() - began)
 
-    def _ticket(self, piece: Held, number: int, step: int) -> Ticket:
-        lands = step + self.strategy.schedule.delay
-        codec = piece.due(self.strategy.policy, number)
-        return Ticket(
-            piece.index, number, step, lands, codec, piece.exchange, piece.codec, piece.policy, self.stall_seconds
-        )
+    def _ticket(self, piece: Held, number: int, step: int, scheduled: bool) -> Ticket:
+        lands, codec = step + self.strategy.schedule.delay, piece.due(self.strategy.policy, number)
+        known = (piece.exchange, piece.codec, piece.policy, self.stall_seconds)
+        return Ticket(piece.index, number, step, lands, codec, *known, scheduled)
 
     def _await(self, piece: Held) -> tuple[Landed, Callable[[], None]]:
         """Wait for the fragment's flight and report it; what comes back second reports the landing, when it is done."""
@@ -450,4 +450,4 @@ class Replica:
             delta = tensors.get(f"{index}.delta", piece.own)  # one tensor where a round takes a whole period
             assert delta is not None
             moved = self._moved(piece, delta.to(piece.anchor.device), self.strategy.outer)
-            piece.flight = self._crew.launch(self._ticket(piece, number, departed), moved)
+            piece.flight = self._crew.launch(self._ticket(piece, number, departed, False), moved)

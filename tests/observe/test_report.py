@@ -80,6 +80,7 @@ def test_the_ledger_is_shown_by_purpose_and_peer(make_run: Make, tmp_path: Path)
     ]  # fmt: skip
     foreseen = RunRecord.load(run).replicas[0].nbytes_sent
     assert f"1,250,000 bytes counted; the departures of the log foresaw {foreseen:,}" in text
+    assert "They differ: " in text
 
 
 @pytest.mark.parametrize("odd", [7, [], {"sent": 3}, {"sent": {"packet": []}}, {"sent": {"packet": {"1": "x"}}}])

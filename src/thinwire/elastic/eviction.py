@@ -72,6 +72,7 @@ class Jury:
             raise
         finally:
             record = round_.record([member.name for member in muster.members], self._own_seconds, over)
+            self._own_seconds = 0.0  # it says how fast this replica was once, and not again for rounds without training
             if self._roster.evict is not None:
                 text = json.dumps(record.facts(), separators=(",", ":"))
                 self._record = text if len(text) <= MOST_RECORD else ""

@@ -9,7 +9,7 @@ of its kind:
     flight      fragment round begin end queued_seconds transfer_seconds
     land        fragment round begin stall_seconds seconds_spent
     refused     fragment round by reason
-    wire        name fragment round own_seconds over sent received
+    wire        name fragment round own_seconds over sent received scheduled
     round       turn fragment members counted committed nbytes seconds_spent reason
     given       to nbytes
     caught_up   turn donor
@@ -68,7 +68,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "flight": ("fragment", "round", "begin", "end", "queued_seconds", "transfer_seconds"),
     "land": ("fragment", "round", "begin", "stall_seconds", "seconds_spent"),
     "refused": ("fragment", "round", "by", "reason"),
-    "wire": ("name", "fragment", "round", "own_seconds", "over", "sent", "received"),
+    "wire": ("name", "fragment", "round", "own_seconds", "over", "sent", "received", "scheduled"),
     "round": ("turn", "fragment", "members", "counted", "committed", "nbytes", "seconds_spent", "reason"),
     "given": ("to", "nbytes"),
     "caught_up": ("turn", "donor"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from math import isfinite, log2
@@ -42,6 +42,7 @@ class Diagnosis:
     """What is wrong now, what was `past`, and `ways`, the delay matrix.
 
     rounds   of which at least two replicas have left a record
+    going    whether the run still goes on
     doubts   what could not be looked at, or not be told apart, and why
     """
 
@@ -51,6 +52,7 @@ class Diagnosis:
     ways: Mapping[Cell, Way] = field(default_factory=dict)
     rounds: int = 0
     doubts: tuple[str, ...] = ()
+    going: bool = False
 
     @property
     def verdict(self) -> str:
@@ -62,7 +64,8 @@ class Diagnosis:
         """For people: every finding with its figures and what to do, then what was before, then the doubts."""
         said = []
         for finding in self.findings:
-            said += [f"{finding.syndrome}: {finding.culprit}.", f"  {_figures(finding)}", f"  {finding.advice}"]
+            figures = _figures(finding, self.going)
+            said += [f"{finding.syndrome}: {finding.culprit}.", f"  {figures}", f"  {finding.advice}"]
         if not self.findings:
             said.append(f"{self.verdict[0].upper()}{self.verdict[1:]}.")
         said += [f"Earlier, rounds {f.first} to {f.last}: {f.syndrome}: {f.culprit}." for f in self.past]
@@ -144,10 +147,16 @@ def delay_page(diagnosis: Diagnosis) -> str:
     return said + table(["", *(f"to {name}" for name in diagnosis.names)], rows, len(diagnosis.names))
 
 
-def _figures(finding: Finding) -> str:
+def _figures(finding: Finding, going: bool) -> str:
     when = f"since round {finding.first}" if finding.last > finding.first else f"in round {finding.last}"
     if finding.syndrome in (Syndrome.HUNG_LINK, Syndrome.HUNG_REPLICA):
-        return f"{finding.detail}; for {text_of_seconds(finding.seconds)} now (a round takes {text_of_seconds(finding.usual)} otherwise)."
+        waited, usual = text_of_seconds(finding.seconds), text_of_seconds(finding.usual)
+        if going:
+            return f"{finding.detail}; for {waited} now (a round takes {usual} otherwise)."
+        return (
+            f"{finding.detail}; {text_of_seconds(finding.began)} after the start. Nothing more came in the {waited} until the logs "
+            f"end (a round takes {usual} otherwise)."
+        )
     return f"{finding.detail}: {text_of_seconds(finding.seconds)}, not {text_of_seconds(finding.usual)}; {when}."
 
 
@@ -164,6 +173,7 @@ class _Log:
     now: float = 0.0
     ended: bool = False
     damaged: int = 0
+    going: bool = False
 
     @classmethod
     def read(cls, path: Path) -> _Log | None:
@@ -180,7 +190,8 @@ class _Log:
             log._take(event, roster)
         log.now = max((finite(event["seconds"]) for event in events), default=0.0)
         log.ended = any(event["event"] in ("end", "stop") for event in events)
-        if being_written(path):
+        log.going = being_written(path)
+        if log.going:
             log.now += max(0.0, time.time() - path.stat().st_mtime)  # silent since then
         return log
 
@@ -223,16 +234,20 @@ def _diagnosed(logs: Sequence[_Log], rules: Rules) -> Diagnosis:
         past |= {finding.cause: finding for finding in last}
     for finding in last:
         past.pop(finding.cause, None)
-    ways = {cell: _way(readings) for cell, readings in sorted(watch.latest.items())}
+    ways = {cell: _way(list(readings)) for cell, readings in sorted(watch.latest.items())}
     findings = (*stuck([log.seen() for log in logs]), *last)
     doubts = _doubts(logs, names, len(rounds), ways, rules)
-    return Diagnosis(names, findings, tuple(past.values()), ways, len(rounds), tuple(doubts))
+    return Diagnosis(
+        names, findings, tuple(past.values()), ways, len(rounds), tuple(doubts), any(log.going for log in logs)
+    )
 
 
-def _way(readings: Iterable[Reading]) -> Way:
+def _way(readings: Sequence[Reading]) -> Way:
     """The median of the last ones."""
-    seconds = [r.usual + (r.least if isfinite(r.least) else min(0.0, r.most)) for r in readings]
-    return Way(median(r.usual for r in readings), median(seconds))
+    longer = [r.least if isfinite(r.least) else min(0.0, r.most) for r in readings]
+    # A difference below zero is that of both directions together: half of it is this one's.
+    seconds = [r.usual + (more if more > 0 else more / 2) for r, more in zip(readings, longer)]
+    return Way(median(r.usual for r in readings), max(0.0, median(seconds)))
 
 
 def _doubts(

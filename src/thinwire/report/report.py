@@ -235,6 +235,7 @@ def _fragments(record: RunRecord, several: bool) -> str:
 
 def _wire(record: RunRecord, several: bool) -> str:
     rows, predicted, counted, emulated = [], 0, 0, record.bits_per_second is not None
+    unknown = [replica.name for replica in record.replicas if not replica.ledger]
     for replica in record.replicas:
         predicted += replica.nbytes_sent
         for purpose, peer, sent, received in replica.ledger:
@@ -258,7 +259,23 @@ def _wire(record: RunRecord, several: bool) -> str:
     sums = (
         f"Packets, all replicas together: {counted:,} bytes counted; the departures of the log foresaw {predicted:,}."
     )
+    if counted != predicted:
+        sums += " " + _difference(record, unknown)
     return _run_title(record, several) + table(head, rows, 7) + f'<p class="remark">{sums}</p>'
+
+
+def _difference(record: RunRecord, unknown: Sequence[str]) -> str:
+    """Why bytes that were counted are not those that were foreseen, as far as the events tell."""
+    why = [f"no ledger of {', '.join(unknown)} is here (it is written when a replica ends)"] if unknown else []
+    refused = max(sum(replica.refused.values()) for replica in record.replicas)
+    failed = sum(turn.committed is not True for turn in max((r.turns for r in record.replicas), key=len, default=()))
+    caught_up = sum(note.kind == "caught_up" for replica in record.replicas for note in replica.notes)
+    if any(replica.sessions > 1 for replica in record.replicas):
+        why.append("the ledger of a replica that was started again knows its last session only")
+    for count, what in ((refused, "refused"), (failed, "failed")):
+        why += [f"rounds that were {what} ({count}) were sent in part, or again"] if count else []
+    why += [f"replicas caught up {caught_up} times, for which others sent no packets"] if caught_up else []
+    return "They differ: " + ("; ".join(why) or "the events do not tell why") + "."
 
 
 def _notes(record: RunRecord, several: bool) -> str:

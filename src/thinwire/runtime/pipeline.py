@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -75,6 +75,7 @@ class Ticket:
     fitted: Codec  # the strategy's own, from which the policy has made `codec`
     policy: State
     stalled: float = 0.0  # seconds that the main thread has waited so far
+    scheduled: bool = True  # else it departs with others at once: training has ended, or goes on from a checkpoint
 
 
 Observe = Callable[..., None]
@@ -188,7 +189,8 @@ class Crew:
         finally:
             if recorded(ticket.number) or not over:
                 names = [str(rank) for rank in range(round_.size)]
-                self._observe("wire", ticket.departs, **round_.record(names, own_seconds, over).facts())
+                record = replace(round_.record(names, own_seconds, over), scheduled=ticket.scheduled)
+                self._observe("wire", ticket.departs, **record.facts())
         void = arrival.void or any(f & REFUSED for f in arrival.flags)
         verdict = 0 if not void and moved.finish() else REFUSED
         moved.close()
