@@ -22,7 +22,7 @@ from rich.console import Console
 
 from thinwire.checkpoint import read
 from thinwire.cli import main
-from thinwire.cli.simulate import command as simulate
+from thinwire.cli import simulate
 from thinwire.lm import tokens
 from thinwire.lm.run import Run
 from thinwire.records import events as events_module
