@@ -104,6 +104,7 @@ FAST = {
     "eager_diloco",
     "1-bit, both sides",
     "two sites",
+    "qsr",  # alone remembers when its round began
 }
 
 
