@@ -268,3 +268,13 @@ def test_law_7_another_seed_is_another_run():
     """So that equality above is not for want of anything to differ."""
     a, b = (journey(METHODS["streaming_diloco"], 2, steps=8, seed=seed)[0] for seed in (0, 1))
     assert not same_bits(a.final, b.final)
+
+
+def test_law_7_another_seed_draws_otherwise():
+    """The strategy's own seed, over the same batches: what codecs draw by chance follows it, in every round."""
+
+    def final(seed):
+        codec = tw.RandomK(0.5, tw.Identity())
+        return journey(tw.Strategy(schedule=tw.Every(3), codec=codec, seed=seed), 2, steps=6)[0].final
+
+    assert same_bits(final(1), final(1)) and not same_bits(final(1), final(2))
