@@ -21,8 +21,7 @@ import pytest
 from rich.console import Console
 
 from thinwire.checkpoint import read
-from thinwire.cli import main
-from thinwire.cli import simulate
+from thinwire.cli import main, simulate
 from thinwire.lm import tokens
 from thinwire.lm.run import Run
 from thinwire.records import events as events_module

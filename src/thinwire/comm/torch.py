@@ -284,7 +284,7 @@ def connected(store: Store, rank: int, size: int, host: str, seconds: float) -> 
     """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=seconds)
-    try:  # connected at once, whatever gloo was told: later nobody is let in
+    try:  # connected at once, whatever torch was told to do: later nobody is let in
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
     except TypeError:  # an older torch, which knows nothing else
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
