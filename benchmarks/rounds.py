@@ -22,8 +22,7 @@ from torch import Tensor
 from thinwire import parse
 from thinwire.codecs import Codec
 from thinwire.comm import CountedGroup, Ledger, TorchGroup, gather, start_torch
-from thinwire.exchange import Air, Exchange
-from thinwire.exchange import testing as once
+from thinwire.exchange import Air, Exchange, once
 from thinwire.packet import HEADER_NBYTES
 from thinwire.rng import Key
 

@@ -11,8 +11,7 @@ import thinwire as tw
 from thinwire.codecs import check_finite, packet_nbytes
 from thinwire.codecs.bits import pack, packed_nbytes, unpack
 from thinwire.comm import ThreadGroup
-from thinwire.exchange import Air, Round
-from thinwire.exchange import testing as once
+from thinwire.exchange import Air, Round, once
 from thinwire.packet import HEADER_NBYTES, REFUSED
 from thinwire.rng import Key
 from thinwire.rng import draw as rng

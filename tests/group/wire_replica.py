@@ -19,8 +19,7 @@ import torch
 from thinwire.codecs import Identity
 from thinwire.comm import CountedGroup, Ledger, TorchGroup, gather, start_torch
 from thinwire.comm.pacing import connections
-from thinwire.exchange import Air, Direct
-from thinwire.exchange import testing as once
+from thinwire.exchange import Air, Direct, once
 from thinwire.rng import Key
 
 NUMELS = (0, 1, 300, 25_000, 750_000)
