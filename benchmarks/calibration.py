@@ -40,12 +40,12 @@ from rich.table import Table
 from torch import nn
 
 from thinwire import Identity, Replica, Strategy, diloco, streaming_diloco
-from thinwire.group import Group, Link, LinkedGroup
+from thinwire.comm import Group, Link, LinkedGroup
 from thinwire.lm import launch
 from thinwire.lm.run import Run
-from thinwire.observe.runs import RunRecord
 from thinwire.plan.compute import codec_speed, skeleton
 from thinwire.plan.probe import probe_links
+from thinwire.records.run_record import RunRecord
 from thinwire.simulate.replicas import simulate
 from thinwire.simulate.scenario import Scenario, Wire
 

@@ -31,7 +31,7 @@ import thinwire as tw
 from thinwire import kernels
 from thinwire.codecs import Codec, warm_up
 from thinwire.kernels import reference
-from thinwire.seeds import Key
+from thinwire.rng import Key
 
 SEED = 0
 SIZES = (1 << 10, 1 << 15, 1 << 20, 1 << 24, 1 << 28)  # bytes of input

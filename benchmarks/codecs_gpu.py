@@ -25,7 +25,7 @@ from rich.table import Table
 
 import thinwire as tw
 from thinwire.codecs import Codec
-from thinwire.seeds import Key
+from thinwire.rng import Key
 
 SEED, TURNS = 0, 21
 SIZES = (1 << 20, 1 << 24, 1 << 28)  # bytes of input

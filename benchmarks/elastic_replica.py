@@ -22,7 +22,8 @@ from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported without saying so
 
 from thinwire import Replica, Sequential, streaming_diloco
-from thinwire.group import Deadlines, LighthouseMeeting, Link, Roster
+from thinwire.comm import Link
+from thinwire.membership import Deadlines, LighthouseMeeting, Roster
 
 
 @dataclass(frozen=True)

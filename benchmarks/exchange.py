@@ -38,7 +38,7 @@ from rich.table import Table
 from rounds import ALL_REDUCE, Case, Part
 from router import Router
 
-from thinwire.group import Link
+from thinwire.comm import Link
 
 SIZES = (10_000, 100_000, 1_000_000, 10_000_000, 40_000_000)
 LONGEST = 2.6  # seconds of an ideal round; what takes longer is left out

@@ -23,10 +23,10 @@ from torch import Tensor
 
 import thinwire as tw
 from thinwire.codecs import Shapes, fitted
-from thinwire.lm.job import learning_rate, make_model
 from thinwire.lm.run import Run
+from thinwire.lm.setup import learning_rate, make_model
 from thinwire.lm.tokenizer import open_corpus
-from thinwire.seeds import Key
+from thinwire.rng import Key
 
 NUMEL = 1 << 20
 EVERY = 30

@@ -30,9 +30,9 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire.lm import launch
-from thinwire.lm.job import make_model
 from thinwire.lm.model import SIZES, Transformer
 from thinwire.lm.run import Run
+from thinwire.lm.setup import make_model
 from thinwire.lm.tokenizer import open_corpus
 from thinwire.plan.memory import Memory, replica_memory
 

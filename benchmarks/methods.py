@@ -26,7 +26,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import Replica, Strategy, TorchGroup, parse
-from thinwire.group import CountedGroup, Ledger, start_torch
+from thinwire.comm import CountedGroup, Ledger, start_torch
 from thinwire.lm.model import SIZES, Transformer
 
 TIMEOUT = 300.0  # seconds; nobody dies here

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from thinwire import parse
 from thinwire.codecs import Codec
+from thinwire.comm import CountedGroup, Ledger, TorchGroup, gather, start_torch
 from thinwire.exchange import Air, Exchange, once
-from thinwire.group import CountedGroup, Ledger, TorchGroup, gather, start_torch
 from thinwire.packet import HEADER_NBYTES
-from thinwire.seeds import Key
+from thinwire.rng import Key
 
 TIMEOUT = 120.0  # seconds; nobody dies here
 ALL_REDUCE = "gloo all-reduce"

@@ -29,8 +29,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from thinwire.group import Link
-from thinwire.group.link import Uplink
+from thinwire.comm import Link
+from thinwire.comm.emulated import Uplink
 
 QUEUE_SECONDS = 0.1
 MTU = 1500

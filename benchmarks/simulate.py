@@ -28,8 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire import streaming_diloco
-from thinwire.group import Link
-from thinwire.seeds import derive
+from thinwire.comm import Link
+from thinwire.rng import derive
 from thinwire.simulate.layers import Stack
 from thinwire.simulate.replicas import simulate
 from thinwire.simulate.scenario import Failures, Outages, Scenario, Stragglers, Wire, spread

@@ -24,11 +24,11 @@ import torch
 from thinwire import Gradients, Strategy
 from thinwire.lm.model import SIZES, Transformer
 from thinwire.methods import METHODS, Averaged, ControlVariates, Flasc, Method
-from thinwire.partition import Fragment
+from thinwire.pieces.partition import Fragment
+from thinwire.pieces.policy import Deciding
+from thinwire.pieces.schedule import Adaptive
 from thinwire.plan.memory import kept_nbytes
-from thinwire.policy import Deciding
 from thinwire.recipes import RECIPES
-from thinwire.schedule import Adaptive
 
 ROOT = Path(__file__).parents[1]
 FAMILY = "benchmarks/results/family.json"

@@ -19,9 +19,9 @@ from typing import Any
 import recipes
 
 from thinwire import parse
-from thinwire.group import parse_link
-from thinwire.observe.charts import View, colour
-from thinwire.observe.svg import drawing
+from thinwire.comm import parse_link
+from thinwire.report.charts import View, colour
+from thinwire.report.svg import drawing
 
 ROOT = Path(__file__).parents[1]
 PAGES = (

@@ -15,7 +15,7 @@ import torch
 from torch import distributed, nn
 
 import thinwire as tw
-from thinwire.group import CountedGroup, Ledger, start_torch
+from thinwire.comm import CountedGroup, Ledger, start_torch
 
 
 def train(steps: int) -> None:

@@ -14,7 +14,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import thinwire as tw
-from thinwire.group import CountedGroup, Ledger
+from thinwire.comm import CountedGroup, Ledger
 
 STRATEGIES = {
     "data_parallel": tw.data_parallel(),

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import thinwire as tw
-from thinwire.group import start_torch
+from thinwire.comm import start_torch
 
 REPLICAS = 2
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from torch import nn
 
 import thinwire as tw
-from thinwire.group import Link, LinkedGroup
+from thinwire.comm import Link, LinkedGroup
 
 
 def run(link: Link, delay: int, steps: int, step_seconds: float) -> tuple[float, float]:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 import thinwire as tw
-from thinwire.group import CountedGroup, Ledger
+from thinwire.comm import CountedGroup, Ledger
 from thinwire.lm import launch
-from thinwire.lm.job import make_model
 from thinwire.lm.run import Run
+from thinwire.lm.setup import make_model
 from thinwire.methods import ZerothOrder, just_one_byte
 
 

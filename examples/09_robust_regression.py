@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, distributed
 
-from thinwire.group import CountedGroup, Ledger, TorchGroup, start_torch
+from thinwire.comm import CountedGroup, Ledger, TorchGroup, start_torch
 from thinwire.methods import Masha1, Saddle, saddle
 
 N, PAIRS, RHO, BETA = 20, 200, 0.01, 8.0

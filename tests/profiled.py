@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from thinwire.codecs import Codec, warm_up
 from thinwire.lm.huggingface import hugging_face
 from thinwire.lm.model import Architecture, Transformer
-from thinwire.seeds import Key
+from thinwire.rng import Key
 
 
 def of_a_codec(codec: Codec, numel: int, times: int) -> tuple[list[int], int]:

@@ -4,183 +4,27 @@ Every replica trains by itself; now and then one fragment of the model is exchan
 while training goes on.
 """
 
-from thinwire.codecs import (
-    DCT,
-    E2M1,
-    E3M0,
-    E4M3,
-    E5M2,
-    Cast,
-    ChunkedTopK,
-    Codebook,
-    Codec,
-    Each,
-    Hadamard,
-    Identity,
-    Int,
-    Levels,
-    Linear,
-    LowRank,
-    OverSenders,
-    RandomK,
-    Shaped,
-    Sign,
-    Squares,
-    TopK,
-)
-from thinwire.errors import (
-    CheckpointError,
-    ConfigurationError,
-    DataError,
-    DisagreementError,
-    LinkError,
-    ModelError,
-    NonFiniteError,
-    PacketError,
-    PeerError,
-    ThinwireError,
-)
-from thinwire.exchange import AllReduce, Direct, Exchange, Fastest, Hierarchy, TwoShot
-from thinwire.feedback import Feedback
-from thinwire.filters import Clip, Filter, Moments, Momentum, Settled, Signs
-from thinwire.group import Group, ThreadGroup, TorchGroup, run_threads
-from thinwire.hook import GradientHook
-from thinwire.inner import SGD, AdamW, Inner, Muon
-from thinwire.lgreco import LGreCo
-from thinwire.merge import Eager, Mix, Reset
-from thinwire.outer import Average, HeavyBall, Nesterov, Outer
-from thinwire.partition import BySize, Fragment, Partition, Sequential, Strided, Whole
-from thinwire.policy import Constant, DenseUntil, DensityWarmup, Policy
-from thinwire.privacy import Privacy
-from thinwire.recipes import (
-    cgx,
-    co2,
-    data_parallel,
-    demo,
-    dgc,
-    diloco,
-    eager_diloco,
-    econtrol,
-    ef14,
-    ef21,
-    l_greco,
-    local_sgd,
-    muloco,
-    one_bit_adam,
-    outer_dgc,
-    power_sgd,
-    qsgd,
-    qsr,
-    sparse_loco,
-    streaming_diloco,
-)
-from thinwire.replica import Replica
-from thinwire.schedule import Every, Quadratic, Schedule, Staggered, short_first
-from thinwire.strategy import Deltas, Gradients, Strategy, parse
+import typing as _typing
+from importlib import import_module as _import_module
+from importlib.util import find_spec as _find_spec
+
 from thinwire.version import __version__ as __version__
 
-__all__ = [
-    "DCT",
-    "E2M1",
-    "E3M0",
-    "E4M3",
-    "E5M2",
-    "SGD",
-    "AdamW",
-    "AllReduce",
-    "Average",
-    "BySize",
-    "Cast",
-    "CheckpointError",
-    "ChunkedTopK",
-    "Clip",
-    "Codebook",
-    "Codec",
-    "ConfigurationError",
-    "Constant",
-    "DataError",
-    "Deltas",
-    "DenseUntil",
-    "DensityWarmup",
-    "Direct",
-    "DisagreementError",
-    "Each",
-    "Eager",
-    "Every",
-    "Exchange",
-    "Fastest",
-    "Feedback",
-    "Filter",
-    "Fragment",
-    "GradientHook",
-    "Gradients",
-    "Group",
-    "Hadamard",
-    "HeavyBall",
-    "Hierarchy",
-    "Identity",
-    "Inner",
-    "Int",
-    "LGreCo",
-    "Levels",
-    "Linear",
-    "LinkError",
-    "LowRank",
-    "Mix",
-    "ModelError",
-    "Moments",
-    "Momentum",
-    "Muon",
-    "Nesterov",
-    "NonFiniteError",
-    "Outer",
-    "OverSenders",
-    "PacketError",
-    "Partition",
-    "PeerError",
-    "Policy",
-    "Privacy",
-    "Quadratic",
-    "RandomK",
-    "Replica",
-    "Reset",
-    "Schedule",
-    "Sequential",
-    "Settled",
-    "Shaped",
-    "Sign",
-    "Signs",
-    "Squares",
-    "Staggered",
-    "Strategy",
-    "Strided",
-    "ThinwireError",
-    "ThreadGroup",
-    "TopK",
-    "TorchGroup",
-    "TwoShot",
-    "Whole",
-    "cgx",
-    "co2",
-    "data_parallel",
-    "demo",
-    "dgc",
-    "diloco",
-    "eager_diloco",
-    "econtrol",
-    "ef14",
-    "ef21",
-    "l_greco",
-    "local_sgd",
-    "muloco",
-    "one_bit_adam",
-    "outer_dgc",
-    "parse",
-    "power_sgd",
-    "qsgd",
-    "qsr",
-    "run_threads",
-    "short_first",
-    "sparse_loco",
-    "streaming_diloco",
-]
+if _typing.TYPE_CHECKING:
+    from thinwire.public import *  # noqa: F403
+    from thinwire.public import __all__ as __all__
+else:
+
+    def __getattr__(name: str) -> object:
+        """The public names, at the first use of one: `thinwire lighthouse` and `thinwire --help` need no torch."""
+        if not name.startswith("_") and _find_spec(f"thinwire.{name}"):
+            return _import_module(f"thinwire.{name}")
+        if not name.startswith("_") or name == "__all__":
+            public = _import_module("thinwire.public")
+            globals().update({each: getattr(public, each) for each in public.__all__}, __all__=public.__all__)
+        if name in globals():
+            return globals()[name]
+        raise AttributeError(f"module 'thinwire' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*__getattr__("__all__"), *globals()})

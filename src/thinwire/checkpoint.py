@@ -12,9 +12,11 @@ manifest does not fit its files is damaged; the one before is used. Nothing in a
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,18 +24,20 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from thinwire.errors import CheckpointError
-from thinwire.group.base import Group, gather
-from thinwire.partition import local
+from thinwire.comm.group import Group, gather
+from thinwire.errors import CheckpointError, PacketError
+from thinwire.files import contents, opened, parsed, save_file
+from thinwire.pieces.partition import local
 from thinwire.version import __version__
 
 FORMAT = 1
 _FILES = ("model.safetensors", "inner.safetensors", "outer.safetensors")
+_MANIFEST = {"step": int, "strategy": str, "facts": dict, "groups": dict, "notes": dict, "files": dict}
 
 
 class Trained(Protocol):
@@ -64,7 +68,7 @@ class Checkpoint:
 
 
 def save(folder: Path, replica: Trained, notes: Mapping[str, Any], keep: int = 3) -> Path:
-    """Write `replica` and the caller's `notes` (JSON) to `folder`/step-N and drop all but the last `keep`.
+    """Write `replica` and the caller's `notes` (JSON) to `folder`/step-N and drop all but the last `keep` up to it.
 
     Never waits for what is in the air. Raises `CheckpointError` if the disk does not take it; what was there stays.
     """
@@ -86,7 +90,7 @@ def save(folder: Path, replica: Trained, notes: Mapping[str, Any], keep: int = 3
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         for name, content in zip(_FILES, contents):
-            save_file({key: value.detach().cpu().contiguous() for key, value in content.items()}, partial / name)
+            save_file(_apart(content), partial / name)
         manifest["files"] = {name: _fingerprint(partial / name) for name in _FILES}
         (partial / "manifest.json").write_text(json.dumps(manifest, indent=1))
         for name in (*_FILES, "manifest.json", "."):
@@ -96,49 +100,105 @@ def save(folder: Path, replica: Trained, notes: Mapping[str, Any], keep: int = 3
         _flush(folder)
     except (OSError, RuntimeError, SafetensorError) as error:  # what safetensors makes of a full disk is no OSError
         shutil.rmtree(partial, ignore_errors=True)
+        nbytes = sum(t.numel() * t.element_size() for content in contents for t in content.values())
         raise CheckpointError(
-            f"no checkpoint at step {replica.step}: {folder}: {error}. Training needs about "
-            f"{sum(t.numel() * t.element_size() for content in contents for t in content.values()):,} bytes there; free some space."
+            f"no checkpoint at step {replica.step}: {folder}: {error}. {_remedy(error, nbytes)}"
         ) from error
-    for old in sorted(folder.glob("step-*"))[:-keep]:
+    # what is of later steps was passed over by a resume, and counts for nothing
+    for old in sorted(path for path in folder.glob("step-*") if path.name <= final.name)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def _remedy(error: Exception, nbytes: int) -> str:
+    """What to do about a checkpoint that was not written."""
+    told = re.search(r"\(os error (\d+)\)", str(error))  # by safetensors
+    number = int(told[1]) if told else getattr(error, "errno", None)
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return f"Training needs about {nbytes:,} bytes there; free some space."
+    if number is not None:
+        return "That is not for want of space: see that the folder can be written, or choose another --out."
+    return "That is not the disk's fault: this state cannot be written, and later ones may not be either; report it."
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """On the CPU, no two in one storage: a file holds each by itself."""
+    apart: dict[str, Tensor] = {}
+    storages = set()
+    for name, value in tensors.items():
+        alone = value.detach().cpu().contiguous()
+        if alone.untyped_storage().data_ptr() in storages:
+            alone = alone.clone()
+        storages.add(alone.untyped_storage().data_ptr())
+        apart[name] = alone
+    return apart
 
 
 def read(path: Path) -> Checkpoint:
     """Check every file of `path` against its manifest. Raises `CheckpointError` saying what is wrong."""
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
-        files = manifest["files"]
-        problem = next((name for name in _FILES if files[name] != _fingerprint(path / name)), None)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        manifest = parsed(json.loads, contents(path / "manifest.json"))
+        if manifest["format"] != FORMAT:
+            raise CheckpointError(
+                f"{path} has format {manifest['format']!r:.40}, this version reads {FORMAT}; use the version that wrote it."
+            )
+        problem = _problem(path, manifest)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}.") from error
     if problem:
-        raise CheckpointError(f"{path} is damaged: {problem} is not what was written (size or checksum).")
-    if manifest["format"] != FORMAT:
-        raise CheckpointError(
-            f"{path} has format {manifest['format']}, this version reads {FORMAT}; use the version that wrote it."
-        )
+        raise CheckpointError(f"{path} is damaged: {problem}.")
     return Checkpoint(path, manifest)
+
+
+def _problem(path: Path, manifest: Mapping[str, Any]) -> str:
+    """In what the files differ from their manifest, or that from its folder's name; empty if in nothing."""
+    if odd := [name for name, kind in _MANIFEST.items() if type(manifest[name]) is not kind]:
+        return f"its manifest has no sound {', '.join(odd)}"
+    if path.name != f"step-{manifest['step']:08d}":
+        return f"its manifest is of another step, {manifest['step']!s:.40}"
+    for name in _FILES:
+        if manifest["files"][name] != _fingerprint(path / name):
+            return f"{name} is not what was written (size or checksum)"
+        with safe_open(path / name, "pt"):  # its header says where each tensor lies, and is checked against the file
+            pass
+    return ""
 
 
 def newest_common(
     folder: Path, group: Group, site: Group | None = None
 ) -> tuple[Checkpoint | None, list[dict[str, str]]]:
-    """The newest step of which every rank has a whole checkpoint, and what was passed over, with reasons. Collective."""
+    """The newest step of which every rank has a whole checkpoint, and what was passed over, with reasons. Collective.
+
+    Where there is no such step, the reasons say what each rank has.
+    """
     found, skipped = _sound(folder)
-    common = set(found)
-    for circle in (group, site):
+    common, held = set(found), []
+    for who, circle in (("replica", group), ("shard", site)):
         if circle is not None:
-            told = gather(circle, json.dumps(sorted(common)).encode(), 1 << 16, "resume")
-            common = set.intersection(*(set(json.loads(text)) for text in told))
-    step = max(common, default=None)
+            told = [_steps(text) for text in gather(circle, json.dumps(sorted(common)).encode(), 1 << 16, "resume")]
+            held += [{"path": f"{who} {rank}", "reason": _held(steps)} for rank, steps in enumerate(told)]
+            common = set.intersection(*told)
+    if not common:
+        return None, skipped + held
+    step = max(common)
     skipped += [
         {"path": str(checkpoint.path), "reason": "another replica has no whole checkpoint of this step"}
         for s, checkpoint in found.items()
-        if s > (-1 if step is None else step)
+        if s > step
     ]
-    return (None if step is None else found[step]), skipped
+    return found[step], skipped
+
+
+def _steps(text: bytes) -> set[int]:
+    """The steps of which a rank says that it has whole checkpoints."""
+    try:
+        return {int(step) for step in parsed(json.loads, text)}
+    except (ValueError, TypeError, OverflowError) as error:
+        raise PacketError(f"{text[:40]!r} is no list of the steps of checkpoints ({error}).") from None
+
+
+def _held(steps: set[int]) -> str:
+    return f"has whole checkpoints of step {', '.join(map(str, sorted(steps)))}" if steps else "has no whole checkpoint"
 
 
 def newest(folder: Path) -> tuple[Checkpoint | None, list[dict[str, str]]]:
@@ -231,8 +291,11 @@ def _sharded_like(value: Any, parameter: Tensor) -> Any:
 
 def _fingerprint(path: Path) -> list[Any]:
     """Size and BLAKE2b of a file."""
-    with path.open("rb") as file:
-        return [path.stat().st_size, hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()]
+    with opened(path) as file:
+        return [
+            os.fstat(file.fileno()).st_size,
+            hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest(),
+        ]
 
 
 def _flush(path: Path) -> None:

@@ -9,6 +9,7 @@
     ├── NonFiniteError                    NaN or infinity in a delta; refused before it reaches an anchor
     └── PeerError                         the fault lies between replicas
         ├── DisagreementError             replicas differ in model, strategy or code version
+        ├── EndedError                    the run has ended without this replica
         └── LinkError                     a peer is gone, or a message did not come in time
             └── UndecidedError            what the members of a muster decided cannot be learnt
 
@@ -52,6 +53,10 @@ class PeerError(ThinwireError):
 
 class DisagreementError(PeerError):
     """Replicas differ in model, strategy or code version."""
+
+
+class EndedError(PeerError):
+    """The run has ended without this replica, and its final state is not to be had from anybody who is there."""
 
 
 class LinkError(PeerError):

@@ -6,9 +6,10 @@
 | 2     | version  | of this format                                                   |
 | 2     | flags    | `REFUSED`: no values inside, drop the round; `STOP`: sender wants to stop |
 | 4     | codec    | CRC-32 of the codec's own text, so that its parameters count too |
-| 4     | sender   | replica                                                          |
-| 4     | fragment | index                                                            |
+| 2     | sender   | replica                                                          |
+| 2     | fragment | index                                                            |
 | 4     | round    | how often this fragment has departed before                      |
+| 4     | step     | inner step after which it departs, the same on all; 0: not said  |
 | 4     | part     | which message of the round: its stage, and its place there       |
 | 8     | numel    | elements of the delta in this message                            |
 | 8     | nbytes   | of the payload                                                   |
@@ -28,13 +29,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.errors import PacketError
+from thinwire.errors import DisagreementError, PacketError
 
 MAGIC = b"TWPK"
-VERSION = 2
+VERSION = 3
 REFUSED = 1
 STOP = 2
-_LAYOUT = struct.Struct("<4sHHIIIIIQQI")
+MOST = 1 << 16  # replicas of a group, and fragments
+_LAYOUT = struct.Struct("<4sHHIHHIIIQQI")
 _CHECKSUM = struct.Struct("<I")
 HEADER_NBYTES = _LAYOUT.size
 
@@ -51,6 +53,7 @@ class Header:
     numel: int
     nbytes: int
     flags: int = 0
+    step: int = 0
 
 
 def identity(codec: object) -> int:
@@ -69,19 +72,25 @@ def flags_of(packet: Tensor) -> int:
 
 
 def seal(packet: Tensor, header: Header) -> None:
-    """Write `header` and the checksum in front of the payload that `packet` already holds."""
+    """Write `header` and the checksum in front of the payload that `packet` already holds. Raises `PacketError`."""
     view = packet.numpy().data
-    _LAYOUT.pack_into(
-        view, 0, MAGIC, VERSION, header.flags, header.codec, header.sender, header.fragment,
-        header.round, header.part, header.numel, header.nbytes, 0,
-    )  # fmt: skip
+    try:
+        _LAYOUT.pack_into(
+            view, 0, MAGIC, VERSION, header.flags, header.codec, header.sender, header.fragment,
+            header.round, header.step, header.part, header.numel, header.nbytes, 0,
+        )  # fmt: skip
+    except struct.error as error:
+        raise PacketError(
+            f"a packet cannot be written: {header} ({error}); the fields have 16, 32 or 64 bits."
+        ) from None
     _CHECKSUM.pack_into(view, HEADER_NBYTES - _CHECKSUM.size, zlib.crc32(view))
 
 
 def open_packet(packet: Tensor, due: Header) -> int:
     """Compare `packet` with the one that is `due` (its flags aside) and return its flags.
 
-    Raises `PacketError` naming the first field that differs. Reads only `packet`, allocates nothing.
+    Raises `PacketError` naming the first field that differs, `DisagreementError` if only the inner step does. Reads only
+    `packet`, allocates nothing.
     """
     sender = due.sender
     if packet.numel() != HEADER_NBYTES + due.nbytes:
@@ -99,8 +108,10 @@ def open_packet(packet: Tensor, due: Header) -> int:
     body = zlib.crc32(view[HEADER_NBYTES:], zlib.crc32(bytes(4), zlib.crc32(view[: HEADER_NBYTES - 4])))
     if checksum != body:
         raise PacketError(f"the packet of replica {sender} is damaged: checksum {checksum:08x}, computed {body:08x}.")
-    names = ("codec", "sender", "fragment", "round", "part", "numel", "nbytes")
+    names = ("codec", "sender", "fragment", "round", "step", "part", "numel", "nbytes")
     for name, got in zip(names, fields):
+        if name == "step" and due.step and got != due.step:
+            raise DisagreementError(other_steps(sender, f"is in this round after {got}", due.step))
         if got != getattr(due, name):
             raise PacketError(
                 f"replica {sender} sent {name} {got}, {getattr(due, name)} was due. "
@@ -109,6 +120,15 @@ def open_packet(packet: Tensor, due: Header) -> int:
     if flags & ~(REFUSED | STOP):
         raise PacketError(f"replica {sender} sent unknown flags {flags:#x}; run the same version everywhere.")
     return int(flags)
+
+
+def other_steps(peer: int, does: str, own: int) -> str:
+    """What to say if a replica has counted other inner steps than this one."""
+    return (
+        f"replica {peer} {does} inner steps, this replica has counted {own}. Every replica must take the same number: give all as "
+        "many batches, and let none skip `optimizer.step()` (a GradScaler does; where an update is to be left out, call it with "
+        "gradients set to None)."
+    )
 
 
 def empty_packet(nbytes: int) -> Tensor:

@@ -19,15 +19,15 @@ from thinwire.codecs import (
     TopK,
 )
 from thinwire.exchange import AllReduce, Direct, Exchange, TwoShot
-from thinwire.feedback import Feedback
-from thinwire.filters import Clip, Moments, Momentum, Signs
-from thinwire.inner import SGD, Muon
-from thinwire.lgreco import LGreCo
-from thinwire.merge import Eager, Mix, Reset
-from thinwire.outer import HeavyBall, Nesterov
-from thinwire.partition import Partition, Strided
-from thinwire.policy import Constant, DensityWarmup, Policy
-from thinwire.schedule import Every, Quadratic, Staggered
+from thinwire.pieces.feedback import Feedback
+from thinwire.pieces.inner_optimizers import SGD, Muon
+from thinwire.pieces.lgreco import LGreCo
+from thinwire.pieces.merge import Eager, Mix, Reset
+from thinwire.pieces.outer import HeavyBall, Nesterov
+from thinwire.pieces.partition import Partition, Strided
+from thinwire.pieces.policy import Constant, DensityWarmup, Policy
+from thinwire.pieces.schedule import Every, Quadratic, Staggered
+from thinwire.pieces.transforms import Clip, Moments, Momentum, Signs
 from thinwire.strategy import Gradients, Strategy
 
 SGD_RATE = 100.0  # times AdamW's learning rate: what suited SGD with momentum of those that were tried (docs/log.md, 2026-11-21)

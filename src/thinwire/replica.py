@@ -1,7 +1,7 @@
 """One replica: the only room that knows the order of things.
 
 After inner step t: the fragments that are due depart (snapshot, delta, launch); the flights that are due land (outer
-step, merge). Everything between is in `flight.py`, beside training.
+step, merge). Everything between is in `runtime/pipeline.py`, beside training.
 """
 
 from __future__ import annotations
@@ -11,35 +11,28 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from thinwire.codecs import Identity
-from thinwire.contact import agree_on_start, check_start, digest, introduce, introduction
-from thinwire.elastic import Elastic, check, tokens_of_step
-from thinwire.errors import ConfigurationError, DisagreementError, ModelError, NonFiniteError
-from thinwire.flight import WEIGHTS, Crew, Landed, Ticket, agree
-from thinwire.group.base import Group, gather
-from thinwire.group.roster import Roster
-from thinwire.held import Held, hold, restore, saved
-from thinwire.merge import Mix
-from thinwire.moved import Moved
-from thinwire.outer import Average
-from thinwire.partition import Fragment, check_optimizer, check_sharding
-from thinwire.schedule import Calendar
+from thinwire.comm.group import Group
+from thinwire.elastic.driver import Elastic, check, tokens_of_step
+from thinwire.errors import ConfigurationError, ModelError
+from thinwire.membership.rendezvous import Roster
+from thinwire.observer import Observer
+from thinwire.pieces.merge import Mix
+from thinwire.pieces.outer import Average, Outer
+from thinwire.pieces.partition import Fragment, check_optimizer, check_sharding
+from thinwire.pieces.schedule import Calendar
+from thinwire.runtime.cautions import Cautions, silent
+from thinwire.runtime.fragment_state import DROPPED, Held, hold, restore, saved
+from thinwire.runtime.handshake import agree_on_resume, agree_on_start, check_start, digest, introduce, introduction
+from thinwire.runtime.module_state import Stepped, clear, exported, gradient, reshard
+from thinwire.runtime.pipeline import WEIGHTS, Crew, Landed, Ticket, agree
+from thinwire.runtime.update import Moved
 from thinwire.strategy import Gradients, Strategy
-from thinwire.weights import clear, exported, gradient, reshard
-
-
-class Observer(Protocol):
-    def __call__(self, event: str, step: int, **fields: Any) -> None: ...
-
-
-def _silent(event: str, step: int, **fields: Any) -> None:
-    """Observe nothing."""
 
 
 class Replica:
@@ -58,25 +51,23 @@ class Replica:
     has others), a delta counts by the tokens behind it; without, all count alike.
 
     On entry the replicas compare code, strategy and model, and all start from replica 0's weights if theirs differ.
-    On a clean exit what is in the air lands, one last round carries what was trained since, and the model holds the
-    outer weights (the anchors).
+    On a clean exit what is in the air lands, one last round averages what was trained since (none, if nothing was), and
+    the model holds the outer weights (the anchors).
 
-    *Every replica must take the same number of inner steps*: one call of `optimizer.step` is one. Gradient
-    accumulation, closures and schedulers need nothing; a loop that wants to skip an update calls `step` with
-    gradients set to None.
+    *Every replica must take the same number of inner steps*: one call of `optimizer.step` is one. Gradient accumulation,
+    closures and schedulers need nothing; a loop that wants to skip an update calls `step` with gradients set to None.
 
-    Parameters: frozen ones are left alone, tied ones travel once, any floating dtype is exchanged as fp32 and
-    written back in its own. Buffers stay local. Inner optimizer state is local and never reset (as in the paper).
-    Parameters sharded by FSDP2 (`fully_shard`) are exchanged shard by shard: `group` joins a rank with its twins in
-    the other replicas, `site` the ranks of this replica. FSDP1, DDP and GradScaler (which skips steps) are not
-    supported.
+    Parameters: frozen ones are left alone, tied ones travel once, any floating dtype is exchanged as fp32 and written back
+    in its own. Buffers stay local. Inner optimizer state is local and never reset (as in the paper). Parameters sharded by
+    FSDP2 (`fully_shard`) are exchanged shard by shard: `group` joins a rank with its twins in the other replicas, `site`
+    the ranks of this replica. FSDP1, DDP and GradScaler (which skips steps) are not supported.
 
-    Cost: 4 bytes a parameter for the anchor, 4 for Nesterov momentum, 4 a parameter in the air. The main thread pays
-    for a snapshot at departure and a merge at landing, and waits there if the flight is late.
+    Cost: 4 bytes a parameter for the anchor, 4 for Nesterov momentum, 4 a parameter in the air. The main thread pays for a
+    snapshot at departure and a merge at landing, and waits there if the flight is late.
 
     `observer(event, step, **fields)` hears depart, flight, land, refused, wire and warning events (wire on another thread); times are `clock()`'s.
-    Raises `ModelError` (nothing trainable; an optimizer that does not hold the parameters), `DisagreementError`,
-    `LinkError`.
+    Without one, what the loop gets wrong goes to Python's `warnings`. Raises `ModelError` (nothing trainable; an optimizer that does not hold
+    the parameters; a model inside DDP), `DisagreementError`, `LinkError`.
     """
 
     def __init__(
@@ -88,7 +79,7 @@ class Replica:
         *,
         site: Group | None = None,
         tokens: float | None = None,
-        observer: Observer = _silent,
+        observer: Observer = silent,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.strategy, self.model, self.optimizer = strategy, model, optimizer
@@ -109,6 +100,7 @@ class Replica:
         self._gradients_exchanged = self._finished = False
         self._site = site
         self._elastic: Elastic | None = None
+        self._stepped: Stepped | None = None  # with Gradients
         if isinstance(group, Roster):
             self._join(group, fragments, site)
         else:
@@ -117,6 +109,7 @@ class Replica:
         if isinstance(strategy.signal, Gradients):
             hooks.append(optimizer.register_step_pre_hook(self._before_inner_step))
         self._hooks = hooks
+        self._cautions = Cautions(self, model, observer)
 
     def _meet(self, group: Group, fragments: list[Fragment], site: Group | None) -> None:
         """Be one of a fixed group."""
@@ -131,9 +124,11 @@ class Replica:
         self._pieces = [hold(self.strategy, f, index, group.rank, group.size) for index, f in enumerate(fragments)]
         anchors = [piece.anchor for piece in self._pieces]
         if agree_on_start(group, anchors):
-            self._observe("warning", 0, message="replicas began with different weights; all start from replica 0's")
+            self._warn("replicas began with different weights; all start from replica 0's")
         check_start(fragments, anchors)
         self._load_anchors()
+        if isinstance(self.strategy.signal, Gradients):
+            self._stepped = Stepped(self.model, self._weights, group, self._warn)
 
     def _join(self, roster: Roster, fragments: list[Fragment], site: Group | None) -> None:
         """Be one of those who are there now."""
@@ -150,6 +145,9 @@ class Replica:
             self.strategy, roster, self._pieces, self._observe, self._clock, self._start_again, by_tokens=by_tokens
         )
         self.step = self._elastic.join(self.step)
+
+    def _warn(self, message: str) -> None:
+        self._observe("warning", self.step, message=message)
 
     # ---- what a training loop may ask
 
@@ -171,9 +169,8 @@ class Replica:
     def exchange_gradients(self) -> None:
         """With `Gradients`: replace every gradient by the mean of all replicas' (fp32, in rank order), in place.
 
-        Runs by itself before the optimizer's step; call it earlier where the mean is needed earlier, as before
-        clipping. If any replica's gradient is not finite, all gradients become None on all replicas and the step
-        changes nothing.
+        Runs by itself before the optimizer's step; call it earlier where the mean is needed earlier, as before clipping. If
+        any replica's gradient is not finite, all gradients become None on all replicas and the step changes nothing.
         """
         if self._gradients_exchanged or not isinstance(self.strategy.signal, Gradients):
             return
@@ -197,22 +194,18 @@ class Replica:
             self._buffers.give(mean)
             piece.remember(replace(landed, good=not refused), self._buffers)
             report()
-        if refused:
-            self._check_own_weights()
+        if refused and self._stepped:
+            self._stepped.check()
         self.seconds += self._clock() - began
 
     def anchors(self) -> list[Tensor]:
         """The outer weights, flat and in fp32, a tensor a fragment (with `Gradients`: the parameters, which are equal everywhere)."""
-        exchanges_gradients = isinstance(self.strategy.signal, Gradients)
-        return [
-            piece.snapshot(torch.empty_like(piece.anchor)) if exchanges_gradients else piece.anchor.clone()
-            for piece in self._pieces
-        ]
+        return [p.snapshot(torch.empty_like(p.anchor)) if self._stepped else p.anchor.clone() for p in self._pieces]
 
     @contextmanager
     def anchored(self) -> Iterator[None]:
         """Within: the model holds the outer weights, for evaluation. After: the replica's own again, bit for bit."""
-        own = [(part, part.clone()) for piece in self._pieces for part, _ in piece.slices(piece.anchor)]
+        own = [(part, part.clone()) for part in self._weights()]
         reshard(self.model)
         self._load_anchors()
         try:
@@ -227,26 +220,43 @@ class Replica:
         with self.anchored():
             return exported(self.model)
 
-    def finish(self) -> None:
-        """Land what is in the air, exchange what was trained since, and leave the outer weights in the model."""
+    def finish(self, keep_seconds: float = 0.0) -> None:
+        """Land what is in the air, exchange what was trained since, and leave the outer weights in the model.
+
+        With `keep_seconds` among replicas that come and go: if one is missing at the end, the first of the others keeps the final
+        state for it so long, on a thread beside what comes next, until `close`; its roster is closed when it is over.
+        """
         if self._finished:
             return
         self._finished = True
+        self._cautions.finishes(self.step)
         if self._elastic:
-            self._elastic.finish(self.step)
-        elif not isinstance(self.strategy.signal, Gradients):
-            for piece in self._pieces:
-                if piece.flight and not self.strategy.merge.whole_period:  # else the departure lands the round before
-                    self._land(piece)
-            for piece in self._pieces:
-                self._depart_delta(piece)
-            for piece in self._pieces:
-                self._land(piece)
+            self._elastic.finish(self.step, keep_seconds)
+        else:
+            self._crew.finished.tell(self.step)
+            if self._stepped:
+                self._stepped.compare()
+            else:
+                self._last_rounds()
         self._load_anchors()
-        self.close()
+        if not (self._elastic and self._elastic.rounds.late):
+            self.close()
+
+    def _last_rounds(self) -> None:
+        """A fragment of which nothing was trained since its last round has none: all replicas know, who take the same steps."""
+        for piece in self._pieces:
+            trained = piece.since < self.step
+            if piece.flight and not (trained and self.strategy.merge.whole_period):  # there the departure lands it
+                self._land(piece)
+        for piece in self._pieces:
+            if piece.since < self.step:
+                self._depart_delta(piece, getattr(self.strategy.outer, "last", self.strategy.outer))
+        for piece in filter(lambda piece: piece.flight, self._pieces):
+            self._land(piece)
 
     def close(self) -> None:
         """Detach from the optimizer and end the exchange threads. The group stays open; it is the caller's."""
+        self._cautions.closes()
         for hook in self._hooks:
             hook.remove()
         (self._elastic or self._crew).close()
@@ -254,12 +264,12 @@ class Replica:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.finish()
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self.finish()
+        finally:
+            self.close()
 
     # ---- the order of things
 
@@ -275,18 +285,21 @@ class Replica:
         began = self._clock()
         self.step += 1
         self._gradients_exchanged = False
+        self._cautions.stepped(self.step)
         if self._elastic:
             self.step = self._elastic.after_step(self.step, self.tokens)
-        elif not isinstance(self.strategy.signal, Gradients):
+        elif self._stepped:
+            self._stepped.after(self.step)
+        else:
             for index in self._calendar.departs(self.step):
-                self._depart_delta(self._pieces[index])
+                self._depart_delta(self._pieces[index], self.strategy.outer)
             for piece in self._pieces:
                 if piece.flight and piece.flight.departed + self.strategy.schedule.delay == self.step:
                     self._land(piece)
         self.seconds += self._clock() - began
 
     @torch.no_grad()
-    def _depart_delta(self, piece: Held) -> None:
+    def _depart_delta(self, piece: Held, outer: Outer) -> None:
         """Form the fragment's delta and let it fly."""
         began = self._clock()
         delta = piece.delta(self._buffers.like(piece.anchor))
@@ -298,29 +311,30 @@ class Replica:
             given = piece.snapshot(self._buffers.like(piece.anchor))
         if self.strategy.privacy:
             self.strategy.privacy.apply(delta, self.group.size)
-        self._depart(piece, self._moved(piece, delta, given), began)
+        self._depart(piece, self._moved(piece, delta, outer, given), began)
+        piece.since = self.step
 
     @property
     def _plain(self) -> bool:
         s = self.strategy
         return (s.outer, s.codec, s.feedback, s.filters, s.privacy) == (Average(), Identity(), None, (), None)
 
-    def _moved(self, piece: Held, delta: Tensor, given: Tensor | None = None) -> Moved:
-        return Moved(piece.present(delta), self.strategy.outer, self.strategy.feedback, self._buffers, given)
+    def _moved(self, piece: Held, delta: Tensor, outer: Outer, given: Tensor | None = None) -> Moved:
+        return Moved(piece.present(delta), outer, self.strategy.feedback, self._buffers, given)
 
     def _depart(self, piece: Held, moved: Moved, began: float | None = None) -> None:
         began = self._clock() if began is None else began
-        piece.flight = flight = self._crew.launch(self._ticket(piece, piece.rounds, self.step), moved)
+        piece.flight = flight = self._crew.launch(
+            self._ticket(piece, piece.rounds, self.step, not self._finished), moved
+        )
         piece.rounds += 1
         fields = {"fragment": piece.index, "round": flight.number, "nbytes": flight.nbytes}
         self._observe("depart", self.step, **fields, seconds_spent=self._clock() - began)
 
-    def _ticket(self, piece: Held, number: int, step: int) -> Ticket:
-        lands = step + self.strategy.schedule.delay
-        codec = piece.due(self.strategy.policy, number)
-        return Ticket(
-            piece.index, number, step, lands, codec, piece.exchange, piece.codec, piece.policy, self.stall_seconds
-        )
+    def _ticket(self, piece: Held, number: int, step: int, scheduled: bool) -> Ticket:
+        lands, codec = step + self.strategy.schedule.delay, piece.due(self.strategy.policy, number)
+        known = (piece.exchange, piece.codec, piece.policy, self.stall_seconds)
+        return Ticket(piece.index, number, step, lands, codec, *known, scheduled)
 
     def _await(self, piece: Held) -> tuple[Landed, Callable[[], None]]:
         """Wait for the fragment's flight and report it; what comes back second reports the landing, when it is done."""
@@ -352,11 +366,13 @@ class Replica:
     def _land(self, piece: Held) -> None:
         """Take over what the flight brought. A refused round changes nothing: the delta is still in the parameters."""
         landed, report = self._await(piece)
+        piece.since = piece.since if landed.good else DROPPED
         if landed.good:
             piece.move(landed, self._buffers)
             if isinstance(self.strategy.merge, Mix):
                 for part, slice_ in piece.slices(piece.anchor):
                     self.strategy.merge.into(part, slice_.to(part.device))
+            piece.since = self.step if self.strategy.merge.forgets else piece.since
         elif self.group.rank in landed.refused_by:
             self._start_again()
         piece.remember(landed, self._buffers)
@@ -365,11 +381,11 @@ class Replica:
     def _turn_over(self, piece: Held, delta: Tensor) -> None:
         """Where a round takes a whole period: land the one before, and let the parameters begin the next (see `Eager`, `Reset`)."""
         if piece.flight:
-            before = piece.anchor
             self._land(piece)
+        if piece.rounds:
             if piece.own is None:  # this replica started again from the anchors
                 delta.zero_()
-            elif piece.anchor is before and bool(torch.isfinite(piece.own).all()):  # dropped: it departs again
+            elif piece.since == DROPPED and bool(torch.isfinite(piece.own).all()):  # it departs again
                 delta.add_(piece.own)
         piece.begin_next(delta, self.strategy, 1 / self.group.size, self._buffers)
 
@@ -379,22 +395,16 @@ class Replica:
         bad = not all(piece.finite() for piece in self._pieces)
         if agree(self._site, (int(bad),), WEIGHTS) == (0,):  # all shards, or none
             return  # a delta from before the last new start
-        message = "this replica's weights were not finite; it starts again from the anchors"
-        self._observe("warning", self.step, message=message)
+        self._warn("this replica's weights were not finite; it starts again from the anchors")
         for piece in self._pieces:
             piece.deviation = piece.own = None
         self._load_anchors()
         clear(self.model, self.optimizer)
 
-    def _check_own_weights(self) -> None:
-        """With `Gradients` there is no anchor to start again from."""
-        if not all(piece.finite() for piece in self._pieces):
-            raise NonFiniteError(
-                f"the weights of replica {self.group.rank} hold NaN or infinity, and data-parallel training keeps no "
-                "anchors to start again from; go on from the last checkpoint."
-            )
-
     # ---- weights in and out
+
+    def _weights(self) -> list[Tensor]:
+        return [part for piece in self._pieces for part, _ in piece.slices(piece.anchor)]
 
     @torch.no_grad()
     def _load_anchors(self) -> None:
@@ -405,44 +415,39 @@ class Replica:
     # ---- to be saved and to go on
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """All that this replica needs beside model and inner optimizer to go on bit for bit: tensors, and facts for
-        JSON.
+        """All that this replica needs beside model and inner optimizer to go on bit for bit: tensors, and facts for JSON.
 
-        Flights in the air are kept as the deltas that departed; they depart again, with the same bytes, when loaded.
-        Nothing waits.
+        Flights in the air are kept as deltas that departed; when loaded they depart again, with the same bytes. Nothing waits.
         """
         tensors = saved(self._pieces)
         flights = {str(p.index): [p.flight.number, p.flight.departed] for p in self._pieces if p.flight}
         facts = {
             "step": self.step,
             "rounds": [piece.rounds for piece in self._pieces],
+            "since": [piece.since for piece in self._pieces],
             "flights": flights,
             "calendar": self._calendar.facts(),
         }
+        facts |= {"weights": self._stepped.facts()} if self._stepped else {}
         return tensors, facts | ({"agreed": self._elastic.facts()} if self._elastic else {})
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Go on from `state()`; model and inner optimizer are the caller's. Collective: all replicas must load the
-        same step.
+        """Go on from `state()`; model and inner optimizer are the caller's. Collective: all must load the same step.
 
-        Raises `CheckpointError` (made for another model or strategy), `DisagreementError` (replicas loaded different
-        anchors).
+        Raises `CheckpointError` (of another model or strategy), `DisagreementError` (replicas loaded different anchors).
         """
         self.step = facts["step"]
         self._calendar.load(facts["calendar"])
-        restore(self._pieces, tensors, facts["rounds"], self.strategy.outer)
+        restore(self._pieces, tensors, facts, self.strategy.outer)
         if self._elastic:
             self._elastic.load(facts["agreed"])
             return
-        told = gather(self.group, self.step.to_bytes(8, "little") + digest(self.anchors()), 24, "resume")
-        for rank, text in enumerate(told):
-            if text != told[0]:
-                step = int.from_bytes(text[:8], "little")
-                raise DisagreementError(
-                    f"replica {rank} resumes at step {step} with other anchors than replica 0; choose one step for all."
-                )
+        alike = self._stepped.resume(facts.get("weights", {})) if self._stepped else digest(self.anchors())
+        agree_on_resume(self.group, self.step, alike)
         flights = sorted((departed, int(index), number) for index, (number, departed) in facts["flights"].items())
         for departed, index, number in flights:
             piece = self._pieces[index]
-            delta = tensors[f"{index}.delta"].to(piece.anchor.device)
-            piece.flight = self._crew.launch(self._ticket(piece, number, departed), self._moved(piece, delta))
+            delta = tensors.get(f"{index}.delta", piece.own)  # one tensor where a round takes a whole period
+            assert delta is not None
+            moved = self._moved(piece, delta.to(piece.anchor.device), self.strategy.outer)
+            piece.flight = self._crew.launch(self._ticket(piece, number, departed, False), moved)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-import difflib
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -14,44 +12,25 @@ import torch
 from torch import nn
 
 from thinwire.codecs import (
-    DCT,
-    E2M1,
-    E3M0,
-    E4M3,
-    E5M2,
-    Cast,
-    ChunkedTopK,
-    Codebook,
     Codec,
-    Each,
-    Hadamard,
     Identity,
-    Int,
-    Levels,
-    LowRank,
-    OverSenders,
-    RandomK,
     Shapes,
-    Sign,
-    Squares,
-    TopK,
     fitted,
     in_full,
     joins,
     warm_up,
 )
 from thinwire.errors import ConfigurationError
-from thinwire.exchange import AllReduce, Direct, Exchange, Fastest, Hierarchy, TwoShot
-from thinwire.feedback import Feedback
-from thinwire.filters import Clip, Filter, Moments, Momentum, Settled, Signs, check_filters
-from thinwire.inner import SGD, AdamW, Inner, Muon, check_momentum
-from thinwire.lgreco import LGreCo
-from thinwire.merge import Eager, Mix, Reset
-from thinwire.outer import Average, HeavyBall, Nesterov, Outer
-from thinwire.partition import BySize, Partition, Sequential, Strided, Whole
-from thinwire.policy import LONG_RUN, Constant, Deciding, DenseUntil, DensityWarmup, Policy
-from thinwire.privacy import Privacy
-from thinwire.schedule import Adaptive, Every, Quadratic, Schedule, Staggered
+from thinwire.exchange import Direct, Exchange, Fastest, Hierarchy
+from thinwire.pieces.feedback import Feedback
+from thinwire.pieces.inner_optimizers import Inner, check_momentum
+from thinwire.pieces.merge import Eager, Mix, Reset
+from thinwire.pieces.outer import Average, HeavyBall, Outer
+from thinwire.pieces.partition import Partition, Whole
+from thinwire.pieces.policy import LONG_RUN, Constant, Deciding, Policy
+from thinwire.pieces.privacy import Privacy
+from thinwire.pieces.schedule import Adaptive, Every, Schedule
+from thinwire.pieces.transforms import Clip, Filter, check_filters
 
 
 @dataclass(frozen=True)
@@ -61,7 +40,12 @@ class Deltas:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What is exchanged: the gradient, before every inner step. Parameters stay equal by themselves, so there are no anchors to keep."""
+    """What is exchanged: the gradient, before every inner step. Parameters stay equal by themselves, so there are no anchors to keep.
+
+    That is, where optimizers round alike: torch's do not on unlike processors, `SGD().make(...)` does. So after every hundredth inner step
+    and at the end replicas compare their weights (24 bytes to each other one), and where these have drifted apart all take replica 0's (4
+    bytes a parameter besides, from replica 0 to each other one), with one warning event.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +59,7 @@ class Strategy:
     A combination that cannot work raises `ConfigurationError` when it is made. `repr` is Python that makes the same
     value again; `parse` reads it without running code.
 
+    >>> from thinwire import E3M0, Nesterov, Staggered, Strided, parse
     >>> s = Strategy(schedule=Staggered(every=30, delay=5), partition=Strided(4), codec=E3M0(), outer=Nesterov())
     >>> parse(repr(s)) == s
     True
@@ -106,7 +91,7 @@ class Strategy:
         for name, protocol in protocols.items():
             if not isinstance(getattr(self, name), protocol) or isinstance(getattr(self, name), type):
                 raise ConfigurationError(
-                    f"{name}={getattr(self, name)!r}: {'an' if name[0] in 'eo' else 'a'} {name.title()} is needed; see docs/pieces.md."
+                    f"{name}={getattr(self, name)!r}: {'an' if name[0] in 'eo' else 'a'} {name.title()} is needed; see `thinwire docs pieces`."
                 )
         if not isinstance(self.merge, Mix | Eager | Reset):
             raise ConfigurationError(f"merge={self.merge!r}: Mix(alpha), Eager() or Reset() is needed.")
@@ -291,104 +276,3 @@ class Strategy:
         lines += [f"caution: {caution}" for caution in self.cautions(shapes, size)]
         lines += [f"exchange: {choice}" for choice in self.choices(shapes, size)]
         return "\n".join(lines + [f"  {f.name}: {f.numel:,} parameters" for f in fragments])
-
-
-PIECES: dict[str, Callable[..., Any]] = {
-    piece.__name__: piece
-    for piece in (
-        *(
-            Strategy,
-            Every,
-            Staggered,
-            Quadratic,
-            Whole,
-            Strided,
-            Sequential,
-            BySize,
-            Identity,
-            Cast,
-            E3M0,
-            E2M1,
-            E4M3,
-            E5M2,
-            Int,
-            Levels,
-            Sign,
-            TopK,
-            ChunkedTopK,
-            RandomK,
-            OverSenders,
-            Codebook,
-            LowRank,
-            Each,
-            DCT,
-            Hadamard,
-            Squares,
-            Constant,
-            DenseUntil,
-            DensityWarmup,
-            LGreCo,
-            Feedback,
-            Direct,
-            TwoShot,
-            AllReduce,
-            Hierarchy,
-            Fastest,
-            Average,
-            Nesterov,
-            HeavyBall,
-        ),
-        *(Clip, Momentum, Moments, Settled, Signs),
-        *(AdamW, SGD, Muon),
-        *(Mix, Eager, Reset, Deltas, Gradients, Privacy),
-    )
-}
-
-
-def pieces_of(room: str) -> list[str]:
-    """The names of the pieces in thinwire.`room`, such as all codecs."""
-    return sorted(name for name, piece in PIECES.items() if piece.__module__.startswith(f"thinwire.{room}"))
-
-
-def nearest(name: str, known: Collection[str]) -> str:
-    """The question whether the nearest of the `known` names was meant; empty where none is near."""
-    lower = {one.lower(): one for one in known}
-    near = difflib.get_close_matches(name.lower(), lower, n=1)
-    return f" (did you mean {lower[near[0]]}?)" if near else ""
-
-
-def parse(text: str, names: Mapping[str, Callable[..., Any]] = PIECES, offered: Collection[str] = ()) -> Any:
-    """Make the value that `text` describes, such as `E3M0(block=64)` or `E3M0`: calls of `names` with literals,
-    nothing else.
-
-    Raises `ConfigurationError` with the text and what can be written there: of `names` those that are `offered`, or all.
-    """
-
-    def value(term: ast.expr) -> Any:
-        if isinstance(term, ast.Name):
-            term = ast.Call(term, [], [])
-        if isinstance(term, ast.Call) and isinstance(term.func, ast.Name):
-            if term.func.id not in names:
-                known = offered or sorted(names)
-                raise ConfigurationError(
-                    f"{term.func.id!r} in {text!r} is not known{nearest(term.func.id, known)}; choose from {', '.join(known)}."
-                )
-            keywords = {keyword.arg or "**": value(keyword.value) for keyword in term.keywords}
-            return names[term.func.id](*map(value, term.args), **keywords)
-        if isinstance(term, ast.Tuple):
-            return tuple(map(value, term.elts))
-        try:
-            return ast.literal_eval(term)
-        except ValueError:
-            raise ConfigurationError(
-                f"{ast.unparse(term)!r} in {text!r} is no plain value; numbers, texts and calls of {', '.join(offered or sorted(names))} are."
-            ) from None
-
-    try:
-        return value(ast.parse(text.strip(), mode="eval").body)
-    except ConfigurationError:
-        raise
-    except (SyntaxError, ValueError, TypeError) as error:
-        raise ConfigurationError(
-            f"cannot read {text!r} ({error}); write a name with arguments, such as E3M0(block=64)."
-        ) from None

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from thinwire import E3M0, streaming_diloco
-from thinwire.cli import doctor, machine
+from thinwire.cli import checks as machine
+from thinwire.cli import doctor
+from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
-from thinwire.group import Link
 from thinwire.lm.run import Run
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from thinwire.lm import launch
 from thinwire.lm.run import Run
-from thinwire.observe.events import read_events
+from thinwire.records.events import read_events
 
 
 @pytest.fixture

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.cli import machine, main
-from thinwire.observe.events import read_events
+from thinwire.cli import checks as machine
+from thinwire.cli import main
+from thinwire.records.events import read_events
 
 SMALL = ["--model", "nano", "--batch", "1", "--sequence", "16", "--eval-batches", "1", "--carrier", "threads"]
 TEXT = "".join(f"line {i}: {i * i % 97} thin wires carry {i % 13} packets\n" for i in range(2000))

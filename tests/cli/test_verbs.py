@@ -16,7 +16,10 @@ from thinwire.lm.run import Run
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["tarin"], "'tarin' is no verb; there are train, compare, report, simulate, probe, plan, lighthouse, doctor"),
+        (
+            ["tarin"],
+            "'tarin' is no verb; there are train, compare, report, simulate, probe, plan, lighthouse, doctor, docs",
+        ),
         (["report"], "no run folder was given"),
         (["report", "nothing"], "nothing does not exist"),
         (["train", "--resume"], "add --out FOLDER"),
@@ -31,6 +34,7 @@ from thinwire.lm.run import Run
         (["probe", "--link", "50"], "the link '50' was given"),
         (["probe", "nothing.toml"], "nothing.toml cannot be read as a run file"),
         (["doctor", "--step-seconds", "-1"], "more than 0 is needed"),
+        (["docs", "../README"], "'../README' is no page; there are design, "),
     ],
 )
 def test_what_was_asked_wrongly_is_said_in_a_line(

@@ -7,9 +7,10 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from pieces import IN_SITES, METHODS, Journey, Plan, adamw, agreed, batch, fill, same_bits, travel
@@ -19,10 +20,21 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import thinwire as tw
-from thinwire.group import start_torch
-from thinwire.partition import local
+from thinwire.comm import start_torch
+from thinwire.pieces.partition import local
 
 WORLD, STEPS = 4, 12
+ALIKE: tuple[Mapping[str, str], ...] = ({},) * WORLD
+# What libraries make of a processor is asked for by their own environment variables.
+NEW = {"ATEN_CPU_CAPABILITY": "avx512"}  # or the most that this machine has
+MIDDLE = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+OLD = {
+    "ATEN_CPU_CAPABILITY": "default",
+    "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
+    "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-FMA,-FMA4,-AVX2",
+}
+OLDEST = OLD | {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
+UNLIKE = (OLDEST, OLD, MIDDLE, NEW)
 POISON_STEP = 6
 FOUR = METHODS | {"two sites": IN_SITES[2, 2]}
 STRATEGIES = {
@@ -156,27 +168,34 @@ def everything(rank: int) -> dict[str, Any]:
     return results
 
 
-def _process(fn: Callable[[int], Any], rank: int, port: int, folder: str) -> None:
+def _process(fn: Callable[[int], Any], rank: int, world: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     try:
-        start_torch(rank, WORLD, "127.0.0.1", port, 600.0)
+        start_torch(rank, world, "127.0.0.1", port, 600.0)
         torch.save(fn(rank), Path(folder) / f"{rank}.pt")
     except BaseException:
         (Path(folder) / f"{rank}.txt").write_text(traceback.format_exc())
     os._exit(0)  # without waiting for a group that may be dead
 
 
-def run_world(fn: Callable[[int], Any], folder: Path, limit: float = 900.0) -> list[Any]:
-    """`fn(rank)` in every process of a world; raises with the traceback of the first that failed."""
+def run_world(
+    fn: Callable[[int], Any], folder: Path, limit: float = 900.0, machines: Sequence[Mapping[str, str]] = ALIKE
+) -> list[Any]:
+    """`fn(rank)` in every process of a world; raises with the traceback of the first that failed. `machines`: what each process has in
+    its environment beside our own.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = multiprocessing.get_context("spawn")
+    world = len(machines)
     processes = [
-        context.Process(target=_process, args=(fn, rank, port, str(folder)), daemon=True) for rank in range(WORLD)
+        context.Process(target=_process, args=(fn, rank, world, port, str(folder)), daemon=True)
+        for rank in range(world)
     ]
-    for process in processes:
-        process.start()
+    for process, machine in zip(processes, machines):
+        with mock.patch.dict(os.environ, machine):
+            process.start()
     end = time.monotonic() + limit
     for process in processes:
         process.join(max(0.0, end - time.monotonic()))
@@ -184,4 +203,4 @@ def run_world(fn: Callable[[int], Any], folder: Path, limit: float = 900.0) -> l
     failures = [path.read_text() for path in sorted(folder.glob("*.txt"))]
     if failures:
         raise RuntimeError("\n".join(failures))
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]

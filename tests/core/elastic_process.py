@@ -6,8 +6,8 @@ import time
 import torch
 
 import thinwire as tw
-from thinwire.contact import digest
-from thinwire.group import Deadlines, LighthouseMeeting, Roster
+from thinwire.membership import Deadlines, LighthouseMeeting, Roster
+from thinwire.runtime.handshake import digest
 
 QUICK = Deadlines(
     heartbeat_interval=0.5, heartbeat_timeout=1.5, grace=1.0, connect=5.0, transfer=5.0, vote=7.0, muster=20.0

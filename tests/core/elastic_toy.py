@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
-from thinwire.concord import Concord
-from thinwire.elastic import Elastic
-from thinwire.exchange import outbox
-from thinwire.group.deadlines import Deadlines
-from thinwire.group.rehearsal import Killed, Rehearsal
-from thinwire.group.roster import Muster
-from thinwire.held import hold
-from thinwire.rounds import Outcome, Ready
+from thinwire.elastic.driver import Elastic
+from thinwire.elastic.plan import Concord
+from thinwire.elastic.round_loop import Outcome, Ready
+from thinwire.exchange import send_queue as outbox
+from thinwire.membership.rendezvous import Muster
+from thinwire.membership.testing.cluster import Killed, Rehearsal
+from thinwire.membership.timeouts import Deadlines
+from thinwire.runtime.fragment_state import hold
 
 SIZES = (5, 3)
 START = [torch.arange(5.0), torch.full((3,), 7.0)]
@@ -111,10 +111,12 @@ class Toy:
         least: int = 1,
         grace: float = 10.0,
         save_every: int = 0,
+        keep: float = 0.0,
         tokens: float | None = None,
         inner: Callable[[Toy, int], Tensor] | None = None,
     ) -> None:
         self.tokens, self.inner = tokens, inner or (lambda toy, fragment: increment(toy.name, toy.step, fragment))
+        self.keep = keep
         self.rehearsal, self.step_seconds, self.save_every, self.restored = rehearsal, step_seconds, save_every, False
         self.name, self.book, self.step, self.trained = name, book, 0, [torch.zeros(n) for n in SIZES]
         strategy = tw.Strategy(schedule=tw.Staggered(every=4, delay=0), outer=tw.Average())
@@ -175,7 +177,7 @@ class Toy:
             self.step = self.elastic.after_step(self.step, self.tokens)
             if self.save_every and self.step % self.save_every == 0:
                 self.save()
-        self.elastic.finish(self.step)
+        self.elastic.finish(self.step, self.keep)
         self.elastic.close()
         return self
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from pieces import batch, weights
 from torch import nn
 
 import thinwire as tw
-from thinwire.group import start_torch
+from thinwire.comm import start_torch
 
 STEPS, WORLD = 10, 2
 STRATEGIES = {
@@ -77,6 +78,14 @@ def everything(rank: int) -> dict[str, Any]:
     optimizer.load_state_dict(moments)
     hook.load_state(*saved)
     seen["resumed"] = steps(ddp, optimizer, rank, 5, STEPS)
+    hook.close()
+    ddp, optimizer, hook = make(STRATEGIES["identity"], group, rank)
+    seen["drifted"] = steps(ddp, optimizer, rank, 0, 5)
+    if rank == 1:
+        ddp.module.head.weight.detach().add_(1e-4)
+    with warnings.catch_warnings(record=True) as told:
+        seen["drifted"] += steps(ddp, optimizer, rank, 5, 102)
+    seen["told"] = [str(warning.message) for warning in told]
     hook.close()
     group.close()
     return seen

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import thinwire as tw
 from thinwire.packet import Header, identity, open_packet
-from thinwire.seeds import Key
+from thinwire.rng import Key
 
 NUMELS = (0, 1, 2, 129, 700)
 DUE = Header(codec=identity(tw.E3M0()), sender=3, fragment=2, round=77, part=5, numel=90, nbytes=46)

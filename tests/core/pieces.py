@@ -9,6 +9,7 @@ import inspect
 import random
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 import thinwire as tw
 from thinwire.codecs import fitted, in_full
 from thinwire.recipes import RECIPES
-from thinwire.seeds import Key, derive
+from thinwire.rng import Key, derive
 
 # ---- the table
 
@@ -566,7 +567,8 @@ class Shuffled:
         def carry() -> None:
             for peer in peers:
                 threading.Event().wait(delays[peer])
-                self.group.post(tag, {peer: send[peer]}, {}, purpose)
+                with suppress(*[tw.LinkError] * (purpose == "finish")):  # nobody waits for it: the group may be closed
+                    self.group.post(tag, {peer: send[peer]}, {}, purpose)
 
         thread = threading.Thread(target=carry, daemon=True)
         thread.start()

@@ -191,7 +191,7 @@ CONFIGURATIONS = {
     ),
     "no exchange": (
         lambda: tw.Strategy(exchange=tw.Direct),
-        "exchange=<class 'thinwire.exchange.direct.Direct'>: an Exchange is needed; see docs/pieces.md.",
+        "exchange=<class 'thinwire.exchange.direct.Direct'>: an Exchange is needed; see `thinwire docs pieces`.",
     ),
     "no codec inside": (
         lambda: tw.DCT(tw.E3M0),
@@ -243,11 +243,11 @@ CONFIGURATIONS = {
     ),
     "no codec": (
         lambda: tw.Strategy(codec="e3m0"),
-        "codec='e3m0': a Codec is needed; see docs/pieces.md.",
+        "codec='e3m0': a Codec is needed; see `thinwire docs pieces`.",
     ),
     "a class": (
         lambda: tw.Strategy(codec=tw.E3M0),
-        "codec=<class 'thinwire.codecs.block.E3M0'>: a Codec is needed; see docs/pieces.md.",
+        "codec=<class 'thinwire.codecs.block.E3M0'>: a Codec is needed; see `thinwire docs pieces`.",
     ),
     "a merge": (
         lambda: tw.Strategy(merge=0.5),
@@ -504,7 +504,7 @@ def test_another_order():
             f'"9{tw.__version__[1:]}"'.encode(),
             f"code version: 9{tw.__version__[1:]} there, {tw.__version__} on",
         ),
-        (b'"wire format": 2', b'"wire format": 7', "wire format: 7 there, 2 on replica 0"),
+        (b'"wire format": 3', b'"wire format": 7', "wire format: 7 there, 3 on replica 0"),
         (b"{", b"[", "introduced itself unreadably"),
     ],
 )
@@ -528,8 +528,8 @@ def test_another_version(old, new, message):
 @pytest.mark.parametrize("text", [b"null", b"3", b"[1]", b'"x"', b"{", b"\xff\xfe", b"[" * 20_000, b'{"a":1}', b""])
 def test_unreadable_introductions(text):
     """Whatever comes is a `DisagreementError` that names the replica."""
-    from thinwire.contact import agree
-    from thinwire.group import gather
+    from thinwire.comm import gather
+    from thinwire.runtime.handshake import agree
 
     def replica(group):
         if group.rank == 1:

@@ -10,11 +10,11 @@ from pieces import CODECS, encoded, over, roundtrip, same_bits
 import thinwire as tw
 from thinwire.codecs import check_finite, packet_nbytes
 from thinwire.codecs.bits import pack, packed_nbytes, unpack
+from thinwire.comm import ThreadGroup
 from thinwire.exchange import Air, Round, once
-from thinwire.group import ThreadGroup
 from thinwire.packet import HEADER_NBYTES, REFUSED
-from thinwire.seeds import Key
-from thinwire.seeds import draw as rng
+from thinwire.rng import Key
+from thinwire.rng import draw as rng
 
 TINY, HUGE = 1.1754943508222875e-38, 3.4028234663852886e38  # smallest normal and largest finite fp32
 SIZES = [0, 1, 2, 3, 31, 127, 128, 129, 1000, 65_535, 65_536, 65_537, 131_099]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import thinwire as tw
-from thinwire.concord import Claim, grow, reconcile
+from thinwire.elastic.plan import Claim, grow, reconcile
 
 ORDER = (1, 2, 0)
 brings = st.dictionaries(st.sampled_from("012"), st.sampled_from([0.0, 1.0, 2.5]))
@@ -62,6 +62,14 @@ def test_what_came_too_late_counts_when_its_turn_comes() -> None:
     concord = reconcile([claim(6, brings={"1": 1.0}), late], ORDER)
     assert (concord.fragment, concord.weights) == (1, (1.0, 3.0))
     assert reconcile([claim(6, brings={"1": 1.0}), dataclasses.replace(late, fresh=True)], ORDER).counted == (0,)
+
+
+def test_nothing_counts_when_somebody_sound_knows_that_the_run_has_ended() -> None:
+    ended = claim(6, finishing=True, over=True, step=90)
+    concord = reconcile([claim(5, "old"), ended], ORDER)
+    assert (concord.over, concord.counted, concord.behind, concord.step, concord.turn) == (True, (), (0,), 90, 6)
+    further = reconcile([claim(7, "further"), ended], ORDER)  # they were cut off, and held more rounds: theirs is right
+    assert not further.over and further.counted == (0, 1) and further.behind == (1,)
 
 
 def test_a_newcomer_counts_nothing() -> None:
@@ -134,6 +142,13 @@ def test_claims_survive_their_journey_and_nothing_else_does() -> None:
     ]
     bad += [
         good | {"chain": "a" * 65},
+        good | {"turn": 1 << 31},
+        good | {"turn": 10**400},
+        good | {"step": 1 << 40},
+        good | {"record": "a" * 8193},
+        good | {"suspect": "a" * 65},
+        good | {"brings": {"\u0661": 1.0}},
+        good | {"brings": {"1": 1e18}},
         good | {"brings": [1.0]},
         good | {"brings": {"-1": 1.0}},
         good | {"brings": {"1" * 5000: 1.0}},

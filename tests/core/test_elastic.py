@@ -6,19 +6,23 @@ import random
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from elastic_toy import PHASES, SIZES, Book, Toy, agree, one_thread, order_faults, play, train
 
 import thinwire as tw
-from thinwire import handover
-from thinwire.elastic import Elastic
-from thinwire.group.rehearsal import Killed, Rehearsal
-from thinwire.group.standin import StandinBoard
-from thinwire.held import hold
-from thinwire.rounds import Outcome, Ready
+from thinwire.comm import state_transfer as handover
+from thinwire.elastic.driver import Elastic
+from thinwire.elastic.plan import Claim
+from thinwire.elastic.round_loop import Outcome, Ready
+from thinwire.errors import EndedError, LinkError
+from thinwire.membership.testing.cluster import Killed, Rehearsal, ThreadMeeting
+from thinwire.membership.testing.lighthouse import StandinBoard
+from thinwire.runtime.fragment_state import hold
 
 __all__ = ["one_thread"]  # a fixture
 
@@ -246,6 +250,46 @@ def test_who_alone_heard_yes_gets_its_delta_back(nth: int, monkeypatch: pytest.M
     agree(results, book)
 
 
+@pytest.mark.parametrize("nth", [1, 4])
+@pytest.mark.parametrize("phase", PHASES)
+def test_frozen_at_any_phase_until_the_end_it_takes_over_what_the_others_ended_with(phase: str, nth: int) -> None:
+    """Three of four are needed for a round, and two are there when it thaws."""
+    rehearsal, book, frozen = Rehearsal(), Book(), list[str]()
+
+    def freeze() -> None:
+        rehearsal.freeze("d")
+        rehearsal.later(150.0, lambda: rehearsal.thaw("d"))
+        frozen.append("d")
+
+    rehearsal.at("d", phase, freeze, nth)
+    results = rehearsal.play({name: train(rehearsal, book, least=3, keep=300.0) for name in "abcd"})
+    agree(results, book)
+    joined = any(name == "d" and event == "round" for name, event, _ in book.events)
+    assert all(isinstance(results[name], Toy) for name in ("abcd" if joined else "abc")), results
+    kept = [(name, fields["late"]) for name, event, fields in book.events if event == "keeps"]
+    assert kept == ([("a", ["d"])] if frozen and joined else [])
+    assert rehearsal.time.now < 220  # 150, and what it had to do before or after that
+
+
+@pytest.mark.parametrize(("phase", "nth"), [("post", 6), ("put", 4), ("wait", 2), ("call", 5)])
+def test_who_comes_when_nobody_keeps_the_end_any_more_is_told_so(phase: str, nth: int) -> None:
+    """Two of them, who would be enough for rounds of their own, and one of whom comes from a checkpoint."""
+    rehearsal, book = Rehearsal(), Book()
+    settings = {"least": 2, "keep": 60.0}
+
+    def freeze() -> None:
+        for name in "cd":
+            rehearsal.freeze(name)
+            rehearsal.later(150.0, lambda name=name: rehearsal.thaw(name))
+
+    rehearsal.at("c", phase, freeze, nth)
+    results = rehearsal.play({name: train(rehearsal, book, **settings) for name in "abcd"})
+    agree(results, book)
+    assert all(isinstance(results[name], Toy) for name in "ab"), results
+    assert all(isinstance(results[name], EndedError) for name in "cd"), results
+    assert "from where a, b" in str(results["c"]) and rehearsal.time.now < 200
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_many_faults_at_random(seed: int) -> None:
     chance, names = random.Random(seed), "abcd"[: 2 + seed % 3]
@@ -253,20 +297,72 @@ def test_many_faults_at_random(seed: int) -> None:
     said = order_faults(rehearsal, chance, 8, names)
     print(f"seed {seed}: {'; '.join(said)}")
     least = len(names) // 2 + 1
-    results = rehearsal.play({name: train(rehearsal, book, steps=60, least=least) for name in names})
+    results = rehearsal.play({name: train(rehearsal, book, steps=60, least=least, keep=20.0) for name in names})
     agree(results, book)
-    # who comes back when the others have finished is told so
-    assert all(isinstance(result, Toy | tw.LinkError) for result in results.values()), results
+    # who comes back when the others have finished, and the end is kept no longer, is told so
+    assert all(isinstance(result, Toy | tw.LinkError | EndedError) for result in results.values()), results
     assert sum(isinstance(result, Toy) for result in results.values()) >= least, results
 
 
 def test_no_clock_that_somebody_may_set() -> None:
     """Whatever a machine's clock says, and however it jumps: waiting is counted in monotonic time, or the rehearsal's."""
     house = Path(tw.__file__).parent
-    for path in [
-        *house.glob("group/*.py"),
-        *(house / f"{name}.py" for name in ("rounds", "elastic", "handover", "concord")),
-    ]:
+    paths = [path for room in ("comm", "membership", "elastic") for path in (house / room).rglob("*.py")]
+    assert len(paths) > 20
+    for path in paths:
         assert not re.search(
             r"\btime\.(time|time_ns)\(|\bdatetime\.(now|utcnow)|\blocaltime|\bgmtime", path.read_text()
         ), path
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"turn": 1 << 40}, {"turn": 10**400}, {"step": 1 << 50}, {"brings": {"9": 1.0}}, {"brings": {"0": 2.0}}, {"brings": {"00": 1.0}},
+        {"chain": "a" * 100}, {"more": 1},
+    ],
+)  # fmt: skip
+def test_a_claim_out_of_bounds_is_refused_by_name(lie: dict[str, Any]) -> None:
+    """The others go on without it, from the first round or a later one, and end as if it had not been there."""
+    rehearsal, book = Rehearsal(), Book()
+    told: list[str] = []
+
+    def broken(name: str) -> None:
+        roster = rehearsal.roster(name, facts=facts)
+        ThreadMeeting(rehearsal, name).sleep(15.0)
+        for _ in range(5):
+            with suppress(LinkError):
+                roster.muster(Claim(turn=3, chain="x").facts() | lie, 5.0).close()
+
+    def one(name: str) -> Toy:
+        toy = Toy(rehearsal, name, book, least=2)
+        roster = toy.elastic.rounds.roster
+        facts.update(roster.facts)
+        roster._observe = lambda kind, fields: told.append(fields["reason"]) if kind == "retry" else None
+        return toy.train(40)
+
+    facts: dict[str, str] = {}
+    results = rehearsal.play({"a": one, "b": one, "zz": broken})
+    agree(results, book)
+    assert all(isinstance(results[name], Toy) for name in "ab"), results
+    assert not any("zz" in fields["members"] for _, event, fields in book.events if event == "round")
+    assert len([text for text in told if text.startswith("zz made a claim")]) == 2  # each has said it once
+
+
+def test_what_cannot_be_written_is_said_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A packet's header has 32 bits for the turn; claims have bounds far below it."""
+    monkeypatch.setattr("thinwire.elastic.plan.MOST_TURNS", 1 << 40)
+    rehearsal, book = Rehearsal(), Book()
+
+    def one(name: str) -> str:
+        toy = Toy(rehearsal, name, book, least=2)
+        toy.elastic.rounds.agreed.turn, toy.elastic.rounds.fresh = 1 << 32, False
+        toy.elastic.rounds.join()
+        toy.elastic._trained = 4.0
+        toy.elastic.rounds.depart(toy.elastic._bring(0, 4))
+        toy.elastic.close()
+        return name
+
+    rehearsal.play({"a": one, "b": one})
+    reasons = [fields["reason"] for _, event, fields in book.events if event == "round" and fields["counted"]]
+    assert reasons and all(text.startswith("PacketError: a packet cannot be written") for text in reasons), reasons

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 import time
@@ -11,13 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.group.lighthouse import Lighthouse
+from thinwire.membership.lighthouse import Lighthouse
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("torchft") is None, reason="torchft is not installed: thinwire[elastic]"
-    ),
 ]
 STEPS = 1200  # 25 seconds: time to come back
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError
-from thinwire.group.deadlines import Deadlines
-from thinwire.group.rehearsal import Rehearsal
+from thinwire.membership.testing.cluster import Rehearsal
+from thinwire.membership.timeouts import Deadlines
 
 __all__ = ["one_thread"]  # a fixture
 

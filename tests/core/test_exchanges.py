@@ -10,11 +10,12 @@ import torch
 from pieces import CODECS, EXCHANGES, MATRICES, METHODS, Shuffled, adamw, each, journey, same_bits, toy
 
 import thinwire as tw
-from thinwire.exchange import Air, Round, outbox
-from thinwire.exchange import messages as cutting
-from thinwire.group import CountedGroup, Ledger, Link
+from thinwire.comm import CountedGroup, Ledger, Link
+from thinwire.exchange import Air, Round
+from thinwire.exchange import chunks as cutting
+from thinwire.exchange import send_queue as outbox
 from thinwire.packet import REFUSED
-from thinwire.seeds import Key
+from thinwire.rng import Key
 
 SIZES = [0, 1, 2, 3, 7, 64, 1000]
 

@@ -8,7 +8,7 @@ from pieces import FEEDBACKS, roundtrip, same_bits
 from torch import nn
 
 import thinwire as tw
-from thinwire.seeds import Key
+from thinwire.rng import Key
 
 CODECS = [tw.TopK(0.1), tw.TopK(0.3, tw.E3M0(8)), tw.ChunkedTopK(20, 3, tw.Sign()), tw.Sign(), tw.Int(2, 16)]
 feedbacks = pytest.mark.parametrize("feedback", [row.piece for row in FEEDBACKS], ids=str)

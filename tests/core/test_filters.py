@@ -10,8 +10,8 @@ import torch
 from pieces import FILTERS, roundtrip, same_bits
 
 import thinwire as tw
-from thinwire.filters import said, settled
-from thinwire.seeds import Key
+from thinwire.pieces.transforms import said, settled
+from thinwire.rng import Key
 
 N, IDENTITY = 101, tw.Identity()
 

@@ -10,9 +10,9 @@ from pieces import CODECS, encoded, roundtrip, same_bits
 
 import thinwire as tw
 from thinwire.codecs import exact, fitted
-from thinwire.kernels.cpu import select_above, select_largest
+from thinwire.kernels.cpu_block import select_above, select_largest
 from thinwire.kernels.cpu_sparse import suggested
-from thinwire.seeds import Key
+from thinwire.rng import Key
 
 random = torch.Generator().manual_seed(0)
 

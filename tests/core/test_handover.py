@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import thinwire as tw
-from thinwire import handover
-from thinwire.group.base import Group
-from thinwire.group.threads import ThreadGroup
+from thinwire.comm import state_transfer as handover
+from thinwire.comm.group import Group
+from thinwire.comm.threads import ThreadGroup
 
 Given = tuple[dict[str, Tensor], dict[str, Any]]
 

@@ -60,6 +60,14 @@ def test_resumed(world):
     assert torch.isfinite(world[0]["resumed"][-1]).all()
 
 
+@pytest.mark.slow
+def test_weights_that_drift_apart_are_mended(world):
+    """After a hundred steps, on both; said once."""
+    alike = [step for step, pair in enumerate(zip(world[0]["drifted"], world[1]["drifted"]), 1) if same_bits(*pair)]
+    assert alike == [*range(1, 6), *range(100, 103)]
+    assert all(len(results["told"]) == 1 and "have drifted apart" in results["told"][0] for results in world)
+
+
 @pytest.mark.parametrize("strategy", [tw.diloco(), tw.Strategy(signal=tw.Gradients(), partition=tw.BySize(2))], ids=str)
 def test_what_it_cannot_run_is_refused(strategy):
     (group,) = tw.ThreadGroup.create(1)

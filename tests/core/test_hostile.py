@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pieces import CODECS, encoded
 
 import thinwire as tw
-from thinwire.seeds import Key
+from thinwire.rng import Key
 
 places = pytest.mark.parametrize("place", range(len(CODECS)), ids=lambda place: str(CODECS[place]))
 

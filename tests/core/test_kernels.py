@@ -17,8 +17,10 @@ import thinwire as tw
 from thinwire import kernels
 from thinwire.codecs import warm_up
 from thinwire.codecs.bits import packed_nbytes
-from thinwire.kernels import compiled, cpu, reference
-from thinwire.seeds import Key
+from thinwire.kernels import cpu_block as cpu
+from thinwire.kernels import numba_support as compiled
+from thinwire.kernels import reference
+from thinwire.rng import Key
 
 SIZES = [0, 1, 2, 7, 31, 129, 1000, 4095, 4097, 12_301]
 _draw = torch.Generator().manual_seed(5)

@@ -17,7 +17,7 @@ import thinwire as tw
 from thinwire import kernels
 from thinwire.codecs.device import encode_from, runs_anywhere
 from thinwire.kernels import reference
-from thinwire.seeds import Key
+from thinwire.rng import Key
 
 pytest.importorskip("triton", reason="the GPU's kernels run through triton's interpreter: pip install triton")
 

@@ -11,7 +11,7 @@ from pieces import METHODS, Plan, adamw, batch, fill, inner_step, journey, same_
 
 import thinwire as tw
 from thinwire.codecs.exact import energy
-from thinwire.group import Ledger, Link, LinkedGroup
+from thinwire.comm import Ledger, Link, LinkedGroup
 from thinwire.simulate.replicas import simulate
 from thinwire.simulate.scenario import Scenario
 

@@ -15,14 +15,26 @@ FILES = sorted(path.relative_to(HOUSE).as_posix() for path in HOUSE.rglob("*.py"
 
 # From the ground up: a room imports only from rooms before it, and files of one room from each other.
 _ORDER = """
-version errors seeds packet kernels codecs schedule partition merge outer feedback filters inner policy lgreco privacy diagnosis group exchange
-strategy contact sharding moved flight held hook concord agreed eviction handover rounds elastic weights replica recipes methods checkpoint
-observe simulate lm plan cli
+errors version state rng observer printable files
+packet kernels comm diagnosis
+codecs membership records
+pieces report
+exchange checkpoint
+strategy parsing
+recipes runtime
+elastic methods ddp_hook sharding simulate
+replica
+lm plan cli
+public
 """
 ROOMS = _ORDER.split()
 
 # Longer than 400 lines, with the reason and how long at most.
-LONG_FILES = {"replica.py": (450, "the order of things is to be read in one place")}
+LONG_FILES = {
+    "replica.py": (455, "the order of things is to be read in one place"),
+    "membership/rendezvous.py": (410, "a muster and its end are one conversation"),
+    "elastic/round_loop.py": (410, "one round is to be read in one place"),
+}
 LONG_FUNCTIONS: dict[str, str] = {}
 ENVIRONMENT = "lm/launch.py"  # what torchrun says is read there
 
@@ -142,7 +154,7 @@ Privacy
 
 def test_what_is_public():
     """The names that `import thinwire as tw` gives: none is added or lost by accident."""
-    public = {name for name in vars(thinwire) if not name.startswith("_")}
+    public = {name for name in dir(thinwire) if not name.startswith("_")}
     modules = {path.stem for path in HOUSE.iterdir()} | {"annotations"}
     assert public - modules == set(PUBLIC.split())
 

@@ -11,8 +11,8 @@ import torch
 from pieces import METHODS, encoded, journey, roundtrip, toy, weighs
 
 import thinwire as tw
-from thinwire.lgreco import choose
-from thinwire.seeds import Key
+from thinwire.pieces.lgreco import choose
+from thinwire.rng import Key
 
 
 def drawn(seed, layers=5, options=5):

@@ -11,7 +11,7 @@ import torch
 from pieces import roundtrip
 
 import thinwire as tw
-from thinwire.filters import said, settled
+from thinwire.pieces.transforms import said, settled
 
 D, REPLICAS, STEPS, FREEZE, LR = 60, 4, 800, 150, 0.02
 SCALE = 10.0 ** torch.linspace(-1.5, 1.0, D)

@@ -16,7 +16,7 @@ import thinwire as tw
 from thinwire.codecs import Shaped, fitted
 from thinwire.packet import HEADER_NBYTES, REFUSED, STOP, Header, empty_packet, identity, open_packet, payload, seal
 
-DUE = Header(codec=identity(tw.E3M0()), sender=3, fragment=2, round=77, part=5, numel=90, nbytes=46)
+DUE = Header(codec=identity(tw.E3M0()), sender=3, fragment=2, round=77, part=5, numel=90, nbytes=46, step=1234)
 CHECKSUM_AT = HEADER_NBYTES - 4
 
 
@@ -45,8 +45,8 @@ GOOD = sealed().numpy().tobytes()
 def test_the_layout():
     """48 bytes, little-endian, in this order. A change here needs another VERSION."""
     assert HEADER_NBYTES == 48
-    head = struct.unpack("<4sHHIIIIIQQI", GOOD[:48])
-    assert head[:-1] == (b"TWPK", 2, 0, DUE.codec, 3, 2, 77, 5, 90, 46)
+    head = struct.unpack("<4sHHIHHIIIQQI", GOOD[:48])
+    assert head[:-1] == (b"TWPK", 3, 0, DUE.codec, 3, 2, 77, 1234, 5, 90, 46)
     assert head[-1] == zlib.crc32(GOOD[:44] + bytes(4) + GOOD[48:])
     assert (
         identity(tw.E3M0())
@@ -63,7 +63,7 @@ def test_what_is_due_is_opened(flags):
 def is_due_or_refused(raw: bytes) -> None:
     try:
         open_packet(tensor(raw), DUE)
-    except tw.PacketError as error:
+    except (tw.PacketError, tw.DisagreementError) as error:
         assert "replica 3" in str(error)
     else:
         assert raw == GOOD
@@ -111,11 +111,11 @@ def test_every_bit_counts():
 @settings(deadline=None)
 def test_a_header_with_a_fitting_checksum(head):
     """Past the checksum, too, nothing but the packet that is due: any header with the right sum over it."""
-    raw = b"TWPK" + struct.pack("<H", 2) + head[6:] + GOOD[HEADER_NBYTES:]
+    raw = b"TWPK" + struct.pack("<H", 3) + head[6:] + GOOD[HEADER_NBYTES:]
     packet = resealed(tensor(raw))
     if bytes(packet[8:CHECKSUM_AT].tolist()) == GOOD[8:CHECKSUM_AT]:
         return
-    with pytest.raises(tw.PacketError):
+    with pytest.raises((tw.PacketError, tw.DisagreementError)):
         open_packet(packet, DUE)
 
 
@@ -123,16 +123,28 @@ def test_a_header_with_a_fitting_checksum(head):
 @pytest.mark.parametrize("value", [0, (1 << 32) - 1, (1 << 60) + 7])
 def test_each_field_is_compared(field, value):
     """Named, with what was sent and what was due. Lengths lead to no allocation: the size was known before."""
-    value = value if field in ("numel", "nbytes") else value & 0xFFFFFFFF
+    value &= {"numel": (1 << 64) - 1, "nbytes": (1 << 64) - 1, "sender": 0xFFFF, "fragment": 0xFFFF}.get(
+        field, 0xFFFFFFFF
+    )
     packet = sealed(replace(DUE, **{field: value}))
     with pytest.raises(tw.PacketError, match=rf"replica 3 sent {field} {value}, {getattr(DUE, field)} was due"):
         open_packet(packet, DUE)
 
 
+def test_other_steps_are_a_disagreement():
+    """Where the step is the same on all; where it is not said, a packet that says one is not the one that is due."""
+    with pytest.raises(
+        tw.DisagreementError, match=r"replica 3 is in this round after 1235 inner steps, .* counted 1234"
+    ):
+        open_packet(sealed(replace(DUE, step=1235)), DUE)
+    with pytest.raises(tw.PacketError, match="replica 3 sent step 1234, 0 was due"):
+        open_packet(sealed(DUE), replace(DUE, step=0))
+
+
 def test_what_is_said():
     cases = {
         r"replica 3 sent 93 bytes, 94 were due\. Do all replicas run the same strategy\?": tensor(GOOD[:-1]),
-        r"replica 3 sent magic b'NOPE' version 2, .* Run the same version of Thinwire on every replica": tensor(
+        r"replica 3 sent magic b'NOPE' version 3, .* Run the same version of Thinwire on every replica": tensor(
             b"NOPE" + GOOD[4:]
         ),
         r"sent magic b'TWPK' version 1": tensor(GOOD[:4] + b"\1\0" + GOOD[6:]),

@@ -10,8 +10,8 @@ import torch
 from pieces import METHODS, OUTERS, SCHEDULES, TABLE, same_bits
 
 import thinwire as tw
+from thinwire.parsing import PIECES, parse
 from thinwire.recipes import RECIPES
-from thinwire.strategy import PIECES, parse
 
 
 def test_every_piece_has_a_row():

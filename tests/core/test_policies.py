@@ -7,7 +7,7 @@ import torch
 from pieces import METHODS, POLICIES, journey, same_bits, toy
 
 import thinwire as tw
-from thinwire.policy import LONG_RUN, Deciding
+from thinwire.pieces.policy import LONG_RUN, Deciding
 
 WARMING = tw.Strategy(codec=tw.TopK(0.001), policy=tw.DensityWarmup(10), feedback=tw.Feedback(), signal=tw.Gradients())
 
@@ -109,7 +109,7 @@ def test_what_cannot_work_is_refused(make, message):
 
 
 def test_refused_among_replicas_that_come_and_go():
-    from thinwire.elastic import check
+    from thinwire.elastic.driver import check
 
     with pytest.raises(tw.ConfigurationError, match="counts rounds that all have seen"):
         check(tw.Strategy(codec=tw.TopK(), policy=tw.DensityWarmup(1)))

@@ -11,8 +11,8 @@ import torch
 from pieces import adamw, batch, inner_step, toy, weights
 
 import thinwire as tw
-from thinwire.group import CountedGroup, Ledger
-from thinwire.privacy import gaussian
+from thinwire.comm import CountedGroup, Ledger
+from thinwire.pieces.privacy import gaussian
 
 needs_accountant = pytest.mark.skipif(
     importlib.util.find_spec("dp_accounting") is None, reason="the extra thinwire[privacy] is not installed"

@@ -11,8 +11,8 @@ from pieces import same_bits
 from torch import Tensor, nn
 
 import thinwire as tw
-from thinwire.elastic import check
-from thinwire.seeds import Key, draw
+from thinwire.elastic.driver import check
+from thinwire.rng import Key, draw
 
 NAN = float("nan")
 

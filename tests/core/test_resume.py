@@ -11,6 +11,7 @@ import torch
 from pieces import IN_SITES, METHODS, adamw, agreed, batch, inner_step, own, same_bits, toy, weights
 
 import thinwire as tw
+from thinwire import checkpoint
 
 STEPS = 25
 Saved = dict[str, Any]
@@ -104,6 +105,7 @@ FAST = {
     "eager_diloco",
     "1-bit, both sides",
     "two sites",
+    "qsr",  # alone remembers when its round began
 }
 
 
@@ -158,6 +160,19 @@ def test_saving_waits_for_nothing():
 
     saved, _ = tw.run_threads(2, replica, timeout=600.0)
     assert saved["facts"]["flights"] == {"0": [0, 2]} and "0.delta" in saved["tensors"]
+
+
+def test_a_file_brings_back_what_torch_draws_next(tmp_path):
+    def replica(group):
+        model = toy()
+        with tw.Replica(tw.local_sgd(every=2), model, adamw(model), group) as attached:
+            inner_step(model, attached.optimizer, *batch(0, 0, 1))
+            path = checkpoint.save(tmp_path, attached, notes={})
+            due = torch.rand(4)
+            checkpoint.load(checkpoint.read(path), attached)
+            assert attached.step == 1 and same_bits(torch.rand(4), due)
+
+    tw.run_threads(1, replica)
 
 
 @pytest.mark.parametrize(

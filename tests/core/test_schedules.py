@@ -10,7 +10,7 @@ import torch
 from pieces import METHODS, journey, same_bits
 
 import thinwire as tw
-from thinwire.schedule import LONGEST, Calendar, busiest
+from thinwire.pieces.schedule import LONGEST, Calendar, busiest
 
 
 def cosine(peak, warmup, steps, final=0.0):
@@ -141,7 +141,7 @@ def test_what_cannot_work_is_refused(make, message):
 
 
 def test_refused_among_replicas_that_come_and_go():
-    from thinwire.elastic import check
+    from thinwire.elastic.driver import check
 
     with pytest.raises(tw.ConfigurationError, match="which a new replica has not seen"):
         check(METHODS["qsr"])

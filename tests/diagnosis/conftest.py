@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from diagnosis_play import Inline
 
-from thinwire.exchange import outbox
+from thinwire.exchange import send_queue as outbox
 
 
 @pytest.fixture

@@ -18,10 +18,10 @@ from thinwire.codecs import Identity
 from thinwire.diagnosis import Finding, Flow, Record, Rules, Seen, Watch, stuck
 from thinwire.errors import LinkError
 from thinwire.exchange import Air, Direct, Exchange, Round
-from thinwire.flight import Pace
-from thinwire.group.presence import Presence
-from thinwire.group.rehearsal import Rehearsal, _ThreadGroup
-from thinwire.seeds import Key
+from thinwire.membership.testing.cluster import Rehearsal, _ThreadGroup
+from thinwire.membership.view import Presence
+from thinwire.rng import Key
+from thinwire.runtime.pipeline import Pace
 
 STEPS = 10  # inner steps a round
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.observe.diagnosed import diagnose
-from thinwire.observe.events import read_events
+from thinwire.records.events import read_events
+from thinwire.report.diagnosis import diagnose
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from namespaces import Bridge, Namespaces, missing

@@ -13,12 +13,12 @@ from diagnosis_play import Inline, Play, Wan, uniform
 
 import thinwire as tw
 from thinwire.codecs import Identity
-from thinwire.contact import digest
 from thinwire.diagnosis import Record, Rules
+from thinwire.elastic.eviction import outvoted
+from thinwire.elastic.round_loop import Agreed, Ready, Rounds
 from thinwire.errors import DisagreementError
-from thinwire.eviction import outvoted
-from thinwire.group.deadlines import Deadlines
-from thinwire.rounds import Agreed, Ready, Rounds
+from thinwire.membership.timeouts import Deadlines
+from thinwire.runtime.handshake import digest
 
 NAMES = ("amber", "birch", "cedar", "delta")
 pytestmark = pytest.mark.usefixtures("inline")

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from thinwire import checkpoint
-from thinwire.contact import digest
-from thinwire.group import Deadlines, LighthouseMeeting, Roster
-from thinwire.group.base import Group, Transfer
+from thinwire.comm.group import Group, Transfer
+from thinwire.membership import Deadlines, LighthouseMeeting, Roster
+from thinwire.runtime.handshake import digest
 
 NAMES = "abcd"
 UNIT = 12.0  # divided by 1, 2, 3 or 4 members it is whole

@@ -19,7 +19,7 @@ from typing import Any
 import counting
 from counting import NAMES, PLACES, QUICK, UNIT
 
-from thinwire.group.lighthouse import Lighthouse
+from thinwire.membership.lighthouse import Lighthouse
 
 LIMIT = 600.0  # ends a hang
 Line = dict[str, Any]

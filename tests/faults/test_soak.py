@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,10 @@ from elastic_toy import Book, Toy, agree, one_thread, order_faults, train
 from stage import Stage
 
 from thinwire.errors import LinkError
-from thinwire.group import Rehearsal
+from thinwire.membership.testing import Rehearsal
 
 __all__ = ["one_thread"]  # a fixture
 pytestmark = pytest.mark.slow
-needs_torchft = pytest.mark.skipif(
-    find_spec("torchft") is None, reason="torchft is not installed: pip install thinwire[elastic]"
-)
 SEED = 2026  # of the order of faults; another one is another soak
 KINDS = {
     "kill -9": 6, "freeze": 5, "damaged bytes": 3, "disk full": 2, "lighthouse killed": 2, "lighthouse frozen": 1, "all killed": 1,
@@ -55,7 +51,6 @@ def test_in_virtual_time(capsys: pytest.CaptureFixture[str]) -> None:
         )
 
 
-@needs_torchft
 def test_every_kind_in_turn(tmp_path: Path) -> None:
     """After each all take part again; at the end nothing is lost, and what happened was said."""
     stage, chance = Stage(tmp_path), random.Random(1)
@@ -79,7 +74,6 @@ def test_every_kind_in_turn(tmp_path: Path) -> None:
         stage.clear()
 
 
-@needs_torchft
 def test_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chance, stage = random.Random(SEED), Stage(tmp_path)
     said = [f"soak of processes, seed {SEED}"]

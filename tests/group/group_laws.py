@@ -22,18 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.comm import CountedGroup, Group, Ledger, Link, LinkedGroup, TorchGroup, gather, start_torch
+from thinwire.comm.group import TAGS
 from thinwire.errors import LinkError
-from thinwire.group import (
-    CountedGroup,
-    Group,
-    Ledger,
-    Link,
-    LinkedGroup,
-    TorchGroup,
-    gather,
-    start_torch,
-)
-from thinwire.group.base import TAGS
 
 Law = Callable[[Group], None]
 NOISE = torch.randint(0, 256, (6_000_000,), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
@@ -264,7 +255,7 @@ def run_processes(
 ) -> list[Any]:
     """`fn(rank, size)` in `size` processes; their results, None for one that died. `limit` seconds end a hang."""
     context = multiprocessing.get_context("forkserver")  # torch is loaded once, not in each process
-    context.set_forkserver_preload(["torch.distributed", "pytest", "thinwire.group"])
+    context.set_forkserver_preload(["torch.distributed", "pytest", "thinwire.comm"])
     port = free_port()
     processes = [
         context.Process(target=_process, args=(fn, rank, size, port, str(folder), timeout), daemon=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from thinwire.comm.group import gather
 from thinwire.errors import LinkError, PacketError, UndecidedError
-from thinwire.group.base import gather
 
 
 @dataclass

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import torch
 
+from thinwire.comm import CountedGroup, Ledger, gather
 from thinwire.errors import LinkError, UndecidedError
-from thinwire.group import CountedGroup, Deadlines, Ledger, LighthouseMeeting, Roster, gather
+from thinwire.membership import Deadlines, LighthouseMeeting, Roster
 
 DEADLINES = Deadlines(
     heartbeat_interval=0.3, heartbeat_timeout=1.5, grace=3.0, connect=3.0, transfer=2.0, vote=4.0, muster=30.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from group_laws import CASES, TIMEOUT, all_laws, run_case, run_processes
 
-from thinwire.group import run_threads
+from thinwire.comm import run_threads
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
-from thinwire.group import Deadlines, Link
+from thinwire.membership import Deadlines
 
 plans = st.fixed_dictionaries(
     {

@@ -6,8 +6,8 @@ import threading
 import pytest
 import torch
 
+from thinwire.comm import CountedGroup, Ledger, Link, LinkedGroup, ThreadGroup
 from thinwire.errors import LinkError
-from thinwire.group import CountedGroup, Ledger, Link, LinkedGroup, ThreadGroup
 
 
 def zeros(nbytes):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import gc
 import json
 import signal
@@ -13,7 +12,6 @@ import threading
 import time
 from contextlib import closing
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -23,11 +21,9 @@ from roster_process import DEADLINES
 
 from thinwire.cli import lighthouse as verb
 from thinwire.errors import ConfigurationError, DisagreementError, LinkError
-from thinwire.group import Deadlines, Lighthouse, LighthouseMeeting, Roster
+from thinwire.membership import Deadlines, Lighthouse, LighthouseMeeting, Roster
+from thinwire.membership.channel import Channel, secret_in
 
-needs_torchft = pytest.mark.skipif(
-    find_spec("torchft") is None, reason="torchft is not installed: pip install thinwire[elastic]"
-)
 LIMIT = 600.0  # ends a hang
 
 
@@ -108,7 +104,6 @@ def stage(tmp_path):
     made.clear()
 
 
-@needs_torchft
 def test_killed_and_back_and_a_third(stage):
     """kill -9 costs the others a group; a replica that comes back, and one that never was there, are members soon."""
     stage.start("a", "b")
@@ -126,7 +121,6 @@ def test_killed_and_back_and_a_third(stage):
     assert landed and all(line["sent"] == line["received"] > 0 for line in landed)
 
 
-@needs_torchft
 @pytest.mark.slow
 def test_frozen_and_thawed(stage):
     stage.start("a", "b", "c")
@@ -138,7 +132,6 @@ def test_frozen_and_thawed(stage):
     stage.end()
 
 
-@needs_torchft
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.0, 4.0])
 def test_the_lighthouse_is_killed_and_comes_back(stage, seconds):
@@ -159,7 +152,6 @@ def test_the_lighthouse_is_killed_and_comes_back(stage, seconds):
     stage.end()
 
 
-@needs_torchft
 @pytest.mark.slow
 def test_a_frozen_lighthouse_hangs_nobody(stage):
     stage.start("a", "b")
@@ -203,7 +195,6 @@ def meet(address, *replicas, seconds=600.0):
     return results
 
 
-@needs_torchft
 def test_another_run_is_refused(lighthouse):
     same = {"facts": {"run": "this"}}
     results = meet(lighthouse.address, ("a", same), ("b", {"facts": {"run": "that"}}), ("c", same))
@@ -211,7 +202,6 @@ def test_another_run_is_refused(lighthouse):
     assert results[0] == results[2] == ["a", "c"]
 
 
-@needs_torchft
 def test_two_with_one_name(lighthouse):
     results = meet(lighthouse.address, ("a", {}), ("b", {}), ("b", {}), ("c", {}))
     refused = [result for result in results if isinstance(result, DisagreementError)]
@@ -252,7 +242,6 @@ def rebuild(address, times):
         thread.join()
 
 
-@needs_torchft
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="only Linux lists what a process has open")
 def test_rebuilt_groups_leave_nothing_open(lighthouse, no_collector):
     """No file and no thread, at once: not when Python's collector comes by."""
@@ -266,13 +255,11 @@ def test_rebuilt_groups_leave_nothing_open(lighthouse, no_collector):
         time.sleep(0.05)
 
 
-@needs_torchft
 def test_too_few(lighthouse):
     (told,) = meet(lighthouse.address, ("a", {}), seconds=3.0)
     assert isinstance(told, LinkError) and "1 of at least 2 members came (a)" in str(told)
 
 
-@needs_torchft
 def test_no_lighthouse_is_said_with_what_to_do():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -282,25 +269,17 @@ def test_no_lighthouse_is_said_with_what_to_do():
         f"127.0.0.1:{port}", ("a", {"observe": lambda kind, fields: said.append((kind, fields))}), seconds=3.0
     )
     assert isinstance(told, LinkError) and f"no lighthouse at 127.0.0.1:{port}" in str(told)
-    assert "thinwire lighthouse" in str(told) and f"ports {port} and {port + 1}" in str(told)
+    assert "thinwire lighthouse" in str(told) and f"port {port}" in str(told)
     pauses = [fields["seconds"] for kind, fields in said if kind == "retry"]
     assert pauses and pauses == [0.5, 1.0][: len(pauses)]  # later and later, as far as the time allows
 
 
-@needs_torchft
-def test_something_else_at_the_ports():
-    doors = [socket.create_server(("127.0.0.1", 0))]
-    port = doors[0].getsockname()[1]
-    try:
-        doors.append(socket.create_server(("127.0.0.1", port + 1)))
-        (told,) = meet(f"127.0.0.1:{port}", ("a", {}), seconds=2.0)
-    finally:
-        for door in doors:
-            door.close()
-    assert isinstance(told, LinkError) and "lighthouse" in str(told)
+def test_something_else_at_the_port():
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        (told,) = meet(f"127.0.0.1:{door.getsockname()[1]}", ("a", {}), seconds=2.0)
+    assert isinstance(told, LinkError) and "does not answer as a lighthouse" in str(told)
 
 
-@needs_torchft
 def test_a_lighthouse_for_another_run_is_told(lighthouse):
     said = []
     deadlines = Deadlines(heartbeat_timeout=10.0)
@@ -309,51 +288,45 @@ def test_a_lighthouse_for_another_run_is_told(lighthouse):
     assert sum("--heartbeat-timeout 10" in text for text in said) == 1
 
 
-@needs_torchft
 def test_a_port_that_is_taken(lighthouse):
-    with pytest.raises(LinkError, match="two neighbouring ports"):
+    with pytest.raises(LinkError, match="a port that nothing else holds"):
         Lighthouse("127.0.0.1", lighthouse.port)
     with pytest.raises(LinkError, match="an address of this machine"):
         Lighthouse("203.0.113.1", 0)
 
 
-@needs_torchft
-@pytest.mark.parametrize("address", ["", ":", "host:", "host:x", "host:0", "host:65535", "host:99999999999"])
+@pytest.mark.parametrize("address", ["", ":", "host:", "host:x", "host:0", "host:65536", "host:99999999999"])
 def test_addresses_that_cannot_be(address):
     with pytest.raises(ConfigurationError, match="HOST:PORT is needed"):
         LighthouseMeeting(address)
 
 
-def test_without_torchft_the_extra_is_named(monkeypatch):
-    real = builtins.__import__
-
-    def absent(name, *args, **kwargs):
-        if name.startswith("torchft"):
-            raise ImportError("No module named 'torchft'")
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", absent)
-    for make in (lambda: Lighthouse("127.0.0.1", 0), lambda: LighthouseMeeting("127.0.0.1")):
-        with pytest.raises(ConfigurationError, match=r"pip install 'thinwire\[elastic\]'"):
-            make()
-
-
-@needs_torchft
-def test_the_verb_says_where_it_is_and_ends_when_asked(tmp_path):
-    command = [sys.executable, "-m", "thinwire", "lighthouse", "--port", "0"]
+def test_the_verb_says_where_it_is_who_comes_and_ends_when_asked(tmp_path):
+    """It makes the run secret, needs no torch, and tells who joins, who leaves and who is refused."""
+    command = [sys.executable, "-m", "thinwire", "lighthouse", "--port", "0", "--secret", str(tmp_path / "secret")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    lines = [process.stdout.readline() for _ in range(4)]
+    lines = [process.stdout.readline() for _ in range(5)]
     assert set(addresses(process.pid)) == {"127.0.0.1"}
+    host, port = lines[0].split()[-1].split(":")
+    assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600 and f"--secret {tmp_path / 'secret'}" in lines[2]
+    assert "torch" not in Path(f"/proc/{process.pid}/maps").read_text()
+    with pytest.raises(LinkError):
+        Channel(host, int(port), "a", "0" * 16, b"")
+    member = Channel(host, int(port), "a", "0" * 16, secret_in(tmp_path / "secret"))
+    member.ask("leave")
+    member.close()
+    told = [process.stdout.readline().split(" ", 2)[2].split(" ")[:2] for _ in range(3)]
+    assert told == [["refused:", "somebody"], ["joined:", "a"], ["left:", "a"]]
     process.send_signal(signal.SIGTERM)
     assert process.wait(LIMIT) == 0
-    assert "lighthouse at 127.0.0.1:" in lines[0] and "its store at the next port" in lines[0]
+    assert "lighthouse at 127.0.0.1:" in lines[0]
     assert any("trusted networks or tunnels only" in line for line in lines)
-    assert "INFO" not in process.stderr.read()
+    assert not process.stderr.read()
     process.stdout.close()
     process.stderr.close()
 
 
-@pytest.mark.parametrize("arguments", [["--port", "65535"], ["--port", "-1"], ["--heartbeat-timeout", "0"]])
+@pytest.mark.parametrize("arguments", [["--port", "65536"], ["--port", "-1"], ["--heartbeat-timeout", "0"]])
 def test_the_verb_refuses(arguments):
     with pytest.raises(ConfigurationError):
         verb.main(arguments)

@@ -8,9 +8,9 @@ import time
 import pytest
 import torch
 
+from thinwire.comm import CountedGroup, Ledger, Link, LinkedGroup, ThreadGroup, parse_link
+from thinwire.comm.emulated import Uplink
 from thinwire.errors import ConfigurationError, LinkError
-from thinwire.group import CountedGroup, Ledger, Link, LinkedGroup, ThreadGroup, parse_link
-from thinwire.group.link import Uplink
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import sys
 import pytest
 from group_laws import run_processes
 
+from thinwire.comm import TorchGroup
+from thinwire.comm.pacing import SHARE, connections, pace
 from thinwire.errors import ConfigurationError
-from thinwire.group import TorchGroup
-from thinwire.group.pace import SHARE, connections, pace
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pacing is Linux's")
 PACING = 47  # SO_MAX_PACING_RATE

@@ -11,11 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.errors import ConfigurationError, PacketError
-from thinwire.group.presence import LIMIT, Presence, judge
+from thinwire.membership import view as presence
+from thinwire.membership.view import LIMIT, Presence
 
 
 def present(name, life="", **said):
     return Presence(name, life or f"life-of-{name}", 1, **said)
+
+
+def judge(here, facts=None):
+    """As a replica with these facts does."""
+    return presence.judge(here, facts or {})
 
 
 def names(verdict):
@@ -37,16 +43,20 @@ def test_every_muster_has_an_id_of_its_own():
 def test_of_two_with_one_name_the_elder_stays():
     verdict = judge([present("a", "new"), present("a", "old", musters=3), present("b")])
     assert [(p.name, p.life) for p in verdict.members] == [("a", "old"), ("b", "life-of-b")]
-    assert "'a'" in verdict.left_out[0].reason and not verdict.left_out[0].final
+    assert "'a'" in verdict.left_out[0].reason and not verdict.left_out[0].foreign
 
 
-def test_other_facts_are_named_with_both_values():
-    verdict = judge([present("a", facts={"run": "x"}), present("b", facts={"run": "y"}, musters=1)])
-    assert names(verdict) == ["b"]  # it has served
-    assert verdict.left_out[0].reason == "run: x there, y at 'b'" and verdict.left_out[0].final
-    verdict = judge([present("a", facts={"run": "x"}), present("b", facts={}), present("c", facts={})])
-    assert names(verdict) == ["b", "c"]  # nobody has served: they are more
-    assert "run: x there, absent at 'b'" in verdict.left_out[0].reason
+def test_other_facts_are_named_with_both_values_and_however_old_decide_nothing():
+    here = [
+        present("a", facts={"run": "x"}),
+        present("b", facts={"run": "y"}, musters=10**9),
+        present("c", facts={"run": "x"}),
+    ]
+    verdict = judge(here, {"run": "x"})
+    assert names(verdict) == ["a", "c"]
+    assert verdict.left_out[0].reason == "run: y there, x here" and verdict.left_out[0].foreign
+    assert names(judge(here, {"run": "y"})) == ["b"]
+    assert judge(here, {}).left_out[0].reason == "run: y there, absent here"
 
 
 def test_a_broken_link_costs_one_member():
@@ -74,7 +84,7 @@ def test_the_order_of_presences_changes_nothing(seed):
         )
         for life in lives
     ]  # fmt: skip
-    verdicts = [judge(here)] + [judge(draw.sample(here, len(here))) for _ in range(10)]
+    verdicts = [judge(draw.sample(here, len(here)), {"run": "y"}) for _ in range(11)]
     told = {
         (v.id, tuple(p.life for p in v.members), frozenset((o.presence.life, o.reason) for o in v.left_out))
         for v in verdicts
@@ -108,7 +118,8 @@ def test_claims_that_cannot_travel(claim):
 @pytest.mark.parametrize(
     "change",
     [
-        {"name": "no name"}, {"name": 3}, {"life": None}, {"calls": "1"}, {"calls": True}, {"musters": 0.5}, {"facts": []},
+        {"name": "no name"}, {"name": 3}, {"life": None}, {"calls": "1"}, {"calls": True}, {"calls": -1}, {"musters": 0.5},
+        {"musters": 1 << 60}, {"facts": []},
         {"facts": {"a": 1}}, {"claim": "x"}, {"unreachable": {}}, {"unreachable": [1]}, {"expects": [1]}, {"address": 1}, {"more": 1},
         {"claim": {"x": "y" * LIMIT}},
     ],

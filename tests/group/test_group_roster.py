@@ -8,10 +8,12 @@ import pytest
 import torch
 from roster_play import Log, check_one_outcome, hold_rounds
 
+from thinwire.comm import CountedGroup, Ledger, Link, LinkedGroup, gather
 from thinwire.errors import ConfigurationError, DisagreementError, LinkError, PacketError, UndecidedError
-from thinwire.group import CountedGroup, Deadlines, Ledger, Link, LinkedGroup, Rehearsal, Roster, gather
-from thinwire.group.rehearsal import Killed, ThreadMeeting
-from thinwire.group.standin import JOIN
+from thinwire.membership import Deadlines, Roster
+from thinwire.membership.testing import Rehearsal
+from thinwire.membership.testing.cluster import Killed, ThreadMeeting
+from thinwire.membership.testing.lighthouse import JOIN
 
 PHASES = ["call", "called", "connect", "put", "all", "settle", "wait", "post"]
 ROUNDS = 5

@@ -11,7 +11,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from router import QUEUE_SECONDS, Books, wire_nbytes
 
-from thinwire.group import Link
+from thinwire.comm import Link
 
 
 def packet(nbytes, receiver=2, segment=0, network=b"\x0a\x61\x00", version=4):

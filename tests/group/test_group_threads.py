@@ -8,8 +8,8 @@ import threading
 import pytest
 import torch
 
+from thinwire.comm import Group, Link, LinkedGroup, ThreadGroup, gather, run_threads
 from thinwire.errors import ConfigurationError, LinkError, PacketError
-from thinwire.group import Group, Link, LinkedGroup, ThreadGroup, gather, run_threads
 
 
 def octets(*values):

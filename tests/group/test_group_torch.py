@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from listening import addresses
 
+from thinwire.comm import TorchGroup, start_torch
+from thinwire.comm.address import parse
+from thinwire.comm.sockets import listening
+from thinwire.comm.torch import connected
 from thinwire.errors import ConfigurationError, LinkError
-from thinwire.group import TorchGroup, start_torch
-from thinwire.group.address import parse
-from thinwire.group.sockets import listening
-from thinwire.group.torch import connected
 
 ESTABLISHED = 1  # linux/tcp_states.h
 

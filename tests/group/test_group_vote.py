@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from thinwire.errors import LinkError
-from thinwire.group.vote import NO, YES, All, Put, Settle, Wait, ballot, carry_out, keys_of
+from thinwire.membership.commit import NO, YES, All, Put, Settle, Wait, ballot, carry_out, keys_of
 
 
 def steps_of(protocol, rank, votes, heard):

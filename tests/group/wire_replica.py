@@ -17,10 +17,10 @@ from collections import Counter
 import torch
 
 from thinwire.codecs import Identity
+from thinwire.comm import CountedGroup, Ledger, TorchGroup, gather, start_torch
+from thinwire.comm.pacing import connections
 from thinwire.exchange import Air, Direct, once
-from thinwire.group import CountedGroup, Ledger, TorchGroup, gather, start_torch
-from thinwire.group.pace import connections
-from thinwire.seeds import Key
+from thinwire.rng import Key
 
 NUMELS = (0, 1, 300, 25_000, 750_000)
 ROUNDS = 3

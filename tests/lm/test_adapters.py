@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from thinwire.errors import ConfigurationError, ModelError
 from thinwire.lm import launch
 from thinwire.lm.adapters import adapters, attach, merged
+from thinwire.lm.export import stored_model
 from thinwire.lm.huggingface import hugging_face
-from thinwire.lm.job import make_model
 from thinwire.lm.model import SIZES, Transformer
 from thinwire.lm.run import Run
-from thinwire.lm.stored import stored_model
-from thinwire.observe.events import read_events
+from thinwire.lm.setup import make_model
+from thinwire.records.events import read_events
 
 PRESENT = importlib.util.find_spec("peft") is not None
 needs_peft = pytest.mark.skipif(not PRESENT, reason="the extra thinwire[lora] is not installed")
@@ -172,6 +172,8 @@ def test_only_adapters_travel_and_both_forms_come_out(tmp_path: Path, text: str)
             newer.rmdir()
     (tmp_path / "stopped/model.safetensors").unlink()
     train(tmp_path / "stopped", run_of(text, model=str(base), lora=2, steps=16), resume=True)
+    events = read_events(tmp_path / "stopped/events/replica-0.jsonl")
+    assert [event["from_step"] for event in events if event["event"] == "resume"] == [10]
     assert (tmp_path / "stopped/model.safetensors").read_bytes() == (tmp_path / "lora/model.safetensors").read_bytes()
     with pytest.raises(ConfigurationError, match="lora 2 there, 4 given"):
         launch.new_folder(run_of(text, model=str(base), lora=4, steps=16), tmp_path / "lora", True)

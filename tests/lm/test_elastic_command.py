@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -17,15 +16,13 @@ from typing import Any
 import pytest
 from listening import addresses
 
-from thinwire.group.lighthouse import Lighthouse
-from thinwire.observe.events import read_events
-from thinwire.observe.runs import RunRecord
+from thinwire.membership.channel import secret_in
+from thinwire.membership.lighthouse import Lighthouse
+from thinwire.records.events import read_events
+from thinwire.records.run_record import RunRecord
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("torchft") is None, reason="torchft is not installed: thinwire[elastic]"
-    ),
     pytest.mark.skipif(shutil.which("pgrep") is None, reason="pgrep (procps) is not installed"),
 ]
 PATIENCE = 400.0  # seconds after which a test has hung
@@ -72,7 +69,7 @@ def train(tmp_path: Path) -> Iterator[Train]:
 def replicas_of(folder: Path, name: str = "") -> list[int]:
     """Process ids of the replicas in `folder`."""
     listed = subprocess.run(
-        ["pgrep", "-f", f"thinwire.lm.elastic {folder}.*{name}"], capture_output=True, text=True, check=False
+        ["pgrep", "-f", f"thinwire.lm.supervisor {folder}.*{name}"], capture_output=True, text=True, check=False
     )
     return [int(line) for line in listed.stdout.split()]
 
@@ -104,6 +101,7 @@ def test_kill_9_is_started_again_and_all_end_alike(train: Train, tmp_path: Path)
     (victim,) = replicas_of(folder, "replica-1")
     os.kill(victim, signal.SIGKILL)
     assert command.wait(PATIENCE) == 0
+    assert (folder / "secret").stat().st_mode & 0o777 == 0o600
     said = folder.with_suffix(".txt").read_text()
     assert "replica-1 died at step" in said and "SIGKILL" in said and "replica-1 is started again" in said, said
     assert "replica-1 is back at step" in said and "3 of 3 are there" in said, said
@@ -149,7 +147,7 @@ def test_ctrl_c_leaves_a_checkpoint_of_every_replica(train: Train, tmp_path: Pat
     logs = [folder / f"events/{name}.jsonl" for name in NAMES[:2]]
     until(lambda: all(log.exists() and '"event":"step"' in log.read_text() for log in logs), folder)
     command.send_signal(signal.SIGINT)
-    assert command.wait(PATIENCE) == 0
+    assert command.wait(PATIENCE) == 130
     said = folder.with_suffix(".txt").read_text()
     assert (
         "each replica ends its inner step and leaves a checkpoint" in said
@@ -159,12 +157,16 @@ def test_ctrl_c_leaves_a_checkpoint_of_every_replica(train: Train, tmp_path: Pat
     assert not replicas_of(folder)
 
 
-def test_replicas_of_two_commands_meet_and_a_third_of_another_run_is_refused(train: Train, tmp_path: Path) -> None:
-    lighthouse = Lighthouse("127.0.0.1", 0)
+def test_replicas_of_two_commands_meet_and_others_are_refused(train: Train, tmp_path: Path) -> None:
+    """One of another run, and one without the secret."""
+    lighthouse = Lighthouse("127.0.0.1", 0, secret=secret_in(tmp_path / "secret", make=True))
     try:
-        here = ["--steps", "2500", "--lighthouse", lighthouse.address, "--name"]
+        here = ["--steps", "2500", "--lighthouse", lighthouse.address, "--secret", str(tmp_path / "secret"), "--name"]
         two = {name: train(tmp_path / name, *here, name) for name in ("oslo", "paris")}
         stranger = train(tmp_path / "rome", "--seed", "7", *here, "rome")
+        without = train(tmp_path / "oslo2", "--timeout", "5", *here[:4], "--name", "oslo2")
+        assert without.wait(PATIENCE) == 1
+        assert "another run secret, or none" in (tmp_path / "oslo2.txt").read_text()
         assert stranger.wait(PATIENCE) == 1
         assert "seed: 7 there, 0 at '" in (tmp_path / "rome.txt").read_text()
         assert [command.wait(PATIENCE) for command in two.values()] == [0, 0]
@@ -174,3 +176,84 @@ def test_replicas_of_two_commands_meet_and_a_third_of_another_run_is_refused(tra
     assert oslo["weights"] == paris["weights"]
     assert (tmp_path / "oslo/model.safetensors").read_bytes() == (tmp_path / "paris/model.safetensors").read_bytes()
     assert json.loads((tmp_path / "oslo/summary.json").read_text())["living"] == pytest.approx(2.0, abs=0.3)
+
+
+def stopped(folder: Path, name: str) -> int:
+    """Freeze the replica, and return its process id."""
+    (number,) = replicas_of(folder, name)
+    os.kill(number, signal.SIGSTOP)
+    return number
+
+
+def logged(folder: Path, name: str, kind: str) -> list[dict[str, Any]]:
+    path = folder / f"events/{name}.jsonl"
+    return [event for event in read_events(path) if event["event"] == kind] if path.exists() else []
+
+
+def test_frozen_until_the_others_have_finished_it_ends_with_their_model_or_says_that_it_cannot(
+    train: Train, tmp_path: Path
+) -> None:
+    """oslo keeps the final state for paris and rome; paris thaws in time, rome when it is kept no longer."""
+    lighthouse = Lighthouse("127.0.0.1", 0)
+    try:
+        here = [
+            "--replicas",
+            "4",
+            "--steps",
+            "800",
+            "--checkpoint-every",
+            "50",
+            "--lighthouse",
+            lighthouse.address,
+            "--name",
+        ]
+        names = ["berne", "oslo", "paris", "rome"]
+        folders = {name: tmp_path / name for name in names}
+        runs = {name: train(folders[name], *here, name) for name in names}
+        begun = []
+        for name in names:  # however long each takes to start, they begin together
+            until(lambda name=name: logged(folders[name], name, "start"), folders[name])  # type: ignore[misc]
+            begun.append(stopped(folders[name], name))
+        for number in begun:
+            os.kill(number, signal.SIGCONT)
+        frozen = {}
+        for name in ("paris", "rome"):
+            until(
+                lambda name=name: any(e["members"] == names for e in logged(folders[name], name, "round")),
+                folders[name],
+            )  # type: ignore[misc]
+            frozen[name] = stopped(folders[name], name)
+        until(lambda: logged(folders["berne"], "berne", "end"), folders["berne"])
+        assert logged(folders["berne"], "berne", "keeps")[0]["late"] == ["paris", "rome"]
+        assert runs["oslo"].wait(PATIENCE) == 0
+        os.kill(frozen["paris"], signal.SIGCONT)
+        assert runs["paris"].wait(PATIENCE) == 0, folders["paris"].with_suffix(".txt").read_text()
+        assert runs["berne"].poll() is None
+        runs["berne"].send_signal(signal.SIGINT)
+        assert runs["berne"].wait(PATIENCE) == 0
+        os.kill(frozen["rome"], signal.SIGCONT)
+        assert runs["rome"].wait(PATIENCE) == 1
+        again = train(folders["rome"], "--resume", *here, "rome")
+        assert again.wait(PATIENCE) == 1
+    finally:
+        lighthouse.close()
+    model = (folders["berne"] / "model.safetensors").read_bytes()
+    assert all((folders[name] / "model.safetensors").read_bytes() == model for name in ("oslo", "paris"))
+    assert not list(folders["rome"].glob("*.safetensors"))
+    *_, last = folders["rome"].with_suffix(".txt").read_text().strip().splitlines()
+    assert "EndedError: the run has ended without replica 'rome'" in last, last
+    assert "keeps the final weights for paris, rome" in folders["berne"].with_suffix(".txt").read_text()
+    retries = [event["reason"] for event in logged(folders["rome"], "rome", "retry")]
+    assert not any("nobody else called" in reason for reason in retries), retries
+
+
+def test_one_machine_waits_for_a_frozen_replica_and_not_for_ever(train: Train, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = train(folder, "--elastic", "--replicas", "3", "--steps", "300", "--timeout", "5")
+    until(lambda: len(logged(folder, "replica-2", "round")) >= 6, folder)
+    stopped(folder, "replica-2")
+    assert command.wait(PATIENCE) == 0, folder.with_suffix(".txt").read_text()
+    said = folder.with_suffix(".txt").read_text()
+    assert "replica-0 has finished, and keeps the final weights for replica-2: 5.0 s at most" in said, said
+    assert "replica-2 was not heard for 5 s, and the others have finished: it is ended" in said, said
+    assert (folder / "model.safetensors").exists() and not replicas_of(folder)

@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-from thinwire import rounds
 from thinwire.cli.train import Options
 from thinwire.diagnosis import Rules
-from thinwire.errors import ConfigurationError, DisagreementError, LinkError
-from thinwire.exchange import outbox
-from thinwire.group import Deadlines
-from thinwire.group.rehearsal import Killed, Rehearsal, ThreadMeeting
+from thinwire.elastic import round_loop as rounds
+from thinwire.errors import ConfigurationError, DisagreementError, EndedError, LinkError
+from thinwire.exchange import send_queue as outbox
 from thinwire.lm import launch, place, trainer
-from thinwire.lm.job import check
 from thinwire.lm.place import Coming, Hindrances, Pace, Place, Share, join
 from thinwire.lm.run import Run
-from thinwire.observe.events import read_events
-from thinwire.observe.runs import RunRecord
-from thinwire.partition import Fragment
+from thinwire.lm.setup import check
+from thinwire.membership import Deadlines
+from thinwire.membership.testing.cluster import Killed, Rehearsal, ThreadMeeting
+from thinwire.pieces.partition import Fragment
+from thinwire.records.events import read_events
+from thinwire.records.run_record import RunRecord
 
 NAMES = ("replica-0", "replica-1", "replica-2")
 
@@ -106,6 +106,7 @@ def test_all_end_with_the_same_weights_and_the_three_numbers_add_up(
     assert (tmp_path / "run/model.safetensors").exists() and not record.remarks
     sent = ended["replica-0"]["ledger"]["sent"]["packet"]
     assert sum(count["nbytes"] for count in sent.values()) == record.replicas[0].nbytes_sent  # foreseen = counted
+    assert [(s.trained, s.jumped, s.counted) for s in record.steps] == [(run.steps, 0, run.steps)] * 3
 
 
 def test_who_was_killed_comes_back_from_its_own_checkpoint_and_reads_nothing_twice(
@@ -257,3 +258,128 @@ def test_the_flags_spell_out_the_carrier() -> None:
 def test_an_elastic_run_is_not_gone_on_with_as_another() -> None:
     assert Run(carrier="elastic").unlike(Run()) == "carrier 'processes' there, 'elastic' given"
     assert not Run(carrier="threads").unlike(Run())
+
+
+def seats(rehearsal: Rehearsal, run: Run, tmp_path: Path) -> dict[str, Callable[[str], Any]]:
+    """Replicas on machines of their own, each with a folder; what ended one is what it comes to."""
+
+    def replica(name: str) -> Any:
+        return seat(rehearsal, run, tmp_path, name)
+
+    return {f"replica-{index}": replica for index in range(run.replicas)}
+
+
+def seat(rehearsal: Rehearsal, run: Run, tmp_path: Path, name: str, resume: bool = False) -> Any:
+    launch.new_folder(run, tmp_path / name, resume)
+    try:
+        return launch.train_here(run, Place(Coming(ThreadMeeting(rehearsal, name), name), tmp_path / name, resume))
+    except (LinkError, EndedError) as error:
+        return error
+
+
+def models(tmp_path: Path) -> dict[str, bytes]:
+    """What the replicas took for the final model."""
+    return {path.parent.name: path.read_bytes() for path in sorted(tmp_path.glob("*/model.safetensors"))}
+
+
+def told(tmp_path: Path, name: str, kind: str) -> list[dict[str, Any]]:
+    return [e for e in read_events(tmp_path / name / f"events/{name}.jsonl") if e["event"] == kind]
+
+
+def freeze_for(rehearsal: Rehearsal, name: str, seconds: float) -> Callable[[], None]:
+    def freeze() -> None:
+        rehearsal.freeze(name)
+        rehearsal.later(seconds, lambda: rehearsal.thaw(name))
+
+    return freeze
+
+
+def wait_until(rehearsal: Rehearsal, name: str, seconds: float) -> None:
+    with rehearsal.time:
+        rehearsal.wait(name, lambda: False, seconds - rehearsal.time.now)
+
+
+def test_who_comes_while_the_end_is_kept_gets_it(rehearsal: Rehearsal, run: Run, tmp_path: Path) -> None:
+    """One that was frozen, one that was killed and is started again, and one that is new."""
+    run = dataclasses.replace(run, replicas=4, steps=12)
+
+    def back_late(name: str) -> Any:
+        try:
+            return seat(rehearsal, run, tmp_path, name)
+        except Killed:
+            rehearsal.revive(name)
+        wait_until(rehearsal, name, 110.0)
+        return seat(rehearsal, run, tmp_path, name, resume=True)
+
+    def new(name: str) -> Any:
+        wait_until(rehearsal, name, 90.0)
+        return seat(rehearsal, run, tmp_path, name)
+
+    rehearsal.at("replica-2", "put", freeze_for(rehearsal, "replica-2", 100.0), 5)
+    rehearsal.at("replica-1", "put", lambda: rehearsal.kill("replica-1"), 4)
+    others = {"replica-1": back_late, "rome": new}
+    ended = rehearsal.play(seats(rehearsal, run, tmp_path) | others)
+    assert len(ended) == 5 and all(isinstance(end, dict) and not end["stopped"] for end in ended.values()), ended
+    assert len({end["weights"] for end in ended.values()}) == 1 and rehearsal.time.now < 150
+    assert len(models(tmp_path)) == 5 and len(set(models(tmp_path).values())) == 1
+    (keeps,) = told(tmp_path, "replica-0", "keeps")
+    assert keeps["late"] == ["replica-1", "replica-2"]
+    assert told(tmp_path, "replica-2", "caught_up")[-1]["donor"] == "replica-0"
+    assert told(tmp_path, "replica-1", "back")[0]["path"]
+    for name in ended:
+        (steps,) = RunRecord.load(tmp_path / name).steps
+        assert steps.trained == len(told(tmp_path, name, "step")) and steps.trained + steps.jumped == run.steps
+        if name in ("replica-0", "replica-3"):
+            assert steps.counted == steps.trained == run.steps
+        assert steps.counted <= steps.trained and (steps.trained > 0) == (name != "rome")
+
+
+def test_who_comes_when_the_end_is_kept_no_longer_is_told_so_and_leaves_no_model(
+    rehearsal: Rehearsal, run: Run, tmp_path: Path
+) -> None:
+    run = dataclasses.replace(run, timeout=60.0, steps=12)
+    came: list[float] = []
+
+    def twice(name: str) -> list[Any]:
+        ends = []
+        for resume in (False, True):
+            ends.append(seat(rehearsal, run, tmp_path, name, resume))
+            came.append(rehearsal.time.now)
+        return ends
+
+    rehearsal.at("replica-2", "put", freeze_for(rehearsal, "replica-2", 300.0), 5)
+    ended = rehearsal.play(seats(rehearsal, run, tmp_path) | {"replica-2": twice})
+    for error in ended["replica-2"]:
+        assert isinstance(error, EndedError) and "the run has ended without replica 'replica-2'" in str(error), error
+    assert "where replica-0, replica-1 ended" in str(ended["replica-2"][0])
+    assert came[0] < 330 and came[1] - came[0] < 10  # not until it would have trained all its steps, nor the time-out
+    assert list(models(tmp_path)) == ["replica-0", "replica-1"] and not list(tmp_path.glob("replica-2/*.safetensors"))
+    assert RunRecord.load(tmp_path / "replica-2").status.startswith("stopped: the run has ended without")
+
+
+def test_who_cannot_hear_the_others_at_the_end_says_so_and_goes_on_when_they_are_there(
+    rehearsal: Rehearsal, run: Run, tmp_path: Path
+) -> None:
+    """The only other one dies; what was agreed with it is no final model."""
+    run = dataclasses.replace(run, replicas=2, timeout=60.0, steps=12)
+
+    def dies_and_returns(name: str) -> Any:
+        try:
+            return seat(rehearsal, run, tmp_path, name)
+        except Killed:
+            rehearsal.revive(name)
+        wait_until(rehearsal, name, 500.0)
+        return seat(rehearsal, run, tmp_path, name, resume=True)
+
+    def stays(name: str) -> list[Any]:
+        ends = [seat(rehearsal, run, tmp_path, name)]
+        assert list(models(tmp_path)) == [] and (tmp_path / name / "model.stale.safetensors").exists()
+        wait_until(rehearsal, name, 500.0)
+        return [*ends, seat(rehearsal, run, tmp_path, name, resume=True)]
+
+    rehearsal.at("replica-1", "put", lambda: rehearsal.kill("replica-1"), 4)
+    ended = rehearsal.play({"replica-0": stays, "replica-1": dies_and_returns})
+    alone, together = ended["replica-0"]
+    assert isinstance(alone, LinkError) and "model.stale.safetensors and are not the final model" in str(alone), alone
+    assert together["weights"] == ended["replica-1"]["weights"] and len(set(models(tmp_path).values())) == 1
+    assert len(models(tmp_path)) == 2 and not list(tmp_path.glob("*/model.stale.safetensors"))

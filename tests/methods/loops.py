@@ -11,7 +11,7 @@ from pieces import batch, toy, weights
 from torch import Tensor, nn
 
 import thinwire as tw
-from thinwire.methods import METHODS, Attached, Method, ZerothOrder
+from thinwire.methods import METHODS, Attached, Masha1, Method, Saddle, ZerothOrder, saddle
 
 LOOPS: dict[str, Method] = {
     # every method under its own name, with settings short enough for a test
@@ -90,6 +90,21 @@ def go_on(tour: Tour, trip: Trip, group: tw.Group, upto: int) -> Trip:
         one_step(tour, trip.at_work, group.rank)
         trip.weights.append(weights(trip.at_work.model))
     return trip
+
+
+def all_of_them(rank: int) -> dict[str, tuple[Tensor, ...]]:
+    """For a world of processes: what each method leaves that all of them have."""
+    group, left = tw.TorchGroup.from_world(replicas=4, timeout=60.0), {}
+    for name, method in LOOPS.items():
+        made = Tour(method)
+        trip = go_on(made, attach(made, group), group, made.steps)
+        agreed = [trip.at_work.state()[0][key] for key in ("x", "c") if key in trip.at_work.state()[0]]
+        trip.at_work.finish()
+        left[name] = (*agreed, weights(trip.at_work.model))
+    at = Saddle(Masha1(step=0.3), saddle(lambda x, y: (x * y * (1 + rank)).sum(), 20), torch.linspace(-1, 1, 40), group)
+    for _ in range(30):
+        at.iterate()
+    return left | {"masha1": (at.z, at.w, at.mean_at_w)}
 
 
 def tour(method: Method, replicas: int, **how: Any) -> list[Trip]:

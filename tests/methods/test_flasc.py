@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from thinwire import checkpoint
+from thinwire.comm import CountedGroup, Ledger
 from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError, ModelError
-from thinwire.group import CountedGroup, Ledger
 from thinwire.lm.adapters import averaging_gap
 from thinwire.methods import Federated, Flasc, flasc
 from thinwire.packet import HEADER_NBYTES
-from thinwire.seeds import derive
+from thinwire.rng import derive
 
 NUMEL = 22
 

@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from loops import LOOPS, Tour, attach, go_on, tour
+from core_processes import UNLIKE, run_world
+from loops import LOOPS, Tour, all_of_them, attach, go_on, tour
 from pieces import Shuffled, same_bits, toy, weights
 
 import thinwire as tw
 from thinwire import checkpoint
-from thinwire.group import CountedGroup, Ledger
+from thinwire.comm import CountedGroup, Ledger
 from thinwire.lm.run import Run
 from thinwire.methods import METHODS, Averaged, Gain, Plain
-from thinwire.strategy import PIECES, parse
+from thinwire.parsing import PIECES, parse
 
 every_method = pytest.mark.parametrize("name", LOOPS)
 
@@ -88,7 +89,9 @@ def test_save_and_resume_is_as_never_stopped(name, tmp_path: Path):
     def second(group: tw.Group) -> torch.Tensor:
         trip = attach(made, group, toy(seed=99))
         found, _ = checkpoint.newest_common(tmp_path / str(group.rank), group)
+        assert found and found.step == at
         checkpoint.load(found, trip.at_work)
+        assert trip.at_work.step == at
         go_on(made, trip, group, 8).at_work.finish()
         return weights(trip.at_work.model)
 
@@ -180,3 +183,12 @@ def test_a_replica_lost_and_returned(name):
     assert same_bits(final[0], final[1]) and same_bits(final[0], final[2])
     assert [e["event"] for e in seen[2].events if e["event"] in ("caught_up", "given")] == ["caught_up"]
     assert seen[2].at_work.step == 6 * method.every
+
+
+@pytest.mark.slow
+def test_unlike_processors_agree(tmp_path):
+    """Four processes, each another generation of processor to its libraries: the same bits."""
+    first, *others = run_world(all_of_them, tmp_path, machines=UNLIKE)
+    for name, tensors in first.items():
+        assert all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
+        assert all(same_bits(a, b) for other in others for a, b in zip(tensors, other[name], strict=True)), name

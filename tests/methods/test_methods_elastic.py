@@ -11,7 +11,7 @@ from pieces import batch, same_bits, toy, weights
 from torch import Tensor
 
 import thinwire as tw
-from thinwire.group.rehearsal import Killed, Rehearsal
+from thinwire.membership.testing.cluster import Killed, Rehearsal
 from thinwire.methods import ZerothOrder
 
 METHOD, STEPS = LOOPS["just_one_byte"], 14

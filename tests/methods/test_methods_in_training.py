@@ -12,11 +12,11 @@ from loops import METHODS
 
 from thinwire.errors import ConfigurationError
 from thinwire.lm import launch
-from thinwire.lm.job import check
 from thinwire.lm.run import Run
-from thinwire.observe.events import read_events
-from thinwire.observe.report import write_report
-from thinwire.observe.runs import RunRecord
+from thinwire.lm.setup import check
+from thinwire.records.events import read_events
+from thinwire.records.run_record import RunRecord
+from thinwire.report.report import write_report
 
 SETTINGS: dict[str, dict[str, object]] = {
     "just_one_byte": {"strategy": "just_one_byte(samples=1)", "lr": 1e-3},
@@ -84,6 +84,9 @@ def test_a_run_and_its_resume(tmp_path: Path, text: str, strategy: str) -> None:
         if int(path.name[5:]) > 3:
             shutil.rmtree(path)
     run_in(copy, run, resume=True)
+    for rank in (0, 1):
+        events = read_events(copy / f"events/replica-{rank}.jsonl")
+        assert [event["from_step"] for event in events if event["event"] == "resume"] == [3]
     assert (copy / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     assert (whole / "model.safetensors").read_bytes()
 

@@ -13,7 +13,7 @@ from pieces import Shuffled, same_bits
 from torch import Tensor
 
 import thinwire as tw
-from thinwire.group import CountedGroup, Ledger
+from thinwire.comm import CountedGroup, Ledger
 from thinwire.methods import Extragradient, Free, Masha1, Masha2, Saddle, Simplexes, nbytes_sent, saddle
 from thinwire.methods.minmax import Prox, Saddling, coin
 

@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import thinwire as tw
 from thinwire.lm.model import Architecture, Transformer
 from thinwire.methods import JustOneByte, Log
-from thinwire.methods.shifted import Shifted
+from thinwire.methods.perturbed import Shifted
 from thinwire.methods.zeroth_order import INVALID, ZERO, Entry, apply, decode, direction, encode, magnitudes
-from thinwire.seeds import normals, quantiles
+from thinwire.rng import normals, quantiles
 
 METHOD = LOOPS["just_one_byte"]
 ALL = [code for code in range(256) if code not in (ZERO, INVALID)]

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from thinwire.observe.company import Circle, Company, Turn, merged, numbers, placed
-from thinwire.observe.progress import Progress
-from thinwire.observe.report import write_report
-from thinwire.observe.runs import RunRecord
-from thinwire.observe.sessions import Span
-from thinwire.observe.timeline import timeline_chart
+from thinwire.records.membership import Circle, Company, Steps, Turn, merged, numbers, placed
+from thinwire.records.run_record import RunRecord, explained
+from thinwire.records.sessions import Span
+from thinwire.report.progress import Progress
+from thinwire.report.report import write_report
+from thinwire.report.timeline import timeline_chart
 
 Write = Callable[[Path, list[dict[str, Any]]], None]
 Start = Callable[..., dict[str, Any]]
@@ -86,6 +86,60 @@ def test_the_three_numbers(folder: Path) -> None:
     assert ("rounds committed", "29") in record.summary.figures()
 
 
+def test_steps_trained_jumped_and_counted_stand_beside_each_other(folder: Path, tmp_path: Path) -> None:
+    """replica-1 trained 20 of 30 steps: it was away for 10."""
+    record = RunRecord.load(folder)
+    assert [(steps.trained, steps.jumped) for steps in record.steps] == [(30, 0), (20, 10), (30, 0)]
+    assert (record.summary.steps, record.summary.steps_trained, record.summary.steps_jumped) == (30, 80, 10)
+    assert {("steps trained", "80"), ("steps jumped", "10"), ("steps counted", "0")} <= set(record.summary.figures())
+    page = write_report([folder], tmp_path / "page.html").read_text()
+    assert (
+        "Steps jumped were not trained by that replica" in page and "replica-1 20 trained, 10 jumped, 0 counted" in page
+    )
+
+
+def test_steps_are_counted_by_fragment_and_after_a_restart_from_the_checkpoint() -> None:
+    steps = Steps("a")
+
+    def hear(kind: str, at: int, **fields: Any) -> None:
+        steps.take({"event": kind, "step": at, **fields})
+
+    def round_(fragment: int, counted: str = "ab", committed: bool = True) -> None:
+        hear("round", 0, fragment=fragment, counted=list(counted), committed=committed)
+
+    hear("start", 0, fragments=[{}, {}])
+    for at in (1, 2):
+        hear("step", at)
+    hear("depart", 3, fragment=0)  # after step 3, which is written when the departure is over
+    hear("step", 3)
+    round_(0)
+    round_(1)  # counted without anything of this one's
+    assert (steps.trained, steps.jumped, steps.counted) == (3, 0, 2)  # 3 of one fragment, 0 of the other
+    hear("checkpoint", 3)
+    hear("step", 4)
+    hear("depart", 4, fragment=1)
+    round_(1, committed=False)
+    hear("depart", 4, fragment=1)
+    round_(1, counted="b")
+    assert steps.counted == 2
+    hear("start", 0, fragments=[{}, {}])  # step 4 is lost
+    hear("back", 10, path="checkpoints/a/step-3")
+    assert (steps.trained, steps.jumped) == (4, 6)
+    hear("step", 11)
+    hear("depart", 11, fragment=1)
+    round_(1)
+    hear("depart", 11, fragment=0)
+    round_(0)
+    hear("step", 20)  # trained one, and jumped to where the others were
+    assert (steps.trained, steps.jumped, steps.counted) == (6, 14, 4)  # 4 of each
+
+
+def test_summary_says_none_of_it_where_nobody_comes_and_goes(tmp_path: Path, start: Start, write_events: Write) -> None:
+    write_events(tmp_path / "fixed/events/replica-0.jsonl", [start(0, 1), step(1, 0.0)])
+    record = RunRecord.load(tmp_path / "fixed")
+    assert record.steps == [] and record.summary.steps_trained is None and explained(record.steps) == ""
+
+
 def test_who_came_and_went_is_noted_by_name(folder: Path) -> None:
     notes = [(note.kind, note.text) for note in RunRecord.load(folder).notes]
     assert ("left", "replica-1; 2 of 3 are there") in notes
@@ -134,7 +188,7 @@ def test_the_display_tells_the_three_numbers(folder: Path) -> None:
     said = console.export_text()
     assert "replica-0, replica-1, replica-2 joined; 3 of 3 are there" in said
     assert "replica-1 left; 2 of 3 are there" in said and "turn 9 was dropped and changed nothing" in said
-    assert "29 rounds committed" in said
+    assert "29 rounds committed" in said and "steps: 80 trained, 10 jumped, 0 counted" in said
 
 
 def test_living_is_not_taking_part() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from thinwire.observe import progress as module
-from thinwire.observe.progress import Progress, compare_table, final_table
-from thinwire.observe.runs import RunRecord
+from thinwire.records.run_record import RunRecord
+from thinwire.report import progress as module
+from thinwire.report.progress import Progress, compare_table, final_table
 
 Write = Callable[[Path, list[dict[str, Any]]], None]
 Start = Callable[..., dict[str, Any]]
@@ -53,7 +53,7 @@ def test_lines_without_a_terminal(tmp_path: Path, write_events: Write, start: St
         }
         write_events(log, [warning, warning, evaluation, *steps(6, 7)])
     lines = out.getvalue().splitlines()
-    assert lines[1] == "warning (replica 0, step 5): slow [31m link [bold]x"
+    assert lines[1] == r"warning (replica 0, step 5): slow\x1b[31m link\n[bold]x"
     assert "evaluation 1.5000 at step 5" in lines[2] and len(lines) == 3
     assert all(letter.isprintable() or letter == "\n" for letter in out.getvalue())
 
@@ -71,6 +71,42 @@ def test_a_line_comes_after_ten_seconds(
     now = 111.0
     progress.update()
     assert out.getvalue().startswith("step 2/1000")
+
+
+def test_what_goes_on_before_the_first_step(
+    tmp_path: Path, write_events: Write, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    shown, out = console()
+    progress = Progress(tmp_path, steps=100, replicas=2, console=shown)
+    now = 112.0
+    progress.update()
+    write_events(tmp_path / "events" / "replica-0.jsonl", [start(0, 2)])
+    write_events(tmp_path / "events" / "replica-1.jsonl", [start(1, 2)])
+    now = 125.0
+    progress.update()
+    progress.update()
+    assert out.getvalue().splitlines() == ["starting · 12.0 s", "compiling, meeting the others · 25.0 s"]
+
+
+def test_tokens_a_second_and_compute_go_by_one_clock(tmp_path: Path, write_events: Write, start: Start) -> None:
+    """That of the summary, for which evaluations do not count."""
+    shown, out = console()
+    pause = {
+        "event": "eval",
+        "seconds": 11.0,
+        "step": 2,
+        "loss": 1.5,
+        "tokens": 1,
+        "seconds_spent": 10.0,
+        "of": "anchors",
+    }
+    later = [event | {"begin": event["begin"] + 10.0} for event in steps(3, 5)]
+    write_events(tmp_path / "events" / "replica-0.jsonl", [start(0, 1), *steps(1, 2), pause, *later])
+    with Progress(tmp_path, steps=100, replicas=1, console=shown):
+        pass
+    assert "208 tokens/s · compute 83.3 %" in out.getvalue()  # 500 tokens and 2.0 s of 2.4 s; 12.4 s with the pause
 
 
 def test_what_a_terminal_shows(tmp_path: Path, write_events: Write, start: Start) -> None:

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from thinwire.errors import ConfigurationError, DataError
-from thinwire.observe import timeline
-from thinwire.observe.charts import link_chart, loss_chart, typical_window
-from thinwire.observe.report import write_report
-from thinwire.observe.runs import RunRecord
-from thinwire.observe.timeline import Bar, joined, timeline_chart
+from thinwire.records.run_record import RunRecord
+from thinwire.report import timeline
+from thinwire.report.charts import link_chart, loss_chart, typical_window
+from thinwire.report.report import write_report
+from thinwire.report.timeline import Bar, joined, timeline_chart
 
 Make = Callable[..., Path]
 HOSTILE = "<img src=x onerror=\"document.body.dataset.pwned='yes'\"></script><script>document.body.dataset.pwned='yes'</script>"
@@ -80,6 +80,7 @@ def test_the_ledger_is_shown_by_purpose_and_peer(make_run: Make, tmp_path: Path)
     ]  # fmt: skip
     foreseen = RunRecord.load(run).replicas[0].nbytes_sent
     assert f"1,250,000 bytes counted; the departures of the log foresaw {foreseen:,}" in text
+    assert "They differ: " in text
 
 
 @pytest.mark.parametrize("odd", [7, [], {"sent": 3}, {"sent": {"packet": []}}, {"sent": {"packet": {"1": "x"}}}])

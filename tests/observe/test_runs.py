@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from thinwire.errors import DataError
-from thinwire.observe.replicas import smoothed
-from thinwire.observe.runs import RunRecord
-from thinwire.observe.units import text_of_nbytes, text_of_rate, text_of_seconds
+from thinwire.records.replica_record import smoothed
+from thinwire.records.run_record import RunRecord
+from thinwire.records.units import text_of_nbytes, text_of_rate, text_of_seconds
 
 Write = Callable[[Path, list[dict[str, Any]]], None]
 Start = Callable[..., dict[str, Any]]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from thinwire.errors import ConfigurationError, DataError
-from thinwire.observe import tensorboard
-from thinwire.observe.tensorboard import export_tensorboard
+from thinwire.report import tensorboard
+from thinwire.report.tensorboard import export_tensorboard
 
 
 class Writer:

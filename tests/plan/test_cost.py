@@ -9,13 +9,13 @@ from random import Random
 import pytest
 
 from thinwire import data_parallel, diloco, eager_diloco, streaming_diloco
-from thinwire.group import Link
+from thinwire.comm import Link
 from thinwire.lm.model import SIZES
-from thinwire.observe.units import text_of_seconds
+from thinwire.pieces.schedule import Staggered
 from thinwire.plan import cost, placement
 from thinwire.plan.cost import Traffic, follow
 from thinwire.plan.links import Links
-from thinwire.schedule import Staggered
+from thinwire.records.units import text_of_seconds
 from thinwire.simulate.pipeline import pipeline_seconds
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
-from thinwire.group import Link
 from thinwire.lm.model import SIZES
 from thinwire.lm.run import Run
 from thinwire.plan import compute, quantities

@@ -29,9 +29,9 @@ from thinwire import (
 )
 from thinwire.cli import main
 from thinwire.errors import ConfigurationError
-from thinwire.lm.job import make_model
 from thinwire.lm.model import SIZES, Architecture, Transformer
 from thinwire.lm.run import Run
+from thinwire.lm.setup import make_model
 from thinwire.plan import quantities
 from thinwire.plan.machine import Machine
 from thinwire.plan.memory import activation_nbytes, kept_nbytes, most_at_once, replica_memory, saved_nbytes

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 
 from thinwire.cli import figures, main
+from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
-from thinwire.group import Link
 from thinwire.lm.run import Run
-from thinwire.observe.charts import Chart, View
-from thinwire.observe.runs import RunRecord
-from thinwire.observe.svg import drawing
 from thinwire.plan.figure import frontier_chart, rates_chart, rates_of_runs
 from thinwire.plan.links import Links
 from thinwire.plan.machine import Machine
 from thinwire.plan.search import Setting, Task, settings
+from thinwire.records.run_record import RunRecord
+from thinwire.report.charts import Chart, View
+from thinwire.report.svg import drawing
 
 GPU = Machine("gpu", memory_nbytes=80 * 10**9, flops_per_second=1.5e14, device="cuda")
 TASK = Task(

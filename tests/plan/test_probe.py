@@ -12,10 +12,10 @@ import pytest
 from torch import Tensor
 
 from thinwire import run_threads
+from thinwire.comm import Group, Link, LinkedGroup
+from thinwire.comm.emulated import Uplink
+from thinwire.comm.group import Transfer
 from thinwire.errors import ConfigurationError
-from thinwire.group import Group, Link, LinkedGroup
-from thinwire.group.base import Transfer
-from thinwire.group.link import Uplink
 from thinwire.plan import probe
 from thinwire.plan.probe import TRAINS, Probe, line, pairings, probe_links
 

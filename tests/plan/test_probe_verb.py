@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from thinwire.cli import main
-from thinwire.group import Link
+from thinwire.comm import Link
 from thinwire.plan.links import Links
 from thinwire.plan.machine import Machine
 

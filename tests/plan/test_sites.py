@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from thinwire.cli import main
-from thinwire.group import Link
+from thinwire.comm import Link
 from thinwire.lm.run import Run
 from thinwire.plan import cost, search, sites
 from thinwire.plan.links import Links

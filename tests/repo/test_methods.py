@@ -17,8 +17,8 @@ import thinwire
 from thinwire import methods
 from thinwire.cli import options, train
 from thinwire.errors import ConfigurationError
+from thinwire.parsing import PIECES, parse
 from thinwire.recipes import RECIPES
-from thinwire.strategy import PIECES, parse
 
 NAMED = recipes.NAMED
 METHOD_PAGES = sorted((ROOT / "docs/methods").glob("*.md"))

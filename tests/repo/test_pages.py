@@ -17,10 +17,10 @@ from torch.distributed.run import get_args_parser
 import thinwire
 from thinwire import E3M0
 from thinwire.cli import VERBS, options
-from thinwire.cli.plan import BESIDE
-from thinwire.cli.simulate import STUDIES
+from thinwire.cli.plan.command import BESIDE
+from thinwire.cli.simulate.command import STUDIES
 from thinwire.lm.run import Run
-from thinwire.observe.units import text_of_rate
+from thinwire.records.units import text_of_rate
 
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
@@ -48,11 +48,11 @@ def check_thinwire(arguments: list[str], folder: Path) -> None:
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             Run().save(folder / file)
     if verb == "plan" and rest[0] in BESIDE:
-        verb, *rest = f"planning.{rest[0]}", *rest[1:]
+        verb, *rest = f"plan.{rest[0]}", *rest[1:]
     if verb == "simulate":
         study, *rest = rest
         assert study in STUDIES
-        verb = f"studies.{study}"
+        verb = f"simulate.{study}"
     module = importlib.import_module(f"thinwire.cli.{verb}")
     if rest == ["--help"]:
         return
@@ -147,12 +147,12 @@ def headings(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
 
 
-# ---- the README's tree
+# ---- the tree in CONTRIBUTING.md
 
 
 def tree() -> list[str]:
-    """The paths in the README's tree."""
-    text = next(block.text for block in blocks(ROOT / "README.md", "text") if block.text.startswith("src/"))
+    """The paths in the tree."""
+    text = next(block.text for block in blocks(ROOT / "CONTRIBUTING.md", "text") if block.text.startswith("src/"))
     paths, folder = [], ""
     for line in text.splitlines():
         names = re.match(r"\s*((?:[\w./-]+\s{1,2})*[\w./-]+)(?:\s{3,}|$)", line)

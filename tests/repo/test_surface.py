@@ -16,8 +16,8 @@ from pages import ROOT
 
 import thinwire
 from thinwire.cli import VERBS
-from thinwire.cli.plan import BESIDE
-from thinwire.cli.simulate import STUDIES
+from thinwire.cli.plan.command import BESIDE
+from thinwire.cli.simulate.command import STUDIES
 from thinwire.lm.run import Run
 
 # Of a run: options of train and compare, and what a run file holds.
@@ -27,7 +27,7 @@ least grace weigh evict link uplink timeout model lora positions text column tok
 clip precision eval_every eval_batches checkpoint_every keep
 """
 OPTIONS = {
-    "train": "run_settings out resume run elastic lighthouse name json",
+    "train": "run_settings out resume from_start run elastic lighthouse name secret json",
     "compare": "run_settings strategies seeds out run json",
     "report": "runs diagnose out tensorboard json",
     "probe": "run what out model sequence link replicas seconds trips name timeout json",
@@ -41,8 +41,9 @@ OPTIONS = {
     "simulate pipeline": "stages micro_batches forward_seconds backward_seconds hop_seconds links activation slower plot json",
     "simulate fabric": "leaves spines hosts flows nbytes rate failed pattern policy draws seed plot json",
     "simulate overlap": "ranks produce_seconds send_seconds nbytes link contention plot json",
-    "lighthouse": "host port heartbeat_timeout json",
+    "lighthouse": "host port heartbeat_timeout secret json",
     "doctor": "run link step_seconds master_addr master_port firewall runs json",
+    "docs": "page json",
 }
 MODULES = sorted(
     m.name for m in pkgutil.walk_packages(thinwire.__path__, "thinwire.") if not m.name.endswith("__main__")
@@ -52,7 +53,7 @@ MODULES = sorted(
 def test_all_is_what_is_public():
     """tests/core/test_layers.py locks the names themselves."""
     modules = {path.stem for path in Path(thinwire.__file__ or "").parent.iterdir()}
-    assert set(thinwire.__all__) == {name for name in vars(thinwire) if not name.startswith("_")} - modules
+    assert set(thinwire.__all__) == {name for name in dir(thinwire) if not name.startswith("_")} - modules
 
 
 @pytest.mark.parametrize("name", thinwire.__all__)
@@ -75,7 +76,7 @@ def test_options_of_a_run():
 
 def options_of(command: str) -> type:
     """The options of a verb, or of what stands beside it."""
-    module = command.replace("simulate ", "studies.").replace("plan ", "planning.")
+    module = command.replace(" ", ".")
     kind: type = importlib.import_module(f"thinwire.cli.{module}").Options
     return kind
 
@@ -124,7 +125,7 @@ def test_constraints_hold_what_the_project_needs():
     }
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    for line in [*project["dependencies"], *extras["dev"], *extras["parquet"], *extras["elastic"]]:
+    for line in [*project["dependencies"], *extras["dev"], *extras["parquet"], *extras["rivals"]]:
         needed = Requirement(line)
         if needed.name != "thinwire":
             assert needed.specifier.contains(pins[canonicalize_name(needed.name)]), line

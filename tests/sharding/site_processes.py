@@ -15,7 +15,7 @@ from sites import Seen, train
 
 import thinwire as tw
 from thinwire.codecs import Int
-from thinwire.group import start_torch
+from thinwire.comm import start_torch
 from thinwire.sharding import Sharding, Shards, zero_plus_plus
 
 WORLD = 8

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.group import CountedGroup, Group, Ledger
-from thinwire.seeds import derive
+from thinwire.comm import CountedGroup, Group, Ledger
+from thinwire.rng import derive
 from thinwire.sharding import Sharded, Sharding
 
 

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import thinwire as tw
 from thinwire.codecs import Cast, Identity, Int, TopK
+from thinwire.comm import CountedGroup, Ledger, ThreadGroup, run_threads
 from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError, LinkError, ModelError
-from thinwire.group import CountedGroup, Ledger, ThreadGroup, run_threads
 from thinwire.lm.model import Architecture, Transformer
 from thinwire.plan.sharding import traffic
 from thinwire.sharding import FP32, Layout, Precision, Sharded, Sharding, Shards, by_level, zero_plus_plus

@@ -7,7 +7,7 @@ import torch
 from site_processes import SHARDINGS, WORLD, run_world
 from sites import plainly, train
 
-from thinwire.group import run_threads
+from thinwire.comm import run_threads
 from thinwire.sharding import Layout, by_level
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 from thinwire.exchange import Direct
-from thinwire.schedule import Calendar
+from thinwire.pieces.schedule import Calendar
 from thinwire.simulate.scenario import Scenario
 from thinwire.strategy import Gradients, Strategy
 
@@ -98,13 +98,15 @@ class Oracle:
         schedule, fragments = self.strategy.schedule, range(len(self.numels))
         eager = self.strategy.merge.whole_period
         flying: dict[int, tuple[int, int]] = {}
-        rounds = [0] * len(self.numels)
+        rounds, counted = [0] * len(self.numels), [0] * len(self.numels)
+        throws_away = not eager and self.strategy.merge.alpha == 0  # what was trained in flight
         now = yield ("until", 0.0)
 
         def depart(p: int, step: int) -> None:
             self.depart(rank, p, rounds[p], now)
             flying[p] = (rounds[p], step)
             rounds[p] += 1
+            counted[p] = step
 
         def land(p: int) -> Generator:
             number, _ = flying.pop(p)
@@ -123,14 +125,18 @@ class Oracle:
             for p in fragments:
                 if not eager and p in flying and flying[p][1] + schedule.delay == step:
                     now = yield from land(p)
+                    counted[p] = step if throws_away else counted[p]
         if not isinstance(self.strategy.signal, Gradients):
             for p in fragments:
-                if p in flying and not eager:
+                if p in flying and (not eager or counted[p] == steps):
                     now = yield from land(p)
+                    counted[p] = steps if throws_away else counted[p]
+            for p in fragments:
+                if counted[p] < steps:  # else nothing was trained since
+                    if p in flying:
+                        now = yield from land(p)
+                    depart(p, steps)
             for p in fragments:
                 if p in flying:
                     now = yield from land(p)
-                depart(p, steps)
-            for p in fragments:
-                now = yield from land(p)
         self.wall[rank] = now

@@ -12,12 +12,12 @@ import pytest
 
 import thinwire as tw
 from thinwire.cli import main
-from thinwire.cli.studies.run import Options, make_scenario, skeleton
+from thinwire.cli.simulate.run import Options, make_scenario, skeleton
+from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
-from thinwire.group import Link
 from thinwire.lm.run import Run
-from thinwire.observe.runs import RunRecord
-from thinwire.observe.units import seconds_of_text
+from thinwire.records.run_record import RunRecord
+from thinwire.records.units import seconds_of_text
 from thinwire.simulate.replicas import simulate
 from thinwire.simulate.scenario import Failures, Scenario, Stragglers
 

@@ -12,7 +12,7 @@ import pytest
 
 from thinwire.cli import main
 from thinwire.errors import ConfigurationError
-from thinwire.schedule import Staggered
+from thinwire.pieces.schedule import Staggered
 from thinwire.simulate import formulas
 from thinwire.simulate.layers import Stack, compute_utilization, compute_utilization_of_run
 from thinwire.simulate.utilization import METHODS, PAPER_BITS, PAPER_GRID, TARGETS, Study

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from thinwire.errors import ThinwireError
+from thinwire.printable import printable_lines
 from thinwire.version import __version__
 
 VERBS = {
@@ -18,6 +22,7 @@ VERBS = {
     "plan": "rank settings for given links and machines, with reasons, and write the best one's run file",
     "lighthouse": "be the place where replicas that come and go find each other",
     "doctor": "say what this machine offers, and what is wrong with a set-up",
+    "docs": "show a page of the documentation",
 }
 
 _USAGE = "\n".join(
@@ -34,7 +39,7 @@ _USAGE = "\n".join(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb and return the exit code: 0, 1 (it failed), 2 (asked wrongly), 130 (interrupted)."""
+    """Run one verb and return the exit code: 0, 1 (it failed), 2 (asked wrongly), 130 or 143 (stopped by SIGINT or SIGTERM)."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_USAGE)
@@ -50,13 +55,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 2
     try:
-        return int(importlib.import_module(f"thinwire.cli.{verb}").main(rest))
+        with _heard():
+            return int(importlib.import_module(f"thinwire.cli.{verb}").main(rest))
     except ThinwireError as error:
-        print(f"thinwire {verb}: {error}", file=sys.stderr)
+        print(printable_lines(f"thinwire {verb}: {error}"), file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     except OSError as error:  # a full disk, a folder that is gone
-        print(f"thinwire {verb}: {error}", file=sys.stderr)
+        print(printable_lines(f"thinwire {verb}: {error}"), file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         print(f"thinwire {verb}: interrupted", file=sys.stderr)
-        return 130
+        return 128 + (stop.args[0] if stop.args else signal.SIGINT)
+
+
+@contextmanager
+def _heard() -> Iterator[None]:
+    """A SIGTERM ends a verb as Ctrl-C does, so that it leaves nothing behind; a verb that trains listens by itself."""
+
+    def end(number: int, frame: object) -> None:
+        raise KeyboardInterrupt(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -10,6 +10,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,12 +22,13 @@ from rich.text import Text
 
 from thinwire.cli import doctor, options, train
 from thinwire.cli.pages import write_report
-from thinwire.errors import ConfigurationError, ThinwireError
+from thinwire.errors import ConfigurationError, DataError, ThinwireError
 from thinwire.lm import launch
-from thinwire.lm.job import check
 from thinwire.lm.run import Run
-from thinwire.observe.runs import RunRecord
-from thinwire.observe.units import text_of_bits, text_of_nbytes, text_of_seconds, text_of_share
+from thinwire.lm.setup import check
+from thinwire.records.run_record import RunRecord
+from thinwire.records.units import text_of_bits, text_of_loss, text_of_nbytes, text_of_seconds, text_of_share
+from thinwire.report.terminal import waiting
 
 
 @dataclass(frozen=True)
@@ -57,36 +59,64 @@ def main(arguments: Sequence[str]) -> int:
     out = asked.out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
     base, failed = asked.run_settings.absolute(), dict[str, str]()
     settings = {strategy: base.with_strategy(strategy) for strategy in asked.strategies}
-    for run in settings.values():  # all, before any trains
-        doctor.ready(run, check(run), run.replicas, console)
+    with waiting(console, "reading the text"):
+        for run in settings.values():  # all, before any trains
+            doctor.ready(run, check(run), run.replicas, console)
     folders: dict[str, list[Path]] = {strategy: [] for strategy in settings}
-    for seed in range(asked.run_settings.seed, asked.run_settings.seed + asked.seeds):
-        for strategy, run in settings.items():
-            folder = out / f"{re.sub(r'[^a-zA-Z0-9_.]+', '-', strategy).strip('-')}-seed-{seed}"
-            try:
-                _complete(dataclasses.replace(run, seed=seed), folder, console)
-                folders[strategy].append(folder)
-            except (ThinwireError, OSError) as error:
-                failed.setdefault(strategy, str(error))
-                console.print(f"{folder} failed: {error}", soft_wrap=True, highlight=False, markup=False)
-            except Exception as error:  # a fault of the program: the other strategies are still worth their time
-                failed.setdefault(strategy, f"{type(error).__name__}: {error}")
-                traceback.print_exc()
-    records = {strategy: [RunRecord.load(folder) for folder in its] for strategy, its in folders.items()}
-    rows = [_row(strategy, its) for strategy, its in records.items() if its]
-    page = write_report([its[0] for its in folders.values() if its], out / "report.html") if rows else None
-    failures = [{"strategy": strategy, "failed": why} for strategy, why in failed.items()]
-    (out / "comparison.json").write_text(json.dumps(rows + failures, indent=1) + "\n")
-    console.print(_table(rows, failed))
-    if page:
-        console.print(f"report: {page}", soft_wrap=True, highlight=False)
-    if asked.json:
-        print(json.dumps({"strategies": rows + failures, "report": page and str(page)}))
+    stop = launch.Stop()
+    with launch.stopping(stop):
+        for seed in range(asked.run_settings.seed, asked.run_settings.seed + asked.seeds):
+            for strategy, run in settings.items():
+                folder = out / f"{re.sub(r'[^a-zA-Z0-9_.]+', '-', strategy).strip('-')}-seed-{seed}"
+                try:
+                    with suppress(KeyboardInterrupt):  # the second signal; what there is by then is shown
+                        _complete(dataclasses.replace(run, seed=seed), folder, console, stop)
+                    folders[strategy].append(folder)
+                except (ThinwireError, OSError) as error:
+                    failed.setdefault(strategy, str(error))
+                    console.print(f"{folder} failed: {error}", soft_wrap=True, highlight=False, markup=False)
+                except Exception as error:  # a fault of the program: the other strategies are still worth their time
+                    failed.setdefault(strategy, f"{type(error).__name__}: {error}")
+                    traceback.print_exc()
+        rows = _told(folders, failed, out, console, asked)
+    whole = sum(row["seeds"] for row in rows if row["status"] == "finished") == len(folders) * asked.seeds
+    if stop.is_set() and not whole:
+        return stop.exit_code
     return 1 if failed else 0
 
 
-def _complete(run: Run, folder: Path, console: Console) -> None:
-    """Train, unless `folder` holds this very run complete; one that was broken off goes on from its checkpoint."""
+def _told(
+    folders: dict[str, list[Path]], failed: dict[str, str], out: Path, console: Console, asked: Options
+) -> list[dict[str, Any]]:
+    """The table, the page and the JSON of the runs that were begun; returns the table's rows."""
+    begun = {strategy: [record for folder in its if (record := _record(folder))] for strategy, its in folders.items()}
+    rows = [_row(strategy, records) for strategy, records in begun.items() if records]
+    left = [strategy for strategy, records in begun.items() if not records and strategy not in failed]
+    failures = [{"strategy": strategy, "failed": why} for strategy, why in failed.items()]
+    first = [records[0].folder for records in begun.values() if records]
+    page = write_report(first, out / "report.html") if first else None
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "comparison.json").write_text(json.dumps(rows + failures, indent=1) + "\n")
+    console.print(_table(rows, failed))
+    if left:
+        console.print(f"not begun: {', '.join(left)}", soft_wrap=True, highlight=False)
+    if page:
+        console.print(f"report: {page}", soft_wrap=True, highlight=False)
+    if asked.json:
+        print(json.dumps({"strategies": rows + failures, "not_begun": left, "report": page and str(page)}))
+    return rows
+
+
+def _record(folder: Path) -> RunRecord | None:
+    """What a run left; None where it was stopped before it began."""
+    try:
+        return RunRecord.load(folder)
+    except DataError:
+        return None
+
+
+def _complete(run: Run, folder: Path, console: Console, stop: launch.Stop) -> None:
+    """Train, unless `folder` holds this very run complete or `stop` is set; one that was broken off goes on from its checkpoint."""
     begun = (folder / "events").exists()
     if begun and Run.load(folder / "run.toml").absolute() != run:
         raise ConfigurationError(
@@ -95,15 +125,19 @@ def _complete(run: Run, folder: Path, console: Console) -> None:
     if train.complete(run, folder):
         console.print(f"{folder}: complete", soft_wrap=True, highlight=False)
         return
+    if stop.is_set():
+        return
     console.print(f"{folder}", soft_wrap=True, highlight=False)
     launch.new_folder(run, folder, resume=begun)
-    train.train(run, folder, begun, console)
+    train.train(run, folder, any(folder.glob("checkpoints/*/step-*")), console, stop)
 
 
 def _row(strategy: str, records: list[RunRecord]) -> dict[str, Any]:
     """One strategy over its seeds: the mean, and for the loss the standard deviation where there are several."""
     summaries = [record.summary for record in records]
-    losses = [math.nan if s.eval_loss is None else s.eval_loss for s in summaries]
+    losses = [s.eval_loss for s in summaries if s.eval_loss is not None and math.isfinite(s.eval_loss)]
+    if len(losses) < len(summaries):  # one was stopped before it evaluated
+        losses = []
 
     def mean(name: str) -> float:
         return statistics.fmean(getattr(summary, name) for summary in summaries)
@@ -111,7 +145,7 @@ def _row(strategy: str, records: list[RunRecord]) -> dict[str, Any]:
     return {
         "strategy": strategy,
         "seeds": len(records),
-        "eval_loss": statistics.fmean(losses),
+        "eval_loss": statistics.fmean(losses) if losses else None,
         "eval_loss_spread": statistics.stdev(losses) if len(losses) > 1 else None,
         "eval_losses": losses,
         **{
@@ -119,6 +153,8 @@ def _row(strategy: str, records: list[RunRecord]) -> dict[str, Any]:
             for name in ("wire_bytes_sent", "bits_per_parameter_per_step", "compute_utilization", "wall_seconds")
         },
         "provenance": summaries[0].provenance,
+        "status": next((record.status for record in records if record.status != "finished"), "finished"),
+        "steps": min(summary.steps for summary in summaries),
     }
 
 
@@ -138,8 +174,11 @@ def _table(rows: list[dict[str, Any]], failed: Iterable[str]) -> Table:
     for row in rows:
         spread = f" ± {row['eval_loss_spread']:.4f}" if row["eval_loss_spread"] is not None else ""
         table.add_row(
-            Text(row["strategy"]),
-            f"{row['eval_loss']:.4f}{spread}",
+            Text(
+                row["strategy"]
+                + (f" ({row['status'].split(':')[0]} at step {row['steps']})" if row["status"] != "finished" else "")
+            ),
+            f"{text_of_loss(row['eval_loss'])}{spread}",
             text_of_nbytes(row["wire_bytes_sent"]),
             text_of_bits(row["bits_per_parameter_per_step"]),
             text_of_share(row["compute_utilization"]),

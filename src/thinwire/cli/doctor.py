@@ -16,24 +16,24 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from thinwire.cli import machine, options
+from thinwire.cli import checks as machine
+from thinwire.cli import options
+from thinwire.cli.checks import Finding, warn_unless
 from thinwire.cli.firewall import rules
-from thinwire.cli.machine import Finding, warn_unless
 from thinwire.codecs import Shapes
+from thinwire.comm import Link, parse_link
 from thinwire.errors import ConfigurationError, ThinwireError
-from thinwire.group import Link, parse_link
-from thinwire.group.lighthouse import engine
 from thinwire.lm import place
-from thinwire.lm.job import make_model, outline_model
 from thinwire.lm.launch import threads_each
 from thinwire.lm.model import Transformer
 from thinwire.lm.run import Run
+from thinwire.lm.setup import make_model, outline_model
 from thinwire.lm.tokenizer import make_tokenizer, open_corpus
 from thinwire.lm.tokens import Bytes, find
-from thinwire.observe.units import text_of_count, text_of_nbytes, text_of_rate, text_of_seconds
 from thinwire.plan.base import base_nbytes
 from thinwire.plan.machine import BASE_NBYTES
 from thinwire.plan.memory import kept_nbytes, replica_memory
+from thinwire.records.units import text_of_count, text_of_nbytes, text_of_rate, text_of_seconds
 from thinwire.strategy import Strategy
 
 LARGE = 1 << 28  # bytes of text above which it is only looked at, not tokenised
@@ -108,10 +108,8 @@ def set_up(file: Path, link: Link | None, step_seconds: float | None) -> Iterato
         run.replicas <= machine.cores(),
         "replicas",
         f"{run.replicas} on {machine.cores()} core(s), {_threads(run)} thread(s) each",
-        "if they all run here they take turns: fewer replicas, or more machines (docs/machines.md)",
+        "if they all run here they take turns: fewer replicas, or more machines (thinwire docs machines)",
     )
-    if run.carrier == "elastic":
-        yield may_come_and_go()
     what = "text"
     try:
         vocabulary = yield from text(run)
@@ -130,15 +128,6 @@ def set_up(file: Path, link: Link | None, step_seconds: float | None) -> Iterato
         shapes, wire = [fragment.shapes for fragment in fragments], link or parse_link(run.link)
         yield from enough(strategy, shapes, run.replicas, wire, step_seconds)
         yield deadlines(run, strategy, shapes, wire, step_seconds)
-
-
-def may_come_and_go() -> Finding:
-    """Whether replicas that come and go could find each other from here."""
-    try:
-        engine()
-    except ConfigurationError as error:
-        return Finding("elastic", "problem", str(error))
-    return Finding("elastic", "ok", "torchft is installed, which keeps the lighthouse")
 
 
 def text(run: Run) -> Generator[Finding, None, int]:
@@ -169,7 +158,7 @@ def room(run: Run, model: nn.Module, strategy: Strategy, numels: Sequence[int]) 
     what = "memory of a replica"
     if total > available:
         says += f"; {text_of_nbytes(available)} are free"
-        yield Finding(what, "problem", says, "a smaller model, or shards: docs/machines.md")
+        yield Finding(what, "problem", says, "a smaller model, or shards: thinwire docs machines")
     else:
         yield warn_unless(total * run.replicas <= available, what, says, f"not all {run.replicas} replicas fit here")
     return total <= available

@@ -6,9 +6,9 @@ from html import escape
 from pathlib import Path
 
 from thinwire.errors import ConfigurationError
-from thinwire.observe.charts import Chart
-from thinwire.observe.page import chart_place, page, word
-from thinwire.observe.svg import drawing
+from thinwire.report.charts import Chart
+from thinwire.report.page import chart_place, page, word
+from thinwire.report.svg import drawing
 
 ENDINGS = (".svg", ".png", ".html")
 SCALE = 2  # pixels of a PNG for one of the SVG's

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from thinwire.errors import ConfigurationError
-from thinwire.group.lighthouse import PORT
+from thinwire.membership.channel import PORT
 
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 

@@ -9,13 +9,14 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import tyro
 
 from thinwire.cli import options
 from thinwire.errors import ConfigurationError
-from thinwire.group.deadlines import Deadlines
-from thinwire.group.lighthouse import PORT, Lighthouse
+from thinwire.membership.channel import PORT, secret_in
+from thinwire.membership.server import HEARTBEAT_TIMEOUT, Lighthouse
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,11 @@ class Options:
     host: str = "127.0.0.1"
     """The address to listen at: of this machine, and in a network that you trust. Without: this machine alone."""
     port: int = PORT
-    """The lighthouse's port; the next one is the store's. 0: two that are free."""
-    heartbeat_timeout: float = Deadlines.heartbeat_timeout
+    """The port to listen at. 0: one that is free."""
+    heartbeat_timeout: float = HEARTBEAT_TIMEOUT
     """Seconds without a heartbeat after which a replica is taken for dead. `thinwire doctor RUN` says what a run needs."""
+    secret: Path | None = None
+    """The file with the run secret; made (mode 0600) where there is none. Copy it to every machine: who does not hold it is not heard."""
     json: bool = False
     """Stdout ends with one JSON object, as soon as it listens."""
 
@@ -43,26 +46,34 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigurationError(
             f"--heartbeat-timeout {asked.heartbeat_timeout}: a positive number of seconds is needed."
         )
-    if not 0 <= asked.port < 65535:
-        raise ConfigurationError(f"--port {asked.port}: 0 to 65534 is needed; the next port is the store's.")
+    if not 0 <= asked.port < 65536:
+        raise ConfigurationError(f"--port {asked.port}: 0 to 65535 is needed.")
+    secret = secret_in(asked.secret, make=True) if asked.secret else b""
     console = options.console(asked.json)
     ended: list[
         int
     ] = []  # not an Event: set by a handler while this very thread holds its lock, it would wait for itself
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda told, _: ended.append(told))
-    lighthouse = Lighthouse(asked.host, asked.port, asked.heartbeat_timeout)
+
+    def say(line: str) -> None:
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+    lighthouse = Lighthouse(asked.host, asked.port, asked.heartbeat_timeout, secret, say)
+    held = f" --secret {asked.secret}" if asked.secret else ""
+    only = "nothing is encrypted, and the replicas' own ports are open: trusted networks or tunnels only."
     says = [
-        f"lighthouse at {lighthouse.address}, its store at the next port, {lighthouse.port + 1}",
+        f"lighthouse at {lighthouse.address}",
         f"a replica that is not heard for {asked.heartbeat_timeout:g} s is taken for dead",
-        f"replicas come with: thinwire train RUN.toml --lighthouse {_reached_at(lighthouse)} --name NAME",
-        "warning: nothing here is authenticated or encrypted. Whoever reaches these ports can end a run or feed it: "
-        "trusted networks or tunnels only.",
-        *([] if _only_here(asked.host) else ["open both ports to the replicas, and to nobody else"]),
+        f"replicas come with: thinwire train RUN.toml --lighthouse {_reached_at(lighthouse)} --name NAME{held}",
+        f"only who holds the secret in {asked.secret} is heard: copy it to every machine; {only}"
+        if asked.secret
+        else f"warning: whoever reaches this port can end a run or feed it; give --secret FILE. And {only}",
+        *([] if _only_here(asked.host) else ["open the port to the replicas, and to nobody else"]),
         "Ctrl-C ends it; replicas go on with what they hold, and come back to a new one at the same address",
     ]
     for line in says:
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
+        say(line)
     if asked.json:
         print(json.dumps({"address": lighthouse.address, "port": lighthouse.port}), flush=True)
     while not ended:

@@ -6,14 +6,16 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import tyro
-from rich.console import Console
 from rich.table import Table
 
 from thinwire.errors import ConfigurationError
-from thinwire.lm.run import Run
+from thinwire.report.terminal import Terminal
+
+if TYPE_CHECKING:
+    from thinwire.lm.run import Run  # which needs torch
 
 T = TypeVar("T")
 
@@ -31,6 +33,8 @@ def read(kind: type[T], verb: str, arguments: Sequence[str], description: str) -
 
 
 def _base(arguments: Sequence[str]) -> Run:
+    from thinwire.lm.run import Run
+
     file = arguments[0] if arguments and not arguments[0].startswith("-") else None
     if file is None and "--resume" in arguments and (folder := _value(arguments, "--out")):
         begun = Path(folder) / "run.toml"
@@ -47,10 +51,10 @@ def _value(arguments: Sequence[str], flag: str) -> str | None:
     return None
 
 
-def console(json: bool) -> Console:
+def console(json: bool) -> Terminal:
     """Where people read: stdout, or stderr where stdout is for a machine. A file has no width: tables get room there."""
     stream = sys.stderr if json else sys.stdout
-    return Console(file=stream, width=None if stream.isatty() else 120)
+    return Terminal(file=stream, width=None if stream.isatty() else 120)
 
 
 def table(title: str) -> Table:

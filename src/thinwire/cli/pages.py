@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from thinwire.observe.report import Section
-from thinwire.observe.report import write_report as write
-from thinwire.observe.runs import RunRecord
 from thinwire.plan.figure import rates_of_runs
+from thinwire.records.run_record import RunRecord
+from thinwire.report.report import Section
+from thinwire.report.report import write_report as write
 
 _TEXT = (
     "Time in inner steps against the rate of the uplink, from each run's strategy, fragments and median inner step: where a faster link "

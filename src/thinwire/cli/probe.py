@@ -16,17 +16,17 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.cli import machine as here
+from thinwire.cli import checks as here
 from thinwire.cli import options
+from thinwire.comm import Group, Link, LinkedGroup, gather, run_threads
 from thinwire.errors import ConfigurationError
-from thinwire.group import Group, Link, LinkedGroup, gather, run_threads
 from thinwire.lm import launch
 from thinwire.lm.run import Run
-from thinwire.observe.units import text_of_count, text_of_nbytes, text_of_rate, text_of_seconds
 from thinwire.plan.compute import probe_machine
 from thinwire.plan.links import replace
 from thinwire.plan.machine import Machine
 from thinwire.plan.probe import Probe, probe_links
+from thinwire.records.units import text_of_count, text_of_nbytes, text_of_rate, text_of_seconds
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
     place = launch.torchrun_place()
     if place is None and emulated is None and asked.what == "links":
         raise ConfigurationError(
-            "links lie between replicas: start one process on each machine by torchrun (docs/plan.md), or give --link 50mbit,30ms "
+            "links lie between replicas: start one process on each machine by torchrun (thinwire docs plan), or give --link 50mbit,30ms "
             "to see an emulated one measured."
         )
     asked.out.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,8 @@ def main(arguments: Sequence[str]) -> int:
     for machine in machines:
         path = asked.out / (f"{machine.name}.toml" if len(machines) > 1 else "machine.toml")
         machine.save(
-            path, f"What {machine.name} does, measured by `thinwire probe` on {_today()}. Edit freely: docs/plan.md."
+            path,
+            f"What {machine.name} does, measured by `thinwire probe` on {_today()}. Edit freely: thinwire docs plan.",
         )
         found.setdefault("machines", []).append(str(path))
         console.print(_machine_table(machine))
@@ -146,7 +147,7 @@ def _write_links(probe: Probe, asked: Options, console: Console, word: str) -> d
     comment = (
         f"Links between {len(links)} replicas, {word}; written by `thinwire probe` on {_today()}.\n"
         "alone: rate and one-way delay (half a round trip) with nothing else on the link; together: everybody sends to everybody.\n"
-        "Edit freely: docs/plan.md."
+        "Edit freely: thinwire docs plan."
     )
     links.save(path, comment)
     replace(raw, json.dumps(probe.samples) + "\n")

@@ -14,10 +14,10 @@ from thinwire.cli import options
 from thinwire.cli.pages import write_report
 from thinwire.cli.train import summary_of
 from thinwire.errors import ConfigurationError
-from thinwire.observe.diagnosed import delay_table, diagnose
-from thinwire.observe.progress import compare_table
-from thinwire.observe.runs import RunRecord
-from thinwire.observe.tensorboard import export_tensorboard
+from thinwire.records.run_record import RunRecord
+from thinwire.report.diagnosis import delay_table, diagnose
+from thinwire.report.progress import compare_table
+from thinwire.report.tensorboard import export_tensorboard
 
 
 @dataclass(frozen=True)

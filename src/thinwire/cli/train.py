@@ -20,11 +20,12 @@ from thinwire.cli import doctor, options
 from thinwire.cli.pages import write_report
 from thinwire.errors import ConfigurationError, DataError
 from thinwire.lm import launch
-from thinwire.lm.elastic import Seat, check_seat, train_elastic
-from thinwire.lm.job import check
 from thinwire.lm.run import Run
-from thinwire.observe.progress import Progress, final_table
-from thinwire.observe.runs import RunRecord, text_of_privacy
+from thinwire.lm.setup import check
+from thinwire.lm.supervisor import Seat, check_seat, train_elastic
+from thinwire.records.run_record import RunRecord, explained, text_of_privacy
+from thinwire.report.progress import Progress, final_table
+from thinwire.report.terminal import waiting
 
 DEMO = Run(link="5mbit,30ms")
 
@@ -39,6 +40,8 @@ class Options:
     """The run folder. Without: runs/STRATEGY-DATE-TIME."""
     resume: bool = False
     """Go on with the run in --out from the newest checkpoint that all replicas have."""
+    from_start: bool = False
+    """With --resume: begin again at the first step; the checkpoints that are there are set aside, as checkpoints-1."""
     run: tyro.conf.Positional[Path | None] = None
     """A run file to take settings from; what is given on the command line replaces them."""
     elastic: bool = False
@@ -47,6 +50,8 @@ class Options:
     """Elastic, on several machines: be one replica, of a run whose `thinwire lighthouse` listens at HOST:PORT."""
     name: str | None = None
     """With --lighthouse: this replica's name, that no other has, and kept when it comes back. replica-0 to replica-N share the text out."""
+    secret: Path | None = None
+    """With --lighthouse: the file with the run secret that `thinwire lighthouse --secret FILE` has made. --elastic alone makes one for itself."""
     json: bool = False
     """Progress goes to stderr; stdout ends with one JSON object."""
 
@@ -58,6 +63,8 @@ class Options:
                 f"{given} without {needed}: one replica of a run elsewhere is --lighthouse HOST:PORT --name NAME; "
                 "for all replicas on this machine, --elastic alone."
             )
+        if self.secret and self.lighthouse is None:
+            raise ConfigurationError("--secret without --lighthouse: a run on one machine makes its own; leave it out.")
         if not (self.elastic or self.lighthouse):
             return self
         if self.run_settings.carrier == "threads":
@@ -66,7 +73,7 @@ class Options:
 
     @property
     def seat(self) -> Seat | None:
-        return Seat(self.lighthouse, self.name) if self.lighthouse and self.name else None
+        return Seat(self.lighthouse, self.name, self.secret) if self.lighthouse and self.name else None
 
 
 DESCRIPTION = """Train one language model on several replicas.
@@ -75,7 +82,7 @@ thinwire train                                                  the demo: two pr
 
 thinwire train --elastic --replicas 3                           three that may die and return, all on this machine
 
-thinwire train RUN.toml --lighthouse 10.0.0.1:29510 --name oslo  one of them, on a machine of its own (docs/elastic.md)"""
+thinwire train RUN.toml --lighthouse 10.0.0.1:29510 --name oslo  one of them, on a machine of its own (thinwire docs elastic)"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -94,13 +101,16 @@ def main(arguments: Sequence[str]) -> int:
         check_seat(asked.seat)
     if asked.resume and asked.out is None:
         raise ConfigurationError("--resume: the folder of the run to go on with is needed; add --out FOLDER.")
+    if asked.from_start and not asked.resume:
+        raise ConfigurationError("--from-start without --resume: a run that is new begins at the first step anyway.")
     folder = asked.out or Path("runs") / f"{_label(run)}-{time.strftime('%Y%m%d-%H%M%S')}"
     if demo:
         console.print(
             f"The demo: {run.replicas} processes train one model over an emulated link of {run.link}, the same as"
         )
         console.print(f"  thinwire train --link {run.link}", soft_wrap=True, highlight=False)
-    model = check(run, asked.out if asked.resume else None)
+    with waiting(console, "reading the text"):
+        model = check(run, asked.out if asked.resume else None)
     sharded = place is not None and place[1] > run.replicas
     here = 0 if sharded else 1 if place or asked.seat else run.replicas
     doctor.ready(run, model, here, Console(quiet=True) if place and place[0] else console)
@@ -108,12 +118,17 @@ def main(arguments: Sequence[str]) -> int:
         return _as_rank(*place, run, asked, folder, console)
     launch.new_folder(run, folder, asked.resume, asked.name or "*")
     console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
-    if asked.resume and complete(run, folder):
-        console.print(f"finished already: all {run.steps} steps; to train longer give more --steps", highlight=False)
-    else:
-        train(run, folder, asked.resume, console, asked.seat)
-    _finish(folder, console, asked.json, asked.seat)
-    return 0
+    if asked.from_start:
+        launch.set_aside(folder, asked.name or "*")
+    resume, stop = asked.resume and not asked.from_start, launch.Stop()
+    with launch.stopping(stop):
+        if resume and complete(run, folder):
+            console.print(
+                f"finished already: all {run.steps} steps; to train longer give more --steps", highlight=False
+            )
+        else:
+            train(run, folder, resume, console, stop, asked.seat)
+        return _finish(folder, console, asked.json, stop, asked.seat)
 
 
 def complete(run: Run, folder: Path) -> bool:
@@ -122,16 +137,16 @@ def complete(run: Run, folder: Path) -> bool:
     return begun and RunRecord.load(folder).summary.steps >= run.steps
 
 
-def train(run: Run, folder: Path, resume: bool, console: Console, seat: Seat | None = None) -> None:
-    """Train with live progress on `console`."""
+def train(run: Run, folder: Path, resume: bool, console: Console, stop: launch.Stop, seat: Seat | None = None) -> None:
+    """Train with live progress on `console`, until `stop`."""
     with Progress(folder, run.steps, [seat.name] if seat else run.replicas, console) as progress:
         progress.pass_over()
         if run.carrier == "elastic":
-            train_elastic(run, folder, resume, progress.update, progress.say, seat)
+            train_elastic(run, folder, resume, progress.update, progress.say, seat, stop)
         elif run.carrier == "threads":
-            launch.train_threads(run, folder, resume, progress.update)
+            launch.train_threads(run, folder, resume, progress.update, stop)
         else:
-            launch.train_processes(run, folder, resume, progress.update)
+            launch.train_processes(run, folder, resume, progress.update, stop)
 
 
 def _as_rank(rank: int, world: int, run: Run, asked: Options, folder: Path, console: Console) -> int:
@@ -141,15 +156,17 @@ def _as_rank(rank: int, world: int, run: Run, asked: Options, folder: Path, cons
     shards = max(1, world // run.replicas)
     own = f"replica-{rank // shards}" + (f".shard-{rank % shards}" if shards > 1 else "")
     launch.new_folder(run, folder, asked.resume, own)
+    if asked.from_start:
+        launch.set_aside(folder, own)
+    resume, stop = asked.resume and not asked.from_start, launch.Stop()
     if rank != 0:
-        launch.train_as_rank(run, folder, asked.resume)
-        return 0
-    with Progress(folder, run.steps, 1, console, sharded=shards > 1) as progress:
-        progress.pass_over()
-        with _ticking(progress.update):
-            launch.train_as_rank(run, folder, asked.resume)
-    _finish(folder, console, asked.json)
-    return 0
+        return stop.exit_code if launch.train_as_rank(run, folder, resume, stop)["stopped"] else 0
+    with launch.stopping(stop):
+        with Progress(folder, run.steps, 1, console, sharded=shards > 1) as progress:
+            progress.pass_over()
+            with _ticking(progress.update):
+                launch.train_as_rank(run, folder, resume, stop)
+        return _finish(folder, console, asked.json, stop)
 
 
 @contextmanager
@@ -170,12 +187,19 @@ def _ticking(tick: Callable[[], object]) -> Iterator[None]:
         thread.join()
 
 
-def _finish(folder: Path, console: Console, as_json: bool, seat: Seat | None = None) -> None:
-    """The summary as a table, a file and a page."""
-    record = RunRecord.load(folder)
+def _finish(folder: Path, console: Console, as_json: bool, stop: launch.Stop, seat: Seat | None = None) -> int:
+    """The summary as a table, a file and a page; returns the exit code."""
+    try:
+        record = RunRecord.load(folder)
+    except DataError:
+        if stop.is_set():  # before anything was begun
+            raise KeyboardInterrupt(stop.number) from None
+        raise
     summary = summary_of(record)
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     console.print(final_table(record))
+    if told := explained(record.steps):
+        console.print(told, soft_wrap=True, highlight=False)
     if told := text_of_privacy(record.privacy):
         console.print(f"{told} (predicted)", highlight=False)
     try:
@@ -183,11 +207,14 @@ def _finish(folder: Path, console: Console, as_json: bool, seat: Seat | None = N
     except DataError as error:  # the run is whole without
         drawn = f"no report: {error}"
     console.print(drawn, soft_wrap=True, highlight=False)
-    if record.status.startswith("stopped"):
+    stopped = record.status.startswith("stopped")
+    if stopped:
         where = f" --lighthouse {seat.lighthouse} --name {seat.name}" if seat else ""
+        where += f" --secret {seat.secret}" if seat and seat.secret else ""
         console.print(f"to go on: thinwire train --resume --out {folder}{where}", soft_wrap=True, highlight=False)
     if as_json:
         print(json.dumps(summary))
+    return stop.exit_code if stopped or (stop.is_set() and record.status != "finished") else 0
 
 
 def summary_of(record: RunRecord) -> dict[str, Any]:

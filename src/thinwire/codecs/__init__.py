@@ -19,13 +19,13 @@ from thinwire.codecs.block import E2M1, E3M0, E4M3, E5M2, Int
 from thinwire.codecs.cast import Cast, Identity, in_full
 from thinwire.codecs.codebook import Codebook
 from thinwire.codecs.device import encode_from
-from thinwire.codecs.each import Each
-from thinwire.codecs.levels import Levels
 from thinwire.codecs.lowrank import LowRank
-from thinwire.codecs.senders import OverSenders
+from thinwire.codecs.over_senders import OverSenders
+from thinwire.codecs.per_tensor import Each
 from thinwire.codecs.sign import Sign
 from thinwire.codecs.sparse import ChunkedTopK, RandomK, TopK
 from thinwire.codecs.transform import DCT, Hadamard, Squares
+from thinwire.codecs.uniform import Levels
 
 __all__ = [
     "DCT",

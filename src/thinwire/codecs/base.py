@@ -13,7 +13,7 @@ from thinwire import kernels
 from thinwire.errors import ConfigurationError, NonFiniteError
 from thinwire.kernels import Kernels
 from thinwire.packet import HEADER_NBYTES
-from thinwire.seeds import Key
+from thinwire.rng import Key
 
 Shapes = tuple[tuple[int, ...], ...]
 Said = tuple[Tensor, Key, float]  # a packet's payload, its key, and how much it counts

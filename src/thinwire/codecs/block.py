@@ -17,7 +17,7 @@ from thinwire.codecs.base import kernels_for, not_finite
 from thinwire.codecs.bits import packed_nbytes
 from thinwire.errors import ConfigurationError
 from thinwire.kernels import Grid, Scale
-from thinwire.seeds import Key
+from thinwire.rng import Key
 
 Rounding = Literal["nearest", "stochastic"]
 _SCALE_NBYTES = {"exponent": 1, "bf16": 2, "fp32": 4}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from thinwire.codecs.base import Codec, check_finite, kernels_for, not_finite
 from thinwire.errors import ConfigurationError
-from thinwire.seeds import Key
+from thinwire.rng import Key
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from thinwire.codecs.base import check_finite, check_fit
 from thinwire.codecs.bits import pack, packed_nbytes, unpack
 from thinwire.codecs.exact import saturated
-from thinwire.seeds import Key
+from thinwire.rng import Key
 
 
 @dataclass(frozen=True)

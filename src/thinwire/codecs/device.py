@@ -10,7 +10,7 @@ from thinwire.codecs.block import Blocks
 from thinwire.codecs.cast import Cast, Dense, Identity
 from thinwire.codecs.sign import Sign
 from thinwire.codecs.sparse import ChunkedTopK, RandomK, TopK
-from thinwire.seeds import Key
+from thinwire.rng import Key
 
 _ANYWHERE = (Blocks, Cast, ChunkedTopK, Dense, Identity, RandomK, Sign, TopK)
 

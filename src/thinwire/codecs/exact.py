@@ -7,6 +7,7 @@ of its own, which depends on processor, version and number of threads. Here the 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import cache
 
 import torch
@@ -45,9 +46,29 @@ def total(x: Tensor) -> Tensor:
     return x.sum(0)  # of one, or of none
 
 
+def summed(x: Tensor) -> float:
+    """The sum of flat `x`, in fp64: of each 2²⁰ elements by `total`, then from first to last."""
+    return _in_order(total(part.double()) for part in torch.split(x, _RUN))
+
+
 def energy(x: Tensor) -> float:
-    """‖x‖² of flat `x`, in fp64: of each 2²⁰ elements by `total`, then from first to last."""
-    return sum((float(total(part.double().square_())) for part in torch.split(x, _RUN)), 0.0) if x.numel() else 0.0
+    """‖x‖² of flat `x`, as `summed`."""
+    return _in_order(total(part.double().square_()) for part in torch.split(x, _RUN))
+
+
+def _in_order(parts: Iterable[Tensor]) -> float:
+    """Python's own `sum` compensates from 3.12 on, and not before."""
+    added = 0.0
+    for part in parts:
+        added += float(part)
+    return added
+
+
+def root(x: Tensor) -> Tensor:
+    """√x of fp32, rounded as IEEE has it. torch's own is MKL's, which on some processors is off by a last bit: of fp64 that is lost here,
+    since no root of an fp32 number is within 2⁻⁵⁰ of where fp32 rounds up.
+    """
+    return x.double().sqrt_().float()
 
 
 def orthonormal(columns: Tensor) -> Tensor:
@@ -63,7 +84,7 @@ def orthonormal(columns: Tensor) -> Tensor:
                 column = column - other * total(other * column)
         left = total(column * column)
         sound = bool(left > begun * 1e-24) and bool(left > 0)
-        made.append(column / left.sqrt() if sound else torch.zeros_like(column))
+        made.append(column / math.sqrt(left) if sound else torch.zeros_like(column))
     return torch.stack(made, 1).float() if made else columns
 
 

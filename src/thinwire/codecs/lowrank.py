@@ -13,7 +13,7 @@ from thinwire.codecs.cast import Identity
 from thinwire.codecs.exact import orthonormal, product, saturated
 from thinwire.codecs.shapes import checked, split
 from thinwire.errors import ConfigurationError
-from thinwire.seeds import Key, draw
+from thinwire.rng import Key, draw
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from thinwire.codecs.base import kernels_for, not_finite
 from thinwire.codecs.bits import packed_nbytes
 from thinwire.errors import ConfigurationError
-from thinwire.seeds import Key
+from thinwire.rng import Key
 
 
 @dataclass(frozen=True)

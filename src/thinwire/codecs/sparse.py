@@ -17,7 +17,7 @@ from thinwire.codecs.base import Codec, check_finite, check_fit, check_inner, ke
 from thinwire.codecs.bits import pack, packed_nbytes, unpack
 from thinwire.codecs.cast import Cast
 from thinwire.errors import ConfigurationError, PacketError
-from thinwire.seeds import Key
+from thinwire.rng import Key
 
 
 @dataclass(frozen=True)

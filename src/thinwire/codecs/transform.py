@@ -18,7 +18,7 @@ from thinwire.codecs.base import Codec, Shapes, check_finite, check_fit, check_i
 from thinwire.codecs.exact import cosines, product, saturated
 from thinwire.codecs.shapes import checked, split
 from thinwire.errors import ConfigurationError
-from thinwire.seeds import Key, draw
+from thinwire.rng import Key, draw
 
 _CHUNK = 1 << 17  # elements worked on at a time, so that intermediates stay in the cache
 Run = tuple[int, int, int]  # this many rectangles of rows × columns neighbours

@@ -32,6 +32,7 @@ class Finding:
 
     first, last    the rounds between which it was so, counted from the first that was recorded; `rounds` of them showed it
     seconds        how long a message took, or an inner step; of a hang, how long nothing has come
+    began          of a hang: when its round began, seconds since the replica that waits opened its log
     usual          how long it takes otherwise
     """
 
@@ -44,6 +45,7 @@ class Finding:
     seconds: float = 0.0
     usual: float = 0.0
     detail: str = ""
+    began: float = 0.0
 
     @property
     def suspect(self) -> str | None:
@@ -61,15 +63,15 @@ class Finding:
         >>> Finding(Syndrome.SLOW_LINK, Side.SENDER, ("2",)).culprit
         'the sender side of replica 2'
         """
-        one = f"replica {self.who[0]}"
+        one, *other = map(called, self.who)
         if self.side is Side.REPLICA:
             return one
         if self.side in (Side.SENDER, Side.RECEIVER):
             return f"the {self.side} of {one}"
-        way = f"{'between' if self.both else 'from'} {one} {'and' if self.both else 'to'} replica {self.who[1]}"
+        way = f"{'between' if self.both else 'from'} {one} {'and' if self.both else 'to'} {other[0]}"
         if self.side is Side.LINK:
             return f"the link {way}"
-        return f"the way {way} (two replicas cannot tell: {one}, replica {self.who[1]}, or the link)"
+        return f"the way {way} (two replicas cannot tell: {one}, {other[0]}, or the link)"
 
     @property
     def advice(self) -> str:
@@ -81,6 +83,14 @@ class Finding:
     def facts(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self) | {"suspect": self.suspect, "culprit": self.culprit, "advice": self.advice}
+
+
+def called(name: str) -> str:
+    """
+    >>> called("2"), called("replica-1")
+    ('replica 2', 'replica-1')
+    """
+    return name if name.startswith("replica") else f"replica {name}"
 
 
 _LESS = "a smaller codec or a longer `every` asks less of it"

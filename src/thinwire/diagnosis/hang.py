@@ -39,8 +39,15 @@ class Seen:
     ended: bool = False
 
     def waits(self, key: Key) -> float | None:
-        """How long a round has not ended here; None: it is over, or was never begun."""
-        return self.now - self.began[key] if key in self.began and key not in self.over else None
+        """How long nothing has ended here while this round was in the air; None: it is over, was never begun, or failed and
+        later ones did not.
+        """
+        if key not in self.began or key in self.over:
+            return None
+        began = list(self.began)
+        if any(later in self.over for later in began[began.index(key) + 1 :]):
+            return None
+        return self.now - max([self.began[key], *(at for at in self.over.values() if at <= self.now)])
 
 
 def stuck(replicas: Sequence[Seen]) -> list[Finding]:
@@ -62,7 +69,8 @@ def _blame(
 ) -> list[Finding]:
     def finding(syndrome: Syndrome, side: Side, who: tuple[str, ...], detail: str, both: bool = False) -> Finding:
         text = f"round {key[1]} of fragment {key[0]}: {detail}"
-        return Finding(syndrome, side, who, both, number, number, seconds, usual, text)
+        began = max(seen.began[key] for seen in replicas if seen.waits(key) is not None)
+        return Finding(syndrome, side, who, both, number, number, seconds, usual, text, began)
 
     names = sorted(seen.name for seen in replicas)
     absent = sorted(seen.name for seen in replicas if key not in seen.began and not seen.ended)

@@ -77,6 +77,7 @@ class Record:
 
     own_seconds   what it did by itself since the departure before, per inner step; 0: unknown. What it waited is not in it
     over          whether all that was due had come; else the round failed here
+    scheduled     it departed alone, by the schedule; else with others at once, when training ended or went on from a checkpoint
     """
 
     name: str
@@ -86,6 +87,7 @@ class Record:
     over: bool
     sent: tuple[Flow, ...] = field(default=())
     received: tuple[Flow, ...] = field(default=())
+    scheduled: bool = True
 
     @property
     def key(self) -> tuple[int, int]:
@@ -101,7 +103,7 @@ class Record:
         """For JSON."""
         return {
             "name": self.name, "fragment": self.fragment, "round": self.round,
-            "own_seconds": round(self.own_seconds, 6), "over": self.over,
+            "own_seconds": round(self.own_seconds, 6), "over": self.over, "scheduled": self.scheduled,
             "sent": [flow.facts() for flow in self.sent], "received": [flow.facts() for flow in self.received],
         }  # fmt: skip
 
@@ -114,6 +116,7 @@ class Record:
             return cls(
                 str(facts["name"])[:64], _whole(facts["fragment"]), _whole(facts["round"]), _number(facts["own_seconds"]),
                 facts["over"] is True, _flows(facts["sent"]), _flows(facts["received"]),
+                facts.get("scheduled") is not False,
             )  # fmt: skip
         except (KeyError, ValueError, TypeError) as error:
             raise PacketError(

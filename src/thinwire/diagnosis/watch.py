@@ -1,16 +1,18 @@
 """Who is slow: round after round, from the records of all replicas.
 
 A way is *hot* in a round if its ratio (what it took over what it usually takes) is more than `ratio` times the median of all
-ways, its robust score more than `score`, and it is `seconds` longer at least; *cold* if it surely is not; else this round does not
-tell. It counts once it has been hot in two rounds of `rounds` or more without being cold in between. Then
+ways, its robust score more than `score`, and it is longer by `seconds` and by an inner step at least (a busy machine delays a thread
+so long by itself); *cold* if it surely is not; else this round does not tell. It counts if it was hot in `rounds` rounds or more, and
+in two thirds of the last 2 × `rounds` that told, which span `lasting` seconds at least. Then
 
     all ways out of a replica, but one at most    its sender side
     all ways into it, but one at most             its receiver side
     both                                          the replica's connections
     one way                                       that link
 
-A replica is slow by itself if its own seconds an inner step (what it waits for others is not in them) stand out
-in the same manner, `rounds` in a row. So a victim, which waits, is never blamed.
+A replica is slow by itself if its own seconds an inner step (what it waits for others is not in them) stand out in the same
+manner, and their median over those rounds does. So a victim, which waits, is never blamed. Rounds that depart at once with
+others, when training ends or goes on from a checkpoint, are passed over: they share the link, and take longer.
 
 Source: C4D (arXiv 2406.04594). *Differs*: ways are compared with their own past, not with each other, since links are not alike;
 and a message that the receiver saw late, because it looked at others before, does not count against its sender.
@@ -23,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from statistics import median, median_low
-from typing import TypeVar
+from typing import NamedTuple
 
 from thinwire.diagnosis.attribute import attribute
 from thinwire.diagnosis.findings import Finding, Side, Syndrome
@@ -41,30 +43,69 @@ STEP = 1e-3  # seconds: a smaller difference between inner steps is chance
 class Rules:
     """When something is worth telling; what they mean is at the top of this file.
 
-    known   rounds of a fragment after which it is known what is usual
+    rounds   that showed it
+    known    rounds of a fragment after which it is known what is usual
+    lasting  seconds from the first to the last of the rounds that showed it
     """
 
     ratio: float = 2.0
     score: float = 5.0
     seconds: float = 0.01
-    rounds: int = 3
+    rounds: int = 6
     known: int = 4
+    lasting: float = 5.0
 
     def __post_init__(self) -> None:
-        numbers = (self.ratio, self.score, self.seconds)
-        if not all(isfinite(n) for n in numbers) or self.ratio <= 1 or self.score <= 0 or self.seconds < 0:
+        numbers = (self.ratio, self.score, self.seconds, self.lasting)
+        if not all(isfinite(n) for n in numbers) or self.ratio <= 1 or self.score <= 0 or min(numbers) < 0:
             raise ConfigurationError(f"{self}: a ratio above 1, a positive score and no negative seconds are needed.")
         if self.rounds < 2 or self.known < 2:
             raise ConfigurationError(f"{self}: at least 2 rounds are needed, one is chance, and at least 2 known.")
 
 
-@dataclass
-class _Streak:
+class _Told(NamedTuple):
+    """What one round told of a way, or of a replica."""
+
+    round: int
+    at: float
+    hot: bool
+    seconds: float
+    usual: float
+
+
+class _Past(deque[_Told]):
+    """The last rounds that told, of one way or one replica."""
+
+    @property
+    def slow(self) -> bool:
+        """Of late: two of the last three."""
+        return sum(told.hot for told in list(self)[-3:]) >= 2
+
+    @property
+    def perhaps(self) -> bool:
+        return self[-1].hot or self.slow
+
+
+class _Lasting(NamedTuple):
+    """What is so in two thirds of the last rounds: the first and the last, and what it took there (medians)."""
+
     first: int
     last: int
-    hot: int = 0
-    seconds: float = 0.0
-    usual: float = 0.0
+    seconds: float
+    usual: float
+    when: str
+
+    @classmethod
+    def of(cls, told: Sequence[_Told], rules: Rules) -> _Lasting | None:
+        """None, if it was not so in two thirds of what was `told`, or not for long enough."""
+        hot = [one for one in told if one.hot]
+        rounds, all_rounds = (sorted({one.round for one in ones}) for ones in (hot, told))
+        at = [one.at for one in hot]
+        if 3 * len(hot) < 2 * len(told) or len(rounds) < rules.rounds or max(at) - min(at) < rules.lasting:
+            return None
+        seconds, usual = (median(getattr(one, what) for one in hot) for what in ("seconds", "usual"))
+        when = f"in {len(rounds)} of the last {len(all_rounds)} rounds that tell"
+        return cls(rounds[0], rounds[-1], seconds, usual, when)
 
 
 class Watch:
@@ -79,19 +120,30 @@ class Watch:
         self.rules, self.count = rules or Rules(), 0
         self.latest: dict[Cell, deque[Reading]] = defaultdict(lambda: deque(maxlen=LATEST))  # of every way, that told
         self._usual = Usual(self.rules.known)
-        self._ways: dict[Cell, _Streak] = {}
-        self._own: dict[str, _Streak] = {}
+        self._ways: dict[Cell, _Past] = defaultdict(self._past)
+        self._own: dict[str, _Past] = defaultdict(self._past)
+        self._began: dict[str, float] = {}  # when the last round did, on each replica's clock
+        self._now = 0.0  # seconds since the first round, by most clocks
+        self._steps: deque[float] = deque(
+            maxlen=2 * self.rules.rounds
+        )  # seconds of an inner step, of the usual replica
+
+    def _past(self) -> _Past:
+        return _Past(maxlen=2 * self.rules.rounds)
 
     def add(self, records: Sequence[Record]) -> list[Finding]:
         """Take the records of one round (those there are); what has been so for long enough by now."""
+        names = sorted({name for record in records for name in record.group})
+        records = [record for record in records if record.scheduled]
+        self._pass_time(records)
         found = stamps(records)
         readings = self._usual.read(found)
-        names = sorted({name for record in records for name in record.group})
         hot, cold = self._judge(readings, len(names))
         for cell in hot | cold:
             reading = readings[cell]
             self.latest[cell].append(reading)
-            _extend(self._ways, cell, self.count, cell in hot, reading.usual + reading.least, reading.usual)
+            told = _Told(self.count, self._now, cell in hot, reading.usual + reading.least, reading.usual)
+            self._ways[cell].append(told)
         for cell, seen in found.items():
             known = readings.get(cell)
             if known is None or (cell in cold and known.most < (self.rules.ratio - 1) * known.usual):
@@ -106,24 +158,31 @@ class Watch:
         for cell in [cell for cell in self._ways if name in cell]:
             del self._ways[cell]
 
+    def _pass_time(self, records: Sequence[Record]) -> None:
+        began = {record.name: record.sent[0].begin for record in records if record.sent}
+        passed = [at - self._began[name] for name, at in began.items() if name in self._began]
+        self._now += max(0.0, median(passed)) if passed else 0.0
+        self._began |= began
+
     def _judge(self, readings: Mapping[Cell, Reading], replicas: int) -> tuple[set[Cell], set[Cell]]:
         """The hot and the cold ones."""
         rules = self.rules
+        least = max([rules.seconds, *([median(self._steps)] if self._steps else [])])
         sure = [1 + max(0.0, reading.least) / reading.usual for reading in readings.values()]
         middle = max(1.0, median_low(sure)) if sure and replicas > 2 else 1.0
 
         def stands_out(longer: float, reading: Reading) -> bool:
             ratio = 1 + longer / reading.usual
             deviation = max(MAD * reading.spread / reading.usual, FLOOR)
-            return (
-                longer > rules.seconds and ratio > rules.ratio * middle and (ratio - middle) / deviation > rules.score
-            )
+            return longer > least and ratio > rules.ratio * middle and (ratio - middle) / deviation > rules.score
 
         hot = {cell for cell, reading in readings.items() if stands_out(reading.least, reading)}
         cold = {cell for cell, reading in readings.items() if not stands_out(reading.most, reading)}
         return hot, cold
 
     def _take_own(self, seconds: Mapping[str, float]) -> None:
+        if seconds:
+            self._steps.append(median_low(seconds.values()))
         for name, own in seconds.items():
             others = [value for other, value in seconds.items() if other != name]
             if not others:
@@ -131,55 +190,28 @@ class Watch:
             usual = median_low(others)
             deviation = max(MAD * median(abs(value - usual) for value in others), FLOOR * usual)
             hot = own > self.rules.ratio * usual and own - usual > max(STEP, self.rules.score * deviation)
-            _extend(self._own, name, self.count, hot, own, usual)
+            self._own[name].append(_Told(self.count, self._now, hot, own, usual))
 
     def _slow_ways(self, names: Sequence[str]) -> list[Finding]:
-        there = {cell: streak for cell, streak in self._ways.items() if set(cell) <= set(names)}
-        lasting = [c for c, s in there.items() if s.hot >= 2 and s.last - s.first + 1 >= self.rules.rounds]
+        there = {cell: past for cell, past in self._ways.items() if set(cell) <= set(names)}
+        slow, perhaps = ([c for c, p in there.items() if getattr(p, what)] for what in ("slow", "perhaps"))
         findings = []
-        for cause in attribute(lasting, names, list(there)):
-            streaks = [self._ways[cell] for cell in cause.cells]
-            seconds, usual = (median(getattr(streak, what) for streak in streaks) for what in ("seconds", "usual"))
-            first, last = min(streak.first for streak in streaks), max(streak.last for streak in streaks)
-            findings.append(
-                Finding(
-                    Syndrome.SLOW_LINK,
-                    cause.side,
-                    cause.who,
-                    cause.both,
-                    first,
-                    last,
-                    seconds,
-                    usual,
-                    f"a message took {seconds / usual:.1f} times as long as it usually takes there",
-                )
-            )
+        for cause in attribute(slow, names, perhaps):
+            since = self.count - 2 * self.rules.rounds
+            so = _Lasting.of([told for c in cause.cells for told in there[c] if told.round >= since], self.rules)
+            if so is not None:
+                what = f"a message took {so.seconds / so.usual:.1f} times as long as it usually takes there, {so.when}"
+                figures = (so.first, so.last, so.seconds, so.usual, what)
+                findings.append(Finding(Syndrome.SLOW_LINK, cause.side, cause.who, cause.both, *figures))
         return findings
 
     def _slow_replicas(self, names: Sequence[str]) -> list[Finding]:
-        return [
-            Finding(
-                Syndrome.SLOW_REPLICA,
-                Side.REPLICA,
-                (name,),
-                False,
-                own.first,
-                own.last,
-                own.seconds,
-                own.usual,
-                f"an inner step took it {own.seconds / own.usual:.1f} times as long as the others",
-            )
-            for name, own in sorted(self._own.items())
-            if own.hot >= self.rules.rounds and name in names
-        ]
-
-
-T = TypeVar("T")
-
-
-def _extend(streaks: dict[T, _Streak], key: T, now: int, hot: bool, seconds: float, usual: float) -> None:
-    if not hot:
-        streaks.pop(key, None)
-        return
-    streak = streaks.setdefault(key, _Streak(now, now))
-    streak.last, streak.hot, streak.seconds, streak.usual = now, streak.hot + 1, seconds, usual
+        findings = []
+        for name, own in sorted(self._own.items()):
+            so = _Lasting.of(own, self.rules)
+            usually = self.rules.ratio * median(told.usual for told in own)
+            if name in names and so is not None and median(told.seconds for told in own) > usually:
+                what = f"an inner step took it {so.seconds / so.usual:.1f} times as long as the others, {so.when}"
+                figures = (so.first, so.last, so.seconds, so.usual, what)
+                findings.append(Finding(Syndrome.SLOW_REPLICA, Side.REPLICA, (name,), False, *figures))
+        return findings

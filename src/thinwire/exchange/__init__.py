@@ -3,10 +3,10 @@
 from thinwire.exchange.all_reduce import AllReduce
 from thinwire.exchange.base import Air, Arrival, Exchange, Round, Settle
 from thinwire.exchange.buffers import Buffers
-from thinwire.exchange.choice import Fastest
 from thinwire.exchange.direct import Direct
+from thinwire.exchange.fastest import Fastest
 from thinwire.exchange.hierarchy import Hierarchy
-from thinwire.exchange.once import once
+from thinwire.exchange.testing import once
 from thinwire.exchange.two_shot import TwoShot
 
 __all__ = [

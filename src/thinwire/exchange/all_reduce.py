@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Cast, Codec, Identity, Linear, Warm
+from thinwire.comm.emulated import Link
 from thinwire.errors import ConfigurationError
 from thinwire.exchange.base import Arrival, Round, Settle
-from thinwire.exchange.messages import PIECE_NUMEL
+from thinwire.exchange.chunks import PIECE_NUMEL
 from thinwire.exchange.two_shot import Reduction, reduction_nbytes
-from thinwire.feedback import Feedback
-from thinwire.group.link import Link
-from thinwire.outer import State
+from thinwire.pieces.feedback import Feedback
+from thinwire.state import State
 
 
 @dataclass(frozen=True)

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, encode_from, joins, joint
+from thinwire.comm.emulated import Link
+from thinwire.comm.group import TAGS, Group, Transfer
 from thinwire.diagnosis.records import Record
-from thinwire.errors import LinkError, NonFiniteError, PacketError
+from thinwire.errors import DisagreementError, LinkError, NonFiniteError, PacketError
 from thinwire.exchange.buffers import Buffers
-from thinwire.exchange.messages import STAGE, Message, Piece, Signal
-from thinwire.exchange.outbox import Order, Outbox, Sent
+from thinwire.exchange.chunks import STAGE, Message, Piece, Signal
+from thinwire.exchange.send_queue import Order, Outbox, Sent
 from thinwire.exchange.trace import Trace
-from thinwire.feedback import Feedback
-from thinwire.group.base import TAGS, Group, Transfer
-from thinwire.group.link import Link
-from thinwire.outer import State
 from thinwire.packet import HEADER_NBYTES, REFUSED, STOP, Header, identity, open_packet, payload, seal
-from thinwire.seeds import Key
+from thinwire.pieces.feedback import Feedback
+from thinwire.rng import Key
+from thinwire.state import State
 
 Settle = Callable[[int, Tensor, Callable[[], Tensor]], None]
 """Takes the estimate of the elements from the first number on; the last gives what this replica's own packets say of them.
@@ -92,7 +92,8 @@ class Air:
 class Round:
     """What an exchange is to do: carry `signal`, `numel` elements of it, coded by `codec`; and what it used for that.
 
-    `key` names the own packet, `flags` go with it, `order` says whose messages leave first (`Outbox`).
+    `key` names the own packet, `flags` go with it, `order` says whose messages leave first (`Outbox`); `step` is the inner step after
+    which it departs, where that is the same on all replicas.
     """
 
     air: Air
@@ -102,6 +103,7 @@ class Round:
     signal: Signal
     flags: int = 0
     order: Order = ()
+    step: int = 0
     outgoing: list[Outgoing] = field(default_factory=list)
     packets: list[Tensor] = field(default_factory=list)
     trace: Trace = field(default_factory=Trace)
@@ -258,7 +260,7 @@ class Stage:
         """Note which messages from `index` on are there although nobody waited for them, because one before them is missing."""
         for number, expected in enumerate(self._expected[index:], index):
             for peer, packet in expected.packets.items():
-                with suppress(PacketError):
+                with suppress(PacketError, DisagreementError):
                     header = self._header(replace(self.round.key, sender=peer), number, expected.messages[peer])
                     if peer not in expected.transfer.arrivals and open_packet(packet, header) >= 0:
                         self.round.trace.lies_there(self.number, peer)
@@ -315,7 +317,11 @@ class Stage:
             body[: message.nbytes].zero_()
             flags |= REFUSED
         body[message.nbytes :] = torch.tensor(list(marks), dtype=torch.uint8)
-        seal(outgoing.packet, replace(self._header(key, index, message), flags=flags))
+        try:
+            seal(outgoing.packet, replace(self._header(key, index, message), flags=flags))
+        except PacketError as error:  # nothing can be sent
+            outgoing.written.set_exception(error)
+            raise
         outgoing.flags = flags
         if failure is None:
             outgoing.written.set_result(None)
@@ -331,7 +337,8 @@ class Stage:
     def _header(self, key: Key, index: int, message: Message) -> Header:
         """What is due from `key`'s sender."""
         part, nbytes = self._named * STAGE + index, message.nbytes + self.marks
-        return Header(identity(self.codec), key.sender, key.fragment, key.round, part, message.numel, nbytes)
+        name = identity(self.codec)
+        return Header(name, key.sender, key.fragment, key.round, part, message.numel, nbytes, step=self.round.step)
 
     def _tag(self, index: int) -> int:
         """Messages of two rounds that may be in the air together, of two stages, and of two places have tags of their

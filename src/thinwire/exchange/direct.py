@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from thinwire.codecs import Codec
+from thinwire.comm.emulated import Link
 from thinwire.exchange.base import Arrival, Outgoing, Room, Round, Settle, Stage
-from thinwire.exchange.messages import Message, cut, packets_nbytes
-from thinwire.feedback import Feedback
-from thinwire.group.link import Link
-from thinwire.outer import State
+from thinwire.exchange.chunks import Message, cut, packets_nbytes
 from thinwire.packet import REFUSED
+from thinwire.pieces.feedback import Feedback
+from thinwire.state import State
 
 
 @dataclass(frozen=True)

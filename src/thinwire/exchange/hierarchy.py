@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, Identity
+from thinwire.comm.emulated import Link
 from thinwire.errors import ConfigurationError
 from thinwire.exchange.base import MOST_STAGES, Arrival, Outgoing, Room, Round, Settle, Stage, heard
-from thinwire.exchange.messages import Message, Piece, cut, packets_nbytes, shards
+from thinwire.exchange.chunks import Message, Piece, cut, packets_nbytes, shards
 from thinwire.exchange.owner import Owner, check_owners
-from thinwire.feedback import Feedback
-from thinwire.group.link import Link
-from thinwire.outer import State
 from thinwire.packet import REFUSED, flags_of, payload
-from thinwire.seeds import Key
+from thinwire.pieces.feedback import Feedback
+from thinwire.rng import Key
+from thinwire.state import State
 
 INSIDE = "site"  # the ledger's word for what stays within a site
 MOST_SITES = MOST_STAGES - 2

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from thinwire.errors import ConfigurationError
 from thinwire.exchange.base import Outgoing, Room, Stage
-from thinwire.exchange.messages import Message, Piece
-from thinwire.feedback import Feedback
-from thinwire.outer import State
+from thinwire.exchange.chunks import Message, Piece
 from thinwire.packet import REFUSED
-from thinwire.seeds import Key
+from thinwire.pieces.feedback import Feedback
+from thinwire.rng import Key
+from thinwire.state import State
 
 
 def check_owners(exchange: object, feedback: Feedback | None) -> None:

@@ -8,15 +8,15 @@ from functools import partial
 from torch import Tensor
 
 from thinwire.codecs import Codec, RandomK, Shaped, nested
+from thinwire.comm.emulated import Link
 from thinwire.errors import ConfigurationError
 from thinwire.exchange.base import Arrival, Outgoing, Room, Round, Settle, Stage, heard
-from thinwire.exchange.messages import Signal, cut, packets_nbytes, shards
+from thinwire.exchange.chunks import Signal, cut, packets_nbytes, shards
 from thinwire.exchange.owner import Owner, check_owners
-from thinwire.feedback import Feedback
-from thinwire.group.link import Link
-from thinwire.outer import State
 from thinwire.packet import REFUSED
-from thinwire.seeds import Key
+from thinwire.pieces.feedback import Feedback
+from thinwire.rng import Key
+from thinwire.state import State
 
 
 @dataclass(frozen=True)

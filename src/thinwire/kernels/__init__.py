@@ -103,7 +103,7 @@ def of(*tensors: Tensor) -> Kernels:
 def _of(device: str) -> Kernels:
     """Imported when first needed: a compiler takes its time."""
     if device == "cpu":
-        from thinwire.kernels import cpu
+        from thinwire.kernels import cpu_block as cpu
 
         return cpu
     if device == "cuda" and find_spec("triton"):

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from thinwire.kernels import Float, Norm, reference
-from thinwire.kernels.compiled import (
+from thinwire.kernels.numba_support import (
     INFINITE,
     ONE,
     STRIPE,

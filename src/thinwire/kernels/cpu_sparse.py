@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from thinwire.kernels import reference
-from thinwire.kernels.compiled import (
+from thinwire.kernels.numba_support import (
     INFINITE,
     MAGNITUDE,
     ONE,

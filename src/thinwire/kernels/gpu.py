@@ -14,7 +14,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.kernels import Float, Grid, Norm, Scale, programs
+from thinwire.kernels import Float, Grid, Norm, Scale
+from thinwire.kernels import triton_programs as programs
 from thinwire.kernels.reference import RUN
 from thinwire.kernels.reference import select_above as select_above  # torch's own sort and search on the device
 from thinwire.kernels.reference import select_drawn as select_drawn

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels import Float, Grid, Norm, Scale
-from thinwire.seeds import draw
+from thinwire.rng import draw
 
 _CHUNK = 1 << 16  # elements worked on at a time, so that intermediates stay in the cache
 _SCALES = {"exponent": torch.int8, "bf16": torch.bfloat16, "fp32": torch.float32}

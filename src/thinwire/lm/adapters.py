@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from thinwire.errors import ConfigurationError, ModelError
+from thinwire.files import save_file
 from thinwire.lm.huggingface import HuggingFace
 
 _FACTOR = re.compile(r"\.lora_([AB])\.default\.weight$")

@@ -35,8 +35,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire.errors import ConfigurationError, DataError
+from thinwire.files import contents, parsed
 from thinwire.lm.tokens import BPE, SUFFIXES, Bytes, Source, Tokenizer, dtype_of, find, pieces, standard_library
-from thinwire.seeds import derive
+from thinwire.rng import derive
 
 FORMAT = 1  # of the cache; a new number rebuilds every cache
 SAMPLE = 256 << 20  # bytes of text that merges are learned from
@@ -88,7 +89,7 @@ def _checksum(file: Path) -> str:
 def _load(folder: Path, tokenizer: Tokenizer) -> Corpus | None:
     """The corpus in a cache folder; None where there is none, or a damaged one."""
     try:
-        manifest = Manifest(**json.loads((folder / "manifest.json").read_text()))
+        manifest = Manifest(**parsed(json.loads, contents(folder / "manifest.json")))
         if isinstance(tokenizer, BPE) and tokenizer.file is None:
             tokenizer = BPE.load(folder / "tokenizer.json")
         if (tokenizer.fingerprint, _checksum(folder / "tokens.bin")) != (manifest.tokenizer, manifest.checksum):

@@ -5,6 +5,7 @@ Every way ends in `train_here`, so that a run file does the same on any of them.
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -20,17 +21,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from thinwire.comm import Link, TorchGroup, parse_link, run_threads, start_torch
 from thinwire.errors import ConfigurationError, LinkError, ThinwireError
-from thinwire.group import Link, TorchGroup, parse_link, run_threads, start_torch
 from thinwire.lm.place import Place, watching_files
 from thinwire.lm.run import Run
 from thinwire.lm.tokenizer import open_corpus
 from thinwire.lm.trainer import Trainer
-from thinwire.observe.events import EventLog, being_written
+from thinwire.printable import printable_lines
+from thinwire.records.events import EventLog, being_written
 
 Tick = Callable[[], object]
 STOPPING = "stopping: all replicas stop after the same inner step, with a checkpoint"
 _GRACE = 20.0  # seconds that the others get to end by themselves when one replica has failed
+
+
+class Stop(threading.Event):
+    """Set when the run is to stop. `number`: the signal that asked for it; SIGTERM where another process of the run was asked."""
+
+    number: int = signal.SIGTERM
+
+    @property
+    def exit_code(self) -> int:
+        """What the shell would say of a process that the signal ended: 130 after Ctrl-C, 143 after SIGTERM."""
+        return 128 + self.number
 
 
 def new_folder(run: Run, folder: Path, resume: bool, replica: str = "*") -> None:
@@ -57,6 +70,14 @@ def new_folder(run: Run, folder: Path, resume: bool, replica: str = "*") -> None
         raise ConfigurationError(f"{folder} cannot be written ({error}); choose another --out.") from None
 
 
+def set_aside(folder: Path, replica: str = "*") -> None:
+    """Move a run's checkpoints out of the way of one that begins again in its folder; none is deleted."""
+    for own in folder.glob(f"checkpoints/{replica}"):
+        number = next(n for n in itertools.count(1) if not (folder / f"checkpoints-{n}" / own.name).exists())
+        (folder / f"checkpoints-{number}").mkdir(exist_ok=True)
+        own.rename(folder / f"checkpoints-{number}" / own.name)
+
+
 def torchrun_place() -> tuple[int, int] | None:
     """Rank and world size, if torchrun (or `train_processes`) started this process. Only this file reads the environment."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
@@ -64,9 +85,9 @@ def torchrun_place() -> tuple[int, int] | None:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-def train_as_rank(run: Run, folder: Path, resume: bool, stop: threading.Event | None = None) -> dict[str, Any]:
+def train_as_rank(run: Run, folder: Path, resume: bool, stop: Stop | None = None) -> dict[str, Any]:
     """Be the rank that torchrun's environment says, from joining the world to leaving it."""
-    stop = stop or threading.Event()
+    stop = stop or Stop()
     with joined(run.replicas, run.timeout, parse_link(run.uplink)) as group:
         local = int(os.environ.get("LOCAL_RANK", "0"))
         place = Place(group, folder, resume, group.site, group.shard, group.shards, local, stop)
@@ -113,9 +134,9 @@ def train_here(run: Run, place: Place) -> dict[str, Any]:
                 trainer.replica.close()
 
 
-def train_threads(run: Run, folder: Path, resume: bool, tick: Tick) -> dict[str, Any]:
+def train_threads(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop | None = None) -> dict[str, Any]:
     """All replicas as threads of this process."""
-    stop, done, said = threading.Event(), threading.Event(), False
+    stop, done, said = stop or Stop(), threading.Event(), False
     outcome: list[list[dict[str, Any]] | BaseException] = []
 
     def body() -> None:
@@ -148,8 +169,9 @@ def train_threads(run: Run, folder: Path, resume: bool, tick: Tick) -> dict[str,
     return outcome[0][0]
 
 
-def train_processes(run: Run, folder: Path, resume: bool, tick: Tick) -> None:
+def train_processes(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop | None = None) -> None:
     """One process a replica on this machine, in the environment that torchrun would give it. Their output goes to RUN/logs."""
+    stop = stop or Stop()
     open_corpus(run, folder)  # once, before all of them want it; a mistake in the text shows here
     logs = folder / "logs"
     logs.mkdir(exist_ok=True)
@@ -174,10 +196,12 @@ def train_processes(run: Run, folder: Path, resume: bool, tick: Tick) -> None:
                 )
             )
     try:
-        silent = _watch(processes, tick)
+        silent = _watch(processes, tick, stop)
     except BaseException:
         end(processes)
         raise
+    if stop.is_set() and any(process.returncode in (130, -signal.SIGINT) for process in processes):
+        raise KeyboardInterrupt(stop.number)  # one had not begun, or would not wait
     if failed := [rank for rank, process in enumerate(processes) if process.returncode and rank not in silent]:
         said = _post_mortem(failed, [process.returncode for process in processes], begins, folder)
         raise LinkError("\n".join([*(f"replica {r} did not end in {_GRACE:g} s and was killed" for r in silent), said]))
@@ -193,12 +217,12 @@ def sharing_cores(replicas: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads_each(replicas)), "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
 
 
-def _watch(processes: list[subprocess.Popen[bytes]], tick: Tick) -> list[int]:
+def _watch(processes: list[subprocess.Popen[bytes]], tick: Tick, stop: Stop) -> list[int]:
     """Wait for all, and return the ranks that would not end when another had failed.
 
     The first Ctrl-C (or SIGTERM) is passed on: the replicas agree on where to stop. The second ends them.
     """
-    stop, passed_on, first_failure = threading.Event(), False, None
+    passed_on, first_failure = False, None
     silent: list[int] = []
     with stopping(stop):
         while any(process.poll() is None for process in processes):
@@ -237,18 +261,19 @@ def _post_mortem(failed: list[int], codes: list[int], begins: list[int], folder:
         alike = [rank for rank in causes if last[rank] == words]
         who = f"replica{'s' if len(alike) > 1 else ''} {', '.join(map(str, alike))}"
         lines.append(f"{who} (exit code {', '.join(str(codes[rank]) for rank in alike)}): {words}")
-    whole = any(folder.glob("checkpoints/*/step-*"))
+    whole = any(folder.glob("checkpoints/*/step-*")) and not any("CheckpointError" in line for line in lines)
     advice = " Go on from the last checkpoint with --resume." if whole else ""
     return "\n".join([*lines, f"All they said is in {folder / 'logs'}.{advice}"])
 
 
 @contextmanager
-def stopping(stop: threading.Event) -> Iterator[None]:
+def stopping(stop: Stop) -> Iterator[None]:
     """The first SIGINT or SIGTERM sets `stop`, the second ends the process. Only the main thread can listen."""
 
     def handle(number: int, frame: object) -> None:
         if stop.is_set():
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(number)
+        stop.number = number
         stop.set()
 
     if threading.current_thread() is not threading.main_thread():
@@ -279,12 +304,12 @@ def _free_port() -> int:
 def main() -> int:
     """`python -m thinwire.lm.launch FOLDER [--resume]`: one replica, as `train_processes` starts it."""
     folder, resume = Path(sys.argv[1]), "--resume" in sys.argv[2:]
-    stop = threading.Event()
+    stop = Stop()
     threading.Thread(target=stop_with_the_launcher, args=(stop,), name="thinwire-launcher-watch", daemon=True).start()
     try:
         train_as_rank(Run.load(folder / "run.toml"), folder, resume, stop=stop)
     except ThinwireError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(printable_lines(f"{type(error).__name__}: {error}"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

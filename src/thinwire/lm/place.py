@@ -19,14 +19,15 @@ import torch
 from torch import nn
 
 from thinwire.codecs import Shapes
+from thinwire.comm import Group, Link, parse_link
 from thinwire.diagnosis import Rules
 from thinwire.errors import LinkError
-from thinwire.group import Deadlines, Group, Link, Roster, parse_link
-from thinwire.group.roster import Meeting, Observe
 from thinwire.lm.run import Run
-from thinwire.observe.events import EventLog
-from thinwire.partition import Fragment
-from thinwire.seeds import derive
+from thinwire.membership import Deadlines, Roster
+from thinwire.membership.rendezvous import Meeting, Observe
+from thinwire.pieces.partition import Fragment
+from thinwire.records.events import EventLog
+from thinwire.rng import derive
 from thinwire.strategy import Strategy
 
 PATIENCE = 3.0  # seconds in which somebody may be late without a word
@@ -42,6 +43,7 @@ class Coming:
 
     meeting: Meeting
     name: str
+    secret: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,7 @@ def roster(
         coming.name,
         facts=texts,
         least=run.least,
+        secret=coming.secret,
         deadlines=times,
         wrap=wrap,
         observe=observe,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from thinwire.observe.events import EventLog, read_events
+from thinwire.records.events import EventLog, read_events
 
 
 def releases(log: EventLog, fragments: int) -> int:

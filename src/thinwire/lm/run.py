@@ -14,15 +14,17 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tomli_w
 
-from thinwire import elastic
+from thinwire.comm import parse_link
+from thinwire.elastic import driver as elastic
 from thinwire.errors import ConfigurationError
-from thinwire.filters import Clip
-from thinwire.group import parse_link
-from thinwire.group.deadlines import grace_seconds
-from thinwire.inner import AdamW, Inner
+from thinwire.files import contents, parsed
+from thinwire.membership.timeouts import grace_seconds
 from thinwire.methods import METHODS, Method
+from thinwire.parsing import PIECES, nearest, parse, pieces_of
+from thinwire.pieces.inner_optimizers import AdamW, Inner
+from thinwire.pieces.transforms import Clip
 from thinwire.recipes import RECIPES
-from thinwire.strategy import PIECES, Strategy, nearest, parse, pieces_of
+from thinwire.strategy import Strategy
 
 OF_THE_RECIPE = (
     *("every", "delay", "fragments", "merge", "codec", "partition", "offsets"),
@@ -50,7 +52,7 @@ class Run:
 
     strategy: str = "streaming_diloco"
     """A recipe (data_parallel, local_sgd, diloco, streaming_diloco, dgc, one_bit_adam, ...), a method with a loop of its own
-    (just_one_byte, fedavg, scaffold, scallion, scafcom, flasc), or a whole Strategy(...) in Python; docs/strategies.md helps to choose."""
+    (just_one_byte, fedavg, scaffold, scallion, scafcom, flasc), or a whole Strategy(...) in Python; thinwire docs strategies helps to choose."""
     replicas: int = 2
     """How many replicas train (under torchrun: the world is replicas times the ranks of one replica)."""
     steps: int = 800
@@ -93,7 +95,7 @@ class Run:
     weigh: Literal["alike", "tokens"] = "alike"
     """Elastic: every delta counts alike, or by the tokens behind it, where replicas are unequally fast."""
     evict: bool = False
-    """Elastic: go on without a replica that most of the others find to hold them up (docs/diagnosis.md)."""
+    """Elastic: go on without a replica that most of the others find to hold them up (thinwire docs diagnosis)."""
     link: str = "none"
     """Emulate a link of this rate and delay under the carrier, such as 50mbit,30ms."""
     uplink: str = "none"
@@ -147,7 +149,7 @@ class Run:
         hints = get_type_hints(Run)
         for field in dataclasses.fields(self):
             if not _fits(value := getattr(self, field.name), hints[field.name]):
-                raise ConfigurationError(f"{field.name}={value!r}: {field.type} is needed.")
+                raise ConfigurationError(f"{field.name}={value!r:.200}: {field.type} is needed.")
         positive = (
             "replicas",
             "least",
@@ -196,7 +198,7 @@ class Run:
         own = made.inner if isinstance(made, Strategy) else None
         if self.optimizer is None:
             return own or AdamW()
-        inner = parse(self.optimizer, offered=pieces_of("inner"))
+        inner = parse(self.optimizer, offered=pieces_of("pieces.inner_optimizers"))
         if not isinstance(inner, Inner):
             raise ConfigurationError(f"optimizer={self.optimizer!r}: AdamW, SGD(...) or Muon is needed.")
         if not isinstance(made, Strategy):
@@ -246,7 +248,7 @@ class Run:
 
     def _composed(self) -> Strategy | Method:
         given = {name: getattr(self, name) for name in OF_THE_RECIPE if getattr(self, name) is not None}
-        for name, room in (("codec", "codecs"), ("partition", "partition"), ("exchange", "exchange")):
+        for name, room in (("codec", "codecs"), ("partition", "pieces.partition"), ("exchange", "exchange")):
             if name in given:
                 given[name] = parse(given[name], offered=pieces_of(room))
         if self.partition and self.fragments:
@@ -338,7 +340,7 @@ class Run:
     def load(cls, path: Path) -> Run:
         """Read a run file. Raises `ConfigurationError` naming what is not known or cannot be read."""
         try:
-            fields = tomllib.loads(path.read_text())
+            fields = parsed(tomllib.loads, contents(path))
         except (OSError, ValueError) as error:
             raise ConfigurationError(
                 f"{path} cannot be read as a run file ({error}); `thinwire train` writes one as run.toml."
@@ -372,4 +374,6 @@ def _fits(value: object, hint: Any) -> bool:
         return value in get_args(hint)
     if origin is tuple:
         return isinstance(value, tuple) and all(_fits(item, get_args(hint)[0]) for item in value)
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        return False
     return type(value) in ((int, float) if hint is float else (hint,))

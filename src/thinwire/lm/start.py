@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from thinwire.group import parse_link
+from thinwire.comm import parse_link
 from thinwire.lm.data import Corpus
 from thinwire.lm.place import Place
 from thinwire.lm.run import Run
 from thinwire.methods import Method
-from thinwire.partition import Fragment
+from thinwire.pieces.partition import Fragment
 from thinwire.strategy import Strategy
 from thinwire.version import __version__
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from thinwire.errors import ConfigurationError
 from thinwire.lm.data import Corpus
+from thinwire.lm.export import described, draft_folder
 from thinwire.lm.huggingface import Pretrained, has_weights, own_tokenizer
 from thinwire.lm.run import Run
-from thinwire.lm.stored import described, draft_folder
 from thinwire.lm.tokens import BPE, END, Bytes, Tokenizer
 
 FILE = "tokenizer.json"

@@ -8,6 +8,8 @@ between tokenizers, when it is divided by `Corpus.bytes_per_token`.
 from __future__ import annotations
 
 import hashlib
+import io
+import itertools
 import json
 import os
 import sysconfig
@@ -21,10 +23,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.errors import ConfigurationError, DataError
+from thinwire.files import parsed
 
 END = "<|end|>"  # what stands between two documents
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")  # read in folders; a file given by name may have any
 PIECE = 1 << 18  # characters tokenised at a time
+DOCUMENT = 32 << 20  # bytes of a line of .jsonl, characters of a row of .parquet
+# A .parquet row group may hold EXPANDED bytes of text, or RATIO times what it takes in the file.
+EXPANDED, RATIO = 256 << 20, 100
 
 
 # Text in files
@@ -88,13 +94,27 @@ def pieces(source: Source, column: str) -> Iterator[str | None]:
         yield None
 
 
+def _slices(text: str) -> Iterator[str]:
+    """A document in pieces of bounded size, to the end of a line where that is near."""
+    file = io.StringIO(text)
+    while piece := file.read(PIECE):
+        yield piece + file.readline(PIECE)
+
+
 def _lines(source: Source, file: IO[str], column: str) -> Iterator[str | None]:
-    for number, line in enumerate(file, start=1):
+    for number in itertools.count(1):
+        if not (line := file.readline(DOCUMENT)):
+            return
+        if len(line) == DOCUMENT:
+            raise DataError(
+                f"{source.path}:{number} has {DOCUMENT:,} characters or more · shorter lines are needed · split the document, "
+                "or give it as .txt"
+            )
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
+            record = parsed(json.loads, line)
+        except ValueError as error:
             raise DataError(
                 f"{source.path}:{number} is not JSON ({error}) · one object a line is needed · mend or remove the line"
             ) from error
@@ -103,7 +123,7 @@ def _lines(source: Source, file: IO[str], column: str) -> Iterator[str | None]:
             raise DataError(
                 f"{source.path}:{number} has {found} · text under {column!r} is needed · name the right column"
             )
-        yield record[column].encode(errors="replace").decode()  # JSON can spell half a surrogate pair, UTF-8 cannot
+        yield from _slices(record[column].encode(errors="replace").decode())  # JSON can spell half a surrogate pair
         yield None
 
 
@@ -123,12 +143,41 @@ def _rows(source: Source, column: str) -> Iterator[str | None]:
                 raise DataError(
                     f"{source.path} has columns {found} · text under {column!r} is needed · name the right column"
                 )
-            for batch in file.iter_batches(batch_size=1024, columns=[column]):
-                for text in batch.column(0).to_pylist():
-                    yield text or ""
-                    yield None
-    except arrow.ArrowInvalid as error:
+        # as a dictionary: a file of a few bytes may say a long text a million times
+        with parquet.ParquetFile(source.path, read_dictionary=[column], buffer_size=1 << 20) as file:
+            for group in range(file.num_row_groups):
+                left = _allowance(source, file.metadata.row_group(group), column)
+                for batch in file.iter_batches(batch_size=1024, row_groups=[group], columns=[column]):
+                    for text in _texts(source, batch.column(0)):
+                        if (left := left - len(text)) < 0:
+                            raise DataError(_EXPANDS.format(source.path))
+                        yield from _slices(text)
+                        yield None
+    except (arrow.ArrowException, OSError) as error:
         raise DataError(f"{source.path}: {error} · a whole .parquet file is needed · fetch it again") from error
+
+
+_EXPANDS = f"{{}} has a row group that expands more than {RATIO} times · no text does · write the file anew"
+
+
+def _allowance(source: Source, group: Any, column: str) -> int:
+    """How much text may come from a row group of .parquet; `DataError` where it says of itself that it holds more."""
+    chunk = next(c for c in map(group.column, range(group.num_columns)) if c.path_in_schema == column)
+    most: int = max(EXPANDED, RATIO * chunk.total_compressed_size)
+    if chunk.total_uncompressed_size > most:
+        raise DataError(_EXPANDS.format(source.path))
+    return most
+
+
+def _texts(source: Source, column: Any) -> Iterator[str]:
+    """The rows of one batch."""
+    for index in column.indices.to_pylist():
+        text = "" if index is None else column.dictionary[index].as_py() or ""
+        if len(text) > DOCUMENT:
+            raise DataError(
+                f"{source.path} has a row of {len(text):,} characters · at most {DOCUMENT:,} are read · split the document"
+            )
+        yield text
 
 
 # Tokenizers

@@ -11,28 +11,31 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire import checkpoint
-from thinwire.contact import agree, digest
-from thinwire.errors import CheckpointError, ConfigurationError, LinkError
-from thinwire.group import CountedGroup, Group, Ledger, LinkedGroup, Roster, parse_link
-from thinwire.lm.job import learning_rate, make_model
+from thinwire.comm import CountedGroup, Group, Ledger, LinkedGroup, parse_link
+from thinwire.errors import CheckpointError, ConfigurationError, EndedError, LinkError, ThinwireError
+from thinwire.lm.export import store
 from thinwire.lm.loops import evaluated, micro_batches
 from thinwire.lm.place import Coming, Hindrances, Pace, Place, join, passing_on, roster, shard
 from thinwire.lm.releases import releases
 from thinwire.lm.run import Run
+from thinwire.lm.setup import learning_rate, make_model
 from thinwire.lm.start import start
-from thinwire.lm.stored import store
 from thinwire.lm.tokenizer import keep_tokenizer, open_corpus
+from thinwire.membership import Roster
 from thinwire.methods import Attached, Method, ZerothOrder
-from thinwire.observe.events import EventLog
-from thinwire.partition import Fragment
+from thinwire.pieces.partition import Fragment
+from thinwire.records.events import EventLog
 from thinwire.replica import Replica
-from thinwire.strategy import Strategy
+from thinwire.runtime.handshake import agree, digest
+from thinwire.runtime.module_state import clip_alike
+from thinwire.strategy import Gradients, Strategy
 
 
 @dataclass
@@ -81,8 +84,12 @@ class Trainer:
         if isinstance(place.group, Coming):
             self._come(place.group, facts)
         else:
+            strategy = None if self.method else run.make_strategy()
+            if strategy:  # before kernels are compiled and the others are met, which may take long
+                self._log_start(strategy, strategy.partition.fragments(self.model))
             self.replica = self._attached()
-            self._log_start(self.replica.strategy, self.replica.fragments)
+            if not strategy:
+                self._log_start(self.replica.strategy, self.replica.fragments)
         self.micros = micro_batches(run, self.replica)
 
     def _come(self, coming: Coming, facts: dict[str, Any]) -> None:
@@ -93,10 +100,13 @@ class Trainer:
         self.pace = Pace(strategy, run, fragments, self._time_a_step())
         hear = Hindrances(log.emit)
         self.group = roster(coming, run, facts, self.pace.deadlines(), self._wrapped, hear)
+        if self.place.resume:
+            self._found, self._passed_over = checkpoint.newest(self.checkpoints)
+            self.group.run = self._found.manifest["facts"]["agreed"].get("run", "") if self._found else ""
         try:
             self.replica = join(self._attached, self.place.stop, run.timeout)
-        except KeyboardInterrupt:
-            log.emit("stop", 0, reason="asked to stop while it waited for the others")
+        except (KeyboardInterrupt, EndedError) as error:
+            log.emit("stop", 0, reason=str(error) or "asked to stop while it waited for the others")
             self.group.close()
             raise
         hear.step = lambda: self.replica.step
@@ -128,9 +138,35 @@ class Trainer:
 
     def train(self) -> dict[str, Any]:
         """Run the loop and return the summary. Raises what `Replica` raises."""
-        run, replica = self.run, self.replica
+        run = self.run
+        gone: LinkError | EndedError | None = None
+        failed: ThinwireError | None = None
         if self.place.resume:
             self._resume()
+        try:
+            self._loop()
+            whole = self.replica.step >= run.steps
+            if whole:
+                self._finish()
+        except (LinkError, EndedError) as error:
+            if not isinstance(self.group, Roster):
+                raise
+            whole, gone = False, error
+        if whole:
+            self._evaluate()
+            self._export()
+        else:
+            failed = self._stop(gone)
+        summary = self._summary(stopped=not whole)
+        self.log.emit("end", self.replica.step, summary=summary)
+        if failed:
+            raise failed
+        while isinstance(self.group, Roster) and not self.group.closed and not self.place.stop.is_set():
+            time.sleep(0.05)  # it keeps the final state for who is missing
+        return summary
+
+    def _loop(self) -> None:
+        run, replica = self.run, self.replica
         eval_every = run.eval_every or max(1, run.steps // 10)
         while replica.step < run.steps and not replica.stopping:
             if self.place.stop.is_set():
@@ -141,35 +177,34 @@ class Trainer:
                 self._evaluate()
             if _passed(before, replica.step, run.checkpoint_every):
                 self._save()
-        stopped = replica.step < run.steps
-        if stopped:
-            self._save()
-            self.log.emit("stop", replica.step, reason=self._why_stopped())
-            replica.close()
-        else:
-            if run.checkpoint_every and replica.step % run.checkpoint_every:
-                self._save()  # what a longer run goes on from, and a kill in the last round
-            began = time.monotonic()
-            whole = self._finish()
-            self.clock.loop_seconds += time.monotonic() - began
-            self._evaluate()
-            self._export(whole)
-        summary = self._summary(stopped)
-        self.log.emit("end", replica.step, summary=summary)
-        return summary
 
-    def _finish(self) -> bool:
-        """The last rounds; false if the others were not heard any more. A stop that comes now ends the waiting for them."""
-        try:
-            with passing_on(self.place.stop, self.replica.request_stop):
-                self.replica.finish()
-        except LinkError as error:
-            if not isinstance(self.group, Roster):
-                raise
-            self.log.emit("warning", self.replica.step, message=str(error))
-            self.replica.close()
-            return False
-        return True
+    def _finish(self) -> None:
+        """The last rounds. A stop that comes now ends the waiting for the others."""
+        run, replica = self.run, self.replica
+        if run.checkpoint_every and replica.step % run.checkpoint_every:
+            self._save()  # what a longer run goes on from, and a kill in the last round
+        began = time.monotonic()
+        with passing_on(self.place.stop, replica.request_stop):
+            if isinstance(replica, Replica):
+                replica.finish(keep_seconds=run.timeout)
+            else:
+                replica.finish()
+        self.clock.loop_seconds += time.monotonic() - began
+
+    def _stop(self, gone: LinkError | EndedError | None) -> ThinwireError | None:
+        """Leave what this run, or this replica, goes on from. What is to be raised: the others were not heard, or have ended without it;
+        or what was trained since the checkpoint before is lost.
+        """
+        replica, asked = self.replica, gone is None or self.place.stop.is_set()
+        unsaved = None if isinstance(gone, EndedError) else self._save()
+        if isinstance(gone, LinkError) and not asked:
+            path = self._export(".stale")
+            gone = LinkError(
+                f"{gone} They are in {path} and are not the final model: --resume when the others are there."
+            )
+        self.log.emit("stop", replica.step, reason=self._why_stopped() if asked else str(gone))
+        replica.close()
+        return unsaved if asked else gone
 
     def _why_stopped(self) -> str:
         who = "this replica stops" if isinstance(self.group, Roster) else "all replicas stop"
@@ -214,8 +249,11 @@ class Trainer:
         # filters clip by themselves, before the exchange
         by_filters = isinstance(replica, Replica) and bool(replica.strategy.filters)
         most = math.inf if by_filters else run.clip or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), most)
-        norm_value = float(getattr(norm, "full_tensor", lambda: norm)())
+        if isinstance(replica, Replica) and isinstance(replica.strategy.signal, Gradients) and self.place.shards == 1:
+            norm_value = clip_alike(self.model.parameters(), most)
+        else:
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), most)
+            norm_value = float(getattr(norm, "full_tensor", lambda: norm)())
         if not math.isfinite(norm_value):
             self.optimizer.zero_grad()  # an inner step without update still counts: replicas keep in step
             self.log.emit("skip", replica.step + 1, reason=f"the gradient's norm is {norm_value}")
@@ -256,19 +294,20 @@ class Trainer:
             of=of,
         )
 
-    def _save(self) -> None:
+    def _save(self) -> CheckpointError | None:
         """A checkpoint that cannot be written is reported and training goes on: the one before is still there."""
         began = time.monotonic()
         try:
             path = checkpoint.save(self.checkpoints, self.replica, dataclasses.asdict(self._totals()), self.run.keep)
         except CheckpointError as error:
             self.log.emit("warning", self.replica.step, message=str(error))
-            return
+            return error
         nbytes = sum(file.stat().st_size for file in path.iterdir())
         relative = str(path.relative_to(self.place.folder))
         self.log.emit(
             "checkpoint", self.replica.step, path=relative, nbytes=nbytes, seconds_spent=time.monotonic() - began
         )
+        return None
 
     def _resume(self) -> None:
         if isinstance(self.group, Roster):
@@ -276,17 +315,18 @@ class Trainer:
             return
         found, skipped = checkpoint.newest_common(self.checkpoints, self.group, self.place.site)
         if found is None:
-            message = "no checkpoint that all replicas have; training starts from the first step"
-            self.log.emit("warning", 0, message="; ".join([message, *(s["reason"] for s in skipped)]))
-            self.log.emit("resume", 0, from_step=0, path="", skipped=skipped)
-            return
+            told = "; ".join(f"{one['path']}: {one['reason']}" for one in skipped)
+            raise CheckpointError(
+                f"--resume: there is no step of which all replicas have a whole checkpoint ({told}). Bring back what is missing, or begin "
+                "again at the first step by --resume --from-start, which sets the checkpoints aside."
+            )
         self._load(found)
         path = str(found.path.relative_to(self.place.folder))
         self.log.emit("resume", found.step, from_step=found.step, path=path, skipped=skipped)
 
     def _come_back(self) -> None:
         """Go on from the newest sound checkpoint of this replica's own, at the step where the others are."""
-        found, skipped = checkpoint.newest(self.checkpoints)
+        found, skipped = self._found, self._passed_over
         joined, turn, path = self.replica.step, 0, ""
         if found is not None:
             self._load(found)
@@ -338,11 +378,14 @@ class Trainer:
             "provenance": "emulated" if parse_link(run.link) else "measured",
         }
 
-    def _export(self, whole: bool) -> None:
-        """RUN/model.safetensors: the outer weights, which are the trained model. If not `whole`, others may have a better one."""
-        weights, path = self.replica.export(), self.place.folder / "model.safetensors"
-        if self.place.writes_the_model and (whole or not path.exists()):
-            store(self.place.folder, self.run, self.corpus.tokenizer, self.model, weights, self.place.name)
+    def _export(self, mark: str = "") -> Path:
+        """RUN/model.safetensors: the outer weights, which are the trained model; with a `mark`, those that may not be the last."""
+        weights, path = self.replica.export(), self.place.folder / f"model{mark}.safetensors"
+        if self.place.writes_the_model:
+            store(self.place.folder, self.run, self.corpus.tokenizer, self.model, weights, self.place.name, mark)
+        if not mark:
+            path.with_name("model.stale.safetensors").unlink(missing_ok=True)
+        return path
 
     def _log_start(self, composition: Strategy | Method, fragments: Sequence[Fragment]) -> None:
         self.log.emit("start", 0, **start(self.run, self.place, composition, fragments, self.corpus))

@@ -8,7 +8,7 @@ from thinwire.codecs import Codec, Identity, RandomK, TopK
 from thinwire.methods.base import Attached, Method
 from thinwire.methods.control_rules import Averaged, Gain, Plain, Rule
 from thinwire.methods.control_variates import Controlled, ControlVariates
-from thinwire.methods.federated import Federated, Flasc
+from thinwire.methods.flasc import Federated, Flasc
 from thinwire.methods.minmax import (
     Extragradient,
     Free,

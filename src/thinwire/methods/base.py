@@ -17,15 +17,15 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from thinwire.contact import agree, digest
+from thinwire.comm.group import TAGS, Group, gather
 from thinwire.errors import ConfigurationError, DisagreementError
-from thinwire.group.base import TAGS, Group, gather
+from thinwire.observer import Observer
 from thinwire.packet import HEADER_NBYTES, STOP, VERSION, Header, empty_packet, open_packet, payload, seal
-from thinwire.partition import Fragment, Whole, check_optimizer, check_sharding, local, trainable
-from thinwire.replica import Observer
-from thinwire.seeds import derive
+from thinwire.pieces.partition import Fragment, Whole, check_optimizer, check_sharding, local, trainable
+from thinwire.rng import derive
+from thinwire.runtime.handshake import agree, digest
+from thinwire.runtime.module_state import exported
 from thinwire.version import __version__
-from thinwire.weights import exported
 
 TAG = TAGS >> 1  # of every message here: messages of a pair are matched in the order of posting
 

@@ -30,16 +30,16 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.codecs import Codec, Identity, encode_from, fitted
-from thinwire.contact import agree_on_start, digest
+from thinwire.comm.group import Group, gather
+from thinwire.comm.state_transfer import give, take
 from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError, ModelError
-from thinwire.group.base import Group, gather
-from thinwire.handover import give, take
 from thinwire.methods.base import Attached, check_rounds, drawn, packet_nbytes, silent
 from thinwire.methods.control_rules import Rule
+from thinwire.observer import Observer
 from thinwire.packet import REFUSED, Header, identity
-from thinwire.replica import Observer
-from thinwire.seeds import Key
-from thinwire.weights import gradient
+from thinwire.rng import Key
+from thinwire.runtime.handshake import agree_on_start, digest
+from thinwire.runtime.module_state import gradient
 
 
 @dataclass(frozen=True, kw_only=True)

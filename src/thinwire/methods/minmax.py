@@ -29,15 +29,15 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, Identity, RandomK, TopK, nested
-from thinwire.contact import agree, agree_on_start, digest
+from thinwire.comm.group import Group, gather
+from thinwire.comm.state_transfer import give, take
 from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError, ModelError, NonFiniteError
-from thinwire.group.base import Group, gather
-from thinwire.handover import give, take
 from thinwire.methods.base import Participant, packet_nbytes, silent
 from thinwire.methods.control_rules import check_unbiased
+from thinwire.observer import Observer
 from thinwire.packet import REFUSED, VERSION, Header, identity
-from thinwire.replica import Observer
-from thinwire.seeds import Key, derive
+from thinwire.rng import Key, derive
+from thinwire.runtime.handshake import agree, agree_on_start, digest
 from thinwire.version import __version__
 
 Operator = Callable[[Tensor], Tensor]  # flat z -> flat F_m(z), of one replica

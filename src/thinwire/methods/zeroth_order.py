@@ -30,15 +30,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from thinwire.contact import agree_on_start, digest
+from thinwire.comm.group import Group, gather
+from thinwire.comm.state_transfer import give, take
 from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError, ModelError
-from thinwire.group.base import Group, gather
-from thinwire.handover import give, take
 from thinwire.methods.base import Attached, packet_nbytes, silent
-from thinwire.methods.shifted import Shifted, begins
+from thinwire.methods.perturbed import Shifted, begins
+from thinwire.observer import Observer
 from thinwire.packet import Header, identity
-from thinwire.replica import Observer
-from thinwire.seeds import derive, normals, quantiles
+from thinwire.rng import derive, normals, quantiles
+from thinwire.runtime.handshake import agree_on_start, digest
 
 LOSSES = Callable[[int], Tensor]
 _CHUNK = 1 << 18  # elements whose update is made at once

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 
 import thinwire.lm.launch  # noqa: F401  # all that a replica imports
+from thinwire.comm import Group, run_threads
 from thinwire.errors import ConfigurationError
-from thinwire.group import Group, run_threads
-from thinwire.lm.job import make_model
 from thinwire.lm.run import Run
+from thinwire.lm.setup import make_model
 from thinwire.plan.machine import BASE_NBYTES
 from thinwire.recipes import streaming_diloco
 from thinwire.replica import Replica

@@ -16,16 +16,16 @@ from torch import nn
 
 from thinwire.codecs import E3M0, Cast, Codec, Identity
 from thinwire.errors import ConfigurationError
-from thinwire.inner import AdamW
 from thinwire.lm.huggingface import outline
-from thinwire.lm.job import make_model
 from thinwire.lm.model import Transformer
 from thinwire.lm.run import Run
+from thinwire.lm.setup import make_model
+from thinwire.pieces.inner_optimizers import AdamW
 from thinwire.plan import machine
 from thinwire.plan.base import base_nbytes, resident_nbytes
 from thinwire.plan.machine import Machine, Step
 from thinwire.plan.outline import Shape, outline_of
-from thinwire.seeds import Key
+from thinwire.rng import Key
 
 CODECS: tuple[Codec, ...] = (E3M0(), Cast("bf16"), Identity())
 FRAGMENTS = (1 << 20, 1 << 22, 1 << 25)  # parameters that codecs are timed with: caches hold the first, not the last

@@ -13,10 +13,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from thinwire.observe.units import text_of_seconds
+from thinwire.pieces.schedule import Schedule, busiest
 from thinwire.plan.links import Links
 from thinwire.plan.outline import Shape
-from thinwire.schedule import Schedule, busiest
+from thinwire.records.units import text_of_seconds
 from thinwire.strategy import Strategy
 
 _PERIODS = 12  # followed; the first half does not count (long flights take some to settle)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from thinwire.observe.units import text_of_rate, text_of_seconds, text_of_share
 from thinwire.plan import cost, placement
 from thinwire.plan.compute import shape_of
 from thinwire.plan.setting import Setting, Task
 from thinwire.plan.sharding import FP32, Shards, traffic
+from thinwire.records.units import text_of_rate, text_of_seconds, text_of_share
 from thinwire.simulate.pipeline import pipeline_seconds
 
 FEW = 5  # of a kind, that are named

@@ -16,11 +16,11 @@ import numpy as np
 from thinwire.codecs import Shaped, nested
 from thinwire.errors import ThinwireError
 from thinwire.lm.run import Run
-from thinwire.observe.charts import Chart, Json, colour, rounded
-from thinwire.observe.runs import RunRecord
-from thinwire.observe.units import text_of_count, text_of_nbytes
 from thinwire.plan import cost
 from thinwire.plan.setting import METHODS, Setting, Task
+from thinwire.records.run_record import RunRecord
+from thinwire.records.units import text_of_count, text_of_nbytes
+from thinwire.report.charts import Chart, Json, colour, rounded
 from thinwire.simulate.figure import chart, curve, share_axis
 from thinwire.simulate.replicas import delays
 from thinwire.strategy import Gradients

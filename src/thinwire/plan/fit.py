@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.errors import DataError
+from thinwire.files import contents, parsed
 
 Form = Literal["power", "constant", "mixed"]
 Floats = NDArray[np.float64]
@@ -66,8 +67,8 @@ class Ladder:
     def load(cls, path: Path) -> Ladder:
         """CSV with a header, or JSON: a list of objects. Numbers in `loss` and `parameters` must be there."""
         try:
-            text = path.read_text()
-            rows = json.loads(text) if path.suffix == ".json" else list(csv.DictReader(io.StringIO(text)))
+            text = contents(path)
+            rows = parsed(json.loads, text) if path.suffix == ".json" else list(csv.DictReader(io.StringIO(text)))
             names = list(rows[0])
             table = {name: [row[name] for row in rows] for name in names}
         except (OSError, ValueError, IndexError, KeyError, TypeError) as error:

@@ -27,8 +27,9 @@ import numpy as np
 import tomli_w
 from numpy.typing import NDArray
 
+from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
-from thinwire.group import Link
+from thinwire.files import contents, parsed
 from thinwire.plan.quantities import rate, rounded
 
 Pair = tuple[int, int]  # sender, receiver
@@ -163,7 +164,7 @@ class Links:
 def read(path: Path, advice: str) -> dict[str, Any]:
     """A TOML file as a dictionary, or a `ConfigurationError`."""
     try:
-        return tomllib.loads(path.read_text())
+        return dict(parsed(tomllib.loads, contents(path)))
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{path} cannot be read ({error}); {advice}.") from None
 

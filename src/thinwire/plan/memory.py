@@ -19,11 +19,11 @@ import torch
 
 from thinwire.codecs import Codec
 from thinwire.exchange import Exchange
-from thinwire.merge import Eager
-from thinwire.outer import Outer
+from thinwire.pieces.merge import Eager
+from thinwire.pieces.outer import Outer
+from thinwire.pieces.schedule import Schedule, busiest
 from thinwire.plan.outline import Outline, Shape
 from thinwire.plan.sharding import FP32, Shards
-from thinwire.schedule import Schedule, busiest
 from thinwire.strategy import Gradients, Strategy
 
 Place = Literal["device", "host"]

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from thinwire.comm import Group, Link, gather
 from thinwire.errors import ConfigurationError
-from thinwire.group import Group, Link, gather
 from thinwire.plan.links import Links, Pair
 
 BLOCKS = 16  # in a train; the first is not counted

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from math import isfinite
 
+from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
-from thinwire.group import Link
 
 _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([a-zA-Z]*)\s*")
 _NBYTES = {

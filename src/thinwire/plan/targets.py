@@ -9,10 +9,10 @@ from math import inf, isfinite
 
 from thinwire.errors import ConfigurationError
 from thinwire.lm.model import SIZES
-from thinwire.observe.units import text_of_count, text_of_loss, text_of_nbytes, text_of_seconds, text_of_share
 from thinwire.plan.compute import shape_of
 from thinwire.plan.search import fits
 from thinwire.plan.setting import RANKS, Setting, Task
+from thinwire.records.units import text_of_count, text_of_loss, text_of_nbytes, text_of_seconds, text_of_share
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
-from thinwire.group.base import Group
-from thinwire.seeds import Key
+from thinwire.comm.group import Group
+from thinwire.rng import Key
 from thinwire.sharding.layout import Span
 
 

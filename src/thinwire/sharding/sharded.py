@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from thinwire.contact import agree, agree_on_start
+from thinwire.comm.group import Group
 from thinwire.errors import CheckpointError, ModelError
-from thinwire.group.base import Group
-from thinwire.partition import check_optimizer, trainable
+from thinwire.pieces.partition import check_optimizer, trainable
+from thinwire.runtime.handshake import agree, agree_on_start
 from thinwire.sharding.carry import Carrier
 from thinwire.sharding.layout import VOTE, Layout, Sharding
 from thinwire.sharding.unit import Unit

@@ -7,7 +7,7 @@ from random import Random
 
 import numpy as np
 
-from thinwire.observe.charts import Chart, Json, View, colour, rounded
+from thinwire.report.charts import Chart, Json, View, colour, rounded
 from thinwire.simulate import fabric
 from thinwire.simulate.fabric import POLICIES, Fabric, Pattern
 from thinwire.simulate.layers import Floats

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from thinwire.errors import ConfigurationError
-from thinwire.schedule import busiest
+from thinwire.pieces.schedule import busiest
 from thinwire.strategy import Strategy
 
 Floats = NDArray[np.float64]

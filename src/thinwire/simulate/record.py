@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from thinwire.observe.events import EventLog
+from thinwire.records.events import EventLog
 from thinwire.simulate.layers import Floats
 from thinwire.simulate.replicas import Outcome, Round
 from thinwire.simulate.scenario import Scenario

@@ -23,11 +23,11 @@ from typing import Protocol
 import numpy as np
 
 from thinwire.codecs import Codec, Shapes
+from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
 from thinwire.exchange import Exchange
-from thinwire.group import Link
-from thinwire.schedule import Calendar, Rates
-from thinwire.seeds import derive
+from thinwire.pieces.schedule import Calendar, Rates
+from thinwire.rng import derive
 from thinwire.simulate.layers import Floats
 from thinwire.simulate.scenario import Scenario
 from thinwire.simulate.uplinks import Flags, Integers, Messages, Uplinks, send
@@ -135,6 +135,7 @@ class _Fleet:
         self.flying: dict[int, Round] = {}  # by fragment
         self.waiting: list[Round] = []  # to be settled, in order of departure
         self.rounds = [0] * len(fragments)
+        self.since = [0] * len(fragments)  # the inner step after which nothing trained has departed, as in `Held`
         self.events = self.failed = 0
         self.away = np.zeros(count, dtype=bool)
         self.fails_at, self.returns_at = np.full(count, np.inf), np.full(count, np.inf)
@@ -167,15 +168,18 @@ class _Fleet:
             self._finish(steps, eager)
 
     def _finish(self, step: int, eager: bool) -> None:
-        for p in range(len(self.numels)):
-            if p in self.flying and not eager:
+        fragments = range(len(self.numels))
+        for p in fragments:
+            if p in self.flying and not (eager and self.since[p] < step):
                 self._land(p, step)
-        for p in range(len(self.numels)):
+        for p in fragments:
+            if self.since[p] < step:
+                if p in self.flying:
+                    self._land(p, step)
+                self._depart(p, step)
+        for p in fragments:
             if p in self.flying:
                 self._land(p, step)
-            self._depart(p, step)
-        for p in range(len(self.numels)):
-            self._land(p, step)
 
     def _compute(self, step: int, steps: int) -> None:
         """`steps` inner steps on every replica that is there, up to `step`."""
@@ -221,6 +225,7 @@ class _Fleet:
         further = (delays(exchange, codec, numel, present) - 1) * self._delay(there)
         flight = Round(p, self.rounds[p], step, self.clock, messages, further, self.noticed)
         self.rounds[p] += 1
+        self.since[p] = step
         self.flying[p] = flight
         self.waiting.append(flight)
         self.sent += nbytes * there
@@ -239,6 +244,7 @@ class _Fleet:
     def _land(self, p: int, step: int) -> None:
         """Wait for the flight; then everybody that is back takes the anchors."""
         flight = self.flying.pop(p)
+        self.since[p] = step if self.strategy.merge.forgets else self.since[p]
         while flight.landed is None:
             self._settle(self.waiting.pop(0))
         assert flight.landed is not None

@@ -10,9 +10,9 @@ from math import isfinite, log, sqrt
 import numpy as np
 
 from thinwire.codecs import Shapes
+from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
-from thinwire.group import Link
-from thinwire.seeds import derive
+from thinwire.rng import derive
 from thinwire.strategy import Strategy
 
 LONGEST = 1e9  # seconds of a step: thirty years

@@ -10,8 +10,8 @@ import numpy as np
 
 from thinwire.codecs import E3M0, Cast
 from thinwire.errors import ConfigurationError
+from thinwire.pieces.schedule import Staggered, short_first
 from thinwire.recipes import data_parallel, diloco, eager_diloco, streaming_diloco
-from thinwire.schedule import Staggered, short_first
 from thinwire.simulate.formulas import floor_bits_per_second
 from thinwire.simulate.layers import Floats, Stack, compute_utilization, compute_utilization_of_run
 from thinwire.strategy import Strategy

@@ -1,0 +1,50 @@
+"""`thinwire docs`: the pages of the documentation, which travel with the package."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from thinwire.cli import options
+from thinwire.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `thinwire docs` takes."""
+
+    page: tyro.conf.Positional[str] = ""
+    """A page's name, such as elastic or methods/diloco. Without: the list of pages."""
+    json: bool = False
+    """Stdout ends with one JSON object."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    asked = options.read(Options, "docs", arguments, "Show a page of the documentation.")
+    console, found = options.console(asked.json), pages()
+    if not asked.page:
+        for name in found:
+            console.print(f"thinwire docs {name}", highlight=False)
+        if asked.json:
+            print(json.dumps({"pages": list(found)}))
+        return 0
+    if asked.page not in found:
+        raise ConfigurationError(f"{asked.page!r} is no page; there are {', '.join(found)}.")
+    text = found[asked.page].read_text(encoding="utf-8")
+    console.print(text, highlight=False, soft_wrap=True)
+    if asked.json:
+        print(json.dumps({"page": asked.page, "text": text}))
+    return 0
+
+
+def pages() -> dict[str, Path]:
+    """By name: of an installed package beside its modules, of a checkout in its docs."""
+    package = Path(__file__).parents[1]
+    folder = next(
+        folder for folder in (package / "docs", package.parents[1] / "docs") if (folder / "start.md").exists()
+    )
+    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.md"))}

@@ -1,0 +1,289 @@
+"""`thinwire plan`: measured links and machines in, a ranked list of settings with reasons out. `plan fit` and `plan pack` beside."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from thinwire.cli import figures, options
+from thinwire.comm import Link
+from thinwire.errors import ConfigurationError
+from thinwire.lm.run import Run
+from thinwire.plan import explain, quantities
+from thinwire.plan.compute import shape_of
+from thinwire.plan.figure import frontier_chart, rates_chart
+from thinwire.plan.links import Links, replace
+from thinwire.plan.machine import Machine
+from thinwire.plan.scaling import TOKENS_PER_PARAMETER
+from thinwire.plan.search import settings
+from thinwire.plan.setting import METHODS, Setting, Task
+from thinwire.plan.sharding import Shards
+from thinwire.plan.targets import Targets, meeting
+from thinwire.records.units import text_of_count, text_of_nbytes, text_of_rate, text_of_seconds, text_of_share
+from thinwire.report.charts import Chart
+
+BESIDE = {
+    "fit": "a ladder of your own runs -> exponents, joint laws, training density",
+    "pack": "sequences of mixed lengths -> balanced micro-steps",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `thinwire plan` takes."""
+
+    links: tyro.conf.Positional[str]
+    """links.toml (`thinwire probe` writes one, or you), or one link that all have, such as 50mbit,30ms."""
+    machines: tyro.conf.Positional[tuple[Path, ...]]
+    """machine.toml: one for all replicas, or one for each in the order of the links' names."""
+    replicas: int | None = None
+    """How many there are, where LINKS is one link for all (without: 2)."""
+    run: Path | None = None
+    """A run file to start from: model, text, sequence and all that a plan does not choose."""
+    model: str | None = None
+    """The model, if not the run file's."""
+    sequence: int | None = None
+    """Tokens in a sequence, if not the run file's."""
+    text: tuple[str, ...] | None = None
+    """Files and folders of text, if not the run file's."""
+    tokenizer: str | None = None
+    """bytes or bpe:SIZE, if not the run file's."""
+    tokens: str | None = None
+    """How much is to be trained on, such as 20B. Without: 20 tokens a parameter."""
+    batch_tokens: str | None = None
+    """Tokens of an inner step, all replicas together, such as 1M. Without: the scaling law's, where it holds."""
+    memory: str | None = None
+    """What a rank may use, such as 16GB. Without: 90 % of what machine.toml says."""
+    utilization: float | None = None
+    """At least this share of the time in training, such as 0.95."""
+    deadline: str | None = None
+    """All tokens within this time, such as 3d or 12h."""
+    loss: float | None = None
+    """An expected evaluation loss of at most this, in nats per token (of C4: the laws' own text)."""
+    methods: tuple[str, ...] = METHODS
+    """What is tried."""
+    ranks: int = 1
+    """Ranks of a site that form one replica, sharded by FSDP2."""
+    degrees: str | None = None
+    """With --ranks: nested degrees s_w,s_g,s_o of weights, gradients and moments to compare with, such as 2,8,8."""
+    levels: tuple[int, ...] = ()
+    """With --ranks: how many ranks each faster level joins, such as 2 for pairs; the last is all of them."""
+    top: int = 8
+    """Rows in the table: the best of each method, then the best for each method, number of replicas and H."""
+    out: Path = Path("plan.toml")
+    """The run file of the best setting."""
+    frontier: Path | None = None
+    """Draw expected loss against bytes for all settings: FILE.svg, FILE.html, or FILE.png (which needs thinwire[png])."""
+    rates: Path | None = None
+    """Draw training's share of the time against the rate of the links, a curve for each row: FILE.svg, .html or .png."""
+    json: bool = False
+    """Tables go to stderr; stdout ends with one JSON object."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    if arguments and arguments[0] in BESIDE:
+        return int(importlib.import_module(f"thinwire.cli.plan.{arguments[0]}").main(list(arguments[1:])))
+    beside = "; ".join(f"`thinwire plan {name}`: {text}" for name, text in BESIDE.items())
+    about = (
+        f"Rank settings for given links and machines (predicted), and write the best one's run file. Beside: {beside}."
+    )
+    asked = options.read(Options, "plan", arguments, about)
+    if asked.top < 1:
+        raise ConfigurationError(f"top={asked.top}: at least 1 row is needed.")
+    for figure in (asked.frontier, asked.rates):
+        figures.check(figure)
+    console, task = options.console(asked.json), _task(asked)
+    deadline = quantities.seconds(asked.deadline) if asked.deadline else None
+    targets = Targets(asked.utilization, deadline, asked.loss)
+    found = settings(task)
+    met = meeting(found, targets, task)
+    rows, best = _rows(met, asked.top), met[0]
+    console.print(_table(rows, task))
+    for number, setting in enumerate(rows, 1):
+        console.print(
+            f"{number}. {setting.run.label}, {_who(setting, task)}: {explain.sentence(setting, best)}", highlight=False
+        )
+    if task.ranks > 1:
+        console.print(_sharding(asked, task, best))
+    _aside(console, task, best)
+    drawn: list[tuple[Path | None, Callable[[], Chart]]] = [
+        (asked.frontier, lambda: frontier_chart(met, best)),
+        (asked.rates, lambda: rates_chart(rows, task)),
+    ]
+    for path, chart in drawn:
+        if path:
+            figures.draw(chart(), f"{task.base.model}, up to {len(task.links)} replicas", path, "predicted")
+            console.print(f"figure: {path}", soft_wrap=True, highlight=False)
+    _write(asked.out, best, task)
+    console.print(f"written: {asked.out}\nto train: {_command(asked.out, best, task)}", soft_wrap=True, highlight=False)
+    if asked.json:
+        print(json.dumps(_facts(rows, best, task, asked.out)))
+    return 0
+
+
+def _task(asked: Options) -> Task:
+    run = Run.load(asked.run) if asked.run else Run()
+    changes = {name: getattr(asked, name) for name in ("model", "sequence", "text", "tokenizer")}
+    run = dataclasses.replace(run, **{name: value for name, value in changes.items() if value is not None})
+    if asked.links.endswith(".toml") or Path(asked.links).exists():
+        links = Links.load(Path(asked.links))
+        if asked.replicas not in (None, len(links)):
+            raise ConfigurationError(f"--replicas {asked.replicas}: {asked.links} has {len(links)}; leave it out.")
+    else:
+        replicas = 2 if asked.replicas is None else asked.replicas
+        if replicas < 1:
+            raise ConfigurationError(f"--replicas {replicas}: at least 1 is needed.")
+        links = Links.uniform(Link.parse(asked.links), replicas)
+    if not asked.machines:
+        raise ConfigurationError(
+            "no machine was given; `thinwire probe` writes machine.toml: thinwire plan LINKS machine.toml"
+        )
+    tokens = quantities.count(asked.tokens) if asked.tokens else TOKENS_PER_PARAMETER * shape_of(run).parameters()
+    return Task(
+        base=run, links=links, machines=tuple(Machine.load(path) for path in asked.machines), tokens=tokens, ranks=asked.ranks,
+        batch_tokens=quantities.count(asked.batch_tokens) if asked.batch_tokens else None,
+        memory_nbytes=quantities.nbytes(asked.memory) if asked.memory else None,
+        methods=tuple(method.replace("-", "_") for method in asked.methods),
+    )  # fmt: skip
+
+
+def _rows(found: Sequence[Setting], top: int) -> list[Setting]:
+    """The best of each method, then the best of each method, number of replicas and H; in their order."""
+    methods: dict[str, Setting] = {}
+    distinct: dict[tuple[str, int, int | None], Setting] = {}
+    for setting in found:
+        methods.setdefault(setting.method, setting)
+        distinct.setdefault((setting.method, setting.replicas, setting.candidate.run.every), setting)
+    chosen = list(dict.fromkeys([id(s) for s in (*methods.values(), *distinct.values())]))[: max(top, 1)]
+    return [setting for setting in found if id(setting) in chosen]
+
+
+def _table(rows: Sequence[Setting], task: Task) -> Table:
+    shape = shape_of(task.base)
+    title = (
+        f"{task.base.model}, {text_of_count(shape.parameters())} parameters, {text_of_count(task.tokens)} tokens, "
+        f"up to {len(task.links)} replicas on links that were {task.links.word} (predicted)"
+    )
+    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("", no_wrap=True, min_width=1)
+    table.add_column("method", no_wrap=True)
+    for head in ("M", "H", "τ", "batch", "training", "tokens/s", "useful", "sent, each", "memory", "loss", "takes"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for number, setting in enumerate(rows, 1):
+        run, schedule = setting.run, setting.run.make_strategy().schedule
+        table.add_row(
+            str(number), run.strategy, str(run.replicas), str(schedule.every), str(schedule.delay), f"{run.batch}×{run.accumulate}",
+            text_of_share(setting.pace.utilization), text_of_count(setting.tokens_per_second),
+            text_of_count(setting.useful_tokens_per_second), text_of_rate(setting.bits_per_second),
+            text_of_nbytes(setting.memory_nbytes), _loss(setting), text_of_seconds(setting.seconds),
+        )  # fmt: skip
+    table.caption = "batch: sequences × micro-batches of a replica · useful: in tokens of data-parallel training · (loss): outside the laws"
+    return table
+
+
+def _loss(setting: Setting) -> str:
+    """In parentheses where something is outside of what was fitted."""
+    return f"({setting.loss.value:.3f})" if setting.loss.warnings else f"{setting.loss.value:.3f}"
+
+
+def _aside(console: Console, task: Task, best: Setting) -> None:
+    """Refusals and warnings."""
+    for refusal in explain.refused(task, best):
+        verdict = "refused" if refusal.utilization < explain.USELESS else "not tried"
+        console.print(
+            f"{verdict}: {refusal.what}: {refusal.because}: {text_of_share(refusal.utilization)} of the time would be training",
+            highlight=False,
+        )
+    for warning in explain.warnings(task, best):
+        console.print(f"warning: {warning}", highlight=False)
+
+
+def _sharding(asked: Options, task: Task, best: Setting) -> Table:
+    """What a rank keeps and sends inside its site, for the ways that have names and for the one that was asked for."""
+    levels = asked.levels if asked.levels and asked.levels[-1] == task.ranks else (*asked.levels, task.ranks)
+    degrees = Shards.parse(asked.degrees) if asked.degrees else None
+    table = Table(
+        "s_w, s_g, s_o", title=f"Sharding over {task.ranks} ranks of a site (predicted; `thinwire train` takes ZeRO-3)"
+    )
+    table.add_column("")
+    table.add_column("a rank keeps", justify="right")
+    for level in levels:
+        table.add_column(f"sent a step among {level}", justify="right")
+    for way, kept, sent in explain.shards(task, best, degrees, levels):
+        cells = (text_of_nbytes(nbytes) for nbytes in sent)
+        table.add_row(f"{way.weights}, {way.gradients}, {way.optimizer}", way.name, text_of_nbytes(kept), *cells)
+    table.caption = "kept: weights, gradients and moments; sent: inside the site, in an inner step"
+    return table
+
+
+def _who(setting: Setting, task: Task) -> str:
+    if len(setting.places) == len(task.links):
+        return f"all {len(task.links)}" if len(task.links) > 1 else "alone"
+    return explain.few([task.links.names[place] for place in setting.places])
+
+
+def _write(path: Path, best: Setting, task: Task) -> None:
+    """The run file, with what was predicted above it."""
+    run = best.run
+    if task.links.word == "emulated" and len(best.places) > 1:
+        slowest = min(task.links.among(best.places).alone.values(), key=lambda link: link.bits_per_second)
+        run = dataclasses.replace(run, link=str(slowest))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    run.save(path)
+    names = ", ".join(f"{rank} = {task.links.names[place]}" for rank, place in enumerate(best.places))
+    comment = [
+        f"Written by `thinwire plan`. Replicas: {names}.",
+        f"Predicted: {text_of_share(best.pace.utilization)} of the time in training, {text_of_count(best.tokens_per_second)} tokens/s, "
+        f"{text_of_nbytes(best.memory_nbytes)} a rank, {text_of_seconds(best.seconds)} in all.",
+        *explain.warnings(task, best),
+    ]
+    replace(path, "".join(f"# {line}\n" for line in comment) + path.read_text())
+
+
+def _command(path: Path, best: Setting, task: Task) -> str:
+    run = best.run
+    if run.link != "none" or task.links.word == "emulated" or run.replicas * task.ranks == 1:
+        return f"thinwire train {path}"
+    if task.ranks == 1:
+        return f"torchrun --nnodes {run.replicas} --node_rank RANK --master-addr HOST -m thinwire train {path} --out runs/planned"
+    return (
+        f"torchrun --nnodes {run.replicas} --node_rank RANK --nproc_per_node {task.ranks} --master-addr HOST "
+        f"-m thinwire train {path} --out runs/planned"
+    )
+
+
+def _facts(rows: Sequence[Setting], best: Setting, task: Task, path: Path) -> dict[str, Any]:
+    """For programs."""
+    return {
+        "word": "predicted",
+        "links": task.links.word,
+        "parameters": shape_of(task.base).parameters(),
+        "tokens": task.tokens,
+        "run_file": str(path),
+        "settings": [
+            {
+                "strategy": setting.run.label, "composition": repr(setting.run.make_strategy()), "replicas": setting.run.replicas,
+                "names": [task.links.names[place] for place in setting.places],
+                "batch": setting.run.batch, "accumulate": setting.run.accumulate, "lr": setting.run.lr, "steps": setting.run.steps,
+                "step_seconds": setting.step_seconds, "compute_utilization": setting.pace.utilization,
+                "tokens_per_second": setting.tokens_per_second, "useful_tokens_per_second": setting.useful_tokens_per_second,
+                "bits_per_second": setting.bits_per_second, "period_nbytes": setting.period_nbytes,
+                "memory_nbytes": setting.memory_nbytes, "memory_limit_nbytes": setting.memory_limit,
+                "loss": setting.loss.value, "density": setting.density, "seconds": setting.seconds,
+                "reason": explain.sentence(setting, best),
+            }
+            for setting in rows
+        ],
+        "refused": [dataclasses.asdict(refusal) for refusal in explain.refused(task, best)],
+        "warnings": explain.warnings(task, best),
+    }  # fmt: skip

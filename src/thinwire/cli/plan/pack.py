@@ -1,0 +1,78 @@
+"""`thinwire plan pack`: sequences of mixed lengths onto ranks, balanced by cost, with the imbalance before and after."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from rich.table import Table
+
+from thinwire.cli import options
+from thinwire.errors import ConfigurationError, DataError
+from thinwire.lm.model import SIZES
+from thinwire.plan.packing import Packing, attention_cost, in_order, pack
+from thinwire.records.units import text_of_count
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `thinwire plan pack` takes."""
+
+    file: tyro.conf.Positional[Path]
+    """Lengths in tokens of the sequences of one optimizer step: whole numbers, one a line."""
+    ranks: int = 8
+    """Ranks that share them."""
+    capacity: int = 8192
+    """Tokens that a rank can hold at a time."""
+    model: str = "1b"
+    """The size whose width says what a token of a long sequence costs beside one of a short."""
+    out: Path | None = None
+    """Write the packing here: JSON, for each rank its micro-batches in order, each the numbers of its sequences (from 0)."""
+    json: bool = False
+    """The table goes to stderr; stdout ends with one JSON object."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    about = "Pack sequences of mixed lengths onto ranks so that all finish together (predicted, by operations)."
+    asked = options.read(Options, "plan pack", arguments, about)
+    if asked.model not in SIZES:
+        raise ConfigurationError(f"model={asked.model!r}: one of {', '.join(SIZES)} is needed.")
+    lengths, cost = _lengths(asked.file), attention_cost(SIZES[asked.model].width)
+    before, after = (way(lengths, asked.ranks, asked.capacity, cost) for way in (in_order, pack))
+    title = f"{len(lengths)} sequences, {text_of_count(sum(lengths))} tokens, on {asked.ranks} ranks of {asked.capacity} (predicted)"
+    table = Table("", title=title)
+    for head in ("micro-batches of a rank", "busiest rank / mean", "time"):
+        table.add_column(head, justify="right")
+    for name, packing in (("in order", before), ("packed", after)):
+        table.add_row(
+            name, f"at most {_most(packing)}", f"{packing.imbalance:.3f}", f"{packing.makespan / after.makespan:.2f}"
+        )
+    options.console(asked.json).print(table)
+    if asked.out:
+        asked.out.write_text(json.dumps(after.ranks) + "\n")
+    if asked.json:
+        print(
+            json.dumps(
+                {"word": "predicted", "sequences": len(lengths), "before": _facts(before), "after": _facts(after)}
+            )
+        )
+    return 0
+
+
+def _lengths(path: Path) -> list[int]:
+    try:
+        return [int(word) for word in path.read_text().split()]
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: {error}; whole numbers of tokens, one a line, are needed.") from None
+
+
+def _most(packing: Packing) -> int:
+    """Micro-batches of the rank that has most."""
+    return max(len(batches) for batches in packing.ranks)
+
+
+def _facts(packing: Packing) -> dict[str, float]:
+    return {"micro_batches": _most(packing), "imbalance": packing.imbalance, "cost": packing.makespan}

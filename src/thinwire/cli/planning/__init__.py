@@ -1,1 +1,0 @@
-"""What stands beside `thinwire plan`: one file each."""

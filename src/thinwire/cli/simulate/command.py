@@ -1,0 +1,36 @@
+"""`thinwire simulate`: who waits for whom, in virtual time. One study a file, in `studies/`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+from thinwire.errors import ConfigurationError
+
+STUDIES = {
+    "utilization": "the rate that a link needs for a given compute utilisation, layer by layer (the paper's table)",
+    "run": "a run file, or any strategy: replicas, links, stragglers and failures, step by step",
+    "pipeline": "stages joined by slow hops: one step of 1F1B, and what closed forms make of it",
+    "fabric": "flows through leaves and spines: chance (ECMP), splitting, spraying, spines that fail",
+    "overlap": "a reduce-scatter that begins while what it reduces is still computed (T3)",
+}
+
+_USAGE = "\n".join(
+    [
+        "usage: thinwire simulate STUDY [options]      (thinwire simulate STUDY --help says more)",
+        "",
+        *(f"  {study:<13}{text}" for study, text in STUDIES.items()),
+        "",
+        "All figures are simulated: virtual time, no processes and no tensors.",
+    ]
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_USAGE)
+        return 0
+    study, *rest = arguments
+    if study not in STUDIES:
+        raise ConfigurationError(f"{study!r} is no study; there are {', '.join(STUDIES)}.")
+    return int(importlib.import_module(f"thinwire.cli.simulate.{study}").main(rest))

@@ -1,0 +1,131 @@
+"""`thinwire simulate overlap`: a reduce-scatter that begins while what it reduces is still computed (T3's schedule)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from thinwire.cli import figures, options
+from thinwire.comm import Link
+from thinwire.errors import ConfigurationError
+from thinwire.plan import quantities
+from thinwire.records.units import text_of_seconds, text_of_share
+from thinwire.simulate.figure import overlap_chart
+from thinwire.simulate.overlap import (
+    ORDERS,
+    Ring,
+    hidden_share,
+    memory_traffic,
+    overlapped_seconds,
+    reduce_scatter,
+    serial_seconds,
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `thinwire simulate overlap` takes."""
+
+    ranks: int = 8
+    """Ranks in the ring; the product is cut into as many chunks."""
+    produce_seconds: float = 1e-3
+    """Computing one chunk."""
+    send_seconds: float = 1e-3
+    """One ring step: a chunk to the next rank."""
+    nbytes: str | None = None
+    """In place of --send-seconds, with --link: the whole product, such as 64MB."""
+    link: str | None = None
+    """With --nbytes: what joins two ranks, such as 100gbit,5us."""
+    contention: float = 0.0
+    """While a rank sends, computing takes 1 + this times as long."""
+    plot: Path | None = None
+    """Draw the gain against sending over computing: FILE.svg, FILE.html, or FILE.png (which needs thinwire[png])."""
+    json: bool = False
+    """The table goes to stderr; stdout ends with one JSON object."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    description = "A ring reduce-scatter beside the computing of what it reduces: T3's schedule (simulated)."
+    asked = options.read(Options, "simulate overlap", arguments, description)
+    figures.check(asked.plot)
+    ring = Ring(asked.ranks, asked.produce_seconds, _send_seconds(asked), asked.contention)
+    found = _facts(ring)
+    console = options.console(asked.json)
+    console.print(_table(ring, found))
+    if asked.plot is not None:
+        figures.draw(
+            overlap_chart(ring),
+            f"A reduce-scatter among {ring.ranks} ranks beside its product",
+            asked.plot,
+            "simulated",
+        )
+        console.print(f"figure: {asked.plot}", soft_wrap=True, highlight=False)
+    if asked.json:
+        print(json.dumps(found))
+    return 0
+
+
+def _send_seconds(asked: Options) -> float:
+    if (asked.nbytes is None) != (asked.link is None):
+        missing = "--link 100gbit,5us" if asked.link is None else "--nbytes 64MB"
+        raise ConfigurationError(
+            f"--nbytes and --link go together: {missing} is missing; or give --send-seconds alone."
+        )
+    if asked.nbytes is None or asked.link is None:
+        return asked.send_seconds
+    if asked.send_seconds != Options.send_seconds:
+        raise ConfigurationError("--send-seconds and --link: both say how long a ring step takes; leave one out.")
+    return Link.parse(asked.link).seconds(-(-quantities.nbytes(asked.nbytes) // max(asked.ranks, 1)))
+
+
+def _facts(ring: Ring) -> dict[str, Any]:
+    """For programs."""
+    seconds = {order: reduce_scatter(ring, order) for order in ORDERS}
+    plain, near = memory_traffic(ring.ranks)
+    return {
+        "study": "overlap",
+        "provenance": "simulated",
+        "ranks": ring.ranks,
+        "produce_seconds": ring.produce_seconds,
+        "send_seconds": ring.send_seconds,
+        "contention": ring.contention,
+        "seconds": seconds,
+        "hidden_share": {order: hidden_share(ring, took) for order, took in seconds.items()},
+        "speedup": seconds["serial"] / seconds["staggered"],
+        "predicted": {"serial": serial_seconds(ring), "staggered": overlapped_seconds(ring)},
+        "memory_traffic": {"plain": plain, "adding_in_memory": near},
+    }
+
+
+_SAYS = {
+    "serial": "nothing is sent before all is computed",
+    "same": "all ranks compute the same chunk first: most may not send it yet",
+    "staggered": "each rank computes first what it sends first (T3)",
+}
+
+
+def _table(ring: Ring, found: dict[str, Any]) -> Table:
+    table = options.table(
+        f"{ring.ranks} ranks, {text_of_seconds(ring.produce_seconds)} to compute a chunk, {text_of_seconds(ring.send_seconds)} to send it"
+    )
+    table.add_column("order")
+    for head in ("simulated", "predicted", "hidden"):
+        table.add_column(head, justify="right")
+    table.add_column("")
+    for order, took in found["seconds"].items():
+        predicted = found["predicted"].get(order)
+        table.add_row(
+            order, text_of_seconds(took), text_of_seconds(predicted), text_of_share(found["hidden_share"][order]), _SAYS[order]
+        )  # fmt: skip
+    traffic = found["memory_traffic"]
+    less = 1 - traffic["adding_in_memory"] / traffic["plain"]
+    table.caption = (
+        f"{found['speedup']:.2f} times as fast as serial, of this product and its sum alone, not of a model. hidden: share of the traffic's\n"
+        f"time beside the computing. Adding in memory would move {text_of_share(less)} fewer bytes (predicted, our accounting)"
+    )
+    return table

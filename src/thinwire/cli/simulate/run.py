@@ -1,0 +1,255 @@
+"""`thinwire simulate run`: what a run would do on given machines and links."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import tyro
+from rich.table import Table
+from torch import nn
+
+from thinwire.cli import options
+from thinwire.cli.pages import write_report
+from thinwire.comm import Link
+from thinwire.errors import ConfigurationError
+from thinwire.lm.run import Run
+from thinwire.lm.setup import learning_rate
+from thinwire.lm.tokenizer import make_tokenizer
+from thinwire.plan import compute
+from thinwire.records.units import (
+    seconds_of_text,
+    text_of_bits,
+    text_of_nbytes,
+    text_of_rate,
+    text_of_seconds,
+    text_of_share,
+)
+from thinwire.rng import derive
+from thinwire.simulate.record import Recorder
+from thinwire.simulate.replicas import Outcome, simulate
+from thinwire.simulate.scenario import Failures, Outages, Scenario, Stragglers, Wire, spread
+from thinwire.version import __version__
+
+SHOWN = 8  # replicas in the table
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `thinwire simulate run` takes, beside every option of a run."""
+
+    run_settings: Annotated[Run, tyro.conf.OmitArgPrefixes]
+    """The run; --link is every replica's uplink."""
+    step_seconds: float | None = None
+    """An inner step; a report shows it, and `thinwire doctor` measures it."""
+    slower: tuple[float, ...] = (1.0,)
+    """How many times longer a step takes on each replica; the list is repeated."""
+    step_variation: float = 0.0
+    """How unlike the replicas are besides: coefficient of variation of their speeds (drawn by the seed)."""
+    links: tuple[str, ...] = ()
+    """Uplinks, where they differ, such as 50mbit,30ms 10mbit; the list is repeated."""
+    link_variation: float = 0.0
+    """How unlike the uplinks' rates are besides: coefficient of variation (drawn by the seed)."""
+    sharing: int = 1
+    """Replicas that share one uplink: the machines of a site."""
+    loss: float = 0.0
+    """Share of the bytes that is lost and travels again."""
+    jitter: float = 0.0
+    """How unlike the steps of one replica are: coefficient of variation."""
+    stragglers: str | None = None
+    """Pauses of a replica by chance, as LENGTH/EVERY: 10s/1h."""
+    outages: str | None = None
+    """Times in which an uplink is down, by chance, as LENGTH/EVERY: 20s/2h."""
+    failures: str | None = None
+    """Replicas that die and return, by chance, in an elastic group, as REPAIR/EVERY or REPAIR/EVERY/NOTICED: 10min/7d/30s."""
+    encode_seconds: float = 0.0
+    """Of the exchange thread, for a parameter: 2e-9 is half a billion a second."""
+    decode_seconds: float = 0.0
+    """Of the exchange thread, for a parameter of each replica's packet."""
+    out: Path | None = None
+    """Also write a run folder with event logs, run file and report page."""
+    run: tyro.conf.Positional[Path | None] = None
+    """A run file to take settings from."""
+    json: bool = False
+    """The table goes to stderr; stdout ends with one JSON object."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    description = "What a run would do on given machines and links: virtual time, no training (simulated)."
+    asked = options.read(Options, "simulate run", arguments, description)
+    run, console = asked.run_settings, options.console(asked.json)
+    scenario = make_scenario(asked)
+    strategy = run.make_strategy()
+    cut = strategy.partition.fragments(skeleton(run))
+    fragments, shapes = [(f.name, f.numel) for f in cut], [f.shapes for f in cut]
+    with ExitStack() as stack:
+        recorder = stack.enter_context(_recorder(asked, asked.out, scenario, fragments)) if asked.out else None
+        outcome = simulate(strategy, shapes, scenario, run.steps, recorder, lambda step: learning_rate(run, step))
+        floor = scenario.floor_bits_per_second(strategy, shapes)
+        summary = summary_of(run, fragments, outcome) | {"floor_bits_per_second": floor, "scenario": described(asked)}
+        if recorder is not None:
+            recorder.end(outcome, run.steps, summary)
+    console.print(_table(scenario, outcome, summary))
+    if asked.out is not None:
+        (asked.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        page = write_report([asked.out], asked.out / "report.html")
+        console.print(f"report: {page}", soft_wrap=True, highlight=False)
+    if asked.json:
+        print(json.dumps(summary))
+    return 0
+
+
+def make_scenario(asked: Options) -> Scenario:
+    """The machines and links that the options describe. Raises `ConfigurationError`."""
+    run, seconds = asked.run_settings, asked.step_seconds
+    if seconds is None:
+        raise ConfigurationError(
+            "the time of an inner step is needed: --step-seconds 0.2; `thinwire doctor` measures it."
+        )
+    if not (asked.slower and all(factor > 0 for factor in asked.slower)):
+        raise ConfigurationError(f"slower={asked.slower}: positive factors are needed, such as --slower 1 1 2.5.")
+    for name in ("step_variation", "link_variation"):
+        if not 0 <= getattr(asked, name) < 10:
+            raise ConfigurationError(f"{name}={getattr(asked, name)}: zero or more is needed; 0.3 is a lot.")
+    if not 1 <= asked.sharing <= run.replicas:
+        raise ConfigurationError(
+            f"sharing={asked.sharing} with {run.replicas} replicas: between 1 and {run.replicas} replicas share an uplink."
+        )
+    given = asked.links or (() if run.link == "none" else (run.link,))
+    if not given:
+        raise ConfigurationError("a link is needed: --link 50mbit,30ms for all replicas, or --links with one for each.")
+    count = -(-run.replicas // asked.sharing)
+    factors = spread(1.0, asked.step_variation, run.replicas, run.seed, "steps")
+    steps = tuple(seconds * slow * own for slow, own in zip(islice(cycle(asked.slower), run.replicas), factors))
+    rates = spread(1.0, asked.link_variation, count, run.seed, "links")
+    links = [
+        Link(link.bits_per_second * factor, link.delay_seconds)
+        for link, factor in zip(islice(cycle([Link.parse(text) for text in given]), count), rates)
+    ]
+    down = _times("outages", asked.outages, 2)
+    return Scenario(
+        step_seconds=steps,
+        wires=tuple(
+            Wire(link, asked.loss, Outages(down[1], down[0], derive(run.seed, "outages", number)) if down else ())
+            for number, link in enumerate(links)
+        ),
+        shares=tuple(rank // asked.sharing for rank in range(run.replicas)),
+        jitter=asked.jitter,
+        stragglers=Stragglers(pause[1], pause[0]) if (pause := _times("stragglers", asked.stragglers, 2)) else None,
+        failures=Failures(dead[1], *dead[:1], *dead[2:])
+        if (dead := _times("failures", asked.failures, 2, 3))
+        else None,
+        encode_seconds=asked.encode_seconds,
+        decode_seconds=asked.decode_seconds,
+        seed=run.seed,
+    )
+
+
+def skeleton(run: Run) -> nn.Module:
+    """The run's model without storage, and without reading its text."""
+    return compute.skeleton(run, make_tokenizer(run).vocabulary)
+
+
+def described(asked: Options) -> dict[str, Any]:
+    """The options that make the scenario, beside the run's own."""
+    elsewhere = ("run_settings", "out", "run", "json")
+    fields = [field.name for field in dataclasses.fields(asked) if field.name not in elsewhere]
+    return {name: getattr(asked, name) for name in fields}
+
+
+def summary_of(run: Run, fragments: Sequence[tuple[str, int]], outcome: Outcome) -> dict[str, Any]:
+    """The numbers of `thinwire train --json`, and those that only a simulation has."""
+    parameters = sum(numel for _, numel in fragments)
+    sent, wall = float(outcome.nbytes_sent.mean()), float(outcome.wall_seconds.max())
+    tokens = int(outcome.steps.sum()) * run.batch * run.sequence * run.accumulate
+    return {
+        "strategy": run.label,
+        "replicas": run.replicas,
+        "steps": run.steps,
+        "tokens": tokens,
+        "parameters": parameters,
+        "eval_loss": None,
+        "wire_bytes_sent": round(sent),
+        "bits_per_parameter_per_step": 8 * sent / parameters / run.steps,
+        "compute_utilization": outcome.compute_utilization,
+        "wall_seconds": wall,
+        "stall_seconds": float(outcome.stall_seconds.mean()),
+        "provenance": "simulated",
+        "tokens_per_second": tokens / wall,
+        "link_use": float((outcome.busy_seconds / wall).max()),
+        "rounds": outcome.rounds,
+        "failures": outcome.failures,
+        "events": outcome.events,
+    }
+
+
+def _recorder(asked: Options, out: Path, scenario: Scenario, fragments: Sequence[tuple[str, int]]) -> Recorder:
+    run = asked.run_settings
+    if (out / "events").exists():
+        raise ConfigurationError(f"{out} holds a run already; choose another --out.")
+    recorder = Recorder(
+        out,
+        scenario,
+        {
+            "run": dataclasses.asdict(run),
+            "strategy": run.label,
+            "parameters": sum(numel for _, numel in fragments),
+            "fragments": [{"name": name, "numel": numel} for name, numel in fragments],
+            "machine": {"thinwire": __version__, **described(asked)},
+        },
+        run.batch * run.sequence * run.accumulate,
+    )
+    run.save(out / "run.toml")
+    return recorder
+
+
+def _times(name: str, text: str | None, *counts: int) -> list[float]:
+    """`10s/1h` as seconds; empty without."""
+    if text is None:
+        return []
+    parts = text.split("/")
+    if len(parts) not in counts:
+        raise ConfigurationError(f"{name}={text!r}: times with units between slashes are needed, such as 10s/1h.")
+    return [seconds_of_text(part) for part in parts]
+
+
+def _table(scenario: Scenario, outcome: Outcome, summary: dict[str, Any]) -> Table:
+    """The run's numbers, and those of the replicas that wait most and least."""
+    title = f"{summary['strategy']}, {summary['replicas']} replicas, {summary['steps']:,} inner steps (simulated)"
+    table = Table(title=title, box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
+    table.title_justify = table.caption_justify = "left"
+    table.add_column("replica", no_wrap=True)
+    for head in ("step", "uplink", "utilisation", "stalled", "sent", "training loop", "link in use"):
+        table.add_column(head, justify="right")
+    shares = range(scenario.replicas) if scenario.shares is None else scenario.shares
+    order = np.argsort(outcome.stall_seconds, kind="stable")[::-1]
+    most = order if len(order) <= SHOWN else np.concatenate([order[: SHOWN // 2], order[-(SHOWN // 2) :]])
+    for rank in sorted(most.tolist()) if len(order) <= SHOWN else most.tolist():
+        wire, wall = shares[rank], float(outcome.wall_seconds[rank])
+        table.add_row(
+            str(rank), text_of_seconds(scenario.step_seconds[rank]),
+            text_of_rate(scenario.wires[wire].link.bits_per_second),
+            text_of_share(float(outcome.compute_seconds[rank]) / wall), text_of_seconds(float(outcome.stall_seconds[rank])),
+            text_of_nbytes(float(outcome.nbytes_sent[rank])), text_of_seconds(wall),
+            text_of_share(float(outcome.busy_seconds[wire]) / wall),
+        )  # fmt: skip
+    table.add_section()
+    table.add_row(
+        "all", "", "", text_of_share(summary["compute_utilization"]), text_of_seconds(summary["stall_seconds"]),
+        text_of_nbytes(summary["wire_bytes_sent"]), text_of_seconds(summary["wall_seconds"]), text_of_share(summary["link_use"]),
+    )  # fmt: skip
+    shown = "" if len(order) <= SHOWN else f"the {SHOWN // 2} that wait most and the {SHOWN // 2} that wait least; "
+    failed = f"{summary['failures']} failures; " if scenario.failures else ""
+    table.caption = (
+        f"{shown}{failed}{summary['tokens_per_second']:,.0f} tokens/s, {summary['rounds']:,} rounds, "
+        f"{text_of_bits(summary['bits_per_parameter_per_step'])} bits a parameter and step, {summary['events']:,} events\n"
+        f"no schedule computes all the time on an uplink below {text_of_rate(summary['floor_bits_per_second'])} (predicted)"
+    )
+    return table

@@ -1,1 +1,0 @@
-"""What `thinwire simulate` can study, one a file."""

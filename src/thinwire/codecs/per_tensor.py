@@ -1,0 +1,122 @@
+"""One codec a tensor, in place of one for all that travels together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs.base import Codec, Shapes, check_alone, check_finite, check_fit, check_inner, fitted
+from thinwire.codecs.cast import Identity
+from thinwire.codecs.shapes import checked, split
+from thinwire.errors import ConfigurationError
+from thinwire.rng import Key
+
+
+@dataclass(frozen=True)
+class Each:
+    """Every matrix by itself in `codec`, or in its own of `chosen`; vectors, and matrices of fewer than `least` elements, together in
+    `rest`.
+
+    So TopK keeps its share of every matrix, and Sign has a scale a matrix: what DGC (arXiv 1712.01887), PowerSGD and CGX do, whose
+    biases and norms travel dense. The codec may be `Shaped` (LowRank); it is fitted to each matrix. Chance is drawn
+    anew for each.
+
+    On the wire: the payload of one matrix after another, then that of the rest. `shapes` are those of the fragment's tensors; a
+    replica fills them in (without any, all is rest). Contractive where all its codecs are.
+
+    >>> from thinwire.codecs import TopK
+    >>> Each(TopK(0.01), least=1024).fitted(((64, 64), (64,), (8, 8))).nbytes(64 * 64 + 64 + 8 * 8) - 4 * (64 + 8 * 8)
+    144
+    """
+
+    codec: Codec
+    rest: Codec = Identity()
+    least: int = 0
+    shapes: Shapes = ()
+    chosen: tuple[Codec, ...] = ()
+
+    grain: ClassVar[None] = None
+
+    def __post_init__(self) -> None:
+        for codec in (self.codec, *self.chosen):
+            if not isinstance(codec, Codec) or isinstance(codec, type | Each):
+                raise ConfigurationError(
+                    f"Each(codec={codec!r}): a codec for one matrix is needed, such as TopK(0.01)."
+                )
+            check_alone(f"Each(codec={codec!r})", codec)
+        check_inner(self, "rest", self.rest)
+        if self.least < 0:
+            raise ConfigurationError(f"Each(least={self.least}): 0 or more elements are needed.")
+        object.__setattr__(self, "shapes", checked(self.shapes))
+        if self.chosen and len(self.chosen) != len(self.matrices):
+            raise ConfigurationError(
+                f"Each with {len(self.chosen)} chosen codecs for {len(self.matrices)} matrices: one for each is needed, or none."
+            )
+
+    @property
+    def matrices(self) -> Shapes:
+        """The shapes of those that travel by themselves, as rows and columns."""
+        parts, _ = self._parts(torch.empty(sum(map(math.prod, self.shapes)), device="meta"))
+        return tuple((part.shape[0], part.shape[1]) for part in parts)
+
+    def fitted(self, shapes: Shapes) -> Each:
+        return self if checked(shapes) == self.shapes else replace(self, shapes=shapes, chosen=())
+
+    def nbytes(self, numel: int) -> int:
+        return sum(codec.nbytes(part.numel()) for codec, part in self._coded(torch.empty(numel, device="meta")))
+
+    def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
+        check_fit(self, x, payload)
+        check_finite(x)
+        begin = 0
+        for number, (codec, part) in enumerate(self._coded(x)):
+            end = begin + codec.nbytes(part.numel())
+            codec.encode(part, payload[begin:end], _keyed(key, number))
+            begin = end
+
+    def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
+        check_fit(self, out, payload)
+        decoded, begin = [], 0
+        for number, (codec, part) in enumerate(
+            self._coded(out)
+        ):  # all, before `out` is touched: one may not be decodable
+            end = begin + codec.nbytes(part.numel())
+            decoded.append(torch.zeros_like(part))
+            codec.decode_add(payload[begin:end], decoded[-1], _keyed(key, number), weight)
+            begin = end
+        matrices, rest = self._parts(out)
+        for matrix, values in zip(matrices, decoded):
+            matrix.add_(values.view(matrix.shape))
+        for vector, values in zip(rest, torch.split(decoded[-1], [vector.numel() for vector in rest])):
+            vector.add_(values)
+
+    def split(self, x: Tensor) -> list[Tensor]:
+        """Views of flat `x`: the matrices that travel by themselves."""
+        return self._parts(x)[0]
+
+    def spans_of_rest(self, numel: int) -> tuple[tuple[int, int], ...]:
+        """Where that begins and ends which travels in `rest`."""
+        _, rest = self._parts(torch.empty(numel, device="meta"))
+        return tuple((int(part.storage_offset()), int(part.storage_offset()) + part.numel()) for part in rest)
+
+    def _coded(self, x: Tensor) -> Iterator[tuple[Codec, Tensor]]:
+        """Each matrix of `x`, flat, with its codec; then the rest with its own."""
+        matrices, rest = self._parts(x)
+        for codec, matrix in zip(self.chosen or [self.codec] * len(matrices), matrices):
+            yield fitted(codec, (tuple(matrix.shape),)), matrix.reshape(-1)
+        yield self.rest, torch.cat(rest)
+
+    def _parts(self, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        matrices, rest = split(x, self.shapes)
+        small = [matrix.view(-1) for matrix in matrices if matrix.numel() < self.least]
+        return [matrix for matrix in matrices if matrix.numel() >= self.least], small + rest
+
+
+def _keyed(key: Key, number: int) -> Key:
+    """Streams of its own for each part; those of the first are the packet's."""
+    return replace(key, part=key.part + (number << 20))

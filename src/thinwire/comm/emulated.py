@@ -1,0 +1,244 @@
+"""A thin link put under any carrier, without root: the figures it gives are *emulated*.
+
+The model: a replica has one uplink, which carries one message at a time in the order of posting, whoever they are
+for. A message of n bytes starts when the uplink is free, occupies it for 8 n / rate seconds, and is handed to the
+carrier `delay_seconds` after its last bit left. So the delays of successive messages overlap; their serialisations
+do not. The downlink has no limit, and what the carrier itself needs comes on top. Bits are counted without the
+headers of TCP/IP (about 3 % at an MTU of 1500), nothing is lost, and there is no slow start.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from math import isfinite
+from typing import NamedTuple
+
+from torch import Tensor
+
+from thinwire.comm.group import Group, Transfer, travelling
+from thinwire.comm.ledger import Ledger
+from thinwire.errors import ConfigurationError, LinkError
+
+_RATES = {"gbit": Decimal(10**9), "mbit": Decimal(10**6), "kbit": Decimal(10**3), "bit": Decimal(1)}
+_TIMES = {"s": Decimal(1), "ms": Decimal("1e-3"), "us": Decimal("1e-6")}
+_LINK = re.compile(r"([0-9]+(?:\.[0-9]+)?)(gbit|mbit|kbit|bit)(?:,([0-9]+(?:\.[0-9]+)?)(s|ms|us))?")
+
+
+@dataclass(frozen=True)
+class Link:
+    """A rate and a one-way delay.
+
+    >>> link = Link.parse("50mbit,30ms")
+    >>> link
+    Link(bits_per_second=50000000.0, delay_seconds=0.03)
+    >>> str(link), link.seconds(nbytes=1_000_000)
+    ('50mbit,30ms', 0.19)
+    """
+
+    bits_per_second: float
+    delay_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (isfinite(self.bits_per_second) and self.bits_per_second > 0):
+            raise ConfigurationError(f"a rate of {self.bits_per_second} bit/s was given; a positive rate is needed.")
+        if not (isfinite(self.delay_seconds) and self.delay_seconds >= 0):
+            raise ConfigurationError(f"a delay of {self.delay_seconds} s was given; zero or a positive time is needed.")
+
+    @classmethod
+    def parse(cls, text: str) -> Link:
+        """From a rate (bit, kbit, mbit, gbit per second), and after a comma a one-way delay (us, ms, s), if any."""
+        match = _LINK.fullmatch(text)
+        if match is None:
+            raise ConfigurationError(
+                f"the link {text!r} was given; a rate, or a rate and a delay are needed, "
+                "with units bit, kbit, mbit, gbit and us, ms, s. Write it like 50mbit or 2.5mbit,30ms."
+            )
+        rate, rate_unit, delay, delay_unit = match.groups()
+        seconds = float(Decimal(delay) * _TIMES[delay_unit]) if delay else 0.0
+        return cls(float(Decimal(rate) * _RATES[rate_unit]), seconds)
+
+    def __str__(self) -> str:
+        rate = _in_units(self.bits_per_second, _RATES)
+        return f"{rate},{_in_units(self.delay_seconds, _TIMES)}" if self.delay_seconds else rate
+
+    def serialisation_seconds(self, nbytes: int) -> float:
+        """How long a message of `nbytes` occupies the uplink."""
+        return 8 * nbytes / self.bits_per_second
+
+    def seconds(self, nbytes: int) -> float:
+        """How long a message of `nbytes` takes on an idle link, to the arrival of its last bit."""
+        return self.serialisation_seconds(nbytes) + self.delay_seconds
+
+
+def parse_link(text: str) -> Link | None:
+    """As `Link.parse`; "none" is no link: None."""
+    return None if text == "none" else Link.parse(text)
+
+
+class Uplink:
+    """The books of one uplink, in any clock: who is sent when. Not thread-safe.
+
+    >>> uplink = Uplink(Link(bits_per_second=8e6, delay_seconds=0.5))
+    >>> [uplink.book(10.0, nbytes=1_000_000) for _ in range(2)]  # start, arrival
+    [(10.0, 11.5), (11.0, 12.5)]
+    >>> uplink.busy_seconds
+    2.0
+    """
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.busy_seconds = 0.0
+        self._free_at = float("-inf")
+
+    def book(self, now: float, nbytes: int) -> tuple[float, float]:
+        """Take the next message; when its first bit leaves and when its last bit arrives."""
+        start = max(now, self._free_at)
+        occupied = self.link.serialisation_seconds(nbytes)
+        self._free_at = start + occupied
+        self.busy_seconds += occupied
+        return start, self._free_at + self.link.delay_seconds
+
+    def waiting_seconds(self, now: float) -> float:
+        """How long a message of now would wait for the uplink."""
+        return max(0.0, self._free_at - now)
+
+
+class _Departure(NamedTuple):
+    due: float
+    tag: int
+    peer: int
+    message: Tensor
+    purpose: str
+    queued: float
+    transferred: float
+    transfer: _LinkedTransfer
+
+
+class LinkedGroup:
+    """`group` as it would be if this replica's uplink were `link`.
+
+    Shape the uplink of every replica. `busy_seconds` is how long the uplink was (or is booked to be) occupied, all
+    messages together: over the wall time, it is the link's use. `ledger` is told how long every message that was
+    handed over had been queued and on the link. The `timeout` of the carrier must be longer than the time messages
+    spend on a peer's link.
+    """
+
+    def __init__(self, group: Group, link: Link, ledger: Ledger | None = None) -> None:
+        self.group, self.link, self.ledger = group, link, ledger
+        self._uplink = Uplink(link)
+        # In order of arrival too: one delay for all, so a message that leaves later arrives later.
+        self._departures: deque[_Departure] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._carry, name=f"uplink-{group.rank}", daemon=True)
+        self._thread.start()
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def size(self) -> int:
+        return self.group.size
+
+    @property
+    def busy_seconds(self) -> float:
+        return self._uplink.busy_seconds
+
+    def post(
+        self, tag: int, send: Mapping[int, Tensor], recv: Mapping[int, Tensor], purpose: str = "packet"
+    ) -> Transfer:
+        """See `Group.post`. Receives are posted at once, sends when they are due."""
+        send = travelling(self, tag, send)
+        arriving = self.group.post(tag, {}, recv, purpose)
+        with self._changed:
+            if self._closed:
+                raise self._closed_error()
+            now = time.monotonic()
+            times = [self._uplink.book(now, message.numel()) for message in send.values()]
+            queued = times[0][0] - now if times else 0.0
+            transfer = _LinkedTransfer(self._changed, arriving, len(times), queued)
+            for (peer, message), (start, due) in zip(send.items(), times, strict=True):
+                self._departures.append(
+                    _Departure(due, tag, peer, message, purpose, start - now, due - start, transfer)
+                )
+                transfer.transfer_seconds = due - now - queued
+            self._changed.notify_all()
+        return transfer
+
+    def close(self) -> None:
+        """See `Group.close`. What is still on the uplink never arrives."""
+        with self._changed:
+            self._closed = True
+            while self._departures:
+                self._departures.popleft().transfer.error = self._closed_error()
+            self._changed.notify_all()
+        self.group.close()
+
+    def _carry(self) -> None:
+        """Hand each message to the carrier when it is due, and never earlier."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._departures)
+                if self._closed:
+                    return
+                early = self._departures[0].due - time.monotonic()
+                if early > 0:
+                    self._changed.wait(early)
+                    continue
+                departure = self._departures.popleft()
+            departure.transfer.hand_over(self.group, departure)
+            if self.ledger is not None:
+                self.ledger.add_on_link(departure.purpose, departure.peer, departure.queued, departure.transferred)
+
+    def _closed_error(self) -> LinkError:
+        return LinkError(f"the group of replica {self.rank} is closed. Post and wait before closing it.")
+
+
+class _LinkedTransfer:
+    def __init__(self, changed: threading.Condition, arriving: Transfer, departures: int, queued: float) -> None:
+        self.queued_seconds = queued
+        self.transfer_seconds = 0.0
+        self.error: Exception | None = None
+        self._changed, self._arriving, self._transfers = changed, arriving, [arriving]
+        self._departures = departures
+
+    @property
+    def arrivals(self) -> Mapping[int, float]:
+        return self._arriving.arrivals
+
+    def hand_over(self, group: Group, departure: _Departure) -> None:
+        transfer, error = None, None
+        try:
+            message = {departure.peer: departure.message}
+            transfer = group.post(departure.tag, message, {}, departure.purpose)
+        except Exception as failure:  # whatever it is, it belongs to the one who waits for this message
+            error = failure
+        with self._changed:
+            if transfer is not None:
+                self._transfers.append(transfer)
+            self.error = self.error or error
+            self._departures -= 1
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self.error is not None or self._departures == 0)
+        if self.error is not None:
+            raise self.error
+        for transfer in self._transfers:
+            transfer.wait()
+
+
+def _in_units(value: float, units: Mapping[str, Decimal]) -> str:
+    """`value` in the largest unit of which there is at least one; exact, so that it can be read back."""
+    exact = Decimal(repr(value))
+    unit = next((name for name, scale in units.items() if exact >= scale), list(units)[-1])
+    number = f"{exact / units[unit]:f}"
+    return (number.rstrip("0").rstrip(".") if "." in number else number) + unit

@@ -1,0 +1,186 @@
+"""What was sent and received: every byte, by peer and by purpose.
+
+Put the counter next to the carrier, inside any `LinkedGroup`: it counts where bytes are handed over.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from thinwire.comm.group import Group, Transfer, travelling
+
+
+@dataclass
+class Count:
+    """What went to, or came from, one peer for one purpose. Seconds are sums over messages; messages may overlap."""
+
+    nbytes: int = 0
+    messages: int = 0
+    queued_seconds: float = 0.0
+    transfer_seconds: float = 0.0
+
+
+_Counts = dict[tuple[str, int], Count]  # by purpose and peer
+
+
+class Ledger:
+    """Counts of bytes, messages and seconds, by purpose and peer; threads may write at once.
+
+    A message sent is counted when the carrier took it, in full even if the peer then dies; a message received, when
+    its transfer is complete.
+
+    What the seconds are, for a message *sent*: `queued_seconds` from the post until its first bit left the uplink,
+    `transfer_seconds` from there to the arrival of its last bit. Only an emulated link (`LinkedGroup`) knows these; on a real
+    network both stay 0, because a sender cannot see when its bytes leave or arrive. For a message *received*:
+    `queued_seconds` is 0, and `transfer_seconds` runs from the post of the receive to the moment `wait` saw the message
+    to be there. That can be measured on every carrier and holds all of the way, and the peer's own lateness too; so
+    bytes over seconds is no more than the rate of the path from that peer. `waited` is the time that threads spent in
+    `wait`, all together.
+
+    >>> ledger = Ledger()
+    >>> ledger.add_sent("packet", peer=1, nbytes=100)
+    >>> ledger.add_sent("vote", peer=1, nbytes=8)
+    >>> ledger.sent(), ledger.sent("vote"), ledger.received()
+    (108, 8, 0)
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sent: _Counts = {}
+        self._received: _Counts = {}
+        self._waited: dict[str, float] = {}
+
+    def add_sent(self, purpose: str, peer: int, nbytes: int) -> None:
+        """One message of `nbytes` was handed to the carrier."""
+        self._add(self._sent, purpose, peer, Count(nbytes, 1))
+
+    def add_on_link(self, purpose: str, peer: int, queued_seconds: float, transfer_seconds: float) -> None:
+        """An emulated link has carried one message, which `add_sent` counts."""
+        self._add(self._sent, purpose, peer, Count(0, 0, queued_seconds, transfer_seconds))
+
+    def add_received(self, purpose: str, peer: int, nbytes: int, transfer_seconds: float = 0.0) -> None:
+        """One message of `nbytes` has arrived, `transfer_seconds` after it was asked for."""
+        self._add(self._received, purpose, peer, Count(nbytes, 1, 0.0, transfer_seconds))
+
+    def add_waited(self, purpose: str, seconds: float) -> None:
+        """A thread waited `seconds` for a transfer."""
+        with self._lock:
+            self._waited[purpose] = self._waited.get(purpose, 0.0) + seconds
+
+    def add(self, counted: Mapping[str, Any]) -> None:
+        """Go on from what an earlier session counted: its `as_dict`, or {} if there was none."""
+        for counts, way in ((self._sent, "sent"), (self._received, "received")):
+            for purpose, peers in counted.get(way, {}).items():
+                for peer, count in peers.items():
+                    self._add(counts, purpose, int(peer), Count(**count))
+        for purpose, seconds in counted.get("waited_seconds", {}).items():
+            self.add_waited(purpose, seconds)
+
+    def sent(self, purpose: str | None = None, peer: int | None = None) -> int:
+        """Bytes sent, of all purposes and to all peers unless said."""
+        return self._sum(self._sent, purpose, peer)
+
+    def received(self, purpose: str | None = None, peer: int | None = None) -> int:
+        """Bytes received, of all purposes and from all peers unless said."""
+        return self._sum(self._received, purpose, peer)
+
+    def waited(self, purpose: str | None = None) -> float:
+        """Seconds spent waiting, for all purposes unless said."""
+        with self._lock:
+            return sum(seconds for name, seconds in self._waited.items() if purpose in (None, name))
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: `sent` and `received`, each {purpose: {peer: the fields of `Count`}}; `waited_seconds` {purpose: s}."""
+        with self._lock:
+            return {
+                "sent": _nested(self._sent),
+                "received": _nested(self._received),
+                "waited_seconds": dict(sorted(self._waited.items())),
+            }
+
+    def _add(self, counts: _Counts, purpose: str, peer: int, more: Count) -> None:
+        with self._lock:
+            count = counts.setdefault((purpose, peer), Count())
+            count.nbytes += more.nbytes
+            count.messages += more.messages
+            count.queued_seconds += more.queued_seconds
+            count.transfer_seconds += more.transfer_seconds
+
+    def _sum(self, counts: _Counts, purpose: str | None, peer: int | None) -> int:
+        with self._lock:
+            return sum(
+                count.nbytes
+                for (name, other), count in counts.items()
+                if purpose in (None, name) and peer in (None, other)
+            )
+
+
+class CountedGroup:
+    """A group that writes into `ledger` what passes through it."""
+
+    def __init__(self, group: Group, ledger: Ledger) -> None:
+        self.group, self.ledger = group, ledger
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def size(self) -> int:
+        return self.group.size
+
+    def post(
+        self, tag: int, send: Mapping[int, Tensor], recv: Mapping[int, Tensor], purpose: str = "packet"
+    ) -> Transfer:
+        """See `Group.post`."""
+        posted = time.monotonic()
+        transfer = self.group.post(tag, send, recv, purpose)
+        for peer, message in travelling(self, tag, send).items():
+            self.ledger.add_sent(purpose, peer, message.numel())
+        due = {peer: buffer.numel() for peer, buffer in travelling(self, tag, recv).items()}
+        return _CountedTransfer(transfer, self.ledger, purpose, due, posted)
+
+    def close(self) -> None:
+        """See `Group.close`."""
+        self.group.close()
+
+
+class _CountedTransfer:
+    def __init__(self, transfer: Transfer, ledger: Ledger, purpose: str, due: dict[int, int], posted: float) -> None:
+        self._transfer, self._ledger, self._purpose, self._due, self._posted = transfer, ledger, purpose, due, posted
+
+    @property
+    def arrivals(self) -> Mapping[int, float]:
+        return self._transfer.arrivals
+
+    @property
+    def queued_seconds(self) -> float:
+        return self._transfer.queued_seconds
+
+    @property
+    def transfer_seconds(self) -> float:
+        return self._transfer.transfer_seconds
+
+    def wait(self) -> None:
+        begin = time.monotonic()
+        try:
+            self._transfer.wait()
+        finally:
+            self._ledger.add_waited(self._purpose, time.monotonic() - begin)
+        due, self._due = self._due, {}  # a second wait counts nothing
+        arrivals = self._transfer.arrivals
+        for peer, nbytes in due.items():
+            self._ledger.add_received(self._purpose, peer, nbytes, arrivals[peer] - self._posted)
+
+
+def _nested(counts: _Counts) -> dict[str, dict[str, dict[str, float]]]:
+    tree: dict[str, dict[str, dict[str, float]]] = {}
+    for (purpose, peer), count in sorted(counts.items()):
+        tree.setdefault(purpose, {})[str(peer)] = asdict(count)
+    return tree

@@ -1,0 +1,70 @@
+"""Send no faster than the uplink: Linux paces each TCP connection by itself when it is asked to.
+
+Several connections that share an uplink do not know of each other. Each grows until the router before the thin link
+drops packets, and what was lost near the end of a message costs round trips. A connection that is paced to its share
+of the rate never fills that router's queue, whatever congestion control the system has.
+
+Outer rounds come with pauses between, and after each pause Linux forgets what a connection could carry and starts
+slowly: a packet of 1 MB over 80 ms then takes 3.5 times its ideal time (docs/machines.md). BBR does not; where the
+system lets a process choose it, paced connections take it. The better remedy needs root:
+`sysctl net.ipv4.tcp_slow_start_after_idle=0`; then the system's own congestion control stays.
+
+gloo shows no sockets, but they are this process's own files: those that are there after a group was made, and were
+not before, are its connections.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from thinwire.comm.sockets import opened
+
+SHARE = 0.95  # of the rate is for what is sent; the rest for the headers of TCP, IP and Ethernet, and for ACKs
+
+_FILES = Path("/proc/self/fd")
+_AFTER_IDLE = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
+_SO_MAX_PACING_RATE = 47  # Linux; Python gives it no name before 3.12
+
+
+def connections() -> set[int]:
+    """Files of this process that are connected TCP sockets; none where the system does not list them."""
+    try:
+        files = [int(path.name) for path in _FILES.iterdir()]
+    except OSError:  # not Linux
+        return set()
+    return {file for file in files if _connected(file)}
+
+
+def _connected(file: int) -> bool:
+    try:
+        with opened(file) as one:
+            one.getpeername()  # raises for one that listens
+            return one.type == socket.SOCK_STREAM and one.family in (socket.AF_INET, socket.AF_INET6)
+    except OSError:  # closed meanwhile
+        return False
+
+
+def pace(files: set[int], bits_per_second: float) -> int:
+    """Let the connections `files` share `bits_per_second` evenly; how many could be told so."""
+    if not sys.platform.startswith("linux"):
+        return 0
+    restarts = _starts_slowly_after_idle()
+    paced, share = 0, SHARE * bits_per_second / 8 / max(1, len(files))
+    for file in files:
+        with suppress(OSError), opened(file) as one:
+            if restarts:
+                with suppress(OSError):  # not there, or not for everybody
+                    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
+            one.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, max(1, int(share)))
+            paced += 1
+    return paced
+
+
+def _starts_slowly_after_idle() -> bool:
+    try:
+        return _AFTER_IDLE.read_text().strip() != "0"
+    except OSError:  # the kernel does not say
+        return False

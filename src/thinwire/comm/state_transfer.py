@@ -1,0 +1,135 @@
+"""Tensors from one replica to another: safetensors in a frame, in pieces, checked before they are believed.
+
+| bytes  | field    | meaning                                    |
+|--------|----------|--------------------------------------------|
+| 4      | magic    | `TWHO`                                     |
+| 4      | version  | of this format                             |
+| 8      | nbytes   | of the body                                |
+| nbytes | body     | one safetensors file                       |
+| 32     | digest   | BLAKE2b of the body                        |
+
+All little-endian. The body holds names, shapes, dtypes, values, and the sender's facts as JSON in its metadata. The receiver
+says how much it is ready to take; nothing is allocated for more. Nothing in it can run code.
+
+It may take long: a model's state is some hundred times a round's packet. Others of the group who wait for it to end
+(`stand_by`) hear after every piece that it goes on, so that no deadline of one message has to be as long as all of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from thinwire.comm.group import Group
+from thinwire.errors import LinkError, PacketError
+
+MAGIC = b"TWHO"
+VERSION = 2
+PIECE = 1 << 20  # bytes of one message, so that a long transfer shares the link, and no message of it takes long
+_LAYOUT = struct.Struct("<4sIQ")
+_DIGEST = 32
+_FACTS = "facts"
+_TAG, _TAG_OTHERS = 0x7A0, 0x7A1
+_ENDED, _GOES_ON, _FAILED = range(3)
+
+
+def give(
+    group: Group,
+    peers: Sequence[int],
+    tensors: Mapping[str, Tensor],
+    facts: Mapping[str, Any],
+    others: Sequence[int] = (),
+) -> int:
+    """Send `tensors` and `facts` (JSON) to each of `peers`, who `take` them, while `others` `stand_by`. Returns the bytes sent.
+
+    Raises `LinkError`; then the others have heard that it failed, if they are in reach.
+    """
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    body = bytearray(save(whole, {_FACTS: json.dumps(facts)}))
+    digest = hashlib.blake2b(digest_size=_DIGEST)
+    state = _FAILED
+    try:
+        _send(group, peers, _LAYOUT.pack(MAGIC, VERSION, len(body)))
+        for piece in _pieces(torch.frombuffer(body, dtype=torch.uint8)):
+            group.post(_TAG, {peer: piece for peer in peers}, {}, "handover").wait()
+            digest.update(piece.numpy().data)
+            _tell(group, others, _GOES_ON)
+        _send(group, peers, digest.digest())
+        state = _ENDED
+    finally:
+        _tell(group, others, state)
+    return len(peers) * (_LAYOUT.size + len(body) + _DIGEST)
+
+
+def take(group: Group, peer: int, limit: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What `peer` gives, at most `limit` bytes. Raises `PacketError` naming `peer` and what is wrong, `LinkError`."""
+    magic, version, nbytes = _LAYOUT.unpack(_receive(group, peer, _LAYOUT.size))
+    if (magic, version) != (MAGIC, VERSION) or nbytes > limit:
+        raise PacketError(
+            f"replica {peer} began a handover with {magic!r}, version {version}, {nbytes:,} bytes; {MAGIC!r}, {VERSION} and at most "
+            f"{limit:,} are due. Run the same version and model on every replica."
+        )
+    body, digest = torch.empty(nbytes, dtype=torch.uint8), hashlib.blake2b(digest_size=_DIGEST)
+    for piece in _pieces(body):
+        group.post(_TAG, {}, {peer: piece}, "handover").wait()
+        digest.update(piece.numpy().data)
+    if _receive(group, peer, _DIGEST) != digest.digest():
+        raise PacketError(
+            f"the handover of replica {peer} was damaged on its way ({nbytes:,} bytes); it is asked for again."
+        )
+    data = body.numpy().tobytes()
+    try:
+        tensors = load(data)
+        facts = dict(json.loads(_metadata(data)[_FACTS]))
+    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise PacketError(
+            f"the handover of replica {peer} cannot be read ({error}); run the same version on every replica."
+        ) from None
+    return tensors, facts
+
+
+def stand_by(group: Group, donor: int) -> None:
+    """Wait until `donor` has given what it gives to others. Raises `LinkError` if it could not, or is not heard."""
+    state, heard = _GOES_ON, torch.empty(1, dtype=torch.uint8)
+    while state == _GOES_ON:
+        group.post(_TAG_OTHERS, {}, {donor: heard}, "handover").wait()
+        state = int(heard)
+    if state != _ENDED:
+        raise LinkError(
+            f"the handover of replica {donor} to others failed; the round is dropped, and held again without who has gone."
+        )
+
+
+def _tell(group: Group, others: Sequence[int], state: int) -> None:
+    if others:
+        group.post(_TAG_OTHERS, dict.fromkeys(others, torch.tensor([state], dtype=torch.uint8)), {}, "handover").wait()
+
+
+def _send(group: Group, peers: Sequence[int], data: bytes) -> None:
+    message = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    group.post(_TAG, dict.fromkeys(peers, message), {}, "handover").wait()
+
+
+def _receive(group: Group, peer: int, nbytes: int) -> bytes:
+    message = torch.empty(nbytes, dtype=torch.uint8)
+    group.post(_TAG, {}, {peer: message}, "handover").wait()
+    return bytes(message.numpy().tobytes())
+
+
+def _pieces(whole: Tensor) -> Iterator[Tensor]:
+    for begin in range(0, whole.numel(), PIECE):
+        yield whole[begin : begin + PIECE]
+
+
+def _metadata(data: bytes) -> dict[str, str]:
+    """Of a safetensors file that has been read without error: 8 bytes of length, then JSON."""
+    (length,) = struct.unpack_from("<Q", data)
+    return dict(json.loads(data[8 : 8 + length])["__metadata__"])

@@ -1,0 +1,353 @@
+"""Replicas as processes under `torch.distributed`.
+
+Only point-to-point messages are used: everybody sends to everybody in one round trip, while gloo's ring collectives
+pay a round trip for each ring step and move about 1.3 MB in each.
+
+gloo neither authenticates nor encrypts: use it on a private network or inside a tunnel, never on an open one.
+
+How gloo (torch 2.13) behaves, measured, and what follows:
+
+* `isend` and `irecv` may be called from several threads at once, and `wait` lets other Python threads run.
+* A send ends only when the receiver has posted its side: post both directions before waiting for either.
+* A message *longer* than its buffer ends the receiving process (`std::terminate`); a shorter one is taken without a
+  word. Nothing on top of gloo prevents that without one more round trip, so sizes must be agreed on beforehand, and
+  what was received must be checked.
+* A `wait` that times out closes every connection of this replica's group, for good. Nothing else does while a thread
+  waits: `abort`, `shutdown` and `destroy_process_group` leave both ends waiting. `close` makes use of this.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from math import inf
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # exported without saying so
+
+from thinwire.comm.address import CheckedAddresses
+from thinwire.comm.group import FINISH, Transfer, travelling
+from thinwire.comm.pacing import connections, pace
+from thinwire.comm.sockets import listen, listening, loopback, only_here, shut, shut_new
+from thinwire.errors import ConfigurationError, LinkError
+
+_NEVER = FINISH + 1  # a tag under which nobody sends
+_SEND, _RECEIVE = "send to", "receive from"
+
+
+class _Message(NamedTuple):
+    verb: str  # _SEND or _RECEIVE
+    peer: int
+    work: dist.Work | RuntimeError  # the error, if gloo refused it at once: told by `wait`, as all that peers do
+
+
+class _TorchTransfer:
+    queued_seconds = 0.0
+    transfer_seconds = 0.0
+
+    def __init__(self, group: TorchGroup, tag: int, purpose: str, messages: list[_Message]) -> None:
+        self._group, self._tag, self._purpose, self._messages = group, tag, purpose, messages
+        self.arrivals: dict[int, float] = {}
+
+    def wait(self) -> None:
+        while self._messages:
+            verb, peer, _ = self._messages[0]
+            if error := self._failure():
+                what = f"{verb} replica {peer} ({self._purpose}, tag {self._tag})"
+                raise self._group._explained(what, error, peer) from error
+            if verb == _RECEIVE:
+                self.arrivals[peer] = time.monotonic()
+        self._group._open.discard(self)
+
+    def end(self) -> None:
+        """Let go of gloo's side, when all connections are closed: what was not waited for has failed."""
+        self._messages = [message._replace(work=RuntimeError("closed")) for message in self._messages]
+
+    def _failure(self) -> RuntimeError | None:
+        """Wait for the first message, and take it from the list. An error comes back without its frames: they would
+        hold the message, and that all connections of the group, for as long as somebody holds the error.
+        """
+        messages = self._messages
+        work = messages[0].work
+        if isinstance(work, RuntimeError):
+            return work
+        try:
+            work.wait(timedelta(seconds=self._group.timeout))
+        except RuntimeError as error:
+            return error.with_traceback(None)
+        del messages[0]
+        return None
+
+
+class _DeviceTransfer:
+    """Messages on their way from GPU to GPU."""
+
+    queued_seconds = 0.0
+    transfer_seconds = 0.0
+
+    def __init__(
+        self, group: TorchGroup, works: list[dist.Work], landing: Mapping[int, Tensor], recv: Mapping[int, Tensor]
+    ) -> None:
+        self._group, self._works, self._landing, self._recv = group, works, landing, recv
+        self.arrivals: dict[int, float] = {}
+        self._stream = torch.cuda.current_stream()
+
+    def wait(self) -> None:
+        try:
+            with torch.cuda.stream(self._stream):  # not the stream of the training: it must not wait for that
+                for work in self._works:
+                    work.wait()
+                for peer, buffer in self._recv.items():
+                    buffer.copy_(self._landing[peer])
+                self._stream.synchronize()
+            self.arrivals = dict.fromkeys(self._recv, time.monotonic())
+        except RuntimeError as error:
+            raise self._group._explained(f"exchange with replica {', '.join(map(str, self._recv))}", error) from error
+
+
+class TorchGroup:
+    """One replica's view of a group whose replicas are processes (or, with shards, sets of processes).
+
+    With `shards` > 1, shard s of each replica talks with its twins, shard s of the others, and `site` joins the
+    shards of this replica (there, `rank` is the shard). `timeout` is how long a `wait` lasts at most; choose it
+    longer than the slowest peer can be late. After a time-out the group is dead: leave and start again from a
+    checkpoint.
+    """
+
+    def __init__(
+        self, process_group: dist.ProcessGroup, timeout: float, shard: int = 0, shards: int = 1,
+        site: TorchGroup | None = None,
+    ) -> None:  # fmt: skip
+        self.rank, self.size = process_group.rank(), process_group.size()
+        self.timeout, self.shard, self.shards, self.site = timeout, shard, shards, site
+        self._process_group: dist.ProcessGroup | None = process_group  # None when closed
+        self._on_device = process_group.name() == "nccl"
+        self._closed = False
+        # Transfers that nobody waited for yet: a receive that is dropped while its message is on the way would leave
+        # gloo with a buffer that is gone.
+        self._open: set[_TorchTransfer] = set()
+        self._one_at_a_time = threading.Lock()
+
+    @classmethod
+    def from_world(
+        cls, replicas: int, backend: str = "gloo", timeout: float = 60.0, uplink: float | None = None
+    ) -> TorchGroup:
+        """The group of this process in a world of `replicas` times shards ranks, after `init_process_group`.
+
+        World rank r is shard r % shards of replica r // shards. Every rank of the world must call this, at the same
+        point. gloo carries packets over the CPU, whatever the default group uses; choose "nccl" only where GPUs of
+        different replicas share a fast network.
+
+        `uplink` is the rate in bits per second at which this process can send to the other replicas, where that is
+        what limits it: the connections of gloo are then paced to share it, and lose nothing to a full queue
+        (`comm/pacing.py`). On Linux; elsewhere, and over NCCL, it changes nothing. Without, TCP alone decides.
+
+        Raises `ConfigurationError` and `LinkError`.
+        """
+        if not dist.is_initialized():
+            raise ConfigurationError("torch.distributed is not initialised; call `start_torch` first.")
+        if backend not in ("gloo", "nccl"):
+            raise ConfigurationError(f"the backend {backend!r} was given; 'gloo' or 'nccl' is needed.")
+        world, rank = dist.get_world_size(), dist.get_rank()
+        if replicas < 1 or world % replicas or not timeout > 0:
+            raise ConfigurationError(
+                f"replicas={replicas}, timeout={timeout} were given for a world of {world} ranks; "
+                "a divisor of the world and a positive time are needed."
+            )
+        if uplink is not None and not 0 < uplink < inf:
+            raise ConfigurationError(f"uplink={uplink} was given; a positive rate in bits per second is needed.")
+        shards = world // replicas
+        replica, shard = divmod(rank, shards)
+
+        def subgroup(ranks: list[int]) -> dist.ProcessGroup:
+            made: dist.ProcessGroup = dist.new_group(ranks, timeout=timedelta(seconds=timeout), backend=backend)
+            return made
+
+        before, heard_before = connections(), set(listening())
+        try:  # all ranks make all groups, in the same order, and keep those they are in
+            twins = [subgroup(list(range(s, world, shards))) for s in range(shards)]
+            if uplink is not None and backend == "gloo":
+                pace(connections() - before, uplink)
+            sites = [subgroup(list(range(m * shards, (m + 1) * shards))) for m in range(replicas if shards > 1 else 0)]
+        except RuntimeError as error:
+            raise LinkError(
+                f"rank {rank} of {world} could not join its group: {_first_line(error)}. "
+                "Every rank must be running and reachable from every other."
+            ) from error
+        if backend == "gloo":
+            shut_new(heard_before, connections() - before, replicas - 1 + (shards - 1))
+        site = cls(sites[replica], timeout) if shards > 1 else None
+        return cls(twins[shard], timeout, shard, shards, site)
+
+    def post(
+        self, tag: int, send: Mapping[int, Tensor], recv: Mapping[int, Tensor], purpose: str = "packet"
+    ) -> Transfer:
+        """See `Group.post`."""
+        send, recv = travelling(self, tag, send), travelling(self, tag, recv)
+        carrier = self._process_group
+        if self._closed or carrier is None:
+            raise self._closed_error()
+        if self._on_device and tag != FINISH:
+            return self._post_on_device(carrier, send, recv)
+        if self._on_device:  # NCCL matches by order alone, and this message has no place in it
+            return _TorchTransfer(self, tag, purpose, [])
+        messages: list[_Message] = []
+        # Receives first: a message whose receiver is ready leaves at once.
+        for verb, start, tensors in ((_RECEIVE, carrier.recv, recv), (_SEND, carrier.send, send)):
+            for peer, tensor in tensors.items():
+                work: dist.Work | RuntimeError
+                try:
+                    work = start([tensor], peer, tag)
+                except RuntimeError as error:
+                    work = error.with_traceback(None)
+                messages.append(_Message(verb, peer, work))
+        transfer = _TorchTransfer(self, tag, purpose, messages)
+        self._open.add(transfer)
+        return transfer
+
+    def close(self) -> None:
+        """See `Group.close`. gloo's sockets and threads end here; those of a default group and its subgroups, which torch
+        keeps too, with `destroy_process_group`.
+        """
+        carrier = self._process_group
+        if self._closed or carrier is None:
+            return
+        self._closed = True
+        if self.site is not None:
+            self.site.close()
+        if self._on_device:
+            return  # peers find out by their time-out
+        for peer in range(self.size):
+            if peer != self.rank:
+                nothing = torch.empty(1, dtype=torch.uint8)
+                with suppress(RuntimeError):  # the time-out closes all connections (see the top of this file)
+                    carrier.recv([nothing], peer, _NEVER).wait(timedelta(milliseconds=1))
+        for transfer in list(self._open):
+            transfer.end()
+        self._open.clear()
+        self._process_group = None
+
+    def _post_on_device(
+        self, carrier: dist.ProcessGroup, send: Mapping[int, Tensor], recv: Mapping[int, Tensor]
+    ) -> Transfer:
+        """Over NCCL. Not covered by tests: it needs one GPU for each replica.
+
+        NCCL knows no tags: it matches the messages of a pair by their order alone. All replicas must post in the same
+        order, both directions together; so it goes with one exchange thread, and not under a `LinkedGroup`.
+        """
+        device = torch.device("cuda", torch.cuda.current_device())
+        with self._one_at_a_time, torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+            landing = {peer: torch.empty_like(buffer, device=device) for peer, buffer in recv.items()}
+            operations = [
+                dist.P2POp(call, tensors[peer].to(device), group=carrier, group_peer=peer)
+                for call, tensors in ((dist.isend, send), (dist.irecv, landing))
+                for peer in sorted(tensors)
+            ]
+            works = dist.batch_isend_irecv(operations) if operations else []
+            return _DeviceTransfer(self, works, landing, recv)
+
+    def _explained(self, what: str, error: RuntimeError, peer: int | None = None) -> LinkError:
+        told = self._closed_error() if self._closed else LinkError(self._reason(what, error))
+        told.peer = peer
+        return told
+
+    def _reason(self, what: str, error: RuntimeError) -> str:
+        if "Timed out" in str(error):
+            return (
+                f"could not {what} within {self.timeout:g} s: the link is cut, or the peer is late. "
+                "This group is dead now; leave, look at that replica, and go on from a checkpoint, "
+                "with a longer timeout if it was only late."
+            )
+        if "Application timeout" in str(error):
+            return f"could not {what}: an earlier time-out ended this group. Go on from a checkpoint."
+        return (
+            f"could not {what}: it has left or crashed ({_first_line(error)}). Look for its last words, "
+            "then go on from a checkpoint."
+        )
+
+    def _closed_error(self) -> LinkError:
+        return LinkError(f"the group of replica {self.rank} is closed. Post and wait before closing it.")
+
+
+def connected(store: Store, rank: int, size: int, host: str, seconds: float) -> dist.ProcessGroup:
+    """gloo among `size` processes that find each other in `store`, listening at `host` until all are connected.
+
+    What others wrote there is checked before gloo sees it. Raises `LinkError`, and what torch raises.
+    """
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timedelta(seconds=seconds)
+    try:  # connected at once, whatever torch was told to do: later nobody is let in
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
+    except TypeError:  # an older torch, which knows nothing else
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    addresses = CheckedAddresses(store, size)
+    made: dist.ProcessGroup = dist.ProcessGroupGloo(addresses, rank, size, options)  # type: ignore[assignment]
+    for file, address in listening().items():
+        if address == addresses.own:
+            shut(file)
+    return made
+
+
+def start_torch(
+    rank: int,
+    world_size: int,
+    master_addr: str,
+    master_port: int,
+    timeout_seconds: float = 60.0,
+    backend: str = "gloo",
+    book: str | None = None,
+) -> None:
+    """Join `world_size` processes into a torch.distributed world; rank 0 keeps the address book at `master_port`.
+
+    Where somebody else keeps it (torchrun's agent does), `book` is the name of our chapter in it.
+
+    The address book listens at `master_addr` alone, if that is an address of this machine. With one such as 127.0.0.1
+    all ranks are on this machine, and gloo listens there, too. Between machines, gloo listens at the address that this
+    machine's name resolves to; if that is not the one the others can reach, name the interface in GLOO_SOCKET_IFNAME,
+    which gloo itself reads.
+
+    End with `torch.distributed.destroy_process_group()`. Raises `LinkError` if the port is taken, the host does not
+    answer, or not everybody came within `timeout_seconds`.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    where = f"{master_addr}:{master_port}"
+    try:
+        store = _address_book(rank, None if book else world_size, master_addr, master_port, timeout)
+        chapter = PrefixStore(book, store) if book else store
+        before, heard_before = connections(), set(listening())
+        dist.init_process_group(backend, store=chapter, rank=rank, world_size=world_size, timeout=timeout)
+        shut_new(heard_before, connections() - before, world_size - 1)
+    except (RuntimeError, OSError) as error:  # torch's DistError and its kin
+        reason = _first_line(error)
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+            raise LinkError(f"{where} is in use on this machine. End what holds it, or choose another port.") from error
+        if rank == 0:
+            advice = f"Start all {world_size} ranks, and check that they reach {where}."
+        else:
+            advice = f"Check that rank 0 runs there, that {where} can be reached from here, and that all ranks started."
+        raise LinkError(
+            f"rank {rank} of {world_size} could not join at {where} within {timeout_seconds:g} s ({reason}). {advice}"
+        ) from error
+
+
+def _address_book(rank: int, world_size: int | None, host: str, port: int, timeout: timedelta) -> TCPStore:
+    """The store of all ranks. Without `world_size` somebody else keeps it, else rank 0 does. Raises `OSError`."""
+    if only_here(host) and (interface := loopback()):
+        os.putenv("GLOO_SOCKET_IFNAME", interface)  # for gloo, which has no other way to be told
+    door = listen(host, port) if rank == 0 and world_size is not None else None
+    keeps_it, file = rank == 0 and world_size is not None, door.detach() if door else None
+    return TCPStore(host, port, world_size, is_master=keeps_it, timeout=timeout, master_listen_fd=file)
+
+
+def _first_line(error: BaseException) -> str:
+    """What happened, without the place in gloo's source before it and the advice after it."""
+    line = str(error).strip().split("\n")[0]
+    return re.sub(r"^\[\S+:\d+\] ", "", line).split(". This is typically caused")[0]

@@ -1,0 +1,130 @@
+"""Going on without a member that holds the others up, if most members say so.
+
+Every claim carries the claimant's record of its last round (diagnosis/records.py). So all members of a muster have the same
+records, diagnose the same, and say in their next claim whom they suspect. A member that more than half of all members name
+hears why, and leaves; the others go on without it. It may come back, as anybody may, when what was wrong is mended.
+
+Never below the roster's `least`, never while anybody has finished training, and never for a link: nobody alone is to blame for that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from thinwire.diagnosis import Finding, Record, Watch
+from thinwire.diagnosis.records import recorded
+from thinwire.elastic.plan import MOST_RECORD, Claim
+from thinwire.errors import DisagreementError, LinkError, PacketError
+from thinwire.exchange import Round
+from thinwire.membership.rendezvous import Muster, Roster
+from thinwire.runtime.pipeline import Pace
+
+
+def outvoted(suspects: Mapping[str, str], least: int) -> str | None:
+    """Who is to leave, from what each member (by name) says it suspects, "" nobody; the same on all.
+
+    >>> outvoted({"a": "c", "b": "c", "c": "", "d": "c"}, least=2)
+    'c'
+    >>> outvoted({"a": "c", "b": "c", "c": "", "d": ""}, least=2)  # half are not most
+    >>> outvoted({"a": "c", "b": "c", "c": ""}, least=3)  # two are too few
+    """
+    (name, votes), *_ = Counter(suspects.values()).most_common(1) or [("", 0)]
+    enough = 2 * votes > len(suspects) and len(suspects) - 1 >= least
+    return name if enough and name in suspects else None
+
+
+class Jury:
+    """One member's part in it: what it writes down of its rounds, and what it says. Nobody is judged unless the roster
+    has rules (`Roster(evict=Rules())`). `own_steps`: the inner steps that this replica has trained.
+    """
+
+    def __init__(self, roster: Roster, observe: Callable[..., None]) -> None:
+        self._roster, self._observe = roster, observe
+        self._watch = Watch(roster.evict)
+        self.own_steps, self._own_seconds, self._pace = 0, 0.0, Pace()
+        self._record = ""
+        self._finding: Finding | None = None
+        self.put_out: set[str] = set()  # names
+
+    @property
+    def suspect(self) -> str:
+        return (self._finding.suspect or "") if self._finding else ""
+
+    def departs(self) -> None:
+        """A delta departs now, on the main thread."""
+        self._own_seconds = self._pace.departs(self.own_steps, self._roster.clock())
+
+    @contextmanager
+    def watches(self, round_: Round, muster: Muster) -> Iterator[None]:
+        """Write down what becomes of the messages of `round_`, which flies within. What went wrong here is raised, not that
+        peers then sent nothing.
+        """
+        over = False
+        try:
+            yield
+            over = True
+        except LinkError:
+            if own := round_.own_failure():
+                raise own from None
+            raise
+        finally:
+            record = round_.record([member.name for member in muster.members], self._own_seconds, over)
+            self._own_seconds = 0.0  # it says how fast this replica was once, and not again for rounds without training
+            if self._roster.evict is not None:
+                text = json.dumps(record.facts(), separators=(",", ":"))
+                self._record = text if len(text) <= MOST_RECORD else ""
+            if recorded(record.round) or not over:
+                self._observe("wire", **record.facts())
+
+    def says(self) -> dict[str, str]:
+        """For the next claim."""
+        said, self._record = {"record": self._record, "suspect": self.suspect}, ""
+        return said
+
+    def judge(self, muster: Muster, claims: Sequence[Claim]) -> None:
+        """Raises `LinkError` if this muster holds no round, because a member has to leave it; that one has left then, and
+        raises `DisagreementError`.
+        """
+        if self._roster.evict is None:
+            return
+        names = [member.name for member in muster.members]
+        said = dict(zip(names, (claim.suspect for claim in claims)))
+        self._hear(names, claims)
+        out = None if any(claim.finishing for claim in claims) else outvoted(said, self._roster.least)
+        if out is None:
+            return
+        by = sorted(name for name, suspect in said.items() if suspect == out)
+        why = str(self._finding) if self.suspect == out else "what they have seen of it"
+        self._observe("evicted", name=out, by=by, reason=why)
+        self._watch.forget(out)
+        self._finding = None
+        self.put_out.add(out)
+        if out == self._roster.name:
+            self._roster.close()
+            raise DisagreementError(
+                f"replica {out!r} was put out by {', '.join(by)}: {why}. Mend that, and start it again; it takes over what the others hold then."
+            )
+        muster.close()
+        raise LinkError(f"{out} was put out ({why}); the next round is without it")
+
+    def _hear(self, names: Sequence[str], claims: Sequence[Claim]) -> None:
+        """Diagnose the records of one round: of the last that most have seen."""
+        records = [record for name, claim in zip(names, claims) if (record := _read(claim.record, name)) is not None]
+        keys = Counter(record.key for record in records)
+        if not keys:
+            return
+        key = max(keys, key=lambda k: (keys[k], k))
+        found = self._watch.add([record for record in records if record.key == key])
+        self._finding = next((finding for finding in found if finding.suspect in names), None)
+
+
+def _read(text: str, name: str) -> Record | None:
+    """What `name` wrote; nothing, if it is no record of its own."""
+    try:
+        record = Record.of(json.loads(text)) if 0 < len(text) <= MOST_RECORD else None
+    except (PacketError, ValueError, RecursionError):
+        return None
+    return record if record is not None and record.name == name else None

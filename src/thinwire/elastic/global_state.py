@@ -1,0 +1,96 @@
+"""What all sound replicas hold alike: anchors and outer state, how far they are, and who was counted on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from thinwire.codecs import check_finite
+from thinwire.elastic.plan import MOST_TURNS, Claim, grow
+from thinwire.errors import CheckpointError
+from thinwire.state import State
+
+REMEMBERED = 1024  # turns of which a replica can tell who was counted
+
+
+@dataclass
+class Agreed:
+    """What all sound members hold alike."""
+
+    anchors: list[Tensor]
+    states: list[State]
+    turn: int = 0
+    chain: str = ""
+    counted: dict[int, tuple[int, tuple[str, ...], str]] = field(default_factory=dict)  # fragment, names, mark; by turn
+    run: str = ""  # tells this run from any other: the id of its first muster
+
+    def tensors(self) -> dict[str, Tensor]:
+        named = {f"{index}.anchor": anchor for index, anchor in enumerate(self.anchors)}
+        return named | {
+            f"{i}.outer.{name}": value for i, state in enumerate(self.states) for name, value in state.items()
+        }
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "turn": self.turn,
+            "chain": self.chain,
+            "run": self.run,
+            "counted": {str(turn): who for turn, who in self.counted.items()},
+        }
+
+    def load(self, facts: Mapping[str, Any]) -> None:
+        """Turn, chain and record of `facts()`. Raises `CheckpointError`."""
+        try:
+            turn, chain, run = int(facts["turn"]), str(facts["chain"]), str(facts.get("run", ""))
+            counted = {
+                int(key): (int(index), tuple(map(str, who)), str(mark))
+                for key, (index, who, mark) in facts["counted"].items()
+            }
+            if not 0 <= turn < MOST_TURNS:
+                raise ValueError(f"turn {turn}")
+        except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
+            raise CheckpointError(
+                f"an agreed state that cannot be read was handed over or saved ({error}); run the same version on every replica."
+            ) from None
+        self.turn, self.chain, self.run, self.counted = turn, chain, run, counted
+
+    @property
+    def mark(self) -> str:
+        """Tells the round that was committed last from any other of the same turn, in another history."""
+        return self.chain[:8]
+
+    def counts(self, turn: int, name: str, fragment: int, mark: str = "") -> bool:
+        """Whether the round of `turn` was about `fragment`, and counted `name`'s delta; with `mark`: whether it was that round."""
+        index, who, there = self.counted.get(turn, (-1, (), ""))
+        return index == fragment and name in who and mark in ("", there)
+
+    def commit(self, fragment: int, anchor: Tensor, state: State, who: tuple[str, ...]) -> None:
+        self.anchors[fragment], self.states[fragment] = anchor, state
+        self.chain = grow(self.chain, self.turn, fragment, anchor)
+        self.counted[self.turn] = fragment, who, self.mark
+        self.counted.pop(self.turn - REMEMBERED, None)
+
+    def take_over(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], claim: Claim) -> None:
+        """Become what a sound member holds. Raises `CheckpointError` (and changes nothing) if that is not of this model, or
+        not what the member's `claim` says.
+        """
+        if (facts.get("turn"), facts.get("chain")) != (claim.turn, claim.chain):
+            raise CheckpointError(
+                "the state that was handed over is not the one that was claimed; look at that replica."
+            )
+        due = self.tensors()
+        if {n: (t.shape, t.dtype) for n, t in tensors.items()} != {n: (t.shape, t.dtype) for n, t in due.items()}:
+            raise CheckpointError(
+                "the state that was handed over is of another model or outer step; start every replica with the same ones."
+            )
+        for tensor in tensors.values():
+            check_finite(tensor)
+        self.load(facts)
+        self.anchors = [tensors[f"{i}.anchor"].to(a.device) for i, a in enumerate(self.anchors)]
+        self.states = [
+            {name: tensors[f"{i}.outer.{name}"].to(value.device) for name, value in state.items()}
+            for i, state in enumerate(self.states)
+        ]

@@ -1,0 +1,109 @@
+"""The exchange that a closed form says is fastest on a given link."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from thinwire.codecs import Codec
+from thinwire.comm.emulated import Link
+from thinwire.errors import ConfigurationError
+from thinwire.exchange.all_reduce import AllReduce
+from thinwire.exchange.base import Arrival, Exchange, Round, Settle
+from thinwire.exchange.direct import Direct
+from thinwire.exchange.two_shot import TwoShot
+from thinwire.pieces.feedback import Feedback
+from thinwire.state import State
+
+
+class _Departure(NamedTuple):
+    exchange: Exchange
+    departure: Any
+    state: State
+
+
+@dataclass(frozen=True)
+class Fastest:
+    """Of the exchanges `among`, for each fragment the one whose round is predicted to be the shortest where every uplink is
+    `link` (a rate and a one-way delay, as in `--link`); of equal ones the first.
+
+    What is predicted follows from the link, the codec, the number of elements and of replicas: all replicas choose alike, and a
+    strategy with another `link` is another strategy, which first contact finds. Exchanges that the codec does not fit are passed over.
+    *Mind* that `TwoShot` rounds twice. `Strategy.describe` says what was chosen and why, and so does a run at its start.
+
+    >>> from thinwire import E3M0
+    >>> for size in (2, 8):
+    ...     Fastest("20mbit,40ms").chosen(E3M0(), 1_000_000, size)
+    Direct()
+    TwoShot(feedback=None)
+    """
+
+    link: str
+    among: tuple[Exchange, ...] = field(default=(Direct(), TwoShot(), AllReduce()))
+
+    def __post_init__(self) -> None:
+        Link.parse(self.link)
+        if not self.among or not all(isinstance(one, Exchange) and not isinstance(one, type) for one in self.among):
+            raise ConfigurationError(
+                f"Fastest(among={self.among!r}): exchanges are needed, such as (Direct(), TwoShot())."
+            )
+
+    def check(self, codec: Codec, feedback: Feedback | None) -> None:
+        for exchange in self._fitting(codec):
+            exchange.check(codec, feedback)
+        if not self._fitting(codec):
+            raise ConfigurationError(
+                f"{self} with {codec}: none of these takes it; add Direct(), which takes any codec."
+            )
+
+    def init(self, codec: Codec, numel: int, rank: int, size: int) -> State:
+        return self.chosen(codec, numel, size).init(codec, numel, rank, size)
+
+    def depart(self, round_: Round, state: State) -> _Departure:
+        exchange = self.chosen(round_.codec, round_.numel, round_.size)
+        due = exchange.init(round_.codec, round_.numel, round_.rank, round_.size)
+        remembered = state if due.keys() == state.keys() else {}  # else another's, for rounds in another codec
+        return _Departure(exchange, exchange.depart(round_, remembered), state)
+
+    def arrive(self, departure: _Departure, settle: Settle) -> Arrival:
+        arrival = departure.exchange.arrive(departure.departure, settle)
+        return arrival if arrival.state else replace(arrival, state=departure.state)
+
+    def nbytes_sent(self, codec: Codec, numel: int, size: int, rank: int | None = None) -> int:
+        return self.chosen(codec, numel, size).nbytes_sent(codec, numel, size, rank)
+
+    def seconds(self, codec: Codec, numel: int, size: int, link: Link) -> float:
+        return self.chosen(codec, numel, size).seconds(codec, numel, size, link)
+
+    def chosen(self, codec: Codec, numel: int, size: int) -> Exchange:
+        """What carries a fragment of `numel` elements among `size` replicas."""
+        link = Link.parse(self.link)
+        return min(self._fitting(codec), key=lambda exchange: exchange.seconds(codec, numel, size, link))
+
+    def why(self, fragments: Sequence[tuple[Codec, int]], size: int) -> list[str]:
+        """A line for each exchange that is chosen for some of `fragments` (codec and elements of each)."""
+        link, lines = Link.parse(self.link), []
+        of = [self.chosen(codec, numel, size) for codec, numel in fragments]
+        for exchange in dict.fromkeys(of):
+            codec, numel = max((f for f, one in zip(fragments, of) if one == exchange), key=lambda f: f[1])
+            seconds = {repr(one): one.seconds(codec, numel, size, link) for one in self._fitting(codec)}
+            others = ", ".join(f"{name} {s:.3g} s" for name, s in seconds.items() if name != repr(exchange))
+            lines.append(
+                f"{exchange} for {of.count(exchange)} of {len(of)} fragment(s), among {size} replicas on {self.link}: a round of "
+                f"the largest takes {seconds[repr(exchange)]:.3g} s"
+                + (f"; {others}" if others else "")
+                + " (predicted)"
+            )
+        return lines
+
+    def _fitting(self, codec: Codec) -> list[Exchange]:
+        return [exchange for exchange in self.among if _fits(exchange, codec)]
+
+
+def _fits(exchange: Exchange, codec: Codec) -> bool:
+    try:
+        exchange.check(codec, None)
+    except ConfigurationError:
+        return False
+    return True

@@ -1,0 +1,94 @@
+"""In which order a replica's messages leave: of all that wait, those of the round that lands first.
+
+What was handed to the carrier cannot be overtaken, so nothing is handed over while `WINDOW_NBYTES` are on the way; enough
+that a link is seldom idle while something waits.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from torch import Tensor
+
+from thinwire.comm.group import Group, Transfer
+
+WINDOW_NBYTES = 1 << 21
+Order = tuple[int, ...]  # the step of landing, then what departed first
+
+
+class Outbox:
+    """One thread that does jobs, the least in `order` first, those of equal order as they came."""
+
+    def __init__(self, group: Group, clock: Callable[[], float] = time.monotonic) -> None:
+        self._group, self._clock = group, clock
+        self._thread = ThreadPoolExecutor(1, "thinwire-outbound")
+        self._lock = threading.Lock()
+        self._count = itertools.count()
+        self._waiting: list[tuple[Order, int, Callable[[], Any], Future[Any]]] = []
+        self._on_the_way: deque[Sent] = deque()
+        self._closed = False
+
+    def put(self, order: Order, job: Callable[[], Any]) -> Future[Any]:
+        """Do `job` when it is its turn."""
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._closed:
+                future.cancel()
+                return future
+            heapq.heappush(self._waiting, (order, next(self._count), job, future))
+            self._thread.submit(self._next)
+        return future
+
+    def send(self, tag: int, messages: Mapping[int, Tensor], purpose: str) -> Sent:
+        """Hand over `messages` as soon as there is room. For jobs: it may wait."""
+        nbytes = sum(message.numel() for message in messages.values())
+        # The new ones come on top, and on one's heels: else large ones to many peers would go one by one, a delay apart.
+        while len(self._on_the_way) > 1 and sum(sent.nbytes for sent in self._on_the_way) >= WINDOW_NBYTES:
+            self._on_the_way.popleft().wait()
+        posted = self._clock()
+        sent = Sent(self._group.post(tag, messages, {}, purpose), nbytes, posted)
+        self._on_the_way.append(sent)
+        return sent
+
+    def close(self) -> None:
+        """Forget what waits: whoever waits for it hears `CancelledError`."""
+        with self._lock:
+            self._closed = True
+            forgotten, self._waiting = self._waiting, []
+        for *_, future in forgotten:
+            future.cancel()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _next(self) -> None:
+        with self._lock:
+            if not self._waiting:
+                return
+            *_, job, future = heapq.heappop(self._waiting)
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(job())
+            except BaseException as error:  # it belongs to the one who waits for the result
+                future.set_exception(error)
+
+
+class Sent:
+    """Messages that were handed to the carrier. Any thread may wait for them."""
+
+    def __init__(self, transfer: Transfer, nbytes: int, posted: float) -> None:
+        self.transfer, self.nbytes, self.posted = transfer, nbytes, posted
+        self._lock = threading.Lock()
+        self._over = False
+
+    def wait(self) -> None:
+        """Return when their buffers are free again. Raises `LinkError`."""
+        with self._lock:
+            if not self._over:
+                self.transfer.wait()
+                self._over = True

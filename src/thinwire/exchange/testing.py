@@ -1,0 +1,38 @@
+"""A round by itself: for measurements, and to try an exchange out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import Codec
+from thinwire.exchange.base import Air, Arrival, Exchange, Round
+from thinwire.packet import REFUSED
+from thinwire.rng import Key
+from thinwire.state import State
+
+
+def once(
+    exchange: Exchange, air: Air, codec: Codec, delta: Tensor, key: Key, state: State, flags: int = 0
+) -> tuple[Tensor | None, Arrival]:
+    """Exchange flat fp32 `delta` with all replicas of `air`: the estimate of the mean, or None where one refused.
+
+    >>> from thinwire import Direct, Identity, run_threads
+    >>> def replica(group):
+    ...     own = torch.tensor([1.0, 3.0]) * group.rank
+    ...     estimate, _ = once(Direct(), Air(group), Identity(), own, Key(sender=group.rank), {})
+    ...     return estimate.tolist()
+    >>> run_threads(2, replica)
+    [[0.5, 1.5], [0.5, 1.5]]
+    """
+    estimate = torch.empty_like(delta)
+
+    def settle(begin: int, mean: Tensor, _: Callable[[], Tensor]) -> None:
+        estimate[begin : begin + mean.numel()] = mean
+
+    round_ = Round(air, codec, delta.numel(), key, lambda begin, end: delta[begin:end], flags, (key.round,))
+    arrival = exchange.arrive(exchange.depart(round_, state), settle)
+    refused = arrival.void or any(said & REFUSED for said in arrival.flags)
+    return None if refused else estimate, arrival

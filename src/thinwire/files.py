@@ -1,0 +1,61 @@
+"""Files as somebody else may have left them: only regular ones are opened, and no more is read than was allowed.
+
+Opening a FIFO waits for ever, a device never ends, a few bytes of brackets exhaust the stack. What raises `OSError` or
+`ValueError` here says so in its text; each caller adds what is needed and what to do.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Mapping
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+from safetensors import torch as safetensors
+from torch import Tensor
+
+LONGEST = 64 << 20  # bytes of a file that is read whole: settings and manifests
+
+
+def opened(path: Path) -> BufferedReader:
+    """`path` for reading. Raises `OSError` for what is no regular file, a link to a device too."""
+    _check(path, path.stat())  # first by name: opening alone may do something to a device
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    try:
+        _check(path, os.fstat(file.fileno()))
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def _check(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(f"{path} is no regular file")
+
+
+def contents(path: Path, most: int = LONGEST) -> str:
+    """The text of a small file. Raises `OSError`, `ValueError` if it is longer than `most` bytes or not UTF-8."""
+    with opened(path) as file:
+        data = file.read(min(most, os.fstat(file.fileno()).st_size) + 1)
+    if len(data) > most:
+        raise ValueError(f"{path} is longer than {most:,} bytes")
+    return data.decode()
+
+
+def parsed(parse: Callable[[Any], Any], text: str | bytes) -> Any:
+    """`parse(text)`, with a `ValueError` where it is nested too deeply."""
+    try:
+        return parse(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def save_file(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """As safetensors' `save_file`, which gives a file that its owner alone may read, with the modes that any other file gets."""
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    safetensors.save_file(dict(tensors), path, dict(metadata) if metadata else None)
+    path.chmod(mode)

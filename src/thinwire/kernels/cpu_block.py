@@ -1,0 +1,334 @@
+"""numba, for contiguous tensors of the CPU: what `Kernels` says, at the speed of memory. Here the formats with a scale per
+block; the rest is in `cpu_dense` and `cpu_sparse`.
+
+Every loop goes through stripes of `STRIPE` elements, whose codes lie in the cache as one byte each: rounding is a loop
+over 32-bit lanes, packing one over bytes, and both become vector instructions. Nothing is allocated but that stripe.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from thinwire.kernels.cpu_dense import add_floats, add_signs, encode_floats, encode_signs, nesterov
+from thinwire.kernels.cpu_sparse import pack, select_above, select_drawn, select_largest, unpack
+from thinwire.kernels.grid import Grid, Scale
+from thinwire.kernels.numba_support import (
+    INFINITE,
+    ONE,
+    STRIPE,
+    TWO,
+    ZERO,
+    bits_of,
+    compiled,
+    drawn,
+    f32,
+    i32,
+    inlined,
+    left,
+    magnitude,
+    real_of,
+    right,
+    u8,
+    u64,
+)
+
+__all__ = [
+    "add_blocks",
+    "add_floats",
+    "add_signs",
+    "encode_blocks",
+    "encode_floats",
+    "encode_signs",
+    "nesterov",
+    "pack",
+    "select_above",
+    "select_drawn",
+    "select_largest",
+    "unpack",
+]
+
+_SCALES = {"exponent": 0, "bf16": 1, "fp32": 2}
+
+
+def encode_blocks(x: Tensor, payload: Tensor, grid: Grid, block: int, scale: Scale, stream: int | None) -> bool:
+    values, form = x.detach().numpy(), _form(grid)
+    rest = (payload.numpy(), form, f32(grid.largest), u64(block), _SCALES[scale])
+    if stream is None:
+        return bool(_round_blocks(values, values.view(np.int32), *rest))
+    return bool(_draw_blocks(values, values.view(np.int32), *rest, u64(stream)))
+
+
+def add_blocks(payload: Tensor, out: Tensor, grid: Grid, block: int, scale: Scale, weight: float) -> None:
+    _add_blocks(payload.numpy(), out.detach().numpy(), _form(grid), u64(block), _SCALES[scale], f32(weight))
+
+
+@cache
+def _form(grid: Grid) -> tuple[np.int32, ...]:
+    """bits, mantissa, the least normal number's bits, the highest code, highest exponent of a scale; of the largest value
+    the exponent and the lower bits.
+    """
+    normal, largest = (int(np.float32(x).view(np.int32)) for x in (grid.normal, grid.largest))
+    form = (grid.bits, grid.mantissa, normal, grid.top, grid.highest, (largest >> 23) - 126, largest & 0x7FFFFF)
+    return tuple(i32(number) for number in form)
+
+
+# ---- the scale of a block
+
+
+@inlined
+def _most(bits: Any, begin: Any, end: Any) -> Any:
+    """The largest magnitude's bits: they are in the order of the magnitudes, and NaN's are above all."""
+    most = i32(0)
+    for i in range(begin, end):
+        most = max(most, magnitude(bits[i]))
+    return most
+
+
+@inlined
+def _scale(most: Any, form: Any, largest: Any, kind: Any) -> Any:
+    """The bits of the scale's fp32 for a block's largest magnitude."""
+    _, _, _, _, highest, binade, part = form
+    if kind == 0:
+        exponent = i32((most >> 23) - 125 - binade - i32((most & 0x7FFFFF) <= part))
+        exponent = i32(1 - binade) if most == 0 else exponent
+        return i32((min(max(exponent, i32(-126)), highest) + 127) << 23)
+    factor = bits_of(real_of(most) / largest)
+    factor = min(max(factor, i32(1 << 23)), i32((highest + 127) << 23))  # positive: in the order of their bits
+    return factor if kind == 2 else i32(i32(factor + i32(0xFFFF)) & i32(-65536))
+
+
+@inlined
+def _write_scale(payload: Any, place: Any, bits: Any, kind: Any) -> Any:
+    """Where the next one goes."""
+    if kind == 0:
+        payload[place] = u8((bits >> 23) - 127)
+        return place + ONE
+    word = bits
+    size = TWO
+    if kind == 1:
+        word = i32(bits >> 16)
+    else:
+        size = TWO + TWO
+    for k in range(size):
+        payload[place + k] = u8(word & 0xFF)
+        word = i32(word >> 8)
+    return place + size
+
+
+@inlined
+def _read_scale(payload: Any, number: Any, begin: Any, kind: Any) -> Any:
+    if kind == 0:
+        return real_of(i32((np.int64(np.int8(payload[begin + number])) + 127) << 23))
+    if kind == 1:
+        at = begin + number * TWO
+        return real_of(i32(np.int64(payload[at]) << 16 | np.int64(payload[at + ONE]) << 24))
+    word = np.int64(0)
+    at = begin + number * (TWO + TWO)
+    for k in range(4):
+        word |= np.int64(payload[at + u64(k)]) << (8 * k)
+    return real_of(i32(word))
+
+
+# ---- bytes of several codes
+
+
+@inlined
+def _pack(codes: Any, payload: Any, begin: Any, size: Any, width: Any) -> Any:
+    """A stripe's codes, from one byte each to `width` bits."""
+    share = u64(8) // width
+    count = (size + share - ONE) // share
+    for j in range(size, count * share):
+        codes[j] = 0
+    if share == ONE:
+        for j in range(count):
+            payload[begin + j] = codes[j]
+    elif share == TWO:
+        pairs = codes.view(np.uint16)
+        for j in range(count):
+            payload[begin + j] = u8(pairs[j] | pairs[j] >> 4)
+    else:
+        fours = codes.view(np.uint32)
+        for j in range(count):
+            payload[begin + j] = u8(fours[j] | fours[j] >> 6 | fours[j] >> 12 | fours[j] >> 18)
+
+
+@inlined
+def _unpack(codes: Any, payload: Any, begin: Any, size: Any, width: Any) -> Any:
+    share = u64(8) // width
+    count = (size + share - ONE) // share
+    if share == ONE:
+        for j in range(count):
+            codes[j] = payload[begin + j]
+    elif share == TWO:
+        pairs = codes.view(np.uint16)
+        for j in range(count):
+            two = i32(payload[begin + j])
+            pairs[j] = np.uint16(i32(two | two << 4) & i32(0x0F0F))
+    else:
+        fours = codes.view(np.uint32)
+        for j in range(count):
+            four = i32(payload[begin + j])
+            fours[j] = np.uint32(i32(four | four << 6 | four << 12 | four << 18) & i32(0x03030303))
+
+
+# ---- to codes and back
+
+
+@inlined
+def _signed(scaled: Any, code: Any, form: Any) -> Any:
+    """With the sign in front, unless it is zero, and not above the highest."""
+    bits, _, _, top, _, _, _ = form
+    code = min(code, top)
+    negative = i32(left(i32(1), i32(bits - 1))) if (scaled < i32(0)) & (code > i32(0)) else i32(0)
+    return u8(i32(code | negative))
+
+
+@inlined
+def _nearest(x: Any, form: Any) -> Any:
+    """Below the least normal number, steps are even: a sum with a number whose last bit is worth a step rounds to them.
+    Above, a code is what is left of fp32's bits when the lower ones are rounded away.
+    """
+    _, mantissa, normal, _, _, _, _ = form
+    dropped, scaled = i32(23 - mantissa), bits_of(x)
+    size = magnitude(scaled)
+    even = i32(normal + i32(dropped << 23))  # the bits of normal · 2^dropped
+    low = i32(bits_of(real_of(size) + real_of(even)) - even)
+    last = i32(right(size, dropped) & i32(1))
+    least = i32(normal - left(i32(1), i32(23)))  # whose code is zero
+    high = right(i32(i32(size + last) + i32(left(i32(1), i32(dropped - 1)) - 1 - least)), dropped)
+    return _signed(scaled, low if size < normal else high, form)
+
+
+@inlined
+def _either(x: Any, noise: Any, form: Any) -> Any:
+    """One of the two neighbours: the upper one as often as `noise`, of 24 bits, is below what would be cut off."""
+    _, mantissa, normal, _, _, _, _ = form
+    dropped, scaled = i32(23 - mantissa), bits_of(x)
+    size, whole = magnitude(scaled), i32(0x4B000000)  # 2^23: above it fp32 has no fractions
+    low = real_of(size) * real_of(i32(i32(254 + mantissa) << 23) - normal)
+    below = np.floor(low)
+    up = i32(1) if low - below > f32(noise) * f32(2.0**-24) else i32(0)
+    steps = i32(bits_of(below + real_of(whole)) - whole + up)
+    high = right(i32(size + i32(noise & i32(left(i32(1), dropped) - 1))), dropped)
+    high = i32(high - i32(right(normal, dropped) - left(i32(1), mantissa)))
+    return _signed(scaled, steps if size < normal else high, form)
+
+
+@inlined
+def _stripe_scales(
+    bits: Any, payload: Any, place: Any, scales: Any, following: Any, stop: Any, form: Any, largest: Any, block: Any, kind: Any
+) -> Any:  # fmt: skip
+    """Of the blocks that begin in a stripe, before any is rounded, so that they need not wait for each other: how many,
+    where the next one begins, where its scale goes, and the largest magnitude's bits.
+    """
+    number, worst, n = ZERO, i32(0), u64(bits.size)
+    while following < stop:
+        most = _most(bits, following, min(following + block, n))
+        worst = max(worst, most)
+        number += ONE
+        scales[number] = _scale(most, form, largest, kind)
+        place = _write_scale(payload, place, scales[number], kind)
+        following += block
+    return number, following, place, worst
+
+
+@compiled
+def _round_blocks(x: Any, bits: Any, payload: Any, form: Any, largest: Any, block: Any, kind: Any) -> Any:
+    width, n = u64(form[0]), u64(x.size)
+    codes, scales = np.empty(STRIPE, np.uint8), np.empty(STRIPE + ONE, np.int32)
+    place, worst = (n * width + u64(7)) >> u64(3), i32(0)
+    at = following = ZERO  # where this stripe begins, and the next block
+    while at < n:
+        stop = min(at + STRIPE, n)
+        begin, end = at, min(following, stop)  # what is left of the block before
+        number, following, place, most = _stripe_scales(
+            bits, payload, place, scales, following, stop, form, largest, block, kind
+        )
+        worst = max(worst, most)
+        for k in range(number + ONE):
+            if kind == 0:  # by a power of two: the same as the quotient, and sooner
+                inverse = real_of(i32(i32(0x7F000000) - scales[k]))
+                for i in range(begin, end):
+                    codes[i - at] = _nearest(x[i] * inverse, form)
+            else:
+                factor = real_of(scales[k])
+                for i in range(begin, end):
+                    codes[i - at] = _nearest(x[i] / factor, form)
+            begin, end = end, min(end + block, stop)
+        scales[0] = scales[number]  # of the block that goes on in the next stripe
+        _pack(codes, payload, (at * width) >> u64(3), stop - at, width)
+        at = stop
+    return worst < INFINITE
+
+
+@compiled
+def _draw_blocks(x: Any, bits: Any, payload: Any, form: Any, largest: Any, block: Any, kind: Any, stream: Any) -> Any:
+    """As `_round_blocks`, but for the rounding."""
+    width, n = u64(form[0]), u64(x.size)
+    codes, scales = np.empty(STRIPE, np.uint8), np.empty(STRIPE + ONE, np.int32)
+    noise = np.empty(STRIPE, np.int32)
+    words = noise.view(np.uint64)
+    place, worst = (n * width + u64(7)) >> u64(3), i32(0)
+    at = following = ZERO
+    while at < n:
+        stop = min(at + STRIPE, n)
+        begin, end = at, min(following, stop)
+        number, following, place, most = _stripe_scales(
+            bits, payload, place, scales, following, stop, form, largest, block, kind
+        )
+        worst = max(worst, most)
+        for j in range((stop - at + ONE) >> ONE):
+            words[j] = drawn(stream, (at >> ONE) + j)
+        for k in range(number + ONE):
+            if kind == 0:
+                inverse = real_of(i32(i32(0x7F000000) - scales[k]))
+                for i in range(begin, end):
+                    codes[i - at] = _either(x[i] * inverse, i32(noise[i - at] & 0xFFFFFF), form)
+            else:
+                factor = real_of(scales[k])
+                for i in range(begin, end):
+                    codes[i - at] = _either(x[i] / factor, i32(noise[i - at] & 0xFFFFFF), form)
+            begin, end = end, min(end + block, stop)
+        scales[0] = scales[number]
+        _pack(codes, payload, (at * width) >> u64(3), stop - at, width)
+        at = stop
+    return worst < INFINITE
+
+
+@inlined
+def _value(code: Any, form: Any) -> Any:
+    width, mantissa, normal, _, _, _, _ = form
+    sign = left(i32(1), i32(width - 1))
+    size, dropped = i32(code & i32(sign - 1)), i32(23 - mantissa)
+    step = real_of(i32(normal - i32(mantissa << 23)))
+    low = bits_of(f32(size) * step)
+    high = i32(left(size, dropped) + i32(normal - (1 << 23)))
+    value = low if size < left(i32(1), mantissa) else high
+    return real_of(i32(value | left(i32(code & sign), i32(32 - width))))
+
+
+@compiled
+def _add_blocks(payload: Any, out: Any, form: Any, block: Any, kind: Any, weight: Any) -> Any:
+    width, n = u64(form[0]), u64(out.size)
+    codes = np.empty(STRIPE, np.uint8)
+    scales = (n * width + u64(7)) >> u64(3)
+    number = at = following = ZERO
+    factor = f32(0)
+    while at < n:
+        stop = min(at + STRIPE, n)
+        _unpack(codes, payload, (at * width) >> u64(3), stop - at, width)
+        begin = at
+        while begin < stop:
+            if begin == following:
+                factor = _read_scale(payload, number, scales, kind) * weight
+                number += ONE
+                following += block
+            end = min(following, stop)
+            for i in range(begin, end):
+                out[i] += _value(i32(codes[i - at]), form) * factor
+            begin = end
+        at = stop

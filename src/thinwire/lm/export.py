@@ -1,0 +1,120 @@
+"""The file that `thinwire train` leaves, RUN/model.safetensors, and a model from it to be trained further."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from thinwire.errors import CheckpointError, ConfigurationError, ModelError
+from thinwire.files import opened, parsed, save_file
+from thinwire.lm.adapters import merged, save_adapters
+from thinwire.lm.huggingface import HuggingFace, save_model
+from thinwire.lm.model import SIZES, Transformer
+from thinwire.lm.run import Run
+from thinwire.lm.tokens import Tokenizer
+
+
+def described(path: str | Path) -> Mapping[str, Any]:
+    """What the file says of its model: size, vocabulary, positions, context, its tokenizer's fingerprint. Raises `ModelError`."""
+    if (Path(path).parent / "config.json").exists():
+        raise ModelError(
+            f"{path} lies beside a config.json: a model of transformers, which starts from its folder; give --model hf:{Path(path).parent}."
+        )
+    try:
+        opened(Path(path)).close()
+        with safe_open(str(path), "pt") as file:
+            said = parsed(json.loads, (file.metadata() or {})["thinwire"])
+        known = (
+            said["model"] in SIZES
+            and isinstance(said["vocabulary"], int)
+            and said["positions"] in ("rotary", "learned")
+        )
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
+        raise ModelError(
+            f"{path} cannot be read as a model of `thinwire train` ({type(error).__name__}: {error}); give the model.safetensors of a run folder."
+        ) from None
+    if not known:
+        raise ModelError(
+            f"{path} holds {said['model']!r}: one of {', '.join(SIZES)} is needed; a Hugging Face model starts from its own folder, as "
+            "--model hf:FOLDER."
+        )
+    return dict(said)
+
+
+def stored_model(path: str | Path, vocabulary: int, sequence: int) -> Transformer:
+    """The model in the file, for text of `vocabulary` and at least `sequence` tokens. Raises `ModelError`, `ConfigurationError`."""
+    said = described(path)
+    if said["vocabulary"] != vocabulary:
+        raise ConfigurationError(
+            f"{path} knows {said['vocabulary']} tokens, the tokenizer has {vocabulary}; take the tokenizer that it was trained with (--tokenizer)."
+        )
+    size = SIZES[said["model"]]
+    context = max(said.get("context", size.context), sequence)
+    shape = dataclasses.replace(size, vocabulary=vocabulary, positions=said["positions"], context=context)
+    model = Transformer(shape)
+    try:
+        # on meta, where a run is only looked at, copying would do nothing, with a warning for each tensor
+        model.load_state_dict(load_file(path), assign=model.embedding.weight.is_meta)
+    except RuntimeError as error:
+        raise ModelError(f"{path} does not fit the model that it names: {error}") from None
+    return model
+
+
+@contextmanager
+def draft_folder(folder: Path, what: str) -> Iterator[Path]:
+    """A folder to write `what` into; at the end its files take their places in `folder`, one by one, the model last."""
+    draft = Path(tempfile.mkdtemp(prefix=f".{what}-", dir=folder))
+    try:
+        yield draft
+        for file in sorted(draft.iterdir(), key=lambda file: file.suffix == ".safetensors"):
+            file.replace(folder / file.name)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def store(
+    folder: Path,
+    run: Run,
+    tokenizer: Tokenizer,
+    model: nn.Module,
+    weights: Mapping[str, Tensor],
+    writer: str,
+    mark: str = "",
+) -> None:
+    """Write `weights` (a state dict of `model`) to folder/model.safetensors; with LoRA merged, and the adapters by themselves, in peft's
+    form, to folder/adapter; a `mark` such as .stale stands in both names. A Hugging Face model is written as transformers reads it.
+    Several replicas may do so at once, each as a `writer` of its own name. Raises `CheckpointError`.
+    """
+    whole = merged(model, weights) if run.lora else weights
+    path = folder / f"model{mark}.safetensors"
+    try:
+        with draft_folder(folder, f"model.{writer}") as draft:
+            if isinstance(model, HuggingFace):
+                save_model(draft, model, whole, tokenizer.fingerprint)
+                (draft / "model.safetensors").replace(draft / path.name)
+            else:
+                # one entry: safetensors writes several in no fixed order, and the same run must give the same bytes
+                said = {"thinwire": json.dumps(_description(run, tokenizer, model))}
+                save_file({name: value.contiguous() for name, value in whole.items()}, draft / path.name, said)
+        if run.lora:
+            save_adapters(folder / f"adapter{mark}", model, weights, run.model.removeprefix("hf:"))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"the trained model cannot be written to {path}: {error}. Free some space, then go on from the last checkpoint with --resume."
+        ) from error
+
+
+def _description(run: Run, tokenizer: Tokenizer, model: nn.Module) -> dict[str, Any]:
+    said = {"model": run.model, "vocabulary": tokenizer.vocabulary, "positions": run.positions}
+    said |= described(run.model) if run.model.endswith(".safetensors") else {}
+    return said | {"context": model.context, "tokenizer": tokenizer.fingerprint}

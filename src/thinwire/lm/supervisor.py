@@ -1,0 +1,301 @@
+"""Start the replicas of this machine that may die and return: each a process of its own, with a name that it keeps.
+
+    python -m thinwire.lm.supervisor FOLDER NAME LIGHTHOUSE INDEX SECRET [--resume]     one replica, as `train_elastic` starts it
+
+One that dies is started again, ever later while it dies again at once, and goes on from its own newest checkpoint. One
+that ends with an error that will not be better by trying again (other settings than the others', a full disk) is given
+up. The run goes on as long as enough are left for a round. At its end one replica may keep the final state for another
+that is missing; with nobody left on this machine to wait for, it is told to end.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from thinwire.checkpoint import newest
+from thinwire.errors import CheckpointError, LinkError, ThinwireError
+from thinwire.lm.launch import Stop, Tick, end, sharing_cores, stop_with_the_launcher, stopping, train_here
+from thinwire.lm.place import Coming, Place, heartbeat_timeout
+from thinwire.lm.run import Run
+from thinwire.lm.tokenizer import open_corpus
+from thinwire.membership import Lighthouse, LighthouseMeeting
+from thinwire.membership.channel import secret_in
+from thinwire.membership.view import Presence
+from thinwire.printable import printable_lines
+from thinwire.records.events import Tail
+
+FINAL = 3  # exit code of a replica that would fail again
+TRIES = 5  # deaths in a row after which a replica is given up
+SETTLED = 60.0  # seconds after which a death is the first in its row again
+LONGEST = 60.0  # seconds before a replica is started again
+STOPPING = "stopping: each replica ends its inner step and leaves a checkpoint (Ctrl-C again: at once)"
+
+Say = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One replica of a run whose lighthouse stands elsewhere."""
+
+    lighthouse: str
+    name: str
+    secret: Path | None = None  # a file with the run secret
+
+
+def check_seat(seat: Seat | None) -> None:
+    """Raises `ConfigurationError` for what is no address, no name, or no run secret."""
+    if seat:
+        Presence(seat.name, "", 0)
+        LighthouseMeeting(seat.lighthouse)
+        if seat.secret:
+            secret_in(seat.secret)
+
+
+def train_elastic(
+    run: Run, folder: Path, resume: bool, tick: Tick, say: Say, seat: Seat | None = None, stop: Stop | None = None
+) -> None:
+    """All replicas of `run` on this machine, and the lighthouse where they meet; or the one of `seat`. Their output goes to RUN/logs.
+
+    Raises `LinkError` saying why, if none of them has finished; `CheckpointError` if none has anything to resume from.
+    """
+    open_corpus(run, folder)  # once, before all of them want it; a mistake in the text shows here
+    (folder / "logs").mkdir(exist_ok=True)
+    names = [seat.name] if seat else [f"replica-{index}" for index in range(run.replicas)]
+    # with a seat the others, elsewhere, may hold what is agreed
+    if resume and not seat and not any(newest(folder / "checkpoints" / name)[0] for name in names):
+        raise CheckpointError(
+            f"--resume: none of {', '.join(names)} has a whole checkpoint in {folder / 'checkpoints'}. Bring back what is missing, or begin "
+            "again at the first step by --resume --from-start."
+        )
+    secret = seat.secret if seat else folder / "secret"
+    with _lighthouse(run, seat, secret, folder / "logs" / "lighthouse.txt") as address:
+        shared = sharing_cores(len(names))
+        replicas = [_Replica(folder, name, address, index, shared, secret) for index, name in enumerate(names)]
+        needed = 1 if seat else run.least
+        for replica in replicas:
+            replica.begin(resume)
+        try:
+            _watch(replicas, needed, None if seat else run.timeout, tick, say, stop or Stop())
+        except BaseException:
+            end([replica.process for replica in replicas])
+            raise
+    given_up = [f"{replica.name}: {replica.given_up}" for replica in replicas if replica.given_up]
+    if given_up and not any(replica.finished for replica in replicas):
+        ended = all("EndedError" in words for words in given_up)
+        whole = not ended and any(folder.glob("checkpoints/*/step-*"))
+        advice = " Go on from the last checkpoints with --resume." if whole else ""
+        raise LinkError("\n".join([f"All they said is in {folder / 'logs'}.{advice}", *dict.fromkeys(given_up)]))
+
+
+@contextmanager
+def _lighthouse(run: Run, seat: Seat | None, secret: Path | None, log: Path) -> Iterator[str]:
+    """The address of one that stands elsewhere, or of one that this process is until the end, with a secret of its own."""
+    if seat or not secret:
+        yield seat.lighthouse if seat else ""
+        return
+    with log.open("a", buffering=1) as lines:
+        tell = lambda line: lines.write(line + "\n")  # noqa: E731
+        lighthouse = Lighthouse("127.0.0.1", 0, heartbeat_timeout(run), secret_in(secret, make=True), tell)
+        try:
+            yield lighthouse.address
+        finally:
+            lighthouse.close()
+
+
+@dataclass
+class _Replica:
+    """One replica of this machine, over all its lives."""
+
+    folder: Path
+    name: str
+    lighthouse: str
+    index: int
+    variables: dict[str, str]  # of its surroundings
+    secret: Path | None = None
+    deaths: int = 0  # in a row
+    due: float | None = None  # when it is to be started again
+    given_up: str = ""
+    finished: bool = False
+    joined: bool = False  # in this life
+    keeps: bool = False  # it has finished, and keeps the final state for others
+    heard: float = 0.0
+    step: int = 0
+    began: float = 0.0
+    process: subprocess.Popen[bytes] = field(init=False)
+    _tail: Tail = field(init=False)
+    _spoken: int = 0  # bytes of its output that were said in earlier lives
+
+    def __post_init__(self) -> None:
+        self._tail = Tail(self.folder / "events" / f"{self.name}.jsonl")
+        self._tail.read()
+
+    @property
+    def _output(self) -> Path:
+        return self.folder / "logs" / f"{self.name}.txt"
+
+    @property
+    def going(self) -> bool:
+        return self.due is not None or (not self.finished and not self.given_up)
+
+    def begin(self, resume: bool) -> None:
+        arguments = [self.folder, self.name, self.lighthouse, self.index, self.secret or ""]
+        command = [
+            sys.executable,
+            "-m",
+            "thinwire.lm.supervisor",
+            *map(str, arguments),
+            *(["--resume"] if resume else []),
+        ]
+        with self._output.open("ab") as output:
+            self._spoken = output.tell()
+            self.process = subprocess.Popen(
+                command, env=self.variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                start_new_session=True,
+            )  # fmt: skip
+        self.due, self.joined, self.keeps = None, False, False
+        self.began = self.heard = time.monotonic()
+
+    def listen(self) -> None:
+        """Learn from its events how far it is."""
+        for event in self._tail.read():
+            self.joined |= event["event"] in ("round", "back", "step")
+            self.keeps |= event["event"] == "keeps"
+            self.heard = time.monotonic()
+            self.step = max(self.step, event["step"])
+
+    def said(self) -> str:
+        """Its last words in this life."""
+        with self._output.open("rb") as output:
+            output.seek(self._spoken)
+            lines = output.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else ""
+
+    def died(self, code: int) -> str:
+        """Plan the next life, or none; what to tell."""
+        how = _signal(-code) if code < 0 else f"exit code {code}"
+        words = self.said()
+        why = f"{how}: {words}" if words else how
+        if code == FINAL:
+            self.given_up = words
+            return f"{self.name} has ended at step {self.step} and is not started again"
+        self.deaths = 1 if time.monotonic() - self.began > SETTLED else self.deaths + 1
+        if self.deaths >= TRIES:
+            self.given_up = f"died {self.deaths} times in a row, last by {why}"
+            return f"{self.name} {self.given_up}; it is not started again"
+        pause = min(LONGEST, 2.0 ** (self.deaths - 1))
+        self.due = time.monotonic() + pause
+        return f"{self.name} died at step {self.step} ({why}); it is started again in {pause:g} s"
+
+
+def _watch(replicas: list[_Replica], needed: int, seconds: float | None, tick: Tick, say: Say, stop: Stop) -> None:
+    """Until all have finished or were given up; start again who died. `seconds`: see `_see_off`; None where others run elsewhere.
+
+    The first Ctrl-C (or SIGTERM) is passed on, and nobody is started again. The second ends them.
+    """
+    passed_on = False
+    with stopping(stop):
+        while any(replica.going for replica in replicas):
+            tick()
+            time.sleep(0.2)
+            if stop.is_set() and not passed_on:
+                passed_on = True
+                print(f"\n{STOPPING}", file=sys.stderr)
+                for replica in replicas:
+                    replica.process.send_signal(signal.SIGINT)
+            for replica in replicas:
+                replica.listen()
+                _look_after(replica, any(other.finished for other in replicas), passed_on, say)
+            if seconds is not None:
+                _see_off(replicas, seconds, say)
+            left = [replica for replica in replicas if not replica.given_up]
+            if 0 < len(left) < needed and not any(replica.finished for replica in replicas):
+                say(f"{len(left)} of at least {needed} replicas are left; the run ends here")
+                end([replica.process for replica in left])
+                return
+    tick()
+
+
+def _see_off(replicas: list[_Replica], seconds: float, say: Say) -> None:
+    """At the end of a run that is all here: let go who keeps the final state for nobody, and end who was not heard for `seconds`."""
+    going = [replica for replica in replicas if replica.going]
+    if all(replica.keeps for replica in going):
+        for replica in going:
+            replica.process.send_signal(signal.SIGINT)
+            replica.keeps = False
+    elif any(replica.finished for replica in replicas) and not any(replica.keeps for replica in going):
+        for replica in going:
+            if time.monotonic() - replica.heard > seconds:
+                say(f"{replica.name} was not heard for {seconds:g} s, and the others have finished: it is ended")
+                replica.process.kill()
+                replica.heard = math.inf
+
+
+def _look_after(replica: _Replica, others_finished: bool, stopped: bool, say: Say) -> None:
+    """One look at a replica: whether it has ended, is to be started again, or waits for others that will not come."""
+    if not replica.going:
+        return
+    if replica.due is not None:
+        if stopped or others_finished:
+            replica.due, replica.finished = None, True
+            say(f"{replica.name} is not started again: {'stopping' if stopped else 'the others have finished'}")
+        elif time.monotonic() >= replica.due:
+            replica.begin(resume=True)
+            say(f"{replica.name} is started again")
+        return
+    code = replica.process.poll()
+    if code is None:
+        if others_finished and not replica.joined:
+            replica.process.send_signal(signal.SIGINT)
+        return
+    if code == 0 or stopped or others_finished:
+        replica.finished = True
+        if code != 0 and not stopped:
+            say(f"{replica.name} is not started again: the others have finished")
+        return
+    say(replica.died(code))
+
+
+def _signal(number: int) -> str:
+    try:
+        return f"signal {number}, {signal.Signals(number).name}"
+    except ValueError:
+        return f"signal {number}"
+
+
+def main() -> int:
+    """One replica, as `train_elastic` starts it."""
+    folder, (name, lighthouse), index = Path(sys.argv[1]), sys.argv[2:4], int(sys.argv[4])
+    secret, resume = sys.argv[5], "--resume" in sys.argv[6:]
+    stop = Stop()
+    threading.Thread(target=stop_with_the_launcher, args=(stop,), name="thinwire-launcher-watch", daemon=True).start()
+    try:
+        with stopping(stop):
+            gpu = index % max(1, torch.cuda.device_count())
+            coming = Coming(LighthouseMeeting(lighthouse), name, secret_in(Path(secret)) if secret else b"")
+            place = Place(coming, folder, resume, gpu=gpu, stop=stop)
+            train_here(Run.load(folder / "run.toml"), place)
+    except ThinwireError as error:
+        print(printable_lines(f"{type(error).__name__}: {error}"), file=sys.stderr)
+        return FINAL
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a thread may still wait at the lighthouse, for longer than anybody has time

@@ -1,0 +1,30 @@
+"""Which replicas take part in an elastic run: rendezvous, heartbeats, the agreed view, and the commit of a round.
+
+The names are loaded at their first use: the lighthouse's own process needs no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from thinwire.membership.lighthouse import LighthouseMeeting as LighthouseMeeting
+    from thinwire.membership.rendezvous import Member as Member
+    from thinwire.membership.rendezvous import Muster as Muster
+    from thinwire.membership.rendezvous import Roster as Roster
+    from thinwire.membership.server import Lighthouse as Lighthouse
+    from thinwire.membership.timeouts import Deadlines as Deadlines
+
+_HOMES = {
+    "Deadlines": "timeouts",
+    "Lighthouse": "server",
+    "LighthouseMeeting": "lighthouse",
+    "Member": "rendezvous",
+    "Muster": "rendezvous",
+    "Roster": "rendezvous",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,202 @@
+"""Messages between a replica and its lighthouse, each with a MAC: of one who does not hold the run secret nothing is read.
+
+    lighthouse → replica     magic, version, 32 random bytes
+    replica → lighthouse     magic, version, name, life, 32 random bytes, proof
+    lighthouse → replica     verdict, heartbeat time-out, proof
+    then messages both ways  length, MAC, JSON
+
+A proof is HMAC-SHA256, keyed by the run secret, of the speaker's part and of all that both sides have said so far. The
+MACs of messages have a key of their own for each connection and direction, and count the messages: nothing of it is
+good a second time, in another run, under another name or from the other side. Lengths are bounded before anything is
+received, and MACs compared (in constant time) before anything is decoded. It is not encrypted.
+
+Without a secret (b"") all of it is the same, and everybody can compute it. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import re
+import secrets
+import socket
+import stat
+import struct
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from thinwire.errors import ConfigurationError, LinkError, PacketError
+
+PORT = 29510
+ANSWER = 5.0  # seconds for a message to come back
+MOST_PRESENCE = 16_384  # bytes of what one replica says of itself
+MOST_MEMBERS = 128  # replicas at one lighthouse
+MOST_ASKED = 1 << 17  # bytes of one message to the lighthouse
+MOST_ANSWERED = 3 * MOST_MEMBERS * MOST_PRESENCE  # and from it: everybody's presence, escaped once more
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+LIFE = re.compile(r"[0-9a-f]{16}")
+
+MAGIC, VERSION = b"TWLH", 1
+HELLO = struct.Struct("<4sI32s")
+INTRODUCTION = struct.Struct("<4sI64s16s32s32s")
+WELCOME = struct.Struct("<Id32s")
+FRAME = struct.Struct("<I32s")
+PROOF = 32
+TAKEN, OTHER_SECRET, OTHER_VERSION, FULL = range(4)
+_VERDICTS = {
+    OTHER_SECRET: "refuses this replica: one of them has another run secret, or none. Give every machine the same file with --secret",
+    OTHER_VERSION: "is of another version of Thinwire; run the same everywhere",
+    FULL: f"is full: {MOST_MEMBERS} replicas are there already",
+}
+
+
+def secret_in(path: Path, make: bool = False) -> bytes:
+    """The run secret in the file `path`; with `make` one is drawn and written where there is no file. Raises `ConfigurationError`."""
+    if make:
+        with suppress(FileExistsError):
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(handle, "w") as file:
+                file.write(secrets.token_hex(32) + "\n")
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would make it wait
+        with os.fdopen(handle, "rb") as file:
+            status = os.fstat(file.fileno())
+            text = file.read(128) if stat.S_ISREG(status.st_mode) else b""
+    except OSError as error:
+        raise ConfigurationError(
+            f"no run secret can be read from {path} ({error}); `thinwire lighthouse --secret FILE` makes one, to be copied to every machine."
+        ) from None
+    if status.st_mode & 0o077:
+        raise ConfigurationError(f"others may read the run secret in {path}; chmod 600 {path}")
+    if not re.fullmatch(rb"[0-9a-f]{64}\s*", text):
+        raise ConfigurationError(
+            f"{path} holds no run secret: 64 hexadecimal digits are needed, as `thinwire lighthouse --secret FILE` writes them."
+        )
+    return bytes.fromhex(text.decode())
+
+
+def mac(secret: bytes, purpose: str, *parts: bytes) -> bytes:
+    """HMAC-SHA256 of `parts` for `purpose`, 32 bytes. Lengths are part of it: no two lists of parts give one text."""
+    text = b"".join(struct.pack("<Q", len(part)) + part for part in (f"thinwire {purpose}".encode(), *parts))
+    return hmac.digest(secret, text, hashlib.sha256)
+
+
+def same(a: bytes, b: bytes) -> bool:
+    """In a time that says nothing about where they differ."""
+    return hmac.compare_digest(a, b)
+
+
+class Seal:
+    """One direction of a connection."""
+
+    def __init__(self, secret: bytes, direction: str, talk: bytes) -> None:
+        self._key, self._count = mac(secret, f"messages of the {direction}", talk), 0
+
+    def pack(self, message: dict[str, Any]) -> bytes:
+        body = json.dumps(message, separators=(",", ":"), allow_nan=False).encode()
+        return FRAME.pack(len(body), self._mac(body)) + body
+
+    def open(self, tag: bytes, body: bytes) -> dict[str, Any]:
+        """Raises `PacketError`."""
+        if not same(tag, self._mac(body)):
+            raise PacketError("a message whose MAC is wrong")
+        try:
+            message = json.loads(body)
+        except (ValueError, RecursionError):
+            message = None
+        if not isinstance(message, dict):
+            raise PacketError("a message that is no JSON object")
+        return message
+
+    def _mac(self, body: bytes) -> bytes:
+        self._count += 1
+        return mac(self._key, "message", struct.pack("<Q", self._count), body)
+
+
+class Channel:
+    """A replica's connection to the lighthouse at `host`:`port`: it asks, the lighthouse answers. For one thread at a time.
+
+    Raises `LinkError` for everything that goes wrong; after that it is of no more use.
+    """
+
+    def __init__(self, host: str, port: int, name: str, life: str, secret: bytes, seconds: float = 2.0) -> None:
+        self._where = where = at(host, port)
+        until = time.monotonic() + seconds
+        try:
+            self._line = socket.create_connection((host, port), timeout=seconds)
+        except OSError as error:
+            raise LinkError(f"no lighthouse at {where}: {error}.") from None
+        try:
+            self._line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            self._line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            hello = self._receive(HELLO.size, until)
+            magic, version, _ = HELLO.unpack(hello)
+            if magic != MAGIC:
+                raise LinkError(f"what answers at {where} is no lighthouse of Thinwire.")
+            if version != VERSION:
+                raise LinkError(f"the lighthouse at {where} {_VERDICTS[OTHER_VERSION]}.")
+            said = INTRODUCTION.pack(
+                MAGIC, VERSION, name.encode(), life.encode(), secrets.token_bytes(32), bytes(PROOF)
+            )[:-PROOF]
+            self._line.sendall(said + mac(secret, "replica", hello, said))
+            welcome = self._receive(WELCOME.size, until)
+            verdict, self.heartbeat_timeout, proof = WELCOME.unpack(welcome)
+            if verdict != TAKEN:
+                raise LinkError(f"the lighthouse at {where} {_VERDICTS.get(verdict, 'refuses this replica')}.")
+            if not same(proof, mac(secret, "lighthouse", hello, said, welcome[:-PROOF])):
+                raise LinkError(f"what answers at {where} does not hold this run's secret.")
+            self._says, self._hears = Seal(secret, "replica", hello + said), Seal(secret, "lighthouse", hello + said)
+        except OSError as error:
+            self.close()
+            raise LinkError(f"what answers at {where} does not answer as a lighthouse: {error}.") from None
+        except LinkError:
+            self.close()
+            raise
+
+    def ask(self, do: str, seconds: float = 0.0, **fields: Any) -> dict[str, Any]:
+        """What the lighthouse answers; it may take `seconds`, and `ANSWER` more."""
+        until = time.monotonic() + seconds + ANSWER
+        try:
+            self._line.settimeout(ANSWER)
+            self._line.sendall(self._says.pack({"do": do, "seconds": seconds, **fields}))
+            length, tag = FRAME.unpack(self._receive(FRAME.size, until))
+            if length > MOST_ANSWERED:
+                raise PacketError(f"a message of {length:,} bytes, at most {MOST_ANSWERED:,} are allowed")
+            answer = self._hears.open(tag, self._receive(length, until))
+        except (OSError, PacketError) as error:
+            self.close()
+            raise LinkError(f"the lighthouse at {self._where}: {error}") from None
+        if "error" in answer:
+            raise LinkError(f"the lighthouse at {self._where} says: {str(answer['error'])[:200]}")
+        return answer
+
+    def close(self) -> None:
+        """Idempotent; from any thread: whoever waits hears of it."""
+        with suppress(OSError):
+            self._line.shutdown(socket.SHUT_RDWR)
+        self._line.close()
+
+    def _receive(self, nbytes: int, until: float) -> bytes:
+        parts = bytearray()
+        while len(parts) < nbytes:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise OSError("no answer in time")
+            self._line.settimeout(left)
+            part = self._line.recv(min(nbytes - len(parts), 1 << 20))
+            if not part:
+                raise OSError("it has closed the connection")
+            parts += part
+        return bytes(parts)
+
+
+def at(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

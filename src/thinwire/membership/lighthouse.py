@@ -1,0 +1,254 @@
+"""Replicas as processes that come and go: they find each other at a lighthouse (membership/server.py).
+
+With a run secret (`Roster(..., secret=...)`) the lighthouse hears only those who hold it, and the replicas believe only
+a lighthouse that does. Nothing is encrypted, and gloo, which carries the packets, does not authenticate: private
+networks and tunnels only. Nothing is ever unpickled: what replicas say of themselves is JSON, checked here again.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch.distributed as dist
+
+from thinwire.comm.group import Group
+from thinwire.comm.torch import TorchGroup, connected
+from thinwire.errors import ConfigurationError, LinkError, PacketError
+from thinwire.membership.channel import PORT, Channel, at, family
+from thinwire.membership.commit import Board
+from thinwire.membership.rendezvous import Observe
+from thinwire.membership.server import Lighthouse as Lighthouse
+from thinwire.membership.store import AddressBook, ChannelBoard, within
+from thinwire.membership.timeouts import Deadlines
+from thinwire.membership.view import Presence
+
+_PROBE = 2.0  # seconds for a peer or a lighthouse to answer at all
+
+
+class LighthouseMeeting:
+    """One replica's view of a lighthouse at `address` (host:port).
+
+    `host` is this machine's address, at which the others reach it; without, the one from which it reaches the
+    lighthouse. Behind a NAT there is no such address: use a tunnel.
+    """
+
+    def __init__(self, address: str, host: str | None = None) -> None:
+        self._lighthouse, self._port = _parse(address)
+        self._host = host or _own_address(self._lighthouse, self._port)
+        self._deadlines = Deadlines()
+        self._observe: Observe = lambda kind, fields: None
+        self._name = self._life = ""
+        self._secret = b""
+        self._board: ChannelBoard | None = None
+        self._left = threading.Event()
+        self._litter: list[str] = []  # keys to delete, by the heart, which has time
+        self._addresses: list[str] = []  # keys of the last group's
+        self._refused: set[str] = set()
+        self._door: socket.socket | None = None
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def address(self) -> str:
+        return at(self._host, self._door.getsockname()[1]) if self._door else self._host
+
+    def clock(self) -> float:
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        self._left.wait(seconds)
+
+    def arrive(self, name: str, life: str, secret: bytes, deadlines: Deadlines, observe: Observe) -> None:
+        self._name, self._life, self._secret = name, life, secret
+        self._deadlines, self._observe = deadlines, observe
+        try:
+            self._door = socket.create_server((self._host, 0), family=family(self._host))
+        except OSError as error:
+            raise LinkError(
+                f"cannot listen at {self._host} ({error}). Give the address of this machine that the others reach."
+            ) from None
+        for body in (self._answer, self._beat):
+            self._threads.append(
+                threading.Thread(target=body, name=f"thinwire-{body.__name__.strip('_')}", daemon=True)
+            )
+            self._threads[-1].start()
+
+    def call(self, presence: Presence, seconds: float) -> tuple[Sequence[Presence], Board]:
+        until = self.clock() + seconds
+        text = presence.to_json()
+        while (left := until - self.clock()) > 0:
+            board = self._found(left)
+            left = until - self.clock()
+            if left <= 0:
+                break
+            try:
+                present = board.channel.ask("call", left, presence=text)["present"]
+            except LinkError as error:
+                self._retry(f"the lighthouse at {self._where()} has gone ({error})", 0.5)
+                self._lose()
+                continue
+            if present is None:
+                break
+            heard = [self._heard(str(name), str(life), str(text)) for name, life, text in present]
+            return [p for p in heard if p is not None], board
+        raise LinkError(
+            f"nobody else called at the lighthouse {self._where()}, or "
+            "too many are late. Start the others, or wait for longer."
+        )
+
+    def connect(self, chapter: str, members: Sequence[Presence], rank: int) -> Group:
+        seconds, timeout = self._deadlines.connect, self._deadlines.transfer
+        self._litter.extend(self._addresses)  # of a chapter that is over
+        book = AddressBook(self._channel(), chapter, seconds)
+        self._addresses = book.own
+
+        def build() -> dist.ProcessGroup:
+            return connected(book, rank, len(members), self._host, seconds)
+
+        others = ", ".join(p.name for p in members if p.life != self._life)
+        try:
+            return TorchGroup(within(2 * seconds, f"connecting to {others}", build), timeout)
+        finally:
+            book.close()
+
+    def reaches(self, other: Presence) -> bool:
+        try:
+            host, port = _parse(other.address)
+            with socket.create_connection((host, port), timeout=_PROBE) as line:
+                line.settimeout(_PROBE)
+                return line.recv(64) == other.life.encode()
+        except (OSError, ConfigurationError):
+            return False
+
+    def leave(self) -> None:
+        self._left.set()
+        if self._door is not None:
+            with suppress(OSError):
+                self._door.shutdown(socket.SHUT_RDWR)  # or who waits at it would not hear that it closes
+            self._door.close()
+        for thread in self._threads:
+            thread.join(2 * _PROBE)
+        self._lose()
+
+    # ---- the lighthouse
+
+    def _channel(self) -> Channel:
+        return Channel(self._lighthouse, self._port, self._name, self._life, self._secret, _PROBE)
+
+    def _lose(self) -> None:
+        if self._board is not None:
+            self._board.channel.close()
+        self._board = None
+
+    def _found(self, seconds: float) -> ChannelBoard:
+        """The board of a lighthouse that answers; one that is new is given time to hear the others, too."""
+        if self._board is not None:
+            try:
+                self._board.channel.ask("beat")
+                return self._board
+            except LinkError as error:
+                self._lose()
+                self._retry(f"the lighthouse at {self._where()} has gone ({error})", 0.0)
+        until, pause = self.clock() + seconds, 0.5
+        while True:
+            try:
+                channel = self._channel()
+                break
+            except LinkError as error:
+                if self._left.is_set() or self.clock() + pause > until:
+                    raise LinkError(
+                        f"{error} Waited {seconds:.0f} s. Start one with `thinwire lighthouse`, and check that this "
+                        f"machine reaches it: port {self._port}."
+                    ) from None
+                self._retry(str(error), pause)
+            self.sleep(pause)
+            pause = min(2 * pause, 10.0)
+        self._board = ChannelBoard(channel, self._litter)
+        self._compare(channel.heartbeat_timeout)
+        self.sleep(2 * self._deadlines.heartbeat_interval)
+        return self._board
+
+    def _compare(self, there: float) -> None:
+        """A lighthouse that was started for another run counts other seconds: say so once, and go on."""
+        here = self._deadlines.heartbeat_timeout
+        if not 0.5 * here <= there <= 2 * here:
+            reason = f"the lighthouse at {self._where()} takes a replica for dead after {there:g} s, this run needs {here:.3g}"
+            self._retry(f"{reason}: start it with --heartbeat-timeout {here:.3g}", 0.0)
+
+    def _beat(self) -> None:
+        """Say that this process lives: a thread that waits for nothing else."""
+        interval, missed = self._deadlines.heartbeat_interval, 0
+        channel: Channel | None = None
+        while not self._left.wait(interval):
+            if self._board is None and channel is None:
+                continue  # it has not been found yet
+            try:
+                channel = channel or self._channel()
+                channel.ask("beat")
+                if self._litter:
+                    channel.ask("forget", keys=[self._litter.pop() for _ in range(min(len(self._litter), 256))])
+                missed = 0
+            except LinkError as error:
+                channel = None
+                missed += 1
+                if missed == 3:
+                    self._retry(f"the lighthouse at {self._where()} does not hear this replica ({error})", interval)
+        if channel is not None:
+            with suppress(LinkError):
+                channel.ask("leave")
+            channel.close()
+
+    def _answer(self) -> None:
+        """Tell whoever knocks who lives here."""
+        assert self._door is not None
+        while True:
+            try:
+                line, _ = self._door.accept()
+            except OSError:
+                if self._left.wait(0.1):
+                    return
+                continue  # no file descriptor is free, for now
+            with line, suppress(OSError):
+                line.sendall(self._life.encode())
+
+    def _heard(self, name: str, life: str, text: str) -> Presence | None:
+        """What a participant says of itself; None, told once, for one whose words are not of this version or not its own."""
+        try:
+            presence = Presence.from_json(text)
+            if (presence.name, presence.life) != (name, life):
+                raise PacketError(f"it calls itself {presence.name}")
+            return presence
+        except PacketError as error:
+            if name not in self._refused:
+                self._refused.add(name)
+                self._retry(f"{name} is not heard: {error}", 0.0)
+            return None
+
+    def _retry(self, reason: str, seconds: float) -> None:
+        self._observe("retry", {"reason": reason, "seconds": seconds})
+
+    def _where(self) -> str:
+        return at(self._lighthouse, self._port)
+
+
+def _parse(address: str) -> tuple[str, int]:
+    host, colon, port = address.rpartition(":") if ":" in address.rpartition("]")[2] else (address, ":", str(PORT))
+    if not (colon and host and port.isascii() and port.isdecimal() and len(port) < 6 and 0 < int(port) < 65536):
+        raise ConfigurationError(f"the address {address!r} was given; HOST:PORT is needed, as 10.0.0.1:{PORT}.")
+    return host.strip("[]"), int(port)
+
+
+def _own_address(host: str, port: int) -> str:
+    """The address from which packets to `host` leave. Sends nothing."""
+    try:
+        kind, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise LinkError(
+            f"the lighthouse {at(host, port)} has no address that is reached from here ({error})."
+        ) from None

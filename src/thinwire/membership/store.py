@@ -1,0 +1,110 @@
+"""What members write for each other at a lighthouse: ballots, and where they are reached.
+
+What was decided at one lighthouse cannot be asked of the next, so a board that failed once is not used again.
+"""
+
+from __future__ import annotations
+
+import base64
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+from torch.distributed import Store  # type: ignore[attr-defined]  # exported without saying so
+
+from thinwire.errors import LinkError
+from thinwire.membership.channel import Channel
+
+T = TypeVar("T")
+
+
+class ChannelBoard:
+    """A board at a lighthouse, over one connection: after its first failure, none of its answers can be had any more."""
+
+    def __init__(self, channel: Channel, litter: list[str]) -> None:
+        self.channel, self._litter = channel, litter
+
+    def put(self, key: str) -> None:
+        self.channel.ask("put", key=key, value="1")
+
+    def all(self, keys: Sequence[str]) -> bool:
+        return self.channel.ask("look", keys=list(keys))["values"] is not None
+
+    def settle(self, key: str, value: bytes) -> bytes:
+        return str(self.channel.ask("settle", key=key, value=value.decode())["value"]).encode()
+
+    def wait(self, key: str, seconds: float) -> bytes | None:
+        values = self.channel.ask("look", max(seconds, 0.001), keys=[key])["values"]
+        return None if values is None else str(values[0]).encode()
+
+    def forget(self, keys: Sequence[str]) -> None:
+        self._litter.extend(keys)
+
+
+class AddressBook(Store):
+    """Where gloo's pairs are reached, for one `chapter`, by a connection of its own. gloo calls it from its own thread."""
+
+    def __init__(self, channel: Channel, chapter: str, seconds: float) -> None:
+        super().__init__()
+        self._channel, self._chapter, self._until = channel, chapter, time.monotonic() + seconds
+        self.own: list[str] = []  # what this member wrote
+
+    def set(self, key: str, value: bytes | str) -> None:
+        text = value.encode() if isinstance(value, str) else value
+        self.own.append(self._key(key))
+        self._channel.ask("put", key=self._key(key), value=base64.b64encode(text).decode())
+
+    def get(self, key: str) -> bytes:
+        (value,) = self._values([key], max(0.001, self._until - time.monotonic()))
+        try:
+            return base64.b64decode(value, validate=True)
+        except (ValueError, TypeError):
+            raise LinkError(f"the address of a member cannot be read ({key})") from None
+
+    def wait(self, keys: Sequence[str], seconds: timedelta | None = None) -> None:
+        self._values(keys, seconds.total_seconds() if seconds else max(0.001, self._until - time.monotonic()))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._channel.ask("look", keys=list(map(self._key, keys)))["values"] is not None
+
+    def close(self) -> None:
+        """The group is built, or will not be; the connection is of no more use."""
+        self._channel.close()
+
+    def _key(self, key: str) -> str:
+        return f"group/{self._chapter}/{key}"
+
+    def _values(self, keys: Sequence[str], seconds: float) -> list[str]:
+        values = self._channel.ask("look", seconds, keys=list(map(self._key, keys)))["values"]
+        if values is None:
+            raise LinkError("not all members came in time")
+        return list(values)
+
+
+def within(seconds: float, what: str, operation: Callable[[], T]) -> T:
+    """What `operation` returns; raises `LinkError` if torch fails, or has not come back after `seconds`."""
+    outcome: list[T] = []
+    failure: list[Exception] = []
+
+    def run() -> None:
+        try:
+            outcome.append(operation())
+        except (RuntimeError, LinkError) as error:  # torch's DistError and its kin
+            failure.append(error)
+
+    thread = threading.Thread(target=run, name="thinwire-connect", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if outcome:
+        return outcome[0]
+    if failure:
+        error = failure.pop()  # else the list, the error and the frame of `run` would hold each other
+        raise LinkError(f"{what}: {short(error)}") from error
+    raise LinkError(f"{what}: no answer within {seconds:g} s")
+
+
+def short(error: BaseException) -> str:
+    """What happened, in a line: torch's errors go on for many."""
+    return str(error).strip().split("\n")[0]

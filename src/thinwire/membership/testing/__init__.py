@@ -1,0 +1,5 @@
+"""A simulated cluster in virtual time: the real protocol, replicas as threads, faults on order."""
+
+from thinwire.membership.testing.cluster import Rehearsal
+
+__all__ = ["Rehearsal"]

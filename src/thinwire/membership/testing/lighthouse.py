@@ -1,0 +1,153 @@
+"""A stand-in for the lighthouse within one process, in virtual time, and the board beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from thinwire.errors import LinkError
+from thinwire.membership.server import JOIN, quorum
+from thinwire.membership.testing.clock import VirtualTime
+from thinwire.membership.view import Presence
+
+
+class Place(Protocol):
+    """What the stand-in stands in: time, and replicas that wait, come to phases, are alive or not."""
+
+    time: VirtualTime
+
+    def wait(self, name: str, predicate: Callable[[], bool], seconds: float | None) -> bool: ...
+
+    def passing(self, name: str, phase: str) -> None: ...
+
+    def beats(self, name: str) -> bool: ...
+
+
+class Standin:
+    """Who is heard, who calls, and what is written on the board. Call it with the lock of its place held."""
+
+    def __init__(self, place: Place, heartbeat_timeout: float) -> None:
+        self.place, self.heartbeat_timeout = place, heartbeat_timeout
+        self.up = True
+        self.epoch = 0
+        self.written: dict[str, bytes] = {}
+        self._names: dict[str, str] = {}  # by name: the life that is heard under it
+        self._silent: dict[str, float] = {}  # by life: since when it is not heard
+        self._calls: dict[str, tuple[float, Presence | None]] = {}  # by life: since when
+        self._previous: set[str] = set()
+        self._answers: dict[str, list[Presence]] = {}
+
+    def stop(self) -> None:
+        """As if its process was killed: all that it knew is lost."""
+        with self.place.time:
+            self.up, self.epoch = False, self.epoch + 1
+            self.written, self._calls, self._previous, self._answers = {}, {}, set(), {}
+            self._silent = {life: float("-inf") for life in self._silent.keys() | self._names.values()}
+            self.place.time.notify_all()
+
+    def start(self) -> None:
+        """Hearts beat every second, so that it hears those who are there one by one, within that."""
+        with self.place.time:
+            self.up = True
+            self.place.time.after(1.0, self.hear_again)
+            self.place.time.notify_all()
+
+    def hear(self, name: str, life: str) -> None:
+        """Heartbeats of `life` come from now on."""
+        self._names[name] = life
+        self._silent.pop(life, None)
+
+    def hear_again(self) -> None:
+        """The heartbeats of all who are there and not frozen."""
+        for name, life in self._names.items():
+            if self.place.beats(name):
+                self._silent.pop(life, None)
+
+    def silence(self, name: str) -> None:
+        """No heartbeats of `name` from now on."""
+        if name in self._names:
+            self._silent.setdefault(self._names[name], self.place.time.now)
+            self.place.time.after(self.heartbeat_timeout)
+
+    def leave(self, name: str) -> None:
+        """No heartbeats of `name`, for good."""
+        self.silence(name)
+        self._names.pop(name, None)
+
+    def call(self, name: str, presence: Presence, seconds: float) -> list[Presence]:
+        """Wait for the answer of `quorum`. Raises `LinkError`."""
+        life, epoch = presence.life, self.epoch
+        self.hear(name, life)
+        self._calls[life] = (self.place.time.now, presence)
+        self.place.time.after(JOIN)
+
+        def answered() -> bool:
+            self._look()
+            return life in self._answers or self.epoch != epoch
+
+        in_time = self.place.wait(name, answered, seconds)
+        if self.epoch != epoch:
+            raise LinkError("the lighthouse has gone")
+        if not in_time:
+            self._calls[life] = (self.place.time.now, None)  # as a replica that gives up says
+            raise LinkError(f"no muster within {seconds:g} s: too few others called")
+        return self._answers.pop(life)
+
+    def _look(self) -> None:
+        now = self.place.time.now
+        heard = {life for life in self._lives() if now - self._silent.get(life, now) < self.heartbeat_timeout}
+        calling = {life: since for life, (since, _) in self._calls.items()}
+        chosen = quorum(calling, heard, self._previous, now, JOIN)
+        if chosen:
+            calls = [self._calls[life][1] for life in sorted(chosen)]
+            present = [presence for presence in calls if presence is not None]
+            self._answers |= {life: list(present) for life in chosen}
+            self._previous, self._calls = chosen, {}
+            self.place.time.notify_all()
+
+    def _lives(self) -> set[str]:
+        return {*self._names.values(), *self._calls, *self._silent}
+
+
+class StandinBoard:
+    """What is written with one lighthouse; it does not outlive it. See `Board`."""
+
+    def __init__(self, lighthouse: Standin, place: Place, name: str) -> None:
+        self._lighthouse, self._place, self._name, self._epoch = lighthouse, place, name, lighthouse.epoch
+
+    def put(self, key: str) -> None:
+        self._place.passing(self._name, "put")
+        with self._place.time:
+            self._written()[key] = b""
+
+    def all(self, keys: Sequence[str]) -> bool:
+        self._place.passing(self._name, "all")
+        with self._place.time:
+            written = self._written()
+            return all(key in written for key in keys)
+
+    def settle(self, key: str, value: bytes) -> bytes:
+        self._place.passing(self._name, "settle")
+        with self._place.time:
+            self._place.time.notify_all()
+            return self._written().setdefault(key, value)
+
+    def wait(self, key: str, seconds: float) -> bytes | None:
+        self._place.passing(self._name, "wait")
+        with self._place.time:
+            self._place.wait(self._name, lambda: self._gone() or key in self._lighthouse.written, seconds)
+            return self._written().get(key)
+
+    def forget(self, keys: Sequence[str]) -> None:
+        with self._place.time, suppress(LinkError):
+            for key in keys:
+                self._written().pop(key, None)
+
+    def _gone(self) -> bool:
+        return self._epoch != self._lighthouse.epoch
+
+    def _written(self) -> dict[str, bytes]:
+        if self._gone():
+            raise LinkError("the lighthouse has gone, and what was written with it")
+        return self._lighthouse.written

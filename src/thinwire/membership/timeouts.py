@@ -1,0 +1,118 @@
+"""How long anything may take between replicas: the one time-out model.
+
+A pure function of the schedule, the step, the packets and the link. No clock of one machine is ever compared with
+another's: all of these are lengths.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from math import isfinite
+
+from thinwire.comm.emulated import Link
+from thinwire.errors import ConfigurationError
+from thinwire.membership.server import HEARTBEAT_TIMEOUT
+
+BUFFERED = 1 << 20  # bytes of bulk that may stand in buffers before a heartbeat, measured: docs/log.md
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """All in seconds. Take `Deadlines.of(...)`, and `dataclasses.replace` to override one.
+
+    `heartbeat_interval`, `heartbeat_timeout`: a replica that was not heard for so long is taken for dead.
+    `grace`: how long the others wait for a replica that is alive and late. `connect`: to build a group. `transfer`:
+    for one message of a round. `vote`: for everybody's ballot. `muster`: until who is there is found.
+    """
+
+    heartbeat_interval: float = 1.0
+    heartbeat_timeout: float = HEARTBEAT_TIMEOUT
+    grace: float = 10.0
+    connect: float = 10.0
+    transfer: float = 10.0
+    vote: float = 15.0
+    muster: float = 60.0
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not (isfinite(value) and value > 0):
+                raise ConfigurationError(f"{item.name}={value!r}: a positive number of seconds is needed.")
+        if self.heartbeat_timeout < 2 * self.heartbeat_interval:
+            raise ConfigurationError(
+                f"heartbeat_timeout={self.heartbeat_timeout:g} with heartbeat_interval={self.heartbeat_interval:g}: "
+                "room for a lost one is needed; choose at least twice the interval."
+            )
+        if self.vote < self.transfer:
+            raise ConfigurationError(
+                f"vote={self.vote:g} with transfer={self.transfer:g}: a member may vote that late; choose vote >= transfer."
+            )
+
+    @classmethod
+    def of(
+        cls,
+        every: int,
+        delay: int,
+        step_seconds: float,
+        nbytes: int,
+        link: Link | None = None,
+        grace: str | None = None,
+    ) -> Deadlines:
+        """For rounds of `nbytes` (sent by a replica in one round, all peers together) on `link` (None: no matter).
+
+        With H = `every`, τ = `delay`, T = `step_seconds`; air = nbytes on the link; rtt = 2 · its delay;
+        queue = 1 MiB of bulk on the link, which may stand before a heartbeat:
+
+            heartbeat_interval = 1
+            heartbeat_timeout  = max(5, 3 · (interval + queue + rtt))
+            grace              = max(2, τ·T − air − 10·rtt, H·T / 10)
+            connect            = max(10, 40 · rtt + 3 · queue)
+            transfer           = max(10, 4 · (air + rtt))
+            vote               = transfer + max(5, 8 · rtt + 3 · queue)
+            muster             = H·T + grace + heartbeat_timeout + 2 · connect
+
+        The grace is the schedule's slack: so much later a round still lands in time. Where there is none it is a
+        tenth of the period, the most that one late replica costs the others. A link four times slower than said
+        still carries a round. A vote outlasts a peer's transfer, because a peer may vote only after it. A muster
+        outlasts a period: the others may have just begun one. With `grace`, such as "5s" or "20 steps", that is the grace.
+
+        >>> Deadlines.of(every=100, delay=5, step_seconds=0.5, nbytes=10**6, link=Link.parse("10mbit,50ms")).grace
+        5.0
+        """
+        given = {"every": every, "delay": delay, "step_seconds": step_seconds, "nbytes": nbytes}
+        for name, value in given.items():
+            if not (isfinite(value) and value >= 0):
+                raise ConfigurationError(f"{name}={value!r}: a finite number of at least 0 is needed.")
+        air = link.seconds(nbytes) if link else 0.0
+        rtt = 2 * link.delay_seconds if link else 0.0
+        queue = link.serialisation_seconds(BUFFERED) if link else 0.0
+        period = every * step_seconds
+        timeout = max(5.0, 3 * (1.0 + queue + rtt))
+        slack = max(2.0, delay * step_seconds - air - 10 * rtt, period / 10)
+        waits = slack if grace is None else grace_seconds(grace, step_seconds)
+        connect = max(10.0, 40 * rtt + 3 * queue)
+        transfer = max(10.0, 4 * (air + rtt))
+        return cls(
+            heartbeat_interval=1.0,
+            heartbeat_timeout=timeout,
+            grace=waits,
+            connect=connect,
+            transfer=transfer,
+            vote=transfer + max(5.0, 8 * rtt + 3 * queue),
+            muster=period + waits + timeout + 2 * connect,
+        )
+
+
+def grace_seconds(text: str, step_seconds: float) -> float:
+    """Seconds of "5s", "500ms" or, in inner steps of `step_seconds`, "20 steps". Raises `ConfigurationError`.
+
+    >>> grace_seconds("20 steps", step_seconds=0.5), grace_seconds("500ms", step_seconds=0.5)
+    (10.0, 0.5)
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(ms|s|steps?)", text)
+    if match is None or not float(match[1]) > 0:
+        raise ConfigurationError(
+            f"grace={text!r}: how long others wait for a late replica is needed, such as 5s, 500ms or '20 steps'."
+        )
+    return float(match[1]) * {"ms": 1e-3, "s": 1.0}.get(match[2], step_seconds)

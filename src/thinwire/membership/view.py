@@ -1,0 +1,154 @@
+"""Who counts as a member, from what all those present say of themselves: pure, so that all come to the same answer.
+
+What a replica says travels as JSON, and is believed only in form: sizes, kinds and finite numbers are checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from thinwire.errors import ConfigurationError, PacketError
+from thinwire.membership.channel import (
+    MOST_PRESENCE as LIMIT,  # bytes of one replica's presence as JSON: claim, facts and all
+)
+from thinwire.membership.channel import NAME
+
+_MOST = 1 << 53  # calls and musters
+
+
+@dataclass(frozen=True)
+class Presence:
+    """What a replica says when it asks for a muster.
+
+    `life` is drawn anew at every start, so that a replica that came back is not taken for the one that died. `calls`
+    counts what it asked for in this life and `musters` those it was a member of. `holds` names the group that it
+    holds, "" for none. `facts` must be equal on all members; `claim` is the caller's. `unreachable` are the lives that
+    it cannot reach, and `expects` those that it wants to wait for; `address` is where it can be reached.
+    """
+
+    name: str
+    life: str
+    calls: int
+    musters: int = 0
+    holds: str = ""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    claim: Mapping[str, Any] = field(default_factory=dict)
+    unreachable: Sequence[str] = ()
+    expects: Sequence[str] = ()
+    address: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not NAME.fullmatch(self.name):
+            raise ConfigurationError(
+                f"the name {self.name!r} was given to a replica; 1 to 64 letters, digits, dots, dashes and "
+                "underscores are needed, the first a letter or digit."
+            )
+
+    def to_json(self) -> str:
+        """Raises `ConfigurationError`: no JSON, NaN or infinity in it, or too large."""
+        try:
+            text = json.dumps(asdict(self), allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigurationError(
+                f"replica {self.name!r}: facts and claim are no plain JSON ({error}); numbers, texts, lists and mappings are needed."
+            ) from None
+        if len(text) > LIMIT:
+            raise ConfigurationError(
+                f"replica {self.name!r}: facts and claim are {len(text)} bytes; at most {LIMIT} are needed. Send digests of what is large."
+            )
+        return text
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Presence:
+        """Raises `PacketError` for anything that `to_json` would not have written."""
+        try:
+            if len(text) > LIMIT:
+                raise ValueError(f"{len(text)} bytes, at most {LIMIT} are allowed")
+            said = json.loads(text, parse_constant=_refuse)
+            presence = cls(**said)
+            kinds: dict[str, Any] = {
+                "life": str, "calls": int, "musters": int, "holds": str, "facts": dict, "claim": dict,
+                "unreachable": list, "expects": list, "address": str,
+            }  # fmt: skip
+            for name, kind in kinds.items():
+                if type(getattr(presence, name)) is not kind:
+                    raise ValueError(f"{name} is no {kind.__name__}")
+            if not (0 <= presence.calls < _MOST and 0 <= presence.musters < _MOST):
+                raise ValueError("calls or musters are no number of calls")
+            if not all(
+                isinstance(value, str) for value in (*presence.facts.values(), *presence.unreachable, *presence.expects)
+            ):
+                raise ValueError("facts, unreachable or expects hold more than texts")
+        except (ValueError, TypeError, RecursionError) as error:  # a ConfigurationError is a ValueError
+            raise PacketError(f"somebody at the muster is no replica of this version of Thinwire: {error}") from None
+        return presence
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Why somebody who is present is no member. `foreign`: it has other facts than the one who judges."""
+
+    presence: Presence
+    reason: str
+    foreign: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`members` in rank order, and who is left out; `id` names this muster and no other."""
+
+    members: tuple[Presence, ...]
+    left_out: tuple[LeftOut, ...]
+    id: str
+
+
+def judge(present: Iterable[Presence], facts: Mapping[str, str]) -> Verdict:
+    """Who of those `present` are members, for one with these `facts`: all with the same come to the same verdict, in any order.
+
+    Facts must be the same as one's own. Those who say that they have served longer (more musters in this life) stay: of two with
+    one name the elder; of two that cannot reach each other the one with fewer broken links, then the elder.
+    """
+    eldest_first = sorted(present, key=lambda p: (-p.musters, p.name, p.life))
+    left_out: list[LeftOut] = []
+    members: list[Presence] = []
+    for presence in eldest_first:
+        same = next((other for other in members if other.name == presence.name), None)
+        if presence.facts != facts:
+            left_out.append(LeftOut(presence, difference(presence.facts, facts), foreign=True))
+        elif same is not None:
+            left_out.append(LeftOut(presence, f"{_the_other(same)} has the name {same.name!r}"))
+        else:
+            members.append(presence)
+    while broken := _broken_links(members):
+        counts = Counter(life for link in broken for life in link)
+        worst = max(members[::-1], key=lambda p: counts[p.life])  # of equals the youngest
+        others = sorted(p.name for p in members if any({p.life, worst.life} == link for link in broken))
+        members.remove(worst)
+        left_out.append(LeftOut(worst, f"no link between it and {', '.join(others)}"))
+    members.sort(key=lambda p: p.name)
+    signature = json.dumps([[p.life, p.calls] for p in members]).encode()
+    return Verdict(tuple(members), tuple(left_out), hashlib.blake2b(signature, digest_size=8).hexdigest())
+
+
+def _broken_links(members: Sequence[Presence]) -> set[frozenset[str]]:
+    lives = {p.life for p in members}
+    return {frozenset((p.life, other)) for p in members for other in p.unreachable if other in lives - {p.life}}
+
+
+def difference(there: Mapping[str, str], here: Mapping[str, str], where: str = "here") -> str:
+    """The first fact that differs, with both values."""
+    name = next(n for n in [*here, *there] if here.get(n) != there.get(n))
+    return f"{name}: {there.get(name, 'absent')} there, {here.get(name, 'absent')} {where}"
+
+
+def _the_other(presence: Presence) -> str:
+    return f"the replica at {presence.address}" if presence.address else "another replica"
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")

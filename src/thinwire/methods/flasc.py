@@ -1,0 +1,361 @@
+"""FLASC: sparse both ways, around a hub. Kuo, Raje, Rajesh, Smith, *Federated LoRA with Sparse Communication*, arXiv 2406.05233 (the
+abstract of CELLM, arXiv 2407.20557, tells the same).
+
+    the hub holds p, all that is trained (LoRA's factors, one vector), and Adam's moments
+    down    s = the `down` largest of |p|, the rest zero         to each replica that the round draws
+    there   y ← s; train all of y, also where s is zero
+    up      the `up` largest of |s − y|                          to the hub
+    hub     p ← Adam(p, the mean of what came)
+
+The largest are those of the whole vector, not of each tensor. Masks are of what travels, never of what is trained. No error
+feedback: a replica keeps nothing from round to round, and may be drawn once or never again. At densities of 1 it is FedAdam
+(Reddi et al., arXiv 2003.00295).
+
+*Differs*: the first round begins with all of p, which all know; who is not drawn hears that the round is over (a header), so that
+all are at the same step; a delta that is not finite is left out of its round's mean, and a round whose mean Adam could not square
+changes nothing. Values travel in fp32 unless `codec` says otherwise.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.codecs import Codec, Identity, TopK, fitted
+from thinwire.comm.group import Group, gather
+from thinwire.comm.state_transfer import give, take
+from thinwire.errors import CheckpointError, ConfigurationError, ModelError
+from thinwire.methods.base import TAG, Attached, check_rounds, drawn, silent
+from thinwire.observer import Observer
+from thinwire.packet import HEADER_NBYTES, REFUSED, STOP, Header, empty_packet, identity, open_packet, payload, seal
+from thinwire.rng import Key
+from thinwire.runtime.handshake import digest
+
+UP, DOWN, FINAL = range(3)  # a message's part of its round
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flasc:
+    """The method: densities, `every` inner steps a round, how many replicas a round draws (None: all), the hub's learning rate.
+
+    *Wire*, in a round: 48 + nbytes(up) from each that is drawn, 48 + nbytes(down) to each that the next round draws, 48 to each
+    other; the hub's own part does not travel. At the end 48 + 4n to each. With fp32 values density·(32 + ⌈log₂ n⌉) bits a
+    parameter, so that above about 0.6 the dense form (density 1) is smaller. *Memory* beside the model: 8 bytes a trained
+    parameter, on the hub 16.
+
+    >>> hub, other = (Flasc(up=0.25, down=0.25).nbytes_per_period(1_000_000, size=3, rank=rank) for rank in (0, 1))
+    >>> hub, other
+    (3250096, 1625048)
+    """
+
+    up: float = 0.25
+    down: float = 0.5
+    every: int = 10
+    sampled: int | None = None
+    outer_lr: float = 1e-2
+    codec: Codec = Identity()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (0 < self.up <= 1 and 0 < self.down <= 1):
+            raise ConfigurationError(f"up={self.up}, down={self.down}: above 0 and at most 1 is needed; 1 sends all.")
+        if not isinstance(self.codec, Codec) or isinstance(self.codec, type):
+            raise ConfigurationError(f"codec={self.codec!r}: a Codec is needed, for the values that travel.")
+        check_rounds(self.every, self.sampled, self.outer_lr)
+        self.at(self.up), self.at(self.down)  # values that cannot be sparse are refused
+
+    def at(self, density: float) -> Codec:
+        """How a vector travels at `density`; at 1 without indices."""
+        return self.codec if density == 1 else TopK(density, self.codec)
+
+    def optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=lr, momentum=0.9)
+
+    def attach(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, *,
+        names: Sequence[str] | None = None, observer: Observer = silent, clock: Callable[[], float] = time.monotonic,
+    ) -> Federated:  # fmt: skip
+        return Federated(self, model, optimizer, group, names, observer, clock)
+
+    def nbytes_per_period(self, numel: int, size: int, rank: int = 0, period: int = 0) -> int:
+        up, down = (self.at(density).nbytes(numel) for density in (self.up, self.down))
+        now, then = (self.draw([str(other) for other in range(size)], round_) for round_ in (period, period + 1))
+        if rank != 0:
+            return HEADER_NBYTES + up if str(rank) in now else 0
+        return sum(HEADER_NBYTES + (down if str(other) in then else 0) for other in range(1, size))
+
+    def draw(self, names: Sequence[str], round_: int) -> tuple[str, ...]:
+        """Who of `names` trains in a round, in their order: the same everywhere."""
+        return drawn(names, self.sampled, self.seed, round_)
+
+
+class Federated(Attached):
+    """`Flasc` at work. The first of `names` at the start is the hub for ever; it trains like the others when it is drawn.
+
+    ```python
+    model = attach(model, rank=16, seed=0)  # adapters: see thinwire.lm.adapters
+    trained = flasc(every=10, sampled=4).attach(model, torch.optim.SGD(factors, lr=0.05, momentum=0.9), group)
+    for batch in data:
+        if trained.idle:
+            trained.skip()                       # not drawn in this round
+            continue
+        model(batch).loss.backward()
+        optimizer.step()                         # up and down behind every tenth
+        optimizer.zero_grad()
+    trained.finish()                             # all hold p
+    ```
+
+    Any optimizer will do; it begins each round without a past. Before the end only the hub knows p: the others hold what they were
+    last told. After a `LinkError` the round has not happened here; see `meet`.
+    """
+
+    strategy: Flasc
+
+    def __init__(
+        self, method: Flasc, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group,
+        names: Sequence[str] | None, observer: Observer, clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        super().__init__(method, model, optimizer, group, names, observer, clock)
+        if method.sampled is not None and method.sampled > group.size:
+            raise ConfigurationError(f"sampled={method.sampled} of {group.size} replicas: at most all can be.")
+        self.hub, self.rounds, self._finished = self.names[0], 0, False
+        shapes = self.fragments[0].shapes
+        self._codecs = {UP: fitted(method.at(method.up), shapes), DOWN: fitted(method.at(method.down), shapes)}
+        self._codecs[FINAL] = Identity()
+        self.start = self._flat()  # s
+        self.p = nn.Parameter(self.start.clone())  # beside the hub: what was last told of it
+        self._adam = torch.optim.AdamW([self.p], lr=method.outer_lr, weight_decay=0.0)
+        self._hook = optimizer.register_step_post_hook(lambda *_: self._after_step())
+        self.meet(group, self.names)
+
+    # ---- the loop
+
+    @property
+    def idle(self) -> bool:  # type: ignore[override]
+        return self.name not in self.strategy.draw(self.names, self.rounds)
+
+    @property
+    def share(self) -> float:  # type: ignore[override]
+        return len(self.strategy.draw(self.names, self.rounds)) / len(self.names)
+
+    @property
+    def informed(self) -> bool:
+        """Whether it knows p: the hub does, at the end all do."""
+        return self._finished or self.name == self.hub
+
+    def skip(self) -> None:
+        """A step of a replica that is idle."""
+        self._after_step()
+
+    def _after_step(self) -> None:
+        self.step += 1
+        if self.step % self.strategy.every == 0:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        """The end of a round, and the beginning of the next."""
+        now, then = (
+            [self.names.index(name) for name in self.strategy.draw(self.names, round_)]
+            for round_ in (self.rounds, self.rounds + 1)
+        )
+        (self._gather if self.name == self.hub else self._report)(now, then)
+
+    def _report(self, now: Sequence[int], then: Sequence[int]) -> None:
+        """Of a replica: up to the hub, and what the hub says of the next round."""
+        began, rank, hub = self._clock(), self.group.rank, self.names.index(self.hub)
+        send = {hub: self._packet(UP, self.start - self._flat())} if rank in now else {}
+        due = self._header(DOWN, hub, empty=rank not in then)
+        packet = empty_packet(due.nbytes)
+        arrived = self._carry(send, {hub: packet}, due, began)
+        self.stopping |= bool(open_packet(packet, due) & STOP)
+        self._arrived(due, began, arrived)
+        if rank in then:
+            self.start = self._decoded(DOWN, packet, hub)
+            self.p.copy_(self.start)
+        self._next(rank in then)
+
+    def _gather(self, now: Sequence[int], then: Sequence[int]) -> None:
+        """Of the hub: all deltas, Adam's step, and down to those whom the next round draws."""
+        began, rank = self._clock(), self.group.rank
+        packets = {peer: empty_packet(self._header(UP, peer).nbytes) for peer in now if peer != rank}
+        self.group.post(TAG, {}, packets).wait()
+        if rank in now:
+            packets[rank] = self._packet(UP, self.start - self._flat())
+        flags = {peer: open_packet(packet, self._header(UP, peer)) for peer, packet in packets.items()}
+        self.stopping |= self._stop_requested or any(said & STOP for said in flags.values())
+        self._descend({peer: packets[peer] for peer in sorted(packets) if not flags[peer] & REFUSED})
+        if refused := [peer for peer in sorted(packets) if flags[peer] & REFUSED]:
+            self._refuse(refused, "NaN or infinity in what was trained")
+        told, notice, due = self._packet(DOWN, self.p), self._packet(DOWN, None), self._header(DOWN, rank)
+        self.start = self._decoded(DOWN, told, rank)
+        self._next(rank in then)
+        down = {peer: told if peer in then else notice for peer in range(self.group.size) if peer != rank}
+        arrived = self._carry(down, {}, due, began)
+        self._arrived(due, began, arrived)
+
+    def _descend(self, packets: Mapping[int, Tensor]) -> None:
+        """p ← Adam(p, mean), unless there is none or Adam could not square it."""
+        total = torch.zeros_like(self.p)
+        for peer, packet in packets.items():
+            self._codecs[UP].decode_add(payload(packet), total, self._key(UP, peer))
+        mean = total / max(1, len(packets))
+        if not bool(torch.isfinite(mean.square()).all()):
+            self._refuse([], "the mean of what was trained is too large for Adam")
+        elif packets:
+            self.p.grad = mean
+            self._adam.step()
+            self.p.grad = None
+
+    def _next(self, drawn_: bool) -> None:
+        self.rounds += 1
+        self.optimizer.state.clear()
+        if drawn_:
+            self._load(self.start)
+
+    def _refuse(self, by: list[int], reason: str) -> None:
+        self._observe("refused", self.step, fragment=0, round=self.rounds, by=by, reason=reason)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Exchange what was trained since the last round, and leave p in every model: 48 + 4n bytes from the hub to each."""
+        if self._finished:
+            return
+        self._finished = True
+        if self.step % self.strategy.every:
+            self._exchange()
+        hub = self.names.index(self.hub)
+        if self.name == self.hub:
+            packet = self._packet(FINAL, self.p)
+            others = [rank for rank in range(self.group.size) if rank != hub]
+            self.group.post(TAG, dict.fromkeys(others, packet), {}, "final").wait()
+        else:
+            packet = empty_packet(self._header(FINAL, hub).nbytes)
+            self.group.post(TAG, {}, {hub: packet}, "final").wait()
+            open_packet(packet, self._header(FINAL, hub))
+            self.p.copy_(self._decoded(FINAL, packet, hub))
+        self._load(self.p)
+        self.close()
+
+    @contextmanager
+    def anchored(self) -> Iterator[None]:
+        """Within: the model holds p, or what this replica was last told of it."""
+        own = self._flat()
+        self._load(self.p)
+        try:
+            yield
+        finally:
+            self._load(own)
+
+    def close(self) -> None:
+        self._hook.remove()
+
+    # ---- with whom
+
+    def meet(self, group: Group, names: Sequence[str] | None = None) -> None:
+        """Go on with the replicas of `group`, the hub among them; all of them call it at once. The hub's word holds: whoever is elsewhere
+        takes over where it is.
+
+        Raises `ConfigurationError` without the hub, `DisagreementError`, `LinkError`.
+        """
+        self.group, self.names = group, self._checked(names, group)
+        if self.hub not in self.names:
+            raise ConfigurationError(
+                f"names={self.names}: the hub {self.hub!r} is not among them, and nobody else holds p; go on from its checkpoint."
+            )
+        self.introduce({"names": list(self.names), "hub": self.hub})
+        hub, told = self.names.index(self.hub), self._told()
+        place, text = told[hub]
+        crew = self.strategy.draw(self.names, self.rounds)
+        behind = [r for r, (at, its) in enumerate(told) if at != place or (its != text and self.names[r] in crew)]
+        if behind and group.rank == hub:
+            nbytes = give(group, behind, {"start": self.start}, {"rounds": self.rounds, "step": self.step})
+            self._observe("given", self.step, to=[self.names[rank] for rank in behind], nbytes=nbytes)
+        elif group.rank in behind:
+            tensors, facts = take(group, hub, 4 * self.start.numel() + (1 << 16))
+            self._put(tensors["start"], facts)
+            self.optimizer.state.clear()
+            self._load(self.start)
+            self._observe("caught_up", self.step, turn=self.rounds, donor=self.hub)
+        if not bool(torch.isfinite(self.start).all()):
+            raise ModelError("the first weights hold NaN or infinity; initialise them, or load a sound checkpoint.")
+
+    def _told(self) -> list[tuple[bytes, bytes]]:
+        """Everybody's rounds and steps, and the digest of where its round began."""
+        own = self.rounds.to_bytes(8, "little") + self.step.to_bytes(8, "little") + digest([self.start])
+        return [(text[:16], text[16:]) for text in gather(self.group, own, len(own), "resume")]
+
+    @torch.no_grad()
+    def _put(self, start: Tensor, facts: Mapping[str, Any]) -> None:
+        self.start, self.rounds, self.step = start.clone(), int(facts["rounds"]), int(facts["step"])
+        self.p.copy_(start)
+
+    # ---- to be saved and to go on
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors = {"start": self.start}
+        if self.name == self.hub:
+            tensors |= {"p": self.p.detach().clone()} | dict(self._adam.state.get(self.p, {}))
+        return tensors, {"rounds": self.rounds, "step": self.step, "hub": self.hub}
+
+    def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """Go on from `state()`. Raises `CheckpointError`, and as `meet`."""
+        if tensors["start"].shape != self.start.shape or (facts["hub"] == self.name) != (self.hub == self.name):
+            raise CheckpointError(
+                f"the checkpoint is of {tensors['start'].numel():,} trained parameters around the hub {facts['hub']!r}, here are "
+                f"{self.start.numel():,} around {self.hub!r}; resume with the run's own settings."
+            )
+        self._put(tensors["start"], facts)
+        if self.name == self.hub:
+            with torch.no_grad():
+                self.p.copy_(tensors["p"])
+            moments = {name: value.clone() for name, value in tensors.items() if name not in ("start", "p")}
+            self._adam.state.clear()
+            if moments:
+                self._adam.state[self.p] = moments
+        self.meet(self.group, self.names)
+
+    # ---- what travels
+
+    def _packet(self, part: int, values: Tensor | None) -> Tensor:
+        """Of `values`, or of none; refused where they are not finite."""
+        rank = self.group.rank
+        header = self._header(part, rank, empty=values is None)
+        packet = empty_packet(header.nbytes)
+        if values is not None and bool(torch.isfinite(values).all()):
+            self._codecs[part].encode(values.detach(), payload(packet), self._key(part, rank))
+        elif values is not None:
+            payload(packet).zero_()
+            header = replace(header, flags=REFUSED)
+        stopping = self.stopping or self._stop_requested
+        seal(packet, replace(header, flags=header.flags | STOP) if stopping else header)
+        return packet
+
+    def _decoded(self, part: int, packet: Tensor, sender: int) -> Tensor:
+        out = torch.zeros(self.start.numel())
+        self._codecs[part].decode_add(payload(packet), out, self._key(part, sender))
+        return out
+
+    def _header(self, part: int, sender: int, empty: bool = False) -> Header:
+        codec, numel = self._codecs[part], 0 if empty else self.start.numel()
+        return Header(identity(codec), sender, 0, self.rounds, part, numel, 0 if empty else codec.nbytes(numel))
+
+    def _key(self, part: int, sender: int) -> Key:
+        return Key(self.strategy.seed, round=self.rounds, sender=sender, part=part)
+
+    # ---- weights
+
+    def _flat(self) -> Tensor:
+        return torch.cat([parameter.detach().reshape(-1).float().cpu() for parameter in self.parameters])
+
+    @torch.no_grad()
+    def _load(self, flat: Tensor) -> None:
+        parts = torch.split(flat, [parameter.numel() for parameter in self.parameters])
+        for parameter, part in zip(self.parameters, parts):
+            parameter.copy_(part.view(parameter.shape))

@@ -1,0 +1,148 @@
+"""Compositions as text: what `repr` prints of a strategy, a codec or any other piece is read back, and nothing is executed."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from thinwire.codecs import (
+    DCT,
+    E2M1,
+    E3M0,
+    E4M3,
+    E5M2,
+    Cast,
+    ChunkedTopK,
+    Codebook,
+    Each,
+    Hadamard,
+    Identity,
+    Int,
+    Levels,
+    LowRank,
+    OverSenders,
+    RandomK,
+    Sign,
+    Squares,
+    TopK,
+)
+from thinwire.errors import ConfigurationError
+from thinwire.exchange import AllReduce, Direct, Fastest, Hierarchy, TwoShot
+from thinwire.pieces.feedback import Feedback
+from thinwire.pieces.inner_optimizers import SGD, AdamW, Muon
+from thinwire.pieces.lgreco import LGreCo
+from thinwire.pieces.merge import Eager, Mix, Reset
+from thinwire.pieces.outer import Average, HeavyBall, Nesterov
+from thinwire.pieces.partition import BySize, Sequential, Strided, Whole
+from thinwire.pieces.policy import Constant, DenseUntil, DensityWarmup
+from thinwire.pieces.privacy import Privacy
+from thinwire.pieces.schedule import Every, Quadratic, Staggered
+from thinwire.pieces.transforms import Clip, Moments, Momentum, Settled, Signs
+from thinwire.strategy import Deltas, Gradients, Strategy
+
+PIECES: dict[str, Callable[..., Any]] = {
+    piece.__name__: piece
+    for piece in (
+        *(
+            Strategy,
+            Every,
+            Staggered,
+            Quadratic,
+            Whole,
+            Strided,
+            Sequential,
+            BySize,
+            Identity,
+            Cast,
+            E3M0,
+            E2M1,
+            E4M3,
+            E5M2,
+            Int,
+            Levels,
+            Sign,
+            TopK,
+            ChunkedTopK,
+            RandomK,
+            OverSenders,
+            Codebook,
+            LowRank,
+            Each,
+            DCT,
+            Hadamard,
+            Squares,
+            Constant,
+            DenseUntil,
+            DensityWarmup,
+            LGreCo,
+            Feedback,
+            Direct,
+            TwoShot,
+            AllReduce,
+            Hierarchy,
+            Fastest,
+            Average,
+            Nesterov,
+            HeavyBall,
+        ),
+        *(Clip, Momentum, Moments, Settled, Signs),
+        *(AdamW, SGD, Muon),
+        *(Mix, Eager, Reset, Deltas, Gradients, Privacy),
+    )
+}
+
+
+LONGEST = 10_000  # characters of a composition that is read back
+
+
+def pieces_of(room: str) -> list[str]:
+    """The names of the pieces in thinwire.`room`, such as codecs or pieces.partition."""
+    return sorted(name for name, piece in PIECES.items() if piece.__module__.startswith(f"thinwire.{room}"))
+
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """The question whether the nearest of the `known` names was meant; empty where none is near."""
+    lower = {one.lower(): one for one in known}
+    near = difflib.get_close_matches(name.lower(), lower, n=1)
+    return f" (did you mean {lower[near[0]]}?)" if near else ""
+
+
+def parse(text: str, names: Mapping[str, Callable[..., Any]] = PIECES, offered: Collection[str] = ()) -> Any:
+    """Make the value that `text` describes, such as `E3M0(block=64)` or `E3M0`: calls of `names` with literals,
+    nothing else.
+
+    Raises `ConfigurationError` with the text and what can be written there: of `names` those that are `offered`, or all.
+    """
+
+    def value(term: ast.expr) -> Any:
+        if isinstance(term, ast.Name):
+            term = ast.Call(term, [], [])
+        if isinstance(term, ast.Call) and isinstance(term.func, ast.Name):
+            if term.func.id not in names:
+                known = offered or sorted(names)
+                raise ConfigurationError(
+                    f"{term.func.id!r} in {text!r} is not known{nearest(term.func.id, known)}; choose from {', '.join(known)}."
+                )
+            keywords = {keyword.arg or "**": value(keyword.value) for keyword in term.keywords}
+            return names[term.func.id](*map(value, term.args), **keywords)
+        if isinstance(term, ast.Tuple):
+            return tuple(map(value, term.elts))
+        try:
+            return ast.literal_eval(term)
+        except ValueError:
+            raise ConfigurationError(
+                f"{ast.unparse(term)!r} in {text!r} is no plain value; numbers, texts and calls of {', '.join(offered or sorted(names))} are."
+            ) from None
+
+    if len(text) > LONGEST:
+        raise ConfigurationError(f"{text[:40]!r}… has {len(text):,} characters: at most {LONGEST:,} are read.")
+    try:
+        return value(ast.parse(text.strip(), mode="eval").body)
+    except ConfigurationError:
+        raise
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:  # the last two: too deep
+        raise ConfigurationError(
+            f"cannot read {text!r} ({error}); write a name with arguments, such as E3M0(block=64)."
+        ) from None

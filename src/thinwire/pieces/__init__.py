@@ -1,0 +1,1 @@
+"""The pieces a strategy is composed of: frozen values that are their own configuration."""

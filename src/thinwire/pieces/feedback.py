@@ -1,0 +1,92 @@
+"""What a codec held back is added to what is sent next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import Codec, RandomK, joins, nested
+from thinwire.errors import ConfigurationError
+from thinwire.state import State
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """One recursion for almost every error feedback there is. For a delta s, with state h (reference) and e (residual):
+
+        z = α·(s − h) + η·e      is encoded;  c is what it decodes to, on every replica
+        estimate = h + c         of s; receivers know the mean of all h, so they need c only
+        e ← β·e + s − estimate
+        h ← κ·estimate
+
+    | κ, η, β, α        | method                                                                     |
+    |-------------------|----------------------------------------------------------------------------|
+    | 0, 1, 1, 1        | error feedback: EF14, 1-bit Adam, the core of DGC (arXiv 1712.01887)       |
+    | 0, 0.95, 0.95, 1  | SparseLoCo; with 0.999 DeMo (arXiv 2411.19870)                             |
+    | 1, 0, –, 1        | EF21 (arXiv 2106.05203)                                                    |
+    | 1, in (0, 1), 1, 1| EControl (Gao, Islamov, Stich, ICLR 2024)                                  |
+    | 1, 0, –, in (0, 1]| DIANA                                                                      |
+
+    Nothing is lost: with β = 1 and η > 0, Σ estimates + e = Σ deltas, whatever the codec. A refused round leaves the state as it
+    was. The codec must be contractive (not `RandomK`; `Sign("l2")` at one's own risk), else e can grow without bound.
+
+    State, in host memory: 4 bytes a parameter for e, if η > 0; 8 for h and the mean of all h, if κ = 1.
+
+    >>> z = Feedback().signal(torch.tensor([1.0]), {"residual": torch.tensor([0.5])})
+    >>> z.item()
+    1.5
+    """
+
+    kappa: int = 0
+    eta: float = 1.0
+    beta: float = 1.0
+    alpha: float = 1.0
+
+    def __post_init__(self) -> None:
+        fits = self.kappa in (0, 1) and 0 <= self.eta <= 1 and 0 <= self.beta <= 1 and 0 < self.alpha <= 1
+        if not fits or (self.kappa == 0 == self.eta):
+            raise ConfigurationError(
+                f"{self}: kappa 0 or 1, eta and beta in [0, 1] and alpha in (0, 1] are needed, and kappa or eta above 0 "
+                "(else leave feedback=None)."
+            )
+
+    def check(self, codec: Codec) -> None:
+        """Raise `ConfigurationError` if `codec` would let what is held back grow, or references and their mean drift apart."""
+        if any(isinstance(c, RandomK) and c.density < 1 for c in nested(codec)):
+            raise ConfigurationError(
+                f"{self} over {codec}: a contractive codec is needed, or what is held back grows; choose "
+                "TopK, or leave feedback=None."
+            )
+        if self.kappa and joins(codec):
+            raise ConfigurationError(
+                f"{self} over {codec}: with kappa=1 the mean over all is needed, or references drift from what is agreed; choose the "
+                "codec inside OverSenders, or kappa=0."
+            )
+
+    def init(self, numel: int) -> State:
+        names = (["residual"] if self.eta else []) + (["reference", "agreed"] if self.kappa else [])
+        return {name: torch.zeros(numel) for name in names}
+
+    def signal(self, delta: Tensor, state: State, out: Tensor | None = None) -> Tensor:
+        """z: what to encode for `delta`. Any range of the two may be given by itself, here and in `settle`."""
+        if self.kappa:
+            z = torch.sub(delta, state["reference"], out=out).mul_(self.alpha)
+        else:
+            z = torch.mul(delta, self.alpha, out=out)
+        return z.add_(state["residual"], alpha=self.eta) if self.eta else z
+
+    def settle(self, delta: Tensor, sent: Tensor, mean: Tensor, state: State, after: State) -> Tensor:
+        """The estimate of the mean delta, the same on all replicas, from the own c (`sent`) and the `mean` of all.
+
+        The new state goes into the tensors of `after`; `state` stays, `mean` may be overwritten.
+        """
+        if self.kappa:
+            own = torch.add(state["reference"], sent, out=after["reference"])
+            mean = torch.add(state["agreed"], mean, out=after["agreed"])
+        else:
+            own = sent
+        if self.eta:
+            torch.mul(state["residual"], self.beta, out=after["residual"]).add_(delta).sub_(own)
+        return mean

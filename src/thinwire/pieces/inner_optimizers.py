@@ -1,0 +1,204 @@
+"""The inner optimizer, where a method is one with it: what it is, how it is made, and whether another can stand in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from thinwire.errors import ConfigurationError, ModelError
+from thinwire.pieces.partition import Strided, trainable
+
+
+@runtime_checkable
+class Inner(Protocol):
+    """`lr_factor`: how many times a learning rate that suits AdamW suits this; a run's is multiplied by it."""
+
+    @property
+    def lr_factor(self) -> float: ...
+
+    def make(self, model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+        """For the trainable parameters of `model`, at lr · lr_factor. In a steady state weights shrink by lr · `weight_decay` a step."""
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise `ConfigurationError` unless a replica may train with `optimizer` where the strategy asks for this."""
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """torch.optim.AdamW, fused; the betas are those of DiLoCo's scaling laws (arXiv 2503.09799)."""
+
+    beta1: float = 0.9
+    beta2: float = 0.99
+
+    lr_factor = 1.0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
+            raise ConfigurationError(f"{self}: 0 <= beta1, beta2 < 1 is needed; 0.9 and 0.99 are usual.")
+
+    def make(self, model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+        parameters, betas = _parameters(model), (self.beta1, self.beta2)
+        return torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        _expect(self, optimizer, torch.optim.AdamW)
+
+
+@dataclass(frozen=True)
+class SGD:
+    """torch.optim.SGD, in steps that are alike on all processors. Its weight decay goes through the momentum, so what it is given is
+    divided by what that and `lr_factor` make of it.
+    """
+
+    momentum: float = 0.0
+    lr_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1 or not self.lr_factor > 0:
+            raise ConfigurationError(f"{self}: 0 <= momentum < 1 and lr_factor > 0 are needed; 0 or 0.9 are usual.")
+
+    def make(self, model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+        decay = weight_decay * (1 - self.momentum) / self.lr_factor
+        return UnfusedSGD(_parameters(model), lr * self.lr_factor, momentum=self.momentum, weight_decay=decay)
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        _expect(self, optimizer, torch.optim.SGD)
+        momenta = {group["momentum"] for group in optimizer.param_groups}
+        if momenta != {self.momentum}:
+            raise ConfigurationError(
+                f"the strategy's inner optimizer is {self}, the one that was given has momentum {', '.join(map(str, sorted(momenta)))}; "
+                f"give torch.optim.SGD(..., momentum={self.momentum})."
+            )
+
+
+@dataclass(frozen=True)
+class Muon:
+    """torch.optim.Muon for the matrices in the layers, AdamW for all else (embeddings, head, vectors), as one optimizer.
+
+    Source: Muon (Jordan et al., 2024), with the update's RMS matched to AdamW's (Liu et al., arXiv 2502.16982), so that learning rate
+    and weight decay are AdamW's. MuLoCo (arXiv 2505.23725) is DiLoCo with it. Needs whole matrices: not sharded ones.
+    """
+
+    momentum: float = 0.95
+
+    lr_factor = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise ConfigurationError(f"{self}: 0 <= momentum < 1 is needed; 0.95 is usual.")
+
+    def make(self, model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+        outside, *layers = [fragment.parameters for fragment in Strided(1).fragments(model)]
+        inside = layers[0] if layers else outside  # a model of nothing but layers has nothing outside
+        matrices = [p for _, p in inside if p.dim() == 2]
+        if not matrices:
+            raise ModelError(
+                f"{self}: matrices inside a list of layers are needed, this model has none; choose AdamW()."
+            )
+        if any(isinstance(p, DTensor) for p in matrices):
+            raise ConfigurationError(
+                f"{self} on a sharded replica: whole matrices are needed; choose AdamW(), or one rank a replica."
+            )
+        chosen = {id(p) for p in matrices}
+        rest = [p for p in _parameters(model) if id(p) not in chosen]
+        parts: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(matrices, lr, weight_decay, self.momentum, adjust_lr_fn="match_rms_adamw")
+        ]
+        if rest:  # adapters are matrices inside the layers, all of them
+            parts.append(torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.99), weight_decay=weight_decay))
+        return Both(*parts)
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        if not any(isinstance(part, torch.optim.Muon) for part in getattr(optimizer, "parts", [optimizer])):
+            raise ConfigurationError(
+                f"the strategy's inner optimizer is {self}, {type(optimizer).__name__} was given; give what thinwire.Muon().make(model, lr, "
+                "weight_decay) returns, or leave inner=None in the strategy."
+            )
+
+
+class UnfusedSGD(torch.optim.SGD):
+    """v ← momentum·v + g + weight_decay·θ;  θ ← θ − lr·v: torch.optim.SGD, whose state it has, with every product and sum rounded by
+    itself. torch's own rounds a product and its sum once or twice, as the processor has it, and replicas that step from one gradient drift apart.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._move(parameter, group["lr"], group["momentum"], group["weight_decay"])
+        return loss
+
+    def _move(self, parameter: Tensor, lr: float, momentum: float, decay: float) -> None:
+        direction = parameter.grad
+        assert direction is not None
+        if decay:
+            direction = direction + parameter * decay
+        if momentum:
+            before = self.state[parameter].get("momentum_buffer")
+            direction = direction.clone() if before is None else before.mul_(momentum).add_(direction)
+            self.state[parameter]["momentum_buffer"] = direction
+        parameter.sub_(direction * lr)
+
+
+class Both(torch.optim.Optimizer):
+    """Several optimizers for different parameters as one, with one state and one list of groups."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        groups = [group for part in parts for group in part.param_groups]
+        self.parts: Sequence[torch.optim.Optimizer] = ()
+        super().__init__(groups, {})
+        self.parts = parts
+        self._counts = [len(part.param_groups) for part in parts]
+        self._share()
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share()
+
+    def _share(self) -> None:
+        """The parts see this optimizer's own groups and state, which loading replaces."""
+        begin = 0
+        for part, count in zip(self.parts, self._counts):
+            part.param_groups, part.state = self.param_groups[begin : begin + count], self.state
+            begin += count
+
+
+def check_momentum(optimizer: torch.optim.Optimizer, owner: object) -> None:
+    """Raise `ConfigurationError` if `optimizer` has momentum beside that of `owner`."""
+    for group in optimizer.param_groups:
+        if group.get("momentum") or any(group.get("betas", (0,))[:1]):
+            raise ConfigurationError(
+                f"{owner} keeps momentum before the exchange and {type(optimizer).__name__} after it, one owner is needed; give "
+                "torch.optim.SGD without momentum, or take the filter out of the strategy."
+            )
+
+
+def _expect(inner: Inner, optimizer: torch.optim.Optimizer, kind: type) -> None:
+    if not isinstance(optimizer, kind):
+        raise ConfigurationError(
+            f"the strategy's inner optimizer is {inner}, {type(optimizer).__name__} was given; give torch.optim.{kind.__name__}, or leave "
+            "inner=None in the strategy to train with another than the method's."
+        )
+
+
+def _parameters(model: nn.Module) -> list[Tensor]:
+    return [parameter for _, parameter in trainable(model)]

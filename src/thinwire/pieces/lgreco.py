@@ -1,0 +1,186 @@
+"""Which matrix gets how many bytes: the codec of each is chosen so that all together lose no more than one codec for all would.
+
+Replica 0 measures and decides, and tells the others before the next round departs; nobody solves anything twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinwire.codecs import ChunkedTopK, Codec, Each, Int, LowRank, TopK, encode_from, fitted
+from thinwire.errors import ConfigurationError, PacketError
+from thinwire.rng import Key
+from thinwire.state import State
+
+BUCKETS = 10_000  # of the error, in the table
+_FACTORS = (
+    0.25,
+    0.5,
+    0.7,
+    0.8,
+    0.9,
+    1.1,
+    1.25,
+    1.5,
+    2.0,
+    4.0,
+)  # of a density: fine near 1, or little can be exchanged for little
+
+
+@dataclass(frozen=True)
+class LGreCo:
+    """For each matrix of `Each(codec)` one of `candidates`, or the codec itself, as few bytes in all as lose no more in all:
+
+        minimise Σ_l bytes(l, c_l)   subject to   Σ_l ‖z_l − q(z_l; c_l)‖ ≤ alpha · Σ_l ‖z_l − q(z_l; codec)‖
+
+    by dynamic programming over 10,000 steps of error. z is what round n·window of the fragment encodes on replica 0, with
+    what its feedback adds; the choice is that of the next `window` rounds. Until the first, and wherever the choice would not be smaller
+    than one codec for all or would lose more, it is that codec: never worse than uniform, by the errors that were measured.
+
+    Source: L-GreCo (Markov, Alimohammadi, Frantar, Alistarh, MLSys 2024, arXiv 2210.17357). *Differs*: z is one round's and not
+    a mean of ten; candidates are any codecs, and their size is in bytes. Without `candidates` they are: TopK and ChunkedTopK with ten
+    densities from a quarter to four times theirs; LowRank with half to twice the rank; Int with 2, 4 and 8 bits and blocks of a
+    quarter and four times the size.
+
+    On the wire: what the chosen codecs weigh, and from replica 0 48 + 4 bytes a matrix to each other in a round that
+    decides ("policy" in the ledger). Predicted bytes are those of one codec for all: at most so many. State: the choices. Cost: each
+    candidate's encoding and decoding once in `window` rounds, on replica 0's exchange thread.
+
+    >>> choose([[2.0, 0.0, 4.0], [2.0, 1.0, 4.0]], [[10, 30, 5], [100, 115, 80]], most=4.0)
+    [0, 0]
+    >>> choose([[2.0, 0.0, 4.0], [2.0, 1.0, 4.0]], [[10, 20, 5], [100, 115, 80]], most=4.0)
+    [1, 2]
+    """
+
+    candidates: tuple[Codec, ...] = ()
+    alpha: float = 1.0
+    window: int = 10
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(codec, Codec) and not isinstance(codec, type) for codec in self.candidates):
+            raise ConfigurationError(
+                f"LGreCo(candidates={self.candidates!r}): codecs are needed, such as (Int(4), Int(8))."
+            )
+        if not 0 < self.alpha < math.inf or type(self.window) is not int or self.window < 1:
+            raise ConfigurationError(
+                f"LGreCo(alpha={self.alpha}, window={self.window}): alpha > 0 and a window of at least 1 round are needed; 1 and 10 are usual."
+            )
+
+    @property
+    def changes(self) -> tuple[int, ...]:
+        return ()
+
+    def codecs(self, codec: Codec) -> tuple[Codec, ...]:
+        if not isinstance(codec, Each) or codec.chosen:
+            raise ConfigurationError(
+                f"{self} over {codec}: a codec for each matrix is needed, such as Each(TopK(0.01))."
+            )
+        return tuple(replace(codec, codec=option) for option in self._options(codec))
+
+    def init(self, codec: Codec) -> State:
+        return {"chosen": torch.zeros(len(_each(codec).matrices))}
+
+    def at(self, codec: Codec, numel: int, number: int, state: State) -> Codec:
+        options = self._options(_each(codec))
+        chosen = tuple(options[int(index)] for index in state["chosen"])
+        return replace(_each(codec), chosen=chosen) if bool(state["chosen"].any()) else codec
+
+    # ---- what replica 0 decides
+
+    def tells(self, codec: Codec, number: int) -> int:
+        """How many numbers replica 0 tells the others in round `number`."""
+        return 0 if number % self.window else len(_each(codec).matrices)
+
+    def decide(self, codec: Codec, signal: Callable[[int, int], Tensor], numel: int, key: Key) -> Tensor:
+        """The choice for the next rounds: for each matrix the index of its option, fp32; `signal` is what this round encodes."""
+        each = _each(codec)
+        z, options = signal(0, numel), self._options(each)
+        if not options[1:] or not each.matrices or not bool(torch.isfinite(z).all()):
+            return torch.zeros(len(each.matrices))
+        errors, sizes = [], []
+        for part in each.split(z):
+            coded = [fitted(option, (tuple(part.shape),)) for option in options]
+            errors.append([_error(one, part.reshape(-1), key) for one in coded])
+            sizes.append([one.nbytes(part.numel()) for one in coded])
+        most = self.alpha * sum(of[0] for of in errors)
+        return torch.tensor(choose(errors, sizes, most), dtype=torch.float32)
+
+    def told(self, codec: Codec, told: Tensor) -> State:
+        """What is known after replica 0 has told. Raises `PacketError`."""
+        most = len(self._options(_each(codec)))
+        if not bool(((told >= 0) & (told < most) & (told == told.floor())).all()):
+            raise PacketError(
+                f"replica 0 chose {told.tolist()[:8]}; whole numbers below {most} were due. Run the same strategy on every replica."
+            )
+        return {"chosen": told}
+
+    def _options(self, codec: Each) -> tuple[Codec, ...]:
+        """What may be chosen; first the codec that all would have."""
+        return (codec.codec, *(self.candidates or _around(codec.codec)))
+
+
+def choose(errors: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], most: float) -> list[int]:
+    """For each layer an option, so that Σ sizes is least with Σ errors ≤ `most`; option 0 for all if nothing is smaller.
+
+    A knapsack in steps of most / 10,000, to which errors are rounded up: what it finds is feasible, and hardly larger than the best.
+    """
+    uniform = [0] * len(errors)
+    if not errors or not 0 < most < math.inf:
+        return uniform
+    steps = np.ceil(np.asarray(errors, dtype=np.float64) / (most / BUCKETS))  # [layers, options]
+    least = np.zeros(BUCKETS + 1)  # by steps spent: the fewest bytes so far
+    taken = np.zeros((len(errors), BUCKETS + 1), dtype=np.int64)
+    for layer, (costs, nbytes) in enumerate(zip(steps, sizes)):
+        offers = np.full((len(costs), BUCKETS + 1), np.inf)
+        for option, cost in enumerate(costs):
+            if cost <= BUCKETS:
+                offers[option, int(cost) :] = least[: BUCKETS + 1 - int(cost)] + nbytes[option]
+        taken[layer] = offers.argmin(0)
+        least = offers.min(0)
+    if not least[-1] < sum(of[0] for of in sizes):
+        return uniform
+    left, chosen = int(least.argmin()), uniform
+    for layer in reversed(range(len(errors))):
+        chosen[layer] = int(taken[layer, left])
+        left -= int(steps[layer, chosen[layer]])
+    return chosen
+
+
+def _around(codec: Codec) -> tuple[Codec, ...]:
+    """Finer and coarser forms of `codec`."""
+    match codec:
+        case TopK():
+            return tuple(replace(codec, density=min(1.0, factor * codec.density)) for factor in _FACTORS)
+        case ChunkedTopK():
+            counts = {min(codec.chunk, math.ceil(factor * codec.count)) for factor in _FACTORS} - {codec.count}
+            return tuple(replace(codec, count=count) for count in sorted(counts))
+        case LowRank():
+            ranks = range(max(1, codec.rank // 2), 2 * codec.rank + 1)
+            return tuple(replace(codec, rank=rank) for rank in ranks if rank != codec.rank)
+        case Int():
+            blocks = {codec.block} | {block for block in (codec.block // 4, 4 * codec.block) if block % 4 == 0 < block}
+            forms = (replace(codec, bits=bits, block=block) for bits in (8, 4, 2) for block in sorted(blocks))
+            return tuple(form for form in forms if form != codec)
+    raise ConfigurationError(
+        f"LGreCo() over Each({codec}): finer and coarser forms of it are not known; name some, as in LGreCo((Int(2), Int(4), Int(8)))."
+    )
+
+
+def _each(codec: Codec) -> Each:
+    assert isinstance(codec, Each), codec  # `codecs` refuses all others
+    return codec
+
+
+def _error(codec: Codec, x: Tensor, key: Key) -> float:
+    """‖x − q(x)‖."""
+    payload = torch.empty(codec.nbytes(x.numel()), dtype=torch.uint8)
+    encode_from(x, codec, payload, key)
+    lost = x.to("cpu", copy=True)
+    codec.decode_add(payload, lost, key, -1.0)
+    return float(torch.linalg.vector_norm(lost, dtype=torch.float64))

@@ -1,0 +1,79 @@
+"""How a moved anchor reaches a replica's own parameters.
+
+Where a round takes a `whole_period` it lands when its fragment departs again, just before: first the new delta is formed, then the
+round before lands, then the new one leaves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Mix:
+    """θ ← α·θ + (1−α)·anchor (Streaming DiLoCo, arXiv 2501.18512, Algorithm 2, line 14).
+
+    `alpha` 0 takes the anchor and throws away the steps made during the flight; 1 keeps the replica's own and so
+    never lets it see the others.
+    """
+
+    alpha: float = 0.0
+
+    whole_period: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha <= 1:
+            raise ConfigurationError(
+                f"merge={self.alpha}: between 0 (take the anchor) and 1 (keep the local values) is needed."
+            )
+
+    @property
+    def forgets(self) -> bool:
+        """Whether what was trained during the flight is thrown away where it lands."""
+        return self.alpha == 0
+
+    @torch.no_grad()
+    def into(self, parameter: Tensor, anchor: Tensor) -> None:
+        """Merge a slice of the anchor (fp32, same shape) into `parameter` in place, in the parameter's own dtype."""
+        if self.alpha == 0:
+            parameter.copy_(anchor)
+        elif self.alpha < 1:
+            parameter.copy_(torch.lerp(anchor, parameter.to(anchor), self.alpha))
+
+
+@dataclass(frozen=True)
+class Eager:
+    """Own delta at once, the others' one round late: Δ̃_m(k) = Δ̄(k−1) + (Δ_m(k) − Δ_m(k−1)) / M   (arXiv
+    2502.12996, §3).
+
+    The exchange may take a whole period: `delay` must equal `every`. *Differs in form, not in result*: the outer
+    step is linear, so it is taken twice, on Δ̄ for the anchor, which therefore stays bit-identical on all replicas,
+    and on the rest for a `deviation` that is the replica's own; θ ← anchor + deviation is the paper's θ. Own deltas
+    are not passed through the codec before they count locally. State: anchor and momentum twice, and the last own
+    delta: 12 bytes per parameter more than `Mix`.
+    """
+
+    whole_period: ClassVar[bool] = True
+    forgets: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class Reset:
+    """θ ← anchor whenever a fragment departs: what was trained since is in the air now, and comes back with the anchor after the next
+    period, at whose beginning every replica stands at the same point (CO2, Sun et al., ICLR 2024).
+
+        x_(t+1) = x_t − step(mean Δ_(t−1)),   Δ_t = x_t − θ after H steps from x_t
+
+    `delay` must equal `every`. The outer step sees deltas that are exactly one round old, so it needs a small rate or momentum, or
+    `HeavyBall` with its penalty and clip. A round that is dropped departs again with the next. State: 4 bytes per parameter for
+    what is in the air.
+    """
+
+    whole_period: ClassVar[bool] = True
+    forgets: ClassVar[bool] = False

@@ -1,0 +1,154 @@
+"""The outer step: how the agreed delta moves the anchor.
+
+Nothing is changed in place, so a round that fails half-way has changed nothing: new tensors come back, or are written
+into others.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from thinwire import kernels
+from thinwire.codecs.exact import energy
+from thinwire.errors import ConfigurationError
+from thinwire.state import State
+
+
+@runtime_checkable
+class Outer(Protocol):
+    """`linear`: the anchor's movement is linear in the deltas (eager updates need that). One that has a `last` names with it the outer
+    step of the round that ends a training in the middle of a period; without, it is the same as all others.
+    """
+
+    @property
+    def linear(self) -> bool: ...
+
+    def init(self, anchor: Tensor) -> State: ...
+
+    def step(self, anchor: Tensor, delta: Tensor, state: State) -> tuple[Tensor, State]:
+        """The new anchor and state after `delta` (= anchor − parameters, so it is subtracted)."""
+
+
+@runtime_checkable
+class Elementwise(Outer, Protocol):
+    """An outer step that treats every element by itself: any range of a fragment may be stepped alone, in place of the
+    whole, while it is in the cache.
+    """
+
+    def step_into(self, anchor: Tensor, delta: Tensor, state: State, moved: Tensor, after: State) -> None:
+        """As `step`, into `moved` and the tensors of `after`."""
+
+
+def _stepped(outer: Elementwise, anchor: Tensor, delta: Tensor, state: State) -> tuple[Tensor, State]:
+    moved, after = torch.empty_like(anchor), {name: torch.empty_like(kept) for name, kept in state.items()}
+    outer.step_into(anchor, delta, state, moved, after)
+    return moved, after
+
+
+@dataclass(frozen=True)
+class Average:
+    """anchor ← anchor − Δ: the mean of the replicas' parameters (Local SGD, arXiv 1805.09767)."""
+
+    linear = True
+
+    def init(self, anchor: Tensor) -> State:
+        return {}
+
+    def step(self, anchor: Tensor, delta: Tensor, state: State) -> tuple[Tensor, State]:
+        return _stepped(self, anchor, delta, state)
+
+    def step_into(self, anchor: Tensor, delta: Tensor, state: State, moved: Tensor, after: State) -> None:
+        torch.sub(anchor, delta, out=moved)
+        for name, kept in state.items():  # of the outer step whose `last` this is
+            after[name].copy_(kept)
+
+
+@dataclass(frozen=True)
+class Nesterov:
+    """v ← μ·v + Δ;  anchor ← anchor − η·(Δ + μ·v)   (DiLoCo, arXiv 2311.08105, §3; the form of torch and optax).
+
+    `lr` is η, `momentum` is μ. The first step is −η(1+μ)Δ, the steady one −ηΔ/(1−μ): 0.76Δ and 4Δ for η = 0.4, μ =
+    0.9. With μ = 0 it is plain SGD and keeps no state. State: 4 bytes per parameter.
+    """
+
+    lr: float = 0.4
+    momentum: float = 0.9
+
+    linear = True
+    last: ClassVar[Outer] = Average()  # a whole momentum step for a small delta would overshoot
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0 or not 0 <= self.momentum < 1:
+            raise ConfigurationError(
+                f"Nesterov(lr={self.lr}, momentum={self.momentum}): lr > 0 and 0 <= momentum < 1 are needed; 0.4 and 0.9 are the paper's."
+            )
+
+    def init(self, anchor: Tensor) -> State:
+        return {"momentum": torch.zeros_like(anchor)} if self.momentum else {}
+
+    def step(self, anchor: Tensor, delta: Tensor, state: State) -> tuple[Tensor, State]:
+        return _stepped(self, anchor, delta, state)
+
+    def step_into(self, anchor: Tensor, delta: Tensor, state: State, moved: Tensor, after: State) -> None:
+        if not self.momentum:
+            torch.sub(anchor, torch.mul(delta, self.lr, out=moved), out=moved)
+            return
+        before, velocity = state["momentum"], after["momentum"]
+        fast = kernels.of(anchor, delta, before, moved, velocity)
+        fast.nesterov(anchor, delta, before, self.lr, self.momentum, moved, velocity)
+
+
+@dataclass(frozen=True)
+class HeavyBall:
+    """m ← clip(μ·m + Δ/Λ, ±φ);  anchor ← anchor − η·m     (SlowMo, arXiv 1910.00643; CO2, Sun et al., ICLR 2024)
+
+        Λ = 1 + gap·‖anchor − the anchor that Δ is from‖ / ‖Δ‖      over the fragment
+
+    `lr` is η, `momentum` μ, `clip` φ, for each element. `gap` penalises deltas that are a round old (`Reset`) by how far the anchor
+    has moved meanwhile, which is η·‖m‖; 0 does not. *Differs*: the paper's Λ is measured in inner steps, whose length each replica
+    knows only of its own; here in what a round moves, which all know alike. (So it is larger where replicas pull apart,
+    and holds more: docs/log.md, 2026-11-21.) Their released code takes a constant for Λ, and its clip has no effect.
+
+    State: 4 bytes per parameter, and as much while it steps.
+
+    >>> outer, still = HeavyBall(lr=0.5, momentum=0.0, clip=1.0), torch.zeros(2)
+    >>> outer.step(still, torch.tensor([4.0, -0.5]), outer.init(still))[0]
+    tensor([-0.5000,  0.2500])
+    """
+
+    lr: float = 1.0
+    momentum: float = 0.0
+    gap: float = 0.0
+    clip: float | None = None
+
+    last: ClassVar[Outer] = Average()  # as Nesterov's
+
+    def __post_init__(self) -> None:
+        bounded = self.clip is None or 0 < self.clip < math.inf
+        if not 0 < self.lr < math.inf or not 0 <= self.momentum < 1 or not 0 <= self.gap < math.inf or not bounded:
+            raise ConfigurationError(
+                f"{self}: lr > 0, 0 <= momentum < 1, gap >= 0 and clip > 0 (or None) are needed; CO2 has 1.0, 0.0 to 0.6, 1.0 and 1.0."
+            )
+
+    @property
+    def linear(self) -> bool:
+        return not self.gap and self.clip is None
+
+    def init(self, anchor: Tensor) -> State:
+        return {"momentum": torch.zeros_like(anchor)}
+
+    def step(self, anchor: Tensor, delta: Tensor, state: State) -> tuple[Tensor, State]:
+        momentum = torch.mul(state["momentum"], self.momentum).add_(torch.div(delta, self.penalty(delta, state)))
+        if self.clip is not None:
+            momentum.clamp_(-self.clip, self.clip)
+        return torch.sub(anchor, torch.mul(momentum, self.lr)), {"momentum": momentum}
+
+    def penalty(self, delta: Tensor, state: State) -> float:
+        """Λ, the same bits on every machine."""
+        moved = self.lr * math.sqrt(energy(state["momentum"])) if self.gap else 0.0
+        return 1.0 + self.gap * moved / math.sqrt(energy(delta)) if moved and bool(delta.any()) else 1.0

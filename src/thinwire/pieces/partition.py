@@ -1,0 +1,215 @@
+"""Which parameters are exchanged together.
+
+Every trainable parameter is in exactly one fragment: tied weights once (where they first appear), frozen ones never.
+Buffers are never exchanged.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.errors import ConfigurationError, ModelError
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Parameters that travel together. For sharded parameters (DTensor) `numel` counts this rank's own shard."""
+
+    name: str
+    parameters: tuple[tuple[str, nn.Parameter], ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(local(parameter).numel() for _, parameter in self.parameters)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of the parameters' local parts, in the order in which they lie in a delta."""
+        return tuple(tuple(local(parameter).shape) for _, parameter in self.parameters)
+
+
+@runtime_checkable
+class Partition(Protocol):
+    def fragments(self, model: nn.Module) -> list[Fragment]:
+        """The model's trainable parameters, each in one fragment. Raises `ModelError`, `ConfigurationError`."""
+
+
+def local(parameter: Tensor) -> Tensor:
+    """The part of a parameter that this rank holds: the shard of a DTensor, else the parameter itself."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Names and parameters that are trained, tied ones once; `torch.compile`'s prefix is taken off the names."""
+    named = [(name.replace("_orig_mod.", ""), p) for name, p in model.named_parameters() if p.requires_grad]
+    if not named:
+        raise ModelError(
+            f"{type(model).__name__} has no trainable parameters; at least one with requires_grad=True is needed."
+        )
+    for name, parameter in named:
+        if not parameter.is_floating_point():
+            raise ModelError(
+                f"{name} is {parameter.dtype}; only real floating-point parameters can be exchanged, freeze it."
+            )
+    return named
+
+
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise `ModelError` unless `optimizer` holds every trainable parameter of `model`, which nothing else keeps equal."""
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise ModelError(
+            "the model is wrapped in DistributedDataParallel, which exchanges every gradient already; a plain model, or one sharded by "
+            "fully_shard within each replica, is needed. Take the wrapper off, or keep it and use thinwire.ddp_hook (docs/own-loop.md)."
+        )
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [name for name, parameter in trainable(model) if id(parameter) not in held]
+    if missing:
+        raise ModelError(
+            f"the optimizer does not hold {len(missing)} of the model's trainable parameters ({', '.join(missing[:3])}"
+            f"{', …' if len(missing) > 3 else ''}); make it from this model's parameters, or freeze them "
+            "(requires_grad_(False))."
+        )
+
+
+def check_sharding(model: nn.Module, whole_replica: bool) -> None:
+    """Raise `ModelError` if parameters are sharded and the ranks of the replica are not known (`whole_replica`)."""
+    sharded = [name for name, p in trainable(model) if isinstance(p, DTensor) and p.device_mesh.size() > 1]
+    if sharded and not whole_replica:
+        raise ModelError(
+            f"{sharded[0]} is sharded and no site was given: the ranks of a replica must judge a round alike; "
+            "make the group with TorchGroup.from_world and pass site=group.site."
+        )
+
+
+@dataclass(frozen=True)
+class Whole:
+    """One fragment: the whole model (DiLoCo, Local SGD, data-parallel)."""
+
+    def fragments(self, model: nn.Module) -> list[Fragment]:
+        return [Fragment("model", tuple(trainable(model)))]
+
+
+@dataclass(frozen=True)
+class Strided:
+    """Fragment i holds layers i, i+P, i+2P, … (arXiv 2501.18512, §2.2: the default of the paper).
+
+    `count` is P, the fragments of layers. Without it a fragment has three layers, as in the paper, or fewer, so that
+    none has more than `share` of them. All that is not in a layer (embeddings, final norm, head) is one more
+    fragment, the first. `layers` is the path of the model's list of layers; without it, the
+    `ModuleList` or `Sequential` with most trainable parameters is taken, else the leaf modules in order.
+    """
+
+    count: int | None = None
+    layers: str | None = None
+    share: float = 1.0
+
+    def fragments(self, model: nn.Module) -> list[Fragment]:
+        rest, layers = _layers(model, self.layers)
+        count = _checked_count(self.count, len(layers), self.share)
+        return _layer_fragments(rest, layers, [range(i, len(layers), count) for i in range(count)])
+
+
+@dataclass(frozen=True)
+class Sequential:
+    """Fragment i holds neighbouring layers, as evenly as they divide (arXiv 2501.18512, §2.2). Otherwise as `Strided`."""
+
+    count: int | None = None
+    layers: str | None = None
+    share: float = 1.0
+
+    def fragments(self, model: nn.Module) -> list[Fragment]:
+        rest, layers = _layers(model, self.layers)
+        count = _checked_count(self.count, len(layers), self.share)
+        cuts = [i * len(layers) // max(1, count) for i in range(count + 1)]
+        return _layer_fragments(rest, layers, [range(a, b) for a, b in pairwise(cuts)])
+
+
+@dataclass(frozen=True)
+class BySize:
+    """`count` fragments of nearly equal bytes, whatever the layers: each tensor, largest first, goes to the smallest
+    fragment.
+
+    Needs no list of layers. The largest fragment is at most 4/3 of the best possible one (Graham's bound for this
+    rule).
+    """
+
+    count: int
+
+    def fragments(self, model: nn.Module) -> list[Fragment]:
+        named = trainable(model)
+        if not 1 <= self.count <= len(named):
+            raise ConfigurationError(
+                f"fragments={self.count}: between 1 and {len(named)} (the model's tensors) is needed."
+            )
+        bins: list[list[int]] = [[] for _ in range(self.count)]
+        sizes = [0] * self.count
+        for index in sorted(range(len(named)), key=lambda i: -named[i][1].numel()):
+            smallest = min(range(self.count), key=lambda b: (sizes[b], len(bins[b])))  # empty tensors fill empty bins
+            bins[smallest].append(index)
+            sizes[smallest] += named[index][1].numel()
+        return [Fragment(f"part {i}", tuple(named[j] for j in sorted(b))) for i, b in enumerate(bins)]
+
+
+Named = tuple[str, nn.Parameter]
+
+
+def _checked_count(count: int | None, layers: int, share: float) -> int:
+    if count is None:
+        return -(-layers // min(3, max(1, int(share * layers))))
+    if not 1 <= count <= layers:
+        raise ConfigurationError(
+            f"fragments={count} for a model of {layers} layers: between 1 and {layers} is needed "
+            "(what is outside the layers is a fragment of its own); choose fewer, or BySize."
+        )
+    return count
+
+
+def _layer_fragments(rest: Sequence[Named], layers: list[list[Named]], groups: list[range]) -> list[Fragment]:
+    outside = [Fragment("outside the layers", tuple(rest))] if rest else []
+    inside = [
+        Fragment("layers " + ",".join(map(str, group)), tuple(named for layer in group for named in layers[layer]))
+        for group in groups
+    ]
+    return outside + inside
+
+
+def _layers(model: nn.Module, path: str | None) -> tuple[list[Named], list[list[Named]]]:
+    """What is outside the layers, and each layer's parameters; layers without trainable parameters are left out."""
+    named = trainable(model)
+    prefixes = _layer_prefixes(model, path)
+    owner = {}
+    for name, _ in named:
+        inside = [i for i, prefix in enumerate(prefixes) if name.startswith(prefix)]
+        owner[name] = inside[-1] if inside else None
+    layers = [[(n, p) for n, p in named if owner[n] == i] for i in range(len(prefixes))]
+    return [(n, p) for n, p in named if owner[n] is None], [layer for layer in layers if layer]
+
+
+def _layer_prefixes(model: nn.Module, path: str | None) -> list[str]:
+    modules = {re.sub(r"_orig_mod\.?", "", name).rstrip("."): module for name, module in model.named_modules()}
+    if path is not None:
+        if path not in modules or not list(modules[path].children()):
+            lists = [name for name, module in modules.items() if isinstance(module, nn.ModuleList | nn.Sequential)]
+            raise ConfigurationError(
+                f"layers={path!r} is no list of modules of this model; it has: {', '.join(lists) or 'none'}."
+            )
+        return [f"{path}.{name}." if path else f"{name}." for name, _ in modules[path].named_children()]
+
+    def size(name: str) -> int:
+        return sum(p.numel() for p in modules[name].parameters() if p.requires_grad)
+
+    lists = [n for n, m in modules.items() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1 and size(n)]
+    if lists:
+        best = max(lists, key=size)
+        return [f"{best}.{name}." if best else f"{name}." for name, _ in modules[best].named_children()]
+    leaves = [n for n, m in modules.items() if n and any(p.requires_grad for p in m.parameters(recurse=False))]
+    return [f"{name}." for name in leaves]

@@ -1,0 +1,171 @@
+"""Which codec a round is in: a codec's parameters over time, the same on all replicas.
+
+A policy is asked when a round departs and answers with a codec, whose text is in every packet's header as ever: replicas
+that went by different answers are found out. The unit of its time is a *round* of one fragment (`number`, from 0), which
+is an inner step where gradients are exchanged.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from thinwire.codecs import ChunkedTopK, Codec, Identity, RandomK, TopK, nested, rebuilt
+from thinwire.errors import ConfigurationError
+from thinwire.rng import Key
+from thinwire.state import State
+
+LONG_RUN = 1 << 40  # a round after all warm-ups
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """What it has learnt of a fragment is its state, as an outer step's: made by `init`, saved, equal on all replicas."""
+
+    @property
+    def changes(self) -> tuple[int, ...]:
+        """The rounds from which on another codec is due, as far as that is known beforehand."""
+
+    def codecs(self, codec: Codec) -> tuple[Codec, ...]:
+        """All that may become of `codec`, the strategy's. Raises `ConfigurationError` if this policy cannot vary it."""
+
+    def init(self, codec: Codec) -> State:
+        """What is known of a fragment at first; `codec` is fitted to it."""
+
+    def at(self, codec: Codec, numel: int, number: int, state: State) -> Codec:
+        """What round `number` of a fragment of `numel` elements is coded in, in place of its fitted `codec`."""
+
+
+@runtime_checkable
+class Deciding(Policy, Protocol):
+    """A policy that learns from what is encoded. Replica 0 decides, in some rounds, and tells all others with the round itself: so all
+    know before the fragment departs again, and a round that is dropped has changed nothing.
+    """
+
+    def tells(self, codec: Codec, number: int) -> int:
+        """How many numbers replica 0 tells the others in round `number`."""
+
+    def decide(self, codec: Codec, signal: Callable[[int, int], Tensor], numel: int, key: Key) -> Tensor:
+        """So many finite fp32 numbers, from what round `key.round` of a fragment of `numel` elements encodes on replica 0."""
+
+    def told(self, codec: Codec, told: Tensor) -> State:
+        """The next state. Raises `PacketError` where that cannot have been told."""
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The strategy's codec in every round."""
+
+    @property
+    def changes(self) -> tuple[int, ...]:
+        return ()
+
+    def codecs(self, codec: Codec) -> tuple[Codec, ...]:
+        return (codec,)
+
+    def init(self, codec: Codec) -> State:
+        return {}
+
+    def at(self, codec: Codec, numel: int, number: int, state: State) -> Codec:
+        return codec
+
+
+@dataclass(frozen=True)
+class DenseUntil:
+    """`dense` in the first `rounds` rounds, then the strategy's codec: the warm-up of 1-bit Adam (arXiv 2102.02888) and PowerSGD.
+
+    >>> from thinwire.codecs import Sign
+    >>> [DenseUntil(2).at(Sign(), 8, number, {}) for number in (0, 1, 2)]
+    [Identity(), Identity(), Sign(scale='mean', block=None)]
+    """
+
+    rounds: int
+    dense: Codec = Identity()
+
+    def __post_init__(self) -> None:
+        _check(self, self.rounds, self.dense)
+
+    @property
+    def changes(self) -> tuple[int, ...]:
+        return (self.rounds,)
+
+    def codecs(self, codec: Codec) -> tuple[Codec, ...]:
+        return (self.dense, codec)
+
+    def init(self, codec: Codec) -> State:
+        return {}
+
+    def at(self, codec: Codec, numel: int, number: int, state: State) -> Codec:
+        return self.dense if number < self.rounds else codec
+
+
+@dataclass(frozen=True)
+class DensityWarmup:
+    """A sparse codec keeps more at first: each of `densities` for `rounds` rounds, then as many as it says itself, and never fewer.
+
+    Source: Deep Gradient Compression (Lin et al., arXiv 1712.01887, §3.3), whose list this is, for its last density of 0.1 %; there a
+    stage is an epoch. It goes for every TopK, ChunkedTopK and RandomK in the codec. Where the packet would not be smaller than
+    that of `dense`, it is in `dense`.
+
+    >>> warmup = DensityWarmup(rounds=10)
+    >>> [warmup.at(TopK(0.001), 1 << 20, number, {}).density for number in (0, 9, 10, 25, 35, 40)]
+    [0.25, 0.25, 0.0625, 0.015625, 0.004, 0.001]
+    """
+
+    rounds: int
+    densities: tuple[float, ...] = (0.25, 0.0625, 0.015625, 0.004)
+    dense: Codec = Identity()
+
+    def __post_init__(self) -> None:
+        _check(self, self.rounds, self.dense)
+        if not self.densities or not all(0 < density <= 1 for density in self.densities):
+            raise ConfigurationError(
+                f"DensityWarmup(densities={self.densities}): numbers above 0 and at most 1 are needed, such as (0.25, 0.0625)."
+            )
+
+    @property
+    def changes(self) -> tuple[int, ...]:
+        return tuple(self.rounds * (stage + 1) for stage in range(len(self.densities)))
+
+    def codecs(self, codec: Codec) -> tuple[Codec, ...]:
+        if not any(isinstance(inner, TopK | ChunkedTopK | RandomK) for inner in nested(codec)):
+            raise ConfigurationError(
+                f"{self} over {codec}: a codec that sends few of the values is needed, such as TopK(0.001)."
+            )
+        return (self.dense, *(_denser(codec, density) for density in self.densities), codec)
+
+    def init(self, codec: Codec) -> State:
+        return {}
+
+    def at(self, codec: Codec, numel: int, number: int, state: State) -> Codec:
+        stage = bisect_right(self.changes, number)
+        if stage == len(self.densities):
+            return codec
+        warm = _denser(codec, self.densities[stage])
+        return warm if warm.nbytes(numel) < self.dense.nbytes(numel) else self.dense
+
+
+def _denser(codec: Codec, density: float) -> Codec:
+    """`codec` with at least this density, wherever it has one."""
+
+    def change(one: Codec) -> Codec:
+        if isinstance(one, TopK | RandomK):
+            return replace(one, density=max(density, one.density))
+        if isinstance(one, ChunkedTopK):
+            return replace(one, count=max(math.ceil(density * one.chunk), one.count))
+        return one
+
+    return rebuilt(codec, change)
+
+
+def _check(policy: object, rounds: int, dense: Codec) -> None:
+    name = type(policy).__name__
+    if type(rounds) is not int or rounds < 1:
+        raise ConfigurationError(f"{name}(rounds={rounds!r}): a whole number of rounds, at least 1, is needed.")
+    if not isinstance(dense, Codec) or isinstance(dense, type):
+        raise ConfigurationError(f"{name}(dense={dense!r}): a Codec is needed, such as Identity() or Cast('bf16').")

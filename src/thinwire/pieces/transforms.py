@@ -1,0 +1,303 @@
+"""What a replica does to its signal before it is coded, and to the estimate after: momentum, clipping, Adam's moments, signs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import Codec, Each
+from thinwire.codecs.exact import root, summed
+from thinwire.errors import ConfigurationError
+from thinwire.state import State
+
+
+@runtime_checkable
+class Filter(Protocol):
+    """Stands before `Feedback` and the codec on the way out, and behind them on the way back:
+
+        s → signal → (feedback, codec, exchange) → settle → estimate
+
+    Pure, over whole fragments, flat, in fp32, on the CPU: nothing is changed in place (but what is held back, see `settle`), so
+    a refused round leaves the state as it was. `momentum`: it remembers past signals, so nobody else may (exactly one owner).
+    """
+
+    @property
+    def momentum(self) -> bool: ...
+
+    @property
+    def full(self) -> int:
+        """The first rounds that travel in fp32, whatever the codec, as far as they are known beforehand (see `dense`)."""
+
+    def fitted(self, codec: Codec, numel: int, size: int) -> Filter:
+        """This filter for a fragment of `numel` in `codec`, among `size` replicas."""
+
+    def init(self, numel: int) -> State: ...
+
+    def dense(self, state: State) -> bool:
+        """Whether a round that departs in this state travels in fp32, whatever the codec. Alike on all replicas."""
+
+    def signal(self, s: Tensor, state: State) -> Tensor:
+        """What to say in place of `s`."""
+
+    def settle(self, s: Tensor, sent: Tensor, mean: Tensor, state: State, held: State) -> tuple[Tensor, State]:
+        """The estimate in place of the `mean` of what all have said, and the next state.
+
+        `s` is what `signal` got, `sent` what the own packet says. In `held`, what feedback holds back from now on, values
+        may be made zero.
+        """
+
+
+@dataclass(frozen=True)
+class Clip:
+    """s ← s · min(1, c/‖s‖) with c = √M · `norm`: each replica's own signal, before anything remembers it. `norm=0` does not clip.
+
+    Source: Deep Gradient Compression (arXiv 1712.01887, §3.2). There a replica's gradient is its share of a sum, and the
+    threshold N^(−1/2) times that of the sum; here it is one of M whose mean is taken, and so M times as long: √M. (The mean of M
+    independent gradients of norm √M·c has about norm c.) The norm is a fragment's: the model's with `Whole()`.
+
+    >>> Clip(1.0).signal(torch.tensor([3.0, 4.0]), {}).tolist()
+    [0.6000000238418579, 0.800000011920929]
+    """
+
+    norm: float = 1.0
+    replicas: int = field(default=1, repr=False)  # filled in
+
+    momentum, full = False, 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.norm < math.inf or self.replicas < 1:
+            raise ConfigurationError(f"Clip(norm={self.norm}): 0 (no clipping) or more is needed; 1.0 is usual.")
+
+    def fitted(self, codec: Codec, numel: int, size: int) -> Clip:
+        return replace(self, replicas=size)
+
+    def init(self, numel: int) -> State:
+        return {}
+
+    def dense(self, state: State) -> bool:
+        return False
+
+    def signal(self, s: Tensor, state: State) -> Tensor:
+        norm, most = float(torch.linalg.vector_norm(s, dtype=torch.float64)), self.norm * math.sqrt(self.replicas)
+        return s * (most / norm) if self.norm and not norm <= most else s  # NaN is not below anything
+
+    def settle(self, s: Tensor, sent: Tensor, mean: Tensor, state: State, held: State) -> tuple[Tensor, State]:
+        return mean, {}
+
+
+@dataclass(frozen=True)
+class Momentum:
+    """u ← decay·u + s, and u is said in place of s: momentum that is kept by each replica, before compression.
+
+    With `Feedback()`, whose residual is v, and a sparse codec: Deep Gradient Compression's momentum correction (arXiv 1712.01887,
+    §3.2: v ← v + u, what is large of v is sent). `clears="sent"` is its momentum factor masking (§3.3): u ← 0 where something
+    was sent, so that old directions do not go on. With a codec that sends everything that wipes u each time, and leaves plain SGD;
+    so what an `Each` codec sends as the rest, in full, is spared. `clears="nothing"` is momentum SGD, kept apart.
+
+    State: 4 bytes a parameter. Whoever takes the outer, or for gradients the inner, step must have no momentum.
+    """
+
+    decay: float = 0.9
+    clears: Literal["sent", "nothing"] = "sent"
+    spared: tuple[tuple[int, int], ...] = field(default=(), repr=False)  # filled in
+
+    momentum, full = True, 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.decay < 1 or self.clears not in ("sent", "nothing"):
+            raise ConfigurationError(
+                f"Momentum(decay={self.decay}, clears={self.clears!r}): 0 < decay < 1, and 'sent' or 'nothing', are needed; "
+                "0.9 and 'sent' are usual."
+            )
+
+    def fitted(self, codec: Codec, numel: int, size: int) -> Momentum:
+        return replace(self, spared=codec.spans_of_rest(numel)) if isinstance(codec, Each) else self
+
+    def init(self, numel: int) -> State:
+        return {"velocity": torch.zeros(numel)}
+
+    def dense(self, state: State) -> bool:
+        return False
+
+    def signal(self, s: Tensor, state: State) -> Tensor:
+        return torch.mul(state["velocity"], self.decay).add_(s)
+
+    def settle(self, s: Tensor, sent: Tensor, mean: Tensor, state: State, held: State) -> tuple[Tensor, State]:
+        velocity = self.signal(s, state)
+        if self.clears == "sent":
+            cleared = sent != 0
+            for begin, end in self.spared:
+                cleared[begin:end] = False
+            velocity.masked_fill_(cleared, 0.0)
+        return mean, {"velocity": velocity}
+
+
+@dataclass(frozen=True)
+class Settled:
+    """When to freeze: as soon as ‖v_t‖₁ and ‖v_(t−Δ)‖₁, Δ = 1/(1 − β₂) rounds apart, are alike: the lesser at least `ratio`
+    times the larger; not before `least` rounds (learning rate warm-up should be over).
+    """
+
+    ratio: float = 0.96
+    least: int = 100
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1 or self.least < 1:
+            raise ConfigurationError(
+                f"Settled(ratio={self.ratio}, least={self.least}): 0 < ratio <= 1 and least >= 1 are needed; 0.96 is the paper's."
+            )
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Adam's moments m and v, the same on all replicas; v is frozen after a while, and from then on m is what travels.
+
+        first:    ḡ = mean of g_i (in fp32);   m ← β₁·m + (1−β₁)·ḡ;   v ← β₂·v + (1−β₂)·ḡ²
+        frozen:   m_i = β₁·m + (1−β₁)·g_i is said;   m ← the estimate of its mean
+        estimate: m / (√v + ε)
+
+    Source: 1-bit Adam (Tang et al., arXiv 2102.02888, Algorithm 1), with `Sign("l2")`, `Feedback()` and `TwoShot(Feedback())`. Without
+    bias correction, as there. The step is the caller's: SGD with decoupled weight decay for gradients, the outer step for deltas.
+    Gradients themselves cannot be coded so: v is quadratic in them, and what is held back does not telescope.
+
+    `freeze` is a number of rounds that were not refused, or `Settled()`, a test of v. Where v is zero then, no gradient has ever
+    been (rows of an embedding that no text has touched): nothing is said there, believed, or held back, and nothing moves; a code of
+    one bit cannot say zero, and 0/ε of its noise would. State: 8 bytes a parameter.
+
+    >>> state = Moments(freeze=1).init(2)
+    >>> estimate, state = Moments(freeze=1).settle(torch.tensor([1.0, 0.0]), torch.zeros(2), torch.tensor([1.0, 0.0]), state, {})
+    >>> [round(x, 4) for x in estimate.tolist()], Moments(freeze=1).dense(state)
+    ([3.1623, 0.0], False)
+    """
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    freeze: int | Settled = 100
+
+    momentum = True
+
+    def __post_init__(self) -> None:
+        fits = 0 <= self.beta1 < 1 and 0 < self.beta2 < 1 and 0 < self.eps < 1
+        if not fits or not ((type(self.freeze) is int and self.freeze >= 1) or isinstance(self.freeze, Settled)):
+            raise ConfigurationError(
+                f"{self}: 0 <= beta1 < 1, 0 < beta2 < 1, eps > 0, and freeze as rounds (1 or more) or Settled() are needed; 15 to 25 % "
+                "of the training is usual for freeze."
+            )
+
+    @property
+    def full(self) -> int:
+        return self.freeze if isinstance(self.freeze, int) else self.freeze.least
+
+    def fitted(self, codec: Codec, numel: int, size: int) -> Moments:
+        return self
+
+    def init(self, numel: int) -> State:
+        # rounds so far, the norm of v when it was last looked at, whether v is frozen
+        phase = torch.zeros(3, dtype=torch.float64)
+        return {"average": torch.zeros(numel), "square": torch.zeros(numel), "phase": phase}
+
+    def dense(self, state: State) -> bool:
+        return not bool(state["phase"][2])
+
+    def signal(self, s: Tensor, state: State) -> Tensor:
+        if self.dense(state):
+            return s
+        said = _blended(state["average"], s, self.beta1)
+        return said.masked_fill_(state["square"] == 0, 0.0)
+
+    def settle(self, s: Tensor, sent: Tensor, mean: Tensor, state: State, held: State) -> tuple[Tensor, State]:
+        square, phase = state["square"], state["phase"]
+        if self.dense(state):
+            average = _blended(state["average"], mean, self.beta1)
+            square = _blended(square, mean * mean, self.beta2)
+            phase = self._turned(phase, square)
+        else:
+            untouched = square == 0
+            average = mean.masked_fill(untouched, 0.0)
+            for value in held.values():
+                value.masked_fill_(untouched, 0.0)
+        return average / root(square).add_(self.eps), {"average": average, "square": square, "phase": phase}
+
+    def _turned(self, phase: Tensor, square: Tensor) -> Tensor:
+        rounds, before, _ = phase.tolist()
+        rounds += 1
+        if isinstance(self.freeze, int):
+            return torch.tensor([rounds, 0.0, float(rounds >= self.freeze)], dtype=torch.float64)
+        if rounds % round(1 / (1 - self.beta2)):
+            return torch.tensor([rounds, before, 0.0], dtype=torch.float64)
+        norm = summed(square)
+        alike = min(norm, before) >= self.freeze.ratio * max(norm, before) and rounds >= self.freeze.least
+        return torch.tensor([rounds, norm, float(alike)], dtype=torch.float64)
+
+
+def _blended(before: Tensor, now: Tensor, share: float) -> Tensor:
+    """share·before + (1 − share)·now, each product and the sum rounded by itself: torch's `add(alpha=)`, `addcmul` and `lerp` round once on
+    some processors and twice on others.
+    """
+    return torch.mul(before, share).add_(now * (1 - share))
+
+
+@dataclass(frozen=True)
+class Signs:
+    """The sign of the estimate in place of it: sign descent on what all say (DeMo, arXiv 2411.19870; 0 where it is 0)."""
+
+    momentum, full = False, 0
+
+    def fitted(self, codec: Codec, numel: int, size: int) -> Signs:
+        return self
+
+    def init(self, numel: int) -> State:
+        return {}
+
+    def dense(self, state: State) -> bool:
+        return False
+
+    def signal(self, s: Tensor, state: State) -> Tensor:
+        return s
+
+    def settle(self, s: Tensor, sent: Tensor, mean: Tensor, state: State, held: State) -> tuple[Tensor, State]:
+        return mean.sign(), {}
+
+
+def check_filters(filters: Sequence[Filter]) -> None:
+    """Raise `ConfigurationError` unless these are filters, and at most one of them has momentum."""
+    if not isinstance(filters, tuple) or any(not isinstance(f, Filter) or isinstance(f, type) for f in filters):
+        raise ConfigurationError(
+            f"filters={filters!r}: a tuple of Filters is needed, such as (Clip(1.0), Momentum(0.9))."
+        )
+    owners = [f for f in filters if f.momentum]
+    if len(owners) > 1:
+        raise ConfigurationError(
+            f"filters={filters!r}: {len(owners)} of them keep momentum, one owner is needed; leave one of "
+            f"{', '.join(map(str, owners))}."
+        )
+
+
+def said(filters: Sequence[Filter], states: Sequence[State], s: Tensor) -> list[Tensor]:
+    """What each filter gets, from the first to the last; and last what is to be coded."""
+    inputs = [s]
+    for one, state in zip(filters, states, strict=True):
+        inputs.append(one.signal(inputs[-1], state))
+    return inputs
+
+
+def settled(
+    filters: Sequence[Filter],
+    states: Sequence[State],
+    inputs: Sequence[Tensor],
+    sent: Tensor,
+    mean: Tensor,
+    held: State,
+) -> tuple[Tensor, tuple[State, ...]]:
+    """The estimate, from the last filter back to the first; and all next states."""
+    after: list[State] = []
+    for one, state, s in reversed(list(zip(filters, states, inputs[:-1], strict=True))):
+        mean, following = one.settle(s, sent, mean, state, held)
+        after.append(following)
+    return mean, tuple(reversed(after))

@@ -1,0 +1,318 @@
+"""What a run records: one JSON object a line, one file a replica, `RUN/events/replica-0.jsonl`.
+
+Every line holds `event` (its kind), `seconds` since this process opened the log (monotonic), `step`, and the fields
+of its kind:
+
+    start       wall_time replica replicas run strategy parameters fragments link carrier machine
+    step        loss lr grad_norm tokens begin compute_seconds
+    depart      fragment round nbytes seconds_spent
+    flight      fragment round begin end queued_seconds transfer_seconds
+    land        fragment round begin stall_seconds seconds_spent
+    refused     fragment round by reason
+    wire        name fragment round own_seconds over sent received scheduled
+    round       turn fragment members counted committed nbytes seconds_spent reason
+    given       to nbytes
+    caught_up   turn donor
+    alone       reason
+    doubt       turn reason
+    keeps       late at_most_seconds
+    late        fragment
+    retry       reason
+    back        turn path skipped
+    evicted     name by reason
+    eval        loss tokens seconds_spent of
+    checkpoint  path nbytes seconds_spent
+    resume      from_step path skipped
+    skip        reason
+    stop        reason
+    warning     message
+    end         summary
+
+`wire` is what became of a round's messages (diagnosis/records.py). `round` to `evicted` are those of a replica that may come and
+go: rounds.py and elastic.py tell of its rounds; `keeps`, that it has ended and keeps the final state for `late`; `retry` says what
+keeps it from a round; `back`, that it went on from a checkpoint of its own, which knew `turn` rounds.
+
+`nbytes` of a departure are the bytes this replica sends for it, all peers together; `begin` and `end` are on the
+clock of `seconds`. NaN and the infinities, which JSON lacks, are written as the strings "NaN", "Infinity" and
+"-Infinity"; reading restores them. A process killed in the middle of a line leaves it torn; readers pass over it. A
+run that resumes appends to the same file with a new `start` and a `resume`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, BinaryIO
+
+from thinwire.errors import DataError
+from thinwire.files import opened
+
+Event = dict[str, Any]
+
+EVENTS: dict[str, tuple[str, ...]] = {
+    "start": (
+        *("wall_time", "replica", "replicas", "run", "strategy", "parameters"),
+        *("fragments", "link", "carrier", "machine"),
+    ),
+    "step": ("loss", "lr", "grad_norm", "tokens", "begin", "compute_seconds"),
+    "depart": ("fragment", "round", "nbytes", "seconds_spent"),
+    "flight": ("fragment", "round", "begin", "end", "queued_seconds", "transfer_seconds"),
+    "land": ("fragment", "round", "begin", "stall_seconds", "seconds_spent"),
+    "refused": ("fragment", "round", "by", "reason"),
+    "wire": ("name", "fragment", "round", "own_seconds", "over", "sent", "received", "scheduled"),
+    "round": ("turn", "fragment", "members", "counted", "committed", "nbytes", "seconds_spent", "reason"),
+    "given": ("to", "nbytes"),
+    "caught_up": ("turn", "donor"),
+    "alone": ("reason",),
+    "doubt": ("turn", "reason"),
+    "keeps": ("late", "at_most_seconds"),
+    "late": ("fragment",),
+    "retry": ("reason",),
+    "back": ("turn", "path", "skipped"),
+    "evicted": ("name", "by", "reason"),
+    "eval": ("loss", "tokens", "seconds_spent", "of"),
+    "checkpoint": ("path", "nbytes", "seconds_spent"),
+    "resume": ("from_step", "path", "skipped"),
+    "skip": ("reason",),
+    "stop": ("reason",),
+    "warning": ("message",),
+    "end": ("summary",),
+}
+
+LONGEST = 4 << 20  # bytes of a line
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class EventLog:
+    """Appends events to one replica's file; safe to call from any thread.
+
+    A file has one writer at a time, so that two runs cannot share a folder. Each line is one unbuffered write, so that
+    whatever was emitted before a kill -9 is in the file. A disk that is full, or gone, never stops training: the first
+    lost event is announced on stderr, all are counted in `lost`. `clock` is monotonic time, or a simulation's.
+
+    >>> with EventLog(folder / "events" / "replica-0.jsonl") as log:   # doctest: +SKIP
+    ...     log.emit("warning", step=3, message="the link is slow")
+    """
+
+    def __init__(self, path: str | Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.path = Path(path)
+        self.lost = 0
+        self._lock, self._clock = threading.Lock(), clock
+        self._opened = clock()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # a FIFO is an error, not a wait
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+            self._file = os.fdopen(os.open(self.path, flags, 0o666), "ab", buffering=0)
+            self._torn = not _ends_with_newline(self.path)
+            locked = _lock(self._file)
+        except OSError as error:
+            raise DataError(
+                f"The event log {self.path} cannot be opened ({error}); a run needs a folder it may write to. "
+                "Choose another run folder, or free this one."
+            ) from error
+        if not locked:
+            self._file.close()
+            raise DataError(
+                f"{self.path} is being written: a run is going on in this folder. Wait until it has stopped, or choose "
+                "another run folder."
+            )
+
+    def seconds(self) -> float:
+        """Seconds since the log was opened: the clock on which `begin` and `end` are given."""
+        return self._clock() - self._opened
+
+    def emit(self, event: str, step: int, **fields: object) -> None:
+        """Write one event. Raises `ValueError` for an unknown kind, and for fields that are not its kind's."""
+        expected = EVENTS.get(event)
+        if expected is None:
+            raise ValueError(f"No event is called {event!r}; there are {', '.join(EVENTS)}. Add it to EVENTS first.")
+        if fields.keys() != set(expected):
+            raise ValueError(
+                f"Event {event!r} was given the fields {sorted(fields)}, it needs exactly {sorted(expected)}. "
+                "Change the call or EVENTS, so that what is written is what is read."
+            )
+        with self._lock:
+            record = {"event": event, "seconds": round(self.seconds(), 6), "step": step, **fields}
+            self._append(_line(record))
+
+    def close(self) -> None:
+        """Idempotent; what is emitted later is lost, and counted."""
+        with self._lock:
+            self._file.close()
+
+    def _append(self, line: bytes) -> None:
+        data = memoryview(b"\n" + line if self._torn else line)
+        try:
+            while data:
+                if self._file.closed:
+                    raise OSError("the log is closed")
+                written = self._file.write(data)
+                self._torn = True  # until the rest is there too
+                data = data[written:]
+            self._torn = False
+        except OSError as error:
+            self.lost += 1
+            if self.lost == 1:
+                with contextlib.suppress(OSError, ValueError):  # stderr may be gone as well
+                    print(f"thinwire: events are lost: {self.path}: {error}. Training goes on.", file=sys.stderr)
+
+    def __enter__(self) -> EventLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Tail:
+    """Reads what has been added to an event file since the last look; the file need not exist yet.
+
+    `damaged` counts the lines that were no events; one of more than LONGEST bytes is passed over unread. A line is taken when its
+    end is there.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.damaged = 0
+        self._offset = 0
+        self._rest = b""
+        self._overlong = False  # the line that is being read
+
+    def read(self) -> list[Event]:
+        """The events that were completed since the last call."""
+        try:
+            with opened(self.path) as file:
+                return [event for line in self._lines(file) if (event := self._event(line)) is not None]
+        except FileNotFoundError:
+            return []
+
+    def _lines(self, file: BinaryIO) -> Iterator[bytes]:
+        file.seek(0, 2)
+        if file.tell() < self._offset:  # the file was replaced by a new one
+            self._offset, self._rest, self._overlong = 0, b"", False
+        file.seek(self._offset)
+        while part := file.readline(LONGEST):
+            self._offset += len(part)
+            self._rest = b"" if self._overlong else self._rest + part
+            if len(self._rest) > LONGEST:
+                self._rest, self._overlong = b"", True
+                self.damaged += 1
+            if part.endswith(b"\n"):
+                whole, self._rest = self._rest, b""
+                if not self._overlong:
+                    yield whole
+                self._overlong = False
+
+    def _event(self, line: bytes) -> Event | None:
+        event = parse_event(line)
+        self.damaged += event is None and bool(line.strip())
+        return event
+
+    def last(self) -> Event | None:
+        """The event in a last line without its end, if it lacks nothing else."""
+        return parse_event(self._rest)
+
+
+def read_events(path: str | Path) -> list[Event]:
+    """All events of a file, in writing order; torn and foreign lines are passed over.
+
+    Raises `DataError` for a file that cannot be read.
+    """
+    try:
+        opened(Path(path)).close()
+    except OSError as error:
+        raise DataError(
+            f"The event file {path} cannot be read ({error}); give the path of a RUN/events/*.jsonl."
+        ) from error
+    tail = Tail(path)
+    events = tail.read()
+    last = tail.last()
+    return events if last is None else [*events, last]
+
+
+def parse_event(line: bytes) -> Event | None:
+    """One line as an event; None if it is torn, foreign, or lacks a field of its kind."""
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if b'"NaN"' in line or b'Infinity"' in line:
+        event = _restored(event)
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return None
+    if (
+        type(event.get("step")) is not int
+        or not 0 <= event["step"] < 2**62
+        or type(event.get("seconds")) not in (int, float)
+    ):
+        return None
+    return event if event.keys() >= set(EVENTS.get(event["event"], ())) else None
+
+
+def _line(record: Mapping[str, object]) -> bytes:
+    try:
+        text = json.dumps(record, allow_nan=False, default=_text_of_path, separators=(",", ":"))
+    except ValueError:
+        text = json.dumps(_strict(record), allow_nan=False, default=_text_of_path, separators=(",", ":"))
+    return text.encode() + b"\n"
+
+
+def _strict(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return json.dumps(value)  # json's own spelling of what JSON lacks, as a string
+    if isinstance(value, Mapping):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item) for item in value]
+    return value
+
+
+def _restored(value: Any) -> Any:
+    if isinstance(value, str):
+        return _NON_FINITE.get(value, value)
+    if isinstance(value, dict):
+        return {key: _restored(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_restored(item) for item in value]
+    return value
+
+
+def _text_of_path(value: object) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"An event field holds a {type(value).__name__}; events hold numbers, text, lists and dicts.")
+
+
+def being_written(path: Path) -> bool:
+    """Whether a process has this event file open in an `EventLog`."""
+    with opened(path) as file:
+        return not _lock(file)
+
+
+def _lock(file: IO[bytes]) -> bool:
+    """Keep others from writing as long as `file` is open; false if another does. The system forgets it with the process."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        pass
+    return True
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(size - 1, 0))
+        return size == 0 or file.read(1) == b"\n"

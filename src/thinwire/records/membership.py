@@ -1,0 +1,291 @@
+"""Replicas that come and go, read from their events: who lived when, who took part, which rounds were held.
+
+Three numbers that are not the same: how many are *living* (a process that trains), how many are *taking part* (members
+of a round whose deltas were counted within a cycle), and how many *rounds* were committed. A replica may live and
+train for days without taking part.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from thinwire.records.events import Event
+from thinwire.records.sessions import Span, finite, number, whole
+from thinwire.records.units import text_of_seconds
+
+CARRIER = "elastic"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One round, as one or more of its members saw it. `committed`: None where nobody could learn it."""
+
+    number: int
+    fragment: int
+    seconds: float
+    members: tuple[str, ...]
+    counted: tuple[str, ...]
+    committed: bool | None
+    reason: str
+
+    @classmethod
+    def of(cls, event: Event, offset: float = 0.0) -> Turn:
+        committed = event["committed"] if isinstance(event["committed"], bool) else None
+        seconds = offset + finite(event["seconds"])
+        members, counted = _names(event["members"]), _names(event["counted"])
+        reason = _by_name(str(event["reason"]), members)
+        return cls(whole(event["turn"]), whole(event["fragment"]), seconds, members, counted, committed, reason)
+
+    @property
+    def place(self) -> tuple[int, bool]:
+        """In the order of rounds; where nobody had anything to exchange, they met before the round of that turn."""
+        return self.number, self.fragment >= 0
+
+
+class Steps:
+    """Inner steps of the replica `name`, from its events in their order; `trained` and `jumped` together are the step where it is.
+
+    trained   by itself; those that it did again after a restart once
+    jumped    ahead of, because the others had gone on: it went on from where they were
+    counted   of those trained, in the agreed weights: in the mean over the fragments, which travel one by one
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self.at, self.trained, self._fragments = name, 0, 0, 1
+        self._pending: Counter[int] = (
+            Counter()
+        )  # steps since it was counted last, by fragment; with its checkpoint; in the air
+        self._saved, self._departed, self._counted = Counter[int](), Counter[int](), Counter[int]()
+
+    @property
+    def jumped(self) -> int:
+        return self.at - self.trained
+
+    @property
+    def counted(self) -> int:
+        return min(self.trained, round(sum(self._counted.values()) / self._fragments))
+
+    def take(self, event: Event) -> None:
+        """Learn from one event."""
+        kind, step = event["event"], event["step"]
+        if kind == "start":
+            listed = event["fragments"]
+            self._fragments = max(1, len(listed) if isinstance(listed, list) else 0)
+            self._pending = Counter()
+        elif kind == "step":
+            self.trained += step > self.at
+            self._pending.update(range(self._fragments))
+        elif kind == "checkpoint":
+            self._saved = self._pending.copy()
+        elif kind == "back" and event["path"]:
+            self._pending = self._saved.copy()
+        elif kind == "depart":  # said before the step after which it departs
+            fragment = whole(event["fragment"])
+            self._departed[fragment] = self._pending[fragment] + (step > self.at)
+        elif kind == "round" and event["committed"] and self.name in _names(event["counted"]):
+            fragment = whole(event["fragment"])
+            self._counted[fragment] += self._departed[fragment]
+            self._pending[fragment] -= self._departed[fragment]
+            self._departed[fragment] = self._saved[fragment] = 0
+        if kind in ("step", "back", "end"):
+            self.at = max(self.at, step)
+
+
+def text_of_steps(each: Sequence[Steps]) -> str:
+    """Of all of them together."""
+    sums = (sum(getattr(steps, name) for steps in each) for name in ("trained", "jumped", "counted"))
+    return "{:,} trained, {:,} jumped, {:,} counted".format(*sums)
+
+
+def _names(given: object) -> tuple[str, ...]:
+    return tuple(map(str, given)) if isinstance(given, list) else ()
+
+
+def _by_name(reason: str, members: Sequence[str]) -> str:
+    """What a group says of rank 1, said of the replica that has this rank; without advice for groups that end by it."""
+
+    def name(found: re.Match[str]) -> str:
+        rank = int(found[1])
+        return members[rank] if rank < len(members) else found[0]
+
+    return re.sub(r"\breplica (\d{1,4})\b", name, reason.split(". ")[0])
+
+
+class Circle:
+    """Who is there and who takes part, from rounds in their order; of `fragments` fragments."""
+
+    def __init__(self, fragments: int) -> None:
+        self.members: tuple[str, ...] = ()
+        self.committed = 0
+        self._counted: deque[tuple[str, ...]] = deque(maxlen=2 * max(1, fragments))
+        self._here: dict[str, int] = {}  # committed rounds in a row that a replica was a member of
+        self._last = (-1, False)
+
+    def take(self, turn: Turn) -> tuple[list[str], list[str]]:
+        """Learn from a round; who joined and who left with it. A round that is known already changes nothing."""
+        if turn.place <= self._last:
+            return [], []
+        self._last = turn.place
+        before, self.members = self.members, turn.members
+        if turn.committed and turn.fragment >= 0:
+            self.committed += 1
+            self._counted.append(turn.counted)
+            self._here = {name: self._here.get(name, 0) + 1 for name in turn.members}
+        joined = [name for name in turn.members if name not in before]
+        return joined, [name for name in before if name not in turn.members]
+
+    @property
+    def idle(self) -> tuple[str, ...]:
+        """Members of whom nothing was counted for two cycles."""
+        part, long = self.taking_part, self._counted.maxlen or 0
+        return tuple(name for name, rounds in self._here.items() if rounds >= long and name not in part)
+
+    @property
+    def taking_part(self) -> tuple[str, ...]:
+        """Members whose deltas were counted within the last two cycles of fragments."""
+        counted = {name for names in self._counted for name in names}
+        return tuple(name for name in self.members if name in counted)
+
+
+class Company:
+    """What to tell of replicas that come and go while they train, from their events as they come in."""
+
+    def __init__(self, fragments: int, asked: int) -> None:
+        self._circle, self._asked = Circle(fragments), asked
+        self._said = {""}
+
+    def take(self, name: str, event: Event) -> list[str]:
+        """Learn from an event of `name`; lines to print."""
+        kind = event["event"]
+        if kind == "round":
+            return self._of_round(Turn.of(event))
+        if kind == "caught_up":
+            return [f"{name} took over what {event['donor']} held, turn {event['turn']}"]
+        if kind == "keeps":
+            late, most = ", ".join(map(str, event["late"])), text_of_seconds(number(event["at_most_seconds"]))
+            return [f"{name} has finished, and keeps the final weights for {late}: {most} at most, or until Ctrl-C"]
+        if kind == "late":
+            return self._once(f"{name} is late: a fragment's last round was not over when it should have left again")
+        if kind == "doubt":
+            return [f"{name} could not learn what became of turn {event['turn']}; the next round tells"]
+        what = "" if kind == "retry" else " trains on, in no round" if event["step"] else " waits for the others"
+        return self._once(f"{name}{what}: {event['reason']}")
+
+    @property
+    def committed(self) -> int:
+        return self._circle.committed
+
+    def line(self, here: Sequence[str], names: Sequence[str]) -> str:
+        """The three numbers: `here` of the replicas `names` are heard; the others are known by the rounds."""
+        elsewhere = [name for name in self._circle.members if name not in names]
+        part = [name for name in self._circle.taking_part if name in here or name in elsewhere]
+        return f"{len(here) + len(elsewhere)} living, {len(part)} taking part, {self._circle.committed} rounds"
+
+    def _of_round(self, turn: Turn) -> list[str]:
+        joined, left = self._circle.take(turn)
+        there = how_many(turn.members, self._asked)
+        lines = [f"{', '.join(names)} {what}; {there}" for what, names in (("joined", joined), ("left", left)) if names]
+        for name in self._circle.idle:
+            lines += self._once(
+                f"{name} is there and trains, but none of its deltas was counted for two cycles", f"idle {name}"
+            )
+        if turn.committed is False and turn.reason:
+            lines += self._once(
+                f"turn {turn.number} was dropped and changed nothing: {turn.reason}", f"turn {turn.number}"
+            )
+        return lines
+
+    def _once(self, text: str, key: str = "") -> list[str]:
+        if (key or text) in self._said:
+            return []
+        self._said.add(key or text)
+        return [text]
+
+
+def how_many(members: Sequence[str], asked: int) -> str:
+    """How many are there, of how many."""
+    return f"{len(members)} of {asked} are there" if len(members) <= asked else f"{len(members)} are there"
+
+
+def merged(turns: Iterable[Turn]) -> list[Turn]:
+    """Each round once, in order. Members agree on what they know; one may know more."""
+    best: dict[tuple[int, bool], Turn] = {}
+    for turn in sorted(turns, key=lambda turn: turn.seconds):
+        known = best.get(turn.place)
+        if known is None or (known.committed is None and turn.committed is not None):
+            best[turn.place] = turn
+    return [best[place] for place in sorted(best)]
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Over a run: replicas living and taking part, on average, and rounds committed and dropped."""
+
+    living: float
+    taking_part: float
+    committed: int
+    dropped: int
+
+
+def numbers(turns: Sequence[Turn], lives: Mapping[str, Sequence[Span]], fragments: int) -> Numbers:
+    """`lives` are those of the replicas whose logs are here; others are known by the rounds that they were members of."""
+    circle, took_part = Circle(fragments), list[int]()
+    for turn in turns:
+        circle.take(turn)
+        if turn.committed and turn.fragment >= 0:
+            took_part.append(len(circle.taking_part))
+    spans = [span for its in lives.values() for span in its]
+    length = max((s.end for s in spans), default=0.0) - min((s.begin for s in spans), default=0.0)
+    here = sum(span.end - span.begin for span in spans) / length if length > 0 else float(len(lives))
+    elsewhere = sum(name not in lives for turn in turns for name in turn.members) / max(1, len(turns))
+    return Numbers(
+        living=here + elsewhere,
+        taking_part=float(np.mean(took_part)) if took_part else 0.0,
+        committed=circle.committed,
+        dropped=sum(turn.committed is False and turn.fragment >= 0 for turn in turns),
+    )
+
+
+def placed(files: Sequence[Sequence[Sequence[Event]]]) -> list[list[float]]:
+    """When each session of each file began, on one clock: that of the machine, without the time when none was going on.
+
+    Sessions of replicas on several machines are as far apart as their clocks say.
+    """
+    walls = [[_wall(session) for session in sessions] for sessions in files]
+    pause, end = 0.0, None
+    shifts: dict[tuple[float, float], float] = {}
+    for begin, until in sorted({span for spans in walls for span in spans}):
+        if end is None or begin > end:
+            pause += begin - (0.0 if end is None else end)
+        end = until if end is None else max(end, until)
+        shifts[begin, until] = begin - pause
+    return [[shifts[span] for span in spans] for spans in walls]
+
+
+def _wall(session: Sequence[Event]) -> tuple[float, float]:
+    """From opening its log to the last line, in seconds of the machine's clock."""
+    opened = finite(session[0]["wall_time"]) - finite(session[0]["seconds"])
+    return opened, opened + max(max(finite(event["seconds"]), finite(event.get("end"))) for event in session)
+
+
+def as_flights(rounds: Sequence[tuple[float, Event]]) -> dict[str, list[tuple[float, Event]]]:
+    """Rounds as the departures, flights and landings that a fixed group's replica would have told of."""
+    out: dict[str, list[tuple[float, Event]]] = {"depart": [], "flight": [], "land": [], "refused": []}
+    for offset, event in rounds:
+        if whole(event["fragment"]) < 0:
+            continue
+        end = number(event["seconds"])
+        begin = end - finite(event["seconds_spent"])
+        same = {"fragment": event["fragment"], "round": event["turn"], "step": event["step"]}
+        out["depart"].append((offset, {**same, "seconds": begin, "nbytes": event["nbytes"]}))
+        flight = {**same, "begin": begin, "end": end, "queued_seconds": 0.0, "transfer_seconds": 0.0}
+        out["flight"].append((offset, flight))
+        out["land"].append((offset, {**same, "begin": end, "stall_seconds": 0.0, "seconds_spent": 0.0}))
+        if event["committed"] is False:
+            out["refused"].append((offset, {**same, "by": [], "reason": event["reason"]}))
+    return out

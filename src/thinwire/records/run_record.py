@@ -1,0 +1,324 @@
+"""A run folder read back: its settings, its replicas, and the numbers that follow from them."""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from thinwire.errors import DataError
+from thinwire.files import contents, parsed
+from thinwire.records.membership import CARRIER, Circle, Steps, how_many, merged, numbers, text_of_steps
+from thinwire.records.replica_record import Evaluations, Note, ReplicaRecord, fragments_of
+from thinwire.records.sessions import number, whole
+from thinwire.records.units import NOTHING, text_of_bits, text_of_loss, text_of_nbytes, text_of_seconds, text_of_share
+
+PROVENANCES = ("measured", "emulated", "simulated", "predicted")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The numbers of a run: bytes, utilisation and stalls are the replicas' means, wall is the slowest one's.
+
+    `tokens` are all replicas' together. The fields are the keys of an `end` event's summary and of `summary.json`. The last
+    six are of replicas that come and go (`membership.py`): means over the run, rounds, and sums over the replicas of this folder.
+    """
+
+    strategy: str
+    replicas: int
+    steps: int
+    tokens: int
+    parameters: int
+    eval_loss: float | None
+    wire_bytes_sent: int
+    bits_per_parameter_per_step: float
+    compute_utilization: float
+    wall_seconds: float
+    stall_seconds: float
+    provenance: str
+    living: float | None = None
+    taking_part: float | None = None
+    rounds_committed: int | None = None
+    steps_trained: int | None = None
+    steps_jumped: int | None = None
+    steps_counted: int | None = None
+
+    def figures(self) -> list[tuple[str, str]]:
+        """(what, value as text), in the order in which they are shown everywhere; all of them are `provenance`."""
+        figures = [
+            ("evaluation loss", text_of_loss(self.eval_loss)),
+            ("sent per replica", text_of_nbytes(self.wire_bytes_sent)),
+            ("bits per parameter and step", text_of_bits(self.bits_per_parameter_per_step)),
+            ("compute utilisation", text_of_share(self.compute_utilization)),
+            ("training loop", text_of_seconds(self.wall_seconds)),
+            ("stalled per replica", text_of_seconds(self.stall_seconds)),
+        ]
+        if self.living is not None and self.taking_part is not None:
+            figures += [("living", f"{self.living:.2f}"), ("taking part", f"{self.taking_part:.2f}")]
+            figures += [("rounds committed", str(self.rounds_committed)), ("steps trained", f"{self.steps_trained:,}")]
+            figures += [("steps jumped", f"{self.steps_jumped:,}"), ("steps counted", f"{self.steps_counted:,}")]
+        return figures
+
+
+@dataclass(frozen=True, eq=False)
+class RunRecord:
+    """One run folder, read back. `remarks` say what is odd about it."""
+
+    folder: Path
+    settings: Mapping[str, Any]
+    replicas: tuple[ReplicaRecord, ...]
+    summary: Summary
+    status: str  # "finished", "stopped: why" or "still running or killed"
+    remarks: tuple[str, ...]
+
+    @classmethod
+    def load(cls, folder: str | Path) -> RunRecord:
+        """Read `folder`. Raises `DataError` if it is no run or holds no event yet."""
+        folder = Path(folder)
+        paths = sorted(folder.glob("events/*.jsonl"))
+        if not paths:
+            raise DataError(
+                f"{folder} {'is no run folder' if folder.exists() else 'does not exist'}: there is no events/replica-0.jsonl "
+                "in it. Give the folder that `thinwire train` wrote."
+            )
+        records = ReplicaRecord.load_all(paths)
+        if not records:
+            raise DataError(f"{folder} holds no event yet: its run was never started, or only just. Try again later.")
+        replicas = tuple(sorted(records, key=lambda record: (record.replica, record.name)))
+        settings, remarks = _settings(folder, replicas[0].start)
+        summary, more = _summary(folder, replicas)
+        return cls(folder, settings, replicas, summary, _status(replicas), (*remarks, *more, *_remarks(replicas)))
+
+    @property
+    def made_of(self) -> Mapping[str, Any]:
+        """What the strategy is, with all that its recipe decides; empty for runs that do not say it."""
+        run = self.replicas[0].start["run"]
+        said = run.get("made_of") if isinstance(run, dict) else None
+        return said if isinstance(said, dict) else {}
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @property
+    def evaluations(self) -> Evaluations:
+        """Of the first replica that evaluated: the anchors are the same on all."""
+        return next((r.evaluations for r in self.replicas if len(r.evaluations.step)), self.replicas[0].evaluations)
+
+    @property
+    def privacy(self) -> Mapping[str, Any] | None:
+        """What a run that clips and adds noise has promised: the weakest of what its replicas said when they ended."""
+        said = [replica.end["summary"].get("privacy") for replica in self.replicas if replica.end]
+        whole = [one for one in said if isinstance(one, dict) and math.isfinite(number(one.get("epsilon")))]
+        return max(whole, key=lambda one: number(one["epsilon"]), default=None)
+
+    @property
+    def steps(self) -> list[Steps]:
+        """Of each replica, where they come and go: else every step is trained by all."""
+        return [replica.steps for replica in self.replicas] if _elastic(self.replicas) else []
+
+    @property
+    def fragments(self) -> list[tuple[str, int]]:
+        """(name, parameters) of every fragment."""
+        return fragments_of(self.replicas[0].start)
+
+    @property
+    def bits_per_second(self) -> float | None:
+        """The link's rate, if it is known."""
+        link = self.replicas[0].start["link"]
+        rate = number(link.get("bits_per_second")) if isinstance(link, dict) else math.nan
+        return rate if math.isfinite(rate) and rate > 0 else None
+
+    @property
+    def notes(self) -> list[Note]:
+        own = [note for replica in self.replicas for note in replica.notes]
+        return sorted([*own, *_comings(self.replicas)], key=lambda note: note.seconds)
+
+
+def text_of_privacy(privacy: Mapping[str, Any] | None) -> str:
+    """What was promised to whom, in words; empty if nothing was."""
+    if privacy is None:
+        return ""
+    values = {name: number(privacy.get(name)) for name in ("epsilon", "epsilon_of_packets", "delta", "rounds")}
+    return (
+        f"({values['epsilon']:.3g}, {values['delta']:.3g})-differentially private for a whole {privacy.get('unit')} towards all who see the "
+        f"model, after {values['rounds']:.0f} rounds; ε = {values['epsilon_of_packets']:.3g} towards peers, who see its packets."
+    )
+
+
+def explained(each: Sequence[Steps]) -> str:
+    """What the numbers of steps mean, in a line, with those of each replica; empty for none."""
+    if not each:
+        return ""
+    of_each = "; ".join(f"{steps.name} {text_of_steps([steps])}" for steps in each)
+    return (
+        "Steps jumped were not trained by that replica: the others had gone on without it. Counted: those it trained that "
+        f"are in the agreed weights. {of_each}."
+    )
+
+
+def _settings(folder: Path, start: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
+    path = folder / "run.toml"
+    logged = start["run"] if isinstance(start["run"], dict) else {}
+    try:
+        return parsed(tomllib.loads, contents(path)), []
+    except FileNotFoundError:
+        return logged, ["There is no run.toml; the settings are those of the event log."]
+    except (OSError, ValueError) as error:
+        return logged, [f"run.toml cannot be read ({error}); the settings are those of the event log."]
+
+
+def _elastic(replicas: Sequence[ReplicaRecord]) -> bool:
+    return bool(replicas[0].start["carrier"] == CARRIER)
+
+
+def _comings(replicas: Sequence[ReplicaRecord]) -> list[Note]:
+    """Who came and went, and which rounds were dropped, among replicas that come and go."""
+    if not _elastic(replicas):
+        return []
+    notes: list[Note] = []
+    circle, asked = Circle(1), whole(replicas[0].start["replicas"])
+    for turn in merged(turn for replica in replicas for turn in replica.turns):
+        joined, left = circle.take(turn)
+        for kind, names in (("joined", joined), ("left", left)):
+            if names:
+                there = f"{', '.join(names)}; {how_many(turn.members, asked)}"
+                notes.append(Note(turn.seconds, turn.number, NOTHING, kind, there))
+        if turn.committed is False and turn.reason:
+            what = f"turn {turn.number}, fragment {turn.fragment}: {turn.reason}"
+            notes.append(Note(turn.seconds, turn.number, NOTHING, "dropped", what))
+    for replica in replicas:
+        for before, after in zip(replica.lives, replica.lives[1:]):
+            away = f"its process ended; back after {text_of_seconds(after.begin - before.end)}"
+            notes.append(Note(before.end, before.step, replica.called, "away", away))
+    return notes
+
+
+def _status(replicas: Sequence[ReplicaRecord]) -> str:
+    if _elastic(replicas) and any(replica.end and replica.stopped is None for replica in replicas):
+        return "finished"  # those who were not there at the end are not needed
+    reason = next((replica.stopped for replica in replicas if replica.stopped is not None), None)
+    if reason is not None:
+        return f"stopped: {reason}"
+    return "finished" if all(replica.end for replica in replicas) else "still running or killed"
+
+
+def _summary(folder: Path, replicas: Sequence[ReplicaRecord]) -> tuple[Summary, list[str]]:
+    """What the run said of itself when it ended; where it did not, what its events say."""
+    computed = _computed(replicas)
+    said = [replica.end["summary"] for replica in replicas if replica.end]
+    elastic = _elastic(replicas)
+    if not said or (len(said) < len(replicas) and not elastic):
+        return computed, [
+            "No end is written, so the run is still going or was killed; the numbers are from its events."
+        ]
+    means = {key: _mean([summary.get(key) for summary in said]) for key in said[0]}
+    for key in ("wire_bytes_sent", "bits_per_parameter_per_step"):
+        if key in means:  # every shard of a replica sends its own
+            means[key] = number(means[key]) * len(replicas) / computed.replicas
+    if elastic:  # each told of itself alone
+        means |= {"tokens": computed.tokens, "steps": computed.steps}
+    return _overlaid(computed, {**_summary_file(folder), **means}), []
+
+
+def _mean(values: Sequence[object]) -> object:
+    numbers = [number(value) for value in values]
+    return values[0] if any(math.isnan(value) for value in numbers) else sum(numbers) / len(numbers)
+
+
+def _overlaid(summary: Summary, said: Mapping[str, object]) -> Summary:
+    """`summary` with those of its fields that `said` has in the right type."""
+    changed: dict[str, Any] = {}
+    for item in fields(Summary):
+        value = said.get(item.name)
+        if item.name in ("living", "taking_part", "rounds_committed") or item.name.startswith("steps_"):
+            continue  # nobody can tell them alone
+        if item.name == "provenance":
+            changed |= {item.name: value} if value in PROVENANCES else {}
+        elif item.name != "strategy" and not math.isnan(number(value)):
+            whole = isinstance(getattr(summary, item.name), int) and math.isfinite(number(value))
+            changed[item.name] = int(number(value)) if whole else number(value)
+    return replace(summary, **changed)
+
+
+def _summary_file(folder: Path) -> Mapping[str, object]:
+    try:
+        said = parsed(json.loads, contents(folder / "summary.json"))
+    except (OSError, ValueError):
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def _computed(replicas: Sequence[ReplicaRecord]) -> Summary:
+    """The summary that follows from the events alone."""
+    start = replicas[0].start
+    evaluated = next((r.evaluations.loss for r in replicas if len(r.evaluations.loss)), None)
+    elastic = _elastic(replicas)
+    steps = (max if elastic else min)((int(r.step[-1]) if len(r.step) else 0) for r in replicas)
+    parameters = whole(start["parameters"])
+    count = len(replicas) if elastic else len({r.replica for r in replicas})
+    nbytes = sum(r.nbytes_sent for r in replicas) / count
+    used = [r.compute_utilization for r in replicas if math.isfinite(r.compute_utilization)]
+    return Summary(
+        strategy=str(start["strategy"]),
+        replicas=count,
+        steps=steps,
+        tokens=sum(int(r.tokens.sum()) for r in replicas),
+        parameters=parameters,
+        eval_loss=float(evaluated[-1]) if evaluated is not None else None,
+        wire_bytes_sent=round(nbytes),
+        bits_per_parameter_per_step=8 * nbytes / (parameters * steps) if parameters and steps else math.nan,
+        compute_utilization=float(np.mean(used)) if used else math.nan,
+        wall_seconds=max(r.wall_seconds for r in replicas),
+        stall_seconds=float(np.mean([r.stall_seconds for r in replicas])),
+        provenance=_provenance(start),
+        **_company(replicas),
+    )
+
+
+def _company(replicas: Sequence[ReplicaRecord]) -> dict[str, Any]:
+    """The three numbers of replicas that come and go."""
+    if not _elastic(replicas):
+        return {}
+    turns = merged(turn for replica in replicas for turn in replica.turns)
+    lives = {replica.called: replica.lives for replica in replicas}
+    seen = numbers(turns, lives, len(fragments_of(replicas[0].start)))
+    steps = {
+        f"steps_{name}": sum(getattr(r.steps, name) for r in replicas) for name in ("trained", "jumped", "counted")
+    }
+    return {"living": seen.living, "taking_part": seen.taking_part, "rounds_committed": seen.committed, **steps}
+
+
+def _provenance(start: Mapping[str, Any]) -> str:
+    """The word a run deserves that did not live to say it itself: a link with a set rate is a shaped one."""
+    link = start["link"]
+    return "emulated" if isinstance(link, dict) and math.isfinite(number(link.get("bits_per_second"))) else "measured"
+
+
+def _remarks(replicas: Sequence[ReplicaRecord]) -> list[str]:
+    start, remarks = replicas[0].start, []
+    expected = number(start["replicas"])
+    count = len({replica.replica for replica in replicas})
+    if math.isfinite(expected) and count < expected and not _elastic(replicas):
+        remarks.append(f"{count} of {int(expected)} replicas left an event log.")
+    weights = {replica.end["summary"].get("weights") for replica in replicas if replica.end and replica.stopped is None}
+    if len(weights) > 1 and len(replicas) == count:
+        remarks.append("The replicas ended with different outer weights: at least one had not heard the last rounds.")
+    damaged = sum(replica.damaged for replica in replicas)
+    if damaged:
+        remarks.append(f"{damaged} damaged line{'s were' if damaged > 1 else ' was'} passed over in the event logs.")
+    lost = [lost for replica in replicas for lost in replica.lost]
+    if lost:
+        seconds = sum(item.span.end - item.span.begin for item in lost)
+        remarks.append(
+            f"{sum(item.steps for item in lost)} inner steps ({text_of_seconds(seconds)}, "
+            f"{text_of_nbytes(sum(item.nbytes for item in lost))}), all replicas together, were lost to restarts and "
+            "done again; they are not in the numbers."
+        )
+    return remarks

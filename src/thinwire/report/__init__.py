@@ -1,0 +1,1 @@
+"""Pages and figures of a run: charts, timeline, diagnosis, live progress."""

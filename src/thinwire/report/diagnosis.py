@@ -1,0 +1,273 @@
+"""A run diagnosed: from the event logs of all its replicas, as far as they go, to findings and the matrix behind them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from html import escape
+from math import isfinite, log2
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from thinwire.diagnosis import Finding, Record, Rules, Seen, Syndrome, Watch, stuck
+from thinwire.diagnosis.measure import Cell, Reading
+from thinwire.errors import DataError, PacketError
+from thinwire.records.events import Event, Tail, being_written
+from thinwire.records.sessions import finite, split, whole
+from thinwire.records.units import NOTHING, text_of_seconds
+from thinwire.report.page import table
+
+Key = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Way:
+    """From one replica to another: what a message takes there usually, and what the last few took of which that is known (their median)."""
+
+    usual: float
+    seconds: float
+
+    @property
+    def ratio(self) -> float:
+        return self.seconds / self.usual
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What is wrong now, what was `past`, and `ways`, the delay matrix.
+
+    rounds   of which at least two replicas have left a record
+    going    whether the run still goes on
+    doubts   what could not be looked at, or not be told apart, and why
+    """
+
+    names: tuple[str, ...]
+    findings: tuple[Finding, ...]
+    past: tuple[Finding, ...] = ()
+    ways: Mapping[Cell, Way] = field(default_factory=dict)
+    rounds: int = 0
+    doubts: tuple[str, ...] = ()
+    going: bool = False
+
+    @property
+    def verdict(self) -> str:
+        if self.findings:
+            return "; ".join(f"{finding.syndrome}: {finding.culprit}" for finding in self.findings)
+        return "nothing to see" if self.rounds else "cannot tell"
+
+    def lines(self) -> list[str]:
+        """For people: every finding with its figures and what to do, then what was before, then the doubts."""
+        said = []
+        for finding in self.findings:
+            figures = _figures(finding, self.going)
+            said += [f"{finding.syndrome}: {finding.culprit}.", f"  {figures}", f"  {finding.advice}"]
+        if not self.findings:
+            said.append(f"{self.verdict[0].upper()}{self.verdict[1:]}.")
+        said += [f"Earlier, rounds {f.first} to {f.last}: {f.syndrome}: {f.culprit}." for f in self.past]
+        return said + list(self.doubts)
+
+    def facts(self) -> dict[str, Any]:
+        """For JSON."""
+        ways = [{"sender": a, "receiver": b, "usual": w.usual, "seconds": w.seconds} for (a, b), w in self.ways.items()]
+        return {
+            "replicas": list(self.names), "rounds": self.rounds, "verdict": self.verdict,
+            "findings": [finding.facts() for finding in self.findings],
+            "past": [finding.facts() for finding in self.past], "ways": ways, "doubts": list(self.doubts),
+        }  # fmt: skip
+
+
+def diagnose(folder: str | Path, rules: Rules | None = None) -> Diagnosis:
+    """Read the event logs in `folder`, of the last session of each replica; a run that is going on, or broke off, too.
+
+    Raises `DataError` for a folder that holds no run.
+    """
+    paths = sorted(Path(folder).glob("events/replica-*.jsonl"))
+    logs, rules = [log for path in paths if (log := _Log.read(path)) is not None], rules or Rules()
+    if not logs:
+        raise DataError(
+            f"{folder} holds no events/replica-*.jsonl of a run. Give the folder that `thinwire train` wrote."
+        )
+    parts = [
+        _diagnosed([log for log in logs if log.shard == shard], rules) for shard in sorted({log.shard for log in logs})
+    ]
+    first = parts[0]
+    for other in parts[1:]:  # the shards of a replica send beside each other: what one of them finds counts
+        known = {finding.cause for finding in first.findings}
+        more = tuple(finding for finding in other.findings if finding.cause not in known)
+        first = replace(first, findings=first.findings + more)
+    return first
+
+
+def delay_table(diagnosis: Diagnosis) -> Table:
+    """The delay matrix: a row a sender, a column a receiver."""
+    table = Table(
+        title="Seconds from sender (row) to receiver, and times the usual",
+        box=None,
+        title_justify="left",
+        pad_edge=False,
+    )
+    table.add_column("")
+    for name in diagnosis.names:
+        table.add_column(Text(f"to {name}"), justify="right")
+    for sender in diagnosis.names:
+        cells = []
+        for receiver in diagnosis.names:
+            way = diagnosis.ways.get((sender, receiver))
+            hot = way is not None and way.ratio > 2
+            cells.append(
+                Text(
+                    f"{text_of_seconds(way.seconds)} ×{way.ratio:.1f}" if way else NOTHING,
+                    style="bold red" if hot else "",
+                )
+            )
+        table.add_row(Text(f"from {sender}"), *cells)
+    return table
+
+
+def delay_page(diagnosis: Diagnosis) -> str:
+    """The same as HTML: darker where a way takes longer than usual; and what is found."""
+    said = "".join(f"<p{' class=alert' if diagnosis.findings else ''}>{escape(line)}</p>" for line in diagnosis.lines())
+    if not diagnosis.ways:
+        return said
+    rows = []
+    for sender in diagnosis.names:
+        cells = []
+        for receiver in diagnosis.names:
+            way = diagnosis.ways.get((sender, receiver))
+            share = min(90.0, max(0.0, 30 * log2(max(way.ratio, 1e-9)))) if way else 0.0
+            shade = f' style="background:color-mix(in srgb, var(--bad) {share:.0f}%, transparent)"' if share else ""
+            text = f"{text_of_seconds(way.seconds)} ×{way.ratio:.1f}" if way else NOTHING
+            cells.append(f'<td class="n"{shade}>{escape(text)}</td>')
+        rows.append(f"<tr><th>from {escape(sender)}</th>{''.join(cells)}</tr>")
+    return said + table(["", *(f"to {name}" for name in diagnosis.names)], rows, len(diagnosis.names))
+
+
+def _figures(finding: Finding, going: bool) -> str:
+    when = f"since round {finding.first}" if finding.last > finding.first else f"in round {finding.last}"
+    if finding.syndrome in (Syndrome.HUNG_LINK, Syndrome.HUNG_REPLICA):
+        waited, usual = text_of_seconds(finding.seconds), text_of_seconds(finding.usual)
+        if going:
+            return f"{finding.detail}; for {waited} now (a round takes {usual} otherwise)."
+        return (
+            f"{finding.detail}; {text_of_seconds(finding.began)} after the start. Nothing more came in the {waited} until the logs "
+            f"end (a round takes {usual} otherwise)."
+        )
+    return f"{finding.detail}: {text_of_seconds(finding.seconds)}, not {text_of_seconds(finding.usual)}; {when}."
+
+
+@dataclass
+class _Log:
+    """One replica's last session."""
+
+    name: str
+    replicas: int
+    shard: int
+    records: dict[Key, Record] = field(default_factory=dict)
+    began: dict[Key, float] = field(default_factory=dict)
+    over: dict[Key, float] = field(default_factory=dict)
+    now: float = 0.0
+    ended: bool = False
+    damaged: int = 0
+    going: bool = False
+
+    @classmethod
+    def read(cls, path: Path) -> _Log | None:
+        tail = Tail(path)
+        events = tail.read()
+        sessions = split(events)
+        if not sessions:
+            return None
+        start, *events = sessions[-1]
+        shard = path.stem.partition(".shard-")[2]
+        log = cls(str(whole(start["replica"])), whole(start["replicas"]), int(shard) if shard.isdigit() else 0)
+        roster = any(event["event"] == "round" for event in events)
+        for event in events:
+            log._take(event, roster)
+        log.now = max((finite(event["seconds"]) for event in events), default=0.0)
+        log.ended = any(event["event"] in ("end", "stop") for event in events)
+        log.going = being_written(path)
+        if log.going:
+            log.now += max(0.0, time.time() - path.stat().st_mtime)  # silent since then
+        return log
+
+    def _take(self, event: Event, roster: bool) -> None:
+        kind, seconds = event["event"], finite(event["seconds"])
+        if kind == "wire":
+            try:
+                record = Record.of(event)
+            except PacketError:
+                self.damaged += 1
+                return
+            self.name = record.name
+            self.records[record.key] = record
+            if roster:  # a departure there is no round yet
+                self.began[record.key] = seconds
+            if record.over:
+                self.over[record.key] = seconds
+        elif kind in ("depart", "flight", "land") and not roster:
+            key = whole(event["fragment"]), whole(event["round"])
+            (self.began if kind == "depart" else self.over).setdefault(key, seconds)
+
+    def seen(self) -> Seen:
+        failed = {key: record for key, record in self.records.items() if not record.over}
+        return Seen(self.name, self.began, self.over, failed, self.now, self.ended)
+
+
+def _diagnosed(logs: Sequence[_Log], rules: Rules) -> Diagnosis:
+    names = tuple(sorted({log.name for log in logs}, key=lambda name: (len(name), name)))
+    order: dict[Key, None] = {}
+    for log in sorted(logs, key=lambda log: -len(log.records)):
+        order |= dict.fromkeys(log.records)
+    together = [[log.records[key] for log in logs if key in log.records] for key in order]
+    whole_ones = [number for number, records in enumerate(together) if {r.name for r in records} >= records[0].group]
+    if whole_ones:  # else somebody's log is not here at all; what comes after the last one is still being written
+        together = together[: whole_ones[-1] + 1]
+    watch, last, past = Watch(rules), [], dict[Any, Finding]()
+    rounds = [records for records in together if len(records) > 1]
+    for records in rounds:
+        last = watch.add(records)
+        past |= {finding.cause: finding for finding in last}
+    for finding in last:
+        past.pop(finding.cause, None)
+    ways = {cell: _way(list(readings)) for cell, readings in sorted(watch.latest.items())}
+    findings = (*stuck([log.seen() for log in logs]), *last)
+    doubts = _doubts(logs, names, len(rounds), ways, rules)
+    return Diagnosis(
+        names, findings, tuple(past.values()), ways, len(rounds), tuple(doubts), any(log.going for log in logs)
+    )
+
+
+def _way(readings: Sequence[Reading]) -> Way:
+    """The median of the last ones."""
+    longer = [r.least if isfinite(r.least) else min(0.0, r.most) for r in readings]
+    # A difference below zero is that of both directions together: half of it is this one's.
+    seconds = [r.usual + (more if more > 0 else more / 2) for r, more in zip(readings, longer)]
+    return Way(median(r.usual for r in readings), max(0.0, median(seconds)))
+
+
+def _doubts(
+    logs: Sequence[_Log], names: Sequence[str], rounds: int, ways: Mapping[Cell, Way], rules: Rules
+) -> list[str]:
+    doubts, due = [], max(log.replicas for log in logs)
+    if len(names) < due:
+        doubts.append(
+            f"{len(names)} of {due} replicas left an event log here: what the others saw is not known. Copy their events/ "
+            "files beside these."
+        )
+    if len(names) == 1:
+        doubts.append("One log tells nothing of who waits for whom: at least two are needed.")
+    elif not rounds:
+        doubts.append("No round is recorded by two replicas: too early, or a run of an older version.")
+    elif not ways:
+        doubts.append(
+            f"What links usually take is known after {rules.known} rounds of a fragment; there are {rounds} in all."
+        )
+    if len(names) == 2 and rounds:
+        doubts.append("Two replicas cannot tell a slow sender from a slow receiver or a slow link: a third would.")
+    damaged = sum(log.damaged for log in logs)
+    return doubts + ([f"{damaged} records could not be read."] if damaged else [])

@@ -1,0 +1,387 @@
+"""The live display: what the replicas are doing, read from their event files as they grow.
+
+On a terminal a table that redraws itself; elsewhere (a file, a batch job) one plain line now and then, without
+control characters. The process that started the replicas calls `update` about five times a second; it costs a few
+file reads.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from thinwire.comm.emulated import Link, Uplink
+from thinwire.printable import printable
+from thinwire.records.events import Event, Tail
+from thinwire.records.membership import CARRIER, Company, Steps, text_of_steps
+from thinwire.records.replica_record import fragments_of
+from thinwire.records.run_record import RunRecord
+from thinwire.records.sessions import number, whole
+from thinwire.records.units import NOTHING, text_of_count, text_of_loss, text_of_nbytes, text_of_seconds, text_of_share
+from thinwire.report.terminal import Terminal
+
+RECENT = 64  # inner steps over which speed and link use are taken
+FLIGHTS = 512  # the last departures, more than those steps see
+SILENT_SECONDS = 20.0  # after which a replica that says nothing is not counted as living
+COLUMNS = ("replica", "step", "loss", "tokens/s", "compute", "stalled", "in the air", "sent", "link", "refused")
+NARROW = tuple(name for name in COLUMNS if name not in ("in the air", "link", "refused"))
+WIDE = 80  # columns of a terminal that has room for all
+QUIET_SECONDS = 10.0  # between plain lines; a hundredth of the run so far, when that is longer
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """An inner step; `paused_seconds` were spent on evaluations and checkpoints before it."""
+
+    begin: float
+    spent: float
+    tokens: float
+    paused_seconds: float
+
+
+@dataclass
+class _Replica:
+    """What is known of one replica from its events since it last started."""
+
+    begun: bool = False
+    step: int = 0
+    loss: float = math.nan
+    stall_seconds: float = 0.0
+    nbytes: int = 0
+    refused: int = 0
+    skipped: int = 0
+    ended: str = ""
+    late: int = 0
+    heard: float = -math.inf  # when, on this process's clock
+    uplink: Uplink | None = None  # of an emulated link
+    on_link: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=FLIGHTS))
+    air: dict[tuple[object, object], object] = field(default_factory=dict)
+    paused_seconds: float = 0.0
+    recent: deque[_Step] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    def take(self, event: Event) -> None:
+        """Learn from one event."""
+        kind = event["event"]
+        if kind == "step":
+            loss = number(event["loss"])
+            if math.isfinite(loss):
+                self.loss = loss if math.isnan(self.loss) else 0.9 * self.loss + 0.1 * loss
+            self.step = event["step"]
+            begin, spent, tokens = (number(event[name]) for name in ("begin", "compute_seconds", "tokens"))
+            self.recent.append(_Step(begin, spent, tokens, self.paused_seconds))
+        elif kind == "depart":
+            self.nbytes += whole(event["nbytes"])
+            if self.uplink:
+                start, end = self.uplink.book(number(event["seconds"]), whole(event["nbytes"]))
+                self.on_link.append((start, end))
+            self.air[str(event["fragment"]), event["round"]] = event["fragment"]
+        elif kind in ("flight", "land", "refused"):
+            self.air.pop((str(event["fragment"]), event["round"]), None)
+            self.stall_seconds += number(event["stall_seconds"]) if kind == "land" else 0.0
+            self.refused += kind == "refused"
+        elif kind == "resume":
+            self.step = whole(event["from_step"])
+        elif kind in ("eval", "checkpoint"):
+            self.paused_seconds += number(event["seconds_spent"])
+        elif kind in ("stop", "end"):
+            self.ended = self.ended or ("ended" if kind == "end" else "stopped")
+        elif kind == "round":
+            self.nbytes += whole(event["nbytes"])
+            if self.uplink:
+                self.on_link.append(self.uplink.book(number(event["seconds"]), whole(event["nbytes"])))
+            fragment = event["fragment"]
+            self.air = {key: other for key, other in self.air.items() if other != fragment}
+            self.refused += event["committed"] is False and whole(fragment) >= 0
+        elif kind == "late":
+            self.late += 1
+        elif kind == "skip":
+            self.step, self.skipped = event["step"], self.skipped + 1
+
+    @property
+    def _seconds(self) -> float:
+        """From the first of the recent steps to the end of the last; NaN before there are any."""
+        return (
+            self.recent[-1].begin + self.recent[-1].spent - self.recent[0].begin or math.nan
+            if self.recent
+            else math.nan
+        )
+
+    @property
+    def steps_per_second(self) -> float:
+        return len(self.recent) / self._seconds
+
+    @property
+    def _loop_seconds(self) -> float:
+        """The same without evaluations and checkpoints, as the summary counts."""
+        paused = self.recent[-1].paused_seconds - self.recent[0].paused_seconds if self.recent else 0.0
+        return (self._seconds - paused) or math.nan
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(step.tokens for step in self.recent) / self._loop_seconds
+
+    @property
+    def compute_utilization(self) -> float:
+        return sum(step.spent for step in self.recent) / self._loop_seconds
+
+    @property
+    def link_use(self) -> float:
+        """Share of the recent steps' time in which the emulated uplink was busy; NaN where there is none.
+
+        A departure is not yet on the link: the books of the uplink say from when to when each one is.
+        """
+        if self.uplink is None or not self.recent:
+            return math.nan
+        begin, end = self.recent[0].begin, self.recent[-1].begin + self.recent[-1].spent
+        busy = sum(max(0.0, min(last, end) - max(first, begin)) for first, last in self.on_link)
+        return busy / self._seconds
+
+    @property
+    def in_the_air(self) -> str:
+        return ", ".join(printable(fragment, 20) for fragment in self.air.values()) or NOTHING
+
+
+class Progress:
+    """Follows `replicas` event files of `run_folder` until `steps`; of replicas of several ranks (`sharded`) the first rank's.
+
+    `console` says where it is shown: the terminal by default, `Console(stderr=True)` where stdout is for JSON.
+
+    >>> with Progress(folder, steps=1000, replicas=2) as progress:   # doctest: +SKIP
+    ...     while any(process.is_alive() for process in processes):
+    ...         progress.update()
+    ...         time.sleep(0.2)
+    """
+
+    def __init__(
+        self,
+        run_folder: str | Path,
+        steps: int,
+        replicas: int | Sequence[str],
+        console: Console | None = None,
+        sharded: bool = False,
+    ) -> None:
+        events = Path(run_folder) / "events"
+        suffix = ".shard-0.jsonl" if sharded else ".jsonl"
+        self.steps = steps
+        self.console = console or Terminal()
+        self._names = [f"replica-{index}" for index in range(replicas)] if isinstance(replicas, int) else list(replicas)
+        self._tails = [Tail(events / f"{name}{suffix}") for name in self._names]
+        self._replicas = [_Replica() for _ in self._names]
+        self._company: Company | None = None  # of replicas that come and go
+        self._steps = [Steps(name) for name in self._names]
+        self._evaluated: tuple[int, float] | None = None
+        self._said: set[str] = set()
+        self._opened = self._spoke = time.monotonic()
+        self._spoke_step = 0
+        self._live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
+
+    def __enter__(self) -> Progress:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.update(last=True)
+        if self._live:
+            self._live.stop()
+
+    @property
+    def step(self) -> int:
+        """The slowest replica's step; of those that come and go the farthest one's, where the others will go on."""
+        return (max if self._company else min)(replica.step for replica in self._replicas)
+
+    def pass_over(self) -> None:
+        """Say nothing of what the logs hold already: earlier sessions did."""
+        for tail, steps in zip(self._tails, self._steps):
+            for event in tail.read():
+                steps.take(event)
+
+    def update(self, last: bool = False) -> None:
+        """Read what is new and show it; `last` shows it even where it would be too soon for another line."""
+        for index, tail in enumerate(self._tails):
+            for event in tail.read():
+                self._replicas[index].heard = time.monotonic()
+                self._steps[index].take(event)
+                self._take(index, event)
+        if self._live:
+            self._live.update(self._picture(), refresh=True)
+        elif self._due() or (last and self.step != self._spoke_step):
+            self._spoke, self._spoke_step = time.monotonic(), self.step
+            self._print(self._line())
+
+    def _take(self, index: int, event: Event) -> None:
+        kind = event["event"]
+        if kind == "start":
+            link = event["link"] if isinstance(event["link"], dict) else {}
+            rate = number(link.get("bits_per_second"))
+            self._replicas[index] = _Replica(begun=True, uplink=Uplink(Link(rate)) if 0 < rate < math.inf else None)
+            self._replicas[index].heard = time.monotonic()
+            if event["carrier"] == CARRIER and self._company is None:
+                self._company = Company(len(fragments_of(event)), whole(event["replicas"]))
+            for choice in event["run"].get("exchanges", []) if isinstance(event["run"], dict) else []:
+                self._say("exchange", choice)
+        elif kind == "eval" and event["of"] != "start":
+            self._evaluated = (event["step"], number(event["loss"]))
+        elif kind in ("warning", "stop"):
+            self._say(
+                f"{kind} ({self._names[index].replace('-', ' ')}, step {event['step']})",
+                event.get("message", event.get("reason")),
+            )
+        elif kind in ("resume", "back"):
+            for passed_over in event["skipped"] if isinstance(event["skipped"], list) else ():
+                self._say("passed over", passed_over.get("reason"))
+            if kind == "back":
+                path = event["path"] or "no checkpoint of its own"
+                self._print(f"{self._names[index]} is back at step {event['step']}, from turn {event['turn']} ({path})")
+            elif event["path"]:
+                self._say("resume", f"from step {event['from_step']}")
+        elif kind in ("alone", "retry", "caught_up", "doubt", "late", "keeps", "round") and self._company:
+            for text in self._company.take(self._names[index], event):
+                self._print(text)
+        self._replicas[index].take(event)
+
+    def say(self, text: str) -> None:
+        """Tell something beside what the logs hold."""
+        self._print(text)
+
+    def _say(self, what: str, said: object) -> None:
+        if (text := str(said)) not in self._said:
+            self._said.add(text)  # replicas say the same: once is enough
+            self._print(f"{what}: {text}")
+
+    def _print(self, text: str) -> None:
+        self.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+
+    def _due(self) -> bool:
+        now = time.monotonic()
+        quiet = max(QUIET_SECONDS, (now - self._opened) / 100)
+        if self._phase():
+            return now - self._spoke >= quiet
+        return self.step > self._spoke_step and (
+            now - self._spoke >= quiet or (self.step - self._spoke_step) * 20 >= self.steps
+        )
+
+    def _seconds_left(self) -> float:
+        speed = min((r.steps_per_second for r in self._replicas), default=math.nan)
+        return (self.steps - self.step) / speed if speed > 0 else math.nan
+
+    def _phase(self) -> str:
+        """What goes on before the first step; empty from there on."""
+        if any(replica.recent or replica.ended for replica in self._replicas):
+            return ""
+        return "compiling, meeting the others" if all(replica.begun for replica in self._replicas) else "starting"
+
+    def _elapsed(self) -> str:
+        return text_of_seconds(round(time.monotonic() - self._opened))
+
+    def _evaluation(self) -> str:
+        return f"evaluation {text_of_loss(self._evaluated[1])} at step {self._evaluated[0]}" if self._evaluated else ""
+
+    def _line(self) -> str:
+        if phase := self._phase():
+            return f"{phase} · {self._elapsed()}"
+        losses = [r.loss for r in self._replicas if math.isfinite(r.loss)]
+        parts = [
+            f"step {self.step}/{self.steps}",
+            f"loss {text_of_loss(sum(losses) / len(losses) if losses else None)}",
+            self._evaluation(),
+            f"{text_of_count(sum(r.tokens_per_second for r in self._replicas))} tokens/s",
+            f"compute {text_of_share(min(r.compute_utilization for r in self._replicas))}",
+            f"stalled {text_of_seconds(max(r.stall_seconds for r in self._replicas))}",
+            f"sent {text_of_nbytes(max(r.nbytes for r in self._replicas))} per replica",
+            self._company_line(),
+            self._steps_line(),
+            self._troubles(),
+            f"{self._elapsed()} elapsed",
+            f"{text_of_seconds(self._seconds_left())} left" if self.step < self.steps else "",
+        ]
+        return " · ".join(part for part in parts if part)
+
+    def _troubles(self) -> str:
+        refused, skipped = max(r.refused for r in self._replicas), sum(r.skipped for r in self._replicas)
+        said = (f"refused rounds: {refused}" if refused else "", f"skipped steps: {skipped}" if skipped else "")
+        return " · ".join(filter(None, said))
+
+    def _company_line(self) -> str:
+        """The three numbers."""
+        if self._company is None:
+            return ""
+        if all(replica.ended for replica in self._replicas):
+            return f"{self._company.committed} rounds committed"
+        now = time.monotonic()
+        here = [n for n, r in zip(self._names, self._replicas) if now - r.heard < SILENT_SECONDS and not r.ended]
+        return self._company.line(here, self._names)
+
+    def _steps_line(self) -> str:
+        return f"steps: {text_of_steps(self._steps)}" if self._company else ""
+
+    def _picture(self) -> Group:
+        if phase := self._phase():
+            return Group(Text(f"{phase} · {self._elapsed()}"))
+        left = f"{text_of_seconds(self._seconds_left())} left" if self.step < self.steps else "done"
+        shown = COLUMNS if self.console.width >= WIDE else NARROW
+        troubles = "" if shown == COLUMNS else self._troubles()
+        said = (
+            f"{self._elapsed()} elapsed", left, self._evaluation(), self._company_line(), self._steps_line(), troubles,
+        )  # fmt: skip
+        head = Table.grid(padding=(0, 2))
+        head.add_row(
+            ProgressBar(total=max(self.steps, 1), completed=self.step, width=24), f"step {self.step}/{self.steps}"
+        )
+        table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1, 0, 0))
+        for name in shown:
+            table.add_column(name, justify="left" if name == "in the air" else "right", no_wrap=True)
+        for index, replica in enumerate(self._replicas):
+            row = self._row(index, replica)
+            table.add_row(*(row[name] for name in shown))
+        return Group(head, Text(" · ".join(part for part in said if part)), table)
+
+    def _row(self, index: int, replica: _Replica) -> dict[str, Text]:
+        use = text_of_share(replica.link_use)
+        counts = f"{replica.refused}" + (f", {replica.skipped} skipped" if replica.skipped else "")
+        silent = self._company is not None and time.monotonic() - replica.heard > SILENT_SECONDS
+        name, now = (
+            self._names[index].removeprefix("replica-"),
+            replica.ended or ("silent" if silent else str(replica.step)),
+        )
+        cells = (
+            *(name, now, text_of_loss(replica.loss) if replica.step else NOTHING),
+            *(text_of_count(replica.tokens_per_second), text_of_share(replica.compute_utilization)),
+            *(text_of_seconds(replica.stall_seconds), replica.in_the_air, text_of_nbytes(replica.nbytes), use, counts),
+        )
+        return {name: Text(cell) for name, cell in zip(COLUMNS, cells)}
+
+
+def final_table(record: RunRecord) -> Table:
+    """The numbers of one run, each with the word that says where it is from."""
+    table = Table(title=Text(record.name), box=None, show_header=False, title_justify="left", pad_edge=False)
+    for what, value in record.summary.figures():
+        table.add_row(Text(what), Text(value, style="bold"), Text(record.summary.provenance, style="dim"))
+    table.add_row(Text("status"), Text(record.status), "")
+    return table
+
+
+def compare_table(records: Sequence[RunRecord]) -> Table:
+    """The numbers of several runs, a row each."""
+    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("run", overflow="fold", min_width=8)
+    for what, _ in records[0].summary.figures() if records else ():
+        table.add_column(what, justify="right")
+    table.add_column("numbers are")
+    for record in records:
+        values = [Text(value) for _, value in record.summary.figures()]
+        table.add_row(Text(record.name), *values, Text(record.summary.provenance))
+    return table

@@ -1,0 +1,331 @@
+"""`RUN/report.html`: one page that shows one run, or several side by side, and needs nothing but a browser."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from thinwire.errors import ConfigurationError, DataError
+from thinwire.records.run_record import RunRecord, explained, text_of_privacy
+from thinwire.records.sessions import finite, whole
+from thinwire.records.units import NOTHING, text_of_count, text_of_nbytes, text_of_rate, text_of_seconds
+from thinwire.report.charts import Chart, colour, link_chart, loss_chart, typical_window
+from thinwire.report.diagnosis import delay_page, diagnose
+from thinwire.report.page import chart_place, page, table, word
+from thinwire.report.timeline import timeline_chart
+
+NOTES = 200
+
+MEANINGS = {
+    "measured": "real processes on a real link",
+    "emulated": "real processes on a shaped link",
+    "simulated": "virtual time",
+    "predicted": "closed form",
+}
+
+
+@dataclass(frozen=True)
+class Section:
+    """A chart that whoever writes a report adds to it, with the word for where its figures are from."""
+
+    name: str
+    title: str
+    text: str
+    word: str
+    chart: Chart
+
+    def html(self) -> str:
+        body = chart_place(self.name, self.chart)
+        soft = f'<p class="soft">{escape(self.text)}</p>'
+        return (
+            f'<section id="section-{self.name}"><h2>{escape(self.title)} {word(self.word)}</h2>{soft}{body}</section>'
+        )
+
+
+def write_report(
+    folders: Sequence[str | Path],
+    out: str | Path,
+    beside: Callable[[Sequence[RunRecord]], Sequence[Section]] = lambda records: (),
+) -> Path:
+    """Write a self-contained HTML page on the runs in `folders` to `out`, and return `out`. `beside` makes further sections.
+
+    Runs that are still going are shown as far as they are. The page is about 5 MB, most of it Plotly; the number of
+    bars and points is bounded. Raises `DataError` for a folder that holds no run.
+
+    >>> write_report(["runs/streaming", "runs/ddp"], "comparison.html")   # doctest: +SKIP
+    """
+    if not folders:
+        raise ConfigurationError("No run folder was given; a report needs at least one. Give the folder of a run.")
+    records = [RunRecord.load(folder) for folder in folders]
+    trained = any(record.summary.provenance != "simulated" for record in records)  # else there is no loss
+    charts: dict[str, Chart] = {"loss": loss_chart(records)} if trained else {}
+    sections = beside(records)
+    charts |= {section.name: section.chart for section in sections}
+    for index, record in enumerate(records):
+        charts[f"timeline-{index}"] = timeline_chart(record)
+        charts[f"link-{index}"] = link_chart(record, typical_window(record))
+    body = "".join(
+        (
+            _headline(records),
+            _section("loss", "Loss against what it cost", _LOSS, records, chart_place("loss", charts["loss"]))
+            if trained
+            else "",
+            _section("timeline", "Who computes, who waits", _TIMELINE, records, _per_run(records, charts, "timeline")),
+            _section("link", "Use of the link", _LINK, records, _per_run(records, charts, "link")),
+            *(section.html() for section in sections),
+            _section(
+                "wire", "Who sent what to whom", _WIRE, records, "".join(_wire(r, len(records) > 1) for r in records)
+            ),
+            _diagnoses(records),
+            _section("fragments", "Fragments", "", records, "".join(_fragments(r, len(records) > 1) for r in records)),
+            _section("notes", "Events of note", "", records, "".join(_notes(r, len(records) > 1) for r in records)),
+            _section("settings", "Settings and machine", "", [], _settings(records) + _machine(records)),
+            '<p class="soft">' + "; ".join(f"{w}: {meaning}" for w, meaning in MEANINGS.items()) + ".</p>",
+        )
+    )
+    out = Path(out)
+    title = " · ".join(record.name for record in records)
+    draft = out.with_name(out.name + ".part")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        draft.write_text(page(f"Thinwire: {title}", body, charts), encoding="utf-8")
+        draft.replace(out)  # never half a page
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise DataError(
+            f"the page {out} cannot be written ({error}); about 5 MB are needed. Free some space, or choose another --out."
+        ) from error
+    return out
+
+
+_LOSS = "Thick: evaluation of the agreed weights. Thin: training loss of replica 0, smoothed. Steps done twice after a restart count once."
+_TIMELINE = (
+    "Inner steps should leave no gaps: packets fly while the replica goes on computing. Numbers are fragments; full colour: "
+    "on the link, faint: waiting for it or travelling. Drag to move through the run."
+)
+_LINK = "Bits each replica sends, over time."
+_WIRE = (
+    "Every byte by purpose and peer, as each replica's ledger counted it; headers of TCP and IP come on top. Seconds are sums over messages. "
+    "Queued, on the link: what an emulated link did to what was sent; a real one does not tell its sender. Until there: "
+    "from asking for a message to having it, the lateness of its sender included."
+)
+
+_DIAGNOSIS = (
+    "Seconds that a message took of late from sender (row) to receiver (column), and times what it usually takes there. Only durations are compared, "
+    "each by the clock of one machine."
+)
+
+
+def _diagnoses(records: Sequence[RunRecord]) -> str:
+    """Of the runs in which messages travelled."""
+    real = [record for record in records if record.summary.provenance != "simulated" and len(record.replicas) > 1]
+    body = "".join(_run_title(record, len(records) > 1) + delay_page(diagnose(record.folder)) for record in real)
+    return _section("diagnosis", "Who is slow", _DIAGNOSIS, real, body) if real else ""
+
+
+def _headline(records: Sequence[RunRecord]) -> str:
+    if len(records) == 1:
+        record = records[0]
+        cards = "".join(
+            f'<div class="card"><span class="what">{escape(what)}</span><b>{escape(value)}</b>'
+            f"{word(record.summary.provenance)}</div>"
+            for what, value in record.summary.figures()
+        )
+        shape = _shape(record)
+        return (
+            f'<header><h1>{escape(record.name)}</h1><p class="soft">{escape(shape)}</p>'
+            f"<p><code>{escape(record.summary.strategy)}</code></p>{_privacy(record)}{_remarks(record)}</header>"
+            f'<div class="cards" id="headline">{cards}</div>{_steps(record)}'
+        )
+    labels = list(dict.fromkeys(what for record in records for what, _ in record.summary.figures()))
+    rows = []
+    for index, record in enumerate(records):
+        figures = dict(record.summary.figures())
+        cells = "".join(
+            f'<td class="n">{escape(figures.get(what, NOTHING))}<br>{word(record.summary.provenance)}</td>'
+            for what in labels
+        )
+        dot = f'<span class="dot" style="background:{colour(index)}"></span>'
+        rows.append(
+            f"<tr><th>{dot}{escape(record.name)}<br><small class=soft>{escape(_shape(record))}</small></th>{cells}</tr>"
+        )
+    remarks = "".join(_steps(r, named=True) + _privacy(r, named=True) + _remarks(r, named=True) for r in records)
+    body = f'<section id="headline">{table(["run", *labels], rows, len(labels))}{remarks}</section>'
+    return f"<header><h1>{len(records)} runs side by side</h1></header>{body}"
+
+
+def _shape(record: RunRecord) -> str:
+    summary = record.summary
+    parts = [
+        f"{summary.replicas} replicas",
+        f"{text_of_count(summary.parameters)} parameters",
+        f"{summary.steps:,} inner steps",
+        f"{text_of_count(summary.tokens)} tokens",
+        f"link {text_of_rate(record.bits_per_second)}" if record.bits_per_second else "link not shaped",
+        record.status,
+    ]
+    return " · ".join(parts)
+
+
+def _steps(record: RunRecord, named: bool = False) -> str:
+    told = explained(record.steps)
+    return f'<p class="soft">{escape((record.name + ": " if named else "") + told)}</p>' if told else ""
+
+
+def _privacy(record: RunRecord, named: bool = False) -> str:
+    told = text_of_privacy(record.privacy)
+    return (
+        f'<p class="remark">{escape((record.name + ": " if named else "") + told)} {word("predicted")}</p>'
+        if told
+        else ""
+    )
+
+
+def _remarks(record: RunRecord, named: bool = False) -> str:
+    name = f"{record.name}: " if named else ""
+    return "".join(f'<p class="alert">{escape(name + remark)}</p>' for remark in record.remarks)
+
+
+def _section(name: str, title: str, text: str, records: Sequence[RunRecord], body: str) -> str:
+    words = " ".join(word(w) for w in dict.fromkeys(record.summary.provenance for record in records))
+    soft = f'<p class="soft">{escape(text)}</p>' if text else ""
+    return f'<section id="section-{name}"><h2>{escape(title)} {words}</h2>{soft}{body}</section>'
+
+
+def _per_run(records: Sequence[RunRecord], charts: Mapping[str, Chart], kind: str) -> str:
+    places = []
+    for index, record in enumerate(records):
+        name = f"{kind}-{index}"
+        places.append(_run_title(record, len(records) > 1) + chart_place(name, charts[name]))
+    return "".join(places)
+
+
+def _run_title(record: RunRecord, several: bool) -> str:
+    return f"<h3>{escape(record.name)} {word(record.summary.provenance)}</h3>" if several else ""
+
+
+def _fragments(record: RunRecord, several: bool) -> str:
+    sizes = record.fragments
+    largest = max((numel for _, numel in sizes), default=1) or 1
+    rows = []
+    for index, (name, numel) in enumerate(sizes):
+        flights = [f for replica in record.replicas for f in replica.flights if f.fragment == index]
+        departed = max(replica.departed.get(index, 0) for replica in record.replicas)
+        sent = float(np.mean([replica.sent.get(index, 0) for replica in record.replicas]))
+        refused = max(replica.refused.get(index, 0) for replica in record.replicas)
+        landed = max(replica.landed.get(index, 0) for replica in record.replicas)
+        stall = sum(s.end - s.begin for replica in record.replicas for s in replica.stalls if s.fragment == index)
+        bar = f'<span class="bar" style="width:{110 * numel / largest:.0f}px;background:{colour(index)}"></span>'
+        air = float(np.median([f.end - f.begin for f in flights])) if flights else None
+        values = (
+            *(text_of_count(numel), str(departed), str(landed), str(refused)),
+            *(text_of_nbytes(sent / departed if departed else None), text_of_seconds(air)),
+            text_of_seconds(stall / len(record.replicas)),
+        )
+        cells = "".join(f'<td class="n">{value}</td>' for value in values)
+        rows.append(f"<tr><td>{index}</td><th>{escape(name)}</th><td>{bar}</td>{cells}</tr>")
+    head = ["", "fragment", "", "parameters", "rounds", "landed", "refused", "a packet", "in the air", "stalled"]
+    return _run_title(record, several) + table(head, rows, 7)
+
+
+def _wire(record: RunRecord, several: bool) -> str:
+    rows, predicted, counted, emulated = [], 0, 0, record.bits_per_second is not None
+    unknown = [replica.name for replica in record.replicas if not replica.ledger]
+    for replica in record.replicas:
+        predicted += replica.nbytes_sent
+        for purpose, peer, sent, received in replica.ledger:
+            counted += whole(sent.get("nbytes")) if purpose == "packet" else 0
+            values = (
+                text_of_nbytes(whole(sent.get("nbytes"))),
+                str(whole(sent.get("messages"))),
+                text_of_seconds(finite(sent.get("queued_seconds")) if emulated else None),
+                text_of_seconds(finite(sent.get("transfer_seconds")) if emulated else None),
+                text_of_nbytes(whole(received.get("nbytes"))),
+                str(whole(received.get("messages"))),
+                text_of_seconds(finite(received.get("transfer_seconds"))),
+            )
+            cells = "".join(f'<td class="n">{value}</td>' for value in values)
+            rows.append(
+                f"<tr><th>{escape(replica.name)}</th><td>{escape(purpose)}</td><td>{escape(peer)}</td>{cells}</tr>"
+            )
+    if not rows:
+        return _run_title(record, several) + '<p class="soft">No ledger here: it is written when a run ends.</p>'
+    head = ["", "purpose", "peer", "sent", "messages", "queued", "on the link", "received", "messages", "until there"]
+    sums = (
+        f"Packets, all replicas together: {counted:,} bytes counted; the departures of the log foresaw {predicted:,}."
+    )
+    if counted != predicted:
+        sums += " " + _difference(record, unknown)
+    return _run_title(record, several) + table(head, rows, 7) + f'<p class="remark">{sums}</p>'
+
+
+def _difference(record: RunRecord, unknown: Sequence[str]) -> str:
+    """Why bytes that were counted are not those that were foreseen, as far as the events tell."""
+    why = [f"no ledger of {', '.join(unknown)} is here (it is written when a replica ends)"] if unknown else []
+    refused = max(sum(replica.refused.values()) for replica in record.replicas)
+    failed = sum(turn.committed is not True for turn in max((r.turns for r in record.replicas), key=len, default=()))
+    caught_up = sum(note.kind == "caught_up" for replica in record.replicas for note in replica.notes)
+    if any(replica.sessions > 1 for replica in record.replicas):
+        why.append("the ledger of a replica that was started again knows its last session only")
+    for count, what in ((refused, "refused"), (failed, "failed")):
+        why += [f"rounds that were {what} ({count}) were sent in part, or again"] if count else []
+    why += [f"replicas caught up {caught_up} times, for which others sent no packets"] if caught_up else []
+    return "They differ: " + ("; ".join(why) or "the events do not tell why") + "."
+
+
+def _notes(record: RunRecord, several: bool) -> str:
+    notes = record.notes
+    if not notes:
+        return (
+            _run_title(record, several)
+            + '<p class="soft">None: no warning, refused round, skipped step or restart.</p>'
+        )
+    rows = [
+        f"<tr><td class=t>{text_of_seconds(note.seconds)}</td><td>{note.step}</td><td>{escape(str(note.replica))}</td>"
+        f"<th>{escape(note.kind)}</th><td>{escape(note.text)}</td></tr>"
+        for note in notes[:NOTES]
+    ]
+    more = f'<p class="remark">{len(notes) - NOTES} more are in the event logs.</p>' if len(notes) > NOTES else ""
+    head = ["time", "step", "replica", "event", ""]
+    return _run_title(record, several) + table(head, rows) + more
+
+
+def _settings(records: Sequence[RunRecord]) -> str:
+    flat = [_flat({**record.settings, "made of": record.made_of}) for record in records]
+    return _compared("run.toml", records, flat)
+
+
+def _machine(records: Sequence[RunRecord]) -> str:
+    flat = []
+    for record in records:
+        start = record.replicas[0].start
+        machine = start["machine"] if isinstance(start["machine"], dict) else {}
+        flat.append(_flat({"carrier": start["carrier"], **machine}))
+    return _compared("machine", records, flat)
+
+
+def _compared(title: str, records: Sequence[RunRecord], flat: Sequence[Mapping[str, str]]) -> str:
+    """A row a key, a column a run; rows in which runs differ are marked."""
+    rows = []
+    for key in dict.fromkeys(key for one in flat for key in one):
+        values = [one.get(key, NOTHING) for one in flat]
+        cells = "".join(f"<td><code>{escape(value)}</code></td>" for value in values)
+        mark = ' class="differs"' if len(set(values)) > 1 else ""
+        rows.append(f"<tr{mark}><th>{escape(key)}</th>{cells}</tr>")
+    names = [record.name for record in records] if len(records) > 1 else [""]
+    return table([title, *names], rows)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    out: dict[str, str] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            out |= _flat(value, f"{prefix}{key}.")
+        else:
+            out[f"{prefix}{key}"] = str(value)
+    return out

@@ -1,0 +1,45 @@
+"""Where people read: a console to which no text, whoever wrote it, can send control characters."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.live import Live
+from rich.segment import Segment
+from rich.text import Text
+
+from thinwire.printable import printable_lines
+from thinwire.records.units import text_of_seconds
+
+
+class Terminal(Console):
+    """rich's console; of all text that is shown, control characters are spelled out, and nothing in it is read as markup."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(markup=False, emoji=False, **settings)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control or segment.text.replace("\n", " ").isprintable():
+                yield segment
+            else:
+                yield Segment(printable_lines(segment.text, len(segment.text)), segment.style)
+
+
+@contextmanager
+def waiting(console: Console, what: str) -> Iterator[None]:
+    """Show `what`, and for how long it has gone on, while it goes on; only on a terminal."""
+    if not console.is_terminal:
+        yield
+        return
+    begun = time.monotonic()
+
+    def shown() -> Text:
+        return Text(f"{what} · {text_of_seconds(round(time.monotonic() - begun))}")
+
+    with Live(console=console, get_renderable=shown, transient=True, refresh_per_second=4):
+        yield

@@ -1,0 +1,156 @@
+"""First contact: replicas that do not fit together find out before anything is trained."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.group import FINISH, Group, gather
+from thinwire.errors import ConfigurationError, DisagreementError, LinkError, ModelError, PeerError
+from thinwire.packet import MOST, VERSION, other_steps
+from thinwire.pieces.partition import Fragment, local
+from thinwire.strategy import Strategy
+from thinwire.version import __version__
+
+_LIMIT = 1 << 24  # bytes of one replica's introduction; a million tensors' names
+
+
+def introduce(group: Group, strategy: Strategy, fragments: Sequence[Fragment]) -> None:
+    """Compare code version, strategy and model with every other replica: about 60 bytes a tensor, once. Raises as `agree`."""
+    if max(group.size, len(fragments)) > MOST:
+        raise ConfigurationError(
+            f"{group.size} replicas and {len(fragments)} fragments: at most {MOST} of each have a place in a packet; take fewer."
+        )
+    tensors = _tensors(fragments)
+    agree(
+        group,
+        {"code version": __version__, "wire format": VERSION, "strategy": repr(strategy)}
+        | {f"model, {name}": text for name, text in tensors.items()}
+        | {"model, order of tensors": list(tensors)},
+    )
+
+
+def introduction(strategy: Strategy, fragments: Sequence[Fragment]) -> dict[str, str]:
+    """The same in a few words, for a `Roster`, which compares the rest."""
+    tensors = _tensors(fragments)
+    told = hashlib.blake2b(json.dumps(tensors).encode(), digest_size=8).hexdigest()
+    numel = sum(fragment.numel for fragment in fragments)
+    return {"strategy": repr(strategy), "model": f"{len(tensors)} tensors, {numel:,} parameters, digest {told}"}
+
+
+def _tensors(fragments: Sequence[Fragment]) -> dict[str, str]:
+    return {
+        f"{fragment.name} / {name}": f"{tuple(p.shape)} {p.dtype}, {local(p).numel()} held"
+        for fragment in fragments
+        for name, p in fragment.parameters
+    }
+
+
+def agree(group: Group, facts: Mapping[str, Any]) -> None:
+    """Compare `facts` (JSON) with every other replica's.
+
+    Raises `DisagreementError`, on every replica, naming the first that differs from replica 0, in what, and both
+    values.
+    """
+    introductions = gather(group, json.dumps(facts).encode(), _LIMIT, "introduction")
+    first: dict[str, Any] = {}
+    for rank, text in enumerate(introductions):
+        try:
+            other = dict(json.loads(text))
+        except (ValueError, TypeError, RecursionError):
+            raise DisagreementError(f"replica {rank} introduced itself unreadably. Nothing was trained.") from None
+        first = first or other
+        for name in [*first, *other]:
+            if first.get(name) != other.get(name):
+                raise DisagreementError(
+                    f"replica {rank} does not fit replica 0: {name}: {other.get(name, 'absent')} there, {first.get(name, 'absent')} "
+                    "on replica 0. Nothing was trained. Give every replica the same code, model and settings."
+                )
+
+
+def digest(tensors: Sequence[Tensor]) -> bytes:
+    """BLAKE2b over the bytes of `tensors`, 16 bytes: equal weights, equal digest."""
+    state = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        state.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return state.digest()
+
+
+def agree_on_start(group: Group, anchors: Sequence[Tensor]) -> bool:
+    """Make all replicas start from replica 0's weights, as `agree_on_weights`. Returns whether any differed."""
+    return agree_on_weights(group, anchors, "start")[1]
+
+
+def agree_on_weights(group: Group, tensors: Sequence[Tensor], purpose: str) -> tuple[bytes, bool]:
+    """Make `tensors` those of replica 0 everywhere: overwritten where any replica differs. Their digest now, and whether any did.
+
+    24 bytes to each other replica if all are equal already, else the tensors besides, from replica 0 to each.
+    """
+    digests = gather(group, digest(tensors), 16, purpose)
+    if len(set(digests)) == 1:
+        return digests[0], False
+    for index, tensor in enumerate(tensors):
+        whole = tensor.cpu().contiguous()
+        raw = whole.view(-1).view(torch.uint8)
+        if group.rank == 0:
+            group.post(index, {peer: raw for peer in range(1, group.size)}, {}, purpose).wait()
+        else:
+            group.post(index, {}, {0: raw}, purpose).wait()
+            tensor.copy_(whole)
+    return digests[0], True
+
+
+def agree_on_resume(group: Group, step: int, alike: bytes) -> None:
+    """Raises `DisagreementError`, on every replica, unless all go on from the same step and `alike`, the digest of what they share. 24 bytes each."""
+    told = gather(group, step.to_bytes(8, "little") + alike, 24, "resume")
+    for rank, text in enumerate(told):
+        if text != told[0]:
+            other = int.from_bytes(text[:8], "little")
+            raise DisagreementError(
+                f"replica {rank} resumes at step {other} with other anchors than replica 0; choose one step for all."
+            )
+
+
+class Finished:
+    """After how many inner steps others have finished: a replica that has no round left tells those who would wait for it.
+
+    It waits for nobody: 8 bytes to each, which all expect from the beginning on.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._counts = {peer: torch.zeros(8, dtype=torch.uint8) for peer in range(group.size) if peer != group.rank}
+        self._told = {peer: group.post(FINISH, {}, {peer: count}, "finish") for peer, count in self._counts.items()}
+
+    def tell(self, step: int) -> None:
+        own = torch.tensor(list(step.to_bytes(8, "little")), dtype=torch.uint8)
+        with suppress(LinkError):  # the group was closed: nobody waits
+            self._group.post(FINISH, dict.fromkeys(self._counts, own), {}, "finish")
+
+    def explained(self, error: LinkError, step: int) -> PeerError:
+        """`error`; or what is behind it, if the replica that has left had finished before `step`, this replica's own."""
+        peer = error.peer
+        if peer not in self._told:
+            return error
+        try:
+            self._told[peer].wait()
+        except LinkError:
+            return error
+        count = int.from_bytes(bytes(self._counts[peer].tolist()), "little")
+        return error if count >= step else DisagreementError(other_steps(peer, f"has finished after {count}", step))
+
+
+def check_start(fragments: Sequence[Fragment], anchors: Sequence[Tensor]) -> None:
+    """Raise `ModelError` if what all start from is not finite."""
+    for fragment, anchor in zip(fragments, anchors):
+        if not bool(torch.isfinite(anchor).all()):
+            raise ModelError(
+                f"fragment {fragment.name!r} of replica 0 holds NaN or infinity; the weights that all start from must be finite. "
+                "Initialise them, or load a sound checkpoint, before attaching the Replica."
+            )

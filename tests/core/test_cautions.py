@@ -1,0 +1,152 @@
+"""What goes wrong in a loop around a Replica is named: unequal numbers of steps, wrappers, and what is forgotten."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+
+import pytest
+import torch
+from pieces import adamw, batch, inner_step, toy, weights
+from torch import nn
+
+import thinwire as tw
+
+
+def train(group, strategy, steps, observer=None, model=None):
+    model = model or toy()
+    optimizer = adamw(model)
+    heard = {} if observer is None else {"observer": observer}
+    with tw.Replica(strategy, model, optimizer, group, **heard):
+        for step in range(1, steps + 1):
+            inner_step(model, optimizer, *batch(0, group.rank, step))
+    return model
+
+
+UNEQUAL = {
+    "another round of the same number": ((20, 17), tw.diloco(every=10)),
+    "one step was skipped": ((19, 20), tw.diloco(every=10)),
+    "the other has ended": ((20, 21), tw.diloco(every=10)),
+    "the other has ended long ago": ((20, 45), tw.diloco(every=20)),
+    "in the air": ((9, 12), tw.streaming_diloco(every=6, fragments=2, delay=2)),
+    "a whole period in the air": ((12, 13), tw.co2(every=4)),
+    "gradients": ((6, 5), tw.data_parallel()),
+    "two hops": ((8, 7), tw.diloco(every=4, exchange=tw.TwoShot())),
+}
+
+
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_unequal_numbers_of_steps_are_named(name):
+    """With the number of the one that took fewer and how far the other is where it shows, at once: nobody waits for a time-out."""
+    counts, strategy = UNEQUAL[name]
+    with pytest.raises(tw.DisagreementError, match=r"Every replica must take the same number") as caught:
+        tw.run_threads(2, lambda group: train(group, strategy, counts[group.rank]), timeout=600.0)
+    said = [int(word.strip(",.")) for word in str(caught.value).split() if word.strip(",.").isdigit()]
+    assert min(counts) in said and any(min(counts) < number <= max(counts) for number in said)
+
+
+def test_whoever_leaves_for_another_reason_is_not_accused():
+    """A replica that fails says why; the others' link error stays one, whatever has been counted."""
+
+    def replica(group):
+        model = toy()
+        optimizer = adamw(model)
+        with tw.Replica(tw.local_sgd(every=2), model, optimizer, group):
+            for step in range(1, 5):
+                if group.rank == 1 and step == 4:
+                    raise ValueError("no more batches")
+                try:
+                    inner_step(model, optimizer, *batch(0, group.rank, step))
+                except tw.LinkError as error:
+                    return str(error)
+        return ""
+
+    with pytest.raises(ValueError, match="no more batches"):
+        tw.run_threads(2, replica, timeout=600.0)
+
+
+def test_a_model_inside_ddp_is_refused():
+    class Wrapped(nn.parallel.DistributedDataParallel):
+        def __init__(self, module):  # without a process group
+            nn.Module.__init__(self)
+            self.module = module
+
+    (group,) = tw.ThreadGroup.create(1)
+    model = Wrapped(toy())
+    with pytest.raises(tw.ModelError, match=r"DistributedDataParallel.*Take the wrapper off"):
+        tw.Replica(tw.diloco(), model, adamw(model), group)
+
+
+def test_a_step_that_a_grad_scaler_takes_is_warned_of_once():
+    (group,) = tw.ThreadGroup.create(1)
+    model, heard = toy(), []
+    optimizer, scaler = adamw(model), torch.amp.GradScaler("cpu")
+
+    def hear(event, step, **fields):
+        if event == "warning":
+            heard.append(fields["message"])
+
+    with tw.Replica(tw.local_sgd(every=3), model, optimizer, group, observer=hear) as replica:
+        for step in range(1, 5):
+            x, y = batch(0, 0, step)
+            optimizer.zero_grad()
+            scaler.scale(((model(x * (float("inf") if step == 1 else 1.0)) - y) ** 2).mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert replica.step == 3, "the first was skipped"
+    (said,) = heard
+    assert "GradScaler" in said and "bf16" in said
+
+
+def heard_by(action):
+    gc.collect()  # what other tests have left
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        action()
+        gc.collect()
+    return [str(one.message) for one in caught if issubclass(one.category, RuntimeWarning)]
+
+
+def test_running_statistics_are_warned_of_once():
+    def action():
+        (group,) = tw.ThreadGroup.create(1)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        train(group, tw.local_sgd(every=2), 4, model=model)
+
+    (said,) = heard_by(action)
+    assert "2 layers keep running statistics (1, ...)" in said and "GroupNorm" in said
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_replica_that_nobody_ends_is_warned_of(steps):
+    def action():
+        (group,) = tw.ThreadGroup.create(1)
+        model = toy()
+        optimizer = adamw(model)
+        replica = tw.Replica(tw.local_sgd(every=2), model, optimizer, group)
+        for step in range(1, steps + 1):
+            inner_step(model, optimizer, *batch(0, 0, step))
+        assert replica.step == steps
+        replica._crew.close()  # its threads
+
+    (said,) = heard_by(action)
+    assert "neither finished nor closed" in said and "with Replica" in said
+
+
+def test_an_optimizer_that_is_never_stepped_is_warned_of():
+    def action():
+        (group,) = tw.ThreadGroup.create(1)
+        model = toy()
+        with tw.Replica(tw.local_sgd(every=2), model, adamw(model), group):
+            inner_step(model, adamw(model), *batch(0, 0, 1))
+
+    (said,) = heard_by(action)
+    assert "taken none; give the one that the loop steps" in said
+
+
+def test_a_sound_loop_hears_nothing():
+    def action():
+        (group,) = tw.ThreadGroup.create(1)
+        assert torch.isfinite(weights(train(group, tw.local_sgd(every=2), 3))).all()
+
+    assert heard_by(action) == []

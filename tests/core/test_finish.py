@@ -1,0 +1,119 @@
+"""The end of a training: no round where nothing was trained since the last one, and the last one is a plain average."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from pieces import METHODS, adamw, batch, inner_step, journey, same_bits, toy, weights
+
+import thinwire as tw
+from thinwire.pieces.schedule import Calendar
+
+FAST = {"local_sgd", "diloco", "streaming_diloco", "eager_diloco", "co2", "data_parallel", "outer_dgc", "qsr"}
+DELTAS = [name for name in METHODS if not isinstance(METHODS[name].signal, tw.Gradients)]
+
+
+def ends_on_time(strategy: tw.Strategy, fragments: int, least: int = 9) -> int:
+    """A number of steps at whose end a fragment departs."""
+    calendar = Calendar(strategy.schedule, fragments, lambda step: 0.01)
+    return next(step for step in range(1, 100) if calendar.departs(step) and step >= least)
+
+
+@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in DELTAS])
+@pytest.mark.parametrize("over", [0, 1])
+def test_nothing_trained_no_round(name, over):
+    """Of every fragment: a round carries steps that none before it has carried, and in the end all are carried or thrown away."""
+    strategy = METHODS[name]
+    count = len(strategy.partition.fragments(toy()))
+    steps = ends_on_time(strategy, count) + over
+    departures = [(e["fragment"], e["step"]) for e in journey(strategy, 2, steps=steps)[0].heard("depart")]
+    assert len(departures) == len(set(departures)), "twice after one step"
+    last = dict(departures)
+    forgets = isinstance(strategy.merge, tw.Mix) and strategy.merge.alpha == 0  # what is trained in flight
+    least = steps - (strategy.schedule.delay if forgets else 0)
+    assert all(last.get(fragment, 0) >= least for fragment in range(count))
+
+
+@pytest.mark.parametrize("name", ["diloco", "sparse_loco", "local_sgd"])
+def test_right_after_a_round_nothing_moves(name):
+    """The anchors after the last scheduled round are the model, bit for bit; and a replica that was resumed there ends so too."""
+    strategy = dataclasses.replace(METHODS[name], schedule=tw.Every(3))
+    whole = journey(strategy, 2, steps=9)
+    for one in whole:
+        assert same_bits(one.final, one.weights[-1])
+        assert [e["step"] for e in one.heard("depart")] == [3, 6, 9]
+
+    def resumed(group):
+        model = toy()
+        optimizer = adamw(model)
+        replica = tw.Replica(strategy, model, optimizer, group)
+        for step in range(1, 10):
+            inner_step(model, optimizer, *batch(0, group.rank, step))
+        tensors, facts = replica.state()
+        replica.close()
+        again = toy(seed=5)
+        again.load_state_dict(model.state_dict())
+        with tw.Replica(strategy, again, adamw(again), group) as second:
+            second.load_state(tensors, facts)
+            assert second.step == 9
+        return second.state()[1]["rounds"], weights(again)
+
+    for (rounds, ended), one in zip(tw.run_threads(2, resumed), whole):
+        assert rounds == [3] and same_bits(ended, one.final)
+
+
+OUTERS = [tw.Nesterov(0.7, 0.9), tw.HeavyBall(0.8, 0.6), tw.Average()]
+
+
+@pytest.mark.parametrize("outer", OUTERS, ids=str)
+def test_the_last_round_is_a_plain_average(outer):
+    """Whatever the outer step is: the mean of the replicas' parameters; its state stays as it was."""
+    journeys = journey(tw.Strategy(schedule=tw.Every(3), outer=outer), 2, steps=8)
+    mean = (journeys[0].weights[-1] + journeys[1].weights[-1]) / 2
+    for one in journeys:
+        torch.testing.assert_close(one.final, mean, rtol=1e-6, atol=1e-6)
+        for key in (key for key in one.final_agreed if ".outer." in key):
+            assert same_bits(one.final_agreed[key], one.agreed[-1][key])
+
+
+def test_a_piece_of_ones_own_ends_as_it_says():
+    """Without `last` the last round is as all others are."""
+    for piece, moved in ((Scaled(2.0), 2.0), (ThenHalf(2.0), 0.5)):
+        (one,) = journey(tw.Strategy(schedule=tw.Every(3), outer=piece), 1, steps=4)
+        anchor = one.agreed[-1]["0.now"]
+        ended = torch.cat(one.final_fragments)
+        torch.testing.assert_close(ended, anchor - moved * (anchor - one.weights[-1]), rtol=1e-5, atol=1e-6)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    by: float = 1.0
+    linear = True
+
+    def init(self, anchor):
+        return {}
+
+    def step(self, anchor, delta, state):
+        return anchor - self.by * delta, state
+
+
+class ThenHalf(Scaled):
+    last = Scaled(0.5)
+
+
+@pytest.mark.parametrize("merge", [tw.Eager(), tw.Reset()], ids=str)
+def test_a_round_dropped_at_the_very_end_departs_again(merge):
+    """A whole period in the air and nothing trained since: what would be lost travels once more; all stay finite and equal."""
+
+    def before_step(replica, step):
+        if step == 6 and replica.group.rank == 1:
+            next(iter(replica.model.parameters())).grad.fill_(float("nan"))
+
+    strategy = tw.Strategy(schedule=tw.Every(3, 3), merge=merge)
+    journeys = journey(strategy, 2, steps=6, before_step=before_step)
+    for one in journeys:
+        assert [e["round"] for e in one.heard("refused")] == [1]
+        assert [e["step"] for e in one.heard("depart")] == [3, 6, 6]
+        assert torch.isfinite(one.final).all() and same_bits(one.final, journeys[0].final)

@@ -1,0 +1,304 @@
+"""Who does not hold the run secret is not heard, and ends nobody: real sockets, and a time of its own."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import stat
+import threading
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+
+from thinwire.errors import ConfigurationError, DisagreementError, LinkError
+from thinwire.membership import Deadlines, Lighthouse, LighthouseMeeting, Roster
+from thinwire.membership.channel import FRAME, HELLO, INTRODUCTION, OTHER_SECRET, WELCOME, Channel, secret_in
+from thinwire.membership.testing import Rehearsal
+from thinwire.membership.testing.cluster import ThreadMeeting
+from thinwire.membership.view import Presence
+from thinwire.version import __version__
+
+SECRET = bytes(range(32))
+QUICK = Deadlines(heartbeat_interval=0.05, heartbeat_timeout=5.0, muster=60.0)
+LIFE = "f" * 16
+LIMIT = 60.0  # ends a hang
+ELDER = Presence("aa", LIFE, 1, musters=10**9, facts={"code version": "because I say so"})
+
+
+@pytest.fixture(params=[SECRET, b""], ids=["secret", "open"])
+def lit(request):
+    """A lighthouse in this process, its secret, and what it told."""
+    told = []
+    lighthouse = Lighthouse("127.0.0.1", 0, 5.0, request.param, told.append)
+    yield lighthouse, request.param, told
+    lighthouse.close()
+
+
+closed = pytest.mark.parametrize("lit", [SECRET], ids=["secret"], indirect=True)
+
+
+def channel(lighthouse, secret, name="aa", life=LIFE):
+    return Channel(lighthouse.host, lighthouse.port, name, life, secret)
+
+
+def raw(lighthouse):
+    line = socket.create_connection((lighthouse.host, lighthouse.port), timeout=LIMIT)
+    return line, line.recv(HELLO.size, socket.MSG_WAITALL)
+
+
+def ended(line):
+    """Whatever else it says: the other side closes."""
+    with line, suppress(ConnectionError):
+        while line.recv(1 << 16):
+            pass
+
+
+def rounds(lighthouse, secret, attack):
+    """Two members hold rounds; `attack` comes when they hold a group, and they hold three more after it. Their members, or what was raised."""
+    held, over, results = threading.Semaphore(0), threading.Event(), {}
+
+    def run(name):
+        try:
+            roster = Roster(LighthouseMeeting(lighthouse.address), name, secret=secret, deadlines=QUICK)
+            try:
+                more = 3
+                while more:
+                    muster = roster.muster({"over": over.is_set()})
+                    more -= all(member.claim["over"] for member in muster.members)  # so that all end in the same round
+                    yes = muster.decide("land", True, 20.0)
+                    results[name] = [m.name for m in muster.members], yes
+                    held.release()
+            finally:
+                roster.close()
+        except Exception as error:
+            results[name] = error
+            held.release()
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in "bc"]
+    for thread in threads:
+        thread.start()
+    assert held.acquire(timeout=LIMIT) and held.acquire(timeout=LIMIT)
+    try:
+        attack()
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(LIMIT)
+    return results
+
+
+BOTH = {"b": (["b", "c"], True), "c": (["b", "c"], True)}
+
+
+@closed
+def test_who_does_not_hold_the_secret_is_not_heard(lit):
+    """However old it says it is; it is named once, and by what it did."""
+    lighthouse, secret, told = lit
+
+    def attack():
+        for _ in range(3):
+            for wrong in (b"", bytes(32)):
+                with pytest.raises(LinkError, match="another run secret, or none"):
+                    channel(lighthouse, wrong).ask("call", 5.0, presence=ELDER.to_json())
+            web = http.client.HTTPConnection(lighthouse.host, lighthouse.port, timeout=LIMIT)
+            with pytest.raises((http.client.HTTPException, ConnectionError)):
+                web.request("POST", "/replica/b/kill")
+                web.getresponse()
+            web.close()
+
+    assert rounds(lighthouse, secret, attack) == BOTH
+    refused = [line.split(" ", 2)[2] for line in told if "refused" in line]
+    assert refused == [
+        "refused: somebody at 127.0.0.1 (it does not hold this run's secret)",
+        "refused: somebody at 127.0.0.1 (it speaks another protocol)",
+    ]
+    assert sorted(line.split(" ", 2)[2] for line in told if line not in refused and "refused" not in line) == sorted(
+        f"{what}" for name in "bc" for what in (f"joined: {name} at 127.0.0.1", f"left: {name} (it said so)")
+    )
+
+
+@closed
+def test_a_grpc_call_of_a_stranger_as_of_torchft(lit):
+    coordination = pytest.importorskip("torchft.coordination", reason="torchft is not installed: thinwire[rivals]")
+    lighthouse, secret, told = lit
+
+    def attack():
+        with pytest.raises((RuntimeError, TimeoutError)):
+            stranger = coordination.LighthouseClient(f"http://{lighthouse.address}", timedelta(seconds=1))
+            stranger.quorum("aa:1", timedelta(seconds=1), data=json.loads(ELDER.to_json()))
+
+    assert rounds(lighthouse, secret, attack) == BOTH
+    assert sum("another protocol" in line for line in told) == 1
+
+
+def test_without_a_secret_one_stranger_ends_nobody(lit):
+    """With one, neither does a member with other facts."""
+    lighthouse, secret, _ = lit
+    done = threading.Event()
+
+    def insist():
+        calls = 0
+        while not done.is_set():
+            calls += 1
+            with suppress(LinkError):
+                line.ask("call", 0.2, presence=replace(ELDER, calls=calls).to_json())
+
+    line = channel(lighthouse, secret)
+    stranger = threading.Thread(target=insist)
+    stranger.start()  # it is there before the others
+    try:
+        assert rounds(lighthouse, secret, lambda: None) == BOTH
+    finally:
+        done.set()
+        stranger.join(LIMIT)
+        line.close()
+
+
+@closed
+def test_what_a_member_said_is_no_use_to_another(lit):
+    """An introduction is good for one connection, and a message for one place in it."""
+    lighthouse, secret, told = lit
+    with socket.create_server(("127.0.0.1", 0)) as between:
+        line, hello = raw(lighthouse)
+        victim = threading.Thread(target=introduce, args=(between.getsockname()[1], secret))
+        victim.start()
+        member, _ = between.accept()
+        with member:
+            member.sendall(hello)
+            heard = member.recv(INTRODUCTION.size, socket.MSG_WAITALL)
+        victim.join(LIMIT)
+    line.sendall(heard)  # as it was meant: taken
+    assert WELCOME.unpack(line.recv(WELCOME.size, socket.MSG_WAITALL))[0] == 0
+    again, _ = raw(lighthouse)
+    again.sendall(heard)
+    assert WELCOME.unpack(again.recv(WELCOME.size, socket.MSG_WAITALL))[0] == OTHER_SECRET
+    ended(again)
+    line.sendall(FRAME.pack(2, bytes(32)) + b"{}")  # who took over a connection has no key
+    ended(line)
+    assert sum("MAC is wrong" in text for text in told) == 1
+
+
+def introduce(port, secret):
+    with suppress(LinkError):
+        Channel("127.0.0.1", port, "b", LIFE, secret)
+
+
+def test_sizes_are_bounded(lit):
+    lighthouse, secret, _ = lit
+    line, _ = raw(lighthouse)
+    line.sendall(FRAME.pack(3 << 20, bytes(32)))
+    ended(line)
+    member = channel(lighthouse, secret)
+    with pytest.raises(LinkError, match="at most 16384 are allowed, all ASCII"):
+        member.ask("call", 5.0, presence="x" * 20_000)
+    for wrong in (
+        {"do": "call", "presence": 3}, {"do": "look", "keys": [1]}, {"do": "put", "key": "k" * 300, "value": ""}, {"do": "kill"},
+        {"do": "put", "key": "k", "value": "v" * 70_000}, {"do": "settle", "key": [], "value": ""}, {"do": "forget", "keys": {}},
+    ):  # fmt: skip
+        with pytest.raises(LinkError, match=r"the lighthouse at .* says:"):
+            member.ask(**wrong)
+    with pytest.raises(LinkError):
+        member.ask("call", 5.0, presence="x" * (3 << 20))  # its connection ends
+    member.close()
+    assert rounds(lighthouse, secret, lambda: None) == BOTH
+
+
+@closed
+def test_many_silent_strangers_keep_nobody_out(lit):
+    lighthouse, secret, _ = lit
+    with ExitStack() as lines:
+        for _ in range(100):
+            lines.enter_context(socket.create_connection((lighthouse.host, lighthouse.port), timeout=LIMIT))
+        assert rounds(lighthouse, secret, lambda: None) == BOTH
+    threads = {thread.name for thread in threading.enumerate()}
+    lighthouse.close()
+    assert "thinwire-lighthouse" in threads and "thinwire-lighthouse" not in {t.name for t in threading.enumerate()}
+
+
+@closed
+def test_a_lighthouse_without_the_secret_is_not_believed(lit):
+    _, secret, _ = lit
+    with socket.create_server(("127.0.0.1", 0)) as false:
+
+        def pretend():
+            line, _ = false.accept()
+            with line:
+                line.sendall(HELLO.pack(b"TWLH", 1, bytes(32)))
+                line.recv(INTRODUCTION.size, socket.MSG_WAITALL)
+                line.sendall(WELCOME.pack(0, 5.0, bytes(32)))
+
+        thread = threading.Thread(target=pretend)
+        thread.start()
+        with pytest.raises(LinkError, match="does not hold this run's secret"):
+            Channel("127.0.0.1", false.getsockname()[1], "b", LIFE, secret)
+        thread.join(LIMIT)
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("change", [{"facts": {"run": "mine"}}, {"name": "b"}])
+def test_declared_seniority_ends_nobody_who_was_a_member(early, change):
+    """In a time of its own: other facts, or another's name, from the beginning or later."""
+    rehearsal = Rehearsal()
+    facts = {"code version": __version__, "wire format": "2"}
+
+    def run(name):
+        roster = rehearsal.roster(name)
+        members = []
+        while rehearsal.time.now < 100.0:
+            with suppress(LinkError):
+                members = [m.name for m in roster.muster({}, 50.0).members]
+            ThreadMeeting(rehearsal, name).sleep(1.0)
+        return members
+
+    def stranger(name):
+        meeting = ThreadMeeting(rehearsal, name)
+        if not early or "name" in change:  # before there is a group, a name is whose it is first
+            meeting.sleep(20.0)
+        for calls in range(1, 20):
+            with suppress(LinkError):
+                said = Presence(
+                    **{"name": "aa", "life": LIFE, "calls": calls, "musters": 10**9, "facts": facts} | change
+                )
+                meeting.call(said, 2.0)
+        return "over"
+
+    results = rehearsal.play({"a": run, "b": run, "c": run, "stranger": stranger})
+    assert results == {"a": ["a", "b", "c"], "b": ["a", "b", "c"], "c": ["a", "b", "c"], "stranger": "over"}
+
+
+def test_a_newcomer_with_other_facts_is_told_by_those_who_hold_a_group(lit):
+    lighthouse, secret, _ = lit
+    refused = []
+
+    def attack():
+        roster = Roster(LighthouseMeeting(lighthouse.address), "a", facts={"seed": "7"}, secret=secret, deadlines=QUICK)
+        with pytest.raises(DisagreementError, match="seed: 7 there, absent at 'b'") as error:
+            roster.muster({})
+        refused.append(error)
+
+    assert rounds(lighthouse, secret, attack) == BOTH and refused
+
+
+def test_a_secret_is_made_once_and_kept_from_others(tmp_path):
+    path = tmp_path / "secret"
+    with pytest.raises(ConfigurationError, match="thinwire lighthouse --secret FILE"):
+        secret_in(path)
+    secret = secret_in(path, make=True)
+    assert len(secret) == 32 and stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert secret_in(path) == secret_in(path, make=True) == secret
+    path.chmod(0o640)
+    with pytest.raises(ConfigurationError, match="chmod 600"):
+        secret_in(path)
+    for wrong in ("", "00", "g" * 64, "0" * 1000):
+        path.unlink(missing_ok=True)
+        path.write_text(wrong)
+        path.chmod(0o600)
+        with pytest.raises(ConfigurationError, match="64 hexadecimal digits"):
+            secret_in(path)
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(ConfigurationError, match="no run secret"):
+        secret_in(tmp_path / "pipe")
