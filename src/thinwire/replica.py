@@ -234,9 +234,7 @@ class Replica:
             self._elastic.finish(self.step, keep_seconds)
         else:
             self._crew.finished.tell(self.step)
-            if self._stepped:
-                self._stepped.compare()
-            else:
+            if not self._stepped:
                 self._last_rounds()
         self._load_anchors()
         if not (self._elastic and self._elastic.rounds.late):

@@ -43,7 +43,7 @@ class Gradients:
     """What is exchanged: the gradient, before every inner step. Parameters stay equal by themselves, so there are no anchors to keep.
 
     That is, where optimizers round alike: torch's do not on unlike processors, `SGD().make(...)` does. So after every hundredth inner step
-    and at the end replicas compare their weights (24 bytes to each other one), and where these have drifted apart all take replica 0's (4
+    replicas compare their weights (24 bytes to each other one), and where these have drifted apart all take replica 0's (4
     bytes a parameter besides, from replica 0 to each other one), with one warning event.
     """
 

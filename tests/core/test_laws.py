@@ -218,8 +218,6 @@ def test_law_5_predicted_is_counted(name, replicas):
             assert all(at["messages"] == len(departures) for at in counted.values())
         told = [tells(strategy, fragments[e["fragment"]], e["round"]) for e in departures if rank == 0]
         assert ledger.sent("policy") == sum(HEADER_NBYTES + 4 * count for count in told if count) * (replicas - 1)
-        compared = 24 * (replicas - 1) if isinstance(strategy.signal, tw.Gradients) else 0  # at the end
-        assert ledger.sent("comparison") == compared
         assert ledger.sent("finish") == 8 * (replicas - 1)  # nobody waits for it
         named = ("packet", "introduction", "start", "policy", "comparison", "finish")
         assert ledger.sent() == sum(ledger.sent(purpose) for purpose in named)

@@ -40,8 +40,8 @@ def all_of_them(rank: int) -> dict[str, Journey]:
 
 
 def check_agreed(strategy: tw.Strategy, journeys: list[Journey]) -> None:
-    """After every step what is agreed, and at the end the weights. Between two looks at them weights may drift where a torch
-    optimizer steps from gradients.
+    """After every step what is agreed, and at the end the weights. Where a torch optimizer steps from gradients weights may drift
+    between two comparisons, which are further apart than these runs are long.
     """
     drifts = isinstance(strategy.signal, tw.Gradients) and strategy.inner is None
     for one in journeys:
@@ -50,7 +50,8 @@ def check_agreed(strategy: tw.Strategy, journeys: list[Journey]) -> None:
             apart = [key for key in a if not same_bits(a[key], b[key])]
             assert not [key for key in apart if not (drifts and key.endswith(".now"))], f"after step {step}"
         assert bool(torch.isfinite(one.final).all()), "trained"
-        assert same_bits(one.final, journeys[0].final), "at the end"
+        assert drifts or same_bits(one.final, journeys[0].final), "at the end"
+        torch.testing.assert_close(one.final, journeys[0].final)
 
 
 def test_two_processors(tmp_path):
@@ -79,7 +80,7 @@ def nudge(model: torch.nn.Module) -> None:
 
 
 def test_drift_is_named_once_and_mended():
-    """At a hundred steps and at the end; every byte of it is predicted."""
+    """Every hundred steps; every byte of it is predicted."""
     ledgers = [Ledger(), Ledger()]
 
     def replica(group):
@@ -91,17 +92,17 @@ def test_drift_is_named_once_and_mended():
                 told.append((step, fields["message"]))
 
         with tw.Replica(tw.data_parallel(), model, optimizer, counted, observer=observer):
-            for step in range(1, 121):
+            for step in range(1, 201):
                 inner_step(model, optimizer, *batch(0, group.rank, step))
                 if group.rank == 1 and step in (7, 107):
                     nudge(model)
                 seen.append(weights(model))
         return told, seen, weights(model)
 
-    (told, first, final), (also, second, other) = tw.run_threads(2, replica, timeout=20.0)
+    (told, first, final), (also, second, other) = tw.run_threads(2, replica, timeout=600.0)
     assert told == also and [step for step, _ in told] == [100] and "have drifted apart" in told[0][1]
     alike = [step for step, pair in enumerate(zip(first, second), 1) if same_bits(*pair)]
-    assert alike == [*range(1, 7), *range(100, 107)]
+    assert alike == [*range(1, 7), *range(100, 107), 200]
     assert same_bits(final, other) and same_bits(final, first[-1]), "replica 0's"
     whole = 4 * final.numel()
     assert [ledger.sent("comparison") for ledger in ledgers] == [2 * (24 + whole), 2 * 24]
@@ -137,7 +138,7 @@ def test_a_resume_keeps_what_has_drifted():
         resumed.close()
         return due, got
 
-    (due, got), (other_due, other_got) = tw.run_threads(2, replica, timeout=20.0)
+    (due, got), (other_due, other_got) = tw.run_threads(2, replica, timeout=600.0)
     assert all(map(same_bits, due, got)) and all(map(same_bits, other_due, other_got))
     assert not any(map(same_bits, due, other_due))
 

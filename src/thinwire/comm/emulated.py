@@ -135,9 +135,7 @@ class LinkedGroup:
         # In order of arrival too: one delay for all, so a message that leaves later arrives later.
         self._departures: deque[_Departure] = deque()
         self._changed = threading.Condition()
-        self._closed = False
-        self._thread = threading.Thread(target=self._carry, name=f"uplink-{group.rank}", daemon=True)
-        self._thread.start()
+        self._closed = self._carrying = False
 
     @property
     def rank(self) -> int:
@@ -169,7 +167,9 @@ class LinkedGroup:
                     _Departure(due, tag, peer, message, purpose, start - now, due - start, transfer)
                 )
                 transfer.transfer_seconds = due - now - queued
-            self._changed.notify_all()
+            if self._departures and not self._carrying:  # no thread waits for messages that may never come
+                self._carrying = True
+                threading.Thread(target=self._carry, name=f"uplink-{self.rank}", daemon=True).start()
         return transfer
 
     def close(self) -> None:
@@ -182,11 +182,11 @@ class LinkedGroup:
         self.group.close()
 
     def _carry(self) -> None:
-        """Hand each message to the carrier when it is due, and never earlier."""
+        """Hand each message to the carrier when it is due, and never earlier, until none is left."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._departures)
-                if self._closed:
+                if not self._departures:
+                    self._carrying = False
                     return
                 early = self._departures[0].due - time.monotonic()
                 if early > 0:
