@@ -23,12 +23,12 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 
 from thinwire import Replica, Sequential, streaming_diloco
 from thinwire.comm import Link
-from thinwire.membership import Deadlines, LighthouseMeeting, Roster
+from thinwire.membership import LighthouseRendezvous, Membership, Timeouts
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one replica is to do. `timeout` is torchft's, for everything; Thinwire's deadlines follow from the rest."""
+    """What one replica is to do. `timeout` is torchft's, for everything; Thinwire's timeouts follow from the rest."""
 
     method: str  # thinwire, torchft
     name: str
@@ -57,16 +57,16 @@ def thinwire(part: Part, model: nn.Sequential, optimizer: torch.optim.Optimizer,
     strategy = streaming_diloco(every=part.every, delay=part.delay, partition=Sequential(part.fragments))
     numels = [fragment.numel for fragment in strategy.partition.fragments(model)]
     nbytes = strategy.nbytes_per_period(numels, 3) // part.fragments
-    deadlines = Deadlines.of(part.every, part.delay, part.step_seconds, nbytes, Link(part.bits_per_second))
-    meeting = LighthouseMeeting(part.lighthouse, host=part.host)
-    roster = Roster(meeting, part.name, least=2, deadlines=deadlines)
+    timeouts = Timeouts.of(part.every, part.delay, part.step_seconds, nbytes, Link(part.bits_per_second))
+    meeting = LighthouseRendezvous(part.lighthouse, host=part.host)
+    membership = Membership(meeting, part.name, least=2, timeouts=timeouts)
 
     def observe(event: str, step: int, **fields: Any) -> None:
         if event == "round" and fields["fragment"] >= 0:
             counted = fields["counted"]
             write("round", good=fields["committed"] is True and part.name in counted, members=len(counted))
 
-    return Replica(strategy, model, optimizer, roster, observer=observe)
+    return Replica(strategy, model, optimizer, membership, observer=observe)
 
 
 def torchft(part: Part, model: nn.Sequential, optimizer: torch.optim.Optimizer, write: Write) -> object:

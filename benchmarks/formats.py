@@ -4,7 +4,7 @@
 
 Drawn: 2^20 values of each distribution. Real: what one of two replicas has to send while they train a language model on real text: the outer
 gradient of 30 inner steps (DiLoCo's loop) and the gradient of a step, in the last rounds of the run; all the model is one fragment.
-Held back: all outer gradients of the run, one after another, go through the codec with `Feedback()`; the share (of energy) of their sum that
+FragmentState back: all outer gradients of the run, one after another, go through the codec with `Feedback()`; the share (of energy) of their sum that
 has not arrived in the end. The deltas are those of the run, whatever the codec. The table is docs/formats.md's.
 """
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from thinwire import parse
 from thinwire.codecs import Codec
 from thinwire.comm import CountedGroup, Ledger, TorchGroup, gather, start_torch
-from thinwire.exchange import Air, Exchange, once
+from thinwire.exchange import Exchange, SendContext, once
 from thinwire.packet import HEADER_NBYTES
 from thinwire.rng import Key
 
@@ -119,7 +119,7 @@ def _round(part: Part, case: Case, codec: Codec, group: CountedGroup, delta: Ten
         return reduce
     exchange: Exchange = parse(case.exchange)
 
-    air, states = Air(group), [exchange.init(codec, delta.numel(), part.rank, part.size)]
+    air, states = SendContext(group), [exchange.init(codec, delta.numel(), part.rank, part.size)]
 
     def round_(number: int) -> None:
         key = Key(part.seed, 0, number, part.rank)

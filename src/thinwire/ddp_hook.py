@@ -21,11 +21,11 @@ from thinwire.comm.group import Group
 from thinwire.errors import CheckpointError, ConfigurationError
 from thinwire.pieces.partition import Fragment, Whole, trainable
 from thinwire.pieces.transforms import Clip
-from thinwire.runtime.fragment_state import Held, hold
+from thinwire.runtime.fragment_state import FragmentState, hold
 from thinwire.runtime.handshake import agree
 from thinwire.runtime.module_state import Stepped
-from thinwire.runtime.pipeline import Crew, Landed, Ticket
-from thinwire.runtime.update import Moved
+from thinwire.runtime.pipeline import RoundPipeline, RoundRequest, RoundResult
+from thinwire.runtime.update import RoundUpdate
 from thinwire.strategy import Gradients, Strategy
 
 
@@ -65,10 +65,10 @@ class GradientHook:
         strategy.warm_up()
         self._named = {id(parameter): (name, parameter) for name, parameter in trainable(model)}
         self._stepped = Stepped(model, lambda: [p.detach() for _, p in self._named.values()], group, warnings.warn)
-        self._crew = Crew(strategy, group, None)
-        self._pieces: dict[tuple[str, ...], Held] = {}
+        self._pipeline = RoundPipeline(strategy, group, None)
+        self._pieces: dict[tuple[str, ...], FragmentState] = {}
         self._remembered: dict[str, Tensor] = {}  # by parameter and what it is, for buckets still to come
-        self._landed: list[tuple[Held, Landed]] = []
+        self._landed: list[tuple[FragmentState, RoundResult]] = []
         self._hooks: list[RemovableHandle] = []
 
     def register(self, ddp: nn.parallel.DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
@@ -84,15 +84,15 @@ class GradientHook:
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         piece = self._piece(bucket)
         delta = buffer.detach().to("cpu", torch.float32, copy=True)
-        moved = Moved(piece.present(delta), None, self.strategy.feedback, self._crew.air.buffers)
+        moved = RoundUpdate(piece.present(delta), None, self.strategy.feedback, self._pipeline.context.buffers)
         codec = in_full(piece.codec) if self._first else piece.due(self.strategy.policy, self.steps)
         now = self.steps
-        ticket = Ticket(bucket.index(), now, now, now, codec, piece.exchange, piece.codec, piece.policy)
-        flight = self._crew.launch(ticket, moved)
+        request = RoundRequest(bucket.index(), now, now, now, codec, piece.exchange, piece.codec, piece.policy)
+        flight = self._pipeline.launch(request, moved)
         if last:
             self.steps, self._first = self.steps + 1, False
 
-        def land(landing: Landing[Landed]) -> None:
+        def land(landing: Landing[RoundResult]) -> None:
             try:
                 self._land(piece, landing.result(), buffer, last)
             except BaseException as error:
@@ -123,10 +123,10 @@ class GradientHook:
         """End the exchange threads. The group stays open; it is the caller's."""
         for hook in self._hooks:
             hook.remove()
-        self._crew.close()
+        self._pipeline.close()
 
     @torch.no_grad()
-    def _land(self, piece: Held, landed: Landed, buffer: Tensor, last: bool) -> None:
+    def _land(self, piece: FragmentState, landed: RoundResult, buffer: Tensor, last: bool) -> None:
         """On the thread on which flights land, one after another in the order of departure."""
         mean = landed.moved.anchor
         if landed.good and mean is not None:
@@ -138,11 +138,11 @@ class GradientHook:
             good = all(one.good for _, one in self._landed)
             for held, one in self._landed:
                 if one.moved.anchor is not None:
-                    self._crew.air.buffers.give(one.moved.anchor)
-                held.remember(replace(one, good=good), self._crew.air.buffers)
+                    self._pipeline.context.buffers.give(one.moved.anchor)
+                held.remember(replace(one, good=good), self._pipeline.context.buffers)
             self._landed = []
 
-    def _piece(self, bucket: GradBucket) -> Held:
+    def _piece(self, bucket: GradBucket) -> FragmentState:
         """What is remembered for a bucket of these parameters; made where DDP has cut anew."""
         parameters = tuple(self._named[id(p)] for p in bucket.parameters())
         names = tuple(name for name, _ in parameters)
@@ -159,7 +159,7 @@ class GradientHook:
         return self._pieces[names]
 
 
-def _memories(piece: Held) -> dict[str, Tensor]:
+def _memories(piece: FragmentState) -> dict[str, Tensor]:
     """What feedback and filters remember of each parameter, as views; what they remember of a whole bucket is every parameter's."""
     states = {"feedback": piece.feedback} | {f"filter.{i}": state for i, state in enumerate(piece.filtered)}
     found = {}
@@ -173,5 +173,5 @@ def _memories(piece: Held) -> dict[str, Tensor]:
     return found
 
 
-def _by_parameter(piece: Held) -> dict[str, Tensor]:
+def _by_parameter(piece: FragmentState) -> dict[str, Tensor]:
     return {name: kept.clone() for name, kept in _memories(piece).items()}

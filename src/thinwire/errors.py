@@ -11,7 +11,7 @@
         ├── DisagreementError             replicas differ in model, strategy or code version
         ├── EndedError                    the run has ended without this replica
         └── LinkError                     a peer is gone, or a message did not come in time
-            └── UndecidedError            what the members of a muster decided cannot be learnt
+            └── UndecidedError            what the members of a view decided cannot be learnt
 
 Every message says what was given, what is needed and what to do.
 """
@@ -66,4 +66,4 @@ class LinkError(PeerError):
 
 
 class UndecidedError(LinkError):
-    """What the members of a muster decided cannot be learnt: it may be yes, it may be no."""
+    """What the members of a view decided cannot be learnt: it may be yes, it may be no."""

@@ -20,18 +20,18 @@ from thinwire.codecs import Identity
 from thinwire.comm.group import Group
 from thinwire.elastic.driver import Elastic, check, tokens_of_step
 from thinwire.errors import ConfigurationError, ModelError
-from thinwire.membership.rendezvous import Roster
+from thinwire.membership.rendezvous import Membership
 from thinwire.observer import Observer
 from thinwire.pieces.merge import Mix
 from thinwire.pieces.outer import Average, Outer
 from thinwire.pieces.partition import Fragment, check_optimizer, check_sharding
 from thinwire.pieces.schedule import Calendar
-from thinwire.runtime.cautions import Cautions, silent
-from thinwire.runtime.fragment_state import DROPPED, Held, hold, restore, saved
+from thinwire.runtime.fragment_state import DROPPED, FragmentState, hold, restore, saved
 from thinwire.runtime.handshake import agree_on_resume, agree_on_start, check_start, digest, introduce, introduction
+from thinwire.runtime.loop_warnings import LoopWarnings, silent
 from thinwire.runtime.module_state import Stepped, clear, exported, gradient, reshard
-from thinwire.runtime.pipeline import WEIGHTS, Crew, Landed, Ticket, agree
-from thinwire.runtime.update import Moved
+from thinwire.runtime.pipeline import WEIGHTS, RoundPipeline, RoundRequest, RoundResult, agree
+from thinwire.runtime.update import RoundUpdate
 from thinwire.strategy import Gradients, Strategy
 
 
@@ -46,7 +46,7 @@ class Replica:
             optimizer.zero_grad()
     ```
 
-    With a `Roster` in place of a group replicas may come and go (docs/elastic.md): nothing waits, and `step` jumps
+    With a `Membership` in place of a group replicas may come and go (docs/elastic.md): nothing waits, and `step` jumps
     ahead where this replica was behind. With `tokens`, how many an inner step here has (set it anew before a step that
     has others), a delta counts by the tokens behind it; without, all count alike.
 
@@ -62,7 +62,7 @@ class Replica:
     FSDP2 (`fully_shard`) are exchanged shard by shard: `group` joins a rank with its twins in the other replicas, `site`
     the ranks of this replica. FSDP1, DDP and GradScaler (which skips steps) are not supported.
 
-    Cost: 4 bytes a parameter for the anchor, 4 for Nesterov momentum, 4 a parameter in the air. The main thread pays for a
+    Cost: 4 bytes a parameter for the anchor, 4 for Nesterov momentum, 4 a parameter in the context. The main thread pays for a
     snapshot at departure and a merge at landing, and waits there if the flight is late.
 
     `observer(event, step, **fields)` hears depart, flight, land, refused, wire and warning events (wire on another thread); times are `clock()`'s.
@@ -75,7 +75,7 @@ class Replica:
         strategy: Strategy,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        group: Group | Roster,
+        group: Group | Membership,
         *,
         site: Group | None = None,
         tokens: float | None = None,
@@ -101,7 +101,7 @@ class Replica:
         self._site = site
         self._elastic: Elastic | None = None
         self._stepped: Stepped | None = None  # with Gradients
-        if isinstance(group, Roster):
+        if isinstance(group, Membership):
             self._join(group, fragments, site)
         else:
             self._meet(group, fragments, site)
@@ -109,18 +109,18 @@ class Replica:
         if isinstance(strategy.signal, Gradients):
             hooks.append(optimizer.register_step_pre_hook(self._before_inner_step))
         self._hooks = hooks
-        self._cautions = Cautions(self, model, observer)
+        self._loop_warnings = LoopWarnings(self, model, observer)
 
     def _meet(self, group: Group, fragments: list[Fragment], site: Group | None) -> None:
         """Be one of a fixed group."""
         if self.tokens is not None:
             raise ConfigurationError(
-                "tokens= with a fixed group, whose replicas take the same steps and count alike; give a Roster, or leave it out."
+                "tokens= with a fixed group, whose replicas take the same steps and count alike; give a Membership, or leave it out."
             )
         self.group = group
         introduce(group, self.strategy, fragments)
-        self._crew = Crew(self.strategy, group, site, self._clock, self._observe)
-        self._buffers = self._crew.air.buffers
+        self._pipeline = RoundPipeline(self.strategy, group, site, self._clock, self._observe)
+        self._buffers = self._pipeline.context.buffers
         self._pieces = [hold(self.strategy, f, index, group.rank, group.size) for index, f in enumerate(fragments)]
         anchors = [piece.anchor for piece in self._pieces]
         if agree_on_start(group, anchors):
@@ -130,19 +130,19 @@ class Replica:
         if isinstance(self.strategy.signal, Gradients):
             self._stepped = Stepped(self.model, self._weights, group, self._warn)
 
-    def _join(self, roster: Roster, fragments: list[Fragment], site: Group | None) -> None:
+    def _join(self, membership: Membership, fragments: list[Fragment], site: Group | None) -> None:
         """Be one of those who are there now."""
         if site is not None:
             raise ConfigurationError(
-                "site= with a Roster: a sharded replica needs the same ranks in every round; give a fixed group, or a whole replica."
+                "site= with a Membership: a sharded replica needs the same ranks in every round; give a fixed group, or a whole replica."
             )
         check(self.strategy)
         self._pieces = [hold(self.strategy, fragment, index, 0, 1) for index, fragment in enumerate(fragments)]
         check_start(fragments, [piece.anchor for piece in self._pieces])
         by_tokens = self.tokens is not None and tokens_of_step(self.tokens) > 0
-        roster.facts |= introduction(self.strategy, fragments) | {"weights": "by tokens" if by_tokens else "alike"}
+        membership.facts |= introduction(self.strategy, fragments) | {"weights": "by tokens" if by_tokens else "alike"}
         self._elastic = Elastic(
-            self.strategy, roster, self._pieces, self._observe, self._clock, self._start_again, by_tokens=by_tokens
+            self.strategy, membership, self._pieces, self._observe, self._clock, self._start_again, by_tokens=by_tokens
         )
         self.step = self._elastic.join(self.step)
 
@@ -161,8 +161,8 @@ class Replica:
         return [piece.index for piece in self._pieces if piece.flight]
 
     def request_stop(self) -> None:
-        """All replicas are to stop at one step: `stopping` becomes true on all at the next landing; with a `Roster` here, now."""
-        (self._elastic or self._crew).stop_requested = True
+        """All replicas are to stop at one step: `stopping` becomes true on all at the next landing; with a `Membership` here, now."""
+        (self._elastic or self._pipeline).stop_requested = True
         self.stopping |= self._elastic is not None
 
     @torch.no_grad()
@@ -180,7 +180,7 @@ class Replica:
             delta = self._buffers.like(piece.anchor)
             for (_, parameter), (_, into) in zip(piece.fragment.parameters, piece.slices(delta)):
                 into.copy_(gradient(parameter))
-            self._depart(piece, Moved(piece.present(delta), None, self.strategy.feedback, self._buffers))
+            self._depart(piece, RoundUpdate(piece.present(delta), None, self.strategy.feedback, self._buffers))
         landings = [self._await(piece) for piece in self._pieces]
         refused = not all(landed.good for landed, _ in landings)
         for piece, (landed, report) in zip(self._pieces, landings):
@@ -224,16 +224,16 @@ class Replica:
         """Land what is in the air, exchange what was trained since, and leave the outer weights in the model.
 
         With `keep_seconds` among replicas that come and go: if one is missing at the end, the first of the others keeps the final
-        state for it so long, on a thread beside what comes next, until `close`; its roster is closed when it is over.
+        state for it so long, on a thread beside what comes next, until `close`; its membership is closed when it is over.
         """
         if self._finished:
             return
         self._finished = True
-        self._cautions.finishes(self.step)
+        self._loop_warnings.finishes(self.step)
         if self._elastic:
             self._elastic.finish(self.step, keep_seconds)
         else:
-            self._crew.finished.tell(self.step)
+            self._pipeline.finished.tell(self.step)
             if not self._stepped:
                 self._last_rounds()
         self._load_anchors()
@@ -254,10 +254,10 @@ class Replica:
 
     def close(self) -> None:
         """Detach from the optimizer and end the exchange threads. The group stays open; it is the caller's."""
-        self._cautions.closes()
+        self._loop_warnings.closes()
         for hook in self._hooks:
             hook.remove()
-        (self._elastic or self._crew).close()
+        (self._elastic or self._pipeline).close()
 
     def __enter__(self) -> Self:
         return self
@@ -283,7 +283,7 @@ class Replica:
         began = self._clock()
         self.step += 1
         self._gradients_exchanged = False
-        self._cautions.stepped(self.step)
+        self._loop_warnings.stepped(self.step)
         if self._elastic:
             self.step = self._elastic.after_step(self.step, self.tokens)
         elif self._stepped:
@@ -297,7 +297,7 @@ class Replica:
         self.seconds += self._clock() - began
 
     @torch.no_grad()
-    def _depart_delta(self, piece: Held, outer: Outer) -> None:
+    def _depart_delta(self, piece: FragmentState, outer: Outer) -> None:
         """Form the fragment's delta and let it fly."""
         began = self._clock()
         delta = piece.delta(self._buffers.like(piece.anchor))
@@ -317,24 +317,24 @@ class Replica:
         s = self.strategy
         return (s.outer, s.codec, s.feedback, s.filters, s.privacy) == (Average(), Identity(), None, (), None)
 
-    def _moved(self, piece: Held, delta: Tensor, outer: Outer, given: Tensor | None = None) -> Moved:
-        return Moved(piece.present(delta), outer, self.strategy.feedback, self._buffers, given)
+    def _moved(self, piece: FragmentState, delta: Tensor, outer: Outer, given: Tensor | None = None) -> RoundUpdate:
+        return RoundUpdate(piece.present(delta), outer, self.strategy.feedback, self._buffers, given)
 
-    def _depart(self, piece: Held, moved: Moved, began: float | None = None) -> None:
+    def _depart(self, piece: FragmentState, moved: RoundUpdate, began: float | None = None) -> None:
         began = self._clock() if began is None else began
-        piece.flight = flight = self._crew.launch(
-            self._ticket(piece, piece.rounds, self.step, not self._finished), moved
+        piece.flight = flight = self._pipeline.launch(
+            self._request(piece, piece.rounds, self.step, not self._finished), moved
         )
         piece.rounds += 1
         fields = {"fragment": piece.index, "round": flight.number, "nbytes": flight.nbytes}
         self._observe("depart", self.step, **fields, seconds_spent=self._clock() - began)
 
-    def _ticket(self, piece: Held, number: int, step: int, scheduled: bool) -> Ticket:
+    def _request(self, piece: FragmentState, number: int, step: int, scheduled: bool) -> RoundRequest:
         lands, codec = step + self.strategy.schedule.delay, piece.due(self.strategy.policy, number)
         known = (piece.exchange, piece.codec, piece.policy, self.stall_seconds)
-        return Ticket(piece.index, number, step, lands, codec, *known, scheduled)
+        return RoundRequest(piece.index, number, step, lands, codec, *known, scheduled)
 
-    def _await(self, piece: Held) -> tuple[Landed, Callable[[], None]]:
+    def _await(self, piece: FragmentState) -> tuple[RoundResult, Callable[[], None]]:
         """Wait for the fragment's flight and report it; what comes back second reports the landing, when it is done."""
         flight = piece.flight
         assert flight is not None
@@ -361,7 +361,7 @@ class Replica:
         self._observe("land", self.step, **fields, begin=began, stall_seconds=stall, seconds_spent=spent)
 
     @torch.no_grad()
-    def _land(self, piece: Held) -> None:
+    def _land(self, piece: FragmentState) -> None:
         """Take over what the flight brought. A refused round changes nothing: the delta is still in the parameters."""
         landed, report = self._await(piece)
         piece.since = piece.since if landed.good else DROPPED
@@ -376,7 +376,7 @@ class Replica:
         piece.remember(landed, self._buffers)
         report()
 
-    def _turn_over(self, piece: Held, delta: Tensor) -> None:
+    def _turn_over(self, piece: FragmentState, delta: Tensor) -> None:
         """Where a round takes a whole period: land the one before, and let the parameters begin the next (see `Eager`, `Reset`)."""
         if piece.flight:
             self._land(piece)
@@ -448,4 +448,4 @@ class Replica:
             delta = tensors.get(f"{index}.delta", piece.own)  # one tensor where a round takes a whole period
             assert delta is not None
             moved = self._moved(piece, delta.to(piece.anchor.device), self.strategy.outer)
-            piece.flight = self._crew.launch(self._ticket(piece, number, departed, False), moved)
+            piece.flight = self._pipeline.launch(self._request(piece, number, departed, False), moved)

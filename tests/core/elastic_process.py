@@ -6,11 +6,11 @@ import time
 import torch
 
 import thinwire as tw
-from thinwire.membership import Deadlines, LighthouseMeeting, Roster
+from thinwire.membership import LighthouseRendezvous, Membership, Timeouts
 from thinwire.runtime.handshake import digest
 
-QUICK = Deadlines(
-    heartbeat_interval=0.5, heartbeat_timeout=1.5, grace=1.0, connect=5.0, transfer=5.0, vote=7.0, muster=20.0
+QUICK = Timeouts(
+    heartbeat_interval=0.5, heartbeat_timeout=1.5, grace=1.0, connect=5.0, transfer=5.0, vote=7.0, view=20.0
 )
 
 
@@ -26,9 +26,9 @@ def main() -> None:
         if event in ("round", "caught_up"):
             print(event, step, fields.get("committed"), flush=True)
 
-    roster = Roster(LighthouseMeeting(address), name, least=2, deadlines=QUICK)
+    membership = Membership(LighthouseRendezvous(address), name, least=2, timeouts=QUICK)
     strategy = tw.streaming_diloco(every=10, delay=2, partition=tw.Whole())
-    with tw.Replica(strategy, model, optimizer, roster, observer=say) as replica:
+    with tw.Replica(strategy, model, optimizer, membership, observer=say) as replica:
         while replica.step < steps:
             x = torch.randn(32, 64, generator=own)
             (model(x) - x[:, :1]).square().mean().backward()

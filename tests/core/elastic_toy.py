@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from thinwire.elastic.driver import Elastic
-from thinwire.elastic.plan import Concord
+from thinwire.elastic.plan import RoundPlan
 from thinwire.elastic.round_loop import Outcome, Ready
 from thinwire.exchange import send_queue as outbox
-from thinwire.membership.rendezvous import Muster
-from thinwire.membership.testing.cluster import Killed, Rehearsal
-from thinwire.membership.timeouts import Deadlines
+from thinwire.membership.rendezvous import View
+from thinwire.membership.testing.cluster import Killed, SimulatedCluster
+from thinwire.membership.timeouts import Timeouts
 from thinwire.runtime.fragment_state import hold
 
 SIZES = (5, 3)
@@ -57,7 +57,7 @@ def increment(name: str, step: int, fragment: int) -> Tensor:
 
 
 class Committed(NamedTuple):
-    before: str  # the chain that it was added to
+    before: str  # the state_digest that it was added to
     fragment: int
     deltas: list[Tensor]
     weights: list[float]
@@ -69,8 +69,8 @@ class Committed(NamedTuple):
 class Book:
     """What all replicas did, for the reckoning at the end."""
 
-    deltas: dict[tuple[str, str], Tensor] = field(default_factory=dict)  # what each brought, by muster and name
-    commits: dict[str, Committed] = field(default_factory=dict)  # by chain
+    deltas: dict[tuple[str, str], Tensor] = field(default_factory=dict)  # what each brought, by view and name
+    commits: dict[str, Committed] = field(default_factory=dict)  # by state_digest
     disk: dict[str, tuple[int, Any, Any]] = field(default_factory=dict)  # the last checkpoint, by name
     events: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
     trained: list[Tensor] = field(default_factory=lambda: [torch.zeros(n) for n in SIZES])  # by all, in all their lives
@@ -83,18 +83,18 @@ class Book:
 
         return observe
 
-    def history(self, chain: str) -> list[Committed]:
-        """All rounds that led to `chain`."""
+    def history(self, state_digest: str) -> list[Committed]:
+        """All rounds that led to `state_digest`."""
         rounds: list[Committed] = []
-        while chain in self.commits:
-            rounds.append(self.commits[chain])
-            chain = rounds[-1].before
+        while state_digest in self.commits:
+            rounds.append(self.commits[state_digest])
+            state_digest = rounds[-1].before
         return rounds[::-1]
 
-    def anchors(self, chain: str) -> list[Tensor]:
+    def anchors(self, state_digest: str) -> list[Tensor]:
         """What they make of the start: less the weighted mean of each, over all who train."""
         anchors = [start.clone() for start in START]
-        for _, fragment, deltas, weights, _, whole in self.history(chain):
+        for _, fragment, deltas, weights, _, whole in self.history(state_digest):
             anchors[fragment] -= sum((w * d for w, d in zip(weights, deltas)), torch.zeros(())) / whole
         return anchors
 
@@ -104,7 +104,7 @@ class Toy:
 
     def __init__(
         self,
-        rehearsal: Rehearsal,
+        cluster: SimulatedCluster,
         name: str,
         book: Book,
         step_seconds: float = 1.0,
@@ -117,35 +117,35 @@ class Toy:
     ) -> None:
         self.tokens, self.inner = tokens, inner or (lambda toy, fragment: increment(toy.name, toy.step, fragment))
         self.keep = keep
-        self.rehearsal, self.step_seconds, self.save_every, self.restored = rehearsal, step_seconds, save_every, False
+        self.cluster, self.step_seconds, self.save_every, self.restored = cluster, step_seconds, save_every, False
         self.name, self.book, self.step, self.trained = name, book, 0, [torch.zeros(n) for n in SIZES]
         strategy = tw.Strategy(schedule=tw.Staggered(every=4, delay=0), outer=tw.Average())
         self.parameters = [nn.Parameter(start.clone()) for start in START]
         fragments = [tw.Fragment(f"part {i}", [(f"part {i}", p)]) for i, p in enumerate(self.parameters)]
         self.pieces = [hold(strategy, fragment, index, 0, 1) for index, fragment in enumerate(fragments)]
-        roster = rehearsal.roster(name, least=least, deadlines=Deadlines(grace=grace))
+        membership = cluster.membership(name, least=least, timeouts=Timeouts(grace=grace))
         self.elastic = Elastic(
-            strategy, roster, self.pieces, book.hear(name), thread=Inline(), by_tokens=tokens is not None
+            strategy, membership, self.pieces, book.hear(name), thread=Inline(), by_tokens=tokens is not None
         )
         self.sent: list[list[Tensor]] = [[], []]  # of its own deltas, those that were counted
         rounds = self.elastic.rounds
         fly, believe, take_over = rounds._fly, rounds._believe, self.elastic._take_over
 
-        def flown(muster: Muster, concord: Concord, ready: Ready) -> Any:
+        def flown(view: View, plan: RoundPlan, ready: Ready) -> Any:
             with book.lock:
-                book.deltas[muster.id, name] = ready.delta.clone()
-            return fly(muster, concord, ready)
+                book.deltas[view.id, name] = ready.delta.clone()
+            return fly(view, plan, ready)
 
-        def believed(muster: Muster, concord: Concord, ready: Ready, moved: Any, reason: str) -> None:
-            before = rounds.agreed.chain
-            believe(muster, concord, ready, moved, reason)
+        def believed(view: View, plan: RoundPlan, ready: Ready, moved: Any, reason: str) -> None:
+            before = rounds.agreed.state_digest
+            believe(view, plan, ready, moved, reason)
             if moved is not None:
                 with book.lock:
-                    deltas = [book.deltas[muster.id, muster.members[rank].name] for rank in concord.counted]
-                    weights = [concord.weights[rank] for rank in concord.counted]
-                    names = [muster.members[rank].name for rank in concord.counted]
+                    deltas = [book.deltas[view.id, view.members[rank].name] for rank in plan.counted]
+                    weights = [plan.weights[rank] for rank in plan.counted]
+                    names = [view.members[rank].name for rank in plan.counted]
                     book.commits.setdefault(
-                        rounds.agreed.chain, Committed(before, concord.fragment, deltas, weights, names, concord.whole)
+                        rounds.agreed.state_digest, Committed(before, plan.fragment, deltas, weights, names, plan.whole)
                     )
 
         def taken_over(outcome: Outcome, anchor: Tensor, step: int) -> None:
@@ -165,8 +165,8 @@ class Toy:
         self.restore()
         self.step = self.elastic.join(self.step)
         while self.step < steps:
-            with self.rehearsal.time:
-                self.rehearsal.wait(self.name, lambda: False, self.step_seconds)
+            with self.cluster.time:
+                self.cluster.wait(self.name, lambda: False, self.step_seconds)
             self.step += 1
             for fragment, parameter in enumerate(self.parameters):
                 more = self.inner(self, fragment)
@@ -201,7 +201,7 @@ class Toy:
         """All that it trained is in the deltas that were counted, or still in the parameters; and these are in the anchors, once."""
         if self.restored:
             return  # what it trained between the checkpoint and its death is lost
-        history = self.book.history(self.elastic.rounds.agreed.chain)
+        history = self.book.history(self.elastic.rounds.agreed.state_digest)
         for index, piece in enumerate(self.pieces):
             left = piece.anchor - self.parameters[index].detach()
             sent = sum(self.sent[index], torch.zeros(SIZES[index]))
@@ -212,23 +212,23 @@ class Toy:
             torch.testing.assert_close(sent, there, rtol=1e-5, atol=1e-4)
 
 
-def train(rehearsal: Rehearsal, book: Book, steps: int = 24, **settings: Any) -> Callable[[str], Toy]:
+def train(cluster: SimulatedCluster, book: Book, steps: int = 24, **settings: Any) -> Callable[[str], Toy]:
     """A replica that trains, and after its death comes back with nothing."""
 
     def run(name: str) -> Toy:
         while True:
             try:
-                return Toy(rehearsal, name, book, **settings).train(steps)
+                return Toy(cluster, name, book, **settings).train(steps)
             except Killed:
-                rehearsal.revive(name)
+                cluster.revive(name)
 
     return run
 
 
 def play(
-    rehearsal: Rehearsal, book: Book, names: str = "abc", steps: int = 24, **later: Callable[[str], Any]
+    cluster: SimulatedCluster, book: Book, names: str = "abc", steps: int = 24, **later: Callable[[str], Any]
 ) -> dict[str, Any]:
-    return rehearsal.play({name: lambda name: Toy(rehearsal, name, book).train(steps) for name in names} | later)
+    return cluster.play({name: lambda name: Toy(cluster, name, book).train(steps) for name in names} | later)
 
 
 def agree(results: dict[str, Any], book: Book) -> None:
@@ -236,17 +236,19 @@ def agree(results: dict[str, Any], book: Book) -> None:
     toys = [toy for toy in results.values() if isinstance(toy, Toy)]
     assert toys, results
     for toy in toys[1:]:
-        assert toy.elastic.rounds.agreed.chain == toys[0].elastic.rounds.agreed.chain, [e for e in book.events]
+        assert toy.elastic.rounds.agreed.state_digest == toys[0].elastic.rounds.agreed.state_digest, [
+            e for e in book.events
+        ]
         for mine, other in zip(toy.pieces, toys[0].pieces):
             assert torch.equal(mine.anchor, other.anchor)
     for toy in toys:
         toy.check_nothing_lost()
-    for piece, due in zip(toys[0].pieces, book.anchors(toys[0].elastic.rounds.agreed.chain)):
+    for piece, due in zip(toys[0].pieces, book.anchors(toys[0].elastic.rounds.agreed.state_digest)):
         torch.testing.assert_close(piece.anchor, due, rtol=1e-5, atol=1e-4)
 
 
 def order_faults(
-    rehearsal: Rehearsal, chance: random.Random, faults: int, names: str, done: Counter[str] | None = None
+    cluster: SimulatedCluster, chance: random.Random, faults: int, names: str, done: Counter[str] | None = None
 ) -> list[str]:
     """Let faults happen at random points of the run, counted in `done`; every one ends before the run does."""
     said, done = [], Counter() if done is None else done
@@ -255,18 +257,18 @@ def order_faults(
         kind = chance.choice(["kill", "freeze", "cut", "damage", "slow", "lighthouse"])
         seconds, phase, nth = chance.uniform(1, 25), chance.choice(PHASES), chance.randint(1, 60)
         faults_of: dict[str, Callable[[], None]] = {
-            "kill": lambda name=name: rehearsal.kill(name),
-            "freeze": lambda name=name, s=seconds: (rehearsal.freeze(name), rehearsal.later(s, lambda: rehearsal.thaw(name)))[0],
-            "cut": lambda a=name, b=other, s=seconds: (rehearsal.cut(a, b), rehearsal.later(s, lambda: rehearsal.heal(a, b)))[0],
-            "damage": lambda a=name, b=other: rehearsal.damage(a, b, 1),
-            "slow": lambda a=name, b=other, s=seconds: (rehearsal.slow(a, b, 2.0), rehearsal.later(s, lambda: rehearsal.slow(a, b, 0.0)))[0],
-            "lighthouse": lambda s=seconds: (rehearsal.lighthouse.stop(), rehearsal.later(s, rehearsal.lighthouse.start))[0],
+            "kill": lambda name=name: cluster.kill(name),
+            "freeze": lambda name=name, s=seconds: (cluster.freeze(name), cluster.later(s, lambda: cluster.thaw(name)))[0],
+            "cut": lambda a=name, b=other, s=seconds: (cluster.cut(a, b), cluster.later(s, lambda: cluster.heal(a, b)))[0],
+            "damage": lambda a=name, b=other: cluster.damage(a, b, 1),
+            "slow": lambda a=name, b=other, s=seconds: (cluster.slow(a, b, 2.0), cluster.later(s, lambda: cluster.slow(a, b, 0.0)))[0],
+            "lighthouse": lambda s=seconds: (cluster.lighthouse.stop(), cluster.later(s, cluster.lighthouse.start))[0],
         }  # fmt: skip
 
         def happen(kind: str = kind, fault: Callable[[], None] = faults_of[kind]) -> None:
             done[kind] += 1
             fault()
 
-        rehearsal.at(name, phase, happen, nth)
+        cluster.at(name, phase, happen, nth)
         said.append(f"{kind} {name}{other} at {phase} {nth} for {seconds:.0f} s")
     return said

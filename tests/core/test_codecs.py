@@ -11,7 +11,7 @@ import thinwire as tw
 from thinwire.codecs import check_finite, packet_nbytes
 from thinwire.codecs.bits import pack, packed_nbytes, unpack
 from thinwire.comm import ThreadGroup
-from thinwire.exchange import Air, Round, once
+from thinwire.exchange import Round, SendContext, once
 from thinwire.packet import HEADER_NBYTES, REFUSED
 from thinwire.rng import Key
 from thinwire.rng import draw as rng
@@ -481,7 +481,7 @@ def test_a_refused_packet_holds_no_values(row):
     (group,) = ThreadGroup.create(1)
     x = gaussian(100)
     x[7] = float("nan")
-    air = Air(group)
+    air = SendContext(group)
     round_ = Round(air, row.piece, 100, Key(), lambda begin, end: x[begin:end])
     departure = tw.Direct().depart(round_, {})
     ((packet,),) = [[outgoing.wait().clone() for outgoing in round_.outgoing]]

@@ -17,30 +17,30 @@ from elastic_toy import PHASES, SIZES, Book, Toy, agree, one_thread, order_fault
 import thinwire as tw
 from thinwire.comm import state_transfer as handover
 from thinwire.elastic.driver import Elastic
-from thinwire.elastic.plan import Claim
+from thinwire.elastic.plan import MemberStatus
 from thinwire.elastic.round_loop import Outcome, Ready
 from thinwire.errors import EndedError, LinkError
-from thinwire.membership.testing.cluster import Killed, Rehearsal, ThreadMeeting
-from thinwire.membership.testing.lighthouse import StandinBoard
+from thinwire.membership.testing.cluster import Killed, SimulatedCluster, ThreadRendezvous
+from thinwire.membership.testing.lighthouse import SimulatedVoteStore
 from thinwire.runtime.fragment_state import hold
 
 __all__ = ["one_thread"]  # a fixture
 
 
 def test_without_faults_nothing_is_lost() -> None:
-    rehearsal, book = Rehearsal(), Book()
-    results = play(rehearsal, book)
+    cluster, book = SimulatedCluster(), Book()
+    results = play(cluster, book)
     agree(results, book)
-    rounds = book.history(results["a"].elastic.rounds.agreed.chain)
+    rounds = book.history(results["a"].elastic.rounds.agreed.state_digest)
     assert len(rounds) == 12 and all(len(one.deltas) == 3 for one in rounds)
 
 
 @pytest.mark.parametrize("nth", [1, 2, 5])
 @pytest.mark.parametrize("phase", PHASES)
 def test_killed_at_any_phase(phase: str, nth: int) -> None:
-    rehearsal, book = Rehearsal(), Book()
-    rehearsal.at("b", phase, lambda: rehearsal.kill("b"), nth)
-    results = play(rehearsal, book)
+    cluster, book = SimulatedCluster(), Book()
+    cluster.at("b", phase, lambda: cluster.kill("b"), nth)
+    results = play(cluster, book)
     reached = isinstance(results["b"], Killed)
     assert reached or isinstance(results["b"], Toy)
     agree(results, book)
@@ -49,17 +49,17 @@ def test_killed_at_any_phase(phase: str, nth: int) -> None:
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_who_comes_back_takes_part_again(phase: str) -> None:
-    rehearsal, book = Rehearsal(), Book()
-    rehearsal.at("b", phase, lambda: rehearsal.kill("b"), 4)
-    results = rehearsal.play({name: train(rehearsal, book, steps=40, least=2) for name in "abc"})
+    cluster, book = SimulatedCluster(), Book()
+    cluster.at("b", phase, lambda: cluster.kill("b"), 4)
+    results = cluster.play({name: train(cluster, book, steps=40, least=2) for name in "abc"})
     agree(results, book)
     assert len(results) == 3 and all(isinstance(toy, Toy) for toy in results.values()), results
 
 
 def test_a_slow_replica_neither_holds_up_nor_is_lost() -> None:
-    rehearsal, book = Rehearsal(), Book()
-    results = rehearsal.play(
-        {name: train(rehearsal, book, least=2, step_seconds=9.0 if name == "s" else 1.0) for name in "abs"}
+    cluster, book = SimulatedCluster(), Book()
+    results = cluster.play(
+        {name: train(cluster, book, least=2, step_seconds=9.0 if name == "s" else 1.0) for name in "abs"}
     )
     agree(results, book)
     # all but the slow one's last deltas are in; it may come when the others have finished, and is told so
@@ -72,10 +72,10 @@ def test_a_slow_replica_neither_holds_up_nor_is_lost() -> None:
 @pytest.mark.parametrize("ratio", [1.5, 2.0, 3.0, 4.0, 5.0])
 def test_whatever_its_speed_a_slow_replica_counts_where_it_takes_part(ratio: float) -> None:
     """Its steps fall between the others': of twice the step time, it would bring the fragment that is not due, for ever."""
-    rehearsal, book = Rehearsal(), Book()
+    cluster, book = SimulatedCluster(), Book()
     settings = {"steps": 120, "least": 2, "grace": 1.0}
-    results = rehearsal.play(
-        {name: train(rehearsal, book, step_seconds=ratio if name == "s" else 1.0, **settings) for name in "abs"}
+    results = cluster.play(
+        {name: train(cluster, book, step_seconds=ratio if name == "s" else 1.0, **settings) for name in "abs"}
     )
     agree(results, book)
     rounds = [fields for name, event, fields in book.events if name == "s" and event == "round"]
@@ -85,19 +85,17 @@ def test_whatever_its_speed_a_slow_replica_counts_where_it_takes_part(ratio: flo
 
 @pytest.mark.parametrize("late", [5.0, 20.0])
 def test_a_straggler_is_waited_for_within_the_grace_and_its_delta_carried_beyond(late: float) -> None:
-    rehearsal, book = Rehearsal(), Book()
+    cluster, book = SimulatedCluster(), Book()
 
     def inner(toy: Toy, fragment: int) -> torch.Tensor:
         if (toy.name, toy.step, fragment) == ("c", 4, 0):
-            with rehearsal.time:
-                rehearsal.wait("c", lambda: False, late)
+            with cluster.time:
+                cluster.wait("c", lambda: False, late)
         return torch.full((SIZES[fragment],), -{"a": 1.0, "b": 2.0, "c": 3.0}[toy.name])
 
-    results = rehearsal.play(
-        {name: train(rehearsal, book, steps=40, least=2, grace=10.0, inner=inner) for name in "abc"}
-    )
+    results = cluster.play({name: train(cluster, book, steps=40, least=2, grace=10.0, inner=inner) for name in "abc"})
     agree(results, book)
-    first, *later = [one for one in book.history(results["a"].elastic.rounds.agreed.chain) if one.fragment == 0]
+    first, *later = [one for one in book.history(results["a"].elastic.rounds.agreed.state_digest) if one.fragment == 0]
     assert [float(delta[0]) for delta in first.deltas] == ([4.0, 8.0, 12.0] if late < 10 else [4.0, 8.0])
     if late > 10:  # what c had trained when the others went on without it: four steps
         assert next(float(one.deltas[2][0]) for one in later if len(one.deltas) == 3) == 12.0
@@ -105,13 +103,13 @@ def test_a_straggler_is_waited_for_within_the_grace_and_its_delta_carried_beyond
 
 def test_others_wait_for_a_handover_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each piece takes 3 s and all of them more than 30; no message may take more than 10."""
-    rehearsal, book, pieces = Rehearsal(), Book(), handover._pieces
+    cluster, book, pieces = SimulatedCluster(), Book(), handover._pieces
     sent: list[str] = []
 
     def slowly(whole: torch.Tensor) -> Iterator[torch.Tensor]:
         for piece in pieces(whole):
-            with rehearsal.time:
-                rehearsal.wait(threading.current_thread().name, lambda: False, 3.0)
+            with cluster.time:
+                cluster.wait(threading.current_thread().name, lambda: False, 3.0)
             sent.append(threading.current_thread().name)
             yield piece
 
@@ -120,11 +118,11 @@ def test_others_wait_for_a_handover_however_long_it_takes(monkeypatch: pytest.Mo
     settings = {"steps": 60, "least": 2}
 
     def joins_late(name: str) -> Toy:
-        with rehearsal.time:
-            rehearsal.wait(name, lambda: False, 10.0)
-        return train(rehearsal, book, **settings)(name)
+        with cluster.time:
+            cluster.wait(name, lambda: False, 10.0)
+        return train(cluster, book, **settings)(name)
 
-    results = rehearsal.play({name: train(rehearsal, book, **settings) for name in "ab"} | {"c": joins_late})
+    results = cluster.play({name: train(cluster, book, **settings) for name in "ab"} | {"c": joins_late})
     agree(results, book)
     assert sent.count("c") > 10 and any(event == "caught_up" for name, event, _ in book.events if name == "c")
     assert all(f["reason"] == "" for _, event, f in book.events if event == "round")
@@ -139,7 +137,7 @@ def test_a_late_landing_loses_no_more_than_one_in_time(alpha: float, delay: int,
     strategy = tw.Strategy(schedule=tw.Every(9, delay), merge=tw.Mix(alpha), outer=tw.Average())
     parameter = torch.nn.Parameter(torch.full((4,), 5.0))
     piece = hold(strategy, tw.Fragment("all", [("all", parameter)]), 0, 0, 1)
-    elastic = Elastic(strategy, Rehearsal().roster("a", least=1), [piece], lambda *_, **__: None)
+    elastic = Elastic(strategy, SimulatedCluster().membership("a", least=1), [piece], lambda *_, **__: None)
     parameter.data.fill_(3.0 - flight)
     counted = Ready(0, torch.full((4,), 2.0), 1.0, step=10, feedback={})
     elastic._take_over(Outcome(0, 0, torch.ones(4), counted=counted), torch.ones(4), step=10 + flight)
@@ -148,23 +146,23 @@ def test_a_late_landing_loses_no_more_than_one_in_time(alpha: float, delay: int,
 
 
 def test_frozen_and_thawed() -> None:
-    rehearsal, book = Rehearsal(), Book()
+    cluster, book = SimulatedCluster(), Book()
 
     def freeze() -> None:
-        rehearsal.freeze("b")
-        rehearsal.later(30.0, lambda: rehearsal.thaw("b"))
+        cluster.freeze("b")
+        cluster.later(30.0, lambda: cluster.thaw("b"))
 
-    rehearsal.at("b", "post", freeze, 7)
-    results = rehearsal.play({name: train(rehearsal, book, steps=60) for name in "abc"})
+    cluster.at("b", "post", freeze, 7)
+    results = cluster.play({name: train(cluster, book, steps=60) for name in "abc"})
     agree(results, book)
 
 
 def test_a_cut_link_and_a_damaged_packet() -> None:
-    rehearsal, book = Rehearsal(), Book()
-    rehearsal.later(5.0, lambda: rehearsal.damage("a", "b"))
-    rehearsal.later(20.0, lambda: rehearsal.cut("a", "c"))
-    rehearsal.later(45.0, lambda: rehearsal.heal("a", "c"))
-    results = rehearsal.play({name: train(rehearsal, book, steps=80) for name in "abc"})
+    cluster, book = SimulatedCluster(), Book()
+    cluster.later(5.0, lambda: cluster.damage("a", "b"))
+    cluster.later(20.0, lambda: cluster.cut("a", "c"))
+    cluster.later(45.0, lambda: cluster.heal("a", "c"))
+    results = cluster.play({name: train(cluster, book, steps=80) for name in "abc"})
     agree(results, book)
     assert any(event == "round" and "damaged" in fields["reason"] for _, event, fields in book.events)
 
@@ -173,31 +171,29 @@ def test_a_cut_link_and_a_damaged_packet() -> None:
 @pytest.mark.parametrize("nth", [5, 8, 12])
 @pytest.mark.parametrize("phase", PHASES)
 def test_who_comes_back_with_a_checkpoint_counts_nothing_twice(phase: str, nth: int, save_every: int) -> None:
-    rehearsal, book = Rehearsal(), Book()
-    rehearsal.at("b", phase, lambda: rehearsal.kill("b"), nth)
+    cluster, book = SimulatedCluster(), Book()
+    cluster.at("b", phase, lambda: cluster.kill("b"), nth)
     settings = {"steps": 40, "least": 2, "save_every": save_every}
-    results = rehearsal.play({name: train(rehearsal, book, **settings) for name in "abc"})
+    results = cluster.play({name: train(cluster, book, **settings) for name in "abc"})
     agree(results, book)
-    chain = results["a"].elastic.rounds.agreed.chain
+    state_digest = results["a"].elastic.rounds.agreed.state_digest
     for fragment in range(
         2
     ):  # increments are positive: with a delta counted twice there would be more than was trained
         sent = sum(
-            (delta for one in book.history(chain) if one.fragment == fragment for delta in one.deltas),
+            (delta for one in book.history(state_digest) if one.fragment == fragment for delta in one.deltas),
             torch.zeros(SIZES[fragment]),
         )
         assert (-sent <= book.trained[fragment] + 1e-3).all()
 
 
 def test_all_killed_at_once_go_on_from_what_they_saved() -> None:
-    rehearsal, book = Rehearsal(), Book()
-    rehearsal.later(17.5, lambda: [rehearsal.kill(name) for name in "abc"])
-    rehearsal.later(17.5, rehearsal.lighthouse.stop)
-    rehearsal.later(25.0, rehearsal.lighthouse.start)
+    cluster, book = SimulatedCluster(), Book()
+    cluster.later(17.5, lambda: [cluster.kill(name) for name in "abc"])
+    cluster.later(17.5, cluster.lighthouse.stop)
+    cluster.later(25.0, cluster.lighthouse.start)
     every = {"a": 3, "b": 4, "c": 5}
-    results = rehearsal.play(
-        {name: train(rehearsal, book, steps=40, least=3, save_every=every[name]) for name in "abc"}
-    )
+    results = cluster.play({name: train(cluster, book, steps=40, least=3, save_every=every[name]) for name in "abc"})
     agree(results, book)
     assert all(toy.restored for toy in results.values())
     turns = [
@@ -211,15 +207,15 @@ def test_all_killed_at_once_go_on_from_what_they_saved() -> None:
 @pytest.mark.parametrize("nth", range(1, 9))
 @pytest.mark.parametrize("phase", ["call", "put", "all", "settle", "wait", "post"])
 def test_the_lighthouse_dies_at_any_phase(phase: str, nth: int) -> None:
-    """In the midst of a vote, some may have heard yes and others nothing: their next claims tell."""
-    rehearsal, book = Rehearsal(), Book()
+    """In the midst of a vote, some may have heard yes and others nothing: their next statuses tell."""
+    cluster, book = SimulatedCluster(), Book()
 
     def restart() -> None:
-        rehearsal.lighthouse.stop()
-        rehearsal.later(20.0, rehearsal.lighthouse.start)
+        cluster.lighthouse.stop()
+        cluster.later(20.0, cluster.lighthouse.start)
 
-    rehearsal.at("b", phase, restart, nth)
-    results = rehearsal.play({name: train(rehearsal, book, steps=40) for name in "abc"})
+    cluster.at("b", phase, restart, nth)
+    results = cluster.play({name: train(cluster, book, steps=40) for name in "abc"})
     agree(results, book)
     assert all(isinstance(toy, Toy) for toy in results.values()), results
 
@@ -227,23 +223,23 @@ def test_the_lighthouse_dies_at_any_phase(phase: str, nth: int) -> None:
 @pytest.mark.parametrize("nth", [1, 2, 5])
 def test_who_alone_heard_yes_gets_its_delta_back(nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lighthouse dies as soon as it has told one, who freezes; the others vote anew without it."""
-    rehearsal, book = Rehearsal(), Book()
-    settle, told = StandinBoard.settle, []
+    cluster, book = SimulatedCluster(), Book()
+    settle, told = SimulatedVoteStore.settle, []
 
-    def settled(board: StandinBoard, key: str, value: bytes) -> bytes:
-        with rehearsal.time:
-            first = key not in rehearsal.lighthouse.written
-            answer = settle(board, key, value)
-            told.extend([board._name] * first)
+    def settled(vote_store: SimulatedVoteStore, key: str, value: bytes) -> bytes:
+        with cluster.time:
+            first = key not in cluster.lighthouse.written
+            answer = settle(vote_store, key, value)
+            told.extend([vote_store._name] * first)
             if first and len(told) == nth:
-                rehearsal.lighthouse.stop()
-                rehearsal.later(3.0, rehearsal.lighthouse.start)
-                rehearsal.freeze(board._name)
-                rehearsal.later(30.0, lambda name=board._name: rehearsal.thaw(name))
+                cluster.lighthouse.stop()
+                cluster.later(3.0, cluster.lighthouse.start)
+                cluster.freeze(vote_store._name)
+                cluster.later(30.0, lambda name=vote_store._name: cluster.thaw(name))
             return answer
 
-    monkeypatch.setattr(StandinBoard, "settle", settled)
-    results = rehearsal.play({name: train(rehearsal, book, steps=80, least=2) for name in "abc"})
+    monkeypatch.setattr(SimulatedVoteStore, "settle", settled)
+    results = cluster.play({name: train(cluster, book, steps=80, least=2) for name in "abc"})
     alone = told[nth - 1]
     assert any(name == alone and event == "caught_up" for name, event, _ in book.events), alone
     assert all(isinstance(toy, Toy) for toy in results.values()), results
@@ -254,50 +250,50 @@ def test_who_alone_heard_yes_gets_its_delta_back(nth: int, monkeypatch: pytest.M
 @pytest.mark.parametrize("phase", PHASES)
 def test_frozen_at_any_phase_until_the_end_it_takes_over_what_the_others_ended_with(phase: str, nth: int) -> None:
     """Three of four are needed for a round, and two are there when it thaws."""
-    rehearsal, book, frozen = Rehearsal(), Book(), list[str]()
+    cluster, book, frozen = SimulatedCluster(), Book(), list[str]()
 
     def freeze() -> None:
-        rehearsal.freeze("d")
-        rehearsal.later(150.0, lambda: rehearsal.thaw("d"))
+        cluster.freeze("d")
+        cluster.later(150.0, lambda: cluster.thaw("d"))
         frozen.append("d")
 
-    rehearsal.at("d", phase, freeze, nth)
-    results = rehearsal.play({name: train(rehearsal, book, least=3, keep=300.0) for name in "abcd"})
+    cluster.at("d", phase, freeze, nth)
+    results = cluster.play({name: train(cluster, book, least=3, keep=300.0) for name in "abcd"})
     agree(results, book)
     joined = any(name == "d" and event == "round" for name, event, _ in book.events)
     assert all(isinstance(results[name], Toy) for name in ("abcd" if joined else "abc")), results
     kept = [(name, fields["late"]) for name, event, fields in book.events if event == "keeps"]
     assert kept == ([("a", ["d"])] if frozen and joined else [])
-    assert rehearsal.time.now < 220  # 150, and what it had to do before or after that
+    assert cluster.time.now < 220  # 150, and what it had to do before or after that
 
 
 @pytest.mark.parametrize(("phase", "nth"), [("post", 6), ("put", 4), ("wait", 2), ("call", 5)])
 def test_who_comes_when_nobody_keeps_the_end_any_more_is_told_so(phase: str, nth: int) -> None:
     """Two of them, who would be enough for rounds of their own, and one of whom comes from a checkpoint."""
-    rehearsal, book = Rehearsal(), Book()
+    cluster, book = SimulatedCluster(), Book()
     settings = {"least": 2, "keep": 60.0}
 
     def freeze() -> None:
         for name in "cd":
-            rehearsal.freeze(name)
-            rehearsal.later(150.0, lambda name=name: rehearsal.thaw(name))
+            cluster.freeze(name)
+            cluster.later(150.0, lambda name=name: cluster.thaw(name))
 
-    rehearsal.at("c", phase, freeze, nth)
-    results = rehearsal.play({name: train(rehearsal, book, **settings) for name in "abcd"})
+    cluster.at("c", phase, freeze, nth)
+    results = cluster.play({name: train(cluster, book, **settings) for name in "abcd"})
     agree(results, book)
     assert all(isinstance(results[name], Toy) for name in "ab"), results
     assert all(isinstance(results[name], EndedError) for name in "cd"), results
-    assert "from where a, b" in str(results["c"]) and rehearsal.time.now < 200
+    assert "from where a, b" in str(results["c"]) and cluster.time.now < 200
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_many_faults_at_random(seed: int) -> None:
     chance, names = random.Random(seed), "abcd"[: 2 + seed % 3]
-    rehearsal, book = Rehearsal(), Book()
-    said = order_faults(rehearsal, chance, 8, names)
+    cluster, book = SimulatedCluster(), Book()
+    said = order_faults(cluster, chance, 8, names)
     print(f"seed {seed}: {'; '.join(said)}")
     least = len(names) // 2 + 1
-    results = rehearsal.play({name: train(rehearsal, book, steps=60, least=least, keep=20.0) for name in names})
+    results = cluster.play({name: train(cluster, book, steps=60, least=least, keep=20.0) for name in names})
     agree(results, book)
     # who comes back when the others have finished, and the end is kept no longer, is told so
     assert all(isinstance(result, Toy | tw.LinkError | EndedError) for result in results.values()), results
@@ -305,7 +301,7 @@ def test_many_faults_at_random(seed: int) -> None:
 
 
 def test_no_clock_that_somebody_may_set() -> None:
-    """Whatever a machine's clock says, and however it jumps: waiting is counted in monotonic time, or the rehearsal's."""
+    """Whatever a machine's clock says, and however it jumps: waiting is counted in monotonic time, or the cluster's."""
     house = Path(tw.__file__).parent
     paths = [path for room in ("comm", "membership", "elastic") for path in (house / room).rglob("*.py")]
     assert len(paths) > 20
@@ -319,43 +315,43 @@ def test_no_clock_that_somebody_may_set() -> None:
     "lie",
     [
         {"turn": 1 << 40}, {"turn": 10**400}, {"step": 1 << 50}, {"brings": {"9": 1.0}}, {"brings": {"0": 2.0}}, {"brings": {"00": 1.0}},
-        {"chain": "a" * 100}, {"more": 1},
+        {"state_digest": "a" * 100}, {"more": 1},
     ],
 )  # fmt: skip
-def test_a_claim_out_of_bounds_is_refused_by_name(lie: dict[str, Any]) -> None:
+def test_a_status_out_of_bounds_is_refused_by_name(lie: dict[str, Any]) -> None:
     """The others go on without it, from the first round or a later one, and end as if it had not been there."""
-    rehearsal, book = Rehearsal(), Book()
+    cluster, book = SimulatedCluster(), Book()
     told: list[str] = []
 
     def broken(name: str) -> None:
-        roster = rehearsal.roster(name, facts=facts)
-        ThreadMeeting(rehearsal, name).sleep(15.0)
+        membership = cluster.membership(name, facts=facts)
+        ThreadRendezvous(cluster, name).sleep(15.0)
         for _ in range(5):
             with suppress(LinkError):
-                roster.muster(Claim(turn=3, chain="x").facts() | lie, 5.0).close()
+                membership.next_view(MemberStatus(turn=3, state_digest="x").facts() | lie, 5.0).close()
 
     def one(name: str) -> Toy:
-        toy = Toy(rehearsal, name, book, least=2)
-        roster = toy.elastic.rounds.roster
-        facts.update(roster.facts)
-        roster._observe = lambda kind, fields: told.append(fields["reason"]) if kind == "retry" else None
+        toy = Toy(cluster, name, book, least=2)
+        membership = toy.elastic.rounds.membership
+        facts.update(membership.facts)
+        membership._observe = lambda kind, fields: told.append(fields["reason"]) if kind == "retry" else None
         return toy.train(40)
 
     facts: dict[str, str] = {}
-    results = rehearsal.play({"a": one, "b": one, "zz": broken})
+    results = cluster.play({"a": one, "b": one, "zz": broken})
     agree(results, book)
     assert all(isinstance(results[name], Toy) for name in "ab"), results
     assert not any("zz" in fields["members"] for _, event, fields in book.events if event == "round")
-    assert len([text for text in told if text.startswith("zz made a claim")]) == 2  # each has said it once
+    assert len([text for text in told if text.startswith("zz made a status")]) == 2  # each has said it once
 
 
 def test_what_cannot_be_written_is_said_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A packet's header has 32 bits for the turn; claims have bounds far below it."""
+    """A packet's header has 32 bits for the turn; statuses have bounds far below it."""
     monkeypatch.setattr("thinwire.elastic.plan.MOST_TURNS", 1 << 40)
-    rehearsal, book = Rehearsal(), Book()
+    cluster, book = SimulatedCluster(), Book()
 
     def one(name: str) -> str:
-        toy = Toy(rehearsal, name, book, least=2)
+        toy = Toy(cluster, name, book, least=2)
         toy.elastic.rounds.agreed.turn, toy.elastic.rounds.fresh = 1 << 32, False
         toy.elastic.rounds.join()
         toy.elastic._trained = 4.0
@@ -363,6 +359,6 @@ def test_what_cannot_be_written_is_said_by_its_own_name(monkeypatch: pytest.Monk
         toy.elastic.close()
         return name
 
-    rehearsal.play({"a": one, "b": one})
+    cluster.play({"a": one, "b": one})
     reasons = [fields["reason"] for _, event, fields in book.events if event == "round" and fields["counted"]]
     assert reasons and all(text.startswith("PacketError: a packet cannot be written") for text in reasons), reasons

@@ -12,33 +12,33 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError
-from thinwire.membership.testing.cluster import Rehearsal
-from thinwire.membership.timeouts import Deadlines
+from thinwire.membership.testing.cluster import SimulatedCluster
+from thinwire.membership.timeouts import Timeouts
 
 __all__ = ["one_thread"]  # a fixture
 
 
 def test_every_round_is_the_weighted_mean_of_its_deltas() -> None:
     """Two speeds, two batch sizes: the weights are the tokens behind each delta, and the sums are right."""
-    rehearsal, book = Rehearsal(), Book()
+    cluster, book = SimulatedCluster(), Book()
     of = {"a": (1.0, 8.0), "b": (1.0, 24.0), "c": (3.0, 8.0)}  # seconds and tokens of a step
-    results = rehearsal.play(
+    results = cluster.play(
         {
-            name: train(rehearsal, book, steps=60, step_seconds=s, tokens=t, least=2, grace=1.0)
+            name: train(cluster, book, steps=60, step_seconds=s, tokens=t, least=2, grace=1.0)
             for name, (s, t) in of.items()
         }
     )
     agree(results, book)
-    rounds = book.history(results["a"].elastic.rounds.agreed.chain)
+    rounds = book.history(results["a"].elastic.rounds.agreed.state_digest)
     assert rounds[0].weights == [4 * 8.0, 4 * 24.0]  # without the slow one
     assert any(len(one.weights) == 3 and one.weights[2] < one.weights[0] for one in rounds)
 
 
 @pytest.mark.parametrize("tokens", [None, 16.0])
 def test_nothing_is_lost_with_weights_when_one_is_killed(tokens: float | None) -> None:
-    rehearsal, book = Rehearsal(), Book()
-    rehearsal.at("b", "put", lambda: rehearsal.kill("b"), 4)
-    agree(rehearsal.play({name: train(rehearsal, book, steps=40, least=2, tokens=tokens) for name in "abc"}), book)
+    cluster, book = SimulatedCluster(), Book()
+    cluster.at("b", "put", lambda: cluster.kill("b"), 4)
+    agree(cluster.play({name: train(cluster, book, steps=40, least=2, tokens=tokens) for name in "abc"}), book)
 
 
 def first_round(tokens: bool) -> tuple[Tensor, list[int]]:
@@ -47,7 +47,7 @@ def first_round(tokens: bool) -> tuple[Tensor, list[int]]:
     The inner step is a running mean, θ ← θ + (x − θ) / n: after n values θ is their mean. Every value of "f" is 1, every
     value of "s" is 6, and "s" is slower.
     """
-    rehearsal, book = Rehearsal(), Book()
+    cluster, book = SimulatedCluster(), Book()
     seen = {"f": 0, "s": 0}
 
     def inner(toy: Toy, fragment: int) -> Tensor:
@@ -57,7 +57,7 @@ def first_round(tokens: bool) -> tuple[Tensor, list[int]]:
 
     def run(name: str) -> Any:
         worth = 1.0 if tokens else None
-        toy = Toy(rehearsal, name, book, least=2, grace=100.0, tokens=worth, inner=inner)
+        toy = Toy(cluster, name, book, least=2, grace=100.0, tokens=worth, inner=inner)
         toy.elastic.join(0)
         for toy.step in (1, 2, 3, 4) if name == "f" else (4,):  # the slow one's step jumps to where the others are
             for fragment, parameter in enumerate(toy.parameters):
@@ -65,7 +65,7 @@ def first_round(tokens: bool) -> tuple[Tensor, list[int]]:
             toy.elastic.after_step(toy.step, worth)
         return toy.pieces[0].anchor
 
-    ended = rehearsal.play({"f": run, "s": run})
+    ended = cluster.play({"f": run, "s": run})
     assert torch.equal(ended["f"], ended["s"]), ended
     return ended["f"], list(seen.values())
 
@@ -86,14 +86,14 @@ def test_no_number_of_tokens(tokens: Any) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigurationError, match="how many tokens an inner step"):
-        tw.Replica(tw.diloco(every=4), model, optimizer, Rehearsal().roster("a", least=1), tokens=tokens)
+        tw.Replica(tw.diloco(every=4), model, optimizer, SimulatedCluster().membership("a", least=1), tokens=tokens)
 
 
 def alone(tokens: float | None, least: int = 1) -> tuple[tw.Replica, torch.optim.Optimizer]:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    roster = Rehearsal().roster("a", least=least, deadlines=Deadlines(muster=5.0))
-    return tw.Replica(tw.diloco(every=4), model, optimizer, roster, tokens=tokens), optimizer
+    membership = SimulatedCluster().membership("a", least=least, timeouts=Timeouts(view=5.0))
+    return tw.Replica(tw.diloco(every=4), model, optimizer, membership, tokens=tokens), optimizer
 
 
 def test_tokens_may_change_from_step_to_step_but_not_whether_they_count() -> None:
@@ -123,18 +123,18 @@ def test_a_checkpoint_of_the_other_way_is_refused() -> None:
 def test_a_fixed_group_counts_alike() -> None:
     model = nn.Linear(2, 2)
     (group,) = tw.ThreadGroup.create(1)
-    with pytest.raises(ConfigurationError, match="give a Roster"):
+    with pytest.raises(ConfigurationError, match="give a Membership"):
         tw.Replica(tw.diloco(every=4), model, torch.optim.SGD(model.parameters(), lr=0.1), group, tokens=8)
 
 
 def test_replicas_that_count_differently_are_told() -> None:
-    rehearsal = Rehearsal()
+    cluster = SimulatedCluster()
 
     def run(name: str) -> Any:
         model = nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         tokens = 8 if name == "b" else None
-        tw.Replica(tw.diloco(every=4), model, optimizer, rehearsal.roster(name), tokens=tokens).close()
+        tw.Replica(tw.diloco(every=4), model, optimizer, cluster.membership(name), tokens=tokens).close()
 
-    told = rehearsal.play({name: run for name in "abc"})["b"]
+    told = cluster.play({name: run for name in "abc"})["b"]
     assert isinstance(told, DisagreementError) and "weights: by tokens there, alike at 'a'" in str(told)

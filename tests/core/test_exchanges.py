@@ -11,7 +11,7 @@ from pieces import CODECS, EXCHANGES, MATRICES, METHODS, Shuffled, adamw, each, 
 
 import thinwire as tw
 from thinwire.comm import CountedGroup, Ledger, Link
-from thinwire.exchange import Air, Round
+from thinwire.exchange import Round, SendContext
 from thinwire.exchange import chunks as cutting
 from thinwire.exchange import send_queue as outbox
 from thinwire.packet import REFUSED
@@ -83,7 +83,7 @@ def rounds(exchange, codec, x, wrap=lambda group: group):
     count, size, numel = x.shape
 
     def replica(group):
-        air, seen = Air(wrap(group)), []
+        air, seen = SendContext(wrap(group)), []
         state = exchange.init(codec, numel, group.rank, size)
         for number in range(count):
             seen.append(Went(air, exchange, codec, x[number, group.rank], state, number))
@@ -180,7 +180,7 @@ def test_two_sides_telescope(codec, size, small):
     x = deltas(size, numel, count)
 
     def replica(group):
-        air, rank = Air(group), group.rank
+        air, rank = SendContext(group), group.rank
         memory, held = exchange.init(codec, numel, rank, size), feedback.init(numel)
         sent, estimates = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
         for number in range(count):
@@ -443,7 +443,7 @@ def test_what_lands_first_leaves_first(monkeypatch):
     left = []
 
     def replica(group):
-        air = Air(group)
+        air = SendContext(group)
         gate = threading.Event()
         air.outbox.put((0,), gate.wait)
         for name, lands in (("late", 9), ("later", 12), ("soon", 4), ("late too", 9)):
@@ -485,7 +485,7 @@ def test_messages_longer_than_the_window_go_on_each_others_heels(monkeypatch):
             told.append(f"post {tag}")
             return type("Transfer", (), {"wait": lambda _: told.append(f"wait {tag}")})()
 
-    box = outbox.Outbox(Told())
+    box = outbox.SendQueue(Told())
     for tag in range(4):
         box.send(tag, {1: torch.zeros(8, dtype=torch.uint8)}, "packet")
     box.close()
@@ -497,7 +497,7 @@ def test_chunks_overlap(small):
     waited = []
 
     def replica(group):
-        air, x, encoded, settled = Air(group), torch.randn(400), [], threading.Event()
+        air, x, encoded, settled = SendContext(group), torch.randn(400), [], threading.Event()
 
         class Telling(tw.Identity):
             def encode(self, x, payload, key):

@@ -17,8 +17,8 @@ from torch import Tensor
 from thinwire.codecs import Identity
 from thinwire.diagnosis import Finding, Flow, Record, Rules, Seen, Watch, stuck
 from thinwire.errors import LinkError
-from thinwire.exchange import Air, Direct, Exchange, Round
-from thinwire.membership.testing.cluster import Rehearsal, _ThreadGroup
+from thinwire.exchange import Direct, Exchange, Round, SendContext
+from thinwire.membership.testing.cluster import SimulatedCluster, _ThreadGroup
 from thinwire.membership.view import Presence
 from thinwire.rng import Key
 from thinwire.runtime.pipeline import Pace
@@ -48,7 +48,7 @@ class Wan:
     busy: dict[tuple[str, str], float] = field(default_factory=dict)  # until when a side carries others
 
 
-class Play(Rehearsal):
+class Play(SimulatedCluster):
     """Links as `wan` has them: a message occupies its sender's uplink, then the way, then its receiver's downlink."""
 
     def __init__(self, wan: Wan, seed: int) -> None:
@@ -143,7 +143,7 @@ def play(
 
     def replica(name: str) -> None:
         group = _ThreadGroup(stage, name, hub, names.index(name), len(names), 60.0)
-        air, pace, stalled = Air(group, lambda: stage.time.now), Pace(), 0.0
+        air, pace, stalled = SendContext(group, lambda: stage.time.now), Pace(), 0.0
         known: dict[str, Any] = {"began": {}, "over": {}, "failed": {}}
         story.seen[name] = known
 

@@ -17,7 +17,7 @@ from thinwire.diagnosis import Record, Rules
 from thinwire.elastic.eviction import outvoted
 from thinwire.elastic.round_loop import Agreed, Ready, Rounds
 from thinwire.errors import DisagreementError
-from thinwire.membership.timeouts import Deadlines
+from thinwire.membership.timeouts import Timeouts
 from thinwire.runtime.handshake import digest
 
 NAMES = ("amber", "birch", "cedar", "delta")
@@ -31,7 +31,7 @@ class Told:
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     ended: BaseException | None = None
     turn: int = 0
-    chain: str = ""
+    state_digest: str = ""
 
     def all(self, kind: str) -> list[dict[str, Any]]:
         return [fields for event, fields in self.events if event == kind]
@@ -52,13 +52,13 @@ def hold(
 
     def replica(name: str) -> None:
         own, chance = told[name], random.Random(f"{seed} {name}")
-        roster = stage.roster(name, least=least, deadlines=Deadlines(grace=10.0), evict=evict)
+        membership = stage.membership(name, least=least, timeouts=Timeouts(grace=10.0), evict=evict)
         anchor = torch.zeros(400)
-        agreed = Agreed([anchor], [{}], chain=digest([anchor]).hex())
+        agreed = Agreed([anchor], [{}], state_digest=digest([anchor]).hex())
         strategy = tw.Strategy(schedule=tw.Every(10), outer=tw.Average())
         held = Rounds(
-            strategy, roster, agreed, [Identity()], [0], fresh=True,
-            observe=lambda event, **fields: own.events.append((event, fields)), clock=roster.clock, thread=Inline(),
+            strategy, membership, agreed, [Identity()], [0], fresh=True,
+            observe=lambda event, **fields: own.events.append((event, fields)), clock=membership.clock, thread=Inline(),
         )  # fmt: skip
         try:
             held.join()
@@ -66,17 +66,17 @@ def hold(
                 seconds = chance.uniform(1.0, 1.15) * (4 if name == sleeper and stage.time.now > 9 else 1)
                 with stage.time:
                     stage.wait(name, lambda: False, seconds)
-                held.jury.own_steps += 10
+                held.voter.own_steps += 10
                 held.step += 10
                 held.depart(Ready(0, torch.ones(400), 1.0, held.step, {}))
-                held.jury.departs()  # here the round was waited for, which is nothing of its own: count from now
+                held.voter.departs()  # here the round was waited for, which is nothing of its own: count from now
                 for _ in held.outcomes(1 << 40):
                     pass
         except BaseException as error:
             own.ended = error
             raise
         finally:
-            own.turn, own.chain = agreed.turn, agreed.chain
+            own.turn, own.state_digest = agreed.turn, agreed.state_digest
             held.close()
 
     stage.play(dict.fromkeys(NAMES, replica))
@@ -96,7 +96,7 @@ def test_the_culprit_leaves_and_the_others_go_on(what):
         assert evicted["name"] == "cedar" and len(evicted["by"]) >= 3 and "slow" in evicted["reason"]
         assert told[name].ended is None and told[name].turn >= 24
         assert told[name].all("round")[-1]["members"] == ["amber", "birch", "delta"]
-    assert len({told[name].chain for name in set(NAMES) - {"cedar"}}) == 1
+    assert len({told[name].state_digest for name in set(NAMES) - {"cedar"}}) == 1
 
 
 def test_off_by_default_and_never_below_the_least():

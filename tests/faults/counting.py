@@ -24,15 +24,15 @@ from torch import Tensor, nn
 import thinwire as tw
 from thinwire import checkpoint
 from thinwire.comm.group import Group, Transfer
-from thinwire.membership import Deadlines, LighthouseMeeting, Roster
+from thinwire.membership import LighthouseRendezvous, Membership, Timeouts
 from thinwire.runtime.handshake import digest
 
 NAMES = "abcd"
 UNIT = 12.0  # divided by 1, 2, 3 or 4 members it is whole
 PLACES = 4096  # in each of two fragments; place i is of NAMES[i % 4]
 SAVE_EVERY = 40
-QUICK = Deadlines(
-    heartbeat_interval=0.3, heartbeat_timeout=1.5, grace=1.0, connect=3.0, transfer=2.0, vote=4.0, muster=15.0
+QUICK = Timeouts(
+    heartbeat_interval=0.3, heartbeat_timeout=1.5, grace=1.0, connect=3.0, transfer=2.0, vote=4.0, view=15.0
 )
 
 
@@ -84,19 +84,19 @@ def watch(replica: tw.Replica, diary: Diary, name: str) -> None:
     rounds, own = replica._elastic.rounds, NAMES.index(name)
     fly, believe = rounds._fly, rounds._believe
 
-    def flown(muster: Any, concord: Any, ready: Any) -> Any:
-        if muster.group.rank in concord.counted:
-            diary.write("brings", id=muster.id, steps=-float(ready.delta[own]) / UNIT)
-        return fly(muster, concord, ready)
+    def flown(view: Any, plan: Any, ready: Any) -> Any:
+        if view.group.rank in plan.counted:
+            diary.write("brings", id=view.id, steps=-float(ready.delta[own]) / UNIT)
+        return fly(view, plan, ready)
 
-    def believed(muster: Any, concord: Any, ready: Any, moved: Any, reason: str) -> None:
-        before = rounds.agreed.chain
-        believe(muster, concord, ready, moved, reason)
+    def believed(view: Any, plan: Any, ready: Any, moved: Any, reason: str) -> None:
+        before = rounds.agreed.state_digest
+        believe(view, plan, ready, moved, reason)
         if moved is not None:
-            names = [muster.members[rank].name for rank in concord.counted]
+            names = [view.members[rank].name for rank in plan.counted]
             diary.write(
-                "commit", id=muster.id, turn=concord.turn, fragment=concord.fragment, counted=names, before=before,
-                chain=rounds.agreed.chain, whole=concord.whole,
+                "commit", id=view.id, turn=plan.turn, fragment=plan.fragment, counted=names, before=before,
+                state_digest=rounds.agreed.state_digest, whole=plan.whole,
             )  # fmt: skip
 
     rounds._fly, rounds._believe = flown, believed  # type: ignore[method-assign]
@@ -139,13 +139,13 @@ def main(address: str, name: str, folder: str, size: str = str(PLACES)) -> None:
     gradient = torch.zeros(int(size))
     gradient[NAMES.index(name) :: 4] = -UNIT
     strategy = tw.Strategy(schedule=tw.Staggered(every=8, delay=0), partition=tw.BySize(2), outer=tw.Average())
-    roster = Roster(LighthouseMeeting(address), name, least=2, deadlines=QUICK, wrap=Damaging)
+    membership = Membership(LighthouseRendezvous(address), name, least=2, timeouts=QUICK, wrap=Damaging)
 
     def observe(event: str, step: int, **fields: Any) -> None:
         diary.write(event, step=step, **{k: v for k, v in fields.items() if not isinstance(v, Tensor)})
 
     worst = 0.0
-    with tw.Replica(strategy, model, optimizer, roster, observer=observe) as replica:
+    with tw.Replica(strategy, model, optimizer, membership, observer=observe) as replica:
         watch(replica, diary, name)
         restore(Path(folder, "saved", name), replica, diary)
         began, own = time.monotonic(), 0
@@ -163,8 +163,10 @@ def main(address: str, name: str, folder: str, size: str = str(PLACES)) -> None:
         diary.write("finish", seconds=time.monotonic() - began, spent=replica.seconds, worst=worst, steps=own)
     assert replica._elastic is not None
     anchors = [[float(v) for v in anchor[:4]] for anchor in replica.anchors()]
-    chain = replica._elastic.rounds.agreed.chain
-    diary.write("done", digest=digest(replica.anchors()).hex(), anchors=anchors, chain=chain, step=replica.step)
+    state_digest = replica._elastic.rounds.agreed.state_digest
+    diary.write(
+        "done", digest=digest(replica.anchors()).hex(), anchors=anchors, state_digest=state_digest, step=replica.step
+    )
 
 
 if __name__ == "__main__":

@@ -183,18 +183,20 @@ class Stage:
 
     def history(self) -> list[Line]:
         """The rounds that led to what all hold at the end, first to last."""
-        commits = {line["chain"]: line for name in self.names for line in self.lines(name, "commit")}
-        chain, rounds = self.lines(self.names[0], "done")[-1]["chain"], []
-        while chain in commits:
-            rounds.append(commits[chain])
-            chain = rounds[-1]["before"]
+        commits = {line["state_digest"]: line for name in self.names for line in self.lines(name, "commit")}
+        state_digest, rounds = self.lines(self.names[0], "done")[-1]["state_digest"], []
+        while state_digest in commits:
+            rounds.append(commits[state_digest])
+            state_digest = rounds[-1]["before"]
         return rounds[::-1]
 
     def reckon(self) -> dict[str, float]:
         """All hold the same bits, and these are what was brought to the committed rounds, each counted once. What was lost, by name."""
         ends = {name: self.lines(name, "done")[-1] for name in self.names}
         first = ends[self.names[0]]
-        assert all((end["digest"], end["chain"]) == (first["digest"], first["chain"]) for end in ends.values()), ends
+        assert all(
+            (end["digest"], end["state_digest"]) == (first["digest"], first["state_digest"]) for end in ends.values()
+        ), ends
         brought = {(line["id"], name): line["steps"] for name in self.names for line in self.lines(name, "brings")}
         due, counted = [[0.0] * 4 for _ in range(2)], [[0.0] * 4 for _ in range(2)]
         history = self.history()

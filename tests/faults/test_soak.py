@@ -12,7 +12,7 @@ from elastic_toy import Book, Toy, agree, one_thread, order_faults, train
 from stage import Stage
 
 from thinwire.errors import LinkError
-from thinwire.membership.testing import Rehearsal
+from thinwire.membership.testing import SimulatedCluster
 
 __all__ = ["one_thread"]  # a fixture
 pytestmark = pytest.mark.slow
@@ -30,11 +30,11 @@ def test_in_virtual_time(capsys: pytest.CaptureFixture[str]) -> None:
         print(f"seed {SEED} and run {runs}")
         chance = random.Random(f"{SEED} {runs}")
         names = "abcd"[: 3 + runs % 2]
-        rehearsal, book = Rehearsal(), Book()
-        print(order_faults(rehearsal, chance, 8, names, done))
+        cluster, book = SimulatedCluster(), Book()
+        print(order_faults(cluster, chance, 8, names, done))
         least = len(names) // 2 + 1
         settings = {"steps": 60, "least": least, "tokens": chance.choice([None, 8.0])}
-        results = rehearsal.play({name: train(rehearsal, book, **settings) for name in names})
+        results = cluster.play({name: train(cluster, book, **settings) for name in names})
         assert all(isinstance(result, Toy | LinkError) for result in results.values()), results
         if any(isinstance(result, Toy) for result in results.values()):  # else too many died too near to the end
             agree(results, book)

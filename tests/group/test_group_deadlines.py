@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
-from thinwire.membership import Deadlines
+from thinwire.membership import Timeouts
 
 plans = st.fixed_dictionaries(
     {
@@ -25,11 +25,11 @@ links = st.builds(Link, st.floats(1e3, 1e12), st.floats(0, 2))
 
 @given(plans, st.none() | links)
 def test_they_are_in_order(plan, link):
-    """A lost heartbeat kills nobody, a vote outlasts a transfer, a muster outlasts all that happens within it."""
-    d = Deadlines.of(**plan, link=link)
+    """A lost heartbeat kills nobody, a vote outlasts a transfer, a view outlasts all that happens within it."""
+    d = Timeouts.of(**plan, link=link)
     assert 2 * d.heartbeat_interval < d.heartbeat_timeout and d.transfer < d.vote
-    assert d.muster > d.grace + d.heartbeat_timeout + d.connect
-    assert d.muster > plan["every"] * plan["step_seconds"]
+    assert d.view > d.grace + d.heartbeat_timeout + d.connect
+    assert d.view > plan["every"] * plan["step_seconds"]
     if link is not None:
         assert d.transfer >= 4 * link.seconds(plan["nbytes"]) and d.connect >= 80 * link.delay_seconds
 
@@ -37,10 +37,10 @@ def test_they_are_in_order(plan, link):
 @given(plans, links, st.floats(1, 100), st.integers(0, 10**9))
 def test_a_worse_link_or_more_bytes_allow_more_time(plan, link, times, more):
     worse = Link(link.bits_per_second / times, link.delay_seconds * times)
-    here = asdict(Deadlines.of(**plan, link=link))
+    here = asdict(Timeouts.of(**plan, link=link))
     for other in (
-        Deadlines.of(**plan, link=worse),
-        Deadlines.of(**plan | {"nbytes": plan["nbytes"] + more}, link=link),
+        Timeouts.of(**plan, link=worse),
+        Timeouts.of(**plan | {"nbytes": plan["nbytes"] + more}, link=link),
     ):
         for name in ("heartbeat_timeout", "connect", "transfer", "vote"):
             assert asdict(other)[name] >= here[name]
@@ -50,27 +50,27 @@ def test_a_worse_link_or_more_bytes_allow_more_time(plan, link, times, more):
 @given(plans, links, st.integers(0, 1000))
 def test_more_slack_is_more_grace(plan, link, more):
     longer = plan | {"delay": plan["delay"] + more}
-    assert Deadlines.of(**longer, link=link).grace >= Deadlines.of(**plan, link=link).grace
+    assert Timeouts.of(**longer, link=link).grace >= Timeouts.of(**plan, link=link).grace
 
 
 def test_without_a_link_it_is_the_floor():
-    d = Deadlines.of(every=1, delay=0, step_seconds=1e-3, nbytes=0)
+    d = Timeouts.of(every=1, delay=0, step_seconds=1e-3, nbytes=0)
     assert (d.heartbeat_timeout, d.grace, d.connect, d.transfer, d.vote) == (5.0, 2.0, 10.0, 10.0, 15.0)
 
 
 def test_figures_as_the_docstring_has_them():
-    d = Deadlines.of(100, 20, 1.0, 12_500_000, Link.parse("10mbit,100ms"))  # 10 s in the air; rtt 0.2, queue 0.84
+    d = Timeouts.of(100, 20, 1.0, 12_500_000, Link.parse("10mbit,100ms"))  # 10 s in the air; rtt 0.2, queue 0.84
     assert d.grace == 10.0 and d.heartbeat_timeout == pytest.approx(3 * (1 + 0.8388608 + 0.2))
     assert d.transfer == pytest.approx(4 * 10.3) and d.vote == pytest.approx(4 * 10.3 + 5)
 
 
 @pytest.mark.parametrize(
-    "change", [{"grace": 0}, {"muster": float("inf")}, {"vote": 1.0}, {"heartbeat_timeout": 1.5}, {"connect": True}]
+    "change", [{"grace": 0}, {"view": float("inf")}, {"vote": 1.0}, {"heartbeat_timeout": 1.5}, {"connect": True}]
 )
 def test_one_place_to_override_and_it_refuses_nonsense(change):
-    assert replace(Deadlines(), grace=3).grace == 3
+    assert replace(Timeouts(), grace=3).grace == 3
     with pytest.raises(ConfigurationError, match=next(iter(change))):
-        replace(Deadlines(), **change)
+        replace(Timeouts(), **change)
 
 
 @pytest.mark.parametrize(
@@ -78,4 +78,4 @@ def test_one_place_to_override_and_it_refuses_nonsense(change):
 )
 def test_plans_that_cannot_be(change):
     with pytest.raises(ConfigurationError, match=next(iter(change))):
-        Deadlines.of(**{"every": 1, "delay": 0, "step_seconds": 1.0, "nbytes": 1} | change)
+        Timeouts.of(**{"every": 1, "delay": 0, "step_seconds": 1.0, "nbytes": 1} | change)

@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 import torch
 from listening import addresses
-from roster_process import DEADLINES
+from membership_process import DEADLINES
 
 from thinwire.cli import lighthouse as verb
 from thinwire.errors import ConfigurationError, DisagreementError, LinkError
-from thinwire.membership import Deadlines, Lighthouse, LighthouseMeeting, Roster
+from thinwire.membership import Lighthouse, LighthouseRendezvous, Membership, Timeouts
 from thinwire.membership.channel import Channel, secret_in
 
 LIMIT = 600.0  # ends a hang
@@ -46,7 +46,7 @@ class Stage:
         for name in names:
             command = [
                 sys.executable,
-                str(Path(__file__).with_name("roster_process.py")),
+                str(Path(__file__).with_name("membership_process.py")),
                 self.address,
                 name,
                 str(self.folder),
@@ -79,7 +79,7 @@ class Stage:
         return errors, {name: self.lines(name)[-2:] + self.lines(name, "retry")[-3:] for name in self.processes}
 
     def end(self):
-        """All stop by themselves; one outcome for every muster."""
+        """All stop by themselves; one outcome for every view."""
         (self.folder / "stop").touch()
         for name, process in self.processes.items():
             process.send_signal(signal.SIGCONT)
@@ -172,20 +172,20 @@ def lighthouse():
 
 
 def meet(address, *replicas, seconds=600.0):
-    """Replicas as threads; each (name, settings). Their musters' members, or what was raised."""
+    """Replicas as threads; each (name, settings). Their views' members, or what was raised."""
     results = [None] * len(replicas)
 
     def run(index, name, settings):
-        roster = None
+        membership = None
         try:
-            roster = Roster(LighthouseMeeting(address), name, **{"deadlines": DEADLINES} | settings)
+            membership = Membership(LighthouseRendezvous(address), name, **{"timeouts": DEADLINES} | settings)
             for _ in range(8):
-                results[index] = [m.name for m in roster.muster({}, seconds).members]
+                results[index] = [m.name for m in membership.next_view({}, seconds).members]
         except Exception as error:
             results[index] = error
         finally:
-            if roster is not None:
-                roster.close()
+            if membership is not None:
+                membership.close()
 
     threads = [threading.Thread(target=run, args=(i, *replica)) for i, replica in enumerate(replicas)]
     for thread in threads:
@@ -222,18 +222,18 @@ def opened():
 
 
 def rebuild(address, times):
-    """Two rosters whose group fails, and is built anew, so often; both leave."""
+    """Two memberships whose group fails, and is built anew, so often; both leave."""
     patient = replace(DEADLINES, connect=LIMIT, transfer=LIMIT, vote=LIMIT)
 
     def run(name):
-        with closing(Roster(LighthouseMeeting(address), name, deadlines=patient)) as roster:
+        with closing(Membership(LighthouseRendezvous(address), name, timeouts=patient)) as membership:
             for _ in range(times):
-                muster = roster.muster({}, LIMIT)
-                if muster.group.rank == 0:
-                    muster.close()
+                view = membership.next_view({}, LIMIT)
+                if view.group.rank == 0:
+                    view.close()
                 with pytest.raises(LinkError):
-                    muster.group.post(1, {}, {1 - muster.group.rank: torch.zeros(9, dtype=torch.uint8)}).wait()
-                muster.close()
+                    view.group.post(1, {}, {1 - view.group.rank: torch.zeros(9, dtype=torch.uint8)}).wait()
+                view.close()
 
     threads = [threading.Thread(target=run, args=(name,)) for name in "ab"]
     for thread in threads:
@@ -282,9 +282,9 @@ def test_something_else_at_the_port():
 
 def test_a_lighthouse_for_another_run_is_told(lighthouse):
     said = []
-    deadlines = Deadlines(heartbeat_timeout=10.0)
+    timeouts = Timeouts(heartbeat_timeout=10.0)
     observe = lambda kind, fields: said.append(fields.get("reason", ""))  # noqa: E731
-    meet(lighthouse.address, ("a", {"deadlines": deadlines, "observe": observe, "least": 1}))
+    meet(lighthouse.address, ("a", {"timeouts": timeouts, "observe": observe, "least": 1}))
     assert sum("--heartbeat-timeout 10" in text for text in said) == 1
 
 
@@ -298,7 +298,7 @@ def test_a_port_that_is_taken(lighthouse):
 @pytest.mark.parametrize("address", ["", ":", "host:", "host:x", "host:0", "host:65536", "host:99999999999"])
 def test_addresses_that_cannot_be(address):
     with pytest.raises(ConfigurationError, match="HOST:PORT is needed"):
-        LighthouseMeeting(address)
+        LighthouseRendezvous(address)
 
 
 def test_the_verb_says_where_it_is_who_comes_and_ends_when_asked(tmp_path):

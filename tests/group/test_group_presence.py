@@ -15,8 +15,8 @@ from thinwire.membership import view as presence
 from thinwire.membership.view import LIMIT, Presence
 
 
-def present(name, life="", **said):
-    return Presence(name, life or f"life-of-{name}", 1, **said)
+def present(name, incarnation="", **said):
+    return Presence(name, incarnation or f"incarnation-of-{name}", 1, **said)
 
 
 def judge(here, facts=None):
@@ -33,7 +33,7 @@ def test_members_are_in_the_order_of_their_names():
     assert names(verdict) == ["a", "b", "c"] and not verdict.left_out
 
 
-def test_every_muster_has_an_id_of_its_own():
+def test_every_view_has_an_id_of_its_own():
     here = [present("a"), present("b")]
     assert judge(here).id == judge(here[::-1]).id
     again = [replace(p, calls=p.calls + 1) for p in here]
@@ -41,15 +41,15 @@ def test_every_muster_has_an_id_of_its_own():
 
 
 def test_of_two_with_one_name_the_elder_stays():
-    verdict = judge([present("a", "new"), present("a", "old", musters=3), present("b")])
-    assert [(p.name, p.life) for p in verdict.members] == [("a", "old"), ("b", "life-of-b")]
+    verdict = judge([present("a", "new"), present("a", "old", views=3), present("b")])
+    assert [(p.name, p.incarnation) for p in verdict.members] == [("a", "old"), ("b", "incarnation-of-b")]
     assert "'a'" in verdict.left_out[0].reason and not verdict.left_out[0].foreign
 
 
 def test_other_facts_are_named_with_both_values_and_however_old_decide_nothing():
     here = [
         present("a", facts={"run": "x"}),
-        present("b", facts={"run": "y"}, musters=10**9),
+        present("b", facts={"run": "y"}, views=10**9),
         present("c", facts={"run": "x"}),
     ]
     verdict = judge(here, {"run": "x"})
@@ -60,10 +60,15 @@ def test_other_facts_are_named_with_both_values_and_however_old_decide_nothing()
 
 
 def test_a_broken_link_costs_one_member():
-    far = {"unreachable": ["life-of-b"]}
+    far = {"unreachable": ["incarnation-of-b"]}
     assert names(judge([present("a", **far), present("b"), present("c")])) == ["a", "c"]
-    assert names(judge([present("a", **far), present("b", musters=1), present("c")])) == ["b", "c"]
-    star = [present("a", unreachable=["life-of-b", "life-of-d"]), present("b"), present("c"), present("d", musters=9)]
+    assert names(judge([present("a", **far), present("b", views=1), present("c")])) == ["b", "c"]
+    star = [
+        present("a", unreachable=["incarnation-of-b", "incarnation-of-d"]),
+        present("b"),
+        present("c"),
+        present("d", views=9),
+    ]
     assert names(judge(star)) == ["b", "c", "d"]  # one that reaches nobody goes, not those whom it does not reach
     assert "b, d" in judge(star).left_out[0].reason
     assert names(judge([present("a", unreachable=["somebody who is not here"])])) == ["a"]
@@ -76,17 +81,21 @@ def test_nobody_is_no_member():
 @given(st.integers(0, 10**9))
 def test_the_order_of_presences_changes_nothing(seed):
     draw = random.Random(seed)
-    lives = [f"life-{i}" for i in range(5)]
+    incarnations = [f"incarnation-{i}" for i in range(5)]
     here = [
         Presence(
-            draw.choice("abc"), life, draw.randrange(3), musters=draw.randrange(2), facts={"run": draw.choice("xyy")},
-            unreachable=draw.sample(lives, draw.randrange(3)),
+            draw.choice("abc"), incarnation, draw.randrange(3), views=draw.randrange(2), facts={"run": draw.choice("xyy")},
+            unreachable=draw.sample(incarnations, draw.randrange(3)),
         )
-        for life in lives
+        for incarnation in incarnations
     ]  # fmt: skip
     verdicts = [judge(draw.sample(here, len(here)), {"run": "y"}) for _ in range(11)]
     told = {
-        (v.id, tuple(p.life for p in v.members), frozenset((o.presence.life, o.reason) for o in v.left_out))
+        (
+            v.id,
+            tuple(p.incarnation for p in v.members),
+            frozenset((o.presence.incarnation, o.reason) for o in v.left_out),
+        )
         for v in verdicts
     }
     assert len(told) == 1
@@ -96,7 +105,7 @@ def test_it_survives_the_wire():
     there = present(
         "a",
         facts={"run": "x"},
-        claim={"round": 3, "tokens": 1.5, "more": [None, "é"]},
+        status={"round": 3, "tokens": 1.5, "more": [None, "é"]},
         unreachable=["l"],
         expects=["m"],
     )
@@ -106,22 +115,22 @@ def test_it_survives_the_wire():
 @pytest.mark.parametrize("name", ["", "a b", "-a", "a" * 65, "ä", "a/b", "a\n", None, 3])
 def test_names_that_cannot_be(name):
     with pytest.raises(ConfigurationError, match="was given to a replica"):
-        present(name, "life")
+        present(name, "incarnation")
 
 
-@pytest.mark.parametrize("claim", [{"x": float("nan")}, {"x": object()}, {"x": "y" * LIMIT}, {"x": b"bytes"}])
-def test_claims_that_cannot_travel(claim):
+@pytest.mark.parametrize("status", [{"x": float("nan")}, {"x": object()}, {"x": "y" * LIMIT}, {"x": b"bytes"}])
+def test_statuses_that_cannot_travel(status):
     with pytest.raises(ConfigurationError):
-        present("a", claim=claim).to_json()
+        present("a", status=status).to_json()
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"name": "no name"}, {"name": 3}, {"life": None}, {"calls": "1"}, {"calls": True}, {"calls": -1}, {"musters": 0.5},
-        {"musters": 1 << 60}, {"facts": []},
-        {"facts": {"a": 1}}, {"claim": "x"}, {"unreachable": {}}, {"unreachable": [1]}, {"expects": [1]}, {"address": 1}, {"more": 1},
-        {"claim": {"x": "y" * LIMIT}},
+        {"name": "no name"}, {"name": 3}, {"incarnation": None}, {"calls": "1"}, {"calls": True}, {"calls": -1}, {"views": 0.5},
+        {"views": 1 << 60}, {"facts": []},
+        {"facts": {"a": 1}}, {"status": "x"}, {"unreachable": {}}, {"unreachable": [1]}, {"expects": [1]}, {"address": 1}, {"more": 1},
+        {"status": {"x": "y" * LIMIT}},
     ],
 )  # fmt: skip
 def test_what_no_replica_would_say(change):

@@ -15,18 +15,18 @@ from datetime import timedelta
 import pytest
 
 from thinwire.errors import ConfigurationError, DisagreementError, LinkError
-from thinwire.membership import Deadlines, Lighthouse, LighthouseMeeting, Roster
+from thinwire.membership import Lighthouse, LighthouseRendezvous, Membership, Timeouts
 from thinwire.membership.channel import FRAME, HELLO, INTRODUCTION, OTHER_SECRET, WELCOME, Channel, secret_in
-from thinwire.membership.testing import Rehearsal
-from thinwire.membership.testing.cluster import ThreadMeeting
+from thinwire.membership.testing import SimulatedCluster
+from thinwire.membership.testing.cluster import ThreadRendezvous
 from thinwire.membership.view import Presence
 from thinwire.version import __version__
 
 SECRET = bytes(range(32))
-QUICK = Deadlines(heartbeat_interval=0.05, heartbeat_timeout=5.0, muster=60.0)
+QUICK = Timeouts(heartbeat_interval=0.05, heartbeat_timeout=5.0, view=60.0)
 LIFE = "f" * 16
 LIMIT = 60.0  # ends a hang
-ELDER = Presence("aa", LIFE, 1, musters=10**9, facts={"code version": "because I say so"})
+ELDER = Presence("aa", LIFE, 1, views=10**9, facts={"code version": "because I say so"})
 
 
 @pytest.fixture(params=[SECRET, b""], ids=["secret", "open"])
@@ -41,8 +41,8 @@ def lit(request):
 closed = pytest.mark.parametrize("lit", [SECRET], ids=["secret"], indirect=True)
 
 
-def channel(lighthouse, secret, name="aa", life=LIFE):
-    return Channel(lighthouse.host, lighthouse.port, name, life, secret)
+def channel(lighthouse, secret, name="aa", incarnation=LIFE):
+    return Channel(lighthouse.host, lighthouse.port, name, incarnation, secret)
 
 
 def raw(lighthouse):
@@ -63,17 +63,17 @@ def rounds(lighthouse, secret, attack):
 
     def run(name):
         try:
-            roster = Roster(LighthouseMeeting(lighthouse.address), name, secret=secret, deadlines=QUICK)
+            membership = Membership(LighthouseRendezvous(lighthouse.address), name, secret=secret, timeouts=QUICK)
             try:
                 more = 3
                 while more:
-                    muster = roster.muster({"over": over.is_set()})
-                    more -= all(member.claim["over"] for member in muster.members)  # so that all end in the same round
-                    yes = muster.decide("land", True, 20.0)
-                    results[name] = [m.name for m in muster.members], yes
+                    view = membership.next_view({"over": over.is_set()})
+                    more -= all(member.status["over"] for member in view.members)  # so that all end in the same round
+                    yes = view.decide("land", True, 20.0)
+                    results[name] = [m.name for m in view.members], yes
                     held.release()
             finally:
-                roster.close()
+                membership.close()
         except Exception as error:
             results[name] = error
             held.release()
@@ -242,31 +242,31 @@ def test_a_lighthouse_without_the_secret_is_not_believed(lit):
 @pytest.mark.parametrize("change", [{"facts": {"run": "mine"}}, {"name": "b"}])
 def test_declared_seniority_ends_nobody_who_was_a_member(early, change):
     """In a time of its own: other facts, or another's name, from the beginning or later."""
-    rehearsal = Rehearsal()
+    cluster = SimulatedCluster()
     facts = {"code version": __version__, "wire format": "2"}
 
     def run(name):
-        roster = rehearsal.roster(name)
+        membership = cluster.membership(name)
         members = []
-        while rehearsal.time.now < 100.0:
+        while cluster.time.now < 100.0:
             with suppress(LinkError):
-                members = [m.name for m in roster.muster({}, 50.0).members]
-            ThreadMeeting(rehearsal, name).sleep(1.0)
+                members = [m.name for m in membership.next_view({}, 50.0).members]
+            ThreadRendezvous(cluster, name).sleep(1.0)
         return members
 
     def stranger(name):
-        meeting = ThreadMeeting(rehearsal, name)
+        rendezvous = ThreadRendezvous(cluster, name)
         if not early or "name" in change:  # before there is a group, a name is whose it is first
-            meeting.sleep(20.0)
+            rendezvous.sleep(20.0)
         for calls in range(1, 20):
             with suppress(LinkError):
                 said = Presence(
-                    **{"name": "aa", "life": LIFE, "calls": calls, "musters": 10**9, "facts": facts} | change
+                    **{"name": "aa", "incarnation": LIFE, "calls": calls, "views": 10**9, "facts": facts} | change
                 )
-                meeting.call(said, 2.0)
+                rendezvous.call(said, 2.0)
         return "over"
 
-    results = rehearsal.play({"a": run, "b": run, "c": run, "stranger": stranger})
+    results = cluster.play({"a": run, "b": run, "c": run, "stranger": stranger})
     assert results == {"a": ["a", "b", "c"], "b": ["a", "b", "c"], "c": ["a", "b", "c"], "stranger": "over"}
 
 
@@ -275,9 +275,11 @@ def test_a_newcomer_with_other_facts_is_told_by_those_who_hold_a_group(lit):
     refused = []
 
     def attack():
-        roster = Roster(LighthouseMeeting(lighthouse.address), "a", facts={"seed": "7"}, secret=secret, deadlines=QUICK)
+        membership = Membership(
+            LighthouseRendezvous(lighthouse.address), "a", facts={"seed": "7"}, secret=secret, timeouts=QUICK
+        )
         with pytest.raises(DisagreementError, match="seed: 7 there, absent at 'b'") as error:
-            roster.muster({})
+            membership.next_view({})
         refused.append(error)
 
     assert rounds(lighthouse, secret, attack) == BOTH and refused

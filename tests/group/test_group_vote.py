@@ -1,4 +1,4 @@
-"""One outcome, whatever happens: every order of steps, deaths and deadlines, for two and three members."""
+"""One outcome, whatever happens: every order of steps, deaths and timeouts, for two and three members."""
 
 from __future__ import annotations
 
@@ -22,37 +22,37 @@ def steps_of(protocol, rank, votes, heard):
         return end.value
 
 
-def do(step, board):
-    """All that can come of `step` now: (answer, board after it). A deadline may come at any time."""
+def do(step, vote_store):
+    """All that can come of `step` now: (answer, vote_store after it). A deadline may come at any time."""
     match step:
         case Put(key):
-            return [(None, board | {(key, b"")})]
+            return [(None, vote_store | {(key, b"")})]
         case All(keys):
-            return [(set(keys) <= {key for key, _ in board}, board)]
+            return [(set(keys) <= {key for key, _ in vote_store}, vote_store)]
         case Settle(key, value):
-            there = dict(board).get(key)
-            return [(there, board)] if there is not None else [(value, board | {(key, value)})]
+            there = dict(vote_store).get(key)
+            return [(there, vote_store)] if there is not None else [(value, vote_store | {(key, value)})]
         case Wait(key):
-            there = dict(board).get(key)
-            return [(None, board)] + ([(there, board)] if there is not None else [])
+            there = dict(vote_store).get(key)
+            return [(None, vote_store)] + ([(there, vote_store)] if there is not None else [])
     raise AssertionError(step)
 
 
 def explore(protocol, votes, faults=True):
-    """Every state that can be reached: (what is on the board, what each member was told; None: it died)."""
+    """Every state that can be reached: (what is on the vote_store, what each member was told; None: it died)."""
     start = (frozenset(), tuple(() for _ in votes))
     found, todo = {start}, [start]
     while todo:
-        board, members = todo.pop()
+        vote_store, members = todo.pop()
         for rank, heard in enumerate(members):
             if heard is None:
                 continue
             step = steps_of(protocol, rank, votes, heard)
-            after = [] if isinstance(step, bool) else [(b, (*heard, came)) for came, b in do(step, board)]
+            after = [] if isinstance(step, bool) else [(b, (*heard, came)) for came, b in do(step, vote_store)]
             if isinstance(step, Wait) and not faults:
                 after = after[1:]
-            for next_board, told in [*after, *([(board, None)] if faults else [])]:
-                state = (next_board, (*members[:rank], told, *members[rank + 1 :]))
+            for next_vote_store, told in [*after, *([(vote_store, None)] if faults else [])]:
+                state = (next_vote_store, (*members[:rank], told, *members[rank + 1 :]))
                 if state not in found:
                     found.add(state)
                     todo.append(state)
@@ -68,15 +68,15 @@ def answers(protocol, votes, members):
 def test_there_is_one_outcome_and_yes_needs_all(votes):
     outcome, _ = keys_of("q", len(votes))
     said = set()
-    for board, members in explore(ballot, votes):
+    for vote_store, members in explore(ballot, votes):
         here = answers(ballot, votes, members)
-        assert len(here) <= 1 and (not here or here == {dict(board).get(outcome) == YES})
+        assert len(here) <= 1 and (not here or here == {dict(vote_store).get(outcome) == YES})
         said |= here
     assert said == ({True, False} if all(votes) else {False})  # a death or a deadline may turn it
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_without_deaths_and_deadlines_all_yes_is_yes(size):
+def test_without_deaths_and_timeouts_all_yes_is_yes(size):
     votes = (True,) * size
     ends = [m for _, m in explore(ballot, votes, faults=False) if len(answers(ballot, votes, m)) and all(m)]
     assert ends and all(answers(ballot, votes, members) == {True} for members in ends)
@@ -97,7 +97,7 @@ def test_the_search_finds_a_protocol_that_forks():
 
 
 class Dict:
-    """A board for one member at a time; `absent` seconds are not waited."""
+    """A vote_store for one member at a time; `absent` seconds are not waited."""
 
     def __init__(self, fails_at=None):
         self.written, self.done, self.fails_at = {}, [], fails_at
@@ -125,11 +125,11 @@ class Dict:
 
 
 def test_the_steps_are_carried_out():
-    board = Dict()
-    assert carry_out(ballot("q", 0, 2, True), board, 7.0) is False  # nobody else came
-    assert board.done == ["put", "all", ("wait", 7.0), "all", "settle"]
-    assert carry_out(ballot("q", 1, 2, True), board, 7.0) is False  # too late: decided once
-    assert carry_out(ballot("r", 1, 2, False), board, 7.0) is False
-    assert carry_out(ballot("s", 0, 1, True), board, 7.0) is True
+    vote_store = Dict()
+    assert carry_out(ballot("q", 0, 2, True), vote_store, 7.0) is False  # nobody else came
+    assert vote_store.done == ["put", "all", ("wait", 7.0), "all", "settle"]
+    assert carry_out(ballot("q", 1, 2, True), vote_store, 7.0) is False  # too late: decided once
+    assert carry_out(ballot("r", 1, 2, False), vote_store, 7.0) is False
+    assert carry_out(ballot("s", 0, 1, True), vote_store, 7.0) is True
     with pytest.raises(LinkError):
         carry_out(ballot("t", 0, 2, True), Dict(fails_at="all"), 1.0)

@@ -19,7 +19,7 @@ import torch
 from thinwire.codecs import Identity
 from thinwire.comm import CountedGroup, Ledger, TorchGroup, gather, start_torch
 from thinwire.comm.pacing import connections
-from thinwire.exchange import Air, Direct, once
+from thinwire.exchange import Direct, SendContext, once
 from thinwire.rng import Key
 
 NUMELS = (0, 1, 300, 25_000, 750_000)
@@ -51,7 +51,7 @@ def settled(files: set[int]) -> dict[str, int]:
 
 def rounds(group: CountedGroup) -> int:
     """Exchange a tensor of each size; predicted bytes of the packets."""
-    predicted, air = 0, Air(group)
+    predicted, air = 0, SendContext(group)
     for number in range(ROUNDS):
         for fragment, numel in enumerate(NUMELS):
             key = Key(0, fragment, number, group.rank)

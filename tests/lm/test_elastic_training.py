@@ -17,11 +17,11 @@ from thinwire.elastic import round_loop as rounds
 from thinwire.errors import ConfigurationError, DisagreementError, EndedError, LinkError
 from thinwire.exchange import send_queue as outbox
 from thinwire.lm import launch, place, trainer
-from thinwire.lm.place import Coming, Hindrances, Pace, Place, Share, join
+from thinwire.lm.place import MemberSpec, Pace, Place, RetryReporter, Share, join
 from thinwire.lm.run import Run
 from thinwire.lm.setup import check
-from thinwire.membership import Deadlines
-from thinwire.membership.testing.cluster import Killed, Rehearsal, ThreadMeeting
+from thinwire.membership import Timeouts
+from thinwire.membership.testing.cluster import Killed, SimulatedCluster, ThreadRendezvous
 from thinwire.pieces.partition import Fragment
 from thinwire.records.events import read_events
 from thinwire.records.run_record import RunRecord
@@ -51,12 +51,12 @@ def run(tmp_path: Path) -> Run:
 
 
 @pytest.fixture
-def rehearsal(monkeypatch: pytest.MonkeyPatch) -> Rehearsal:
+def cluster(monkeypatch: pytest.MonkeyPatch) -> SimulatedCluster:
     """A place to meet; an inner step lasts a second of its time."""
     monkeypatch.setattr(outbox, "ThreadPoolExecutor", Inline)
     monkeypatch.setattr(outbox.threading, "Lock", threading.RLock)
     monkeypatch.setattr(rounds, "ThreadPoolExecutor", Inline)
-    there, inner_step = Rehearsal(), trainer.Trainer._inner_step
+    there, inner_step = SimulatedCluster(), trainer.Trainer._inner_step
 
     def slowly(self: trainer.Trainer) -> None:
         with there.time:
@@ -67,7 +67,7 @@ def rehearsal(monkeypatch: pytest.MonkeyPatch) -> Rehearsal:
     return there
 
 
-def living(rehearsal: Rehearsal, run: Run, folder: Path, resume: bool = False) -> Callable[[str], Any]:
+def living(cluster: SimulatedCluster, run: Run, folder: Path, resume: bool = False) -> Callable[[str], Any]:
     """A replica that is started again, with --resume, when it was killed."""
 
     def life(name: str) -> Any:
@@ -75,17 +75,17 @@ def living(rehearsal: Rehearsal, run: Run, folder: Path, resume: bool = False) -
         while True:
             try:
                 torch.manual_seed(0)
-                return launch.train_here(run, Place(Coming(ThreadMeeting(rehearsal, name), name), folder, again))
+                return launch.train_here(run, Place(MemberSpec(ThreadRendezvous(cluster, name), name), folder, again))
             except Killed:
-                rehearsal.revive(name)
+                cluster.revive(name)
                 again = True
 
     return life
 
 
-def played(rehearsal: Rehearsal, run: Run, folder: Path, resume: bool = False) -> dict[str, Any]:
+def played(cluster: SimulatedCluster, run: Run, folder: Path, resume: bool = False) -> dict[str, Any]:
     launch.new_folder(run, folder, resume)
-    ended = rehearsal.play({name: living(rehearsal, run, folder, resume) for name in NAMES[: run.replicas]})
+    ended = cluster.play({name: living(cluster, run, folder, resume) for name in NAMES[: run.replicas]})
     for outcome in ended.values():
         if isinstance(outcome, BaseException):
             raise outcome
@@ -93,9 +93,9 @@ def played(rehearsal: Rehearsal, run: Run, folder: Path, resume: bool = False) -
 
 
 def test_all_end_with_the_same_weights_and_the_three_numbers_add_up(
-    rehearsal: Rehearsal, run: Run, tmp_path: Path
+    cluster: SimulatedCluster, run: Run, tmp_path: Path
 ) -> None:
-    ended = played(rehearsal, run, tmp_path / "run")
+    ended = played(cluster, run, tmp_path / "run")
     assert len({summary["weights"] for summary in ended.values()}) == 1
     record = RunRecord.load(tmp_path / "run")
     told = [e for e in read_events(tmp_path / "run/events/replica-0.jsonl") if e["event"] == "round"]
@@ -110,7 +110,7 @@ def test_all_end_with_the_same_weights_and_the_three_numbers_add_up(
 
 
 def test_who_was_killed_comes_back_from_its_own_checkpoint_and_reads_nothing_twice(
-    rehearsal: Rehearsal, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: SimulatedCluster, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[tuple[str, int]] = []
     loss = trainer.Trainer._loss
@@ -121,8 +121,8 @@ def test_who_was_killed_comes_back_from_its_own_checkpoint_and_reads_nothing_twi
         return loss(self, micro)
 
     monkeypatch.setattr(trainer.Trainer, "_loss", noted)
-    rehearsal.at("replica-1", "post", lambda: rehearsal.kill("replica-1"), 40)
-    ended = played(rehearsal, dataclasses.replace(run, steps=48), tmp_path / "run")
+    cluster.at("replica-1", "post", lambda: cluster.kill("replica-1"), 40)
+    ended = played(cluster, dataclasses.replace(run, steps=48), tmp_path / "run")
     assert len({summary["weights"] for summary in ended.values()}) == 1
     record = RunRecord.load(tmp_path / "run")
     (back,) = [e for e in read_events(tmp_path / "run/events/replica-1.jsonl") if e["event"] == "back"]
@@ -133,12 +133,14 @@ def test_who_was_killed_comes_back_from_its_own_checkpoint_and_reads_nothing_twi
     assert record.status == "finished" and 0 < (record.summary.taking_part or 0) <= 3
 
 
-def test_all_go_on_each_from_its_own_newest_sound_checkpoint(rehearsal: Rehearsal, run: Run, tmp_path: Path) -> None:
+def test_all_go_on_each_from_its_own_newest_sound_checkpoint(
+    cluster: SimulatedCluster, run: Run, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
-    played(rehearsal, run, folder)
+    played(cluster, run, folder)
     saved = {name: sorted((folder / "checkpoints" / name).glob("step-*")) for name in NAMES}
     (saved["replica-2"][-1] / "outer.safetensors").write_bytes(b"torn")
-    ended = played(rehearsal, dataclasses.replace(run, steps=36), folder, resume=True)
+    ended = played(cluster, dataclasses.replace(run, steps=36), folder, resume=True)
     assert len({summary["weights"] for summary in ended.values()}) == 1
     back = {n: next(e for e in read_events(folder / f"events/{n}.jsonl") if e["event"] == "back") for n in NAMES}
     used = [saved["replica-0"][-1], saved["replica-1"][-1], saved["replica-2"][-2]]
@@ -148,12 +150,12 @@ def test_all_go_on_each_from_its_own_newest_sound_checkpoint(rehearsal: Rehearsa
 
 
 def test_deltas_by_tokens_and_rules_for_who_holds_the_others_up(
-    rehearsal: Rehearsal, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: SimulatedCluster, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[trainer.Trainer] = []
     train = trainer.Trainer.train
     monkeypatch.setattr(trainer.Trainer, "train", lambda self: (seen.append(self), train(self))[1])
-    ended = played(rehearsal, dataclasses.replace(run, weigh="tokens", evict=True, steps=12), tmp_path / "run")
+    ended = played(cluster, dataclasses.replace(run, weigh="tokens", evict=True, steps=12), tmp_path / "run")
     assert len({summary["weights"] for summary in ended.values()}) == 1
     assert [(one.group.evict, one.replica.tokens) for one in seen] == [(Rules(), 32)] * 3  # type: ignore[union-attr]
     for change in ({"evict": True}, {"weigh": "tokens"}, {"grace": "5s"}):
@@ -161,16 +163,16 @@ def test_deltas_by_tokens_and_rules_for_who_holds_the_others_up(
             check(dataclasses.replace(run, carrier="threads", **change))
 
 
-def test_another_run_is_refused_by_name(rehearsal: Rehearsal, run: Run, tmp_path: Path) -> None:
+def test_another_run_is_refused_by_name(cluster: SimulatedCluster, run: Run, tmp_path: Path) -> None:
     other = dataclasses.replace(run, seed=5)
 
     def stranger(name: str) -> Any:
-        with rehearsal.time:
-            rehearsal.wait(name, lambda: False, 8.0)  # the others have begun
-        return living(rehearsal, other, tmp_path / "other")(name)
+        with cluster.time:
+            cluster.wait(name, lambda: False, 8.0)  # the others have begun
+        return living(cluster, other, tmp_path / "other")(name)
 
-    two = living(rehearsal, dataclasses.replace(run), tmp_path / "run")
-    ended = rehearsal.play({"replica-0": two, "replica-1": two, "rome": stranger})
+    two = living(cluster, dataclasses.replace(run), tmp_path / "run")
+    ended = cluster.play({"replica-0": two, "replica-1": two, "rome": stranger})
     assert isinstance(ended["rome"], DisagreementError) and "seed: 5 there, 0 at 'replica-" in str(ended["rome"])
     assert ended["replica-0"]["weights"] == ended["replica-1"]["weights"]
 
@@ -187,29 +189,29 @@ def test_shares_of_the_text() -> None:
 def test_a_hindrance_is_told_once_and_only_if_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
     now, told = [100.0], list[tuple[int, str]]()
     monkeypatch.setattr(place.time, "monotonic", lambda: now[0])
-    hear = Hindrances(lambda event, step, reason: told.append((step, reason)))
+    hear = RetryReporter(lambda event, step, reason: told.append((step, reason)))
     hear.step = lambda: 7
     for second in range(60):
         now[0] = 100.0 + second
         hear("retry", {"reason": "1 is late", "seconds": 0.1})
     assert told == [(7, "1 is late")] * 2  # after 3 s, and 30 s later
-    hear("muster", {})
+    hear("view", {})
     hear("retry", {"reason": "2 are late", "seconds": 0.1})
     hear("retry", {"reason": "the lighthouse has gone", "seconds": 0.0})
     assert [reason for _, reason in told[2:]] == ["the lighthouse has gone"]
 
 
-def test_deadlines_follow_the_steps(run: Run) -> None:
+def test_timeouts_follow_the_steps(run: Run) -> None:
     fragments = [Fragment("all", [("all", torch.nn.Parameter(torch.zeros(1000)))])]
     pace = Pace(dataclasses.replace(run, every=100).make_strategy(), run, fragments, step_seconds=0.1)
-    first = pace.deadlines()
-    assert isinstance(first, Deadlines) and first.grace == pytest.approx(2.0)
+    first = pace.timeouts()
+    assert isinstance(first, Timeouts) and first.grace == pytest.approx(2.0)
     for _ in range(64):
         last = pace.after_step(1.0)
-    assert last.grace == pytest.approx(10.0) and last.muster > first.muster + 90
+    assert last.grace == pytest.approx(10.0) and last.view > first.view + 90
     asked = dataclasses.replace(run, grace="30 steps", every=100)
-    given = Pace(asked.make_strategy(), asked, fragments, step_seconds=0.1).deadlines()
-    assert given.grace == pytest.approx(3.0) and given.muster == pytest.approx(first.muster + 1.0)
+    given = Pace(asked.make_strategy(), asked, fragments, step_seconds=0.1).timeouts()
+    assert given.grace == pytest.approx(3.0) and given.view == pytest.approx(first.view + 1.0)
 
 
 def test_waiting_for_the_others_ends_with_a_stop_and_with_time() -> None:
@@ -260,19 +262,19 @@ def test_an_elastic_run_is_not_gone_on_with_as_another() -> None:
     assert not Run(carrier="threads").unlike(Run())
 
 
-def seats(rehearsal: Rehearsal, run: Run, tmp_path: Path) -> dict[str, Callable[[str], Any]]:
+def seats(cluster: SimulatedCluster, run: Run, tmp_path: Path) -> dict[str, Callable[[str], Any]]:
     """Replicas on machines of their own, each with a folder; what ended one is what it comes to."""
 
     def replica(name: str) -> Any:
-        return seat(rehearsal, run, tmp_path, name)
+        return seat(cluster, run, tmp_path, name)
 
     return {f"replica-{index}": replica for index in range(run.replicas)}
 
 
-def seat(rehearsal: Rehearsal, run: Run, tmp_path: Path, name: str, resume: bool = False) -> Any:
+def seat(cluster: SimulatedCluster, run: Run, tmp_path: Path, name: str, resume: bool = False) -> Any:
     launch.new_folder(run, tmp_path / name, resume)
     try:
-        return launch.train_here(run, Place(Coming(ThreadMeeting(rehearsal, name), name), tmp_path / name, resume))
+        return launch.train_here(run, Place(MemberSpec(ThreadRendezvous(cluster, name), name), tmp_path / name, resume))
     except (LinkError, EndedError) as error:
         return error
 
@@ -286,41 +288,41 @@ def told(tmp_path: Path, name: str, kind: str) -> list[dict[str, Any]]:
     return [e for e in read_events(tmp_path / name / f"events/{name}.jsonl") if e["event"] == kind]
 
 
-def freeze_for(rehearsal: Rehearsal, name: str, seconds: float) -> Callable[[], None]:
+def freeze_for(cluster: SimulatedCluster, name: str, seconds: float) -> Callable[[], None]:
     def freeze() -> None:
-        rehearsal.freeze(name)
-        rehearsal.later(seconds, lambda: rehearsal.thaw(name))
+        cluster.freeze(name)
+        cluster.later(seconds, lambda: cluster.thaw(name))
 
     return freeze
 
 
-def wait_until(rehearsal: Rehearsal, name: str, seconds: float) -> None:
-    with rehearsal.time:
-        rehearsal.wait(name, lambda: False, seconds - rehearsal.time.now)
+def wait_until(cluster: SimulatedCluster, name: str, seconds: float) -> None:
+    with cluster.time:
+        cluster.wait(name, lambda: False, seconds - cluster.time.now)
 
 
-def test_who_comes_while_the_end_is_kept_gets_it(rehearsal: Rehearsal, run: Run, tmp_path: Path) -> None:
+def test_who_comes_while_the_end_is_kept_gets_it(cluster: SimulatedCluster, run: Run, tmp_path: Path) -> None:
     """One that was frozen, one that was killed and is started again, and one that is new."""
     run = dataclasses.replace(run, replicas=4, steps=12)
 
     def back_late(name: str) -> Any:
         try:
-            return seat(rehearsal, run, tmp_path, name)
+            return seat(cluster, run, tmp_path, name)
         except Killed:
-            rehearsal.revive(name)
-        wait_until(rehearsal, name, 110.0)
-        return seat(rehearsal, run, tmp_path, name, resume=True)
+            cluster.revive(name)
+        wait_until(cluster, name, 110.0)
+        return seat(cluster, run, tmp_path, name, resume=True)
 
     def new(name: str) -> Any:
-        wait_until(rehearsal, name, 90.0)
-        return seat(rehearsal, run, tmp_path, name)
+        wait_until(cluster, name, 90.0)
+        return seat(cluster, run, tmp_path, name)
 
-    rehearsal.at("replica-2", "put", freeze_for(rehearsal, "replica-2", 100.0), 5)
-    rehearsal.at("replica-1", "put", lambda: rehearsal.kill("replica-1"), 4)
+    cluster.at("replica-2", "put", freeze_for(cluster, "replica-2", 100.0), 5)
+    cluster.at("replica-1", "put", lambda: cluster.kill("replica-1"), 4)
     others = {"replica-1": back_late, "rome": new}
-    ended = rehearsal.play(seats(rehearsal, run, tmp_path) | others)
+    ended = cluster.play(seats(cluster, run, tmp_path) | others)
     assert len(ended) == 5 and all(isinstance(end, dict) and not end["stopped"] for end in ended.values()), ended
-    assert len({end["weights"] for end in ended.values()}) == 1 and rehearsal.time.now < 150
+    assert len({end["weights"] for end in ended.values()}) == 1 and cluster.time.now < 150
     assert len(models(tmp_path)) == 5 and len(set(models(tmp_path).values())) == 1
     (keeps,) = told(tmp_path, "replica-0", "keeps")
     assert keeps["late"] == ["replica-1", "replica-2"]
@@ -335,7 +337,7 @@ def test_who_comes_while_the_end_is_kept_gets_it(rehearsal: Rehearsal, run: Run,
 
 
 def test_who_comes_when_the_end_is_kept_no_longer_is_told_so_and_leaves_no_model(
-    rehearsal: Rehearsal, run: Run, tmp_path: Path
+    cluster: SimulatedCluster, run: Run, tmp_path: Path
 ) -> None:
     run = dataclasses.replace(run, timeout=60.0, steps=12)
     came: list[float] = []
@@ -343,12 +345,12 @@ def test_who_comes_when_the_end_is_kept_no_longer_is_told_so_and_leaves_no_model
     def twice(name: str) -> list[Any]:
         ends = []
         for resume in (False, True):
-            ends.append(seat(rehearsal, run, tmp_path, name, resume))
-            came.append(rehearsal.time.now)
+            ends.append(seat(cluster, run, tmp_path, name, resume))
+            came.append(cluster.time.now)
         return ends
 
-    rehearsal.at("replica-2", "put", freeze_for(rehearsal, "replica-2", 300.0), 5)
-    ended = rehearsal.play(seats(rehearsal, run, tmp_path) | {"replica-2": twice})
+    cluster.at("replica-2", "put", freeze_for(cluster, "replica-2", 300.0), 5)
+    ended = cluster.play(seats(cluster, run, tmp_path) | {"replica-2": twice})
     for error in ended["replica-2"]:
         assert isinstance(error, EndedError) and "the run has ended without replica 'replica-2'" in str(error), error
     assert "where replica-0, replica-1 ended" in str(ended["replica-2"][0])
@@ -358,27 +360,27 @@ def test_who_comes_when_the_end_is_kept_no_longer_is_told_so_and_leaves_no_model
 
 
 def test_who_cannot_hear_the_others_at_the_end_says_so_and_goes_on_when_they_are_there(
-    rehearsal: Rehearsal, run: Run, tmp_path: Path
+    cluster: SimulatedCluster, run: Run, tmp_path: Path
 ) -> None:
     """The only other one dies; what was agreed with it is no final model."""
     run = dataclasses.replace(run, replicas=2, timeout=60.0, steps=12)
 
     def dies_and_returns(name: str) -> Any:
         try:
-            return seat(rehearsal, run, tmp_path, name)
+            return seat(cluster, run, tmp_path, name)
         except Killed:
-            rehearsal.revive(name)
-        wait_until(rehearsal, name, 500.0)
-        return seat(rehearsal, run, tmp_path, name, resume=True)
+            cluster.revive(name)
+        wait_until(cluster, name, 500.0)
+        return seat(cluster, run, tmp_path, name, resume=True)
 
     def stays(name: str) -> list[Any]:
-        ends = [seat(rehearsal, run, tmp_path, name)]
+        ends = [seat(cluster, run, tmp_path, name)]
         assert list(models(tmp_path)) == [] and (tmp_path / name / "model.stale.safetensors").exists()
-        wait_until(rehearsal, name, 500.0)
-        return [*ends, seat(rehearsal, run, tmp_path, name, resume=True)]
+        wait_until(cluster, name, 500.0)
+        return [*ends, seat(cluster, run, tmp_path, name, resume=True)]
 
-    rehearsal.at("replica-1", "put", lambda: rehearsal.kill("replica-1"), 4)
-    ended = rehearsal.play({"replica-0": stays, "replica-1": dies_and_returns})
+    cluster.at("replica-1", "put", lambda: cluster.kill("replica-1"), 4)
+    ended = cluster.play({"replica-0": stays, "replica-1": dies_and_returns})
     alone, together = ended["replica-0"]
     assert isinstance(alone, LinkError) and "model.stale.safetensors and are not the final model" in str(alone), alone
     assert together["weights"] == ended["replica-1"]["weights"] and len(set(models(tmp_path).values())) == 1

@@ -11,14 +11,14 @@ from pieces import batch, same_bits, toy, weights
 from torch import Tensor
 
 import thinwire as tw
-from thinwire.membership.testing.cluster import Killed, Rehearsal
+from thinwire.membership.testing.cluster import Killed, SimulatedCluster
 from thinwire.methods import ZerothOrder
 
 METHOD, STEPS = LOOPS["just_one_byte"], 14
 
 
-def tune(rehearsal: Rehearsal, name: str, steps: int = STEPS) -> ZerothOrder:
-    roster, model = rehearsal.roster(name), toy()
+def tune(cluster: SimulatedCluster, name: str, steps: int = STEPS) -> ZerothOrder:
+    membership, model = cluster.membership(name), toy()
     tuner: ZerothOrder | None = None
 
     def loss(sample: int) -> Tensor:
@@ -26,30 +26,30 @@ def tune(rehearsal: Rehearsal, name: str, steps: int = STEPS) -> ZerothOrder:
         return ((model(x) - y) ** 2).mean()
 
     while tuner is None or tuner.step < steps:
-        muster = roster.muster({})
-        names = [member.name for member in muster.members]
+        view = membership.next_view({})
+        names = [member.name for member in view.members]
         try:
             if tuner is None:
-                tuner = METHOD.attach(model, METHOD.optimizer(model, LR), muster.group, names=names)
-            elif muster.rebuilt:
-                tuner.meet(muster.group, names)
+                tuner = METHOD.attach(model, METHOD.optimizer(model, LR), view.group, names=names)
+            elif view.rebuilt:
+                tuner.meet(view.group, names)
             if tuner.step < steps:
                 tuner.iterate(loss)
         except (tw.LinkError, tw.PacketError):
-            muster.close()  # whoever is left meets again
-    roster.close()
+            view.close()  # whoever is left meets again
+    membership.close()
     return tuner
 
 
-def returning(rehearsal: Rehearsal) -> Callable[[str], Any]:
+def returning(cluster: SimulatedCluster) -> Callable[[str], Any]:
     """A replica that begins again from the first weights, with nothing else, whenever it was killed."""
 
     def replica(name: str) -> ZerothOrder:
         while True:
             try:
-                return tune(rehearsal, name)
+                return tune(cluster, name)
             except Killed:
-                rehearsal.revive(name)
+                cluster.revive(name)
 
     return replica
 
@@ -63,8 +63,8 @@ def check(results: dict[str, Any]) -> list[ZerothOrder]:
 
 
 def test_three_that_stay():
-    rehearsal = Rehearsal()
-    ended = check(rehearsal.play({name: lambda name: tune(rehearsal, name) for name in "abc"}))
+    cluster = SimulatedCluster()
+    ended = check(cluster.play({name: lambda name: tune(cluster, name) for name in "abc"}))
     assert {entry.names for entry in ended[0].log.entries} == {("a", "b", "c")}
 
 
@@ -81,34 +81,34 @@ def test_three_that_stay():
     ],
 )
 def test_one_is_killed_and_the_others_go_on(phase, nth, together):
-    rehearsal = Rehearsal()
-    rehearsal.at("b", phase, lambda: rehearsal.kill("b"), nth)
-    ended = check(rehearsal.play({name: lambda name: tune(rehearsal, name) for name in "abc"}))
+    cluster = SimulatedCluster()
+    cluster.at("b", phase, lambda: cluster.kill("b"), nth)
+    ended = check(cluster.play({name: lambda name: tune(cluster, name) for name in "abc"}))
     crews = ["".join(entry.names) for entry in ended[0].log.entries]
     assert len(ended) == 2 and crews == ["abc"] * together + ["ac"] * (STEPS - together)
 
 
 @pytest.mark.parametrize(("phase", "nth"), [("call", 15), ("post", 15)])
 def test_one_is_killed_and_comes_back_with_the_first_weights(phase, nth):
-    rehearsal, killed = Rehearsal(), []
-    rehearsal.at("b", phase, lambda: [killed.append("b"), rehearsal.kill("b")], nth)
-    assert len(check(rehearsal.play({name: returning(rehearsal) for name in "abc"}))) == 3 and killed
+    cluster, killed = SimulatedCluster(), []
+    cluster.at("b", phase, lambda: [killed.append("b"), cluster.kill("b")], nth)
+    assert len(check(cluster.play({name: returning(cluster) for name in "abc"}))) == 3 and killed
 
 
 def test_a_packet_that_was_damaged_is_no_iteration():
-    rehearsal = Rehearsal()
-    rehearsal.at("b", "post", lambda: rehearsal.damage("a", "c"), 14)
-    ended = check(rehearsal.play({name: lambda name: tune(rehearsal, name) for name in "abc"}))
+    cluster = SimulatedCluster()
+    cluster.at("b", "post", lambda: cluster.damage("a", "c"), 14)
+    ended = check(cluster.play({name: lambda name: tune(cluster, name) for name in "abc"}))
     assert len(ended) == 3
 
 
 def test_one_that_joins_late():
-    rehearsal = Rehearsal()
+    cluster = SimulatedCluster()
 
     def late(name: str) -> ZerothOrder:
-        with rehearsal.time:
-            rehearsal.wait(name, lambda: False, 0.5)
-        return tune(rehearsal, name)
+        with cluster.time:
+            cluster.wait(name, lambda: False, 0.5)
+        return tune(cluster, name)
 
-    ended = check(rehearsal.play({"a": lambda n: tune(rehearsal, n), "b": lambda n: tune(rehearsal, n), "z": late}))
+    ended = check(cluster.play({"a": lambda n: tune(cluster, n), "b": lambda n: tune(cluster, n), "z": late}))
     assert {entry.names for entry in ended[0].log.entries} == {("a", "b"), ("a", "b", "z")} and len(ended) == 3

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from thinwire.records.membership import Circle, Company, Steps, Turn, merged, numbers, placed
+from thinwire.records.membership import MembershipLog, Participation, Steps, Turn, merged, numbers, placed
 from thinwire.records.run_record import RunRecord, explained
 from thinwire.records.sessions import Span
 from thinwire.report.progress import Progress
@@ -152,7 +152,7 @@ def test_who_came_and_went_is_noted_by_name(folder: Path) -> None:
     assert away.startswith("its process ended; back after 10")
 
 
-def test_the_time_between_two_lives_is_drawn(folder: Path, tmp_path: Path) -> None:
+def test_the_time_between_two_incarnations_is_drawn(folder: Path, tmp_path: Path) -> None:
     bars = next(
         trace for trace in timeline_chart(RunRecord.load(folder)).views[0].data if trace["name"] == "not living"
     )
@@ -192,7 +192,7 @@ def test_the_display_tells_the_three_numbers(folder: Path) -> None:
 
 
 def test_living_is_not_taking_part() -> None:
-    circle = Circle(fragments=2)
+    circle = Participation(fragments=2)
     for number in range(8):
         circle.take(turn(number, "abc", counted="ab"))
     assert circle.members == ("a", "b", "c") and circle.taking_part == ("a", "b") and circle.committed == 8
@@ -219,7 +219,7 @@ def test_sessions_are_placed_by_the_clock_without_the_nights() -> None:
 
 
 def test_each_thing_is_said_once() -> None:
-    company = Company(fragments=1, asked=3)
+    company = MembershipLog(fragments=1, asked=3)
     alone = {"event": "alone", "step": 5, "reason": "no lighthouse"}
     assert company.take("a", alone) == ["a trains on, in no round: no lighthouse"] and company.take("a", alone) == []
     assert company.take("b", alone | {"step": 0}) == ["b waits for the others: no lighthouse"]

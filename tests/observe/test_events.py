@@ -70,7 +70,7 @@ def test_whoever_emits_uses_the_schema() -> None:
     assert list(_emitted("log.emit('stop', 3, reason='x')")) == [("stop", {"reason"})]
     for path in SOURCE.rglob("*.py"):
         if "membership" in path.parts:
-            continue  # what a roster tells its observer is no event of a run
+            continue  # what a membership tells its observer is no event of a run
         for kind, names in _emitted(path.read_text()):
             assert kind in EVENTS, f"{path.name} emits {kind}"
             assert names is None or names == set(EVENTS[kind]), f"{path.name} emits {kind} with {names}"

@@ -127,7 +127,7 @@ def set_up(file: Path, link: Link | None, step_seconds: float | None) -> Iterato
     if step_seconds is not None:
         shapes, wire = [fragment.shapes for fragment in fragments], link or parse_link(run.link)
         yield from enough(strategy, shapes, run.replicas, wire, step_seconds)
-        yield deadlines(run, strategy, shapes, wire, step_seconds)
+        yield timeouts(run, strategy, shapes, wire, step_seconds)
 
 
 def text(run: Run) -> Generator[Finding, None, int]:
@@ -267,14 +267,14 @@ def enough(
     )  # 5 % of the time is nobody's trouble
 
 
-def deadlines(
+def timeouts(
     run: Run, strategy: Strategy, fragments: Sequence[int | Shapes], link: Link | None, seconds: float
 ) -> Finding:
     """The one time-out model for replicas that come and go, as this run needs it."""
-    of = place.deadlines(run, strategy, fragments, link, seconds)
+    of = place.timeouts(run, strategy, fragments, link, seconds)
     texts = {name.replace("_", " "): text_of_seconds(value) for name, value in dataclasses.asdict(of).items()}
     return Finding(
-        "deadlines",
+        "timeouts",
         "ok",
         ", ".join(f"{name} {text}" for name, text in texts.items()) + " (predicted)",
         f"for replicas that come and go: thinwire lighthouse --heartbeat-timeout {of.heartbeat_timeout:.3g}",

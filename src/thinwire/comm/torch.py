@@ -307,7 +307,7 @@ def start_torch(
 ) -> None:
     """Join `world_size` processes into a torch.distributed world; rank 0 keeps the address book at `master_port`.
 
-    Where somebody else keeps it (torchrun's agent does), `book` is the name of our chapter in it.
+    Where somebody else keeps it (torchrun's agent does), `book` is the name of our prefixed in it.
 
     The address book listens at `master_addr` alone, if that is an address of this machine. With one such as 127.0.0.1
     all ranks are on this machine, and gloo listens there, too. Between machines, gloo listens at the address that this
@@ -321,9 +321,9 @@ def start_torch(
     where = f"{master_addr}:{master_port}"
     try:
         store = _address_book(rank, None if book else world_size, master_addr, master_port, timeout)
-        chapter = PrefixStore(book, store) if book else store
+        prefixed = PrefixStore(book, store) if book else store
         before, heard_before = connections(), set(listening())
-        dist.init_process_group(backend, store=chapter, rank=rank, world_size=world_size, timeout=timeout)
+        dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world_size, timeout=timeout)
         shut_new(heard_before, connections() - before, world_size - 1)
     except (RuntimeError, OSError) as error:  # torch's DistError and its kin
         reason = _first_line(error)

@@ -32,15 +32,15 @@ from thinwire.elastic.plan import MOST_WEIGHT
 from thinwire.elastic.round_loop import Outcome, Ready, Rounds
 from thinwire.errors import CheckpointError, ConfigurationError, LinkError
 from thinwire.exchange import AllReduce, Direct, TwoShot
-from thinwire.membership.rendezvous import Roster
+from thinwire.membership.rendezvous import Membership
 from thinwire.pieces.merge import Mix
 from thinwire.pieces.policy import Constant
 from thinwire.pieces.schedule import Schedule
-from thinwire.runtime.fragment_state import Held
+from thinwire.runtime.fragment_state import FragmentState
 from thinwire.runtime.handshake import digest
 from thinwire.strategy import Gradients, Strategy
 
-PATIENCE = 5  # musters in a row that nobody else comes to, at the end of a run
+PATIENCE = 5  # views in a row that nobody else comes to, at the end of a run
 _MOST_TOKENS = 1e12  # in a step: more is no number of tokens
 _POLL = 0.02  # seconds between looks for an outcome, at the end of a run
 
@@ -51,8 +51,8 @@ class Elastic:
     def __init__(
         self,
         strategy: Strategy,
-        roster: Roster,
-        pieces: Sequence[Held],
+        membership: Membership,
+        pieces: Sequence[FragmentState],
         observe: Callable[..., None],
         clock: Callable[[], float] = time.monotonic,
         start_again: Callable[[], None] = lambda: None,
@@ -67,13 +67,13 @@ class Elastic:
         self._travelled = [0.0] * len(pieces)  # of that, what the anchors have, by fragment
         self._owed: set[int] = set()  # fragments that were to depart when they could not
         self._seen: int | None = None  # the last step after which it was looked for what departs
-        self._at = (0, "")  # turn and chain of what the fragments hold
+        self._at = (0, "")  # turn and state_digest of what the fragments hold
         agreed = Agreed([piece.anchor for piece in pieces], [piece.state for piece in pieces])
-        agreed.chain = digest(agreed.anchors).hex()
+        agreed.state_digest = digest(agreed.anchors).hex()
         codecs = [piece.codec for piece in pieces]
         self.rounds = Rounds(
             strategy,
-            roster,
+            membership,
             agreed,
             codecs,
             in_turn(self._schedule, len(pieces)),
@@ -100,7 +100,7 @@ class Elastic:
                 "count alike or by tokens, from the first round on. Give Replica(tokens=...) at the beginning."
             )
         self._trained += tokens_of_step(tokens) if self.by_tokens else 1
-        self.rounds.jury.own_steps += 1
+        self.rounds.voter.own_steps += 1
         self.rounds.step = max(step, self.rounds.step)
         due = self._schedule.departs(step, len(self.pieces))
         late = [index for index in due if index in self._waiting]
@@ -152,11 +152,11 @@ class Elastic:
 
     def facts(self) -> dict[str, Any]:
         """What to save beside the fragments' tensors, between inner steps: JSON. What is in the air is still in the parameters."""
-        turn, chain = self._at
+        turn, state_digest = self._at
         counted = {str(t): who for t, who in dict(self.rounds.agreed.counted).items() if t < turn}
         return {
             "turn": turn,
-            "chain": chain,
+            "state_digest": state_digest,
             "run": self.rounds.agreed.run,
             "counted": counted,
             "by_tokens": self.by_tokens,
@@ -179,7 +179,7 @@ class Elastic:
             return
         agreed.anchors, agreed.states = [piece.anchor for piece in self.pieces], [piece.state for piece in self.pieces]
         agreed.load(facts)
-        self._at, self.rounds.roster.run = (agreed.turn, agreed.chain), agreed.run
+        self._at, self.rounds.membership.run = (agreed.turn, agreed.state_digest), agreed.run
         self.rounds.saved_at, self.rounds.fresh = agreed.turn, False
         self._trained, self._travelled = facts["trained"], list(facts["travelled"])
 
@@ -252,7 +252,7 @@ class Elastic:
 
 
 @torch.no_grad()
-def _land_late(piece: Held, departed: Tensor, alpha: float, due: float) -> None:
+def _land_late(piece: FragmentState, departed: Tensor, alpha: float, due: float) -> None:
     """θ ← anchor + α·(departed − anchor) + κ·(θ − departed), κ = 1 − (1 − α)·due: as `Mix(alpha)` for the share `due` of the flight
     that was to be, and what was trained later is kept whole. `departed`: the parameters as they were then.
     """

@@ -1,7 +1,7 @@
 """The end of a run among replicas that come and go: what those who come late get of it.
 
-All who end a run together hold its final state, and note at the meeting that it has ended, and with what. The first of
-them keeps the state for a while if somebody is missing who had taken part: it goes on calling, with a claim that
+All who end a run together hold its final state, and note at the rendezvous that it has ended, and with what. The first of
+them keeps the state for a while if somebody is missing who had taken part: it goes on calling, with a status that
 says `over`. Whoever meets it takes that over, and has ended too. No round changes it any more; what a late one has
 trained and not sent is not in it. One that comes when nobody keeps it any longer is told so by the note (`EndedError`).
 """
@@ -13,80 +13,84 @@ from contextlib import suppress
 
 from thinwire.comm.state_transfer import give, stand_by, take
 from thinwire.elastic.global_state import Agreed
-from thinwire.elastic.plan import Claim, Concord, reconcile
+from thinwire.elastic.plan import MemberStatus, RoundPlan, reconcile
 from thinwire.errors import CheckpointError, EndedError, LinkError, PacketError, PeerError
-from thinwire.membership.rendezvous import CLOSED, Muster, Roster
+from thinwire.membership.rendezvous import CLOSED, Membership, View
 
 PAUSE = 0.2  # seconds between calls of the one that keeps the final state
 
 
 def level(
-    muster: Muster, concord: Concord, claims: Sequence[Claim], agreed: Agreed, observe: Callable[..., None]
+    view: View, plan: RoundPlan, statuses: Sequence[MemberStatus], agreed: Agreed, observe: Callable[..., None]
 ) -> str:
     """Those behind take over what the first sound member holds. If this is one of them: the name of that member, else ""."""
-    group, donor = muster.group, concord.sound[0]
-    needy = [rank for rank in concord.behind if claims[rank].chain != claims[donor].chain]
+    group, donor = view.group, plan.sound[0]
+    needy = [rank for rank in plan.behind if statuses[rank].state_digest != statuses[donor].state_digest]
     if group.rank in needy:
         limit = 2 * sum(tensor.nbytes for tensor in agreed.tensors().values()) + (1 << 22)
-        agreed.take_over(*take(group, donor, limit), claims[donor])
-        return muster.members[donor].name
+        agreed.take_over(*take(group, donor, limit), statuses[donor])
+        return view.members[donor].name
     if needy and group.rank == donor:
         others = [rank for rank in range(group.size) if rank != donor and rank not in needy]
         nbytes = give(group, needy, agreed.tensors(), agreed.facts(), others)
-        observe("given", to=[muster.members[rank].name for rank in needy], nbytes=nbytes)
+        observe("given", to=[view.members[rank].name for rank in needy], nbytes=nbytes)
     elif needy:
         stand_by(group, donor)
     return ""
 
 
-def note_end(roster: Roster, agreed: Agreed, keeps: bool, met: set[str], there: Iterable[str]) -> set[str]:
+def note_end(membership: Membership, agreed: Agreed, keeps: bool, met: set[str], there: Iterable[str]) -> set[str]:
     """Note the end, and return who is missing `there` of those whom this replica `met`, or whose deltas were counted: nobody, if it
     is not this one that `keeps` the final state for them.
     """
     late = met.union(*(who for _, who, _ in agreed.counted.values())).difference(there) if keeps else set()
     _note(
-        roster, (), (agreed.run,), (agreed.run, agreed.chain), *([(agreed.run, CLOSED)] if keeps and not late else [])
+        membership,
+        (),
+        (agreed.run,),
+        (agreed.run, agreed.state_digest),
+        *([(agreed.run, CLOSED)] if keeps and not late else []),
     )
     return late
 
 
-def _note(roster: Roster, *ends: tuple[str, ...]) -> None:
+def _note(membership: Membership, *ends: tuple[str, ...]) -> None:
     with suppress(LinkError):  # without a lighthouse those who come late hear nothing
         for what in ends:
-            roster.note_end(*what)
+            membership.note_end(*what)
 
 
-def check_final(roster: Roster, agreed: Agreed, error: EndedError) -> None:
+def check_final(membership: Membership, agreed: Agreed, error: EndedError) -> None:
     """Raise `error`, in more words, unless this replica holds the final state all the same."""
     with suppress(LinkError):
-        if roster.ended(agreed.run, agreed.chain):
+        if membership.ended(agreed.run, agreed.state_digest):
             return
     _, who, _ = agreed.counted[max(agreed.counted)] if agreed.counted else (0, (), "")
-    others = ", ".join(name for name in who if name != roster.name) or "the others"
+    others = ", ".join(name for name in who if name != membership.name) or "the others"
     raise EndedError(f"{error} Take the final weights from where {others} ended.") from error
 
 
 def keep(
-    roster: Roster, agreed: Agreed, step: int, order: Sequence[int], late: set[str], seconds: float,
+    membership: Membership, agreed: Agreed, step: int, order: Sequence[int], late: set[str], seconds: float,
     observe: Callable[..., None],
 ) -> None:  # fmt: skip
     """Give the final state to `late` (those who got it are taken out) and to whoever else comes, for `seconds` at most; then leave."""
     observe("keeps", late=sorted(late), at_most_seconds=seconds)
-    until = roster.clock() + seconds
-    claim = Claim(agreed.turn, agreed.chain, step, finishing=True, run=agreed.run, over=True).facts()
-    while late and not roster.closed and (left := until - roster.clock()) > 0:
-        muster = None
+    until = membership.clock() + seconds
+    status = MemberStatus(agreed.turn, agreed.state_digest, step, finishing=True, run=agreed.run, over=True).facts()
+    while late and not membership.closed and (left := until - membership.clock()) > 0:
+        view = None
         try:
-            muster = roster.muster(claim, left)
-            claims = [Claim.of(member.claim, member.name) for member in muster.members]
-            concord = reconcile(claims, order)
-            if muster.group.rank in concord.behind:
+            view = membership.next_view(status, left)
+            statuses = [MemberStatus.of(member.status, member.name) for member in view.members]
+            plan = reconcile(statuses, order)
+            if view.group.rank in plan.behind:
                 break  # others who were cut off went on for longer: theirs is right
-            level(muster, concord, claims, agreed, observe)
-            late.difference_update(member.name for member in muster.members)
+            level(view, plan, statuses, agreed, observe)
+            late.difference_update(member.name for member in view.members)
         except (PeerError, PacketError, CheckpointError):  # who came has gone again, or was nobody
-            if muster is not None:
-                muster.close()
-        roster.sleep(PAUSE)
-    _note(roster, (agreed.run, CLOSED))
-    roster.close()
+            if view is not None:
+                view.close()
+        membership.sleep(PAUSE)
+    _note(membership, (agreed.run, CLOSED))
+    membership.close()

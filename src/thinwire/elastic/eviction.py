@@ -1,10 +1,10 @@
 """Going on without a member that holds the others up, if most members say so.
 
-Every claim carries the claimant's record of its last round (diagnosis/records.py). So all members of a muster have the same
-records, diagnose the same, and say in their next claim whom they suspect. A member that more than half of all members name
+Every status carries the member's record of its last round (diagnosis/records.py). So all members of a view have the same
+records, diagnose the same, and say in their next status whom they suspect. A member that more than half of all members name
 hears why, and leaves; the others go on without it. It may come back, as anybody may, when what was wrong is mended.
 
-Never below the roster's `least`, never while anybody has finished training, and never for a link: nobody alone is to blame for that.
+Never below the membership's `least`, never while anybody has finished training, and never for a link: nobody alone is to blame for that.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from contextlib import contextmanager
 
 from thinwire.diagnosis import Finding, Record, Watch
 from thinwire.diagnosis.records import recorded
-from thinwire.elastic.plan import MOST_RECORD, Claim
+from thinwire.elastic.plan import MOST_RECORD, MemberStatus
 from thinwire.errors import DisagreementError, LinkError, PacketError
 from thinwire.exchange import Round
-from thinwire.membership.rendezvous import Muster, Roster
+from thinwire.membership.rendezvous import Membership, View
 from thinwire.runtime.pipeline import Pace
 
 
@@ -36,14 +36,14 @@ def outvoted(suspects: Mapping[str, str], least: int) -> str | None:
     return name if enough and name in suspects else None
 
 
-class Jury:
-    """One member's part in it: what it writes down of its rounds, and what it says. Nobody is judged unless the roster
-    has rules (`Roster(evict=Rules())`). `own_steps`: the inner steps that this replica has trained.
+class EvictionVoter:
+    """One member's part in it: what it writes down of its rounds, and what it says. Nobody is judged unless the membership
+    has rules (`Membership(evict=Rules())`). `own_steps`: the inner steps that this replica has trained.
     """
 
-    def __init__(self, roster: Roster, observe: Callable[..., None]) -> None:
-        self._roster, self._observe = roster, observe
-        self._watch = Watch(roster.evict)
+    def __init__(self, membership: Membership, observe: Callable[..., None]) -> None:
+        self._membership, self._observe = membership, observe
+        self._watch = Watch(membership.evict)
         self.own_steps, self._own_seconds, self._pace = 0, 0.0, Pace()
         self._record = ""
         self._finding: Finding | None = None
@@ -55,10 +55,10 @@ class Jury:
 
     def departs(self) -> None:
         """A delta departs now, on the main thread."""
-        self._own_seconds = self._pace.departs(self.own_steps, self._roster.clock())
+        self._own_seconds = self._pace.departs(self.own_steps, self._membership.clock())
 
     @contextmanager
-    def watches(self, round_: Round, muster: Muster) -> Iterator[None]:
+    def watches(self, round_: Round, view: View) -> Iterator[None]:
         """Write down what becomes of the messages of `round_`, which flies within. What went wrong here is raised, not that
         peers then sent nothing.
         """
@@ -71,29 +71,29 @@ class Jury:
                 raise own from None
             raise
         finally:
-            record = round_.record([member.name for member in muster.members], self._own_seconds, over)
+            record = round_.record([member.name for member in view.members], self._own_seconds, over)
             self._own_seconds = 0.0  # it says how fast this replica was once, and not again for rounds without training
-            if self._roster.evict is not None:
+            if self._membership.evict is not None:
                 text = json.dumps(record.facts(), separators=(",", ":"))
                 self._record = text if len(text) <= MOST_RECORD else ""
             if recorded(record.round) or not over:
                 self._observe("wire", **record.facts())
 
     def says(self) -> dict[str, str]:
-        """For the next claim."""
+        """For the next status."""
         said, self._record = {"record": self._record, "suspect": self.suspect}, ""
         return said
 
-    def judge(self, muster: Muster, claims: Sequence[Claim]) -> None:
-        """Raises `LinkError` if this muster holds no round, because a member has to leave it; that one has left then, and
+    def judge(self, view: View, statuses: Sequence[MemberStatus]) -> None:
+        """Raises `LinkError` if this view holds no round, because a member has to leave it; that one has left then, and
         raises `DisagreementError`.
         """
-        if self._roster.evict is None:
+        if self._membership.evict is None:
             return
-        names = [member.name for member in muster.members]
-        said = dict(zip(names, (claim.suspect for claim in claims)))
-        self._hear(names, claims)
-        out = None if any(claim.finishing for claim in claims) else outvoted(said, self._roster.least)
+        names = [member.name for member in view.members]
+        said = dict(zip(names, (status.suspect for status in statuses)))
+        self._hear(names, statuses)
+        out = None if any(status.finishing for status in statuses) else outvoted(said, self._membership.least)
         if out is None:
             return
         by = sorted(name for name, suspect in said.items() if suspect == out)
@@ -102,17 +102,19 @@ class Jury:
         self._watch.forget(out)
         self._finding = None
         self.put_out.add(out)
-        if out == self._roster.name:
-            self._roster.close()
+        if out == self._membership.name:
+            self._membership.close()
             raise DisagreementError(
                 f"replica {out!r} was put out by {', '.join(by)}: {why}. Mend that, and start it again; it takes over what the others hold then."
             )
-        muster.close()
+        view.close()
         raise LinkError(f"{out} was put out ({why}); the next round is without it")
 
-    def _hear(self, names: Sequence[str], claims: Sequence[Claim]) -> None:
+    def _hear(self, names: Sequence[str], statuses: Sequence[MemberStatus]) -> None:
         """Diagnose the records of one round: of the last that most have seen."""
-        records = [record for name, claim in zip(names, claims) if (record := _read(claim.record, name)) is not None]
+        records = [
+            record for name, status in zip(names, statuses) if (record := _read(status.record, name)) is not None
+        ]
         keys = Counter(record.key for record in records)
         if not keys:
             return

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from thinwire.codecs import check_finite
-from thinwire.elastic.plan import MOST_TURNS, Claim, grow
+from thinwire.elastic.plan import MOST_TURNS, MemberStatus, grow
 from thinwire.errors import CheckpointError
 from thinwire.state import State
 
@@ -23,9 +23,9 @@ class Agreed:
     anchors: list[Tensor]
     states: list[State]
     turn: int = 0
-    chain: str = ""
+    state_digest: str = ""
     counted: dict[int, tuple[int, tuple[str, ...], str]] = field(default_factory=dict)  # fragment, names, mark; by turn
-    run: str = ""  # tells this run from any other: the id of its first muster
+    run: str = ""  # tells this run from any other: the id of its first view
 
     def tensors(self) -> dict[str, Tensor]:
         named = {f"{index}.anchor": anchor for index, anchor in enumerate(self.anchors)}
@@ -36,15 +36,15 @@ class Agreed:
     def facts(self) -> dict[str, Any]:
         return {
             "turn": self.turn,
-            "chain": self.chain,
+            "state_digest": self.state_digest,
             "run": self.run,
             "counted": {str(turn): who for turn, who in self.counted.items()},
         }
 
     def load(self, facts: Mapping[str, Any]) -> None:
-        """Turn, chain and record of `facts()`. Raises `CheckpointError`."""
+        """Turn, state_digest and record of `facts()`. Raises `CheckpointError`."""
         try:
-            turn, chain, run = int(facts["turn"]), str(facts["chain"]), str(facts.get("run", ""))
+            turn, state_digest, run = int(facts["turn"]), str(facts["state_digest"]), str(facts.get("run", ""))
             counted = {
                 int(key): (int(index), tuple(map(str, who)), str(mark))
                 for key, (index, who, mark) in facts["counted"].items()
@@ -55,12 +55,12 @@ class Agreed:
             raise CheckpointError(
                 f"an agreed state that cannot be read was handed over or saved ({error}); run the same version on every replica."
             ) from None
-        self.turn, self.chain, self.run, self.counted = turn, chain, run, counted
+        self.turn, self.state_digest, self.run, self.counted = turn, state_digest, run, counted
 
     @property
     def mark(self) -> str:
         """Tells the round that was committed last from any other of the same turn, in another history."""
-        return self.chain[:8]
+        return self.state_digest[:8]
 
     def counts(self, turn: int, name: str, fragment: int, mark: str = "") -> bool:
         """Whether the round of `turn` was about `fragment`, and counted `name`'s delta; with `mark`: whether it was that round."""
@@ -69,18 +69,16 @@ class Agreed:
 
     def commit(self, fragment: int, anchor: Tensor, state: State, who: tuple[str, ...]) -> None:
         self.anchors[fragment], self.states[fragment] = anchor, state
-        self.chain = grow(self.chain, self.turn, fragment, anchor)
+        self.state_digest = grow(self.state_digest, self.turn, fragment, anchor)
         self.counted[self.turn] = fragment, who, self.mark
         self.counted.pop(self.turn - REMEMBERED, None)
 
-    def take_over(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], claim: Claim) -> None:
+    def take_over(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], status: MemberStatus) -> None:
         """Become what a sound member holds. Raises `CheckpointError` (and changes nothing) if that is not of this model, or
-        not what the member's `claim` says.
+        not what the member's `status` says.
         """
-        if (facts.get("turn"), facts.get("chain")) != (claim.turn, claim.chain):
-            raise CheckpointError(
-                "the state that was handed over is not the one that was claimed; look at that replica."
-            )
+        if (facts.get("turn"), facts.get("state_digest")) != (status.turn, status.state_digest):
+            raise CheckpointError("the state that was handed over is not the one that was said; look at that replica.")
         due = self.tensors()
         if {n: (t.shape, t.dtype) for n, t in tensors.items()} != {n: (t.shape, t.dtype) for n, t in due.items()}:
             raise CheckpointError(

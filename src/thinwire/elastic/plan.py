@@ -1,8 +1,8 @@
 """Elastic rounds, the part that is arithmetic: from what all members say of themselves to what all will do.
 
 Rounds are numbered through all fragments, which take turns: **turn** q is the next one, about fragment order[q mod P]. Members who
-committed the same rounds hold the same anchors, and say so by a **chain**: a digest that grows by each moved anchor. Whoever
-is behind in turns, or has another chain, is *behind*: it takes over the agreed state of those who are *sound* before
+committed the same rounds hold the same anchors, and say so by a **state_digest**: a digest that grows by each moved anchor. Whoever
+is behind in turns, or has another state_digest, is *behind*: it takes over the agreed state of those who are *sound* before
 it is counted again. Its own progress is not lost by that: a delta is relative to its own anchor.
 """
 
@@ -25,15 +25,15 @@ MOST_RECORD = 8192  # bytes
 
 
 @dataclass(frozen=True)
-class Claim:
+class MemberStatus:
     """What a replica says of itself when it asks for a round.
 
     turn        the first round that it has not seen decided
-    chain       digest of its anchors, see `grow`
+    state_digest       digest of its anchors, see `grow`
     step        inner steps, for the learning rate of those who join
     fresh       it holds nothing but random weights
     finishing   it has trained all its steps
-    run         which run it is in: the id of its first muster; "" before that
+    run         which run it is in: the id of its first view; "" before that
     over        the run has ended; what it holds is the final state, which no round changes any more
     brings      what the deltas count that it has ready, by fragment: 1, or the tokens behind them; 0: not at all
     record      what it saw of its last round, as JSON, and
@@ -41,7 +41,7 @@ class Claim:
     """
 
     turn: int
-    chain: str
+    state_digest: str
     step: int = 0
     fresh: bool = False
     finishing: bool = False
@@ -56,38 +56,38 @@ class Claim:
         return asdict(self)
 
     @classmethod
-    def of(cls, facts: Mapping[str, Any], name: str) -> Claim:
-        """What `name` said. Its bytes are a peer's: raises `PeerError` where they are no claim."""
+    def of(cls, facts: Mapping[str, Any], name: str) -> MemberStatus:
+        """What `name` said. Its bytes are a peer's: raises `PeerError` where they are no status."""
         kinds = {each.name: _KINDS[str(each.type)] for each in fields(cls)}
         fits = facts.keys() == kinds.keys() and all(type(facts[name]) in kind for name, kind in kinds.items())
         if not fits:
-            raise PeerError(f"{name} made a claim that cannot be read; run the same version on every replica.")
-        claim = cls(**facts)
+            raise PeerError(f"{name} made a status that cannot be read; run the same version on every replica.")
+        status = cls(**facts)
         bounds = {
-            "turn": 0 <= claim.turn < MOST_TURNS,
-            "step": 0 <= claim.step < MOST_STEPS,
-            "chain": len(claim.chain) <= 64,
-            "run": len(claim.run) <= 64,
-            "record": len(claim.record) <= MOST_RECORD,
-            "suspect": len(claim.suspect) <= 64,
+            "turn": 0 <= status.turn < MOST_TURNS,
+            "step": 0 <= status.step < MOST_STEPS,
+            "state_digest": len(status.state_digest) <= 64,
+            "run": len(status.run) <= 64,
+            "record": len(status.record) <= MOST_RECORD,
+            "suspect": len(status.suspect) <= 64,
             "brings": all(
                 key.isascii() and key.isdecimal() and len(key) < 10 and type(w) in (int, float) and 0 <= w < MOST_WEIGHT
-                for key, w in claim.brings.items()
+                for key, w in status.brings.items()
             ),
         }
         for what, within in bounds.items():
             if not within:
                 raise PeerError(
-                    f"{name} made a claim out of bounds: {what} {getattr(claim, what)!r:.60}; look at that replica."
+                    f"{name} made a status out of bounds: {what} {getattr(status, what)!r:.60}; look at that replica."
                 )
-        return claim
+        return status
 
     def check(self, name: str, fragments: Collection[int], most: float) -> None:
         """Raises `PeerError` if `name` brings what there is not among `fragments`, or one that counts more than `most`."""
         for key, weight in self.brings.items():
             if str(int(key)) != key or int(key) not in fragments or weight > most:
                 raise PeerError(
-                    f"{name} made a claim out of bounds: fragment {key} that counts {weight:g}, of {len(fragments)} fragments "
+                    f"{name} made a status out of bounds: fragment {key} that counts {weight:g}, of {len(fragments)} fragments "
                     f"and at most {most:g}; look at that replica."
                 )
 
@@ -98,8 +98,8 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 @dataclass(frozen=True)
-class Concord:
-    """What follows from the claims of a muster, in rank order; the same on every member.
+class RoundPlan:
+    """What follows from the statuses of a view, in rank order; the same on every member.
 
     turn      that this is
     step      where training has got to: whoever has trained less goes on from here
@@ -127,10 +127,10 @@ class Concord:
         return tuple(rank for rank, weight in enumerate(self.weights) if weight > 0)
 
 
-def reconcile(claims: Sequence[Claim], order: Sequence[int]) -> Concord:
+def reconcile(statuses: Sequence[MemberStatus], order: Sequence[int]) -> RoundPlan:
     """Who is sound, what this round is about, and what each delta counts. `order`: in which fragments take turns.
 
-    Sound are those with the most turns whose chain most of them share (of equally many: the lowest rank's). If nobody
+    Sound are those with the most turns whose state_digest most of them share (of equally many: the lowest rank's). If nobody
     has trained yet the lowest rank is sound. The round is about the fragment whose turn it is, or the next one that anybody
     has ready. Who is behind is counted all the same: its delta is what that replica has trained, whatever the others did
     meanwhile; but not who is fresh. So is who came too late for an earlier round of this fragment, and has its delta still.
@@ -138,30 +138,32 @@ def reconcile(claims: Sequence[Claim], order: Sequence[int]) -> Concord:
     The mean is over all who train, those too who have nothing of this fragment ready: with M of them a delta moves the
     anchor by 1/M, in whichever round it comes, and rounds that count one each make what one that counts all does.
 
-    >>> ahead, late = Claim(turn=7, chain="b", brings={"1": 1.0}), Claim(turn=5, chain="a", brings={"0": 1.0, "1": 1.0})
-    >>> concord = reconcile([ahead, late, Claim(turn=7, chain="b")], order=[0, 1])
-    >>> concord.turn, concord.fragment, concord.sound, concord.behind, concord.counted, concord.whole
+    >>> ahead, late = MemberStatus(turn=7, state_digest="b", brings={"1": 1.0}), MemberStatus(turn=5, state_digest="a", brings={"0": 1.0, "1": 1.0})
+    >>> plan = reconcile([ahead, late, MemberStatus(turn=7, state_digest="b")], order=[0, 1])
+    >>> plan.turn, plan.fragment, plan.sound, plan.behind, plan.counted, plan.whole
     (7, 1, (0, 2), (1,), (0, 1), 3.0)
     """
-    trained = [rank for rank, claim in enumerate(claims) if not claim.fresh]
-    turn = max((claims[rank].turn for rank in trained), default=0)
-    ahead = [rank for rank in trained if claims[rank].turn == turn] or [0]
-    chains = Counter(claims[rank].chain for rank in ahead)
-    chain = max(chains, key=lambda c: chains[c])  # of equally many the first counted: the lowest rank's
-    candidates = ahead if trained else range(len(claims))
-    sound = tuple(rank for rank in candidates if claims[rank].chain == chain)
-    ended = any(claims[rank].over for rank in sound)
-    ready = set() if ended else {int(key) for rank in trained for key in claims[rank].brings}
+    trained = [rank for rank, status in enumerate(statuses) if not status.fresh]
+    turn = max((statuses[rank].turn for rank in trained), default=0)
+    ahead = [rank for rank in trained if statuses[rank].turn == turn] or [0]
+    state_digests = Counter(statuses[rank].state_digest for rank in ahead)
+    state_digest = max(
+        state_digests, key=lambda c: state_digests[c]
+    )  # of equally many the first counted: the lowest rank's
+    candidates = ahead if trained else range(len(statuses))
+    sound = tuple(rank for rank in candidates if statuses[rank].state_digest == state_digest)
+    ended = any(statuses[rank].over for rank in sound)
+    ready = set() if ended else {int(key) for rank in trained for key in statuses[rank].brings}
     turns = (t for t in range(turn, turn + len(order)) if order[t % len(order)] in ready)
     chosen = next(turns, None)
     fragment = -1 if chosen is None else order[chosen % len(order)]
-    weights = tuple(0.0 if claim.fresh else claim.brings.get(str(fragment), 0.0) for claim in claims)
+    weights = tuple(0.0 if status.fresh else status.brings.get(str(fragment), 0.0) for status in statuses)
     counted = sum(weight > 0 for weight in weights)
-    finished = all(claim.finishing for claim in claims)
-    behind = tuple(rank for rank in range(len(claims)) if rank not in sound)
-    return Concord(
+    finished = all(status.finishing for status in statuses)
+    behind = tuple(rank for rank in range(len(statuses)) if rank not in sound)
+    return RoundPlan(
         turn=turn if chosen is None else chosen,
-        step=max((claims[rank].step for rank in trained), default=0),
+        step=max((statuses[rank].step for rank in trained), default=0),
         fragment=fragment,
         sound=sound,
         behind=behind,
@@ -172,8 +174,8 @@ def reconcile(claims: Sequence[Claim], order: Sequence[int]) -> Concord:
     )
 
 
-def grow(chain: str, turn: int, fragment: int, anchor: Tensor) -> str:
-    """The chain after `fragment`'s anchor has moved in `turn`: BLAKE2b, 16 bytes, as hexadecimal digits."""
-    state = hashlib.blake2b(f"{chain}/{turn}/{fragment}/".encode(), digest_size=16)
+def grow(state_digest: str, turn: int, fragment: int, anchor: Tensor) -> str:
+    """The state_digest after `fragment`'s anchor has moved in `turn`: BLAKE2b, 16 bytes, as hexadecimal digits."""
+    state = hashlib.blake2b(f"{state_digest}/{turn}/{fragment}/".encode(), digest_size=16)
     state.update(anchor.detach().cpu().contiguous().view(-1).numpy().data)
     return state.hexdigest()

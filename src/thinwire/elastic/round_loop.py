@@ -1,7 +1,7 @@
-"""Rounds among replicas that come and go: what happens on the exchange thread when the group is a `Roster`.
+"""Rounds among replicas that come and go: what happens on the exchange thread when the group is a `Membership`.
 
-One round after another: ask who is there (`Roster.muster`), conclude from all claims what the round is (`reconcile`), let
-those behind take over the agreed state, exchange, decide together (`Muster.decide`), and only then believe it. A round
+One round after another: ask who is there (`Membership.next_view`), conclude from all statuses what the round is (`reconcile`), let
+those behind take over the agreed state, exchange, decide together (`View.decide`), and only then believe it. A round
 that fails anywhere changes nothing: its delta is still in the parameters and travels in the next one. Fragments take turns,
 in the order in which they depart, and a replica asks for a round when it has the delta whose turn it is: so all bring the
 same fragment, however long a round takes. A delta that comes too late for its round waits for the next turn of its fragment.
@@ -22,15 +22,15 @@ from torch import Tensor
 from thinwire.codecs import Codec
 from thinwire.comm.group import Group
 from thinwire.elastic.ending import check_final, keep, level, note_end
-from thinwire.elastic.eviction import Jury
+from thinwire.elastic.eviction import EvictionVoter
 from thinwire.elastic.global_state import Agreed
-from thinwire.elastic.plan import MOST_WEIGHT, Claim, Concord, reconcile
+from thinwire.elastic.plan import MOST_WEIGHT, MemberStatus, RoundPlan, reconcile
 from thinwire.errors import CheckpointError, EndedError, LinkError, NonFiniteError, PacketError, UndecidedError
-from thinwire.exchange import Air, Buffers, Round
-from thinwire.membership.rendezvous import Muster, Roster
+from thinwire.exchange import Buffers, Round, SendContext
+from thinwire.membership.rendezvous import Membership, View
 from thinwire.packet import REFUSED
 from thinwire.rng import Key
-from thinwire.runtime.update import Moved, Present
+from thinwire.runtime.update import Present, RoundUpdate
 from thinwire.state import State
 from thinwire.strategy import Strategy
 
@@ -62,7 +62,7 @@ class Outcome:
     broken     it held NaN or infinity, and was not sent
     returned   this replica's delta that was believed to be counted, and is not: it is still to travel
     anew       nothing of this replica's own progress still is to travel: it goes on from the anchor
-    after      turn and chain of the agreed state that this belongs to
+    after      turn and state_digest of the agreed state that this belongs to
     """
 
     fragment: int
@@ -79,7 +79,7 @@ class Outcome:
 
 
 class Rounds:
-    """Flies this replica's rounds over `roster`, one after another, on a thread of its own; fragments take turns in `order`.
+    """Flies this replica's rounds over `membership`, one after another, on a thread of its own; fragments take turns in `order`.
 
     `agreed` is what this replica holds at the start; `fresh`: random weights that nobody should take over from a
     replica that has trained. `step` is set by the main thread and by those that are ahead. `observe(event, **fields)`
@@ -89,7 +89,7 @@ class Rounds:
     def __init__(
         self,
         strategy: Strategy,
-        roster: Roster,
+        membership: Membership,
         agreed: Agreed,
         codecs: Sequence[Codec],
         order: Sequence[int],
@@ -100,11 +100,11 @@ class Rounds:
         clock: Callable[[], float] = time.monotonic,
         thread: Executor | None = None,
     ) -> None:
-        self.strategy, self.roster, self.agreed, self.fresh = strategy, roster, agreed, fresh
+        self.strategy, self.membership, self.agreed, self.fresh = strategy, membership, agreed, fresh
         self.codecs, self.order = codecs, order
         self.step, self.finishing = 0, False
         self.saved_at = NEVER  # the turn of the checkpoint that it went on from: what was counted since, counts
-        self.over = False  # see Concord
+        self.over = False  # see RoundPlan
         self.keep_seconds = 0.0  # for how long one replica keeps the final state for those who are missing at the end
         self.late: set[str] = set()  # for whom this one does
         self._met: set[str] = set()  # names of members
@@ -114,13 +114,13 @@ class Rounds:
         self._waiting: dict[int, Ready] = {}  # deltas whose rounds are to come, by fragment
         self._believed: tuple[int, Ready, str] | None = None  # a turn that counted its delta; only it says so as yet
         self._settled = False  # all had finished, and after the last round nobody had anything left
-        self.alone, self.why_alone = 0, ""  # musters in a row that were none
-        self._air: Air | None = None
+        self.alone, self.why_alone = 0, ""  # views in a row that were none
+        self._context: SendContext | None = None
         self._asked = self._done = 0  # one written by the main thread, one by the exchange thread
         self._failure: BaseException | None = None
-        self.jury = Jury(roster, observe)
-        roster.check = lambda claim, name: Claim.of(claim, name).check(name, order, most_weight)
-        self._thread = thread or ThreadPoolExecutor(1, f"thinwire-rounds-{roster.name}")
+        self.voter = EvictionVoter(membership, observe)
+        membership.check = lambda status, name: MemberStatus.of(status, name).check(name, order, most_weight)
+        self._thread = thread or ThreadPoolExecutor(1, f"thinwire-rounds-{membership.name}")
 
     # ---- the main thread
 
@@ -131,7 +131,7 @@ class Rounds:
         """
         reason = self._round()
         if reason:
-            raise LinkError(f"replica {self.roster.name!r} could not join: {reason}")
+            raise LinkError(f"replica {self.membership.name!r} could not join: {reason}")
         self.fresh = False
 
     @property
@@ -142,7 +142,7 @@ class Rounds:
     def depart(self, *brought: Ready) -> None:
         """Let deltas wait for their rounds, and hold those whose turn it is. Never blocks."""
         if brought:
-            self.jury.departs()
+            self.voter.departs()
         self._submit(brought, self._calls)
 
     def meet(self, *brought: Ready) -> None:
@@ -177,12 +177,12 @@ class Rounds:
         """Leave the others. Idempotent."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._leave_air()
-        self.roster.close()
+        self.membership.close()
 
     # ---- the exchange thread
 
     def _put(self, outcome: Outcome) -> None:
-        self._outcomes.append(replace(outcome, after=(self.agreed.turn, self.agreed.chain)))
+        self._outcomes.append(replace(outcome, after=(self.agreed.turn, self.agreed.state_digest)))
 
     def _work(self, brought: Sequence[Ready], more: Callable[[], bool]) -> None:
         try:
@@ -193,7 +193,7 @@ class Rounds:
                 if self.alone:  # nobody came, and to ask at once again is of no use
                     break
             if self.late:
-                keep(self.roster, self.agreed, self.step, self.order, self.late, self.keep_seconds, self._observe)
+                keep(self.membership, self.agreed, self.step, self.order, self.late, self.keep_seconds, self._observe)
         except BaseException as error:  # whoever asks for outcomes gets it
             self._failure = error
         finally:
@@ -227,12 +227,12 @@ class Rounds:
         """One turn, from who is there to what is believed. Returns what went wrong, if anything did."""
         began = self._clock()
         try:
-            claim = self._claim()
-            muster = self.roster.muster(lambda: replace(claim, step=self.step).facts())  # it trains on meanwhile
-            concord, claims = self._concord(muster)
-            self.jury.judge(muster, claims)
+            status = self._status()
+            view = self.membership.next_view(lambda: replace(status, step=self.step).facts())  # it trains on meanwhile
+            plan, statuses = self._plan(view)
+            self.voter.judge(view, statuses)
         except EndedError as error:
-            check_final(self.roster, self.agreed, error)
+            check_final(self.membership, self.agreed, error)
             self.over = True
             return ""
         except (LinkError, PacketError) as error:
@@ -242,65 +242,73 @@ class Rounds:
             self._observe("alone", reason=str(error))
             self._give_back()
             return str(error)
-        ready, names = self._waiting.pop(concord.fragment, NOTHING), [member.name for member in muster.members]
+        ready, names = self._waiting.pop(plan.fragment, NOTHING), [member.name for member in view.members]
         self.alone = 0
         self._met.update(names)
         reason, moved = "", None
         try:
-            self._level(muster, concord, claims)
-            if concord.counted:
-                moved = self._fly(muster, concord, ready)
+            self._level(view, plan, statuses)
+            if plan.counted:
+                moved = self._fly(view, plan, ready)
         except (LinkError, PacketError, NonFiniteError, CheckpointError) as error:
             reason = f"{type(error).__name__}: {error}"
-        committed = self._decide(muster, concord, ready, moved, reason) if concord.counted else False
+        committed = self._decide(view, plan, ready, moved, reason) if plan.counted else False
         if reason:
             self._leave_air()
-            muster.close()
+            view.close()
         if committed is not None:
-            self._believe(muster, concord, ready, moved if committed else None, reason)
+            self._believe(view, plan, ready, moved if committed else None, reason)
         self._observe(
-            "round", turn=concord.turn, fragment=concord.fragment, members=names, counted=[names[rank] for rank in concord.counted],
-            committed=committed, nbytes=self._sent(muster.group, concord.fragment) if moved else 0, reason=reason,
+            "round", turn=plan.turn, fragment=plan.fragment, members=names, counted=[names[rank] for rank in plan.counted],
+            committed=committed, nbytes=self._sent(view.group, plan.fragment) if moved else 0, reason=reason,
             seconds_spent=self._clock() - began,
         )  # fmt: skip
-        if concord.over and not reason:
-            self._end(muster.group.rank == 0 and not any(claim.over for claim in claims), names)
+        if plan.over and not reason:
+            self._end(view.group.rank == 0 and not any(status.over for status in statuses), names)
         return reason
 
-    def _claim(self) -> Claim:
+    def _status(self) -> MemberStatus:
         agreed, finishing = self.agreed, self.finishing and not self._doubt
         brings = {str(index): ready.weight for index, ready in self._waiting.items()}
-        return Claim(
-            agreed.turn, agreed.chain, self.step, self.fresh, finishing, agreed.run, False, brings, **self.jury.says()
+        return MemberStatus(
+            agreed.turn,
+            agreed.state_digest,
+            self.step,
+            self.fresh,
+            finishing,
+            agreed.run,
+            False,
+            brings,
+            **self.voter.says(),
         )
 
-    def _concord(self, muster: Muster) -> tuple[Concord, list[Claim]]:
-        claims = [Claim.of(member.claim, member.name) for member in muster.members]
-        return reconcile(claims, self.order), claims
+    def _plan(self, view: View) -> tuple[RoundPlan, list[MemberStatus]]:
+        statuses = [MemberStatus.of(member.status, member.name) for member in view.members]
+        return reconcile(statuses, self.order), statuses
 
-    def _level(self, muster: Muster, concord: Concord, claims: Sequence[Claim]) -> None:
+    def _level(self, view: View, plan: RoundPlan, statuses: Sequence[MemberStatus]) -> None:
         """Those behind take over what the first sound member holds; after it all stand at the same turn."""
-        if donor := level(muster, concord, claims, self.agreed, self._observe):
+        if donor := level(view, plan, statuses, self.agreed, self._observe):
             self._catch_up(donor)
-        elif self._doubt is not None:  # whoever heard yes would have another chain, and be ahead
+        elif self._doubt is not None:  # whoever heard yes would have another state_digest, and be ahead
             self._settle_doubt(counted=False)
-        self.agreed.turn, self.saved_at, self._believed = concord.turn, NEVER, None
-        self.agreed.run = self.roster.run = claims[concord.sound[0]].run or muster.id
-        self.step = max(self.step, concord.step)
+        self.agreed.turn, self.saved_at, self._believed = plan.turn, NEVER, None
+        self.agreed.run = self.membership.run = statuses[plan.sound[0]].run or view.id
+        self.step = max(self.step, plan.step)
 
     def _catch_up(self, donor: str) -> None:
         if self._doubt is not None:
             turn, ready, _ = self._doubt
-            self._settle_doubt(counted=self.agreed.counts(turn, self.roster.name, ready.fragment))
+            self._settle_doubt(counted=self.agreed.counts(turn, self.membership.name, ready.fragment))
         since = {
             index
             for turn, (index, who, _) in self.agreed.counted.items()
-            if turn >= self.saved_at and self.roster.name in who
+            if turn >= self.saved_at and self.membership.name in who
         }
         returned = None
         if self._believed is not None:  # heard before the lighthouse died, and the others went on without it
             turn, ready, mark = self._believed
-            returned = None if self.agreed.counts(turn, self.roster.name, ready.fragment, mark) else ready
+            returned = None if self.agreed.counts(turn, self.membership.name, ready.fragment, mark) else ready
         for index, (anchor, state) in enumerate(zip(self.agreed.anchors, self.agreed.states)):
             anew, back = self.fresh or index in since, returned if returned and returned.fragment == index else None
             self._put(Outcome(index, self.agreed.turn, anchor, state, returned=back, anew=anew))
@@ -315,17 +323,17 @@ class Rounds:
         else:
             self._put(Outcome(ready.fragment, turn, ready=ready))
 
-    def _fly(self, muster: Muster, concord: Concord, ready: Ready) -> Moved:
+    def _fly(self, view: View, plan: RoundPlan, ready: Ready) -> RoundUpdate:
         """Exchange the round's fragment.
 
-        Every delta is sent times weight · M / `Concord.whole`, so that the mean over all M members is the weighted one.
+        Every delta is sent times weight · M / `RoundPlan.whole`, so that the mean over all M members is the weighted one.
         """
-        strategy, group, fragment = self.strategy, muster.group, concord.fragment
-        anchor, own = self.agreed.anchors[fragment], group.rank in concord.counted
-        share = concord.weights[group.rank] * group.size / concord.whole
+        strategy, group, fragment = self.strategy, view.group, plan.fragment
+        anchor, own = self.agreed.anchors[fragment], group.rank in plan.counted
+        share = plan.weights[group.rank] * group.size / plan.whole
         delta = ready.delta if own else torch.zeros_like(anchor)
         present = Present(delta, anchor, self.agreed.states[fragment], ready.feedback if own else {})
-        moved = Moved(present, strategy.outer, strategy.feedback if own else None, Buffers())
+        moved = RoundUpdate(present, strategy.outer, strategy.feedback if own else None, Buffers())
 
         def signal(begin: int, end: int) -> Tensor:
             values = moved.signal(begin, end)
@@ -335,12 +343,12 @@ class Rounds:
             moved.settle(begin, mean, sent if share in (0.0, 1.0) else lambda: sent() / share)
 
         air = self._air_over(group)
-        key = Key(strategy.seed, fragment, concord.turn, group.rank)
+        key = Key(strategy.seed, fragment, plan.turn, group.rank)
         round_ = Round(air, self.codecs[fragment], anchor.numel(), key, signal)
-        with self.jury.watches(round_, muster):
+        with self.voter.watches(round_, view):
             arrival = strategy.exchange.arrive(strategy.exchange.depart(round_, {}), settle)
         if any(flags & REFUSED for flags in arrival.flags):
-            who = [muster.members[rank].name for rank, flags in enumerate(arrival.flags) if flags & REFUSED]
+            who = [view.members[rank].name for rank, flags in enumerate(arrival.flags) if flags & REFUSED]
             raise PacketError(
                 f"{', '.join(who)} sent no values after having said that they are finite; the round is dropped."
             )
@@ -352,51 +360,51 @@ class Rounds:
     def _end(self, keeps: bool, there: Sequence[str]) -> None:
         """All is agreed, and nothing changes any more."""
         if self.keep_seconds:
-            here = {self.roster.name, *there, *self.jury.put_out}
-            self.late = note_end(self.roster, self.agreed, keeps, self._met, here)
+            here = {self.membership.name, *there, *self.voter.put_out}
+            self.late = note_end(self.membership, self.agreed, keeps, self._met, here)
         self.over = True
 
     def _sent(self, group: Group, fragment: int) -> int:
         codec, numel = self.codecs[fragment], self.agreed.anchors[fragment].numel()
         return self.strategy.exchange.nbytes_sent(codec, numel, group.size, group.rank)
 
-    def _air_over(self, group: Group) -> Air:
+    def _air_over(self, group: Group) -> SendContext:
         """Kept as long as the group is."""
-        if self._air is None or self._air.group is not group:
+        if self._context is None or self._context.group is not group:
             self._leave_air()
-            self._air = Air(group, self.roster.clock)
-        return self._air
+            self._context = SendContext(group, self.membership.clock)
+        return self._context
 
     def _leave_air(self) -> None:
-        if self._air is not None:
-            self._air.close()
-        self._air = None
+        if self._context is not None:
+            self._context.close()
+        self._context = None
 
-    def _decide(self, muster: Muster, concord: Concord, ready: Ready, moved: Moved | None, reason: str) -> bool | None:
-        """Whether all members have all that the round needs; None: this one cannot learn it now, and waits for the next claims."""
+    def _decide(self, view: View, plan: RoundPlan, ready: Ready, moved: RoundUpdate | None, reason: str) -> bool | None:
+        """Whether all members have all that the round needs; None: this one cannot learn it now, and waits for the next statuses."""
         try:
-            return muster.decide(f"turn {concord.turn}", moved is not None, self.roster.deadlines.vote)
+            return view.decide(f"turn {plan.turn}", moved is not None, self.membership.timeouts.vote)
         except UndecidedError as error:
             assert moved is not None
-            if muster.group.rank in concord.counted:
-                self._doubt = (concord.turn, ready, moved.feedback)
+            if view.group.rank in plan.counted:
+                self._doubt = (plan.turn, ready, moved.feedback)
             else:
-                self._put(Outcome(ready.fragment, concord.turn, ready=ready))
-            self._observe("doubt", turn=concord.turn, reason=str(error))
+                self._put(Outcome(ready.fragment, plan.turn, ready=ready))
+            self._observe("doubt", turn=plan.turn, reason=str(error))
             return None
 
-    def _believe(self, muster: Muster, concord: Concord, ready: Ready, moved: Moved | None, reason: str) -> None:
-        own = ready if muster.group.rank in concord.counted else None
+    def _believe(self, view: View, plan: RoundPlan, ready: Ready, moved: RoundUpdate | None, reason: str) -> None:
+        own = ready if view.group.rank in plan.counted else None
         if moved is not None:
-            names = tuple(muster.members[rank].name for rank in concord.counted)
+            names = tuple(view.members[rank].name for rank in plan.counted)
             assert moved.anchor is not None  # it has finished
-            self.agreed.commit(concord.fragment, moved.anchor, moved.outer, names)
-            self._believed = None if own is None else (concord.turn, own, self.agreed.mark)
-        if self.agreed.turn == concord.turn and concord.fragment >= 0:  # not, if it could not take over what it lacks
+            self.agreed.commit(plan.fragment, moved.anchor, moved.outer, names)
+            self._believed = None if own is None else (plan.turn, own, self.agreed.mark)
+        if self.agreed.turn == plan.turn and plan.fragment >= 0:  # not, if it could not take over what it lacks
             self.agreed.turn += 1
         if moved is not None:
             feedback = moved.feedback if own else {}
-            self._put(Outcome(concord.fragment, concord.turn, moved.anchor, moved.outer, own, feedback, own))
+            self._put(Outcome(plan.fragment, plan.turn, moved.anchor, moved.outer, own, feedback, own))
         if moved is None or own is None:
-            self._put(Outcome(ready.fragment, concord.turn, ready=ready))
-        self._settled = concord.last and moved is not None
+            self._put(Outcome(ready.fragment, plan.turn, ready=ready))
+        self._settled = plan.last and moved is not None

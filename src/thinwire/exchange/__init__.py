@@ -1,7 +1,7 @@
 """How packets become one estimate."""
 
 from thinwire.exchange.all_reduce import AllReduce
-from thinwire.exchange.base import Air, Arrival, Exchange, Round, Settle
+from thinwire.exchange.base import Arrival, Exchange, Round, SendContext, Settle
 from thinwire.exchange.buffers import Buffers
 from thinwire.exchange.direct import Direct
 from thinwire.exchange.fastest import Fastest
@@ -10,7 +10,6 @@ from thinwire.exchange.testing import once
 from thinwire.exchange.two_shot import TwoShot
 
 __all__ = [
-    "Air",
     "AllReduce",
     "Arrival",
     "Buffers",
@@ -19,6 +18,7 @@ __all__ = [
     "Fastest",
     "Hierarchy",
     "Round",
+    "SendContext",
     "Settle",
     "TwoShot",
     "once",

@@ -29,7 +29,7 @@ class AllReduce:
     (M−1)·nbytes. With Cast the mean is rounded once more, as in `TwoShot`.
 
     State: of a codec that is `Warm` (LowRank: 4 bytes a value of Q) what its next round goes on from, alike on all replicas; with a
-    `Roster`, whose replicas need not have seen the last round, nothing.
+    `Membership`, whose replicas need not have seen the last round, nothing.
 
     Predicted: 2 delays a phase + 8·(bytes sent) / rate.
     """
@@ -99,7 +99,7 @@ class _Phases:
         for number, reduction in enumerate(self._reductions):
             if number:
                 reduction.send(self._silence if void else self._project)
-            mean = self.round.air.buffers.floats(reduction.numel)
+            mean = self.round.context.buffers.floats(reduction.numel)
 
             def collect(begin: int, part: Tensor, _: object, mean: Tensor = mean) -> None:
                 mean[begin : begin + part.numel()] = part
@@ -111,12 +111,12 @@ class _Phases:
         if not void:
             self._expand(settle)
         after = self._after() if self._goes_on and not void else self._state
-        self.round.air.buffers.give(*self._means)
+        self.round.context.buffers.give(*self._means)
         return Arrival(tuple(flags), after, void)
 
     def _after(self) -> State:
         """What the next round goes on from."""
-        last = self.round.air.buffers.like(self._state["last"])
+        last = self.round.context.buffers.like(self._state["last"])
         return {"last": last.copy_(self._means[-1][: len(last)])}
 
     def _project(self, begin: int, end: int) -> Tensor:

@@ -19,7 +19,7 @@ from thinwire.diagnosis.records import Record
 from thinwire.errors import DisagreementError, LinkError, NonFiniteError, PacketError
 from thinwire.exchange.buffers import Buffers
 from thinwire.exchange.chunks import STAGE, Message, Piece, Signal
-from thinwire.exchange.send_queue import Order, Outbox, Sent
+from thinwire.exchange.send_queue import Order, SendQueue, Sent
 from thinwire.exchange.trace import Trace
 from thinwire.packet import HEADER_NBYTES, REFUSED, STOP, Header, identity, open_packet, payload, seal
 from thinwire.pieces.feedback import Feedback
@@ -77,26 +77,26 @@ class Arrival:
     void: bool = False
 
 
-class Air:
+class SendContext:
     """What the rounds of one replica share: the group, the order in which they send, their buffers, and the group's clock."""
 
     def __init__(self, group: Group, clock: Callable[[], float] = time.monotonic) -> None:
-        self.group, self.outbox, self.buffers, self.clock = group, Outbox(group, clock), Buffers(), clock
+        self.group, self.send_queue, self.buffers, self.clock = group, SendQueue(group, clock), Buffers(), clock
 
     def close(self) -> None:
         """End the sending thread. The group stays open."""
-        self.outbox.close()
+        self.send_queue.close()
 
 
 @dataclass
 class Round:
     """What an exchange is to do: carry `signal`, `numel` elements of it, coded by `codec`; and what it used for that.
 
-    `key` names the own packet, `flags` go with it, `order` says whose messages leave first (`Outbox`); `step` is the inner step after
+    `key` names the own packet, `flags` go with it, `order` says whose messages leave first (`SendQueue`); `step` is the inner step after
     which it departs, where that is the same on all replicas.
     """
 
-    air: Air
+    context: SendContext
     codec: Codec
     numel: int
     key: Key
@@ -109,23 +109,23 @@ class Round:
     trace: Trace = field(default_factory=Trace)
 
     def __post_init__(self) -> None:
-        self.begun = self.air.clock()
+        self.begun = self.context.clock()
 
     @property
     def rank(self) -> int:
-        return self.air.group.rank
+        return self.context.group.rank
 
     @property
     def size(self) -> int:
-        return self.air.group.size
+        return self.context.group.size
 
     @property
     def peers(self) -> list[int]:
         return [peer for peer in range(self.size) if peer != self.rank]
 
     def packet(self, nbytes: int) -> Tensor:
-        """Room for a packet with a payload of `nbytes`."""
-        self.packets.append(self.air.buffers.bytes(HEADER_NBYTES + nbytes))
+        """Decoder for a packet with a payload of `nbytes`."""
+        self.packets.append(self.context.buffers.bytes(HEADER_NBYTES + nbytes))
         return self.packets[-1]
 
     def close(self) -> None:
@@ -138,7 +138,7 @@ class Round:
             except LinkError as error:
                 self.trace.not_taken(error.peer)
                 raise
-        self.air.buffers.give(*self.packets)
+        self.context.buffers.give(*self.packets)
         self.packets.clear()
 
     def own_failure(self) -> BaseException | None:
@@ -223,13 +223,13 @@ class Stage:
         Who is looked at first changes: a carrier may see a message only after those before it.
         """
         sizes = {peer: [HEADER_NBYTES + m.nbytes + self.marks for m in of_peer] for peer, of_peer in due.items()}
-        self.round.trace.expect(self.number, sizes, self.round.air.clock())
+        self.round.trace.expect(self.number, sizes, self.round.context.clock())
         peers = list(due)
         for index in range(max(map(len, due.values()), default=0)):
             first = (self.round.key.round + index) % len(peers)
             messages = {peer: due[peer][index] for peer in peers[first:] + peers[:first] if index < len(due[peer])}
             packets = {p: self.round.packet(message.nbytes + self.marks) for p, message in messages.items()}
-            transfer = self.round.air.group.post(self._tag(index), {}, packets, self.purpose)
+            transfer = self.round.context.group.post(self._tag(index), {}, packets, self.purpose)
             self._expected.append(_Expected(transfer, messages, packets))
 
     def receive(self, index: int, authors: Mapping[int, int] | None = None) -> dict[int, int]:
@@ -239,7 +239,7 @@ class Stage:
         if index >= len(self._expected):
             return {}
         transfer, messages, packets = self._expected[index]
-        began = self.round.air.clock()
+        began = self.round.context.clock()
         try:
             transfer.wait()
         except BaseException:
@@ -279,7 +279,7 @@ class Stage:
 
     def post(self, index: int, packet: Outgoing, to: Sequence[int]) -> None:
         """Send what is written when it is its turn."""
-        packet.leaves_with(self.round.air.outbox.put(self.round.order, lambda: self._post(packet, index, to)))
+        packet.leaves_with(self.round.context.send_queue.put(self.round.order, lambda: self._post(packet, index, to)))
 
     def pass_on(self, index: int, message: Message, packet: Tensor, to: Sequence[int]) -> None:
         """Send another's packet as it is when it is its turn."""
@@ -296,7 +296,7 @@ class Stage:
             self._write(outgoing, index, signal, key, self.round.flags, ())
             self._post(outgoing, index, to)
 
-        outgoing.leaves_with(self.round.air.outbox.put(self.round.order, job))
+        outgoing.leaves_with(self.round.context.send_queue.put(self.round.order, job))
         return outgoing
 
     def _outgoing(self, message: Message) -> Outgoing:
@@ -331,7 +331,7 @@ class Stage:
     def _post(self, outgoing: Outgoing, index: int, to: Sequence[int]) -> None:
         if to:
             messages = dict.fromkeys(to, outgoing.packet)
-            outgoing.sent = sent = self.round.air.outbox.send(self._tag(index), messages, self.purpose)
+            outgoing.sent = sent = self.round.context.send_queue.send(self._tag(index), messages, self.purpose)
             self.round.trace.left(self.number, index, outgoing.packet.numel(), to, sent.posted)
 
     def _header(self, key: Key, index: int, message: Message) -> Header:
@@ -348,12 +348,12 @@ class Stage:
         return (key.round << 24 | (key.fragment & 0x3FF) << 14 | self.number << 9 | index & 0x1FF) % TAGS
 
 
-class Room:
+class Decoder:
     """Where a round's packets are decoded, a piece at a time; what it returns is lent until the next call."""
 
     def __init__(self, round_: Round, codec: Codec, messages: Iterable[Message]) -> None:
         numel = max((piece.end - piece.begin for message in messages for piece in message.pieces), default=0)
-        self._codec, self._joins, self._buffers = codec, joins(codec), round_.air.buffers
+        self._codec, self._joins, self._buffers = codec, joins(codec), round_.context.buffers
         self._mean, self._sent = self._buffers.floats(numel), self._buffers.floats(numel)
 
     def mean(

@@ -41,7 +41,7 @@ class Buffers:
         return self.bytes(4 * count).view(torch.float32)
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Room for what `tensor` holds: flat fp32 where it is; only what is on the CPU is used again."""
+        """Decoder for what `tensor` holds: flat fp32 where it is; only what is on the CPU is used again."""
         return self.floats(tensor.numel()) if tensor.device.type == "cpu" else torch.empty_like(tensor)
 
     def give(self, *tensors: Tensor) -> None:

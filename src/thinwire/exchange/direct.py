@@ -7,7 +7,7 @@ from functools import partial
 
 from thinwire.codecs import Codec
 from thinwire.comm.emulated import Link
-from thinwire.exchange.base import Arrival, Outgoing, Room, Round, Settle, Stage
+from thinwire.exchange.base import Arrival, Decoder, Outgoing, Round, Settle, Stage
 from thinwire.exchange.chunks import Message, cut, packets_nbytes
 from thinwire.packet import REFUSED
 from thinwire.pieces.feedback import Feedback
@@ -49,7 +49,7 @@ class Direct:
     def arrive(self, departure: _Departure, settle: Settle) -> Arrival:
         round_, stage, own = departure.round, departure.stage, departure.own
         flags = [0] * round_.size
-        room = Room(round_, round_.codec, departure.messages)
+        room = Decoder(round_, round_.codec, departure.messages)
         for index, message in enumerate(departure.messages):
             heard = stage.receive(index)
             packets = {peer: stage.packet(index, peer) for peer in heard} | {round_.rank: own[index].wait()}

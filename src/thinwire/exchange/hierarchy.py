@@ -12,7 +12,7 @@ from torch import Tensor
 from thinwire.codecs import Codec, Identity
 from thinwire.comm.emulated import Link
 from thinwire.errors import ConfigurationError
-from thinwire.exchange.base import MOST_STAGES, Arrival, Outgoing, Room, Round, Settle, Stage, heard
+from thinwire.exchange.base import MOST_STAGES, Arrival, Decoder, Outgoing, Round, Settle, Stage, heard
 from thinwire.exchange.chunks import Message, Piece, cut, packets_nbytes, shards
 from thinwire.exchange.owner import Owner, check_owners
 from thinwire.packet import REFUSED, flags_of, payload
@@ -150,7 +150,7 @@ class _TwoHops:
 
     def arrive(self, settle: Settle) -> Arrival:
         round_ = self.round
-        room = Room(round_, round_.codec, (message for of in self._shards for message in of))
+        room = Decoder(round_, round_.codec, (message for of in self._shards for message in of))
         own = [self._average(index, room) for index in range(len(self._mine))]
         for index, message in enumerate(self._mine):
             self._across.receive(index)
@@ -187,7 +187,7 @@ class _TwoHops:
                     message, to = _dense(self._shards[place])[index], [self._site[place]]
                     self._inside.send(index, message, to, self.round.signal, self.round.key)
 
-    def _average(self, index: int, room: Room) -> Outgoing:
+    def _average(self, index: int, room: Decoder) -> Outgoing:
         """Say the site's mean of one message of the own shard, to the other sites and to the own."""
         round_, message = self.round, self._mine[index]
         said = self._inside.receive(index)
@@ -225,7 +225,7 @@ class _TwoHops:
                 found[site[place]] = self._across.packet(index, site[place])
         return found
 
-    def _settle(self, place: int, message: Message, packets: dict[int, Tensor], room: Room, settle: Settle) -> None:
+    def _settle(self, place: int, message: Message, packets: dict[int, Tensor], room: Decoder, settle: Settle) -> None:
         weights = {site[place]: weight for site, weight in zip(self._sites, self._weights)}
         for piece in message.pieces:
             mean = room.mean(piece, packets, self._key(place), weights)

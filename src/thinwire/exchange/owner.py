@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from thinwire.errors import ConfigurationError
-from thinwire.exchange.base import Outgoing, Room, Stage
+from thinwire.exchange.base import Decoder, Outgoing, Stage
 from thinwire.exchange.chunks import Message, Piece
 from thinwire.packet import REFUSED
 from thinwire.pieces.feedback import Feedback
@@ -31,11 +31,11 @@ class Owner:
 
     def __init__(self, stage: Stage, key: Key, messages: Sequence[Message], feedback: Feedback | None, state: State):
         self._stage, self._key, self._messages, self._feedback, self._state = stage, key, messages, feedback, state
-        self._buffers = stage.round.air.buffers
+        self._buffers = stage.round.context.buffers
         self.after: State = {name: self._buffers.floats(held.numel()) for name, held in state.items()}
 
     def say(
-        self, index: int, mean: Callable[[Piece], Tensor], marks: Sequence[int], to: Sequence[int], room: Room
+        self, index: int, mean: Callable[[Piece], Tensor], marks: Sequence[int], to: Sequence[int], room: Decoder
     ) -> Outgoing:
         """Encode the mean of message `index` and let it go `to` them. If a mark says `REFUSED`, there is no mean."""
         message, void = self._messages[index], any(mark & REFUSED for mark in marks)

@@ -23,7 +23,7 @@ WINDOW_NBYTES = 1 << 21
 Order = tuple[int, ...]  # the step of landing, then what departed first
 
 
-class Outbox:
+class SendQueue:
     """One thread that does jobs, the least in `order` first, those of equal order as they came."""
 
     def __init__(self, group: Group, clock: Callable[[], float] = time.monotonic) -> None:

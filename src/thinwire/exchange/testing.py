@@ -8,21 +8,21 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
-from thinwire.exchange.base import Air, Arrival, Exchange, Round
+from thinwire.exchange.base import Arrival, Exchange, Round, SendContext
 from thinwire.packet import REFUSED
 from thinwire.rng import Key
 from thinwire.state import State
 
 
 def once(
-    exchange: Exchange, air: Air, codec: Codec, delta: Tensor, key: Key, state: State, flags: int = 0
+    exchange: Exchange, context: SendContext, codec: Codec, delta: Tensor, key: Key, state: State, flags: int = 0
 ) -> tuple[Tensor | None, Arrival]:
-    """Exchange flat fp32 `delta` with all replicas of `air`: the estimate of the mean, or None where one refused.
+    """Exchange flat fp32 `delta` with all replicas of `context`: the estimate of the mean, or None where one refused.
 
     >>> from thinwire import Direct, Identity, run_threads
     >>> def replica(group):
     ...     own = torch.tensor([1.0, 3.0]) * group.rank
-    ...     estimate, _ = once(Direct(), Air(group), Identity(), own, Key(sender=group.rank), {})
+    ...     estimate, _ = once(Direct(), SendContext(group), Identity(), own, Key(sender=group.rank), {})
     ...     return estimate.tolist()
     >>> run_threads(2, replica)
     [[0.5, 1.5], [0.5, 1.5]]
@@ -32,7 +32,7 @@ def once(
     def settle(begin: int, mean: Tensor, _: Callable[[], Tensor]) -> None:
         estimate[begin : begin + mean.numel()] = mean
 
-    round_ = Round(air, codec, delta.numel(), key, lambda begin, end: delta[begin:end], flags, (key.round,))
+    round_ = Round(context, codec, delta.numel(), key, lambda begin, end: delta[begin:end], flags, (key.round,))
     arrival = exchange.arrive(exchange.depart(round_, state), settle)
     refused = arrival.void or any(said & REFUSED for said in arrival.flags)
     return None if refused else estimate, arrival

@@ -10,7 +10,7 @@ from torch import Tensor
 from thinwire.codecs import Codec, RandomK, Shaped, nested
 from thinwire.comm.emulated import Link
 from thinwire.errors import ConfigurationError
-from thinwire.exchange.base import Arrival, Outgoing, Room, Round, Settle, Stage, heard
+from thinwire.exchange.base import Arrival, Decoder, Outgoing, Round, Settle, Stage, heard
 from thinwire.exchange.chunks import Signal, cut, packets_nbytes, shards
 from thinwire.exchange.owner import Owner, check_owners
 from thinwire.packet import REFUSED
@@ -119,7 +119,7 @@ class Reduction:
 
     def arrive(self, settle: Settle) -> Arrival:
         """Average the own shard, then take all means."""
-        room = Room(self.round, self.codec, (message for of in self.messages for message in of))
+        room = Decoder(self.round, self.codec, (message for of in self.messages for message in of))
         rank = self.round.rank
         owner = Owner(self._gather, self._gathered(rank), self.messages[rank], self._feedback, self._state)
         own = [self._average(index, owner, room) for index in range(len(self.messages[rank]))]
@@ -136,7 +136,7 @@ class Reduction:
         room.close()
         return Arrival(tuple(flags), owner.after, void)
 
-    def _average(self, index: int, owner: Owner, room: Room) -> Outgoing:
+    def _average(self, index: int, owner: Owner, room: Decoder) -> Outgoing:
         """Say the mean of one message of the own shard to all."""
         rank = self.round.rank
         said = self._scatter.receive(index)
@@ -147,7 +147,7 @@ class Reduction:
             index, lambda piece: room.mean(piece, packets, self._scattered(rank)), marks, self.round.peers, room
         )
 
-    def _settle(self, owner: int, index: int, packet: Tensor, room: Room, settle: Settle) -> None:
+    def _settle(self, owner: int, index: int, packet: Tensor, room: Decoder, settle: Settle) -> None:
         sent = self._own[owner, index]
         for piece in self.messages[owner][index].pieces:
             mean = room.mean(piece, {owner: packet}, self._gathered(owner))

@@ -23,8 +23,8 @@ from thinwire.comm import Group, Link, parse_link
 from thinwire.diagnosis import Rules
 from thinwire.errors import LinkError
 from thinwire.lm.run import Run
-from thinwire.membership import Deadlines, Roster
-from thinwire.membership.rendezvous import Meeting, Observe
+from thinwire.membership import Membership, Timeouts
+from thinwire.membership.rendezvous import Observe, Rendezvous
 from thinwire.pieces.partition import Fragment
 from thinwire.records.events import EventLog
 from thinwire.rng import derive
@@ -38,10 +38,10 @@ AGAIN = 30.0  # seconds before the same hindrance is told again
 
 
 @dataclass(frozen=True)
-class Coming:
+class MemberSpec:
     """One that comes and goes: where it meets the others, and a name that no other has, kept over restarts."""
 
-    meeting: Meeting
+    rendezvous: Rendezvous
     name: str
     secret: bytes = b""
 
@@ -73,7 +73,7 @@ class Share:
 class Place:
     """Where a replica runs. `group`: those that it trains with from the first step to the last, or how it comes to them."""
 
-    group: Group | Coming
+    group: Group | MemberSpec
     folder: Path
     resume: bool = False
     site: Group | None = None
@@ -85,14 +85,14 @@ class Place:
     @property
     def name(self) -> str:
         """Of its event file and its checkpoints."""
-        if isinstance(self.group, Coming):
+        if isinstance(self.group, MemberSpec):
             return self.group.name
         return f"replica-{self.group.rank}" + (f".shard-{self.shard}" if self.shards > 1 else "")
 
     @property
     def writes_the_model(self) -> bool:
         """All replicas hold the same one: in a fixed group the first writes it; one that comes and goes cannot know who is left."""
-        return isinstance(self.group, Coming) or (self.group.rank == 0 and self.shard == 0)
+        return isinstance(self.group, MemberSpec) or (self.group.rank == 0 and self.shard == 0)
 
     def number(self, run: Run) -> int:
         """For the order in tables; those with names of their own come last."""
@@ -101,7 +101,7 @@ class Place:
 
     def share(self, run: Run) -> Share:
         """Of the text."""
-        if isinstance(self.group, Coming):
+        if isinstance(self.group, MemberSpec):
             return Share.of(run, self.group.name)
         return Share(run.seed, self.group.rank, self.group.size)
 
@@ -111,46 +111,46 @@ def largest_round(strategy: Strategy, fragments: Sequence[int | Shapes], replica
     return max(strategy.nbytes_per_period([fragment], replicas) for fragment in fragments)
 
 
-def deadlines(
+def timeouts(
     run: Run, strategy: Strategy, fragments: Sequence[int | Shapes], link: Link | None, step_seconds: float
-) -> Deadlines:
+) -> Timeouts:
     """The one time-out model, for `run`."""
     schedule, nbytes = strategy.schedule, largest_round(strategy, fragments, run.replicas)
-    return Deadlines.of(schedule.every, schedule.delay, step_seconds, nbytes, link, run.grace)
+    return Timeouts.of(schedule.every, schedule.delay, step_seconds, nbytes, link, run.grace)
 
 
 def heartbeat_timeout(run: Run) -> float:
     """What a lighthouse for `run` is to be told. It depends on the link alone."""
     schedule = run.make_strategy().schedule
-    return Deadlines.of(schedule.every, schedule.delay, 0.0, 0, parse_link(run.link)).heartbeat_timeout
+    return Timeouts.of(schedule.every, schedule.delay, 0.0, 0, parse_link(run.link)).heartbeat_timeout
 
 
-def roster(
-    coming: Coming,
+def membership(
+    member: MemberSpec,
     run: Run,
     facts: Mapping[str, Any],
-    times: Deadlines,
+    times: Timeouts,
     wrap: Callable[[Group], Group],
     observe: Observe,
-) -> Roster:
+) -> Membership:
     """Those who are there, for `run`: `facts` must be alike on all, beside code, strategy and model."""
-    times = replace(times, muster=min(times.muster, run.timeout))
+    times = replace(times, view=min(times.view, run.timeout))
     texts = {name: str(value) for name, value in {"replicas": run.replicas, **facts}.items()}
-    return Roster(
-        coming.meeting,
-        coming.name,
+    return Membership(
+        member.rendezvous,
+        member.name,
         facts=texts,
         least=run.least,
-        secret=coming.secret,
-        deadlines=times,
+        secret=member.secret,
+        timeouts=times,
         wrap=wrap,
         observe=observe,
         evict=Rules() if run.evict else None,
     )
 
 
-class Hindrances:
-    """Of what a roster tells, what keeps it from a muster for longer than `PATIENCE`, as retry events: each reason once in `AGAIN` seconds.
+class RetryReporter:
+    """Of what a membership tells, what keeps it from a view for longer than `PATIENCE`, as retry events: each reason once in `AGAIN` seconds.
 
     `step` says where training is.
     """
@@ -162,7 +162,7 @@ class Hindrances:
 
     def __call__(self, kind: str, fields: Mapping[str, Any]) -> None:
         now = time.monotonic()
-        if kind == "muster":
+        if kind == "view":
             self._since = None
         elif kind == "retry":
             self._since = now if self._since is None else self._since
@@ -173,23 +173,23 @@ class Hindrances:
 
 
 class Pace:
-    """Deadlines for inner steps as they last now: the median of the last ones, taken ever more rarely."""
+    """Timeouts for inner steps as they last now: the median of the last ones, taken ever more rarely."""
 
     def __init__(self, strategy: Strategy, run: Run, fragments: Sequence[Fragment], step_seconds: float) -> None:
         self._shapes, self._recent = [fragment.shapes for fragment in fragments], deque([step_seconds], maxlen=64)
         self._strategy, self._run, self._link = strategy, run, parse_link(run.link)
-        self._steps, self._now = 0, self.deadlines()
+        self._steps, self._now = 0, self.timeouts()
 
-    def deadlines(self) -> Deadlines:
+    def timeouts(self) -> Timeouts:
         seconds = statistics.median(self._recent)
-        return deadlines(self._run, self._strategy, self._shapes, self._link, seconds)
+        return timeouts(self._run, self._strategy, self._shapes, self._link, seconds)
 
-    def after_step(self, seconds: float) -> Deadlines:
-        """The deadlines from here on."""
+    def after_step(self, seconds: float) -> Timeouts:
+        """The timeouts from here on."""
         self._steps += 1
         self._recent.append(seconds)
         if self._steps >= 8 and self._steps & (self._steps - 1) == 0:
-            self._now = self.deadlines()
+            self._now = self.timeouts()
         return self._now
 
 

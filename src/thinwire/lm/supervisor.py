@@ -27,10 +27,10 @@ import torch
 from thinwire.checkpoint import newest
 from thinwire.errors import CheckpointError, LinkError, ThinwireError
 from thinwire.lm.launch import Stop, Tick, end, sharing_cores, stop_with_the_launcher, stopping, train_here
-from thinwire.lm.place import Coming, Place, heartbeat_timeout
+from thinwire.lm.place import MemberSpec, Place, heartbeat_timeout
 from thinwire.lm.run import Run
 from thinwire.lm.tokenizer import open_corpus
-from thinwire.membership import Lighthouse, LighthouseMeeting
+from thinwire.membership import Lighthouse, LighthouseRendezvous
 from thinwire.membership.channel import secret_in
 from thinwire.membership.view import Presence
 from thinwire.printable import printable_lines
@@ -58,7 +58,7 @@ def check_seat(seat: Seat | None) -> None:
     """Raises `ConfigurationError` for what is no address, no name, or no run secret."""
     if seat:
         Presence(seat.name, "", 0)
-        LighthouseMeeting(seat.lighthouse)
+        LighthouseRendezvous(seat.lighthouse)
         if seat.secret:
             secret_in(seat.secret)
 
@@ -283,8 +283,8 @@ def main() -> int:
     try:
         with stopping(stop):
             gpu = index % max(1, torch.cuda.device_count())
-            coming = Coming(LighthouseMeeting(lighthouse), name, secret_in(Path(secret)) if secret else b"")
-            place = Place(coming, folder, resume, gpu=gpu, stop=stop)
+            member = MemberSpec(LighthouseRendezvous(lighthouse), name, secret_in(Path(secret)) if secret else b"")
+            place = Place(member, folder, resume, gpu=gpu, stop=stop)
             train_here(Run.load(folder / "run.toml"), place)
     except ThinwireError as error:
         print(printable_lines(f"{type(error).__name__}: {error}"), file=sys.stderr)

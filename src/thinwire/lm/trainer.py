@@ -22,13 +22,13 @@ from thinwire.comm import CountedGroup, Group, Ledger, LinkedGroup, parse_link
 from thinwire.errors import CheckpointError, ConfigurationError, EndedError, LinkError, ThinwireError
 from thinwire.lm.export import store
 from thinwire.lm.loops import evaluated, micro_batches
-from thinwire.lm.place import Coming, Hindrances, Pace, Place, join, passing_on, roster, shard
+from thinwire.lm.place import MemberSpec, Pace, Place, RetryReporter, join, membership, passing_on, shard
 from thinwire.lm.releases import releases
 from thinwire.lm.run import Run
 from thinwire.lm.setup import learning_rate, make_model
 from thinwire.lm.start import start
 from thinwire.lm.tokenizer import keep_tokenizer, open_corpus
-from thinwire.membership import Roster
+from thinwire.membership import Membership
 from thinwire.methods import Attached, Method, ZerothOrder
 from thinwire.pieces.partition import Fragment
 from thinwire.records.events import EventLog
@@ -57,8 +57,8 @@ class Trainer:
         self.ledger, self.clock, self.eval_loss = Ledger(), Clock(), math.nan
         self.corpus, self.share = open_corpus(run, place.folder), place.share(run)
         facts = run.shared() | {"tokenizer": self.corpus.tokenizer.fingerprint}
-        if not isinstance(place.group, Coming):
-            self.group: Group | Roster = self._wrapped(place.group)
+        if not isinstance(place.group, MemberSpec):
+            self.group: Group | Membership = self._wrapped(place.group)
             agree(self.group, facts | {"resume": place.resume})
         keep_tokenizer(place.folder, run, self.corpus.tokenizer, place.name)
         self.device = torch.device("cuda", place.gpu) if torch.cuda.is_available() else torch.device("cpu")
@@ -81,7 +81,7 @@ class Trainer:
         self.parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         self.checkpoints = place.folder / "checkpoints" / place.name
         self.replica: Replica | Attached
-        if isinstance(place.group, Coming):
+        if isinstance(place.group, MemberSpec):
             self._come(place.group, facts)
         else:
             strategy = None if self.method else run.make_strategy()
@@ -92,14 +92,14 @@ class Trainer:
                 self._log_start(self.replica.strategy, self.replica.fragments)
         self.micros = micro_batches(run, self.replica)
 
-    def _come(self, coming: Coming, facts: dict[str, Any]) -> None:
+    def _come(self, member: MemberSpec, facts: dict[str, Any]) -> None:
         """Be one of those who are there now."""
         run, log, strategy = self.run, self.log, self.run.make_strategy()
         fragments = strategy.partition.fragments(self.model)
         self._log_start(strategy, fragments)  # before the first contact, which may take long
         self.pace = Pace(strategy, run, fragments, self._time_a_step())
-        hear = Hindrances(log.emit)
-        self.group = roster(coming, run, facts, self.pace.deadlines(), self._wrapped, hear)
+        hear = RetryReporter(log.emit)
+        self.group = membership(member, run, facts, self.pace.timeouts(), self._wrapped, hear)
         if self.place.resume:
             self._found, self._passed_over = checkpoint.newest(self.checkpoints)
             self.group.run = self._found.manifest["facts"]["agreed"].get("run", "") if self._found else ""
@@ -119,7 +119,9 @@ class Trainer:
     def _attached(self) -> Replica | Attached:
         log = self.log
         if self.method:
-            assert not isinstance(self.group, Roster)  # a run with such a method and comers is refused when it is made
+            assert not isinstance(
+                self.group, Membership
+            )  # a run with such a method and comers is refused when it is made
             return self.method.attach(self.model, self.optimizer, self.group, observer=log.emit, clock=log.seconds)
         run, strategy = self.run, self.run.make_strategy()
         tokens = run.batch * run.sequence * run.accumulate if run.weigh == "tokens" else None
@@ -149,7 +151,7 @@ class Trainer:
             if whole:
                 self._finish()
         except (LinkError, EndedError) as error:
-            if not isinstance(self.group, Roster):
+            if not isinstance(self.group, Membership):
                 raise
             whole, gone = False, error
         if whole:
@@ -161,7 +163,7 @@ class Trainer:
         self.log.emit("end", self.replica.step, summary=summary)
         if failed:
             raise failed
-        while isinstance(self.group, Roster) and not self.group.closed and not self.place.stop.is_set():
+        while isinstance(self.group, Membership) and not self.group.closed and not self.place.stop.is_set():
             time.sleep(0.05)  # it keeps the final state for who is missing
         return summary
 
@@ -207,7 +209,7 @@ class Trainer:
         return unsaved if asked else gone
 
     def _why_stopped(self) -> str:
-        who = "this replica stops" if isinstance(self.group, Roster) else "all replicas stop"
+        who = "this replica stops" if isinstance(self.group, Membership) else "all replicas stop"
         return f"asked to stop; {who} after this step"
 
     def _inner_step(self) -> None:
@@ -232,8 +234,8 @@ class Trainer:
         self.log.emit(
             "step", replica.step, loss=loss, lr=lr, grad_norm=norm_value, tokens=tokens, begin=begin, compute_seconds=compute
         )  # fmt: skip
-        if isinstance(self.group, Roster):
-            self.group.deadlines = self.pace.after_step(compute)
+        if isinstance(self.group, Membership):
+            self.group.timeouts = self.pace.after_step(compute)
 
     def _descend(self, replica: Replica | Attached) -> tuple[float, float]:
         """Backward, and the optimizer's step: the loss, and the gradient's norm."""
@@ -310,7 +312,7 @@ class Trainer:
         return None
 
     def _resume(self) -> None:
-        if isinstance(self.group, Roster):
+        if isinstance(self.group, Membership):
             self._come_back()
             return
         found, skipped = checkpoint.newest_common(self.checkpoints, self.group, self.place.site)
@@ -350,12 +352,12 @@ class Trainer:
     def _tokens(self) -> int:
         """Of all replicas; of one that comes and goes, its own."""
         run = self.run
-        own = self.clock.trained if isinstance(self.group, Roster) else self.replica.step * run.replicas
+        own = self.clock.trained if isinstance(self.group, Membership) else self.replica.step * run.replicas
         return round(own * run.batch * run.sequence * self.micros)
 
     def _summary(self, stopped: bool) -> dict[str, Any]:
         run, totals = self.run, self._totals()
-        steps = totals.trained if isinstance(self.group, Roster) else self.replica.step
+        steps = totals.trained if isinstance(self.group, Membership) else self.replica.step
         privacy = self.replica.strategy.privacy if isinstance(self.replica, Replica) else None
         return {
             "strategy": run.strategy,

@@ -7,20 +7,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from thinwire.membership.lighthouse import LighthouseMeeting as LighthouseMeeting
+    from thinwire.membership.lighthouse import LighthouseRendezvous as LighthouseRendezvous
     from thinwire.membership.rendezvous import Member as Member
-    from thinwire.membership.rendezvous import Muster as Muster
-    from thinwire.membership.rendezvous import Roster as Roster
+    from thinwire.membership.rendezvous import Membership as Membership
+    from thinwire.membership.rendezvous import View as View
     from thinwire.membership.server import Lighthouse as Lighthouse
-    from thinwire.membership.timeouts import Deadlines as Deadlines
+    from thinwire.membership.timeouts import Timeouts as Timeouts
 
 _HOMES = {
-    "Deadlines": "timeouts",
+    "Timeouts": "timeouts",
     "Lighthouse": "server",
-    "LighthouseMeeting": "lighthouse",
+    "LighthouseRendezvous": "lighthouse",
     "Member": "rendezvous",
-    "Muster": "rendezvous",
-    "Roster": "rendezvous",
+    "View": "rendezvous",
+    "Membership": "rendezvous",
 }
 
 

@@ -1,7 +1,7 @@
 """Messages between a replica and its lighthouse, each with a MAC: of one who does not hold the run secret nothing is read.
 
     lighthouse → replica     magic, version, 32 random bytes
-    replica → lighthouse     magic, version, name, life, 32 random bytes, proof
+    replica → lighthouse     magic, version, name, incarnation, 32 random bytes, proof
     lighthouse → replica     verdict, heartbeat time-out, proof
     then messages both ways  length, MAC, JSON
 
@@ -123,7 +123,7 @@ class Channel:
     Raises `LinkError` for everything that goes wrong; after that it is of no more use.
     """
 
-    def __init__(self, host: str, port: int, name: str, life: str, secret: bytes, seconds: float = 2.0) -> None:
+    def __init__(self, host: str, port: int, name: str, incarnation: str, secret: bytes, seconds: float = 2.0) -> None:
         self._where = where = at(host, port)
         until = time.monotonic() + seconds
         try:
@@ -140,7 +140,7 @@ class Channel:
             if version != VERSION:
                 raise LinkError(f"the lighthouse at {where} {_VERDICTS[OTHER_VERSION]}.")
             said = INTRODUCTION.pack(
-                MAGIC, VERSION, name.encode(), life.encode(), secrets.token_bytes(32), bytes(PROOF)
+                MAGIC, VERSION, name.encode(), incarnation.encode(), secrets.token_bytes(32), bytes(PROOF)
             )[:-PROOF]
             self._line.sendall(said + mac(secret, "replica", hello, said))
             welcome = self._receive(WELCOME.size, until)

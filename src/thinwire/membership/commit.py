@@ -1,6 +1,6 @@
 """One yes or no for all members, decided once and for ever.
 
-A board keeps what members write; of two values proposed for one key it keeps the first. The protocol, for the member
+A vote_store keeps what members write; of two values proposed for one key it keeps the first. The protocol, for the member
 of rank r among M:
 
 * Whoever is against proposes no. It knows the answer without hearing it: yes needs its ballot, which was never cast.
@@ -8,9 +8,9 @@ of rank r among M:
 * At its deadline it looks once more, and proposes yes if all ballots are there by now, else no.
 
 Whatever happens (deaths, delays, any order), there is one outcome, and it is yes only if all M were for. A member
-that cannot reach the board after casting its ballot does not know: `UndecidedError`. Nobody waits beyond its deadline.
+that cannot reach the vote_store after casting its ballot does not know: `UndecidedError`. Nobody waits beyond its deadline.
 
-`ballot` is the protocol without input and output: it yields what to do on the board and is sent what came of it.
+`ballot` is the protocol without input and output: it yields what to do on the vote_store and is sent what came of it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any, Protocol
 YES, NO = b"yes", b"no"
 
 
-class Board(Protocol):
-    """Where members write and read. Every call may raise `LinkError`; then the board is never used again."""
+class VoteStore(Protocol):
+    """Where members write and read. Every call may raise `LinkError`; then the vote_store is never used again."""
 
     def put(self, key: str) -> None:
         """Write `key`; again is as once."""
@@ -94,8 +94,8 @@ def ballot(question: str, rank: int, size: int, yes: bool) -> Generator[Step, An
     return bool((yield Settle(outcome, YES)) == YES)
 
 
-def carry_out(steps: Generator[Step, Any, bool], board: Board, seconds: float) -> bool:
-    """Do what `steps` asks for on `board`. Raises what the board raises."""
+def carry_out(steps: Generator[Step, Any, bool], vote_store: VoteStore, seconds: float) -> bool:
+    """Do what `steps` asks for on `vote_store`. Raises what the vote_store raises."""
     came: Any = None
     while True:
         try:
@@ -104,10 +104,10 @@ def carry_out(steps: Generator[Step, Any, bool], board: Board, seconds: float) -
             return bool(end.value)
         match step:
             case Put(key):
-                came = board.put(key)  # type: ignore[func-returns-value]
+                came = vote_store.put(key)  # type: ignore[func-returns-value]
             case All(keys):
-                came = board.all(keys)
+                came = vote_store.all(keys)
             case Settle(key, value):
-                came = board.settle(key, value)
+                came = vote_store.settle(key, value)
             case Wait(key):
-                came = board.wait(key, seconds)
+                came = vote_store.wait(key, seconds)

@@ -1,6 +1,6 @@
 """Replicas as processes that come and go: they find each other at a lighthouse (membership/server.py).
 
-With a run secret (`Roster(..., secret=...)`) the lighthouse hears only those who hold it, and the replicas believe only
+With a run secret (`Membership(..., secret=...)`) the lighthouse hears only those who hold it, and the replicas believe only
 a lighthouse that does. Nothing is encrypted, and gloo, which carries the packets, does not authenticate: private
 networks and tunnels only. Nothing is ever unpickled: what replicas say of themselves is JSON, checked here again.
 """
@@ -19,17 +19,17 @@ from thinwire.comm.group import Group
 from thinwire.comm.torch import TorchGroup, connected
 from thinwire.errors import ConfigurationError, LinkError, PacketError
 from thinwire.membership.channel import PORT, Channel, at, family
-from thinwire.membership.commit import Board
+from thinwire.membership.commit import VoteStore
 from thinwire.membership.rendezvous import Observe
 from thinwire.membership.server import Lighthouse as Lighthouse
 from thinwire.membership.store import AddressBook, ChannelBoard, within
-from thinwire.membership.timeouts import Deadlines
+from thinwire.membership.timeouts import Timeouts
 from thinwire.membership.view import Presence
 
 _PROBE = 2.0  # seconds for a peer or a lighthouse to answer at all
 
 
-class LighthouseMeeting:
+class LighthouseRendezvous:
     """One replica's view of a lighthouse at `address` (host:port).
 
     `host` is this machine's address, at which the others reach it; without, the one from which it reaches the
@@ -39,11 +39,11 @@ class LighthouseMeeting:
     def __init__(self, address: str, host: str | None = None) -> None:
         self._lighthouse, self._port = _parse(address)
         self._host = host or _own_address(self._lighthouse, self._port)
-        self._deadlines = Deadlines()
+        self._timeouts = Timeouts()
         self._observe: Observe = lambda kind, fields: None
-        self._name = self._life = ""
+        self._name = self._incarnation = ""
         self._secret = b""
-        self._board: ChannelBoard | None = None
+        self._vote_store: ChannelBoard | None = None
         self._left = threading.Event()
         self._litter: list[str] = []  # keys to delete, by the heart, which has time
         self._addresses: list[str] = []  # keys of the last group's
@@ -61,9 +61,9 @@ class LighthouseMeeting:
     def sleep(self, seconds: float) -> None:
         self._left.wait(seconds)
 
-    def arrive(self, name: str, life: str, secret: bytes, deadlines: Deadlines, observe: Observe) -> None:
-        self._name, self._life, self._secret = name, life, secret
-        self._deadlines, self._observe = deadlines, observe
+    def arrive(self, name: str, incarnation: str, secret: bytes, timeouts: Timeouts, observe: Observe) -> None:
+        self._name, self._incarnation, self._secret = name, incarnation, secret
+        self._timeouts, self._observe = timeouts, observe
         try:
             self._door = socket.create_server((self._host, 0), family=family(self._host))
         except OSError as error:
@@ -76,39 +76,39 @@ class LighthouseMeeting:
             )
             self._threads[-1].start()
 
-    def call(self, presence: Presence, seconds: float) -> tuple[Sequence[Presence], Board]:
+    def call(self, presence: Presence, seconds: float) -> tuple[Sequence[Presence], VoteStore]:
         until = self.clock() + seconds
         text = presence.to_json()
         while (left := until - self.clock()) > 0:
-            board = self._found(left)
+            vote_store = self._found(left)
             left = until - self.clock()
             if left <= 0:
                 break
             try:
-                present = board.channel.ask("call", left, presence=text)["present"]
+                present = vote_store.channel.ask("call", left, presence=text)["present"]
             except LinkError as error:
                 self._retry(f"the lighthouse at {self._where()} has gone ({error})", 0.5)
                 self._lose()
                 continue
             if present is None:
                 break
-            heard = [self._heard(str(name), str(life), str(text)) for name, life, text in present]
-            return [p for p in heard if p is not None], board
+            heard = [self._heard(str(name), str(incarnation), str(text)) for name, incarnation, text in present]
+            return [p for p in heard if p is not None], vote_store
         raise LinkError(
             f"nobody else called at the lighthouse {self._where()}, or "
             "too many are late. Start the others, or wait for longer."
         )
 
-    def connect(self, chapter: str, members: Sequence[Presence], rank: int) -> Group:
-        seconds, timeout = self._deadlines.connect, self._deadlines.transfer
-        self._litter.extend(self._addresses)  # of a chapter that is over
-        book = AddressBook(self._channel(), chapter, seconds)
+    def connect(self, epoch: str, members: Sequence[Presence], rank: int) -> Group:
+        seconds, timeout = self._timeouts.connect, self._timeouts.transfer
+        self._litter.extend(self._addresses)  # of an epoch that is over
+        book = AddressBook(self._channel(), epoch, seconds)
         self._addresses = book.own
 
         def build() -> dist.ProcessGroup:
             return connected(book, rank, len(members), self._host, seconds)
 
-        others = ", ".join(p.name for p in members if p.life != self._life)
+        others = ", ".join(p.name for p in members if p.incarnation != self._incarnation)
         try:
             return TorchGroup(within(2 * seconds, f"connecting to {others}", build), timeout)
         finally:
@@ -119,7 +119,7 @@ class LighthouseMeeting:
             host, port = _parse(other.address)
             with socket.create_connection((host, port), timeout=_PROBE) as line:
                 line.settimeout(_PROBE)
-                return line.recv(64) == other.life.encode()
+                return line.recv(64) == other.incarnation.encode()
         except (OSError, ConfigurationError):
             return False
 
@@ -136,19 +136,19 @@ class LighthouseMeeting:
     # ---- the lighthouse
 
     def _channel(self) -> Channel:
-        return Channel(self._lighthouse, self._port, self._name, self._life, self._secret, _PROBE)
+        return Channel(self._lighthouse, self._port, self._name, self._incarnation, self._secret, _PROBE)
 
     def _lose(self) -> None:
-        if self._board is not None:
-            self._board.channel.close()
-        self._board = None
+        if self._vote_store is not None:
+            self._vote_store.channel.close()
+        self._vote_store = None
 
     def _found(self, seconds: float) -> ChannelBoard:
-        """The board of a lighthouse that answers; one that is new is given time to hear the others, too."""
-        if self._board is not None:
+        """The vote_store of a lighthouse that answers; one that is new is given time to hear the others, too."""
+        if self._vote_store is not None:
             try:
-                self._board.channel.ask("beat")
-                return self._board
+                self._vote_store.channel.ask("beat")
+                return self._vote_store
             except LinkError as error:
                 self._lose()
                 self._retry(f"the lighthouse at {self._where()} has gone ({error})", 0.0)
@@ -166,24 +166,24 @@ class LighthouseMeeting:
                 self._retry(str(error), pause)
             self.sleep(pause)
             pause = min(2 * pause, 10.0)
-        self._board = ChannelBoard(channel, self._litter)
+        self._vote_store = ChannelBoard(channel, self._litter)
         self._compare(channel.heartbeat_timeout)
-        self.sleep(2 * self._deadlines.heartbeat_interval)
-        return self._board
+        self.sleep(2 * self._timeouts.heartbeat_interval)
+        return self._vote_store
 
     def _compare(self, there: float) -> None:
         """A lighthouse that was started for another run counts other seconds: say so once, and go on."""
-        here = self._deadlines.heartbeat_timeout
+        here = self._timeouts.heartbeat_timeout
         if not 0.5 * here <= there <= 2 * here:
             reason = f"the lighthouse at {self._where()} takes a replica for dead after {there:g} s, this run needs {here:.3g}"
             self._retry(f"{reason}: start it with --heartbeat-timeout {here:.3g}", 0.0)
 
     def _beat(self) -> None:
-        """Say that this process lives: a thread that waits for nothing else."""
-        interval, missed = self._deadlines.heartbeat_interval, 0
+        """Say that this process is alive: a thread that waits for nothing else."""
+        interval, missed = self._timeouts.heartbeat_interval, 0
         channel: Channel | None = None
         while not self._left.wait(interval):
-            if self._board is None and channel is None:
+            if self._vote_store is None and channel is None:
                 continue  # it has not been found yet
             try:
                 channel = channel or self._channel()
@@ -202,7 +202,7 @@ class LighthouseMeeting:
             channel.close()
 
     def _answer(self) -> None:
-        """Tell whoever knocks who lives here."""
+        """Tell whoever knocks who is here."""
         assert self._door is not None
         while True:
             try:
@@ -212,13 +212,13 @@ class LighthouseMeeting:
                     return
                 continue  # no file descriptor is free, for now
             with line, suppress(OSError):
-                line.sendall(self._life.encode())
+                line.sendall(self._incarnation.encode())
 
-    def _heard(self, name: str, life: str, text: str) -> Presence | None:
+    def _heard(self, name: str, incarnation: str, text: str) -> Presence | None:
         """What a participant says of itself; None, told once, for one whose words are not of this version or not its own."""
         try:
             presence = Presence.from_json(text)
-            if (presence.name, presence.life) != (name, life):
+            if (presence.name, presence.incarnation) != (name, incarnation):
                 raise PacketError(f"it calls itself {presence.name}")
             return presence
         except PacketError as error:

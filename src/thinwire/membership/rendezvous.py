@@ -1,18 +1,18 @@
 """Who is there: members found between rounds, and what they decide together.
 
-Between rounds, on the exchange thread, a replica calls `Roster.muster`. It blocks until those who are there have been
-found; training goes on meanwhile. The `Muster` that comes back is the same on all members: their claims, a group over
+Between rounds, on the exchange thread, a replica calls `Membership.next_view`. It blocks until those who are there have been
+found; training goes on meanwhile. The `View` that comes back is the same on all members: their statuses, a group over
 just them, and a joint vote.
 
-    call (one round trip to the meeting, and as long as the last one takes)
+    call (one round trip to the rendezvous, and as long as the last one takes)
     → everybody has everybody's presence → `judge`: the same members on all
     → some expect one that is missing, alive, and not yet late beyond the grace: all call again
-    → all of them hold one group of just these: keep it; else connect anew, in a chapter that nobody used before
+    → all of them hold one group of just these: keep it; else connect anew, in an epoch that nobody used before
 
 The grace is counted here and not by the lighthouse, whose own begins with whoever called first: a newcomer that had
 waited for long would leave nobody else any.
 
-Where replicas find each other is a `Meeting`: threads of one process (`testing/cluster.py`) or a lighthouse
+Where replicas find each other is a `Rendezvous`: threads of one process (`testing/cluster.py`) or a lighthouse
 (`lighthouse.py`). All that is decided, is decided here or in the pure `view.py` and `commit.py`, once for both.
 """
 
@@ -39,18 +39,18 @@ from thinwire.errors import (
     UndecidedError,
 )
 from thinwire.membership.channel import mac
-from thinwire.membership.commit import Board, ballot, carry_out, keys_of
-from thinwire.membership.timeouts import Deadlines
+from thinwire.membership.commit import VoteStore, ballot, carry_out, keys_of
+from thinwire.membership.timeouts import Timeouts
 from thinwire.membership.view import LeftOut, Presence, Verdict, difference, judge
 from thinwire.packet import VERSION
 from thinwire.version import __version__
 
 CLOSED = "nobody keeps its final state"  # noted of a run that has ended
 Observe = Callable[[str, Mapping[str, Any]], None]
-Claimed = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
+Status = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
 
-class Meeting(Protocol):
+class Rendezvous(Protocol):
     """Where replicas find each other, seen from one of them."""
 
     @property
@@ -62,17 +62,17 @@ class Meeting(Protocol):
 
     def sleep(self, seconds: float) -> None: ...
 
-    def arrive(self, name: str, life: str, secret: bytes, deadlines: Deadlines, observe: Observe) -> None:
+    def arrive(self, name: str, incarnation: str, secret: bytes, timeouts: Timeouts, observe: Observe) -> None:
         """Begin to be there, and be heard from now on, by those who hold `secret`. Called once, before all else."""
 
-    def call(self, presence: Presence, seconds: float) -> tuple[Sequence[Presence], Board]:
+    def call(self, presence: Presence, seconds: float) -> tuple[Sequence[Presence], VoteStore]:
         """Wait until most of those who are there call, too.
 
         The same list for all in it, and where these vote. Raises `LinkError` after `seconds`, saying why.
         """
 
-    def connect(self, chapter: str, members: Sequence[Presence], rank: int) -> Group:
-        """A group over `members`, all of which are called upon to come to `chapter`. Raises `LinkError`."""
+    def connect(self, epoch: str, members: Sequence[Presence], rank: int) -> Group:
+        """A group over `members`, all of which are called upon to come to `epoch`. Raises `LinkError`."""
 
     def reaches(self, other: Presence) -> bool:
         """Whether `other` answers this replica, directly."""
@@ -82,18 +82,18 @@ class Meeting(Protocol):
 
 
 class Member(NamedTuple):
-    """A replica that takes part; `claim` is what it said when it called."""
+    """A replica that takes part; `status` is what it said when it called."""
 
     name: str
-    claim: Mapping[str, Any]
+    status: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Muster:
-    """Those who take part from now to the next muster.
+class View:
+    """Those who take part from now to the next view.
 
     `members` are in rank order, the same on all of them, and `group` carries bytes between just these. `id` names
-    this muster and no other. `rebuilt`: the group is new. `left_out` says who was there and is no member, and why.
+    this view and no other. `rebuilt`: the group is new. `left_out` says who was there and is no member, and why.
     """
 
     id: str
@@ -101,7 +101,7 @@ class Muster:
     group: Group
     rebuilt: bool
     left_out: tuple[str, ...]
-    _board: Board = field(repr=False)
+    _vote_store: VoteStore = field(repr=False)
     _observe: Observe = field(repr=False)
     _end: Callable[[], None] = field(repr=False)
     _cast: dict[str, bool] = field(repr=False, default_factory=dict)
@@ -119,19 +119,19 @@ class Muster:
         self._observe("ballot", {"question": question, "yes": first})
         steps = ballot(f"{self.id}/{question}", self.group.rank, len(self.members), first)
         try:
-            answer = carry_out(steps, self._board, seconds)
+            answer = carry_out(steps, self._vote_store, seconds)
         except LinkError as error:
             if not first:
                 return False
             raise UndecidedError(
                 f"{question!r}: this replica said yes and cannot learn what was decided ({error}). "
-                "The others' next claims tell."
+                "The others' next statuses tell."
             ) from error
         self._observe("decided", {"question": question, "yes": answer})
         return answer
 
     def close(self) -> None:
-        """End the group, after a failure in it: the next muster connects anew. Idempotent."""
+        """End the group, after a failure in it: the next view connects anew. Idempotent."""
         self._end()
 
     def _written(self) -> list[str]:
@@ -142,13 +142,13 @@ class Muster:
 
 
 class _Past(NamedTuple):
-    """What a muster wrote on its board is of no use once all its members have called again."""
+    """What a view wrote in its vote store is of no use once all its members have called again."""
 
-    muster: Muster
-    calls: dict[str, int]  # by life
+    view: View
+    calls: dict[str, int]  # by incarnation
 
 
-class Roster:
+class Membership:
     """One replica's view of who is there. For one thread.
 
     With a `secret` (bytes, the same on all and at the lighthouse) nobody is heard who does not hold it. A replica that
@@ -156,114 +156,116 @@ class Roster:
 
     `name` must be one that no other replica has, and stay with the replica when it comes back. `facts` (texts) must
     be equal on all members; the code version and the wire format are among them. Fewer than `least` members are no
-    muster, unless the claim of one says that the run is `over`. With `evict`, rounds go on without a member that most
+    view, unless the status of one says that the run is `over`. With `evict`, rounds go on without a member that most
     find to hold them up by these rules (eviction.py). `wrap` goes around every group that is built (counters, an
-    emulated link). `observe` is told, as kind and fields: retry, call, connect, muster, ballot, decided.
+    emulated link). `observe` is told, as kind and fields: retry, call, connect, view, ballot, decided.
     """
 
     def __init__(
         self,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         name: str,
         *,
         facts: Mapping[str, str] | None = None,
         least: int = 2,
         secret: bytes = b"",
-        deadlines: Deadlines | None = None,
+        timeouts: Timeouts | None = None,
         evict: Rules | None = None,
         wrap: Callable[[Group], Group] = lambda group: group,
         observe: Observe = lambda kind, fields: None,
     ) -> None:
         if isinstance(least, bool) or not isinstance(least, int) or least < 1:
             raise ConfigurationError(f"least={least!r}: a whole number of at least 1 member is needed.")
-        self.name, self.least, self.deadlines, self.evict = name, least, deadlines or Deadlines(), evict
-        self.clock, self.sleep = meeting.clock, meeting.sleep
+        self.name, self.least, self.timeouts, self.evict = name, least, timeouts or Timeouts(), evict
+        self.clock, self.sleep = rendezvous.clock, rendezvous.sleep
         self.run = ""  # that it has been in, if any: whether that has ended is looked for where nobody of it is there
         self.facts = {"code version": __version__, "wire format": str(VERSION), **(facts or {})}
-        self.check: Callable[[Mapping[str, Any], str], object] = lambda claim, name: None  # raises `PeerError`
-        self._meeting, self._wrap, self._observe, self._secret = meeting, wrap, observe, secret
-        self._life = secrets.token_hex(8)
-        self._calls = self._musters = 0
+        self.check: Callable[[Mapping[str, Any], str], object] = lambda status, name: None  # raises `PeerError`
+        self._rendezvous, self._wrap, self._observe, self._secret = rendezvous, wrap, observe, secret
+        self._incarnation = secrets.token_hex(8)
+        self._calls = self._views = 0
         self._group: Group | None = None
         self._holds = ""
         self._members: tuple[Presence, ...] = ()  # of the group
         self._suspects: tuple[Presence, ...] = ()  # may be out of reach
-        self._namesakes: dict[str, int] = {}  # by life: its calls when it was last seen
+        self._namesakes: dict[str, int] = {}  # by incarnation: its calls when it was last seen
         self._past: list[_Past] = []
-        self._refused: set[str] = set()  # names whose claims could not be read
-        self._board: Board | None = None  # of the last call
+        self._refused: set[str] = set()  # names whose statuses could not be read
+        self._vote_store: VoteStore | None = None  # of the last call
         self._left = False
-        Presence(name, self._life, 0, facts=self.facts).to_json()  # a name or facts that cannot work fail here
-        meeting.arrive(name, self._life, secret, self.deadlines, observe)
+        Presence(name, self._incarnation, 0, facts=self.facts).to_json()  # a name or facts that cannot work fail here
+        rendezvous.arrive(name, self._incarnation, secret, self.timeouts, observe)
 
-    def muster(self, claim: Claimed, seconds: float | None = None) -> Muster:
-        """Find out who is there; `claim` (a small JSON mapping) is told to all of them. One that changes while others are
+    def next_view(self, status: Status, seconds: float | None = None) -> View:
+        """Find out who is there; `status` (a small JSON mapping) is told to all of them. One that changes while others are
         waited for is a function, asked whenever this replica calls.
 
-        Unchanged members that hold their group keep it, and pay one round trip. `seconds` is `deadlines.muster`
+        Unchanged members that hold their group keep it, and pay one round trip. `seconds` is `timeouts.view`
         unless given. Raises `LinkError` (not enough came in time, no lighthouse: the reason is in the message; the
         replica may train on, and call again), `EndedError` (see `note_end`) and `DisagreementError` (this replica cannot
         take part: other facts, or a name that is taken; it has left then).
         """
         if self._left:
-            raise LinkError(f"replica {self.name!r} has left its roster; make a new one to come back.")
-        seconds = self.deadlines.muster if seconds is None else seconds
-        began = self._meeting.clock()
+            raise LinkError(f"replica {self.name!r} has left its membership; make a new one to come back.")
+        seconds = self.timeouts.view if seconds is None else seconds
+        began = self._rendezvous.clock()
         until = began + seconds
         expected = self._members
-        said = claim if callable(claim) else lambda: claim
+        said = status if callable(status) else lambda: status
         self._presence(said(), expected).to_json()
         self.check(said(), self.name)
         reason, pause = "", 0.1
-        while (left := until - self._meeting.clock()) > 0:
-            self._suspects = tuple(p for p in self._suspects if not self._meeting.reaches(p))
+        while (left := until - self._rendezvous.clock()) > 0:
+            self._suspects = tuple(p for p in self._suspects if not self._rendezvous.reaches(p))
             self._calls += 1
             self._observe("call", {"calls": self._calls, "holds": self._holds})
             try:
-                present, board = self._meeting.call(self._presence(said(), expected), left)
+                present, vote_store = self._rendezvous.call(self._presence(said(), expected), left)
             except LinkError as error:
                 reason = reason or str(error).rstrip(".")
                 break
-            self._board = board
-            here = {p.life for p in present}
-            self._suspects = tuple(p for p in self._suspects if p.life in here)
+            self._vote_store = vote_store
+            here = {p.incarnation for p in present}
+            self._suspects = tuple(p for p in self._suspects if p.incarnation in here)
             verdict = self._judge(present)
             alike = [p for p in present if p.facts == self.facts]
-            reason = self._obstacle(verdict, {life for p in alike for life in p.expects} - here)
+            reason = self._obstacle(verdict, {incarnation for p in alike for incarnation in p.expects} - here)
             try:
                 reason = self._past_the_end(verdict, reason)
                 if not reason:
-                    return self._take(verdict, board)
+                    return self._take(verdict, vote_store)
             except (LinkError, PacketError) as error:
                 reason = f"no group could be built: {error}"
-            patient = self._meeting.clock() - began < self.deadlines.grace
-            expected = tuple(p for p in expected if p.life in here or self._meeting.reaches(p)) if patient else ()
+            patient = self._rendezvous.clock() - began < self.timeouts.grace
+            expected = (
+                tuple(p for p in expected if p.incarnation in here or self._rendezvous.reaches(p)) if patient else ()
+            )
             self._observe("retry", {"reason": reason, "seconds": pause})
-            self._meeting.sleep(min(pause, max(0.0, until - self._meeting.clock())))
+            self._rendezvous.sleep(min(pause, max(0.0, until - self._rendezvous.clock())))
             pause = min(2 * pause, 0.25)  # so that all call again within what the lighthouse waits
-        raise LinkError(f"replica {self.name!r} found no muster within {seconds:g} s: {reason}.")
+        raise LinkError(f"replica {self.name!r} found no view within {seconds:g} s: {reason}.")
 
     def note_end(self, *what: str) -> None:
-        """Write at the meeting that a run with these facts has ended; with `run`: that this one has; and more of its end.
+        """Write at the rendezvous that a run with these facts has ended; with `run`: that this one has; and more of its end.
 
-        From then on `muster` raises `EndedError` in a replica of this run, where nobody is there who keeps its final
+        From then on `next_view` raises `EndedError` in a replica of this run, where nobody is there who keeps its final
         state. Raises `LinkError`.
         """
-        if self._board is not None:
-            self._board.put(self._end_of(*what))
+        if self._vote_store is not None:
+            self._vote_store.put(self._end_of(*what))
 
     def ended(self, *what: str) -> bool:
         """Whether that was noted. Raises `LinkError`."""
-        return self._board is not None and self._board.all([self._end_of(*what)])
+        return self._vote_store is not None and self._vote_store.all([self._end_of(*what)])
 
     def _end_of(self, *what: str) -> str:
         said = json.dumps([sorted(self.facts.items()), what]).encode()
         return f"end/{hashlib.blake2b(said, digest_size=16).hexdigest()}"
 
     def _past_the_end(self, verdict: Verdict, reason: str) -> str:
-        """`reason` why this is no muster, or another: this run has ended. Raises `EndedError` if nobody keeps its final state."""
+        """`reason` why this is no view, or another: this run has ended. Raises `EndedError` if nobody keeps its final state."""
         held = not reason and len(verdict.members) > 1 and all(p.holds == self._holds != "" for p in verdict.members)
-        if held or any(p.claim.get("over") is True for p in verdict.members):
+        if held or any(p.status.get("over") is True for p in verdict.members):
             return reason
         if self.run and self.ended(self.run):
             if len(verdict.members) == 1 or self.ended(self.run, CLOSED):
@@ -284,29 +286,31 @@ class Roster:
         """Leave: the others go on without this replica. Idempotent."""
         self._left = True
         self._let_go(self._group)
-        self._past.clear()  # musters hold their roster, and would hold its connections
-        self._meeting.leave()
+        self._past.clear()  # views hold their membership, and would hold its connections
+        self._rendezvous.leave()
 
-    def _presence(self, claim: Mapping[str, Any], expected: Sequence[Presence]) -> Presence:
+    def _presence(self, status: Mapping[str, Any], expected: Sequence[Presence]) -> Presence:
         return Presence(
-            self.name, self._life, self._calls, self._musters, self._holds, self.facts, claim,
-            [p.life for p in self._suspects], [p.life for p in expected if p.life != self._life], self._meeting.address,
+            self.name, self._incarnation, self._calls, self._views, self._holds, self.facts, status,
+            [p.incarnation for p in self._suspects],
+            [p.incarnation for p in expected if p.incarnation != self._incarnation],
+            self._rendezvous.address,
         )  # fmt: skip
 
     def _judge(self, present: Sequence[Presence]) -> Verdict:
-        """Without those whose claims cannot be read: they are named once."""
+        """Without those whose statuses cannot be read: they are named once."""
         broken = []
         for presence in present:
             try:
                 if presence.facts == self.facts:
-                    self.check(presence.claim, presence.name)
+                    self.check(presence.status, presence.name)
             except PeerError as error:
                 broken.append(LeftOut(presence, str(error)))
                 if presence.name not in self._refused:
                     self._refused.add(presence.name)
                     self._observe("retry", {"reason": str(error), "seconds": 0.0})
-        out = {left.presence.life for left in broken}
-        verdict = judge((p for p in present if p.life not in out), self.facts)
+        out = {left.presence.incarnation for left in broken}
+        verdict = judge((p for p in present if p.incarnation not in out), self.facts)
         return replace(verdict, left_out=(*verdict.left_out, *broken))
 
     def _others(self, verdict: Verdict) -> Presence | None:
@@ -322,62 +326,64 @@ class Roster:
         return next((p for p in foreign if held[p.holds] >= enough or alike[frozenset(p.facts.items())] >= most), None)
 
     def _obstacle(self, verdict: Verdict, missing: Collection[str]) -> str:
-        """Why this cannot be a muster; "" if it can. Raises `DisagreementError` if it never can."""
-        if self._musters == 0 and (other := self._others(verdict)):
+        """Why this cannot be a view; "" if it can. Raises `DisagreementError` if it never can."""
+        if self._views == 0 and (other := self._others(verdict)):
             self.close()
             raise DisagreementError(
                 f"replica {self.name!r} cannot take part: {difference(self.facts, other.facts, f'at {other.name!r}')}. "
                 "Its code, model and settings must be what the others have."
             )
-        own = next((out for out in verdict.left_out if out.presence.life == self._life), None)
+        own = next((out for out in verdict.left_out if out.presence.incarnation == self._incarnation), None)
         if own is not None:
-            namesakes = {p.life: p.calls for p in verdict.members if p.name == self.name}
+            namesakes = {p.incarnation: p.calls for p in verdict.members if p.name == self.name}
             # One that died while it called is still in the book once; one that calls again is alive.
-            alive = any(self._namesakes.get(life, calls) != calls for life, calls in namesakes.items())
+            alive = any(self._namesakes.get(incarnation, calls) != calls for incarnation, calls in namesakes.items())
             self._namesakes = namesakes
-            if alive and self._musters == 0:
+            if alive and self._views == 0:
                 self.close()
                 raise DisagreementError(
                     f"replica {self.name!r} cannot take part: {own.reason}. Its name must be a name of its own."
                 )
             return f"it was left out: {own.reason}"
-        if len(verdict.members) < self.least and not any(p.claim.get("over") is True for p in verdict.members):
+        if len(verdict.members) < self.least and not any(p.status.get("over") is True for p in verdict.members):
             there = ", ".join(p.name for p in verdict.members)
             out = "".join(f"; {out.presence.name} was left out: {out.reason}" for out in verdict.left_out)
             return f"{len(verdict.members)} of at least {self.least} members came ({there}){out}. Start the others, or ask for fewer"
-        late = [p.name for p in self._members if p.life in missing] or [f"{len(missing)} replica(s)"]
+        late = [p.name for p in self._members if p.incarnation in missing] or [f"{len(missing)} replica(s)"]
         return f"{', '.join(late)} of the last round: late" if missing else ""
 
-    def _take(self, verdict: Verdict, board: Board) -> Muster:
+    def _take(self, verdict: Verdict, vote_store: VoteStore) -> View:
         members = verdict.members
         group, rebuilt = self._group, False
         if group is None or group.size != len(members) or any(p.holds != self._holds for p in members):
             self._let_go(group)
-            self._observe("connect", {"chapter": verdict.id, "members": [p.name for p in members]})
+            self._observe("connect", {"epoch": verdict.id, "members": [p.name for p in members]})
             group, rebuilt = self._connected(verdict), True
-        self._musters += 1
-        muster = Muster(
+        self._views += 1
+        view = View(
             id=verdict.id,
-            members=tuple(Member(p.name, p.claim) for p in members),
+            members=tuple(Member(p.name, p.status) for p in members),
             group=group,
             rebuilt=rebuilt,
             left_out=tuple(f"{out.presence.name}: {out.reason}" for out in verdict.left_out),
-            _board=board,
+            _vote_store=vote_store,
             _observe=self._observe,
             _end=partial(self._let_go, group),
         )
-        self._sweep(muster, {p.life: p.calls for p in members})
-        fields = {"id": muster.id, "members": [m.name for m in muster.members], "left_out": list(muster.left_out)}
-        self._observe("muster", fields | {"rebuilt": rebuilt})
-        return muster
+        self._sweep(view, {p.incarnation: p.calls for p in members})
+        fields = {"id": view.id, "members": [m.name for m in view.members], "left_out": list(view.left_out)}
+        self._observe("view", fields | {"rebuilt": rebuilt})
+        return view
 
     def _connected(self, verdict: Verdict) -> Group:
         """A group in which everybody has heard everybody."""
         members = self._suspects = self._members = verdict.members
-        group = self._wrap(self._meeting.connect(verdict.id, members, [p.life for p in members].index(self._life)))
+        group = self._wrap(
+            self._rendezvous.connect(verdict.id, members, [p.incarnation for p in members].index(self._incarnation))
+        )
         try:
-            hellos = [mac(self._secret, "hello", verdict.id.encode(), p.life.encode())[:16] for p in members]
-            heard = gather(group, hellos[group.rank], 64, "muster")
+            hellos = [mac(self._secret, "hello", verdict.id.encode(), p.incarnation.encode())[:16] for p in members]
+            heard = gather(group, hellos[group.rank], 64, "view")
             if heard != hellos:
                 raise LinkError("others answered than were called")
         except BaseException:
@@ -387,20 +393,20 @@ class Roster:
         return group
 
     def _let_go(self, group: Group | None) -> None:
-        """End `group`; if it is the one that is held, its members are to be tried before the next muster."""
+        """End `group`; if it is the one that is held, its members are to be tried before the next view."""
         if group is not None:
             group.close()
         if group is self._group:
             self._group, self._holds, self._suspects = None, "", self._members
 
-    def _sweep(self, muster: Muster, calls: dict[str, int]) -> None:
-        """Remove what past musters wrote, if all their members are here again: nobody will read it any more."""
+    def _sweep(self, view: View, calls: dict[str, int]) -> None:
+        """Remove what past views wrote, if all their members are here again: nobody will read it any more."""
         kept: list[_Past] = []
         for past in self._past:
-            if past.muster._board is not muster._board:
+            if past.view._vote_store is not view._vote_store:
                 continue  # that lighthouse is gone, and all that was written with it
-            if all(calls.get(life, 0) > then for life, then in past.calls.items()):
-                muster._board.forget(past.muster._written())
+            if all(calls.get(incarnation, 0) > then for incarnation, then in past.calls.items()):
+                view._vote_store.forget(past.view._written())
             else:
                 kept.append(past)
-        self._past = [*kept[-7:], _Past(muster, calls)]
+        self._past = [*kept[-7:], _Past(view, calls)]

@@ -47,7 +47,7 @@ from thinwire.membership.channel import (
     same,
 )
 
-JOIN = 0.5  # seconds from the first call, after which most are enough; the grace is the rosters' own
+JOIN = 0.5  # seconds from the first call, after which most are enough; the grace is the memberships' own
 HEARTBEAT_TIMEOUT = 5.0
 _TICK = 0.05
 _MOST_STRANGERS = 64  # connections that have not shown the secret yet; of one address a quarter
@@ -76,7 +76,7 @@ def quorum(calling: Mapping[str, float], heard: Iterable[str], previous: set[str
         return here
     if 2 * len(here) <= len(heard):
         return set()
-    waited = now - min(calling[life] for life in here) >= join
+    waited = now - min(calling[incarnation] for incarnation in here) >= join
     return here if here == heard or waited else set()
 
 
@@ -92,7 +92,7 @@ class _Line:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     name: str = ""
-    life: str = ""
+    incarnation: str = ""
     says: Seal = field(init=False)
     hears: Seal = field(init=False)
 
@@ -114,7 +114,7 @@ class _Line:
 
 @dataclass
 class _Replica:
-    """One life of a replica that was heard. `calls`: since when it waits for the others, and what it says of itself."""
+    """One incarnation of a replica that was heard. `calls`: since when it waits for the others, and what it says of itself."""
 
     name: str
     heard: float
@@ -147,13 +147,13 @@ class Lighthouse:
             ) from None
         self.host, self.port = host, int(listener.getsockname()[1])
         self._heartbeat_timeout, self._secret, self._tell = heartbeat_timeout, secret, tell
-        self._replicas: dict[str, _Replica] = {}  # by life
+        self._replicas: dict[str, _Replica] = {}  # by incarnation
         self._previous: set[str] = set()
         self._written: dict[str, str] = {}
         self._nbytes = 0  # of what is written
         self._waits: dict[asyncio.Future[None], list[str]] = {}  # for keys
         self._strangers: dict[asyncio.Task[Any], str] = {}  # oldest first, with their addresses
-        self._lines: dict[str, list[asyncio.Task[Any]]] = {}  # by life, oldest first
+        self._lines: dict[str, list[asyncio.Task[Any]]] = {}  # by incarnation, oldest first
         self._told: OrderedDict[str, None] = OrderedDict()
         self._loop, self._stop = asyncio.new_event_loop(), asyncio.Event()
         self._thread = threading.Thread(target=self._run, args=(listener,), name="thinwire-lighthouse", daemon=True)
@@ -191,22 +191,24 @@ class Lighthouse:
     def _look(self) -> None:
         """Forget who is silent, and answer those who are called together."""
         now = time.monotonic()
-        for life, replica in list(self._replicas.items()):
+        for incarnation, replica in list(self._replicas.items()):
             if now - replica.heard >= self._heartbeat_timeout:
                 self._left(replica, f"not heard for {self._heartbeat_timeout:g} s")
                 if replica.answer is None:  # else it may only be frozen, and still waits
-                    del self._replicas[life]
-        heard = {life for life, replica in self._replicas.items() if not replica.silent}
-        calling = {life: replica.calls[0] for life, replica in self._replicas.items() if replica.calls}
+                    del self._replicas[incarnation]
+        heard = {incarnation for incarnation, replica in self._replicas.items() if not replica.silent}
+        calling = {incarnation: replica.calls[0] for incarnation, replica in self._replicas.items() if replica.calls}
         chosen = quorum(calling, heard, self._previous, now, JOIN) if calling else set()
         if not chosen:
             return
-        said = [(life, self._replicas[life].calls) for life in sorted(chosen)]
+        said = [(incarnation, self._replicas[incarnation].calls) for incarnation in sorted(chosen)]
         present = [
-            [self._replicas[life].name, life, calls[1]] for life, calls in said if calls and calls[1] is not None
+            [self._replicas[incarnation].name, incarnation, calls[1]]
+            for incarnation, calls in said
+            if calls and calls[1] is not None
         ]
-        for life in chosen:
-            replica = self._replicas[life]
+        for incarnation in chosen:
+            replica = self._replicas[incarnation]
             if replica.answer and not replica.answer.done():
                 replica.answer.set_result(present)
             replica.calls = replica.answer = None
@@ -232,7 +234,7 @@ class Lighthouse:
             async with asyncio.timeout(ANSWER):
                 await self._meet(line)
             del self._strangers[task]
-            own = self._lines.setdefault(line.life, [])
+            own = self._lines.setdefault(line.incarnation, [])
             own.append(task)
             if len(own) > _MOST_CONNECTIONS:
                 own[0].cancel()
@@ -248,10 +250,10 @@ class Lighthouse:
             pass
         finally:
             self._strangers.pop(task, None)
-            if task in (own := self._lines.get(line.life, [])):
+            if task in (own := self._lines.get(line.incarnation, [])):
                 own.remove(task)
                 if not own:
-                    del self._lines[line.life]
+                    del self._lines[line.incarnation]
             writer.transport.abort()
 
     def _make_room(self, address: str) -> None:
@@ -280,17 +282,17 @@ class Lighthouse:
         if first[:4] != MAGIC:
             raise _Refused("it speaks another protocol")
         said = first + await line.reader.readexactly(INTRODUCTION.size - 8)
-        _, version, name, life, _, proof = INTRODUCTION.unpack(said)
+        _, version, name, incarnation, _, proof = INTRODUCTION.unpack(said)
         if version != VERSION:
             await line.send(WELCOME.pack(OTHER_VERSION, 0.0, bytes(PROOF)))
             raise _Refused("it is of another version of Thinwire")
         if not same(proof, mac(self._secret, "replica", hello, said[:-PROOF])):
             await line.send(WELCOME.pack(OTHER_SECRET, 0.0, bytes(PROOF)))
             raise _Refused("it does not hold this run's secret")
-        called, born = name.rstrip(b"\0").decode(errors="replace"), life.decode(errors="replace")
+        called, born = name.rstrip(b"\0").decode(errors="replace"), incarnation.decode(errors="replace")
         if not NAME.fullmatch(called) or not LIFE.fullmatch(born):
             raise _Refused("it has no name that a replica may have")
-        line.name, line.life = called, born
+        line.name, line.incarnation = called, born
         if born not in self._replicas and len(self._replicas) >= MOST_MEMBERS:
             await line.send(WELCOME.pack(FULL, 0.0, bytes(PROOF)))
             raise _Refused(f"{MOST_MEMBERS} replicas are there already")
@@ -301,7 +303,7 @@ class Lighthouse:
         await line.send(welcome + mac(self._secret, "lighthouse", hello, said[:-PROOF], welcome))
 
     def _hear(self, line: _Line) -> _Replica:
-        replica = self._replicas.setdefault(line.life, _Replica(line.name, 0.0))
+        replica = self._replicas.setdefault(line.incarnation, _Replica(line.name, 0.0))
         if replica.silent:
             replica.silent = False
             self._say(f"joined: {line.name} at {line.address}")
@@ -316,7 +318,7 @@ class Lighthouse:
                 self._hear(line)
             case {"do": "leave"}:
                 self._left(self._hear(line), "it said so")
-                del self._replicas[line.life]
+                del self._replicas[line.incarnation]
             case {"do": "call", "presence": str(text), "seconds": int() | float() as seconds}:
                 return await self._call(line, text, seconds)
             case {"do": "put", "key": str(key), "value": str(value)}:

@@ -1,6 +1,6 @@
 """What members write for each other at a lighthouse: ballots, and where they are reached.
 
-What was decided at one lighthouse cannot be asked of the next, so a board that failed once is not used again.
+What was decided at one lighthouse cannot be asked of the next, so a vote_store that failed once is not used again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class ChannelBoard:
-    """A board at a lighthouse, over one connection: after its first failure, none of its answers can be had any more."""
+    """A vote_store at a lighthouse, over one connection: after its first failure, none of its answers can be had any more."""
 
     def __init__(self, channel: Channel, litter: list[str]) -> None:
         self.channel, self._litter = channel, litter
@@ -44,11 +44,11 @@ class ChannelBoard:
 
 
 class AddressBook(Store):
-    """Where gloo's pairs are reached, for one `chapter`, by a connection of its own. gloo calls it from its own thread."""
+    """Where gloo's pairs are reached, for one `epoch`, by a connection of its own. gloo calls it from its own thread."""
 
-    def __init__(self, channel: Channel, chapter: str, seconds: float) -> None:
+    def __init__(self, channel: Channel, epoch: str, seconds: float) -> None:
         super().__init__()
-        self._channel, self._chapter, self._until = channel, chapter, time.monotonic() + seconds
+        self._channel, self._epoch, self._until = channel, epoch, time.monotonic() + seconds
         self.own: list[str] = []  # what this member wrote
 
     def set(self, key: str, value: bytes | str) -> None:
@@ -74,7 +74,7 @@ class AddressBook(Store):
         self._channel.close()
 
     def _key(self, key: str) -> str:
-        return f"group/{self._chapter}/{key}"
+        return f"group/{self._epoch}/{key}"
 
     def _values(self, keys: Sequence[str], seconds: float) -> list[str]:
         values = self._channel.ask("look", seconds, keys=list(map(self._key, keys)))["values"]

@@ -18,12 +18,12 @@ BUFFERED = 1 << 20  # bytes of bulk that may stand in buffers before a heartbeat
 
 
 @dataclass(frozen=True)
-class Deadlines:
-    """All in seconds. Take `Deadlines.of(...)`, and `dataclasses.replace` to override one.
+class Timeouts:
+    """All in seconds. Take `Timeouts.of(...)`, and `dataclasses.replace` to override one.
 
     `heartbeat_interval`, `heartbeat_timeout`: a replica that was not heard for so long is taken for dead.
     `grace`: how long the others wait for a replica that is alive and late. `connect`: to build a group. `transfer`:
-    for one message of a round. `vote`: for everybody's ballot. `muster`: until who is there is found.
+    for one message of a round. `vote`: for everybody's ballot. `view`: until who is there is found.
     """
 
     heartbeat_interval: float = 1.0
@@ -32,7 +32,7 @@ class Deadlines:
     connect: float = 10.0
     transfer: float = 10.0
     vote: float = 15.0
-    muster: float = 60.0
+    view: float = 60.0
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -58,7 +58,7 @@ class Deadlines:
         nbytes: int,
         link: Link | None = None,
         grace: str | None = None,
-    ) -> Deadlines:
+    ) -> Timeouts:
         """For rounds of `nbytes` (sent by a replica in one round, all peers together) on `link` (None: no matter).
 
         With H = `every`, τ = `delay`, T = `step_seconds`; air = nbytes on the link; rtt = 2 · its delay;
@@ -70,14 +70,14 @@ class Deadlines:
             connect            = max(10, 40 · rtt + 3 · queue)
             transfer           = max(10, 4 · (air + rtt))
             vote               = transfer + max(5, 8 · rtt + 3 · queue)
-            muster             = H·T + grace + heartbeat_timeout + 2 · connect
+            view             = H·T + grace + heartbeat_timeout + 2 · connect
 
         The grace is the schedule's slack: so much later a round still lands in time. Where there is none it is a
         tenth of the period, the most that one late replica costs the others. A link four times slower than said
-        still carries a round. A vote outlasts a peer's transfer, because a peer may vote only after it. A muster
+        still carries a round. A vote outlasts a peer's transfer, because a peer may vote only after it. A view
         outlasts a period: the others may have just begun one. With `grace`, such as "5s" or "20 steps", that is the grace.
 
-        >>> Deadlines.of(every=100, delay=5, step_seconds=0.5, nbytes=10**6, link=Link.parse("10mbit,50ms")).grace
+        >>> Timeouts.of(every=100, delay=5, step_seconds=0.5, nbytes=10**6, link=Link.parse("10mbit,50ms")).grace
         5.0
         """
         given = {"every": every, "delay": delay, "step_seconds": step_seconds, "nbytes": nbytes}
@@ -100,7 +100,7 @@ class Deadlines:
             connect=connect,
             transfer=transfer,
             vote=transfer + max(5.0, 8 * rtt + 3 * queue),
-            muster=period + waits + timeout + 2 * connect,
+            view=period + waits + timeout + 2 * connect,
         )
 
 

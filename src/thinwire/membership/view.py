@@ -14,30 +14,30 @@ from typing import Any
 
 from thinwire.errors import ConfigurationError, PacketError
 from thinwire.membership.channel import (
-    MOST_PRESENCE as LIMIT,  # bytes of one replica's presence as JSON: claim, facts and all
+    MOST_PRESENCE as LIMIT,  # bytes of one replica's presence as JSON: status, facts and all
 )
 from thinwire.membership.channel import NAME
 
-_MOST = 1 << 53  # calls and musters
+_MOST = 1 << 53  # calls and views
 
 
 @dataclass(frozen=True)
 class Presence:
-    """What a replica says when it asks for a muster.
+    """What a replica says when it asks for a view.
 
-    `life` is drawn anew at every start, so that a replica that came back is not taken for the one that died. `calls`
-    counts what it asked for in this life and `musters` those it was a member of. `holds` names the group that it
-    holds, "" for none. `facts` must be equal on all members; `claim` is the caller's. `unreachable` are the lives that
+    `incarnation` is drawn anew at every start, so that a replica that came back is not taken for the one that died. `calls`
+    counts what it asked for in this incarnation and `views` those it was a member of. `holds` names the group that it
+    holds, "" for none. `facts` must be equal on all members; `status` is the caller's. `unreachable` are the incarnations that
     it cannot reach, and `expects` those that it wants to wait for; `address` is where it can be reached.
     """
 
     name: str
-    life: str
+    incarnation: str
     calls: int
-    musters: int = 0
+    views: int = 0
     holds: str = ""
     facts: Mapping[str, str] = field(default_factory=dict)
-    claim: Mapping[str, Any] = field(default_factory=dict)
+    status: Mapping[str, Any] = field(default_factory=dict)
     unreachable: Sequence[str] = ()
     expects: Sequence[str] = ()
     address: str = ""
@@ -55,11 +55,11 @@ class Presence:
             text = json.dumps(asdict(self), allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigurationError(
-                f"replica {self.name!r}: facts and claim are no plain JSON ({error}); numbers, texts, lists and mappings are needed."
+                f"replica {self.name!r}: facts and status are no plain JSON ({error}); numbers, texts, lists and mappings are needed."
             ) from None
         if len(text) > LIMIT:
             raise ConfigurationError(
-                f"replica {self.name!r}: facts and claim are {len(text)} bytes; at most {LIMIT} are needed. Send digests of what is large."
+                f"replica {self.name!r}: facts and status are {len(text)} bytes; at most {LIMIT} are needed. Send digests of what is large."
             )
         return text
 
@@ -72,20 +72,20 @@ class Presence:
             said = json.loads(text, parse_constant=_refuse)
             presence = cls(**said)
             kinds: dict[str, Any] = {
-                "life": str, "calls": int, "musters": int, "holds": str, "facts": dict, "claim": dict,
+                "incarnation": str, "calls": int, "views": int, "holds": str, "facts": dict, "status": dict,
                 "unreachable": list, "expects": list, "address": str,
             }  # fmt: skip
             for name, kind in kinds.items():
                 if type(getattr(presence, name)) is not kind:
                     raise ValueError(f"{name} is no {kind.__name__}")
-            if not (0 <= presence.calls < _MOST and 0 <= presence.musters < _MOST):
-                raise ValueError("calls or musters are no number of calls")
+            if not (0 <= presence.calls < _MOST and 0 <= presence.views < _MOST):
+                raise ValueError("calls or views are no number of calls")
             if not all(
                 isinstance(value, str) for value in (*presence.facts.values(), *presence.unreachable, *presence.expects)
             ):
                 raise ValueError("facts, unreachable or expects hold more than texts")
         except (ValueError, TypeError, RecursionError) as error:  # a ConfigurationError is a ValueError
-            raise PacketError(f"somebody at the muster is no replica of this version of Thinwire: {error}") from None
+            raise PacketError(f"somebody at the view is no replica of this version of Thinwire: {error}") from None
         return presence
 
 
@@ -100,7 +100,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`members` in rank order, and who is left out; `id` names this muster and no other."""
+    """`members` in rank order, and who is left out; `id` names this view and no other."""
 
     members: tuple[Presence, ...]
     left_out: tuple[LeftOut, ...]
@@ -110,10 +110,10 @@ class Verdict:
 def judge(present: Iterable[Presence], facts: Mapping[str, str]) -> Verdict:
     """Who of those `present` are members, for one with these `facts`: all with the same come to the same verdict, in any order.
 
-    Facts must be the same as one's own. Those who say that they have served longer (more musters in this life) stay: of two with
+    Facts must be the same as one's own. Those who say that they have served longer (more views in this incarnation) stay: of two with
     one name the elder; of two that cannot reach each other the one with fewer broken links, then the elder.
     """
-    eldest_first = sorted(present, key=lambda p: (-p.musters, p.name, p.life))
+    eldest_first = sorted(present, key=lambda p: (-p.views, p.name, p.incarnation))
     left_out: list[LeftOut] = []
     members: list[Presence] = []
     for presence in eldest_first:
@@ -125,19 +125,24 @@ def judge(present: Iterable[Presence], facts: Mapping[str, str]) -> Verdict:
         else:
             members.append(presence)
     while broken := _broken_links(members):
-        counts = Counter(life for link in broken for life in link)
-        worst = max(members[::-1], key=lambda p: counts[p.life])  # of equals the youngest
-        others = sorted(p.name for p in members if any({p.life, worst.life} == link for link in broken))
+        counts = Counter(incarnation for link in broken for incarnation in link)
+        worst = max(members[::-1], key=lambda p: counts[p.incarnation])  # of equals the youngest
+        others = sorted(p.name for p in members if any({p.incarnation, worst.incarnation} == link for link in broken))
         members.remove(worst)
         left_out.append(LeftOut(worst, f"no link between it and {', '.join(others)}"))
     members.sort(key=lambda p: p.name)
-    signature = json.dumps([[p.life, p.calls] for p in members]).encode()
+    signature = json.dumps([[p.incarnation, p.calls] for p in members]).encode()
     return Verdict(tuple(members), tuple(left_out), hashlib.blake2b(signature, digest_size=8).hexdigest())
 
 
 def _broken_links(members: Sequence[Presence]) -> set[frozenset[str]]:
-    lives = {p.life for p in members}
-    return {frozenset((p.life, other)) for p in members for other in p.unreachable if other in lives - {p.life}}
+    incarnations = {p.incarnation for p in members}
+    return {
+        frozenset((p.incarnation, other))
+        for p in members
+        for other in p.unreachable
+        if other in incarnations - {p.incarnation}
+    }
 
 
 def difference(there: Mapping[str, str], here: Mapping[str, str], where: str = "here") -> str:

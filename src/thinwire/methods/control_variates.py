@@ -117,9 +117,9 @@ class Controlled(Attached):
     ) -> None:  # fmt: skip
         super().__init__(method, model, optimizer, group, names, observer, clock)
         _check_sgd(optimizer)
-        self.crew = self.names
-        if method.sampled is not None and method.sampled > len(self.crew):
-            raise ConfigurationError(f"sampled={method.sampled} of {len(self.crew)} replicas: at most all can be.")
+        self.pipeline = self.names
+        if method.sampled is not None and method.sampled > len(self.pipeline):
+            raise ConfigurationError(f"sampled={method.sampled} of {len(self.pipeline)} replicas: at most all can be.")
         self.rounds = 0
         self._codec = fitted(method.codec, self.fragments[0].shapes)
         self.x = self._flat()
@@ -211,7 +211,7 @@ class Controlled(Attached):
         if good:
             step = self.strategy.outer_lr * nominal
             x = self.x - (total / len(good) + self.c).mul_(step)
-            c = self.c + total / len(self.crew) if self.strategy.rule.controls else self.c
+            c = self.c + total / len(self.pipeline) if self.strategy.rule.controls else self.c
             if bool(torch.isfinite(x).all()) and bool(torch.isfinite(c).all()):
                 self.x, self.c = x, c
                 self._counted |= dict.fromkeys(good, self.rounds)
@@ -272,11 +272,11 @@ class Controlled(Attached):
         it knows of itself (its checkpoint is older than its last packet), or where they went on apart.
         """
         self.group, self.names = group, self._checked(names, group)
-        if strangers := [name for name in self.names if name not in self.crew]:
+        if strangers := [name for name in self.names if name not in self.pipeline]:
             raise ConfigurationError(
-                f"{', '.join(strangers)} not among the {len(self.crew)} of the start: {', '.join(self.crew)}."
+                f"{', '.join(strangers)} not among the {len(self.pipeline)} of the start: {', '.join(self.pipeline)}."
             )
-        self.introduce({"names": list(self.names), "all names": list(self.crew)})
+        self.introduce({"names": list(self.names), "all names": list(self.pipeline)})
         told = self._told()
         if all(rounds == step == 0 for rounds, step, _ in told):
             if agree_on_start(group, [self.x]):
@@ -331,16 +331,16 @@ class Controlled(Attached):
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         facts = {
             "step": self.step, "rounds": self.rounds, "nominal": self._nominal, "moved": self._moved,
-            "counted": dict(self._counted), "all names": list(self.crew),
+            "counted": dict(self._counted), "all names": list(self.pipeline),
         }  # fmt: skip
         return {"x": self.x, "c": self.c, "own": self.own, "v": self.v}, facts
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Go on from `state()`. Raises `CheckpointError`, and as `meet`."""
-        if tensors["x"].shape != self.x.shape or tuple(facts["all names"]) != self.crew:
+        if tensors["x"].shape != self.x.shape or tuple(facts["all names"]) != self.pipeline:
             raise CheckpointError(
                 f"the checkpoint is of {len(facts['all names'])} replicas and {tensors['x'].numel():,} parameters, here are "
-                f"{len(self.crew)} and {self.x.numel():,}; resume with the run's own settings."
+                f"{len(self.pipeline)} and {self.x.numel():,}; resume with the run's own settings."
             )
         self.x, self.c, self.own, self.v = (tensors[name].to(self.x.device) for name in ("x", "c", "own", "v"))
         self.step, self.rounds, self._counted = facts["step"], facts["rounds"], dict(facts["counted"])

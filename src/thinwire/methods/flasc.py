@@ -272,8 +272,8 @@ class Federated(Attached):
         self.introduce({"names": list(self.names), "hub": self.hub})
         hub, told = self.names.index(self.hub), self._told()
         place, text = told[hub]
-        crew = self.strategy.draw(self.names, self.rounds)
-        behind = [r for r, (at, its) in enumerate(told) if at != place or (its != text and self.names[r] in crew)]
+        pipeline = self.strategy.draw(self.names, self.rounds)
+        behind = [r for r, (at, its) in enumerate(told) if at != place or (its != text and self.names[r] in pipeline)]
         if behind and group.rank == hub:
             nbytes = give(group, behind, {"start": self.start}, {"rounds": self.rounds, "step": self.step})
             self._observe("given", self.step, to=[self.names[rank] for rank in behind], nbytes=nbytes)

@@ -130,9 +130,9 @@ class Log:
             codes, samples, begin, entries = bytes(tensors["codes"].numpy().tobytes()), int(facts["samples"]), 0, []
             if min(tensors["crews"].tolist(), default=0) < 0 or samples < 1:
                 raise ValueError("a number below 0")
-            for lr, crew in zip(tensors["lrs"].tolist(), tensors["crews"].tolist(), strict=True):
-                end = begin + samples * len(crews[crew])
-                entries.append(Entry(lr, crews[crew], codes[begin:end]))
+            for lr, pipeline in zip(tensors["lrs"].tolist(), tensors["crews"].tolist(), strict=True):
+                end = begin + samples * len(crews[pipeline])
+                entries.append(Entry(lr, crews[pipeline], codes[begin:end]))
                 begin = end
             if begin != len(codes) or any(not math.isfinite(entry.lr) for entry in entries):
                 raise ValueError(f"{len(codes)} bytes of values, {begin} are due")

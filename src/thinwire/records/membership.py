@@ -116,7 +116,7 @@ def _by_name(reason: str, members: Sequence[str]) -> str:
     return re.sub(r"\breplica (\d{1,4})\b", name, reason.split(". ")[0])
 
 
-class Circle:
+class Participation:
     """Who is there and who takes part, from rounds in their order; of `fragments` fragments."""
 
     def __init__(self, fragments: int) -> None:
@@ -152,11 +152,11 @@ class Circle:
         return tuple(name for name in self.members if name in counted)
 
 
-class Company:
+class MembershipLog:
     """What to tell of replicas that come and go while they train, from their events as they come in."""
 
     def __init__(self, fragments: int, asked: int) -> None:
-        self._circle, self._asked = Circle(fragments), asked
+        self._circle, self._asked = Participation(fragments), asked
         self._said = {""}
 
     def take(self, name: str, event: Event) -> list[str]:
@@ -232,17 +232,17 @@ class Numbers:
     dropped: int
 
 
-def numbers(turns: Sequence[Turn], lives: Mapping[str, Sequence[Span]], fragments: int) -> Numbers:
-    """`lives` are those of the replicas whose logs are here; others are known by the rounds that they were members of."""
-    circle, took_part = Circle(fragments), list[int]()
+def numbers(turns: Sequence[Turn], incarnations: Mapping[str, Sequence[Span]], fragments: int) -> Numbers:
+    """`incarnations` are those of the replicas whose logs are here; others are known by the rounds that they were members of."""
+    circle, took_part = Participation(fragments), list[int]()
     for turn in turns:
         circle.take(turn)
         if turn.committed and turn.fragment >= 0:
             took_part.append(len(circle.taking_part))
-    spans = [span for its in lives.values() for span in its]
+    spans = [span for its in incarnations.values() for span in its]
     length = max((s.end for s in spans), default=0.0) - min((s.begin for s in spans), default=0.0)
-    here = sum(span.end - span.begin for span in spans) / length if length > 0 else float(len(lives))
-    elsewhere = sum(name not in lives for turn in turns for name in turn.members) / max(1, len(turns))
+    here = sum(span.end - span.begin for span in spans) / length if length > 0 else float(len(incarnations))
+    elsewhere = sum(name not in incarnations for turn in turns for name in turn.members) / max(1, len(turns))
     return Numbers(
         living=here + elsewhere,
         taking_part=float(np.mean(took_part)) if took_part else 0.0,

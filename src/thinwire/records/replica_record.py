@@ -83,7 +83,7 @@ class ReplicaRecord:
     notes: tuple[Note, ...]
     lost: tuple[Lost, ...]
     windows: tuple[Span, ...]  # the training loop of each session, first step to last
-    lives: tuple[Span, ...]  # of its process
+    incarnations: tuple[Span, ...]  # of its process
     steps: Steps  # trained, jumped and counted
     turns: tuple[Turn, ...]  # rounds among replicas that come and go, as this one saw them
     stopped: str | None  # why the last session stopped before its time
@@ -111,7 +111,7 @@ class ReplicaRecord:
 
     @property
     def sessions(self) -> int:
-        return len(self.lives)
+        return len(self.incarnations)
 
     @property
     def seconds(self) -> Floats:
@@ -240,7 +240,7 @@ def _record(called: str, joined: Joined, own_steps: Steps, damaged: int) -> Repl
         notes=_notes(joined, called if start["carrier"] == CARRIER else whole(start["replica"])),
         lost=tuple(joined.lost),
         windows=_windows(joined),
-        lives=tuple(joined.lives),
+        incarnations=tuple(joined.incarnations),
         steps=own_steps,
         turns=tuple(Turn.of(event, offset) for offset, event in turns),
         stopped=_stopped(joined),

@@ -14,7 +14,7 @@ import numpy as np
 
 from thinwire.errors import DataError
 from thinwire.files import contents, parsed
-from thinwire.records.membership import CARRIER, Circle, Steps, how_many, merged, numbers, text_of_steps
+from thinwire.records.membership import CARRIER, Participation, Steps, how_many, merged, numbers, text_of_steps
 from thinwire.records.replica_record import Evaluations, Note, ReplicaRecord, fragments_of
 from thinwire.records.sessions import number, whole
 from thinwire.records.units import NOTHING, text_of_bits, text_of_loss, text_of_nbytes, text_of_seconds, text_of_share
@@ -183,7 +183,7 @@ def _comings(replicas: Sequence[ReplicaRecord]) -> list[Note]:
     if not _elastic(replicas):
         return []
     notes: list[Note] = []
-    circle, asked = Circle(1), whole(replicas[0].start["replicas"])
+    circle, asked = Participation(1), whole(replicas[0].start["replicas"])
     for turn in merged(turn for replica in replicas for turn in replica.turns):
         joined, left = circle.take(turn)
         for kind, names in (("joined", joined), ("left", left)):
@@ -194,7 +194,7 @@ def _comings(replicas: Sequence[ReplicaRecord]) -> list[Note]:
             what = f"turn {turn.number}, fragment {turn.fragment}: {turn.reason}"
             notes.append(Note(turn.seconds, turn.number, NOTHING, "dropped", what))
     for replica in replicas:
-        for before, after in zip(replica.lives, replica.lives[1:]):
+        for before, after in zip(replica.incarnations, replica.incarnations[1:]):
             away = f"its process ended; back after {text_of_seconds(after.begin - before.end)}"
             notes.append(Note(before.end, before.step, replica.called, "away", away))
     return notes
@@ -287,8 +287,8 @@ def _company(replicas: Sequence[ReplicaRecord]) -> dict[str, Any]:
     if not _elastic(replicas):
         return {}
     turns = merged(turn for replica in replicas for turn in replica.turns)
-    lives = {replica.called: replica.lives for replica in replicas}
-    seen = numbers(turns, lives, len(fragments_of(replicas[0].start)))
+    incarnations = {replica.called: replica.incarnations for replica in replicas}
+    seen = numbers(turns, incarnations, len(fragments_of(replicas[0].start)))
     steps = {
         f"steps_{name}": sum(getattr(r.steps, name) for r in replicas) for name in ("trained", "jumped", "counted")
     }

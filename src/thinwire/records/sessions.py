@@ -44,7 +44,7 @@ class Joined:
 
     kept: list[tuple[float, Event]] = field(default_factory=list)
     lost: list[Lost] = field(default_factory=list)
-    lives: list[Span] = field(default_factory=list)  # the sessions
+    incarnations: list[Span] = field(default_factory=list)  # the sessions
 
 
 def split(events: Iterable[Event]) -> list[list[Event]]:
@@ -78,7 +78,7 @@ def join(sessions: Sequence[Sequence[Event]], offsets: Sequence[float] = ()) -> 
             _drop(joined, from_step, offset)
         joined.kept += [(offset, event) for event in session]
         end = offset + max(_end_of(event) for event in session)
-        joined.lives.append(Span(offset + finite(session[0]["seconds"]), end, session[-1]["step"]))
+        joined.incarnations.append(Span(offset + finite(session[0]["seconds"]), end, session[-1]["step"]))
         offset = end
     return joined
 

@@ -185,9 +185,9 @@ class _Log:
         start, *events = sessions[-1]
         shard = path.stem.partition(".shard-")[2]
         log = cls(str(whole(start["replica"])), whole(start["replicas"]), int(shard) if shard.isdigit() else 0)
-        roster = any(event["event"] == "round" for event in events)
+        membership = any(event["event"] == "round" for event in events)
         for event in events:
-            log._take(event, roster)
+            log._take(event, membership)
         log.now = max((finite(event["seconds"]) for event in events), default=0.0)
         log.ended = any(event["event"] in ("end", "stop") for event in events)
         log.going = being_written(path)
@@ -195,7 +195,7 @@ class _Log:
             log.now += max(0.0, time.time() - path.stat().st_mtime)  # silent since then
         return log
 
-    def _take(self, event: Event, roster: bool) -> None:
+    def _take(self, event: Event, membership: bool) -> None:
         kind, seconds = event["event"], finite(event["seconds"])
         if kind == "wire":
             try:
@@ -205,11 +205,11 @@ class _Log:
                 return
             self.name = record.name
             self.records[record.key] = record
-            if roster:  # a departure there is no round yet
+            if membership:  # a departure there is no round yet
                 self.began[record.key] = seconds
             if record.over:
                 self.over[record.key] = seconds
-        elif kind in ("depart", "flight", "land") and not roster:
+        elif kind in ("depart", "flight", "land") and not membership:
             key = whole(event["fragment"]), whole(event["round"])
             (self.began if kind == "depart" else self.over).setdefault(key, seconds)
 

@@ -24,7 +24,7 @@ from rich.text import Text
 from thinwire.comm.emulated import Link, Uplink
 from thinwire.printable import printable
 from thinwire.records.events import Event, Tail
-from thinwire.records.membership import CARRIER, Company, Steps, text_of_steps
+from thinwire.records.membership import CARRIER, MembershipLog, Steps, text_of_steps
 from thinwire.records.replica_record import fragments_of
 from thinwire.records.run_record import RunRecord
 from thinwire.records.sessions import number, whole
@@ -178,7 +178,7 @@ class Progress:
         self._names = [f"replica-{index}" for index in range(replicas)] if isinstance(replicas, int) else list(replicas)
         self._tails = [Tail(events / f"{name}{suffix}") for name in self._names]
         self._replicas = [_Replica() for _ in self._names]
-        self._company: Company | None = None  # of replicas that come and go
+        self._company: MembershipLog | None = None  # of replicas that come and go
         self._steps = [Steps(name) for name in self._names]
         self._evaluated: tuple[int, float] | None = None
         self._said: set[str] = set()
@@ -230,7 +230,7 @@ class Progress:
             self._replicas[index] = _Replica(begun=True, uplink=Uplink(Link(rate)) if 0 < rate < math.inf else None)
             self._replicas[index].heard = time.monotonic()
             if event["carrier"] == CARRIER and self._company is None:
-                self._company = Company(len(fragments_of(event)), whole(event["replicas"]))
+                self._company = MembershipLog(len(fragments_of(event)), whole(event["replicas"]))
             for choice in event["run"].get("exchanges", []) if isinstance(event["run"], dict) else []:
                 self._say("exchange", choice)
         elif kind == "eval" and event["of"] != "start":

@@ -93,7 +93,7 @@ def _bars(replica: ReplicaRecord, row: int, lanes: Sequence[int], window: tuple[
         ],
         "not living": [
             Bar(row, before.end, after.begin, f"ended after step {before.step}, then started again")
-            for before, after in zip(replica.lives, replica.lives[1:])
+            for before, after in zip(replica.incarnations, replica.incarnations[1:])
             if after.begin - before.end > 0.1
         ],
         "inner steps": _step_bars(replica, row, window),

@@ -17,7 +17,7 @@ from thinwire.pieces.outer import Elementwise, Outer
 from thinwire.pieces.partition import Fragment, local
 from thinwire.pieces.policy import Policy
 from thinwire.pieces.transforms import Filter
-from thinwire.runtime.pipeline import Flight, Landed
+from thinwire.runtime.pipeline import Flight, RoundResult
 from thinwire.runtime.update import Present
 from thinwire.state import State
 from thinwire.strategy import Strategy
@@ -29,7 +29,7 @@ DROPPED = -1
 
 
 @dataclass
-class Held:
+class FragmentState:
     """A fragment and what this replica remembers of it."""
 
     fragment: Fragment
@@ -90,7 +90,7 @@ class Held:
     def present(self, delta: Tensor) -> Present:
         return Present(delta, self.anchor, self.state, self.feedback, self.filters, self.filtered)
 
-    def remember(self, landed: Landed, buffers: Buffers) -> None:
+    def remember(self, landed: RoundResult, buffers: Buffers) -> None:
         """Take over what a good round leaves with feedback and exchange; a dropped one leaves nothing."""
         if landed.good:
             feedback, exchange = landed.moved.feedback, landed.exchange
@@ -102,7 +102,7 @@ class Held:
             landed.moved.give_back()
             buffers.swap(landed.exchange.values(), self.exchange.values())
 
-    def move(self, landed: Landed, buffers: Buffers) -> None:
+    def move(self, landed: RoundResult, buffers: Buffers) -> None:
         """Take over the moved anchor and its outer state."""
         moved = landed.moved
         assert moved.anchor is not None
@@ -189,7 +189,7 @@ class Held:
             )
 
 
-def hold(strategy: Strategy, fragment: Fragment, index: int, rank: int, size: int) -> Held:
+def hold(strategy: Strategy, fragment: Fragment, index: int, rank: int, size: int) -> FragmentState:
     """What a replica holds for `fragment` at first."""
     parts = [local(p.detach()) for _, p in fragment.parameters]
     device = torch.device("cpu") if strategy.anchors == "host" else parts[0].device
@@ -200,15 +200,17 @@ def hold(strategy: Strategy, fragment: Fragment, index: int, rank: int, size: in
     filters = tuple(one.fitted(codec, anchor.numel(), size) for one in strategy.filters)
     filtered = tuple(one.init(anchor.numel()) for one in filters)
     policy, state = strategy.policy.init(codec), strategy.outer.init(anchor)
-    return Held(fragment, index, anchor, state, feedback, memory, codec, policy, filters, filtered)
+    return FragmentState(fragment, index, anchor, state, feedback, memory, codec, policy, filters, filtered)
 
 
-def saved(pieces: Sequence[Held]) -> dict[str, Tensor]:
+def saved(pieces: Sequence[FragmentState]) -> dict[str, Tensor]:
     """What to save of all fragments."""
     return {f"{piece.index}.{name}": value for piece in pieces for name, value in piece.tensors().items()}
 
 
-def restore(pieces: Sequence[Held], tensors: Mapping[str, Tensor], facts: Mapping[str, Any], outer: Outer) -> None:
+def restore(
+    pieces: Sequence[FragmentState], tensors: Mapping[str, Tensor], facts: Mapping[str, Any], outer: Outer
+) -> None:
     """Take over what was `saved`, how many rounds each fragment has seen, and since when it was trained. Raises `CheckpointError`."""
     rounds = facts["rounds"]
     if len(rounds) != len(pieces):

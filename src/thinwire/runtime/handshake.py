@@ -37,7 +37,7 @@ def introduce(group: Group, strategy: Strategy, fragments: Sequence[Fragment]) -
 
 
 def introduction(strategy: Strategy, fragments: Sequence[Fragment]) -> dict[str, str]:
-    """The same in a few words, for a `Roster`, which compares the rest."""
+    """The same in a few words, for a `Membership`, which compares the rest."""
     tensors = _tensors(fragments)
     told = hashlib.blake2b(json.dumps(tensors).encode(), digest_size=8).hexdigest()
     numel = sum(fragment.numel for fragment in fragments)

@@ -1,6 +1,6 @@
 """Rounds in progress: what happens to a delta beside training, between snapshot and landing.
 
-Two threads: one encodes and sends, the round first that lands first (`Outbox`), so that a departure never waits for an
+Two threads: one encodes and sends, the round first that lands first (`SendQueue`), so that a departure never waits for an
 earlier flight's bytes to arrive; the other, first in first out, waits, decodes, takes the outer step and hears the
 site's vote. Nothing here touches the model.
 """
@@ -20,23 +20,23 @@ from thinwire.codecs import Codec, Identity
 from thinwire.comm.group import Group
 from thinwire.diagnosis.records import recorded
 from thinwire.errors import LinkError, PeerError
-from thinwire.exchange import Air, Round
+from thinwire.exchange import Round, SendContext
 from thinwire.exchange.base import MOST_STAGES, Outgoing, Stage
 from thinwire.exchange.chunks import cut
 from thinwire.packet import REFUSED, STOP, payload
 from thinwire.pieces.policy import Deciding
 from thinwire.rng import Key
 from thinwire.runtime.handshake import Finished
-from thinwire.runtime.update import Moved
+from thinwire.runtime.update import RoundUpdate
 from thinwire.state import State
 from thinwire.strategy import Gradients, Strategy
 
 
 @dataclass(frozen=True)
-class Landed:
+class RoundResult:
     """What a flight brings: whether the fragment moves, to where, and what was said on the way."""
 
-    moved: Moved
+    moved: RoundUpdate
     policy: State  # what the policy knows after it
     good: bool  # else the round is dropped: nothing has changed
     exchange: State
@@ -56,11 +56,11 @@ class Flight:
     departed: int  # inner step
     delta: Tensor
     nbytes: int  # that this replica sends for it
-    arrival: Future[Landed]
+    arrival: Future[RoundResult]
 
 
 @dataclass(frozen=True)
-class Ticket:
+class RoundRequest:
     """Which round flies, and how: the fragment's index, the round's number, the inner steps of departure and landing.
 
     `stalled` is how long the replica has waited for landings until now.
@@ -81,7 +81,7 @@ class Ticket:
 Observe = Callable[..., None]
 
 
-class Notice:
+class PolicyMessage:
     """What replica 0 tells all others with a round, for the policy: a message of its own, of `numel` numbers.
 
     `decide` makes them, on replica 0.
@@ -107,7 +107,7 @@ class Notice:
         return told
 
 
-class Crew:
+class RoundPipeline:
     """Flies a replica's rounds over `group`; `site` joins the ranks of one sharded replica, which must judge a round alike.
 
     `observe("wire", step, ...)` hears, on the inbound thread, what became of a round's messages (diagnosis/records.py).
@@ -123,7 +123,7 @@ class Crew:
     ) -> None:
         self.exchange, self.seed, self.site, self.clock = strategy.exchange, strategy.seed, site, clock
         self.policy = strategy.policy
-        self.air, self._observe = Air(group), observe
+        self.context, self._observe = SendContext(group), observe
         self.finished = Finished(group)
         self._ahead = int(isinstance(strategy.signal, Gradients))  # a gradient is of the step that comes
         self.stop_requested = False
@@ -131,72 +131,74 @@ class Crew:
         self._inbound = ThreadPoolExecutor(1, "thinwire-inbound")
         self._launched = 0
 
-    def launch(self, ticket: Ticket, moved: Moved) -> Flight:
+    def launch(self, request: RoundRequest, moved: RoundUpdate) -> Flight:
         """Send the delta that is in `moved`, and let the mean of all settle there."""
-        begin, delta, group = self.clock(), moved.present.delta, self.air.group
-        nbytes = self.exchange.nbytes_sent(ticket.codec, delta.numel(), group.size, group.rank)
-        order = (ticket.lands, self._launched)
-        own = self._pace.departs(ticket.departs, begin - ticket.stalled)
+        begin, delta, group = self.clock(), moved.present.delta, self.context.group
+        nbytes = self.exchange.nbytes_sent(request.codec, delta.numel(), group.size, group.rank)
+        order = (request.lands, self._launched)
+        own = self._pace.departs(request.departs, begin - request.stalled)
         self._launched += 1
-        departure = self.air.outbox.put(order, lambda: self._depart(ticket, moved, order))
-        arrival = self._inbound.submit(self._arrive, departure, ticket, moved, begin, own)
-        return Flight(ticket.number, ticket.departs, delta, nbytes, arrival)
+        departure = self.context.send_queue.put(order, lambda: self._depart(request, moved, order))
+        arrival = self._inbound.submit(self._arrive, departure, request, moved, begin, own)
+        return Flight(request.number, request.departs, delta, nbytes, arrival)
 
     def close(self) -> None:
         """Forget what has not been started; flights in progress end with the group."""
-        self.air.close()
+        self.context.close()
         self._inbound.shutdown(wait=False, cancel_futures=True)
 
     @torch.no_grad()
-    def _depart(self, ticket: Ticket, moved: Moved, order: tuple[int, int]) -> tuple[Round, Any, Notice | None]:
-        key = Key(self.seed, ticket.fragment, ticket.number, self.air.group.rank)
+    def _depart(
+        self, request: RoundRequest, moved: RoundUpdate, order: tuple[int, int]
+    ) -> tuple[Round, Any, PolicyMessage | None]:
+        key = Key(self.seed, request.fragment, request.number, self.context.group.rank)
         flags = STOP if self.stop_requested else 0
         numel = moved.present.delta.numel()
-        round_ = Round(self.air, ticket.codec, numel, key, moved.signal, flags, order, ticket.departs)
-        return round_, self.exchange.depart(round_, ticket.exchange), self._notice(ticket, moved, round_)
+        round_ = Round(self.context, request.codec, numel, key, moved.signal, flags, order, request.departs)
+        return round_, self.exchange.depart(round_, request.exchange), self._notice(request, moved, round_)
 
-    def _notice(self, ticket: Ticket, moved: Moved, of: Round) -> Notice | None:
+    def _notice(self, request: RoundRequest, moved: RoundUpdate, of: Round) -> PolicyMessage | None:
         policy = self.policy
-        count = policy.tells(ticket.fitted, ticket.number) if isinstance(policy, Deciding) else 0
+        count = policy.tells(request.fitted, request.number) if isinstance(policy, Deciding) else 0
         if not isinstance(policy, Deciding) or not count:
             return None
-        round_ = Round(self.air, Identity(), count, of.key, of.signal, 0, of.order, of.step)
-        return Notice(round_, lambda: policy.decide(ticket.fitted, moved.signal, of.numel, of.key))
+        round_ = Round(self.context, Identity(), count, of.key, of.signal, 0, of.order, of.step)
+        return PolicyMessage(round_, lambda: policy.decide(request.fitted, moved.signal, of.numel, of.key))
 
     @torch.no_grad()
     def _arrive(
         self,
-        departed: Future[tuple[Round, Any, Notice | None]],
-        ticket: Ticket,
-        moved: Moved,
+        departed: Future[tuple[Round, Any, PolicyMessage | None]],
+        request: RoundRequest,
+        moved: RoundUpdate,
         begin: float,
         own_seconds: float,
-    ) -> Landed:
+    ) -> RoundResult:
         round_, departure, notice = departed.result()
-        known, over = ticket.policy, False
+        known, over = request.policy, False
         try:
             arrival = self.exchange.arrive(departure, moved.settle)
             if notice and isinstance(self.policy, Deciding):
-                known = self.policy.told(ticket.fitted, notice.arrive())
+                known = self.policy.told(request.fitted, notice.arrive())
             over = True
         except PeerError as error:
             own = round_.own_failure()
             if own is not None:
                 raise own from None
             if isinstance(error, LinkError):
-                raise self.finished.explained(error, ticket.departs + self._ahead) from error
+                raise self.finished.explained(error, request.departs + self._ahead) from error
             raise
         finally:
-            if recorded(ticket.number) or not over:
+            if recorded(request.number) or not over:
                 names = [str(rank) for rank in range(round_.size)]
-                record = replace(round_.record(names, own_seconds, over), scheduled=ticket.scheduled)
-                self._observe("wire", ticket.departs, **record.facts())
+                record = replace(round_.record(names, own_seconds, over), scheduled=request.scheduled)
+                self._observe("wire", request.departs, **record.facts())
         void = arrival.void or any(f & REFUSED for f in arrival.flags)
         verdict = 0 if not void and moved.finish() else REFUSED
         moved.close()
         flags = agree(self.site, (*arrival.flags, verdict), ROUNDS)
         queued, transferred = round_.times()
-        return Landed(
+        return RoundResult(
             moved=moved,
             policy=known,
             good=not any(f & REFUSED for f in flags),

@@ -31,7 +31,7 @@ class Present:
     filtered: tuple[State, ...] = ()  # of each filter
 
 
-class Moved:
+class RoundUpdate:
     """The fragment after a round of `present`, stepped by `outer`; without, `anchor` is the estimate itself.
 
     `given` is the next anchor where that is known beforehand (one replica alone).

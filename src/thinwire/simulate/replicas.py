@@ -135,7 +135,9 @@ class _Fleet:
         self.flying: dict[int, Round] = {}  # by fragment
         self.waiting: list[Round] = []  # to be settled, in order of departure
         self.rounds = [0] * len(fragments)
-        self.since = [0] * len(fragments)  # the inner step after which nothing trained has departed, as in `Held`
+        self.since = [0] * len(
+            fragments
+        )  # the inner step after which nothing trained has departed, as in `FragmentState`
         self.events = self.failed = 0
         self.away = np.zeros(count, dtype=bool)
         self.fails_at, self.returns_at = np.full(count, np.inf), np.full(count, np.inf)

@@ -1,5 +1,5 @@
 """A simulated cluster in virtual time: the real protocol, replicas as threads, faults on order."""
 
-from thinwire.membership.testing.cluster import Rehearsal
+from thinwire.membership.testing.cluster import SimulatedCluster
 
-__all__ = ["Rehearsal"]
+__all__ = ["SimulatedCluster"]

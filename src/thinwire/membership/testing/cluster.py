@@ -1,4 +1,4 @@
-"""All replicas as threads of one process, in a time of its own, with faults on order: a rehearsal for what links do.
+"""All replicas as threads of one process, in a time of its own, with faults on order: a cluster for what links do.
 
 The rule by which members are found is the lighthouse's own (`lighthouse.py`), the protocol is the same code
 (`rendezvous.py`), and groups are those of `threads.py`.
@@ -16,11 +16,11 @@ from torch import Tensor
 from thinwire.comm.group import Group
 from thinwire.comm.threads import Key, ThreadGroup, _Hub
 from thinwire.errors import LinkError
-from thinwire.membership.commit import Board
-from thinwire.membership.rendezvous import Observe, Roster
+from thinwire.membership.commit import VoteStore
+from thinwire.membership.rendezvous import Membership, Observe
 from thinwire.membership.testing.clock import VirtualTime
-from thinwire.membership.testing.lighthouse import Standin, StandinBoard
-from thinwire.membership.timeouts import Deadlines
+from thinwire.membership.testing.lighthouse import SimulatedLighthouse, SimulatedVoteStore
+from thinwire.membership.timeouts import Timeouts
 from thinwire.membership.view import Presence
 
 _ADDRESS = "thread:"
@@ -30,14 +30,14 @@ class Killed(BaseException):
     """Raised in the threads of a replica that was killed: it does nothing more. No `Exception`, so nobody catches it."""
 
 
-class Rehearsal:
-    """The place where threads meet, and where faults are ordered. Names are those of the rosters.
+class SimulatedCluster:
+    """The place where threads meet, and where faults are ordered. Names are those of the memberships.
 
-    >>> rehearsal = Rehearsal()
+    >>> cluster = SimulatedCluster()
     >>> def replica(name):
-    ...     muster = rehearsal.roster(name).muster({"round": 0})
-    ...     return [member.name for member in muster.members], muster.decide("land", True, seconds=5.0)
-    >>> rehearsal.play({name: replica for name in ("paris", "oslo")})["oslo"]
+    ...     view = cluster.membership(name).next_view({"round": 0})
+    ...     return [member.name for member in view.members], view.decide("land", True, seconds=5.0)
+    >>> cluster.play({name: replica for name in ("paris", "oslo")})["oslo"]
     (['oslo', 'paris'], True)
     """
 
@@ -47,16 +47,16 @@ class Rehearsal:
         self.frozen: set[str] = set()
         self.cuts: set[frozenset[str]] = set()
         self.delays: dict[frozenset[str], float] = {}
-        self.lighthouse = Standin(self, heartbeat_timeout)
+        self.lighthouse = SimulatedLighthouse(self, heartbeat_timeout)
         self._damage: dict[tuple[str, str], int] = {}
         self._held_back: dict[frozenset[str], list[Callable[[], None]]] = {}
         self._plans: dict[tuple[str, str], list[tuple[int, Callable[[], None]]]] = {}
         self._passed: dict[tuple[str, str], int] = {}
         self._rooms: dict[str, _Room] = {}
 
-    def roster(self, name: str, **settings: Any) -> Roster:
-        """The roster of one replica; `settings` as for `Roster`."""
-        return Roster(ThreadMeeting(self, name), name, **settings)
+    def membership(self, name: str, **settings: Any) -> Membership:
+        """The membership of one replica; `settings` as for `Membership`."""
+        return Membership(ThreadRendezvous(self, name), name, **settings)
 
     def play(self, replicas: Mapping[str, Callable[[str], Any]]) -> dict[str, Any]:
         """Run `replicas[name](name)` in a thread each until all have ended; what they returned, or raised."""
@@ -98,7 +98,7 @@ class Rehearsal:
             self._lose(name)
 
     def revive(self, name: str) -> None:
-        """Let `name` begin again after it was killed, with a roster of its own."""
+        """Let `name` begin again after it was killed, with a membership of its own."""
         with self.time:
             self.killed.discard(name)
             self.time.enter(name)
@@ -175,8 +175,8 @@ class Rehearsal:
     def beats(self, name: str) -> bool:
         return name not in self.killed and name not in self.frozen
 
-    def room(self, chapter: str, members: Sequence[Presence]) -> _Room:
-        return self._rooms.setdefault(chapter, _Room(self, members))
+    def room(self, epoch: str, members: Sequence[Presence]) -> _Room:
+        return self._rooms.setdefault(epoch, _Room(self, members))
 
     def carry(self, sender: str, receiver: str, message: Tensor, deliver: Callable[[Tensor], None]) -> None:
         """Bring a message over the link between two, as the link is now."""
@@ -210,148 +210,148 @@ class Rehearsal:
 
 
 class _Handle:
-    """A `Condition` for `ThreadGroup`: the rehearsal's time as one replica lives in it."""
+    """A `Condition` for `ThreadGroup`: the cluster's time as one replica sees it."""
 
-    def __init__(self, rehearsal: Rehearsal, name: str) -> None:
-        self._rehearsal, self._name = rehearsal, name
+    def __init__(self, cluster: SimulatedCluster, name: str) -> None:
+        self._cluster, self._name = cluster, name
 
     def __enter__(self) -> _Handle:
-        self._rehearsal.time.__enter__()
+        self._cluster.time.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._rehearsal.time.__exit__()
+        self._cluster.time.__exit__()
 
     def notify_all(self) -> None:
-        self._rehearsal.time.notify_all()
+        self._cluster.time.notify_all()
 
     def wait_for(self, predicate: Callable[[], bool], seconds: float | None = None) -> bool:
-        return self._rehearsal.wait(self._name, predicate, seconds)
+        return self._cluster.wait(self._name, predicate, seconds)
 
 
 class _FaultyHub(_Hub):
-    def __init__(self, rehearsal: Rehearsal, names: Sequence[str]) -> None:
-        super().__init__(clock=lambda: rehearsal.time.now)
-        self._rehearsal, self._names = rehearsal, names
+    def __init__(self, cluster: SimulatedCluster, names: Sequence[str]) -> None:
+        super().__init__(clock=lambda: cluster.time.now)
+        self._cluster, self._names = cluster, names
 
     def send(self, key: Key, message: Tensor) -> None:
-        carry, deliver = self._rehearsal.carry, super().send
+        carry, deliver = self._cluster.carry, super().send
         sender, receiver, _ = key
 
         def arrive(message: Tensor) -> None:
             deliver(key, message)
-            self._rehearsal.time.notify_all()
+            self._cluster.time.notify_all()
 
         carry(self._names[sender], self._names[receiver], message, arrive)
 
 
 class _Room:
-    """Where the members of one chapter come together."""
+    """Where the members of one epoch come together."""
 
-    def __init__(self, rehearsal: Rehearsal, members: Sequence[Presence]) -> None:
+    def __init__(self, cluster: SimulatedCluster, members: Sequence[Presence]) -> None:
         self.names = [_thread(p) for p in members]
-        self.hub = _FaultyHub(rehearsal, self.names)
+        self.hub = _FaultyHub(cluster, self.names)
         self.here: set[str] = set()
 
 
 class _ThreadGroup(ThreadGroup):
     """`ThreadGroup` on a hub with faults; its replica may be frozen or killed at every post."""
 
-    def __init__(self, rehearsal: Rehearsal, name: str, hub: _Hub, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, cluster: SimulatedCluster, name: str, hub: _Hub, rank: int, size: int, timeout: float) -> None:
         own = copy.copy(hub)
-        own.changed = _Handle(rehearsal, name)  # type: ignore[assignment]
+        own.changed = _Handle(cluster, name)  # type: ignore[assignment]
         super().__init__(own, rank, size, timeout)
-        self._rehearsal, self._name = rehearsal, name
+        self._cluster, self._name = cluster, name
 
     def post(self, *args: Any, **kwargs: Any) -> Any:
         """See `Group.post`."""
-        self._rehearsal.passing(self._name, "post")
+        self._cluster.passing(self._name, "post")
         return super().post(*args, **kwargs)
 
 
 def _thread(presence: Presence) -> str:
-    """The name under which a rehearsal knows a replica: its roster's, unless that is given a meeting of its own."""
+    """The name under which a cluster knows a replica: its membership's, unless that is given a rendezvous of its own."""
     return presence.address.removeprefix(_ADDRESS)
 
 
-class ThreadMeeting:
-    """One replica's view of a `Rehearsal`."""
+class ThreadRendezvous:
+    """One replica's view of a `SimulatedCluster`."""
 
-    def __init__(self, rehearsal: Rehearsal, name: str) -> None:
-        self._rehearsal, self._name = rehearsal, name
-        self._life, self._deadlines = "", Deadlines()
+    def __init__(self, cluster: SimulatedCluster, name: str) -> None:
+        self._cluster, self._name = cluster, name
+        self._incarnation, self._timeouts = "", Timeouts()
         self._observe: Observe = lambda kind, fields: None
         self._epoch = -1  # of the lighthouse that this replica has found
-        self._board: Board | None = None
+        self._vote_store: VoteStore | None = None
 
     @property
     def address(self) -> str:
         return _ADDRESS + self._name
 
     def clock(self) -> float:
-        return self._rehearsal.time.now
+        return self._cluster.time.now
 
     def sleep(self, seconds: float) -> None:
-        with self._rehearsal.time:
-            self._rehearsal.wait(self._name, lambda: False, seconds)
+        with self._cluster.time:
+            self._cluster.wait(self._name, lambda: False, seconds)
 
-    def arrive(self, name: str, life: str, secret: bytes, deadlines: Deadlines, observe: Observe) -> None:
-        self._life, self._deadlines, self._observe = life, deadlines, observe
+    def arrive(self, name: str, incarnation: str, secret: bytes, timeouts: Timeouts, observe: Observe) -> None:
+        self._incarnation, self._timeouts, self._observe = incarnation, timeouts, observe
 
-    def call(self, presence: Presence, seconds: float) -> tuple[Sequence[Presence], Board]:
+    def call(self, presence: Presence, seconds: float) -> tuple[Sequence[Presence], VoteStore]:
         until = self.clock() + seconds
-        lighthouse = self._rehearsal.lighthouse
+        lighthouse = self._cluster.lighthouse
         presence = Presence.from_json(presence.to_json())  # as it comes out of a wire
         while (left := until - self.clock()) > 0:
-            self._rehearsal.passing(self._name, "call")
+            self._cluster.passing(self._name, "call")
             if self._epoch != lighthouse.epoch or not lighthouse.up:
                 self._find(left)
                 continue
             try:
-                with self._rehearsal.time:
+                with self._cluster.time:
                     present = lighthouse.call(self._name, presence, left)
             except LinkError as error:
                 self._observe("retry", {"reason": str(error), "seconds": 0.0})
                 continue
-            self._rehearsal.passing(self._name, "called")
-            assert self._board is not None
-            return present, self._board
+            self._cluster.passing(self._name, "called")
+            assert self._vote_store is not None
+            return present, self._vote_store
         raise LinkError("nobody else, or no lighthouse; start the others, or the lighthouse.")
 
-    def connect(self, chapter: str, members: Sequence[Presence], rank: int) -> Group:
-        self._rehearsal.passing(self._name, "connect")
-        rehearsal, seconds = self._rehearsal, self._deadlines.connect
-        with rehearsal.time:
-            room = rehearsal.room(chapter, members)
+    def connect(self, epoch: str, members: Sequence[Presence], rank: int) -> Group:
+        self._cluster.passing(self._name, "connect")
+        cluster, seconds = self._cluster, self._timeouts.connect
+        with cluster.time:
+            room = cluster.room(epoch, members)
             room.here.add(self._name)
-            rehearsal.time.notify_all()
+            cluster.time.notify_all()
 
             def joined() -> bool:
                 return set(room.names) == room.here and all(
-                    frozenset((self._name, n)) not in rehearsal.cuts for n in room.names
+                    frozenset((self._name, n)) not in cluster.cuts for n in room.names
                 )
 
-            if not rehearsal.wait(self._name, joined, seconds):
+            if not cluster.wait(self._name, joined, seconds):
                 absent = sorted(set(room.names) - room.here) or ["somebody"]
                 raise LinkError(f"{', '.join(absent)} did not come within {seconds:g} s")
-        return _ThreadGroup(rehearsal, self._name, room.hub, rank, len(members), self._deadlines.transfer)
+        return _ThreadGroup(cluster, self._name, room.hub, rank, len(members), self._timeouts.transfer)
 
     def reaches(self, other: Presence) -> bool:
-        with self._rehearsal.time:
-            return self._rehearsal.answers(self._name, _thread(other))
+        with self._cluster.time:
+            return self._cluster.answers(self._name, _thread(other))
 
     def leave(self) -> None:
-        with self._rehearsal.time:
-            self._rehearsal.lighthouse.leave(self._name)
+        with self._cluster.time:
+            self._cluster.lighthouse.leave(self._name)
 
     def _find(self, seconds: float) -> None:
         """Wait for a lighthouse, and until it has heard the others, too."""
-        rehearsal, lighthouse = self._rehearsal, self._rehearsal.lighthouse
+        cluster, lighthouse = self._cluster, self._cluster.lighthouse
         if not lighthouse.up:
             self._observe("retry", {"reason": "no lighthouse", "seconds": seconds})
-        with rehearsal.time:
-            if rehearsal.wait(self._name, lambda: lighthouse.up, seconds):
+        with cluster.time:
+            if cluster.wait(self._name, lambda: lighthouse.up, seconds):
                 self._epoch = lighthouse.epoch
-                self._board = StandinBoard(lighthouse, self._rehearsal, self._name)
-                lighthouse.hear(self._name, self._life)
-                rehearsal.wait(self._name, lambda: False, 2 * self._deadlines.heartbeat_interval)
+                self._vote_store = SimulatedVoteStore(lighthouse, self._cluster, self._name)
+                lighthouse.hear(self._name, self._incarnation)
+                cluster.wait(self._name, lambda: False, 2 * self._timeouts.heartbeat_interval)

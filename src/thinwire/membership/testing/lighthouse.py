@@ -1,4 +1,4 @@
-"""A stand-in for the lighthouse within one process, in virtual time, and the board beside it."""
+"""A stand-in for the lighthouse within one process, in virtual time, and the vote_store beside it."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class Place(Protocol):
     def beats(self, name: str) -> bool: ...
 
 
-class Standin:
-    """Who is heard, who calls, and what is written on the board. Call it with the lock of its place held."""
+class SimulatedLighthouse:
+    """Who is heard, who calls, and what is written on the vote_store. Call it with the lock of its place held."""
 
     def __init__(self, place: Place, heartbeat_timeout: float) -> None:
         self.place, self.heartbeat_timeout = place, heartbeat_timeout
         self.up = True
         self.epoch = 0
         self.written: dict[str, bytes] = {}
-        self._names: dict[str, str] = {}  # by name: the life that is heard under it
-        self._silent: dict[str, float] = {}  # by life: since when it is not heard
-        self._calls: dict[str, tuple[float, Presence | None]] = {}  # by life: since when
+        self._names: dict[str, str] = {}  # by name: the incarnation that is heard under it
+        self._silent: dict[str, float] = {}  # by incarnation: since when it is not heard
+        self._calls: dict[str, tuple[float, Presence | None]] = {}  # by incarnation: since when
         self._previous: set[str] = set()
         self._answers: dict[str, list[Presence]] = {}
 
@@ -43,7 +43,7 @@ class Standin:
         with self.place.time:
             self.up, self.epoch = False, self.epoch + 1
             self.written, self._calls, self._previous, self._answers = {}, {}, set(), {}
-            self._silent = {life: float("-inf") for life in self._silent.keys() | self._names.values()}
+            self._silent = {incarnation: float("-inf") for incarnation in self._silent.keys() | self._names.values()}
             self.place.time.notify_all()
 
     def start(self) -> None:
@@ -53,16 +53,16 @@ class Standin:
             self.place.time.after(1.0, self.hear_again)
             self.place.time.notify_all()
 
-    def hear(self, name: str, life: str) -> None:
-        """Heartbeats of `life` come from now on."""
-        self._names[name] = life
-        self._silent.pop(life, None)
+    def hear(self, name: str, incarnation: str) -> None:
+        """Heartbeats of `incarnation` come from now on."""
+        self._names[name] = incarnation
+        self._silent.pop(incarnation, None)
 
     def hear_again(self) -> None:
         """The heartbeats of all who are there and not frozen."""
-        for name, life in self._names.items():
+        for name, incarnation in self._names.items():
             if self.place.beats(name):
-                self._silent.pop(life, None)
+                self._silent.pop(incarnation, None)
 
     def silence(self, name: str) -> None:
         """No heartbeats of `name` from now on."""
@@ -77,43 +77,47 @@ class Standin:
 
     def call(self, name: str, presence: Presence, seconds: float) -> list[Presence]:
         """Wait for the answer of `quorum`. Raises `LinkError`."""
-        life, epoch = presence.life, self.epoch
-        self.hear(name, life)
-        self._calls[life] = (self.place.time.now, presence)
+        incarnation, epoch = presence.incarnation, self.epoch
+        self.hear(name, incarnation)
+        self._calls[incarnation] = (self.place.time.now, presence)
         self.place.time.after(JOIN)
 
         def answered() -> bool:
             self._look()
-            return life in self._answers or self.epoch != epoch
+            return incarnation in self._answers or self.epoch != epoch
 
         in_time = self.place.wait(name, answered, seconds)
         if self.epoch != epoch:
             raise LinkError("the lighthouse has gone")
         if not in_time:
-            self._calls[life] = (self.place.time.now, None)  # as a replica that gives up says
-            raise LinkError(f"no muster within {seconds:g} s: too few others called")
-        return self._answers.pop(life)
+            self._calls[incarnation] = (self.place.time.now, None)  # as a replica that gives up says
+            raise LinkError(f"no view within {seconds:g} s: too few others called")
+        return self._answers.pop(incarnation)
 
     def _look(self) -> None:
         now = self.place.time.now
-        heard = {life for life in self._lives() if now - self._silent.get(life, now) < self.heartbeat_timeout}
-        calling = {life: since for life, (since, _) in self._calls.items()}
+        heard = {
+            incarnation
+            for incarnation in self._incarnations()
+            if now - self._silent.get(incarnation, now) < self.heartbeat_timeout
+        }
+        calling = {incarnation: since for incarnation, (since, _) in self._calls.items()}
         chosen = quorum(calling, heard, self._previous, now, JOIN)
         if chosen:
-            calls = [self._calls[life][1] for life in sorted(chosen)]
+            calls = [self._calls[incarnation][1] for incarnation in sorted(chosen)]
             present = [presence for presence in calls if presence is not None]
-            self._answers |= {life: list(present) for life in chosen}
+            self._answers |= {incarnation: list(present) for incarnation in chosen}
             self._previous, self._calls = chosen, {}
             self.place.time.notify_all()
 
-    def _lives(self) -> set[str]:
+    def _incarnations(self) -> set[str]:
         return {*self._names.values(), *self._calls, *self._silent}
 
 
-class StandinBoard:
-    """What is written with one lighthouse; it does not outlive it. See `Board`."""
+class SimulatedVoteStore:
+    """What is written with one lighthouse; it does not outlive it. See `VoteStore`."""
 
-    def __init__(self, lighthouse: Standin, place: Place, name: str) -> None:
+    def __init__(self, lighthouse: SimulatedLighthouse, place: Place, name: str) -> None:
         self._lighthouse, self._place, self._name, self._epoch = lighthouse, place, name, lighthouse.epoch
 
     def put(self, key: str) -> None:

@@ -31,7 +31,7 @@ def _warn(event: str, step: int, message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 
-class Cautions:
+class LoopWarnings:
     """Of one Replica, the `owner`."""
 
     def __init__(self, owner: object, model: nn.Module, observe: Callable[..., None]) -> None:

@@ -1,6 +1,6 @@
 """One replica as a process: it holds rounds until the file `stop` appears, and writes a line for each.
 
-python roster_process.py ADDRESS NAME FOLDER [LEAST]
+python membership_process.py ADDRESS NAME FOLDER [LEAST]
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 
 from thinwire.comm import CountedGroup, Ledger, gather
 from thinwire.errors import LinkError, UndecidedError
-from thinwire.membership import Deadlines, LighthouseMeeting, Roster
+from thinwire.membership import LighthouseRendezvous, Membership, Timeouts
 
-DEADLINES = Deadlines(
-    heartbeat_interval=0.3, heartbeat_timeout=1.5, grace=3.0, connect=3.0, transfer=2.0, vote=4.0, muster=30.0
+DEADLINES = Timeouts(
+    heartbeat_interval=0.3, heartbeat_timeout=1.5, grace=3.0, connect=3.0, transfer=2.0, vote=4.0, view=30.0
 )
 
 
@@ -30,43 +30,43 @@ def main(address: str, name: str, folder: str, least: str = "2") -> None:
         def write(kind, **fields):
             lines.write(json.dumps({"kind": kind, "at": time.monotonic(), **fields}) + "\n")
 
-        roster = Roster(
-            LighthouseMeeting(address), name, least=int(least), deadlines=DEADLINES,
+        membership = Membership(
+            LighthouseRendezvous(address), name, least=int(least), timeouts=DEADLINES,
             wrap=lambda group: CountedGroup(group, ledger), observe=lambda kind, fields: write(kind, **fields),
         )  # fmt: skip
         number = 0
         while not (Path(folder) / "stop").exists():
             try:
                 began = time.monotonic()
-                muster = roster.muster({"round": number})
-                mustered = time.monotonic()
+                view = membership.next_view({"round": number})
+                met = time.monotonic()
             except LinkError as error:
-                write("no muster", reason=str(error))
+                write("no view", reason=str(error))
                 continue
-            number = max(member.claim["round"] for member in muster.members)
+            number = max(member.status["round"] for member in view.members)
             answer: bool | None
             sent, received = ledger.sent(), ledger.received()
             try:
-                heard = gather(muster.group, f"{name} {number}".encode(), 64, "packet")
-                yes = heard == [f"{member.name} {number}".encode() for member in muster.members]
+                heard = gather(view.group, f"{name} {number}".encode(), 64, "packet")
+                yes = heard == [f"{member.name} {number}".encode() for member in view.members]
             except LinkError as error:
                 write("failed", reason=str(error))
                 yes = False
             try:
-                answer = muster.decide("land", yes, DEADLINES.vote)
+                answer = view.decide("land", yes, DEADLINES.vote)
             except UndecidedError as error:
                 write("undecided", reason=str(error))
                 answer = None
             if not yes or answer is None:
-                muster.close()
+                view.close()
             number += bool(answer)
             write(
-                "round", id=muster.id, answer=answer, number=number, members=[m.name for m in muster.members],
-                rebuilt=muster.rebuilt, muster_seconds=mustered - began, vote_seconds=time.monotonic() - mustered,
+                "round", id=view.id, answer=answer, number=number, members=[m.name for m in view.members],
+                rebuilt=view.rebuilt, view_seconds=met - began, vote_seconds=time.monotonic() - met,
                 sent=ledger.sent() - sent, received=ledger.received() - received,
             )  # fmt: skip
             time.sleep(0.02)
-        roster.close()
+        membership.close()
     Path(folder, f"{name}.over").touch()
 
 

@@ -6,27 +6,27 @@ import time
 
 import pytest
 import torch
-from roster_play import Log, check_one_outcome, hold_rounds
+from membership_play import Log, check_one_outcome, hold_rounds
 
 from thinwire.comm import CountedGroup, Ledger, Link, LinkedGroup, gather
 from thinwire.errors import ConfigurationError, DisagreementError, LinkError, PacketError, UndecidedError
-from thinwire.membership import Deadlines, Roster
-from thinwire.membership.testing import Rehearsal
-from thinwire.membership.testing.cluster import Killed, ThreadMeeting
+from thinwire.membership import Membership, Timeouts
+from thinwire.membership.testing import SimulatedCluster
+from thinwire.membership.testing.cluster import Killed, ThreadRendezvous
 from thinwire.membership.testing.lighthouse import JOIN
 
 PHASES = ["call", "called", "connect", "put", "all", "settle", "wait", "post"]
 ROUNDS = 5
 
 
-def play(rehearsal, replicas, rounds=ROUNDS, **settings):
+def play(cluster, replicas, rounds=ROUNDS, **settings):
     """`replicas` hold rounds until `rounds` are over; their logs, or what they raised."""
     logs = {name: Log() for name in replicas}
 
     def run(name):
-        return hold_rounds(rehearsal.roster(name, **settings), rounds, logs[name])
+        return hold_rounds(cluster.membership(name, **settings), rounds, logs[name])
 
-    results = rehearsal.play({name: run for name in replicas})
+    results = cluster.play({name: run for name in replicas})
     check_one_outcome(logs.values())
     return results, logs
 
@@ -36,56 +36,56 @@ def finished(result):
 
 
 def test_a_healthy_run_builds_one_group_and_votes_once_a_round():
-    rehearsal = Rehearsal()
-    results, _ = play(rehearsal, "abc")
+    cluster = SimulatedCluster()
+    results, _ = play(cluster, "abc")
     for log in results.values():
         assert finished(log) and log.rebuilt == 1 and not log.failed
         assert list(log.decided.values()) == [True] * ROUNDS and set(log.members) == {("a", "b", "c")}
-    assert rehearsal.time.now == 2.0  # two heartbeats at the beginning, to hear each other
-    assert len(rehearsal.lighthouse.written) <= 8  # what past musters wrote is swept
+    assert cluster.time.now == 2.0  # two heartbeats at the beginning, to hear each other
+    assert len(cluster.lighthouse.written) <= 8  # what past views wrote is swept
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3])
 @pytest.mark.parametrize("phase", PHASES)
 def test_killed_at_any_phase(phase, nth):
     """The others go on; nobody who was there learns two answers."""
-    rehearsal = Rehearsal()
-    rehearsal.at("b", phase, lambda: rehearsal.kill("b"), nth)
-    results, logs = play(rehearsal, "abc")
+    cluster = SimulatedCluster()
+    cluster.at("b", phase, lambda: cluster.kill("b"), nth)
+    results, logs = play(cluster, "abc")
     assert finished(results["a"]) and finished(results["c"])
     if isinstance(results["b"], Killed):
         assert logs["a"].members[-1] == ("a", "c") or logs["b"].round == ROUNDS - 1  # or it died in the last round
     else:  # it never came to that phase so often
         assert phase in ("connect", "settle", "wait") and finished(results["b"])
-    assert rehearsal.time.now < 100
+    assert cluster.time.now < 100
 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_frozen_at_any_phase_and_thawed(phase):
     """As killed for the others; and when it wakes it hears what was decided, and is a member again."""
-    rehearsal = Rehearsal()
+    cluster = SimulatedCluster()
 
     def freeze():
-        rehearsal.freeze("b")
-        rehearsal.later(40.0, lambda: rehearsal.thaw("b"))
+        cluster.freeze("b")
+        cluster.later(40.0, lambda: cluster.thaw("b"))
 
-    rehearsal.at("b", phase, freeze, nth=1)
+    cluster.at("b", phase, freeze, nth=1)
     logs = {name: Log() for name in "abc"}
 
     def run(name):
         def ready(number):
             """So that it is b that settles, or waits, in the first round."""
             if name != "b" and phase == "wait" and number == 0:
-                ThreadMeeting(rehearsal, name).sleep(1.0)
+                ThreadRendezvous(cluster, name).sleep(1.0)
             return not (name == "b" and phase == "settle" and not logs[name].decided)
 
-        roster = rehearsal.roster(name)
-        hold_rounds(roster, ROUNDS, logs[name], ready=ready)
-        while rehearsal.time.now < 100.0:  # until b is awake and calls
-            ThreadMeeting(rehearsal, name).sleep(5.0)
-        return hold_rounds(roster, 2 * ROUNDS, logs[name])
+        membership = cluster.membership(name)
+        hold_rounds(membership, ROUNDS, logs[name], ready=ready)
+        while cluster.time.now < 100.0:  # until b is awake and calls
+            ThreadRendezvous(cluster, name).sleep(5.0)
+        return hold_rounds(membership, 2 * ROUNDS, logs[name])
 
-    results = rehearsal.play({name: run for name in "abc"})
+    results = cluster.play({name: run for name in "abc"})
     check_one_outcome(logs.values())
     assert all(isinstance(log, Log) and log.round == 2 * ROUNDS for log in results.values()), results
     assert logs["a"].members[-1] == ("a", "b", "c")
@@ -95,48 +95,48 @@ def test_frozen_at_any_phase_and_thawed(phase):
 @pytest.mark.parametrize("all_ballots", [True, False])
 def test_a_member_that_dies_after_its_ballot(all_ballots):
     """Its ballot counts: with all ballots there, the others find yes at the deadline, though nobody proposed it."""
-    rehearsal = Rehearsal()
-    rehearsal.at("b", "all", lambda: rehearsal.kill("b"))  # it has put its ballot, and looks at the others'
+    cluster = SimulatedCluster()
+    cluster.at("b", "all", lambda: cluster.kill("b"))  # it has put its ballot, and looks at the others'
 
     def run(name):
-        muster = rehearsal.roster(name).muster({})
+        view = cluster.membership(name).next_view({})
         if name != "b":
-            ThreadMeeting(rehearsal, name).sleep(1.0)
-        return muster.decide("land", all_ballots or name != "c", 20.0)
+            ThreadRendezvous(cluster, name).sleep(1.0)
+        return view.decide("land", all_ballots or name != "c", 20.0)
 
-    results = rehearsal.play({name: run for name in "abc"})
+    results = cluster.play({name: run for name in "abc"})
     assert isinstance(results["b"], Killed) and results["a"] is results["c"] is all_ballots
 
 
 def test_a_ballot_that_comes_too_late_changes_nothing():
-    rehearsal = Rehearsal()
+    cluster = SimulatedCluster()
 
     def run(name):
-        muster = rehearsal.roster(name).muster({})
+        view = cluster.membership(name).next_view({})
         if name == "b":
-            ThreadMeeting(rehearsal, name).sleep(30.0)
-        began = rehearsal.time.now
-        return muster.decide("land", True, 20.0), muster.decide("land", False, 20.0), rehearsal.time.now - began
+            ThreadRendezvous(cluster, name).sleep(30.0)
+        began = cluster.time.now
+        return view.decide("land", True, 20.0), view.decide("land", False, 20.0), cluster.time.now - began
 
-    results = rehearsal.play({name: run for name in "abc"})
+    results = cluster.play({name: run for name in "abc"})
     assert results == {"a": (False, False, 20.0), "c": (False, False, 20.0), "b": (False, False, 0.0)}
 
 
 def test_a_cut_link_costs_the_younger_of_the_two_until_it_heals():
-    rehearsal = Rehearsal()
+    cluster = SimulatedCluster()
 
     def ready(number):
         if number == 2:
-            rehearsal.cut("a", "b")
+            cluster.cut("a", "b")
         return True
 
     logs = {name: Log() for name in "abc"}
 
     def run(name):
-        roster = rehearsal.roster(name)
-        hold_rounds(roster, 4, logs[name], seconds=30.0, ready=ready if name == "a" else lambda number: True)
-        rehearsal.heal("a", "b")
-        return hold_rounds(roster, 8, logs[name], seconds=300.0)
+        membership = cluster.membership(name)
+        hold_rounds(membership, 4, logs[name], seconds=30.0, ready=ready if name == "a" else lambda number: True)
+        cluster.heal("a", "b")
+        return hold_rounds(membership, 8, logs[name], seconds=300.0)
 
     def patient(name):
         while True:
@@ -145,7 +145,7 @@ def test_a_cut_link_costs_the_younger_of_the_two_until_it_heals():
             except LinkError as error:  # left out for so long
                 logs[name].failed.append(str(error))
 
-    results = rehearsal.play({"a": run, "b": patient, "c": run})
+    results = cluster.play({"a": run, "b": patient, "c": run})
     check_one_outcome(logs.values())
     assert ("a", "c") in logs["a"].members and logs["a"].members[-1] == ("a", "b", "c"), results
     assert any("b: no link between it and a" in text for text in logs["c"].left_out)
@@ -153,20 +153,20 @@ def test_a_cut_link_costs_the_younger_of_the_two_until_it_heals():
 
 @pytest.mark.parametrize("seconds", [2.0, 8.0])
 def test_a_slow_link_is_waited_for(seconds):
-    rehearsal = Rehearsal()
-    rehearsal.slow("a", "b", seconds)
-    results, logs = play(rehearsal, "abc")
+    cluster = SimulatedCluster()
+    cluster.slow("a", "b", seconds)
+    results, logs = play(cluster, "abc")
     assert all(finished(log) for log in results.values()) and not logs["a"].failed
-    assert rehearsal.time.now >= 2 * ROUNDS * seconds  # lengths, then bodies
+    assert cluster.time.now >= 2 * ROUNDS * seconds  # lengths, then bodies
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3, 4, 5])
 def test_a_damaged_message_fails_one_round_for_all(nth):
     """Lengths or bodies, at the first hello or in a round: nobody takes it for good."""
-    rehearsal = Rehearsal()
-    rehearsal.damage("b", "a", nth)
+    cluster = SimulatedCluster()
+    cluster.damage("b", "a", nth)
     retries = []
-    results, logs = play(rehearsal, "abc", observe=lambda kind, _: retries.append(kind) if kind == "retry" else None)
+    results, logs = play(cluster, "abc", observe=lambda kind, _: retries.append(kind) if kind == "retry" else None)
     assert all(finished(log) for log in results.values()), results
     if nth <= 2:
         assert retries and all(logs["a"].decided.values())
@@ -175,21 +175,21 @@ def test_a_damaged_message_fails_one_round_for_all(nth):
 
 
 def test_one_that_comes_back_is_a_member_again():
-    rehearsal = Rehearsal()
-    rehearsal.at("b", "put", lambda: rehearsal.kill("b"), nth=2)
+    cluster = SimulatedCluster()
+    cluster.at("b", "put", lambda: cluster.kill("b"), nth=2)
     logs = {name: Log() for name in ("a", "b", "c", "again")}
 
     def again(name):
         try:
-            hold_rounds(rehearsal.roster(name), 40, logs[name])
+            hold_rounds(cluster.membership(name), 40, logs[name])
         except Killed:
-            rehearsal.revive(name)
-        return hold_rounds(rehearsal.roster(name), 40, logs["again"])
+            cluster.revive(name)
+        return hold_rounds(cluster.membership(name), 40, logs["again"])
 
     def run(name):
-        return hold_rounds(rehearsal.roster(name), 40, logs[name])
+        return hold_rounds(cluster.membership(name), 40, logs[name])
 
-    results = rehearsal.play({"a": run, "b": again, "c": run})
+    results = cluster.play({"a": run, "b": again, "c": run})
     check_one_outcome(logs.values())
     assert all(isinstance(log, Log) and log.round == 40 for log in results.values()), results
     assert logs["again"].members[-1] == ("a", "b", "c") and logs["a"].rebuilt <= 4
@@ -197,143 +197,143 @@ def test_one_that_comes_back_is_a_member_again():
 
 def test_no_time_passes_between_a_death_and_the_return():
     """However late its thread comes to run again: else the others would be done before it is back."""
-    rehearsal = Rehearsal()
-    rehearsal.at("b", "put", lambda: rehearsal.kill("b"))
+    cluster = SimulatedCluster()
+    cluster.at("b", "put", lambda: cluster.kill("b"))
 
     def run(name):
         try:
-            rehearsal.roster(name).muster({}).decide("land", True, 20.0)
+            cluster.membership(name).next_view({}).decide("land", True, 20.0)
         except Killed:
-            before = rehearsal.time.now
+            before = cluster.time.now
             time.sleep(0.05)
-            assert rehearsal.time.now == before
-            rehearsal.revive(name)
+            assert cluster.time.now == before
+            cluster.revive(name)
         return "told"
 
-    assert rehearsal.play({name: run for name in "abc"}) == {name: "told" for name in "abc"}
+    assert cluster.play({name: run for name in "abc"}) == {name: "told" for name in "abc"}
 
 
 def test_a_third_joins_and_one_leaves():
-    rehearsal = Rehearsal()
+    cluster = SimulatedCluster()
     logs = {name: Log() for name in "abc"}
 
     def run(name):
         if name == "c":
-            ThreadMeeting(rehearsal, name).sleep(20.0)
-        roster = rehearsal.roster(name)
-        hold_rounds(roster, 3 if name != "c" else 6, logs[name])
+            ThreadRendezvous(cluster, name).sleep(20.0)
+        membership = cluster.membership(name)
+        hold_rounds(membership, 3 if name != "c" else 6, logs[name])
         if name == "a":
-            roster.close()
+            membership.close()
             with pytest.raises(LinkError, match="has left"):
-                roster.muster({})
+                membership.next_view({})
             return logs[name]
-        while rehearsal.time.now < 30.0:
-            ThreadMeeting(rehearsal, name).sleep(1.0)
-        return hold_rounds(roster, 9, logs[name])
+        while cluster.time.now < 30.0:
+            ThreadRendezvous(cluster, name).sleep(1.0)
+        return hold_rounds(membership, 9, logs[name])
 
-    results = rehearsal.play({name: run for name in "abc"})
+    results = cluster.play({name: run for name in "abc"})
     assert [log.round for log in results.values()].count(9) == 2, results
     assert logs["a"].members[0] == ("a", "b") and logs["b"].members[-1] == ("b", "c")
 
 
 def test_the_lighthouse_restarts():
     """What is in the air is undecided or dropped; the group is kept, nobody is left out, and rounds go on."""
-    rehearsal = Rehearsal()
+    cluster = SimulatedCluster()
 
     def restart():
-        rehearsal.lighthouse.stop()
-        rehearsal.later(13.0, rehearsal.lighthouse.start)
+        cluster.lighthouse.stop()
+        cluster.later(13.0, cluster.lighthouse.start)
 
-    rehearsal.at("b", "all", restart, nth=2)
-    results, logs = play(rehearsal, "abc")
+    cluster.at("b", "all", restart, nth=2)
+    results, logs = play(cluster, "abc")
     assert all(finished(log) for log in results.values()), results
     assert sum(log.undecided for log in logs.values()) >= 1
     assert all(set(log.members) == {("a", "b", "c")} for log in logs.values())
 
 
 def test_a_lighthouse_that_stays_away_is_said_and_not_waited_for():
-    rehearsal = Rehearsal()
-    rehearsal.lighthouse.stop()
+    cluster = SimulatedCluster()
+    cluster.lighthouse.stop()
     told = []
-    results = rehearsal.play(
-        {"a": lambda name: rehearsal.roster(name, observe=lambda kind, _: told.append(kind)).muster({}, 9.0)}
+    results = cluster.play(
+        {"a": lambda name: cluster.membership(name, observe=lambda kind, _: told.append(kind)).next_view({}, 9.0)}
     )
     assert isinstance(results["a"], LinkError) and "lighthouse" in str(results["a"]) and "retry" in told
-    assert rehearsal.time.now == 9.0
+    assert cluster.time.now == 9.0
 
 
 @pytest.mark.parametrize(("late", "members"), [(9.0, "abc"), (12.0, "ab")])
 @pytest.mark.parametrize("newcomer", [False, True])
 def test_a_late_one_is_waited_for_within_the_grace_and_not_beyond(late, members, newcomer):
     """Also where a newcomer has called for long: it takes nobody's grace."""
-    rehearsal = Rehearsal()
-    deadlines = Deadlines(grace=10.0)
+    cluster = SimulatedCluster()
+    timeouts = Timeouts(grace=10.0)
 
     def run(name):
-        roster = rehearsal.roster(name, deadlines=deadlines)
+        membership = cluster.membership(name, timeouts=timeouts)
         if name == "d":
-            ThreadMeeting(rehearsal, name).sleep(20.0)
+            ThreadRendezvous(cluster, name).sleep(20.0)
         else:
-            roster.muster({})
-            ThreadMeeting(rehearsal, name).sleep(100.0 + late * (name == "c"))
-        muster = roster.muster({}, 200.0)
-        ThreadMeeting(rehearsal, name).sleep(60.0)
-        return "".join(m.name for m in muster.members)
+            membership.next_view({})
+            ThreadRendezvous(cluster, name).sleep(100.0 + late * (name == "c"))
+        view = membership.next_view({}, 200.0)
+        ThreadRendezvous(cluster, name).sleep(60.0)
+        return "".join(m.name for m in view.members)
 
-    results = rehearsal.play({name: run for name in ("abcd" if newcomer else "abc")})
+    results = cluster.play({name: run for name in ("abcd" if newcomer else "abc")})
     assert results["a"] == results["b"] == members + "d" * newcomer
 
 
 def test_a_dead_one_is_not_waited_for():
     """Its door is closed, whatever the lighthouse still believes."""
-    rehearsal = Rehearsal()
+    cluster = SimulatedCluster()
 
     def run(name):
-        roster = rehearsal.roster(name, deadlines=Deadlines(grace=1000.0, muster=3000.0))
-        roster.muster({})
+        membership = cluster.membership(name, timeouts=Timeouts(grace=1000.0, view=3000.0))
+        membership.next_view({})
         if name == "c":
-            rehearsal.kill(name)
-        roster.muster({})
-        return rehearsal.time.now
+            cluster.kill(name)
+        membership.next_view({})
+        return cluster.time.now
 
-    results = rehearsal.play({name: run for name in "abc"})
+    results = cluster.play({name: run for name in "abc"})
     assert results["a"] == pytest.approx(2.0 + JOIN + 0.1)
 
 
-def test_fewer_than_the_minimum_are_no_muster():
-    rehearsal = Rehearsal()
+def test_fewer_than_the_minimum_are_no_view():
+    cluster = SimulatedCluster()
 
     def run(name):
-        with pytest.raises(LinkError, match=r"found no muster within 40 s: 2 of at least 3 members came \(a, b\)"):
-            rehearsal.roster(name, least=3).muster({}, 40.0)
+        with pytest.raises(LinkError, match=r"found no view within 40 s: 2 of at least 3 members came \(a, b\)"):
+            cluster.membership(name, least=3).next_view({}, 40.0)
         return "told"
 
-    assert rehearsal.play({name: run for name in "ab"}) == {"a": "told", "b": "told"}
+    assert cluster.play({name: run for name in "ab"}) == {"a": "told", "b": "told"}
 
 
 def test_alone_only_if_asked():
-    rehearsal = Rehearsal()
+    cluster = SimulatedCluster()
 
     def run(name):
-        muster = rehearsal.roster(name, least=1).muster({})
-        return muster.group.size, muster.decide("land", True, 1.0), muster.decide("other", False, 1.0)
+        view = cluster.membership(name, least=1).next_view({})
+        return view.group.size, view.decide("land", True, 1.0), view.decide("other", False, 1.0)
 
-    assert rehearsal.play({"a": run}) == {"a": (1, True, False)}
-    assert rehearsal.time.now == 2.0
+    assert cluster.play({"a": run}) == {"a": (1, True, False)}
+    assert cluster.time.now == 2.0
 
 
-def two_names(rehearsal):
+def two_names(cluster):
     """Two threads, `b` and `b2`, both say that they are `b`."""
 
     def run(name):
-        roster = Roster(ThreadMeeting(rehearsal, name), name[0])
-        return hold_rounds(roster, ROUNDS, Log(), seconds=60.0)
+        membership = Membership(ThreadRendezvous(cluster, name), name[0])
+        return hold_rounds(membership, ROUNDS, Log(), seconds=60.0)
 
-    return rehearsal.play({name: run for name in ("a", "b", "b2", "c")})
+    return cluster.play({name: run for name in ("a", "b", "b2", "c")})
 
 
 def test_two_replicas_with_one_name_are_told():
-    results = two_names(Rehearsal())
+    results = two_names(SimulatedCluster())
     refused = [error for error in results.values() if isinstance(error, DisagreementError)]
     assert len(refused) == 1 and "has the name 'b'" in str(refused[0]) and "a name of its own" in str(refused[0])
     assert sum(finished(log) for log in results.values()) == 3
@@ -341,104 +341,106 @@ def test_two_replicas_with_one_name_are_told():
 
 @pytest.mark.parametrize("what", ["code version", "wire format", "run", "model"])
 def test_another_run_or_version_is_refused_by_name(what):
-    rehearsal = Rehearsal()
+    cluster = SimulatedCluster()
 
     def run(name):
         other = {what: "that"} if name == "b" else {}
-        roster = rehearsal.roster(name, facts={"run": "this", "model": "this"} | other)
-        return hold_rounds(roster, ROUNDS, Log())
+        membership = cluster.membership(name, facts={"run": "this", "model": "this"} | other)
+        return hold_rounds(membership, ROUNDS, Log())
 
-    results = rehearsal.play({name: run for name in "abc"})
+    results = cluster.play({name: run for name in "abc"})
     assert finished(results["a"]) and finished(results["c"])
     assert isinstance(results["b"], DisagreementError) and f"{what}: that there" in str(results["b"])
 
 
-def test_claims_are_told_to_all_in_rank_order():
-    rehearsal = Rehearsal()
+def test_statuses_are_told_to_all_in_rank_order():
+    cluster = SimulatedCluster()
 
     def run(name):
-        muster = rehearsal.roster(name).muster({"step": ord(name)})
-        return muster.group.rank, [(m.name, m.claim) for m in muster.members]
+        view = cluster.membership(name).next_view({"step": ord(name)})
+        return view.group.rank, [(m.name, m.status) for m in view.members]
 
-    results = rehearsal.play({name: run for name in "bca"})
+    results = cluster.play({name: run for name in "bca"})
     told = [("a", {"step": 97}), ("b", {"step": 98}), ("c", {"step": 99})]
     assert results == {name: (rank, told) for rank, name in enumerate("abc")}
 
 
 def test_bytes_go_into_the_ledger_through_a_kept_group():
     ledgers = {name: Ledger() for name in "ab"}
-    rehearsal = Rehearsal()
+    cluster = SimulatedCluster()
 
     def run(name):
-        roster = rehearsal.roster(name, wrap=lambda group: LinkedGroup(CountedGroup(group, ledgers[name]), Link(8e9)))
+        membership = cluster.membership(
+            name, wrap=lambda group: LinkedGroup(CountedGroup(group, ledgers[name]), Link(8e9))
+        )
         groups = set()
         for _ in range(3):
-            muster = roster.muster({})
-            groups.add(id(muster.group))
-            assert gather(muster.group, b"12345", 5, "packet") == [b"12345"] * 2
+            view = membership.next_view({})
+            groups.add(id(view.group))
+            assert gather(view.group, b"12345", 5, "packet") == [b"12345"] * 2
         return len(groups)
 
-    assert rehearsal.play({"a": run, "b": run}) == {"a": 1, "b": 1}
+    assert cluster.play({"a": run, "b": run}) == {"a": 1, "b": 1}
     for ledger in ledgers.values():
         assert ledger.sent("packet") == ledger.received("packet") == 3 * (8 + 5)
-        assert ledger.sent("muster") == 8 + 16  # the hello of a new group, once
+        assert ledger.sent("view") == 8 + 16  # the hello of a new group, once
 
 
 def test_undecided_is_a_link_error_and_a_no_is_always_known():
-    rehearsal = Rehearsal()
+    cluster = SimulatedCluster()
 
     def run(name):
-        muster = rehearsal.roster(name).muster({})
+        view = cluster.membership(name).next_view({})
         if name == "a":
-            rehearsal.lighthouse.stop()
+            cluster.lighthouse.stop()
         else:
-            ThreadMeeting(rehearsal, name).sleep(1.0)
-        assert muster.decide("no", False, 5.0) is False
+            ThreadRendezvous(cluster, name).sleep(1.0)
+        assert view.decide("no", False, 5.0) is False
         with pytest.raises(UndecidedError, match="'yes': this replica said yes and cannot learn"):
-            muster.decide("yes", True, 5.0)
+            view.decide("yes", True, 5.0)
         return "told"
 
     assert issubclass(UndecidedError, LinkError)
-    assert rehearsal.play({"a": run, "b": run}) == {"a": "told", "b": "told"}
+    assert cluster.play({"a": run, "b": run}) == {"a": "told", "b": "told"}
 
 
 @pytest.mark.parametrize("settings", [{"least": 0}, {"least": True}, {"least": 2.5}, {"facts": {"run": object()}}])
-def test_rosters_that_cannot_be(settings):
+def test_memberships_that_cannot_be(settings):
     with pytest.raises(ConfigurationError):
-        Rehearsal().roster("a", **settings)
+        SimulatedCluster().membership("a", **settings)
 
 
 def test_the_same_faults_give_the_same_end():
     def once():
-        rehearsal = Rehearsal()
-        rehearsal.at("b", "put", lambda: rehearsal.kill("b"), nth=2)
-        rehearsal.damage("c", "a", 7)
-        rehearsal.slow("a", "c", 0.5)
-        _, logs = play(rehearsal, "abc")
-        return rehearsal.time.now, [(log.members, list(log.decided.values()), log.rebuilt) for log in logs.values()]
+        cluster = SimulatedCluster()
+        cluster.at("b", "put", lambda: cluster.kill("b"), nth=2)
+        cluster.damage("c", "a", 7)
+        cluster.slow("a", "c", 0.5)
+        _, logs = play(cluster, "abc")
+        return cluster.time.now, [(log.members, list(log.decided.values()), log.rebuilt) for log in logs.values()]
 
     assert once() == once()
 
 
 def test_all_wait_for_ever_is_an_error_not_a_hang():
-    rehearsal = Rehearsal()
+    cluster = SimulatedCluster()
 
     def run(name):
-        with rehearsal.time:
-            rehearsal.time.wait_for(name, lambda: False)
+        with cluster.time:
+            cluster.time.wait_for(name, lambda: False)
 
-    assert isinstance(rehearsal.play({"a": run})["a"], RuntimeError)
+    assert isinstance(cluster.play({"a": run})["a"], RuntimeError)
 
 
 def test_wrong_sizes_are_refused_as_on_other_carriers():
-    rehearsal = Rehearsal()
+    cluster = SimulatedCluster()
 
     def run(name):
-        group = rehearsal.roster(name, deadlines=Deadlines()).muster({}).group
+        group = cluster.membership(name, timeouts=Timeouts()).next_view({}).group
         nbytes = 3 if name == "a" else 4
         message, buffer = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
         with pytest.raises(PacketError):
             group.post(1, {1 - group.rank: message}, {1 - group.rank: buffer}).wait()
         return "told"
 
-    assert rehearsal.play({"a": run, "b": run}) == {"a": "told", "b": "told"}
+    assert cluster.play({"a": run, "b": run}) == {"a": "told", "b": "told"}

@@ -1,0 +1,180 @@
+"""What all members conclude from their statuses; by hand, and as laws on any statuses."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import thinwire as tw
+from thinwire.elastic.plan import MemberStatus, grow, reconcile
+
+ORDER = (1, 2, 0)
+brings = st.dictionaries(st.sampled_from("012"), st.sampled_from([0.0, 1.0, 2.5]))
+statuses = st.builds(
+    MemberStatus,
+    turn=st.integers(0, 3), state_digest=st.sampled_from("ab"), step=st.integers(0, 9), fresh=st.booleans(), finishing=st.booleans(), brings=brings,
+)  # fmt: skip
+
+
+def status(turn: int, state_digest: str = "a", **facts: object) -> MemberStatus:
+    return MemberStatus(**({"turn": turn, "state_digest": state_digest, "brings": {"0": 1.0}} | facts))  # type: ignore[arg-type]
+
+
+def test_all_alike_are_sound_and_counted() -> None:
+    plan = reconcile([status(4, step=9)] * 3, ORDER)
+    assert (plan.sound, plan.behind, plan.weights) == ((0, 1, 2), (), (1.0, 1.0, 1.0))
+    assert (plan.turn, plan.step, plan.fragment, plan.whole) == (5, 9, 0, 3.0)
+
+
+def test_fragments_take_turns() -> None:
+    """Turns 3, 4, 5 are of fragments 1, 2, 0."""
+    both = {"1": 1.0, "2": 1.0}
+    assert reconcile([status(3, brings=both), status(3, brings=both)], ORDER).fragment == 1
+    plan = reconcile([status(4, brings=both), status(4, brings={"0": 1.0, "2": 1.0})], ORDER)
+    assert (plan.turn, plan.fragment, plan.counted) == (4, 2, (0, 1))
+    plan = reconcile([status(3, brings={"0": 1.0}), status(3, brings={})], ORDER)  # nobody has what is next
+    assert (plan.turn, plan.fragment, plan.counted) == (5, 0, (0,))
+    assert reconcile([status(4, brings={"1": 1.0})], ORDER).turn == 6  # the next time that it is its turn
+    nothing = reconcile([status(4, brings={})] * 2, ORDER)
+    assert (nothing.turn, nothing.fragment, nothing.counted) == (4, -1, ())
+    broken = reconcile([status(4, brings={"2": 0.0}), status(4, brings={"0": 1.0})], ORDER)
+    assert (broken.turn, broken.fragment, broken.counted) == (4, 2, ())  # the turn is used up
+
+
+def test_the_mean_is_over_all_who_train() -> None:
+    one, none, fresh = status(5), status(5, brings={}), status(0, fresh=True)
+    assert reconcile([one, none, none], ORDER).whole == 3.0 and reconcile([one, none, fresh], ORDER).whole == 2.0
+    tokens = reconcile([status(5, brings={"0": 10.0}), status(5, brings={"0": 20.0}), none], ORDER)
+    assert tokens.whole == 45.0  # who has nothing of it now counts as the others do, in the mean
+
+
+def test_a_late_replica_counts_and_takes_over() -> None:
+    plan = reconcile([status(2, "old"), status(6), status(6)], ORDER)
+    assert plan.behind == (0,) and plan.sound == (1, 2) and plan.counted == (0, 1, 2)
+
+
+def test_what_came_too_late_counts_when_its_turn_comes() -> None:
+    late = status(2, brings={"1": 3.0})
+    assert reconcile([status(5), late], ORDER).counted == (0,)
+    plan = reconcile([status(6, brings={"1": 1.0}), late], ORDER)
+    assert (plan.fragment, plan.weights) == (1, (1.0, 3.0))
+    assert reconcile([status(6, brings={"1": 1.0}), dataclasses.replace(late, fresh=True)], ORDER).counted == (0,)
+
+
+def test_nothing_counts_when_somebody_sound_knows_that_the_run_has_ended() -> None:
+    ended = status(6, finishing=True, over=True, step=90)
+    plan = reconcile([status(5, "old"), ended], ORDER)
+    assert (plan.over, plan.counted, plan.behind, plan.step, plan.turn) == (True, (), (0,), 90, 6)
+    further = reconcile(
+        [status(7, "further"), ended], ORDER
+    )  # they were cut off, and held more rounds: theirs is right
+    assert not further.over and further.counted == (0, 1) and further.behind == (1,)
+
+
+def test_a_newcomer_counts_nothing() -> None:
+    plan = reconcile([status(0, "random", fresh=True, step=99), status(0)], ORDER)
+    assert (plan.sound, plan.behind, plan.counted, plan.step) == ((1,), (0,), (1,), 0)
+
+
+def test_when_all_are_new_the_first_one_gives() -> None:
+    plan = reconcile([status(0, state_digest, fresh=True) for state_digest in "aba"], ORDER)
+    assert (plan.sound, plan.behind, plan.fragment) == ((0, 2), (1,), -1)
+
+
+def test_the_majority_is_right() -> None:
+    assert reconcile([status(5, "drifted"), status(5, "b"), status(5, "b")], ORDER).behind == (0,)
+    assert reconcile([status(5, "x"), status(5, "y")], ORDER).sound == (0,)  # no majority: the lowest rank
+
+
+def test_a_random_weight_never_outvotes_training() -> None:
+    """A restart with new weights and a large turn of its own is still fresh."""
+    plan = reconcile([status(9, "r", fresh=True), status(9, "r", fresh=True), status(5)], ORDER)
+    assert plan.sound == (2,) and plan.turn == 5
+
+
+@given(st.lists(statuses, min_size=1, max_size=5))
+def test_laws(members: list[MemberStatus]) -> None:
+    plan = reconcile(members, ORDER)
+    assert plan.sound and sorted(plan.sound + plan.behind) == list(range(len(members)))
+    assert len({members[rank].state_digest for rank in plan.sound}) == 1
+    trained = [m for m in members if not m.fresh]
+    if trained:
+        assert 0 <= plan.turn - max(m.turn for m in trained) < 3
+        assert all(not members[rank].fresh for rank in plan.sound + plan.counted)
+    ready = {key for m in trained for key in m.brings}
+    assert (plan.fragment >= 0) == bool(ready) and (not ready or str(plan.fragment) in ready)
+    assert not ready or (ORDER[plan.turn % 3] == plan.fragment and plan.whole >= sum(plan.weights))
+    assert not (plan.over and ready)
+
+
+@given(st.lists(statuses, min_size=1, max_size=3))
+def test_the_order_of_members_decides_only_ties(members: list[MemberStatus]) -> None:
+    several = [reconcile(list(order), ORDER) for order in itertools.permutations(members)]
+    assert len({(plan.turn, plan.step) for plan in several}) == 1
+
+
+def test_the_end() -> None:
+    one, both, none = (status(5, brings=b, finishing=True) for b in ({"0": 1.0}, {"0": 1.0, "1": 1.0}, {}))
+    ends = {
+        "last": reconcile([one, one], ORDER),
+        "more": reconcile([one, both], ORDER),
+        "over": reconcile([none, none], ORDER),
+    }
+    assert {name: (end.fragment, end.last, end.over) for name, end in ends.items()} == {
+        "last": (0, True, False), "more": (0, False, False), "over": (-1, True, True),
+    }  # fmt: skip
+    training = reconcile([one, status(5)], ORDER)
+    assert not training.last and not training.over
+    assert not reconcile([none, status(2, "old", brings={}, finishing=True)], ORDER).over  # it may get something back
+
+
+def test_statuses_survive_their_journey_and_nothing_else_does() -> None:
+    sent = status(3, brings={"2": 2.5}, step=7)
+    assert MemberStatus.of(sent.facts(), "replica-1") == sent
+    good = sent.facts()
+    bad: list[dict[str, object]] = [
+        {},
+        good | {"more": 1},
+        good | {"turn": -1},
+        good | {"turn": True},
+        good | {"turn": "3"},
+    ]
+    bad += [
+        good | {"state_digest": "a" * 65},
+        good | {"turn": 1 << 31},
+        good | {"turn": 10**400},
+        good | {"step": 1 << 40},
+        good | {"record": "a" * 8193},
+        good | {"suspect": "a" * 65},
+        good | {"brings": {"\u0661": 1.0}},
+        good | {"brings": {"1": 1e18}},
+        good | {"brings": [1.0]},
+        good | {"brings": {"-1": 1.0}},
+        good | {"brings": {"1" * 5000: 1.0}},
+        good | {"brings": {"1": -1}},
+        good | {"brings": {"1": float("inf")}},
+        good | {"brings": {"1": float("nan")}},
+        good | {"brings": {"1": "2"}},
+    ]
+    for facts in bad:
+        with pytest.raises(tw.PeerError, match="replica-1 made a status"):
+            MemberStatus.of(facts, "replica-1")
+
+
+def test_a_state_digest_tells_what_happened() -> None:
+    anchor = torch.arange(5.0)
+    state_digest = grow("start", 3, 1, anchor)
+    assert state_digest == grow("start", 3, 1, anchor.clone())
+    moved = anchor.clone()
+    moved[4] = torch.nextafter(moved[4], torch.tensor(9.0))
+    others = {
+        grow("other", 3, 1, anchor),
+        grow("start", 4, 1, anchor),
+        grow("start", 3, 0, anchor),
+        grow("start", 3, 1, moved),
+    }
+    assert state_digest not in others and len(others) == 4
+    assert dataclasses.replace(status(1), state_digest=state_digest).state_digest == state_digest
