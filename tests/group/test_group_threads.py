@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 
 import pytest
@@ -145,12 +144,19 @@ def test_gather_refuses_what_exceeds_the_limit_here():
         gather(group, b"123456", 5, "name")
 
 
-def test_linked_threads_end_with_their_group():
+def test_a_link_has_a_thread_only_while_it_carries():
     before = threading.active_count()
-    groups = [LinkedGroup(group, Link(1e6, 10.0)) for group in ThreadGroup.create(3)]
-    assert threading.active_count() == before + 3
-    for group in groups:
-        group.close()
-        group._thread.join()
-    gc.collect()
+    first, second = (LinkedGroup(group, Link(8e6, delay)) for group, delay in zip(ThreadGroup.create(2), (3600.0, 0.0)))
+    assert threading.active_count() == before
+    byte = torch.zeros(1, dtype=torch.uint8)
+    on_the_way = [first.post(0, {1: byte}, {}), second.post(0, {0: byte}, {})]
+    on_the_way[1].wait()  # its message has been handed over; the other one's takes an hour
+    (waiting,) = [thread for thread in threading.enumerate() if thread.name == "uplink-0"]
+    first.close()
+    waiting.join()
+    with pytest.raises(LinkError):
+        on_the_way[0].wait()
+    for thread in threading.enumerate():
+        if thread.name == "uplink-1":
+            thread.join()
     assert threading.active_count() == before
