@@ -445,11 +445,11 @@ def test_what_lands_first_leaves_first(monkeypatch):
     def replica(group):
         air = SendContext(group)
         gate = threading.Event()
-        air.outbox.put((0,), gate.wait)
+        air.send_queue.put((0,), gate.wait)
         for name, lands in (("late", 9), ("later", 12), ("soon", 4), ("late too", 9)):
-            air.outbox.put((lands,), lambda name=name: left.append(name))
+            air.send_queue.put((lands,), lambda name=name: left.append(name))
         gate.set()
-        air.outbox.put((99,), lambda: None).result()
+        air.send_queue.put((99,), lambda: None).result()
         air.close()
 
     tw.run_threads(1, replica)
