@@ -210,18 +210,20 @@ def test_by_device():
     assert kernels.of(torch.zeros(8, device="meta")) is reference
 
 
+MODULES = ("numba_support", "cpu_dense", "cpu_sparse", "cpu_block")
+
+
 def fresh() -> list[CPUDispatcher]:
     """The modules anew, as in a process that has encoded nothing yet: every compiled function of theirs."""
-    for name in ("compiled", "cpu_dense", "cpu_sparse", "cpu"):
+    for name in MODULES:
         sys.modules.pop(f"thinwire.kernels.{name}", None)
-    names = ("cpu_dense", "cpu_sparse", "cpu")
-    modules = [importlib.import_module(f"thinwire.kernels.{name}") for name in names]
+    modules = [importlib.import_module(f"thinwire.kernels.{name}") for name in MODULES]
     return [value for module in modules for value in vars(module).values() if isinstance(value, CPUDispatcher)]
 
 
 @pytest.fixture
 def anew(monkeypatch):
-    for name in ("compiled", "cpu_dense", "cpu_sparse", "cpu"):
+    for name in MODULES:
         monkeypatch.setitem(sys.modules, f"thinwire.kernels.{name}", sys.modules[f"thinwire.kernels.{name}"])
         monkeypatch.setattr(kernels, name, getattr(kernels, name))
     kernels._of.cache_clear()
