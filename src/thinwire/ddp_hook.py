@@ -8,7 +8,6 @@ import math
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future as Landing
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from thinwire.pieces.transforms import Clip
 from thinwire.runtime.fragment_state import FragmentState, hold
 from thinwire.runtime.gradient_driver import Stepped
 from thinwire.runtime.handshake import agree
-from thinwire.runtime.pipeline import RoundPipeline, RoundRequest, RoundResult
+from thinwire.runtime.pipeline import RoundPipeline
 from thinwire.runtime.update import RoundUpdate
 from thinwire.strategy import Gradients, Strategy
 
@@ -68,7 +67,7 @@ class GradientHook:
         self._pipeline = RoundPipeline(strategy, group, None)
         self._pieces: dict[tuple[str, ...], FragmentState] = {}
         self._remembered: dict[str, Tensor] = {}  # by parameter and what it is, for buckets still to come
-        self._landed: list[tuple[FragmentState, RoundResult]] = []
+        self._landed: list[RoundUpdate] = []  # of this step
         self._hooks: list[RemovableHandle] = []
 
     def register(self, ddp: nn.parallel.DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
@@ -84,23 +83,23 @@ class GradientHook:
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         piece = self._piece(bucket)
         delta = buffer.detach().to("cpu", torch.float32, copy=True)
-        moved = RoundUpdate(piece.present(delta), None, self.strategy.feedback, self._pipeline.context.buffers)
-        codec = in_full(piece.codec) if self._first else piece.due(self.strategy.policy, self.steps)
-        now = self.steps
-        request = RoundRequest(bucket.index(), now, now, now, codec, piece.exchange, piece.codec, piece.policy)
-        flight = self._pipeline.launch(request, moved)
+        codec = in_full(piece.codec) if self._first else None
+        buffers = self._pipeline.context.buffers
+        update = piece.begin_round(self.strategy, delta, self.steps, buffers, number=self.steps, codec=codec)
+        self._pipeline.launch(update)
         if last:
             self.steps, self._first = self.steps + 1, False
 
-        def land(landing: Landing[RoundResult]) -> None:
+        def land(landing: Landing[None]) -> None:
             try:
-                self._land(piece, landing.result(), buffer, last)
+                landing.result()
+                self._land(update, buffer, last)
             except BaseException as error:
                 done.set_exception(error)  # type: ignore[arg-type]  # whatever it is, DDP waits for it
             else:
                 done.set_result(buffer)
 
-        flight.arrival.add_done_callback(land)
+        update.arrival.add_done_callback(land)
         return done
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -126,20 +125,20 @@ class GradientHook:
         self._pipeline.close()
 
     @torch.no_grad()
-    def _land(self, piece: FragmentState, landed: RoundResult, buffer: Tensor, last: bool) -> None:
-        """On the thread on which flights land, one after another in the order of departure."""
-        mean = landed.moved.anchor
-        if landed.good and mean is not None:
-            buffer.copy_(mean)
+    def _land(self, update: RoundUpdate, buffer: Tensor, last: bool) -> None:
+        """On the thread on which rounds land, one after another in the order of departure."""
+        if update.good and update.anchor is not None:
+            buffer.copy_(update.anchor)
         else:
             buffer.fill_(math.nan)
-        self._landed.append((piece, landed))
+        self._landed.append(update)
         if last:
-            good = all(one.good for _, one in self._landed)
-            for held, one in self._landed:
-                if one.moved.anchor is not None:
-                    self._pipeline.context.buffers.give(one.moved.anchor)
-                held.remember(replace(one, good=good), self._pipeline.context.buffers)
+            good = all(one.good for one in self._landed)
+            for one in self._landed:
+                if good:
+                    one.commit()
+                else:
+                    one.discard()
             self._landed = []
 
     def _piece(self, bucket: GradBucket) -> FragmentState:
@@ -156,6 +155,7 @@ class GradientHook:
                 if name in self._remembered:
                     place.copy_(self._remembered.pop(name).view_as(place))
             self._pieces[names] = piece
+        self._pieces[names].index = bucket.index()  # which may change while its parameters stay
         return self._pieces[names]
 
 

@@ -8,9 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from thinwire.codecs import check_finite
+from thinwire.codecs import Codec, check_finite
 from thinwire.elastic.plan import MOST_TURNS, MemberStatus, grow
 from thinwire.errors import CheckpointError
+from thinwire.pieces.partition import Fragment
+from thinwire.runtime.fragment_state import FragmentState
 from thinwire.state import State
 
 REMEMBERED = 1024  # turns of which a replica can tell who was counted
@@ -26,6 +28,10 @@ class Agreed:
     state_digest: str = ""
     counted: dict[int, tuple[int, tuple[str, ...], str]] = field(default_factory=dict)  # fragment, names, mark; by turn
     run: str = ""  # tells this run from any other: the id of its first view
+
+    def fragment(self, index: int, codec: Codec, feedback: State) -> FragmentState:
+        """What all hold alike of a fragment, with this replica's `feedback`, for a round; its parameters are the main thread's."""
+        return FragmentState(Fragment("", ()), index, self.anchors[index], self.states[index], feedback, codec)
 
     def tensors(self) -> dict[str, Tensor]:
         named = {f"{index}.anchor": anchor for index, anchor in enumerate(self.anchors)}

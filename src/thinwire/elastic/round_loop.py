@@ -30,7 +30,7 @@ from thinwire.exchange import Buffers, Round, SendContext
 from thinwire.membership.rendezvous import Membership, View
 from thinwire.packet import REFUSED
 from thinwire.rng import Key
-from thinwire.runtime.update import Present, RoundUpdate
+from thinwire.runtime.update import RoundUpdate
 from thinwire.state import State
 from thinwire.strategy import Strategy
 
@@ -332,8 +332,8 @@ class Rounds:
         anchor, own = self.agreed.anchors[fragment], group.rank in plan.counted
         share = plan.weights[group.rank] * group.size / plan.whole
         delta = ready.delta if own else torch.zeros_like(anchor)
-        present = Present(delta, anchor, self.agreed.states[fragment], ready.feedback if own else {})
-        moved = RoundUpdate(present, strategy.outer, strategy.feedback if own else None, Buffers())
+        held = self.agreed.fragment(fragment, self.codecs[fragment], ready.feedback if own else {})
+        moved = RoundUpdate(held, delta, strategy.outer, strategy.feedback if own else None, Buffers())
 
         def signal(begin: int, end: int) -> Tensor:
             values = moved.signal(begin, end)

@@ -45,8 +45,8 @@ class DeltaDriver:
         for index in training.calendar.departs(training.step):
             self._depart(training.fragments[index], training.strategy.outer)
         for fragment in training.fragments:
-            if fragment.flight and fragment.flight.departed + training.strategy.schedule.delay == training.step:
-                self._land(fragment)
+            if fragment.flight and fragment.flight.lands == training.step:
+                self._land(fragment, fragment.flight)
 
     def finish(self, keep_seconds: float) -> bool:
         """A fragment of which nothing was trained since its last round has none: all replicas know, who take the same steps."""
@@ -56,12 +56,13 @@ class DeltaDriver:
         for fragment in training.fragments:
             trained = fragment.since < training.step
             if fragment.flight and not (trained and strategy.merge.whole_period):  # there the departure lands it
-                self._land(fragment)
+                self._land(fragment, fragment.flight)
         for fragment in training.fragments:
             if fragment.since < training.step:
                 self._depart(fragment, getattr(strategy.outer, "last", strategy.outer))
-        for fragment in filter(lambda fragment: fragment.flight, training.fragments):
-            self._land(fragment)
+        for fragment in training.fragments:
+            if fragment.flight:
+                self._land(fragment, fragment.flight)
         return True
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -77,9 +78,11 @@ class DeltaDriver:
             fragment = training.fragments[index]
             delta = tensors.get(f"{index}.delta", fragment.own)  # one tensor where a round takes a whole period
             assert delta is not None
-            moved = self._moved(fragment, delta.to(fragment.anchor.device), training.strategy.outer)
-            request = self._flights.request(fragment, number, departed, False)
-            fragment.flight = self._flights.pipeline.launch(request, moved)
+            delta, outer = delta.to(fragment.anchor.device), training.strategy.outer
+            update = fragment.begin_round(
+                training.strategy, delta, departed, self._flights.buffers, outer=outer, number=number
+            )
+            self._flights.pipeline.launch(update, training.stall_seconds, scheduled=False)
 
     def anchors(self) -> list[Tensor]:
         return [fragment.anchor.clone() for fragment in self.training.fragments]
@@ -104,35 +107,32 @@ class DeltaDriver:
             self._turn_over(fragment, delta)
         if strategy.privacy:
             strategy.privacy.apply(delta, self._group.size)
-        self._flights.depart(fragment, self._moved(fragment, delta, outer, given), began, scheduled=not self._ended)
+        update = fragment.begin_round(strategy, delta, training.step, buffers, outer=outer, given=given)
+        self._flights.depart(update, began, scheduled=not self._ended)
         fragment.since = training.step
 
-    def _moved(self, fragment: FragmentState, delta: Tensor, outer: Outer, given: Tensor | None = None) -> RoundUpdate:
-        return RoundUpdate(
-            fragment.present(delta), outer, self.training.strategy.feedback, self._flights.buffers, given
-        )
-
     @torch.no_grad()
-    def _land(self, fragment: FragmentState) -> None:
-        """Take over what the flight brought. A refused round changes nothing: the delta is still in the parameters."""
-        training, merge, buffers = self.training, self.training.strategy.merge, self._flights.buffers
-        landed, report = self._flights.land(fragment)
-        fragment.since = fragment.since if landed.good else DROPPED
-        if landed.good:
-            fragment.move(landed, buffers)
+    def _land(self, fragment: FragmentState, update: RoundUpdate) -> None:
+        """Take over what the round brought. A refused round changes nothing: the delta is still in the parameters."""
+        training, merge = self.training, self.training.strategy.merge
+        landed = self._flights.land(update)
+        if update.good:
+            update.commit()
             if isinstance(merge, Mix):
                 for part, values in fragment.slices(fragment.anchor):
                     merge.into(part, values.to(part.device))
             fragment.since = training.step if merge.forgets else fragment.since
-        elif self._group.rank in landed.refused_by:
-            start_again(training, self._site)
-        fragment.remember(landed, buffers)
-        report()
+        else:
+            update.discard()
+            fragment.since = DROPPED
+            if self._group.rank in update.refused_by:
+                start_again(training, self._site)
+        landed()
 
     def _turn_over(self, fragment: FragmentState, delta: Tensor) -> None:
         """Where a round takes a whole period: land the one before, and let the parameters begin the next (see `Eager`, `Reset`)."""
         if fragment.flight:
-            self._land(fragment)
+            self._land(fragment, fragment.flight)
         if fragment.rounds:
             if fragment.own is None:  # this replica started again from the anchors
                 delta.zero_()

@@ -9,9 +9,9 @@ from thinwire.comm.group import Group
 from thinwire.errors import ConfigurationError
 from thinwire.pieces.partition import Fragment
 from thinwire.runtime.driver import Training
-from thinwire.runtime.fragment_state import FragmentState, hold
+from thinwire.runtime.fragment_state import hold
 from thinwire.runtime.handshake import agree_on_start, check_start, introduce
-from thinwire.runtime.pipeline import RoundPipeline, RoundRequest, RoundResult
+from thinwire.runtime.pipeline import RoundPipeline
 from thinwire.runtime.update import RoundUpdate
 
 
@@ -40,42 +40,30 @@ class Flights:
         check_start(fragments, anchors)
         training.load_anchors()
 
-    def depart(self, fragment: FragmentState, moved: RoundUpdate, began: float, scheduled: bool = True) -> None:
-        """Send what is in `moved`. `began`: when work for this departure began; `scheduled`: see `RoundRequest`."""
+    def depart(self, update: RoundUpdate, began: float, scheduled: bool = True) -> None:
+        """Let `update` fly. `began`: when work for this departure began; `scheduled`: see `RoundPipeline.launch`."""
         training = self.training
-        request = self.request(fragment, fragment.rounds, training.step, scheduled)
-        fragment.flight = flight = self.pipeline.launch(request, moved)
-        fragment.rounds += 1
-        fields = {"fragment": fragment.index, "round": flight.number, "nbytes": flight.nbytes}
+        self.pipeline.launch(update, training.stall_seconds, scheduled)
+        fields = {"fragment": update.of.index, "round": update.number, "nbytes": update.nbytes}
         training.observe("depart", training.step, **fields, seconds_spent=training.clock() - began)
 
-    def request(self, fragment: FragmentState, number: int, step: int, scheduled: bool) -> RoundRequest:
-        strategy = self.training.strategy
-        lands, codec = step + strategy.schedule.delay, fragment.due(strategy.policy, number)
-        known = (fragment.exchange, fragment.codec, fragment.policy, self.training.stall_seconds)
-        return RoundRequest(fragment.index, number, step, lands, codec, *known, scheduled)
-
-    def land(self, fragment: FragmentState) -> tuple[RoundResult, Callable[[], None]]:
-        """Wait for the fragment's flight and report it; what comes back second reports the landing, when it is done."""
-        flight, training = fragment.flight, self.training
-        assert flight is not None
+    def land(self, update: RoundUpdate) -> Callable[[], None]:
+        """Wait for `update` and report it; call what comes back when it is committed or discarded, to report that."""
+        training = self.training
         began = training.clock()
-        landed = flight.arrival.result()
+        update.wait()
         stall = training.clock() - began
         training.stall_seconds += stall
-        fragment.flight = None
-        if not training.strategy.merge.whole_period:  # there it is the own delta, which is needed longer
-            self.buffers.give(flight.delta)
-        training.stopping |= landed.stop
-        fields = {"fragment": fragment.index, "round": flight.number}
+        training.stopping |= update.stop
+        fields = {"fragment": update.of.index, "round": update.number}
         training.observe(
-            "flight", training.step, **fields, begin=landed.begin, end=landed.end,
-            queued_seconds=landed.queued_seconds, transfer_seconds=landed.transfer_seconds,
+            "flight", training.step, **fields, begin=update.begin, end=update.end,
+            queued_seconds=update.queued_seconds, transfer_seconds=update.transfer_seconds,
         )  # fmt: skip
-        if not landed.good:
-            reason = "NaN or infinity in the delta" if landed.refused_by else "the anchor would not be finite"
-            training.observe("refused", training.step, **fields, by=list(landed.refused_by), reason=reason)
-        return landed, partial(self._landed, fields, began, stall)
+        if not update.good:
+            reason = "NaN or infinity in the delta" if update.refused_by else "the anchor would not be finite"
+            training.observe("refused", training.step, **fields, by=list(update.refused_by), reason=reason)
+        return partial(self._landed, fields, began, stall)
 
     def _landed(self, fields: dict[str, int], began: float, stall: float) -> None:
         training, spent = self.training, self.training.clock() - began - stall

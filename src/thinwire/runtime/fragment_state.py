@@ -17,8 +17,7 @@ from thinwire.pieces.outer import Elementwise, Outer
 from thinwire.pieces.partition import Fragment, local
 from thinwire.pieces.policy import Policy
 from thinwire.pieces.transforms import Filter
-from thinwire.runtime.pipeline import Flight, RoundResult
-from thinwire.runtime.update import Present
+from thinwire.runtime.update import RoundUpdate
 from thinwire.state import State
 from thinwire.strategy import Strategy
 
@@ -37,14 +36,14 @@ class FragmentState:
     anchor: Tensor  # flat fp32; what takes its place is written elsewhere, but then its room may be used again
     state: State
     feedback: State  # what the codec held back; on the CPU
-    exchange: State  # what the exchange remembers; on the CPU
     codec: Codec  # the strategy's, fitted to this fragment
-    policy: State  # what the strategy's policy knows of this fragment; on the CPU
+    exchange: State = field(default_factory=dict)  # what the exchange remembers; on the CPU
+    policy: State = field(default_factory=dict)  # what the strategy's policy knows of this fragment; on the CPU
     filters: tuple[Filter, ...] = ()  # as well
     filtered: tuple[State, ...] = ()  # what each remembers; on the CPU
     rounds: int = 0
     since: int = 0  # the inner step after which nothing trained has departed; DROPPED if what departed was dropped
-    flight: Flight | None = None
+    flight: RoundUpdate | None = None
     own: Tensor | None = None  # where a round takes a whole period: the own delta that is in the air
     # eager updates only: what this replica is ahead of the anchor
     deviation: Tensor | None = None
@@ -87,27 +86,36 @@ class FragmentState:
         """Whether all of the replica's own parameters are."""
         return all(bool(torch.isfinite(part).all()) for part, _ in self.slices(self.anchor))
 
-    def present(self, delta: Tensor) -> Present:
-        return Present(delta, self.anchor, self.state, self.feedback, self.filters, self.filtered)
-
-    def remember(self, landed: RoundResult, buffers: Buffers) -> None:
-        """Take over what a good round leaves with feedback and exchange; a dropped one leaves nothing."""
-        if landed.good:
-            feedback, exchange = landed.moved.feedback, landed.exchange
-            buffers.swap(self.feedback.values(), feedback.values())
-            buffers.swap(self.exchange.values(), exchange.values())
-            self.feedback, self.exchange, self.policy = feedback, exchange, landed.policy
-            self.filtered = landed.moved.filtered
-        else:
-            landed.moved.give_back()
-            buffers.swap(landed.exchange.values(), self.exchange.values())
-
-    def move(self, landed: RoundResult, buffers: Buffers) -> None:
-        """Take over the moved anchor and its outer state."""
-        moved = landed.moved
-        assert moved.anchor is not None
-        buffers.swap([self.anchor, *self.state.values()], [moved.anchor, *moved.outer.values()])
-        self.anchor, self.state = moved.anchor, moved.outer
+    def begin_round(
+        self,
+        strategy: Strategy,
+        delta: Tensor,
+        step: int,
+        buffers: Buffers,
+        *,
+        outer: Outer | None = None,
+        given: Tensor | None = None,
+        number: int | None = None,
+        codec: Codec | None = None,
+    ) -> RoundUpdate:
+        """The round in which `delta` departs after inner step `step`: the next one, or `number` once more, in the codec that is due, or
+        `codec`. It is in the air until it is committed or discarded. See `RoundUpdate`.
+        """
+        number = self.rounds if number is None else number
+        self.flight = RoundUpdate(
+            self,
+            delta,
+            outer,
+            strategy.feedback,
+            buffers,
+            number=number,
+            departed=step,
+            lands=step + strategy.schedule.delay,
+            codec=codec or self.due(strategy.policy, number),
+            given=given,
+        )
+        self.rounds = max(self.rounds, number + 1)
+        return self.flight
 
     @torch.no_grad()
     def load_into_parameters(self, flat: Tensor) -> None:
@@ -200,7 +208,7 @@ def hold(strategy: Strategy, fragment: Fragment, index: int, rank: int, size: in
     filters = tuple(one.fitted(codec, anchor.numel(), size) for one in strategy.filters)
     filtered = tuple(one.init(anchor.numel()) for one in filters)
     policy, state = strategy.policy.init(codec), strategy.outer.init(anchor)
-    return FragmentState(fragment, index, anchor, state, feedback, memory, codec, policy, filters, filtered)
+    return FragmentState(fragment, index, anchor, state, feedback, codec, memory, policy, filters, filtered)
 
 
 def saved(pieces: Sequence[FragmentState]) -> dict[str, Tensor]:

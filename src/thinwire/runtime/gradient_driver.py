@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,23 +51,30 @@ class GradientDriver:
             delta = buffers.like(fragment.anchor)
             for (_, parameter), (_, into) in zip(fragment.fragment.parameters, fragment.slices(delta)):
                 into.copy_(gradient(parameter))
-            moved = RoundUpdate(fragment.present(delta), None, training.strategy.feedback, buffers)
-            self._flights.depart(fragment, moved, training.clock())
-        landings = [self._flights.land(fragment) for fragment in training.fragments]
-        refused = not all(landed.good for landed, _ in landings)
-        for fragment, (landed, report) in zip(training.fragments, landings):
-            mean = fragment.anchor if landed.moved.anchor is None else landed.moved.anchor
-            for (_, parameter), (_, values) in zip(fragment.fragment.parameters, fragment.slices(mean)):
-                # Exactly zero everywhere is what parameters without a gradient send: they are skipped, on all replicas alike.
-                if refused or not bool(values.any()):
-                    parameter.grad = None
-                else:
-                    gradient(parameter).copy_(values)
-            buffers.give(mean)
-            fragment.remember(replace(landed, good=not refused), buffers)
-            report()
+            update = fragment.begin_round(training.strategy, delta, training.step, buffers)
+            self._flights.depart(update, training.clock())
+        updates = [fragment.flight for fragment in training.fragments if fragment.flight]
+        landings = [self._flights.land(update) for update in updates]
+        refused = not all(update.good for update in updates)
+        for update, landed in zip(updates, landings):
+            self._take(update, refused)
+            landed()
         if refused:
             self._stepped.check()
+
+    def _take(self, update: RoundUpdate, refused: bool) -> None:
+        """Write the mean into the gradients; if any round of this step was `refused`, there is none."""
+        mean = update.of.anchor if update.anchor is None else update.anchor
+        for (_, parameter), (_, values) in zip(update.of.fragment.parameters, update.of.slices(mean)):
+            # Exactly zero everywhere is what parameters without a gradient send: they are skipped, on all replicas alike.
+            if refused or not bool(values.any()):
+                parameter.grad = None
+            else:
+                gradient(parameter).copy_(values)
+        if refused:
+            update.discard()
+        else:
+            update.commit()
 
     def after_inner_step(self) -> None:
         self._exchanged = False

@@ -10,13 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec, Identity
+from thinwire.codecs import Identity
 from thinwire.comm.group import Group
 from thinwire.diagnosis.records import recorded
 from thinwire.errors import LinkError, PeerError
@@ -28,55 +28,7 @@ from thinwire.pieces.policy import Deciding
 from thinwire.rng import Key
 from thinwire.runtime.handshake import Finished
 from thinwire.runtime.update import RoundUpdate
-from thinwire.state import State
 from thinwire.strategy import Gradients, Strategy
-
-
-@dataclass(frozen=True)
-class RoundResult:
-    """What a flight brings: whether the fragment moves, to where, and what was said on the way."""
-
-    moved: RoundUpdate
-    policy: State  # what the policy knows after it
-    good: bool  # else the round is dropped: nothing has changed
-    exchange: State
-    refused_by: tuple[int, ...]  # replicas whose delta was not finite
-    stop: bool  # some replica asked to stop
-    begin: float
-    end: float
-    queued_seconds: float
-    transfer_seconds: float
-
-
-@dataclass(frozen=True)
-class Flight:
-    """A round in the air."""
-
-    number: int
-    departed: int  # inner step
-    delta: Tensor
-    nbytes: int  # that this replica sends for it
-    arrival: Future[RoundResult]
-
-
-@dataclass(frozen=True)
-class RoundRequest:
-    """Which round flies, and how: the fragment's index, the round's number, the inner steps of departure and landing.
-
-    `stalled` is how long the replica has waited for landings until now.
-    """
-
-    fragment: int
-    number: int
-    departs: int
-    lands: int
-    codec: Codec
-    exchange: State
-    fitted: Codec  # the strategy's own, from which the policy has made `codec`
-    policy: State
-    stalled: float = 0.0  # seconds that the main thread has waited so far
-    scheduled: bool = True  # else it departs with others at once: training has ended, or goes on from a checkpoint
-
 
 Observe = Callable[..., None]
 
@@ -131,16 +83,20 @@ class RoundPipeline:
         self._inbound = ThreadPoolExecutor(1, "thinwire-inbound")
         self._launched = 0
 
-    def launch(self, request: RoundRequest, moved: RoundUpdate) -> Flight:
-        """Send the delta that is in `moved`, and let the mean of all settle there."""
-        begin, delta, group = self.clock(), moved.present.delta, self.context.group
-        nbytes = self.exchange.nbytes_sent(request.codec, delta.numel(), group.size, group.rank)
-        order = (request.lands, self._launched)
-        own = self._pace.departs(request.departs, begin - request.stalled)
+    def launch(self, update: RoundUpdate, stalled: float = 0.0, scheduled: bool = True) -> None:
+        """Send the delta of `update`, and let the mean of all settle there; its `arrival` is done when it may land.
+
+        `stalled`: seconds that the main thread has waited for landings until now. Not `scheduled` is a round that departs with others at
+        once: training has ended, or goes on from a checkpoint.
+        """
+        begin, group = self.clock(), self.context.group
+        update.begin = begin
+        update.nbytes = self.exchange.nbytes_sent(update.codec, update.delta.numel(), group.size, group.rank)
+        order = (update.lands, self._launched)
+        own = self._pace.departs(update.departed, begin - stalled)
         self._launched += 1
-        departure = self.context.send_queue.put(order, lambda: self._depart(request, moved, order))
-        arrival = self._inbound.submit(self._arrive, departure, request, moved, begin, own)
-        return Flight(request.number, request.departs, delta, nbytes, arrival)
+        departure = self.context.send_queue.put(order, lambda: self._depart(update, order))
+        update.arrival = self._inbound.submit(self._arrive, departure, update, own, scheduled)
 
     def close(self) -> None:
         """Forget what has not been started; flights in progress end with the group."""
@@ -148,68 +104,58 @@ class RoundPipeline:
         self._inbound.shutdown(wait=False, cancel_futures=True)
 
     @torch.no_grad()
-    def _depart(
-        self, request: RoundRequest, moved: RoundUpdate, order: tuple[int, int]
-    ) -> tuple[Round, Any, PolicyMessage | None]:
-        key = Key(self.seed, request.fragment, request.number, self.context.group.rank)
+    def _depart(self, update: RoundUpdate, order: tuple[int, int]) -> tuple[Round, Any, PolicyMessage | None]:
+        key = Key(self.seed, update.of.index, update.number, self.context.group.rank)
         flags = STOP if self.stop_requested else 0
-        numel = moved.present.delta.numel()
-        round_ = Round(self.context, request.codec, numel, key, moved.signal, flags, order, request.departs)
-        return round_, self.exchange.depart(round_, request.exchange), self._notice(request, moved, round_)
+        numel = update.delta.numel()
+        round_ = Round(self.context, update.codec, numel, key, update.signal, flags, order, update.departed)
+        return round_, self.exchange.depart(round_, update.of.exchange), self._notice(update, round_)
 
-    def _notice(self, request: RoundRequest, moved: RoundUpdate, of: Round) -> PolicyMessage | None:
-        policy = self.policy
-        count = policy.tells(request.fitted, request.number) if isinstance(policy, Deciding) else 0
+    def _notice(self, update: RoundUpdate, of: Round) -> PolicyMessage | None:
+        policy, codec = self.policy, update.of.codec
+        count = policy.tells(codec, update.number) if isinstance(policy, Deciding) else 0
         if not isinstance(policy, Deciding) or not count:
             return None
         round_ = Round(self.context, Identity(), count, of.key, of.signal, 0, of.order, of.step)
-        return PolicyMessage(round_, lambda: policy.decide(request.fitted, moved.signal, of.numel, of.key))
+        return PolicyMessage(round_, lambda: policy.decide(codec, update.signal, of.numel, of.key))
 
     @torch.no_grad()
     def _arrive(
         self,
         departed: Future[tuple[Round, Any, PolicyMessage | None]],
-        request: RoundRequest,
-        moved: RoundUpdate,
-        begin: float,
+        update: RoundUpdate,
         own_seconds: float,
-    ) -> RoundResult:
+        scheduled: bool,
+    ) -> None:
         round_, departure, notice = departed.result()
-        known, over = request.policy, False
+        over = False
         try:
-            arrival = self.exchange.arrive(departure, moved.settle)
+            arrival = self.exchange.arrive(departure, update.settle)
             if notice and isinstance(self.policy, Deciding):
-                known = self.policy.told(request.fitted, notice.arrive())
+                update.policy = self.policy.told(update.of.codec, notice.arrive())
             over = True
         except PeerError as error:
             own = round_.own_failure()
             if own is not None:
                 raise own from None
             if isinstance(error, LinkError):
-                raise self.finished.explained(error, request.departs + self._ahead) from error
+                raise self.finished.explained(error, update.departed + self._ahead) from error
             raise
         finally:
-            if recorded(request.number) or not over:
+            if recorded(update.number) or not over:
                 names = [str(rank) for rank in range(round_.size)]
-                record = replace(round_.record(names, own_seconds, over), scheduled=request.scheduled)
-                self._observe("wire", request.departs, **record.facts())
+                record = replace(round_.record(names, own_seconds, over), scheduled=scheduled)
+                self._observe("wire", update.departed, **record.facts())
         void = arrival.void or any(f & REFUSED for f in arrival.flags)
-        verdict = 0 if not void and moved.finish() else REFUSED
-        moved.close()
+        verdict = 0 if not void and update.finish() else REFUSED
+        update.close()
         flags = agree(self.site, (*arrival.flags, verdict), ROUNDS)
-        queued, transferred = round_.times()
-        return RoundResult(
-            moved=moved,
-            policy=known,
-            good=not any(f & REFUSED for f in flags),
-            exchange=arrival.state,
-            refused_by=tuple(rank for rank, f in enumerate(flags[:-1]) if f & REFUSED),
-            stop=any(f & STOP for f in flags),
-            begin=begin,
-            end=self.clock(),
-            queued_seconds=queued,
-            transfer_seconds=transferred,
-        )
+        update.exchange = arrival.state
+        update.good = not any(f & REFUSED for f in flags)
+        update.refused_by = tuple(rank for rank, f in enumerate(flags[:-1]) if f & REFUSED)
+        update.stop = any(f & STOP for f in flags)
+        update.end = self.clock()
+        update.queued_seconds, update.transfer_seconds = round_.times()
 
 
 class Pace:

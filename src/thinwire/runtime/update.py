@@ -1,59 +1,72 @@
-"""What a round makes of a fragment, beside what is.
+"""One round of one fragment: what the fragment may become.
 
 The next anchor, outer state and feedback are written range by range, while a range is in the cache, into spare buffers;
-the present ones stay until the round has proved good. Nothing here touches the model.
+the fragment keeps its own until `commit`. Nothing here touches the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from thinwire.codecs import Codec
 from thinwire.exchange import Buffers
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.outer import Elementwise, Outer
-from thinwire.pieces.transforms import Filter, said, settled
+from thinwire.pieces.transforms import said, settled
 from thinwire.state import State
 
-
-@dataclass(frozen=True)
-class Present:
-    """A fragment as it is when a round departs: what the round may read."""
-
-    delta: Tensor  # flat fp32, as all of them
-    anchor: Tensor
-    outer: State
-    feedback: State  # on the CPU, as all that follows
-    filters: tuple[Filter, ...] = ()
-    filtered: tuple[State, ...] = ()  # of each filter
+if TYPE_CHECKING:
+    from thinwire.runtime.fragment_state import FragmentState
 
 
 class RoundUpdate:
-    """The fragment after a round of `present`, stepped by `outer`; without, `anchor` is the estimate itself.
+    """A round of the fragment `of`, which stays as it is until `commit` or `discard`; then the round is over.
+
+    Which round: `delta` departs after inner step `departed` as round `number`, coded by `codec`, and is to land after step `lands`.
+
+    What it makes, written beside training: `anchor` (next, stepped by `outer`; without, the estimate itself), `outer` and `feedback`
+    (their next states), `filtered`, `exchange` and `policy`. Flat and fp32; all but anchor and outer state on the CPU.
+
+    What was said and when, known once `wait` returns: `good` (else it is to be discarded), `refused_by` (replicas whose delta was not
+    finite), `stop` (some replica asked to stop), `nbytes` that this replica sends, and times on the replica's clock.
 
     `given` is the next anchor where that is known beforehand (one replica alone).
     """
 
     def __init__(
         self,
-        present: Present,
+        of: FragmentState,
+        delta: Tensor,
         outer: Outer | None,
         feedback: Feedback | None,
         buffers: Buffers,
+        *,
+        number: int = 0,
+        departed: int = 0,
+        lands: int = 0,
+        codec: Codec | None = None,
         given: Tensor | None = None,
     ) -> None:
-        self.present, self.anchor = present, given
+        self.of, self.delta = of, delta
+        self.number, self.departed, self.lands, self.codec = number, departed, lands, codec or of.codec
+        self.anchor = given
         self.outer: State = {}
         self.feedback: State = {}
         self.filtered: tuple[State, ...] = ()
+        self.exchange, self.policy = of.exchange, of.policy
+        self.good = self.stop = False
+        self.refused_by: tuple[int, ...] = ()
+        self.nbytes = 0
+        self.begin = self.end = self.queued_seconds = self.transfer_seconds = 0.0
+        self.arrival: Future[None] = Future()  # done when all this is known
         self._step, self._feedback, self._buffers, self._given = outer, feedback, buffers, given
-        remembers = feedback is not None or bool(present.filters)  # and that in host memory
-        self._inputs = [
-            present.delta.cpu() if remembers else present.delta
-        ]  # what each filter gets; last what is coded
+        remembers = feedback is not None or bool(of.filters)  # and that in host memory
+        self._inputs = [delta.cpu() if remembers else delta]  # what each filter gets; last what is coded
         self._signal: Tensor | None = None
         self._whole: Tensor | None = None  # the estimate, for filters or an outer step that need all of it
         self._sent: Tensor | None = None  # what the own packet says, for filters
@@ -67,22 +80,22 @@ class RoundUpdate:
         if self._signal is None or self._signal.numel() < end - begin:
             self._buffers.give(*self._tensors(self._signal))
             self._signal = self._buffers.floats(end - begin)
-        return self._feedback.signal(coded, _range(self.present.feedback, begin, end), self._signal[: end - begin])
+        return self._feedback.signal(coded, _range(self.of.feedback, begin, end), self._signal[: end - begin])
 
     def settle(self, begin: int, mean: Tensor, sent: Callable[[], Tensor]) -> None:
         """Take the mean of a range."""
-        end, filters = begin + mean.numel(), self.present.filters
+        end, filters = begin + mean.numel(), self.of.filters
         if filters:
             self._sent = self._room(self._sent)
             self._sent[begin:end] = sent()
         if self._feedback:
             if not self.feedback:
-                self.feedback = self._like(self.present.feedback)
-            before, after = _range(self.present.feedback, begin, end), _range(self.feedback, begin, end)
+                self.feedback = self._like(self.of.feedback)
+            before, after = _range(self.of.feedback, begin, end), _range(self.feedback, begin, end)
             mean = self._feedback.settle(self._coded()[begin:end], sent(), mean, before, after)
         if self._given is not None:
             return
-        if isinstance(self._step, Elementwise) and self.present.anchor.device.type == "cpu" and not filters:
+        if isinstance(self._step, Elementwise) and self.of.anchor.device.type == "cpu" and not filters:
             self._stepped(self._step, begin, end, mean)
         else:
             self._whole = self._room(self._whole)
@@ -91,16 +104,16 @@ class RoundUpdate:
     def finish(self) -> bool:
         """After the last range: whether the anchor is finite."""
         if self._whole is not None:
-            estimate, present = self._whole, self.present
+            estimate, of = self._whole, self.of
             if self._sent is not None:
-                states, inputs = present.filtered, self._inputs
-                estimate, self.filtered = settled(present.filters, states, inputs, self._sent, estimate, self.feedback)
+                states, inputs = of.filtered, self._inputs
+                estimate, self.filtered = settled(of.filters, states, inputs, self._sent, estimate, self.feedback)
             if self._step is None:
                 self.anchor = estimate
                 self._whole = None if estimate is self._whole else self._whole
             else:
-                here = estimate.to(present.anchor.device)
-                self.anchor, self.outer = self._step.step(present.anchor, here, present.outer)
+                here = estimate.to(of.anchor.device)
+                self.anchor, self.outer = self._step.step(of.anchor, here, of.state)
             self._check(self.anchor)
         return self._finite and self.anchor is not None
 
@@ -110,18 +123,41 @@ class RoundUpdate:
             self._buffers.give(*self._tensors(room))
         self._signal = self._whole = self._sent = None
 
-    def give_back(self) -> None:
-        """Of a round that is dropped: nobody needs what it made."""
+    def wait(self) -> None:
+        """Return when the round has arrived. Raises what went wrong on the way."""
+        self.arrival.result()
+
+    def commit(self) -> None:
+        """Make the fragment what the round has made of it. Without an outer step its anchor stays, and the estimate is given back."""
+        of, swap = self.of, self._buffers.swap
+        assert self.anchor is not None
+        if self._step is None:
+            self._buffers.give(self.anchor)
+        else:
+            swap([of.anchor, *of.state.values()], [self.anchor, *self.outer.values()])
+            of.anchor, of.state = self.anchor, self.outer
+        swap(of.feedback.values(), self.feedback.values())
+        swap(of.exchange.values(), self.exchange.values())
+        of.feedback, of.exchange, of.policy, of.filtered = self.feedback, self.exchange, self.policy, self.filtered
+        self._over()
+
+    def discard(self) -> None:
+        """Leave the fragment as it is: nobody needs what the round made."""
         self._buffers.swap(
-            [*self._tensors(self.anchor), *self.outer.values(), *self.feedback.values()],
-            [*self.present.outer.values(), *self.present.feedback.values()],
+            [*self._tensors(self.anchor), *self.outer.values(), *self.feedback.values(), *self.exchange.values()],
+            [*self.of.state.values(), *self.of.feedback.values(), *self.of.exchange.values()],
         )
-        self.anchor, self.outer, self.feedback, self.filtered = None, {}, {}, ()
+        self._over()
+
+    def _over(self) -> None:
+        if self.delta is not self.of.own:  # where a round takes a whole period the delta is needed longer
+            self._buffers.give(self.delta)
+        self.of.flight = None
 
     def _coded(self) -> Tensor:
         """What is to be coded, before feedback: the delta, or what the filters make of it, once."""
-        if len(self._inputs) == 1 and self.present.filters:
-            self._inputs = said(self.present.filters, self.present.filtered, self._inputs[0])
+        if len(self._inputs) == 1 and self.of.filters:
+            self._inputs = said(self.of.filters, self.of.filtered, self._inputs[0])
         return self._inputs[-1]
 
     def _room(self, room: Tensor | None) -> Tensor:
@@ -129,10 +165,10 @@ class RoundUpdate:
 
     def _stepped(self, outer: Elementwise, begin: int, end: int, mean: Tensor) -> None:
         if self.anchor is None:
-            self.anchor, self.outer = self._buffers.like(self.present.anchor), self._like(self.present.outer)
+            self.anchor, self.outer = self._buffers.like(self.of.anchor), self._like(self.of.state)
         moved = self.anchor[begin:end]
-        before, after = _range(self.present.outer, begin, end), _range(self.outer, begin, end)
-        outer.step_into(self.present.anchor[begin:end], mean, before, moved, after)
+        before, after = _range(self.of.state, begin, end), _range(self.outer, begin, end)
+        outer.step_into(self.of.anchor[begin:end], mean, before, moved, after)
         self._check(moved)
 
     def _check(self, moved: Tensor) -> None:
