@@ -30,6 +30,7 @@ from thinwire.codecs import (
 )
 from thinwire.errors import ConfigurationError
 from thinwire.exchange import AllReduce, Direct, Fastest, Hierarchy, TwoShot
+from thinwire.pieces.aggregate import Mean, MeanOverSenders
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.inner_optimizers import SGD, AdamW, Muon
 from thinwire.pieces.lgreco import LGreCo
@@ -83,6 +84,8 @@ PIECES: dict[str, Callable[..., Any]] = {
             AllReduce,
             Hierarchy,
             Fastest,
+            Mean,
+            MeanOverSenders,
             Average,
             Nesterov,
             HeavyBall,

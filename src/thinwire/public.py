@@ -40,6 +40,7 @@ from thinwire.errors import (
 )
 from thinwire.exchange import AllReduce, Direct, Exchange, Fastest, Hierarchy, TwoShot
 from thinwire.parsing import parse
+from thinwire.pieces.aggregate import Aggregate, Mean, MeanOverSenders
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.inner_optimizers import SGD, AdamW, Inner, Muon
 from thinwire.pieces.lgreco import LGreCo
@@ -83,6 +84,7 @@ __all__ = [
     "E5M2",
     "SGD",
     "AdamW",
+    "Aggregate",
     "AllReduce",
     "Average",
     "BySize",
@@ -122,6 +124,8 @@ __all__ = [
     "Linear",
     "LinkError",
     "LowRank",
+    "Mean",
+    "MeanOverSenders",
     "Mix",
     "ModelError",
     "Moments",

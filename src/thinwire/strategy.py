@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from thinwire.codecs import (
 )
 from thinwire.errors import ConfigurationError
 from thinwire.exchange import Direct, Exchange, Fastest, Hierarchy
+from thinwire.pieces.aggregate import Aggregate, Mean
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.inner_optimizers import Inner, check_momentum
 from thinwire.pieces.merge import Eager, Mix, Reset
@@ -48,10 +49,11 @@ class Gradients:
     """
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Strategy:
     """A method of low-communication training as a composition of pieces.
 
+    `aggregate` makes one estimate of what all replicas say.
     `filters` stand before feedback and codec, in their order; `inner` is the inner optimizer, where the method is one with it (None:
     any). `anchors` says where anchors and outer state live: in "host" memory or on the model's "device". `seed` is
     that of all that codecs draw by chance.
@@ -72,6 +74,7 @@ class Strategy:
     filters: tuple[Filter, ...] = ()
     feedback: Feedback | None = None
     exchange: Exchange = Direct()
+    aggregate: Aggregate = Mean()
     outer: Outer = Average()
     merge: Mix | Eager | Reset = Mix()
     signal: Deltas | Gradients = Deltas()
@@ -87,11 +90,11 @@ class Strategy:
             "codec": Codec,
             "policy": Policy,
         }
-        protocols |= {"exchange": Exchange, "outer": Outer}
+        protocols |= {"exchange": Exchange, "aggregate": Aggregate, "outer": Outer}
         for name, protocol in protocols.items():
             if not isinstance(getattr(self, name), protocol) or isinstance(getattr(self, name), type):
                 raise ConfigurationError(
-                    f"{name}={getattr(self, name)!r}: {'an' if name[0] in 'eo' else 'a'} {name.title()} is needed; see `thinwire docs pieces`."
+                    f"{name}={getattr(self, name)!r}: {'an' if name[0] in 'aeo' else 'a'} {name.title()} is needed; see `thinwire docs pieces`."
                 )
         if not isinstance(self.merge, Mix | Eager | Reset):
             raise ConfigurationError(f"merge={self.merge!r}: Mix(alpha), Eager() or Reset() is needed.")
@@ -102,6 +105,7 @@ class Strategy:
         for codec in self.policy.codecs(self.codec):
             self._check_codec(codec)
         self._check_momentum()
+        self._check_aggregate()
         if isinstance(self.policy, Deciding) and isinstance(self.exchange, Hierarchy):
             raise ConfigurationError(
                 f"{self.policy} with {self.exchange}: what sites send is not what replica 0 could measure; choose Direct()."
@@ -119,6 +123,31 @@ class Strategy:
                 f"Gradients() with {self.schedule!r}, {self.outer!r}, {self.merge!r}: gradients are exchanged at every step, and the inner "
                 "optimizer is the outer one; leave schedule, outer and merge at Every(1), Average() and Mix()."
             )
+
+    def __repr__(self) -> str:
+        """As a dataclass has it, but for the aggregate where it is the mean: so what had no other is named as it was before there were others."""
+        named = [f.name for f in fields(self) if f.name != "aggregate" or self.aggregate != Mean()]
+        return f"Strategy({', '.join(f'{name}={getattr(self, name)!r}' for name in named)})"
+
+    def _check_aggregate(self) -> None:
+        """Whether what is no mean of all is asked of pieces that need one."""
+        reason = ""
+        if self.aggregate.linear:
+            return
+        if not self.exchange.gathers:
+            reason = f"{self.exchange} adds up parts on the way; choose Direct() or TwoShot()"
+        elif joins(self.codec):
+            reason = f"{self.codec} says itself what packets make together; choose the codec inside it"
+        elif self.feedback and self.feedback.kappa:
+            reason = (
+                f"{self.feedback} keeps the mean of all references, and would drift from what is agreed; choose kappa=0"
+            )
+        elif isinstance(self.merge, Eager):
+            reason = "Eager() counts the own delta as a share of the mean; choose Mix()"
+        elif self.privacy:
+            reason = f"with {self.privacy} one replica may count for all; choose Mean()"
+        if reason:
+            raise ConfigurationError(f"aggregate={self.aggregate!r} is no mean over all replicas: {reason}.")
 
     def _check_period(self) -> None:
         """Whether merge and outer step fit how long a round is in the air."""

@@ -35,6 +35,7 @@ class Row:
     `PacketError`), `shared` (all senders of a round draw alike), and `error`: the most of ‖q(x) − x‖² / ‖x‖² on normal numbers.
     Outer steps: `linear` in the deltas, `stateless`.
     Exchanges: `rank order` (of exact values, the sum in rank order to the last bit).
+    Aggregates: `linear`.
     Schedules: `steady` (each fragment exactly once in any `every` steps after its first departure).
     """
 
@@ -195,6 +196,7 @@ EXCHANGES = [
     row(tw.Fastest("20mbit,40ms"), "rank order"),
     row(tw.Fastest("1mbit", (tw.TwoShot(), tw.Direct())), "rank order"),
 ]
+AGGREGATES = [row(tw.Mean(), "linear"), row(tw.MeanOverSenders())]
 SIGNALS = [row(tw.Deltas()), row(tw.Gradients())]
 PRIVACIES = [row(tw.Privacy()), row(tw.Privacy(0.25, 10.0, 1e-6))]  # its own laws: tests/core/test_privacy.py
 FEEDBACKS = [
@@ -225,7 +227,7 @@ FILTERS = [
 ]
 INNERS = [row(tw.AdamW()), row(tw.SGD(0.9, 10.0)), row(tw.Muon())]
 TABLE = [
-    *(*POLICIES, *FEEDBACKS, *CODECS, *SCHEDULES, *PARTITIONS, *OUTERS, *MERGES, *EXCHANGES, *SIGNALS),
+    *(*POLICIES, *FEEDBACKS, *CODECS, *SCHEDULES, *PARTITIONS, *OUTERS, *MERGES, *EXCHANGES, *AGGREGATES, *SIGNALS),
     *(*PRIVACIES, *FILTERS, row(tw.Settled()), *INNERS),
 ]
 
@@ -271,6 +273,15 @@ METHODS: dict[str, tw.Strategy] = {
         codec=tw.Squares(tw.DCT(tw.ChunkedTopK(4, 2), 2, axes=2), 2),
         feedback=tw.Feedback(eta=0.99, beta=0.99),
         outer=tw.Nesterov(),
+    ),
+    "over senders, in the air": tw.Strategy(
+        schedule=tw.Staggered(4, 2),
+        partition=tw.Strided(2),
+        codec=tw.ChunkedTopK(32, 4, tw.Sign(block=4)),
+        feedback=tw.Feedback(0, 0.95, 0.95),
+        exchange=tw.TwoShot(),
+        aggregate=tw.MeanOverSenders(),
+        merge=tw.Mix(0.5),
     ),
     "gradients with feedback": tw.Strategy(
         signal=tw.Gradients(), partition=tw.BySize(2), codec=tw.TopK(0.5), feedback=tw.Feedback()

@@ -270,11 +270,37 @@ CONFIGURATIONS = {
         "Gradients() with Every(every=2, delay=0), Average(), Mix(alpha=0.0): gradients are exchanged at every step, and the inner "
         "optimizer is the outer one; leave schedule, outer and merge at Every(1), Average() and Mix().",
     ),
+    "no aggregate": (
+        lambda: tw.Strategy(aggregate=0.5),
+        "aggregate=0.5: an Aggregate is needed; see `thinwire docs pieces`.",
+    ),
+    "no mean, of sums": (
+        lambda: tw.Strategy(codec=tw.Cast(), exchange=tw.AllReduce(), aggregate=tw.MeanOverSenders()),
+        "aggregate=MeanOverSenders() is no mean over all replicas: AllReduce() adds up parts on the way; choose Direct() or TwoShot().",
+    ),
+    "two aggregates": (
+        lambda: tw.Strategy(codec=tw.OverSenders(tw.Sign()), aggregate=tw.MeanOverSenders()),
+        f"aggregate=MeanOverSenders() is no mean over all replicas: {tw.OverSenders(tw.Sign())} says itself what packets make together; "
+        "choose the codec inside it.",
+    ),
+    "no mean, under references": (
+        lambda: tw.Strategy(codec=tw.TopK(), feedback=tw.Feedback(1, 0.0), aggregate=tw.MeanOverSenders()),
+        f"aggregate=MeanOverSenders() is no mean over all replicas: {tw.Feedback(1, 0.0)} keeps the mean of all references, and would "
+        "drift from what is agreed; choose kappa=0.",
+    ),
+    "no mean, eager": (
+        lambda: tw.Strategy(schedule=tw.Every(3, 3), merge=tw.Eager(), aggregate=tw.MeanOverSenders()),
+        "aggregate=MeanOverSenders() is no mean over all replicas: Eager() counts the own delta as a share of the mean; choose Mix().",
+    ),
+    "no mean, in private": (
+        lambda: tw.Strategy(privacy=tw.Privacy(), aggregate=tw.MeanOverSenders()),
+        f"aggregate=MeanOverSenders() is no mean over all replicas: with {tw.Privacy()} one replica may count for all; choose Mean().",
+    ),
     "unknown name": (
         lambda: tw.parse("E9M9"),
         "'E9M9' in 'E9M9' is not known; choose from AdamW, AllReduce, Average, BySize, Cast, ChunkedTopK, Clip, Codebook, Constant, DCT, "
         "Deltas, DenseUntil, DensityWarmup, Direct, E2M1, E3M0, E4M3, E5M2, Each, Eager, Every, Fastest, Feedback, Gradients, Hadamard, "
-        "HeavyBall, Hierarchy, Identity, Int, LGreCo, Levels, LowRank, Mix, Moments, Momentum, Muon, "
+        "HeavyBall, Hierarchy, Identity, Int, LGreCo, Levels, LowRank, Mean, MeanOverSenders, Mix, Moments, Momentum, Muon, "
         "Nesterov, OverSenders, Privacy, Quadratic, RandomK, "
         "Reset, SGD, Sequential, Settled, Sign, Signs, Squares, Staggered, Strategy, Strided, TopK, TwoShot, Whole.",
     ),

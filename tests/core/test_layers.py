@@ -154,7 +154,7 @@ GradientHook Clip Filter Moments Momentum Settled Signs AdamW Inner Muon SGD
 cgx demo dgc ef14 ef21 econtrol muloco one_bit_adam outer_dgc power_sgd qsgd
 Schedule Staggered short_first Deltas Gradients Strategy parse Policy Constant DenseUntil DensityWarmup Quadratic
 HeavyBall Reset Each LGreCo qsr co2 l_greco
-Privacy
+Privacy Aggregate Mean MeanOverSenders
 """
 
 

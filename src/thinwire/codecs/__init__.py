@@ -20,7 +20,7 @@ from thinwire.codecs.cast import Cast, Identity, in_full
 from thinwire.codecs.codebook import Codebook
 from thinwire.codecs.device import encode_from
 from thinwire.codecs.lowrank import LowRank
-from thinwire.codecs.over_senders import OverSenders
+from thinwire.codecs.over_senders import OverSenders, mean_over_senders
 from thinwire.codecs.per_tensor import Each
 from thinwire.codecs.sign import Sign
 from thinwire.codecs.sparse import ChunkedTopK, RandomK, TopK
@@ -58,6 +58,7 @@ __all__ = [
     "in_full",
     "joins",
     "joint",
+    "mean_over_senders",
     "nested",
     "packet_nbytes",
     "rebuilt",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,10 +50,19 @@ class OverSenders:
         self.codec.decode_add(payload, out, key, weight)
 
     def joined(self, packets: Sequence[Said], numel: int) -> Tensor:
-        total, counted = torch.zeros(numel), torch.zeros(numel)
+        return mean_over_senders(self._decoded(packets, numel), numel)
+
+    def _decoded(self, packets: Sequence[Said], numel: int) -> Iterator[tuple[Tensor, float]]:
         for payload, key, weight in packets:
-            said = torch.zeros(numel)
-            self.codec.decode_add(payload, said, key)
-            counted.add_((said != 0).float().mul_(weight))
-            total.add_(said.mul_(weight))
-        return total.div_(counted.masked_fill_(counted == 0, 1.0))
+            values = torch.zeros(numel)
+            self.codec.decode_add(payload, values, key)
+            yield values, weight
+
+
+def mean_over_senders(values: Iterable[tuple[Tensor, float]], numel: int) -> Tensor:
+    """Σ w·x / Σ_{x ≠ 0} w of `numel` elements of each x with its weight, in fp32 and in this order; 0 where all are 0. Overwrites each x."""
+    total, counted = torch.zeros(numel), torch.zeros(numel)
+    for one, weight in values:
+        counted.add_((one != 0).float().mul_(weight))
+        total.add_(one.mul_(weight))
+    return total.div_(counted.masked_fill_(counted == 0, 1.0))

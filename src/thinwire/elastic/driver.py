@@ -357,6 +357,8 @@ def check(strategy: Strategy) -> Schedule:
         reason = f"{strategy.merge} needs rounds that take a whole period, no more and no less"
     elif strategy.feedback is not None and strategy.feedback.kappa:
         reason = f"{strategy.feedback} keeps the mean of all references, and so needs the same replicas in every round; kappa=0 does not"
+    elif not strategy.aggregate.linear:
+        reason = f"{strategy.aggregate} is no mean over all, where a delta may count more than another; Mean() is"
     elif joins(strategy.codec):
         reason = f"{strategy.codec} divides by those who sent a value, where a delta may count more than another; the codec inside it does not"
     if reason:

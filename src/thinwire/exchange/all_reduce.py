@@ -34,6 +34,10 @@ class AllReduce:
     Predicted: 2 delays a phase + 8·(bytes sent) / rate.
     """
 
+    @property
+    def gathers(self) -> bool:
+        return False
+
     def check(self, codec: Codec, feedback: Feedback | None) -> None:
         if not isinstance(codec, Linear | Cast):
             raise ConfigurationError(

@@ -22,6 +22,7 @@ from thinwire.exchange.chunks import STAGE, Message, Piece, Signal
 from thinwire.exchange.send_queue import Order, SendQueue, Sent
 from thinwire.exchange.trace import Trace
 from thinwire.packet import HEADER_NBYTES, REFUSED, STOP, Header, identity, open_packet, payload, seal
+from thinwire.pieces.aggregate import Aggregate, Mean, Values
 from thinwire.pieces.feedback import Feedback
 from thinwire.rng import Key
 from thinwire.state import State
@@ -44,6 +45,10 @@ class Exchange(Protocol):
     Laws (tests/core/test_exchanges.py): the estimate depends on the bytes that travelled and on nothing else;
     `nbytes_sent` is what the ledger counts for the purpose "packet"; a codec that does not fit is refused by `check`.
     """
+
+    @property
+    def gathers(self) -> bool:
+        """Whether all replicas' values of a range are in one place at once, so that any `Aggregate` can be taken of them; else a linear one."""
 
     def check(self, codec: Codec, feedback: Feedback | None) -> None:
         """Raise `ConfigurationError` unless this exchange can carry what `codec` makes, under the strategy's `feedback`."""
@@ -93,7 +98,7 @@ class Round:
     """What an exchange is to do: carry `signal`, `numel` elements of it, coded by `codec`; and what it used for that.
 
     `key` names the own packet, `flags` go with it, `order` says whose messages leave first (`SendQueue`); `step` is the inner step after
-    which it departs, where that is the same on all replicas.
+    which it departs, where that is the same on all replicas; `aggregate` makes one estimate of what all say.
     """
 
     context: SendContext
@@ -104,6 +109,7 @@ class Round:
     flags: int = 0
     order: Order = ()
     step: int = 0
+    aggregate: Aggregate = Mean()
     outgoing: list[Outgoing] = field(default_factory=list)
     packets: list[Tensor] = field(default_factory=list)
     trace: Trace = field(default_factory=Trace)
@@ -355,25 +361,22 @@ class Decoder:
         numel = max((piece.end - piece.begin for message in messages for piece in message.pieces), default=0)
         self._codec, self._joins, self._buffers = codec, joins(codec), round_.context.buffers
         self._mean, self._sent = self._buffers.floats(numel), self._buffers.floats(numel)
+        self._aggregate = round_.aggregate
 
     def mean(
         self, piece: Piece, packets: Mapping[int, Tensor], key: Key, weights: Mapping[int, float] | None = None
     ) -> Tensor:
-        """Of what all `packets` say of `piece`, summed by rank of the sender; or their sum, each with its weight."""
+        """The aggregate of what all `packets` say of `piece`, in the order of their senders' ranks; `weights` add up to 1."""
         mean = self._mean[: piece.end - piece.begin].zero_()
-        said = [
-            (
-                payload(packets[sender])[piece.first : piece.last],
-                replace(key, sender=sender),
-                weights[sender] if weights else 1.0,
-            )
-            for sender in sorted(packets)
-        ]
+        bodies = {sender: payload(packets[sender])[piece.first : piece.last] for sender in sorted(packets)}
+        keys = [replace(key, sender=sender) for sender in bodies]
+        shares = [weights[sender] for sender in bodies] if weights else None
         if self._joins:
+            said = list(zip(bodies.values(), keys, shares or [1.0] * len(keys)))
             return mean.copy_(joint(self._codec, said, mean.numel()))
-        for body, named, weight in said:
-            self._codec.decode_add(body, mean, named, weight)
-        return mean if weights or len(packets) == 1 else mean.div_(len(packets))
+        values = [Values(self._codec, body, named, mean.numel()) for body, named in zip(bodies.values(), keys)]
+        self._aggregate.into(mean, values, shares)
+        return mean
 
     def sent(self, piece: Piece, packet: Tensor, key: Key) -> Tensor:
         """What the own `packet` says of `piece`."""

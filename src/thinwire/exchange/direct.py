@@ -31,6 +31,10 @@ class Direct:
     delay more unless it stood ready.)
     """
 
+    @property
+    def gathers(self) -> bool:
+        return True
+
     def check(self, codec: Codec, feedback: Feedback | None) -> None:
         """Every codec fits."""
 

@@ -49,6 +49,10 @@ class Fastest:
                 f"Fastest(among={self.among!r}): exchanges are needed, such as (Direct(), TwoShot())."
             )
 
+    @property
+    def gathers(self) -> bool:
+        return all(exchange.gathers for exchange in self.among)
+
     def check(self, codec: Codec, feedback: Feedback | None) -> None:
         for exchange in self._fitting(codec):
             exchange.check(codec, feedback)

@@ -42,6 +42,10 @@ class TwoShot:
     def __post_init__(self) -> None:
         check_owners(self, self.feedback)
 
+    @property
+    def gathers(self) -> bool:
+        return True
+
     def check(self, codec: Codec, feedback: Feedback | None) -> None:
         if isinstance(codec, Shaped):
             raise ConfigurationError(

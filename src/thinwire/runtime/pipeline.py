@@ -74,7 +74,7 @@ class RoundPipeline:
         observe: Observe = lambda event, step, **fields: None,
     ) -> None:
         self.exchange, self.seed, self.site, self.clock = strategy.exchange, strategy.seed, site, clock
-        self.policy = strategy.policy
+        self.policy, self._aggregate = strategy.policy, strategy.aggregate
         self.context, self._observe = SendContext(group), observe
         self.finished = Finished(group)
         self._ahead = int(isinstance(strategy.signal, Gradients))  # a gradient is of the step that comes
@@ -108,7 +108,9 @@ class RoundPipeline:
         key = Key(self.seed, update.of.index, update.number, self.context.group.rank)
         flags = STOP if self.stop_requested else 0
         numel = update.delta.numel()
-        round_ = Round(self.context, update.codec, numel, key, update.signal, flags, order, update.departed)
+        round_ = Round(
+            self.context, update.codec, numel, key, update.signal, flags, order, update.departed, self._aggregate
+        )
         return round_, self.exchange.depart(round_, update.of.exchange), self._notice(update, round_)
 
     def _notice(self, update: RoundUpdate, of: Round) -> PolicyMessage | None:

@@ -1,0 +1,103 @@
+"""How the values that all replicas have sent become one estimate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import Codec, mean_over_senders
+from thinwire.rng import Key
+
+
+@dataclass(frozen=True)
+class Values:
+    """What one replica's packet says of a range of `numel` elements, still encoded."""
+
+    codec: Codec
+    payload: Tensor
+    key: Key
+    numel: int
+
+    def add_to(self, out: Tensor, weight: float = 1.0) -> None:
+        """out ← out + weight · values (flat fp32), decoded and added in one pass."""
+        self.codec.decode_add(self.payload, out, self.key, weight)
+
+    def decoded(self) -> Tensor:
+        """The values, flat and in fp32."""
+        out = torch.zeros(self.numel)
+        self.add_to(out)
+        return out
+
+
+@runtime_checkable
+class Aggregate(Protocol):
+    """How one estimate is made of what all replicas say. An exchange asks it range by range, with the replicas in rank order.
+
+    Laws (tests/core/test_aggregates.py): of one replica's values it makes these; a range by itself comes out as in the whole; the estimate
+    depends on values and weights only, so that it has the same bits on all replicas.
+    """
+
+    @property
+    def linear(self) -> bool:
+        """Whether sums may be taken on the way: the aggregate of parts, weighted by their replicas, is that of the whole. `AllReduce`, `Hierarchy`,
+        a `Membership` and `Feedback(kappa=1)` need it.
+        """
+
+    def into(self, out: Tensor, values: Sequence[Values], weights: Sequence[float] | None = None) -> None:
+        """Write the estimate into `out` (flat fp32 zeros). `weights` add up to 1; None: all count alike."""
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The mean, by weights: x̂ = Σ_m w_m·c_m, with w_m = 1/M where all count alike. Added in fp32, in rank order.
+
+    Cost: one pass a packet, in which it is decoded too.
+
+    >>> from thinwire import Identity
+    >>> packets = [Values(Identity(), torch.tensor([x, 8.0]).view(torch.uint8), Key(), 2) for x in (1.0, 3.0)]
+    >>> out = torch.zeros(2)
+    >>> Mean().into(out, packets)
+    >>> out.tolist()
+    [2.0, 8.0]
+    """
+
+    @property
+    def linear(self) -> bool:
+        return True
+
+    def into(self, out: Tensor, values: Sequence[Values], weights: Sequence[float] | None = None) -> None:
+        for one, weight in zip(values, weights or [1.0] * len(values)):
+            one.add_to(out, weight)
+        if weights is None and len(values) > 1:
+            out.div_(len(values))
+
+
+@dataclass(frozen=True)
+class MeanOverSenders:
+    """The mean over the replicas that have sent a value, not over all: x̂_i = Σ_m w_m·c_mi / Σ_{m: c_mi ≠ 0} w_m.
+
+    For sparse codecs. Where replicas choose differently, the mean over all makes a value as much smaller as fewer have sent it; this one
+    does not, so it is *no estimate of the mean delta*, and larger: SparseLoCo's rule (Sarfi et al., 2025, released code). *Differs*: who sends
+    a zero has not sent it. For a mean in a codec's own basis, as DeMo takes it, wrap that codec in `OverSenders` and leave this at `Mean()`.
+
+    On the wire: nothing. Cost: three passes a packet.
+
+    >>> from thinwire import Identity
+    >>> packets = [Values(Identity(), torch.tensor([x, 8.0]).view(torch.uint8), Key(), 2) for x in (0.0, 3.0)]
+    >>> out = torch.zeros(2)
+    >>> MeanOverSenders().into(out, packets)
+    >>> out.tolist()
+    [3.0, 8.0]
+    """
+
+    @property
+    def linear(self) -> bool:
+        return False
+
+    def into(self, out: Tensor, values: Sequence[Values], weights: Sequence[float] | None = None) -> None:
+        shares = weights or [1.0] * len(values)
+        out.copy_(mean_over_senders(((one.decoded(), share) for one, share in zip(values, shares)), out.numel()))
