@@ -1,0 +1,120 @@
+"""Which driver a replica gets, and that another one fits behind the same face."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from pieces import METHODS, adamw, batch, inner_step, same_bits, toy, weights
+from torch import Tensor
+
+import thinwire as tw
+from thinwire import checkpoint
+from thinwire.elastic.driver import ElasticDriver
+from thinwire.membership.testing.cluster import SimulatedCluster
+from thinwire.runtime.delta_driver import DeltaDriver
+from thinwire.runtime.driver import Driver, Training
+from thinwire.runtime.fragment_state import hold
+from thinwire.runtime.gradient_driver import GradientDriver
+
+
+@pytest.mark.parametrize("name", ["streaming_diloco", "data_parallel"])
+def test_a_strategy_chooses_in_a_fixed_group(name):
+    (group,) = tw.ThreadGroup.create(1)
+    model = toy()
+    with tw.Replica(METHODS[name], model, adamw(model), group) as replica:
+        due = GradientDriver if isinstance(METHODS[name].signal, tw.Gradients) else DeltaDriver
+        assert type(replica._driver) is due
+        inner_step(model, replica.optimizer, *batch(0, 0, 1))
+
+
+def test_a_membership_chooses_too():
+    cluster = SimulatedCluster()
+
+    def play(name):
+        model = toy()
+        membership = cluster.membership(name, least=1)
+        replica = tw.Replica(tw.local_sgd(every=2), model, adamw(model), membership)
+        replica.close()
+        return type(replica._driver)
+
+    assert cluster.play({"a": play}) == {"a": ElasticDriver}
+
+
+class Alone:
+    """A driver of nobody else: every third step its anchors are its parameters."""
+
+    def __init__(self, training: Training, fragments: list[tw.Fragment]) -> None:
+        self.training, self.heard = training, []
+        training.fragments += [hold(training.strategy, one, i, 0, 1) for i, one in enumerate(fragments)]
+
+    def before_inner_step(self, closure: bool = False) -> None:
+        self.heard.append(f"before {self.training.step + 1}")
+
+    def after_inner_step(self) -> None:
+        self.heard.append(f"after {self.training.step}")
+        if self.training.step % 3 == 0:
+            for one in self.training.fragments:
+                one.anchor = one.snapshot(torch.empty_like(one.anchor))
+
+    def finish(self, keep_seconds: float) -> bool:
+        self.heard.append("finish")
+        return True
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, facts = self.training.state()
+        return tensors, facts | {"heard": self.heard}
+
+    def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        self.training.load_state(tensors, facts)
+        self.heard = list(facts["heard"])
+
+    def anchors(self) -> list[Tensor]:
+        return [one.anchor.clone() for one in self.training.fragments]
+
+    def load_anchors(self) -> None:
+        self.training.load_anchors()
+
+    def request_stop(self) -> None:
+        self.training.stopping = True
+
+    def close(self) -> None:
+        self.heard.append("close")
+
+
+def test_another_driver_fits_behind_the_face(monkeypatch, tmp_path):
+    def choose(training: Training, fragments: list[tw.Fragment], group: object, site: object) -> Driver:
+        return Alone(training, fragments)
+
+    monkeypatch.setattr("thinwire.replica.choose", choose)
+    (group,) = tw.ThreadGroup.create(1)
+
+    def begin():
+        model = toy()
+        return model, tw.Replica(tw.local_sgd(every=3), model, adamw(model), group)
+
+    model, replica = begin()
+    after = []
+    for step in range(1, 6):
+        inner_step(model, replica.optimizer, *batch(0, 0, step))
+        after.append(weights(model))
+    with replica.anchored():
+        assert same_bits(weights(model), after[2])
+    assert same_bits(weights(model), after[4]) and replica.step == 5 and not replica.stopping
+    saved = checkpoint.read(checkpoint.save(tmp_path, replica, {}))
+    replica.request_stop()
+    replica.exchange_gradients()
+    assert replica.stopping
+    replica.finish()
+    assert same_bits(weights(model), after[2])
+    heard = [f"{when} {step}" for step in range(1, 6) for when in ("before", "after")]
+    assert replica._driver.heard == [*heard, "before 6", "finish", "close"]
+    inner_step(model, replica.optimizer, *batch(0, 0, 6))
+    assert replica.step == 5  # it is detached
+
+    model, other = begin()
+    checkpoint.load(saved, other)
+    assert other.step == 5 and other._driver.heard == heard and same_bits(weights(model), after[4])
+    other.close()
