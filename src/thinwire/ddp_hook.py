@@ -22,8 +22,8 @@ from thinwire.errors import CheckpointError, ConfigurationError
 from thinwire.pieces.partition import Fragment, Whole, trainable
 from thinwire.pieces.transforms import Clip
 from thinwire.runtime.fragment_state import FragmentState, hold
+from thinwire.runtime.gradient_driver import Stepped
 from thinwire.runtime.handshake import agree
-from thinwire.runtime.module_state import Stepped
 from thinwire.runtime.pipeline import RoundPipeline, RoundRequest, RoundResult
 from thinwire.runtime.update import RoundUpdate
 from thinwire.strategy import Gradients, Strategy

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from elastic_toy import PHASES, SIZES, Book, Toy, agree, one_thread, order_faults, play, train
+from elastic_toy import PHASES, SIZES, Book, Toy, agree, one_thread, order_faults, play, train, training
 
 import thinwire as tw
 from thinwire.comm import state_transfer as handover
-from thinwire.elastic.driver import Elastic
+from thinwire.elastic.driver import ElasticDriver
 from thinwire.elastic.plan import MemberStatus
 from thinwire.elastic.round_loop import Outcome, Ready
 from thinwire.errors import EndedError, LinkError
@@ -137,7 +137,8 @@ def test_a_late_landing_loses_no_more_than_one_in_time(alpha: float, delay: int,
     strategy = tw.Strategy(schedule=tw.Every(9, delay), merge=tw.Mix(alpha), outer=tw.Average())
     parameter = torch.nn.Parameter(torch.full((4,), 5.0))
     piece = hold(strategy, tw.Fragment("all", [("all", parameter)]), 0, 0, 1)
-    elastic = Elastic(strategy, SimulatedCluster().membership("a", least=1), [piece], lambda *_, **__: None)
+    made = training(strategy, [parameter], [piece], lambda *_, **__: None)
+    elastic = ElasticDriver(made, SimulatedCluster().membership("a", least=1))
     parameter.data.fill_(3.0 - flight)
     counted = Ready(0, torch.full((4,), 2.0), 1.0, step=10, feedback={})
     elastic._take_over(Outcome(0, 0, torch.ones(4), counted=counted), torch.ones(4), step=10 + flight)

@@ -520,7 +520,8 @@ def test_a_steady_round_takes_no_new_buffer(name):
     counts = []
 
     def look(replica, step):
-        counts.append(len(replica._buffers._lent) + sum(map(len, replica._buffers._free.values())))
+        buffers = replica._driver._flights.buffers
+        counts.append(len(buffers._lent) + sum(map(len, buffers._free.values())))
 
     journey(METHODS[name], 1, steps=100, before_step=look)
     assert counts[-1] <= counts[49] + 10, counts

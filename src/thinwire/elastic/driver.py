@@ -19,7 +19,7 @@ In the mean over all who train a delta counts 1, or the tokens behind it, if the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Executor
 from typing import Any
 
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import joins
+from thinwire.comm.group import Group
 from thinwire.elastic.global_state import Agreed
 from thinwire.elastic.plan import MOST_WEIGHT
 from thinwire.elastic.round_loop import Outcome, Ready, Rounds
@@ -34,10 +35,13 @@ from thinwire.errors import CheckpointError, ConfigurationError, LinkError
 from thinwire.exchange import AllReduce, Direct, TwoShot
 from thinwire.membership.rendezvous import Membership
 from thinwire.pieces.merge import Mix
+from thinwire.pieces.partition import Fragment
 from thinwire.pieces.policy import Constant
 from thinwire.pieces.schedule import Schedule
-from thinwire.runtime.fragment_state import FragmentState
-from thinwire.runtime.handshake import digest
+from thinwire.runtime.driver import Training
+from thinwire.runtime.fragment_state import FragmentState, hold
+from thinwire.runtime.handshake import check_start, digest, introduction
+from thinwire.runtime.recovery import start_again
 from thinwire.strategy import Gradients, Strategy
 
 PATIENCE = 5  # views in a row that nobody else comes to, at the end of a run
@@ -45,55 +49,57 @@ _MOST_TOKENS = 1e12  # in a step: more is no number of tokens
 _POLL = 0.02  # seconds between looks for an outcome, at the end of a run
 
 
-class Elastic:
-    """The main thread's side. `by_tokens`: what a delta counts, on all replicas alike."""
+class ElasticDriver:
+    """The main thread's side; see `Driver`. Whether a delta counts 1 or the tokens behind it is settled here, on all replicas alike, by
+    whether `training` has tokens. `join` is to be called before the first inner step.
+    """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        membership: Membership,
-        pieces: Sequence[FragmentState],
-        observe: Callable[..., None],
-        clock: Callable[[], float] = time.monotonic,
-        start_again: Callable[[], None] = lambda: None,
-        thread: Executor | None = None,
-        by_tokens: bool = False,
-    ) -> None:
+    def __init__(self, training: Training, membership: Membership, thread: Executor | None = None) -> None:
+        strategy = training.strategy
         self._schedule = check(strategy)
-        self.by_tokens = by_tokens
-        self.strategy, self.pieces, self._observe = strategy, pieces, observe
+        self.by_tokens = counts_tokens(training)
+        self.training, self.strategy, self.pieces, self._observe = (
+            training,
+            strategy,
+            training.fragments,
+            training.observe,
+        )
         self._waiting: dict[int, tuple[Ready, float]] = {}  # by fragment; and what was trained when it departed
         self._trained = 0.0  # by this replica: tokens, or steps
-        self._travelled = [0.0] * len(pieces)  # of that, what the anchors have, by fragment
+        self._travelled = [0.0] * len(self.pieces)  # of that, what the anchors have, by fragment
         self._owed: set[int] = set()  # fragments that were to depart when they could not
         self._seen: int | None = None  # the last step after which it was looked for what departs
         self._at = (0, "")  # turn and state_digest of what the fragments hold
-        agreed = Agreed([piece.anchor for piece in pieces], [piece.state for piece in pieces])
+        agreed = Agreed([piece.anchor for piece in self.pieces], [piece.state for piece in self.pieces])
         agreed.state_digest = digest(agreed.anchors).hex()
-        codecs = [piece.codec for piece in pieces]
+        codecs = [piece.codec for piece in self.pieces]
         self.rounds = Rounds(
             strategy,
             membership,
             agreed,
             codecs,
-            in_turn(self._schedule, len(pieces)),
+            in_turn(self._schedule, len(self.pieces)),
             fresh=True,
             observe=self._hear,
-            most_weight=MOST_WEIGHT if by_tokens else 1.0,
-            clock=clock,
+            most_weight=MOST_WEIGHT if self.by_tokens else 1.0,
+            clock=training.clock,
             thread=thread,
         )
-        self._start_again = start_again
         self.stop_requested = False  # at the end of a run, too, where it waits for others
 
-    def join(self, step: int) -> int:
-        """Meet the others and take over what they hold; this replica's step then. Blocks."""
-        self.rounds.step = step
+    def join(self) -> None:
+        """Meet the others, take over what they hold, and go on at their step. Blocks."""
+        self.rounds.step = self.training.step
         self.rounds.join()
-        return self._pick_up(step)
+        self._pick_up(self.training.step)
+        self.training.step = max(self.training.step, self.rounds.step)
 
-    def after_step(self, step: int, tokens: float | None = None) -> int:
-        """Depart what is due, pick up what has come; the step to go on from."""
+    def before_inner_step(self, closure: bool = False) -> None:
+        """Nothing: what counts is the parameters after the step."""
+
+    def after_inner_step(self) -> None:
+        """Depart what is due, and pick up what has come."""
+        step, tokens = self.training.step, self.training.tokens
         if self.by_tokens != (tokens is not None):
             raise ConfigurationError(
                 "tokens of a step were given to a replica that began without, or the other way round: all replicas "
@@ -113,7 +119,8 @@ class Elastic:
         if brought or late:
             self.rounds.depart(*brought)
         self._seen = step
-        return self._pick_up(step)
+        self._pick_up(step)
+        self.training.step = max(step, self.rounds.step)
 
     def _missed(self, step: int) -> list[int]:
         """Fragments that were to depart at steps which this replica stepped over, being behind; not what departs now."""
@@ -123,35 +130,57 @@ class Elastic:
         due = {index for s in over for index in departs(s, count)} - set(departs(step, count))
         return sorted(due - self._waiting.keys())
 
-    def finish(self, step: int, keep_seconds: float = 0.0) -> None:
+    def finish(self, keep_seconds: float = 0.0) -> bool:
         """Take part until all have trained all their steps, and nobody has anything left to bring. See `Replica.finish`.
 
         Raises `LinkError` where the others are not heard for long; the anchors hold what was agreed until then.
         """
         self.rounds.keep_seconds = keep_seconds
+        at = self.training.step + self.strategy.schedule.delay  # all that has come lands
         while not self.rounds.over:
             if self.rounds.idle:
                 # Else what has had its round would still seem to wait, and a replica would bring nothing every other time.
-                self._pick_up(step + self.strategy.schedule.delay)
+                self._pick_up(at)
                 if self.rounds.finishing:
                     left = [i for i, travelled in enumerate(self._travelled) if travelled < self._trained]
+                    step = self.training.step
                     self.rounds.meet(*(self._bring(index, step) for index in left if index not in self._waiting))
                 else:
                     self.rounds.finish()
-            self._pick_up(step + self.strategy.schedule.delay)
+            self._pick_up(at)
             if not self.rounds.over and (self.rounds.alone >= PATIENCE or self.stop_requested):
                 why = "asked to stop." if self.stop_requested else self.rounds.why_alone
                 raise LinkError(f"the last exchange was given up: {why} The anchors hold what was agreed until then.")
             time.sleep(_POLL)
-        self._pick_up(step + self.strategy.schedule.delay)
+        self._pick_up(at)
+        return not self.rounds.late
+
+    def anchors(self) -> list[Tensor]:
+        return [piece.anchor.clone() for piece in self.pieces]
+
+    def load_anchors(self) -> None:
+        self.training.load_anchors()
+
+    def request_stop(self) -> None:
+        """This replica stops now; the others go on without it."""
+        self.stop_requested = self.training.stopping = True
 
     def close(self) -> None:
         self.rounds.close()
 
     # ---- to be saved and to go on
 
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Between inner steps. What is in the air is still in the parameters."""
+        tensors, facts = self.training.state()
+        return tensors, facts | {"agreed": self.facts()}
+
+    def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        self.training.load_state(tensors, facts)
+        self.load(facts["agreed"])
+
     def facts(self) -> dict[str, Any]:
-        """What to save beside the fragments' tensors, between inner steps: JSON. What is in the air is still in the parameters."""
+        """What to save beside the fragments' tensors: JSON."""
         turn, state_digest = self._at
         counted = {str(t): who for t, who in dict(self.rounds.agreed.counted).items() if t < turn}
         return {
@@ -197,7 +226,8 @@ class Elastic:
         self._observe("depart", step, fragment=index, round=piece.rounds, nbytes=0, seconds_spent=0.0)
         return ready
 
-    def _pick_up(self, step: int) -> int:
+    def _pick_up(self, step: int) -> None:
+        """Take over what is due at `step`."""
         for outcome in self.rounds.outcomes(step):
             self._at = outcome.after
             if outcome.broken:
@@ -209,7 +239,7 @@ class Elastic:
                     by=[],
                     reason="NaN or infinity in the delta",
                 )
-                self._start_again()
+                start_again(self.training)
             if outcome.anchor is not None:
                 self._take_over(outcome, outcome.anchor, step)
             if outcome.ready is not None and outcome.fragment in self._waiting:
@@ -218,7 +248,6 @@ class Elastic:
                     self._travelled[outcome.fragment] = departed
                 elif outcome.after[0] == outcome.turn:  # its turn is still to come
                     self._owed.add(outcome.fragment)
-        return max(step, self.rounds.step)
 
     @torch.no_grad()
     def _take_over(self, outcome: Outcome, anchor: Tensor, step: int) -> None:
@@ -251,6 +280,25 @@ class Elastic:
         self._observe(event, self.rounds.step, **fields)
 
 
+def join(
+    training: Training, fragments: list[Fragment], membership: Membership, site: Group | None = None
+) -> ElasticDriver:
+    """A driver that is one of those who are there now. Blocks. Raises `ConfigurationError`, `DisagreementError`, `ModelError`, `LinkError`."""
+    if site is not None:
+        raise ConfigurationError(
+            "site= with a Membership: a sharded replica needs the same ranks in every round; give a fixed group, or a whole replica."
+        )
+    strategy = training.strategy
+    check(strategy)
+    training.fragments += [hold(strategy, fragment, index, 0, 1) for index, fragment in enumerate(fragments)]
+    check_start(fragments, [fragment.anchor for fragment in training.fragments])
+    weights = "by tokens" if counts_tokens(training) else "alike"
+    membership.facts |= introduction(strategy, fragments) | {"weights": weights}
+    driver = ElasticDriver(training, membership)
+    driver.join()
+    return driver
+
+
 @torch.no_grad()
 def _land_late(piece: FragmentState, departed: Tensor, alpha: float, due: float) -> None:
     """θ ← anchor + α·(departed − anchor) + κ·(θ − departed), κ = 1 − (1 − α)·due: as `Mix(alpha)` for the share `due` of the flight
@@ -273,6 +321,11 @@ def in_turn(schedule: Schedule, fragments: int) -> list[int]:
     for step in range(1, 3 * schedule.every + 1):
         first |= dict.fromkeys(schedule.departs(step, fragments))
     return [*first, *(index for index in range(fragments) if index not in first)]
+
+
+def counts_tokens(training: Training) -> bool:
+    """Whether a delta counts the tokens behind it. Raises `ConfigurationError` as `tokens_of_step`."""
+    return training.tokens is not None and tokens_of_step(training.tokens) > 0
 
 
 def tokens_of_step(tokens: object) -> float:
