@@ -20,7 +20,6 @@ from thinwire.codecs import in_full
 from thinwire.comm.group import Group
 from thinwire.errors import CheckpointError, ConfigurationError
 from thinwire.pieces.partition import Fragment, Whole, trainable
-from thinwire.pieces.transforms import Clip
 from thinwire.runtime.fragment_state import FragmentState, hold
 from thinwire.runtime.handshake import agree
 from thinwire.runtime.module_state import Stepped
@@ -54,7 +53,7 @@ class GradientHook:
                 f"{strategy.signal} in fragments by {strategy.partition}: DDP exchanges Gradients(), in buckets that it cuts itself; choose a "
                 "strategy of gradients, with the partition Whole(), or attach a Replica in place of DDP."
             )
-        if any(isinstance(one, Clip) and one.norm for one in strategy.filters):
+        if any(one.needs_whole for one in strategy.filters):
             raise ConfigurationError(
                 f"{strategy.filters} in DDP's buckets: Clip would see a bucket and needs the norm of the whole gradient; choose clip=0."
             )

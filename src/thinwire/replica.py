@@ -22,7 +22,6 @@ from thinwire.elastic.driver import Elastic, check, tokens_of_step
 from thinwire.errors import ConfigurationError, ModelError
 from thinwire.membership.rendezvous import Membership
 from thinwire.observer import Observer
-from thinwire.pieces.merge import Mix
 from thinwire.pieces.outer import Average, Outer
 from thinwire.pieces.partition import Fragment, check_optimizer, check_sharding
 from thinwire.pieces.schedule import Calendar
@@ -248,7 +247,7 @@ class Replica:
                 self._land(piece)
         for piece in self._pieces:
             if piece.since < self.step:
-                self._depart_delta(piece, getattr(self.strategy.outer, "last", self.strategy.outer))
+                self._depart_delta(piece, self.strategy.outer.last)
         for piece in filter(lambda piece: piece.flight, self._pieces):
             self._land(piece)
 
@@ -367,7 +366,7 @@ class Replica:
         piece.since = piece.since if landed.good else DROPPED
         if landed.good:
             piece.move(landed, self._buffers)
-            if isinstance(self.strategy.merge, Mix):
+            if not self.strategy.merge.whole_period:
                 for part, slice_ in piece.slices(piece.anchor):
                     self.strategy.merge.into(part, slice_.to(part.device))
             piece.since = self.step if self.strategy.merge.forgets else piece.since
