@@ -66,17 +66,18 @@ def check_piece(name: str, value: object, protocol: Any) -> None:
         return
     needed = f"{'an' if name[0] in 'eo' else 'a'} {name.title()} is needed; see `thinwire docs pieces`."
     if is_dataclass(value) and not isinstance(value, type) and isinstance(protocol, type):
-        lacks = sorted(
-            member
-            for kind in protocol.__mro__
-            for member in vars(kind)
-            if not member.startswith("_") and not hasattr(value, member)
-        )
+        lacks = [member for member in _members(protocol) if not hasattr(value, member)]
         needed = (
             f"{'an' if name[0] in 'eo' else 'a'} {name.title()} is needed, which has {', '.join(lacks)}; make it a subclass of "
-            f"thinwire.{name.title()}, which answers what is not its own."
+            f"thinwire.{name.title()}, which has an answer for all the rest."
         )
     raise ConfigurationError(f"{name}={value!r}: {needed}")
+
+
+def _members(protocol: type) -> list[str]:
+    """What a piece must write itself; of a protocol that answers everything, all it has."""
+    own: frozenset[str] = getattr(protocol, "__abstractmethods__", frozenset())
+    return sorted(own or {name for kind in protocol.__mro__ for name in vars(kind) if not name.startswith("_")})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ FILES = sorted(path.relative_to(HOUSE).as_posix() for path in HOUSE.rglob("*.py"
 
 # From the ground up: a room imports only from rooms before it, and files of one room from each other.
 _ORDER = """
-errors version state rng observer printable files
+errors version state rng observer printable files own_files
 packet kernels comm diagnosis
 codecs membership records
 pieces report

@@ -16,6 +16,7 @@ import numpy as np
 from thinwire.codecs import nested
 from thinwire.errors import ThinwireError
 from thinwire.lm.run import Run
+from thinwire.own_files import shortened
 from thinwire.plan import cost
 from thinwire.plan.setting import METHODS, Setting, Task
 from thinwire.records.run_record import RunRecord
@@ -133,6 +134,8 @@ def _of_run(record: RunRecord, number: int) -> list[Json]:
         for key, value in record.settings.items()
         if key in known
     }
+    if any(isinstance(value, str) and shortened(value) != value for value in given.values()):
+        return []  # a file that a record names is not imported
     strategy = Run(**given).make_strategy()
     size, numels = record.summary.replicas, [numel for _, numel in record.fragments]
     steps = [float(np.nanmedian(r.compute_seconds)) for r in record.replicas if np.isfinite(r.compute_seconds).any()]
