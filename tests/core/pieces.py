@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
-from thinwire.codecs import fitted, in_full
+from thinwire.codecs import in_full
 from thinwire.recipes import RECIPES
 from thinwire.rng import Key, derive
 
@@ -535,7 +535,7 @@ def travel(plan: Plan, group: tw.Group) -> Journey:
 
 def weighs(strategy: tw.Strategy, departure: dict[str, Any], fragment: tw.Fragment, size: int, rank: int) -> int:
     """Predicted: the bytes of a departure, from its round and what the policy knew then."""
-    codec = fitted(strategy.codec, fragment.shapes)
+    codec = strategy.codec.fitted(fragment.shapes)
     if departure["round"] < max((one.full for one in strategy.filters), default=0):
         codec = in_full(codec)
     else:
@@ -594,7 +594,7 @@ class _Shuffled:
 
 
 @dataclass(frozen=True)
-class Picky:
+class Picky(tw.Outer):
     """An outer step that overflows on a first, small delta: a round that nobody can land, and nobody's fault."""
 
     at_least: float

@@ -88,12 +88,9 @@ def test_a_piece_of_ones_own_ends_as_it_says():
 
 
 @dataclasses.dataclass(frozen=True)
-class Scaled:
+class Scaled(tw.Outer):
     by: float = 1.0
     linear = True
-
-    def init(self, anchor):
-        return {}
 
     def step(self, anchor, delta, state):
         return anchor - self.by * delta, state

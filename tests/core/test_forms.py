@@ -9,7 +9,7 @@ import torch
 from pieces import CODECS, encoded, roundtrip, same_bits
 
 import thinwire as tw
-from thinwire.codecs import exact, fitted
+from thinwire.codecs import exact
 from thinwire.kernels.cpu_block import select_above, select_largest
 from thinwire.kernels.cpu_sparse import suggested
 from thinwire.rng import Key
@@ -218,7 +218,7 @@ def test_a_smooth_matrix_has_few_coefficients():
     """DeMo's form keeps nearly all of one with 32 of 4096; chunks of the flat matrix do not."""
     side = torch.linspace(0, 3, 128)
     x = (torch.sin(side)[:, None] * torch.cos(2 * side)[None] + side[:, None]).reshape(-1)
-    demo = fitted(tw.Squares(tw.DCT(tw.ChunkedTopK(4096, 32), axes=2)), ((128, 128),))
+    demo = tw.Squares(tw.DCT(tw.ChunkedTopK(4096, 32), axes=2)).fitted(((128, 128),))
     assert lost(demo, x) < 0.001 < 0.5 < lost(tw.ChunkedTopK(4096, 32), x)
     assert 8 * demo.nbytes(1 << 24) / (1 << 24) == pytest.approx(32 / 4096 * (16 + 12))
 
@@ -316,10 +316,10 @@ def test_orthonormal():
 
 # ---- sums on the way
 
-LINEAR = [row.piece for row in CODECS if isinstance(row.piece, tw.Linear)]
+LINEAR = [row.piece for row in CODECS if row.piece.linear]
 
 
-def agreed(codec: tw.Linear, xs: list[torch.Tensor], key: Key) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def agreed(codec: tw.Codec, xs: list[torch.Tensor], key: Key) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """An all-reduce by hand: the estimate, and what each has sent."""
     means: list[torch.Tensor] = []
     for size in codec.sizes(xs[0].numel()):
@@ -331,7 +331,7 @@ def agreed(codec: tw.Linear, xs: list[torch.Tensor], key: Key) -> tuple[torch.Te
 
 
 def test_there_are_linear_codecs():
-    assert {type(codec) for codec in LINEAR} == {tw.Identity, tw.RandomK, tw.LowRank}
+    assert {type(codec) for codec in LINEAR} == {tw.RandomK, tw.LowRank}
 
 
 @pytest.mark.parametrize("codec", LINEAR, ids=str)

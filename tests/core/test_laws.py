@@ -24,7 +24,6 @@ from pieces import (
 )
 
 import thinwire as tw
-from thinwire.codecs import fitted
 from thinwire.comm import CountedGroup, Ledger
 from thinwire.packet import HEADER_NBYTES
 from thinwire.pieces.policy import Deciding
@@ -198,7 +197,7 @@ def test_merge_one_keeps_replicas_apart():
 def tells(strategy, fragment, number):
     """How many numbers replica 0 tells the others."""
     deciding = isinstance(strategy.policy, Deciding)
-    return strategy.policy.tells(fitted(strategy.codec, fragment.shapes), number) if deciding else 0
+    return strategy.policy.tells(strategy.codec.fitted(fragment.shapes), number) if deciding else 0
 
 
 @methods

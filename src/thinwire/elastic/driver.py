@@ -26,23 +26,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.codecs import joins
 from thinwire.comm.group import Group
 from thinwire.elastic.global_state import Agreed
 from thinwire.elastic.plan import MOST_WEIGHT
 from thinwire.elastic.round_loop import Outcome, Ready, Rounds
 from thinwire.errors import CheckpointError, ConfigurationError, LinkError
-from thinwire.exchange import AllReduce, Direct, TwoShot
 from thinwire.membership.rendezvous import Membership
-from thinwire.pieces.merge import Mix
 from thinwire.pieces.partition import Fragment
-from thinwire.pieces.policy import Constant
 from thinwire.pieces.schedule import Schedule
 from thinwire.runtime.driver import Training
 from thinwire.runtime.fragment_state import FragmentState, hold
 from thinwire.runtime.handshake import check_start, digest, introduction
 from thinwire.runtime.recovery import start_again
-from thinwire.strategy import Gradients, Strategy
+from thinwire.strategy import Strategy
 
 PATIENCE = 5  # views in a row that nobody else comes to, at the end of a run
 _MOST_TOKENS = 1e12  # in a step: more is no number of tokens
@@ -256,7 +252,7 @@ class ElasticDriver:
         piece.rounds += 1
         if counted is not None:
             piece.feedback = outcome.feedback
-        if counted is not None and isinstance(merge, Mix):
+        if counted is not None:
             flight, delay = step - counted.step, self.strategy.schedule.delay
             if flight == delay:
                 for part, values in piece.slices(anchor):
@@ -338,30 +334,16 @@ def tokens_of_step(tokens: object) -> float:
 
 
 def check(strategy: Strategy) -> Schedule:
-    """Refuse what needs the same replicas in every round; the schedule is fine."""
-    reason = ""
-    exchange = strategy.exchange
-    if not isinstance(exchange, Direct | TwoShot | AllReduce) or getattr(exchange, "feedback", None) is not None:
-        reason = f"{exchange} remembers or names the replicas; Direct(), TwoShot() and AllReduce() do not"
-    elif not isinstance(strategy.schedule, Schedule):
-        reason = f"{strategy.schedule} counts from the beginning of a round, which a new replica has not seen"
-    elif isinstance(strategy.signal, Gradients):
-        reason = "Gradients() are exchanged at every step, and the replicas keep no anchors to go on from"
-    elif strategy.privacy is not None:
-        reason = f"{strategy.privacy} shares its noise among replicas that must all be there"
-    elif not isinstance(strategy.policy, Constant):
-        reason = f"{strategy.policy} counts rounds that all have seen"
-    elif strategy.filters:
-        reason = f"{', '.join(map(str, strategy.filters))} is fitted to a number of replicas, or keeps what all of them must agree on"
-    elif not isinstance(strategy.merge, Mix):
-        reason = f"{strategy.merge} needs rounds that take a whole period, no more and no less"
-    elif strategy.feedback is not None and strategy.feedback.kappa:
-        reason = f"{strategy.feedback} keeps the mean of all references, and so needs the same replicas in every round; kappa=0 does not"
-    elif joins(strategy.codec):
-        reason = f"{strategy.codec} divides by those who sent a value, where a delta may count more than another; the codec inside it does not"
-    if reason:
+    """Refuse what needs the same replicas in every round, as the pieces declare it; the schedule is fine."""
+    for piece in strategy.pieces:
+        if piece.needs_fixed_group:
+            raise ConfigurationError(
+                f"this strategy cannot run among replicas that come and go: {piece} {piece.needs_fixed_group}. "
+                "Choose another, or a fixed group."
+            )
+    if not isinstance(strategy.schedule, Schedule):
         raise ConfigurationError(
-            f"this strategy cannot run among replicas that come and go: {reason}. Choose another, or a fixed group."
+            f"this strategy cannot run among replicas that come and go: {strategy.schedule} has no `departs`, so it must "
+            "declare needs_fixed_group. Choose another, or a fixed group."
         )
-    assert isinstance(strategy.schedule, Schedule)
     return strategy.schedule
