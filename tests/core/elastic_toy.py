@@ -23,7 +23,7 @@ import thinwire as tw
 from thinwire.elastic.driver import ElasticDriver
 from thinwire.elastic.plan import RoundPlan
 from thinwire.elastic.round_loop import Outcome, Ready
-from thinwire.exchange import send_queue as outbox
+from thinwire.exchange import send_queue
 from thinwire.membership.rendezvous import View
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster
 from thinwire.membership.timeouts import Timeouts
@@ -50,9 +50,9 @@ class Inline(Executor):
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the outbox does, too, is done at once."""
-    monkeypatch.setattr(outbox, "ThreadPoolExecutor", lambda *_: Inline())
-    monkeypatch.setattr(outbox.threading, "Lock", threading.RLock)
+    """What the send queue does, too, is done at once."""
+    monkeypatch.setattr(send_queue, "ThreadPoolExecutor", lambda *_: Inline())
+    monkeypatch.setattr(send_queue.threading, "Lock", threading.RLock)
 
 
 def increment(name: str, step: int, fragment: int) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from elastic_toy import PHASES, SIZES, Book, Toy, agree, one_thread, order_faults, play, train, training
 
 import thinwire as tw
-from thinwire.comm import state_transfer as handover
+from thinwire.comm import state_transfer
 from thinwire.elastic.driver import ElasticDriver
 from thinwire.elastic.plan import MemberStatus
 from thinwire.elastic.round_loop import Outcome, Ready
@@ -101,9 +101,9 @@ def test_a_straggler_is_waited_for_within_the_grace_and_its_delta_carried_beyond
         assert next(float(one.deltas[2][0]) for one in later if len(one.deltas) == 3) == 12.0
 
 
-def test_others_wait_for_a_handover_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_wait_for_a_state_transfer_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each piece takes 3 s and all of them more than 30; no message may take more than 10."""
-    cluster, book, pieces = SimulatedCluster(), Book(), handover._pieces
+    cluster, book, pieces = SimulatedCluster(), Book(), state_transfer._pieces
     sent: list[str] = []
 
     def slowly(whole: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -113,8 +113,8 @@ def test_others_wait_for_a_handover_however_long_it_takes(monkeypatch: pytest.Mo
             sent.append(threading.current_thread().name)
             yield piece
 
-    monkeypatch.setattr(handover, "PIECE", 32)
-    monkeypatch.setattr(handover, "_pieces", slowly)
+    monkeypatch.setattr(state_transfer, "PIECE", 32)
+    monkeypatch.setattr(state_transfer, "_pieces", slowly)
     settings = {"steps": 60, "least": 2}
 
     def joins_late(name: str) -> Toy:

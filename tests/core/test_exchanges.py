@@ -11,9 +11,8 @@ from pieces import CODECS, EXCHANGES, MATRICES, METHODS, Shuffled, adamw, each, 
 
 import thinwire as tw
 from thinwire.comm import CountedGroup, Ledger, Link
-from thinwire.exchange import Round, SendContext
+from thinwire.exchange import Round, SendContext, send_queue
 from thinwire.exchange import chunks as cutting
-from thinwire.exchange import send_queue as outbox
 from thinwire.packet import REFUSED
 from thinwire.rng import Key
 
@@ -439,7 +438,7 @@ class _Slow:
 
 def test_what_lands_first_leaves_first(monkeypatch):
     """Three rounds wait for a full window; the last of them lands first, and goes first."""
-    monkeypatch.setattr(outbox, "WINDOW_NBYTES", 100)
+    monkeypatch.setattr(send_queue, "WINDOW_NBYTES", 100)
     left = []
 
     def replica(group):
@@ -461,7 +460,7 @@ def test_no_more_is_handed_over_than_the_window(monkeypatch, small, window):
     """A message is posted when those before it, but for a window's worth and one, are with the carrier: so that others may overtake,
     and a link is not idle for a delay between two messages that are longer than the window.
     """
-    monkeypatch.setattr(outbox, "WINDOW_NBYTES", window)
+    monkeypatch.setattr(send_queue, "WINDOW_NBYTES", window)
     seen = {}
 
     def wrap(group):
@@ -475,7 +474,7 @@ def test_no_more_is_handed_over_than_the_window(monkeypatch, small, window):
 
 def test_messages_longer_than_the_window_go_on_each_others_heels(monkeypatch):
     """One by one, a link would be idle for a delay between two of them."""
-    monkeypatch.setattr(outbox, "WINDOW_NBYTES", 1)
+    monkeypatch.setattr(send_queue, "WINDOW_NBYTES", 1)
     told = []
 
     class Told:
@@ -485,7 +484,7 @@ def test_messages_longer_than_the_window_go_on_each_others_heels(monkeypatch):
             told.append(f"post {tag}")
             return type("Transfer", (), {"wait": lambda _: told.append(f"wait {tag}")})()
 
-    box = outbox.SendQueue(Told())
+    box = send_queue.SendQueue(Told())
     for tag in range(4):
         box.send(tag, {1: torch.zeros(8, dtype=torch.uint8)}, "packet")
     box.close()

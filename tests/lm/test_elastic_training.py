@@ -15,7 +15,7 @@ from thinwire.cli.train import Options
 from thinwire.diagnosis import Rules
 from thinwire.elastic import round_loop as rounds
 from thinwire.errors import ConfigurationError, DisagreementError, EndedError, LinkError
-from thinwire.exchange import send_queue as outbox
+from thinwire.exchange import send_queue
 from thinwire.lm import launch, place, trainer
 from thinwire.lm.place import MemberSpec, Pace, Place, RetryReporter, Share, join
 from thinwire.lm.run import Run
@@ -53,8 +53,8 @@ def run(tmp_path: Path) -> Run:
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> SimulatedCluster:
     """A place to meet; an inner step lasts a second of its time."""
-    monkeypatch.setattr(outbox, "ThreadPoolExecutor", Inline)
-    monkeypatch.setattr(outbox.threading, "Lock", threading.RLock)
+    monkeypatch.setattr(send_queue, "ThreadPoolExecutor", Inline)
+    monkeypatch.setattr(send_queue.threading, "Lock", threading.RLock)
     monkeypatch.setattr(rounds, "ThreadPoolExecutor", Inline)
     there, inner_step = SimulatedCluster(), trainer.Trainer._inner_step
 
@@ -186,7 +186,7 @@ def test_shares_of_the_text() -> None:
     assert Share.of(run, "paris").seed != Share.of(run, "oslo").seed
 
 
-def test_a_hindrance_is_told_once_and_only_if_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_told_once_and_only_if_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
     now, told = [100.0], list[tuple[int, str]]()
     monkeypatch.setattr(place.time, "monotonic", lambda: now[0])
     hear = RetryReporter(lambda event, step, reason: told.append((step, reason)))

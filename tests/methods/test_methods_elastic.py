@@ -84,8 +84,8 @@ def test_one_is_killed_and_the_others_go_on(phase, nth, together):
     cluster = SimulatedCluster()
     cluster.at("b", phase, lambda: cluster.kill("b"), nth)
     ended = check(cluster.play({name: lambda name: tune(cluster, name) for name in "abc"}))
-    crews = ["".join(entry.names) for entry in ended[0].log.entries]
-    assert len(ended) == 2 and crews == ["abc"] * together + ["ac"] * (STEPS - together)
+    members = ["".join(entry.names) for entry in ended[0].log.entries]
+    assert len(ended) == 2 and members == ["abc"] * together + ["ac"] * (STEPS - together)
 
 
 @pytest.mark.parametrize(("phase", "nth"), [("call", 15), ("post", 15)])

@@ -34,7 +34,7 @@ PATIENCE = 3.0  # seconds in which somebody may be late without a word
 LOOK = 5.0  # seconds between two counts of the open files
 FULL = 0.8  # of the files that may be open: told
 _FILES = Path("/proc/self/fd")
-AGAIN = 30.0  # seconds before the same hindrance is told again
+AGAIN = 30.0  # seconds before the same failure is told again
 
 
 @dataclass(frozen=True)

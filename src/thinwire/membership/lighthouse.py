@@ -45,7 +45,7 @@ class LighthouseRendezvous:
         self._secret = b""
         self._vote_store: ChannelBoard | None = None
         self._left = threading.Event()
-        self._litter: list[str] = []  # keys to delete, by the heart, which has time
+        self._litter: list[str] = []  # keys that the heartbeat thread deletes
         self._addresses: list[str] = []  # keys of the last group's
         self._refused: set[str] = set()
         self._door: socket.socket | None = None
