@@ -140,7 +140,8 @@ class Replica:
         self._pieces = [hold(self.strategy, fragment, index, 0, 1) for index, fragment in enumerate(fragments)]
         check_start(fragments, [piece.anchor for piece in self._pieces])
         by_tokens = self.tokens is not None and tokens_of_step(self.tokens) > 0
-        membership.facts |= introduction(self.strategy, fragments) | {"weights": "by tokens" if by_tokens else "alike"}
+        weights = {"weights": "by tokens" if by_tokens else "alike"}
+        membership.require(introduction(self.strategy, fragments) | weights)
         self._elastic = Elastic(
             self.strategy, membership, self._pieces, self._observe, self._clock, self._start_again, by_tokens=by_tokens
         )
@@ -162,8 +163,11 @@ class Replica:
 
     def request_stop(self) -> None:
         """All replicas are to stop at one step: `stopping` becomes true on all at the next landing; with a `Membership` here, now."""
-        (self._elastic or self._pipeline).stop_requested = True
-        self.stopping |= self._elastic is not None
+        if self._elastic:
+            self._elastic.request_stop()
+            self.stopping = True
+        else:
+            self._pipeline.stop_requested = True
 
     @torch.no_grad()
     def exchange_gradients(self) -> None:
@@ -237,7 +241,7 @@ class Replica:
             if not self._stepped:
                 self._last_rounds()
         self._load_anchors()
-        if not (self._elastic and self._elastic.rounds.late):
+        if not (self._elastic and self._elastic.keeping):
             self.close()
 
     def _last_rounds(self) -> None:

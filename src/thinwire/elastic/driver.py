@@ -1,6 +1,6 @@
 """A replica whose group may change: what its main thread does between inner steps.
 
-Departures hand a delta to `Rounds`; outcomes are picked up when they are there, and never waited for:
+Departures hand a delta to `Rounds`; outcomes are picked up when they are there. No inner step waits for them:
 
     on time, own delta counted    parameters ← as the strategy merges
     late, own delta counted       parameters ← anchor′ + α·(departed − anchor′) + κ·(parameters − departed)
@@ -28,8 +28,10 @@ from torch import Tensor
 
 from thinwire.codecs import joins
 from thinwire.elastic.global_state import Agreed
+from thinwire.elastic.messages import Outcome, Point, Ready
 from thinwire.elastic.plan import MOST_WEIGHT
-from thinwire.elastic.round_loop import Outcome, Ready, Rounds
+from thinwire.elastic.rounds import Rounds
+from thinwire.elastic.states import State
 from thinwire.errors import CheckpointError, ConfigurationError, LinkError
 from thinwire.exchange import AllReduce, Direct, TwoShot
 from thinwire.membership.rendezvous import Membership
@@ -42,7 +44,6 @@ from thinwire.strategy import Gradients, Strategy
 
 PATIENCE = 5  # views in a row that nobody else comes to, at the end of a run
 _MOST_TOKENS = 1e12  # in a step: more is no number of tokens
-_POLL = 0.02  # seconds between looks for an outcome, at the end of a run
 
 
 class Elastic:
@@ -67,7 +68,8 @@ class Elastic:
         self._travelled = [0.0] * len(pieces)  # of that, what the anchors have, by fragment
         self._owed: set[int] = set()  # fragments that were to depart when they could not
         self._seen: int | None = None  # the last step after which it was looked for what departs
-        self._at = (0, "")  # turn and state_digest of what the fragments hold
+        self._own_steps = 0  # inner steps of this replica
+        self._at = Point()  # what the fragments hold
         agreed = Agreed([piece.anchor for piece in pieces], [piece.state for piece in pieces])
         agreed.state_digest = digest(agreed.anchors).hex()
         codecs = [piece.codec for piece in pieces]
@@ -77,19 +79,24 @@ class Elastic:
             agreed,
             codecs,
             in_turn(self._schedule, len(pieces)),
-            fresh=True,
-            observe=self._hear,
+            observe=observe,
             most_weight=MOST_WEIGHT if by_tokens else 1.0,
             clock=clock,
             thread=thread,
         )
         self._start_again = start_again
-        self.stop_requested = False  # at the end of a run, too, where it waits for others
+        self._stop_requested = False
 
     def join(self, step: int) -> int:
-        """Meet the others and take over what they hold; this replica's step then. Blocks."""
-        self.rounds.step = step
-        self.rounds.join()
+        """Meet the others and take over what they hold; this replica's step then. Blocks.
+
+        Raises `LinkError` where too few are there; then the membership is still open, for another try.
+        """
+        try:
+            self.rounds.join(step)
+        except BaseException as error:
+            self.rounds.close(leave=not isinstance(error, LinkError))
+            raise
         return self._pick_up(step)
 
     def after_step(self, step: int, tokens: float | None = None) -> int:
@@ -100,18 +107,18 @@ class Elastic:
                 "count alike or by tokens, from the first round on. Give Replica(tokens=...) at the beginning."
             )
         self._trained += tokens_of_step(tokens) if self.by_tokens else 1
-        self.rounds.voter.own_steps += 1
-        self.rounds.step = max(step, self.rounds.step)
+        self._own_steps += 1
+        self.rounds.trained(step)
         due = self._schedule.departs(step, len(self.pieces))
         late = [index for index in due if index in self._waiting]
         for index in late:
             self._observe("late", step, fragment=index)
         self._owed.update(late)
-        made_up = [index for index in self._owed - self._waiting.keys() if index == self.rounds.next]
+        made_up = [index for index in self._owed - self._waiting.keys() if index == self.rounds.report.next]
         leaving = dict.fromkeys([*self._missed(step), *due, *made_up])
         brought = [self._bring(index, step) for index in leaving if index not in self._waiting]
         if brought or late:
-            self.rounds.depart(*brought)
+            self.rounds.depart(*brought, own_steps=self._own_steps)
         self._seen = step
         return self._pick_up(step)
 
@@ -128,22 +135,32 @@ class Elastic:
 
         Raises `LinkError` where the others are not heard for long; the anchors hold what was agreed until then.
         """
-        self.rounds.keep_seconds = keep_seconds
+        late = step + self.strategy.schedule.delay
         while not self.rounds.over:
-            if self.rounds.idle:
-                # Else what has had its round would still seem to wait, and a replica would bring nothing every other time.
-                self._pick_up(step + self.strategy.schedule.delay)
-                if self.rounds.finishing:
-                    left = [i for i, travelled in enumerate(self._travelled) if travelled < self._trained]
-                    self.rounds.meet(*(self._bring(index, step) for index in left if index not in self._waiting))
-                else:
-                    self.rounds.finish()
-            self._pick_up(step + self.strategy.schedule.delay)
-            if not self.rounds.over and (self.rounds.alone >= PATIENCE or self.stop_requested):
-                why = "asked to stop." if self.stop_requested else self.rounds.why_alone
+            self.rounds.wait(lambda: self.rounds.idle or self.rounds.over or self._stop_requested)
+            self._pick_up(late)
+            report = self.rounds.report
+            if self.rounds.over:
+                break
+            if report.alone >= PATIENCE or self._stop_requested:
+                why = "asked to stop." if self._stop_requested else report.reason
                 raise LinkError(f"the last exchange was given up: {why} The anchors hold what was agreed until then.")
-            time.sleep(_POLL)
-        self._pick_up(step + self.strategy.schedule.delay)
+            if report.state in (State.TRAINING, State.IN_DOUBT):
+                self.rounds.finish(keep_seconds)
+            else:
+                left = [i for i, travelled in enumerate(self._travelled) if travelled < self._trained]
+                self.rounds.meet(*(self._bring(index, step) for index in left if index not in self._waiting))
+        self._pick_up(late)
+
+    @property
+    def keeping(self) -> bool:
+        """Whether this replica keeps the final state for those who are missing."""
+        return self.rounds.report.state is State.KEEPING
+
+    def request_stop(self) -> None:
+        """At the end of a run, too, where it waits for others. From any thread."""
+        self._stop_requested = True
+        self.rounds.wake()
 
     def close(self) -> None:
         self.rounds.close()
@@ -152,13 +169,11 @@ class Elastic:
 
     def facts(self) -> dict[str, Any]:
         """What to save beside the fragments' tensors, between inner steps: JSON. What is in the air is still in the parameters."""
-        turn, state_digest = self._at
-        counted = {str(t): who for t, who in dict(self.rounds.agreed.counted).items() if t < turn}
         return {
-            "turn": turn,
-            "state_digest": state_digest,
-            "run": self.rounds.agreed.run,
-            "counted": counted,
+            "turn": self._at.turn,
+            "state_digest": self._at.state_digest,
+            "run": self.rounds.report.run,
+            "counted": {str(turn): who for turn, who in self._at.counted.items()},
             "by_tokens": self.by_tokens,
             "trained": self._trained,
             "travelled": self._travelled,
@@ -172,16 +187,13 @@ class Elastic:
                 f"the checkpoint is of a run in which a delta counts {ways[facts['by_tokens']]}, here it counts "
                 f"{ways[self.by_tokens]}; resume with the run's own setting."
             )
-        agreed = self.rounds.agreed
-        if self.rounds.over:  # what was taken over when it joined is final: no checkpoint is newer
-            for piece, anchor, state in zip(self.pieces, agreed.anchors, agreed.states):
-                piece.anchor, piece.state = anchor, state
-            return
-        agreed.anchors, agreed.states = [piece.anchor for piece in self.pieces], [piece.state for piece in self.pieces]
+        agreed = Agreed([piece.anchor for piece in self.pieces], [piece.state for piece in self.pieces])
         agreed.load(facts)
-        self._at, self.rounds.membership.run = (agreed.turn, agreed.state_digest), agreed.run
-        self.rounds.saved_at, self.rounds.fresh = agreed.turn, False
+        self._at = Point(agreed.turn, agreed.state_digest, dict(agreed.counted))
         self._trained, self._travelled = facts["trained"], list(facts["travelled"])
+        self.rounds.load(agreed)
+        if self.rounds.over:  # what was taken over when it joined is final: no checkpoint is newer
+            self._pick_up(self.rounds.report.step)
 
     # ---- both ways
 
@@ -216,9 +228,9 @@ class Elastic:
                 _, departed = self._waiting.pop(outcome.fragment)
                 if outcome.counted is not None:
                     self._travelled[outcome.fragment] = departed
-                elif outcome.after[0] == outcome.turn:  # its turn is still to come
+                elif outcome.after.turn == outcome.turn:  # its turn is still to come
                     self._owed.add(outcome.fragment)
-        return max(step, self.rounds.step)
+        return max(step, self.rounds.report.step)
 
     @torch.no_grad()
     def _take_over(self, outcome: Outcome, anchor: Tensor, step: int) -> None:
@@ -246,9 +258,6 @@ class Elastic:
             self._travelled[outcome.fragment] -= outcome.returned.weight
         for part, values in piece.slices(moved):
             part.copy_(part.to(values) + values)
-
-    def _hear(self, event: str, **fields: Any) -> None:
-        self._observe(event, self.rounds.step, **fields)
 
 
 @torch.no_grad()
