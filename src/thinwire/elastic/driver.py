@@ -70,8 +70,8 @@ class Elastic:
         self._seen: int | None = None  # the last step after which it was looked for what departs
         self._own_steps = 0  # inner steps of this replica
         self._at = Point()  # what the fragments hold
-        agreed = Agreed([piece.anchor for piece in pieces], [piece.state for piece in pieces])
-        agreed.state_digest = digest(agreed.anchors).hex()
+        anchors = [piece.anchor for piece in pieces]
+        agreed = Agreed(anchors, [piece.state for piece in pieces], state_digest=digest(anchors).hex())
         codecs = [piece.codec for piece in pieces]
         self.rounds = Rounds(
             strategy,

@@ -2,7 +2,7 @@
 
 The loop (round_loop.py) runs on one thread, which alone holds the state. An event is a message from the main thread, or
 what came of a round. An event that the table does not have in a state is a mistake in the program: `transition` raises.
-docs/elastic.md shows the table; tests/core/test_elastic_states.py drives the loop through every row.
+docs/elastic.md draws the table; a test drives the loop through every row of it.
 """
 
 from __future__ import annotations
@@ -158,12 +158,3 @@ def transition(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
     if (state, event) not in TRANSITIONS:
         raise AssertionError(f"{event.name} cannot happen in {state.name}: see thinwire/elastic/states.py")
     return TRANSITIONS[state, event]
-
-
-def table() -> str:
-    """The transitions as a table in Markdown, for docs/elastic.md."""
-    lines = ["| state | event | next state | what the loop does |", "|---|---|---|---|"]
-    for (state, event), (after, actions) in TRANSITIONS.items():
-        done = ", then ".join(action.value for action in actions) or "nothing"
-        lines.append(f"| `{state.name}` | `{event.name}` | `{after.name}` | {done} |")
-    return "\n".join(lines)

@@ -236,7 +236,7 @@ class Trainer:
             "step", replica.step, loss=loss, lr=lr, grad_norm=norm_value, tokens=tokens, begin=begin, compute_seconds=compute
         )  # fmt: skip
         if isinstance(self.group, Membership):
-            self.group.timeouts = self.pace.after_step(compute)
+            self.group.use_timeouts(self.pace.after_step(compute))
 
     def _descend(self, replica: Replica | Attached) -> tuple[float, float]:
         """Backward, and the optimizer's step: the loss, and the gradient's norm."""

@@ -81,7 +81,7 @@ class _Past(NamedTuple):
 
 
 class Membership:
-    """One replica's view of who is there. For one thread; but `close` may be called from any.
+    """One replica's view of who is there. For one thread; but `close` and `use_timeouts` may be called from any.
 
     With a `secret` (bytes, the same on all and at the lighthouse) nobody is heard who does not hold it. A replica that
     was a member once is ended by nobody's facts or name: those that differ are left out.
@@ -132,6 +132,10 @@ class Membership:
     def require(self, facts: Mapping[str, str]) -> None:
         """These, too, must be equal on all members. To be called before the first view."""
         self.facts = {**self.facts, **facts}
+
+    def use_timeouts(self, timeouts: Timeouts) -> None:
+        """Wait by these from the next view and vote on. From any thread."""
+        self.timeouts = timeouts
 
     def enter(self, run: str) -> None:
         """This replica is in `run` now. Where nobody of it is there, `next_view` finds out whether it has ended."""
