@@ -13,7 +13,7 @@ import torch
 
 from thinwire.cli.train import Options
 from thinwire.diagnosis import Rules
-from thinwire.elastic import round_loop as rounds
+from thinwire.elastic import rounds
 from thinwire.errors import ConfigurationError, DisagreementError, EndedError, LinkError
 from thinwire.exchange import send_queue
 from thinwire.lm import launch, place, trainer

@@ -24,7 +24,8 @@ from thinwire.diagnosis import Rules
 from thinwire.errors import LinkError
 from thinwire.lm.run import Run
 from thinwire.membership import Membership, Timeouts
-from thinwire.membership.rendezvous import Observe, Rendezvous
+from thinwire.membership.rendezvous import Rendezvous
+from thinwire.membership.view import Observe
 from thinwire.pieces.partition import Fragment
 from thinwire.records.events import EventLog
 from thinwire.rng import derive
@@ -132,8 +133,11 @@ def membership(
     times: Timeouts,
     wrap: Callable[[Group], Group],
     observe: Observe,
+    entered: str,
 ) -> Membership:
-    """Those who are there, for `run`: `facts` must be alike on all, beside code, strategy and model."""
+    """Those who are there, for `run`: `facts` must be alike on all, beside code, strategy and model. `entered` names the run that
+    this replica's checkpoint is of; "" if it has none.
+    """
     times = replace(times, view=min(times.view, run.timeout))
     texts = {name: str(value) for name, value in {"replicas": run.replicas, **facts}.items()}
     return Membership(
@@ -142,6 +146,7 @@ def membership(
         facts=texts,
         least=run.least,
         secret=member.secret,
+        run=entered,
         timeouts=times,
         wrap=wrap,
         observe=observe,

@@ -99,10 +99,11 @@ class Trainer:
         self._log_start(strategy, fragments)  # before the first contact, which may take long
         self.pace = Pace(strategy, run, fragments, self._time_a_step())
         hear = RetryReporter(log.emit)
-        self.group = membership(member, run, facts, self.pace.timeouts(), self._wrapped, hear)
+        entered = ""
         if self.place.resume:
             self._found, self._passed_over = checkpoint.newest(self.checkpoints)
-            self.group.run = self._found.manifest["facts"]["agreed"].get("run", "") if self._found else ""
+            entered = self._found.manifest["facts"]["agreed"].get("run", "") if self._found else ""
+        self.group = membership(member, run, facts, self.pace.timeouts(), self._wrapped, hear, entered)
         try:
             self.replica = join(self._attached, self.place.stop, run.timeout)
         except (KeyboardInterrupt, EndedError) as error:
@@ -235,7 +236,7 @@ class Trainer:
             "step", replica.step, loss=loss, lr=lr, grad_norm=norm_value, tokens=tokens, begin=begin, compute_seconds=compute
         )  # fmt: skip
         if isinstance(self.group, Membership):
-            self.group.timeouts = self.pace.after_step(compute)
+            self.group.use_timeouts(self.pace.after_step(compute))
 
     def _descend(self, replica: Replica | Attached) -> tuple[float, float]:
         """Backward, and the optimizer's step: the loss, and the gradient's norm."""
