@@ -7,10 +7,10 @@ import re
 
 import pytest
 import torch
-from pieces import adamw, batch, inner_step, journey, sgd, toy
 from torch import nn
 
 import thinwire as tw
+from thinwire.testing.toy import adamw, batch, inner_step, journey, sgd, toy
 
 CONFIGURATIONS = {
     "every=0": (

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from pieces import METHODS, Plan, adamw, batch, fill, inner_step, journey, same_bits, toy, travel, weights
+from pieces import METHODS
 
 import thinwire as tw
 from thinwire.codecs.exact import energy
 from thinwire.comm import Ledger, Link, LinkedGroup
 from thinwire.simulate.replicas import simulate
 from thinwire.simulate.scenario import Scenario
+from thinwire.testing.toy import Plan, adamw, batch, fill, inner_step, journey, same_bits, toy, travel, weights
 
 
 def plain_co2(replicas, every, rounds, lr, momentum, gap, clip):

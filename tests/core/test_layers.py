@@ -24,6 +24,7 @@ strategy parsing
 recipes runtime
 elastic methods ddp_hook sharding simulate
 replica
+testing
 lm plan cli
 public
 """

@@ -10,10 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pieces import CODECS, EXCHANGES, Journey, Plan, journey, same_bits, toy, travel, weights
+from pieces import CODECS, EXCHANGES
 
 import thinwire as tw
 from thinwire.packet import HEADER_NBYTES, REFUSED, STOP, Header, empty_packet, identity, open_packet, payload, seal
+from thinwire.testing.toy import Journey, Plan, journey, same_bits, toy, travel, weights
 
 DUE = Header(codec=identity(tw.E3M0()), sender=3, fragment=2, round=77, part=5, numel=90, nbytes=46, step=1234)
 CHECKSUM_AT = HEADER_NBYTES - 4

@@ -118,7 +118,7 @@ class DensityWarmup(Policy):
     stage is an epoch. It goes for every TopK, ChunkedTopK and RandomK in the codec. Where the packet would not be smaller than
     that of `dense`, it is in `dense`.
 
-    >>> from thinwire import TopK
+    >>> from thinwire.codecs import TopK
     >>> warmup = DensityWarmup(rounds=10)
     >>> [warmup.at(TopK(0.001), 1 << 20, number, {}).density for number in (0, 9, 10, 25, 35, 40)]
     [0.25, 0.25, 0.0625, 0.015625, 0.004, 0.001]
