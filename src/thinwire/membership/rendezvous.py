@@ -183,9 +183,8 @@ class Membership:
         self.check: Callable[[Mapping[str, Any], str], object] = lambda status, name: None  # raises `PeerError`
         self._rendezvous, self._wrap, self._observe, self._secret = rendezvous, wrap, observe, secret
         self._incarnation = secrets.token_hex(8)
-        self._calls = self._views = 0
+        self._calls, self._views, self._holds = 0, 0, ""
         self._group: Group | None = None
-        self._holds = ""
         self._members: tuple[Presence, ...] = ()  # of the group
         self._suspects: tuple[Presence, ...] = ()  # may be out of reach
         self._namesakes: dict[str, int] = {}  # by incarnation: its calls when it was last seen
@@ -215,7 +214,7 @@ class Membership:
         self._presence(said(), expected).to_json()
         self.check(said(), self.name)
         reason, pause = "", 0.1
-        while (left := until - self._rendezvous.clock()) > 0:
+        while (left := until - self._rendezvous.clock()) > 0 and not self._left:
             self._suspects = tuple(p for p in self._suspects if not self._rendezvous.reaches(p))
             self._calls += 1
             self._observe("call", {"calls": self._calls, "holds": self._holds})
@@ -277,13 +276,17 @@ class Membership:
             return f"{reason}; a run with these settings has ended here, and this would be another"
         return reason
 
+    def use_timeouts(self, timeouts: Timeouts) -> None:
+        """Use these from the next view and vote on, such as when inner steps have become slower."""
+        self.timeouts = timeouts
+
     @property
     def closed(self) -> bool:
         """Whether this replica has left."""
         return self._left
 
     def close(self) -> None:
-        """Leave: the others go on without this replica. Idempotent."""
+        """Leave: the others go on without this replica. Idempotent. From any thread: one that waits for a view gets a `LinkError`."""
         self._left = True
         self._let_go(self._group)
         self._past.clear()  # views hold their membership, and would hold its connections
