@@ -61,7 +61,7 @@ def a_refused_round_changes_nothing(strategy: Strategy, replicas: int = REPLICAS
     """Law 3: one gradient that is not finite: the round is dropped on all replicas, all stay finite, and agree."""
 
     def poison(replica: Replica, step: int) -> None:
-        if step == 4 and replica.group.rank == replicas - 1:
+        if step == 4 and cast(Group, replica.group).rank == replicas - 1:
             next(p for p in replica.model.parameters() if p.grad is not None).grad.fill_(math.nan)  # type: ignore[union-attr]
 
     journeys = journey(strategy, replicas, steps=14, before_step=poison)
