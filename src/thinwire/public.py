@@ -15,11 +15,9 @@ from thinwire.codecs import (
     Identity,
     Int,
     Levels,
-    Linear,
     LowRank,
     OverSenders,
     RandomK,
-    Shaped,
     Sign,
     Squares,
     TopK,
@@ -44,7 +42,7 @@ from thinwire.pieces.aggregate import Aggregate, Mean, MeanOverSenders
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.inner_optimizers import SGD, AdamW, Inner, Muon
 from thinwire.pieces.lgreco import LGreCo
-from thinwire.pieces.merge import Eager, Mix, Reset
+from thinwire.pieces.merge import Eager, Merge, Mix, Reset
 from thinwire.pieces.outer import Average, HeavyBall, Nesterov, Outer
 from thinwire.pieces.partition import BySize, Fragment, Partition, Sequential, Strided, Whole
 from thinwire.pieces.policy import Constant, DenseUntil, DensityWarmup, Policy
@@ -121,11 +119,11 @@ __all__ = [
     "Int",
     "LGreCo",
     "Levels",
-    "Linear",
     "LinkError",
     "LowRank",
     "Mean",
     "MeanOverSenders",
+    "Merge",
     "Mix",
     "ModelError",
     "Moments",
@@ -147,7 +145,6 @@ __all__ = [
     "Schedule",
     "Sequential",
     "Settled",
-    "Shaped",
     "Sign",
     "Signs",
     "Squares",

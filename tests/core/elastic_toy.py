@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from thinwire.elastic.driver import ElasticDriver
+from thinwire.elastic.messages import Outcome, Ready
 from thinwire.elastic.plan import RoundPlan
-from thinwire.elastic.round_loop import Outcome, Ready
-from thinwire.exchange import send_queue as outbox
-from thinwire.membership.rendezvous import View
+from thinwire.exchange import send_queue
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster
 from thinwire.membership.timeouts import Timeouts
+from thinwire.membership.view import View
 from thinwire.observer import Observer
 from thinwire.pieces.schedule import Calendar
 from thinwire.runtime.driver import Training
@@ -50,9 +50,9 @@ class Inline(Executor):
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the outbox does, too, is done at once."""
-    monkeypatch.setattr(outbox, "ThreadPoolExecutor", lambda *_: Inline())
-    monkeypatch.setattr(outbox.threading, "Lock", threading.RLock)
+    """What the send queue does, too, is done at once."""
+    monkeypatch.setattr(send_queue, "ThreadPoolExecutor", lambda *_: Inline())
+    monkeypatch.setattr(send_queue.threading, "Lock", threading.RLock)
 
 
 def increment(name: str, step: int, fragment: int) -> Tensor:
@@ -144,24 +144,24 @@ class Toy:
         self.training = training(strategy, self.parameters, self.pieces, book.hear(name), tokens)
         self.elastic = ElasticDriver(self.training, membership, thread=Inline())
         self.sent: list[list[Tensor]] = [[], []]  # of its own deltas, those that were counted
-        rounds = self.elastic.rounds
-        fly, believe, take_over = rounds._fly, rounds._believe, self.elastic._take_over
+        loop = self.elastic.rounds.loop
+        fly, believe, take_over = loop._fly, loop._believe, self.elastic._take_over
 
         def flown(view: View, plan: RoundPlan, ready: Ready) -> Any:
             with book.lock:
                 book.deltas[view.id, name] = ready.delta.clone()
             return fly(view, plan, ready)
 
-        def believed(view: View, plan: RoundPlan, ready: Ready, moved: Any, reason: str) -> None:
-            before = rounds.agreed.state_digest
-            believe(view, plan, ready, moved, reason)
+        def believed(view: View, plan: RoundPlan, ready: Ready, moved: Any) -> None:
+            before = loop.agreed.state_digest
+            believe(view, plan, ready, moved)
             if moved is not None:
                 with book.lock:
                     deltas = [book.deltas[view.id, view.members[rank].name] for rank in plan.counted]
                     weights = [plan.weights[rank] for rank in plan.counted]
                     names = [view.members[rank].name for rank in plan.counted]
                     book.commits.setdefault(
-                        rounds.agreed.state_digest, Committed(before, plan.fragment, deltas, weights, names, plan.whole)
+                        loop.agreed.state_digest, Committed(before, plan.fragment, deltas, weights, names, plan.whole)
                     )
 
         def taken_over(outcome: Outcome, anchor: Tensor, step: int) -> None:
@@ -173,7 +173,7 @@ class Toy:
                 assert len(self.sent[outcome.fragment]) == len(mine) - 1
             take_over(outcome, anchor, step)
 
-        rounds._fly, rounds._believe = flown, believed  # type: ignore[method-assign]
+        loop._fly, loop._believe = flown, believed  # type: ignore[method-assign]
         self.elastic._take_over = taken_over  # type: ignore[method-assign]
 
     @property
@@ -225,7 +225,7 @@ class Toy:
         """All that it trained is in the deltas that were counted, or still in the parameters; and these are in the anchors, once."""
         if self.restored:
             return  # what it trained between the checkpoint and its death is lost
-        history = self.book.history(self.elastic.rounds.agreed.state_digest)
+        history = self.book.history(self.elastic.rounds.loop.agreed.state_digest)
         for index, piece in enumerate(self.pieces):
             left = piece.anchor - self.parameters[index].detach()
             sent = sum(self.sent[index], torch.zeros(SIZES[index]))
@@ -260,14 +260,14 @@ def agree(results: dict[str, Any], book: Book) -> None:
     toys = [toy for toy in results.values() if isinstance(toy, Toy)]
     assert toys, results
     for toy in toys[1:]:
-        assert toy.elastic.rounds.agreed.state_digest == toys[0].elastic.rounds.agreed.state_digest, [
+        assert toy.elastic.rounds.loop.agreed.state_digest == toys[0].elastic.rounds.loop.agreed.state_digest, [
             e for e in book.events
         ]
         for mine, other in zip(toy.pieces, toys[0].pieces):
             assert torch.equal(mine.anchor, other.anchor)
     for toy in toys:
         toy.check_nothing_lost()
-    for piece, due in zip(toys[0].pieces, book.anchors(toys[0].elastic.rounds.agreed.state_digest)):
+    for piece, due in zip(toys[0].pieces, book.anchors(toys[0].elastic.rounds.loop.agreed.state_digest)):
         torch.testing.assert_close(piece.anchor, due, rtol=1e-5, atol=1e-4)
 
 

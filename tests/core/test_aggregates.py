@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from pieces import AGGREGATES, METHODS, journey, same_bits, toy
+from pieces import AGGREGATES, METHODS
 from torch import Tensor
 
 import thinwire as tw
@@ -14,6 +14,7 @@ from thinwire.codecs import E3M0, TopK
 from thinwire.elastic.driver import check
 from thinwire.pieces.aggregate import Aggregate, Values
 from thinwire.rng import Key
+from thinwire.testing.toy import journey, same_bits, toy
 
 NUMEL, SIZE = 96, 5
 CODECS = [tw.Identity(), TopK(0.3, tw.Identity()), E3M0(32)]

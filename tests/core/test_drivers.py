@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pieces import METHODS, adamw, batch, inner_step, same_bits, toy, weights
+from pieces import METHODS
 from torch import Tensor
 
 import thinwire as tw
@@ -18,6 +18,7 @@ from thinwire.runtime.delta_driver import DeltaDriver
 from thinwire.runtime.driver import Driver, Training
 from thinwire.runtime.fragment_state import hold
 from thinwire.runtime.gradient_driver import GradientDriver
+from thinwire.testing.toy import adamw, batch, inner_step, same_bits, toy, weights
 
 
 @pytest.mark.parametrize("name", ["streaming_diloco", "data_parallel"])

@@ -29,7 +29,7 @@ def test_every_round_is_the_weighted_mean_of_its_deltas() -> None:
         }
     )
     agree(results, book)
-    rounds = book.history(results["a"].elastic.rounds.agreed.state_digest)
+    rounds = book.history(results["a"].elastic.rounds.loop.agreed.state_digest)
     assert rounds[0].weights == [4 * 8.0, 4 * 24.0]  # without the slow one
     assert any(len(one.weights) == 3 and one.weights[2] < one.weights[0] for one in rounds)
 

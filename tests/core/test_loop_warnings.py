@@ -7,10 +7,10 @@ import warnings
 
 import pytest
 import torch
-from pieces import adamw, batch, inner_step, toy, weights
 from torch import nn
 
 import thinwire as tw
+from thinwire.testing.toy import adamw, batch, inner_step, toy, weights
 
 
 def train(group, strategy, steps, observer=None, model=None):

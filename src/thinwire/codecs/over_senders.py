@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from thinwire.rng import Key
 
 
 @dataclass(frozen=True)
-class OverSenders:
+class OverSenders(Codec):
     """`codec`'s packets; but of several the estimate of a value is the mean over the replicas that sent it, not over all.
 
         x̂_i = Σ_m w_m·c_mi / Σ_{m: c_mi ≠ 0} w_m
@@ -33,6 +34,9 @@ class OverSenders:
 
     codec: Codec
 
+    biased: ClassVar[bool] = False
+    joint: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         check_inner(self, "codec", self.codec)
 
@@ -49,7 +53,7 @@ class OverSenders:
     def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
         self.codec.decode_add(payload, out, key, weight)
 
-    def joined(self, packets: Sequence[Said], numel: int) -> Tensor:
+    def decode_joint(self, packets: Sequence[Said], numel: int) -> Tensor:
         return mean_over_senders(self._decoded(packets, numel), numel)
 
     def _decoded(self, packets: Sequence[Said], numel: int) -> Iterator[tuple[Tensor, float]]:

@@ -1,6 +1,6 @@
 """A replica whose group may change: what its main thread does between inner steps.
 
-Departures hand a delta to `Rounds`; outcomes are picked up when they are there, and never waited for:
+Departures hand a delta to `Rounds`; outcomes are picked up when they are there. No inner step waits for them:
 
     on time, own delta counted    parameters ← as the strategy merges
     late, own delta counted       parameters ← anchor′ + α·(departed − anchor′) + κ·(parameters − departed)
@@ -18,7 +18,6 @@ In the mean over all who train a delta counts 1, or the tokens behind it, if the
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from concurrent.futures import Executor
 from typing import Any
@@ -26,27 +25,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.codecs import joins
 from thinwire.comm.group import Group
 from thinwire.elastic.global_state import Agreed
+from thinwire.elastic.messages import Outcome, Point, Ready
 from thinwire.elastic.plan import MOST_WEIGHT
-from thinwire.elastic.round_loop import Outcome, Ready, Rounds
+from thinwire.elastic.rounds import Rounds
+from thinwire.elastic.states import State
 from thinwire.errors import CheckpointError, ConfigurationError, LinkError
-from thinwire.exchange import AllReduce, Direct, TwoShot
 from thinwire.membership.rendezvous import Membership
-from thinwire.pieces.merge import Mix
 from thinwire.pieces.partition import Fragment
-from thinwire.pieces.policy import Constant
 from thinwire.pieces.schedule import Schedule
 from thinwire.runtime.driver import Training
 from thinwire.runtime.fragment_state import FragmentState, hold
 from thinwire.runtime.handshake import check_start, digest, introduction
 from thinwire.runtime.recovery import start_again
-from thinwire.strategy import Gradients, Strategy
+from thinwire.strategy import Strategy
 
 PATIENCE = 5  # views in a row that nobody else comes to, at the end of a run
 _MOST_TOKENS = 1e12  # in a step: more is no number of tokens
-_POLL = 0.02  # seconds between looks for an outcome, at the end of a run
 
 
 class ElasticDriver:
@@ -69,9 +65,10 @@ class ElasticDriver:
         self._travelled = [0.0] * len(self.pieces)  # of that, what the anchors have, by fragment
         self._owed: set[int] = set()  # fragments that were to depart when they could not
         self._seen: int | None = None  # the last step after which it was looked for what departs
-        self._at = (0, "")  # turn and state_digest of what the fragments hold
-        agreed = Agreed([piece.anchor for piece in self.pieces], [piece.state for piece in self.pieces])
-        agreed.state_digest = digest(agreed.anchors).hex()
+        self._own_steps = 0  # inner steps of this replica
+        self._at = Point()  # what the fragments hold
+        anchors = [piece.anchor for piece in self.pieces]
+        agreed = Agreed(anchors, [piece.state for piece in self.pieces], state_digest=digest(anchors).hex())
         codecs = [piece.codec for piece in self.pieces]
         self.rounds = Rounds(
             strategy,
@@ -79,20 +76,25 @@ class ElasticDriver:
             agreed,
             codecs,
             in_turn(self._schedule, len(self.pieces)),
-            fresh=True,
-            observe=self._hear,
+            observe=self._observe,
             most_weight=MOST_WEIGHT if self.by_tokens else 1.0,
             clock=training.clock,
             thread=thread,
         )
-        self.stop_requested = False  # at the end of a run, too, where it waits for others
+        self._stop_requested = False
 
     def join(self) -> None:
-        """Meet the others, take over what they hold, and go on at their step. Blocks."""
-        self.rounds.step = self.training.step
-        self.rounds.join()
+        """Meet the others, take over what they hold, and go on at their step. Blocks.
+
+        Raises `LinkError` where too few are there; then the membership is still open, for another try.
+        """
+        try:
+            self.rounds.join(self.training.step)
+        except BaseException as error:
+            self.rounds.close(leave=not isinstance(error, LinkError))
+            raise
         self._pick_up(self.training.step)
-        self.training.step = max(self.training.step, self.rounds.step)
+        self.training.step = max(self.training.step, self.rounds.report.step)
 
     def before_inner_step(self, closure: bool = False) -> None:
         """Nothing: what counts is the parameters after the step."""
@@ -106,21 +108,21 @@ class ElasticDriver:
                 "count alike or by tokens, from the first round on. Give Replica(tokens=...) at the beginning."
             )
         self._trained += tokens_of_step(tokens) if self.by_tokens else 1
-        self.rounds.voter.own_steps += 1
-        self.rounds.step = max(step, self.rounds.step)
+        self._own_steps += 1
+        self.rounds.trained(step)
         due = self._schedule.departs(step, len(self.pieces))
         late = [index for index in due if index in self._waiting]
         for index in late:
             self._observe("late", step, fragment=index)
         self._owed.update(late)
-        made_up = [index for index in self._owed - self._waiting.keys() if index == self.rounds.next]
+        made_up = [index for index in self._owed - self._waiting.keys() if index == self.rounds.report.next]
         leaving = dict.fromkeys([*self._missed(step), *due, *made_up])
         brought = [self._bring(index, step) for index in leaving if index not in self._waiting]
         if brought or late:
-            self.rounds.depart(*brought)
+            self.rounds.depart(*brought, own_steps=self._own_steps)
         self._seen = step
         self._pick_up(step)
-        self.training.step = max(step, self.rounds.step)
+        self.training.step = max(step, self.rounds.report.step)
 
     def _missed(self, step: int) -> list[int]:
         """Fragments that were to depart at steps which this replica stepped over, being behind; not what departs now."""
@@ -135,25 +137,24 @@ class ElasticDriver:
 
         Raises `LinkError` where the others are not heard for long; the anchors hold what was agreed until then.
         """
-        self.rounds.keep_seconds = keep_seconds
-        at = self.training.step + self.strategy.schedule.delay  # all that has come lands
+        step = self.training.step
+        late = step + self.strategy.schedule.delay  # all that has come lands
         while not self.rounds.over:
-            if self.rounds.idle:
-                # Else what has had its round would still seem to wait, and a replica would bring nothing every other time.
-                self._pick_up(at)
-                if self.rounds.finishing:
-                    left = [i for i, travelled in enumerate(self._travelled) if travelled < self._trained]
-                    step = self.training.step
-                    self.rounds.meet(*(self._bring(index, step) for index in left if index not in self._waiting))
-                else:
-                    self.rounds.finish()
-            self._pick_up(at)
-            if not self.rounds.over and (self.rounds.alone >= PATIENCE or self.stop_requested):
-                why = "asked to stop." if self.stop_requested else self.rounds.why_alone
+            self.rounds.wait(lambda: self.rounds.idle or self.rounds.over or self._stop_requested)
+            self._pick_up(late)
+            report = self.rounds.report
+            if self.rounds.over:
+                break
+            if report.alone >= PATIENCE or self._stop_requested:
+                why = "asked to stop." if self._stop_requested else report.reason
                 raise LinkError(f"the last exchange was given up: {why} The anchors hold what was agreed until then.")
-            time.sleep(_POLL)
-        self._pick_up(at)
-        return not self.rounds.late
+            if report.state in (State.TRAINING, State.IN_DOUBT):
+                self.rounds.finish(keep_seconds)
+            else:
+                left = [i for i, travelled in enumerate(self._travelled) if travelled < self._trained]
+                self.rounds.meet(*(self._bring(index, step) for index in left if index not in self._waiting))
+        self._pick_up(late)
+        return self.rounds.report.state is not State.KEEPING
 
     def anchors(self) -> list[Tensor]:
         return [piece.anchor.clone() for piece in self.pieces]
@@ -162,8 +163,9 @@ class ElasticDriver:
         self.training.load_anchors()
 
     def request_stop(self) -> None:
-        """This replica stops now; the others go on without it."""
-        self.stop_requested = self.training.stopping = True
+        """This replica stops now, and at the end of a run waits for nobody; the others go on without it. From any thread."""
+        self._stop_requested = self.training.stopping = True
+        self.rounds.wake()
 
     def close(self) -> None:
         self.rounds.close()
@@ -181,13 +183,11 @@ class ElasticDriver:
 
     def facts(self) -> dict[str, Any]:
         """What to save beside the fragments' tensors: JSON."""
-        turn, state_digest = self._at
-        counted = {str(t): who for t, who in dict(self.rounds.agreed.counted).items() if t < turn}
         return {
-            "turn": turn,
-            "state_digest": state_digest,
-            "run": self.rounds.agreed.run,
-            "counted": counted,
+            "turn": self._at.turn,
+            "state_digest": self._at.state_digest,
+            "run": self.rounds.report.run,
+            "counted": {str(turn): who for turn, who in self._at.counted.items()},
             "by_tokens": self.by_tokens,
             "trained": self._trained,
             "travelled": self._travelled,
@@ -201,16 +201,13 @@ class ElasticDriver:
                 f"the checkpoint is of a run in which a delta counts {ways[facts['by_tokens']]}, here it counts "
                 f"{ways[self.by_tokens]}; resume with the run's own setting."
             )
-        agreed = self.rounds.agreed
-        if self.rounds.over:  # what was taken over when it joined is final: no checkpoint is newer
-            for piece, anchor, state in zip(self.pieces, agreed.anchors, agreed.states):
-                piece.anchor, piece.state = anchor, state
-            return
-        agreed.anchors, agreed.states = [piece.anchor for piece in self.pieces], [piece.state for piece in self.pieces]
+        agreed = Agreed([piece.anchor for piece in self.pieces], [piece.state for piece in self.pieces])
         agreed.load(facts)
-        self._at, self.rounds.membership.run = (agreed.turn, agreed.state_digest), agreed.run
-        self.rounds.saved_at, self.rounds.fresh = agreed.turn, False
+        self._at = Point(agreed.turn, agreed.state_digest, dict(agreed.counted))
         self._trained, self._travelled = facts["trained"], list(facts["travelled"])
+        self.rounds.load(agreed)
+        if self.rounds.over:  # what was taken over when it joined is final: no checkpoint is newer
+            self._pick_up(self.rounds.report.step)
 
     # ---- both ways
 
@@ -246,7 +243,7 @@ class ElasticDriver:
                 _, departed = self._waiting.pop(outcome.fragment)
                 if outcome.counted is not None:
                     self._travelled[outcome.fragment] = departed
-                elif outcome.after[0] == outcome.turn:  # its turn is still to come
+                elif outcome.after.turn == outcome.turn:  # its turn is still to come
                     self._owed.add(outcome.fragment)
 
     @torch.no_grad()
@@ -256,7 +253,7 @@ class ElasticDriver:
         piece.rounds += 1
         if counted is not None:
             piece.feedback = outcome.feedback
-        if counted is not None and isinstance(merge, Mix):
+        if counted is not None:
             flight, delay = step - counted.step, self.strategy.schedule.delay
             if flight == delay:
                 for part, values in piece.slices(anchor):
@@ -276,9 +273,6 @@ class ElasticDriver:
         for part, values in piece.slices(moved):
             part.copy_(part.to(values) + values)
 
-    def _hear(self, event: str, **fields: Any) -> None:
-        self._observe(event, self.rounds.step, **fields)
-
 
 def join(
     training: Training, fragments: list[Fragment], membership: Membership, site: Group | None = None
@@ -293,7 +287,7 @@ def join(
     training.fragments += [hold(strategy, fragment, index, 0, 1) for index, fragment in enumerate(fragments)]
     check_start(fragments, [fragment.anchor for fragment in training.fragments])
     weights = "by tokens" if counts_tokens(training) else "alike"
-    membership.facts |= introduction(strategy, fragments) | {"weights": weights}
+    membership.require(introduction(strategy, fragments) | {"weights": weights})
     driver = ElasticDriver(training, membership)
     driver.join()
     return driver
@@ -338,32 +332,16 @@ def tokens_of_step(tokens: object) -> float:
 
 
 def check(strategy: Strategy) -> Schedule:
-    """Refuse what needs the same replicas in every round; the schedule is fine."""
-    reason = ""
-    exchange = strategy.exchange
-    if not isinstance(exchange, Direct | TwoShot | AllReduce) or getattr(exchange, "feedback", None) is not None:
-        reason = f"{exchange} remembers or names the replicas; Direct(), TwoShot() and AllReduce() do not"
-    elif not isinstance(strategy.schedule, Schedule):
-        reason = f"{strategy.schedule} counts from the beginning of a round, which a new replica has not seen"
-    elif isinstance(strategy.signal, Gradients):
-        reason = "Gradients() are exchanged at every step, and the replicas keep no anchors to go on from"
-    elif strategy.privacy is not None:
-        reason = f"{strategy.privacy} shares its noise among replicas that must all be there"
-    elif not isinstance(strategy.policy, Constant):
-        reason = f"{strategy.policy} counts rounds that all have seen"
-    elif strategy.filters:
-        reason = f"{', '.join(map(str, strategy.filters))} is fitted to a number of replicas, or keeps what all of them must agree on"
-    elif not isinstance(strategy.merge, Mix):
-        reason = f"{strategy.merge} needs rounds that take a whole period, no more and no less"
-    elif strategy.feedback is not None and strategy.feedback.kappa:
-        reason = f"{strategy.feedback} keeps the mean of all references, and so needs the same replicas in every round; kappa=0 does not"
-    elif not strategy.aggregate.linear:
-        reason = f"{strategy.aggregate} is no mean over all, where a delta may count more than another; Mean() is"
-    elif joins(strategy.codec):
-        reason = f"{strategy.codec} divides by those who sent a value, where a delta may count more than another; the codec inside it does not"
-    if reason:
+    """Refuse what needs the same replicas in every round, as the pieces declare it; the schedule is fine."""
+    for piece in strategy.pieces:
+        if piece.needs_fixed_group:
+            raise ConfigurationError(
+                f"this strategy cannot run among replicas that come and go: {piece} {piece.needs_fixed_group}. "
+                "Choose another, or a fixed group."
+            )
+    if not isinstance(strategy.schedule, Schedule):
         raise ConfigurationError(
-            f"this strategy cannot run among replicas that come and go: {reason}. Choose another, or a fixed group."
+            f"this strategy cannot run among replicas that come and go: {strategy.schedule} has no `departs`, so it must "
+            "declare needs_fixed_group. Choose another, or a fixed group."
         )
-    assert isinstance(strategy.schedule, Schedule)
     return strategy.schedule

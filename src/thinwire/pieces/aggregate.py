@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -46,13 +47,22 @@ class Aggregate(Protocol):
         """Whether sums may be taken on the way: the aggregate of parts, weighted by their replicas, is that of the whole. `AllReduce`, `Hierarchy`,
         a `Membership` and `Feedback(kappa=1)` need it.
         """
+        return False
 
+    @property
+    def needs_fixed_group(self) -> str:
+        """Why the same replicas are needed in every round, as the end of a sentence that begins with the aggregate; empty: they may come
+        and go, and a delta may count more than another.
+        """
+        return "is no mean over all, where a delta may count more than another; Mean() is" if not self.linear else ""
+
+    @abstractmethod
     def into(self, out: Tensor, values: Sequence[Values], weights: Sequence[float] | None = None) -> None:
         """Write the estimate into `out` (flat fp32 zeros). `weights` add up to 1; None: all count alike."""
 
 
 @dataclass(frozen=True)
-class Mean:
+class Mean(Aggregate):
     """The mean, by weights: x̂ = Σ_m w_m·c_m, with w_m = 1/M where all count alike. Added in fp32, in rank order.
 
     Cost: one pass a packet, in which it is decoded too.
@@ -65,9 +75,7 @@ class Mean:
     [2.0, 8.0]
     """
 
-    @property
-    def linear(self) -> bool:
-        return True
+    linear: ClassVar[bool] = True
 
     def into(self, out: Tensor, values: Sequence[Values], weights: Sequence[float] | None = None) -> None:
         for one, weight in zip(values, weights or [1.0] * len(values)):
@@ -77,7 +85,7 @@ class Mean:
 
 
 @dataclass(frozen=True)
-class MeanOverSenders:
+class MeanOverSenders(Aggregate):
     """The mean over the replicas that have sent a value, not over all: x̂_i = Σ_m w_m·c_mi / Σ_{m: c_mi ≠ 0} w_m.
 
     For sparse codecs. Where replicas choose differently, the mean over all makes a value as much smaller as fewer have sent it; this one
@@ -93,10 +101,6 @@ class MeanOverSenders:
     >>> out.tolist()
     [3.0, 8.0]
     """
-
-    @property
-    def linear(self) -> bool:
-        return False
 
     def into(self, out: Tensor, values: Sequence[Values], weights: Sequence[float] | None = None) -> None:
         shares = weights or [1.0] * len(values)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from thinwire.codecs import Identity
 from thinwire.comm.group import Group
-from thinwire.pieces.merge import Mix
 from thinwire.pieces.outer import Average, Outer
 from thinwire.pieces.partition import Fragment
 from thinwire.runtime.driver import Training
@@ -59,7 +58,7 @@ class DeltaDriver:
                 self._land(fragment, fragment.flight)
         for fragment in training.fragments:
             if fragment.since < training.step:
-                self._depart(fragment, getattr(strategy.outer, "last", strategy.outer))
+                self._depart(fragment, strategy.outer.last)
         for fragment in training.fragments:
             if fragment.flight:
                 self._land(fragment, fragment.flight)
@@ -118,7 +117,7 @@ class DeltaDriver:
         landed = self._flights.land(update)
         if update.good:
             update.commit()
-            if isinstance(merge, Mix):
+            if not merge.whole_period:
                 for part, values in fragment.slices(fragment.anchor):
                     merge.into(part, values.to(part.device))
             fragment.since = training.step if merge.forgets else fragment.since

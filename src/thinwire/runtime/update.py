@@ -16,7 +16,7 @@ from torch import Tensor
 from thinwire.codecs import Codec
 from thinwire.exchange import Buffers
 from thinwire.pieces.feedback import Feedback
-from thinwire.pieces.outer import Elementwise, Outer
+from thinwire.pieces.outer import Outer
 from thinwire.pieces.transforms import said, settled
 from thinwire.state import State
 
@@ -95,7 +95,8 @@ class RoundUpdate:
             mean = self._feedback.settle(self._coded()[begin:end], sent(), mean, before, after)
         if self._given is not None:
             return
-        if isinstance(self._step, Elementwise) and self.of.anchor.device.type == "cpu" and not filters:
+        on_cpu = self.of.anchor.device.type == "cpu"
+        if self._step is not None and self._step.elementwise and on_cpu and not filters:
             self._stepped(self._step, begin, end, mean)
         else:
             self._whole = self._room(self._whole)
@@ -163,7 +164,7 @@ class RoundUpdate:
     def _room(self, room: Tensor | None) -> Tensor:
         return self._buffers.floats(self._inputs[0].numel()) if room is None else room
 
-    def _stepped(self, outer: Elementwise, begin: int, end: int, mean: Tensor) -> None:
+    def _stepped(self, outer: Outer, begin: int, end: int, mean: Tensor) -> None:
         if self.anchor is None:
             self.anchor, self.outer = self._buffers.like(self.of.anchor), self._like(self.of.state)
         moved = self.anchor[begin:end]
