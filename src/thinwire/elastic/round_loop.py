@@ -249,8 +249,8 @@ class RoundLoop:
             reason = f"{type(error).__name__}: {error}"
         committed = self._decide(view, plan, ready, moved) if plan.counted else False
         if reason:
-            self._end_sending()
             view.close()
+            self._end_sending()
         self._reason = reason
         if committed is not None:
             self._believe(view, plan, ready, moved if committed else None)
@@ -346,7 +346,7 @@ class RoundLoop:
 
     def _end_sending(self, _: Close | None = None) -> None:
         if self._context is not None:
-            self._context.close()
+            self._context.close(wait=True)  # its group is closed: what it sends fails at once
         self._context = None
 
     def _decide(self, view: View, plan: RoundPlan, ready: Ready, moved: RoundUpdate | None) -> bool | None:

@@ -38,6 +38,7 @@ class LighthouseRendezvous:
     def __init__(self, address: str, host: str | None = None) -> None:
         self._lighthouse, self._port = _parse(address)
         self._host = host or _own_address(self._lighthouse, self._port)
+        self._address = self._host  # with the port, as soon as it listens
         self._timeouts = Timeouts()
         self._observe: Observe = lambda kind, fields: None
         self._name = self._incarnation = ""
@@ -52,7 +53,7 @@ class LighthouseRendezvous:
 
     @property
     def address(self) -> str:
-        return at(self._host, self._door.getsockname()[1]) if self._door else self._host
+        return self._address
 
     def clock(self) -> float:
         return time.monotonic()
@@ -69,6 +70,7 @@ class LighthouseRendezvous:
             raise LinkError(
                 f"cannot listen at {self._host} ({error}). Give the address of this machine that the others reach."
             ) from None
+        self._address = at(self._host, self._door.getsockname()[1])
         for body in (self._answer, self._beat):
             self._threads.append(
                 threading.Thread(target=body, name=f"thinwire-{body.__name__.strip('_')}", daemon=True)

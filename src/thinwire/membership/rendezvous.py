@@ -151,7 +151,7 @@ class Membership:
         take part: other facts, or a name that is taken; it has left then).
         """
         if self._left:
-            raise LinkError(f"replica {self.name!r} has left its membership; make a new one to come back.")
+            raise self._gone()
         seconds = self.timeouts.view if seconds is None else seconds
         began = self._rendezvous.clock()
         until = began + seconds
@@ -160,7 +160,7 @@ class Membership:
         self._presence(said(), expected).to_json()
         check(said(), self.name)
         reason, pause = "", 0.1
-        while (left := until - self._rendezvous.clock()) > 0:
+        while (left := until - self._rendezvous.clock()) > 0 and not self._left:
             self._suspects = tuple(p for p in self._suspects if not self._rendezvous.reaches(p))
             self._calls += 1
             self._observe("call", {"calls": self._calls, "holds": self._holds})
@@ -188,6 +188,8 @@ class Membership:
             self._observe("retry", {"reason": reason, "seconds": pause})
             self._rendezvous.sleep(min(pause, max(0.0, until - self._rendezvous.clock())))
             pause = min(2 * pause, 0.25)  # so that all call again within what the lighthouse waits
+        if self._left:
+            raise self._gone()
         raise LinkError(f"replica {self.name!r} found no view within {seconds:g} s: {reason}.")
 
     def note_end(self, *what: str) -> None:
@@ -233,6 +235,9 @@ class Membership:
         self._let_go(self._group)
         self._past = []  # views hold their membership, and would hold its connections
         self._rendezvous.leave()
+
+    def _gone(self) -> LinkError:
+        return LinkError(f"replica {self.name!r} has left its membership; make a new one to come back.")
 
     def _presence(self, status: Mapping[str, Any], expected: Sequence[Presence]) -> Presence:
         return Presence(
@@ -337,7 +342,7 @@ class Membership:
         self._group, self._holds, self._suspects = group, verdict.id, ()
         if self._left:  # meanwhile, on another thread
             self._let_go(group)
-            raise LinkError(f"replica {self.name!r} has left its membership")
+            raise self._gone()
         return group
 
     def _let_go(self, group: Group | None) -> None:
