@@ -114,6 +114,7 @@ class Toy:
         keep: float = 0.0,
         tokens: float | None = None,
         inner: Callable[[Toy, int], Tensor] | None = None,
+        most_steps: int | None = None,
     ) -> None:
         self.tokens, self.inner = tokens, inner or (lambda toy, fragment: increment(toy.name, toy.step, fragment))
         self.keep = keep
@@ -123,7 +124,8 @@ class Toy:
         self.parameters = [nn.Parameter(start.clone()) for start in START]
         fragments = [tw.Fragment(f"part {i}", [(f"part {i}", p)]) for i, p in enumerate(self.parameters)]
         self.pieces = [hold(strategy, fragment, index, 0, 1) for index, fragment in enumerate(fragments)]
-        membership = cluster.membership(name, least=least, timeouts=Timeouts(grace=grace))
+        times = Timeouts(grace=grace)
+        membership = cluster.membership(name, least=least, timeouts=times, most_steps=most_steps)
         self.elastic = Elastic(
             strategy, membership, self.pieces, book.hear(name), thread=Inline(), by_tokens=tokens is not None
         )

@@ -316,8 +316,8 @@ def test_no_clock_that_somebody_may_set() -> None:
 @pytest.mark.parametrize(
     "lie",
     [
-        {"turn": 1 << 40}, {"turn": 10**400}, {"step": 1 << 50}, {"brings": {"9": 1.0}}, {"brings": {"0": 2.0}}, {"brings": {"00": 1.0}},
-        {"state_digest": "a" * 100}, {"more": 1},
+        {"turn": 1 << 40}, {"turn": 10**400}, {"step": 1 << 50}, {"step": 41}, {"brings": {"9": 1.0}}, {"brings": {"0": 2.0}}, 
+        {"brings": {"00": 1.0}}, {"state_digest": "a" * 100}, {"more": 1},
     ],
 )  # fmt: skip
 def test_a_status_out_of_bounds_is_refused_by_name(lie: dict[str, Any]) -> None:
@@ -333,7 +333,7 @@ def test_a_status_out_of_bounds_is_refused_by_name(lie: dict[str, Any]) -> None:
                 membership.next_view(MemberStatus(turn=3, state_digest="x").facts() | lie, 5.0).close()
 
     def one(name: str) -> Toy:
-        toy = Toy(cluster, name, book, least=2)
+        toy = Toy(cluster, name, book, least=2, most_steps=40)
         membership = toy.elastic.rounds.membership
         facts.update(membership.facts)
         membership._observe = lambda kind, fields: told.append(fields["reason"]) if kind == "retry" else None

@@ -82,8 +82,14 @@ class MemberStatus:
                 )
         return status
 
-    def check(self, name: str, fragments: Collection[int], most: float) -> None:
-        """Raises `PeerError` if `name` brings what there is not among `fragments`, or one that counts more than `most`."""
+    def check(self, name: str, fragments: Collection[int], most: float, most_steps: int | None = None) -> None:
+        """Raises `PeerError` if `name` brings what there is not among `fragments`, or one that counts more than `most`; or says that
+        it has trained more than the run's `most_steps`, to which all others would jump.
+        """
+        if most_steps is not None and self.step > most_steps:
+            raise PeerError(
+                f"{name} made a status out of bounds: step {self.step} of a run of {most_steps}; look at that replica."
+            )
         for key, weight in self.brings.items():
             if str(int(key)) != key or int(key) not in fragments or weight > most:
                 raise PeerError(
@@ -108,7 +114,8 @@ class RoundPlan:
     behind    ranks that take it over first
     weights   what each counts in this round
     whole     what all who train would count together: the round divides by it
-    last      all have trained all their steps, and nobody has anything left but of this fragment
+    finished  all have trained all their steps: what is left of a period is averaged (`Outer.last`)
+    last      all have finished, and nobody has anything left but of this fragment
     over      nor of this one; or somebody sound knows that the run has ended
     """
 
@@ -119,6 +126,7 @@ class RoundPlan:
     behind: tuple[int, ...]
     weights: tuple[float, ...]
     whole: float
+    finished: bool
     last: bool
     over: bool
 
@@ -169,6 +177,7 @@ def reconcile(statuses: Sequence[MemberStatus], order: Sequence[int]) -> RoundPl
         behind=behind,
         weights=weights,
         whole=sum(weights) * len(trained) / max(1, counted),
+        finished=finished,
         last=finished and ready <= {fragment},
         over=ended or (finished and not ready and not behind),
     )

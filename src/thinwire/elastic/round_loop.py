@@ -225,7 +225,7 @@ class RoundLoop:
 
     def _view(self, status: Callable[[], dict[str, Any]], seconds: float | None = None) -> View:
         def check(said: Any, name: str) -> None:
-            MemberStatus.of(said, name).check(name, self.order, self._most_weight)
+            MemberStatus.of(said, name).check(name, self.order, self._most_weight, self.membership.most_steps)
 
         return self.membership.next_view(status, seconds, check)
 
@@ -303,14 +303,16 @@ class RoundLoop:
     def _fly(self, view: View, plan: RoundPlan, ready: Ready) -> RoundUpdate:
         """Exchange the round's fragment.
 
-        Every delta is sent times weight · M / `RoundPlan.whole`, so that the mean over all M members is the weighted one.
+        Every delta is sent times weight · M / `RoundPlan.whole`, so that the mean over all M members is the weighted one. What is
+        left at the end of the run is averaged, as in a fixed group: it is less than a period's.
         """
         strategy, group, fragment = self.strategy, view.group, plan.fragment
         anchor, own = self.agreed.anchors[fragment], group.rank in plan.counted
         share = plan.weights[group.rank] * group.size / plan.whole
         delta = ready.delta if own else torch.zeros_like(anchor)
         present = Present(delta, anchor, self.agreed.states[fragment], ready.feedback if own else {})
-        moved = RoundUpdate(present, strategy.outer, strategy.feedback if own else None, Buffers())
+        outer = getattr(strategy.outer, "last", strategy.outer) if plan.finished else strategy.outer
+        moved = RoundUpdate(present, outer, strategy.feedback if own else None, Buffers())
 
         def signal(begin: int, end: int) -> Tensor:
             values = moved.signal(begin, end)

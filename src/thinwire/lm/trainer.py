@@ -99,11 +99,11 @@ class Trainer:
         self._log_start(strategy, fragments)  # before the first contact, which may take long
         self.pace = Pace(strategy, run, fragments, self._time_a_step())
         hear = RetryReporter(log.emit)
-        entered = ""
+        saved: dict[str, Any] = {}
         if self.place.resume:
             self._found, self._passed_over = checkpoint.newest(self.checkpoints)
-            entered = self._found.manifest["facts"]["agreed"].get("run", "") if self._found else ""
-        self.group = membership(member, run, facts, self.pace.timeouts(), self._wrapped, hear, entered)
+            saved = self._found.manifest["facts"] if self._found else {}
+        self.group = membership(member, run, facts, self.pace.timeouts(), self._wrapped, hear, saved)
         try:
             self.replica = join(self._attached, self.place.stop, run.timeout)
         except (KeyboardInterrupt, EndedError) as error:

@@ -90,6 +90,7 @@ class Membership:
     be equal on all members; the code version and the wire format are among them. Fewer than `least` members are no
     view, unless the status of one says that the run is `over`. `run` is the one that this replica's checkpoint is of, if
     any. With `evict`, rounds go on without a member that most find to hold them up by these rules (elastic/eviction.py).
+    A member whose status claims more than `most_steps` inner steps, those of the whole run, is left out (None: not known).
     `wrap` goes around every group that is built (counters, an emulated link). `observe` is told, as kind and fields:
     retry, call, connect, view, ballot, decided.
     """
@@ -105,12 +106,14 @@ class Membership:
         run: str = "",
         timeouts: Timeouts | None = None,
         evict: Rules | None = None,
+        most_steps: int | None = None,
         wrap: Callable[[Group], Group] = lambda group: group,
         observe: Observe = lambda kind, fields: None,
     ) -> None:
         if isinstance(least, bool) or not isinstance(least, int) or least < 1:
             raise ConfigurationError(f"least={least!r}: a whole number of at least 1 member is needed.")
         self.name, self.least, self.timeouts, self.evict = name, least, timeouts or Timeouts(), evict
+        self.most_steps = most_steps
         self.clock, self.sleep = rendezvous.clock, rendezvous.sleep
         self.facts = {"code version": __version__, "wire format": str(VERSION), **(facts or {})}
         self._run = run
