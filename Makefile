@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 SET_UP := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check bench format tables
+.PHONY: help demo test test-slow check docs bench format tables
 
 help:            ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' Makefile | while read verb text; do printf '  make %-11s%s\n' "$$verb" "$$text"; done
@@ -27,6 +27,9 @@ check: .venv/.dev        ## format, lint, types; layers, README, docs, public na
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/core/test_layers.py tests/repo/test_pages.py tests/repo/test_surface.py
+
+docs: .venv/.docs        ## these pages as a site, build/site, with the API; a broken link fails
+	$(BIN)/mkdocs build --strict
 
 format: .venv/.dev       ## write the format that check asks for
 	$(BIN)/ruff check --fix --select I .
@@ -47,6 +50,11 @@ bench: .venv/.demo       ## the benchmarks behind the README's table: about ten 
 .venv/.dev: $(SET_UP) | .venv/bin/python
 	@echo "installing Thinwire, what it needs, and the tools of its tests into .venv (torch is the large part) ..."
 	@$(PIP) -e '.[dev]'
+	@touch .venv/.demo $@
+
+.venv/.docs: $(SET_UP) | .venv/bin/python
+	@echo "installing Thinwire, what it needs, and what makes the site into .venv (torch is the large part) ..."
+	@$(PIP) -e '.[docs]'
 	@touch .venv/.demo $@
 
 .venv/bin/python:

@@ -25,10 +25,18 @@ from thinwire.report.svg import drawing
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
-    *("README.md", "benchmarks/README.md", "docs/formats.md", "docs/family.md", "docs/strategies.md"),
+    *(
+        "README.md",
+        "benchmarks/README.md",
+        "docs/formats.md",
+        "docs/family.md",
+        "docs/measured.md",
+        "docs/strategies.md",
+    ),
     *(page.relative_to(ROOT).as_posix() for page in sorted(ROOT.glob("docs/methods/*.md"))),
 )
 HEADLINE = ("Thinwire streaming_diloco", "torchft DiLoCo, streaming (fp32)", "torch DDP (fp32)")
+FIRST = ("data_parallel", "diloco", "streaming_diloco", "sparse_loco", "one_bit_adam")  # of the family, in the README
 BLOCK = re.compile(r"(<!-- table: (\S+)( all)? -->\n).*?(<!-- end -->)", re.DOTALL)
 Result = Mapping[str, Any]
 
@@ -48,14 +56,20 @@ def table(path: Path, name: str, whole: bool, up: str = "") -> str:
     if result["benchmark"] == "utilization" and not whole:
         rows = [row for row in result["rows"] if row["method"] in HEADLINE and "problem" not in row]
         result = dict(result) | {"rows": rows}
+    if result["benchmark"] == "family" and not whole:
+        heads, rows = quality(dict(result) | {"rows": [row for row in result["rows"] if row["strategy"] in FIRST]})
+        return "\n".join([*_lines(heads, rows), "", provenance(result, name, up)])
     heads, rows = TABLES[result["benchmark"]](result)
-    left = ("method", "model", "setting", "worst moment", "format", "link, each way", "codec", "exchange")
-    align = ["---" if head in left else "---:" for head in heads]
-    lines = [f"| {' | '.join(cells)} |" for cells in (heads, align, *rows)]
-    lines += ["", provenance(result, name, up)]
+    lines = [*_lines(heads, rows), "", provenance(result, name, up)]
     if result["benchmark"] in PICTURES:
         lines += ["", f"![{result['benchmark']}]({up}docs/pictures/{result['benchmark']}.svg)"]
     return "\n".join(lines)
+
+
+def _lines(heads: list[str], rows: list[list[str]]) -> list[str]:
+    left = ("method", "model", "setting", "worst moment", "format", "link, each way", "codec", "exchange")
+    align = ["---" if head in left else "---:" for head in heads]
+    return [f"| {' | '.join(cells)} |" for cells in (heads, align, *rows)]
 
 
 def provenance(result: Result, name: str, up: str) -> str:

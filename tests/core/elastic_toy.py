@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -19,14 +20,17 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
-from thinwire.elastic.driver import Elastic
+from thinwire.elastic.driver import ElasticDriver
 from thinwire.elastic.messages import Outcome, Ready
 from thinwire.elastic.plan import RoundPlan
-from thinwire.exchange import send_queue as outbox
+from thinwire.exchange import send_queue
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster
 from thinwire.membership.timeouts import Timeouts
 from thinwire.membership.view import View
-from thinwire.runtime.fragment_state import hold
+from thinwire.observer import Observer
+from thinwire.pieces.schedule import Calendar
+from thinwire.runtime.driver import Training
+from thinwire.runtime.fragment_state import FragmentState, hold
 
 SIZES = (5, 3)
 START = [torch.arange(5.0), torch.full((3,), 7.0)]
@@ -46,9 +50,9 @@ class Inline(Executor):
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the outbox does, too, is done at once."""
-    monkeypatch.setattr(outbox, "ThreadPoolExecutor", lambda *_: Inline())
-    monkeypatch.setattr(outbox.threading, "Lock", threading.RLock)
+    """What the send queue does, too, is done at once."""
+    monkeypatch.setattr(send_queue, "ThreadPoolExecutor", lambda *_: Inline())
+    monkeypatch.setattr(send_queue.threading, "Lock", threading.RLock)
 
 
 def increment(name: str, step: int, fragment: int) -> Tensor:
@@ -99,6 +103,19 @@ class Book:
         return anchors
 
 
+def training(
+    strategy: tw.Strategy,
+    parameters: list[nn.Parameter],
+    pieces: list[FragmentState],
+    observe: Observer,
+    tokens: float | None = None,
+) -> Training:
+    """What a driver is given, of nothing but `parameters`."""
+    calendar = Calendar(strategy.schedule, len(pieces), lambda _: 0.0)
+    model, optimizer = nn.ParameterList(parameters), torch.optim.SGD(parameters)
+    return Training(strategy, model, optimizer, observe, time.monotonic, calendar, tokens, pieces)
+
+
 class Toy:
     """One replica: two parameters, each a fragment."""
 
@@ -116,19 +133,18 @@ class Toy:
         inner: Callable[[Toy, int], Tensor] | None = None,
         most_steps: int | None = None,
     ) -> None:
-        self.tokens, self.inner = tokens, inner or (lambda toy, fragment: increment(toy.name, toy.step, fragment))
+        self.inner = inner or (lambda toy, fragment: increment(toy.name, toy.step, fragment))
         self.keep = keep
         self.cluster, self.step_seconds, self.save_every, self.restored = cluster, step_seconds, save_every, False
-        self.name, self.book, self.step, self.trained = name, book, 0, [torch.zeros(n) for n in SIZES]
+        self.name, self.book, self.trained = name, book, [torch.zeros(n) for n in SIZES]
         strategy = tw.Strategy(schedule=tw.Staggered(every=4, delay=0), outer=tw.Average())
         self.parameters = [nn.Parameter(start.clone()) for start in START]
         fragments = [tw.Fragment(f"part {i}", [(f"part {i}", p)]) for i, p in enumerate(self.parameters)]
         self.pieces = [hold(strategy, fragment, index, 0, 1) for index, fragment in enumerate(fragments)]
         times = Timeouts(grace=grace)
         membership = cluster.membership(name, least=least, timeouts=times, most_steps=most_steps)
-        self.elastic = Elastic(
-            strategy, membership, self.pieces, book.hear(name), thread=Inline(), by_tokens=tokens is not None
-        )
+        self.training = training(strategy, self.parameters, self.pieces, book.hear(name), tokens)
+        self.elastic = ElasticDriver(self.training, membership, thread=Inline())
         self.sent: list[list[Tensor]] = [[], []]  # of its own deltas, those that were counted
         loop = self.elastic.rounds.loop
         fly, believe, take_over = loop._fly, loop._believe, self.elastic._take_over
@@ -162,10 +178,18 @@ class Toy:
         loop._fly, loop._believe = flown, believed  # type: ignore[method-assign]
         self.elastic._take_over = taken_over  # type: ignore[method-assign]
 
+    @property
+    def step(self) -> int:
+        return self.training.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.training.step = step
+
     @torch.no_grad()
     def train(self, steps: int) -> Toy:
         self.restore()
-        self.step = self.elastic.join(self.step)
+        self.elastic.join()
         while self.step < steps:
             with self.cluster.time:
                 self.cluster.wait(self.name, lambda: False, self.step_seconds)
@@ -176,10 +200,10 @@ class Toy:
                 self.trained[fragment] += more
                 with self.book.lock:
                     self.book.trained[fragment] += more
-            self.step = self.elastic.after_step(self.step, self.tokens)
+            self.elastic.after_inner_step()
             if self.save_every and self.step % self.save_every == 0:
                 self.save()
-        self.elastic.finish(self.step, self.keep)
+        self.elastic.finish(self.keep)
         self.elastic.close()
         return self
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from elastic_toy import PHASES, SIZES, Book, Toy, agree, one_thread, order_faults, play, train
+from elastic_toy import PHASES, SIZES, Book, Toy, agree, one_thread, order_faults, play, train, training
 
 import thinwire as tw
-from thinwire.comm import state_transfer as handover
-from thinwire.elastic.driver import Elastic
+from thinwire.comm import state_transfer
+from thinwire.elastic.driver import ElasticDriver
 from thinwire.elastic.messages import Outcome, Ready
 from thinwire.elastic.plan import MemberStatus
 from thinwire.errors import EndedError, LinkError
@@ -103,9 +103,9 @@ def test_a_straggler_is_waited_for_within_the_grace_and_its_delta_carried_beyond
         assert next(float(one.deltas[2][0]) for one in later if len(one.deltas) == 3) == 12.0
 
 
-def test_others_wait_for_a_handover_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_wait_for_a_state_transfer_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each piece takes 3 s and all of them more than 30; no message may take more than 10."""
-    cluster, book, pieces = SimulatedCluster(), Book(), handover._pieces
+    cluster, book, pieces = SimulatedCluster(), Book(), state_transfer._pieces
     sent: list[str] = []
 
     def slowly(whole: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -115,8 +115,8 @@ def test_others_wait_for_a_handover_however_long_it_takes(monkeypatch: pytest.Mo
             sent.append(threading.current_thread().name)
             yield piece
 
-    monkeypatch.setattr(handover, "PIECE", 32)
-    monkeypatch.setattr(handover, "_pieces", slowly)
+    monkeypatch.setattr(state_transfer, "PIECE", 32)
+    monkeypatch.setattr(state_transfer, "_pieces", slowly)
     settings = {"steps": 60, "least": 2}
 
     def joins_late(name: str) -> Toy:
@@ -139,7 +139,8 @@ def test_a_late_landing_loses_no_more_than_one_in_time(alpha: float, delay: int,
     strategy = tw.Strategy(schedule=tw.Every(9, delay), merge=tw.Mix(alpha), outer=tw.Average())
     parameter = torch.nn.Parameter(torch.full((4,), 5.0))
     piece = hold(strategy, tw.Fragment("all", [("all", parameter)]), 0, 0, 1)
-    elastic = Elastic(strategy, SimulatedCluster().membership("a", least=1), [piece], lambda *_, **__: None)
+    made = training(strategy, [parameter], [piece], lambda *_, **__: None)
+    elastic = ElasticDriver(made, SimulatedCluster().membership("a", least=1))
     parameter.data.fill_(3.0 - flight)
     counted = Ready(0, torch.full((4,), 2.0), 1.0, step=10, feedback={})
     elastic._take_over(Outcome(0, 0, torch.ones(4), counted=counted), torch.ones(4), step=10 + flight)

@@ -62,11 +62,11 @@ def first_round(tokens: bool) -> tuple[Tensor, list[int]]:
     def run(name: str) -> Any:
         worth = 1.0 if tokens else None
         toy = Toy(cluster, name, book, least=2, grace=100.0, tokens=worth, inner=inner)
-        toy.elastic.join(0)
+        toy.elastic.join()
         for toy.step in (1, 2, 3, 4) if name == "f" else (4,):  # the slow one's step jumps to where the others are
             for fragment, parameter in enumerate(toy.parameters):
                 parameter.data += inner(toy, fragment)
-            toy.elastic.after_step(toy.step, worth)
+            toy.elastic.after_inner_step()
         return toy.pieces[0].anchor
 
     ended = cluster.play({"f": run, "s": run})

@@ -1,4 +1,4 @@
-"""Tests of the diagnosis: what the outbox does is done at once, so that a replica is one thread."""
+"""Tests of the diagnosis: what the send queue does is done at once, so that a replica is one thread."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from diagnosis_play import Inline
 
-from thinwire.exchange import send_queue as outbox
+from thinwire.exchange import send_queue
 
 
 @pytest.fixture
 def inline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outbox, "ThreadPoolExecutor", lambda *_: Inline())
-    monkeypatch.setattr(outbox.threading, "Lock", threading.RLock)
+    monkeypatch.setattr(send_queue, "ThreadPoolExecutor", lambda *_: Inline())
+    monkeypatch.setattr(send_queue.threading, "Lock", threading.RLock)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import thinwire as tw
 from thinwire import checkpoint
 from thinwire.comm.group import Group, Transfer
+from thinwire.elastic.driver import ElasticDriver
 from thinwire.membership import LighthouseRendezvous, Membership, Timeouts
 from thinwire.runtime.handshake import digest
 
@@ -80,8 +81,8 @@ class Diary:
 
 def watch(replica: tw.Replica, diary: Diary, name: str) -> None:
     """Write down what is brought before it is sent, and what is believed."""
-    assert replica._elastic is not None
-    loop, own = replica._elastic.rounds.loop, NAMES.index(name)
+    assert isinstance(replica._driver, ElasticDriver)
+    loop, own = replica._driver.rounds.loop, NAMES.index(name)
     fly, believe = loop._fly, loop._believe
 
     def flown(view: Any, plan: Any, ready: Any) -> Any:
@@ -161,9 +162,9 @@ def main(address: str, name: str, folder: str, size: str = str(PLACES)) -> None:
                 save(Path(folder, "saved", name), replica, diary, bool(full))
                 full.clear()
         diary.write("finish", seconds=time.monotonic() - began, spent=replica.seconds, worst=worst, steps=own)
+    assert isinstance(replica._driver, ElasticDriver)
     anchors = [[float(v) for v in anchor[:4]] for anchor in replica.anchors()]
-    assert replica._elastic is not None
-    state_digest = replica._elastic.rounds.loop.agreed.state_digest
+    state_digest = replica._driver.rounds.loop.agreed.state_digest
     diary.write(
         "done", digest=digest(replica.anchors()).hex(), anchors=anchors, state_digest=state_digest, step=replica.step
     )

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from loops import LOOPS, LR
-from pieces import batch, same_bits, toy, weights
 from torch import Tensor
 
 import thinwire as tw
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster
 from thinwire.methods import ZerothOrder
+from thinwire.testing.toy import batch, same_bits, toy, weights
 
 METHOD, STEPS = LOOPS["just_one_byte"], 14
 
@@ -84,8 +84,8 @@ def test_one_is_killed_and_the_others_go_on(phase, nth, together):
     cluster = SimulatedCluster()
     cluster.at("b", phase, lambda: cluster.kill("b"), nth)
     ended = check(cluster.play({name: lambda name: tune(cluster, name) for name in "abc"}))
-    crews = ["".join(entry.names) for entry in ended[0].log.entries]
-    assert len(ended) == 2 and crews == ["abc"] * together + ["ac"] * (STEPS - together)
+    members = ["".join(entry.names) for entry in ended[0].log.entries]
+    assert len(ended) == 2 and members == ["abc"] * together + ["ac"] * (STEPS - together)
 
 
 @pytest.mark.parametrize(("phase", "nth"), [("call", 15), ("post", 15)])

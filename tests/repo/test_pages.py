@@ -29,6 +29,7 @@ TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MUL
 def elsewhere(tmp_path, monkeypatch):
     """A folder in which the files that commands name can be made."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     return tmp_path
 
 
@@ -68,6 +69,9 @@ def check(command: str, folder: Path) -> None:
             check_thinwire(arguments, folder)
         case "make":
             assert set(arguments) <= TARGETS
+        case "pip":
+            extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+            assert arguments[0] == "install" and arguments[1:] in [["."], *([f".[{extra}]"] for extra in extras)]
         case "torchrun":
             asked = get_args_parser().parse_args(arguments)
             if asked.module:
@@ -89,7 +93,14 @@ def test_commands_exist(block, command, elsewhere):
 
 
 def test_a_wrong_command_would_be_found(elsewhere, capsys):
-    for wrong in ("thinwire trian", "thinwire train --stepz 3", "make tests", "python examples/00.py", "curl x"):
+    for wrong in (
+        "thinwire trian",
+        "pip install thinwire",
+        "thinwire train --stepz 3",
+        "make tests",
+        "python examples/00.py",
+        "curl x",
+    ):
         with pytest.raises((AssertionError, SystemExit, pytest.fail.Exception)):
             check(wrong, elsewhere)
 
@@ -169,15 +180,21 @@ def test_all_of_the_tree_exists():
         assert (ROOT / path).exists(), path
 
 
-def test_the_tree_names_every_room():
-    ours = [*ROOT.glob("src/thinwire/*"), *ROOT.glob("examples/*.py"), *ROOT.glob("docs/*.*"), *ROOT.glob("[a-z]*/")]
-    hidden = {"__init__.py", "__main__.py", "py.typed", "__pycache__", "runs", "shared", "build", "dist", "src"}
-    names = {
-        path.relative_to(ROOT).as_posix() + ("/" if path.is_dir() else "")
-        for path in ours
-        if path.is_dir() or path.is_file()
-    }
+def test_the_tree_names_every_package():
+    ours = [*ROOT.glob("src/thinwire/*"), *ROOT.glob("[a-z]*/")]
+    hidden = {"__init__.py", "__main__.py", "py.typed", "__pycache__", "runs", "shared", "build", "dist", "src", "site"}
+    names = {path.relative_to(ROOT).as_posix() + ("/" if path.is_dir() else "") for path in ours}
     assert {name for name in names if Path(name).name not in hidden} <= set(tree())
+
+
+def test_every_example_is_in_a_page():
+    pages = "".join(page.read_text() for page in PAGES if page.name not in ("log.md", "CHANGELOG.md"))
+    assert not [path.name for path in ROOT.glob("examples/*.py") if f"examples/{path.name}" not in pages]
+
+
+def test_the_readme_and_contributing_are_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) < 120
+    assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) <= 75
 
 
 # ---- numbers

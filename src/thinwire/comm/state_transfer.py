@@ -59,7 +59,7 @@ def give(
     try:
         _send(group, peers, _LAYOUT.pack(MAGIC, VERSION, len(body)))
         for piece in _pieces(torch.frombuffer(body, dtype=torch.uint8)):
-            group.post(_TAG, {peer: piece for peer in peers}, {}, "handover").wait()
+            group.post(_TAG, {peer: piece for peer in peers}, {}, "state transfer").wait()
             digest.update(piece.numpy().data)
             _tell(group, others, _GOES_ON)
         _send(group, peers, digest.digest())
@@ -74,16 +74,16 @@ def take(group: Group, peer: int, limit: int) -> tuple[dict[str, Tensor], dict[s
     magic, version, nbytes = _LAYOUT.unpack(_receive(group, peer, _LAYOUT.size))
     if (magic, version) != (MAGIC, VERSION) or nbytes > limit:
         raise PacketError(
-            f"replica {peer} began a handover with {magic!r}, version {version}, {nbytes:,} bytes; {MAGIC!r}, {VERSION} and at most "
+            f"replica {peer} began a state transfer with {magic!r}, version {version}, {nbytes:,} bytes; {MAGIC!r}, {VERSION} and at most "
             f"{limit:,} are due. Run the same version and model on every replica."
         )
     body, digest = torch.empty(nbytes, dtype=torch.uint8), hashlib.blake2b(digest_size=_DIGEST)
     for piece in _pieces(body):
-        group.post(_TAG, {}, {peer: piece}, "handover").wait()
+        group.post(_TAG, {}, {peer: piece}, "state transfer").wait()
         digest.update(piece.numpy().data)
     if _receive(group, peer, _DIGEST) != digest.digest():
         raise PacketError(
-            f"the handover of replica {peer} was damaged on its way ({nbytes:,} bytes); it is asked for again."
+            f"the state transfer of replica {peer} was damaged on its way ({nbytes:,} bytes); it is asked for again."
         )
     data = body.numpy().tobytes()
     try:
@@ -91,7 +91,7 @@ def take(group: Group, peer: int, limit: int) -> tuple[dict[str, Tensor], dict[s
         facts = dict(json.loads(_metadata(data)[_FACTS]))
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise PacketError(
-            f"the handover of replica {peer} cannot be read ({error}); run the same version on every replica."
+            f"the state transfer of replica {peer} cannot be read ({error}); run the same version on every replica."
         ) from None
     return tensors, facts
 
@@ -100,27 +100,29 @@ def stand_by(group: Group, donor: int) -> None:
     """Wait until `donor` has given what it gives to others. Raises `LinkError` if it could not, or is not heard."""
     state, heard = _GOES_ON, torch.empty(1, dtype=torch.uint8)
     while state == _GOES_ON:
-        group.post(_TAG_OTHERS, {}, {donor: heard}, "handover").wait()
+        group.post(_TAG_OTHERS, {}, {donor: heard}, "state transfer").wait()
         state = int(heard)
     if state != _ENDED:
         raise LinkError(
-            f"the handover of replica {donor} to others failed; the round is dropped, and held again without who has gone."
+            f"the state transfer of replica {donor} to others failed; the round is dropped, and held again without who has gone."
         )
 
 
 def _tell(group: Group, others: Sequence[int], state: int) -> None:
     if others:
-        group.post(_TAG_OTHERS, dict.fromkeys(others, torch.tensor([state], dtype=torch.uint8)), {}, "handover").wait()
+        group.post(
+            _TAG_OTHERS, dict.fromkeys(others, torch.tensor([state], dtype=torch.uint8)), {}, "state transfer"
+        ).wait()
 
 
 def _send(group: Group, peers: Sequence[int], data: bytes) -> None:
     message = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    group.post(_TAG, dict.fromkeys(peers, message), {}, "handover").wait()
+    group.post(_TAG, dict.fromkeys(peers, message), {}, "state transfer").wait()
 
 
 def _receive(group: Group, peer: int, nbytes: int) -> bytes:
     message = torch.empty(nbytes, dtype=torch.uint8)
-    group.post(_TAG, {}, {peer: message}, "handover").wait()
+    group.post(_TAG, {}, {peer: message}, "state transfer").wait()
     return bytes(message.numpy().tobytes())
 
 

@@ -85,6 +85,9 @@ class LighthouseRendezvous:
             left = until - self.clock()
             if left <= 0:
                 break
+            if self._left.is_set():  # this replica left while it was looking for the lighthouse
+                self._lose()
+                raise LinkError(f"this replica has left the lighthouse at {self._where()}.")
             try:
                 present = vote_store.channel.ask("call", left, presence=text)["present"]
             except LinkError as error:

@@ -119,9 +119,8 @@ class Membership:
         self._run = run
         self._rendezvous, self._wrap, self._observe, self._secret = rendezvous, wrap, observe, secret
         self._incarnation = secrets.token_hex(8)
-        self._calls = self._views = 0
+        self._calls, self._views, self._holds = 0, 0, ""
         self._group: Group | None = None
-        self._holds = ""
         self._members: tuple[Presence, ...] = ()  # of the group
         self._suspects: tuple[Presence, ...] = ()  # may be out of reach
         self._namesakes: dict[str, int] = {}  # by incarnation: its calls when it was last seen
@@ -233,7 +232,7 @@ class Membership:
         return self._left
 
     def close(self) -> None:
-        """Leave: the others go on without this replica, and whoever waits here gets a `LinkError`. Idempotent."""
+        """Leave: the others go on without this replica. Idempotent. From any thread: one that waits for a view gets a `LinkError`."""
         self._left = True
         self._let_go(self._group)
         self._past = []  # views hold their membership, and would hold its connections

@@ -138,7 +138,7 @@ class RunRecord:
     @property
     def notes(self) -> list[Note]:
         own = [note for replica in self.replicas for note in replica.notes]
-        return sorted([*own, *_comings(self.replicas)], key=lambda note: note.seconds)
+        return sorted([*own, *_membership_notes(self.replicas)], key=lambda note: note.seconds)
 
 
 def text_of_privacy(privacy: Mapping[str, Any] | None) -> str:
@@ -178,7 +178,7 @@ def _elastic(replicas: Sequence[ReplicaRecord]) -> bool:
     return bool(replicas[0].start["carrier"] == CARRIER)
 
 
-def _comings(replicas: Sequence[ReplicaRecord]) -> list[Note]:
+def _membership_notes(replicas: Sequence[ReplicaRecord]) -> list[Note]:
     """Who came and went, and which rounds were dropped, among replicas that come and go."""
     if not _elastic(replicas):
         return []
@@ -278,11 +278,11 @@ def _computed(replicas: Sequence[ReplicaRecord]) -> Summary:
         wall_seconds=max(r.wall_seconds for r in replicas),
         stall_seconds=float(np.mean([r.stall_seconds for r in replicas])),
         provenance=_provenance(start),
-        **_company(replicas),
+        **_membership(replicas),
     )
 
 
-def _company(replicas: Sequence[ReplicaRecord]) -> dict[str, Any]:
+def _membership(replicas: Sequence[ReplicaRecord]) -> dict[str, Any]:
     """The three numbers of replicas that come and go."""
     if not _elastic(replicas):
         return {}

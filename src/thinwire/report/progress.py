@@ -178,7 +178,7 @@ class Progress:
         self._names = [f"replica-{index}" for index in range(replicas)] if isinstance(replicas, int) else list(replicas)
         self._tails = [Tail(events / f"{name}{suffix}") for name in self._names]
         self._replicas = [_Replica() for _ in self._names]
-        self._company: MembershipLog | None = None  # of replicas that come and go
+        self._membership: MembershipLog | None = None  # of replicas that come and go
         self._steps = [Steps(name) for name in self._names]
         self._evaluated: tuple[int, float] | None = None
         self._said: set[str] = set()
@@ -201,7 +201,7 @@ class Progress:
     @property
     def step(self) -> int:
         """The slowest replica's step; of those that come and go the farthest one's, where the others will go on."""
-        return (max if self._company else min)(replica.step for replica in self._replicas)
+        return (max if self._membership else min)(replica.step for replica in self._replicas)
 
     def pass_over(self) -> None:
         """Say nothing of what the logs hold already: earlier sessions did."""
@@ -229,8 +229,8 @@ class Progress:
             rate = number(link.get("bits_per_second"))
             self._replicas[index] = _Replica(begun=True, uplink=Uplink(Link(rate)) if 0 < rate < math.inf else None)
             self._replicas[index].heard = time.monotonic()
-            if event["carrier"] == CARRIER and self._company is None:
-                self._company = MembershipLog(len(fragments_of(event)), whole(event["replicas"]))
+            if event["carrier"] == CARRIER and self._membership is None:
+                self._membership = MembershipLog(len(fragments_of(event)), whole(event["replicas"]))
             for choice in event["run"].get("exchanges", []) if isinstance(event["run"], dict) else []:
                 self._say("exchange", choice)
         elif kind == "eval" and event["of"] != "start":
@@ -248,8 +248,8 @@ class Progress:
                 self._print(f"{self._names[index]} is back at step {event['step']}, from turn {event['turn']} ({path})")
             elif event["path"]:
                 self._say("resume", f"from step {event['from_step']}")
-        elif kind in ("alone", "retry", "caught_up", "doubt", "late", "keeps", "round") and self._company:
-            for text in self._company.take(self._names[index], event):
+        elif kind in ("alone", "retry", "caught_up", "doubt", "late", "keeps", "round") and self._membership:
+            for text in self._membership.take(self._names[index], event):
                 self._print(text)
         self._replicas[index].take(event)
 
@@ -302,7 +302,7 @@ class Progress:
             f"compute {text_of_share(min(r.compute_utilization for r in self._replicas))}",
             f"stalled {text_of_seconds(max(r.stall_seconds for r in self._replicas))}",
             f"sent {text_of_nbytes(max(r.nbytes for r in self._replicas))} per replica",
-            self._company_line(),
+            self._membership_line(),
             self._steps_line(),
             self._troubles(),
             f"{self._elapsed()} elapsed",
@@ -315,18 +315,18 @@ class Progress:
         said = (f"refused rounds: {refused}" if refused else "", f"skipped steps: {skipped}" if skipped else "")
         return " · ".join(filter(None, said))
 
-    def _company_line(self) -> str:
+    def _membership_line(self) -> str:
         """The three numbers."""
-        if self._company is None:
+        if self._membership is None:
             return ""
         if all(replica.ended for replica in self._replicas):
-            return f"{self._company.committed} rounds committed"
+            return f"{self._membership.committed} rounds committed"
         now = time.monotonic()
         here = [n for n, r in zip(self._names, self._replicas) if now - r.heard < SILENT_SECONDS and not r.ended]
-        return self._company.line(here, self._names)
+        return self._membership.line(here, self._names)
 
     def _steps_line(self) -> str:
-        return f"steps: {text_of_steps(self._steps)}" if self._company else ""
+        return f"steps: {text_of_steps(self._steps)}" if self._membership else ""
 
     def _picture(self) -> Group:
         if phase := self._phase():
@@ -335,7 +335,7 @@ class Progress:
         shown = COLUMNS if self.console.width >= WIDE else NARROW
         troubles = "" if shown == COLUMNS else self._troubles()
         said = (
-            f"{self._elapsed()} elapsed", left, self._evaluation(), self._company_line(), self._steps_line(), troubles,
+            f"{self._elapsed()} elapsed", left, self._evaluation(), self._membership_line(), self._steps_line(), troubles,
         )  # fmt: skip
         head = Table.grid(padding=(0, 2))
         head.add_row(
@@ -352,7 +352,7 @@ class Progress:
     def _row(self, index: int, replica: _Replica) -> dict[str, Text]:
         use = text_of_share(replica.link_use)
         counts = f"{replica.refused}" + (f", {replica.skipped} skipped" if replica.skipped else "")
-        silent = self._company is not None and time.monotonic() - replica.heard > SILENT_SECONDS
+        silent = self._membership is not None and time.monotonic() - replica.heard > SILENT_SECONDS
         name, now = (
             self._names[index].removeprefix("replica-"),
             replica.ended or ("silent" if silent else str(replica.step)),

@@ -1,4 +1,4 @@
-"""A stand-in for the lighthouse within one process, in virtual time, and the vote_store beside it."""
+"""A simulated lighthouse within one process, in virtual time, and the vote_store beside it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thinwire.membership.view import Presence
 
 
 class Place(Protocol):
-    """What the stand-in stands in: time, and replicas that wait, come to phases, are alive or not."""
+    """What the lighthouse needs of the cluster: time, and replicas that wait, come to phases, are alive or not."""
 
     time: VirtualTime
 
@@ -47,7 +47,7 @@ class SimulatedLighthouse:
             self.place.time.notify_all()
 
     def start(self) -> None:
-        """Hearts beat every second, so that it hears those who are there one by one, within that."""
+        """Heartbeats come every second: it hears each replica within a second, one by one."""
         with self.place.time:
             self.up = True
             self.place.time.after(1.0, self.hear_again)

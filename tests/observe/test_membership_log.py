@@ -219,9 +219,9 @@ def test_sessions_are_placed_by_the_clock_without_the_nights() -> None:
 
 
 def test_each_thing_is_said_once() -> None:
-    company = MembershipLog(fragments=1, asked=3)
+    members = MembershipLog(fragments=1, asked=3)
     alone = {"event": "alone", "step": 5, "reason": "no lighthouse"}
-    assert company.take("a", alone) == ["a trains on, in no round: no lighthouse"] and company.take("a", alone) == []
-    assert company.take("b", alone | {"step": 0}) == ["b waits for the others: no lighthouse"]
-    assert company.take("a", {"event": "round", **told(1, 1.0, ["a", "b"])}) == ["a, b joined; 2 of 3 are there"]
-    assert company.line(["a"], ["a"]) == "2 living, 2 taking part, 1 rounds"
+    assert members.take("a", alone) == ["a trains on, in no round: no lighthouse"] and members.take("a", alone) == []
+    assert members.take("b", alone | {"step": 0}) == ["b waits for the others: no lighthouse"]
+    assert members.take("a", {"event": "round", **told(1, 1.0, ["a", "b"])}) == ["a, b joined; 2 of 3 are there"]
+    assert members.line(["a"], ["a"]) == "2 living, 2 taking part, 1 rounds"

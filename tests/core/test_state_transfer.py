@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import thinwire as tw
-from thinwire.comm import state_transfer as handover
+from thinwire.comm import state_transfer
 from thinwire.comm.group import Group
 from thinwire.comm.threads import ThreadGroup
 
@@ -24,7 +24,7 @@ def between(send: Callable[[Group], object], limit: int = 1 << 20) -> Given:
     thread = threading.Thread(target=send, args=(first,))
     thread.start()
     try:
-        return handover.take(second, 0, limit)
+        return state_transfer.take(second, 0, limit)
     finally:
         first.close()
         second.close()
@@ -33,13 +33,13 @@ def between(send: Callable[[Group], object], limit: int = 1 << 20) -> Given:
 
 @pytest.mark.parametrize("piece", [7, 64, 1 << 22])
 def test_what_arrives_is_what_was_sent(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
-    monkeypatch.setattr(handover, "PIECE", piece)
+    monkeypatch.setattr(state_transfer, "PIECE", piece)
     tensors = {
         "0/anchor": torch.randn(33), "0/outer.momentum": torch.randn(2, 3).t(), "empty": torch.empty(0), "half": torch.ones(3).bfloat16()
     }  # fmt: skip
     sent: list[int] = []
     taken, facts = between(
-        lambda group: sent.append(handover.give(group, [1], tensors, {"turn": 4, "who": {"3": ["é"]}}))
+        lambda group: sent.append(state_transfer.give(group, [1], tensors, {"turn": 4, "who": {"3": ["é"]}}))
     )
     assert facts == {"turn": 4, "who": {"3": ["é"]}} and taken.keys() == tensors.keys()
     assert all(
@@ -52,7 +52,7 @@ def raw(*messages: bytes) -> Callable[[Group], None]:
     def send(group: Group) -> None:
         for message in messages:
             group.post(
-                handover._TAG, {1: torch.frombuffer(bytearray(message), dtype=torch.uint8)}, {}, "handover"
+                state_transfer._TAG, {1: torch.frombuffer(bytearray(message), dtype=torch.uint8)}, {}, "state transfer"
             ).wait()
 
     return send
@@ -72,7 +72,7 @@ def framed(body: bytes, **changes: Any) -> tuple[bytes, ...]:
 @pytest.mark.parametrize(
     ("messages", "match"),
     [
-        (framed(b"x" * 9, magic=b"HTTP")[:1], "began a handover with b'HTTP'"),
+        (framed(b"x" * 9, magic=b"HTTP")[:1], "began a state transfer with b'HTTP'"),
         (framed(b"x" * 9, version=3)[:1], "version 3"),
         (framed(b"x" * 9, nbytes=1 << 60)[:1], "at most 1,048,576 are due"),
         (framed(b"x" * 9, digest=bytes(32)), "damaged on its way"),
@@ -93,10 +93,10 @@ def test_those_who_wait_hear_that_it_failed() -> None:
 
     def give() -> None:
         with pytest.raises(tw.LinkError):
-            handover.give(donor, [1], {"x": torch.zeros(3)}, {}, others=[2])
+            state_transfer.give(donor, [1], {"x": torch.zeros(3)}, {}, others=[2])
 
     thread = threading.Thread(target=give)
     thread.start()
-    with pytest.raises(tw.LinkError, match="handover of replica 0 to others failed"):
-        handover.stand_by(other, 0)
+    with pytest.raises(tw.LinkError, match="state transfer of replica 0 to others failed"):
+        state_transfer.stand_by(other, 0)
     thread.join()

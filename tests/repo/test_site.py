@@ -1,0 +1,92 @@
+"""The documentation site: every page is in its navigation, the map shows the imports, the project's files agree with each other."""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+import code_map
+import pytest
+import yaml
+from pages import PAGES, ROOT
+
+import thinwire
+
+DOCS = ROOT / "docs"
+
+
+def test_every_page_is_in_the_navigation():
+    """Methods and pages from elsewhere are added by docs/site_hooks.py; all others are listed."""
+    sections = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    listed = {page for section in sections for pages in section.values() for page in pages}
+    assert {path.name for path in DOCS.glob("*.md")} == listed - {"benchmarks.md"}
+
+
+def test_the_map_is_of_the_imports(tmp_path):
+    """On a toy: arrows that follow from others are left out, and a circle is refused."""
+    for name, text in {
+        "ground.py": "import os",
+        "middle/__init__.py": "from thinwire.ground import x",
+        "middle/other.py": "from thinwire.middle import y",
+        "top.py": "from thinwire import middle\ndef f():\n    import thinwire.ground",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    graph = code_map.imports(tmp_path)
+    assert graph == {"ground": set(), "middle": {"ground"}, "top": {"middle", "ground"}}
+    assert code_map.floors(graph) == {"ground": 0, "middle": 1, "top": 2}
+    assert code_map.direct(graph) == {"ground": set(), "middle": {"ground"}, "top": {"middle"}}
+    with pytest.raises(ValueError, match="middle → top → middle"):
+        code_map.floors({"top": {"middle"}, "middle": {"top"}})
+
+
+def test_the_map_shows_every_package():
+    picture = code_map.drawing()
+    texts = [text.text for text in ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}text")]
+    assert sorted(map(str, texts)) == sorted(code_map.packages()) and "replica" in texts
+    assert picture == code_map.drawing()
+
+
+def test_the_citation_is_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == thinwire.__version__ and citation["license"] == "Apache-2.0"
+
+
+def test_hooks_before_a_commit_are_those_of_make_check():
+    check = re.search(r"^check:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    (repo,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    tools = {hook["entry"].split()[0].removeprefix(".venv/bin/") for hook in repo["hooks"]}
+    assert (
+        repo["repo"] == "local"
+        and check
+        and all(f"$(BIN)/{tool}" in check[1] for tool in tools)
+        and tools == {"ruff", "mypy"}
+    )
+
+
+# ---- pages can be skimmed
+
+NOT_YET = {"docs/log.md", "docs/pieces.md", "CHANGELOG.md"}
+
+
+def too_long(text: str) -> list[str]:
+    """Lines of prose beyond 100 columns, and paragraphs of more than four lines; tables, code and equations aside."""
+    text = re.sub(r"^```.*?^```$|<!-- .*?<!-- end -->", "", text, flags=re.DOTALL | re.MULTILINE)
+    found = []
+    for paragraph in re.split(r"\n\s*\n", text):
+        lines = [line for line in paragraph.splitlines() if not line.startswith(("|", "    ", "#", "<!--", "!["))]
+        items = re.split(r"\n(?=[-*+] |\d+\. )", "\n".join(lines))
+        found += [line for line in lines if len(line) > 100]
+        found += [item for item in items if len(item.splitlines()) > 4]
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_pages_can_be_skimmed(page):
+    found = too_long(page.read_text())
+    assert page.relative_to(ROOT).as_posix() in NOT_YET or not found, "\n\n".join(found)
+
+
+def test_what_is_too_long_would_be_found():
+    assert too_long("x " * 60) and too_long("a\n" * 5) and too_long("- a\n" + "  b\n" * 4)
+    assert not too_long("a\n" * 4 + "\n" + "- a\n" * 9 + "\n```text\n" + "y " * 80 + "\n```\n| " + "z " * 80)

@@ -1,0 +1,130 @@
+"""What pages say of the code in figures and names is what the code has. Tables of results and recipes: test_pages.py, test_methods.py."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import struct
+
+from pages import PAGES, ROOT, blocks
+
+import thinwire
+from thinwire import errors, packet
+from thinwire.cli import VERBS
+from thinwire.cli.train import DEMO
+from thinwire.diagnosis import Rules
+from thinwire.diagnosis.records import recorded
+from thinwire.lm.model import SIZES, Transformer
+from thinwire.lm.run import NAMED, Run
+from thinwire.membership import channel, server
+from thinwire.runtime import module_state
+
+
+def page(name: str) -> str:
+    """Its text, with lines joined, so that a sentence is found wherever it is wrapped."""
+    return re.sub(r"\s*\n\s*", " ", (ROOT / name).read_text())
+
+
+def rows(name: str, head: str) -> list[list[str]]:
+    """The cells of the table of a page that begins with `head`."""
+    lines = (ROOT / name).read_text().split(head, 1)[1].splitlines()[2:]
+    table = lines[: next(place for place, line in enumerate([*lines, ""]) if not line.startswith("|"))]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+
+
+# ---- the wire
+
+
+def test_the_table_of_the_header():
+    """Sizes in the order of the struct, in the page and in the module's docstring; the names are those of `Header`."""
+    letters = re.findall(r"\d*[a-zA-Z]", packet._LAYOUT.format.lstrip("<"))
+    sizes = [struct.calcsize(f"<{letter}") for letter in letters]
+    told = [(int(nbytes), field) for nbytes, field, _ in rows("docs/design.md", "| bytes | field | meaning |")]
+    assert [nbytes for nbytes, _ in told] == sizes and sum(sizes) == packet.HEADER_NBYTES
+    assert {field for _, field in told} == {
+        *inspect.signature(packet.Header).parameters,
+        "magic",
+        "version",
+        "checksum",
+    }
+    docstring = re.findall(r"^\| (\d+) +\| (\w+)", packet.__doc__ or "", re.MULTILINE)
+    assert [(int(nbytes), field) for nbytes, field in docstring] == told
+    assert f"{packet.HEADER_NBYTES} bytes of header" in page("docs/design.md") and packet.MAGIC.decode() in page(
+        "docs/design.md"
+    )
+
+
+# ---- the demo
+
+
+def test_what_start_says_of_the_demo():
+    text, strategy, model = page("docs/start.md"), thinwire.streaming_diloco(), Transformer(SIZES[DEMO.model])
+    count = len(strategy.partition.fragments(model))
+    landing = (
+        next(t for t in range(1, DEMO.steps) if strategy.schedule.departs(t, fragments=count)) + strategy.schedule.delay
+    )
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert DEMO.replicas == 2 and DEMO.strategy == "streaming_diloco" and DEMO.link == "5mbit,30ms"
+    assert f"transformer of {parameters / 1e6:.1f} million parameters" in text
+    assert f"{DEMO.steps} steps each" in text and "5 Mbit/s up and 30 ms one way" in text
+    assert f"The first fragment lands after step {landing}." in text
+    assert f"the last {['none', 'one', 'two', 'three'][DEMO.keep]}" in text
+
+
+def test_what_pages_say_of_defaults():
+    strategy = thinwire.streaming_diloco()
+    assert f"`every={strategy.schedule.every}, delay={strategy.schedule.delay}` is the default" in page("docs/how.md")
+    bits = strategy.codec.nbytes(1 << 20) * 8 / (1 << 20)
+    every = strategy.schedule.every
+    assert f"{bits:.2f} / {every} = {bits / every:.3f} bits per parameter and step (predicted)" in page("README.md")
+    assert f"the default {strategy.outer.lr}" in page("docs/measured.md")
+    assert f"so many are needed for a round ({Run.least})" in page("docs/elastic.md")
+
+
+def test_how_many_methods_there_are():
+    assert f"any of {len(NAMED)} methods" in page("README.md")
+    assert all(f"thinwire {verb}" in page("README.md") for verb in VERBS)
+
+
+# ---- errors and bounds
+
+
+def test_every_error_is_explained():
+    """The table of what happens names all errors but their roots and those of elastic runs, and no other."""
+    named = set(re.findall(r"\b\w+Error\b", page("docs/how.md")))
+    assert named == {name for name, kind in vars(errors).items() if isinstance(kind, type)}
+
+
+def test_the_bounds_of_the_lighthouse():
+    text = page("docs/elastic.md")
+    assert f"but {channel.INTRODUCTION.size} bytes" in text
+    assert f"{server._MOST_STRANGERS} such connections" in text
+    assert (
+        f"within {channel.ANSWER:.0f} seconds" in text
+        and f"at most {channel.MOST_PRESENCE >> 10} KiB of itself" in text
+    )
+    assert f"{channel.MOST_MEMBERS} replicas may be there" in text
+    for name in ("docs/elastic.md", "docs/machines.md"):
+        assert str(channel.PORT) in page(name)
+
+
+def test_the_rules_of_the_diagnosis():
+    text = page("docs/diagnosis.md")
+    assert f"{Rules()!r}\n" in [block.text for block in blocks(ROOT / "docs/diagnosis.md", "text")]
+    first = next(number for number in range(1 << 20) if not recorded(number)) - 1
+    assert f"the first {first} are recorded" in text
+    assert f"every {module_state.COMPARED} steps" in page(
+        "docs/how.md"
+    ) and f"every {module_state.COMPARED} steps" in page("docs/own-loop.md")
+
+
+def test_gpus_are_named_with_what_is_known_of_them():
+    """A page that speaks of GPU kernels, or of runs on GPUs, says that none has run there."""
+    for path in PAGES:
+        text = page(path.relative_to(ROOT).as_posix())
+        if path.name not in ("log.md", "CHANGELOG.md") and re.search(
+            r"GPU kernels|Triton|[Rr]un on (?:a )?GPUs?|of 8 GPUs", text
+        ):
+            assert re.search(r"never (?:\w+ )?run on a GPU|has (?:ever )?run on a GPU|nobody has run it", text), (
+                path.name
+            )

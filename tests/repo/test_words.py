@@ -1,0 +1,96 @@
+"""One word for one idea, and the field's own: words that only this project used stand nowhere in code, pages, tests or messages."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from pages import ROOT
+
+# The private word, as a pattern of a part of an identifier or of prose, and the word to use.
+BANNED = {
+    r"muster": "rendezvous, or view",
+    r"roster": "membership",
+    r"concord(?!ia)": "round plan",
+    r"jur(?:y|ors?)(?![a-z])": "eviction votes",
+    r"rehears": "simulated cluster",
+    r"stand-?in(?![a-z])": "simulated lighthouse",
+    r"hindrances?(?![a-z])": "retries",
+    r"outbox": "send queue",
+    r"cautions(?![a-z])": "warnings",
+    r"crews?(?![a-z])": "members",
+    r"chapters?(?![a-z])": "epoch",
+    r"hand-?overs?(?![a-z])": "state transfer",
+    r"company(?![a-z])": "membership",
+    r"comings(?![a-z])": "member events",
+    r"hearts?(?![a-z])": "heartbeat",
+}
+# Names of classes that are gone: as such names only, for their small letters are plain English.
+GONE = ["Held", "Moved", "Landed", "Air", "Ticket", "Coming", "Circle", "Hindrances", "Standin", "Jury", "Crew"]
+# What is left, and why. May only shrink.
+LEFT = {
+    ("src/thinwire/strategy.py", r"cautions(?![a-z])"),  # `Strategy.cautions`, with its callers
+    ("src/thinwire/cli/doctor.py", r"cautions(?![a-z])"),
+    ("src/thinwire/methods/zeroth_order.py", r"crews?(?![a-z])"),  # a key in saved logs
+    ("tests/methods/test_zeroth_order.py", r"crews?(?![a-z])"),
+}
+FILES = sorted(
+    path
+    for pattern in (
+        "src/**/*.py",
+        "tests/**/*.py",
+        "examples/*.py",
+        "benchmarks/*.py",
+        "benchmarks/*.md",
+        "docs/**/*.md",
+        "docs/*.py",
+        "*.md",
+    )
+    for path in ROOT.glob(pattern)
+    if path.name not in ("log.md", "CHANGELOG.md", Path(__file__).name)
+)
+
+
+def words(text: str) -> str:
+    """Identifiers taken apart, in small letters: `MyOutbox_of` is `my outbox of`."""
+    return re.sub(r"_", " ", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", text)).lower()
+
+
+def found_in(text: str) -> set[str]:
+    return {pattern for pattern in BANNED if re.search(rf"(?<![a-z]){pattern}", words(text))}
+
+
+def test_private_words_stand_nowhere():
+    found = {
+        (path.relative_to(ROOT).as_posix(), word)
+        for path in FILES
+        for word in found_in(path.read_text() + "\n" + path.stem)
+    }
+    assert not [f"{path}: say {BANNED[word]}, not {word}" for path, word in sorted(found - LEFT)]
+    assert found >= LEFT, f"no longer there, take it off the list: {sorted(LEFT - found)}"
+
+
+def test_classes_that_are_gone_have_not_come_back():
+    lines = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in FILES
+        if path.suffix == ".py"
+        for line in path.read_text().splitlines()
+        if re.search(rf"^\s*class (?:{'|'.join(GONE)})\b", line)
+    ]
+    assert not lines
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("class Outbox:", {"outbox"}),
+        ("self.my_roster = 1", {"roster"}),
+        ("HandOver", set()),
+        ("a handover, by the heart", {r"hand-?overs?(?![a-z])", r"hearts?(?![a-z])"}),
+        ("the heartbeat departs, and the flight lands at its anchor; mustard accompanying", set()),
+    ],
+)
+def test_what_counts_as_such_a_word(text, found):
+    assert found_in(text) == found
