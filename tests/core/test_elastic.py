@@ -358,7 +358,7 @@ def test_what_cannot_be_written_is_said_by_its_own_name(monkeypatch: pytest.Monk
         agreed = toy.elastic.rounds.loop.agreed
         agreed.turn = 1 << 32
         toy.elastic.rounds.load(agreed)
-        toy.elastic.join(0)
+        toy.elastic.join()
         toy.elastic._trained = 4.0
         toy.elastic.rounds.depart(toy.elastic._bring(0, 4), own_steps=4)
         toy.elastic.close()
