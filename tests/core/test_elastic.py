@@ -345,7 +345,7 @@ def test_a_status_out_of_bounds_is_refused_by_name(lie: dict[str, Any]) -> None:
     agree(results, book)
     assert all(isinstance(results[name], Toy) for name in "ab"), results
     assert not any("zz" in fields["members"] for _, event, fields in book.events if event == "round")
-    assert len([text for text in told if text.startswith("zz made a status")]) == 2  # each has said it once
+    assert len([text for text in told if text.startswith("zz sent a status")]) == 2  # each has said it once
 
 
 def test_what_cannot_be_written_is_said_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from thinwire.errors import ConfigurationError, LinkError, PacketError
 from thinwire.membership.channel import ANSWER, PORT, Channel, at, family
 from thinwire.membership.commit import VoteStore
 from thinwire.membership.server import Lighthouse as Lighthouse
-from thinwire.membership.store import AddressBook, ChannelBoard, within
+from thinwire.membership.store import AddressBook, ChannelVoteStore, within
 from thinwire.membership.timeouts import Timeouts
 from thinwire.membership.view import Observe, Presence
 
@@ -43,9 +43,9 @@ class LighthouseRendezvous:
         self._observe: Observe = lambda kind, fields: None
         self._name = self._incarnation = ""
         self._secret = b""
-        self._vote_store: ChannelBoard | None = None
+        self._vote_store: ChannelVoteStore | None = None
         self._left = threading.Event()
-        self._litter: list[str] = []  # keys for the heartbeat thread to delete
+        self._unused_keys: list[str] = []  # keys for the heartbeat thread to delete
         self._addresses: list[str] = []  # keys of the last group's
         self._refused: set[str] = set()
         self._door: socket.socket | None = None
@@ -107,7 +107,7 @@ class LighthouseRendezvous:
 
     def connect(self, epoch: str, members: Sequence[Presence], rank: int) -> Group:
         seconds, timeout = self._timeouts.connect, self._timeouts.transfer
-        self._litter.extend(self._addresses)  # of an epoch that is over
+        self._unused_keys.extend(self._addresses)  # of an epoch that is over
         book = AddressBook(self._channel(), epoch, seconds)
         self._addresses = book.own
 
@@ -151,8 +151,8 @@ class LighthouseRendezvous:
         if lost is not None:
             lost.channel.close()
 
-    def _found(self, seconds: float) -> ChannelBoard:
-        """The vote_store of a lighthouse that answers; one that is new is given time to hear the others, too."""
+    def _found(self, seconds: float) -> ChannelVoteStore:
+        """The vote store of a lighthouse that answers; one that is new is given time to hear the others, too."""
         if self._vote_store is not None:
             try:
                 self._vote_store.channel.ask("beat")
@@ -174,7 +174,7 @@ class LighthouseRendezvous:
                 self._retry(str(error), pause)
             self.sleep(pause)
             pause = min(2 * pause, 10.0)
-        self._vote_store = ChannelBoard(channel, self._litter)
+        self._vote_store = ChannelVoteStore(channel, self._unused_keys)
         self._compare(channel.heartbeat_timeout)
         self.sleep(2 * self._timeouts.heartbeat_interval)
         if self._left.is_set():  # meanwhile, on another thread, which could not close what was not there yet
@@ -199,8 +199,10 @@ class LighthouseRendezvous:
             try:
                 channel = channel or self._channel()
                 channel.ask("beat")
-                if self._litter:
-                    channel.ask("forget", keys=[self._litter.pop() for _ in range(min(len(self._litter), 256))])
+                if self._unused_keys:
+                    channel.ask(
+                        "forget", keys=[self._unused_keys.pop() for _ in range(min(len(self._unused_keys), 256))]
+                    )
                 missed = 0
             except LinkError as error:
                 channel = None

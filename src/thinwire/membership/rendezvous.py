@@ -55,7 +55,7 @@ class Rendezvous(Protocol):
     def sleep(self, seconds: float) -> None: ...
 
     def arrive(self, name: str, incarnation: str, secret: bytes, timeouts: Timeouts, observe: Observe) -> None:
-        """Begin to be there, and be heard from now on, by those who hold `secret`. Called once, before all else."""
+        """Register and start heartbeats; only those who hold `secret` are believed. Called once, before all else."""
 
     def call(self, presence: Presence, seconds: float) -> tuple[Sequence[Presence], VoteStore]:
         """Wait until most of those who are there call, too.
@@ -70,7 +70,7 @@ class Rendezvous(Protocol):
         """Whether `other` answers this replica, directly."""
 
     def leave(self) -> None:
-        """Be there no longer. Idempotent."""
+        """End the heartbeats, and whatever waits here. Idempotent. From any thread."""
 
 
 class _Past(NamedTuple):
