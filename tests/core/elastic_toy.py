@@ -131,6 +131,7 @@ class Toy:
         keep: float = 0.0,
         tokens: float | None = None,
         inner: Callable[[Toy, int], Tensor] | None = None,
+        most_steps: int | None = None,
     ) -> None:
         self.inner = inner or (lambda toy, fragment: increment(toy.name, toy.step, fragment))
         self.keep = keep
@@ -140,7 +141,8 @@ class Toy:
         self.parameters = [nn.Parameter(start.clone()) for start in START]
         fragments = [tw.Fragment(f"part {i}", [(f"part {i}", p)]) for i, p in enumerate(self.parameters)]
         self.pieces = [hold(strategy, fragment, index, 0, 1) for index, fragment in enumerate(fragments)]
-        membership = cluster.membership(name, least=least, timeouts=Timeouts(grace=grace))
+        times = Timeouts(grace=grace)
+        membership = cluster.membership(name, least=least, timeouts=times, most_steps=most_steps)
         self.training = training(strategy, self.parameters, self.pieces, book.hear(name), tokens)
         self.elastic = ElasticDriver(self.training, membership, thread=Inline())
         self.sent: list[list[Tensor]] = [[], []]  # of its own deltas, those that were counted

@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from elastic_toy import SIZES, Book, Toy, agree, one_thread, train
+from elastic_toy import SIZES, Book, Inline, Toy, agree, one_thread, train
 from torch import Tensor, nn
 
 import thinwire as tw
+from thinwire.codecs import Identity
+from thinwire.elastic.global_state import Agreed
+from thinwire.elastic.messages import Ready
+from thinwire.elastic.rounds import Rounds
 from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError
 from thinwire.membership.testing.cluster import SimulatedCluster
 from thinwire.membership.timeouts import Timeouts
@@ -138,3 +142,25 @@ def test_replicas_that_count_differently_are_told() -> None:
 
     told = cluster.play({name: run for name in "abc"})["b"]
     assert isinstance(told, DisagreementError) and "weights: by tokens there, alike at 'a'" in str(told)
+
+
+def test_what_is_left_at_the_end_is_averaged_without_momentum() -> None:
+    """As in a fixed group: a whole outer step for less than a period's delta would overshoot."""
+    anchor, delta, outer = torch.zeros(4), torch.ones(4), tw.Nesterov(lr=0.5, momentum=0.8)
+    strategy = tw.Strategy(schedule=tw.Every(4), outer=outer)
+    agreed = Agreed([anchor], [outer.init(anchor)])
+    rounds = Rounds(
+        strategy, SimulatedCluster().membership("a", least=1), agreed, [Identity()], [0], observe=lambda *_, **__: None,
+        thread=Inline(),
+    )  # fmt: skip
+    rounds.join(0)
+    rounds.depart(Ready(0, delta, 1.0, 4, {}), own_steps=4)
+    rounds.finish(0.0)
+    rounds.meet(Ready(0, delta, 1.0, 5, {}))
+    first, second = (outcome for outcome in rounds.outcomes(99) if outcome.anchor is not None)
+    due, state = outer.step(anchor, delta, outer.init(anchor))
+    torch.testing.assert_close(first.anchor, due)
+    torch.testing.assert_close(second.anchor, due - delta)
+    assert second.state.keys() == state.keys()
+    for name, kept in state.items():  # a newcomer's rounds go on from it
+        torch.testing.assert_close(second.state[name], kept)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import thinwire as tw
-from thinwire.elastic.plan import MemberStatus, grow, reconcile
+from thinwire.elastic.plan import MemberStatus, next_digest, reconcile
 
 ORDER = (1, 2, 0)
 brings = st.dictionaries(st.sampled_from("012"), st.sampled_from([0.0, 1.0, 2.5]))
@@ -160,21 +160,21 @@ def test_statuses_survive_their_journey_and_nothing_else_does() -> None:
         good | {"brings": {"1": "2"}},
     ]
     for facts in bad:
-        with pytest.raises(tw.PeerError, match="replica-1 made a status"):
+        with pytest.raises(tw.PeerError, match="replica-1 sent a status"):
             MemberStatus.of(facts, "replica-1")
 
 
 def test_a_state_digest_tells_what_happened() -> None:
     anchor = torch.arange(5.0)
-    state_digest = grow("start", 3, 1, anchor)
-    assert state_digest == grow("start", 3, 1, anchor.clone())
+    state_digest = next_digest("start", 3, 1, anchor)
+    assert state_digest == next_digest("start", 3, 1, anchor.clone())
     moved = anchor.clone()
     moved[4] = torch.nextafter(moved[4], torch.tensor(9.0))
     others = {
-        grow("other", 3, 1, anchor),
-        grow("start", 4, 1, anchor),
-        grow("start", 3, 0, anchor),
-        grow("start", 3, 1, moved),
+        next_digest("other", 3, 1, anchor),
+        next_digest("start", 4, 1, anchor),
+        next_digest("start", 3, 0, anchor),
+        next_digest("start", 3, 1, moved),
     }
     assert state_digest not in others and len(others) == 4
     assert dataclasses.replace(status(1), state_digest=state_digest).state_digest == state_digest

@@ -353,6 +353,32 @@ def test_another_run_or_version_is_refused_by_name(what):
     assert isinstance(results["b"], DisagreementError) and f"{what}: that there" in str(results["b"])
 
 
+def test_two_newcomers_that_differ_both_say_so_at_once_and_neither_is_ended():
+    """Nobody else is there, so nobody can tell which of them is wrong: the next that comes decides."""
+    cluster, told, ended = SimulatedCluster(), {}, {}
+
+    def run(name):
+        def observe(kind, fields):
+            if kind == "retry" and "left out" in fields["reason"]:
+                told.setdefault(name, (cluster.time.now, fields["reason"]))
+
+        run_of = {"a": "that", "b": "this", "c": "this"}[name]
+        membership = cluster.membership(name, facts={"run": run_of}, observe=observe)
+        if name == "c":
+            membership.sleep(30.0)
+        try:
+            return hold_rounds(membership, ROUNDS, Log())
+        except DisagreementError as error:
+            ended[name] = cluster.time.now
+            return error
+
+    results = cluster.play({name: run for name in "abc"})
+    assert told["a"][0] < 10 and "b was left out: run: this there, that here" in told["a"][1]
+    assert told["b"][0] < 10 and "a was left out: run: that there, this here" in told["b"][1]
+    assert isinstance(results["a"], DisagreementError) and ended["a"] >= 30.0
+    assert finished(results["b"]) and finished(results["c"])
+
+
 def test_statuses_are_told_to_all_in_rank_order():
     cluster = SimulatedCluster()
 

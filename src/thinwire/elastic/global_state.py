@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from thinwire.codecs import Codec, check_finite
-from thinwire.elastic.plan import MOST_TURNS, MemberStatus, grow
+from thinwire.elastic.plan import MOST_TURNS, MemberStatus, next_digest
 from thinwire.errors import CheckpointError
 from thinwire.pieces.partition import Fragment
 from thinwire.runtime.fragment_state import FragmentState
@@ -75,7 +75,7 @@ class Agreed:
 
     def commit(self, fragment: int, anchor: Tensor, state: State, who: tuple[str, ...]) -> None:
         self.anchors[fragment], self.states[fragment] = anchor, state
-        self.state_digest = grow(self.state_digest, self.turn, fragment, anchor)
+        self.state_digest = next_digest(self.state_digest, self.turn, fragment, anchor)
         self.counted[self.turn] = fragment, who, self.mark
         self.counted.pop(self.turn - REMEMBERED, None)
 

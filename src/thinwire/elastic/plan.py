@@ -1,9 +1,9 @@
 """Elastic rounds, the part that is arithmetic: from what all members say of themselves to what all will do.
 
 Rounds are numbered through all fragments, which take turns: **turn** q is the next one, about fragment order[q mod P]. Members who
-committed the same rounds hold the same anchors, and say so by a **state_digest**: a digest that grows by each moved anchor. Whoever
-is behind in turns, or has another state_digest, is *behind*: it takes over the agreed state of those who are *sound* before
-it is counted again. Its own progress is not lost by that: a delta is relative to its own anchor.
+committed the same rounds hold the same anchors and the same **state digest**, a hash over all anchors that these rounds moved. A
+member with fewer turns, or with another digest, is *behind*: it takes over the agreed state of those who are *sound* before it is
+counted again. Its own progress is not lost by that: a delta is relative to its own anchor.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ MOST_RECORD = 8192  # bytes
 class MemberStatus:
     """What a replica says of itself when it asks for a round.
 
-    turn        the first round that it has not seen decided
-    state_digest       digest of its anchors, see `grow`
-    step        inner steps, for the learning rate of those who join
-    fresh       it holds nothing but random weights
-    finishing   it has trained all its steps
-    run         which run it is in: the id of its first view; "" before that
-    over        the run has ended; what it holds is the final state, which no round changes any more
-    brings      what the deltas count that it has ready, by fragment: 1, or the tokens behind them; 0: not at all
-    record      what it saw of its last round, as JSON, and
-    suspect     whom it would go on without (eviction.py); "" nothing, nobody
+    turn          the first round that it has not seen decided
+    state_digest  of its anchors, see `next_digest`
+    step          inner steps, for the learning rate of those who join
+    fresh         it holds nothing but random weights
+    finishing     it has trained all its steps
+    run           which run it is in: the id of its first view; "" before that
+    over          the run has ended; what it holds is the final state, which no round changes any more
+    brings        what the deltas count that it has ready, by fragment: 1, or the tokens behind them; 0: not at all
+    record        what it saw of its last round, as JSON, and
+    suspect       whom it would go on without (eviction.py); "" nothing, nobody
     """
 
     turn: int
@@ -61,7 +61,7 @@ class MemberStatus:
         kinds = {each.name: _KINDS[str(each.type)] for each in fields(cls)}
         fits = facts.keys() == kinds.keys() and all(type(facts[name]) in kind for name, kind in kinds.items())
         if not fits:
-            raise PeerError(f"{name} made a status that cannot be read; run the same version on every replica.")
+            raise PeerError(f"{name} sent a status that cannot be read; run the same version on every replica.")
         status = cls(**facts)
         bounds = {
             "turn": 0 <= status.turn < MOST_TURNS,
@@ -78,16 +78,22 @@ class MemberStatus:
         for what, within in bounds.items():
             if not within:
                 raise PeerError(
-                    f"{name} made a status out of bounds: {what} {getattr(status, what)!r:.60}; look at that replica."
+                    f"{name} sent a status out of bounds: {what} {getattr(status, what)!r:.60}; look at that replica."
                 )
         return status
 
-    def check(self, name: str, fragments: Collection[int], most: float) -> None:
-        """Raises `PeerError` if `name` brings what there is not among `fragments`, or one that counts more than `most`."""
+    def check(self, name: str, fragments: Collection[int], most: float, most_steps: int | None = None) -> None:
+        """Raises `PeerError` if `name` brings what there is not among `fragments`, or one that counts more than `most`; or says that
+        it has trained more than the run's `most_steps`, to which all others would jump.
+        """
+        if most_steps is not None and self.step > most_steps:
+            raise PeerError(
+                f"{name} sent a status out of bounds: step {self.step} of a run of {most_steps}; look at that replica."
+            )
         for key, weight in self.brings.items():
             if str(int(key)) != key or int(key) not in fragments or weight > most:
                 raise PeerError(
-                    f"{name} made a status out of bounds: fragment {key} that counts {weight:g}, of {len(fragments)} fragments "
+                    f"{name} sent a status out of bounds: fragment {key} that counts {weight:g}, of {len(fragments)} fragments "
                     f"and at most {most:g}; look at that replica."
                 )
 
@@ -108,7 +114,8 @@ class RoundPlan:
     behind    ranks that take it over first
     weights   what each counts in this round
     whole     what all who train would count together: the round divides by it
-    last      all have trained all their steps, and nobody has anything left but of this fragment
+    finished  all have trained all their steps: what is left of a period is averaged (`Outer.last`)
+    last      all have finished, and nobody has anything left but of this fragment
     over      nor of this one; or somebody sound knows that the run has ended
     """
 
@@ -119,6 +126,7 @@ class RoundPlan:
     behind: tuple[int, ...]
     weights: tuple[float, ...]
     whole: float
+    finished: bool
     last: bool
     over: bool
 
@@ -130,7 +138,7 @@ class RoundPlan:
 def reconcile(statuses: Sequence[MemberStatus], order: Sequence[int]) -> RoundPlan:
     """Who is sound, what this round is about, and what each delta counts. `order`: in which fragments take turns.
 
-    Sound are those with the most turns whose state_digest most of them share (of equally many: the lowest rank's). If nobody
+    Sound are those with the most turns whose state digest most of them share (of equally many: the lowest rank's). If nobody
     has trained yet the lowest rank is sound. The round is about the fragment whose turn it is, or the next one that anybody
     has ready. Who is behind is counted all the same: its delta is what that replica has trained, whatever the others did
     meanwhile; but not who is fresh. So is who came too late for an earlier round of this fragment, and has its delta still.
@@ -146,12 +154,10 @@ def reconcile(statuses: Sequence[MemberStatus], order: Sequence[int]) -> RoundPl
     trained = [rank for rank, status in enumerate(statuses) if not status.fresh]
     turn = max((statuses[rank].turn for rank in trained), default=0)
     ahead = [rank for rank in trained if statuses[rank].turn == turn] or [0]
-    state_digests = Counter(statuses[rank].state_digest for rank in ahead)
-    state_digest = max(
-        state_digests, key=lambda c: state_digests[c]
-    )  # of equally many the first counted: the lowest rank's
+    counts = Counter(statuses[rank].state_digest for rank in ahead)
+    shared = max(counts, key=lambda digest: counts[digest])  # of equally many the first counted: the lowest rank's
     candidates = ahead if trained else range(len(statuses))
-    sound = tuple(rank for rank in candidates if statuses[rank].state_digest == state_digest)
+    sound = tuple(rank for rank in candidates if statuses[rank].state_digest == shared)
     ended = any(statuses[rank].over for rank in sound)
     ready = set() if ended else {int(key) for rank in trained for key in statuses[rank].brings}
     turns = (t for t in range(turn, turn + len(order)) if order[t % len(order)] in ready)
@@ -169,13 +175,14 @@ def reconcile(statuses: Sequence[MemberStatus], order: Sequence[int]) -> RoundPl
         behind=behind,
         weights=weights,
         whole=sum(weights) * len(trained) / max(1, counted),
+        finished=finished,
         last=finished and ready <= {fragment},
         over=ended or (finished and not ready and not behind),
     )
 
 
-def grow(state_digest: str, turn: int, fragment: int, anchor: Tensor) -> str:
-    """The state_digest after `fragment`'s anchor has moved in `turn`: BLAKE2b, 16 bytes, as hexadecimal digits."""
+def next_digest(state_digest: str, turn: int, fragment: int, anchor: Tensor) -> str:
+    """The state digest after `fragment`'s anchor has moved in `turn`: BLAKE2b, 16 bytes, as hexadecimal digits."""
     state = hashlib.blake2b(f"{state_digest}/{turn}/{fragment}/".encode(), digest_size=16)
     state.update(anchor.detach().cpu().contiguous().view(-1).numpy().data)
     return state.hexdigest()

@@ -225,7 +225,7 @@ class RoundLoop:
 
     def _view(self, status: Callable[[], dict[str, Any]], seconds: float | None = None) -> View:
         def check(said: Any, name: str) -> None:
-            MemberStatus.of(said, name).check(name, self.order, self._most_weight)
+            MemberStatus.of(said, name).check(name, self.order, self._most_weight, self.membership.most_steps)
 
         return self.membership.next_view(status, seconds, check)
 
@@ -249,8 +249,8 @@ class RoundLoop:
             reason = f"{type(error).__name__}: {error}"
         committed = self._decide(view, plan, ready, moved) if plan.counted else False
         if reason:
-            self._end_sending()
             view.close()
+            self._end_sending()
         self._reason = reason
         if committed is not None:
             self._believe(view, plan, ready, moved if committed else None)
@@ -303,14 +303,16 @@ class RoundLoop:
     def _fly(self, view: View, plan: RoundPlan, ready: Ready) -> RoundUpdate:
         """Exchange the round's fragment.
 
-        Every delta is sent times weight · M / `RoundPlan.whole`, so that the mean over all M members is the weighted one.
+        Every delta is sent times weight · M / `RoundPlan.whole`, so that the mean over all M members is the weighted one. What is
+        left at the end of the run is averaged, as in a fixed group: it is less than a period's.
         """
         strategy, group, fragment = self.strategy, view.group, plan.fragment
         anchor, own = self.agreed.anchors[fragment], group.rank in plan.counted
         share = plan.weights[group.rank] * group.size / plan.whole
         delta = ready.delta if own else torch.zeros_like(anchor)
         held = self.agreed.fragment(fragment, self.codecs[fragment], ready.feedback if own else {})
-        moved = RoundUpdate(held, delta, strategy.outer, strategy.feedback if own else None, Buffers())
+        outer = strategy.outer.last if plan.finished else strategy.outer
+        moved = RoundUpdate(held, delta, outer, strategy.feedback if own else None, Buffers())
 
         def signal(begin: int, end: int) -> Tensor:
             values = moved.signal(begin, end)
@@ -346,7 +348,7 @@ class RoundLoop:
 
     def _end_sending(self, _: Close | None = None) -> None:
         if self._context is not None:
-            self._context.close()
+            self._context.close(wait=True)  # its group is closed: what it sends fails at once
         self._context = None
 
     def _decide(self, view: View, plan: RoundPlan, ready: Ready, moved: RoundUpdate | None) -> bool | None:

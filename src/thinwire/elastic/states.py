@@ -152,8 +152,9 @@ TRANSITIONS: dict[tuple[State, Event], tuple[State, tuple[Action, ...]]] = {
 def transition(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
     """The state after `event`, and what to do. Raises `AssertionError` for an event that cannot happen in `state`.
 
-    >>> transition(State.SETTLED, Event.ALONE)
-    (<State.ENDING: ...>, (<Action.NOTE_END: ...>,))
+    >>> after, actions = transition(State.SETTLED, Event.ALONE)
+    >>> after.name, [action.name for action in actions]
+    ('ENDING', ['GIVE_BACK', 'NOTE_END'])
     """
     if (state, event) not in TRANSITIONS:
         raise AssertionError(f"{event.name} cannot happen in {state.name}: see thinwire/elastic/states.py")

@@ -118,9 +118,9 @@ class SendContext:
     def __init__(self, group: Group, clock: Callable[[], float] = time.monotonic) -> None:
         self.group, self.send_queue, self.buffers, self.clock = group, SendQueue(group, clock), Buffers(), clock
 
-    def close(self) -> None:
-        """End the sending thread. The group stays open."""
-        self.send_queue.close()
+    def close(self, wait: bool = False) -> None:
+        """End the sending thread, and `wait` for its end. The group stays open."""
+        self.send_queue.close(wait)
 
 
 @dataclass

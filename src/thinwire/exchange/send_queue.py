@@ -57,14 +57,16 @@ class SendQueue:
         self._on_the_way.append(sent)
         return sent
 
-    def close(self) -> None:
-        """Forget what waits: whoever waits for it hears `CancelledError`."""
+    def close(self, wait: bool = False) -> None:
+        """Forget what waits: whoever waits for it hears `CancelledError`. With `wait` the thread has ended on return, which takes as
+        long as what it sends; close the group first.
+        """
         with self._lock:
             self._closed = True
             forgotten, self._waiting = self._waiting, []
         for *_, future in forgotten:
             future.cancel()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.shutdown(wait=wait, cancel_futures=True)
 
     def _next(self) -> None:
         with self._lock:

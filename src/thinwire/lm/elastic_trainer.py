@@ -33,11 +33,11 @@ class ElasticTrainer(Trainer):
         self._log_start(strategy, fragments)  # before the first contact, which may take long
         self._timeouts = AdaptiveTimeouts(strategy, run, fragments, self._time_a_step())
         reporter = RetryReporter(log.emit)
-        entered, times = "", self._timeouts.timeouts()
+        saved, times = dict[str, Any](), self._timeouts.timeouts()
         if self.place.resume:
             self._found, self._passed_over = checkpoint.newest(self.checkpoints)
-            entered = self._found.manifest["facts"]["agreed"].get("run", "") if self._found else ""
-        self.group = make_membership(self.place.member, run, facts, times, self._wrapped, reporter, entered)
+            saved = self._found.manifest["facts"] if self._found else {}
+        self.group = make_membership(self.place.member, run, facts, times, self._wrapped, reporter, saved)
         tokens = run.batch * run.sequence * run.accumulate if run.weigh == "tokens" else None
 
         def attach() -> Replica:

@@ -61,10 +61,10 @@ def make_membership(
     times: Timeouts,
     wrap: Callable[[Group], Group],
     observe: Observe,
-    entered: str,
+    saved: Mapping[str, Any],
 ) -> Membership:
-    """Those who are there, for `run`: `facts` must be alike on all, beside code, strategy and model. `entered` names the run that
-    this replica's checkpoint is of; "" if it has none.
+    """Those who are there, for `run`: `facts` must be alike on all, beside code, strategy and model. `saved`: the facts of this
+    replica's checkpoint; empty if it has none.
     """
     times = replace(times, view=min(times.view, run.timeout))
     texts = {name: str(value) for name, value in {"replicas": run.replicas, **facts}.items()}
@@ -74,7 +74,8 @@ def make_membership(
         facts=texts,
         least=run.least,
         secret=member.secret,
-        run=entered,
+        run=saved["agreed"].get("run", "") if saved else "",
+        most_steps=max(run.steps, saved.get("step", 0)),
         timeouts=times,
         wrap=wrap,
         observe=observe,

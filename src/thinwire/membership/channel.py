@@ -38,7 +38,7 @@ MOST_MEMBERS = 128  # replicas at one lighthouse
 MOST_ASKED = 1 << 17  # bytes of one message to the lighthouse
 MOST_ANSWERED = 3 * MOST_MEMBERS * MOST_PRESENCE  # and from it: everybody's presence, escaped once more
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-LIFE = re.compile(r"[0-9a-f]{16}")
+INCARNATION = re.compile(r"[0-9a-f]{16}")
 
 MAGIC, VERSION = b"TWLH", 1
 HELLO = struct.Struct("<4sI32s")

@@ -1,6 +1,6 @@
 """One yes or no for all members, decided once and for ever.
 
-A vote_store keeps what members write; of two values proposed for one key it keeps the first. The protocol, for the member
+A vote store keeps what members write; of two values proposed for one key it keeps the first. The protocol, for the member
 of rank r among M:
 
 * Whoever is against proposes no. It knows the answer without hearing it: yes needs its ballot, which was never cast.
@@ -8,9 +8,9 @@ of rank r among M:
 * At its deadline it looks once more, and proposes yes if all ballots are there by now, else no.
 
 Whatever happens (deaths, delays, any order), there is one outcome, and it is yes only if all M were for. A member
-that cannot reach the vote_store after casting its ballot does not know: `UndecidedError`. Nobody waits beyond its deadline.
+that cannot reach the vote store after casting its ballot does not know: `UndecidedError`. Nobody waits beyond its deadline.
 
-`ballot` is the protocol without input and output: it yields what to do on the vote_store and is sent what came of it.
+`ballot` is the protocol without input and output: it yields what to do on the vote store and is sent what came of it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ YES, NO = b"yes", b"no"
 
 
 class VoteStore(Protocol):
-    """Where members write and read. Every call may raise `LinkError`; then the vote_store is never used again."""
+    """Where members write and read. Every call may raise `LinkError`; then the vote store is never used again."""
 
     def put(self, key: str) -> None:
         """Write `key`; again is as once."""
@@ -95,7 +95,7 @@ def ballot(question: str, rank: int, size: int, yes: bool) -> Generator[Step, An
 
 
 def carry_out(steps: Generator[Step, Any, bool], vote_store: VoteStore, seconds: float) -> bool:
-    """Do what `steps` asks for on `vote_store`. Raises what the vote_store raises."""
+    """Do what `steps` asks for on `vote_store`. Raises what it raises."""
     came: Any = None
     while True:
         try:

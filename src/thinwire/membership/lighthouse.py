@@ -21,7 +21,7 @@ from thinwire.errors import ConfigurationError, LinkError, PacketError
 from thinwire.membership.channel import ANSWER, PORT, Channel, at, family
 from thinwire.membership.commit import VoteStore
 from thinwire.membership.server import Lighthouse as Lighthouse
-from thinwire.membership.store import AddressBook, ChannelBoard, within
+from thinwire.membership.store import AddressBook, ChannelVoteStore, within
 from thinwire.membership.timeouts import Timeouts
 from thinwire.membership.view import Observe, Presence
 
@@ -38,13 +38,14 @@ class LighthouseRendezvous:
     def __init__(self, address: str, host: str | None = None) -> None:
         self._lighthouse, self._port = _parse(address)
         self._host = host or _own_address(self._lighthouse, self._port)
+        self._address = self._host  # with the port, as soon as it listens
         self._timeouts = Timeouts()
         self._observe: Observe = lambda kind, fields: None
         self._name = self._incarnation = ""
         self._secret = b""
-        self._vote_store: ChannelBoard | None = None
+        self._vote_store: ChannelVoteStore | None = None
         self._left = threading.Event()
-        self._litter: list[str] = []  # keys for the heartbeat thread to delete
+        self._unused_keys: list[str] = []  # keys for the heartbeat thread to delete
         self._addresses: list[str] = []  # keys of the last group's
         self._refused: set[str] = set()
         self._door: socket.socket | None = None
@@ -52,7 +53,7 @@ class LighthouseRendezvous:
 
     @property
     def address(self) -> str:
-        return at(self._host, self._door.getsockname()[1]) if self._door else self._host
+        return self._address
 
     def clock(self) -> float:
         return time.monotonic()
@@ -69,6 +70,7 @@ class LighthouseRendezvous:
             raise LinkError(
                 f"cannot listen at {self._host} ({error}). Give the address of this machine that the others reach."
             ) from None
+        self._address = at(self._host, self._door.getsockname()[1])
         for body in (self._answer, self._beat):
             self._threads.append(
                 threading.Thread(target=body, name=f"thinwire-{body.__name__.strip('_')}", daemon=True)
@@ -105,7 +107,7 @@ class LighthouseRendezvous:
 
     def connect(self, epoch: str, members: Sequence[Presence], rank: int) -> Group:
         seconds, timeout = self._timeouts.connect, self._timeouts.transfer
-        self._litter.extend(self._addresses)  # of an epoch that is over
+        self._unused_keys.extend(self._addresses)  # of an epoch that is over
         book = AddressBook(self._channel(), epoch, seconds)
         self._addresses = book.own
 
@@ -149,8 +151,8 @@ class LighthouseRendezvous:
         if lost is not None:
             lost.channel.close()
 
-    def _found(self, seconds: float) -> ChannelBoard:
-        """The vote_store of a lighthouse that answers; one that is new is given time to hear the others, too."""
+    def _found(self, seconds: float) -> ChannelVoteStore:
+        """The vote store of a lighthouse that answers; one that is new is given time to hear the others, too."""
         if self._vote_store is not None:
             try:
                 self._vote_store.channel.ask("beat")
@@ -172,7 +174,7 @@ class LighthouseRendezvous:
                 self._retry(str(error), pause)
             self.sleep(pause)
             pause = min(2 * pause, 10.0)
-        self._vote_store = ChannelBoard(channel, self._litter)
+        self._vote_store = ChannelVoteStore(channel, self._unused_keys)
         self._compare(channel.heartbeat_timeout)
         self.sleep(2 * self._timeouts.heartbeat_interval)
         if self._left.is_set():  # meanwhile, on another thread, which could not close what was not there yet
@@ -197,8 +199,10 @@ class LighthouseRendezvous:
             try:
                 channel = channel or self._channel()
                 channel.ask("beat")
-                if self._litter:
-                    channel.ask("forget", keys=[self._litter.pop() for _ in range(min(len(self._litter), 256))])
+                if self._unused_keys:
+                    channel.ask(
+                        "forget", keys=[self._unused_keys.pop() for _ in range(min(len(self._unused_keys), 256))]
+                    )
                 missed = 0
             except LinkError as error:
                 channel = None

@@ -55,7 +55,7 @@ class Rendezvous(Protocol):
     def sleep(self, seconds: float) -> None: ...
 
     def arrive(self, name: str, incarnation: str, secret: bytes, timeouts: Timeouts, observe: Observe) -> None:
-        """Begin to be there, and be heard from now on, by those who hold `secret`. Called once, before all else."""
+        """Register and start heartbeats; only those who hold `secret` are believed. Called once, before all else."""
 
     def call(self, presence: Presence, seconds: float) -> tuple[Sequence[Presence], VoteStore]:
         """Wait until most of those who are there call, too.
@@ -70,7 +70,7 @@ class Rendezvous(Protocol):
         """Whether `other` answers this replica, directly."""
 
     def leave(self) -> None:
-        """Be there no longer. Idempotent."""
+        """End the heartbeats, and whatever waits here. Idempotent. From any thread."""
 
 
 class _Past(NamedTuple):
@@ -90,6 +90,7 @@ class Membership:
     be equal on all members; the code version and the wire format are among them. Fewer than `least` members are no
     view, unless the status of one says that the run is `over`. `run` is the one that this replica's checkpoint is of, if
     any. With `evict`, rounds go on without a member that most find to hold them up by these rules (elastic/eviction.py).
+    A member whose status claims more than `most_steps` inner steps, those of the whole run, is left out (None: not known).
     `wrap` goes around every group that is built (counters, an emulated link). `observe` is told, as kind and fields:
     retry, call, connect, view, ballot, decided.
     """
@@ -105,12 +106,14 @@ class Membership:
         run: str = "",
         timeouts: Timeouts | None = None,
         evict: Rules | None = None,
+        most_steps: int | None = None,
         wrap: Callable[[Group], Group] = lambda group: group,
         observe: Observe = lambda kind, fields: None,
     ) -> None:
         if isinstance(least, bool) or not isinstance(least, int) or least < 1:
             raise ConfigurationError(f"least={least!r}: a whole number of at least 1 member is needed.")
         self.name, self.least, self.timeouts, self.evict = name, least, timeouts or Timeouts(), evict
+        self.most_steps = most_steps
         self.clock, self.sleep = rendezvous.clock, rendezvous.sleep
         self.facts = {"code version": __version__, "wire format": str(VERSION), **(facts or {})}
         self._run = run
@@ -150,7 +153,7 @@ class Membership:
         take part: other facts, or a name that is taken; it has left then).
         """
         if self._left:
-            raise LinkError(f"replica {self.name!r} has left its membership; make a new one to come back.")
+            raise self._gone()
         seconds = self.timeouts.view if seconds is None else seconds
         began = self._rendezvous.clock()
         until = began + seconds
@@ -187,6 +190,8 @@ class Membership:
             self._observe("retry", {"reason": reason, "seconds": pause})
             self._rendezvous.sleep(min(pause, max(0.0, until - self._rendezvous.clock())))
             pause = min(2 * pause, 0.25)  # so that all call again within what the lighthouse waits
+        if self._left:
+            raise self._gone()
         raise LinkError(f"replica {self.name!r} found no view within {seconds:g} s: {reason}.")
 
     def note_end(self, *what: str) -> None:
@@ -232,6 +237,9 @@ class Membership:
         self._let_go(self._group)
         self._past = []  # views hold their membership, and would hold its connections
         self._rendezvous.leave()
+
+    def _gone(self) -> LinkError:
+        return LinkError(f"replica {self.name!r} has left its membership; make a new one to come back.")
 
     def _presence(self, status: Mapping[str, Any], expected: Sequence[Presence]) -> Presence:
         return Presence(
@@ -336,7 +344,7 @@ class Membership:
         self._group, self._holds, self._suspects = group, verdict.id, ()
         if self._left:  # meanwhile, on another thread
             self._let_go(group)
-            raise LinkError(f"replica {self.name!r} has left its membership")
+            raise self._gone()
         return group
 
     def _let_go(self, group: Group | None) -> None:

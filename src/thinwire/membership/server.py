@@ -26,8 +26,8 @@ from thinwire.membership.channel import (
     FRAME,
     FULL,
     HELLO,
+    INCARNATION,
     INTRODUCTION,
-    LIFE,
     MAGIC,
     MOST_ASKED,
     MOST_MEMBERS,
@@ -290,7 +290,7 @@ class Lighthouse:
             await line.send(WELCOME.pack(OTHER_SECRET, 0.0, bytes(PROOF)))
             raise _Refused("it does not hold this run's secret")
         called, born = name.rstrip(b"\0").decode(errors="replace"), incarnation.decode(errors="replace")
-        if not NAME.fullmatch(called) or not LIFE.fullmatch(born):
+        if not NAME.fullmatch(called) or not INCARNATION.fullmatch(born):
             raise _Refused("it has no name that a replica may have")
         line.name, line.incarnation = called, born
         if born not in self._replicas and len(self._replicas) >= MOST_MEMBERS:

@@ -1,6 +1,6 @@
 """What members write for each other at a lighthouse: ballots, and where they are reached.
 
-What was decided at one lighthouse cannot be asked of the next, so a vote_store that failed once is not used again.
+What was decided at one lighthouse cannot be asked of the next, so a vote store that failed once is not used again.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from thinwire.membership.channel import Channel
 T = TypeVar("T")
 
 
-class ChannelBoard:
-    """A vote_store at a lighthouse, over one connection: after its first failure, none of its answers can be had any more."""
+class ChannelVoteStore:
+    """A vote store at a lighthouse, over one connection: after its first failure, none of its answers can be had any more."""
 
-    def __init__(self, channel: Channel, litter: list[str]) -> None:
-        self.channel, self._litter = channel, litter
+    def __init__(self, channel: Channel, unused_keys: list[str]) -> None:
+        self.channel, self._unused_keys = channel, unused_keys
 
     def put(self, key: str) -> None:
         self.channel.ask("put", key=key, value="1")
@@ -40,7 +40,7 @@ class ChannelBoard:
         return None if values is None else str(values[0]).encode()
 
     def forget(self, keys: Sequence[str]) -> None:
-        self._litter.extend(keys)
+        self._unused_keys.extend(keys)
 
 
 class AddressBook(Store):

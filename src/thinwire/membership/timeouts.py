@@ -70,7 +70,7 @@ class Timeouts:
             connect            = max(10, 40 · rtt + 3 · queue)
             transfer           = max(10, 4 · (air + rtt))
             vote               = transfer + max(5, 8 · rtt + 3 · queue)
-            view             = H·T + grace + heartbeat_timeout + 2 · connect
+            view               = H·T + grace + heartbeat_timeout + 2 · connect
 
         The grace is the schedule's slack: so much later a round still lands in time. Where there is none it is a
         tenth of the period, the most that one late replica costs the others. A link four times slower than said

@@ -89,7 +89,7 @@ class Presence:
             ):
                 raise ValueError("facts, unreachable or expects hold more than texts")
         except (ValueError, TypeError, RecursionError) as error:  # a ConfigurationError is a ValueError
-            raise PacketError(f"somebody at the view is no replica of this version of Thinwire: {error}") from None
+            raise PacketError(f"a presence cannot be read ({error}); run the same version on every replica") from None
         return presence
 
 

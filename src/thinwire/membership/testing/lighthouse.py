@@ -1,4 +1,4 @@
-"""A simulated lighthouse within one process, in virtual time, and the vote_store beside it."""
+"""A simulated lighthouse within one process, in virtual time, and the vote store beside it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Place(Protocol):
 
 
 class SimulatedLighthouse:
-    """Who is heard, who calls, and what is written on the vote_store. Call it with the lock of its place held."""
+    """Who is heard, who calls, and what is written in the vote store. Call it with the lock of its place held."""
 
     def __init__(self, place: Place, heartbeat_timeout: float) -> None:
         self.place, self.heartbeat_timeout = place, heartbeat_timeout
