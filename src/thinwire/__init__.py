@@ -11,6 +11,7 @@ from importlib.util import find_spec as _find_spec
 from thinwire.version import __version__ as __version__
 
 if _typing.TYPE_CHECKING:
+    from thinwire.catalogue import *  # noqa: F403
     from thinwire.public import *  # noqa: F403
     from thinwire.public import __all__ as __all__
 else:

@@ -7,94 +7,12 @@ import difflib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from thinwire.codecs import (
-    DCT,
-    E2M1,
-    E3M0,
-    E4M3,
-    E5M2,
-    Cast,
-    ChunkedTopK,
-    Codebook,
-    Each,
-    Hadamard,
-    Identity,
-    Int,
-    Levels,
-    LowRank,
-    OverSenders,
-    RandomK,
-    Sign,
-    Squares,
-    TopK,
-)
+from thinwire import catalogue
 from thinwire.errors import ConfigurationError
-from thinwire.exchange import AllReduce, Direct, Fastest, Hierarchy, TwoShot
 from thinwire.own_files import resolved
-from thinwire.pieces.aggregate import Mean, MeanOverSenders
-from thinwire.pieces.feedback import Feedback
-from thinwire.pieces.inner_optimizers import SGD, AdamW, Muon
-from thinwire.pieces.lgreco import LGreCo
-from thinwire.pieces.merge import Eager, Mix, Reset
-from thinwire.pieces.outer import Average, HeavyBall, Nesterov
-from thinwire.pieces.partition import BySize, Sequential, Strided, Whole
-from thinwire.pieces.policy import Constant, DenseUntil, DensityWarmup
-from thinwire.pieces.privacy import Privacy
-from thinwire.pieces.schedule import Every, Quadratic, Staggered
-from thinwire.pieces.transforms import Clip, Moments, Momentum, Settled, Signs
-from thinwire.strategy import Deltas, Gradients, Strategy
 
 PIECES: dict[str, Callable[..., Any]] = {
-    piece.__name__: piece
-    for piece in (
-        *(
-            Strategy,
-            Every,
-            Staggered,
-            Quadratic,
-            Whole,
-            Strided,
-            Sequential,
-            BySize,
-            Identity,
-            Cast,
-            E3M0,
-            E2M1,
-            E4M3,
-            E5M2,
-            Int,
-            Levels,
-            Sign,
-            TopK,
-            ChunkedTopK,
-            RandomK,
-            OverSenders,
-            Codebook,
-            LowRank,
-            Each,
-            DCT,
-            Hadamard,
-            Squares,
-            Constant,
-            DenseUntil,
-            DensityWarmup,
-            LGreCo,
-            Feedback,
-            Direct,
-            TwoShot,
-            AllReduce,
-            Hierarchy,
-            Fastest,
-            Mean,
-            MeanOverSenders,
-            Average,
-            Nesterov,
-            HeavyBall,
-        ),
-        *(Clip, Momentum, Moments, Settled, Signs),
-        *(AdamW, SGD, Muon),
-        *(Mix, Eager, Reset, Deltas, Gradients, Privacy),
-    )
+    name: piece for name, piece in vars(catalogue).items() if isinstance(piece, type)
 }
 
 

@@ -1,27 +1,7 @@
 """All that `import thinwire` gives: loaded, with torch, when the first of these names is asked for."""
 
-from thinwire.codecs import (
-    DCT,
-    E2M1,
-    E3M0,
-    E4M3,
-    E5M2,
-    Cast,
-    ChunkedTopK,
-    Codebook,
-    Codec,
-    Each,
-    Hadamard,
-    Identity,
-    Int,
-    Levels,
-    LowRank,
-    OverSenders,
-    RandomK,
-    Sign,
-    Squares,
-    TopK,
-)
+from thinwire.catalogue import *  # noqa: F403
+from thinwire.codecs import Codec
 from thinwire.comm import Group, ThreadGroup, TorchGroup, run_threads
 from thinwire.ddp_hook import GradientHook
 from thinwire.errors import (
@@ -36,19 +16,16 @@ from thinwire.errors import (
     PeerError,
     ThinwireError,
 )
-from thinwire.exchange import AllReduce, Direct, Exchange, Fastest, Hierarchy, TwoShot
-from thinwire.parsing import parse
-from thinwire.pieces.aggregate import Aggregate, Mean, MeanOverSenders
-from thinwire.pieces.feedback import Feedback
-from thinwire.pieces.inner_optimizers import SGD, AdamW, Inner, Muon
-from thinwire.pieces.lgreco import LGreCo
-from thinwire.pieces.merge import Eager, Merge, Mix, Reset
-from thinwire.pieces.outer import Average, HeavyBall, Nesterov, Outer
-from thinwire.pieces.partition import BySize, Fragment, Partition, Sequential, Strided, Whole
-from thinwire.pieces.policy import Constant, DenseUntil, DensityWarmup, Policy
-from thinwire.pieces.privacy import Privacy
-from thinwire.pieces.schedule import Every, Quadratic, Schedule, Staggered, short_first
-from thinwire.pieces.transforms import Clip, Filter, Moments, Momentum, Settled, Signs
+from thinwire.exchange import Exchange
+from thinwire.parsing import PIECES, parse
+from thinwire.pieces.aggregate import Aggregate
+from thinwire.pieces.inner_optimizers import Inner
+from thinwire.pieces.merge import Merge
+from thinwire.pieces.outer import Outer
+from thinwire.pieces.partition import Fragment, Partition
+from thinwire.pieces.policy import Policy
+from thinwire.pieces.schedule import Schedule, short_first
+from thinwire.pieces.transforms import Filter
 from thinwire.recipes import (
     cgx,
     co2,
@@ -72,91 +49,34 @@ from thinwire.recipes import (
     streaming_diloco,
 )
 from thinwire.replica import Replica
-from thinwire.strategy import Deltas, Gradients, Strategy
 
 __all__ = [
-    "DCT",
-    "E2M1",
-    "E3M0",
-    "E4M3",
-    "E5M2",
-    "SGD",
-    "AdamW",
     "Aggregate",
-    "AllReduce",
-    "Average",
-    "BySize",
-    "Cast",
     "CheckpointError",
-    "ChunkedTopK",
-    "Clip",
-    "Codebook",
     "Codec",
     "ConfigurationError",
-    "Constant",
     "DataError",
-    "Deltas",
-    "DenseUntil",
-    "DensityWarmup",
-    "Direct",
     "DisagreementError",
-    "Each",
-    "Eager",
-    "Every",
     "Exchange",
-    "Fastest",
-    "Feedback",
     "Filter",
     "Fragment",
     "GradientHook",
-    "Gradients",
     "Group",
-    "Hadamard",
-    "HeavyBall",
-    "Hierarchy",
-    "Identity",
     "Inner",
-    "Int",
-    "LGreCo",
-    "Levels",
     "LinkError",
-    "LowRank",
-    "Mean",
-    "MeanOverSenders",
     "Merge",
-    "Mix",
     "ModelError",
-    "Moments",
-    "Momentum",
-    "Muon",
-    "Nesterov",
     "NonFiniteError",
     "Outer",
-    "OverSenders",
     "PacketError",
     "Partition",
     "PeerError",
     "Policy",
-    "Privacy",
-    "Quadratic",
-    "RandomK",
     "Replica",
-    "Reset",
     "Schedule",
-    "Sequential",
-    "Settled",
-    "Sign",
-    "Signs",
-    "Squares",
-    "Staggered",
-    "Strategy",
-    "Strided",
     "ThinwireError",
     "ThreadGroup",
-    "TopK",
     "TorchGroup",
-    "TwoShot",
-    "Whole",
     "cgx",
     "co2",
     "data_parallel",
@@ -181,3 +101,4 @@ __all__ = [
     "sparse_loco",
     "streaming_diloco",
 ]
+__all__ += sorted(PIECES)

@@ -1,4 +1,4 @@
-"""The one table of pieces: what there is, and what each claims. Adding a piece or a recipe is adding a row.
+"""What each piece of the catalogue claims, and in which forms it is tried. A new one has a row by itself.
 
 What the laws are tried on stands in thinwire.testing.
 """
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import thinwire as tw
+from thinwire.parsing import PIECES
 from thinwire.recipes import RECIPES
 
 # ---- the table
@@ -27,7 +28,7 @@ class Row:
     Codecs: `exact` (decodes to what was encoded), `odd` (q(−x) = −q(x)), `idempotent` (q(q(x)) = q(x)), `contractive` (‖q(x) − x‖ ≤ ‖x‖
     on all input), `unbiased` (the mean of q(x) over keys is x), `local` (what a block of `block` holds changes nothing in the others),
     `drawn` (the bytes depend on the key, though not unbiased), `refuses` (bytes that no encoding makes are a
-    `PacketError`), `shared` (all senders of a round draw alike), and `error`: the most of ‖q(x) − x‖² / ‖x‖² on normal numbers.
+    `PacketError`), `shared` (all senders of a round draw alike), and `error`: the most of ‖q(x) − x‖² / ‖x‖² on normal numbers, if it is known.
     Outer steps: `linear` in the deltas, `stateless`.
     Exchanges: `rank order` (of exact values, the sum in rank order to the last bit).
     Aggregates: `linear`.
@@ -36,13 +37,13 @@ class Row:
 
     piece: Any
     claims: frozenset[str] = frozenset()
-    error: float = 0.0
+    error: float | None = 0.0
 
     def __str__(self) -> str:
         return repr(self.piece)
 
 
-def row(piece: Any, *claims: str, error: float = 0.0) -> Row:
+def row(piece: Any, *claims: str, error: float | None = 0.0) -> Row:
     return Row(piece, frozenset(claims), error)
 
 
@@ -221,6 +222,20 @@ FILTERS = [
     row(tw.Signs(), "agreed"),
 ]
 INNERS = [row(tw.AdamW()), row(tw.SGD(0.9, 10.0)), row(tw.Muon())]
+
+
+def missing(table: list[Row], protocol: type) -> list[Row]:
+    """A row for each piece of the catalogue that has none in `table`: as it is made without arguments, with what it claims."""
+    there = {type(row.piece) for row in table}
+    made = [piece() for piece in PIECES.values() if protocol in piece.__mro__ and piece not in there]
+    return [row(piece, *getattr(piece, "claims", ()), error=None) for piece in made]
+
+
+for table, protocol in (
+    *((CODECS, tw.Codec), (OUTERS, tw.Outer), (MERGES, tw.Merge), (EXCHANGES, tw.Exchange), (FILTERS, tw.Filter)),
+    *((POLICIES, tw.Policy), (AGGREGATES, tw.Aggregate)),
+):
+    table += missing(table, protocol)
 TABLE = [
     *(*POLICIES, *FEEDBACKS, *CODECS, *SCHEDULES, *PARTITIONS, *OUTERS, *MERGES, *EXCHANGES, *AGGREGATES, *SIGNALS),
     *(*PRIVACIES, *FILTERS, row(tw.Settled()), *INNERS),

@@ -7,7 +7,7 @@ import inspect
 
 import pytest
 import torch
-from pieces import METHODS, OUTERS, SCHEDULES, TABLE
+from pieces import CODECS, METHODS, OUTERS, SCHEDULES, TABLE
 
 import thinwire as tw
 from thinwire.parsing import PIECES, parse
@@ -18,6 +18,13 @@ from thinwire.testing.toy import same_bits
 def test_every_piece_has_a_row():
     in_table = {type(row.piece) for row in TABLE} | {tw.Strategy}
     assert set(PIECES.values()) == in_table
+
+
+@pytest.mark.parametrize("row", CODECS, ids=str)
+def test_a_codec_declares_no_more_than_its_row_claims(row):
+    """What is tried here stands in the row, by hand; of chance both say the same."""
+    chance = {"unbiased", "drawn", "shared"}
+    assert row.piece.claims <= row.claims and row.piece.claims & chance == row.claims & chance
 
 
 def test_every_recipe_is_a_method():

@@ -20,9 +20,16 @@ EXAMPLE = Path(__file__).parents[2] / "examples/own_pieces.py"
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    "piece", [tw.E3M0(8), tw.Nesterov(), pytest.param(tw.TwoShot(), marks=SLOW), pytest.param(tw.LowRank(1), marks=SLOW), tw.diloco(every=4)], ids=str
-)  # fmt: skip
+OURS = [
+    *(tw.E3M0(8), tw.Nesterov(), tw.diloco(every=4)),
+    *(
+        pytest.param(piece, marks=SLOW)
+        for piece in (tw.TwoShot(), tw.LowRank(1), tw.Each(tw.RandomK(0.5, tw.Identity())))
+    ),
+]
+
+
+@pytest.mark.parametrize("piece", OURS, ids=str)
 def test_our_own_keep_them(piece):
     checked = check(piece)
     assert checked.piece == piece and "resumed is never stopped" in checked.laws

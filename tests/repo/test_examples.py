@@ -90,3 +90,9 @@ def test_pieces():
     out = run("06_pieces.py", "--model", "100m", "--replicas", "3")
     assert "100m" not in out and out.count("(predicted)") == 5
     assert "what to do" in out and "eager updates" in out
+
+
+@pytest.mark.slow
+def test_own_pieces():
+    kept = re.findall(r"^(\w+)\(.*\) keeps (\d+) laws", run("own_pieces.py"), re.MULTILINE)
+    assert [name for name, _ in kept] == ["Truncated", "Smoothed", "DirectBelow"] and all(int(n) >= 8 for _, n in kept)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -171,6 +171,21 @@ class Codec(Protocol):
     def warmed(self, last: Tensor) -> Codec:
         """This codec, going on from the `last` values remembered. Zeros, at first: from chance."""
         return self
+
+
+VALUES = frozenset({"exact", "odd", "contractive", "idempotent"})  # claims that a codec inside another may lend it
+
+
+def chance(parts: Sequence[Codec], own: Literal["", "unbiased", "drawn"] = "", fair: bool = True) -> frozenset[str]:
+    """What a codec around `parts` claims of chance. `own`: it draws by itself, alike for all senders; `fair`: it is linear in
+    what they decode to.
+    """
+    drawing = [part for part in parts if part.claims & {"unbiased", "drawn"}]
+    if not drawing and not own:
+        return frozenset()
+    unbiased = fair and all(part.claims & {"exact", "unbiased"} for part in parts) and (drawing or own == "unbiased")
+    shared = all("shared" in part.claims for part in drawing)
+    return frozenset(["unbiased" if unbiased else "drawn", *(["shared"] if shared else [])])
 
 
 def unwritten(piece: object, declared: str, member: str) -> ConfigurationError:

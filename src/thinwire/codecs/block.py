@@ -58,6 +58,10 @@ class Blocks(Codec, ABC):
         return self.block if self.rounding == "nearest" else None  # each element has its own place in the stream
 
     @property
+    def claims(self) -> frozenset[str]:
+        return frozenset({"odd", "local", "contractive" if self.rounding == "nearest" else "unbiased"})
+
+    @property
     def biased(self) -> bool:
         return self.rounding == "nearest"
 

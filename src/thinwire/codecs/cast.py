@@ -17,6 +17,7 @@ class Identity(Codec):
     """fp32 as it is: 32 bits per parameter. The baseline and the oracle."""
 
     grain: ClassVar[int] = 1
+    claims: ClassVar[frozenset[str]] = frozenset({"exact", "odd", "contractive", "idempotent", "local"})
     any_device: ClassVar[bool] = True
     biased: ClassVar[bool] = False
     all_reduced: ClassVar[bool] = True
@@ -38,6 +39,7 @@ class Dense(Codec):
 
     grain: int = 1
 
+    claims: ClassVar[frozenset[str]] = frozenset({"exact", "odd", "contractive", "idempotent", "local"})
     any_device: ClassVar[bool] = True
     biased: ClassVar[bool] = False
 
@@ -68,6 +70,7 @@ class Cast(Codec):
     dtype: Literal["bf16", "fp16"] = "bf16"
 
     grain: ClassVar[int] = 1
+    claims: ClassVar[frozenset[str]] = frozenset({"odd", "contractive", "idempotent", "local"})
     any_device: ClassVar[bool] = True
     biased: ClassVar[bool] = False
     all_reduced: ClassVar[bool] = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ class Codebook(Codec):
     >>> Codebook().nbytes(64)
     32
     """
+
+    claims: ClassVar[frozenset[str]] = frozenset({"contractive"})
 
     def nbytes(self, numel: int) -> int:
         return packed_nbytes(numel, 2) + (16 if numel else 0)

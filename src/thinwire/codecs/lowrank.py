@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, Shapes, check_finite, check_fit, check_inner
+from thinwire.codecs.base import VALUES, Codec, Shapes, chance, check_finite, check_fit, check_inner
 from thinwire.codecs.cast import Identity
 from thinwire.codecs.exact import orthonormal, product, saturated
 from thinwire.codecs.shapes import checked, split
@@ -61,6 +62,13 @@ class LowRank(Codec):
             )
         check_inner(self, "values", self.values)
         object.__setattr__(self, "shapes", checked(self.shapes))
+
+    @property
+    def claims(self) -> frozenset[str]:
+        small = self._counts(sum(map(math.prod, self.shapes)))[0]
+        if not small:
+            return (self.values.claims & VALUES) | chance([self.values])
+        return (self.values.claims & {"odd", "contractive"}) | chance([self.values], own="drawn", fair=False)
 
     def fitted(self, shapes: Shapes) -> LowRank:
         return replace(self, shapes=shapes)

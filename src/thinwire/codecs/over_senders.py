@@ -41,6 +41,10 @@ class OverSenders(Codec):
         check_inner(self, "codec", self.codec)
 
     @property
+    def claims(self) -> frozenset[str]:
+        return self.codec.claims - {"local"}
+
+    @property
     def grain(self) -> int | None:
         return self.codec.grain
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, Shapes, check_alone, check_finite, check_fit, check_inner
+from thinwire.codecs.base import VALUES, Codec, Shapes, chance, check_alone, check_finite, check_fit, check_inner
 from thinwire.codecs.cast import Identity
 from thinwire.codecs.shapes import checked, split
 from thinwire.errors import ConfigurationError
@@ -58,6 +58,12 @@ class Each(Codec):
             raise ConfigurationError(
                 f"Each with {len(self.chosen)} chosen codecs for {len(self.matrices)} matrices: one for each is needed, or none."
             )
+
+    @property
+    def claims(self) -> frozenset[str]:
+        own = self.chosen or [self.codec] * len(self.matrices)
+        used = [self.rest, *(codec.fitted((shape,)) for codec, shape in zip(own, self.matrices))]
+        return frozenset.intersection(VALUES, *(codec.claims for codec in used)) | chance(used)
 
     @property
     def matrices(self) -> Shapes:

@@ -41,6 +41,10 @@ class Sign(Codec):
             raise ConfigurationError(f"Sign(block={self.block}): at least 1 is needed, or None for the whole tensor.")
 
     @property
+    def claims(self) -> frozenset[str]:
+        return frozenset(["contractive"] * (self.scale == "mean") + ["local"] * (self.block is not None))
+
+    @property
     def grain(self) -> int | None:
         return self.block and math.lcm(self.block, 8)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.codecs.base import Codec, check_finite, check_fit, check_inner, kernels_for, not_finite
+from thinwire.codecs.base import VALUES, Codec, chance, check_finite, check_fit, check_inner, kernels_for, not_finite
 from thinwire.codecs.bits import pack, packed_nbytes, unpack
 from thinwire.codecs.cast import Cast
 from thinwire.errors import ConfigurationError, PacketError
@@ -56,6 +56,10 @@ class TopK(Codec):
 
     def __post_init__(self) -> None:
         _check(self, self.density, self.values)
+
+    @property
+    def claims(self) -> frozenset[str]:
+        return (self.values.claims & {"odd", "contractive"}) | {"refuses"} | chance([self.values], fair=False)
 
     def nbytes(self, numel: int) -> int:
         kept = math.ceil(self.density * numel)
@@ -110,6 +114,10 @@ class ChunkedTopK(Codec):
                 f"ChunkedTopK(chunk={self.chunk}, count={self.count}): 0 < count <= chunk is needed; 64 of 4096 are SparseLoCo's."
             )
         _check(self, 1.0, self.values)
+
+    @property
+    def claims(self) -> frozenset[str]:
+        return (self.values.claims & {"odd", "contractive"}) | {"refuses"} | chance([self.values], fair=False)
 
     def nbytes(self, numel: int) -> int:
         kept = sum(self._kept(numel))
@@ -186,6 +194,12 @@ class RandomK(Codec):
         index, most = self._drawn(out.numel(), key, out.device), torch.finfo(torch.float32).max
         values = _decoded(self.values, payload, len(index), key).mul_(out.numel() / max(1, len(index)))
         out.index_add_(0, index, values.clamp_(-most, most).mul_(weight))
+
+    @property
+    def claims(self) -> frozenset[str]:
+        if not self.samples:
+            return (self.values.claims & VALUES) | chance([self.values])
+        return (self.values.claims & {"odd"}) | chance([self.values], own="unbiased")
 
     @property
     def samples(self) -> bool:

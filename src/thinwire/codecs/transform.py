@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, Said, Shapes, check_finite, check_fit, check_inner
+from thinwire.codecs.base import Codec, Said, Shapes, chance, check_finite, check_fit, check_inner
 from thinwire.codecs.exact import cosines, product, saturated
 from thinwire.codecs.shapes import checked, split
 from thinwire.errors import ConfigurationError
@@ -33,6 +33,10 @@ class Turned(Codec, ABC):
     codec: Codec
 
     biased: ClassVar[bool] = False
+
+    @property
+    def claims(self) -> frozenset[str]:
+        return (self.codec.claims & {"odd", "contractive", "refuses"}) | chance([self.codec])
 
     @property
     @abstractmethod
@@ -171,6 +175,10 @@ class Hadamard(Turned):
             raise ConfigurationError(f"Hadamard(block={self.block}): a power of two is needed; 128 is usual.")
 
     @property
+    def claims(self) -> frozenset[str]:
+        return (self.codec.claims & {"odd", "contractive", "refuses"}) | chance([self.codec], own="drawn")
+
+    @property
     def size(self) -> int:
         return self.block
 
@@ -221,6 +229,10 @@ class Squares(Codec):
         if self.side < 2:
             raise ConfigurationError(f"Squares(side={self.side}): at least 2 is needed; 64 is usual.")
         object.__setattr__(self, "shapes", checked(self.shapes))
+
+    @property
+    def claims(self) -> frozenset[str]:
+        return self.codec.claims - {"local"}
 
     def fitted(self, shapes: Shapes) -> Squares:
         return replace(self, shapes=shapes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -44,6 +45,8 @@ class Levels(Codec):
             raise ConfigurationError(f"Levels(bits={self.bits}): 1 to 8 are needed; 4 is usual.")
         if self.block < 8 or self.block % 8:
             raise ConfigurationError(f"Levels(block={self.block}): a multiple of 8 is needed; 512 is usual.")
+
+    claims: ClassVar[frozenset[str]] = frozenset({"idempotent", "local"})
 
     @property
     def grain(self) -> int:

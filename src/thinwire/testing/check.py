@@ -64,7 +64,7 @@ def _laws(piece: object, claims: frozenset[str] | None) -> Iterator[Law]:
     if isinstance(piece, Strategy):
         yield from _of_a_strategy(piece)
     elif isinstance(piece, Codec):
-        yield from _of_a_codec(piece, piece.claims if claims is None else claims)
+        yield from _of_a_codec(piece, claims)
     elif isinstance(piece, Outer):
         yield _named(pieces.outer_keeps_its_word, piece)
         yield _named(pieces.outer_by_ranges, piece)
@@ -80,10 +80,11 @@ def _laws(piece: object, claims: frozenset[str] | None) -> Iterator[Law]:
         )
 
 
-def _of_a_codec(codec: Codec, claims: frozenset[str]) -> Iterator[Law]:
+def _of_a_codec(codec: Codec, given: frozenset[str] | None) -> Iterator[Law]:
+    fitted = codec.fitted(SHAPES)
+    claims = fitted.claims if given is None else given
     unknown = claims - CLAIMS.keys()
     yield "claims are known", partial(law, not unknown, f"claims {sorted(unknown)}; known are {sorted(CLAIMS)}")
-    fitted = codec.fitted(SHAPES)
     every = [*NORMAL, *EXTREME]
     yield _each(codecs.size_is_known, [(fitted, n) for n in SIZES])
     yield _each(codecs.keeps_claims, [(fitted, claims, data, n) for data in every for n in (0, 1, 129)])

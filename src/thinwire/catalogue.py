@@ -1,0 +1,90 @@
+"""The table of pieces, a row each. Adding a piece is one file and one row here.
+
+The public names, the names that text may hold, the table in docs/pieces.md and the rows that the laws are tried on follow from it.
+A piece whose arguments all have defaults is tried as it is made without any, with the `claims` that it declares; others, and
+further forms, have rows in tests/core/pieces.py.
+"""
+
+# ruff: noqa: I001  # by kind, not by module
+
+# How values become bytes.
+from thinwire.codecs.block import E2M1 as E2M1
+from thinwire.codecs.block import E3M0 as E3M0
+from thinwire.codecs.block import E4M3 as E4M3
+from thinwire.codecs.block import E5M2 as E5M2
+from thinwire.codecs.block import Int as Int
+from thinwire.codecs.cast import Cast as Cast
+from thinwire.codecs.cast import Identity as Identity
+from thinwire.codecs.codebook import Codebook as Codebook
+from thinwire.codecs.lowrank import LowRank as LowRank
+from thinwire.codecs.over_senders import OverSenders as OverSenders
+from thinwire.codecs.per_tensor import Each as Each
+from thinwire.codecs.sign import Sign as Sign
+from thinwire.codecs.sparse import ChunkedTopK as ChunkedTopK
+from thinwire.codecs.sparse import RandomK as RandomK
+from thinwire.codecs.sparse import TopK as TopK
+from thinwire.codecs.transform import DCT as DCT
+from thinwire.codecs.transform import Hadamard as Hadamard
+from thinwire.codecs.transform import Squares as Squares
+from thinwire.codecs.uniform import Levels as Levels
+
+# When fragments depart and land.
+from thinwire.pieces.schedule import Every as Every
+from thinwire.pieces.schedule import Quadratic as Quadratic
+from thinwire.pieces.schedule import Staggered as Staggered
+
+# Which parameters travel together.
+from thinwire.pieces.partition import BySize as BySize
+from thinwire.pieces.partition import Sequential as Sequential
+from thinwire.pieces.partition import Strided as Strided
+from thinwire.pieces.partition import Whole as Whole
+
+# The codec over time.
+from thinwire.pieces.policy import Constant as Constant
+from thinwire.pieces.policy import DenseUntil as DenseUntil
+from thinwire.pieces.policy import DensityWarmup as DensityWarmup
+from thinwire.pieces.lgreco import LGreCo as LGreCo
+
+# Before the codec, and behind it.
+from thinwire.pieces.transforms import Clip as Clip
+from thinwire.pieces.transforms import Moments as Moments
+from thinwire.pieces.transforms import Momentum as Momentum
+from thinwire.pieces.transforms import Settled as Settled
+from thinwire.pieces.transforms import Signs as Signs
+
+# What a codec held back.
+from thinwire.pieces.feedback import Feedback as Feedback
+
+# How packets become one estimate.
+from thinwire.exchange.all_reduce import AllReduce as AllReduce
+from thinwire.exchange.direct import Direct as Direct
+from thinwire.exchange.fastest import Fastest as Fastest
+from thinwire.exchange.hierarchy import Hierarchy as Hierarchy
+from thinwire.exchange.two_shot import TwoShot as TwoShot
+
+# What is made of what all have sent.
+from thinwire.pieces.aggregate import Mean as Mean
+from thinwire.pieces.aggregate import MeanOverSenders as MeanOverSenders
+
+# How the anchor moves.
+from thinwire.pieces.outer import Average as Average
+from thinwire.pieces.outer import HeavyBall as HeavyBall
+from thinwire.pieces.outer import Nesterov as Nesterov
+
+# How the anchor reaches a replica.
+from thinwire.pieces.merge import Eager as Eager
+from thinwire.pieces.merge import Mix as Mix
+from thinwire.pieces.merge import Reset as Reset
+
+# The inner optimizer, where a method is one with it.
+from thinwire.pieces.inner_optimizers import AdamW as AdamW
+from thinwire.pieces.inner_optimizers import Muon as Muon
+from thinwire.pieces.inner_optimizers import SGD as SGD
+
+# What packets may tell.
+from thinwire.pieces.privacy import Privacy as Privacy
+
+# What is exchanged, and the whole.
+from thinwire.strategy import Deltas as Deltas
+from thinwire.strategy import Gradients as Gradients
+from thinwire.strategy import Strategy as Strategy

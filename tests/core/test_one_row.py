@@ -1,0 +1,108 @@
+"""Adding a piece is one file and one row: in a copy of the repository, exports, parser, docs and laws follow from the row."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+COPIED = (
+    "src",
+    "tests/conftest.py",
+    "tests/profiled.py",
+    "tests/core",
+    "docs/tables.py",
+    "docs/recipes.py",
+    "docs/pieces.md",
+    "pyproject.toml",
+)
+MINE = '''"""One piece more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from thinwire.codecs.base import Codec
+from thinwire.codecs.cast import Identity
+from thinwire.rng import Key
+
+
+@dataclass(frozen=True)
+class Mine(Codec):
+    """Every value in fp32, and a byte to spare. It is of no use."""
+
+    spare: int = 1
+
+    claims: ClassVar[frozenset[str]] = frozenset({"exact", "odd", "contractive", "idempotent"})
+
+    def nbytes(self, numel: int) -> int:
+        return 4 * numel + self.spare * bool(numel)
+
+    def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
+        payload[4 * x.numel() :] = 0
+        Identity().encode(x, payload[: 4 * x.numel()], key)
+
+    def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
+        Identity().decode_add(payload[: 4 * out.numel()], out, key, weight)
+'''
+ROW = "from thinwire.codecs.mine import Mine as Mine\n"
+TESTS = (
+    *("tests/core/test_pieces.py", "tests/core/test_codecs.py", "tests/core/test_layers.py", "tests/core/test_laws.py"),
+    *("-k", "Mine or mine or what_is_public or every_piece_has_a_row or every_room"),
+)
+SAYS = """
+import thinwire as tw
+from thinwire.testing import check
+assert tw.Mine(2) == tw.parse("Mine(2)") and "Mine" in tw.__all__
+strategy = tw.Strategy(codec=tw.TopK(0.5, tw.Mine()))
+assert tw.parse(repr(strategy)) == strategy
+print(len(check(tw.Mine()).laws), tw.__file__)
+"""
+
+
+@pytest.mark.slow
+def test_one_file_and_one_row(tmp_path: Path) -> None:
+    for name in COPIED:
+        source, target = ROOT / name, tmp_path / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, target)
+    (tmp_path / "docs/methods").mkdir()
+    (tmp_path / "src/thinwire/codecs/mine.py").write_text(MINE)
+    with (tmp_path / "src/thinwire/catalogue.py").open("a") as catalogue:
+        catalogue.write(ROW)
+
+    def run(*arguments: str) -> str:
+        environment = os.environ | {"PYTHONPATH": str(tmp_path / "src")}
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout
+
+    count, where = run("-c", SAYS).split()
+    assert int(count) >= 15 and where.startswith(str(tmp_path))
+    tried = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-rA", *TESTS)
+    for test in ("test_claims[Mine(spare=1)]", "test_text_is_the_value[Mine(spare=1)]", "test_what_is_public"):
+        assert f"PASSED {next(line for line in tried.splitlines() if test in line).split()[1]}", test
+    assert "test_law_1_any_codec_and_partition[Mine(spare=1)" in tried
+    page = run("-c", "import sys; sys.path.insert(0, 'docs'); import tables; print(tables.catalogue())")
+    assert "| `Mine(spare)` | Every value in fp32, and a byte to spare |" in page
+
+
+def test_without_its_row_it_is_not_there() -> None:
+    """So that what is found above is found by the row."""
+    import thinwire as tw
+
+    with pytest.raises(tw.ConfigurationError, match="'Mine' in 'Mine' is not known"):
+        tw.parse("Mine")
