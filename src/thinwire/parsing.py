@@ -114,6 +114,17 @@ def parse(text: str, names: Mapping[str, Callable[..., Any]] = PIECES, offered: 
     nothing else.
 
     Raises `ConfigurationError` with the text and what can be written there: of `names` those that are `offered`, or all.
+
+    Args:
+        text: what `repr` of a piece prints; what has its default may be left out.
+        names: what may be called.
+        offered: what an error names of it; empty: all.
+
+    Raises:
+        ConfigurationError: a text that is no such call; says what can be written.
+
+    >>> parse('E3M0(block=64)')
+    E3M0(block=64, scale='exponent', rounding='nearest')
     """
 
     def value(term: ast.expr) -> Any:

@@ -32,6 +32,9 @@ class AllReduce:
     `Membership`, whose replicas need not have seen the last round, nothing.
 
     Predicted: 2 delays a phase + 8·(bytes sent) / rate.
+
+    >>> AllReduce()
+    AllReduce()
     """
 
     def check(self, codec: Codec, feedback: Feedback | None) -> None:

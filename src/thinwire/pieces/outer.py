@@ -22,8 +22,7 @@ from thinwire.state import State
 @runtime_checkable
 class Outer(Protocol):
     """`linear`: the anchor's movement is linear in the deltas (eager updates need that). One that has a `last` names with it the outer
-    step of the round that ends a training in the middle of a period; without, it is the same as all others.
-    """
+    step of the round that ends a training in the middle of a period; without, it is the same as all others."""
 
     @property
     def linear(self) -> bool: ...
@@ -52,7 +51,11 @@ def _stepped(outer: Elementwise, anchor: Tensor, delta: Tensor, state: State) ->
 
 @dataclass(frozen=True)
 class Average:
-    """anchor ← anchor − Δ: the mean of the replicas' parameters (Local SGD, arXiv 1805.09767)."""
+    """anchor ← anchor − Δ: the mean of the replicas' parameters (Local SGD, arXiv 1805.09767).
+
+    >>> Average().step(torch.zeros(2), torch.tensor([1.0, -2.0]), {})[0]
+    tensor([-1.,  2.])
+    """
 
     linear = True
 
@@ -74,6 +77,15 @@ class Nesterov:
 
     `lr` is η, `momentum` is μ. The first step is −η(1+μ)Δ, the steady one −ηΔ/(1−μ): 0.76Δ and 4Δ for η = 0.4, μ =
     0.9. With μ = 0 it is plain SGD and keeps no state. State: 4 bytes per parameter.
+
+    Args:
+        lr, momentum: η and μ.
+
+    Raises:
+        ConfigurationError: a setting that cannot work, with what is needed.
+
+    >>> Nesterov(lr=0.4).init(torch.zeros(2))
+    {'momentum': tensor([0., 0.])}
     """
 
     lr: float = 0.4
@@ -115,6 +127,12 @@ class HeavyBall:
     and holds more: docs/log.md, 2026-11-21.) Their released code takes a constant for Λ, and its clip has no effect.
 
     State: 4 bytes per parameter, and as much while it steps.
+
+    Args:
+        lr, momentum, gap, clip: η, μ, the weight of the penalty and φ; as above.
+
+    Raises:
+        ConfigurationError: a setting that cannot work, with what is needed.
 
     >>> outer, still = HeavyBall(lr=0.5, momentum=0.0, clip=1.0), torch.zeros(2)
     >>> outer.step(still, torch.tensor([4.0, -0.5]), outer.init(still))[0]
