@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import struct
 
@@ -84,6 +85,12 @@ def test_what_pages_say_of_defaults():
 def test_how_many_methods_there_are():
     assert f"any of {len(NAMED)} methods" in page("README.md")
     assert all(f"thinwire {verb}" in page("README.md") for verb in VERBS)
+
+
+def test_the_noise_of_the_utilisation_table():
+    rows = json.loads((ROOT / "benchmarks/results/utilization.json").read_text())["rows"]
+    bare = [row["steps_per_second"] for row in rows if row["method"] == "bare"]
+    assert f"{min(bare):.2f} to {max(bare):.2f} steps/s" in page("docs/measured.md") and len(bare) == 5
 
 
 # ---- errors and bounds
