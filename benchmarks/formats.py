@@ -22,7 +22,7 @@ from provenance import provenance, save
 from torch import Tensor
 
 import thinwire as tw
-from thinwire.codecs import Shapes, fitted
+from thinwire.codecs import Shapes
 from thinwire.lm.run import Run
 from thinwire.lm.setup import learning_rate, make_model
 from thinwire.lm.tokenizer import open_corpus
@@ -53,12 +53,11 @@ FORMATS: dict[str, tuple[tw.Codec, ...]] = {
 
 
 @dataclass(frozen=True)
-class Recorded:
+class Recorded(tw.Codec):
     """An Identity that keeps what replica 0 has it encode."""
 
     kept: list[tuple[Tensor, Shapes]] = field(default_factory=list, repr=False, compare=False)
     shapes: Shapes = ()
-    grain = None
 
     def fitted(self, shapes: Shapes) -> Recorded:
         return Recorded(self.kept, shapes)
@@ -119,8 +118,8 @@ def measure(codec: tw.Codec, samples: list[tuple[Tensor, Shapes]]) -> dict[str, 
     """Over all samples together. None for a codec that asks for shapes where there are none."""
     bits = off = energy = zeros = count = dot = norm = 0.0
     for number, (x, shapes) in enumerate(samples):
-        made = fitted(codec, shapes)
-        if isinstance(codec, tw.Shaped) and not shapes:
+        made = codec.fitted(shapes)
+        if codec.needs_shapes and not shapes:
             return None
         q = roundtrip(made, x, number)
         a, b = x.double(), q.double()
@@ -146,7 +145,7 @@ def held_back(codec: tw.Codec, deltas: list[tuple[Tensor, Shapes]]) -> float:
     feedback = tw.Feedback()
     state, after = (feedback.init(deltas[0][0].numel()) for _ in range(2))
     for number, (delta, shapes) in enumerate(deltas):
-        sent = roundtrip(fitted(codec, shapes), feedback.signal(delta, state), number)
+        sent = roundtrip(codec.fitted(shapes), feedback.signal(delta, state), number)
         feedback.settle(delta, sent, sent, state, after)
         state, after = after, state
     everything = torch.stack([delta for delta, _ in deltas]).double().sum(0)

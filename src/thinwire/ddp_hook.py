@@ -19,11 +19,11 @@ from torch.utils.hooks import RemovableHandle
 from thinwire.codecs import in_full
 from thinwire.comm.group import Group
 from thinwire.errors import CheckpointError, ConfigurationError
+from thinwire.own_files import digests
 from thinwire.pieces.partition import Fragment, Whole, trainable
-from thinwire.pieces.transforms import Clip
 from thinwire.runtime.fragment_state import FragmentState, hold
+from thinwire.runtime.gradient_driver import Stepped
 from thinwire.runtime.handshake import agree
-from thinwire.runtime.module_state import Stepped
 from thinwire.runtime.pipeline import RoundPipeline, RoundRequest, RoundResult
 from thinwire.runtime.update import RoundUpdate
 from thinwire.strategy import Gradients, Strategy
@@ -54,14 +54,14 @@ class GradientHook:
                 f"{strategy.signal} in fragments by {strategy.partition}: DDP exchanges Gradients(), in buckets that it cuts itself; choose a "
                 "strategy of gradients, with the partition Whole(), or attach a Replica in place of DDP."
             )
-        if any(isinstance(one, Clip) and one.norm for one in strategy.filters):
+        if any(one.needs_whole for one in strategy.filters):
             raise ConfigurationError(
                 f"{strategy.filters} in DDP's buckets: Clip would see a bucket and needs the norm of the whole gradient; choose clip=0."
             )
         self.strategy, self.group = strategy, group
         self.steps = 0  # that were exchanged
         self._first = True  # of this hook: DDP cuts its buckets anew after it
-        agree(group, {"strategy": repr(strategy)})
+        agree(group, {"strategy": repr(strategy)} | digests(strategy))
         strategy.warm_up()
         self._named = {id(parameter): (name, parameter) for name, parameter in trainable(model)}
         self._stepped = Stepped(model, lambda: [p.detach() for _, p in self._named.values()], group, warnings.warn)

@@ -30,6 +30,7 @@ from thinwire.codecs import (
 )
 from thinwire.errors import ConfigurationError
 from thinwire.exchange import AllReduce, Direct, Fastest, Hierarchy, TwoShot
+from thinwire.own_files import resolved
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.inner_optimizers import SGD, AdamW, Muon
 from thinwire.pieces.lgreco import LGreCo
@@ -109,9 +110,15 @@ def nearest(name: str, known: Collection[str]) -> str:
     return f" (did you mean {lower[near[0]]}?)" if near else ""
 
 
-def parse(text: str, names: Mapping[str, Callable[..., Any]] = PIECES, offered: Collection[str] = ()) -> Any:
+def parse(
+    text: str,
+    names: Mapping[str, Callable[..., Any]] = PIECES,
+    offered: Collection[str] = (),
+    *,
+    own_files: bool = False,
+) -> Any:
     """Make the value that `text` describes, such as `E3M0(block=64)` or `E3M0`: calls of `names` with literals,
-    nothing else.
+    nothing else. With `own_files`, `my_file.py:Mine(3)` too: that file is imported, so give it for text that the user wrote.
 
     Raises `ConfigurationError` with the text and what can be written there: of `names` those that are `offered`, or all.
 
@@ -119,6 +126,7 @@ def parse(text: str, names: Mapping[str, Callable[..., Any]] = PIECES, offered: 
         text: what `repr` of a piece prints; what has its default may be left out.
         names: what may be called.
         offered: what an error names of it; empty: all.
+        own_files: import the user's own Python files that `text` names.
 
     Raises:
         ConfigurationError: a text that is no such call; says what can be written.
@@ -149,8 +157,13 @@ def parse(text: str, names: Mapping[str, Callable[..., Any]] = PIECES, offered: 
 
     if len(text) > LONGEST:
         raise ConfigurationError(f"{text[:40]!r}… has {len(text):,} characters: at most {LONGEST:,} are read.")
+    if own_files:
+        written, own = resolved(text)
+        names = dict(names) | own
+    else:
+        written = text
     try:
-        return value(ast.parse(text.strip(), mode="eval").body)
+        return value(ast.parse(written.strip(), mode="eval").body)
     except ConfigurationError:
         raise
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:  # the last two: too deep

@@ -15,11 +15,9 @@ from thinwire.codecs import (
     Identity,
     Int,
     Levels,
-    Linear,
     LowRank,
     OverSenders,
     RandomK,
-    Shaped,
     Sign,
     Squares,
     TopK,
@@ -43,7 +41,7 @@ from thinwire.parsing import parse
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.inner_optimizers import SGD, AdamW, Inner, Muon
 from thinwire.pieces.lgreco import LGreCo
-from thinwire.pieces.merge import Eager, Mix, Reset
+from thinwire.pieces.merge import Eager, Merge, Mix, Reset
 from thinwire.pieces.outer import Average, HeavyBall, Nesterov, Outer
 from thinwire.pieces.partition import BySize, Fragment, Partition, Sequential, Strided, Whole
 from thinwire.pieces.policy import Constant, DenseUntil, DensityWarmup, Policy
@@ -119,9 +117,9 @@ __all__ = [
     "Int",
     "LGreCo",
     "Levels",
-    "Linear",
     "LinkError",
     "LowRank",
+    "Merge",
     "Mix",
     "ModelError",
     "Moments",
@@ -143,7 +141,6 @@ __all__ = [
     "Schedule",
     "Sequential",
     "Settled",
-    "Shaped",
     "Sign",
     "Signs",
     "Squares",

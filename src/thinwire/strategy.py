@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import nn
@@ -15,22 +15,20 @@ from thinwire.codecs import (
     Codec,
     Identity,
     Shapes,
-    fitted,
     in_full,
-    joins,
     warm_up,
 )
 from thinwire.errors import ConfigurationError
-from thinwire.exchange import Direct, Exchange, Fastest, Hierarchy
+from thinwire.exchange import Direct, Exchange
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.inner_optimizers import Inner, check_momentum
-from thinwire.pieces.merge import Eager, Mix, Reset
-from thinwire.pieces.outer import Average, HeavyBall, Outer
+from thinwire.pieces.merge import Merge, Mix
+from thinwire.pieces.outer import Average, Outer
 from thinwire.pieces.partition import Partition, Whole
 from thinwire.pieces.policy import LONG_RUN, Constant, Deciding, Policy
 from thinwire.pieces.privacy import Privacy
 from thinwire.pieces.schedule import Adaptive, Every, Schedule
-from thinwire.pieces.transforms import Clip, Filter, check_filters
+from thinwire.pieces.transforms import Filter, check_filters
 
 
 @dataclass(frozen=True)
@@ -40,6 +38,8 @@ class Deltas:
     >>> Deltas()
     Deltas()
     """
+
+    needs_fixed_group: ClassVar[str] = ""
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,38 @@ class Gradients:
     >>> Gradients()
     Gradients()
     """
+
+    needs_fixed_group: ClassVar[str] = "are exchanged at every step, and the replicas keep no anchors to go on from"
+
+
+class Piece(Protocol):
+    """What all pieces declare."""
+
+    @property
+    def needs_fixed_group(self) -> str:
+        """Why the same replicas are needed in every round, as the end of a sentence that begins with the piece; empty: they may
+        come and go.
+        """
+
+
+def check_piece(name: str, value: object, protocol: Any) -> None:
+    """Raise `ConfigurationError` unless `value` has all that `protocol` says of a piece."""
+    if isinstance(value, protocol) and not isinstance(value, type):
+        return
+    needed = f"{'an' if name[0] in 'eo' else 'a'} {name.title()} is needed; see `thinwire docs pieces`."
+    if is_dataclass(value) and not isinstance(value, type) and isinstance(protocol, type):
+        lacks = [member for member in _members(protocol) if not hasattr(value, member)]
+        needed = (
+            f"{'an' if name[0] in 'eo' else 'a'} {name.title()} is needed, which has {', '.join(lacks)}; make it a subclass of "
+            f"thinwire.{name.title()}, which has an answer for all the rest."
+        )
+    raise ConfigurationError(f"{name}={value!r}: {needed}")
+
+
+def _members(protocol: type) -> list[str]:
+    """What a piece must write itself; of a protocol that answers everything, all it has."""
+    own: frozenset[str] = getattr(protocol, "__abstractmethods__", frozenset())
+    return sorted(own or {name for kind in protocol.__mro__ for name in vars(kind) if not name.startswith("_")})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +112,7 @@ class Strategy:
     feedback: Feedback | None = None
     exchange: Exchange = Direct()
     outer: Outer = Average()
-    merge: Mix | Eager | Reset = Mix()
+    merge: Merge = Mix()
     signal: Deltas | Gradients = Deltas()
     inner: Inner | None = None
     privacy: Privacy | None = None
@@ -94,14 +126,9 @@ class Strategy:
             "codec": Codec,
             "policy": Policy,
         }
-        protocols |= {"exchange": Exchange, "outer": Outer}
+        protocols |= {"exchange": Exchange, "outer": Outer, "merge": Merge}
         for name, protocol in protocols.items():
-            if not isinstance(getattr(self, name), protocol) or isinstance(getattr(self, name), type):
-                raise ConfigurationError(
-                    f"{name}={getattr(self, name)!r}: {'an' if name[0] in 'eo' else 'a'} {name.title()} is needed; see `thinwire docs pieces`."
-                )
-        if not isinstance(self.merge, Mix | Eager | Reset):
-            raise ConfigurationError(f"merge={self.merge!r}: Mix(alpha), Eager() or Reset() is needed.")
+            check_piece(name, getattr(self, name), protocol)
         if not isinstance(self.signal, Deltas | Gradients):
             raise ConfigurationError(f"signal={self.signal!r}: Deltas() or Gradients() is needed.")
         if not isinstance(self.feedback, Feedback | None):
@@ -109,7 +136,7 @@ class Strategy:
         for codec in self.policy.codecs(self.codec):
             self._check_codec(codec)
         self._check_momentum()
-        if isinstance(self.policy, Deciding) and isinstance(self.exchange, Hierarchy):
+        if isinstance(self.policy, Deciding) and not self.exchange.sends_own:
             raise ConfigurationError(
                 f"{self.policy} with {self.exchange}: what sites send is not what replica 0 could measure; choose Direct()."
             )
@@ -140,11 +167,11 @@ class Strategy:
                 f"{self.merge} with delay={delay}, every={every}: such a round takes a whole period; choose delay={every}, and "
                 "Every or Staggered."
             )
-        if isinstance(self.merge, Eager) and not self.outer.linear:
+        if self.merge.eager and not self.outer.linear:
             raise ConfigurationError(
-                f"Eager() with {self.outer!r}: a linear outer step is needed; choose Nesterov or Average."
+                f"{self.merge} with {self.outer!r}: a linear outer step is needed; choose Nesterov or Average."
             )
-        if isinstance(self.outer, HeavyBall) and self.outer.gap and not isinstance(self.merge, Reset):
+        if self.outer.needs_whole_period and not self.merge.whole_period:
             raise ConfigurationError(
                 f"{self.outer} with {self.merge}: only where rounds land a whole period late has the anchor moved meanwhile; choose gap=0, "
                 "or merge=Reset() with delay=every."
@@ -160,15 +187,15 @@ class Strategy:
             )
         elif isinstance(self.signal, Gradients):
             reason = "Gradients() sends one for every step, unclipped; choose Deltas(), with Every(1) if each step is to be exchanged"
-        elif isinstance(self.merge, Eager):
-            reason = "Eager() counts the own delta as it was before clip and noise; choose Mix()"
+        elif self.merge.eager:
+            reason = f"{self.merge} counts the own delta as it was before clip and noise; choose Mix()"
         elif self.merge.whole_period:
             reason = f"{self.merge} sends again what was in a dropped round; choose Mix()"
         elif self.filters:
             reason = f"{self.filters} may say more of older deltas than one clip allows; leave filters=()"
-        elif self.policy != Constant():
+        elif not self.policy.constant:
             reason = f"{self.policy} may choose by what it sees; choose Constant()"
-        elif joins(self.codec):
+        elif self.codec.joint:
             reason = f"with {self.codec} one replica may count for all; choose the codec inside it"
         if self.privacy and reason:
             raise ConfigurationError(f"{self.privacy} cannot be kept here: {reason}.")
@@ -177,7 +204,7 @@ class Strategy:
         if self.feedback:
             self.feedback.check(codec)
         self.exchange.check(codec, self.feedback)
-        if getattr(self.exchange, "feedback", None) and (codec.grain or 1) != (self.codec.grain or 1):
+        if self.exchange.feedback and (codec.grain or 1) != (self.codec.grain or 1):
             raise ConfigurationError(
                 f"{self.policy} with {self.exchange}: {codec} has the grain {codec.grain}, {self.codec} {self.codec.grain}; what owners "
                 "hold back is of their shards, which are cut at the grain, so all codecs need the same; choose another `dense` or block."
@@ -195,9 +222,18 @@ class Strategy:
                 "Nesterov(lr, momentum=0.0), or take the filter out."
             )
 
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """Those that take part in a round, in the order in which they are looked at."""
+        pieces = (
+            *(self.exchange, self.schedule, self.signal, self.privacy, self.policy, *self.filters, self.merge),
+            *(self.feedback, self.outer, self.codec),
+        )
+        return tuple(piece for piece in pieces if piece is not None)
+
     def check_inner(self, optimizer: torch.optim.Optimizer, sharded: bool) -> None:
         """Raise `ConfigurationError` unless a replica may train with `optimizer`, and in shards if it is `sharded`."""
-        if sharded and any(isinstance(one, Clip) and one.norm for one in self.filters):
+        if sharded and any(one.needs_whole for one in self.filters):
             raise ConfigurationError(
                 f"{self.filters} on a sharded replica: Clip needs the norm of a whole replica's signal, a rank has its shard's; choose "
                 "clip=0, or one rank a replica."
@@ -217,7 +253,7 @@ class Strategy:
 
     def nbytes_per_period(self, fragments: Sequence[int | Shapes], size: int, number: int = LONG_RUN) -> int:
         """Bytes one replica of `size` sends in one period of `every` inner steps, for fragments of so many elements, or of tensors
-        of such shapes (the same but for a codec that is `Shaped`): in their round `number`, or in the long run. Predicted = counted.
+        of such shapes (the same but for a codec that needs shapes): in their round `number`, or in the long run. Predicted = counted.
         """
         shaped = [((fragment,),) if isinstance(fragment, int) else fragment for fragment in fragments]
         return sum(self.exchange.nbytes_sent(*self.coded(shapes, number), size) for shapes in shaped)
@@ -226,15 +262,13 @@ class Strategy:
         """What round `number` of a fragment of tensors of such `shapes` is coded in, and how many elements that are; where the policy
         decides by the data, as before it has.
         """
-        codec, numel = fitted(self.codec, shapes), sum(map(math.prod, shapes))
+        codec, numel = self.codec.fitted(shapes), sum(map(math.prod, shapes))
         if number < max((one.full for one in self.filters), default=0):
             return in_full(codec), numel
         return self.policy.at(codec, numel, number, self.policy.init(codec)), numel
 
     def choices(self, fragments: Sequence[Shapes], size: int) -> list[str]:
         """Which exchange was chosen for fragments of tensors of such shapes, and why; empty where there is no choice."""
-        if not isinstance(self.exchange, Fastest):
-            return []
         return self.exchange.why([self.coded(shapes) for shapes in fragments], size)
 
     def cautions(self, fragments: Sequence[Shapes] = (), size: int = 2) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from pieces import IN_SITES, METHODS, Journey, Plan, adamw, agreed, batch, fill, same_bits, travel
+from pieces import IN_SITES, METHODS
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 import thinwire as tw
 from thinwire.comm import start_torch
 from thinwire.pieces.partition import local
+from thinwire.testing.toy import Journey, Plan, adamw, agreed, batch, fill, same_bits, travel
 
 WORLD, STEPS = 4, 12
 ALIKE: tuple[Mapping[str, str], ...] = ({},) * WORLD

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -19,14 +20,17 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
-from thinwire.elastic.driver import Elastic
+from thinwire.elastic.driver import ElasticDriver
+from thinwire.elastic.messages import Outcome, Ready
 from thinwire.elastic.plan import RoundPlan
-from thinwire.elastic.round_loop import Outcome, Ready
 from thinwire.exchange import send_queue
-from thinwire.membership.rendezvous import View
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster
 from thinwire.membership.timeouts import Timeouts
-from thinwire.runtime.fragment_state import hold
+from thinwire.membership.view import View
+from thinwire.observer import Observer
+from thinwire.pieces.schedule import Calendar
+from thinwire.runtime.driver import Training
+from thinwire.runtime.fragment_state import FragmentState, hold
 
 SIZES = (5, 3)
 START = [torch.arange(5.0), torch.full((3,), 7.0)]
@@ -99,6 +103,19 @@ class Book:
         return anchors
 
 
+def training(
+    strategy: tw.Strategy,
+    parameters: list[nn.Parameter],
+    pieces: list[FragmentState],
+    observe: Observer,
+    tokens: float | None = None,
+) -> Training:
+    """What a driver is given, of nothing but `parameters`."""
+    calendar = Calendar(strategy.schedule, len(pieces), lambda _: 0.0)
+    model, optimizer = nn.ParameterList(parameters), torch.optim.SGD(parameters)
+    return Training(strategy, model, optimizer, observe, time.monotonic, calendar, tokens, pieces)
+
+
 class Toy:
     """One replica: two parameters, each a fragment."""
 
@@ -115,37 +132,36 @@ class Toy:
         tokens: float | None = None,
         inner: Callable[[Toy, int], Tensor] | None = None,
     ) -> None:
-        self.tokens, self.inner = tokens, inner or (lambda toy, fragment: increment(toy.name, toy.step, fragment))
+        self.inner = inner or (lambda toy, fragment: increment(toy.name, toy.step, fragment))
         self.keep = keep
         self.cluster, self.step_seconds, self.save_every, self.restored = cluster, step_seconds, save_every, False
-        self.name, self.book, self.step, self.trained = name, book, 0, [torch.zeros(n) for n in SIZES]
+        self.name, self.book, self.trained = name, book, [torch.zeros(n) for n in SIZES]
         strategy = tw.Strategy(schedule=tw.Staggered(every=4, delay=0), outer=tw.Average())
         self.parameters = [nn.Parameter(start.clone()) for start in START]
         fragments = [tw.Fragment(f"part {i}", [(f"part {i}", p)]) for i, p in enumerate(self.parameters)]
         self.pieces = [hold(strategy, fragment, index, 0, 1) for index, fragment in enumerate(fragments)]
         membership = cluster.membership(name, least=least, timeouts=Timeouts(grace=grace))
-        self.elastic = Elastic(
-            strategy, membership, self.pieces, book.hear(name), thread=Inline(), by_tokens=tokens is not None
-        )
+        self.training = training(strategy, self.parameters, self.pieces, book.hear(name), tokens)
+        self.elastic = ElasticDriver(self.training, membership, thread=Inline())
         self.sent: list[list[Tensor]] = [[], []]  # of its own deltas, those that were counted
-        rounds = self.elastic.rounds
-        fly, believe, take_over = rounds._fly, rounds._believe, self.elastic._take_over
+        loop = self.elastic.rounds.loop
+        fly, believe, take_over = loop._fly, loop._believe, self.elastic._take_over
 
         def flown(view: View, plan: RoundPlan, ready: Ready) -> Any:
             with book.lock:
                 book.deltas[view.id, name] = ready.delta.clone()
             return fly(view, plan, ready)
 
-        def believed(view: View, plan: RoundPlan, ready: Ready, moved: Any, reason: str) -> None:
-            before = rounds.agreed.state_digest
-            believe(view, plan, ready, moved, reason)
+        def believed(view: View, plan: RoundPlan, ready: Ready, moved: Any) -> None:
+            before = loop.agreed.state_digest
+            believe(view, plan, ready, moved)
             if moved is not None:
                 with book.lock:
                     deltas = [book.deltas[view.id, view.members[rank].name] for rank in plan.counted]
                     weights = [plan.weights[rank] for rank in plan.counted]
                     names = [view.members[rank].name for rank in plan.counted]
                     book.commits.setdefault(
-                        rounds.agreed.state_digest, Committed(before, plan.fragment, deltas, weights, names, plan.whole)
+                        loop.agreed.state_digest, Committed(before, plan.fragment, deltas, weights, names, plan.whole)
                     )
 
         def taken_over(outcome: Outcome, anchor: Tensor, step: int) -> None:
@@ -157,13 +173,21 @@ class Toy:
                 assert len(self.sent[outcome.fragment]) == len(mine) - 1
             take_over(outcome, anchor, step)
 
-        rounds._fly, rounds._believe = flown, believed  # type: ignore[method-assign]
+        loop._fly, loop._believe = flown, believed  # type: ignore[method-assign]
         self.elastic._take_over = taken_over  # type: ignore[method-assign]
+
+    @property
+    def step(self) -> int:
+        return self.training.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.training.step = step
 
     @torch.no_grad()
     def train(self, steps: int) -> Toy:
         self.restore()
-        self.step = self.elastic.join(self.step)
+        self.elastic.join()
         while self.step < steps:
             with self.cluster.time:
                 self.cluster.wait(self.name, lambda: False, self.step_seconds)
@@ -174,10 +198,10 @@ class Toy:
                 self.trained[fragment] += more
                 with self.book.lock:
                     self.book.trained[fragment] += more
-            self.step = self.elastic.after_step(self.step, self.tokens)
+            self.elastic.after_inner_step()
             if self.save_every and self.step % self.save_every == 0:
                 self.save()
-        self.elastic.finish(self.step, self.keep)
+        self.elastic.finish(self.keep)
         self.elastic.close()
         return self
 
@@ -201,7 +225,7 @@ class Toy:
         """All that it trained is in the deltas that were counted, or still in the parameters; and these are in the anchors, once."""
         if self.restored:
             return  # what it trained between the checkpoint and its death is lost
-        history = self.book.history(self.elastic.rounds.agreed.state_digest)
+        history = self.book.history(self.elastic.rounds.loop.agreed.state_digest)
         for index, piece in enumerate(self.pieces):
             left = piece.anchor - self.parameters[index].detach()
             sent = sum(self.sent[index], torch.zeros(SIZES[index]))
@@ -236,14 +260,14 @@ def agree(results: dict[str, Any], book: Book) -> None:
     toys = [toy for toy in results.values() if isinstance(toy, Toy)]
     assert toys, results
     for toy in toys[1:]:
-        assert toy.elastic.rounds.agreed.state_digest == toys[0].elastic.rounds.agreed.state_digest, [
+        assert toy.elastic.rounds.loop.agreed.state_digest == toys[0].elastic.rounds.loop.agreed.state_digest, [
             e for e in book.events
         ]
         for mine, other in zip(toy.pieces, toys[0].pieces):
             assert torch.equal(mine.anchor, other.anchor)
     for toy in toys:
         toy.check_nothing_lost()
-    for piece, due in zip(toys[0].pieces, book.anchors(toys[0].elastic.rounds.agreed.state_digest)):
+    for piece, due in zip(toys[0].pieces, book.anchors(toys[0].elastic.rounds.loop.agreed.state_digest)):
         torch.testing.assert_close(piece.anchor, due, rtol=1e-5, atol=1e-4)
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from core_processes import uneven
-from pieces import batch, weights
 from torch import nn
 
 import thinwire as tw
 from thinwire.comm import start_torch
+from thinwire.testing.toy import batch, weights
 
 STEPS, WORLD = 10, 2
 STRATEGIES = {

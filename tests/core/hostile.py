@@ -7,13 +7,15 @@ from functools import cache
 from typing import Any
 
 import torch
-from pieces import CODECS, encoded, same_bits
+from pieces import CODECS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import thinwire as tw
 from thinwire.packet import Header, identity, open_packet
 from thinwire.rng import Key
+from thinwire.testing.toy import same_bits
+from thinwire.testing.values import encoded
 
 NUMELS = (0, 1, 2, 129, 700)
 DUE = Header(codec=identity(tw.E3M0()), sender=3, fragment=2, round=77, part=5, numel=90, nbytes=46)

@@ -7,10 +7,10 @@ import re
 
 import pytest
 import torch
-from pieces import adamw, batch, inner_step, journey, sgd, toy
 from torch import nn
 
 import thinwire as tw
+from thinwire.testing.toy import adamw, batch, inner_step, journey, sgd, toy
 
 CONFIGURATIONS = {
     "every=0": (
@@ -251,7 +251,7 @@ CONFIGURATIONS = {
     ),
     "a merge": (
         lambda: tw.Strategy(merge=0.5),
-        "merge=0.5: Mix(alpha), Eager() or Reset() is needed.",
+        "merge=0.5: a Merge is needed; see `thinwire docs pieces`.",
     ),
     "a signal": (
         lambda: tw.Strategy(signal=tw.Gradients),
@@ -291,12 +291,7 @@ def test_configuration(case):
 
 
 def test_an_outer_step_that_is_not_linear():
-    class Sign:
-        linear = False
-
-        def init(self, anchor):
-            return {}
-
+    class Sign(tw.Outer):
         def step(self, anchor, delta, state):
             return anchor - delta.sign(), state
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from pieces import CODECS, encoded, over, roundtrip, same_bits
+from pieces import CODECS, over
 
 import thinwire as tw
 from thinwire.codecs import check_finite, packet_nbytes
@@ -15,132 +15,44 @@ from thinwire.exchange import Round, SendContext, once
 from thinwire.packet import HEADER_NBYTES, REFUSED
 from thinwire.rng import Key
 from thinwire.rng import draw as rng
-
-TINY, HUGE = 1.1754943508222875e-38, 3.4028234663852886e38  # smallest normal and largest finite fp32
-SIZES = [0, 1, 2, 3, 31, 127, 128, 129, 1000, 65_535, 65_536, 65_537, 131_099]
-_draw = torch.Generator().manual_seed(0)
-
-
-def gaussian(n: int) -> torch.Tensor:
-    return torch.randn(n, generator=_draw)
-
-
-def heavy(n: int) -> torch.Tensor:
-    """Student's t with one degree of freedom: some values are millions of times the median."""
-    return gaussian(n) / gaussian(n).abs().clamp_min(1e-6)
-
-
-NORMAL = {
-    "gaussian": gaussian,
-    "small gaussian": lambda n: gaussian(n) * 1e-2,
-    "all negative": lambda n: -gaussian(n).abs() - 1.0,
-    "heavy tails": heavy,
-    "one outlier": lambda n: torch.cat([gaussian(n - 1), torch.tensor([-6e4])])[:n] if n else gaussian(0),
-    "powers of two": lambda n: torch.ldexp(gaussian(n).sign(), (torch.arange(n) % 9 - 4).int()),
-    "constant": lambda n: torch.full((n,), 0.3),
-    "ramp": lambda n: torch.linspace(-1, 1, n),
-}
-EXTREME = {
-    "zeros": torch.zeros,
-    "minus zeros": lambda n: -torch.zeros(n),
-    "denormals": lambda n: gaussian(n) * 1e-40,
-    "least": lambda n: torch.full((n,), 1.4e-45),
-    "huge": lambda n: gaussian(n).clamp(-1, 1) * HUGE,
-    "largest": lambda n: torch.full((n,), -HUGE),
-    "zeros but one": lambda n: torch.nn.functional.pad(torch.tensor([1e-30]), (0, n - 1)) if n else torch.zeros(0),
-    "all magnitudes": lambda n: torch.ldexp(gaussian(n), (torch.arange(n) % 250 - 135).int()),
-}
-
+from thinwire.testing import codecs as laws
+from thinwire.testing.values import EXTREME, NORMAL, SIZES, draw, encoded, gaussian, roundtrip
 
 codecs = pytest.mark.parametrize("row", CODECS, ids=str)
 everything = over("data", [*NORMAL, *EXTREME])
 
 
-def draw(data: str, n: int) -> torch.Tensor:
-    x = (NORMAL | EXTREME)[data](n)
-    assert x.shape == (n,) and torch.isfinite(x).all()
-    return x
-
-
 @codecs
 @over("n", SIZES)
 def test_size_is_known(row, n):
-    """The payload has `nbytes(n)` bytes, and every one of them is written: garbage in the buffer does not get out."""
-    codec, x = row.piece, gaussian(n)
-    payloads = []
-    for garbage in (0x00, 0xFF):
-        payload = torch.full((codec.nbytes(n),), garbage, dtype=torch.uint8)
-        codec.encode(x, payload, Key())
-        payloads.append(payload)
-    assert torch.equal(*payloads)
-    assert packet_nbytes(codec, n) == HEADER_NBYTES + codec.nbytes(n)
-    assert codec.nbytes(0) == 0
+    laws.size_is_known(row.piece, n)
+    assert packet_nbytes(row.piece, n) == HEADER_NBYTES + row.piece.nbytes(n)
 
 
 @codecs
 @everything
 @over("n", [0, 1, 129])
 def test_claims(row, data, n):
-    x = draw(data, n)
-    kept = x.clone()
-    q = roundtrip(row.piece, x)
-    assert same_bits(x, kept), "encode changed its input"
-    assert torch.isfinite(q).all()
-    if "exact" in row.claims:
-        assert torch.equal(q, x)
-    if "odd" in row.claims:
-        assert torch.equal(roundtrip(row.piece, -x), -q)
-    if "idempotent" in row.claims:
-        assert torch.equal(roundtrip(row.piece, q), q)
-    off, size = (q.double() - x).square().sum(), x.double().square().sum()
-    assert off <= size or "contractive" not in row.claims, "worse than sending nothing"
-    if data in NORMAL and not (row.piece == tw.Cast("fp16") and x.abs().max() > 65504 if n else False):
-        assert off <= row.error * size * (1 + 1e-6)
+    saturated = row.piece == tw.Cast("fp16") and data == "heavy tails"
+    laws.keeps_claims(row.piece, row.claims, data, n, row.error if data in NORMAL and not saturated else None)
 
 
 @codecs
 @everything
-def test_decoding_adds(row, data):
-    """`decode_add` accumulates in fp32 onto what is there, and depends on the bytes only."""
-    x, base = draw(data, 1000) / 4, gaussian(1000)
-    payload = torch.empty(row.piece.nbytes(1000), dtype=torch.uint8)
-    row.piece.encode(x, payload, Key(3))
-    kept, out = payload.clone(), base.clone()
-    row.piece.decode_add(payload, out, Key(3))
-    assert torch.equal(out, base + roundtrip(row.piece, x, Key(3))) and torch.equal(payload, kept)
+def test_decoding_adds_and_weighs(row, data):
+    laws.decoding_adds(row.piece, data)
+    laws.decoding_weighs(row.piece, data)
 
 
 @codecs
-@everything
-def test_decoding_weighs(row, data):
-    """To the rounding of one product."""
-    x = draw(data, 1000) / 4
-    once, weighed = roundtrip(row.piece, x, Key(3)), torch.zeros(1000)
-    payload = torch.empty(row.piece.nbytes(1000), dtype=torch.uint8)
-    row.piece.encode(x, payload, Key(3))
-    row.piece.decode_add(payload, weighed, Key(3), 0.3)
-    torch.testing.assert_close(weighed, once * 0.3, rtol=3e-7, atol=2.0**-140)  # a subnormal factor is coarse
-
-
-@pytest.mark.parametrize("row", [row for row in CODECS if row.piece.grain], ids=str)
 @everything
 def test_a_delta_may_be_cut_at_the_grain(row, data):
-    codec, cut = row.piece, 3 * row.piece.grain
-    x = draw(data, cut + 65)
-    parts = [roundtrip(codec, part, Key(3)) for part in (x[:cut], x[cut:])]
-    assert same_bits(torch.cat(parts), roundtrip(codec, x, Key(3)))
-    assert codec.nbytes(cut) + codec.nbytes(65) == codec.nbytes(cut + 65)
+    laws.cuts_at_the_grain(row.piece, data)
 
 
 @pytest.mark.parametrize("row", [row for row in CODECS if "local" in row.claims], ids=str)
 def test_a_block_does_not_see_its_neighbours(row):
-    """What one block holds changes nothing in the others: an outlier costs its own block only."""
-    block = getattr(row.piece, "block", 1)
-    x = gaussian(3 * block)
-    loud = x.clone()
-    loud[block] = 1e30
-    q, p = roundtrip(row.piece, x), roundtrip(row.piece, loud)
-    assert torch.equal(q[:block], p[:block]) and torch.equal(q[2 * block :], p[2 * block :])
+    laws.blocks_are_local(row.piece)
 
 
 # ---- what is drawn by chance
@@ -149,31 +61,12 @@ def test_a_block_does_not_see_its_neighbours(row):
 @pytest.mark.parametrize("row", [row for row in CODECS if "unbiased" in row.claims], ids=str)
 @pytest.mark.parametrize("data", ["gaussian", "heavy tails", "constant"])
 def test_unbiased(row, data):
-    """The mean over many keys comes to x within what chance allows: in each value, and in their sum."""
-    x, trials = draw(data, 257).double(), 500
-    drawn = torch.stack([roundtrip(row.piece, x.float(), Key(round=trial)) for trial in range(trials)]).double()
-    off, spread = drawn.mean(0) - x, drawn.std(0) / trials**0.5
-    # A value that moves once in thousands of trials shows no spread: a dozen moves more or less, of its block's size.
-    most = torch.cat([part.abs().max().expand(len(part)) for part in x.split(getattr(row.piece, "block", 257))])
-    rare = 12 * most / trials
-    assert (off.abs() <= 5.5 * spread + rare).all()
-    assert off.sum().abs() <= 5 * spread.norm() + rare.norm()
+    laws.unbiased(row.piece, data)
 
 
-@pytest.mark.parametrize("row", [row for row in CODECS if row.claims & {"unbiased", "drawn"}], ids=str)
+@codecs
 def test_the_key_is_all_the_chance(row):
-    """The same key makes the same bytes; another seed, round, fragment or (but for what is shared) sender makes others."""
-    x = gaussian(1000)
-    first = encoded(row.piece, x, Key(1, 2, 3, 4))
-    assert encoded(row.piece, x, Key(1, 2, 3, 4)) == first
-    others = [Key(0, 2, 3, 4), Key(1, 0, 3, 4), Key(1, 2, 0, 4), Key(1, 2, 3, 0)]
-    assert len({first, *(encoded(row.piece, x, key) for key in others)}) == 5 - ("shared" in row.claims)
-
-
-@pytest.mark.parametrize("row", [row for row in CODECS if not row.claims & {"unbiased", "drawn"}], ids=str)
-def test_without_chance_the_key_is_nothing(row):
-    x = gaussian(1000)
-    assert encoded(row.piece, x, Key()) == encoded(row.piece, x, Key(1, 2, 3, 4))
+    laws.key_is_all_the_chance(row.piece, row.claims)
 
 
 def test_splitmix64():

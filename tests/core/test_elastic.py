@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from elastic_toy import PHASES, SIZES, Book, Toy, agree, one_thread, order_faults, play, train
+from elastic_toy import PHASES, SIZES, Book, Toy, agree, one_thread, order_faults, play, train, training
 
 import thinwire as tw
 from thinwire.comm import state_transfer
-from thinwire.elastic.driver import Elastic
+from thinwire.elastic.driver import ElasticDriver
+from thinwire.elastic.messages import Outcome, Ready
 from thinwire.elastic.plan import MemberStatus
-from thinwire.elastic.round_loop import Outcome, Ready
 from thinwire.errors import EndedError, LinkError
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster, ThreadRendezvous
 from thinwire.membership.testing.lighthouse import SimulatedVoteStore
@@ -31,7 +31,7 @@ def test_without_faults_nothing_is_lost() -> None:
     cluster, book = SimulatedCluster(), Book()
     results = play(cluster, book)
     agree(results, book)
-    rounds = book.history(results["a"].elastic.rounds.agreed.state_digest)
+    rounds = book.history(results["a"].elastic.rounds.loop.agreed.state_digest)
     assert len(rounds) == 12 and all(len(one.deltas) == 3 for one in rounds)
 
 
@@ -95,7 +95,9 @@ def test_a_straggler_is_waited_for_within_the_grace_and_its_delta_carried_beyond
 
     results = cluster.play({name: train(cluster, book, steps=40, least=2, grace=10.0, inner=inner) for name in "abc"})
     agree(results, book)
-    first, *later = [one for one in book.history(results["a"].elastic.rounds.agreed.state_digest) if one.fragment == 0]
+    first, *later = [
+        one for one in book.history(results["a"].elastic.rounds.loop.agreed.state_digest) if one.fragment == 0
+    ]
     assert [float(delta[0]) for delta in first.deltas] == ([4.0, 8.0, 12.0] if late < 10 else [4.0, 8.0])
     if late > 10:  # what c had trained when the others went on without it: four steps
         assert next(float(one.deltas[2][0]) for one in later if len(one.deltas) == 3) == 12.0
@@ -137,7 +139,8 @@ def test_a_late_landing_loses_no_more_than_one_in_time(alpha: float, delay: int,
     strategy = tw.Strategy(schedule=tw.Every(9, delay), merge=tw.Mix(alpha), outer=tw.Average())
     parameter = torch.nn.Parameter(torch.full((4,), 5.0))
     piece = hold(strategy, tw.Fragment("all", [("all", parameter)]), 0, 0, 1)
-    elastic = Elastic(strategy, SimulatedCluster().membership("a", least=1), [piece], lambda *_, **__: None)
+    made = training(strategy, [parameter], [piece], lambda *_, **__: None)
+    elastic = ElasticDriver(made, SimulatedCluster().membership("a", least=1))
     parameter.data.fill_(3.0 - flight)
     counted = Ready(0, torch.full((4,), 2.0), 1.0, step=10, feedback={})
     elastic._take_over(Outcome(0, 0, torch.ones(4), counted=counted), torch.ones(4), step=10 + flight)
@@ -176,7 +179,7 @@ def test_who_comes_back_with_a_checkpoint_counts_nothing_twice(phase: str, nth: 
     settings = {"steps": 40, "least": 2, "save_every": save_every}
     results = cluster.play({name: train(cluster, book, **settings) for name in "abc"})
     agree(results, book)
-    state_digest = results["a"].elastic.rounds.agreed.state_digest
+    state_digest = results["a"].elastic.rounds.loop.agreed.state_digest
     for fragment in range(
         2
     ):  # increments are positive: with a delta counted twice there would be more than was trained
@@ -352,10 +355,12 @@ def test_what_cannot_be_written_is_said_by_its_own_name(monkeypatch: pytest.Monk
 
     def one(name: str) -> str:
         toy = Toy(cluster, name, book, least=2)
-        toy.elastic.rounds.agreed.turn, toy.elastic.rounds.fresh = 1 << 32, False
-        toy.elastic.rounds.join()
+        agreed = toy.elastic.rounds.loop.agreed
+        agreed.turn = 1 << 32
+        toy.elastic.rounds.load(agreed)
+        toy.elastic.join(0)
         toy.elastic._trained = 4.0
-        toy.elastic.rounds.depart(toy.elastic._bring(0, 4))
+        toy.elastic.rounds.depart(toy.elastic._bring(0, 4), own_steps=4)
         toy.elastic.close()
         return name
 

@@ -29,7 +29,7 @@ def test_every_round_is_the_weighted_mean_of_its_deltas() -> None:
         }
     )
     agree(results, book)
-    rounds = book.history(results["a"].elastic.rounds.agreed.state_digest)
+    rounds = book.history(results["a"].elastic.rounds.loop.agreed.state_digest)
     assert rounds[0].weights == [4 * 8.0, 4 * 24.0]  # without the slow one
     assert any(len(one.weights) == 3 and one.weights[2] < one.weights[0] for one in rounds)
 
@@ -58,11 +58,11 @@ def first_round(tokens: bool) -> tuple[Tensor, list[int]]:
     def run(name: str) -> Any:
         worth = 1.0 if tokens else None
         toy = Toy(cluster, name, book, least=2, grace=100.0, tokens=worth, inner=inner)
-        toy.elastic.join(0)
+        toy.elastic.join()
         for toy.step in (1, 2, 3, 4) if name == "f" else (4,):  # the slow one's step jumps to where the others are
             for fragment, parameter in enumerate(toy.parameters):
                 parameter.data += inner(toy, fragment)
-            toy.elastic.after_step(toy.step, worth)
+            toy.elastic.after_inner_step()
         return toy.pieces[0].anchor
 
     ended = cluster.play({"f": run, "s": run})

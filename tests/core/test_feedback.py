@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pieces import FEEDBACKS, roundtrip, same_bits
+from pieces import FEEDBACKS
 from torch import nn
 
 import thinwire as tw
 from thinwire.rng import Key
+from thinwire.testing.toy import same_bits
+from thinwire.testing.values import roundtrip
 
 CODECS = [tw.TopK(0.1), tw.TopK(0.3, tw.E3M0(8)), tw.ChunkedTopK(20, 3, tw.Sign()), tw.Sign(), tw.Int(2, 16)]
 feedbacks = pytest.mark.parametrize("feedback", [row.piece for row in FEEDBACKS], ids=str)

@@ -7,11 +7,13 @@ import math
 
 import pytest
 import torch
-from pieces import FILTERS, roundtrip, same_bits
+from pieces import FILTERS
 
 import thinwire as tw
 from thinwire.pieces.transforms import said, settled
 from thinwire.rng import Key
+from thinwire.testing.toy import same_bits
+from thinwire.testing.values import roundtrip
 
 N, IDENTITY = 101, tw.Identity()
 

@@ -6,10 +6,11 @@ import dataclasses
 
 import pytest
 import torch
-from pieces import METHODS, adamw, batch, inner_step, journey, same_bits, toy, weights
+from pieces import METHODS
 
 import thinwire as tw
 from thinwire.pieces.schedule import Calendar
+from thinwire.testing.toy import adamw, batch, inner_step, journey, same_bits, toy, weights
 
 FAST = {"local_sgd", "diloco", "streaming_diloco", "eager_diloco", "co2", "data_parallel", "outer_dgc", "qsr"}
 DELTAS = [name for name in METHODS if not isinstance(METHODS[name].signal, tw.Gradients)]
@@ -88,12 +89,9 @@ def test_a_piece_of_ones_own_ends_as_it_says():
 
 
 @dataclasses.dataclass(frozen=True)
-class Scaled:
+class Scaled(tw.Outer):
     by: float = 1.0
     linear = True
-
-    def init(self, anchor):
-        return {}
 
     def step(self, anchor, delta, state):
         return anchor - self.by * delta, state

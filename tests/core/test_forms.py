@@ -6,13 +6,16 @@ import math
 
 import pytest
 import torch
-from pieces import CODECS, encoded, roundtrip, same_bits
+from pieces import CODECS
 
 import thinwire as tw
-from thinwire.codecs import exact, fitted
+from thinwire.codecs import exact
 from thinwire.kernels.cpu_block import select_above, select_largest
 from thinwire.kernels.cpu_sparse import suggested
 from thinwire.rng import Key
+from thinwire.testing import codecs as laws
+from thinwire.testing.toy import same_bits
+from thinwire.testing.values import encoded, roundtrip
 
 random = torch.Generator().manual_seed(0)
 
@@ -218,7 +221,7 @@ def test_a_smooth_matrix_has_few_coefficients():
     """DeMo's form keeps nearly all of one with 32 of 4096; chunks of the flat matrix do not."""
     side = torch.linspace(0, 3, 128)
     x = (torch.sin(side)[:, None] * torch.cos(2 * side)[None] + side[:, None]).reshape(-1)
-    demo = fitted(tw.Squares(tw.DCT(tw.ChunkedTopK(4096, 32), axes=2)), ((128, 128),))
+    demo = tw.Squares(tw.DCT(tw.ChunkedTopK(4096, 32), axes=2)).fitted(((128, 128),))
     assert lost(demo, x) < 0.001 < 0.5 < lost(tw.ChunkedTopK(4096, 32), x)
     assert 8 * demo.nbytes(1 << 24) / (1 << 24) == pytest.approx(32 / 4096 * (16 + 12))
 
@@ -316,40 +319,22 @@ def test_orthonormal():
 
 # ---- sums on the way
 
-LINEAR = [row.piece for row in CODECS if isinstance(row.piece, tw.Linear)]
-
-
-def agreed(codec: tw.Linear, xs: list[torch.Tensor], key: Key) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """An all-reduce by hand: the estimate, and what each has sent."""
-    means: list[torch.Tensor] = []
-    for size in codec.sizes(xs[0].numel()):
-        codes = [codec.project(x, tuple(means), key) for x in xs]
-        assert all(code.shape == (size,) and code.dtype == torch.float32 for code in codes)
-        means.append(torch.stack(codes).mean(0))
-    n = xs[0].numel()
-    return codec.expand(tuple(means), n, key), [codec.expand((*means[:-1], code), n, key) for code in codes]
+LINEAR = [row.piece for row in CODECS if row.piece.linear]
 
 
 def test_there_are_linear_codecs():
-    assert {type(codec) for codec in LINEAR} == {tw.Identity, tw.RandomK, tw.LowRank}
+    assert {type(codec) for codec in LINEAR} == {tw.RandomK, tw.LowRank}
 
 
 @pytest.mark.parametrize("codec", LINEAR, ids=str)
 def test_all_together_are_one_with_the_mean(codec):
-    """The estimate is what one replica would send of the mean delta; and it is the mean of what all have sent."""
-    xs = [gaussian(900) for _ in range(4)]
-    for key in (Key(), Key(3, 1, 2)):
-        estimate, sent = agreed(codec, xs, key)
-        alone, [own] = agreed(codec, [torch.stack(xs).mean(0)], key)
-        assert same_bits(alone, own)
-        torch.testing.assert_close(estimate, alone, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(estimate, torch.stack(sent).mean(0), rtol=1e-4, atol=1e-5)
+    laws.adds_on_the_way(codec)
 
 
 def test_the_linear_form_of_one_replica_is_its_packet():
     """With one iteration; so the two forms are the same codec."""
     x, codec = gaussian(900), tw.LowRank(3, 1, shapes=((25, 30), (150,)))
-    estimate, _ = agreed(codec, [x], Key(1))
+    estimate, _ = laws.summed(codec, [x], Key(1))
     torch.testing.assert_close(estimate, roundtrip(codec, x, Key(1)), rtol=1e-5, atol=1e-6)
     assert 4 * sum(codec.sizes(900)) == codec.nbytes(900)
 
@@ -365,7 +350,7 @@ def test_the_local_residual_stays_bounded():
         norms[form] = []
         for step in range(200):
             signals = [t + e for t, e in zip(target, held)]
-            estimate, sent = agreed(codec, signals, Key(round=step))
+            estimate, sent = laws.summed(codec, signals, Key(round=step))
             held = [s - (own if form == "local" else estimate) for s, own in zip(signals, sent)]
             norms[form].append(held[0].norm().item())
     assert norms["local"][199] < 1.5 * norms["local"][50] and norms["aggregated"][199] > 2.5 * norms["aggregated"][50]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from hook_processes import POISONED, STEPS, STRATEGIES, run
-from pieces import same_bits
 
 import thinwire as tw
+from thinwire.testing.toy import same_bits
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,11 @@ import torch
 from hostile import NUMELS, check_payload, check_python_memory, decoded
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pieces import CODECS, encoded
+from pieces import CODECS
 
 import thinwire as tw
 from thinwire.rng import Key
+from thinwire.testing.values import encoded
 
 places = pytest.mark.parametrize("place", range(len(CODECS)), ids=lambda place: str(CODECS[place]))
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from numba.core import caching
 from numba.core.registry import CPUDispatcher
-from pieces import CODECS, over, same_bits
+from pieces import CODECS, over
 
 import thinwire as tw
 from thinwire import kernels
@@ -21,6 +21,7 @@ from thinwire.kernels import cpu_block as cpu
 from thinwire.kernels import numba_support as compiled
 from thinwire.kernels import reference
 from thinwire.rng import Key
+from thinwire.testing.toy import same_bits
 
 SIZES = [0, 1, 2, 7, 31, 129, 1000, 4095, 4097, 12_301]
 _draw = torch.Generator().manual_seed(5)

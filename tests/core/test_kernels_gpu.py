@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pieces import CODECS, OUTERS, roundtrip, same_bits
+from pieces import CODECS, OUTERS
 from test_codecs import EXTREME, NORMAL, draw, gaussian
 
 import thinwire as tw
@@ -18,6 +18,8 @@ from thinwire import kernels
 from thinwire.codecs.device import encode_from, runs_anywhere
 from thinwire.kernels import reference
 from thinwire.rng import Key
+from thinwire.testing.toy import same_bits
+from thinwire.testing.values import roundtrip
 
 pytest.importorskip("triton", reason="the GPU's kernels run through triton's interpreter: pip install triton")
 

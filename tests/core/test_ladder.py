@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pieces import roundtrip
 
 import thinwire as tw
+from thinwire.testing.values import roundtrip
 
 D, STEPS, LAST, LR = 50, 2500, 1000, 0.05
 LADDER = {

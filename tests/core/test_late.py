@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from pieces import METHODS, Plan, adamw, batch, fill, inner_step, journey, same_bits, toy, travel, weights
+from pieces import METHODS
 
 import thinwire as tw
 from thinwire.codecs.exact import energy
 from thinwire.comm import Ledger, Link, LinkedGroup
 from thinwire.simulate.replicas import simulate
 from thinwire.simulate.scenario import Scenario
+from thinwire.testing.toy import Plan, adamw, batch, fill, inner_step, journey, same_bits, toy, travel, weights
 
 
 def plain_co2(replicas, every, rounds, lr, momentum, gap, clip):
@@ -198,14 +199,11 @@ def test_a_dropped_round_departs_again(bad):
 
 
 @dataclass(frozen=True)
-class Once:
+class Once(tw.Outer):
     """Averages, but overflows on the first delta of a run."""
 
     heard: list[torch.Tensor] = field(default_factory=list)
     linear = True
-
-    def init(self, anchor):
-        return {}
 
     def step(self, anchor, delta, state):
         if delta.numel() > 1:  # else it is only warming up
@@ -243,7 +241,7 @@ def test_what_was_in_the_air_is_added():
         (lambda: tw.Strategy(schedule=tw.Every(4), outer=tw.HeavyBall(gap=1.0)), "choose gap=0, or merge=Reset"),
         (lambda: tw.Strategy(schedule=tw.Every(4, 4), outer=tw.HeavyBall(clip=1.0), merge=tw.Eager()), "linear"),
         (lambda: tw.Strategy(schedule=tw.Quadratic(4, 0.1), merge=tw.Reset()), "such a round takes a whole period"),
-        (lambda: tw.Strategy(merge=0.5), "Reset"),
+        (lambda: tw.Strategy(merge=0.5), "a Merge is needed"),
     ],
 )
 def test_what_cannot_work_is_refused(make, message):

@@ -6,46 +6,20 @@ import itertools
 
 import pytest
 import torch
-from pieces import (
-    CODECS,
-    METHODS,
-    PARTITIONS,
-    Shuffled,
-    adamw,
-    batch,
-    each,
-    inner_step,
-    journey,
-    same_bits,
-    sgd,
-    toy,
-    weighs,
-    weights,
-)
+from pieces import CODECS, METHODS, PARTITIONS, each
 
 import thinwire as tw
-from thinwire.codecs import fitted
 from thinwire.comm import CountedGroup, Ledger
 from thinwire.packet import HEADER_NBYTES
 from thinwire.pieces.policy import Deciding
+from thinwire.testing.strategies import all_agree
+from thinwire.testing.toy import Shuffled, adamw, batch, inner_step, journey, same_bits, sgd, toy, weighs, weights
 
 methods = pytest.mark.parametrize("name", each(METHODS))
 
 
 def momentum_sgd(model):
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9, weight_decay=0.01)
-
-
-def assert_agreed(journeys):
-    """Anchors and outer state of all replicas, after every step and in the end."""
-    first = journeys[0]
-    for other in journeys[1:]:
-        for step, (a, b) in enumerate(zip(first.agreed, other.agreed, strict=True), 1):
-            assert a.keys() == b.keys()
-            different = [name for name in a if not same_bits(a[name], b[name])]
-            assert not different, f"step {step}: {different}"
-        assert all(same_bits(first.final_agreed[name], other.final_agreed[name]) for name in first.final_agreed)
-        assert same_bits(first.final, other.final)
 
 
 # ---- law 1: anchors and outer state are bit-identical on all replicas
@@ -55,7 +29,7 @@ def assert_agreed(journeys):
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
 def test_law_1_same_anchors(name, replicas):
     journeys = journey(METHODS[name], replicas)
-    assert_agreed(journeys)
+    all_agree(journeys)
     for one in journeys:
         assert torch.isfinite(one.final).all() and not same_bits(one.final, weights(toy()))
     if replicas > 1 and name != "keep local":
@@ -76,7 +50,7 @@ def test_law_1_any_codec_and_partition(codec, partition):
         schedule=tw.Staggered(3, 1), partition=partition, codec=codec, outer=tw.Nesterov(), merge=tw.Mix(0.5)
     )
     journeys = journey(strategy, 3, steps=8)
-    assert_agreed(journeys)
+    all_agree(journeys)
     mixed = [j.weights[-1] for j in journeys]
     assert not same_bits(mixed[0], mixed[1]), "replicas that merge half train apart"
 
@@ -198,7 +172,7 @@ def test_merge_one_keeps_replicas_apart():
 def tells(strategy, fragment, number):
     """How many numbers replica 0 tells the others."""
     deciding = isinstance(strategy.policy, Deciding)
-    return strategy.policy.tells(fitted(strategy.codec, fragment.shapes), number) if deciding else 0
+    return strategy.policy.tells(strategy.codec.fitted(fragment.shapes), number) if deciding else 0
 
 
 @methods
@@ -256,7 +230,7 @@ def test_law_7_arrival_order(name):
     calm = journey(METHODS[name], 3, steps=10)
     for seed in range(2):
         stormy = journey(METHODS[name], 3, steps=10, wrap=lambda group, seed=seed: Shuffled(group, seed))
-        assert_agreed(stormy)
+        all_agree(stormy)
         for a, b in zip(calm, stormy):
             for left, right in itertools.chain(zip(a.weights, b.weights, strict=True), [(a.final, b.final)]):
                 assert same_bits(left, right)

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from pieces import METHODS, encoded, journey, roundtrip, toy, weighs
+from pieces import METHODS
 
 import thinwire as tw
 from thinwire.pieces.lgreco import choose
 from thinwire.rng import Key
+from thinwire.testing.toy import journey, toy, weighs
+from thinwire.testing.values import encoded, roundtrip
 
 
 def drawn(seed, layers=5, options=5):

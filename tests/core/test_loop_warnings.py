@@ -7,10 +7,10 @@ import warnings
 
 import pytest
 import torch
-from pieces import adamw, batch, inner_step, toy, weights
 from torch import nn
 
 import thinwire as tw
+from thinwire.testing.toy import adamw, batch, inner_step, toy, weights
 
 
 def train(group, strategy, steps, observer=None, model=None):
@@ -127,7 +127,7 @@ def test_a_replica_that_nobody_ends_is_warned_of(steps):
         for step in range(1, steps + 1):
             inner_step(model, optimizer, *batch(0, 0, step))
         assert replica.step == steps
-        replica._pipeline.close()  # its threads
+        replica._driver.close()  # its threads
 
     (said,) = heard_by(action)
     assert "neither finished nor closed" in said and "with Replica" in said

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pieces import METHODS, Toy, batch, each, fill, inner_step, journey, own, same_bits, sgd, toy, weights
+from pieces import METHODS, each
 from torch import nn
 
 import thinwire as tw
+from thinwire.testing.toy import Toy, batch, fill, inner_step, journey, own, same_bits, sgd, toy, weights
 
 STREAM = tw.streaming_diloco(every=4, fragments=2, delay=1, codec=tw.Identity())
 

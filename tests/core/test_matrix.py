@@ -10,10 +10,11 @@ import dataclasses
 
 import pytest
 import torch
-from pieces import METHODS, batch, journey, own, same_bits, sgd, toy, weights
+from pieces import METHODS
 
 import thinwire as tw
 from thinwire.recipes import RECIPES
+from thinwire.testing.toy import batch, journey, own, same_bits, sgd, toy, weights
 
 STEPS = 12
 

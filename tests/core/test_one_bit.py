@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pieces import roundtrip
 
 import thinwire as tw
 from thinwire.pieces.transforms import said, settled
+from thinwire.testing.values import roundtrip
 
 D, REPLICAS, STEPS, FREEZE, LR = 60, 4, 800, 150, 0.02
 SCALE = 10.0 ** torch.linspace(-1.5, 1.0, D)

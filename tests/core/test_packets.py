@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pieces import CODECS, EXCHANGES, Journey, Plan, journey, same_bits, toy, travel, weights
+from pieces import CODECS, EXCHANGES
 
 import thinwire as tw
-from thinwire.codecs import Shaped, fitted
 from thinwire.packet import HEADER_NBYTES, REFUSED, STOP, Header, empty_packet, identity, open_packet, payload, seal
+from thinwire.testing.toy import Journey, Plan, journey, same_bits, toy, travel, weights
 
 DUE = Header(codec=identity(tw.E3M0()), sender=3, fragment=2, round=77, part=5, numel=90, nbytes=46, step=1234)
 CHECKSUM_AT = HEADER_NBYTES - 4
@@ -159,15 +159,25 @@ def test_what_is_said():
 # ---- values that no honest replica would send
 
 
-class Hostile:
+class Hostile(tw.Codec):
     """A codec that, from some packet on, sends other bytes than were encoded, with a header and a checksum that fit."""
 
     def __init__(self, codec: tw.Codec, after: int) -> None:
         self.codec, self.packets, self.after = codec, 0, after
         self.random = torch.Generator().manual_seed(7)
-        self.grain, self.nbytes, self.decode_add = codec.grain, codec.nbytes, codec.decode_add
-        if isinstance(codec, Shaped):
-            self.fitted = lambda shapes: Hostile(fitted(codec, shapes), after)
+
+    @property
+    def grain(self):
+        return self.codec.grain
+
+    def fitted(self, shapes):
+        return Hostile(self.codec.fitted(shapes), self.after) if self.codec.needs_shapes else self
+
+    def nbytes(self, numel):
+        return self.codec.nbytes(numel)
+
+    def decode_add(self, payload, out, key, weight=1.0):
+        self.codec.decode_add(payload, out, key, weight)
 
     def __repr__(self) -> str:
         return repr(self.codec)

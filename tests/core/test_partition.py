@@ -8,10 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pieces import PARTITIONS, Toy
+from pieces import PARTITIONS
 from torch import nn
 
 import thinwire as tw
+from thinwire.testing.toy import Toy
 
 SHAPES = [(), (0,), (1,), (2,), (7,), (3, 5), (0, 4), (2, 3, 2), (2, 3, 4, 3), (1, 1, 1, 1)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -7,11 +7,12 @@ import inspect
 
 import pytest
 import torch
-from pieces import METHODS, OUTERS, SCHEDULES, TABLE, same_bits
+from pieces import METHODS, OUTERS, SCHEDULES, TABLE
 
 import thinwire as tw
 from thinwire.parsing import PIECES, parse
 from thinwire.recipes import RECIPES
+from thinwire.testing.toy import same_bits
 
 
 def test_every_piece_has_a_row():

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pieces import METHODS, POLICIES, journey, same_bits, toy
+from pieces import METHODS, POLICIES
 
 import thinwire as tw
 from thinwire.pieces.policy import LONG_RUN, Deciding
+from thinwire.testing.toy import journey, same_bits, toy
 
 WARMING = tw.Strategy(codec=tw.TopK(0.001), policy=tw.DensityWarmup(10), feedback=tw.Feedback(), signal=tw.Gradients())
 

@@ -8,11 +8,11 @@ import secrets
 
 import pytest
 import torch
-from pieces import adamw, batch, inner_step, toy, weights
 
 import thinwire as tw
 from thinwire.comm import CountedGroup, Ledger
 from thinwire.pieces.privacy import gaussian
+from thinwire.testing.toy import adamw, batch, inner_step, toy, weights
 
 needs_accountant = pytest.mark.skipif(
     importlib.util.find_spec("dp_accounting") is None, reason="the extra thinwire[privacy] is not installed"

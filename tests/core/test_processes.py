@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from core_processes import FOUR, POISON_STEP, STRATEGIES, everything, run_world, train, uneven
-from pieces import journey, same_bits
 
 import thinwire as tw
+from thinwire.testing.toy import journey, same_bits
 
 pytestmark = pytest.mark.slow
 

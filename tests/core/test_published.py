@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from pieces import same_bits
 from torch import Tensor, nn
 
 import thinwire as tw
 from thinwire.elastic.driver import check
 from thinwire.rng import Key, draw
+from thinwire.testing.toy import same_bits
 
 NAN = float("nan")
 

@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from pieces import METHODS, Journey, Picky, adamw, batch, each, inner_step, journey, same_bits, toy, weights
+from pieces import METHODS, Picky, each
 from torch import nn
 
 import thinwire as tw
+from thinwire.testing.toy import Journey, adamw, batch, inner_step, journey, same_bits, toy, weights
 
 NAN, INF = float("nan"), float("inf")
 Gradient = Callable[[int, int], float]  # of replica and step

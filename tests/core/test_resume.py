@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-import json
-from typing import Any
-
 import pytest
 import torch
-from pieces import IN_SITES, METHODS, adamw, agreed, batch, inner_step, own, same_bits, toy, weights
+from pieces import IN_SITES, METHODS
 
 import thinwire as tw
 from thinwire import checkpoint
+from thinwire.testing.strategies import load, resumed_run, save, whole_run
+from thinwire.testing.toy import adamw, batch, inner_step, same_bits, toy
 
 STEPS = 25
-Saved = dict[str, Any]
-Seen = tuple[list[torch.Tensor], str]
 
 AT_EVERY_STEP = METHODS | {
     "plain, in the air": tw.Strategy(schedule=tw.Every(4, 3)),
@@ -28,72 +24,6 @@ AT_EVERY_STEP = METHODS | {
     ),
     "two sites": IN_SITES[1, 1],
 }  # fmt: skip
-
-
-def frozen(value: Any) -> Any:
-    """As a checkpoint keeps it: tensors copied, facts through JSON."""
-    return copy.deepcopy(value)
-
-
-def save(replica: tw.Replica) -> Saved:
-    tensors, facts = replica.state()
-    return {
-        "model": frozen(replica.model.state_dict()),
-        "optimizer": frozen(replica.optimizer.state_dict()),
-        "tensors": {name: tensor.clone() for name, tensor in tensors.items()},
-        "facts": json.loads(json.dumps(facts)),
-    }
-
-
-def load(replica: tw.Replica, saved: Saved) -> None:
-    replica.model.load_state_dict(frozen(saved["model"]))
-    replica.optimizer.load_state_dict(frozen(saved["optimizer"]))
-    replica.load_state(frozen(saved["tensors"]), saved["facts"])
-
-
-def fingerprint(replica: tw.Replica) -> tuple[list[torch.Tensor], str]:
-    """Weights, anchors, outer state and feedback; and the facts: step, rounds, flights."""
-    return [weights(replica.model), *(t for _, t in sorted(agreed(replica).items())), *held_back(replica)], json.dumps(
-        replica.state()[1]
-    )
-
-
-def held_back(replica: tw.Replica) -> list[torch.Tensor]:
-    return [
-        t.clone()
-        for name, t in sorted(replica.state()[0].items())
-        if {"feedback", "exchange", "filter"} & set(name.split("."))
-    ]
-
-
-def whole_run(strategy: tw.Strategy, group: tw.Group) -> tuple[list[Saved], list[Seen], int]:
-    """What was saved after every step (0 too), and what was there; the most fragments that were in the air."""
-    model = toy()
-    optimizer = own(strategy, model)
-    saved, seen, most = [], [], 0
-    with tw.Replica(strategy, model, optimizer, group) as replica:
-        saved.append(save(replica))
-        seen.append(fingerprint(replica))
-        for step in range(1, STEPS + 1):
-            inner_step(model, optimizer, *batch(0, group.rank, step))
-            saved.append(save(replica))
-            seen.append(fingerprint(replica))
-            most = max(most, len(replica.in_flight))
-    return saved, [*seen, fingerprint(replica)], most
-
-
-def resumed_run(strategy: tw.Strategy, group: tw.Group, saved: Saved, steps: int) -> list[Seen]:
-    """Fresh objects, loaded, to the end of the run; what was there after each step, and after finishing."""
-    model = toy(seed=99)
-    optimizer = own(strategy, model)
-    seen = []
-    with tw.Replica(strategy, model, optimizer, group) as replica:
-        load(replica, saved)
-        seen.append(fingerprint(replica))
-        for step in range(replica.step + 1, steps + 1):
-            inner_step(model, optimizer, *batch(0, group.rank, step))
-            seen.append(fingerprint(replica))
-    return [*seen, fingerprint(replica)] if steps == STEPS else seen
 
 
 # The two longest and those that differ in kind; the rest of the table is slow only by its number.
@@ -116,7 +46,7 @@ FAST = {
 )
 def test_law_6_at_every_step(name, replicas):
     strategy = AT_EVERY_STEP[name]
-    whole = tw.run_threads(replicas, lambda group: whole_run(strategy, group), timeout=600.0)
+    whole = tw.run_threads(replicas, lambda group: whole_run(strategy, group, STEPS), timeout=600.0)
     if strategy.schedule.delay > 1:
         assert whole[0][2] >= 1, "nothing was in the air"
     # By then all that was in the air has landed, travelled again and landed again.
@@ -125,7 +55,7 @@ def test_law_6_at_every_step(name, replicas):
         until = STEPS if at % 8 == 1 else min(STEPS, at + horizon)
         again = tw.run_threads(
             replicas,
-            lambda group, at=at, until=until: resumed_run(strategy, group, whole[group.rank][0][at], until),
+            lambda group, at=at, until=until: resumed_run(strategy, group, whole[group.rank][0][at], until, STEPS),
             timeout=600.0,
         )
         for rank in range(replicas):
@@ -138,7 +68,7 @@ def test_law_6_at_every_step(name, replicas):
 
 def test_several_fragments_are_in_the_air_at_once():
     for name, least in (("three in the air", 3), ("H − 1 in the air", 4), ("eager, five fragments", 5)):
-        ((_, _, most),) = tw.run_threads(1, lambda group, name=name: whole_run(AT_EVERY_STEP[name], group))
+        ((_, _, most),) = tw.run_threads(1, lambda group, name=name: whole_run(AT_EVERY_STEP[name], group, STEPS))
         assert most >= least, name
 
 

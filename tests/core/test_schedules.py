@@ -7,10 +7,11 @@ import math
 
 import pytest
 import torch
-from pieces import METHODS, journey, same_bits
+from pieces import METHODS
 
 import thinwire as tw
 from thinwire.pieces.schedule import LONGEST, Calendar, busiest
+from thinwire.testing.toy import journey, same_bits
 
 
 def cosine(peak, warmup, steps, final=0.0):

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 from core_processes import FOUR, NEW, OLD, UNLIKE, run_world
-from pieces import METHODS, Journey, Plan, adamw, batch, fill, inner_step, same_bits, toy, travel, weights
+from pieces import METHODS
 
 import thinwire as tw
 from thinwire.codecs.exact import root
 from thinwire.comm import CountedGroup, Ledger
 from thinwire.runtime.module_state import clip_alike
+from thinwire.testing.toy import Journey, Plan, adamw, batch, fill, inner_step, same_bits, toy, travel, weights
 
 FEW = {
     "moments": tw.Strategy(

@@ -15,7 +15,9 @@ import thinwire as tw
 from thinwire.codecs import Identity
 from thinwire.diagnosis import Record, Rules
 from thinwire.elastic.eviction import outvoted
-from thinwire.elastic.round_loop import Agreed, Ready, Rounds
+from thinwire.elastic.global_state import Agreed
+from thinwire.elastic.messages import Ready
+from thinwire.elastic.rounds import Rounds
 from thinwire.errors import DisagreementError
 from thinwire.membership.timeouts import Timeouts
 from thinwire.runtime.handshake import digest
@@ -57,19 +59,22 @@ def hold(
         agreed = Agreed([anchor], [{}], state_digest=digest([anchor]).hex())
         strategy = tw.Strategy(schedule=tw.Every(10), outer=tw.Average())
         held = Rounds(
-            strategy, membership, agreed, [Identity()], [0], fresh=True,
-            observe=lambda event, **fields: own.events.append((event, fields)), clock=membership.clock, thread=Inline(),
+            strategy, membership, agreed, [Identity()], [0],
+            observe=lambda event, step, **fields: own.events.append((event, fields)), clock=membership.clock, thread=Inline(),
         )  # fmt: skip
         try:
-            held.join()
+            held.join(0)
+            step = own_steps = 0
             while agreed.turn < rounds:
                 seconds = chance.uniform(1.0, 1.15) * (4 if name == sleeper and stage.time.now > 9 else 1)
                 with stage.time:
                     stage.wait(name, lambda: False, seconds)
-                held.voter.own_steps += 10
-                held.step += 10
-                held.depart(Ready(0, torch.ones(400), 1.0, held.step, {}))
-                held.voter.departs()  # here the round was waited for, which is nothing of its own: count from now
+                step = max(step, held.report.step) + 10
+                own_steps += 10
+                held.trained(step)
+                held.depart(Ready(0, torch.ones(400), 1.0, step, {}), own_steps=own_steps)
+                # Here the round was waited for, which is nothing of its own: count from now.
+                held.loop._voter.departs(own_steps, membership.clock())
                 for _ in held.outcomes(1 << 40):
                     pass
         except BaseException as error:

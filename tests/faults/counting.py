@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import thinwire as tw
 from thinwire import checkpoint
 from thinwire.comm.group import Group, Transfer
+from thinwire.elastic.driver import ElasticDriver
 from thinwire.membership import LighthouseRendezvous, Membership, Timeouts
 from thinwire.runtime.handshake import digest
 
@@ -80,26 +81,26 @@ class Diary:
 
 def watch(replica: tw.Replica, diary: Diary, name: str) -> None:
     """Write down what is brought before it is sent, and what is believed."""
-    assert replica._elastic is not None
-    rounds, own = replica._elastic.rounds, NAMES.index(name)
-    fly, believe = rounds._fly, rounds._believe
+    assert isinstance(replica._driver, ElasticDriver)
+    loop, own = replica._driver.rounds.loop, NAMES.index(name)
+    fly, believe = loop._fly, loop._believe
 
     def flown(view: Any, plan: Any, ready: Any) -> Any:
         if view.group.rank in plan.counted:
             diary.write("brings", id=view.id, steps=-float(ready.delta[own]) / UNIT)
         return fly(view, plan, ready)
 
-    def believed(view: Any, plan: Any, ready: Any, moved: Any, reason: str) -> None:
-        before = rounds.agreed.state_digest
-        believe(view, plan, ready, moved, reason)
+    def believed(view: Any, plan: Any, ready: Any, moved: Any) -> None:
+        before = loop.agreed.state_digest
+        believe(view, plan, ready, moved)
         if moved is not None:
             names = [view.members[rank].name for rank in plan.counted]
             diary.write(
                 "commit", id=view.id, turn=plan.turn, fragment=plan.fragment, counted=names, before=before,
-                state_digest=rounds.agreed.state_digest, whole=plan.whole,
+                state_digest=loop.agreed.state_digest, whole=plan.whole,
             )  # fmt: skip
 
-    rounds._fly, rounds._believe = flown, believed  # type: ignore[method-assign]
+    loop._fly, loop._believe = flown, believed  # type: ignore[method-assign]
 
 
 def restore(folder: Path, replica: tw.Replica, diary: Diary) -> None:
@@ -161,9 +162,9 @@ def main(address: str, name: str, folder: str, size: str = str(PLACES)) -> None:
                 save(Path(folder, "saved", name), replica, diary, bool(full))
                 full.clear()
         diary.write("finish", seconds=time.monotonic() - began, spent=replica.seconds, worst=worst, steps=own)
-    assert replica._elastic is not None
+    assert isinstance(replica._driver, ElasticDriver)
     anchors = [[float(v) for v in anchor[:4]] for anchor in replica.anchors()]
-    state_digest = replica._elastic.rounds.agreed.state_digest
+    state_digest = replica._driver.rounds.loop.agreed.state_digest
     diary.write(
         "done", digest=digest(replica.anchors()).hex(), anchors=anchors, state_digest=state_digest, step=replica.step
     )

@@ -13,14 +13,16 @@ import torch
 
 from thinwire.cli.train import Options
 from thinwire.diagnosis import Rules
-from thinwire.elastic import round_loop as rounds
+from thinwire.elastic import rounds
 from thinwire.errors import ConfigurationError, DisagreementError, EndedError, LinkError
 from thinwire.exchange import send_queue
-from thinwire.lm import launch, place, trainer
-from thinwire.lm.place import MemberSpec, Pace, Place, RetryReporter, Share, join
+from thinwire.lm import launch, membership, trainer
+from thinwire.lm.membership import AdaptiveTimeouts, MemberSpec, RetryReporter, join
+from thinwire.lm.place import ElasticPlace, Share
 from thinwire.lm.run import Run
 from thinwire.lm.setup import check
-from thinwire.membership import Timeouts
+from thinwire.lm.watch import watching
+from thinwire.membership import Lighthouse, LighthouseRendezvous, Timeouts
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster, ThreadRendezvous
 from thinwire.pieces.partition import Fragment
 from thinwire.records.events import read_events
@@ -75,7 +77,9 @@ def living(cluster: SimulatedCluster, run: Run, folder: Path, resume: bool = Fal
         while True:
             try:
                 torch.manual_seed(0)
-                return launch.train_here(run, Place(MemberSpec(ThreadRendezvous(cluster, name), name), folder, again))
+                return launch.train_here(
+                    run, ElasticPlace(MemberSpec(ThreadRendezvous(cluster, name), name), folder, again)
+                )
             except Killed:
                 cluster.revive(name)
                 again = True
@@ -188,7 +192,7 @@ def test_shares_of_the_text() -> None:
 
 def test_a_failure_is_told_once_and_only_if_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
     now, told = [100.0], list[tuple[int, str]]()
-    monkeypatch.setattr(place.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(membership.time, "monotonic", lambda: now[0])
     hear = RetryReporter(lambda event, step, reason: told.append((step, reason)))
     hear.step = lambda: 7
     for second in range(60):
@@ -203,14 +207,14 @@ def test_a_failure_is_told_once_and_only_if_it_lasts(monkeypatch: pytest.MonkeyP
 
 def test_timeouts_follow_the_steps(run: Run) -> None:
     fragments = [Fragment("all", [("all", torch.nn.Parameter(torch.zeros(1000)))])]
-    pace = Pace(dataclasses.replace(run, every=100).make_strategy(), run, fragments, step_seconds=0.1)
+    pace = AdaptiveTimeouts(dataclasses.replace(run, every=100).make_strategy(), run, fragments, step_seconds=0.1)
     first = pace.timeouts()
     assert isinstance(first, Timeouts) and first.grace == pytest.approx(2.0)
     for _ in range(64):
         last = pace.after_step(1.0)
     assert last.grace == pytest.approx(10.0) and last.view > first.view + 90
     asked = dataclasses.replace(run, grace="30 steps", every=100)
-    given = Pace(asked.make_strategy(), asked, fragments, step_seconds=0.1).timeouts()
+    given = AdaptiveTimeouts(asked.make_strategy(), asked, fragments, step_seconds=0.1).timeouts()
     assert given.grace == pytest.approx(3.0) and given.view == pytest.approx(first.view + 1.0)
 
 
@@ -221,12 +225,42 @@ def test_waiting_for_the_others_ends_with_a_stop_and_with_time() -> None:
         raise LinkError("nobody came.")
 
     with pytest.raises(LinkError, match=r"nobody came\. Given up after 0\.1 s; --timeout is how long"):
-        join(nobody, stop, 0.1)
-    forever = threading.Event()
-    threading.Timer(0.1, stop.set).start()
+        join(nobody, lambda: None, stop, 0.1)
+    left, waiting = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        waiting.set()
+        left.wait()
+        raise LinkError("this replica has left.")
+
+    stopper = threading.Thread(target=lambda: (waiting.wait(), stop.set()))
+    stopper.start()
     with pytest.raises(KeyboardInterrupt):
-        join(forever.wait, stop, 60.0)
-    forever.set()
+        join(wait, left.set, stop, 600.0)
+    stopper.join()
+    assert not [thread for thread in threading.enumerate() if thread.name == "thinwire-join"]
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["nobody else", "no lighthouse"])
+def test_a_stop_while_waiting_at_a_lighthouse_leaves_no_thread(there: bool, run: Run, tmp_path: Path) -> None:
+    """Through the replica's own process main: all its threads have ended when it gives up."""
+    stop = threading.Event()
+    lighthouse = Lighthouse("127.0.0.1", 0, 5.0, b"")
+    if not there:
+        lighthouse.close()
+    before = set(threading.enumerate())
+    launch.new_folder(run, tmp_path / "run", False)
+    member = MemberSpec(LighthouseRendezvous(lighthouse.address), "replica-0")
+
+    def joining() -> bool:
+        if any(thread.name == "thinwire-join" for thread in threading.enumerate()):
+            stop.set()
+        return stop.is_set()
+
+    with watching(joining, 0.01, "stopper"), pytest.raises(KeyboardInterrupt):
+        launch.train_here(run, ElasticPlace(member, tmp_path / "run", stop=stop))
+    assert set(threading.enumerate()) <= before
+    lighthouse.close()
 
 
 @pytest.mark.parametrize(
@@ -274,7 +308,9 @@ def seats(cluster: SimulatedCluster, run: Run, tmp_path: Path) -> dict[str, Call
 def seat(cluster: SimulatedCluster, run: Run, tmp_path: Path, name: str, resume: bool = False) -> Any:
     launch.new_folder(run, tmp_path / name, resume)
     try:
-        return launch.train_here(run, Place(MemberSpec(ThreadRendezvous(cluster, name), name), tmp_path / name, resume))
+        return launch.train_here(
+            run, ElasticPlace(MemberSpec(ThreadRendezvous(cluster, name), name), tmp_path / name, resume)
+        )
     except (LinkError, EndedError) as error:
         return error
 

@@ -25,8 +25,9 @@ from thinwire.checkpoint import read
 from thinwire.comm import Link, ThreadGroup, run_threads
 from thinwire.errors import CheckpointError, ConfigurationError, DataError, DisagreementError, LinkError
 from thinwire.lm import export as stored
-from thinwire.lm import launch, place
+from thinwire.lm import launch, watch
 from thinwire.lm import setup as job
+from thinwire.lm.place import Place
 from thinwire.lm.run import Run
 from thinwire.records.events import EventLog, read_events
 from thinwire.simulate.replicas import simulate
@@ -176,8 +177,8 @@ def test_threads_and_processes_train_the_same_bytes(whole: Path, tmp_path: Path,
 
 def test_files_that_run_out_are_told_before_they_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     limits = [(4, 5)]
-    monkeypatch.setattr(place.resource, "getrlimit", lambda which: limits[-1])
-    monkeypatch.setattr(place.resource, "setrlimit", lambda which, both: limits.append(both))
+    monkeypatch.setattr(watch.resource, "getrlimit", lambda which: limits[-1])
+    monkeypatch.setattr(watch.resource, "setrlimit", lambda which, both: limits.append(both))
     run_in(tmp_path, small_run(text, replicas=1, steps=1))
     assert limits == [(4, 5), (5, 5)]
     (told,) = [event for event in events_of(tmp_path, "warning") if "files" in event["message"]]
@@ -256,7 +257,7 @@ def test_a_refused_checkpoint_is_no_full_disk_and_a_stop_that_saved_nothing_is_n
     folder, run, asked = tmp_path / "run", small_run(text, steps=2000), threading.Event()
     asked.set()
     with pytest.raises(CheckpointError, match=says):
-        run_threads(2, lambda group: launch.train_here(run, place.Place(group, folder, stop=asked)))
+        run_threads(2, lambda group: launch.train_here(run, Place(group, folder, stop=asked)))
     warnings = [str(event["message"]) for event in events_of(folder, "warning")]
     assert warnings and all(says in warning and "free some space" not in warning for warning in warnings)
     assert events_of(folder, "stop") and events_of(folder, "end")
@@ -346,7 +347,7 @@ def test_the_cause_of_a_failure_is_told_once_and_only_that(tmp_path: Path) -> No
 def test_replicas_with_other_settings_are_named(tmp_path: Path, text: str) -> None:
     def train(group: ThreadGroup) -> object:
         run = small_run(text, lr=1e-3 if group.rank else 2e-3)
-        return launch.train_here(run, place.Place(group, tmp_path / "run"))
+        return launch.train_here(run, Place(group, tmp_path / "run"))
 
     with pytest.raises(
         DisagreementError, match=r"replica 1 does not fit replica 0: lr: 0.001 there, 0.002 on replica 0"

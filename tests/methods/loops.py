@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from pieces import batch, toy, weights
 from torch import Tensor, nn
 
 import thinwire as tw
 from thinwire.methods import METHODS, Attached, Masha1, Method, Saddle, ZerothOrder, saddle
+from thinwire.testing.toy import batch, toy, weights
 
 LOOPS: dict[str, Method] = {
     # every method under its own name, with settings short enough for a test

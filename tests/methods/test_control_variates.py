@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 from loops import LOOPS, Tour, attach, go_on, tour
-from pieces import same_bits, toy
 from torch import Tensor, nn
 
 import thinwire as tw
 from thinwire.methods import Controlled, ControlVariates, Gain, fedavg, scafcom, scaffold, scallion
+from thinwire.testing.toy import same_bits, toy
 
 N, S, K, D, LR = 20, 4, 5, 20, 0.05
 

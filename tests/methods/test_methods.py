@@ -8,7 +8,6 @@ import pytest
 import torch
 from core_processes import UNLIKE, run_world
 from loops import LOOPS, Tour, all_of_them, attach, go_on, tour
-from pieces import Shuffled, same_bits, toy, weights
 
 import thinwire as tw
 from thinwire import checkpoint
@@ -16,6 +15,7 @@ from thinwire.comm import CountedGroup, Ledger
 from thinwire.lm.run import Run
 from thinwire.methods import METHODS, Averaged, Gain, Plain
 from thinwire.parsing import PIECES, parse
+from thinwire.testing.toy import Shuffled, same_bits, toy, weights
 
 every_method = pytest.mark.parametrize("name", LOOPS)
 

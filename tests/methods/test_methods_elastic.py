@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from loops import LOOPS, LR
-from pieces import batch, same_bits, toy, weights
 from torch import Tensor
 
 import thinwire as tw
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster
 from thinwire.methods import ZerothOrder
+from thinwire.testing.toy import batch, same_bits, toy, weights
 
 METHOD, STEPS = LOOPS["just_one_byte"], 14
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from pieces import Shuffled, same_bits
 from torch import Tensor
 
 import thinwire as tw
 from thinwire.comm import CountedGroup, Ledger
 from thinwire.methods import Extragradient, Free, Masha1, Masha2, Saddle, Simplexes, nbytes_sent, saddle
 from thinwire.methods.minmax import Prox, Saddling, coin
+from thinwire.testing.toy import Shuffled, same_bits
 
 N, RHO = 8, 0.2
 FIFTH = tw.RandomK(0.25, tw.Identity())

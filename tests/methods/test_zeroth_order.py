@@ -11,7 +11,6 @@ from itertools import pairwise
 import pytest
 import torch
 from loops import LOOPS, Tour, attach, go_on, one_step, tour
-from pieces import batch, same_bits, toy, weights
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,6 +20,7 @@ from thinwire.methods import JustOneByte, Log
 from thinwire.methods.perturbed import Shifted
 from thinwire.methods.zeroth_order import INVALID, ZERO, Entry, apply, decode, direction, encode, magnitudes
 from thinwire.rng import normals, quantiles
+from thinwire.testing.toy import batch, same_bits, toy, weights
 
 METHOD = LOOPS["just_one_byte"]
 ALL = [code for code in range(256) if code not in (ZERO, INVALID)]

@@ -123,6 +123,15 @@ def test_text_from_files_is_escaped(hostile: Path, tmp_path: Path) -> None:
     assert "<b>" not in json.dumps(loss_chart([RunRecord.load(hostile)] * 2).views[0].data)
 
 
+def test_a_page_stays_small_whatever_a_log_lists(make_run: Make, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", replicas=1, steps=20)
+    log = run / "events" / "replica-0.jsonl"
+    first, *rest = log.read_text().splitlines()
+    start = json.loads(first) | {"fragments": [{"name": "x", "numel": 1}] * 100_000}
+    log.write_text("\n".join([json.dumps(start), *rest]) + "\n")
+    assert write_report([run], tmp_path / "report.html").stat().st_size < 10_000_000
+
+
 def test_long_runs_are_thinned_but_not_where_one_looks_first(
     make_run: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

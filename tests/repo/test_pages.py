@@ -29,6 +29,7 @@ TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MUL
 def elsewhere(tmp_path, monkeypatch):
     """A folder in which the files that commands name can be made."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     return tmp_path
 
 

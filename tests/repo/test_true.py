@@ -18,7 +18,7 @@ from thinwire.diagnosis.records import recorded
 from thinwire.lm.model import SIZES, Transformer
 from thinwire.lm.run import NAMED, Run
 from thinwire.membership import channel, server
-from thinwire.runtime import module_state
+from thinwire.runtime import gradient_driver
 
 
 def page(name: str) -> str:
@@ -120,9 +120,9 @@ def test_the_rules_of_the_diagnosis():
     assert f"{Rules()!r}\n" in [block.text for block in blocks(ROOT / "docs/diagnosis.md", "text")]
     first = next(number for number in range(1 << 20) if not recorded(number)) - 1
     assert f"the first {first} are recorded" in text
-    assert f"every {module_state.COMPARED} steps" in page(
+    assert f"every {gradient_driver.COMPARED} steps" in page(
         "docs/how.md"
-    ) and f"every {module_state.COMPARED} steps" in page("docs/own-loop.md")
+    ) and f"every {gradient_driver.COMPARED} steps" in page("docs/own-loop.md")
 
 
 def test_gpus_are_named_with_what_is_known_of_them():

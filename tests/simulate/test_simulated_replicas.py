@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from oracle import Oracle
-from pieces import METHODS, Toy, journey
+from pieces import METHODS
 
 import thinwire as tw
 from thinwire.comm import Link
@@ -20,6 +20,7 @@ from thinwire.pieces.schedule import Calendar
 from thinwire.simulate.layers import Stack, compute_utilization
 from thinwire.simulate.replicas import Outcome, Round, simulate
 from thinwire.simulate.scenario import Failures, Outages, Scenario, Stragglers, Wire, spread
+from thinwire.testing.toy import Toy, journey
 
 FAST, THIN = Link(1e15), Link(1e6, 0.05)
 STREAM = tw.streaming_diloco(every=12, fragments=3, delay=3)

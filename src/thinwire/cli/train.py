@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +21,7 @@ from thinwire.lm import launch
 from thinwire.lm.run import Run
 from thinwire.lm.setup import check
 from thinwire.lm.supervisor import Seat, check_seat, train_elastic
+from thinwire.lm.watch import watching
 from thinwire.records.run_record import RunRecord, explained, text_of_privacy
 from thinwire.report.progress import Progress, final_table
 from thinwire.report.terminal import waiting
@@ -164,27 +163,9 @@ def _as_rank(rank: int, world: int, run: Run, asked: Options, folder: Path, cons
     with launch.stopping(stop):
         with Progress(folder, run.steps, 1, console, sharded=shards > 1) as progress:
             progress.pass_over()
-            with _ticking(progress.update):
+            with watching(progress.update, 0.2, "thinwire-progress"):
                 launch.train_as_rank(run, folder, resume, stop)
         return _finish(folder, console, asked.json, stop)
-
-
-@contextmanager
-def _ticking(tick: Callable[[], object]) -> Iterator[None]:
-    """Call `tick` five times a second beside what is done within."""
-    done = threading.Event()
-
-    def body() -> None:
-        while not done.wait(0.2):
-            tick()
-
-    thread = threading.Thread(target=body, name="thinwire-progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
 
 
 def _finish(folder: Path, console: Console, as_json: bool, stop: launch.Stop, seat: Seat | None = None) -> int:

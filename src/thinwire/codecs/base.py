@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any, Protocol, runtime_checkable
@@ -24,23 +25,21 @@ class Codec(Protocol):
     """Turns a flat fp32 tensor into a predictable number of bytes on its device, and back.
 
     A codec is a frozen dataclass; its text is its identity on the wire. What it draws by chance is a pure function of
-    the packet's `key`, which both sides know. Laws (tests/core/test_codecs.py): the payload has exactly
-    `nbytes(numel)` bytes, all of them written; decoding depends on bytes and key only. What a codec may claim beyond
-    (odd, idempotent, contractive, unbiased) stands in the table of tests/core/pieces.py.
+    the packet's `key`, which both sides know. A subclass writes `nbytes`, `encode` and `decode_add`, and **declares**
+    what else it can do: each declaration below has the answer of a codec that can do nothing special. Nobody asks for a
+    codec's type. Laws (`thinwire.testing.check` runs them): the payload has exactly `nbytes(numel)` bytes, all of them
+    written; decoding depends on bytes and key only; what is claimed holds.
     """
 
-    @property
-    def grain(self) -> int | None:
-        """A delta may be cut at multiples of this many elements and its parts coded one by one, with the same values
-        and in as many bytes. None: only as a whole.
-        """
-
+    @abstractmethod
     def nbytes(self, numel: int) -> int:
         """Bytes of the payload for `numel` elements (`packet_nbytes` adds the header)."""
 
+    @abstractmethod
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
         """Write flat fp32 `x` into `payload` (uint8, `nbytes(x.numel())`). Raises `NonFiniteError` if `x` holds NaN or infinity."""
 
+    @abstractmethod
     def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
         """Add `weight` times the decoded values to flat fp32 `out`; the same bits on every machine.
 
@@ -50,91 +49,133 @@ class Codec(Protocol):
         finite (`flight`), and nothing has changed.
         """
 
-
-@runtime_checkable
-class Shaped(Protocol):
-    """A codec that makes use of the shapes of the tensors that lie one after another in x. By itself it knows of none
-    and takes x as one vector; a replica fits it to each of its fragments.
-    """
-
-    def fitted(self, shapes: Shapes) -> Codec:
-        """This codec for such tensors; what they do not cover of x is vectors."""
-
-
-def fitted(codec: Codec, shapes: Shapes) -> Codec:
-    """`codec` as it is for a fragment of tensors of these `shapes`."""
-    return codec.fitted(shapes) if isinstance(codec, Shaped) else codec
-
-
-@runtime_checkable
-class Around(Protocol):
-    """A codec that changes basis or order, and leaves all else to the `codec` inside."""
+    # ---- claims
 
     @property
-    def codec(self) -> Codec: ...
+    def claims(self) -> frozenset[str]:
+        """What the codec promises of its values, to be tried by `thinwire.testing.check`: see `thinwire.testing.CLAIMS`."""
+        return frozenset()
 
-    def back(self, values: Tensor, out: Tensor, key: Key) -> None:
-        """Add to `out` what `values` are of the codec inside, in x's own basis and order."""
+    @property
+    def grain(self) -> int | None:
+        """A delta may be cut at multiples of this many elements and its parts coded one by one, with the same values
+        and in as many bytes. None: only as a whole.
+        """
+        return None
 
+    @property
+    def any_device(self) -> bool:
+        """It makes the same bytes on every device, by itself; else a delta crosses to the host before it is encoded."""
+        return False
 
-@runtime_checkable
-class Joined(Protocol):
-    """A codec whose packets of one round say together something else than the mean of what each decodes to. It may stand
-    outside, or directly inside codecs that are `Around`.
-    """
+    @property
+    def biased(self) -> bool:
+        """What it loses by itself does not average out over the rounds, beyond the rounding of a float. The codecs inside
+        it speak for themselves."""
+        return True
 
-    def joined(self, packets: Sequence[Said], numel: int) -> Tensor:
+    @property
+    def samples(self) -> bool:
+        """It sends values drawn by chance, scaled up: what it loses may exceed what was there, and a mean cannot be coded
+        again."""
+        return False
+
+    @property
+    def needs_fixed_group(self) -> str:
+        """Why the same replicas are needed in every round, as the end of a sentence that begins with the codec; empty: they
+        may come and go."""
+        how = (
+            "divides by those who sent a value, where a delta may count more than another; the codec inside it does not"
+        )
+        return how if self.joint else ""
+
+    # ---- shapes
+
+    @property
+    def needs_shapes(self) -> bool:
+        """It makes use of the shapes of the tensors that lie one after another in x. By itself it knows of none and takes x
+        as one vector; a replica fits it to each of its fragments."""
+        return False
+
+    def fitted(self, shapes: Shapes) -> Codec:
+        """This codec for tensors of such `shapes`; what they do not cover of x is vectors."""
+        return self
+
+    def spans_of_rest(self, numel: int) -> tuple[tuple[int, int], ...]:
+        """Where parts of x begin and end that are too small for this codec and travel in another."""
+        return ()
+
+    # ---- how finely it codes, for policies
+
+    @property
+    def sparse(self) -> bool:
+        """It sends few of the values, and `denser` makes it send more."""
+        return False
+
+    def denser(self, density: float) -> Codec:
+        """This codec with at least this share of the values, where it is `sparse`."""
+        return self
+
+    def forms(self) -> tuple[Codec, ...]:
+        """Finer and coarser forms of this codec, to choose from; none if they are not known."""
+        return ()
+
+    # ---- packets together
+
+    @property
+    def joint(self) -> bool:
+        """What packets of one round say together is not the mean of what each decodes to: `decode_joint` is asked."""
+        return False
+
+    def decode_joint(self, packets: Sequence[Said], numel: int) -> Tensor:
         """The estimate of `numel` values from all `packets`, in their order; the same bits on every machine."""
+        raise unwritten(self, "joint", "decode_joint")
 
+    # ---- sums on the way
 
-@runtime_checkable
-class Linear(Protocol):
-    """A codec whose codes may be added on the way, by any all-reduce, and need not be gathered.
+    @property
+    def linear(self) -> bool:
+        """Its codes may be added on the way, by any all-reduce, and need not be gathered.
 
-    It goes in phases, as many as `sizes` are long. In each, every replica makes a code of its own x, given the means of the
-    phases before, and the codes are averaged: `codes = [mean over replicas of project(x, tuple(codes), key)]`. Laws:
-    `project` is linear in x for given means; `expand(codes)` is linear in the last of them. So with the mean code
-    last it is the estimate of the mean delta; with the replica's own code last it is what this replica has sent, and its
-    feedback keeps the rest (the *local* form of PowerSGD's residual: held against the estimate it would grow without
-    bound where replicas differ for good). Chance is the round's `shared` one only.
-    """
+        It goes in phases, as many as `sizes` are long. In each, every replica makes a code of its own x, given the means of
+        the phases before, and the codes are averaged: `codes = [mean over replicas of project(x, tuple(codes), key)]`.
+        Laws: `project` is linear in x for given means; `expand(codes)` is linear in the last of them. So with the mean
+        code last it is the estimate of the mean delta; with the replica's own code last it is what this replica has
+        sent, and its feedback keeps the rest (the *local* form of PowerSGD's residual: held against the estimate it would
+        grow without bound where replicas differ for good). Chance is the round's `shared` one only.
+        """
+        return False
+
+    @property
+    def all_reduced(self) -> bool:
+        """An all-reduce may carry it: it is `linear`, or a float whose mean is rounded once more at little loss."""
+        return self.linear
 
     def sizes(self, numel: int) -> tuple[int, ...]:
         """How many fp32 values each phase adds up."""
+        raise unwritten(self, "linear", "sizes")
 
     def project(self, x: Tensor, means: tuple[Tensor, ...], key: Key) -> Tensor:
         """The flat fp32 code of x for the phase after `means`. Raises `NonFiniteError` if `x` holds NaN or infinity."""
+        raise unwritten(self, "linear", "project")
 
     def expand(self, codes: tuple[Tensor, ...], numel: int, key: Key) -> Tensor:
         """Flat fp32 values from a code of each phase; the same bits on every machine."""
+        raise unwritten(self, "linear", "expand")
+
+    def remembered(self, numel: int) -> int | None:
+        """Of a `linear` codec that goes on from its last round (PowerSGD's Q): how many values that are, the first part of
+        the last phase's mean code. `AllReduce` remembers them, alike on all replicas. None: it starts anew each round."""
+        return None
+
+    def warmed(self, last: Tensor) -> Codec:
+        """This codec, going on from the `last` values remembered. Zeros, at first: from chance."""
+        return self
 
 
-@runtime_checkable
-class Warm(Linear, Protocol):
-    """A `Linear` codec that goes on from its last round: PowerSGD's Q. What it goes on from is the first part of the mean code of the
-    last phase, which all replicas have alike; `AllReduce` remembers it.
-    """
-
-    def remembered(self, numel: int) -> int:
-        """How many values that are."""
-
-    def warmed(self, last: Tensor) -> Linear:
-        """This codec, going on from `last`. Zeros, at first: from chance."""
-
-
-def joins(codec: Codec) -> bool:
-    """Whether what packets of `codec` say together is `joint`'s, and not their mean."""
-    return joins(codec.codec) if isinstance(codec, Around) else isinstance(codec, Joined)
-
-
-def joint(codec: Codec, packets: Sequence[Said], numel: int) -> Tensor:
-    """What all `packets` of a codec that `joins` say together."""
-    if isinstance(codec, Joined):
-        return codec.joined(packets, numel)
-    assert isinstance(codec, Around), codec
-    out = torch.zeros(numel)
-    codec.back(joint(codec.codec, packets, numel), out, packets[0][1])
-    return out
+def unwritten(piece: object, declared: str, member: str) -> ConfigurationError:
+    """What to raise where `piece` declares what it has no `member` for."""
+    return ConfigurationError(f"{piece} declares {declared}, and has no {member}; write it, or do not declare that.")
 
 
 def packet_nbytes(codec: Codec, numel: int) -> int:
@@ -179,7 +220,7 @@ def kernels_for(codec: Codec, values: Tensor, payload: Tensor) -> Kernels:
     return kernels.of(values, payload)
 
 
-def nested(codec: object) -> Iterator[object]:
+def nested(codec: Codec) -> Iterator[Codec]:
     """A codec and all those inside it."""
     yield codec
     for value in vars(codec).values():
@@ -195,22 +236,24 @@ def rebuilt(codec: Any, change: Callable[[Any], Codec]) -> Codec:
     return change(replace(codec, **changed))
 
 
-def check_inner(codec: object, name: str, inner: object) -> None:
-    """Raise `ConfigurationError` unless field `name` of `codec` is a codec that takes any vector."""
+def check_inner(codec: object, name: str, inner: object, joint: bool = False) -> None:
+    """Raise `ConfigurationError` unless field `name` of `codec` is a codec that takes any vector, and, without `joint`, one whose
+    packets say together no more than their mean.
+    """
     given = f"{type(codec).__name__}({name}={inner!r})"
     if not isinstance(inner, Codec) or isinstance(inner, type):
         raise ConfigurationError(f"{given}: a Codec is needed, such as Cast('bf16') or Sign().")
-    if isinstance(inner, Shaped):
+    if inner.needs_shapes:
         raise ConfigurationError(
             f"{given}: it needs the shapes of a model's tensors, and what it would get here has none; put it outside."
         )
-    if not isinstance(codec, Around):
+    if not joint:
         check_alone(given, inner)
 
 
 def check_alone(given: str, inner: Codec) -> None:
-    """Raise `ConfigurationError` if `inner` holds a codec that is `Joined`, for inside of `given` nobody would ask it."""
-    if any(isinstance(one, Joined) for one in nested(inner)):
+    """Raise `ConfigurationError` if `inner` holds a codec that is `joint`: nested in `given`, it would never be asked."""
+    if any(one.joint for one in nested(inner)):
         raise ConfigurationError(
             f"{given}: what packets say together is not asked inside of this; put it outside, or inside of Squares, DCT or "
             "Hadamard only."
@@ -221,7 +264,7 @@ def warm_up(codec: Codec) -> None:
     """Encode and decode once, so that what `codec` needs is compiled, or read from the compiler's cache, before anybody
     waits for a first round: seconds once on a machine, milliseconds later.
     """
-    codec = fitted(codec, ((1 << 8, 1 << 8),))
+    codec = codec.fitted(((1 << 8, 1 << 8),))
     x = torch.ones(1 << 16)  # so many that all ways are taken
     payload = torch.empty(codec.nbytes(x.numel()), dtype=torch.uint8)
     codec.encode(x, payload, Key())

@@ -8,12 +8,12 @@ format that never gets to its least normal number.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from thinwire.codecs.base import kernels_for, not_finite
+from thinwire.codecs.base import Codec, kernels_for, not_finite
 from thinwire.codecs.bits import packed_nbytes
 from thinwire.errors import ConfigurationError
 from thinwire.kernels import Grid, Scale
@@ -23,7 +23,7 @@ Rounding = Literal["nearest", "stochastic"]
 _SCALE_NBYTES = {"exponent": 1, "bf16": 2, "fp32": 4}
 
 
-class Blocks(ABC):
+class Blocks(Codec, ABC):
     """What all formats here share: `block`, the form of its `scale`, the `rounding`, and the layout on the wire.
 
     ⌈n·bits/8⌉ bytes of codes (lowest bits first), then ⌈n/block⌉ scales: "exponent" is a signed byte e for 2^e, e =
@@ -34,6 +34,8 @@ class Blocks(ABC):
     block: int
     scale: Scale
     rounding: Rounding
+
+    any_device: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         name, share = type(self).__name__, 8 // self.grid.bits
@@ -54,6 +56,10 @@ class Blocks(ABC):
     @property
     def grain(self) -> int | None:
         return self.block if self.rounding == "nearest" else None  # each element has its own place in the stream
+
+    @property
+    def biased(self) -> bool:
+        return self.rounding == "nearest"
 
     def nbytes(self, numel: int) -> int:
         return packed_nbytes(numel, self.grid.bits) + -(-numel // self.block) * _SCALE_NBYTES[self.scale]
@@ -196,6 +202,12 @@ class Int(Blocks):
     @property
     def grid(self) -> Grid:
         return _INTS[self.bits]
+
+    def forms(self) -> tuple[Int, ...]:
+        blocks = {self.block} | {block for block in (self.block // 4, 4 * self.block) if block % 4 == 0 < block}
+        bits: tuple[Literal[8, 4, 2], ...] = (8, 4, 2)
+        forms = (replace(self, bits=each, block=block) for each in bits for block in sorted(blocks))
+        return tuple(form for form in forms if form != self)
 
 
 _INTS = {b: Grid(bits=b, mantissa=b - 1, normal=2.0 ** (b - 1), top=2 ** (b - 1) - 1) for b in (8, 4, 2)}

@@ -7,13 +7,13 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, check_finite, kernels_for, not_finite
+from thinwire.codecs.base import Codec, kernels_for, not_finite
 from thinwire.errors import ConfigurationError
 from thinwire.rng import Key
 
 
 @dataclass(frozen=True)
-class Identity:
+class Identity(Codec):
     """fp32 as it is: 32 bits per parameter. The baseline and the oracle.
 
     >>> Identity().nbytes(1000)
@@ -21,6 +21,9 @@ class Identity:
     """
 
     grain: ClassVar[int] = 1
+    any_device: ClassVar[bool] = True
+    biased: ClassVar[bool] = False
+    all_reduced: ClassVar[bool] = True
 
     def nbytes(self, numel: int) -> int:
         return 4 * numel
@@ -32,22 +35,15 @@ class Identity:
     def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
         kernels_for(self, out, payload).add_floats(payload, out, "fp32", weight)
 
-    def sizes(self, numel: int) -> tuple[int, ...]:
-        return (numel,)
-
-    def project(self, x: Tensor, means: tuple[Tensor, ...], key: Key) -> Tensor:
-        check_finite(x)
-        return x
-
-    def expand(self, codes: tuple[Tensor, ...], numel: int, key: Key) -> Tensor:
-        return codes[0]
-
 
 @dataclass(frozen=True)
-class Dense:
+class Dense(Codec):
     """`Identity` in place of a codec of this `grain` for a while: cut, and so remembered by an exchange, where that is."""
 
     grain: int = 1
+
+    any_device: ClassVar[bool] = True
+    biased: ClassVar[bool] = False
 
     def nbytes(self, numel: int) -> int:
         return 4 * numel
@@ -66,7 +62,7 @@ def in_full(codec: Codec) -> Identity | Dense:
 
 
 @dataclass(frozen=True)
-class Cast:
+class Cast(Codec):
     """Round to nearest in a 16-bit float: 16 bits per parameter.
 
     bf16 keeps fp32's range with 8 bits of precision. fp16 has 11 bits of precision and saturates at ±65504 (an outer
@@ -85,6 +81,9 @@ class Cast:
     dtype: Literal["bf16", "fp16"] = "bf16"
 
     grain: ClassVar[int] = 1
+    any_device: ClassVar[bool] = True
+    biased: ClassVar[bool] = False
+    all_reduced: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.dtype not in ("bf16", "fp16"):

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import check_finite, check_fit
+from thinwire.codecs.base import Codec, check_finite, check_fit
 from thinwire.codecs.bits import pack, packed_nbytes, unpack
 from thinwire.codecs.exact import saturated
 from thinwire.rng import Key
 
 
 @dataclass(frozen=True)
-class Codebook:
+class Codebook(Codec):
     """Four bins of 1½ standard deviations, and for each bin the mean of what fell into it: SparseLoCo's 2-bit values.
 
         bin(v) = clip(round((v − mean) / (6·std / 4)) + 2, 0, 3)
@@ -32,8 +31,6 @@ class Codebook:
     >>> Codebook().nbytes(64)
     32
     """
-
-    grain: ClassVar[None] = None
 
     def nbytes(self, numel: int) -> int:
         return packed_nbytes(numel, 2) + (16 if numel else 0)

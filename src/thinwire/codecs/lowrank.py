@@ -17,7 +17,7 @@ from thinwire.rng import Key, draw
 
 
 @dataclass(frozen=True)
-class LowRank:
+class LowRank(Codec):
     """Each n × m matrix M as P·Qᵀ with P [n, rank] orthonormal, Q [m, rank] = Mᵀ·P; vectors, and matrices that would not get smaller, as they are.
 
     Encoding, with Q₀ of ±1 drawn from the round's shared stream:
@@ -28,7 +28,7 @@ class LowRank:
     Q is the one that fits what is left of P best, Mᵀ·P·(Pᵀ·P)⁻¹. Few bits for the factors and more rank are the better use of
     bytes: `LowRank(16, values=E2M1())` is as long as `LowRank(2)` (docs/formats.md).
 
-    In an all-reduce (`Warm`) it is PowerSGD: P = mean of Mᵢ·Q, made orthonormal by everybody alike, then Q = mean of Mᵢᵀ·P, so that
+    In an all-reduce it is PowerSGD: P = mean of Mᵢ·Q, made orthonormal by everybody alike, then Q = mean of Mᵢᵀ·P, so that
     all replicas together do what one would with the mean of their M. `AllReduce` remembers Q, the same bits on all, and the next
     round goes on from there: one iteration a round, which over the rounds converges to what changes slowly in M. A column of Q that is
     zero begins anew from chance; each column is brought to the scale of 1 by a power of two, which changes no direction.
@@ -61,7 +61,8 @@ class LowRank:
     shapes: Shapes = ()
     last: Tensor | None = field(default=None, repr=False, compare=False)  # filled in
 
-    grain: ClassVar[None] = None
+    needs_shapes: ClassVar[bool] = True
+    linear: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.rank < 1 or self.iterations < 1:
@@ -128,6 +129,10 @@ class LowRank:
         left = [orthonormal(p).reshape(-1) for p in self._factors(codes[0], matrices, 0)]
         right, rest = codes[1].split_with_sizes(self._counts(numel)[1:])
         return self._expanded(torch.cat([*left, torch.zeros(0)]), right, rest, numel)
+
+    def forms(self) -> tuple[LowRank, ...]:
+        ranks = range(max(1, self.rank // 2), 2 * self.rank + 1)
+        return tuple(replace(self, rank=rank) for rank in ranks if rank != self.rank)
 
     # ---- where things are
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from thinwire.rng import Key
 
 
 @dataclass(frozen=True)
-class OverSenders:
+class OverSenders(Codec):
     """`codec`'s packets; but of several the estimate of a value is the mean over the replicas that sent it, not over all.
 
         x̂_i = Σ_m w_m·c_mi / Σ_{m: c_mi ≠ 0} w_m
@@ -36,6 +37,9 @@ class OverSenders:
 
     codec: Codec
 
+    biased: ClassVar[bool] = False
+    joint: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         check_inner(self, "codec", self.codec)
 
@@ -52,7 +56,7 @@ class OverSenders:
     def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
         self.codec.decode_add(payload, out, key, weight)
 
-    def joined(self, packets: Sequence[Said], numel: int) -> Tensor:
+    def decode_joint(self, packets: Sequence[Said], numel: int) -> Tensor:
         total, counted = torch.zeros(numel), torch.zeros(numel)
         for payload, key, weight in packets:
             said = torch.zeros(numel)

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, Shapes, check_alone, check_finite, check_fit, check_inner, fitted
+from thinwire.codecs.base import Codec, Shapes, check_alone, check_finite, check_fit, check_inner
 from thinwire.codecs.cast import Identity
 from thinwire.codecs.shapes import checked, split
 from thinwire.errors import ConfigurationError
@@ -18,12 +18,12 @@ from thinwire.rng import Key
 
 
 @dataclass(frozen=True)
-class Each:
+class Each(Codec):
     """Every matrix by itself in `codec`, or in its own of `chosen`; vectors, and matrices of fewer than `least` elements, together in
     `rest`.
 
     So TopK keeps its share of every matrix, and Sign has a scale a matrix: what DGC (arXiv 1712.01887), PowerSGD and CGX do, whose
-    biases and norms travel dense. The codec may be `Shaped` (LowRank); it is fitted to each matrix. Chance is drawn
+    biases and norms travel dense. The codec may need shapes (LowRank); it is fitted to each matrix. Chance is drawn
     anew for each.
 
     On the wire: the payload of one matrix after another, then that of the rest. `shapes` are those of the fragment's tensors; a
@@ -50,7 +50,8 @@ class Each:
     shapes: Shapes = ()
     chosen: tuple[Codec, ...] = ()
 
-    grain: ClassVar[None] = None
+    needs_shapes: ClassVar[bool] = True
+    biased: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for codec in (self.codec, *self.chosen):
@@ -110,7 +111,6 @@ class Each:
         return self._parts(x)[0]
 
     def spans_of_rest(self, numel: int) -> tuple[tuple[int, int], ...]:
-        """Where that begins and ends which travels in `rest`."""
         _, rest = self._parts(torch.empty(numel, device="meta"))
         return tuple((int(part.storage_offset()), int(part.storage_offset()) + part.numel()) for part in rest)
 
@@ -118,7 +118,7 @@ class Each:
         """Each matrix of `x`, flat, with its codec; then the rest with its own."""
         matrices, rest = self._parts(x)
         for codec, matrix in zip(self.chosen or [self.codec] * len(matrices), matrices):
-            yield fitted(codec, (tuple(matrix.shape),)), matrix.reshape(-1)
+            yield codec.fitted((tuple(matrix.shape),)), matrix.reshape(-1)
         yield self.rest, torch.cat(rest)
 
     def _parts(self, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from thinwire.codecs.base import kernels_for, not_finite
+from thinwire.codecs.base import Codec, kernels_for, not_finite
 from thinwire.codecs.bits import packed_nbytes
 from thinwire.errors import ConfigurationError
 from thinwire.rng import Key
 
 
 @dataclass(frozen=True)
-class Sign:
+class Sign(Codec):
     """The signs, and one fp32 scale for each `block` (None: for the whole tensor): ±s, with + for zero.
 
     `scale` "mean" is s = mean|x|, the best there is: ‖q(x) − x‖² = (1 − ‖x‖₁² / (n·‖x‖₂²))·‖x‖². "l2" is s = ‖x‖₂/√n,
@@ -38,6 +38,8 @@ class Sign:
 
     scale: Literal["mean", "l2"] = "mean"
     block: int | None = None
+
+    any_device: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.scale not in ("mean", "l2"):

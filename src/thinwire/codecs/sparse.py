@@ -6,7 +6,7 @@ Payload: the values' own payload, then the indices (none where both sides can dr
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -19,9 +19,22 @@ from thinwire.codecs.cast import Cast
 from thinwire.errors import ConfigurationError, PacketError
 from thinwire.rng import Key
 
+_FACTORS = (
+    0.25,
+    0.5,
+    0.7,
+    0.8,
+    0.9,
+    1.1,
+    1.25,
+    1.5,
+    2.0,
+    4.0,
+)  # of a density: fine near 1, or little can be exchanged for little
+
 
 @dataclass(frozen=True)
-class TopK:
+class TopK(Codec):
     """The largest by magnitude: k = ⌈density·n⌉ of the whole tensor, exactly; of equal ones the first. Found by a
     threshold from a sample where there are many.
 
@@ -42,7 +55,8 @@ class TopK:
     density: float = 0.01
     values: Codec = Cast("bf16")
 
-    grain: ClassVar[None] = None
+    any_device: ClassVar[bool] = True
+    sparse: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _check(self, self.density, self.values)
@@ -65,9 +79,15 @@ class TopK:
         _check_ascending(index, out.numel())
         out.index_add_(0, index, _decoded(self.values, payload[:begin], kept, key, weight))
 
+    def denser(self, density: float) -> TopK:
+        return replace(self, density=max(density, self.density))
+
+    def forms(self) -> tuple[TopK, ...]:
+        return tuple(replace(self, density=min(1.0, factor * self.density)) for factor in _FACTORS)
+
 
 @dataclass(frozen=True)
-class ChunkedTopK:
+class ChunkedTopK(Codec):
     """The `count` largest by magnitude of each `chunk` neighbours, so that an index needs few bits.
 
     Source: SparseLoCo (Sarfi et al., 2025) and DeMo (arXiv 2411.19870), which cut matrices into squares of 64 × 64;
@@ -93,7 +113,8 @@ class ChunkedTopK:
     count: int = 64
     values: Codec = Cast("bf16")
 
-    grain: ClassVar[None] = None
+    any_device: ClassVar[bool] = True
+    sparse: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 < self.count <= self.chunk:
@@ -122,6 +143,13 @@ class ChunkedTopK:
         _check_ascending(index, out.numel())
         out.index_add_(0, index, _decoded(self.values, payload[:begin], kept, key, weight))
 
+    def denser(self, density: float) -> ChunkedTopK:
+        return replace(self, count=max(math.ceil(density * self.chunk), self.count))
+
+    def forms(self) -> tuple[ChunkedTopK, ...]:
+        counts = {min(self.chunk, math.ceil(factor * self.count)) for factor in _FACTORS} - {self.count}
+        return tuple(replace(self, count=count) for count in sorted(counts))
+
     def _kept(self, numel: int) -> tuple[int, int]:
         """How many values travel: of whole chunks, and of the rest."""
         whole, rest = divmod(numel, self.chunk)
@@ -134,12 +162,12 @@ class ChunkedTopK:
 
 
 @dataclass(frozen=True)
-class RandomK:
+class RandomK(Codec):
     """k = ⌈density·n⌉ values drawn from the round's shared stream, times n/k: no indices on the wire.
 
     Unbiased, if the values are (`Identity`, or rounded "stochastic"): E q(x) = x, E ‖q(x)‖² = n/k·‖x‖². All replicas
     send the same coordinates of a round, and each round draws others. *Not contractive*, so not for error feedback,
-    which would amplify what is held back. density·b bits per parameter. In an all-reduce (`Linear`) the values are added in
+    which would amplify what is held back. density·b bits per parameter. In an all-reduce the values are added in
     fp32, whatever `values`.
 
     Args:
@@ -153,7 +181,10 @@ class RandomK:
     density: float = 0.1
     values: Codec = Cast("bf16")
 
-    grain: ClassVar[None] = None
+    any_device: ClassVar[bool] = True
+    sparse: ClassVar[bool] = True
+    biased: ClassVar[bool] = False
+    linear: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _check(self, self.density, self.values)
@@ -171,6 +202,13 @@ class RandomK:
         index, most = self._drawn(out.numel(), key, out.device), torch.finfo(torch.float32).max
         values = _decoded(self.values, payload, len(index), key).mul_(out.numel() / max(1, len(index)))
         out.index_add_(0, index, values.clamp_(-most, most).mul_(weight))
+
+    @property
+    def samples(self) -> bool:
+        return self.density < 1
+
+    def denser(self, density: float) -> RandomK:
+        return replace(self, density=max(density, self.density))
 
     def sizes(self, numel: int) -> tuple[int, ...]:
         return (math.ceil(self.density * numel),)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, Shapes, check_finite, check_fit, check_inner
+from thinwire.codecs.base import Codec, Said, Shapes, check_finite, check_fit, check_inner
 from thinwire.codecs.exact import cosines, product, saturated
 from thinwire.codecs.shapes import checked, split
 from thinwire.errors import ConfigurationError
@@ -24,13 +24,15 @@ _CHUNK = 1 << 17  # elements worked on at a time, so that intermediates stay in 
 Run = tuple[int, int, int]  # this many rectangles of rows × columns neighbours
 
 
-class Turned(ABC):
+class Turned(Codec, ABC):
     """What DCT and Hadamard share: x is cut into runs, each is turned by itself in fp64, and `codec` sees the result.
 
     A last, shorter run is cut further and turned in its own length, so nothing is padded.
     """
 
     codec: Codec
+
+    biased: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -67,8 +69,18 @@ class Turned(ABC):
         self.back(turned, out, key, weight)
 
     def back(self, values: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
+        """Add to `out` what `values` of the codec inside are in x's own basis, `weight` times."""
         for into, part in zip(self._parts(out), self._parts(values)):
             into.add_(saturated(self.turn(part.double(), True, key)).mul_(weight))
+
+    @property
+    def joint(self) -> bool:
+        return self.codec.joint
+
+    def decode_joint(self, packets: Sequence[Said], numel: int) -> Tensor:
+        out = torch.zeros(numel)
+        self.back(self.codec.decode_joint(packets, numel), out, packets[0][1])
+        return out
 
     def _parts(self, x: Tensor) -> Iterator[Tensor]:
         begin = 0
@@ -112,7 +124,7 @@ class DCT(Turned):
     axes: int = 1
 
     def __post_init__(self) -> None:
-        check_inner(self, "codec", self.codec)
+        check_inner(self, "codec", self.codec, joint=True)
         if not 2 <= self.side <= 1024 or self.axes not in (1, 2):
             raise ConfigurationError(
                 f"DCT(side={self.side}, axes={self.axes}): a side of 2 to 1024 and 1 or 2 axes are needed; 64 and 1 are usual."
@@ -169,7 +181,7 @@ class Hadamard(Turned):
     block: int = 128
 
     def __post_init__(self) -> None:
-        check_inner(self, "codec", self.codec)
+        check_inner(self, "codec", self.codec, joint=True)
         if self.block < 2 or self.block & (self.block - 1):
             raise ConfigurationError(f"Hadamard(block={self.block}): a power of two is needed; 128 is usual.")
 
@@ -197,7 +209,7 @@ class Hadamard(Turned):
 
 
 @dataclass(frozen=True)
-class Squares:
+class Squares(Codec):
     """Matrices cut into squares of side × side, each square a run of side² in `codec`; then all that is in none.
 
     Lets chunks be what they are in SparseLoCo (Sarfi et al., 2025: `Squares(ChunkedTopK(4096, 64, Codebook()))`) and DeMo:
@@ -224,10 +236,11 @@ class Squares:
     side: int = 64
     shapes: Shapes = ()
 
-    grain: ClassVar[None] = None
+    needs_shapes: ClassVar[bool] = True
+    biased: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_inner(self, "codec", self.codec)
+        check_inner(self, "codec", self.codec, joint=True)
         if self.side < 2:
             raise ConfigurationError(f"Squares(side={self.side}): at least 2 is needed; 64 is usual.")
         object.__setattr__(self, "shapes", checked(self.shapes))
@@ -249,10 +262,20 @@ class Squares:
         self.back(values, out, key)
 
     def back(self, values: Tensor, out: Tensor, key: Key) -> None:
+        """Add to `out` what `values` of the codec inside are in x's own order."""
         begin = 0
         for part in self._parts(out):
             part.add_(values[begin : begin + part.numel()].view(part.shape))
             begin += part.numel()
+
+    @property
+    def joint(self) -> bool:
+        return self.codec.joint
+
+    def decode_joint(self, packets: Sequence[Said], numel: int) -> Tensor:
+        out = torch.zeros(numel)
+        self.back(self.codec.decode_joint(packets, numel), out, packets[0][1])
+        return out
 
     def _parts(self, x: Tensor) -> list[Tensor]:
         """Views of `x` in the order in which `codec` sees their elements."""

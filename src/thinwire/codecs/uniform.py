@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import check_finite, check_fit
+from thinwire.codecs.base import Codec, check_finite, check_fit
 from thinwire.codecs.bits import pack, packed_nbytes, unpack
 from thinwire.codecs.exact import saturated
 from thinwire.errors import ConfigurationError
@@ -18,7 +18,7 @@ _CHUNK = 1 << 16  # elements worked on at a time, so that intermediates stay in 
 
 
 @dataclass(frozen=True)
-class Levels:
+class Levels(Codec):
     """2^bits levels at even distances from the least value of each block to its largest:
 
         unit = (max − min) / (2^bits − 1),   level = ⌊(x − min) / unit + ½⌋,   decoded min + level·unit

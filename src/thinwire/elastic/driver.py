@@ -1,6 +1,6 @@
 """A replica whose group may change: what its main thread does between inner steps.
 
-Departures hand a delta to `Rounds`; outcomes are picked up when they are there, and never waited for:
+Departures hand a delta to `Rounds`; outcomes are picked up when they are there. No inner step waits for them:
 
     on time, own delta counted    parameters ← as the strategy merges
     late, own delta counted       parameters ← anchor′ + α·(departed − anchor′) + κ·(parameters − departed)
@@ -18,102 +18,111 @@ In the mean over all who train a delta counts 1, or the tokens behind it, if the
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Executor
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.codecs import joins
+from thinwire.comm.group import Group
 from thinwire.elastic.global_state import Agreed
+from thinwire.elastic.messages import Outcome, Point, Ready
 from thinwire.elastic.plan import MOST_WEIGHT
-from thinwire.elastic.round_loop import Outcome, Ready, Rounds
+from thinwire.elastic.rounds import Rounds
+from thinwire.elastic.states import State
 from thinwire.errors import CheckpointError, ConfigurationError, LinkError
-from thinwire.exchange import AllReduce, Direct, TwoShot
 from thinwire.membership.rendezvous import Membership
-from thinwire.pieces.merge import Mix
-from thinwire.pieces.policy import Constant
+from thinwire.pieces.partition import Fragment
 from thinwire.pieces.schedule import Schedule
-from thinwire.runtime.fragment_state import FragmentState
-from thinwire.runtime.handshake import digest
-from thinwire.strategy import Gradients, Strategy
+from thinwire.runtime.driver import Training
+from thinwire.runtime.fragment_state import FragmentState, hold
+from thinwire.runtime.handshake import check_start, digest, introduction
+from thinwire.runtime.recovery import start_again
+from thinwire.strategy import Strategy
 
 PATIENCE = 5  # views in a row that nobody else comes to, at the end of a run
 _MOST_TOKENS = 1e12  # in a step: more is no number of tokens
-_POLL = 0.02  # seconds between looks for an outcome, at the end of a run
 
 
-class Elastic:
-    """The main thread's side. `by_tokens`: what a delta counts, on all replicas alike."""
+class ElasticDriver:
+    """The main thread's side; see `Driver`. Whether a delta counts 1 or the tokens behind it is settled here, on all replicas alike, by
+    whether `training` has tokens. `join` is to be called before the first inner step.
+    """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        membership: Membership,
-        pieces: Sequence[FragmentState],
-        observe: Callable[..., None],
-        clock: Callable[[], float] = time.monotonic,
-        start_again: Callable[[], None] = lambda: None,
-        thread: Executor | None = None,
-        by_tokens: bool = False,
-    ) -> None:
+    def __init__(self, training: Training, membership: Membership, thread: Executor | None = None) -> None:
+        strategy = training.strategy
         self._schedule = check(strategy)
-        self.by_tokens = by_tokens
-        self.strategy, self.pieces, self._observe = strategy, pieces, observe
+        self.by_tokens = counts_tokens(training)
+        self.training, self.strategy, self.pieces, self._observe = (
+            training,
+            strategy,
+            training.fragments,
+            training.observe,
+        )
         self._waiting: dict[int, tuple[Ready, float]] = {}  # by fragment; and what was trained when it departed
         self._trained = 0.0  # by this replica: tokens, or steps
-        self._travelled = [0.0] * len(pieces)  # of that, what the anchors have, by fragment
+        self._travelled = [0.0] * len(self.pieces)  # of that, what the anchors have, by fragment
         self._owed: set[int] = set()  # fragments that were to depart when they could not
         self._seen: int | None = None  # the last step after which it was looked for what departs
-        self._at = (0, "")  # turn and state_digest of what the fragments hold
-        agreed = Agreed([piece.anchor for piece in pieces], [piece.state for piece in pieces])
-        agreed.state_digest = digest(agreed.anchors).hex()
-        codecs = [piece.codec for piece in pieces]
+        self._own_steps = 0  # inner steps of this replica
+        self._at = Point()  # what the fragments hold
+        anchors = [piece.anchor for piece in self.pieces]
+        agreed = Agreed(anchors, [piece.state for piece in self.pieces], state_digest=digest(anchors).hex())
+        codecs = [piece.codec for piece in self.pieces]
         self.rounds = Rounds(
             strategy,
             membership,
             agreed,
             codecs,
-            in_turn(self._schedule, len(pieces)),
-            fresh=True,
-            observe=self._hear,
-            most_weight=MOST_WEIGHT if by_tokens else 1.0,
-            clock=clock,
+            in_turn(self._schedule, len(self.pieces)),
+            observe=self._observe,
+            most_weight=MOST_WEIGHT if self.by_tokens else 1.0,
+            clock=training.clock,
             thread=thread,
         )
-        self._start_again = start_again
-        self.stop_requested = False  # at the end of a run, too, where it waits for others
+        self._stop_requested = False
 
-    def join(self, step: int) -> int:
-        """Meet the others and take over what they hold; this replica's step then. Blocks."""
-        self.rounds.step = step
-        self.rounds.join()
-        return self._pick_up(step)
+    def join(self) -> None:
+        """Meet the others, take over what they hold, and go on at their step. Blocks.
 
-    def after_step(self, step: int, tokens: float | None = None) -> int:
-        """Depart what is due, pick up what has come; the step to go on from."""
+        Raises `LinkError` where too few are there; then the membership is still open, for another try.
+        """
+        try:
+            self.rounds.join(self.training.step)
+        except BaseException as error:
+            self.rounds.close(leave=not isinstance(error, LinkError))
+            raise
+        self._pick_up(self.training.step)
+        self.training.step = max(self.training.step, self.rounds.report.step)
+
+    def before_inner_step(self, closure: bool = False) -> None:
+        """Nothing: what counts is the parameters after the step."""
+
+    def after_inner_step(self) -> None:
+        """Depart what is due, and pick up what has come."""
+        step, tokens = self.training.step, self.training.tokens
         if self.by_tokens != (tokens is not None):
             raise ConfigurationError(
                 "tokens of a step were given to a replica that began without, or the other way round: all replicas "
                 "count alike or by tokens, from the first round on. Give Replica(tokens=...) at the beginning."
             )
         self._trained += tokens_of_step(tokens) if self.by_tokens else 1
-        self.rounds.voter.own_steps += 1
-        self.rounds.step = max(step, self.rounds.step)
+        self._own_steps += 1
+        self.rounds.trained(step)
         due = self._schedule.departs(step, len(self.pieces))
         late = [index for index in due if index in self._waiting]
         for index in late:
             self._observe("late", step, fragment=index)
         self._owed.update(late)
-        made_up = [index for index in self._owed - self._waiting.keys() if index == self.rounds.next]
+        made_up = [index for index in self._owed - self._waiting.keys() if index == self.rounds.report.next]
         leaving = dict.fromkeys([*self._missed(step), *due, *made_up])
         brought = [self._bring(index, step) for index in leaving if index not in self._waiting]
         if brought or late:
-            self.rounds.depart(*brought)
+            self.rounds.depart(*brought, own_steps=self._own_steps)
         self._seen = step
-        return self._pick_up(step)
+        self._pick_up(step)
+        self.training.step = max(step, self.rounds.report.step)
 
     def _missed(self, step: int) -> list[int]:
         """Fragments that were to depart at steps which this replica stepped over, being behind; not what departs now."""
@@ -123,42 +132,62 @@ class Elastic:
         due = {index for s in over for index in departs(s, count)} - set(departs(step, count))
         return sorted(due - self._waiting.keys())
 
-    def finish(self, step: int, keep_seconds: float = 0.0) -> None:
+    def finish(self, keep_seconds: float = 0.0) -> bool:
         """Take part until all have trained all their steps, and nobody has anything left to bring. See `Replica.finish`.
 
         Raises `LinkError` where the others are not heard for long; the anchors hold what was agreed until then.
         """
-        self.rounds.keep_seconds = keep_seconds
+        step = self.training.step
+        late = step + self.strategy.schedule.delay  # all that has come lands
         while not self.rounds.over:
-            if self.rounds.idle:
-                # Else what has had its round would still seem to wait, and a replica would bring nothing every other time.
-                self._pick_up(step + self.strategy.schedule.delay)
-                if self.rounds.finishing:
-                    left = [i for i, travelled in enumerate(self._travelled) if travelled < self._trained]
-                    self.rounds.meet(*(self._bring(index, step) for index in left if index not in self._waiting))
-                else:
-                    self.rounds.finish()
-            self._pick_up(step + self.strategy.schedule.delay)
-            if not self.rounds.over and (self.rounds.alone >= PATIENCE or self.stop_requested):
-                why = "asked to stop." if self.stop_requested else self.rounds.why_alone
+            self.rounds.wait(lambda: self.rounds.idle or self.rounds.over or self._stop_requested)
+            self._pick_up(late)
+            report = self.rounds.report
+            if self.rounds.over:
+                break
+            if report.alone >= PATIENCE or self._stop_requested:
+                why = "asked to stop." if self._stop_requested else report.reason
                 raise LinkError(f"the last exchange was given up: {why} The anchors hold what was agreed until then.")
-            time.sleep(_POLL)
-        self._pick_up(step + self.strategy.schedule.delay)
+            if report.state in (State.TRAINING, State.IN_DOUBT):
+                self.rounds.finish(keep_seconds)
+            else:
+                left = [i for i, travelled in enumerate(self._travelled) if travelled < self._trained]
+                self.rounds.meet(*(self._bring(index, step) for index in left if index not in self._waiting))
+        self._pick_up(late)
+        return self.rounds.report.state is not State.KEEPING
+
+    def anchors(self) -> list[Tensor]:
+        return [piece.anchor.clone() for piece in self.pieces]
+
+    def load_anchors(self) -> None:
+        self.training.load_anchors()
+
+    def request_stop(self) -> None:
+        """This replica stops now, and at the end of a run waits for nobody; the others go on without it. From any thread."""
+        self._stop_requested = self.training.stopping = True
+        self.rounds.wake()
 
     def close(self) -> None:
         self.rounds.close()
 
     # ---- to be saved and to go on
 
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Between inner steps. What is in the air is still in the parameters."""
+        tensors, facts = self.training.state()
+        return tensors, facts | {"agreed": self.facts()}
+
+    def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        self.training.load_state(tensors, facts)
+        self.load(facts["agreed"])
+
     def facts(self) -> dict[str, Any]:
-        """What to save beside the fragments' tensors, between inner steps: JSON. What is in the air is still in the parameters."""
-        turn, state_digest = self._at
-        counted = {str(t): who for t, who in dict(self.rounds.agreed.counted).items() if t < turn}
+        """What to save beside the fragments' tensors: JSON."""
         return {
-            "turn": turn,
-            "state_digest": state_digest,
-            "run": self.rounds.agreed.run,
-            "counted": counted,
+            "turn": self._at.turn,
+            "state_digest": self._at.state_digest,
+            "run": self.rounds.report.run,
+            "counted": {str(turn): who for turn, who in self._at.counted.items()},
             "by_tokens": self.by_tokens,
             "trained": self._trained,
             "travelled": self._travelled,
@@ -172,16 +201,13 @@ class Elastic:
                 f"the checkpoint is of a run in which a delta counts {ways[facts['by_tokens']]}, here it counts "
                 f"{ways[self.by_tokens]}; resume with the run's own setting."
             )
-        agreed = self.rounds.agreed
-        if self.rounds.over:  # what was taken over when it joined is final: no checkpoint is newer
-            for piece, anchor, state in zip(self.pieces, agreed.anchors, agreed.states):
-                piece.anchor, piece.state = anchor, state
-            return
-        agreed.anchors, agreed.states = [piece.anchor for piece in self.pieces], [piece.state for piece in self.pieces]
+        agreed = Agreed([piece.anchor for piece in self.pieces], [piece.state for piece in self.pieces])
         agreed.load(facts)
-        self._at, self.rounds.membership.run = (agreed.turn, agreed.state_digest), agreed.run
-        self.rounds.saved_at, self.rounds.fresh = agreed.turn, False
+        self._at = Point(agreed.turn, agreed.state_digest, dict(agreed.counted))
         self._trained, self._travelled = facts["trained"], list(facts["travelled"])
+        self.rounds.load(agreed)
+        if self.rounds.over:  # what was taken over when it joined is final: no checkpoint is newer
+            self._pick_up(self.rounds.report.step)
 
     # ---- both ways
 
@@ -197,7 +223,8 @@ class Elastic:
         self._observe("depart", step, fragment=index, round=piece.rounds, nbytes=0, seconds_spent=0.0)
         return ready
 
-    def _pick_up(self, step: int) -> int:
+    def _pick_up(self, step: int) -> None:
+        """Take over what is due at `step`."""
         for outcome in self.rounds.outcomes(step):
             self._at = outcome.after
             if outcome.broken:
@@ -209,16 +236,15 @@ class Elastic:
                     by=[],
                     reason="NaN or infinity in the delta",
                 )
-                self._start_again()
+                start_again(self.training)
             if outcome.anchor is not None:
                 self._take_over(outcome, outcome.anchor, step)
             if outcome.ready is not None and outcome.fragment in self._waiting:
                 _, departed = self._waiting.pop(outcome.fragment)
                 if outcome.counted is not None:
                     self._travelled[outcome.fragment] = departed
-                elif outcome.after[0] == outcome.turn:  # its turn is still to come
+                elif outcome.after.turn == outcome.turn:  # its turn is still to come
                     self._owed.add(outcome.fragment)
-        return max(step, self.rounds.step)
 
     @torch.no_grad()
     def _take_over(self, outcome: Outcome, anchor: Tensor, step: int) -> None:
@@ -227,7 +253,7 @@ class Elastic:
         piece.rounds += 1
         if counted is not None:
             piece.feedback = outcome.feedback
-        if counted is not None and isinstance(merge, Mix):
+        if counted is not None:
             flight, delay = step - counted.step, self.strategy.schedule.delay
             if flight == delay:
                 for part, values in piece.slices(anchor):
@@ -247,8 +273,24 @@ class Elastic:
         for part, values in piece.slices(moved):
             part.copy_(part.to(values) + values)
 
-    def _hear(self, event: str, **fields: Any) -> None:
-        self._observe(event, self.rounds.step, **fields)
+
+def join(
+    training: Training, fragments: list[Fragment], membership: Membership, site: Group | None = None
+) -> ElasticDriver:
+    """A driver that is one of those who are there now. Blocks. Raises `ConfigurationError`, `DisagreementError`, `ModelError`, `LinkError`."""
+    if site is not None:
+        raise ConfigurationError(
+            "site= with a Membership: a sharded replica needs the same ranks in every round; give a fixed group, or a whole replica."
+        )
+    strategy = training.strategy
+    check(strategy)
+    training.fragments += [hold(strategy, fragment, index, 0, 1) for index, fragment in enumerate(fragments)]
+    check_start(fragments, [fragment.anchor for fragment in training.fragments])
+    weights = "by tokens" if counts_tokens(training) else "alike"
+    membership.require(introduction(strategy, fragments) | {"weights": weights})
+    driver = ElasticDriver(training, membership)
+    driver.join()
+    return driver
 
 
 @torch.no_grad()
@@ -275,6 +317,11 @@ def in_turn(schedule: Schedule, fragments: int) -> list[int]:
     return [*first, *(index for index in range(fragments) if index not in first)]
 
 
+def counts_tokens(training: Training) -> bool:
+    """Whether a delta counts the tokens behind it. Raises `ConfigurationError` as `tokens_of_step`."""
+    return training.tokens is not None and tokens_of_step(training.tokens) > 0
+
+
 def tokens_of_step(tokens: object) -> float:
     """Raises `ConfigurationError` for what cannot be a number of tokens."""
     if isinstance(tokens, bool) or not isinstance(tokens, int | float) or not 0 < tokens <= _MOST_TOKENS:
@@ -285,30 +332,16 @@ def tokens_of_step(tokens: object) -> float:
 
 
 def check(strategy: Strategy) -> Schedule:
-    """Refuse what needs the same replicas in every round; the schedule is fine."""
-    reason = ""
-    exchange = strategy.exchange
-    if not isinstance(exchange, Direct | TwoShot | AllReduce) or getattr(exchange, "feedback", None) is not None:
-        reason = f"{exchange} remembers or names the replicas; Direct(), TwoShot() and AllReduce() do not"
-    elif not isinstance(strategy.schedule, Schedule):
-        reason = f"{strategy.schedule} counts from the beginning of a round, which a new replica has not seen"
-    elif isinstance(strategy.signal, Gradients):
-        reason = "Gradients() are exchanged at every step, and the replicas keep no anchors to go on from"
-    elif strategy.privacy is not None:
-        reason = f"{strategy.privacy} shares its noise among replicas that must all be there"
-    elif not isinstance(strategy.policy, Constant):
-        reason = f"{strategy.policy} counts rounds that all have seen"
-    elif strategy.filters:
-        reason = f"{', '.join(map(str, strategy.filters))} is fitted to a number of replicas, or keeps what all of them must agree on"
-    elif not isinstance(strategy.merge, Mix):
-        reason = f"{strategy.merge} needs rounds that take a whole period, no more and no less"
-    elif strategy.feedback is not None and strategy.feedback.kappa:
-        reason = f"{strategy.feedback} keeps the mean of all references, and so needs the same replicas in every round; kappa=0 does not"
-    elif joins(strategy.codec):
-        reason = f"{strategy.codec} divides by those who sent a value, where a delta may count more than another; the codec inside it does not"
-    if reason:
+    """Refuse what needs the same replicas in every round, as the pieces declare it; the schedule is fine."""
+    for piece in strategy.pieces:
+        if piece.needs_fixed_group:
+            raise ConfigurationError(
+                f"this strategy cannot run among replicas that come and go: {piece} {piece.needs_fixed_group}. "
+                "Choose another, or a fixed group."
+            )
+    if not isinstance(strategy.schedule, Schedule):
         raise ConfigurationError(
-            f"this strategy cannot run among replicas that come and go: {reason}. Choose another, or a fixed group."
+            f"this strategy cannot run among replicas that come and go: {strategy.schedule} has no `departs`, so it must "
+            "declare needs_fixed_group. Choose another, or a fixed group."
         )
-    assert isinstance(strategy.schedule, Schedule)
     return strategy.schedule

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from typing import Any
 
 from thinwire.comm.state_transfer import give, stand_by, take
 from thinwire.elastic.global_state import Agreed
 from thinwire.elastic.plan import MemberStatus, RoundPlan, reconcile
 from thinwire.errors import CheckpointError, EndedError, LinkError, PacketError, PeerError
-from thinwire.membership.rendezvous import CLOSED, Membership, View
+from thinwire.membership.rendezvous import CLOSED, Membership
+from thinwire.membership.view import View
 
 PAUSE = 0.2  # seconds between calls of the one that keeps the final state
 
@@ -71,17 +73,20 @@ def check_final(membership: Membership, agreed: Agreed, error: EndedError) -> No
 
 
 def keep(
-    membership: Membership, agreed: Agreed, step: int, order: Sequence[int], late: set[str], seconds: float,
-    observe: Callable[..., None],
+    next_view: Callable[[Callable[[], dict[str, Any]], float], View], membership: Membership, agreed: Agreed, step: int,
+    order: Sequence[int], late: set[str], seconds: float, observe: Callable[..., None],
 ) -> None:  # fmt: skip
-    """Give the final state to `late` (those who got it are taken out) and to whoever else comes, for `seconds` at most; then leave."""
+    """Give the final state to `late` (those who got it are taken out) and to whoever else comes, for `seconds` at most; then leave.
+
+    `next_view(status, seconds)` is the membership's.
+    """
     observe("keeps", late=sorted(late), at_most_seconds=seconds)
     until = membership.clock() + seconds
     status = MemberStatus(agreed.turn, agreed.state_digest, step, finishing=True, run=agreed.run, over=True).facts()
     while late and not membership.closed and (left := until - membership.clock()) > 0:
         view = None
         try:
-            view = membership.next_view(status, left)
+            view = next_view(lambda: status, left)
             statuses = [MemberStatus.of(member.status, member.name) for member in view.members]
             plan = reconcile(statuses, order)
             if view.group.rank in plan.behind:

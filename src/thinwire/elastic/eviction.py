@@ -19,7 +19,8 @@ from thinwire.diagnosis.records import recorded
 from thinwire.elastic.plan import MOST_RECORD, MemberStatus
 from thinwire.errors import DisagreementError, LinkError, PacketError
 from thinwire.exchange import Round
-from thinwire.membership.rendezvous import Membership, View
+from thinwire.membership.rendezvous import Membership
+from thinwire.membership.view import View
 from thinwire.runtime.pipeline import Pace
 
 
@@ -38,13 +39,13 @@ def outvoted(suspects: Mapping[str, str], least: int) -> str | None:
 
 class EvictionVoter:
     """One member's part in it: what it writes down of its rounds, and what it says. Nobody is judged unless the membership
-    has rules (`Membership(evict=Rules())`). `own_steps`: the inner steps that this replica has trained.
+    has rules (`Membership(evict=Rules())`).
     """
 
     def __init__(self, membership: Membership, observe: Callable[..., None]) -> None:
         self._membership, self._observe = membership, observe
         self._watch = Watch(membership.evict)
-        self.own_steps, self._own_seconds, self._pace = 0, 0.0, Pace()
+        self._own_seconds, self._pace = 0.0, Pace()
         self._record = ""
         self._finding: Finding | None = None
         self.put_out: set[str] = set()  # names
@@ -53,9 +54,9 @@ class EvictionVoter:
     def suspect(self) -> str:
         return (self._finding.suspect or "") if self._finding else ""
 
-    def departs(self) -> None:
-        """A delta departs now, on the main thread."""
-        self._own_seconds = self._pace.departs(self.own_steps, self._membership.clock())
+    def departs(self, own_steps: int, seconds: float) -> None:
+        """A delta departed at `seconds` of the membership's clock, after `own_steps` inner steps of this replica."""
+        self._own_seconds = self._pace.departs(own_steps, seconds)
 
     @contextmanager
     def watches(self, round_: Round, view: View) -> Iterator[None]:

@@ -42,7 +42,7 @@ class Agreed:
         }
 
     def load(self, facts: Mapping[str, Any]) -> None:
-        """Turn, state_digest and record of `facts()`. Raises `CheckpointError`."""
+        """Take turn, digest, run and record of `facts()`. Raises `CheckpointError`, and changes nothing then."""
         try:
             turn, state_digest, run = int(facts["turn"]), str(facts["state_digest"]), str(facts.get("run", ""))
             counted = {

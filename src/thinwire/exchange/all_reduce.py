@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Cast, Codec, Identity, Linear, Warm
+from thinwire.codecs import Codec, Identity
 from thinwire.comm.emulated import Link
 from thinwire.errors import ConfigurationError
-from thinwire.exchange.base import Arrival, Round, Settle
+from thinwire.exchange.base import Arrival, Exchange, Round, Settle
 from thinwire.exchange.chunks import PIECE_NUMEL
 from thinwire.exchange.two_shot import Reduction, reduction_nbytes
 from thinwire.pieces.feedback import Feedback
@@ -19,8 +20,9 @@ from thinwire.state import State
 
 
 @dataclass(frozen=True)
-class AllReduce:
-    """The mean is taken of codes, not of values: for codecs that are `Linear` (LowRank, RandomK, Identity) and for Cast.
+class AllReduce(Exchange):
+    """The mean is taken of codes, not of values: for codecs that declare `all_reduced`: LowRank and RandomK, whose codes are
+    added, and Identity and Cast.
 
     A reduce-scatter and an all-gather of point-to-point messages, summed in rank order by the owner of each shard, so that all replicas
     have the same bits on any carrier; gloo's ring pays a round trip for each of its 2(M−1) steps. Each phase of a codec is
@@ -28,7 +30,7 @@ class AllReduce:
     this replica has sent. Codes travel in fp32; 2(M−1)/M·(4 bytes a code) sent by each, where `Direct` sends
     (M−1)·nbytes. With Cast the mean is rounded once more, as in `TwoShot`.
 
-    State: of a codec that is `Warm` (LowRank: 4 bytes a value of Q) what its next round goes on from, alike on all replicas; with a
+    State: of a codec that goes on from its last round (LowRank: 4 bytes a value of Q) what its next round goes on from, alike on all replicas; with a
     `Membership`, whose replicas need not have seen the last round, nothing.
 
     Predicted: 2 delays a phase + 8·(bytes sent) / rate.
@@ -37,15 +39,18 @@ class AllReduce:
     AllReduce()
     """
 
+    needs_fixed_group: ClassVar[str] = ""
+
     def check(self, codec: Codec, feedback: Feedback | None) -> None:
-        if not isinstance(codec, Linear | Cast):
+        if not codec.all_reduced:
             raise ConfigurationError(
                 f"{self} with {codec}: a codec whose codes can be added is needed, such as Identity(), Cast(), RandomK() or "
                 "LowRank(); or choose TwoShot() or Direct()."
             )
 
     def init(self, codec: Codec, numel: int, rank: int, size: int) -> State:
-        return {"last": torch.zeros(codec.remembered(numel))} if isinstance(codec, Warm) else {}
+        remembered = codec.remembered(numel)
+        return {} if remembered is None else {"last": torch.zeros(remembered)}
 
     def depart(self, round_: Round, state: State) -> _Phases:
         return _Phases(round_, state)
@@ -67,7 +72,7 @@ class AllReduce:
 
 def _phases(codec: Codec, numel: int) -> list[tuple[Codec, int]]:
     """For each phase how its codes travel, and how many there are."""
-    if not isinstance(codec, Linear):
+    if not codec.linear:
         return [(codec, numel)]
     return [(Identity(), count) for count in codec.sizes(numel)]
 
@@ -77,9 +82,9 @@ class _Phases:
 
     def __init__(self, round_: Round, state: State) -> None:
         self.round, self._state, self._goes_on = round_, state, False
-        self._codec: Codec | Linear = round_.codec
+        self._codec = round_.codec
         codec, last = round_.codec, state.get("last")
-        if isinstance(codec, Warm) and last is not None and len(last) == codec.remembered(round_.numel):
+        if last is not None and len(last) == codec.remembered(round_.numel):
             self._codec, self._goes_on = codec.warmed(last), True
         self._reductions = [
             Reduction(round_, codec, count, 2 * number)
@@ -89,14 +94,10 @@ class _Phases:
         self._means: list[Tensor] = []
         for reduction in self._reductions:
             reduction.expect()
-        self._reductions[0].send(self._project if self._coded else round_.signal)
-
-    @property
-    def _coded(self) -> bool:
-        return isinstance(self.round.codec, Linear) and not isinstance(self.round.codec, Identity)
+        self._reductions[0].send(self._project if self._codec.linear else round_.signal)
 
     def arrive(self, settle: Settle) -> Arrival:
-        if not self._coded:
+        if not self._codec.linear:
             return replace(self._reductions[0].arrive(settle), state=self._state)
         flags, void = [0] * self.round.size, False
         for number, reduction in enumerate(self._reductions):
@@ -125,7 +126,6 @@ class _Phases:
     def _project(self, begin: int, end: int) -> Tensor:
         """The own code of this phase, made when its first part is asked for. Raises `NonFiniteError`."""
         phase, codec = len(self._means), self._codec
-        assert isinstance(codec, Linear)
         if len(self._own) == phase:
             signal = self.round.signal(0, self.round.numel).cpu()
             self._own.append(codec.project(signal, tuple(self._means), self.round.key))
@@ -137,7 +137,6 @@ class _Phases:
 
     def _expand(self, settle: Settle) -> None:
         codec, numel, key = self._codec, self.round.numel, self.round.key
-        assert isinstance(codec, Linear)
         estimate = codec.expand(tuple(self._means), numel, key)
         made: list[Tensor] = []
 

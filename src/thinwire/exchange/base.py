@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec, encode_from, joins, joint
+from thinwire.codecs import Codec, encode_from
 from thinwire.comm.emulated import Link
 from thinwire.comm.group import TAGS, Group, Transfer
 from thinwire.diagnosis.records import Record
@@ -43,25 +44,53 @@ class Exchange(Protocol):
 
     Laws (tests/core/test_exchanges.py): the estimate depends on the bytes that travelled and on nothing else;
     `nbytes_sent` is what the ledger counts for the purpose "packet"; a codec that does not fit is refused by `check`.
+    A subclass writes the four abstract methods, and declares what else is so of it.
     """
+
+    @property
+    def needs_fixed_group(self) -> str:
+        """Why the same replicas are needed in every round, as the end of a sentence that begins with the exchange; empty: they
+        may come and go, and it keeps no state of those it has met.
+        """
+        return "does not declare that replicas may come and go (needs_fixed_group = '')"
+
+    @property
+    def feedback(self) -> Feedback | None:
+        """What whoever sends a mean of others' values holds back of it."""
+        return None
+
+    @property
+    def sends_own(self) -> bool:
+        """What travels in the codec are single replicas' values, not sums of them."""
+        return True
 
     def check(self, codec: Codec, feedback: Feedback | None) -> None:
         """Raise `ConfigurationError` unless this exchange can carry what `codec` makes, under the strategy's `feedback`."""
+        return
 
     def init(self, codec: Codec, numel: int, rank: int, size: int) -> State:
         """What replica `rank` of `size` remembers of a fragment, at first; on the CPU. Raises `ConfigurationError` if
         the group does not fit.
         """
+        return {}
 
+    def why(self, fragments: Sequence[tuple[Codec, int]], size: int) -> list[str]:
+        """A line for each choice made for `fragments` (codec and elements of each), where there is one to make."""
+        return []
+
+    @abstractmethod
     def depart(self, round_: Round, state: State) -> Any:
         """Start a round; what comes back is for `arrive`. Does not wait for peers."""
 
+    @abstractmethod
     def arrive(self, departure: Any, settle: Settle) -> Arrival:
         """End the round that `depart` began. Raises `LinkError`, `PacketError`."""
 
+    @abstractmethod
     def nbytes_sent(self, codec: Codec, numel: int, size: int, rank: int | None = None) -> int:
         """Bytes that replica `rank` of `size` (without: the one that sends most) sends for a round, headers included."""
 
+    @abstractmethod
     def seconds(self, codec: Codec, numel: int, size: int, link: Link) -> float:
         """How long a round lasts if every replica's uplink is `link` and nothing else is on it (predicted)."""
 
@@ -353,7 +382,7 @@ class Decoder:
 
     def __init__(self, round_: Round, codec: Codec, messages: Iterable[Message]) -> None:
         numel = max((piece.end - piece.begin for message in messages for piece in message.pieces), default=0)
-        self._codec, self._joins, self._buffers = codec, joins(codec), round_.context.buffers
+        self._codec, self._joins, self._buffers = codec, codec.joint, round_.context.buffers
         self._mean, self._sent = self._buffers.floats(numel), self._buffers.floats(numel)
 
     def mean(
@@ -370,7 +399,7 @@ class Decoder:
             for sender in sorted(packets)
         ]
         if self._joins:
-            return mean.copy_(joint(self._codec, said, mean.numel()))
+            return mean.copy_(self._codec.decode_joint(said, mean.numel()))
         for body, named, weight in said:
             self._codec.decode_add(body, mean, named, weight)
         return mean if weights or len(packets) == 1 else mean.div_(len(packets))

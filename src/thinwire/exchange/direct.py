@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 from thinwire.codecs import Codec
 from thinwire.comm.emulated import Link
-from thinwire.exchange.base import Arrival, Decoder, Outgoing, Round, Settle, Stage
+from thinwire.exchange.base import Arrival, Decoder, Exchange, Outgoing, Round, Settle, Stage
 from thinwire.exchange.chunks import Message, cut, packets_nbytes
 from thinwire.packet import REFUSED
-from thinwire.pieces.feedback import Feedback
 from thinwire.state import State
 
 
@@ -23,7 +23,7 @@ class _Departure:
 
 
 @dataclass(frozen=True)
-class Direct:
+class Direct(Exchange):
     """Everybody sends its packet to everybody: (M−1)·nbytes sent by each, and no second rounding; best for few replicas.
 
     Accumulation is in fp32 and in rank order, and a replica decodes its own packet too, so every replica computes the
@@ -34,11 +34,7 @@ class Direct:
     Direct()
     """
 
-    def check(self, codec: Codec, feedback: Feedback | None) -> None:
-        """Every codec fits."""
-
-    def init(self, codec: Codec, numel: int, rank: int, size: int) -> State:
-        return {}
+    needs_fixed_group: ClassVar[str] = ""
 
     def depart(self, round_: Round, state: State) -> _Departure:
         messages, stage = cut(round_.codec, 0, round_.numel), Stage(round_, round_.codec)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from thinwire.codecs import Codec
 from thinwire.comm.emulated import Link
@@ -24,7 +24,7 @@ class _Departure(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Fastest:
+class Fastest(Exchange):
     """Of the exchanges `among`, for each fragment the one whose round is predicted to be the shortest where every uplink is
     `link` (a rate and a one-way delay, as in `--link`); of equal ones the first.
 
@@ -48,6 +48,8 @@ class Fastest:
 
     link: str
     among: tuple[Exchange, ...] = field(default=(Direct(), TwoShot(), AllReduce()))
+
+    needs_fixed_group: ClassVar[str] = "chooses for a number of replicas"
 
     def __post_init__(self) -> None:
         Link.parse(self.link)
@@ -89,7 +91,6 @@ class Fastest:
         return min(self._fitting(codec), key=lambda exchange: exchange.seconds(codec, numel, size, link))
 
     def why(self, fragments: Sequence[tuple[Codec, int]], size: int) -> list[str]:
-        """A line for each exchange that is chosen for some of `fragments` (codec and elements of each)."""
         link, lines = Link.parse(self.link), []
         of = [self.chosen(codec, numel, size) for codec, numel in fragments]
         for exchange in dict.fromkeys(of):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from thinwire.codecs import Codec, Identity
 from thinwire.comm.emulated import Link
 from thinwire.errors import ConfigurationError
-from thinwire.exchange.base import MOST_STAGES, Arrival, Decoder, Outgoing, Round, Settle, Stage, heard
+from thinwire.exchange.base import MOST_STAGES, Arrival, Decoder, Exchange, Outgoing, Round, Settle, Stage, heard
 from thinwire.exchange.chunks import Message, Piece, cut, packets_nbytes, shards
 from thinwire.exchange.owner import Owner, check_owners
 from thinwire.packet import REFUSED, flags_of, payload
@@ -25,7 +26,7 @@ MOST_SITES = MOST_STAGES - 2
 
 
 @dataclass(frozen=True)
-class Hierarchy:
+class Hierarchy(Exchange):
     """Within a site the deltas are averaged in fp32; between sites each site's mean travels once, in the codec.
 
     `sites` are their sizes, in the order of ranks, or the ranks of each: `(2, 2)` is `((0, 1), (2, 3))`. A fragment has as many shards as the
@@ -53,6 +54,9 @@ class Hierarchy:
 
     sites: tuple[int, ...] | tuple[tuple[int, ...], ...]
     feedback: Feedback | None = None
+
+    needs_fixed_group: ClassVar[str] = "names the replicas of each site"
+    sends_own: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_owners(self, self.feedback)

@@ -7,10 +7,10 @@ from functools import partial
 
 from torch import Tensor
 
-from thinwire.codecs import Codec, RandomK, Shaped, nested
+from thinwire.codecs import Codec, nested
 from thinwire.comm.emulated import Link
 from thinwire.errors import ConfigurationError
-from thinwire.exchange.base import Arrival, Decoder, Outgoing, Round, Settle, Stage, heard
+from thinwire.exchange.base import Arrival, Decoder, Exchange, Outgoing, Round, Settle, Stage, heard
 from thinwire.exchange.chunks import Signal, cut, packets_nbytes, shards
 from thinwire.exchange.owner import Owner, check_owners
 from thinwire.packet import REFUSED
@@ -20,7 +20,7 @@ from thinwire.state import State
 
 
 @dataclass(frozen=True)
-class TwoShot:
+class TwoShot(Exchange):
     """Each replica owns a shard: all send it theirs, it sends all the mean. 2(M−1)/M·nbytes sent by each, where `Direct`
     sends (M−1)·nbytes: less from three replicas on.
 
@@ -30,7 +30,7 @@ class TwoShot:
     `Feedback()` as well); both telescope: Σ c + e = Σ mean at the owner, Σ sent + e = Σ Δ at each replica.
 
     Shards are cut at the codec's grain. *A codec without a grain codes each shard by itself*: with its own scale, as in
-    1-bit Adam, its own largest values, its own chance. A `Shaped` codec is refused (a shard has no shapes), and so
+    1-bit Adam, its own largest values, its own chance. A codec that needs shapes is refused (a shard has none), and so
     is RandomK (what was drawn would be drawn again): `AllReduce` and `Direct` take both.
 
     Behind each mean are M bytes: who refused. Predicted: 2 delays + 8·(bytes sent) / rate. State, of the owner: 4/M
@@ -48,13 +48,17 @@ class TwoShot:
     def __post_init__(self) -> None:
         check_owners(self, self.feedback)
 
+    @property
+    def needs_fixed_group(self) -> str:
+        return "keeps what each owner holds back of its shard" if self.feedback else ""
+
     def check(self, codec: Codec, feedback: Feedback | None) -> None:
-        if isinstance(codec, Shaped):
+        if codec.needs_shapes:
             raise ConfigurationError(
                 f"{self} with {codec}: a codec that can do with any part of a fragment is needed, this one needs the "
                 "shapes of whole tensors; choose AllReduce() for LowRank, else Direct()."
             )
-        if any(isinstance(inner, RandomK) for inner in nested(codec)):
+        if any(inner.samples for inner in nested(codec)):
             raise ConfigurationError(
                 f"{self} with {codec}: a codec that can code a mean again is needed, this one would draw from what was "
                 "drawn; choose AllReduce() or Direct()."

@@ -23,10 +23,13 @@ import torch.distributed as dist
 
 from thinwire.comm import Link, TorchGroup, parse_link, run_threads, start_torch
 from thinwire.errors import ConfigurationError, LinkError, ThinwireError
-from thinwire.lm.place import Place, watching_files
+from thinwire.lm.elastic_trainer import ElasticTrainer
+from thinwire.lm.fixed_trainer import FixedTrainer
+from thinwire.lm.place import ElasticPlace, Place
 from thinwire.lm.run import Run
 from thinwire.lm.tokenizer import open_corpus
 from thinwire.lm.trainer import Trainer
+from thinwire.lm.watch import LOOK_SECONDS, warn_of_open_files, watching
 from thinwire.printable import printable_lines
 from thinwire.records.events import EventLog, being_written
 
@@ -119,12 +122,18 @@ def joined(replicas: int, timeout: float, uplink: Link | None = None) -> Iterato
             dist.destroy_process_group()
 
 
-def train_here(run: Run, place: Place) -> dict[str, Any]:
+def train_here(run: Run, place: Place | ElasticPlace) -> dict[str, Any]:
     """Train one replica in this thread and process, logging to the run folder."""
-    with EventLog(place.folder / "events" / f"{place.name}.jsonl") as log, watching_files(log):
-        trainer = None
+    with (
+        EventLog(place.folder / "events" / f"{place.name}.jsonl") as log,
+        watching(warn_of_open_files(log), LOOK_SECONDS, "thinwire-files"),
+    ):
+        trainer: Trainer | None = None
         try:
-            trainer = Trainer(run, place, log)
+            if isinstance(place, ElasticPlace):
+                trainer = ElasticTrainer(run, place, log)
+            else:
+                trainer = FixedTrainer(run, place, log)
             return trainer.train()
         except ThinwireError as error:
             log.emit("warning", trainer.replica.step if trainer else 0, message=f"{type(error).__name__}: {error}")

@@ -20,6 +20,7 @@ from thinwire.errors import ConfigurationError
 from thinwire.files import contents, parsed
 from thinwire.membership.timeouts import grace_seconds
 from thinwire.methods import METHODS, Method
+from thinwire.own_files import pinned, shortened
 from thinwire.parsing import PIECES, nearest, parse, pieces_of
 from thinwire.pieces.inner_optimizers import AdamW, Inner
 from thinwire.pieces.transforms import Clip
@@ -43,6 +44,7 @@ OF_THE_PLACE = (
     *OF_THE_RECIPE,
 )  # may differ
 NAMED = RECIPES | METHODS
+OF_PIECES = ("strategy", "codec", "partition", "exchange", "privacy", "optimizer")  # written as text
 OF_A_CHECKPOINT = ("replicas", "seed", "model", "lora", "positions", "tokenizer", "optimizer")  # beside the strategy
 
 
@@ -198,7 +200,7 @@ class Run:
         own = made.inner if isinstance(made, Strategy) else None
         if self.optimizer is None:
             return own or AdamW()
-        inner = parse(self.optimizer, offered=pieces_of("pieces.inner_optimizers"))
+        inner = parse(self.optimizer, offered=pieces_of("pieces.inner_optimizers"), own_files=True)
         if not isinstance(inner, Inner):
             raise ConfigurationError(f"optimizer={self.optimizer!r}: AdamW, SGD(...) or Muon is needed.")
         if not isinstance(made, Strategy):
@@ -244,13 +246,13 @@ class Run:
             raise ConfigurationError(
                 f"privacy={self.privacy!r} with {self.label}: deltas of a Strategy can be clipped and made noisy; choose a recipe."
             )
-        return dataclasses.replace(made, privacy=parse(self.privacy))
+        return dataclasses.replace(made, privacy=parse(self.privacy, own_files=True))
 
     def _composed(self) -> Strategy | Method:
         given = {name: getattr(self, name) for name in OF_THE_RECIPE if getattr(self, name) is not None}
         for name, room in (("codec", "codecs"), ("partition", "pieces.partition"), ("exchange", "exchange")):
             if name in given:
-                given[name] = parse(given[name], offered=pieces_of(room))
+                given[name] = parse(given[name], offered=pieces_of(room), own_files=True)
         if self.partition and self.fragments:
             raise ConfigurationError(
                 f"partition={self.partition!r} with fragments={self.fragments}: each says how the model is cut; give one of them."
@@ -274,7 +276,7 @@ class Run:
                 f"strategy={self.strategy!r} with {', '.join(given)}: those go with a recipe's name ({', '.join(NAMED)}); "
                 "write them inside the parentheses."
             )
-        strategy: object = parse(self.strategy, PIECES | NAMED, [*NAMED, "Strategy"])
+        strategy: object = parse(self.strategy, PIECES | NAMED, [*NAMED, "Strategy"], own_files=True)
         if not isinstance(strategy, Strategy | Method):
             raise ConfigurationError(
                 f"strategy={self.strategy!r} is a {type(strategy).__name__}; a Strategy or a recipe is needed."
@@ -289,13 +291,16 @@ class Run:
         return dataclasses.replace(self, strategy=strategy, **foreign)  # type: ignore[arg-type]
 
     def absolute(self) -> Run:
-        """This run with the paths of text, model and tokenizer as they are from everywhere."""
+        """This run with the paths of text, model, tokenizer and files of pieces as they are from everywhere."""
         model = self.model
         if model.endswith(".safetensors"):
             model = str(Path(model).absolute())
         text = tuple(str(Path(path).absolute()) for path in self.text)
+        pieces: dict[str, Any] = {
+            name: pinned(value) for name in OF_PIECES if (value := getattr(self, name)) is not None
+        }
         return dataclasses.replace(
-            self, text=text, model=_absolute(model), tokenizer=self.tokenizer and _absolute(self.tokenizer)
+            self, text=text, model=_absolute(model), tokenizer=self.tokenizer and _absolute(self.tokenizer), **pieces
         )
 
     def made_of(self) -> dict[str, Any]:
@@ -322,7 +327,7 @@ class Run:
     def label(self) -> str:
         """The strategy as a person would write it: its name and what was given for it."""
         given = [f"{name}={getattr(self, name)}" for name in OF_THE_RECIPE if getattr(self, name) is not None]
-        return self.strategy + (f"({', '.join(given)})" if given else "")
+        return shortened(self.strategy + (f"({', '.join(given)})" if given else ""))
 
     def shared(self) -> dict[str, Any]:
         """What all replicas must have alike beside model and strategy, which `Replica` compares itself."""

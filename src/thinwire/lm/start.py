@@ -15,7 +15,7 @@ import torch
 
 from thinwire.comm import parse_link
 from thinwire.lm.data import Corpus
-from thinwire.lm.place import Place
+from thinwire.lm.place import Share
 from thinwire.lm.run import Run
 from thinwire.methods import Method
 from thinwire.pieces.partition import Fragment
@@ -24,7 +24,7 @@ from thinwire.version import __version__
 
 
 def start(
-    run: Run, place: Place, composition: Strategy | Method, fragments: Sequence[Fragment], corpus: Corpus
+    run: Run, share: Share, composition: Strategy | Method, fragments: Sequence[Fragment], corpus: Corpus
 ) -> dict[str, Any]:
     """The fields of a start event."""
     link, shapes = parse_link(run.link), [fragment.shapes for fragment in fragments]
@@ -35,7 +35,7 @@ def start(
     }
     return {
         "wall_time": time.time(),
-        "replica": place.number(run),
+        "replica": share.index if share.count == run.replicas else run.replicas,  # in tables own names come last
         "replicas": run.replicas,
         "run": dataclasses.asdict(run) | made_of,
         "strategy": run.label,

@@ -27,7 +27,8 @@ import torch
 from thinwire.checkpoint import newest
 from thinwire.errors import CheckpointError, LinkError, ThinwireError
 from thinwire.lm.launch import Stop, Tick, end, sharing_cores, stop_with_the_launcher, stopping, train_here
-from thinwire.lm.place import MemberSpec, Place, heartbeat_timeout
+from thinwire.lm.membership import MemberSpec, heartbeat_timeout
+from thinwire.lm.place import ElasticPlace
 from thinwire.lm.run import Run
 from thinwire.lm.tokenizer import open_corpus
 from thinwire.membership import Lighthouse, LighthouseRendezvous
@@ -284,7 +285,7 @@ def main() -> int:
         with stopping(stop):
             gpu = index % max(1, torch.cuda.device_count())
             member = MemberSpec(LighthouseRendezvous(lighthouse), name, secret_in(Path(secret)) if secret else b"")
-            place = Place(member, folder, resume, gpu=gpu, stop=stop)
+            place = ElasticPlace(member, folder, resume, gpu, stop)
             train_here(Run.load(folder / "run.toml"), place)
     except ThinwireError as error:
         print(printable_lines(f"{type(error).__name__}: {error}"), file=sys.stderr)
@@ -298,4 +299,4 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # a thread may still wait at the lighthouse, for longer than anybody has time
+    os._exit(code)  # a thread may still build a gloo group that nobody answers, which cannot be ended

@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,18 +23,19 @@ from thinwire.comm import CountedGroup, Group, Ledger, LinkedGroup, parse_link
 from thinwire.errors import CheckpointError, ConfigurationError, EndedError, LinkError, ThinwireError
 from thinwire.lm.export import store
 from thinwire.lm.loops import evaluated, micro_batches
-from thinwire.lm.place import MemberSpec, Pace, Place, RetryReporter, join, membership, passing_on, shard
+from thinwire.lm.place import ElasticPlace, Place, shard
 from thinwire.lm.releases import releases
 from thinwire.lm.run import Run
 from thinwire.lm.setup import learning_rate, make_model
 from thinwire.lm.start import start
 from thinwire.lm.tokenizer import keep_tokenizer, open_corpus
+from thinwire.lm.watch import watching
 from thinwire.membership import Membership
 from thinwire.methods import Attached, Method, ZerothOrder
 from thinwire.pieces.partition import Fragment
 from thinwire.records.events import EventLog
 from thinwire.replica import Replica
-from thinwire.runtime.handshake import agree, digest
+from thinwire.runtime.handshake import digest
 from thinwire.runtime.module_state import clip_alike
 from thinwire.strategy import Gradients, Strategy
 
@@ -49,17 +51,22 @@ class Clock:
     ledger: dict[str, Any] = field(default_factory=dict)  # what earlier sessions counted
 
 
-class Trainer:
-    """One replica's training. `train()` runs it from the first or the resumed step to the last."""
+class Trainer(ABC):
+    """One replica's training. `train()` runs it from the first or the resumed step to the last.
 
-    def __init__(self, run: Run, place: Place, log: EventLog) -> None:
+    What a fixed group and an elastic run do each in a way of their own: `_agree`, `_attach`, `_resume`, `_after_step`,
+    `_survives`, `_wait_for_others`.
+    """
+
+    who_stops: ClassVar[str]  # when this replica is asked to stop
+    group: Group | Membership
+
+    def __init__(self, run: Run, place: Place | ElasticPlace, log: EventLog) -> None:
         self.run, self.place, self.log = run, place, log
         self.ledger, self.clock, self.eval_loss = Ledger(), Clock(), math.nan
         self.corpus, self.share = open_corpus(run, place.folder), place.share(run)
         facts = run.shared() | {"tokenizer": self.corpus.tokenizer.fingerprint}
-        if not isinstance(place.group, MemberSpec):
-            self.group: Group | Membership = self._wrapped(place.group)
-            agree(self.group, facts | {"resume": place.resume})
+        self._agree(facts)
         keep_tokenizer(place.folder, run, self.corpus.tokenizer, place.name)
         self.device = torch.device("cuda", place.gpu) if torch.cuda.is_available() else torch.device("cpu")
         self.bf16 = run.precision == "bf16" or (
@@ -80,63 +87,47 @@ class Trainer:
             self.optimizer = self.inner.make(self.model, run.lr, run.weight_decay)
         self.parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         self.checkpoints = place.folder / "checkpoints" / place.name
-        self.replica: Replica | Attached
-        if isinstance(place.group, MemberSpec):
-            self._come(place.group, facts)
-        else:
-            strategy = None if self.method else run.make_strategy()
-            if strategy:  # before kernels are compiled and the others are met, which may take long
-                self._log_start(strategy, strategy.partition.fragments(self.model))
-            self.replica = self._attached()
-            if not strategy:
-                self._log_start(self.replica.strategy, self.replica.fragments)
+        self.replica = self._attach(facts)
         self.micros = micro_batches(run, self.replica)
 
-    def _come(self, member: MemberSpec, facts: dict[str, Any]) -> None:
-        """Be one of those who are there now."""
-        run, log, strategy = self.run, self.log, self.run.make_strategy()
-        fragments = strategy.partition.fragments(self.model)
-        self._log_start(strategy, fragments)  # before the first contact, which may take long
-        self.pace = Pace(strategy, run, fragments, self._time_a_step())
-        hear = RetryReporter(log.emit)
-        self.group = membership(member, run, facts, self.pace.timeouts(), self._wrapped, hear)
-        if self.place.resume:
-            self._found, self._passed_over = checkpoint.newest(self.checkpoints)
-            self.group.run = self._found.manifest["facts"]["agreed"].get("run", "") if self._found else ""
-        try:
-            self.replica = join(self._attached, self.place.stop, run.timeout)
-        except (KeyboardInterrupt, EndedError) as error:
-            log.emit("stop", 0, reason=str(error) or "asked to stop while it waited for the others")
-            self.group.close()
-            raise
-        hear.step = lambda: self.replica.step
+    @abstractmethod
+    def _agree(self, facts: dict[str, Any]) -> None:
+        """Compare `facts` with the other replicas', where they are known before the model is made."""
+
+    @abstractmethod
+    def _attach(self, facts: dict[str, Any]) -> Replica | Attached:
+        """Log the start, meet the other replicas, and attach the method to the model. Sets `group`."""
+
+    @abstractmethod
+    def _resume(self) -> None:
+        """Go on from a checkpoint."""
+
+    @abstractmethod
+    def _after_step(self, compute_seconds: float) -> None:
+        """After an inner step that took so long."""
+
+    @abstractmethod
+    def _survives(self, error: LinkError | EndedError) -> bool:
+        """Whether this replica writes a checkpoint and a summary when it has lost the others by `error`."""
+
+    @abstractmethod
+    def _wait_for_others(self) -> None:
+        """After the end of the run."""
+
+    @property
+    @abstractmethod
+    def counted_steps(self) -> int:
+        """Inner steps that tokens and bytes of this replica stand for."""
+
+    @property
+    @abstractmethod
+    def counted_replicas(self) -> int:
+        """Replicas of which this one knows that they have trained as many."""
 
     def _wrapped(self, group: Group) -> Group:
         """Counted, and on the emulated link."""
         link, counted = parse_link(self.run.link), CountedGroup(group, self.ledger)
         return LinkedGroup(counted, link, self.ledger) if link else counted
-
-    def _attached(self) -> Replica | Attached:
-        log = self.log
-        if self.method:
-            assert not isinstance(
-                self.group, Membership
-            )  # a run with such a method and comers is refused when it is made
-            return self.method.attach(self.model, self.optimizer, self.group, observer=log.emit, clock=log.seconds)
-        run, strategy = self.run, self.run.make_strategy()
-        tokens = run.batch * run.sequence * run.accumulate if run.weigh == "tokens" else None
-        return Replica(
-            strategy, self.model, self.optimizer, self.group,
-            site=self.place.site, tokens=tokens, observer=log.emit, clock=log.seconds,
-        )  # fmt: skip
-
-    def _time_a_step(self) -> float:
-        """Seconds of an inner step, about; the first one, which allocates and compiles, is not counted."""
-        torch.autograd.backward(self._loss(0))
-        began = time.monotonic()
-        torch.autograd.backward(self._loss(0))
-        self.optimizer.zero_grad()
-        return self.run.accumulate * (time.monotonic() - began)
 
     def train(self) -> dict[str, Any]:
         """Run the loop and return the summary. Raises what `Replica` raises."""
@@ -151,7 +142,7 @@ class Trainer:
             if whole:
                 self._finish()
         except (LinkError, EndedError) as error:
-            if not isinstance(self.group, Membership):
+            if not self._survives(error):
                 raise
             whole, gone = False, error
         if whole:
@@ -163,8 +154,7 @@ class Trainer:
         self.log.emit("end", self.replica.step, summary=summary)
         if failed:
             raise failed
-        while isinstance(self.group, Membership) and not self.group.closed and not self.place.stop.is_set():
-            time.sleep(0.05)  # it keeps the final state for who is missing
+        self._wait_for_others()
         return summary
 
     def _loop(self) -> None:
@@ -186,12 +176,17 @@ class Trainer:
         if run.checkpoint_every and replica.step % run.checkpoint_every:
             self._save()  # what a longer run goes on from, and a kill in the last round
         began = time.monotonic()
-        with passing_on(self.place.stop, replica.request_stop):
+        with watching(self._pass_on_a_stop, 0.05, "thinwire-stop"):  # this thread waits for others
             if isinstance(replica, Replica):
                 replica.finish(keep_seconds=run.timeout)
             else:
                 replica.finish()
         self.clock.loop_seconds += time.monotonic() - began
+
+    def _pass_on_a_stop(self) -> bool:
+        if self.place.stop.is_set():
+            self.replica.request_stop()
+        return self.place.stop.is_set()
 
     def _stop(self, gone: LinkError | EndedError | None) -> ThinwireError | None:
         """Leave what this run, or this replica, goes on from. What is to be raised: the others were not heard, or have ended without it;
@@ -204,13 +199,11 @@ class Trainer:
             gone = LinkError(
                 f"{gone} They are in {path} and are not the final model: --resume when the others are there."
             )
-        self.log.emit("stop", replica.step, reason=self._why_stopped() if asked else str(gone))
+        self.log.emit(
+            "stop", replica.step, reason=f"asked to stop; {self.who_stops} after this step" if asked else str(gone)
+        )
         replica.close()
         return unsaved if asked else gone
-
-    def _why_stopped(self) -> str:
-        who = "this replica stops" if isinstance(self.group, Membership) else "all replicas stop"
-        return f"asked to stop; {who} after this step"
 
     def _inner_step(self) -> None:
         run, replica = self.run, self.replica
@@ -234,8 +227,7 @@ class Trainer:
         self.log.emit(
             "step", replica.step, loss=loss, lr=lr, grad_norm=norm_value, tokens=tokens, begin=begin, compute_seconds=compute
         )  # fmt: skip
-        if isinstance(self.group, Membership):
-            self.group.timeouts = self.pace.after_step(compute)
+        self._after_step(compute)
 
     def _descend(self, replica: Replica | Attached) -> tuple[float, float]:
         """Backward, and the optimizer's step: the loss, and the gradient's norm."""
@@ -311,31 +303,6 @@ class Trainer:
         )
         return None
 
-    def _resume(self) -> None:
-        if isinstance(self.group, Membership):
-            self._come_back()
-            return
-        found, skipped = checkpoint.newest_common(self.checkpoints, self.group, self.place.site)
-        if found is None:
-            told = "; ".join(f"{one['path']}: {one['reason']}" for one in skipped)
-            raise CheckpointError(
-                f"--resume: there is no step of which all replicas have a whole checkpoint ({told}). Bring back what is missing, or begin "
-                "again at the first step by --resume --from-start, which sets the checkpoints aside."
-            )
-        self._load(found)
-        path = str(found.path.relative_to(self.place.folder))
-        self.log.emit("resume", found.step, from_step=found.step, path=path, skipped=skipped)
-
-    def _come_back(self) -> None:
-        """Go on from the newest sound checkpoint of this replica's own, at the step where the others are."""
-        found, skipped = self._found, self._passed_over
-        joined, turn, path = self.replica.step, 0, ""
-        if found is not None:
-            self._load(found)
-            self.replica.step = max(joined, found.step)
-            turn, path = found.manifest["facts"]["agreed"]["turn"], str(found.path.relative_to(self.place.folder))
-        self.log.emit("back", self.replica.step, turn=turn, path=path, skipped=skipped)
-
     def _load(self, found: checkpoint.Checkpoint) -> None:
         checkpoint.load(found, self.replica)
         notes = found.manifest["notes"]
@@ -350,14 +317,12 @@ class Trainer:
         )
 
     def _tokens(self) -> int:
-        """Of all replicas; of one that comes and goes, its own."""
-        run = self.run
-        own = self.clock.trained if isinstance(self.group, Membership) else self.replica.step * run.replicas
-        return round(own * run.batch * run.sequence * self.micros)
+        """Of all replicas; of an elastic member, its own."""
+        steps = self.counted_steps * self.counted_replicas
+        return round(steps * self.run.batch * self.run.sequence * self.micros)
 
     def _summary(self, stopped: bool) -> dict[str, Any]:
         run, totals = self.run, self._totals()
-        steps = totals.trained if isinstance(self.group, Membership) else self.replica.step
         privacy = self.replica.strategy.privacy if isinstance(self.replica, Replica) else None
         return {
             "strategy": run.strategy,
@@ -369,7 +334,7 @@ class Trainer:
             "parameters": self.parameters,
             "eval_loss": self.eval_loss,
             "wire_bytes_sent": self.ledger.sent(),
-            "bits_per_parameter_per_step": 8 * self.ledger.sent() / self.parameters / max(1, steps),
+            "bits_per_parameter_per_step": 8 * self.ledger.sent() / self.parameters / max(1, self.counted_steps),
             "compute_utilization": totals.compute_seconds / max(totals.loop_seconds, 1e-9),
             "wall_seconds": totals.loop_seconds,
             "stall_seconds": totals.stall_seconds,
@@ -390,7 +355,7 @@ class Trainer:
         return path
 
     def _log_start(self, composition: Strategy | Method, fragments: Sequence[Fragment]) -> None:
-        self.log.emit("start", 0, **start(self.run, self.place, composition, fragments, self.corpus))
+        self.log.emit("start", 0, **start(self.run, self.share, composition, fragments, self.corpus))
 
 
 def _passed(before: int, after: int, every: int) -> bool:

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from thinwire.membership.lighthouse import LighthouseRendezvous as LighthouseRendezvous
-    from thinwire.membership.rendezvous import Member as Member
     from thinwire.membership.rendezvous import Membership as Membership
-    from thinwire.membership.rendezvous import View as View
     from thinwire.membership.server import Lighthouse as Lighthouse
     from thinwire.membership.timeouts import Timeouts as Timeouts
+    from thinwire.membership.view import Member as Member
+    from thinwire.membership.view import View as View
 
 _HOMES = {
     "Timeouts": "timeouts",
     "Lighthouse": "server",
     "LighthouseRendezvous": "lighthouse",
-    "Member": "rendezvous",
-    "View": "rendezvous",
+    "Member": "view",
     "Membership": "rendezvous",
+    "View": "view",
 }
 
 

@@ -18,13 +18,12 @@ import torch.distributed as dist
 from thinwire.comm.group import Group
 from thinwire.comm.torch import TorchGroup, connected
 from thinwire.errors import ConfigurationError, LinkError, PacketError
-from thinwire.membership.channel import PORT, Channel, at, family
+from thinwire.membership.channel import ANSWER, PORT, Channel, at, family
 from thinwire.membership.commit import VoteStore
-from thinwire.membership.rendezvous import Observe
 from thinwire.membership.server import Lighthouse as Lighthouse
 from thinwire.membership.store import AddressBook, ChannelBoard, within
 from thinwire.membership.timeouts import Timeouts
-from thinwire.membership.view import Presence
+from thinwire.membership.view import Observe, Presence
 
 _PROBE = 2.0  # seconds for a peer or a lighthouse to answer at all
 
@@ -45,7 +44,7 @@ class LighthouseRendezvous:
         self._secret = b""
         self._vote_store: ChannelBoard | None = None
         self._left = threading.Event()
-        self._litter: list[str] = []  # keys that the heartbeat thread deletes
+        self._litter: list[str] = []  # keys for the heartbeat thread to delete
         self._addresses: list[str] = []  # keys of the last group's
         self._refused: set[str] = set()
         self._door: socket.socket | None = None
@@ -79,11 +78,14 @@ class LighthouseRendezvous:
     def call(self, presence: Presence, seconds: float) -> tuple[Sequence[Presence], VoteStore]:
         until = self.clock() + seconds
         text = presence.to_json()
-        while (left := until - self.clock()) > 0:
+        while (left := until - self.clock()) > 0 and not self._left.is_set():
             vote_store = self._found(left)
             left = until - self.clock()
             if left <= 0:
                 break
+            if self._left.is_set():  # this replica left while it was looking for the lighthouse
+                self._lose()
+                raise LinkError(f"this replica has left the lighthouse at {self._where()}.")
             try:
                 present = vote_store.channel.ask("call", left, presence=text)["present"]
             except LinkError as error:
@@ -94,6 +96,8 @@ class LighthouseRendezvous:
                 break
             heard = [self._heard(str(name), str(incarnation), str(text)) for name, incarnation, text in present]
             return [p for p in heard if p is not None], vote_store
+        if self._left.is_set():
+            raise LinkError(f"replica {self._name!r} has left the lighthouse {self._where()}.")
         raise LinkError(
             f"nobody else called at the lighthouse {self._where()}, or "
             "too many are late. Start the others, or wait for longer."
@@ -130,7 +134,9 @@ class LighthouseRendezvous:
                 self._door.shutdown(socket.SHUT_RDWR)  # or who waits at it would not hear that it closes
             self._door.close()
         for thread in self._threads:
-            thread.join(2 * _PROBE)
+            thread.join(
+                2 * ANSWER + 2 * _PROBE
+            )  # the heartbeat thread may wait for an answer, and says then that it leaves
         self._lose()
 
     # ---- the lighthouse
@@ -139,9 +145,9 @@ class LighthouseRendezvous:
         return Channel(self._lighthouse, self._port, self._name, self._incarnation, self._secret, _PROBE)
 
     def _lose(self) -> None:
-        if self._vote_store is not None:
-            self._vote_store.channel.close()
-        self._vote_store = None
+        lost, self._vote_store = self._vote_store, None
+        if lost is not None:
+            lost.channel.close()
 
     def _found(self, seconds: float) -> ChannelBoard:
         """The vote_store of a lighthouse that answers; one that is new is given time to hear the others, too."""
@@ -169,6 +175,9 @@ class LighthouseRendezvous:
         self._vote_store = ChannelBoard(channel, self._litter)
         self._compare(channel.heartbeat_timeout)
         self.sleep(2 * self._timeouts.heartbeat_interval)
+        if self._left.is_set():  # meanwhile, on another thread, which could not close what was not there yet
+            self._lose()
+            raise LinkError(f"replica {self._name!r} has left the lighthouse {self._where()}.")
         return self._vote_store
 
     def _compare(self, there: float) -> None:

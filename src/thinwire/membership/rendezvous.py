@@ -23,31 +23,23 @@ import json
 import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from thinwire.comm.group import Group, gather
 from thinwire.diagnosis import Rules
-from thinwire.errors import (
-    ConfigurationError,
-    DisagreementError,
-    EndedError,
-    LinkError,
-    PacketError,
-    PeerError,
-    UndecidedError,
-)
+from thinwire.errors import ConfigurationError, DisagreementError, EndedError, LinkError, PacketError, PeerError
 from thinwire.membership.channel import mac
-from thinwire.membership.commit import VoteStore, ballot, carry_out, keys_of
+from thinwire.membership.commit import VoteStore
 from thinwire.membership.timeouts import Timeouts
-from thinwire.membership.view import LeftOut, Presence, Verdict, difference, judge
+from thinwire.membership.view import LeftOut, Member, Observe, Presence, Verdict, View, difference, judge
 from thinwire.packet import VERSION
 from thinwire.version import __version__
 
 CLOSED = "nobody keeps its final state"  # noted of a run that has ended
-Observe = Callable[[str, Mapping[str, Any]], None]
 Status = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
+Check = Callable[[Mapping[str, Any], str], object]  # of a status, and the name of its member; raises `PeerError`
 
 
 class Rendezvous(Protocol):
@@ -81,66 +73,6 @@ class Rendezvous(Protocol):
         """Be there no longer. Idempotent."""
 
 
-class Member(NamedTuple):
-    """A replica that takes part; `status` is what it said when it called."""
-
-    name: str
-    status: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class View:
-    """Those who take part from now to the next view.
-
-    `members` are in rank order, the same on all of them, and `group` carries bytes between just these. `id` names
-    this view and no other. `rebuilt`: the group is new. `left_out` says who was there and is no member, and why.
-    """
-
-    id: str
-    members: tuple[Member, ...]
-    group: Group
-    rebuilt: bool
-    left_out: tuple[str, ...]
-    _vote_store: VoteStore = field(repr=False)
-    _observe: Observe = field(repr=False)
-    _end: Callable[[], None] = field(repr=False)
-    _cast: dict[str, bool] = field(repr=False, default_factory=dict)
-
-    def decide(self, question: str, yes: bool, seconds: float) -> bool:
-        """Whether all members said yes to `question` within `seconds` of this call: the same answer on all, for ever.
-
-        At most two round trips to the lighthouse beyond the wait for the others, and none for a lone member. Asked
-        again, the first ballot stands. Raises `UndecidedError` where the answer cannot be learnt: then it may be yes
-        or no, and only the others know. A member that said no always knows.
-        """
-        first = self._cast.setdefault(question, yes)
-        if len(self.members) == 1:
-            return first
-        self._observe("ballot", {"question": question, "yes": first})
-        steps = ballot(f"{self.id}/{question}", self.group.rank, len(self.members), first)
-        try:
-            answer = carry_out(steps, self._vote_store, seconds)
-        except LinkError as error:
-            if not first:
-                return False
-            raise UndecidedError(
-                f"{question!r}: this replica said yes and cannot learn what was decided ({error}). "
-                "The others' next statuses tell."
-            ) from error
-        self._observe("decided", {"question": question, "yes": answer})
-        return answer
-
-    def close(self) -> None:
-        """End the group, after a failure in it: the next view connects anew. Idempotent."""
-        self._end()
-
-    def _written(self) -> list[str]:
-        """The keys that are this member's to remove: its ballots, and the first member's the outcomes, too."""
-        keys = [keys_of(f"{self.id}/{question}", len(self.members)) for question in self._cast]
-        rank = self.group.rank
-        return [ballots[rank] for _, ballots in keys] + [outcome for outcome, _ in keys if rank == 0]
-
-
 class _Past(NamedTuple):
     """What a view wrote in its vote store is of no use once all its members have called again."""
 
@@ -149,16 +81,17 @@ class _Past(NamedTuple):
 
 
 class Membership:
-    """One replica's view of who is there. For one thread.
+    """One replica's view of who is there. For one thread; but `close` and `use_timeouts` may be called from any.
 
     With a `secret` (bytes, the same on all and at the lighthouse) nobody is heard who does not hold it. A replica that
     was a member once is ended by nobody's facts or name: those that differ are left out.
 
     `name` must be one that no other replica has, and stay with the replica when it comes back. `facts` (texts) must
     be equal on all members; the code version and the wire format are among them. Fewer than `least` members are no
-    view, unless the status of one says that the run is `over`. With `evict`, rounds go on without a member that most
-    find to hold them up by these rules (eviction.py). `wrap` goes around every group that is built (counters, an
-    emulated link). `observe` is told, as kind and fields: retry, call, connect, view, ballot, decided.
+    view, unless the status of one says that the run is `over`. `run` is the one that this replica's checkpoint is of, if
+    any. With `evict`, rounds go on without a member that most find to hold them up by these rules (elastic/eviction.py).
+    `wrap` goes around every group that is built (counters, an emulated link). `observe` is told, as kind and fields:
+    retry, call, connect, view, ballot, decided.
     """
 
     def __init__(
@@ -169,6 +102,7 @@ class Membership:
         facts: Mapping[str, str] | None = None,
         least: int = 2,
         secret: bytes = b"",
+        run: str = "",
         timeouts: Timeouts | None = None,
         evict: Rules | None = None,
         wrap: Callable[[Group], Group] = lambda group: group,
@@ -178,14 +112,12 @@ class Membership:
             raise ConfigurationError(f"least={least!r}: a whole number of at least 1 member is needed.")
         self.name, self.least, self.timeouts, self.evict = name, least, timeouts or Timeouts(), evict
         self.clock, self.sleep = rendezvous.clock, rendezvous.sleep
-        self.run = ""  # that it has been in, if any: whether that has ended is looked for where nobody of it is there
         self.facts = {"code version": __version__, "wire format": str(VERSION), **(facts or {})}
-        self.check: Callable[[Mapping[str, Any], str], object] = lambda status, name: None  # raises `PeerError`
+        self._run = run
         self._rendezvous, self._wrap, self._observe, self._secret = rendezvous, wrap, observe, secret
         self._incarnation = secrets.token_hex(8)
-        self._calls = self._views = 0
+        self._calls, self._views, self._holds = 0, 0, ""
         self._group: Group | None = None
-        self._holds = ""
         self._members: tuple[Presence, ...] = ()  # of the group
         self._suspects: tuple[Presence, ...] = ()  # may be out of reach
         self._namesakes: dict[str, int] = {}  # by incarnation: its calls when it was last seen
@@ -196,9 +128,21 @@ class Membership:
         Presence(name, self._incarnation, 0, facts=self.facts).to_json()  # a name or facts that cannot work fail here
         rendezvous.arrive(name, self._incarnation, secret, self.timeouts, observe)
 
-    def next_view(self, status: Status, seconds: float | None = None) -> View:
+    def require(self, facts: Mapping[str, str]) -> None:
+        """These, too, must be equal on all members. To be called before the first view."""
+        self.facts = {**self.facts, **facts}
+
+    def use_timeouts(self, timeouts: Timeouts) -> None:
+        """Wait by these from the next view and vote on. From any thread."""
+        self.timeouts = timeouts
+
+    def enter(self, run: str) -> None:
+        """This replica is in `run` now. Where nobody of it is there, `next_view` finds out whether it has ended."""
+        self._run = run
+
+    def next_view(self, status: Status, seconds: float | None = None, check: Check = lambda status, name: None) -> View:
         """Find out who is there; `status` (a small JSON mapping) is told to all of them. One that changes while others are
-        waited for is a function, asked whenever this replica calls.
+        waited for is a function, asked whenever this replica calls. Whose status `check` refuses is no member.
 
         Unchanged members that hold their group keep it, and pay one round trip. `seconds` is `timeouts.view`
         unless given. Raises `LinkError` (not enough came in time, no lighthouse: the reason is in the message; the
@@ -213,9 +157,9 @@ class Membership:
         expected = self._members
         said = status if callable(status) else lambda: status
         self._presence(said(), expected).to_json()
-        self.check(said(), self.name)
+        check(said(), self.name)
         reason, pause = "", 0.1
-        while (left := until - self._rendezvous.clock()) > 0:
+        while (left := until - self._rendezvous.clock()) > 0 and not self._left:
             self._suspects = tuple(p for p in self._suspects if not self._rendezvous.reaches(p))
             self._calls += 1
             self._observe("call", {"calls": self._calls, "holds": self._holds})
@@ -227,7 +171,7 @@ class Membership:
             self._vote_store = vote_store
             here = {p.incarnation for p in present}
             self._suspects = tuple(p for p in self._suspects if p.incarnation in here)
-            verdict = self._judge(present)
+            verdict = self._judge(present, check)
             alike = [p for p in present if p.facts == self.facts]
             reason = self._obstacle(verdict, {incarnation for p in alike for incarnation in p.expects} - here)
             try:
@@ -267,13 +211,13 @@ class Membership:
         held = not reason and len(verdict.members) > 1 and all(p.holds == self._holds != "" for p in verdict.members)
         if held or any(p.status.get("over") is True for p in verdict.members):
             return reason
-        if self.run and self.ended(self.run):
-            if len(verdict.members) == 1 or self.ended(self.run, CLOSED):
+        if self._run and self.ended(self._run):
+            if len(verdict.members) == 1 or self.ended(self._run, CLOSED):
                 raise EndedError(
                     f"the run has ended without replica {self.name!r}, and nobody who keeps its final state is there any more."
                 )
             return "the run has ended, and who keeps its final state has not answered yet"
-        if reason and not self.run and self.ended():
+        if reason and not self._run and self.ended():
             return f"{reason}; a run with these settings has ended here, and this would be another"
         return reason
 
@@ -283,10 +227,10 @@ class Membership:
         return self._left
 
     def close(self) -> None:
-        """Leave: the others go on without this replica. Idempotent."""
+        """Leave: the others go on without this replica. Idempotent. From any thread: one that waits for a view gets a `LinkError`."""
         self._left = True
         self._let_go(self._group)
-        self._past.clear()  # views hold their membership, and would hold its connections
+        self._past = []  # views hold their membership, and would hold its connections
         self._rendezvous.leave()
 
     def _presence(self, status: Mapping[str, Any], expected: Sequence[Presence]) -> Presence:
@@ -297,13 +241,13 @@ class Membership:
             self._rendezvous.address,
         )  # fmt: skip
 
-    def _judge(self, present: Sequence[Presence]) -> Verdict:
-        """Without those whose statuses cannot be read: they are named once."""
+    def _judge(self, present: Sequence[Presence], check: Check) -> Verdict:
+        """Without those whose statuses `check` refuses: they are named once."""
         broken = []
         for presence in present:
             try:
                 if presence.facts == self.facts:
-                    self.check(presence.status, presence.name)
+                    check(presence.status, presence.name)
             except PeerError as error:
                 broken.append(LeftOut(presence, str(error)))
                 if presence.name not in self._refused:
@@ -366,7 +310,7 @@ class Membership:
             group=group,
             rebuilt=rebuilt,
             left_out=tuple(f"{out.presence.name}: {out.reason}" for out in verdict.left_out),
-            _vote_store=vote_store,
+            vote_store=vote_store,
             _observe=self._observe,
             _end=partial(self._let_go, group),
         )
@@ -390,6 +334,9 @@ class Membership:
             group.close()
             raise
         self._group, self._holds, self._suspects = group, verdict.id, ()
+        if self._left:  # meanwhile, on another thread
+            self._let_go(group)
+            raise LinkError(f"replica {self.name!r} has left its membership")
         return group
 
     def _let_go(self, group: Group | None) -> None:
@@ -403,10 +350,10 @@ class Membership:
         """Remove what past views wrote, if all their members are here again: nobody will read it any more."""
         kept: list[_Past] = []
         for past in self._past:
-            if past.view._vote_store is not view._vote_store:
+            if past.view.vote_store is not view.vote_store:
                 continue  # that lighthouse is gone, and all that was written with it
             if all(calls.get(incarnation, 0) > then for incarnation, then in past.calls.items()):
-                view._vote_store.forget(past.view._written())
+                view.vote_store.forget(past.view.written())
             else:
                 kept.append(past)
         self._past = [*kept[-7:], _Past(view, calls)]

@@ -1,6 +1,7 @@
-"""Who counts as a member, from what all those present say of themselves: pure, so that all come to the same answer.
+"""Who counts as a member, and what members do together until the next view.
 
-What a replica says travels as JSON, and is believed only in form: sizes, kinds and finite numbers are checked.
+`judge` says who the members are, from what all those present say of themselves: it is pure, so that all come to the same
+answer. What a replica says travels as JSON, and is believed only in form: sizes, kinds and finite numbers are checked.
 """
 
 from __future__ import annotations
@@ -8,16 +9,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from thinwire.errors import ConfigurationError, PacketError
+from thinwire.comm.group import Group
+from thinwire.errors import ConfigurationError, LinkError, PacketError, UndecidedError
 from thinwire.membership.channel import (
     MOST_PRESENCE as LIMIT,  # bytes of one replica's presence as JSON: status, facts and all
 )
 from thinwire.membership.channel import NAME
+from thinwire.membership.commit import VoteStore, ballot, carry_out, keys_of
 
+Observe = Callable[[str, Mapping[str, Any]], None]
 _MOST = 1 << 53  # calls and views
 
 
@@ -157,3 +161,63 @@ def _the_other(presence: Presence) -> str:
 
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
+
+
+class Member(NamedTuple):
+    """A replica that takes part; `status` is what it said when it called."""
+
+    name: str
+    status: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class View:
+    """Those who take part from now to the next view.
+
+    `members` are in rank order, the same on all of them, and `group` carries bytes between just these. `id` names
+    this view and no other. `rebuilt`: the group is new. `left_out` says who was there and is no member, and why.
+    """
+
+    id: str
+    members: tuple[Member, ...]
+    group: Group
+    rebuilt: bool
+    left_out: tuple[str, ...]
+    vote_store: VoteStore = field(repr=False)
+    _observe: Observe = field(repr=False)
+    _end: Callable[[], None] = field(repr=False)
+    _cast: dict[str, bool] = field(repr=False, default_factory=dict)
+
+    def decide(self, question: str, yes: bool, seconds: float) -> bool:
+        """Whether all members said yes to `question` within `seconds` of this call: the same answer on all, for ever.
+
+        At most two round trips to the lighthouse beyond the wait for the others, and none for a lone member. Asked
+        again, the first ballot stands. Raises `UndecidedError` where the answer cannot be learnt: then it may be yes
+        or no, and only the others know. A member that said no always knows.
+        """
+        first = self._cast.setdefault(question, yes)
+        if len(self.members) == 1:
+            return first
+        self._observe("ballot", {"question": question, "yes": first})
+        steps = ballot(f"{self.id}/{question}", self.group.rank, len(self.members), first)
+        try:
+            answer = carry_out(steps, self.vote_store, seconds)
+        except LinkError as error:
+            if not first:
+                return False
+            raise UndecidedError(
+                f"{question!r}: this replica said yes and cannot learn what was decided ({error}). "
+                "The others' next statuses tell."
+            ) from error
+        self._observe("decided", {"question": question, "yes": answer})
+        return answer
+
+    def close(self) -> None:
+        """End the group, after a failure in it: the next view connects anew. Idempotent."""
+        self._end()
+
+    def written(self) -> list[str]:
+        """The keys that are this member's to remove: its ballots, and the first member's the outcomes, too."""
+        keys = [keys_of(f"{self.id}/{question}", len(self.members)) for question in self._cast]
+        rank = self.group.rank
+        return [ballots[rank] for _, ballots in keys] + [outcome for outcome, _ in keys if rank == 0]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from thinwire.comm.group import TAGS, Group, gather
 from thinwire.errors import ConfigurationError, DisagreementError
 from thinwire.observer import Observer
+from thinwire.own_files import digests
 from thinwire.packet import HEADER_NBYTES, STOP, VERSION, Header, empty_packet, open_packet, payload, seal
 from thinwire.pieces.partition import Fragment, Whole, check_optimizer, check_sharding, local, trainable
 from thinwire.rng import derive
@@ -205,7 +206,10 @@ class Attached(Participant):
         """Compare code, method, model and `facts` with all others. Raises `DisagreementError`."""
         tensors = {n: f"{tuple(p.shape)} {p.dtype}" for n, p in trainable(self.model)}
         common = {"code version": __version__, "wire format": VERSION, "strategy": repr(self.strategy)}
-        agree(self.group, common | {f"model, {name}": text for name, text in tensors.items()} | dict(facts))
+        agree(
+            self.group,
+            common | {f"model, {name}": text for name, text in tensors.items()} | digests(self.strategy) | dict(facts),
+        )
 
     def same_weights(self) -> None:
         """Raise `DisagreementError`, on every replica, where weights differ. 16 bytes each."""

@@ -8,15 +8,13 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from thinwire.codecs import ChunkedTopK, Codebook, Codec, LowRank, RandomK, Sign, TopK, nested
+from thinwire.codecs import Codec, nested
 from thinwire.errors import ConfigurationError
-
-_BIASED = (TopK, ChunkedTopK, LowRank, Sign, Codebook)
 
 
 def check_unbiased(codec: Codec, method: str, instead: str) -> None:
     """Raise `ConfigurationError` if `codec` is biased; `instead` is the method for such a one."""
-    if any(isinstance(c, _BIASED) or getattr(c, "rounding", "") == "nearest" for c in nested(codec)):
+    if any(c.biased for c in nested(codec)):
         raise ConfigurationError(
             f"{method} with {codec}: an unbiased codec is needed, such as RandomK, or rounding='stochastic'; for this one take {instead}."
         )
@@ -80,7 +78,7 @@ class Averaged:
             raise ConfigurationError(f"{self}: beta in (0, 1] is needed; 0.2 is usual.")
 
     def check(self, codec: Codec) -> None:
-        if any(isinstance(c, RandomK) and c.density < 1 for c in nested(codec)):
+        if any(c.samples for c in nested(codec)):
             raise ConfigurationError(
                 f"{self} with {codec}: a contractive codec is needed, such as TopK; for RandomK take scallion."
             )

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from thinwire.codecs import Codec, Identity, encode_from, fitted
+from thinwire.codecs import Codec, Identity, encode_from
 from thinwire.comm.group import Group, gather
 from thinwire.comm.state_transfer import give, take
 from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError, ModelError
@@ -121,7 +121,7 @@ class Controlled(Attached):
         if method.sampled is not None and method.sampled > len(self.pipeline):
             raise ConfigurationError(f"sampled={method.sampled} of {len(self.pipeline)} replicas: at most all can be.")
         self.rounds = 0
-        self._codec = fitted(method.codec, self.fragments[0].shapes)
+        self._codec = method.codec.fitted(self.fragments[0].shapes)
         self.x = self._flat()
         self.c, self.own, self.v = torch.zeros_like(self.x), torch.zeros_like(self.x), torch.empty(0)
         self._nominal = self._moved = 0.0  # sums of learning rates: of the round's steps, and of those that moved y

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.codecs import Codec, Identity, TopK, fitted
+from thinwire.codecs import Codec, Identity, TopK
 from thinwire.comm.group import Group, gather
 from thinwire.comm.state_transfer import give, take
 from thinwire.errors import CheckpointError, ConfigurationError, ModelError
@@ -126,7 +126,7 @@ class Federated(Attached):
             raise ConfigurationError(f"sampled={method.sampled} of {group.size} replicas: at most all can be.")
         self.hub, self.rounds, self._finished = self.names[0], 0, False
         shapes = self.fragments[0].shapes
-        self._codecs = {UP: fitted(method.at(method.up), shapes), DOWN: fitted(method.at(method.down), shapes)}
+        self._codecs = {UP: method.at(method.up).fitted(shapes), DOWN: method.at(method.down).fitted(shapes)}
         self._codecs[FINAL] = Identity()
         self.start = self._flat()  # s
         self.p = nn.Parameter(self.start.clone())  # beside the hub: what was last told of it

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec, RandomK, joins, nested
+from thinwire.codecs import Codec, nested
 from thinwire.errors import ConfigurationError
 from thinwire.state import State
 
@@ -59,14 +59,21 @@ class Feedback:
                 "(else leave feedback=None)."
             )
 
+    @property
+    def needs_fixed_group(self) -> str:
+        """Why the same replicas are needed in every round; empty: they may come and go."""
+        if not self.kappa:
+            return ""
+        return "keeps the mean of all references, and so needs the same replicas in every round; kappa=0 does not"
+
     def check(self, codec: Codec) -> None:
         """Raise `ConfigurationError` if `codec` would let what is held back grow, or references and their mean drift apart."""
-        if any(isinstance(c, RandomK) and c.density < 1 for c in nested(codec)):
+        if any(c.samples for c in nested(codec)):
             raise ConfigurationError(
                 f"{self} over {codec}: a contractive codec is needed, or what is held back grows; choose "
                 "TopK, or leave feedback=None."
             )
-        if self.kappa and joins(codec):
+        if self.kappa and codec.joint:
             raise ConfigurationError(
                 f"{self} over {codec}: with kappa=1 the mean over all is needed, or references drift from what is agreed; choose the "
                 "codec inside OverSenders, or kappa=0."

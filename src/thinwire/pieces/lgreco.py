@@ -13,28 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.codecs import ChunkedTopK, Codec, Each, Int, LowRank, TopK, encode_from, fitted
+from thinwire.codecs import Codec, Each, encode_from
 from thinwire.errors import ConfigurationError, PacketError
+from thinwire.pieces.policy import Deciding
 from thinwire.rng import Key
 from thinwire.state import State
 
 BUCKETS = 10_000  # of the error, in the table
-_FACTORS = (
-    0.25,
-    0.5,
-    0.7,
-    0.8,
-    0.9,
-    1.1,
-    1.25,
-    1.5,
-    2.0,
-    4.0,
-)  # of a density: fine near 1, or little can be exchanged for little
 
 
 @dataclass(frozen=True)
-class LGreCo:
+class LGreCo(Deciding):
     """For each matrix of `Each(codec)` one of `candidates`, or the codec itself, as few bytes in all as lose no more in all:
 
         minimise Σ_l bytes(l, c_l)   subject to   Σ_l ‖z_l − q(z_l; c_l)‖ ≤ alpha · Σ_l ‖z_l − q(z_l; codec)‖
@@ -80,10 +69,6 @@ class LGreCo:
                 f"LGreCo(alpha={self.alpha}, window={self.window}): alpha > 0 and a window of at least 1 round are needed; 1 and 10 are usual."
             )
 
-    @property
-    def changes(self) -> tuple[int, ...]:
-        return ()
-
     def codecs(self, codec: Codec) -> tuple[Codec, ...]:
         if not isinstance(codec, Each) or codec.chosen:
             raise ConfigurationError(
@@ -113,7 +98,7 @@ class LGreCo:
             return torch.zeros(len(each.matrices))
         errors, sizes = [], []
         for part in each.split(z):
-            coded = [fitted(option, (tuple(part.shape),)) for option in options]
+            coded = [option.fitted((tuple(part.shape),)) for option in options]
             errors.append([_error(one, part.reshape(-1), key) for one in coded])
             sizes.append([one.nbytes(part.numel()) for one in coded])
         most = self.alpha * sum(of[0] for of in errors)
@@ -162,22 +147,11 @@ def choose(errors: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], mo
 
 def _around(codec: Codec) -> tuple[Codec, ...]:
     """Finer and coarser forms of `codec`."""
-    match codec:
-        case TopK():
-            return tuple(replace(codec, density=min(1.0, factor * codec.density)) for factor in _FACTORS)
-        case ChunkedTopK():
-            counts = {min(codec.chunk, math.ceil(factor * codec.count)) for factor in _FACTORS} - {codec.count}
-            return tuple(replace(codec, count=count) for count in sorted(counts))
-        case LowRank():
-            ranks = range(max(1, codec.rank // 2), 2 * codec.rank + 1)
-            return tuple(replace(codec, rank=rank) for rank in ranks if rank != codec.rank)
-        case Int():
-            blocks = {codec.block} | {block for block in (codec.block // 4, 4 * codec.block) if block % 4 == 0 < block}
-            forms = (replace(codec, bits=bits, block=block) for bits in (8, 4, 2) for block in sorted(blocks))
-            return tuple(form for form in forms if form != codec)
-    raise ConfigurationError(
-        f"LGreCo() over Each({codec}): finer and coarser forms of it are not known; name some, as in LGreCo((Int(2), Int(4), Int(8)))."
-    )
+    if not codec.forms():
+        raise ConfigurationError(
+            f"LGreCo() over Each({codec}): finer and coarser forms of it are not known; name some, as in LGreCo((Int(2), Int(4), Int(8)))."
+        )
+    return codec.forms()
 
 
 def _each(codec: Codec) -> Each:

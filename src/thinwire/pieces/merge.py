@@ -7,16 +7,54 @@ round before lands, then the new one leaves.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from thinwire.codecs import unwritten
 from thinwire.errors import ConfigurationError
 
 
+@runtime_checkable
+class Merge(Protocol):
+    """A frozen dataclass. One that lands within a period writes `into`; the declarations have the answer of such a one."""
+
+    @property
+    def whole_period(self) -> bool:
+        """A round takes a whole period: `delay` is `every`."""
+        return False
+
+    @property
+    def eager(self) -> bool:
+        """With `whole_period`: the own delta counts at once, so the outer step must be linear."""
+        return False
+
+    @property
+    def forgets(self) -> bool:
+        """What was trained during the flight is thrown away where it lands."""
+        return False
+
+    @property
+    def needs_fixed_group(self) -> str:
+        """Why the same replicas are needed in every round; empty: they may come and go, and `alpha` is declared."""
+        return "needs rounds that take a whole period, no more and no less" if self.whole_period else _NOT_SAID
+
+    @property
+    def alpha(self) -> float:
+        """The share of the replica's own values that is kept; needed of one that has no fixed group."""
+        return 0.0
+
+    def into(self, parameter: Tensor, anchor: Tensor) -> None:
+        """Merge a slice of the anchor (fp32, same shape) into `parameter` in place, in the parameter's own dtype."""
+        raise unwritten(self, "no whole_period", "into")
+
+
+_NOT_SAID = "does not declare that rounds may land late (needs_fixed_group = '')"
+
+
 @dataclass(frozen=True)
-class Mix:
+class Mix(Merge):
     """θ ← α·θ + (1−α)·anchor (Streaming DiLoCo, arXiv 2501.18512, Algorithm 2, line 14).
 
     `alpha` 0 takes the anchor and throws away the steps made during the flight; 1 keeps the replica's own and so
@@ -34,7 +72,7 @@ class Mix:
 
     alpha: float = 0.0
 
-    whole_period: ClassVar[bool] = False
+    needs_fixed_group: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:
@@ -44,12 +82,10 @@ class Mix:
 
     @property
     def forgets(self) -> bool:
-        """Whether what was trained during the flight is thrown away where it lands."""
         return self.alpha == 0
 
     @torch.no_grad()
     def into(self, parameter: Tensor, anchor: Tensor) -> None:
-        """Merge a slice of the anchor (fp32, same shape) into `parameter` in place, in the parameter's own dtype."""
         if self.alpha == 0:
             parameter.copy_(anchor)
         elif self.alpha < 1:
@@ -57,7 +93,7 @@ class Mix:
 
 
 @dataclass(frozen=True)
-class Eager:
+class Eager(Merge):
     """Own delta at once, the others' one round late: Δ̃_m(k) = Δ̄(k−1) + (Δ_m(k) − Δ_m(k−1)) / M   (arXiv
     2502.12996, §3).
 
@@ -72,11 +108,11 @@ class Eager:
     """
 
     whole_period: ClassVar[bool] = True
-    forgets: ClassVar[bool] = False
+    eager: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
-class Reset:
+class Reset(Merge):
     """θ ← anchor whenever a fragment departs: what was trained since is in the air now, and comes back with the anchor after the next
     period, at whose beginning every replica stands at the same point (CO2, Sun et al., ICLR 2024).
 
@@ -91,4 +127,3 @@ class Reset:
     """
 
     whole_period: ClassVar[bool] = True
-    forgets: ClassVar[bool] = False

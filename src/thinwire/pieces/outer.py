@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
+from thinwire.codecs import unwritten
 from thinwire.codecs.exact import energy
 from thinwire.errors import ConfigurationError
 from thinwire.state import State
@@ -21,49 +22,62 @@ from thinwire.state import State
 
 @runtime_checkable
 class Outer(Protocol):
-    """`linear`: the anchor's movement is linear in the deltas (eager updates need that). One that has a `last` names with it the outer
-    step of the round that ends a training in the middle of a period; without, it is the same as all others."""
+    """A frozen dataclass with the outer step in `step`, or in `step_into` where it declares `elementwise`. The other declarations
+    have the answer of a step without memory that may not be split.
+    """
 
     @property
-    def linear(self) -> bool: ...
+    def linear(self) -> bool:
+        """The anchor's movement is linear in the deltas (eager updates need that)."""
+        return False
 
-    def init(self, anchor: Tensor) -> State: ...
+    @property
+    def elementwise(self) -> bool:
+        """It treats every element by itself: any range of a fragment may be stepped alone, by `step_into`, while it is in the
+        cache.
+        """
+        return False
+
+    @property
+    def last(self) -> Outer:
+        """The outer step of the round that ends a training in the middle of a period. It keeps this one's state as it is."""
+        return self
+
+    @property
+    def needs_whole_period(self) -> bool:
+        """It is for deltas that land a whole period after they departed."""
+        return False
+
+    @property
+    def needs_fixed_group(self) -> str:
+        """Why the same replicas are needed in every round; empty: its state may be handed to a replica that joins."""
+        return ""
+
+    def init(self, anchor: Tensor) -> State:
+        """What it remembers of a fragment at first: tensors like `anchor` if it is `elementwise`."""
+        return {}
 
     def step(self, anchor: Tensor, delta: Tensor, state: State) -> tuple[Tensor, State]:
         """The new anchor and state after `delta` (= anchor − parameters, so it is subtracted)."""
-
-
-@runtime_checkable
-class Elementwise(Outer, Protocol):
-    """An outer step that treats every element by itself: any range of a fragment may be stepped alone, in place of the
-    whole, while it is in the cache.
-    """
+        moved, after = torch.empty_like(anchor), {name: torch.empty_like(kept) for name, kept in state.items()}
+        self.step_into(anchor, delta, state, moved, after)
+        return moved, after
 
     def step_into(self, anchor: Tensor, delta: Tensor, state: State, moved: Tensor, after: State) -> None:
         """As `step`, into `moved` and the tensors of `after`."""
-
-
-def _stepped(outer: Elementwise, anchor: Tensor, delta: Tensor, state: State) -> tuple[Tensor, State]:
-    moved, after = torch.empty_like(anchor), {name: torch.empty_like(kept) for name, kept in state.items()}
-    outer.step_into(anchor, delta, state, moved, after)
-    return moved, after
+        raise unwritten(self, "no step of its own", "step_into")
 
 
 @dataclass(frozen=True)
-class Average:
+class Average(Outer):
     """anchor ← anchor − Δ: the mean of the replicas' parameters (Local SGD, arXiv 1805.09767).
 
     >>> Average().step(torch.zeros(2), torch.tensor([1.0, -2.0]), {})[0]
     tensor([-1.,  2.])
     """
 
-    linear = True
-
-    def init(self, anchor: Tensor) -> State:
-        return {}
-
-    def step(self, anchor: Tensor, delta: Tensor, state: State) -> tuple[Tensor, State]:
-        return _stepped(self, anchor, delta, state)
+    linear: ClassVar[bool] = True
+    elementwise: ClassVar[bool] = True
 
     def step_into(self, anchor: Tensor, delta: Tensor, state: State, moved: Tensor, after: State) -> None:
         torch.sub(anchor, delta, out=moved)
@@ -72,7 +86,7 @@ class Average:
 
 
 @dataclass(frozen=True)
-class Nesterov:
+class Nesterov(Outer):
     """v ← μ·v + Δ;  anchor ← anchor − η·(Δ + μ·v)   (DiLoCo, arXiv 2311.08105, §3; the form of torch and optax).
 
     `lr` is η, `momentum` is μ. The first step is −η(1+μ)Δ, the steady one −ηΔ/(1−μ): 0.76Δ and 4Δ for η = 0.4, μ =
@@ -91,7 +105,8 @@ class Nesterov:
     lr: float = 0.4
     momentum: float = 0.9
 
-    linear = True
+    linear: ClassVar[bool] = True
+    elementwise: ClassVar[bool] = True
     last: ClassVar[Outer] = Average()  # a whole momentum step for a small delta would overshoot
 
     def __post_init__(self) -> None:
@@ -103,9 +118,6 @@ class Nesterov:
     def init(self, anchor: Tensor) -> State:
         return {"momentum": torch.zeros_like(anchor)} if self.momentum else {}
 
-    def step(self, anchor: Tensor, delta: Tensor, state: State) -> tuple[Tensor, State]:
-        return _stepped(self, anchor, delta, state)
-
     def step_into(self, anchor: Tensor, delta: Tensor, state: State, moved: Tensor, after: State) -> None:
         if not self.momentum:
             torch.sub(anchor, torch.mul(delta, self.lr, out=moved), out=moved)
@@ -116,7 +128,7 @@ class Nesterov:
 
 
 @dataclass(frozen=True)
-class HeavyBall:
+class HeavyBall(Outer):
     """m ← clip(μ·m + Δ/Λ, ±φ);  anchor ← anchor − η·m     (SlowMo, arXiv 1910.00643; CO2, Sun et al., ICLR 2024)
 
         Λ = 1 + gap·‖anchor − the anchor that Δ is from‖ / ‖Δ‖      over the fragment
@@ -156,6 +168,10 @@ class HeavyBall:
     @property
     def linear(self) -> bool:
         return not self.gap and self.clip is None
+
+    @property
+    def needs_whole_period(self) -> bool:
+        return self.gap > 0  # elsewhere the anchor has not moved meanwhile
 
     def init(self, anchor: Tensor) -> State:
         return {"momentum": torch.zeros_like(anchor)}

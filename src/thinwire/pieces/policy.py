@@ -7,15 +7,15 @@ is an inner step where gradients are exchanged.
 
 from __future__ import annotations
 
-import math
+from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from thinwire.codecs import ChunkedTopK, Codec, Identity, RandomK, TopK, nested, rebuilt
+from thinwire.codecs import Codec, Identity, nested, rebuilt
 from thinwire.errors import ConfigurationError
 from thinwire.rng import Key
 from thinwire.state import State
@@ -28,15 +28,29 @@ class Policy(Protocol):
     """What it has learnt of a fragment is its state, as an outer step's: made by `init`, saved, equal on all replicas."""
 
     @property
+    def constant(self) -> bool:
+        """It gives the strategy's codec in every round, whatever it sees."""
+        return False
+
+    @property
+    def needs_fixed_group(self) -> str:
+        """Why the same replicas are needed in every round; empty: they may come and go."""
+        return "" if self.constant else "counts rounds that all have seen"
+
+    @property
     def changes(self) -> tuple[int, ...]:
         """The rounds from which on another codec is due, as far as that is known beforehand."""
+        return ()
 
+    @abstractmethod
     def codecs(self, codec: Codec) -> tuple[Codec, ...]:
         """All that may become of `codec`, the strategy's. Raises `ConfigurationError` if this policy cannot vary it."""
 
     def init(self, codec: Codec) -> State:
         """What is known of a fragment at first; `codec` is fitted to it."""
+        return {}
 
+    @abstractmethod
     def at(self, codec: Codec, numel: int, number: int, state: State) -> Codec:
         """What round `number` of a fragment of `numel` elements is coded in, in place of its fitted `codec`."""
 
@@ -58,29 +72,24 @@ class Deciding(Policy, Protocol):
 
 
 @dataclass(frozen=True)
-class Constant:
+class Constant(Policy):
     """The strategy's codec in every round.
 
     >>> Constant()
     Constant()
     """
 
-    @property
-    def changes(self) -> tuple[int, ...]:
-        return ()
+    constant: ClassVar[bool] = True
 
     def codecs(self, codec: Codec) -> tuple[Codec, ...]:
         return (codec,)
-
-    def init(self, codec: Codec) -> State:
-        return {}
 
     def at(self, codec: Codec, numel: int, number: int, state: State) -> Codec:
         return codec
 
 
 @dataclass(frozen=True)
-class DenseUntil:
+class DenseUntil(Policy):
     """`dense` in the first `rounds` rounds, then the strategy's codec: the warm-up of 1-bit Adam (arXiv 2102.02888) and PowerSGD.
 
     Args:
@@ -105,15 +114,12 @@ class DenseUntil:
     def codecs(self, codec: Codec) -> tuple[Codec, ...]:
         return (self.dense, codec)
 
-    def init(self, codec: Codec) -> State:
-        return {}
-
     def at(self, codec: Codec, numel: int, number: int, state: State) -> Codec:
         return self.dense if number < self.rounds else codec
 
 
 @dataclass(frozen=True)
-class DensityWarmup:
+class DensityWarmup(Policy):
     """A sparse codec keeps more at first: each of `densities` for `rounds` rounds, then as many as it says itself, and never fewer.
 
     Source: Deep Gradient Compression (Lin et al., arXiv 1712.01887, §3.3), whose list this is, for its last density of 0.1 %; there a
@@ -128,6 +134,7 @@ class DensityWarmup:
     Raises:
         ConfigurationError: a setting that cannot work, with what is needed.
 
+    >>> from thinwire.codecs import TopK
     >>> warmup = DensityWarmup(rounds=10)
     >>> [warmup.at(TopK(0.001), 1 << 20, number, {}).density for number in (0, 9, 10, 25, 35, 40)]
     [0.25, 0.25, 0.0625, 0.015625, 0.004, 0.001]
@@ -149,14 +156,11 @@ class DensityWarmup:
         return tuple(self.rounds * (stage + 1) for stage in range(len(self.densities)))
 
     def codecs(self, codec: Codec) -> tuple[Codec, ...]:
-        if not any(isinstance(inner, TopK | ChunkedTopK | RandomK) for inner in nested(codec)):
+        if not any(inner.sparse for inner in nested(codec)):
             raise ConfigurationError(
                 f"{self} over {codec}: a codec that sends few of the values is needed, such as TopK(0.001)."
             )
         return (self.dense, *(_denser(codec, density) for density in self.densities), codec)
-
-    def init(self, codec: Codec) -> State:
-        return {}
 
     def at(self, codec: Codec, numel: int, number: int, state: State) -> Codec:
         stage = bisect_right(self.changes, number)
@@ -168,15 +172,7 @@ class DensityWarmup:
 
 def _denser(codec: Codec, density: float) -> Codec:
     """`codec` with at least this density, wherever it has one."""
-
-    def change(one: Codec) -> Codec:
-        if isinstance(one, TopK | RandomK):
-            return replace(one, density=max(density, one.density))
-        if isinstance(one, ChunkedTopK):
-            return replace(one, count=max(math.ceil(density * one.chunk), one.count))
-        return one
-
-    return rebuilt(codec, change)
+    return rebuilt(codec, lambda one: one.denser(density))
 
 
 def _check(policy: object, rounds: int, dense: Codec) -> None:

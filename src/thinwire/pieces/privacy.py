@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -53,6 +53,8 @@ class Privacy:
     clip: float = 1.0
     noise: float = 1.0
     delta: float = 1e-5
+
+    needs_fixed_group: ClassVar[str] = "shares its noise among replicas that must all be there"
 
     def __post_init__(self) -> None:
         if not (0 < self.clip < math.inf and 0 < self.noise < math.inf and 0 < self.delta < 1):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from thinwire.errors import ConfigurationError
 
@@ -23,6 +23,10 @@ class Schedule(Protocol):
     @property
     def delay(self) -> int: ...
 
+    @property
+    def needs_fixed_group(self) -> str:
+        """Why the same replicas are needed in every round; empty: a replica may join at any step."""
+
     def departs(self, step: int, fragments: int) -> tuple[int, ...]:
         """The fragments (0..fragments-1) whose delta departs after inner step `step`, in the order of departure."""
 
@@ -36,6 +40,10 @@ class Adaptive(Protocol):
 
     @property
     def delay(self) -> int: ...
+
+    @property
+    def needs_fixed_group(self) -> str:
+        """Why the same replicas are needed in every round."""
 
     def length(self, lr: float, before: float | None) -> int:
         """Inner steps of a round whose first one has the learning rate `lr`, where that of the round before had `before`."""
@@ -73,6 +81,8 @@ class Every:
     every: int
     delay: int = 0
 
+    needs_fixed_group: ClassVar[str] = ""
+
     def __post_init__(self) -> None:
         _check(self)
 
@@ -106,6 +116,8 @@ class Staggered:
     every: int
     delay: int = 0
     offsets: tuple[int, ...] | None = None
+
+    needs_fixed_group: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         _check(self)
@@ -169,6 +181,8 @@ class Quadratic:
     scale: float
     power: float = 2.0
     delay: int = 0
+
+    needs_fixed_group: ClassVar[str] = "counts from the beginning of a round, which a new replica has not seen"
 
     def __post_init__(self) -> None:
         _check(self)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, runtime_checkable
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec, Each
+from thinwire.codecs import Codec
 from thinwire.codecs.exact import root, summed
 from thinwire.errors import ConfigurationError
 from thinwire.state import State
@@ -23,25 +23,44 @@ class Filter(Protocol):
         s → signal → (feedback, codec, exchange) → settle → estimate
 
     Pure, over whole fragments, flat, in fp32, on the CPU: nothing is changed in place (but what is held back, see `settle`), so
-    a refused round leaves the state as it was. `momentum`: it remembers past signals, so nobody else may (exactly one owner)."""
+    a refused round leaves the state as it was. A subclass writes `signal` or `settle` or both.
+    """
 
     @property
-    def momentum(self) -> bool: ...
+    def momentum(self) -> bool:
+        """It remembers past signals, so nobody else may (exactly one owner)."""
+        return False
+
+    @property
+    def needs_whole(self) -> bool:
+        """It measures the whole of a replica's signal: a rank's shard, or a bucket, is not enough."""
+        return False
+
+    @property
+    def needs_fixed_group(self) -> str:
+        """Why the same replicas are needed in every round."""
+        return "is fitted to a number of replicas, or keeps what all of them must agree on"
 
     @property
     def full(self) -> int:
         """The first rounds that travel in fp32, whatever the codec, as far as they are known beforehand (see `dense`)."""
+        return 0
 
     def fitted(self, codec: Codec, numel: int, size: int) -> Filter:
         """This filter for a fragment of `numel` in `codec`, among `size` replicas."""
+        return self
 
-    def init(self, numel: int) -> State: ...
+    def init(self, numel: int) -> State:
+        """What it remembers of a fragment at first."""
+        return {}
 
     def dense(self, state: State) -> bool:
         """Whether a round that departs in this state travels in fp32, whatever the codec. Alike on all replicas."""
+        return False
 
     def signal(self, s: Tensor, state: State) -> Tensor:
         """What to say in place of `s`."""
+        return s
 
     def settle(self, s: Tensor, sent: Tensor, mean: Tensor, state: State, held: State) -> tuple[Tensor, State]:
         """The estimate in place of the `mean` of what all have said, and the next state.
@@ -49,10 +68,11 @@ class Filter(Protocol):
         `s` is what `signal` got, `sent` what the own packet says. In `held`, what feedback holds back from now on, values
         may be made zero.
         """
+        return mean, {}
 
 
 @dataclass(frozen=True)
-class Clip:
+class Clip(Filter):
     """s ← s · min(1, c/‖s‖) with c = √M · `norm`: each replica's own signal, before anything remembers it. `norm=0` does not clip.
 
     Source: Deep Gradient Compression (arXiv 1712.01887, §3.2). There a replica's gradient is its share of a sum, and the
@@ -73,31 +93,24 @@ class Clip:
     norm: float = 1.0
     replicas: int = field(default=1, repr=False)  # filled in
 
-    momentum, full = False, 0
-
     def __post_init__(self) -> None:
         if not 0 <= self.norm < math.inf or self.replicas < 1:
             raise ConfigurationError(f"Clip(norm={self.norm}): 0 (no clipping) or more is needed; 1.0 is usual.")
 
+    @property
+    def needs_whole(self) -> bool:
+        return self.norm > 0
+
     def fitted(self, codec: Codec, numel: int, size: int) -> Clip:
         return replace(self, replicas=size)
-
-    def init(self, numel: int) -> State:
-        return {}
-
-    def dense(self, state: State) -> bool:
-        return False
 
     def signal(self, s: Tensor, state: State) -> Tensor:
         norm, most = float(torch.linalg.vector_norm(s, dtype=torch.float64)), self.norm * math.sqrt(self.replicas)
         return s * (most / norm) if self.norm and not norm <= most else s  # NaN is not below anything
 
-    def settle(self, s: Tensor, sent: Tensor, mean: Tensor, state: State, held: State) -> tuple[Tensor, State]:
-        return mean, {}
-
 
 @dataclass(frozen=True)
-class Momentum:
+class Momentum(Filter):
     """u ← decay·u + s, and u is said in place of s: momentum that is kept by each replica, before compression.
 
     With `Feedback()`, whose residual is v, and a sparse codec: Deep Gradient Compression's momentum correction (arXiv 1712.01887,
@@ -123,7 +136,7 @@ class Momentum:
     clears: Literal["sent", "nothing"] = "sent"
     spared: tuple[tuple[int, int], ...] = field(default=(), repr=False)  # filled in
 
-    momentum, full = True, 0
+    momentum: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 < self.decay < 1 or self.clears not in ("sent", "nothing"):
@@ -133,13 +146,10 @@ class Momentum:
             )
 
     def fitted(self, codec: Codec, numel: int, size: int) -> Momentum:
-        return replace(self, spared=codec.spans_of_rest(numel)) if isinstance(codec, Each) else self
+        return replace(self, spared=codec.spans_of_rest(numel))
 
     def init(self, numel: int) -> State:
         return {"velocity": torch.zeros(numel)}
-
-    def dense(self, state: State) -> bool:
-        return False
 
     def signal(self, s: Tensor, state: State) -> Tensor:
         return torch.mul(state["velocity"], self.decay).add_(s)
@@ -181,7 +191,7 @@ class Settled:
 
 
 @dataclass(frozen=True)
-class Moments:
+class Moments(Filter):
     """Adam's moments m and v, the same on all replicas; v is frozen after a while, and from then on m is what travels.
 
         first:    ḡ = mean of g_i (in fp32);   m ← β₁·m + (1−β₁)·ḡ;   v ← β₂·v + (1−β₂)·ḡ²
@@ -214,7 +224,7 @@ class Moments:
     eps: float = 1e-8
     freeze: int | Settled = 100
 
-    momentum = True
+    momentum: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         fits = 0 <= self.beta1 < 1 and 0 < self.beta2 < 1 and 0 < self.eps < 1
@@ -227,9 +237,6 @@ class Moments:
     @property
     def full(self) -> int:
         return self.freeze if isinstance(self.freeze, int) else self.freeze.least
-
-    def fitted(self, codec: Codec, numel: int, size: int) -> Moments:
-        return self
 
     def init(self, numel: int) -> State:
         # rounds so far, the norm of v when it was last looked at, whether v is frozen
@@ -278,26 +285,12 @@ def _blended(before: Tensor, now: Tensor, share: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Signs:
+class Signs(Filter):
     """The sign of the estimate in place of it: sign descent on what all say (DeMo, arXiv 2411.19870; 0 where it is 0).
 
     >>> Signs()
     Signs()
     """
-
-    momentum, full = False, 0
-
-    def fitted(self, codec: Codec, numel: int, size: int) -> Signs:
-        return self
-
-    def init(self, numel: int) -> State:
-        return {}
-
-    def dense(self, state: State) -> bool:
-        return False
-
-    def signal(self, s: Tensor, state: State) -> Tensor:
-        return s
 
     def settle(self, s: Tensor, sent: Tensor, mean: Tensor, state: State, held: State) -> tuple[Tensor, State]:
         return mean.sign(), {}

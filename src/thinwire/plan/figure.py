@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from thinwire.codecs import Shaped, nested
+from thinwire.codecs import nested
 from thinwire.errors import ThinwireError
 from thinwire.lm.run import Run
+from thinwire.own_files import shortened
 from thinwire.plan import cost
 from thinwire.plan.setting import METHODS, Setting, Task
 from thinwire.records.run_record import RunRecord
@@ -133,11 +134,13 @@ def _of_run(record: RunRecord, number: int) -> list[Json]:
         for key, value in record.settings.items()
         if key in known
     }
+    if any(isinstance(value, str) and shortened(value) != value for value in given.values()):
+        return []  # a file that a record names is not imported
     strategy = Run(**given).make_strategy()
     size, numels = record.summary.replicas, [numel for _, numel in record.fragments]
     steps = [float(np.nanmedian(r.compute_seconds)) for r in record.replicas if np.isfinite(r.compute_seconds).any()]
     step = max(steps, default=0.0)
-    shaped = any(isinstance(inner, Shaped) for inner in nested(strategy.codec))  # a log has no shapes
+    shaped = any(inner.needs_shapes for inner in nested(strategy.codec))  # a log has no shapes
     if shaped or size < 2 or not sum(numels) or not step > 0 or record.summary.steps < 1:
         return []
     coded = [strategy.coded(((numel,),)) for numel in numels]

@@ -19,7 +19,6 @@ import torch
 
 from thinwire.codecs import Codec
 from thinwire.exchange import Exchange
-from thinwire.pieces.merge import Eager
 from thinwire.pieces.outer import Outer
 from thinwire.pieces.schedule import Schedule, busiest
 from thinwire.plan.outline import Outline, Shape
@@ -135,7 +134,7 @@ def kept_nbytes(parameters: int, strategy: Strategy, numels: Sequence[int], repl
     kept = {"parameters": FP32.weight * parameters, "AdamW": FP32.optimizer * parameters, "anchors": 4 * exchanged}
     if not isinstance(strategy.signal, Gradients):
         kept["outer momentum"] = momentum = 4 * exchanged * _states(strategy.outer)  # type: ignore[arg-type]  # frozen values hash
-        if isinstance(strategy.merge, Eager):
+        if strategy.merge.eager:
             kept["deviation and own delta"] = 8 * exchanged + momentum
         elif strategy.merge.whole_period:
             kept["own delta"] = 4 * exchanged

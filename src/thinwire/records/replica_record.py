@@ -20,6 +20,9 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 
+MOST_FRAGMENTS = 4096  # that are drawn: models have hundreds of layers
+
+
 @dataclass(frozen=True, slots=True)
 class Flight:
     """One fragment's exchange: in the air from `begin` to `end`, on the link from `link_begin` to `link_end`."""
@@ -186,8 +189,8 @@ def smoothed(loss: Iterable[float], keep: float = 0.9) -> Floats:
 
 
 def fragments_of(start: Event) -> list[tuple[str, int]]:
-    """(name, parameters) of every fragment a `start` event lists."""
-    listed = start["fragments"] if isinstance(start["fragments"], list) else []
+    """(name, parameters) of every fragment a `start` event lists; of more than `MOST_FRAGMENTS` the first ones."""
+    listed = start["fragments"][:MOST_FRAGMENTS] if isinstance(start["fragments"], list) else []
     pairs = [item if isinstance(item, dict) else {} for item in listed]
     return [(str(item.get("name", index)), whole(item.get("numel"))) for index, item in enumerate(pairs)]
 

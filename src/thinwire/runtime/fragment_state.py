@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec, fitted, in_full
+from thinwire.codecs import Codec, in_full
 from thinwire.errors import CheckpointError
 from thinwire.exchange import Buffers
-from thinwire.pieces.merge import Eager
-from thinwire.pieces.outer import Elementwise, Outer
+from thinwire.pieces.outer import Outer
 from thinwire.pieces.partition import Fragment, local
 from thinwire.pieces.policy import Policy
 from thinwire.pieces.transforms import Filter
@@ -117,7 +116,7 @@ class FragmentState:
 
     def begin_next(self, delta: Tensor, strategy: Strategy, share: float, buffers: Buffers) -> None:
         """Where a round takes a whole period and `delta` is about to depart: from where the next inner steps go on."""
-        if isinstance(strategy.merge, Eager):
+        if strategy.merge.eager:
             self._step_aside(delta, strategy.outer, share, buffers)
         else:
             buffers.give(*([] if self.own is None else [self.own]))
@@ -131,7 +130,7 @@ class FragmentState:
             self.deviation_state, self.own = outer.init(self.deviation), torch.zeros_like(self.anchor)
         fresh = torch.sub(delta, self.own, out=self.own).mul_(share)
         present, state = self.deviation, self.deviation_state
-        if isinstance(outer, Elementwise):
+        if outer.elementwise:
             moved = buffers.like(present)
             after: State = {name: buffers.like(kept) for name, kept in state.items()}
             outer.step_into(present, fresh, state, moved, after)
@@ -195,7 +194,7 @@ def hold(strategy: Strategy, fragment: Fragment, index: int, rank: int, size: in
     device = torch.device("cpu") if strategy.anchors == "host" else parts[0].device
     anchor = torch.cat([part.reshape(-1).to(device, torch.float32) for part in parts])
     feedback = strategy.feedback.init(anchor.numel()) if strategy.feedback else {}
-    codec = fitted(strategy.codec, fragment.shapes)
+    codec = strategy.codec.fitted(fragment.shapes)
     memory = strategy.exchange.init(codec, anchor.numel(), rank, size)
     filters = tuple(one.fitted(codec, anchor.numel(), size) for one in strategy.filters)
     filtered = tuple(one.init(anchor.numel()) for one in filters)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from thinwire.comm.group import FINISH, Group, gather
 from thinwire.errors import ConfigurationError, DisagreementError, LinkError, ModelError, PeerError
+from thinwire.own_files import digests
 from thinwire.packet import MOST, VERSION, other_steps
 from thinwire.pieces.partition import Fragment, local
 from thinwire.strategy import Strategy
@@ -32,7 +33,8 @@ def introduce(group: Group, strategy: Strategy, fragments: Sequence[Fragment]) -
         group,
         {"code version": __version__, "wire format": VERSION, "strategy": repr(strategy)}
         | {f"model, {name}": text for name, text in tensors.items()}
-        | {"model, order of tensors": list(tensors)},
+        | {"model, order of tensors": list(tensors)}
+        | digests(strategy),
     )
 
 
@@ -41,7 +43,8 @@ def introduction(strategy: Strategy, fragments: Sequence[Fragment]) -> dict[str,
     tensors = _tensors(fragments)
     told = hashlib.blake2b(json.dumps(tensors).encode(), digest_size=8).hexdigest()
     numel = sum(fragment.numel for fragment in fragments)
-    return {"strategy": repr(strategy), "model": f"{len(tensors)} tensors, {numel:,} parameters, digest {told}"}
+    model = f"{len(tensors)} tensors, {numel:,} parameters, digest {told}"
+    return {"strategy": repr(strategy), "model": model} | digests(strategy)
 
 
 def _tensors(fragments: Sequence[Fragment]) -> dict[str, str]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thinwire.exchange import Buffers
 from thinwire.pieces.feedback import Feedback
-from thinwire.pieces.outer import Elementwise, Outer
+from thinwire.pieces.outer import Outer
 from thinwire.pieces.transforms import Filter, said, settled
 from thinwire.state import State
 
@@ -82,7 +82,12 @@ class RoundUpdate:
             mean = self._feedback.settle(self._coded()[begin:end], sent(), mean, before, after)
         if self._given is not None:
             return
-        if isinstance(self._step, Elementwise) and self.present.anchor.device.type == "cpu" and not filters:
+        if (
+            self._step is not None
+            and self._step.elementwise
+            and self.present.anchor.device.type == "cpu"
+            and not filters
+        ):
             self._stepped(self._step, begin, end, mean)
         else:
             self._whole = self._room(self._whole)
@@ -127,7 +132,7 @@ class RoundUpdate:
     def _room(self, room: Tensor | None) -> Tensor:
         return self._buffers.floats(self._inputs[0].numel()) if room is None else room
 
-    def _stepped(self, outer: Elementwise, begin: int, end: int, mean: Tensor) -> None:
+    def _stepped(self, outer: Outer, begin: int, end: int, mean: Tensor) -> None:
         if self.anchor is None:
             self.anchor, self.outer = self._buffers.like(self.present.anchor), self._like(self.present.outer)
         moved = self.anchor[begin:end]

@@ -17,11 +17,11 @@ from thinwire.comm.group import Group
 from thinwire.comm.threads import Key, ThreadGroup, _Hub
 from thinwire.errors import LinkError
 from thinwire.membership.commit import VoteStore
-from thinwire.membership.rendezvous import Membership, Observe
+from thinwire.membership.rendezvous import Membership
 from thinwire.membership.testing.clock import VirtualTime
 from thinwire.membership.testing.lighthouse import SimulatedLighthouse, SimulatedVoteStore
 from thinwire.membership.timeouts import Timeouts
-from thinwire.membership.view import Presence
+from thinwire.membership.view import Observe, Presence
 
 _ADDRESS = "thread:"
 

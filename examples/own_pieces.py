@@ -1,0 +1,101 @@
+"""Pieces of your own in a file of your own: a codec, an outer step and an exchange, used wherever Thinwire's are.
+
+    python examples/own_pieces.py                # try the laws on them
+    thinwire train --codec "examples/own_pieces.py:Truncated(2)" --exchange "examples/own_pieces.py:DirectBelow(100_000)"
+    thinwire train --elastic --strategy "Strategy(schedule=Every(30), outer=examples/own_pieces.py:Smoothed(0.9))"
+
+A piece is a frozen dataclass, a subclass of its protocol: it writes what is its own and declares what else it can do.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+import thinwire as tw
+from thinwire.codecs import check_finite
+from thinwire.comm import Link
+from thinwire.exchange import Arrival, Round, Settle
+from thinwire.rng import Key
+from thinwire.state import State
+
+
+@dataclass(frozen=True)
+class Truncated(tw.Codec):
+    """The first `kept` bytes of every fp32 value: 8 bits each, sign and exponent first. The rest is cut off, towards zero."""
+
+    kept: int = 2
+
+    grain: ClassVar[int] = 1  # every value by itself: a delta may be cut anywhere, so messages overlap
+    claims: ClassVar[frozenset[str]] = frozenset({"odd", "contractive", "idempotent", "local"})
+
+    def __post_init__(self) -> None:
+        if self.kept not in (1, 2, 3):
+            raise tw.ConfigurationError(f"{self}: 1 to 3 bytes of a value are needed; 2 is half of fp32.")
+
+    def nbytes(self, numel: int) -> int:
+        return self.kept * numel
+
+    def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
+        check_finite(x)
+        payload.view(-1, self.kept).copy_(x.contiguous().view(torch.uint8).view(-1, 4)[:, 4 - self.kept :])
+
+    def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
+        values = torch.zeros(out.numel(), 4, dtype=torch.uint8)
+        values[:, 4 - self.kept :] = payload.view(-1, self.kept)
+        out.add_(values.view(-1).view(torch.float32).mul_(weight))
+
+
+@dataclass(frozen=True)
+class Smoothed(tw.Outer):
+    """v ← decay·v + (1 − decay)·Δ;  anchor ← anchor − v: the mean of the last deltas, of which each counts 1 in all."""
+
+    decay: float = 0.5
+
+    linear: ClassVar[bool] = True
+    elementwise: ClassVar[bool] = True  # so it writes `step_into`, which gets any range of a fragment
+
+    def init(self, anchor: Tensor) -> State:
+        return {"mean": torch.zeros_like(anchor)}  # saved in checkpoints, handed to whoever joins
+
+    def step_into(self, anchor: Tensor, delta: Tensor, state: State, moved: Tensor, after: State) -> None:
+        # Each operation rounds by itself, so all processors get the same bits.
+        after["mean"].copy_(torch.mul(state["mean"], self.decay).add_(torch.mul(delta, 1 - self.decay)))
+        torch.sub(anchor, after["mean"], out=moved)
+
+
+@dataclass(frozen=True)
+class DirectBelow(tw.Exchange):
+    """Short packets go to everybody at once, those of `nbytes` and more in two shots: one exchange around two others."""
+
+    nbytes: int = 1 << 20
+
+    needs_fixed_group: ClassVar[str] = ""  # replicas may come and go: neither remembers who was there
+
+    def check(self, codec: tw.Codec, feedback: tw.Feedback | None) -> None:
+        tw.TwoShot().check(codec, feedback)
+
+    def chosen(self, codec: tw.Codec, numel: int) -> tw.Exchange:
+        return tw.Direct() if codec.nbytes(numel) < self.nbytes else tw.TwoShot()
+
+    def depart(self, round_: Round, state: State) -> Any:
+        exchange = self.chosen(round_.codec, round_.numel)
+        return exchange, exchange.depart(round_, state)
+
+    def arrive(self, departure: Any, settle: Settle) -> Arrival:
+        exchange, departed = departure
+        return exchange.arrive(departed, settle)
+
+    def nbytes_sent(self, codec: tw.Codec, numel: int, size: int, rank: int | None = None) -> int:
+        return self.chosen(codec, numel).nbytes_sent(codec, numel, size, rank)
+
+    def seconds(self, codec: tw.Codec, numel: int, size: int, link: Link) -> float:
+        return self.chosen(codec, numel).seconds(codec, numel, size, link)
+
+
+if __name__ == "__main__":
+    from thinwire.testing import check
+
+    for piece in (Truncated(2), Smoothed(0.9), DirectBelow(100)):
+        print(check(piece))

@@ -1,0 +1,161 @@
+"""The round loop as a table: in which state it is, what may happen there, and what it does then. No input, no output.
+
+The loop (round_loop.py) runs on one thread, which alone holds the state. An event is a message from the main thread, or
+what came of a round. An event that the table does not have in a state is a mistake in the program: `transition` raises.
+docs/elastic.md draws the table; a test drives the loop through every row of it.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class State(Enum):
+    """What this replica is, between two events."""
+
+    JOINING = "holds random weights, and has met nobody"
+    TRAINING = "takes part in rounds"
+    IN_DOUBT = "voted yes on its own delta, and has not heard the answer"
+    FINISHING = "has trained all its steps, and brings what is left"
+    FINISHING_IN_DOUBT = "has trained all its steps, and is in doubt about the last delta that it brought"
+    SETTLED = "all members had finished, and the last round left nobody anything to bring"
+    ENDING = "notes at the rendezvous that the run has ended"
+    KEEPING = "keeps the final state for members that are missing"
+    ENDED = "holds the final state"
+    FAILED = "an error has ended the rounds; the main thread raises it"
+    CLOSED = "holds no more rounds"
+
+
+class Event(Enum):
+    """What happens. The first six are messages from the main thread."""
+
+    JOIN = "meet the others in a first round"
+    LOAD = "go on from a checkpoint"
+    DEPART = "deltas have departed"
+    FINISH = "all steps are trained"
+    MEET = "hold one more round, with these deltas"
+    CLOSE = "hold no more rounds"
+    ALONE = "no view was found"
+    RUN_ENDED = "the run has ended with the state that this replica holds"
+    LEVEL = "a view was found, and this replica holds what its members agreed on"
+    CAUGHT_UP = "a view was found, and this replica took over what its members agreed on"
+    DECIDED = "the round is over: it was committed, or changed nothing"
+    LAST = "the last round was committed: all had finished, and nobody has anything left"
+    UNDECIDED = "this replica voted yes on its own delta, and the answer did not come"
+    OVER = "the members agree that the run is over"
+    NOBODY_LATE = "nobody is missing at the end, or another member keeps the final state"
+    SOMEBODY_LATE = "members are missing at the end, and this one keeps the final state for them"
+    KEPT = "those who were missing have it, or it was kept for as long as was asked for"
+    FAILED = "an error was raised"
+
+
+class Action(Enum):
+    """What the loop does on the way from one state to the next."""
+
+    HOLD_DUE = "hold rounds while one is due"
+    HOLD_ONE = "hold one round"
+    ADOPT = "hold what the checkpoint held"
+    GIVE_FINAL = "give the main thread the final state"
+    GIVE_BACK = "give back the deltas that wait for a round"
+    START_ANEW = "put the anchors in place of the parameters"
+    TAKE_OVER = "move the parameters with the anchors"
+    LOOK_UP_DOUBT = "look up in the state that was taken over whether the delta was counted"
+    DROP_DOUBT = "take the delta for not counted: a member that heard yes would be ahead"
+    REMEMBER = "remember the delta and its feedback"
+    NOTE_END = "note the end, and find out who is missing"
+    KEEP = "give the final state to whoever comes"
+    END_SENDING = "end the sending thread"
+
+
+A, E, S = Action, Event, State
+
+TRANSITIONS: dict[tuple[State, Event], tuple[State, tuple[Action, ...]]] = {
+    (S.JOINING, E.JOIN): (S.JOINING, (A.HOLD_ONE,)),
+    (S.JOINING, E.LOAD): (S.TRAINING, (A.ADOPT,)),
+    (S.JOINING, E.ALONE): (S.JOINING, (A.GIVE_BACK,)),
+    (S.JOINING, E.LEVEL): (S.TRAINING, ()),
+    (S.JOINING, E.CAUGHT_UP): (S.TRAINING, (A.START_ANEW,)),
+    (S.JOINING, E.DECIDED): (S.JOINING, ()),  # it could not take over what it lacks
+    (S.JOINING, E.FAILED): (S.FAILED, ()),
+    (S.JOINING, E.CLOSE): (S.CLOSED, (A.END_SENDING,)),
+    #
+    (S.TRAINING, E.JOIN): (S.TRAINING, (A.HOLD_ONE,)),  # after LOAD
+    (S.TRAINING, E.LOAD): (S.TRAINING, (A.ADOPT,)),
+    (S.TRAINING, E.DEPART): (S.TRAINING, (A.HOLD_DUE,)),
+    (S.TRAINING, E.FINISH): (S.FINISHING, (A.GIVE_BACK,)),
+    (S.TRAINING, E.ALONE): (S.TRAINING, (A.GIVE_BACK,)),
+    (S.TRAINING, E.RUN_ENDED): (S.ENDED, ()),
+    (S.TRAINING, E.LEVEL): (S.TRAINING, ()),
+    (S.TRAINING, E.CAUGHT_UP): (S.TRAINING, (A.TAKE_OVER,)),
+    (S.TRAINING, E.DECIDED): (S.TRAINING, ()),
+    (S.TRAINING, E.UNDECIDED): (S.IN_DOUBT, (A.REMEMBER,)),
+    (S.TRAINING, E.OVER): (S.ENDING, (A.NOTE_END,)),  # it met one that keeps the final state
+    (S.TRAINING, E.FAILED): (S.FAILED, ()),
+    (S.TRAINING, E.CLOSE): (S.CLOSED, (A.END_SENDING,)),
+    #
+    (S.IN_DOUBT, E.DEPART): (S.IN_DOUBT, (A.HOLD_DUE,)),
+    (S.IN_DOUBT, E.FINISH): (S.FINISHING_IN_DOUBT, (A.GIVE_BACK,)),
+    (S.IN_DOUBT, E.ALONE): (S.IN_DOUBT, (A.GIVE_BACK,)),
+    (S.IN_DOUBT, E.RUN_ENDED): (S.ENDED, ()),
+    (S.IN_DOUBT, E.LEVEL): (S.TRAINING, (A.DROP_DOUBT,)),
+    (S.IN_DOUBT, E.CAUGHT_UP): (S.TRAINING, (A.LOOK_UP_DOUBT, A.TAKE_OVER)),
+    (S.IN_DOUBT, E.DECIDED): (S.IN_DOUBT, ()),  # it could not take over what it lacks
+    (S.IN_DOUBT, E.FAILED): (S.FAILED, ()),
+    (S.IN_DOUBT, E.CLOSE): (S.CLOSED, (A.END_SENDING,)),
+    #
+    (S.FINISHING, E.MEET): (S.FINISHING, (A.HOLD_ONE,)),
+    (S.FINISHING, E.ALONE): (S.FINISHING, (A.GIVE_BACK,)),
+    (S.FINISHING, E.RUN_ENDED): (S.ENDED, ()),
+    (S.FINISHING, E.LEVEL): (S.FINISHING, ()),
+    (S.FINISHING, E.CAUGHT_UP): (S.FINISHING, (A.TAKE_OVER,)),
+    (S.FINISHING, E.DECIDED): (S.FINISHING, ()),
+    (S.FINISHING, E.LAST): (S.SETTLED, ()),
+    (S.FINISHING, E.UNDECIDED): (S.FINISHING_IN_DOUBT, (A.REMEMBER,)),
+    (S.FINISHING, E.OVER): (S.ENDING, (A.NOTE_END,)),
+    (S.FINISHING, E.FAILED): (S.FAILED, ()),
+    (S.FINISHING, E.CLOSE): (S.CLOSED, (A.END_SENDING,)),
+    #
+    (S.FINISHING_IN_DOUBT, E.MEET): (S.FINISHING_IN_DOUBT, (A.HOLD_ONE,)),
+    (S.FINISHING_IN_DOUBT, E.ALONE): (S.FINISHING_IN_DOUBT, (A.GIVE_BACK,)),
+    (S.FINISHING_IN_DOUBT, E.RUN_ENDED): (S.ENDED, ()),
+    (S.FINISHING_IN_DOUBT, E.LEVEL): (S.FINISHING, (A.DROP_DOUBT,)),
+    (S.FINISHING_IN_DOUBT, E.CAUGHT_UP): (S.FINISHING, (A.LOOK_UP_DOUBT, A.TAKE_OVER)),
+    (S.FINISHING_IN_DOUBT, E.DECIDED): (S.FINISHING_IN_DOUBT, ()),  # it could not take over what it lacks
+    (S.FINISHING_IN_DOUBT, E.FAILED): (S.FAILED, ()),
+    (S.FINISHING_IN_DOUBT, E.CLOSE): (S.CLOSED, (A.END_SENDING,)),
+    #
+    (S.SETTLED, E.MEET): (S.SETTLED, (A.HOLD_ONE,)),
+    (S.SETTLED, E.ALONE): (S.ENDING, (A.GIVE_BACK, A.NOTE_END)),  # the others know already, and have left
+    (S.SETTLED, E.RUN_ENDED): (S.ENDED, ()),
+    (S.SETTLED, E.LEVEL): (S.SETTLED, ()),
+    (S.SETTLED, E.CAUGHT_UP): (S.FINISHING, (A.TAKE_OVER,)),
+    (S.SETTLED, E.DECIDED): (S.FINISHING, ()),  # somebody came, or the members are about to agree that it is over
+    (S.SETTLED, E.FAILED): (S.FAILED, ()),
+    (S.SETTLED, E.CLOSE): (S.CLOSED, (A.END_SENDING,)),
+    #
+    (S.ENDING, E.NOBODY_LATE): (S.ENDED, ()),
+    (S.ENDING, E.SOMEBODY_LATE): (S.KEEPING, (A.KEEP,)),
+    (S.ENDING, E.FAILED): (S.FAILED, ()),
+    #
+    (S.KEEPING, E.KEPT): (S.ENDED, ()),
+    (S.KEEPING, E.FAILED): (S.FAILED, ()),
+    #
+    (S.ENDED, E.LOAD): (S.ENDED, (A.GIVE_FINAL,)),  # no checkpoint is newer
+    (S.ENDED, E.DEPART): (S.ENDED, ()),
+    (S.ENDED, E.CLOSE): (S.CLOSED, (A.END_SENDING,)),
+    #
+    (S.FAILED, E.DEPART): (S.FAILED, ()),
+    (S.FAILED, E.CLOSE): (S.CLOSED, (A.END_SENDING,)),
+}
+
+
+def transition(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
+    """The state after `event`, and what to do. Raises `AssertionError` for an event that cannot happen in `state`.
+
+    >>> state, actions = transition(State.SETTLED, Event.ALONE)
+    >>> state.name, [action.name for action in actions]
+    ('ENDING', ['GIVE_BACK', 'NOTE_END'])
+    """
+    if (state, event) not in TRANSITIONS:
+        raise AssertionError(f"{event.name} cannot happen in {state.name}: see thinwire/elastic/states.py")
+    return TRANSITIONS[state, event]

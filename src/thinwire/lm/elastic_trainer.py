@@ -1,0 +1,93 @@
+"""Training as one member of an elastic run, in which replicas come and go."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from thinwire import checkpoint
+from thinwire.errors import EndedError, LinkError
+from thinwire.lm.membership import AdaptiveTimeouts, RetryReporter, join, make_membership
+from thinwire.lm.place import ElasticPlace
+from thinwire.lm.trainer import Trainer
+from thinwire.membership import Membership
+from thinwire.replica import Replica
+
+
+class ElasticTrainer(Trainer):
+    """A member trains at a speed of its own, and goes on from its own newest checkpoint."""
+
+    who_stops = "this replica stops"
+    place: ElasticPlace
+    group: Membership
+    replica: Replica
+
+    def _agree(self, facts: dict[str, Any]) -> None:
+        """Nothing: the membership compares facts whenever a view is found."""
+
+    def _attach(self, facts: dict[str, Any]) -> Replica:
+        run, log, strategy = self.run, self.log, self.run.make_strategy()
+        fragments = strategy.partition.fragments(self.model)
+        self._log_start(strategy, fragments)  # before the first contact, which may take long
+        self._timeouts = AdaptiveTimeouts(strategy, run, fragments, self._time_a_step())
+        reporter = RetryReporter(log.emit)
+        entered, times = "", self._timeouts.timeouts()
+        if self.place.resume:
+            self._found, self._passed_over = checkpoint.newest(self.checkpoints)
+            entered = self._found.manifest["facts"]["agreed"].get("run", "") if self._found else ""
+        self.group = make_membership(self.place.member, run, facts, times, self._wrapped, reporter, entered)
+        tokens = run.batch * run.sequence * run.accumulate if run.weigh == "tokens" else None
+
+        def attach() -> Replica:
+            return Replica(
+                strategy, self.model, self.optimizer, self.group,
+                tokens=tokens, observer=log.emit, clock=log.seconds,
+            )  # fmt: skip
+
+        try:
+            replica = join(attach, self.group.close, self.place.stop, run.timeout)
+        except (KeyboardInterrupt, EndedError) as error:
+            log.emit("stop", 0, reason=str(error) or "asked to stop while it waited for the others")
+            self.group.close()
+            raise
+        reporter.step = lambda: replica.step
+        return replica
+
+    def _time_a_step(self) -> float:
+        """Seconds of an inner step, about; the first one, which allocates and compiles, is not counted."""
+        torch.autograd.backward(self._loss(0))
+        began = time.monotonic()
+        torch.autograd.backward(self._loss(0))
+        self.optimizer.zero_grad()
+        return self.run.accumulate * (time.monotonic() - began)
+
+    def _resume(self) -> None:
+        """Go on from the newest sound checkpoint of this replica's own, at the step where the others are."""
+        found, skipped = self._found, self._passed_over
+        joined, turn, path = self.replica.step, 0, ""
+        if found is not None:
+            self._load(found)
+            self.replica.step = max(joined, found.step)
+            turn, path = found.manifest["facts"]["agreed"]["turn"], str(found.path.relative_to(self.place.folder))
+        self.log.emit("back", self.replica.step, turn=turn, path=path, skipped=skipped)
+
+    def _after_step(self, compute_seconds: float) -> None:
+        self.group.use_timeouts(self._timeouts.after_step(compute_seconds))
+
+    def _survives(self, error: LinkError | EndedError) -> bool:
+        return True
+
+    def _wait_for_others(self) -> None:
+        """Keep the final state for members that are missing, until they have it, the time is over or a stop is asked for."""
+        while not self.group.closed and not self.place.stop.is_set():
+            time.sleep(0.05)
+
+    @property
+    def counted_steps(self) -> int:
+        return self.clock.trained
+
+    @property
+    def counted_replicas(self) -> int:
+        return 1

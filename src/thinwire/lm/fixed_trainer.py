@@ -1,0 +1,68 @@
+"""Training as one replica of a fixed group, which is there from the first step to the last."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from thinwire import checkpoint
+from thinwire.comm import Group
+from thinwire.errors import CheckpointError, EndedError, LinkError
+from thinwire.lm.place import Place
+from thinwire.lm.trainer import Trainer
+from thinwire.methods import Attached
+from thinwire.replica import Replica
+from thinwire.runtime.handshake import agree
+
+
+class FixedTrainer(Trainer):
+    """All replicas do the same inner steps, and stop and resume together."""
+
+    who_stops = "all replicas stop"
+    place: Place
+    group: Group
+
+    def _agree(self, facts: dict[str, Any]) -> None:
+        self.group = self._wrapped(self.place.group)
+        agree(self.group, facts | {"resume": self.place.resume})
+
+    def _attach(self, facts: dict[str, Any]) -> Replica | Attached:
+        log = self.log
+        if self.method:
+            attached = self.method.attach(self.model, self.optimizer, self.group, observer=log.emit, clock=log.seconds)
+            self._log_start(attached.strategy, attached.fragments)
+            return attached
+        strategy = self.run.make_strategy()
+        self._log_start(strategy, strategy.partition.fragments(self.model))  # before kernels are compiled
+        return Replica(
+            strategy, self.model, self.optimizer, self.group,
+            site=self.place.site, observer=log.emit, clock=log.seconds,
+        )  # fmt: skip
+
+    def _resume(self) -> None:
+        found, skipped = checkpoint.newest_common(self.checkpoints, self.group, self.place.site)
+        if found is None:
+            told = "; ".join(f"{one['path']}: {one['reason']}" for one in skipped)
+            raise CheckpointError(
+                f"--resume: there is no step of which all replicas have a whole checkpoint ({told}). Bring back what is missing, or begin "
+                "again at the first step by --resume --from-start, which sets the checkpoints aside."
+            )
+        self._load(found)
+        path = str(found.path.relative_to(self.place.folder))
+        self.log.emit("resume", found.step, from_step=found.step, path=path, skipped=skipped)
+
+    def _after_step(self, compute_seconds: float) -> None:
+        """Nothing."""
+
+    def _survives(self, error: LinkError | EndedError) -> bool:
+        return False
+
+    def _wait_for_others(self) -> None:
+        """Nothing: all have ended at the same step."""
+
+    @property
+    def counted_steps(self) -> int:
+        return self.replica.step
+
+    @property
+    def counted_replicas(self) -> int:
+        return self.run.replicas

@@ -1,0 +1,163 @@
+"""A replica's membership in an elastic run: who it is, how long it waits for the others, and what it reports of waiting."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from thinwire.codecs import Shapes
+from thinwire.comm import Group, Link, parse_link
+from thinwire.diagnosis import Rules
+from thinwire.errors import LinkError
+from thinwire.lm.run import Run
+from thinwire.membership import Membership, Timeouts
+from thinwire.membership.rendezvous import Rendezvous
+from thinwire.membership.view import Observe
+from thinwire.pieces.partition import Fragment
+from thinwire.strategy import Strategy
+
+QUIET_SECONDS = 3.0  # a member may be late for so long before it is reported
+REPEAT_SECONDS = 30.0  # before the same reason is reported again
+
+
+@dataclass(frozen=True)
+class MemberSpec:
+    """An elastic member: its rendezvous, and a unique name that it keeps over restarts."""
+
+    rendezvous: Rendezvous
+    name: str
+    secret: bytes = b""
+
+
+def largest_round(strategy: Strategy, fragments: Sequence[int | Shapes], replicas: int) -> int:
+    """Bytes that one replica sends for the largest fragment."""
+    return max(strategy.nbytes_per_period([fragment], replicas) for fragment in fragments)
+
+
+def timeouts(
+    run: Run, strategy: Strategy, fragments: Sequence[int | Shapes], link: Link | None, step_seconds: float
+) -> Timeouts:
+    """The one time-out model, for `run`."""
+    schedule, nbytes = strategy.schedule, largest_round(strategy, fragments, run.replicas)
+    return Timeouts.of(schedule.every, schedule.delay, step_seconds, nbytes, link, run.grace)
+
+
+def heartbeat_timeout(run: Run) -> float:
+    """What a lighthouse for `run` is to be told. It depends on the link alone."""
+    schedule = run.make_strategy().schedule
+    return Timeouts.of(schedule.every, schedule.delay, 0.0, 0, parse_link(run.link)).heartbeat_timeout
+
+
+def make_membership(
+    member: MemberSpec,
+    run: Run,
+    facts: Mapping[str, Any],
+    times: Timeouts,
+    wrap: Callable[[Group], Group],
+    observe: Observe,
+    entered: str,
+) -> Membership:
+    """Those who are there, for `run`: `facts` must be alike on all, beside code, strategy and model. `entered` names the run that
+    this replica's checkpoint is of; "" if it has none.
+    """
+    times = replace(times, view=min(times.view, run.timeout))
+    texts = {name: str(value) for name, value in {"replicas": run.replicas, **facts}.items()}
+    return Membership(
+        member.rendezvous,
+        member.name,
+        facts=texts,
+        least=run.least,
+        secret=member.secret,
+        run=entered,
+        timeouts=times,
+        wrap=wrap,
+        observe=observe,
+        evict=Rules() if run.evict else None,
+    )
+
+
+class RetryReporter:
+    """Of what a membership tells, what keeps it from a view for longer than `QUIET_SECONDS`, as retry events: each reason once in `REPEAT_SECONDS`.
+
+    `step` says where training is.
+    """
+
+    def __init__(self, observe: Callable[..., None]) -> None:
+        self.step: Callable[[], int] = lambda: 0
+        self._observe, self._reported = observe, dict[str, float]()
+        self._since: float | None = None
+
+    def __call__(self, kind: str, fields: Mapping[str, Any]) -> None:
+        now = time.monotonic()
+        if kind == "view":
+            self._since = None
+        elif kind == "retry":
+            self._since = now if self._since is None else self._since
+            reason, at_once = str(fields["reason"]), fields["seconds"] == 0.0
+            if (at_once or now - self._since >= QUIET_SECONDS) and now - self._reported.get(
+                reason, -REPEAT_SECONDS
+            ) >= REPEAT_SECONDS:
+                self._reported[reason] = now
+                self._observe("retry", self.step(), reason=reason)
+
+
+class AdaptiveTimeouts:
+    """Timeouts for inner steps as they last now: from the median of the last 64, computed anew after 8, 16, 32, ... steps."""
+
+    def __init__(self, strategy: Strategy, run: Run, fragments: Sequence[Fragment], step_seconds: float) -> None:
+        self._shapes, self._recent = [fragment.shapes for fragment in fragments], deque([step_seconds], maxlen=64)
+        self._strategy, self._run, self._link = strategy, run, parse_link(run.link)
+        self._steps, self._now = 0, self.timeouts()
+
+    def timeouts(self) -> Timeouts:
+        seconds = statistics.median(self._recent)
+        return timeouts(self._run, self._strategy, self._shapes, self._link, seconds)
+
+    def after_step(self, seconds: float) -> Timeouts:
+        """The timeouts from here on."""
+        self._steps += 1
+        self._recent.append(seconds)
+        if self._steps >= 8 and self._steps & (self._steps - 1) == 0:
+            self._now = self.timeouts()
+        return self._now
+
+
+T = TypeVar("T")
+
+
+def join(attach: Callable[[], T], leave: Callable[[], object], stop: threading.Event, seconds: float) -> T:
+    """Call `attach`, which waits for the others, and again after a `LinkError`, for `seconds`; return what it returns.
+
+    It runs in a thread, because a thread that waits at a lighthouse does not hear a signal. When `stop` is set, `leave`
+    is called, which must end the waiting; the thread has ended before `KeyboardInterrupt` is raised.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        attempt: Future[T] = Future()
+        thread = threading.Thread(target=_fulfil, args=(attempt, attach), name="thinwire-join", daemon=True)
+        thread.start()
+        while not attempt.done():
+            if stop.is_set():
+                leave()
+                thread.join()
+                raise KeyboardInterrupt
+            time.sleep(0.05)  # not stop.wait: a signal handler that sets it in this thread would wait for its lock
+        thread.join()
+        try:
+            return attempt.result()
+        except LinkError as error:
+            if time.monotonic() > until:
+                raise LinkError(f"{error} Given up after {seconds:g} s; --timeout is how long.") from None
+
+
+def _fulfil(promise: Future[T], attach: Callable[[], T]) -> None:
+    try:
+        promise.set_result(attach())
+    except BaseException as error:
+        promise.set_exception(error)

@@ -1,0 +1,165 @@
+"""Pieces in the user's own file: `my_file.py:Mine(3)`, wherever a piece is written as text.
+
+The file is imported because the user names it, on the command line or in a run file; what is read back from a peer, a packet or
+a record imports nothing. What a run file keeps is `/whole/path/my_file.py@DIGEST:Mine(3)`, with the BLAKE2b of the content: another
+content is refused. The file stands alone: it may import installed packages, not its neighbours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.abc
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from thinwire.errors import ConfigurationError
+from thinwire.files import contents
+
+_DIGEST = "__thinwire_digest__"
+_PATH = r"""(?P<path>[^\s'"(),=:@\[\]{}]+\.py)(?:@(?P<digest>[0-9a-f]{32}))?"""
+_QUOTED = r"""(?P<quote>['"])(?P<spaced>[^'"\n]+\.py)(?:@(?P<mark>[0-9a-f]{32}))?(?P=quote)"""
+_NAMED = re.compile(
+    rf"""(?:{_PATH}|{_QUOTED}):(?P<name>[A-Za-z_]\w*)|(?P<text>'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")""", re.DOTALL
+)
+
+
+def replaced(text: str, change: Callable[[Path, str | None, str], str]) -> str:
+    """`text` with `change(path, digest, name)` in place of each `path.py:name`, but for those inside of a literal."""
+
+    def each(found: re.Match[str]) -> str:
+        if found["text"] is not None:
+            return found[0]
+        return change(Path(found["path"] or found["spaced"]), found["digest"] or found["mark"], found["name"])
+
+    return _NAMED.sub(each, text)
+
+
+def pinned(text: str) -> str:
+    """`text` with every file of the user's own by its whole path and digest. Raises `ConfigurationError`."""
+
+    def pin(path: Path, digest: str | None, name: str) -> str:
+        where = f"{path.absolute()}@{digest or _digest(_read(path))}"
+        return f"{where}:{name}" if re.fullmatch(_PATH, where) else f'"{where}":{name}'
+
+    return replaced(text, pin)
+
+
+def shortened(text: str) -> str:
+    """`text` for people: of every file of the user's own its name alone."""
+    return replaced(text, lambda path, digest, name: f"{path.name}:{name}")
+
+
+def resolved(text: str) -> tuple[str, dict[str, Callable[..., Any]]]:
+    """`text` with a plain name in place of each `path.py:name`, and what these names are."""
+    names: dict[str, Callable[..., Any]] = {}
+
+    def each(path: Path, digest: str | None, name: str) -> str:
+        names[f"own_{len(names)}_{name}"] = loaded(path, digest, name)
+        return list(names)[-1]
+
+    return replaced(text, each), names
+
+
+def loaded(path: Path, digest: str | None, name: str) -> Any:
+    """`name` in the file at `path`, which is imported once for a content. Raises `ConfigurationError`."""
+    module = _imported(path.absolute(), digest)
+    made = None if name.startswith("_") else getattr(module, name, None)
+    if not callable(made):
+        own = [
+            n
+            for n, value in vars(module).items()
+            if getattr(value, "__module__", "") == module.__name__ and n[0] != "_"
+        ]
+        raise ConfigurationError(
+            f"{path} has no piece {name!r}; it has {', '.join(own) or 'none'}. Write {path.name}:NAME(...) with one of these."
+        )
+    if lacks := sorted(getattr(made, "__abstractmethods__", ())):
+        kinds = ", ".join(
+            base.__name__ for base in made.__mro__[1:] if getattr(base, "_is_protocol", False) and base is not Protocol
+        )
+        raise ConfigurationError(
+            f"{path}: {name} lacks {', '.join(lacks)}, which a {kinds} has; write what is missing."
+        )
+    return made
+
+
+def digests(value: object) -> dict[str, str]:
+    """Of a strategy, method or piece: for each piece in it from a user's own file, the digest of that file."""
+    return {
+        f"own file of {type(piece).__name__}": found
+        for piece in _nested(value)
+        if (found := getattr(sys.modules.get(type(piece).__module__), _DIGEST, None))
+    }
+
+
+def _nested(value: object) -> Iterator[object]:
+    if isinstance(value, tuple | list):
+        for item in value:
+            yield from _nested(item)
+    elif is_dataclass(value):
+        yield value
+        for field in fields(value):
+            yield from _nested(getattr(value, field.name))
+
+
+def _imported(path: Path, digest: str | None) -> ModuleType:
+    if digest is not None and (known := sys.modules.get(_name(path, digest))):
+        return known
+    source = _read(path)
+    found = _digest(source)
+    if digest not in (None, found):
+        raise ConfigurationError(
+            f"{path} is not the file that this run was begun with: digest {digest} there, {found} now. Go on with the file as it was, or "
+            "begin a new run in another --out."
+        )
+    name = _name(path, found)
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_loader(name, _Source(path, source), origin=str(path))
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    setattr(module, _DIGEST, found)
+    sys.modules[name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ConfigurationError(f"{path} cannot be imported ({type(error).__name__}: {error}); mend it.") from error
+    return module
+
+
+def _name(path: Path, digest: str) -> str:
+    """What the module is called. Two paths of one content are two modules."""
+    return f"{path.stem}@{_digest(str(path).encode() + digest.encode())[:16]}"
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return contents(path).encode()
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"{path} cannot be read as a file of pieces ({error}); check the path, which is relative to where you are."
+        ) from None
+
+
+def _digest(source: bytes) -> str:
+    return hashlib.blake2b(source, digest_size=16).hexdigest()
+
+
+class _Source(importlib.abc.SourceLoader):
+    """Runs the bytes whose digest was taken: no cache of compiled code, and no second look at the file."""
+
+    def __init__(self, path: Path, source: bytes) -> None:
+        self._path, self._source = path, source
+
+    def get_filename(self, fullname: str) -> str:
+        return str(self._path)
+
+    def get_data(self, path: Any) -> bytes:
+        return self._source

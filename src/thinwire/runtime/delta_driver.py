@@ -1,0 +1,140 @@
+"""Deltas in a fixed group: the order of things around an inner step.
+
+After inner step t the fragments that are due depart (delta, then a round in the air), and the rounds that departed `delay` steps before
+land (the next anchor, then the merge). What happens between is in `runtime/pipeline.py`, beside training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import Identity
+from thinwire.comm.group import Group
+from thinwire.pieces.outer import Average, Outer
+from thinwire.pieces.partition import Fragment
+from thinwire.runtime.driver import Training
+from thinwire.runtime.flights import Flights
+from thinwire.runtime.fragment_state import DROPPED, FragmentState
+from thinwire.runtime.handshake import agree_on_resume, digest
+from thinwire.runtime.recovery import start_again
+from thinwire.runtime.update import RoundUpdate
+
+
+class DeltaDriver:
+    """Every replica takes the same inner steps and takes part in every round. See `Driver`, `Flights`."""
+
+    def __init__(self, training: Training, fragments: list[Fragment], group: Group, site: Group | None) -> None:
+        self.training, self._group, self._site = training, group, site
+        self._flights = Flights(training, fragments, group, site)
+        self._ended = False
+        s = training.strategy
+        plain = (s.outer, s.codec, s.feedback, s.filters, s.privacy) == (Average(), Identity(), None, (), None)
+        # One replica that averages with itself is the inner optimizer alone, exactly (law 2): anchor − (anchor − θ) would round.
+        self._alone = plain and group.size == 1 and s.schedule.delay == 0 and not s.merge.whole_period
+
+    def before_inner_step(self, closure: bool = False) -> None:
+        """Nothing: what counts is the parameters after the step."""
+
+    def after_inner_step(self) -> None:
+        training = self.training
+        for index in training.calendar.departs(training.step):
+            self._depart(training.fragments[index], training.strategy.outer)
+        for fragment in training.fragments:
+            if fragment.flight and fragment.flight.departed + training.strategy.schedule.delay == training.step:
+                self._land(fragment)
+
+    def finish(self, keep_seconds: float) -> bool:
+        """A fragment of which nothing was trained since its last round has none: all replicas know, who take the same steps."""
+        training, strategy = self.training, self.training.strategy
+        self._ended = True
+        self._flights.finish()
+        for fragment in training.fragments:
+            trained = fragment.since < training.step
+            if fragment.flight and not (trained and strategy.merge.whole_period):  # there the departure lands it
+                self._land(fragment)
+        for fragment in training.fragments:
+            if fragment.since < training.step:
+                self._depart(fragment, strategy.outer.last)
+        for fragment in filter(lambda fragment: fragment.flight, training.fragments):
+            self._land(fragment)
+        return True
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Flights in the air are kept as deltas that departed; when loaded they depart again, with the same bytes."""
+        return self.training.state()
+
+    def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        training = self.training
+        training.load_state(tensors, facts)
+        agree_on_resume(self._group, training.step, digest(self.anchors()))
+        flights = sorted((departed, int(index), number) for index, (number, departed) in facts["flights"].items())
+        for departed, index, number in flights:
+            fragment = training.fragments[index]
+            delta = tensors.get(f"{index}.delta", fragment.own)  # one tensor where a round takes a whole period
+            assert delta is not None
+            moved = self._moved(fragment, delta.to(fragment.anchor.device), training.strategy.outer)
+            request = self._flights.request(fragment, number, departed, False)
+            fragment.flight = self._flights.pipeline.launch(request, moved)
+
+    def anchors(self) -> list[Tensor]:
+        return [fragment.anchor.clone() for fragment in self.training.fragments]
+
+    def load_anchors(self) -> None:
+        self.training.load_anchors()
+
+    def request_stop(self) -> None:
+        self._flights.request_stop()
+
+    def close(self) -> None:
+        self._flights.close()
+
+    @torch.no_grad()
+    def _depart(self, fragment: FragmentState, outer: Outer) -> None:
+        """Form the fragment's delta and let it fly."""
+        training, buffers, strategy = self.training, self._flights.buffers, self.training.strategy
+        began = training.clock()
+        delta = fragment.delta(buffers.like(fragment.anchor))
+        given = fragment.snapshot(buffers.like(fragment.anchor)) if self._alone else None
+        if strategy.merge.whole_period:
+            self._turn_over(fragment, delta)
+        if strategy.privacy:
+            strategy.privacy.apply(delta, self._group.size)
+        self._flights.depart(fragment, self._moved(fragment, delta, outer, given), began, scheduled=not self._ended)
+        fragment.since = training.step
+
+    def _moved(self, fragment: FragmentState, delta: Tensor, outer: Outer, given: Tensor | None = None) -> RoundUpdate:
+        return RoundUpdate(
+            fragment.present(delta), outer, self.training.strategy.feedback, self._flights.buffers, given
+        )
+
+    @torch.no_grad()
+    def _land(self, fragment: FragmentState) -> None:
+        """Take over what the flight brought. A refused round changes nothing: the delta is still in the parameters."""
+        training, merge, buffers = self.training, self.training.strategy.merge, self._flights.buffers
+        landed, report = self._flights.land(fragment)
+        fragment.since = fragment.since if landed.good else DROPPED
+        if landed.good:
+            fragment.move(landed, buffers)
+            if not merge.whole_period:
+                for part, values in fragment.slices(fragment.anchor):
+                    merge.into(part, values.to(part.device))
+            fragment.since = training.step if merge.forgets else fragment.since
+        elif self._group.rank in landed.refused_by:
+            start_again(training, self._site)
+        fragment.remember(landed, buffers)
+        report()
+
+    def _turn_over(self, fragment: FragmentState, delta: Tensor) -> None:
+        """Where a round takes a whole period: land the one before, and let the parameters begin the next (see `Eager`, `Reset`)."""
+        if fragment.flight:
+            self._land(fragment)
+        if fragment.rounds:
+            if fragment.own is None:  # this replica started again from the anchors
+                delta.zero_()
+            elif fragment.since == DROPPED and bool(torch.isfinite(fragment.own).all()):  # it departs again
+                delta.add_(fragment.own)
+        fragment.begin_next(delta, self.training.strategy, 1 / self._group.size, self._flights.buffers)

@@ -1,0 +1,94 @@
+"""Rounds in the air among a fixed group, seen from the main thread: what the drivers of deltas and of gradients share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from thinwire.comm.group import Group
+from thinwire.errors import ConfigurationError
+from thinwire.pieces.partition import Fragment
+from thinwire.runtime.driver import Training
+from thinwire.runtime.fragment_state import FragmentState, hold
+from thinwire.runtime.handshake import agree_on_start, check_start, introduce
+from thinwire.runtime.pipeline import RoundPipeline, RoundRequest, RoundResult
+from thinwire.runtime.update import RoundUpdate
+
+
+class Flights:
+    """Rounds that depart from and land in `training`.
+
+    To make it is collective: the replicas compare code, strategy and model, and all start from replica 0's weights. `site` joins the
+    ranks of one sharded replica. Raises `ConfigurationError`, `DisagreementError`, `ModelError`, `LinkError`.
+    """
+
+    def __init__(self, training: Training, fragments: list[Fragment], group: Group, site: Group | None) -> None:
+        if training.tokens is not None:
+            raise ConfigurationError(
+                "tokens= with a fixed group, whose replicas take the same steps and count alike; give a Membership, or leave it out."
+            )
+        self.training, self.group = training, group
+        introduce(group, training.strategy, fragments)
+        self.pipeline = RoundPipeline(training.strategy, group, site, training.clock, training.observe)
+        self.buffers = self.pipeline.context.buffers
+        training.fragments += [
+            hold(training.strategy, fragment, index, group.rank, group.size) for index, fragment in enumerate(fragments)
+        ]
+        anchors = [fragment.anchor for fragment in training.fragments]
+        if agree_on_start(group, anchors):
+            training.warn("replicas began with different weights; all start from replica 0's")
+        check_start(fragments, anchors)
+        training.load_anchors()
+
+    def depart(self, fragment: FragmentState, moved: RoundUpdate, began: float, scheduled: bool = True) -> None:
+        """Send what is in `moved`. `began`: when work for this departure began; `scheduled`: see `RoundRequest`."""
+        training = self.training
+        request = self.request(fragment, fragment.rounds, training.step, scheduled)
+        fragment.flight = flight = self.pipeline.launch(request, moved)
+        fragment.rounds += 1
+        fields = {"fragment": fragment.index, "round": flight.number, "nbytes": flight.nbytes}
+        training.observe("depart", training.step, **fields, seconds_spent=training.clock() - began)
+
+    def request(self, fragment: FragmentState, number: int, step: int, scheduled: bool) -> RoundRequest:
+        strategy = self.training.strategy
+        lands, codec = step + strategy.schedule.delay, fragment.due(strategy.policy, number)
+        known = (fragment.exchange, fragment.codec, fragment.policy, self.training.stall_seconds)
+        return RoundRequest(fragment.index, number, step, lands, codec, *known, scheduled)
+
+    def land(self, fragment: FragmentState) -> tuple[RoundResult, Callable[[], None]]:
+        """Wait for the fragment's flight and report it; what comes back second reports the landing, when it is done."""
+        flight, training = fragment.flight, self.training
+        assert flight is not None
+        began = training.clock()
+        landed = flight.arrival.result()
+        stall = training.clock() - began
+        training.stall_seconds += stall
+        fragment.flight = None
+        if not training.strategy.merge.whole_period:  # there it is the own delta, which is needed longer
+            self.buffers.give(flight.delta)
+        training.stopping |= landed.stop
+        fields = {"fragment": fragment.index, "round": flight.number}
+        training.observe(
+            "flight", training.step, **fields, begin=landed.begin, end=landed.end,
+            queued_seconds=landed.queued_seconds, transfer_seconds=landed.transfer_seconds,
+        )  # fmt: skip
+        if not landed.good:
+            reason = "NaN or infinity in the delta" if landed.refused_by else "the anchor would not be finite"
+            training.observe("refused", training.step, **fields, by=list(landed.refused_by), reason=reason)
+        return landed, partial(self._landed, fields, began, stall)
+
+    def _landed(self, fields: dict[str, int], began: float, stall: float) -> None:
+        training, spent = self.training, self.training.clock() - began - stall
+        training.observe("land", training.step, **fields, begin=began, stall_seconds=stall, seconds_spent=spent)
+
+    def request_stop(self) -> None:
+        """Ask all to stop: they hear it with the next round that departs."""
+        self.pipeline.stop_requested = True
+
+    def finish(self) -> None:
+        """Tell the others after how many steps this replica has finished. Waits for nobody."""
+        self.pipeline.finished.tell(self.training.step)
+
+    def close(self) -> None:
+        """End the exchange threads."""
+        self.pipeline.close()

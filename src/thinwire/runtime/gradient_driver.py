@@ -1,0 +1,147 @@
+"""Gradients in a fixed group: before every inner step the replicas exchange them, so that their parameters stay equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.comm.group import Group
+from thinwire.errors import ModelError, NonFiniteError
+from thinwire.pieces.partition import Fragment
+from thinwire.runtime.driver import Training
+from thinwire.runtime.flights import Flights
+from thinwire.runtime.handshake import agree_on_resume, agree_on_weights, digest
+from thinwire.runtime.module_state import gradient, reshard
+from thinwire.runtime.update import RoundUpdate
+
+COMPARED = 100  # steps from one look at weights that should be equal to the next
+_DRIFTED = (
+    "the weights of the replicas have drifted apart: their processors, or their optimizers, round differently. All take replica 0's now, "
+    f"and wherever it is found again, every {COMPARED} steps; thinwire.SGD(...).make(...) steps alike on all processors."
+)
+
+
+class GradientDriver:
+    """Replaces every gradient by the mean of all replicas' (fp32, in rank order) before the optimizer steps. See `Driver`, `Flights`.
+
+    If any replica's gradient is not finite, all gradients become None on all replicas and the step changes nothing.
+    """
+
+    def __init__(self, training: Training, fragments: list[Fragment], group: Group, site: Group | None) -> None:
+        self.training, self._group = training, group
+        self._flights = Flights(training, fragments, group, site)
+        self._stepped = Stepped(training.model, training.weights, group, training.warn)
+        self._exchanged = False  # for the step that comes
+
+    @torch.no_grad()
+    def before_inner_step(self, closure: bool = False) -> None:
+        """Raises `ModelError` if the optimizer was given a closure, `NonFiniteError` if own weights are not finite."""
+        if closure:  # it would compute new gradients after the exchange, and the replicas would drift apart
+            raise ModelError(
+                "step(closure) with Gradients(): gradients are exchanged before the step; call the closure first, then step() without it."
+            )
+        if self._exchanged:
+            return
+        self._exchanged = True
+        training, buffers = self.training, self._flights.buffers
+        for fragment in training.fragments:
+            delta = buffers.like(fragment.anchor)
+            for (_, parameter), (_, into) in zip(fragment.fragment.parameters, fragment.slices(delta)):
+                into.copy_(gradient(parameter))
+            moved = RoundUpdate(fragment.present(delta), None, training.strategy.feedback, buffers)
+            self._flights.depart(fragment, moved, training.clock())
+        landings = [self._flights.land(fragment) for fragment in training.fragments]
+        refused = not all(landed.good for landed, _ in landings)
+        for fragment, (landed, report) in zip(training.fragments, landings):
+            mean = fragment.anchor if landed.moved.anchor is None else landed.moved.anchor
+            for (_, parameter), (_, values) in zip(fragment.fragment.parameters, fragment.slices(mean)):
+                # Exactly zero everywhere is what parameters without a gradient send: they are skipped, on all replicas alike.
+                if refused or not bool(values.any()):
+                    parameter.grad = None
+                else:
+                    gradient(parameter).copy_(values)
+            buffers.give(mean)
+            fragment.remember(replace(landed, good=not refused), buffers)
+            report()
+        if refused:
+            self._stepped.check()
+
+    def after_inner_step(self) -> None:
+        self._exchanged = False
+        self._stepped.after(self.training.step)
+
+    def finish(self, keep_seconds: float) -> bool:
+        """Nothing is in the air, and all hold the same weights."""
+        self._flights.finish()
+        return True
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, facts = self.training.state()
+        return tensors, facts | {"weights": self._stepped.facts()}
+
+    def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        self.training.load_state(tensors, facts)
+        agree_on_resume(self._group, self.training.step, self._stepped.resume(facts.get("weights", {})))
+
+    def anchors(self) -> list[Tensor]:
+        """The parameters, which are equal everywhere."""
+        return [one.snapshot(torch.empty_like(one.anchor)) for one in self.training.fragments]
+
+    def load_anchors(self) -> None:
+        """Nothing: the model holds them."""
+
+    def request_stop(self) -> None:
+        self._flights.request_stop()
+
+    def close(self) -> None:
+        self._flights.close()
+
+
+class Stepped:
+    """The weights of replicas that step by themselves, each with its own optimizer, from equal gradients. Not every processor rounds
+    alike, so they are compared now and then, and where they have drifted apart all take replica 0's; `say` hears of it once.
+    """
+
+    def __init__(
+        self, model: nn.Module, weights: Callable[[], Sequence[Tensor]], group: Group, say: Callable[[str], None]
+    ) -> None:
+        self._model, self._weights, self._group, self._say = model, weights, group, say
+        self._alike = digest(weights())  # of what all held when that was known last
+        self._drifted = False
+
+    def after(self, step: int) -> None:
+        """All have taken inner step `step`."""
+        if step % COMPARED == 0:
+            self.compare()
+
+    @torch.no_grad()
+    def compare(self) -> None:
+        """Collective. 24 bytes to each other replica; where they differ the weights besides, from replica 0 to each."""
+        self._alike, differ = agree_on_weights(self._group, self._weights(), "comparison")
+        if differ:
+            reshard(self._model)
+            if not self._drifted:
+                self._say(_DRIFTED)
+            self._drifted = True
+
+    def check(self) -> None:
+        """Raise `NonFiniteError` where the own weights are not finite: there is no anchor to start again from."""
+        if not all(bool(torch.isfinite(weight).all()) for weight in self._weights()):
+            raise NonFiniteError(
+                f"the weights of replica {self._group.rank} hold NaN or infinity, and data-parallel training keeps no "
+                "anchors to start again from; go on from the last checkpoint."
+            )
+
+    def facts(self) -> dict[str, str]:
+        """What to save, for JSON."""
+        return {"alike": self._alike.hex(), "own": digest(self._weights()).hex()}
+
+    def resume(self, facts: Mapping[str, str]) -> bytes:
+        """Go on from `facts`. What must be equal on all who do so: `alike`, or the digest of weights that are not those that were saved."""
+        own = digest(self._weights())
+        self._alike = bytes.fromhex(facts["alike"]) if facts.get("own") == own.hex() else own
+        return self._alike

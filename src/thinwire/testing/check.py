@@ -1,0 +1,141 @@
+"""One call that runs all laws which apply to a piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from thinwire.codecs import E3M0, Codec, Identity, LowRank, Sign, TopK
+from thinwire.errors import ConfigurationError
+from thinwire.exchange import Exchange
+from thinwire.pieces.merge import Mix, Reset
+from thinwire.pieces.outer import Nesterov, Outer
+from thinwire.pieces.partition import Strided
+from thinwire.pieces.schedule import Staggered
+from thinwire.strategy import Strategy
+from thinwire.testing import codecs, exchanges, pieces, strategies
+from thinwire.testing.codecs import CLAIMS, BrokenLawError, law
+from thinwire.testing.values import EXTREME, NORMAL, SIZES
+
+SHAPES = ((7, 11), (5,), (4, 3, 2), (), (0, 3), (30, 20))  # of tensors, for codecs that need some
+Law = tuple[str, Callable[[], None]]
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A piece, and the names of the laws that it keeps."""
+
+    piece: object
+    laws: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.piece!r} keeps {len(self.laws)} laws: {', '.join(self.laws)}"
+
+
+def check(piece: Codec | Outer | Exchange | Strategy, claims: frozenset[str] | None = None) -> Checked:
+    """Try all laws that apply to `piece`; a few seconds, in threads of this process.
+
+    `claims` are those of a codec, in place of what it declares: see `CLAIMS`. What a piece says of the groups and strategies that
+    it is for (`check`, `init`, `needs_whole_period`) is respected: laws are tried where it may be used.
+
+    Raises `BrokenLawError`, which names the law and says what broke it; what the piece itself raises has a note that names the law.
+
+    >>> from thinwire import Average
+    >>> print(check(Average()))  # doctest: +ELLIPSIS
+    Average() keeps 8 laws: is a value, outer keeps its word, outer by ranges, replicas agree, ...
+    """
+    kept = []
+    for name, try_it in _laws(piece, claims):
+        try:
+            try_it()
+        except BrokenLawError as error:
+            raise BrokenLawError(f"{piece!r} breaks the law “{name}”: {error}") from None
+        except BaseException as error:
+            error.add_note(f"in the law “{name}” of {piece!r}")
+            raise
+        kept.append(name)
+    return Checked(piece, tuple(kept))
+
+
+def _laws(piece: object, claims: frozenset[str] | None) -> Iterator[Law]:
+    yield "is a value", partial(pieces.is_a_value, piece)
+    if isinstance(piece, Strategy):
+        yield from _of_a_strategy(piece)
+    elif isinstance(piece, Codec):
+        yield from _of_a_codec(piece, piece.claims if claims is None else claims)
+    elif isinstance(piece, Outer):
+        yield _named(pieces.outer_keeps_its_word, piece)
+        yield _named(pieces.outer_by_ranges, piece)
+        late = piece.needs_whole_period
+        schedule, merge = (Staggered(4, 4), Reset()) if late else (Staggered(4, 1), Mix(0.5))
+        yield from _of_a_strategy(Strategy(schedule=schedule, partition=Strided(2), outer=piece, merge=merge))
+    elif isinstance(piece, Exchange):
+        yield from _of_an_exchange(piece)
+    else:
+        raise ConfigurationError(
+            f"check({piece!r}): a codec, an outer step, an exchange or a strategy is needed; put another piece into a Strategy(...), "
+            "and check that."
+        )
+
+
+def _of_a_codec(codec: Codec, claims: frozenset[str]) -> Iterator[Law]:
+    unknown = claims - CLAIMS.keys()
+    yield "claims are known", partial(law, not unknown, f"claims {sorted(unknown)}; known are {sorted(CLAIMS)}")
+    fitted = codec.fitted(SHAPES)
+    every = [*NORMAL, *EXTREME]
+    yield _each(codecs.size_is_known, [(fitted, n) for n in SIZES])
+    yield _each(codecs.keeps_claims, [(fitted, claims, data, n) for data in every for n in (0, 1, 129)])
+    for one in (codecs.decoding_adds, codecs.decoding_weighs, codecs.cuts_at_the_grain):
+        yield _each(one, [(fitted, data) for data in every])
+    if "local" in claims:
+        yield _named(codecs.blocks_are_local, fitted)
+    if "unbiased" in claims:
+        yield _each(codecs.unbiased, [(fitted, data) for data in ("gaussian", "heavy tails", "constant")])
+    yield _named(codecs.key_is_all_the_chance, fitted, claims)
+    yield _named(codecs.refuses_what_is_not_finite, fitted)
+    yield _named(codecs.survives_any_bytes, fitted)
+    yield _named(codecs.adds_on_the_way, fitted)
+    whole = Strategy(schedule=Staggered(4, 1), partition=Strided(2), codec=codec, outer=Nesterov(), merge=Mix(0.5))
+    yield from _of_a_strategy(whole)
+
+
+def _of_an_exchange(exchange: Exchange) -> Iterator[Law]:
+    candidates = (Identity(), E3M0(32), Sign(), TopK(0.3), LowRank(1, shapes=SHAPES))
+    fitting = [codec for codec in candidates if exchanges.fits(exchange, codec)]
+    yield "takes a codec", partial(law, fitting, f"check refuses all of {', '.join(map(repr, candidates))}")
+    if Identity() in fitting:
+        sizes = [size for size in (1, 2, 3, 4, 5) if exchanges.group_fits(exchange, size)]
+        yield _each(exchanges.exact_values_give_the_mean, [(exchange, size, n) for size in sizes for n in (0, 1, 64)])
+    for one in (
+        *(exchanges.all_agree, exchanges.any_order_of_arrival, exchanges.predicted_is_counted),
+        exchanges.refuses_by_name,
+    ):
+        yield _each(one, [(exchange, codec) for codec in fitting])
+    sizes = [size for size in (3, 2, 4, 1) if exchanges.group_fits(exchange, size)]
+    made = Strategy(schedule=Staggered(4, 2), partition=Strided(2), codec=fitting[0], exchange=exchange, merge=Mix(0.5))
+    if sizes:
+        yield from _of_a_strategy(made, sizes[0])
+
+
+def _of_a_strategy(strategy: Strategy, replicas: int | None = None) -> Iterator[Law]:
+    for one in strategies.LAWS:
+        yield _named(one, strategy, *(() if replicas is None else (replicas,)))
+
+
+def _named(function: Callable[..., None], *arguments: Any) -> Law:
+    return function.__name__.replace("_", " "), partial(function, *arguments)
+
+
+def _each(function: Callable[..., None], cases: Sequence[tuple[Any, ...]]) -> Law:
+    """One law, tried on all `cases`; what breaks it says on which."""
+
+    def run() -> None:
+        for case in cases:
+            try:
+                function(*case)
+            except BrokenLawError as error:
+                raise BrokenLawError(f"{error} (where {', '.join(map(str, case[1:]))})") from None
+
+    return function.__name__.replace("_", " "), run

@@ -1,0 +1,286 @@
+"""The round loop's table of states, row by row: each is taken by the real loop on a simulated cluster, and no other is possible.
+
+The loop is that of one replica. Where a row needs what only others bring about (a vote without an answer, a state to take
+over), the one function is replaced at which the loop meets it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from elastic_toy import Inline, one_thread
+
+import thinwire as tw
+from thinwire.codecs import Identity
+from thinwire.elastic import round_loop
+from thinwire.elastic.global_state import Agreed
+from thinwire.elastic.messages import Ready
+from thinwire.elastic.rounds import Rounds
+from thinwire.elastic.states import TRANSITIONS, Action, Event, State, transition
+from thinwire.errors import LinkError, UndecidedError
+from thinwire.membership.rendezvous import Membership
+from thinwire.membership.testing.cluster import SimulatedCluster
+from thinwire.membership.testing.lighthouse import SimulatedVoteStore
+from thinwire.membership.view import View
+
+__all__ = ["one_thread"]  # a fixture
+DOCS = Path(__file__).parents[2] / "docs" / "elastic.md"
+
+
+class Subject:
+    """One replica's loop, brought into a state, and what happens to it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.patch, self.cluster, self.events = monkeypatch, SimulatedCluster(), list[str]()
+        self.taken: list[tuple[State, Event]] = []
+        anchor = torch.zeros(4)
+        strategy = tw.Strategy(schedule=tw.Every(4), outer=tw.Average())
+        self.rounds = Rounds(
+            strategy, self.cluster.membership("a", least=1), Agreed([anchor], [{}], state_digest="d"), [Identity()], [0],
+            observe=lambda event, step, **fields: self.events.append(event), thread=Inline(),
+        )  # fmt: skip
+
+        def taken(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
+            self.taken.append((state, event))
+            return transition(state, event)
+
+        monkeypatch.setattr(round_loop, "transition", taken)
+
+    @property
+    def state(self) -> State:
+        return self.rounds.report.state
+
+    # ---- into a state
+
+    def bring_into(self, state: State) -> None:
+        if state is not State.JOINING:
+            self.rounds.join(0)
+        if state is State.IN_DOUBT:
+            self.unanswered()
+            self.depart()
+        elif state not in (State.JOINING, State.TRAINING, State.FAILED, State.CLOSED):
+            self.rounds.finish(keep_seconds=60.0)
+        if state is State.FINISHING_IN_DOUBT:
+            self.unanswered()
+            self.rounds.meet(delta())
+        elif state in (State.SETTLED, State.ENDING, State.KEEPING, State.ENDED):
+            self.rounds.meet(delta())
+        if state is State.ENDED:
+            self.rounds.meet()
+        elif state is State.FAILED:
+            self.fail()
+        # ENDING and KEEPING are left before a command is over: their events begin where it is settled
+        assert self.state is {State.ENDING: State.SETTLED, State.KEEPING: State.SETTLED}.get(state, state)
+
+    def unanswered(self) -> None:
+        """The lighthouse dies in the midst of the next vote."""
+
+        def decide(view: View, question: str, yes: bool, seconds: float) -> bool:
+            self.cluster.lighthouse.stop()
+            raise UndecidedError("the lighthouse has gone")
+
+        self.patch.setattr(View, "decide", decide)
+
+    # ---- events
+
+    def depart(self) -> None:
+        self.rounds.depart(delta(), own_steps=4)
+
+    def round(self) -> None:
+        """Whatever makes it hold a round in the state that it is in."""
+        if self.state in (State.JOINING, State.TRAINING):
+            with suppress(LinkError, RuntimeError):
+                self.rounds.join(0)
+        elif self.state is State.IN_DOUBT:
+            self.rounds.depart(own_steps=4)
+        else:
+            self.rounds.meet()
+
+    def light(self) -> None:
+        if not self.cluster.lighthouse.up:
+            self.cluster.lighthouse.start()
+
+    def alone(self) -> None:
+        self.cluster.lighthouse.stop()
+        self.round()
+
+    def level(self) -> None:
+        self.light()
+        self.round()
+
+    def catch_up(self) -> None:
+        self.patch.setattr(round_loop, "level", lambda *_: "b")
+        self.level()
+
+    def decide(self) -> None:
+        """The round ends; where it is behind or in doubt, without its having taken over what it lacks."""
+        if self.state in (State.JOINING, State.IN_DOUBT, State.FINISHING_IN_DOUBT):
+
+            def level(*_: Any) -> str:
+                self.cluster.lighthouse.stop()  # and no round comes after this one
+                raise LinkError("the donor has gone")
+
+            self.patch.setattr(round_loop, "level", level)
+        self.level()
+
+    def undecided(self) -> None:
+        self.unanswered()
+        self.depart() if self.state is State.TRAINING else self.rounds.meet(delta())
+
+    def over(self) -> None:
+        if self.state is State.TRAINING:  # it meets one that keeps the final state
+            reconcile = round_loop.reconcile
+            self.patch.setattr(round_loop, "reconcile", lambda *given: replace(reconcile(*given), over=True))
+        self.round()
+
+    def run_ended(self) -> None:
+        self.light()
+        agreed, membership = self.rounds.loop.agreed, self.rounds.membership
+        for what in ((agreed.run,), (agreed.run, agreed.state_digest)):
+            SimulatedVoteStore(self.cluster.lighthouse, self.cluster, "z").put(membership._end_of(*what))
+        self.round()
+
+    def somebody_late(self) -> None:
+        self.rounds.loop._met.add("b")
+        self.round()
+
+    def fail(self) -> None:
+        def fails(*_: object, **__: object) -> None:
+            raise RuntimeError("on purpose")
+
+        self.patch.setattr(Membership, "next_view", fails)
+        self.round()
+
+    def fail_while(self, name: str) -> None:
+        def fails(*_: object) -> None:
+            raise RuntimeError("on purpose")
+
+        self.patch.setattr(round_loop, name, fails)
+        self.somebody_late()
+
+    def happen(self, state: State, event: Event) -> None:
+        if event is Event.FAILED and state in (State.ENDING, State.KEEPING):
+            self.fail_while({State.ENDING: "note_end", State.KEEPING: "keep"}[state])
+            return
+        {
+            Event.JOIN: lambda: self.rounds.join(0), Event.LOAD: lambda: self.rounds.load(Agreed([torch.ones(4)], [{}])),
+            Event.DEPART: self.depart, Event.FINISH: lambda: self.rounds.finish(0.0), Event.MEET: self.rounds.meet,
+            Event.CLOSE: self.rounds.close, Event.ALONE: self.alone, Event.RUN_ENDED: self.run_ended, Event.LEVEL: self.level,
+            Event.CAUGHT_UP: self.catch_up, Event.DECIDED: self.decide, Event.LAST: lambda: self.rounds.meet(delta()),
+            Event.UNDECIDED: self.undecided, Event.OVER: self.over, Event.NOBODY_LATE: self.round,
+            Event.SOMEBODY_LATE: self.somebody_late, Event.KEPT: self.somebody_late, Event.FAILED: self.fail,
+        }[event]()  # fmt: skip
+
+
+def delta() -> Ready:
+    return Ready(0, torch.ones(4), 1.0, 4, {})
+
+
+@pytest.mark.parametrize(("state", "event"), TRANSITIONS, ids=lambda one: one.name)
+def test_the_loop_takes_every_row(state: State, event: Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = Subject(monkeypatch)
+    subject.bring_into(state)
+    subject.taken.clear()
+    subject.happen(state, event)
+    assert (state, event) in subject.taken, [f"{s.name} {e.name}" for s, e in subject.taken]
+    assert not isinstance(subject.rounds.report.failure, AssertionError)
+    if state not in (State.ENDING, State.KEEPING) and subject.taken == [(state, event)]:
+        assert subject.state is TRANSITIONS[state, event][0]
+
+
+@pytest.mark.parametrize("state", State, ids=lambda state: state.name)
+def test_every_other_event_is_refused(state: State) -> None:
+    for event in Event:
+        if (state, event) in TRANSITIONS:
+            assert transition(state, event) == TRANSITIONS[state, event]
+        else:
+            with pytest.raises(AssertionError, match=f"{event.name} cannot happen in {state.name}"):
+                transition(state, event)
+
+
+def test_every_state_is_reached_and_can_be_left_and_all_is_used() -> None:
+    reached, there = {State.JOINING}, {State.JOINING}
+    while there:
+        there = {after for (state, _), (after, _) in TRANSITIONS.items() if state in there} - reached
+        reached |= there
+    assert reached == set(State)
+    assert {state for state, _ in TRANSITIONS} == set(State) - {State.CLOSED}
+    assert {event for _, event in TRANSITIONS} == set(Event)
+    assert {action for _, actions in TRANSITIONS.values() for action in actions} == set(Action)
+
+
+def test_a_message_that_cannot_come_ends_the_rounds_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = Subject(monkeypatch)
+    subject.rounds.meet()
+    with pytest.raises(AssertionError, match="MEET cannot happen in JOINING"):
+        list(subject.rounds.outcomes(0))
+
+
+def test_of_a_doubt_the_others_records_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The delta that nobody had heard an answer about was counted, or was not, as the state that is taken over says."""
+    for counted in (True, False):
+        with monkeypatch.context() as patch:
+            subject = Subject(patch)
+            subject.bring_into(State.IN_DOUBT)
+            list(subject.rounds.outcomes(99))
+
+            def take_over(
+                _: object, plan: object, statuses: object, agreed: Agreed, *__: object, who: bool = counted
+            ) -> str:
+                agreed.commit(0, torch.ones(4), {}, ("a", "b") if who else ("b",))
+                agreed.turn += 1
+                return "b"
+
+            patch.setattr(round_loop, "level", take_over)
+            subject.level()
+            first, *_ = subject.rounds.outcomes(99)
+            assert first.ready is not None and (first.counted is not None) == counted
+            assert subject.state is State.TRAINING
+
+
+def written(path: Path) -> set[str]:
+    """What `path` assigns to, as `self.rounds.step`."""
+    found: set[str] = set()
+    for statement in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        targets = statement.targets if isinstance(statement, ast.Assign) else []
+        targets = [statement.target] if isinstance(statement, ast.AugAssign | ast.AnnAssign) else targets
+        found |= {
+            ast.unparse(part) for target in targets for part in ast.walk(target) if isinstance(part, ast.Attribute)
+        }
+    return found
+
+
+def test_nobody_writes_what_is_the_loops_or_the_memberships() -> None:
+    house = Path(tw.__file__).parent
+    paths = [*house.glob("elastic/*.py"), *house.glob("lm/*.py"), *house.glob("*.py")]
+    assert "self._state" in written(house / "elastic" / "round_loop.py")
+    others = re.compile(r"\b(rounds|loop|membership|voter|agreed|group)\.\w+$")
+    for path in paths:
+        wrong = {name for name in written(path) if others.search(name)}
+        own = {"self.agreed.turn", "self.agreed.run"} if path.name == "round_loop.py" else set()
+        assert not wrong - own, f"{path}: {wrong}; send a message, or call a method"
+
+
+def drawn() -> str:
+    """The table, for docs/elastic.md."""
+    lines = ["| state: this replica | event | what the loop does | next state |", "|---|---|---|---|"]
+    for state in State:
+        said = f"`{state.name}`: {state.value}"
+        for (_, event), (after, actions) in ((row, then) for row, then in TRANSITIONS.items() if row[0] is state):
+            done = ", then ".join(action.value for action in actions)
+            lines.append(f"| {said} | `{event.name}` | {done} | {'' if after is state else f'`{after.name}`'} |")
+            said = ""
+        lines += [f"| {said} | | | |"] if said else []
+    lines += ["", "| event | what happens |", "|---|---|", *(f"| `{event.name}` | {event.value} |" for event in Event)]
+    return "\n".join(lines)
+
+
+def test_the_page_draws_the_table() -> None:
+    assert drawn() in DOCS.read_text(encoding="utf-8"), f"docs/elastic.md is to draw this:\n\n{drawn()}"

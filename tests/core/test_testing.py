@@ -1,0 +1,239 @@
+"""`thinwire.testing.check`: sound pieces keep all laws, and each law finds the piece that breaks it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+import thinwire as tw
+from thinwire.parsing import parse
+from thinwire.testing import BrokenLawError, check
+
+EXAMPLE = Path(__file__).parents[2] / "examples/own_pieces.py"
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "piece", [tw.E3M0(8), tw.Nesterov(), pytest.param(tw.TwoShot(), marks=SLOW), pytest.param(tw.LowRank(1), marks=SLOW), tw.diloco(every=4)], ids=str
+)  # fmt: skip
+def test_our_own_keep_them(piece):
+    checked = check(piece)
+    assert checked.piece == piece and "resumed is never stopped" in checked.laws
+
+
+@pytest.mark.parametrize(
+    "text", [f"{EXAMPLE}:Truncated(2)", pytest.param(f"{EXAMPLE}:Smoothed(0.5)", marks=SLOW), pytest.param(f"{EXAMPLE}:DirectBelow(64)", marks=SLOW)]
+)  # fmt: skip
+def test_those_of_the_example_keep_them(text):
+    assert len(check(parse(text, own_files=True)).laws) >= 8
+
+
+def test_it_needs_no_pytest():
+    code = "import sys, thinwire.testing; print('pytest' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+# ---- pieces that break one law each
+
+
+@dataclass(frozen=True)
+class Twice(tw.Codec):
+    """An Identity, but for what a subclass breaks."""
+
+    grain: ClassVar[int | None] = 1
+
+    def nbytes(self, numel):
+        return 4 * numel
+
+    def encode(self, x, payload, key):
+        tw.Identity().encode(x, payload, key)
+
+    def decode_add(self, payload, out, key, weight=1.0):
+        tw.Identity().decode_add(payload, out, key, weight)
+
+
+@dataclass(frozen=True)
+class Claiming(Twice):
+    claims = frozenset({"exact"})
+
+    def decode_add(self, payload, out, key, weight=1.0):
+        out.add_(payload.view(torch.float32).abs().mul_(weight))
+
+
+@dataclass(frozen=True)
+class Garbage(Twice):
+    def nbytes(self, numel):
+        return 5 * numel
+
+    def encode(self, x, payload, key):
+        super().encode(x, payload[: 4 * x.numel()], key)
+
+    def decode_add(self, payload, out, key, weight=1.0):
+        super().decode_add(payload[: 4 * out.numel()], out, key, weight)
+
+
+@dataclass(frozen=True)
+class Overwriting(Twice):
+    def decode_add(self, payload, out, key, weight=1.0):
+        out.zero_()
+        super().decode_add(payload, out, key, weight)
+
+
+@dataclass(frozen=True)
+class Weightless(Twice):
+    def decode_add(self, payload, out, key, weight=1.0):
+        super().decode_add(payload, out, key)
+
+
+@dataclass(frozen=True)
+class Cut(Twice):
+    """Its scale is the whole's: no grain is so."""
+
+    def encode(self, x, payload, key):
+        most = x.abs().max() if x.numel() else 1.0
+        super().encode(torch.where(x.abs() == most, x, x * 0), payload, key)
+
+
+@dataclass(frozen=True)
+class Lucky(Twice):
+    """Draws, and does not say so."""
+
+    def encode(self, x, payload, key):
+        super().encode(x * (1 + key.round % 2), payload, key)
+
+
+@dataclass(frozen=True)
+class Infinite(Twice):
+    def encode(self, x, payload, key):
+        super().encode(x.nan_to_num(), payload, key)
+
+
+@dataclass(frozen=True)
+class Misspelt(Twice):
+    claims = frozenset({"contractiv"})
+
+
+@dataclass(frozen=True)
+class InPlace(tw.Outer):
+    def step(self, anchor, delta, state):
+        return anchor.sub_(delta), state
+
+
+@dataclass(frozen=True)
+class NotLinear(tw.Outer):
+    linear = True
+
+    def step(self, anchor, delta, state):
+        return anchor - delta.sign(), state
+
+
+@dataclass(frozen=True)
+class Whole(tw.Outer):
+    """Says elementwise, and takes the mean of what it gets."""
+
+    elementwise = True
+
+    def step_into(self, anchor, delta, state, moved, after):
+        torch.sub(anchor, delta - delta.mean(), out=moved)
+
+
+@dataclass(frozen=True)
+class Remembering(tw.Outer):
+    """Keeps what no checkpoint has."""
+
+    kept: list = field(default_factory=list, compare=False, repr=False)
+
+    def step(self, anchor, delta, state):
+        self.kept.append(1)
+        return anchor - delta * len(self.kept), state
+
+
+@dataclass(frozen=True)
+class Around(tw.Exchange):
+    """A Direct, but for what a subclass breaks."""
+
+    def depart(self, round_, state):
+        return tw.Direct().depart(round_, state)
+
+    def arrive(self, departure, settle):
+        return tw.Direct().arrive(departure, settle)
+
+    def nbytes_sent(self, codec, numel, size, rank=None):
+        return tw.Direct().nbytes_sent(codec, numel, size, rank)
+
+    def seconds(self, codec, numel, size, link):
+        return tw.Direct().seconds(codec, numel, size, link)
+
+
+@dataclass(frozen=True)
+class Mispredicting(Around):
+    def nbytes_sent(self, codec, numel, size, rank=None):
+        return super().nbytes_sent(codec, numel, size, rank) + 1
+
+
+@dataclass(frozen=True)
+class Selfish(Around):
+    """Every replica believes its own."""
+
+    def arrive(self, departure, settle):
+        return tw.Direct().arrive(departure, lambda begin, mean, sent: settle(begin, sent().clone(), sent))
+
+
+@pytest.mark.parametrize(
+    ("piece", "law"),
+    [
+        (Claiming(), "keeps claims”: claims exact"),
+        (Garbage(), "size is known"),
+        (Overwriting(), "decoding adds"),
+        (Weightless(), "decoding weighs"),
+        (Cut(), "cuts at the grain"),
+        (Lucky(), "key is all the chance"),
+        (Infinite(), "refuses what is not finite"),
+        (Misspelt(), "claims are known"),
+        (InPlace(), "outer keeps its word”: step changes its input"),
+        (NotLinear(), "outer keeps its word”: declares linear"),
+        (Whole(), "outer by ranges"),
+        (Remembering(), "outer keeps its word”: the same step again"),
+        (Mispredicting(), "predicted is counted"),
+        (Selfish(), "exact values give the mean"),
+        (torch.nn.Linear(1, 1), "is a value"),
+    ],
+    ids=lambda one: type(one).__name__ if not isinstance(one, str) else "",
+)
+def test_each_law_finds_who_breaks_it(piece, law):
+    with pytest.raises(BrokenLawError) as caught:
+        check(piece)
+    assert f"breaks the law “{law}" in str(caught.value)
+
+
+def test_a_piece_of_another_kind_is_put_into_a_strategy():
+    with pytest.raises(tw.ConfigurationError, match="put another piece into a Strategy"):
+        check(tw.Every(3))
+
+
+def test_the_page_has_every_declaration():
+    """docs/own-pieces.md names all that a protocol asks of a piece and answers itself."""
+    page = (EXAMPLE.parents[1] / "docs/own-pieces.md").read_text()
+    table = page.split("## What a piece declares")[1].split("## Try")[0]
+    known = set(re.findall(r"`(\w+)`", table))
+    for protocol in (tw.Codec, tw.Exchange, tw.Outer, tw.Merge, tw.Policy, tw.Filter):
+        own = {name for name in vars(protocol) if not name.startswith("_")} - protocol.__abstractmethods__
+        work = {
+            "check",
+            "init",
+            "fitted",
+            "step",
+            "step_into",
+            "into",
+            "signal",
+            "settle",
+        }  # what it does, not what it declares
+        assert own - work <= known, (protocol, own - work - known)

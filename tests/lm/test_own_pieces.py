@@ -1,0 +1,163 @@
+"""Pieces in the user's own file, in `thinwire train`: used, saved, resumed, in an elastic run, and refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import thinwire as tw
+from thinwire.cli import main
+from thinwire.comm import run_threads
+from thinwire.lm.run import Run
+from thinwire.own_files import digests, pinned, shortened
+from thinwire.parsing import parse
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_pieces.py"
+SMALL = "--text text.txt --model nano --batch 1 --sequence 16 --eval-batches 1".split()  # noqa: SIM905
+EVERY = "--every 4 --delay 1 --checkpoint-every 4".split()  # noqa: SIM905
+PIECES = ["--codec", "own.py:Truncated(2)", "--exchange", "own.py:DirectBelow(1000)"]
+STRATEGY = (
+    "Strategy(schedule=Every(4), codec=TopK(0.1, own.py:Truncated(2)), feedback=Feedback(), outer=own.py:Smoothed(0.9))"
+)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(
+        "".join(f"line {i}: {i * i % 97} thin wires carry {i % 13}\n" for i in range(2000))
+    )
+    shutil.copy(EXAMPLE, tmp_path / "own.py")
+    return tmp_path
+
+
+def train(out: str, *more: str) -> int:
+    return main(["train", *SMALL, "--carrier", "threads", "--out", out, *more])
+
+
+def thinwire(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "thinwire", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+
+
+def weights(folder: str) -> bytes:
+    return Path(folder, "model.safetensors").read_bytes()
+
+
+def test_the_real_command_trains_with_them(here: Path) -> None:
+    """Two processes, a codec and an exchange; the run file names the file by its whole path and digest."""
+    done = thinwire("train", *SMALL, *EVERY, *PIECES, "--steps", "8", "--out", "run")
+    assert done.returncode == 0, done.stderr[-3000:]
+    settings = tomllib.loads(Path("run/run.toml").read_text())
+    assert settings["codec"] == pinned("own.py:Truncated(2)") and str(here / "own.py@") in settings["codec"]
+    made_of = json.loads(Path("run/summary.json").read_text())["made_of"]
+    assert made_of["codec"] == "Truncated(kept=2)"
+    record = Run.load(Path("run/run.toml"))
+    assert (
+        record.label
+        == "streaming_diloco(every=4, delay=1, codec=own.py:Truncated(2), exchange=own.py:DirectBelow(1000))"
+    )
+
+
+def test_stopped_and_resumed_is_never_stopped(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the outer step's own state, from a folder elsewhere; another content of the file is refused by name."""
+    given = ["--strategy", STRATEGY, "--checkpoint-every", "4", "--steps", "12"]
+    assert train("whole", *given) == 0
+    shutil.copytree("whole", "cut")
+    for path in Path("cut").glob("checkpoints/*/step-*"):
+        if path.name > "step-00000004":
+            shutil.rmtree(path)
+    (here / "cut/model.safetensors").unlink()
+    (here / "elsewhere").mkdir()
+    monkeypatch.chdir(here / "elsewhere")
+    assert main(["train", "--resume", "--out", "../cut"]) == 0
+    assert weights("../cut") == weights("../whole")
+
+
+def test_another_content_is_refused_by_name(here: Path) -> None:
+    """By a process of its own: this one has the first content in memory."""
+    assert train("run", *EVERY, *PIECES, "--steps", "4") == 0
+    (here / "own.py").write_text((here / "own.py").read_text() + "\n# other\n")
+    done = thinwire("train", "--resume", "--out", "run", "--steps", "8")
+    said = " ".join(done.stderr.replace("│", " ").split())
+    assert done.returncode == 2 and "own.py is not the file that this run was begun with: digest" in said, said
+
+
+@pytest.mark.slow
+def test_an_elastic_run(here: Path) -> None:
+    """Codec, exchange and outer step, in processes that may come and go."""
+    strategy = STRATEGY.replace("outer=", "exchange=own.py:DirectBelow(1000), outer=")
+    done = thinwire("train", *SMALL, "--elastic", "--strategy", strategy, "--steps", "12", "--out", "run")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    summary = json.loads(Path("run/summary.json").read_text())
+    assert summary["status"] == "finished" and "Smoothed(decay=0.9)" in summary["made_of"]["composition"]
+
+
+# ---- what cannot be used
+
+
+CASES = {
+    "none.py:Mine": "none.py cannot be read as a file of pieces",
+    "own.py:Mine(3)": "own.py has no piece 'Mine'; it has Truncated, Smoothed, DirectBelow",
+    "own.py:Smoothed(0.5)": "codec=Smoothed(decay=0.5): a Codec is needed, which has decode_add, encode, nbytes; make it",
+    "own.py:Truncated(9)": "1 to 3 bytes of a value are needed",
+    "half.py:Half": "half.py: Half lacks decode_add, nbytes, which a Codec has; write what is missing.",
+    "bad.py:Mine": "bad.py cannot be imported (ZeroDivisionError: division by zero)",
+    "own.py:Truncated(print('x'))": "'print' in \"own.py:Truncated(print('x'))\" is not known",
+}
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_what_cannot_be_used_says_why(here: Path, text: str) -> None:
+    (here / "bad.py").write_text("1 / 0\n")
+    half = "import thinwire\nclass Half(thinwire.Codec):\n    def encode(self, x, payload, key): ...\n"
+    (here / "half.py").write_text(half)
+    with pytest.raises(tw.ConfigurationError) as caught:
+        Run(codec=text)
+    assert CASES[text] in str(caught.value)
+
+
+def test_text_of_others_imports_nothing(here: Path) -> None:
+    """`parse` alone, as packets, records and pages are read, knows of no files; nor does what stands inside of a literal."""
+    (here / "told.py").write_text("from pathlib import Path\nPath('imported').touch()\nMine = int\n")
+    with pytest.raises(tw.ConfigurationError):
+        parse("told.py:Mine(3)")
+    with pytest.raises(tw.ConfigurationError):
+        parse("Cast('told.py:Mine')", own_files=True)
+    assert not Path("imported").exists()
+    assert parse("told.py:Mine(3)", own_files=True) == 3 and Path("imported").exists()
+
+
+def test_paths_with_spaces_and_their_texts(here: Path) -> None:
+    (here / "a folder").mkdir()
+    shutil.copy("own.py", "a folder/own.py")
+    text = "TopK(0.1, 'a folder/own.py':Truncated(2))"
+    whole = pinned(text)
+    assert whole == pinned(whole) and str(here / "a folder/own.py@") in whole
+    assert shortened(whole) == "TopK(0.1, own.py:Truncated(2))"
+    assert repr(parse(whole, own_files=True)) == repr(parse(text, own_files=True))
+
+
+def test_replicas_with_other_files_find_out(here: Path) -> None:
+    """The text of the piece is the same, its file is not."""
+    (here / "two").mkdir()
+    (here / "two/own.py").write_text((here / "own.py").read_text().replace("torch.sub(", "torch.add("))
+
+    def replica(group: tw.Group) -> None:
+        import torch
+
+        outer: Any = parse(("own.py" if group.rank else "two/own.py") + ":Smoothed(0.5)", own_files=True)
+        assert digests(outer).keys() == {"own file of Smoothed"}
+        model = torch.nn.Linear(2, 2)
+        tw.Replica(tw.Strategy(outer=outer), model, torch.optim.SGD(model.parameters(), 0.1), group)
+
+    with pytest.raises(tw.DisagreementError, match="own file of Smoothed"):
+        run_threads(2, replica)
