@@ -42,6 +42,18 @@ def parse(
     nothing else. With `own_files`, `my_file.py:Mine(3)` too: that file is imported, so give it for text that the user wrote.
 
     Raises `ConfigurationError` with the text and what can be written there: of `names` those that are `offered`, or all.
+
+    Args:
+        text: what `repr` of a piece prints; what has its default may be left out.
+        names: what may be called.
+        offered: what an error names of it; empty: all.
+        own_files: import the user's own Python files that `text` names.
+
+    Raises:
+        ConfigurationError: a text that is no such call; says what can be written.
+
+    >>> parse('E3M0(block=64)')
+    E3M0(block=64, scale='exponent', rounding='nearest')
     """
 
     def value(term: ast.expr) -> Any:

@@ -34,7 +34,11 @@ from thinwire.pieces.transforms import Filter, check_filters
 
 @dataclass(frozen=True)
 class Deltas:
-    """What is exchanged: anchor − parameters, after inner steps."""
+    """What is exchanged: anchor − parameters, after inner steps.
+
+    >>> Deltas()
+    Deltas()
+    """
 
     needs_fixed_group: ClassVar[str] = ""
 
@@ -46,6 +50,9 @@ class Gradients:
     That is, where optimizers round alike: torch's do not on unlike processors, `SGD().make(...)` does. So after every hundredth inner step
     replicas compare their weights (24 bytes to each other one), and where these have drifted apart all take replica 0's (4
     bytes a parameter besides, from replica 0 to each other one), with one warning event.
+
+    >>> Gradients()
+    Gradients()
     """
 
     needs_fixed_group: ClassVar[str] = "are exchanged at every step, and the replicas keep no anchors to go on from"

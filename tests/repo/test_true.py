@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import struct
 
@@ -17,7 +18,7 @@ from thinwire.diagnosis.records import recorded
 from thinwire.lm.model import SIZES, Transformer
 from thinwire.lm.run import NAMED, Run
 from thinwire.membership import channel, server
-from thinwire.runtime import module_state
+from thinwire.runtime import gradient_driver
 
 
 def page(name: str) -> str:
@@ -86,6 +87,12 @@ def test_how_many_methods_there_are():
     assert all(f"thinwire {verb}" in page("README.md") for verb in VERBS)
 
 
+def test_the_noise_of_the_utilisation_table():
+    rows = json.loads((ROOT / "benchmarks/results/utilization.json").read_text())["rows"]
+    bare = [row["steps_per_second"] for row in rows if row["method"] == "bare"]
+    assert f"{min(bare):.2f} to {max(bare):.2f} steps/s" in page("docs/measured.md") and len(bare) == 5
+
+
 # ---- errors and bounds
 
 
@@ -113,9 +120,9 @@ def test_the_rules_of_the_diagnosis():
     assert f"{Rules()!r}\n" in [block.text for block in blocks(ROOT / "docs/diagnosis.md", "text")]
     first = next(number for number in range(1 << 20) if not recorded(number)) - 1
     assert f"the first {first} are recorded" in text
-    assert f"every {module_state.COMPARED} steps" in page(
+    assert f"every {gradient_driver.COMPARED} steps" in page(
         "docs/how.md"
-    ) and f"every {module_state.COMPARED} steps" in page("docs/own-loop.md")
+    ) and f"every {gradient_driver.COMPARED} steps" in page("docs/own-loop.md")
 
 
 def test_gpus_are_named_with_what_is_known_of_them():

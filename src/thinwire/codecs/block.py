@@ -88,6 +88,11 @@ class E3M0(Blocks):
     and follow oneDNN's f4_e3m0 with a block scale. On the wire 4 + 8/block bits per parameter, with a one-byte
     exponent as scale; see `Blocks`.
 
+    Args:
+        block: neighbours that share a scale; even.
+        scale: how it is written, 'exponent' (one byte, a power of two) or 'fp32'.
+        rounding: 'nearest', or 'stochastic', which is unbiased.
+
     >>> E3M0(block=128).nbytes(1024)
     520
     """
@@ -105,6 +110,11 @@ class E2M1(Blocks):
 
     Source: OCP Microscaling Formats (MX) 1.0, FP4. Less than half of E3M0's error on light tails with fine blocks
     (1.6 % of the energy for Gaussians in blocks of 128), more on heavy tails. 4 + 8/block bits per parameter.
+
+    Args:
+        block: neighbours that share a scale; even.
+        scale: how it is written, 'exponent' (one byte, a power of two) or 'fp32'.
+        rounding: 'nearest', or 'stochastic', which is unbiased.
 
     >>> E2M1(block=32, scale="bf16").nbytes(1024)
     576
@@ -124,6 +134,11 @@ class E4M3(Blocks):
     Source: OCP 8-bit floating point 1.0 (E4M3, saturating; the two NaN are never made). A scale there must be: the
     format spans 2⁻⁹ … 448, and deltas are smaller. 8 + 8/block bits per parameter, with a one-byte exponent.
 
+    Args:
+        block: neighbours that share a scale; even.
+        scale: how it is written, 'exponent' (one byte, a power of two) or 'fp32'.
+        rounding: 'nearest', or 'stochastic', which is unbiased.
+
     >>> E4M3().nbytes(1024)
     1032
     """
@@ -142,6 +157,11 @@ class E5M2(Blocks):
     Source: OCP 8-bit floating point 1.0 (E5M2, saturating; infinities and NaN are never made). Half the precision of
     E4M3 and 2¹⁶ times its range. 8 + 8/block bits per parameter, with a one-byte exponent.
 
+    Args:
+        block: neighbours that share a scale; even.
+        scale: how it is written, 'exponent' (one byte, a power of two) or 'fp32'.
+        rounding: 'nearest', or 'stochastic', which is unbiased.
+
     >>> E5M2(block=4096).nbytes(4096)
     4097
     """
@@ -159,6 +179,15 @@ class Int(Blocks):
 
     The uniform quantiser (as QSGD, arXiv 1610.02132, with the maximum as norm, where rounding is "stochastic"). On
     the wire sign and magnitude, so that all codes but −0 are used: bits + 8/block bits per parameter.
+
+    Args:
+        bits: 8, 4 or 2.
+        block: neighbours that share a scale; even.
+        scale: how it is written, 'exponent' (one byte, a power of two) or 'fp32'.
+        rounding: 'nearest', or 'stochastic', which is unbiased.
+
+    Raises:
+        ConfigurationError: a setting that cannot work, with what is needed.
 
     >>> Int(bits=2, block=64, scale="fp32").nbytes(1024)
     320

@@ -14,7 +14,11 @@ from thinwire.rng import Key
 
 @dataclass(frozen=True)
 class Identity(Codec):
-    """fp32 as it is: 32 bits per parameter. The baseline and the oracle."""
+    """fp32 as it is: 32 bits per parameter. The baseline and the oracle.
+
+    >>> Identity().nbytes(1000)
+    4000
+    """
 
     grain: ClassVar[int] = 1
     claims: ClassVar[frozenset[str]] = frozenset({"exact", "odd", "contractive", "idempotent", "local"})
@@ -65,6 +69,15 @@ class Cast(Codec):
 
     bf16 keeps fp32's range with 8 bits of precision. fp16 has 11 bits of precision and saturates at ±65504 (an outer
     gradient never gets near it, but a saturated value must not become infinite).
+
+    Args:
+        dtype: 'bf16' or 'fp16'.
+
+    Raises:
+        ConfigurationError: a setting that cannot work, with what is needed.
+
+    >>> Cast('bf16').nbytes(1000)
+    2000
     """
 
     dtype: Literal["bf16", "fp16"] = "bf16"

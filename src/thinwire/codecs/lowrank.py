@@ -42,6 +42,16 @@ class LowRank(Codec):
     matrix. `shapes` are those of the fragment's tensors; a replica fills them in (without any, all is a vector). Cost:
     2·iterations·rank multiplications a value, and rank to decode it; memory 8 bytes a value of the largest matrix.
 
+    Args:
+        rank: columns of P and Q.
+        iterations: of the subspace iteration.
+        values: the codec of the factors.
+        shapes: of the fragment's tensors, which the replica fills in.
+        last: Q of the round before, where an exchange goes on from it.
+
+    Raises:
+        ConfigurationError: a setting that cannot work, with what is needed.
+
     >>> LowRank(rank=4).fitted(((1024, 256), (256,))).nbytes(1024 * 256 + 256) == 4 * (4 * (1024 + 256) + 256)
     True
     """

@@ -27,6 +27,9 @@ class OverSenders(Codec):
 
     On the wire: the codec's bytes. Cost: three passes a packet.
 
+    Args:
+        codec: a sparse one.
+
     >>> from thinwire.codecs import TopK
     >>> OverSenders(TopK(0.01)).nbytes(1000) == TopK(0.01).nbytes(1000)
     True

@@ -29,6 +29,16 @@ class Each(Codec):
     On the wire: the payload of one matrix after another, then that of the rest. `shapes` are those of the fragment's tensors; a
     replica fills them in (without any, all is rest). Contractive where all its codecs are.
 
+    Args:
+        codec: of every matrix.
+        rest: of vectors and small matrices, together.
+        least: elements below which a matrix is small.
+        shapes: of the fragment's tensors, which the replica fills in.
+        chosen: a codec for each matrix, which a policy fills in.
+
+    Raises:
+        ConfigurationError: a setting that cannot work, with what is needed.
+
     >>> from thinwire.codecs import TopK
     >>> Each(TopK(0.01), least=1024).fitted(((64, 64), (64,), (8, 8))).nbytes(64 * 64 + 64 + 8 * 8) - 4 * (64 + 8 * 8)
     144

@@ -25,6 +25,13 @@ class Sign(Codec):
     On the wire: ⌈n/8⌉ bytes of signs (lowest bit first, 1 is negative), then the scales: 1 + 32/block bits per
     parameter. Zero cannot be said, so it is best inside a sparse codec, or with feedback.
 
+    Args:
+        scale: 'mean' or 'l2'.
+        block: values that share a scale; None: all of the tensor.
+
+    Raises:
+        ConfigurationError: a setting that cannot work, with what is needed.
+
     >>> Sign(block=1024).nbytes(4096)
     528
     """

@@ -44,6 +44,10 @@ class TopK(Codec):
     On the wire: the values in ascending order of index, then k indices of ⌈log₂ n⌉ bits. With the default values
     density·(16 + ⌈log₂ n⌉) bits per parameter: 0.36 for 1 % of a million.
 
+    Args:
+        density: k/n, in (0, 1].
+        values: the codec of the values that are kept.
+
     >>> TopK(density=0.01).nbytes(1_000_000)
     45000
     """
@@ -96,6 +100,14 @@ class ChunkedTopK(Codec):
     On the wire: the values, chunk by chunk in ascending order of index, then their indices within the chunk in
     ⌈log₂ chunk⌉ bits each: 12 for 4096, two in three bytes. count/chunk·(b + 12) bits per parameter: 0.44 for 64 of
     4096 in bf16, 0.20 with `values=Sign()`.
+
+    Args:
+        chunk: neighbours of which some are kept.
+        count: how many, at most `chunk`.
+        values: the codec of the values that are kept.
+
+    Raises:
+        ConfigurationError: a setting that cannot work, with what is needed.
 
     >>> ChunkedTopK(4096, 64).nbytes(1 << 20)
     57344
@@ -165,6 +177,10 @@ class RandomK(Codec):
     send the same coordinates of a round, and each round draws others. *Not contractive*, so not for error feedback,
     which would amplify what is held back. density·b bits per parameter. In an all-reduce the values are added in
     fp32, whatever `values`.
+
+    Args:
+        density: k/n, in (0, 1].
+        values: the codec of the values that are kept.
 
     >>> RandomK(density=0.25).nbytes(1024)
     512

@@ -110,6 +110,14 @@ class DCT(Turned):
 
     On the wire: the codec's bytes. Cost: axes·side multiplications a value. Exact to 2⁻²³ of the largest of a run.
 
+    Args:
+        codec: takes the coefficients.
+        side: neighbours of a run, 2 to 1024.
+        axes: 1 for runs, 2 for squares.
+
+    Raises:
+        ConfigurationError: a setting that cannot work, with what is needed.
+
     >>> from thinwire.codecs import E3M0
     >>> DCT(E3M0()).nbytes(1024) == E3M0().nbytes(1024)
     True
@@ -161,6 +169,13 @@ class Hadamard(Turned):
 
     On the wire: the codec's bytes. Cost: log₂ block additions a value.
 
+    Args:
+        codec: takes what was turned.
+        block: neighbours that are turned together, a power of two.
+
+    Raises:
+        ConfigurationError: a setting that cannot work, with what is needed.
+
     >>> from thinwire.codecs import Int
     >>> Hadamard(Int(4, 128), block=128).nbytes(1024)
     520
@@ -211,6 +226,14 @@ class Squares(Codec):
 
     On the wire: the codec's bytes; only the order is another. `shapes` are those of the fragment's tensors; a replica fills
     them in (without any, nothing is a matrix). Cost: a copy.
+
+    Args:
+        codec: takes runs of side² values.
+        side: of a square, at least 2.
+        shapes: of the fragment's tensors, which the replica fills in.
+
+    Raises:
+        ConfigurationError: a setting that cannot work, with what is needed.
 
     >>> from thinwire.codecs import Identity
     >>> Squares(Identity(), side=2).fitted(((2, 4),)).nbytes(8)

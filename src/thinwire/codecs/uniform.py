@@ -33,6 +33,13 @@ class Levels(Codec):
     On the wire: the levels (lowest bits first), then min and max of each block in fp32: bits + 64/block bits per parameter. In plain
     torch, on the CPU: a hundred times slower than the formats with kernels, and a delta on a GPU crosses to the host in fp32.
 
+    Args:
+        bits: 1 to 8.
+        block: neighbours that share a least and a largest value; a multiple of 8.
+
+    Raises:
+        ConfigurationError: a setting that cannot work, with what is needed.
+
     >>> Levels(bits=4, block=512).nbytes(1024)
     528
     """

@@ -125,6 +125,11 @@ class ThreadGroup:
     peer; a message of another size than was due raises `PacketError`. What was sent before a close is still
     delivered.
 
+    Args:
+        hub: where the messages of the group lie; `create` makes it, and the groups of all replicas.
+        rank, size: this replica's place, and how many there are.
+        timeout: seconds that a `wait` lasts at most.
+
     >>> import torch
     >>> zero, one = ThreadGroup.create(2)
     >>> seven, landing = torch.tensor([7], dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
@@ -178,6 +183,14 @@ def run_threads(size: int, fn: Callable[[ThreadGroup], T], timeout: float = 60.0
     A replica's group closes when its `fn` ends, so nobody waits for one that has left. If several raise, the first is
     raised here: the others are what it provoked. torch's global generator is one for all threads: for results that
     repeat, draw from a `torch.Generator` of each replica.
+
+    Args:
+        size: M, how many replicas.
+        fn: called with each replica's group, on a thread of its own.
+        timeout: seconds that a replica waits for a message.
+
+    Raises:
+        BaseException: what the first replica that failed has raised.
 
     >>> run_threads(3, lambda group: group.rank * 10)
     [0, 10, 20]

@@ -120,6 +120,12 @@ class TorchGroup:
     shards of this replica (there, `rank` is the shard). `timeout` is how long a `wait` lasts at most; choose it
     longer than the slowest peer can be late. After a time-out the group is dead: leave and start again from a
     checkpoint.
+
+    Args:
+        process_group: of torch.distributed, one rank a replica; usually `from_world` makes it.
+        timeout: seconds that a `wait` lasts at most.
+        shard, shards: which rank of its replica this process is, of how many.
+        site: the group of this replica's shards.
     """
 
     def __init__(

@@ -34,6 +34,9 @@ class AllReduce(Exchange):
     `Membership`, whose replicas need not have seen the last round, nothing.
 
     Predicted: 2 delays a phase + 8·(bytes sent) / rate.
+
+    >>> AllReduce()
+    AllReduce()
     """
 
     gathers: ClassVar[bool] = False

@@ -29,6 +29,9 @@ class Direct(Exchange):
     Accumulation is in fp32 and in rank order, and a replica decodes its own packet too, so every replica computes the
     same bits. Takes any codec. Predicted: delay + 8·(M−1)·nbytes / rate. (gloo asks the receiver first, which is one
     delay more unless it stood ready.)
+
+    >>> Direct()
+    Direct()
     """
 
     gathers: ClassVar[bool] = True

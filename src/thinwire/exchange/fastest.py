@@ -32,6 +32,13 @@ class Fastest(Exchange):
     strategy with another `link` is another strategy, which first contact finds. Exchanges that the codec does not fit are passed over.
     *Mind* that `TwoShot` rounds twice. `Strategy.describe` says what was chosen and why, and so does a run at its start.
 
+    Args:
+        link: the uplink of every replica, such as '20mbit,40ms'.
+        among: the exchanges to choose from.
+
+    Raises:
+        ConfigurationError: a setting that cannot work, with what is needed.
+
     >>> from thinwire import E3M0
     >>> for size in (2, 8):
     ...     Fastest("20mbit,40ms").chosen(E3M0(), 1_000_000, size)

@@ -40,6 +40,16 @@ class Hierarchy(Exchange):
 
     Between sites, of all replicas of a site together: (S−1)·nbytes, S the number of sites, for the ledger's purpose "packet"; within,
     for "site": see `nbytes_inside`. Predicted for the link between sites: delay + 8·(what a replica sends between sites) / rate.
+
+    Args:
+        sites: as above; at least one, and each rank in one of them.
+        feedback: what owners hold back of their rounding; None: it is lost.
+
+    Raises:
+        ConfigurationError: a setting that cannot work, with what is needed.
+
+    >>> Hierarchy((2, 2)).ranks
+    ((0, 1), (2, 3))
     """
 
     sites: tuple[int, ...] | tuple[tuple[int, ...], ...]

@@ -35,6 +35,12 @@ class TwoShot(Exchange):
 
     Behind each mean are M bytes: who refused. Predicted: 2 delays + 8·(bytes sent) / rate. State, of the owner: 4/M
     bytes a parameter, with `feedback`.
+
+    Args:
+        feedback: what owners hold back of their second rounding; None: it is lost.
+
+    >>> TwoShot()
+    TwoShot(feedback=None)
     """
 
     feedback: Feedback | None = None

@@ -34,6 +34,13 @@ class Feedback:
 
     State, in host memory: 4 bytes a parameter for e, if η > 0; 8 for h and the mean of all h, if κ = 1.
 
+    Args:
+        kappa: 1 where differences to a reference travel, else 0.
+        eta, beta, alpha: as in the equations, each at most 1.
+
+    Raises:
+        ConfigurationError: a setting that cannot work, with what is needed.
+
     >>> z = Feedback().signal(torch.tensor([1.0]), {"residual": torch.tensor([0.5])})
     >>> z.item()
     1.5

@@ -30,7 +30,17 @@ class Inner(Protocol):
 
 @dataclass(frozen=True)
 class AdamW:
-    """torch.optim.AdamW, fused; the betas are those of DiLoCo's scaling laws (arXiv 2503.09799)."""
+    """torch.optim.AdamW, fused; the betas are those of DiLoCo's scaling laws (arXiv 2503.09799).
+
+    Args:
+        beta1, beta2: decay of the moments, in [0, 1).
+
+    Raises:
+        ConfigurationError: a setting that cannot work, with what is needed.
+
+    >>> AdamW().make(torch.nn.Linear(2, 1), lr=0.1, weight_decay=0.0).defaults['betas']
+    (0.9, 0.99)
+    """
 
     beta1: float = 0.9
     beta2: float = 0.99
@@ -53,6 +63,16 @@ class AdamW:
 class SGD:
     """torch.optim.SGD, in steps that are alike on all processors. Its weight decay goes through the momentum, so what it is given is
     divided by what that and `lr_factor` make of it.
+
+    Args:
+        momentum: in [0, 1).
+        lr_factor: times the learning rate of the run.
+
+    Raises:
+        ConfigurationError: a setting that cannot work, with what is needed.
+
+    >>> SGD(0.9).make(torch.nn.Linear(2, 1), lr=0.1, weight_decay=0.0).defaults['lr']
+    0.1
     """
 
     momentum: float = 0.0
@@ -82,6 +102,15 @@ class Muon:
 
     Source: Muon (Jordan et al., 2024), with the update's RMS matched to AdamW's (Liu et al., arXiv 2502.16982), so that learning rate
     and weight decay are AdamW's. MuLoCo (arXiv 2505.23725) is DiLoCo with it. Needs whole matrices: not sharded ones.
+
+    Args:
+        momentum: of Muon, in [0, 1).
+
+    Raises:
+        ConfigurationError: a setting that cannot work, with what is needed.
+
+    >>> Muon()
+    Muon(momentum=0.95)
     """
 
     momentum: float = 0.95

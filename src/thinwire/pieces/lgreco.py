@@ -41,6 +41,14 @@ class LGreCo(Deciding):
     decides ("policy" in the ledger). Predicted bytes are those of one codec for all: at most so many. State: the choices. Cost: each
     candidate's encoding and decoding once in `window` rounds, on replica 0's exchange thread.
 
+    Args:
+        candidates: codecs to choose from; empty: finer and coarser forms of the codec.
+        alpha: how much may be lost, relative to one codec for all.
+        window: rounds between two choices.
+
+    Raises:
+        ConfigurationError: a setting that cannot work, with what is needed.
+
     >>> choose([[2.0, 0.0, 4.0], [2.0, 1.0, 4.0]], [[10, 30, 5], [100, 115, 80]], most=4.0)
     [0, 0]
     >>> choose([[2.0, 0.0, 4.0], [2.0, 1.0, 4.0]], [[10, 20, 5], [100, 115, 80]], most=4.0)

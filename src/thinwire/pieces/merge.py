@@ -59,6 +59,15 @@ class Mix(Merge):
 
     `alpha` 0 takes the anchor and throws away the steps made during the flight; 1 keeps the replica's own and so
     never lets it see the others.
+
+    Args:
+        alpha: the share of its own values that a replica keeps, 0 to 1.
+
+    Raises:
+        ConfigurationError: a setting that cannot work, with what is needed.
+
+    >>> Mix(0.5)
+    Mix(alpha=0.5)
     """
 
     alpha: float = 0.0
@@ -93,6 +102,9 @@ class Eager(Merge):
     and on the rest for a `deviation` that is the replica's own; θ ← anchor + deviation is the paper's θ. Own deltas
     are not passed through the codec before they count locally. State: anchor and momentum twice, and the last own
     delta: 12 bytes per parameter more than `Mix`.
+
+    >>> Eager()
+    Eager()
     """
 
     whole_period: ClassVar[bool] = True
@@ -109,6 +121,9 @@ class Reset(Merge):
     `delay` must equal `every`. The outer step sees deltas that are exactly one round old, so it needs a small rate or momentum, or
     `HeavyBall` with its penalty and clip. A round that is dropped departs again with the next. State: 4 bytes per parameter for
     what is in the air.
+
+    >>> Reset()
+    Reset()
     """
 
     whole_period: ClassVar[bool] = True

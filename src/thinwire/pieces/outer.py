@@ -70,7 +70,11 @@ class Outer(Protocol):
 
 @dataclass(frozen=True)
 class Average(Outer):
-    """anchor ← anchor − Δ: the mean of the replicas' parameters (Local SGD, arXiv 1805.09767)."""
+    """anchor ← anchor − Δ: the mean of the replicas' parameters (Local SGD, arXiv 1805.09767).
+
+    >>> Average().step(torch.zeros(2), torch.tensor([1.0, -2.0]), {})[0]
+    tensor([-1.,  2.])
+    """
 
     linear: ClassVar[bool] = True
     elementwise: ClassVar[bool] = True
@@ -87,6 +91,15 @@ class Nesterov(Outer):
 
     `lr` is η, `momentum` is μ. The first step is −η(1+μ)Δ, the steady one −ηΔ/(1−μ): 0.76Δ and 4Δ for η = 0.4, μ =
     0.9. With μ = 0 it is plain SGD and keeps no state. State: 4 bytes per parameter.
+
+    Args:
+        lr, momentum: η and μ.
+
+    Raises:
+        ConfigurationError: a setting that cannot work, with what is needed.
+
+    >>> Nesterov(lr=0.4).init(torch.zeros(2))
+    {'momentum': tensor([0., 0.])}
     """
 
     lr: float = 0.4
@@ -126,6 +139,12 @@ class HeavyBall(Outer):
     and holds more: docs/log.md, 2026-11-21.) Their released code takes a constant for Λ, and its clip has no effect.
 
     State: 4 bytes per parameter, and as much while it steps.
+
+    Args:
+        lr, momentum, gap, clip: η, μ, the weight of the penalty and φ; as above.
+
+    Raises:
+        ConfigurationError: a setting that cannot work, with what is needed.
 
     >>> outer, still = HeavyBall(lr=0.5, momentum=0.0, clip=1.0), torch.zeros(2)
     >>> outer.step(still, torch.tensor([4.0, -0.5]), outer.init(still))[0]

@@ -22,7 +22,15 @@ from thinwire.errors import ConfigurationError, ModelError
 
 @dataclass(frozen=True)
 class Fragment:
-    """Parameters that travel together. For sharded parameters (DTensor) `numel` counts this rank's own shard."""
+    """Parameters that travel together. For sharded parameters (DTensor) `numel` counts this rank's own shard.
+
+    Args:
+        name: for events and messages.
+        parameters: with their names in the model.
+
+    >>> Fragment('all', tuple(torch.nn.Linear(3, 2).named_parameters())).numel
+    8
+    """
 
     name: str
     parameters: tuple[tuple[str, nn.Parameter], ...]
@@ -39,6 +47,8 @@ class Fragment:
 
 @runtime_checkable
 class Partition(Protocol):
+    """How a model's parameters are cut into fragments."""
+
     def fragments(self, model: nn.Module) -> list[Fragment]:
         """The model's trainable parameters, each in one fragment. Raises `ModelError`, `ConfigurationError`."""
 
@@ -92,7 +102,11 @@ def check_sharding(model: nn.Module, whole_replica: bool) -> None:
 
 @dataclass(frozen=True)
 class Whole:
-    """One fragment: the whole model (DiLoCo, Local SGD, data-parallel)."""
+    """One fragment: the whole model (DiLoCo, Local SGD, data-parallel).
+
+    >>> [fragment.numel for fragment in Whole().fragments(torch.nn.Linear(3, 2))]
+    [8]
+    """
 
     def fragments(self, model: nn.Module) -> list[Fragment]:
         return [Fragment("model", tuple(trainable(model)))]
@@ -106,6 +120,16 @@ class Strided:
     none has more than `share` of them. All that is not in a layer (embeddings, final norm, head) is one more
     fragment, the first. `layers` is the path of the model's list of layers; without it, the
     `ModuleList` or `Sequential` with most trainable parameters is taken, else the leaf modules in order.
+
+    Args:
+        count: P, the fragments of layers; None: see `Strided`.
+        layers: the path of the model's list of layers; None: it is looked for.
+        share: the most of the layers that a fragment has, without `count`.
+
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    >>> [[name for name, _ in fragment.parameters] for fragment in Strided(2).fragments(model)]
+    [['0.weight', '0.bias', '2.weight', '2.bias'], ['1.weight', '1.bias']]
     """
 
     count: int | None = None
@@ -120,7 +144,18 @@ class Strided:
 
 @dataclass(frozen=True)
 class Sequential:
-    """Fragment i holds neighbouring layers, as evenly as they divide (arXiv 2501.18512, §2.2). Otherwise as `Strided`."""
+    """Fragment i holds neighbouring layers, as evenly as they divide (arXiv 2501.18512, §2.2). Otherwise as `Strided`.
+
+    Args:
+        count: P, the fragments of layers; None: see `Strided`.
+        layers: the path of the model's list of layers; None: it is looked for.
+        share: the most of the layers that a fragment has, without `count`.
+
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    >>> [[name for name, _ in fragment.parameters] for fragment in Sequential(2).fragments(model)]
+    [['0.weight', '0.bias'], ['1.weight', '1.bias', '2.weight', '2.bias']]
+    """
 
     count: int | None = None
     layers: str | None = None
@@ -140,6 +175,12 @@ class BySize:
 
     Needs no list of layers. The largest fragment is at most 4/3 of the best possible one (Graham's bound for this
     rule).
+
+    Args:
+        count: how many fragments, at least 1.
+
+    >>> [fragment.numel for fragment in BySize(2).fragments(torch.nn.Linear(3, 2))]
+    [6, 2]
     """
 
     count: int

@@ -73,7 +73,11 @@ class Deciding(Policy, Protocol):
 
 @dataclass(frozen=True)
 class Constant(Policy):
-    """The strategy's codec in every round."""
+    """The strategy's codec in every round.
+
+    >>> Constant()
+    Constant()
+    """
 
     constant: ClassVar[bool] = True
 
@@ -87,6 +91,10 @@ class Constant(Policy):
 @dataclass(frozen=True)
 class DenseUntil(Policy):
     """`dense` in the first `rounds` rounds, then the strategy's codec: the warm-up of 1-bit Adam (arXiv 2102.02888) and PowerSGD.
+
+    Args:
+        rounds: of a fragment, in `dense`.
+        dense: the codec until then.
 
     >>> from thinwire.codecs import Sign
     >>> [DenseUntil(2).at(Sign(), 8, number, {}) for number in (0, 1, 2)]
@@ -117,6 +125,14 @@ class DensityWarmup(Policy):
     Source: Deep Gradient Compression (Lin et al., arXiv 1712.01887, §3.3), whose list this is, for its last density of 0.1 %; there a
     stage is an epoch. It goes for every TopK, ChunkedTopK and RandomK in the codec. Where the packet would not be smaller than
     that of `dense`, it is in `dense`.
+
+    Args:
+        rounds: of a fragment, for each of `densities`.
+        densities: shares of the values, in (0, 1].
+        dense: the codec where a density is so high that it is no larger.
+
+    Raises:
+        ConfigurationError: a setting that cannot work, with what is needed.
 
     >>> from thinwire.codecs import TopK
     >>> warmup = DensityWarmup(rounds=10)

@@ -38,6 +38,14 @@ class Privacy:
     Source: the mechanism of DP-FedAvg (McMahan et al., arXiv 1710.06963), on low-rank factors as DP-LoRA (arXiv 2312.17493).
     *Differs* from the latter: the unit, and an accountant in place of its closed bound.
 
+    Args:
+        clip: C, the norm to which each replica's delta is clipped.
+        noise: z, the standard deviation of the noise over C.
+        delta: δ of (ε, δ); far below 1 over the number of replicas.
+
+    Raises:
+        ConfigurationError: a setting that cannot work, with what is needed.
+
     >>> Privacy(clip=0.5, noise=10.0).apply(torch.ones(4), size=1).shape
     torch.Size([4])
     """

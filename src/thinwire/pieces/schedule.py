@@ -70,6 +70,10 @@ def _check(schedule: Schedule | Adaptive) -> None:
 class Every:
     """All fragments together, every `every` inner steps: t mod H = 0 (DiLoCo, arXiv 2311.08105, Algorithm 1).
 
+    Args:
+        every: H, inner steps.
+        delay: τ, inner steps from departure to landing.
+
     >>> [t for t in range(1, 10) if Every(3).departs(t, fragments=2)]
     [3, 6, 9]
     """
@@ -94,6 +98,14 @@ class Staggered:
     first departure; by default t_p = ⌊p·H/P⌋. *Differs*: the authors' figures use ⌊H/P⌋ between fragments and so a
     period of P·⌊H/P⌋; here the period is exactly `every`, also when P does not divide it. `short_first` gives the
     offsets of torchft and MaxText, whose first interval is shorter than H.
+
+    Args:
+        every: H, inner steps.
+        delay: τ, inner steps from departure to landing.
+        offsets: the inner step of each fragment's first departure; None: as above.
+
+    Raises:
+        ConfigurationError: a setting that cannot work, with what is needed.
 
     >>> Staggered(every=100).departs(150, fragments=2)
     (1,)
@@ -127,6 +139,10 @@ def short_first(every: int, fragments: int, delay: int = 0) -> tuple[int, ...]:
 
     A fragment that would have to depart before the first inner step waits for one more period.
 
+    Args:
+        every, delay: of the schedule, in inner steps.
+        fragments: how many there are, the one outside the layers included.
+
     >>> short_first(every=6, fragments=2, delay=1)
     (2, 5)
     """
@@ -148,6 +164,14 @@ class Quadratic:
     code is told how long warm-up is. Their theory is of averaging (`Average`).
 
     On the wire: published settings exchange in 7 to 40 % of the rounds of data-parallel training, see docs/methods/qsr.md.
+
+    Args:
+        every: the fewest inner steps of a round.
+        scale, power: as in the equation; the scale has the unit of a learning rate.
+        delay: τ, inner steps from departure to landing; less than `every`.
+
+    Raises:
+        ConfigurationError: a setting that cannot work, with what is needed.
 
     >>> [Quadratic(every=4, scale=0.0175).length(lr, before=0.008) for lr in (0.008, 0.004, 0.0008)]
     [4, 19, 478]

@@ -79,6 +79,13 @@ class Clip(Filter):
     threshold N^(−1/2) times that of the sum; here it is one of M whose mean is taken, and so M times as long: √M. (The mean of M
     independent gradients of norm √M·c has about norm c.) The norm is a fragment's: the model's with `Whole()`.
 
+    Args:
+        norm: c/√M; 0 does not clip.
+        replicas: M, which the replica fills in.
+
+    Raises:
+        ConfigurationError: a setting that cannot work, with what is needed.
+
     >>> Clip(1.0).signal(torch.tensor([3.0, 4.0]), {}).tolist()
     [0.6000000238418579, 0.800000011920929]
     """
@@ -112,6 +119,17 @@ class Momentum(Filter):
     so what an `Each` codec sends as the rest, in full, is spared. `clears="nothing"` is momentum SGD, kept apart.
 
     State: 4 bytes a parameter. Whoever takes the outer, or for gradients the inner, step must have no momentum.
+
+    Args:
+        decay: of u, between 0 and 1.
+        clears: 'sent' sets u to 0 where something was sent; 'nothing' does not.
+        spared: ranges of a fragment in which u is not set to 0.
+
+    Raises:
+        ConfigurationError: a setting that cannot work, with what is needed.
+
+    >>> Momentum(0.5)
+    Momentum(decay=0.5, clears='sent')
     """
 
     decay: float = 0.9
@@ -150,6 +168,16 @@ class Momentum(Filter):
 class Settled:
     """When to freeze: as soon as ‖v_t‖₁ and ‖v_(t−Δ)‖₁, Δ = 1/(1 − β₂) rounds apart, are alike: the lesser at least `ratio`
     times the larger; not before `least` rounds (learning rate warm-up should be over).
+
+    Args:
+        ratio: in (0, 1].
+        least: rounds before which v is not frozen.
+
+    Raises:
+        ConfigurationError: a setting that cannot work, with what is needed.
+
+    >>> Settled(0.9)
+    Settled(ratio=0.9, least=100)
     """
 
     ratio: float = 0.96
@@ -177,6 +205,13 @@ class Moments(Filter):
     `freeze` is a number of rounds that were not refused, or `Settled()`, a test of v. Where v is zero then, no gradient has ever
     been (rows of an embedding that no text has touched): nothing is said there, believed, or held back, and nothing moves; a code of
     one bit cannot say zero, and 0/ε of its noise would. State: 8 bytes a parameter.
+
+    Args:
+        beta1, beta2, eps: Adam's β₁, β₂ and ε.
+        freeze: rounds until v is frozen, or `Settled()`.
+
+    Raises:
+        ConfigurationError: a setting that cannot work, with what is needed.
 
     >>> state = Moments(freeze=1).init(2)
     >>> estimate, state = Moments(freeze=1).settle(torch.tensor([1.0, 0.0]), torch.zeros(2), torch.tensor([1.0, 0.0]), state, {})
@@ -251,7 +286,11 @@ def _blended(before: Tensor, now: Tensor, share: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Signs(Filter):
-    """The sign of the estimate in place of it: sign descent on what all say (DeMo, arXiv 2411.19870; 0 where it is 0)."""
+    """The sign of the estimate in place of it: sign descent on what all say (DeMo, arXiv 2411.19870; 0 where it is 0).
+
+    >>> Signs()
+    Signs()
+    """
 
     def settle(self, s: Tensor, sent: Tensor, mean: Tensor, state: State, held: State) -> tuple[Tensor, State]:
         return mean.sign(), {}
