@@ -18,7 +18,7 @@ from thinwire.plan.machine import Machine
 from thinwire.plan.search import Task, settings
 from thinwire.strategy import Strategy
 
-BASE = Run(model="100m", sequence=512)
+BASE = Run.of(model="100m", sequence=512)
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +113,7 @@ def test_as_a_user_types_it_the_slow_machine_with_the_best_wire_is_left_out(
     said = json.loads(capsys.readouterr().out)
     assert said["settings"][0]["names"] == ["fast1", "fast2"] and said["settings"][0]["useful_tokens_per_second"] > 6000
     assert "left-out: slow would hold the others up more than help" in said["warnings"]
-    assert Run.load(Path("plan.toml")).replicas == 2
+    assert Run.load(Path("plan.toml")).placement.replicas == 2
 
 
 def test_a_slow_way_down_is_waited_for(

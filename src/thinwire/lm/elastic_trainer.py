@@ -31,13 +31,15 @@ class ElasticTrainer(Trainer):
         run, log, strategy = self.run, self.log, self.run.make_strategy()
         fragments = strategy.partition.fragments(self.model)
         self._log_start(strategy, fragments)  # before the first contact, which may take long
-        self._timeouts = AdaptiveTimeouts(strategy, run, fragments, self._time_a_step())
+        self._timeouts = AdaptiveTimeouts(strategy, run.placement, fragments, self._time_a_step())
         reporter = RetryReporter(log.emit)
-        self.group = make_membership(self.place.member, run, facts, self._timeouts.timeouts(), self._wrapped, reporter)
+        self.group = make_membership(
+            self.place.member, run.placement, facts, self._timeouts.timeouts(), self._wrapped, reporter
+        )
         if self.place.resume:
             self._found, self._passed_over = checkpoint.newest(self.checkpoints)
             self.group.run = self._found.manifest["facts"]["agreed"].get("run", "") if self._found else ""
-        tokens = run.batch * run.sequence * run.accumulate if run.weigh == "tokens" else None
+        tokens = run.data.tokens if run.placement.weigh == "tokens" else None
 
         def attach() -> Replica:
             return Replica(
@@ -46,7 +48,7 @@ class ElasticTrainer(Trainer):
             )  # fmt: skip
 
         try:
-            replica = join(attach, self.group.close, self.place.stop, run.timeout)
+            replica = join(attach, self.group.close, self.place.stop, run.placement.timeout)
         except (KeyboardInterrupt, EndedError) as error:
             log.emit("stop", 0, reason=str(error) or "asked to stop while it waited for the others")
             self.group.close()
@@ -60,7 +62,7 @@ class ElasticTrainer(Trainer):
         began = time.monotonic()
         torch.autograd.backward(self._loss(0))
         self.optimizer.zero_grad()
-        return self.run.accumulate * (time.monotonic() - began)
+        return self.run.data.accumulate * (time.monotonic() - began)
 
     def _resume(self) -> None:
         """Go on from the newest sound checkpoint of this replica's own, at the step where the others are."""
