@@ -104,7 +104,7 @@ def test_only_the_hub_tells_how_good_p_is_before_the_end(tmp_path: Path, text: s
 
 def test_replicas_that_are_not_sampled_are_idle(tmp_path: Path, text: str) -> None:
     """They send nothing and see no batch, and a report can be written of it."""
-    run = dataclasses.replace(run_of(text, "fedavg", steps=12), every=None, strategy="fedavg(every=2, sampled=1)")
+    run = run_of(text, "fedavg", steps=12).changed(every=None, strategy="fedavg(every=2, sampled=1)")
     summary = run_in(tmp_path / "run", run)
     events = [list(read_events(tmp_path / f"run/events/replica-{rank}.jsonl")) for rank in (0, 1)]
     steps = [[event for event in its if event["event"] == "step"] for its in events]
@@ -135,9 +135,9 @@ def test_what_cannot_be_trained(text: str) -> None:
     with pytest.raises(ConfigurationError, match="its samples are its micro-batches"):
         check(run_of(text, "just_one_byte", accumulate=2))
     with pytest.raises(ConfigurationError, match="sampled=3 of 2"):
-        check(dataclasses.replace(run_of(text, "fedavg"), every=None, strategy="fedavg(sampled=3)"))
+        check(run_of(text, "fedavg").changed(every=None, strategy="fedavg(sampled=3)"))
     with pytest.raises(ConfigurationError, match=r"flasc\(every=3\) without lora: .* add --lora 8, or flasc\(down=1\)"):
-        check(dataclasses.replace(run_of(text, "flasc"), strategy="flasc", every=3))
+        check(run_of(text, "flasc").changed(strategy="flasc", every=3))
     with pytest.raises(ConfigurationError, match=r"privacy=.* with flasc"):
         Run.of(strategy="flasc", privacy="Privacy()")
     with pytest.raises(
@@ -145,7 +145,7 @@ def test_what_cannot_be_trained(text: str) -> None:
     ):
         Run.of(strategy="flasc", carrier="elastic")
     with pytest.raises(ConfigurationError, match=r"keep=3 with checkpoint_every=3 .* give --keep 5"):
-        check(dataclasses.replace(run_of(text, "fedavg"), every=None, strategy="fedavg(every=10, sampled=1)", keep=3))
+        check(run_of(text, "fedavg").changed(every=None, strategy="fedavg(every=10, sampled=1)", keep=3))
     with pytest.raises(ConfigurationError, match="just_one_byte takes no every"):
         Run.of(strategy="just_one_byte", every=4)
     assert Run.of(strategy="just_one_byte(samples=9)").make_method().samples == 9  # type: ignore[union-attr]

@@ -64,13 +64,13 @@ def test_every_method_is_ranked_by_useful_tokens_and_no_figure_is_missing(found:
 
 def test_learning_rate_and_batch_are_the_laws_where_they_hold(found: list[Setting]) -> None:
     parameters = SIZES["1b"].parameters()
-    run = next(s for s in found if s.method == "streaming_diloco" and s.run.replicas == 4).run
+    run = next(s for s in found if s.method == "streaming_diloco" and s.run.placement.replicas == 4).run
     assert run.optimizer.lr == pytest.approx(scaling.predict("learning_rate", parameters, 4, "joint").value, rel=0.01)
     batch = 4 * run.data.batch * run.data.accumulate * 2048
     assert batch == pytest.approx(scaling.predict("batch_tokens", parameters, 4, "joint").value, rel=0.05)
     assert run.method.outer_lr == 0.6
     small = settings(task(base=Run.of(model="tiny", batch=3, accumulate=2, lr=0.005)))[0]
-    assert small.run.lr == 0.005 and small.run.batch * small.run.accumulate == 6
+    assert small.run.optimizer.lr == 0.005 and small.run.data.batch * small.run.data.accumulate == 6
     assert "batch-outside-fit" in [warning.name for warning in small.warnings]
 
 
@@ -93,11 +93,11 @@ def test_unlike_machines_and_directions_are_named() -> None:
 
 def test_memory_decides_the_micro_batch() -> None:
     large, small = (settings(replace(task(), memory_nbytes=limit))[0] for limit in (80 * 10**9, 40 * 10**9))
-    assert small.run.batch < large.run.batch and small.memory_nbytes <= 40 * 10**9
+    assert small.run.data.batch < large.run.data.batch and small.memory_nbytes <= 40 * 10**9
     strategy = small.run.make_strategy()
     again = replica_memory(
         SIZES["1b"], strategy, [SIZES["1b"].parameters()], 4,
-        batch=small.run.batch, sequence=2048, accumulate=small.run.accumulate, bf16=True,
+        batch=small.run.data.batch, sequence=2048, accumulate=small.run.data.accumulate, bf16=True,
     )  # fmt: skip
     assert again.peak("device") == pytest.approx(small.memory_nbytes, rel=0.02)
 

@@ -92,7 +92,7 @@ def test_what_is_made_does_not_grow_with_the_sites(monkeypatch: pytest.MonkeyPat
         followed.clear()
         machine = Machine("m", 80 * 10**9, 2e12)
         found = settings(Task(BASE, Links.uniform(Link(1e8, 0.03), replicas), (machine,), 2e9, methods=("diloco",)))
-        assert found[0].run.replicas <= replicas
+        assert found[0].run.placement.replicas <= replicas
         counts.append((len(made), len(followed)))
     (made_of_few, _), (made_of_many, followed_of_many) = counts
     assert made_of_many == made_of_few < 60
