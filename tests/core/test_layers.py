@@ -22,7 +22,7 @@ pieces report
 exchange checkpoint
 strategy parsing
 recipes runtime
-elastic methods ddp_hook sharding simulate
+elastic methods ddp_hook simulate
 replica
 lm plan cli
 public
