@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 from thinwire.cli import main
 from thinwire.cli.options import MOST_USED
 from thinwire.errors import ConfigurationError
 from thinwire.lm.run import PART_OF, PARTS, Run
+from thinwire.records.run_record import RunRecord
 
 FLAT = """
 strategy = "diloco"
@@ -48,6 +50,18 @@ def test_a_run_file_without_tables_is_read_with_one_line_of_advice(capsys: Any) 
     assert "old.toml" in advice and all(f"[{part}]" in advice for part in PARTS)
     again, said = simulated(capsys, "new/run.toml")
     assert again == summary and "earlier version" not in said
+
+
+def test_a_folder_of_an_earlier_run_is_read_as_a_new_one(capsys: Any) -> None:
+    Path("old.toml").write_text(FLAT)
+    simulated(capsys, "old.toml", "--out", "run")
+    settings = RunRecord.load(Path("run")).settings
+    assert settings["every"] == 10 and settings["model"] == "nano" and set(settings) <= set(PART_OF)
+    Path("run/run.toml").write_text(tomli_w.dumps(dict(settings)))
+    assert RunRecord.load(Path("run")).settings == settings and Run.load(Path("run/run.toml")) == Run.of(
+        **settings | {"text": tuple(settings["text"])}
+    )
+    assert main(["report", "run", "--out", "page.html"]) == 0 and "<th>every</th>" in Path("page.html").read_text()
 
 
 def test_a_run_file_has_a_table_for_each_part() -> None:

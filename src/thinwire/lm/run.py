@@ -202,7 +202,7 @@ class Run:
             raise ConfigurationError(f"{path}: {error}; compare with the run.toml of a run that works.") from None
         if any(PART_OF[name] and not table for name, table in table_of.items()):
             advise(
-                f"{path} is a run file of an earlier version; the settings now stand in {_tables()} (docs/start.md)."
+                f"{path} is a run file of an earlier version; the settings now stand in {_tables()} (thinwire docs start)."
             )
         return run
 
