@@ -177,7 +177,7 @@ def trained(run: Run, folder: Path) -> RunRecord:
 
 def computed(quick: bool) -> list[dict[str, Any]]:
     """`thinwire train`, two replicas that compute."""
-    base = Run(
+    base = Run.of(
         model="nano",
         every=EVERY,
         delay=DELAY,
@@ -194,8 +194,8 @@ def computed(quick: bool) -> list[dict[str, Any]]:
         step = statistics.mean(float(statistics.median(r.compute_seconds.tolist())) for r in bare.replicas)
         for factor in QUICK if quick else FACTORS:
             link = Link(factor * 8 * strategy.nbytes_per_period(numels, 2) / (EVERY * step), WAY)
-            record = trained(Run(**{**vars(base), "link": str(link)}), Path(folder) / f"of-{factor}")
-            simulated = simulate(strategy, numels, Scenario.alike(2, step, Link.parse(str(link))), base.steps)
+            record = trained(base.changed(link=str(link)), Path(folder) / f"of-{factor}")
+            simulated = simulate(strategy, numels, Scenario.alike(2, step, Link.parse(str(link))), base.optimizer.steps)
             rows.append({
                 "how": "train", "replicas": 2, "method": "streaming_diloco", "of_floor": factor, "step_seconds": step,
                 "bits_per_second": link.bits_per_second, "simulated": simulated.compute_utilization,

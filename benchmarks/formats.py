@@ -31,7 +31,7 @@ from thinwire.rng import Key
 NUMEL = 1 << 20
 EVERY = 30
 ROUNDS = 3  # the last ones of a run
-RUN = Run(model="tiny", batch=8, sequence=128, lr=6e-3, replicas=2)
+RUN = Run.of(model="tiny", batch=8, sequence=128, lr=6e-3, replicas=2)
 FORMATS: dict[str, tuple[tw.Codec, ...]] = {
     "8 bits and more": (tw.Cast("bf16"), tw.E4M3(), tw.E5M2(), tw.Int(8)),
     "4 bits": (
@@ -95,19 +95,21 @@ def real(steps: int) -> dict[str, list[tuple[Tensor, Shapes]]]:
 
 def train(strategy: tw.Strategy, steps: int) -> None:
     """The main job's loop without its log: the same model, batches, optimizer and learning rate."""
-    run = Run(**{name: getattr(RUN, name) for name in ("model", "batch", "sequence", "lr", "replicas")}, steps=steps)
-    corpus = open_corpus(run)
+    run = RUN.changed(steps=steps)
+    corpus = open_corpus(run.data, run.model.model)
 
     def replica(group: tw.Group) -> None:
-        model = make_model(run, corpus.vocabulary)
-        optimizer = tw.AdamW().make(model, run.lr, run.weight_decay)
+        model = make_model(run.model, run.data.sequence, run.seed, corpus.vocabulary)
+        optimizer = tw.AdamW().make(model, run.optimizer.lr, run.optimizer.weight_decay)
         with tw.Replica(strategy, model, optimizer, group) as attached:
             for step in range(steps):
-                optimizer.param_groups[0]["lr"] = learning_rate(run, step + 1)
-                tokens, targets = corpus.batch(run.seed, group.rank, run.replicas, step, run.batch, run.sequence)
+                optimizer.param_groups[0]["lr"] = learning_rate(run.optimizer, step + 1)
+                tokens, targets = corpus.batch(
+                    run.seed, group.rank, run.placement.replicas, step, run.data.batch, run.data.sequence
+                )
                 model(tokens, targets).loss.backward()
                 attached.exchange_gradients()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), run.clip or math.inf)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), run.optimizer.clip or math.inf)
                 optimizer.step()
                 optimizer.zero_grad()
 
@@ -179,12 +181,12 @@ def main() -> None:
     for row in table:
         errors = "  ".join("   –  " if found is None else f"{found['error']:.4f}" for found in row["data"].values())
         print(f"{row['data']['gradient']['bits']:7.3f}  {errors}  {row['held_back']:7.4f}  {row['codec']}")
-    setting = {"numel": NUMEL, "every": EVERY, "rounds": ROUNDS, "steps": asked.steps, "model": RUN.model}
+    setting = {"numel": NUMEL, "every": EVERY, "rounds": ROUNDS, "steps": asked.steps, "model": RUN.model.model}
     setting |= {
         "parameters": data["gradient"][0][0].numel(),
-        "batch": RUN.batch,
-        "sequence": RUN.sequence,
-        "lr": RUN.lr,
+        "batch": RUN.data.batch,
+        "sequence": RUN.data.sequence,
+        "lr": RUN.optimizer.lr,
     }
     result = about | {"benchmark": "formats", "word": "measured", "setting": setting, "rows": table}
     print(f"written: {save('formats', result, asked.into)}")

@@ -53,13 +53,13 @@ SETTINGS: list[dict[str, Any]] = [
 
 def predicted(run: Run, vocabulary: int) -> Memory:
     with torch.device("meta"):
-        model = make_model(run, vocabulary)
+        model = make_model(run.model, run.data.sequence, run.seed, vocabulary)
     assert isinstance(model, Transformer)
     strategy = run.make_strategy()
     numels = [fragment.numel for fragment in strategy.partition.fragments(model)]
     return replica_memory(
-        model.architecture, strategy, numels, run.replicas,
-        batch=run.batch, sequence=run.sequence, accumulate=run.accumulate, bf16=run.precision == "bf16",
+        model.architecture, strategy, numels, run.placement.replicas,
+        batch=run.data.batch, sequence=run.data.sequence, accumulate=run.data.accumulate, bf16=run.model.precision == "bf16",
     )  # fmt: skip
 
 
@@ -76,11 +76,11 @@ def measured(run: Run, place: Path, environment: dict[str, str]) -> int:
             stdout=subprocess.PIPE,
             text=True,
             env={
-                **os.environ, **environment, "RANK": str(rank), "WORLD_SIZE": str(run.replicas), "OMP_NUM_THREADS": "1",
+                **os.environ, **environment, "RANK": str(rank), "WORLD_SIZE": str(run.placement.replicas), "OMP_NUM_THREADS": "1",
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
             },
         )
-        for rank in range(run.replicas)
+        for rank in range(run.placement.replicas)
     ]  # fmt: skip
     said = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):
@@ -141,8 +141,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         words = str(text(Path(name)))
         for setting in SETTINGS[:2] if arguments.quick else SETTINGS:
-            run = Run(text=(words,), **{**SMALL, **setting})
-            phase, expected = predicted(run, open_corpus(run).vocabulary).worst()
+            run = Run.of(text=(words,), **{**SMALL, **setting})
+            phase, expected = predicted(run, open_corpus(run.data, run.model.model).vocabulary).worst()
             peak, hoarded = (measured(run, Path(name), environment) for environment in (GIVE_BACK, {}))
             described = ", ".join(f"{key} {value}" for key, value in setting.items() if value is not None)
             rows.append({

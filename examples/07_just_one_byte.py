@@ -7,7 +7,6 @@ The model learns to spell from the source of Python's json package, then to writ
 """
 
 import argparse
-import dataclasses
 import json
 import random
 import tempfile
@@ -20,6 +19,7 @@ import thinwire as tw
 from thinwire.comm import CountedGroup, Ledger
 from thinwire.lm import launch
 from thinwire.lm.run import Run
+from thinwire.lm.settings import ModelSpec
 from thinwire.lm.setup import make_model
 from thinwire.methods import ZerothOrder, just_one_byte
 
@@ -39,7 +39,7 @@ def main() -> None:
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp()) / "run"
     text = (str(Path(json.__file__).parent),)
-    run = Run(text=text, model="nano", steps=options.pretrain, batch=4, sequence=64, carrier="threads")
+    run = Run.of(text=text, model="nano", steps=options.pretrain, batch=4, sequence=64, carrier="threads")
     launch.new_folder(run, folder, resume=False)
     launch.train_threads(run, folder, False, lambda: None)
 
@@ -48,7 +48,7 @@ def main() -> None:
     ledgers = [Ledger() for _ in names]
 
     def tune(group: tw.ThreadGroup) -> tuple[float, float]:
-        model = make_model(dataclasses.replace(run, model=str(folder / "model.safetensors")), 256).eval()
+        model = make_model(ModelSpec(model=str(folder / "model.safetensors")), 64, 0, 256).eval()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         rank = group.rank
 

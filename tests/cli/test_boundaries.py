@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -157,7 +156,7 @@ def test_losing_everything_is_asked_for(run: Path, capsys: pytest.CaptureFixture
 
 def test_replicas_that_come_and_go_begin_again_only_if_asked(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torchft", reason="the extra thinwire[elastic] is not installed")
-    dataclasses.replace(Run.load(run / "run.toml"), carrier="elastic").save(run / "run.toml")
+    Run.load(run / "run.toml").changed(carrier="elastic").save(run / "run.toml")
     shutil.rmtree(run / "checkpoints")
     assert main(["train", "--resume", "--out", str(run), "--steps", "5"]) == 1
     assert "none of replica-0, replica-1 has a whole checkpoint" in capsys.readouterr().err
@@ -346,7 +345,7 @@ def test_a_comparison_that_was_stopped_begins_no_other_run_and_marks_the_one(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], handlers: None
 ) -> None:
     run = Run.load(trained / "run.toml")
-    options = [*SMALL, "--text", *run.text, "--steps", "100000", "--checkpoint-every", "0", "--out", "both"]
+    options = [*SMALL, "--text", *run.data.text, "--steps", "100000", "--checkpoint-every", "0", "--out", "both"]
     log = tmp_path / "both/diloco-every-2-seed-0/events/replica-0.jsonl"
     stop = _once(
         lambda: log.exists() and b'"event":"step"' in log.read_bytes(), lambda: os.kill(os.getpid(), signal.SIGTERM)

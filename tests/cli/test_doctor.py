@@ -44,7 +44,7 @@ def ask(capsys, *arguments: str) -> tuple[int, dict[str, dict]]:
 
 def saved(tmp_path, text, **settings) -> str:
     file = tmp_path / "run.toml"
-    Run(text=(str(text),), **{"steps": 10, "batch": 2, "sequence": 32, "carrier": "threads"} | settings).save(file)
+    Run.of(text=(str(text),), **{"steps": 10, "batch": 2, "sequence": 32, "carrier": "threads"} | settings).save(file)
     return str(file)
 
 

@@ -20,9 +20,9 @@ def run_file(tmp_path: Path) -> Path:
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {i}: {i * i % 97} thin wires carry {i % 13} packets\n" for i in range(2000)))
     file = tmp_path / "run.toml"
-    Run(text=(str(text),), steps=12, every=4, delay=2, batch=2, sequence=32, eval_batches=2, checkpoint_every=5).save(
-        file
-    )
+    Run.of(
+        text=(str(text),), steps=12, every=4, delay=2, batch=2, sequence=32, eval_batches=2, checkpoint_every=5
+    ).save(file)
     return file
 
 

@@ -73,7 +73,7 @@ def test_a_run_file_works_from_anywhere_and_says_what_its_recipe_decided(
     assert train("run", "--codec", "E2M1", "--json") == 0
     summary = json.loads(capsys.readouterr().out)
     written = Path("run/run.toml").read_text()
-    assert tomllib.loads(written)["text"] == [str(here / "text.txt")] and "# every: 30\n# delay: 5\n" in written
+    assert tomllib.loads(written)["data"]["text"] == [str(here / "text.txt")] and "# every: 30\n# delay: 5\n" in written
     assert "every" not in tomllib.loads(written)  # another strategy may be chosen on top of it
     made_of = summary["made_of"]
     assert (made_of["every"], made_of["delay"], made_of["fragments"]) == (30, 5, 4)

@@ -94,27 +94,29 @@ def test_what_the_system_refuses_is_said_without_a_traceback(
 )
 def test_a_run_that_cannot_work_is_refused_when_made(change: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
-        Run(**change)  # type: ignore[arg-type]
+        Run.of(**change)  # type: ignore[arg-type]
 
 
 def test_a_whole_number_will_do_for_a_learning_rate() -> None:
-    assert Run(lr=1, clip=2).lr == 1
+    assert Run.of(lr=1, clip=2).optimizer.lr == 1
 
 
 def test_the_clip_of_a_run_is_the_gradients() -> None:
     """It goes into a recipe's filters where that has them, and nowhere else: the outer momentum's bound is another."""
-    assert Run(strategy="dgc", clip=0.5).make_strategy() == thinwire.dgc(clip=0.5)
+    assert Run.of(strategy="dgc", clip=0.5).make_strategy() == thinwire.dgc(clip=0.5)
     assert (
-        Run(strategy="co2", clip=0.5).make_strategy() == Run(strategy="co2", clip=0.0).make_strategy() == thinwire.co2()
+        Run.of(strategy="co2", clip=0.5).make_strategy()
+        == Run.of(strategy="co2", clip=0.0).make_strategy()
+        == thinwire.co2()
     )
 
 
 def test_compare_gives_each_strategy_the_settings_it_takes() -> None:
-    run = Run(every=20, delay=3, merge=0.25, steps=7)
-    assert run.with_strategy("data-parallel") == Run(strategy="data-parallel", steps=7)
-    assert run.with_strategy("diloco") == Run(strategy="diloco", every=20, steps=7)
+    run = Run.of(every=20, delay=3, merge=0.25, steps=7)
+    assert run.with_strategy("data-parallel") == Run.of(strategy="data-parallel", steps=7)
+    assert run.with_strategy("diloco") == Run.of(strategy="diloco", every=20, steps=7)
     assert run.with_strategy("streaming_diloco") == run
-    assert run.with_strategy("diloco(every=5)") == Run(strategy="diloco(every=5)", steps=7)
+    assert run.with_strategy("diloco(every=5)") == Run.of(strategy="diloco(every=5)", steps=7)
 
 
 def test_resuming_a_finished_run_trains_nothing_again(

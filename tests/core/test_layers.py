@@ -23,7 +23,7 @@ pieces report
 exchange checkpoint
 strategy catalogue parsing
 recipes runtime
-elastic methods ddp_hook sharding simulate
+elastic methods ddp_hook simulate
 replica
 testing
 lm plan cli

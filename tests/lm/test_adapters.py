@@ -19,6 +19,7 @@ from thinwire.lm.export import stored_model
 from thinwire.lm.huggingface import hugging_face
 from thinwire.lm.model import SIZES, Transformer
 from thinwire.lm.run import Run
+from thinwire.lm.settings import ModelSpec
 from thinwire.lm.setup import make_model
 from thinwire.records.events import read_events
 
@@ -97,7 +98,7 @@ def run_of(text: str, **changes: Any) -> Run:
         text=(text,), model="nano", steps=12, every=4, delay=1, batch=2, sequence=32, checkpoint_every=5, eval_batches=2,
         carrier="threads", timeout=600.0,
     )  # fmt: skip
-    return Run(**(settings | changes))
+    return Run.of(**(settings | changes))
 
 
 def train(folder: Path, run: Run, resume: bool = False) -> dict[str, Any]:
@@ -108,7 +109,7 @@ def train(folder: Path, run: Run, resume: bool = False) -> dict[str, Any]:
 def test_a_model_that_was_trained_before_is_trained_further(tmp_path: Path, text: str) -> None:
     first = train(tmp_path / "first", run_of(text, steps=40, lr=2e-3))
     path = tmp_path / "first/model.safetensors"
-    model = make_model(run_of(text, model=str(path)), 256)
+    model = make_model(ModelSpec(model=str(path)), 32, 0, 256)
     assert all(torch.equal(model.state_dict()[name], value) for name, value in load_file(path).items())
     second = train(tmp_path / "second", run_of(text, model=str(path), steps=4, lr=1e-5, eval_every=1))
     evaluated = [e["loss"] for e in read_events(tmp_path / "second/events/replica-0.jsonl") if e["event"] == "eval"]
@@ -149,7 +150,7 @@ def test_only_adapters_travel_and_both_forms_come_out(tmp_path: Path, text: str)
     train(tmp_path / "base", run_of(text, steps=30))
     settings = run_of(text, model=str(base), lora=2, steps=16)
     summary = train(tmp_path / "lora", settings)
-    model = make_model(settings, 256)
+    model = make_model(settings.model, settings.data.sequence, settings.seed, 256)
     factors = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert summary["parameters"] == factors < 0.1 * 200_000
     departs = [e["nbytes"] for e in read_events(tmp_path / "lora/events/replica-0.jsonl") if e["event"] == "depart"]

@@ -46,7 +46,7 @@ class Inline(rounds.Executor):
 def run(tmp_path: Path) -> Run:
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {i}: {i * i % 97} thin wires carry {i % 13} packets\n" for i in range(2000)))
-    return Run(
+    return Run.of(
         carrier="elastic", replicas=3, text=(str(text),), model="nano", steps=24, every=6, delay=4, batch=2, sequence=16,
         checkpoint_every=5, eval_batches=1, eval_every=12, keep=9,
     )  # fmt: skip
@@ -89,7 +89,7 @@ def living(cluster: SimulatedCluster, run: Run, folder: Path, resume: bool = Fal
 
 def played(cluster: SimulatedCluster, run: Run, folder: Path, resume: bool = False) -> dict[str, Any]:
     launch.new_folder(run, folder, resume)
-    ended = cluster.play({name: living(cluster, run, folder, resume) for name in NAMES[: run.replicas]})
+    ended = cluster.play({name: living(cluster, run, folder, resume) for name in NAMES[: run.placement.replicas]})
     for outcome in ended.values():
         if isinstance(outcome, BaseException):
             raise outcome
@@ -106,11 +106,16 @@ def test_all_end_with_the_same_weights_and_the_three_numbers_add_up(
     committed = [e["turn"] for e in told if e["committed"]]
     assert record.summary.rounds_committed == len(committed) >= 12  # four fragments in three cycles at least
     assert record.summary.taking_part == 3 and 1 < (record.summary.living or 0) <= 3
-    assert record.summary.tokens == 3 * run.steps * run.batch * run.sequence and record.status == "finished"
+    assert (
+        record.summary.tokens == 3 * run.optimizer.steps * run.data.batch * run.data.sequence
+        and record.status == "finished"
+    )
     assert (tmp_path / "run/model.safetensors").exists() and not record.remarks
     sent = ended["replica-0"]["ledger"]["sent"]["packet"]
     assert sum(count["nbytes"] for count in sent.values()) == record.replicas[0].nbytes_sent  # foreseen = counted
-    assert [(s.trained, s.jumped, s.counted) for s in record.steps] == [(run.steps, 0, run.steps)] * 3
+    assert [(s.trained, s.jumped, s.counted) for s in record.steps] == [
+        (run.optimizer.steps, 0, run.optimizer.steps)
+    ] * 3
 
 
 def test_who_was_killed_comes_back_from_its_own_checkpoint_and_reads_nothing_twice(
@@ -126,7 +131,7 @@ def test_who_was_killed_comes_back_from_its_own_checkpoint_and_reads_nothing_twi
 
     monkeypatch.setattr(trainer.Trainer, "_loss", noted)
     cluster.at("replica-1", "post", lambda: cluster.kill("replica-1"), 40)
-    ended = played(cluster, dataclasses.replace(run, steps=48), tmp_path / "run")
+    ended = played(cluster, run.changed(steps=48), tmp_path / "run")
     assert len({summary["weights"] for summary in ended.values()}) == 1
     record = RunRecord.load(tmp_path / "run")
     (back,) = [e for e in read_events(tmp_path / "run/events/replica-1.jsonl") if e["event"] == "back"]
@@ -144,7 +149,7 @@ def test_all_go_on_each_from_its_own_newest_sound_checkpoint(
     played(cluster, run, folder)
     saved = {name: sorted((folder / "checkpoints" / name).glob("step-*")) for name in NAMES}
     (saved["replica-2"][-1] / "outer.safetensors").write_bytes(b"torn")
-    ended = played(cluster, dataclasses.replace(run, steps=36), folder, resume=True)
+    ended = played(cluster, run.changed(steps=36), folder, resume=True)
     assert len({summary["weights"] for summary in ended.values()}) == 1
     back = {n: next(e for e in read_events(folder / f"events/{n}.jsonl") if e["event"] == "back") for n in NAMES}
     used = [saved["replica-0"][-1], saved["replica-1"][-1], saved["replica-2"][-2]]
@@ -159,16 +164,16 @@ def test_deltas_by_tokens_and_rules_for_who_holds_the_others_up(
     seen: list[trainer.Trainer] = []
     train = trainer.Trainer.train
     monkeypatch.setattr(trainer.Trainer, "train", lambda self: (seen.append(self), train(self))[1])
-    ended = played(cluster, dataclasses.replace(run, weigh="tokens", evict=True, steps=12), tmp_path / "run")
+    ended = played(cluster, run.changed(weigh="tokens", evict=True, steps=12), tmp_path / "run")
     assert len({summary["weights"] for summary in ended.values()}) == 1
     assert [(one.group.evict, one.replica.tokens) for one in seen] == [(Rules(), 32)] * 3  # type: ignore[union-attr]
     for change in ({"evict": True}, {"weigh": "tokens"}, {"grace": "5s"}):
         with pytest.raises(ConfigurationError, match="add --elastic"):
-            check(dataclasses.replace(run, carrier="threads", **change))
+            check(run.changed(carrier="threads", **change))
 
 
 def test_another_run_is_refused_by_name(cluster: SimulatedCluster, run: Run, tmp_path: Path) -> None:
-    other = dataclasses.replace(run, seed=5)
+    other = run.changed(seed=5)
 
     def stranger(name: str) -> Any:
         with cluster.time:
@@ -182,12 +187,11 @@ def test_another_run_is_refused_by_name(cluster: SimulatedCluster, run: Run, tmp
 
 
 def test_shares_of_the_text() -> None:
-    run = Run(replicas=3)
-    assert [Share.of(run, name) for name in NAMES] == [Share(0, index, 3) for index in range(3)]
+    assert [Share.of(0, 3, name) for name in NAMES] == [Share(0, index, 3) for index in range(3)]
     for name in ("paris", "oslo", "replica-3", "replica-01", "replica-"):
-        own = Share.of(run, name)
-        assert (own.index, own.count) == (0, 1) and own == Share.of(run, name)
-    assert Share.of(run, "paris").seed != Share.of(run, "oslo").seed
+        own = Share.of(0, 3, name)
+        assert (own.index, own.count) == (0, 1) and own == Share.of(0, 3, name)
+    assert Share.of(0, 3, "paris").seed != Share.of(0, 3, "oslo").seed
 
 
 def test_a_failure_is_told_once_and_only_if_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,14 +211,14 @@ def test_a_failure_is_told_once_and_only_if_it_lasts(monkeypatch: pytest.MonkeyP
 
 def test_timeouts_follow_the_steps(run: Run) -> None:
     fragments = [Fragment("all", [("all", torch.nn.Parameter(torch.zeros(1000)))])]
-    pace = AdaptiveTimeouts(dataclasses.replace(run, every=100).make_strategy(), run, fragments, step_seconds=0.1)
+    pace = AdaptiveTimeouts(run.changed(every=100).make_strategy(), run.placement, fragments, step_seconds=0.1)
     first = pace.timeouts()
     assert isinstance(first, Timeouts) and first.grace == pytest.approx(2.0)
     for _ in range(64):
         last = pace.after_step(1.0)
     assert last.grace == pytest.approx(10.0) and last.view > first.view + 90
-    asked = dataclasses.replace(run, grace="30 steps", every=100)
-    given = AdaptiveTimeouts(asked.make_strategy(), asked, fragments, step_seconds=0.1).timeouts()
+    asked = run.changed(grace="30 steps", every=100)
+    given = AdaptiveTimeouts(asked.make_strategy(), asked.placement, fragments, step_seconds=0.1).timeouts()
     assert given.grace == pytest.approx(3.0) and given.view == pytest.approx(first.view + 1.0)
 
 
@@ -276,24 +280,24 @@ def test_a_stop_while_waiting_at_a_lighthouse_leaves_no_thread(there: bool, run:
 )
 def test_what_cannot_be_elastic_is_refused(change: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
-        Run(**({"carrier": "elastic"} | change))
+        Run.of(**({"carrier": "elastic"} | change))
 
 
 def test_the_flags_spell_out_the_carrier() -> None:
-    assert Options(Run(), elastic=True).elastically().run_settings == Run(carrier="elastic")
+    assert Options(Run(), elastic=True).elastically().run_settings == Run.of(carrier="elastic")
     joined = Options(Run(), lighthouse="10.0.0.1", name="oslo").elastically()
-    assert joined.run_settings.carrier == "elastic" and joined.seat is not None and joined.seat.name == "oslo"
+    assert joined.run_settings.placement.carrier == "elastic" and joined.seat is not None and joined.seat.name == "oslo"
     assert Options(Run()).elastically().run_settings == Run() and Options(Run()).seat is None
     for wrong in (Options(Run(), lighthouse="10.0.0.1"), Options(Run(), name="oslo")):
         with pytest.raises(ConfigurationError, match="--lighthouse HOST:PORT --name NAME"):
             wrong.elastically()
     with pytest.raises(ConfigurationError, match="choose one of them"):
-        Options(Run(carrier="threads"), elastic=True).elastically()
+        Options(Run.of(carrier="threads"), elastic=True).elastically()
 
 
 def test_an_elastic_run_is_not_gone_on_with_as_another() -> None:
-    assert Run(carrier="elastic").unlike(Run()) == "carrier 'processes' there, 'elastic' given"
-    assert not Run(carrier="threads").unlike(Run())
+    assert Run.of(carrier="elastic").unlike(Run()) == "carrier 'processes' there, 'elastic' given"
+    assert not Run.of(carrier="threads").unlike(Run())
 
 
 def seats(cluster: SimulatedCluster, run: Run, tmp_path: Path) -> dict[str, Callable[[str], Any]]:
@@ -302,7 +306,7 @@ def seats(cluster: SimulatedCluster, run: Run, tmp_path: Path) -> dict[str, Call
     def replica(name: str) -> Any:
         return seat(cluster, run, tmp_path, name)
 
-    return {f"replica-{index}": replica for index in range(run.replicas)}
+    return {f"replica-{index}": replica for index in range(run.placement.replicas)}
 
 
 def seat(cluster: SimulatedCluster, run: Run, tmp_path: Path, name: str, resume: bool = False) -> Any:
@@ -339,7 +343,7 @@ def wait_until(cluster: SimulatedCluster, name: str, seconds: float) -> None:
 
 def test_who_comes_while_the_end_is_kept_gets_it(cluster: SimulatedCluster, run: Run, tmp_path: Path) -> None:
     """One that was frozen, one that was killed and is started again, and one that is new."""
-    run = dataclasses.replace(run, replicas=4, steps=12)
+    run = run.changed(replicas=4, steps=12)
 
     def back_late(name: str) -> Any:
         try:
@@ -366,16 +370,18 @@ def test_who_comes_while_the_end_is_kept_gets_it(cluster: SimulatedCluster, run:
     assert told(tmp_path, "replica-1", "back")[0]["path"]
     for name in ended:
         (steps,) = RunRecord.load(tmp_path / name).steps
-        assert steps.trained == len(told(tmp_path, name, "step")) and steps.trained + steps.jumped == run.steps
+        assert (
+            steps.trained == len(told(tmp_path, name, "step")) and steps.trained + steps.jumped == run.optimizer.steps
+        )
         if name in ("replica-0", "replica-3"):
-            assert steps.counted == steps.trained == run.steps
+            assert steps.counted == steps.trained == run.optimizer.steps
         assert steps.counted <= steps.trained and (steps.trained > 0) == (name != "rome")
 
 
 def test_who_comes_when_the_end_is_kept_no_longer_is_told_so_and_leaves_no_model(
     cluster: SimulatedCluster, run: Run, tmp_path: Path
 ) -> None:
-    run = dataclasses.replace(run, timeout=60.0, steps=12)
+    run = run.changed(timeout=60.0, steps=12)
     came: list[float] = []
 
     def twice(name: str) -> list[Any]:
@@ -399,7 +405,7 @@ def test_who_cannot_hear_the_others_at_the_end_says_so_and_goes_on_when_they_are
     cluster: SimulatedCluster, run: Run, tmp_path: Path
 ) -> None:
     """The only other one dies; what was agreed with it is no final model."""
-    run = dataclasses.replace(run, replicas=2, timeout=60.0, steps=12)
+    run = run.changed(replicas=2, timeout=60.0, steps=12)
 
     def dies_and_returns(name: str) -> Any:
         try:

@@ -12,7 +12,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from thinwire.cli import main
-from thinwire.lm.run import Run
+from thinwire.lm.settings import DataSpec
 from thinwire.lm.tokenizer import open_corpus
 
 TINY: dict[str, dict[str, Any]] = {
@@ -65,7 +65,7 @@ def train(model: str, out: str, *more: str, text: str = "text.txt") -> int:
 
 def loss_of(model: Any, source: str) -> float:
     """Of a model of transformers on the held-out text of a run."""
-    corpus = open_corpus(Run(model=source, text=("text.txt",)))
+    corpus = open_corpus(DataSpec(text=("text.txt",)), source)
     with torch.no_grad():
         losses = [
             torch.nn.functional.cross_entropy(model(input_ids=tokens).logits.flatten(0, 1), targets.flatten())
@@ -120,7 +120,7 @@ def test_a_model_trained_on_bytes_or_own_merges_says_so_too(here: Path, capsys: 
         assert train(f"hf:{out}", "refused", "--tokenizer", other) == 2
         assert f"{out} was trained with {given[:3]}" in capsys.readouterr().err
     ids = transformers.AutoTokenizer.from_pretrained("bpe290").encode("thin wires")
-    assert ids == open_corpus(Run(model="hf:bpe290", text=("text.txt",))).tokenizer.encode("thin wires").tolist()
+    assert ids == open_corpus(DataSpec(text=("text.txt",)), "hf:bpe290").tokenizer.encode("thin wires").tolist()
     assert train("bpe290/model.safetensors", "refused") == 1
     assert "give --model hf:" in capsys.readouterr().err
 

@@ -64,11 +64,11 @@ def test_a_missing_accountant_is_missed_before_anything_is_trained(tmp_path: Pat
 
 def test_what_cannot_be_kept_is_refused_when_the_run_is_made() -> None:
     with pytest.raises(ConfigurationError, match="adds older deltas"):
-        Run(strategy="sparse_loco", privacy="Privacy()")
+        Run.of(strategy="sparse_loco", privacy="Privacy()")
     with pytest.raises(ConfigurationError, match="unclipped"):
-        Run(strategy="data_parallel", privacy="Privacy()")
+        Run.of(strategy="data_parallel", privacy="Privacy()")
     with pytest.raises(ConfigurationError, match="clip=-1"):
-        Run(privacy="Privacy(clip=-1)")
+        Run.of(privacy="Privacy(clip=-1)")
     with pytest.raises(ConfigurationError, match="Privacy"):
-        Run(privacy="E3M0")
-    assert Run(strategy="local_sgd", privacy="Privacy(0.5, 2.0)").make_strategy().privacy == tw.Privacy(0.5, 2.0)
+        Run.of(privacy="E3M0")
+    assert Run.of(strategy="local_sgd", privacy="Privacy(0.5, 2.0)").make_strategy().privacy == tw.Privacy(0.5, 2.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import os
@@ -67,12 +66,12 @@ def small_run(text: str, **changes: object) -> Run:
         text=(text,), steps=STEPS, every=6, delay=4, batch=2, sequence=32, checkpoint_every=5, keep=9, eval_batches=2,
         carrier="threads", timeout=600.0,
     )  # fmt: skip
-    return Run(**(settings | changes))  # type: ignore[arg-type]
+    return Run.of(**(settings | changes))  # type: ignore[arg-type]
 
 
 def run_in(folder: Path, run: Run, resume: bool = False) -> None:
     launch.new_folder(run, folder, resume)
-    if run.carrier == "threads":
+    if run.placement.carrier == "threads":
         launch.train_threads(run, folder, resume, lambda: None)
     else:
         launch.train_processes(run, folder, resume, lambda: None)
@@ -272,7 +271,7 @@ def test_only_the_last_checkpoints_are_kept(tmp_path: Path, text: str) -> None:
 def test_a_short_run_leaves_a_checkpoint_to_train_longer_from(tmp_path: Path, text: str) -> None:
     run = small_run(text, checkpoint_every=100)
     run_in(tmp_path / "run", run)
-    run_in(tmp_path / "run", dataclasses.replace(run, steps=STEPS + 3), resume=True)
+    run_in(tmp_path / "run", run.changed(steps=STEPS + 3), resume=True)
     assert [event["from_step"] for event in events_of(tmp_path / "run", "resume")] == [STEPS]
     assert events_of(tmp_path / "run", "step")[-1]["step"] == STEPS + 3
 

@@ -35,7 +35,7 @@ def test_text_is_the_value(name):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_trainer_knows_it_by_name(name):
-    run = Run(strategy=name, seed=5)
+    run = Run.of(strategy=name, seed=5)
     assert run.make_method().seed == 5
     with pytest.raises(tw.ConfigurationError, match="has a loop of its own"):
         run.make_strategy()

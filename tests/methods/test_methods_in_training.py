@@ -41,13 +41,13 @@ def run_of(text: str, strategy: str, **changes: object) -> Run:
         text=(text,), strategy=strategy, steps=7, model="nano", batch=2, sequence=16, checkpoint_every=3, keep=9,
         eval_batches=2, carrier="threads", timeout=600.0,
     )  # fmt: skip
-    return Run(**(settings | SETTINGS[strategy] | changes))  # type: ignore[arg-type]
+    return Run.of(**(settings | SETTINGS[strategy] | changes))  # type: ignore[arg-type]
 
 
 def run_in(folder: Path, run: Run, resume: bool = False) -> dict[str, Any]:
     check(run)
     launch.new_folder(run, folder, resume)
-    if run.carrier == "threads":
+    if run.placement.carrier == "threads":
         launch.train_threads(run, folder, resume, lambda: None)
     else:
         launch.train_processes(run, folder, resume, lambda: None)
@@ -74,7 +74,7 @@ def test_a_run_and_its_resume(tmp_path: Path, text: str, strategy: str) -> None:
     for rank in (0, 1):
         end = last(whole, rank)
         packets = sum(count["nbytes"] for count in end["ledger"]["sent"]["packet"].values())
-        periods = range(-(-run.steps // method.every))
+        periods = range(-(-run.optimizer.steps // method.every))
         assert packets == sum(method.nbytes_per_period(end["parameters"], 2, rank, period) for period in periods) > 0
     assert summary["provenance"] == "measured" and 0 < summary["compute_utilization"] <= 1
     assert write_report([whole], whole / "report.html").stat().st_size > 10_000
@@ -104,7 +104,7 @@ def test_only_the_hub_tells_how_good_p_is_before_the_end(tmp_path: Path, text: s
 
 def test_replicas_that_are_not_sampled_are_idle(tmp_path: Path, text: str) -> None:
     """They send nothing and see no batch, and a report can be written of it."""
-    run = dataclasses.replace(run_of(text, "fedavg", steps=12), every=None, strategy="fedavg(every=2, sampled=1)")
+    run = run_of(text, "fedavg", steps=12).changed(every=None, strategy="fedavg(every=2, sampled=1)")
     summary = run_in(tmp_path / "run", run)
     events = [list(read_events(tmp_path / f"run/events/replica-{rank}.jsonl")) for rank in (0, 1)]
     steps = [[event for event in its if event["event"] == "step"] for its in events]
@@ -119,7 +119,7 @@ def test_replicas_that_are_not_sampled_are_idle(tmp_path: Path, text: str) -> No
 def test_processes_train_what_threads_train(tmp_path: Path, text: str, strategy: str) -> None:
     run = run_of(text, strategy)
     run_in(tmp_path / "threads", run)
-    run_in(tmp_path / "processes", dataclasses.replace(run, carrier="processes"))
+    run_in(tmp_path / "processes", run.changed(carrier="processes"))
     models = [(tmp_path / carrier / "model.safetensors").read_bytes() for carrier in ("threads", "processes")]
     assert models[0] == models[1]
 
@@ -135,17 +135,17 @@ def test_what_cannot_be_trained(text: str) -> None:
     with pytest.raises(ConfigurationError, match="its samples are its micro-batches"):
         check(run_of(text, "just_one_byte", accumulate=2))
     with pytest.raises(ConfigurationError, match="sampled=3 of 2"):
-        check(dataclasses.replace(run_of(text, "fedavg"), every=None, strategy="fedavg(sampled=3)"))
+        check(run_of(text, "fedavg").changed(every=None, strategy="fedavg(sampled=3)"))
     with pytest.raises(ConfigurationError, match=r"flasc\(every=3\) without lora: .* add --lora 8, or flasc\(down=1\)"):
-        check(dataclasses.replace(run_of(text, "flasc"), strategy="flasc", every=3))
+        check(run_of(text, "flasc").changed(strategy="flasc", every=3))
     with pytest.raises(ConfigurationError, match=r"privacy=.* with flasc"):
-        Run(strategy="flasc", privacy="Privacy()")
+        Run.of(strategy="flasc", privacy="Privacy()")
     with pytest.raises(
         ConfigurationError, match="carrier='elastic': a method with a loop of its own trains with a fixed"
     ):
-        Run(strategy="flasc", carrier="elastic")
+        Run.of(strategy="flasc", carrier="elastic")
     with pytest.raises(ConfigurationError, match=r"keep=3 with checkpoint_every=3 .* give --keep 5"):
-        check(dataclasses.replace(run_of(text, "fedavg"), every=None, strategy="fedavg(every=10, sampled=1)", keep=3))
+        check(run_of(text, "fedavg").changed(every=None, strategy="fedavg(every=10, sampled=1)", keep=3))
     with pytest.raises(ConfigurationError, match="just_one_byte takes no every"):
-        Run(strategy="just_one_byte", every=4)
-    assert Run(strategy="just_one_byte(samples=9)").make_method().samples == 9  # type: ignore[union-attr]
+        Run.of(strategy="just_one_byte", every=4)
+    assert Run.of(strategy="just_one_byte(samples=9)").make_method().samples == 9  # type: ignore[union-attr]

@@ -170,7 +170,7 @@ def test_quantities() -> None:
 
 
 def test_a_machine_is_measured(tmp_path: Path) -> None:
-    run = Run(model="nano", sequence=32)
+    run = Run.of(model="nano", sequence=32)
     own = compute.probe_machine(run, "here", 10**9, seconds=0.02, place=tmp_path)
     assert own.parameters == compute.shape_of(run).parameters() and own.word == "measured"
     assert own.steps[0].batch == 1 and all(step.seconds > 0 for step in own.steps)
@@ -184,4 +184,4 @@ def test_what_a_plan_cannot_know_is_refused(change: dict[str, str]) -> None:
     with pytest.raises(
         ConfigurationError, match=r"needed here|package transformers is needed|a folder with config\.json, a hub name"
     ):
-        compute.shape_of(Run(**change))  # type: ignore[arg-type]
+        compute.shape_of(Run.of(**change))  # type: ignore[arg-type]

@@ -84,7 +84,7 @@ def test_the_peak_of_an_inner_step_is_within_five_percent(
 
 def test_predicted_memory_is_what_a_replica_keeps():
     """Anchors and outer state, against the tensors of a replica: with and without momentum, and eager."""
-    model_of = Run(model="tiny")
+    model_of = Run.of(model="tiny")
     for strategy in (
         streaming_diloco(every=4, delay=1),
         diloco(every=4, outer_momentum=0.0),
@@ -92,7 +92,7 @@ def test_predicted_memory_is_what_a_replica_keeps():
     ):
 
         def kept(group, strategy=strategy):
-            model = make_model(model_of, 256)
+            model = make_model(model_of.model, model_of.data.sequence, model_of.seed, 256)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
             replica = Replica(strategy, model, optimizer, group)
             for parameter in model.parameters():
@@ -221,7 +221,7 @@ def test_what_is_predicted_is_what_two_real_processes_take(
     monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
     Path("text.txt").write_text("All that glisters is not gold. " * 4000)
     small = {"steps": 12, "eval_every": 6, "eval_batches": 1, "checkpoint_every": 6, "text": ("text.txt",)}
-    Run(model="mini", **small | setting).save(Path("run.toml"))  # type: ignore[arg-type]
+    Run.of(model="mini", **small | setting).save(Path("run.toml"))  # type: ignore[arg-type]
     done = subprocess.run(
         [sys.executable, "-c", TRAIN, "run.toml", "--out", "out"], capture_output=True, text=True, check=False
     )
@@ -236,10 +236,10 @@ def test_what_is_predicted_is_what_two_real_processes_take(
     assert main(["probe", "--what", "machine", "--model", "nano", "--seconds", "0.05"]) == 0
     replace(Machine.load(Path("machine.toml")), steps=()).save(Path("m.toml"))  # no micro-batch was faster than another
     run = Run.load(Path("run.toml"))
-    tokens = str(2 * run.batch * run.sequence)
+    tokens = str(2 * run.data.batch * run.data.sequence)
     asked = ["plan", "50mbit,30ms", "m.toml", "--run", "run.toml", "--batch-tokens", tokens, "--top", "99", "--json"]
     capsys.readouterr()
-    assert main([*asked, "--methods", run.strategy]) == 0
+    assert main([*asked, "--methods", run.method.strategy]) == 0
     rows = [row for row in json.loads(capsys.readouterr().out)["settings"] if row["replicas"] == 2]
-    assert rows and {(row["batch"], row["accumulate"]) for row in rows} == {(run.batch, 1)}
+    assert rows and {(row["batch"], row["accumulate"]) for row in rows} == {(run.data.batch, 1)}
     assert all(0.8 * peak <= row["memory_nbytes"] <= 1.25 * peak for row in rows)

@@ -76,7 +76,7 @@ def test_without_the_extra_it_says_what_to_install(capsys: pytest.CaptureFixture
 
 @needs_transformers
 def test_parameters_and_layers_are_the_models(folder: str) -> None:
-    shape = shape_of(Run(model=f"hf:{folder}", sequence=32))
+    shape = shape_of(Run.of(model=f"hf:{folder}", sequence=32))
     parameters = dict(real(folder).named_parameters())
     assert isinstance(shape, Outline)
     assert shape.parameters() == sum(p.numel() for p in parameters.values())
@@ -107,7 +107,7 @@ def test_a_plan_and_a_simulation_of_a_folder(
     assert main(["plan", "50mbit", "machine.toml", "--tokens", "1M", *model, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert plan["parameters"] == sum(p.numel() for p in real(folder).parameters())
-    assert Run.load(Path("plan.toml")).model == f"hf:{folder}"
+    assert Run.load(Path("plan.toml")).model.model == f"hf:{folder}"
     assert main(["simulate", "run", "--link", "50mbit", "--step-seconds", "0.1", *model, "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["parameters"] == plan["parameters"]
 

@@ -22,7 +22,7 @@ from thinwire.plan.search import METHODS, Setting, Task, settings
 from thinwire.plan.targets import Targets, meeting
 
 GPU = Machine("gpu", memory_nbytes=80 * 10**9, flops_per_second=1.5e14, device="cuda")
-BILLION = Run(model="1b", tokenizer="bpe:32000", sequence=2048)
+BILLION = Run.of(model="1b", tokenizer="bpe:32000", sequence=2048)
 
 
 def task(link: str = "100mbit,50ms", replicas: int = 4, **changes: object) -> Task:
@@ -42,7 +42,7 @@ def found() -> list[Setting]:
 def test_the_winner_suits_the_link(link: str, wins: str, replicas: int) -> None:
     """Where nothing is slow, data-parallel training; on a thin link streaming; on next to none one replica alone."""
     best = settings(task(link))[0]
-    assert (best.method, best.run.replicas) == (wins, replicas)
+    assert (best.method, best.run.placement.replicas) == (wins, replicas)
 
 
 def test_every_method_is_ranked_by_useful_tokens_and_no_figure_is_missing(found: list[Setting]) -> None:
@@ -52,7 +52,11 @@ def test_every_method_is_ranked_by_useful_tokens_and_no_figure_is_missing(found:
     for setting in found:
         assert 0 < setting.pace.utilization <= 1 and setting.memory_nbytes > 0 and setting.loss.value > 1
         assert (
-            setting.run.steps * setting.run.batch * setting.run.accumulate * setting.run.sequence * setting.run.replicas
+            setting.run.optimizer.steps
+            * setting.run.data.batch
+            * setting.run.data.accumulate
+            * setting.run.data.sequence
+            * setting.run.placement.replicas
             >= 25e9
         )
         assert explain.sentence(setting, found[0]).endswith(".")
@@ -60,13 +64,13 @@ def test_every_method_is_ranked_by_useful_tokens_and_no_figure_is_missing(found:
 
 def test_learning_rate_and_batch_are_the_laws_where_they_hold(found: list[Setting]) -> None:
     parameters = SIZES["1b"].parameters()
-    run = next(s for s in found if s.method == "streaming_diloco" and s.run.replicas == 4).run
-    assert run.lr == pytest.approx(scaling.predict("learning_rate", parameters, 4, "joint").value, rel=0.01)
-    batch = 4 * run.batch * run.accumulate * 2048
+    run = next(s for s in found if s.method == "streaming_diloco" and s.run.placement.replicas == 4).run
+    assert run.optimizer.lr == pytest.approx(scaling.predict("learning_rate", parameters, 4, "joint").value, rel=0.01)
+    batch = 4 * run.data.batch * run.data.accumulate * 2048
     assert batch == pytest.approx(scaling.predict("batch_tokens", parameters, 4, "joint").value, rel=0.05)
-    assert run.outer_lr == 0.6
-    small = settings(task(base=Run(model="tiny", batch=3, accumulate=2, lr=0.005)))[0]
-    assert small.run.lr == 0.005 and small.run.batch * small.run.accumulate == 6
+    assert run.method.outer_lr == 0.6
+    small = settings(task(base=Run.of(model="tiny", batch=3, accumulate=2, lr=0.005)))[0]
+    assert small.run.optimizer.lr == 0.005 and small.run.data.batch * small.run.data.accumulate == 6
     assert "batch-outside-fit" in [warning.name for warning in small.warnings]
 
 
@@ -89,11 +93,11 @@ def test_unlike_machines_and_directions_are_named() -> None:
 
 def test_memory_decides_the_micro_batch() -> None:
     large, small = (settings(replace(task(), memory_nbytes=limit))[0] for limit in (80 * 10**9, 40 * 10**9))
-    assert small.run.batch < large.run.batch and small.memory_nbytes <= 40 * 10**9
+    assert small.run.data.batch < large.run.data.batch and small.memory_nbytes <= 40 * 10**9
     strategy = small.run.make_strategy()
     again = replica_memory(
         SIZES["1b"], strategy, [SIZES["1b"].parameters()], 4,
-        batch=small.run.batch, sequence=2048, accumulate=small.run.accumulate, bf16=True,
+        batch=small.run.data.batch, sequence=2048, accumulate=small.run.data.accumulate, bf16=True,
     )  # fmt: skip
     assert again.peak("device") == pytest.approx(small.memory_nbytes, rel=0.02)
 
@@ -185,13 +189,17 @@ def test_from_probe_to_training(
     best = plan["settings"][0]
     assert plan["word"] == "predicted" and plan["links"] == "emulated" and plan["refused"][0]["utilization"] < 0.5
     run = Run.load(tmp_path / "new/plan.toml")
-    assert (run.label, run.steps, run.replicas) == (best["strategy"], best["steps"], best["replicas"])
-    assert run.replicas == 1 or run.link != "none"
+    assert (run.method.label, run.optimizer.steps, run.placement.replicas) == (
+        best["strategy"],
+        best["steps"],
+        best["replicas"],
+    )
+    assert run.placement.replicas == 1 or run.placement.link != "none"
     assert (
         main(["train", "new/plan.toml", "--carrier", "threads", "--out", "run", "--eval-batches", "1", "--json"]) == 0
     )
     summary = json.loads(capsys.readouterr().out)
-    assert summary["steps"] == run.steps and summary["tokens"] >= 4000
+    assert summary["steps"] == run.optimizer.steps and summary["tokens"] >= 4000
 
 
 @pytest.mark.parametrize(
@@ -234,10 +242,10 @@ def test_a_run_file_with_a_strategy_of_its_own_is_planned_anew(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     replace(GPU, device="cpu").save(Path("machine.toml"))
-    Run(strategy="Strategy(schedule=Every(5))", model="nano", lr=0.003).save(Path("old.toml"))
+    Run.of(strategy="Strategy(schedule=Every(5))", model="nano", lr=0.003).save(Path("old.toml"))
     assert (
         main(["plan", "50mbit", "machine.toml", "--replicas", "1", "--run", "old.toml", "--tokens", "1", "--json"]) == 0
     )
     said = json.loads(capsys.readouterr().out)
     assert [row["replicas"] for row in said["settings"]] == [1] * len(said["settings"]) and said["refused"] == []
-    assert Run.load(Path("plan.toml")).lr == 0.003
+    assert Run.load(Path("plan.toml")).optimizer.lr == 0.003

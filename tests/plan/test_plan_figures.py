@@ -26,7 +26,7 @@ from thinwire.report.svg import drawing
 
 GPU = Machine("gpu", memory_nbytes=80 * 10**9, flops_per_second=1.5e14, device="cuda")
 TASK = Task(
-    base=Run(model="1b", tokenizer="bpe:32000", sequence=2048),
+    base=Run.of(model="1b", tokenizer="bpe:32000", sequence=2048),
     links=Links.uniform(Link.parse("100mbit,50ms"), 3),
     machines=(GPU,),
     tokens=25e9,
@@ -57,7 +57,7 @@ def test_no_setting_lies_below_the_frontier(found: list[Setting]) -> None:
 
 
 def test_where_nothing_is_sent_the_frontier_is_empty(found: list[Setting]) -> None:
-    alone = [setting for setting in found if setting.run.replicas == 1]
+    alone = [setting for setting in found if setting.run.placement.replicas == 1]
     assert drawing(frontier_chart(alone, alone[0]).views[0], "alone").startswith("<svg")
 
 

@@ -18,7 +18,7 @@ from thinwire.plan.machine import Machine
 from thinwire.plan.search import Task, settings
 from thinwire.strategy import Strategy
 
-BASE = Run(model="100m", sequence=512)
+BASE = Run.of(model="100m", sequence=512)
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +92,7 @@ def test_what_is_made_does_not_grow_with_the_sites(monkeypatch: pytest.MonkeyPat
         followed.clear()
         machine = Machine("m", 80 * 10**9, 2e12)
         found = settings(Task(BASE, Links.uniform(Link(1e8, 0.03), replicas), (machine,), 2e9, methods=("diloco",)))
-        assert found[0].run.replicas <= replicas
+        assert found[0].run.placement.replicas <= replicas
         counts.append((len(made), len(followed)))
     (made_of_few, _), (made_of_many, followed_of_many) = counts
     assert made_of_many == made_of_few < 60
@@ -113,7 +113,7 @@ def test_as_a_user_types_it_the_slow_machine_with_the_best_wire_is_left_out(
     said = json.loads(capsys.readouterr().out)
     assert said["settings"][0]["names"] == ["fast1", "fast2"] and said["settings"][0]["useful_tokens_per_second"] > 6000
     assert "left-out: slow would hold the others up more than help" in said["warnings"]
-    assert Run.load(Path("plan.toml")).replicas == 2
+    assert Run.load(Path("plan.toml")).placement.replicas == 2
 
 
 def test_a_slow_way_down_is_waited_for(

@@ -59,7 +59,7 @@ def check_thinwire(arguments: list[str], folder: Path) -> None:
         return
     asked = options.read(module.Options, verb, rest, "")
     for strategy in getattr(asked, "strategies", ()):
-        Run(strategy=strategy)
+        Run.of(strategy=strategy)
 
 
 def check(command: str, folder: Path) -> None:

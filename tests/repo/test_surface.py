@@ -18,7 +18,8 @@ import thinwire
 from thinwire.cli import VERBS
 from thinwire.cli.plan.command import BESIDE
 from thinwire.cli.simulate.command import STUDIES
-from thinwire.lm.run import Run
+from thinwire.lm import settings
+from thinwire.lm.run import PART_OF, PARTS, Run
 
 # Of a run: options of train and compare, and what a run file holds.
 RUN = """
@@ -71,7 +72,7 @@ def fields(kind: type) -> list[str]:
 
 
 def test_options_of_a_run():
-    assert fields(Run) == RUN.split()
+    assert sorted(PART_OF) == sorted(RUN.split()) and fields(Run) == ["seed", *PARTS]
 
 
 def options_of(command: str) -> type:
@@ -89,7 +90,7 @@ def test_options_of_verbs(command):
 @pytest.mark.parametrize("command", OPTIONS)
 def test_every_option_is_explained(command, capsys):
     """Each field is followed by its docstring, which is its help."""
-    source = inspect.getsource(options_of(command)) + inspect.getsource(Run)
+    source = inspect.getsource(options_of(command)) + inspect.getsource(Run) + inspect.getsource(settings)
     for name in [*OPTIONS[command].split(), *RUN.split()]:
         if name != "run_settings":
             assert re.search(rf'^    {name}: [^\n]*\n    """', source, re.MULTILINE), name

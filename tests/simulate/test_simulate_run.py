@@ -38,7 +38,7 @@ def test_the_summary_has_the_keys_of_a_real_run(capsys):
     assert summary["tokens"] == 60 * 2 * 8 * 128 and summary["wall_seconds"] > 60 * 0.2
     assert summary["compute_utilization"] == pytest.approx(12 / summary["wall_seconds"], rel=1e-6)
     strategy = tw.streaming_diloco(every=12, delay=3)
-    numels = [f.numel for f in strategy.partition.fragments(skeleton(Run(model="nano")))]
+    numels = [f.numel for f in strategy.partition.fragments(skeleton(Run.of(model="nano")))]
     assert summary["parameters"] == sum(numels)
     assert summary["wire_bytes_sent"] == pytest.approx(5 * strategy.nbytes_per_period(numels, 2), rel=0.1)
     assert summary["floor_bits_per_second"] == 8 * strategy.nbytes_per_period(numels, 2) / (12 * 0.2)
@@ -52,7 +52,7 @@ def test_the_table_says_what_its_figures_are(capsys):
 
 
 def test_a_run_file_is_taken_and_options_replace_what_is_in_it(capsys, tmp_path):
-    Run(model="nano", steps=30, link="1mbit", strategy="diloco", every=10).save(tmp_path / "run.toml")
+    Run.of(model="nano", steps=30, link="1mbit", strategy="diloco", every=10).save(tmp_path / "run.toml")
     summary = told(capsys, f"{tmp_path}/run.toml --step-seconds 0.1 --steps 20")
     assert summary["strategy"] == "diloco(every=10)" and summary["steps"] == 20
 
@@ -66,7 +66,7 @@ def test_what_it_writes_is_a_run_that_can_be_reported(capsys, tmp_path):
     assert record.summary.wire_bytes_sent == pytest.approx(summary["wire_bytes_sent"], abs=1)
     assert record.bits_per_second == 2e6 and len(record.replicas) == 3
     assert {note.text for note in record.notes} == {"this replica dies", "this replica is back, with the anchors"}
-    assert Run.load(out / "run.toml").every == 12 and json.loads((out / "summary.json").read_text()) == summary
+    assert Run.load(out / "run.toml").method.every == 12 and json.loads((out / "summary.json").read_text()) == summary
     assert record.replicas[0].start["machine"]["failures"] == "4s/10s/1s"
     page = (out / "report.html").read_text()
     assert 'id="section-timeline"' in page and 'id="section-loss"' not in page and page.count(">simulated<") >= 6
@@ -89,7 +89,7 @@ def test_the_log_agrees_with_the_outcome(tmp_path):
 
 
 def options(**changes: Any) -> Options:
-    run = changes.pop("run", Run(replicas=6, link="50mbit,30ms", model="nano"))
+    run = changes.pop("run", Run.of(replicas=6, link="50mbit,30ms", model="nano"))
     return Options(**({"run_settings": run, "step_seconds": 1.0} | changes))
 
 
@@ -107,7 +107,7 @@ def test_the_scenario_is_what_was_asked_for():
     assert scenario.step_seconds == (1.0, 2.0) * 3 and scenario.shares == (0, 0, 1, 1, 2, 2)
     assert [wire.link for wire in scenario.wires] == [Link(1e6), Link(2e6), Link(1e6)]
     assert scenario.failures == Failures(7 * 86400.0, 600.0, 30.0) and scenario.stragglers == Stragglers(3600.0, 10.0)
-    drawn = make_scenario(options(run=Run(replicas=4000, link="50mbit"), step_variation=0.2, link_variation=0.5))
+    drawn = make_scenario(options(run=Run.of(replicas=4000, link="50mbit"), step_variation=0.2, link_variation=0.5))
     rates = [wire.link.bits_per_second for wire in drawn.wires]
     assert np.mean(drawn.step_seconds) == pytest.approx(1, rel=0.02) and np.std(drawn.step_seconds) == pytest.approx(
         0.2, rel=0.05
@@ -124,7 +124,7 @@ def test_the_scenario_is_what_was_asked_for():
     [
         ({"step_seconds": None}, "the time of an inner step is needed"),
         ({"step_seconds": 0.0}, "a positive time for every replica"),
-        ({"run": Run(model="nano")}, "a link is needed: --link"),
+        ({"run": Run.of(model="nano")}, "a link is needed: --link"),
         ({"links": ("50mb",)}, "the link '50mb' was given"),
         ({"links": ("0mbit",)}, "a rate of 0.0 bit/s"),
         ({"slower": (1.0, 0.0)}, "positive factors"),
@@ -183,7 +183,7 @@ def test_it_comes_near_to_what_was_emulated(row):
     encoding takes from training.
     """
     strategy = tw.parse(row["how"])
-    numels = [fragment.numel for fragment in strategy.partition.fragments(skeleton(Run(model="mini")))]
+    numels = [fragment.numel for fragment in strategy.partition.fragments(skeleton(Run.of(model="mini")))]
     link = Link(row["megabits_per_second"] * 1e6 * 1448 / 1514)
     outcome = simulate(strategy, numels, Scenario.alike(2, row["inner_step_seconds"], link), 3000)
     hidden = row["utilization"] > 0.95  # the link carries it, and encoding has time too

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import re
@@ -13,9 +12,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, ClassVar
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -35,7 +33,9 @@ from thinwire.report.terminal import waiting
 class Options:
     """What `thinwire compare` takes, beside every option of a run."""
 
-    run_settings: Annotated[Run, tyro.conf.OmitArgPrefixes]
+    MOST_USED: ClassVar[tuple[str, ...]] = ("strategies", "out")
+
+    run_settings: Run
     """What all runs share. Settings of a recipe, such as --every, go to the strategies that take them."""
     strategies: tuple[str, ...] = ("data_parallel", "diloco", "streaming_diloco")
     """Recipes, or calls of them such as "streaming_diloco(every=60)", which take no settings from elsewhere."""
@@ -43,7 +43,7 @@ class Options:
     """Every strategy runs with this many seeds, from --seed on."""
     out: Path | None = None
     """A folder for all runs; runs in it that are complete are not trained again. Without: runs/compare-DATE-TIME."""
-    run: tyro.conf.Positional[Path | None] = None
+    run: Path | None = None
     """A run file to take settings from."""
     json: bool = False
     """Progress goes to stderr; stdout ends with one JSON object."""
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     settings = {strategy: base.with_strategy(strategy) for strategy in asked.strategies}
     with waiting(console, "reading the text"):
         for run in settings.values():  # all, before any trains
-            doctor.ready(run, check(run), run.replicas, console)
+            doctor.ready(run, check(run), run.placement.replicas, console)
     folders: dict[str, list[Path]] = {strategy: [] for strategy in settings}
     stop = launch.Stop()
     with launch.stopping(stop):
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
                 folder = out / f"{re.sub(r'[^a-zA-Z0-9_.]+', '-', strategy).strip('-')}-seed-{seed}"
                 try:
                     with suppress(KeyboardInterrupt):  # the second signal; what there is by then is shown
-                        _complete(dataclasses.replace(run, seed=seed), folder, console, stop)
+                        _complete(run.changed(seed=seed), folder, console, stop)
                     folders[strategy].append(folder)
                 except (ThinwireError, OSError) as error:
                     failed.setdefault(strategy, str(error))

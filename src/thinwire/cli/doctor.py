@@ -27,6 +27,7 @@ from thinwire.lm import membership
 from thinwire.lm.launch import threads_each
 from thinwire.lm.model import Transformer
 from thinwire.lm.run import Run
+from thinwire.lm.settings import Placement
 from thinwire.lm.setup import make_model, outline_model
 from thinwire.lm.tokenizer import make_tokenizer, open_corpus
 from thinwire.lm.tokens import Bytes, find
@@ -99,22 +100,26 @@ def examine(asked: Options, link: Link | None) -> Iterator[Finding]:
 def set_up(file: Path, link: Link | None, step_seconds: float | None) -> Iterator[Finding]:
     """A run file against this machine: file, text, model, memory, cores, link."""
     try:
-        run = Run.load(file)
+        run = Run.load(file, options.advise)
     except ConfigurationError as error:
         yield Finding("run file", "problem", str(error))
         return
-    yield Finding("run file", "ok", f"{file}: {run.replicas} replicas, {run.steps} steps, {run.strategy}")
+    yield Finding(
+        "run file",
+        "ok",
+        f"{file}: {run.placement.replicas} replicas, {run.optimizer.steps} steps, {run.method.strategy}",
+    )
     yield warn_unless(
-        run.replicas <= machine.cores(),
+        run.placement.replicas <= machine.cores(),
         "replicas",
-        f"{run.replicas} on {machine.cores()} core(s), {_threads(run)} thread(s) each",
+        f"{run.placement.replicas} on {machine.cores()} core(s), {_threads(run)} thread(s) each",
         "if they all run here they take turns: fewer replicas, or more machines (thinwire docs machines)",
     )
     what = "text"
     try:
         vocabulary = yield from text(run)
         what = "model"
-        model = outline_model(run, vocabulary)
+        model = outline_model(run.model, run.data.sequence, run.seed, vocabulary)
         strategy = run.make_strategy()
         fragments = strategy.partition.fragments(model)
     except ThinwireError as error:
@@ -125,21 +130,27 @@ def set_up(file: Path, link: Link | None, step_seconds: float | None) -> Iterato
         step_seconds = measured_step(run, vocabulary)
         yield Finding("inner step", "ok", f"{text_of_seconds(step_seconds)} (measured)")
     if step_seconds is not None:
-        shapes, wire = [fragment.shapes for fragment in fragments], link or parse_link(run.link)
-        yield from enough(strategy, shapes, run.replicas, wire, step_seconds)
-        yield timeouts(run, strategy, shapes, wire, step_seconds)
+        shapes, wire = [fragment.shapes for fragment in fragments], link or parse_link(run.placement.link)
+        yield from enough(strategy, shapes, run.placement.replicas, wire, step_seconds)
+        yield timeouts(run.placement, strategy, shapes, wire, step_seconds)
 
 
 def text(run: Run) -> Generator[Finding, None, int]:
     """Look at the text and return the vocabulary. Large text is not tokenised."""
-    nbytes = sum(source.nbytes for source in find(run.text)) if run.text else 0
-    if nbytes > LARGE and isinstance(make_tokenizer(run), Bytes):
+    nbytes = sum(source.nbytes for source in find(run.data.text)) if run.data.text else 0
+    if nbytes > LARGE and isinstance(make_tokenizer(run.data, run.model.model), Bytes):
         yield Finding("text", "ok", f"{text_of_nbytes(nbytes)}; not tokenised here, the run does that first")
         return 256
-    corpus = open_corpus(run)
-    corpus.batch(run.seed, 0, run.replicas, 0, run.batch, run.sequence)
-    corpus.held_out(run.batch, run.sequence, run.eval_batches)
-    epochs = run.steps * run.batch * run.accumulate * run.replicas / max(1, corpus.windows(run.sequence))
+    corpus = open_corpus(run.data, run.model.model)
+    corpus.batch(run.seed, 0, run.placement.replicas, 0, run.data.batch, run.data.sequence)
+    corpus.held_out(run.data.batch, run.data.sequence, run.data.eval_batches)
+    epochs = (
+        run.optimizer.steps
+        * run.data.batch
+        * run.data.accumulate
+        * run.placement.replicas
+        / max(1, corpus.windows(run.data.sequence))
+    )
     yield warn_unless(
         epochs <= 4,  # more passes than that are worth much less than new text (arXiv 2305.16264)
         "text",
@@ -160,7 +171,12 @@ def room(run: Run, model: nn.Module, strategy: Strategy, numels: Sequence[int]) 
         says += f"; {text_of_nbytes(available)} are free"
         yield Finding(what, "problem", says, "a smaller model, or shards: thinwire docs machines")
     else:
-        yield warn_unless(total * run.replicas <= available, what, says, f"not all {run.replicas} replicas fit here")
+        yield warn_unless(
+            total * run.placement.replicas <= available,
+            what,
+            says,
+            f"not all {run.placement.replicas} replicas fit here",
+        )
     return total <= available
 
 
@@ -178,14 +194,14 @@ def ready(run: Run, model: nn.Module, here: int, console: Console) -> None:
         strategy = run.make_strategy()
         cut = strategy.partition.fragments(model)
         total, parts = predicted_nbytes(run, model, strategy, [fragment.numel for fragment in cut], BASE_NBYTES)
-        for caution in strategy.cautions([fragment.shapes for fragment in cut], run.replicas):
-            console.print(f"caution: {run.strategy}: {caution}.", soft_wrap=True, highlight=False)
+        for caution in strategy.cautions([fragment.shapes for fragment in cut], run.placement.replicas):
+            console.print(f"caution: {run.method.strategy}: {caution}.", soft_wrap=True, highlight=False)
     available = available_nbytes(strategy)
     if torch.cuda.is_available():  # the replicas may share several
         here = min(here, 1)
     if total * here > available:
         raise ConfigurationError(
-            f"model={run.model!r}: {text_of_nbytes(total)} a replica (predicted{parts}), {here} of them here, and "
+            f"model={run.model.model!r}: {text_of_nbytes(total)} a replica (predicted{parts}), {here} of them here, and "
             f"{text_of_nbytes(available)} of memory are free; choose a smaller model, fewer replicas on this machine, or shards (docs/machines.md)."
         )
 
@@ -196,18 +212,18 @@ def predicted_nbytes(
     """Bytes of a replica's process at its worst moment, and what they are for, in words. `libraries`: of one without a model."""
     gpu = torch.cuda.is_available()
     base = 0 if gpu else libraries
-    if isinstance(model, Transformer) and run.lora is None:
-        bf16 = run.precision == "bf16" or (run.precision == "auto" and gpu)
+    if isinstance(model, Transformer) and run.model.lora is None:
+        bf16 = run.model.precision == "bf16" or (run.model.precision == "auto" and gpu)
         needed = replica_memory(
-            model.architecture, strategy, numels, run.replicas,
-            batch=run.batch, sequence=run.sequence, accumulate=run.accumulate, bf16=bf16,
+            model.architecture, strategy, numels, run.placement.replicas,
+            batch=run.data.batch, sequence=run.data.sequence, accumulate=run.data.accumulate, bf16=bf16,
         )  # fmt: skip
         kept = {name: nbytes for (_, name), nbytes in needed.kept.items()}
         total, aside = needed.peak() if gpu else needed.process_nbytes(base), ""
     else:
         parameters = sum(p.numel() for p in model.parameters())
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        kept = kept_nbytes(trained, strategy, numels, run.replicas) | {
+        kept = kept_nbytes(trained, strategy, numels, run.placement.replicas) | {
             "parameters": 4 * parameters,
             "gradients": 4 * trained,
         }
@@ -222,15 +238,15 @@ def measured_step(run: Run, vocabulary: int) -> float:
     """Seconds of one inner step of the run's model, alone on this machine's share of cores; the first is not counted."""
     threads = torch.get_num_threads()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = make_model(run, vocabulary).to(device)
+    model = make_model(run.model, run.data.sequence, run.seed, vocabulary).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    tokens = torch.zeros(run.batch, run.sequence, dtype=torch.long, device=device)
-    bf16 = run.precision == "bf16" or (run.precision == "auto" and device.type == "cuda")
+    tokens = torch.zeros(run.data.batch, run.data.sequence, dtype=torch.long, device=device)
+    bf16 = run.model.precision == "bf16" or (run.model.precision == "auto" and device.type == "cuda")
     try:
         torch.set_num_threads(_threads(run))
         for _ in range(2):
             began = time.perf_counter()
-            for _ in range(run.accumulate):
+            for _ in range(run.data.accumulate):
                 with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
                     loss = model(tokens, tokens).loss
                 loss.backward()
@@ -268,10 +284,10 @@ def enough(
 
 
 def timeouts(
-    run: Run, strategy: Strategy, fragments: Sequence[int | Shapes], link: Link | None, seconds: float
+    placement: Placement, strategy: Strategy, fragments: Sequence[int | Shapes], link: Link | None, seconds: float
 ) -> Finding:
     """The one time-out model for replicas that come and go, as this run needs it."""
-    of = membership.timeouts(run, strategy, fragments, link, seconds)
+    of = membership.timeouts(placement, strategy, fragments, link, seconds)
     texts = {name.replace("_", " "): text_of_seconds(value) for name, value in dataclasses.asdict(of).items()}
     return Finding(
         "timeouts",
@@ -282,7 +298,7 @@ def timeouts(
 
 
 def _threads(run: Run) -> int:
-    return torch.get_num_threads() if run.carrier == "threads" else threads_each(run.replicas)
+    return torch.get_num_threads() if run.placement.carrier == "threads" else threads_each(run.placement.replicas)
 
 
 def _table(findings: Sequence[Finding]) -> Table:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import sys
+import textwrap
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import tyro
 from rich.table import Table
@@ -20,16 +24,90 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+MOST_USED = ("strategy", "replicas", "steps", "model", "text", "batch", "lr", "link")
+_GROUPS = {
+    "most_used": ("Most used", "What most people set. The other options are below, in the tables of a run file."),
+    "method": ("[method]", "What the replicas exchange, and when. Without a value: as the strategy's recipe has it."),
+    "data": ("[data]", "Text, tokens, the size of an inner step, evaluation."),
+    "model": ("[model]", "What is trained."),
+    "optimizer": ("[optimizer]", "The inner steps."),
+    "placement": ("[placement]", "Replicas, the links between them, and what happens when one fails."),
+    "command": ("Other", "The seed, and options of this command."),
+}
+
+
 def read(kind: type[T], verb: str, arguments: Sequence[str], description: str) -> T:
-    """The options of `verb`. Where it takes a `Run`, a run file (the first argument), or the one in `--out` when
-    resuming, gives the defaults."""
-    takes_a_run = "run_settings" in {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    default: Any = kind(run_settings=_base(arguments)) if takes_a_run else None  # type: ignore[call-arg]
-    asked: T = tyro.cli(kind, prog=f"thinwire {verb}", args=list(arguments), description=description, default=default)
-    file = getattr(asked, "run", None)
-    if takes_a_run and file is not None and str(file) != arguments[0]:
+    """The options of `verb`. Where it takes a `Run`, its settings are options too, in groups; a run file (the first
+    argument), or the one in `--out` when resuming, gives the defaults.
+
+    Of its own options, `kind.MOST_USED` names those that stand in the first group.
+    """
+    prog = f"thinwire {verb}"
+    if "run_settings" not in {field.name for field in dataclasses.fields(kind)}:  # type: ignore[arg-type]
+        asked: T = tyro.cli(kind, prog=prog, args=list(arguments), description=description)
+        return asked
+    from thinwire.lm.run import PART_OF, Run
+
+    default: Any = kind(run_settings=_base(arguments))  # type: ignore[call-arg]
+    given = _grouped(kind, default, prog, arguments, description)
+    file = given["run"]
+    if file is not None and str(file) != arguments[0]:
         raise ConfigurationError(f"{file} after options: a run file is needed first; write thinwire {verb} {file} --…")
-    return asked
+    settings = {name: given.pop(name) for name in PART_OF}
+    return kind(run_settings=Run.of(**settings), **given)  # type: ignore[call-arg]
+
+
+def _grouped(kind: Any, default: Any, prog: str, arguments: Sequence[str], description: str) -> dict[str, Any]:
+    """What was given, or the default, by name, of a run's settings and of `kind`'s own options."""
+    from thinwire.lm.run import PART_OF, PARTS, Run
+
+    members: dict[str, list[tuple[str, Any, Any]]] = {group: [] for group in _GROUPS}
+    settings, own = default.run_settings.settings(), vars(default)
+    for home, values in (
+        (kind, own),
+        (Run, {"seed": settings["seed"]}),
+        *((part, settings) for part in PARTS.values()),
+    ):
+        helps, hints = _helps(home), get_type_hints(home, include_extras=True)
+        for name in helps.keys() & values.keys() - {"run", "run_settings"}:
+            group = "most_used" if name in (*MOST_USED, *kind.MOST_USED) else PART_OF.get(name) or "command"
+            hint = _annotated(hints[name], tyro.conf.arg(help=helps[name]))
+            members[group].append((name, hint, dataclasses.field(default=values[name])))
+    order = [*MOST_USED, *kind.MOST_USED, *PART_OF, *own]
+    groups: list[tuple[str, Any, Any]] = []
+    for group, (title, about) in _GROUPS.items():
+        made = dataclasses.make_dataclass(
+            group, sorted(members[group], key=lambda one: order.index(one[0])), frozen=True
+        )
+        hint = _annotated(made, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name=title, help=about))
+        groups.append((group, hint, dataclasses.field(default=made())))
+    file = _annotated(Path | None, tyro.conf.Positional, tyro.conf.arg(help=_helps(kind)["run"]))
+    everything = dataclasses.make_dataclass("Everything", [("run", file, None), *groups], frozen=True)
+    asked: Any = tyro.cli(everything, prog=prog, args=list(arguments), description=description)
+    return {"run": asked.run} | {
+        name: value for group in _GROUPS for name, value in vars(getattr(asked, group)).items()
+    }
+
+
+def _annotated(hint: Any, *marks: Any) -> Any:
+    return Annotated.__class_getitem__((hint, *marks))  # type: ignore[attr-defined]
+
+
+def _helps(kind: type) -> dict[str, str]:
+    """The text below each field of a dataclass in its source."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(tree, ast.ClassDef)
+    return {
+        field.target.id: " ".join(text.value.value.split())
+        for field, text in pairwise(tree.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }
+
+
+def advise(line: str) -> None:
+    """A line of advice, for people."""
+    print(line, file=sys.stderr)
 
 
 def _base(arguments: Sequence[str]) -> Run:
@@ -38,8 +116,8 @@ def _base(arguments: Sequence[str]) -> Run:
     file = arguments[0] if arguments and not arguments[0].startswith("-") else None
     if file is None and "--resume" in arguments and (folder := _value(arguments, "--out")):
         begun = Path(folder) / "run.toml"
-        return Run.load(begun) if begun.exists() else Run()  # a folder without a run is refused later
-    return Run.load(Path(file)) if file else Run()
+        return Run.load(begun, advise) if begun.exists() else Run()  # a folder without a run is refused later
+    return Run.load(Path(file), advise) if file else Run()
 
 
 def _value(arguments: Sequence[str], flag: str) -> str | None:

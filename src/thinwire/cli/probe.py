@@ -62,9 +62,9 @@ class Options:
 def main(arguments: Sequence[str]) -> int:
     about = "Measure links and machines, for `thinwire plan`."
     asked = tyro.cli(Options, prog="thinwire probe", args=list(arguments), description=about)
-    run = Run.load(asked.run) if asked.run else Run()
+    run = Run.load(asked.run, options.advise) if asked.run else Run()
     changes = {"model": asked.model, "sequence": asked.sequence}
-    run = dataclasses.replace(run, **{key: value for key, value in changes.items() if value is not None})  # type: ignore[arg-type]
+    run = run.changed(**{key: value for key, value in changes.items() if value is not None})
     name, console = asked.name or socket.gethostname() or "here", options.console(asked.json)
     if not re.fullmatch(r"[\w.-]{1,60}", name):
         raise ConfigurationError(

@@ -9,9 +9,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, ClassVar
 
-import tyro
 from rich.console import Console
 
 from thinwire.cli import doctor, options
@@ -26,14 +25,16 @@ from thinwire.records.run_record import RunRecord, explained, text_of_privacy
 from thinwire.report.progress import Progress, final_table
 from thinwire.report.terminal import waiting
 
-DEMO = Run(link="5mbit,30ms")
+DEMO = Run.of(link="5mbit,30ms")
 
 
 @dataclass(frozen=True)
 class Options:
     """What `thinwire train` takes."""
 
-    run_settings: Annotated[Run, tyro.conf.OmitArgPrefixes]
+    MOST_USED: ClassVar[tuple[str, ...]] = ("out", "resume")
+
+    run_settings: Run
     """What makes the run; all of it is kept in the folder's run.toml."""
     out: Path | None = None
     """The run folder. Without: runs/STRATEGY-DATE-TIME."""
@@ -41,7 +42,7 @@ class Options:
     """Go on with the run in --out from the newest checkpoint that all replicas have."""
     from_start: bool = False
     """With --resume: begin again at the first step; the checkpoints that are there are set aside, as checkpoints-1."""
-    run: tyro.conf.Positional[Path | None] = None
+    run: Path | None = None
     """A run file to take settings from; what is given on the command line replaces them."""
     elastic: bool = False
     """Replicas may die, return and join late: short for --carrier elastic. All run on this machine, and one that dies is started again."""
@@ -66,9 +67,9 @@ class Options:
             raise ConfigurationError("--secret without --lighthouse: a run on one machine makes its own; leave it out.")
         if not (self.elastic or self.lighthouse):
             return self
-        if self.run_settings.carrier == "threads":
+        if self.run_settings.placement.carrier == "threads":
             raise ConfigurationError("--carrier threads with --elastic: threads die together; choose one of them.")
-        return dataclasses.replace(self, run_settings=dataclasses.replace(self.run_settings, carrier="elastic"))
+        return dataclasses.replace(self, run_settings=self.run_settings.changed(carrier="elastic"))
 
     @property
     def seat(self) -> Seat | None:
@@ -92,7 +93,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         asked = options.read(Options, "train", arguments, DESCRIPTION).elastically()
     run, console = asked.run_settings.absolute(), options.console(asked.json)
-    if run.carrier == "elastic":
+    if run.placement.carrier == "elastic":
         if place is not None:
             raise ConfigurationError(
                 "carrier='elastic' under torchrun, which starts a fixed group; start it with thinwire train alone."
@@ -105,13 +106,13 @@ def main(arguments: Sequence[str]) -> int:
     folder = asked.out or Path("runs") / f"{_label(run)}-{time.strftime('%Y%m%d-%H%M%S')}"
     if demo:
         console.print(
-            f"The demo: {run.replicas} processes train one model over an emulated link of {run.link}, the same as"
+            f"The demo: {run.placement.replicas} processes train one model over an emulated link of {run.placement.link}, the same as"
         )
-        console.print(f"  thinwire train --link {run.link}", soft_wrap=True, highlight=False)
+        console.print(f"  thinwire train --link {run.placement.link}", soft_wrap=True, highlight=False)
     with waiting(console, "reading the text"):
         model = check(run, asked.out if asked.resume else None)
-    sharded = place is not None and place[1] > run.replicas
-    here = 0 if sharded else 1 if place or asked.seat else run.replicas
+    sharded = place is not None and place[1] > run.placement.replicas
+    here = 0 if sharded else 1 if place or asked.seat else run.placement.replicas
     doctor.ready(run, model, here, Console(quiet=True) if place and place[0] else console)
     if place is not None:
         return _as_rank(*place, run, asked, folder, console)
@@ -123,7 +124,7 @@ def main(arguments: Sequence[str]) -> int:
     with launch.stopping(stop):
         if resume and complete(run, folder):
             console.print(
-                f"finished already: all {run.steps} steps; to train longer give more --steps", highlight=False
+                f"finished already: all {run.optimizer.steps} steps; to train longer give more --steps", highlight=False
             )
         else:
             train(run, folder, resume, console, stop, asked.seat)
@@ -133,16 +134,16 @@ def main(arguments: Sequence[str]) -> int:
 def complete(run: Run, folder: Path) -> bool:
     """Whether `folder` holds a run with all the steps of `run`, and the model that came out."""
     begun = (folder / "model.safetensors").exists() and any(folder.glob("events/*.jsonl"))
-    return begun and RunRecord.load(folder).summary.steps >= run.steps
+    return begun and RunRecord.load(folder).summary.steps >= run.optimizer.steps
 
 
 def train(run: Run, folder: Path, resume: bool, console: Console, stop: launch.Stop, seat: Seat | None = None) -> None:
     """Train with live progress on `console`, until `stop`."""
-    with Progress(folder, run.steps, [seat.name] if seat else run.replicas, console) as progress:
+    with Progress(folder, run.optimizer.steps, [seat.name] if seat else run.placement.replicas, console) as progress:
         progress.pass_over()
-        if run.carrier == "elastic":
+        if run.placement.carrier == "elastic":
             train_elastic(run, folder, resume, progress.update, progress.say, seat, stop)
-        elif run.carrier == "threads":
+        elif run.placement.carrier == "threads":
             launch.train_threads(run, folder, resume, progress.update, stop)
         else:
             launch.train_processes(run, folder, resume, progress.update, stop)
@@ -152,7 +153,7 @@ def _as_rank(rank: int, world: int, run: Run, asked: Options, folder: Path, cons
     """Under torchrun every rank comes here; the first one writes, shows and reports."""
     if asked.out is None:
         raise ConfigurationError("under torchrun all ranks need one name for the run folder; add --out FOLDER.")
-    shards = max(1, world // run.replicas)
+    shards = max(1, world // run.placement.replicas)
     own = f"replica-{rank // shards}" + (f".shard-{rank % shards}" if shards > 1 else "")
     launch.new_folder(run, folder, asked.resume, own)
     if asked.from_start:
@@ -161,7 +162,7 @@ def _as_rank(rank: int, world: int, run: Run, asked: Options, folder: Path, cons
     if rank != 0:
         return stop.exit_code if launch.train_as_rank(run, folder, resume, stop)["stopped"] else 0
     with launch.stopping(stop):
-        with Progress(folder, run.steps, 1, console, sharded=shards > 1) as progress:
+        with Progress(folder, run.optimizer.steps, 1, console, sharded=shards > 1) as progress:
             progress.pass_over()
             with watching(progress.update, 0.2, "thinwire-progress"):
                 launch.train_as_rank(run, folder, resume, stop)
@@ -212,5 +213,5 @@ def summary_of(record: RunRecord) -> dict[str, Any]:
 
 
 def _label(run: Run) -> str:
-    name = run.strategy.strip().split("(")[0].replace("-", "_")
+    name = run.method.strategy.strip().split("(")[0].replace("-", "_")
     return name if name.isidentifier() else "run"

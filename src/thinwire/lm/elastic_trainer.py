@@ -31,14 +31,16 @@ class ElasticTrainer(Trainer):
         run, log, strategy = self.run, self.log, self.run.make_strategy()
         fragments = strategy.partition.fragments(self.model)
         self._log_start(strategy, fragments)  # before the first contact, which may take long
-        self._timeouts = AdaptiveTimeouts(strategy, run, fragments, self._time_a_step())
+        self._timeouts = AdaptiveTimeouts(strategy, run.placement, fragments, self._time_a_step())
         reporter = RetryReporter(log.emit)
         saved, times = dict[str, Any](), self._timeouts.timeouts()
         if self.place.resume:
             self._found, self._passed_over = checkpoint.newest(self.checkpoints)
             saved = self._found.manifest["facts"] if self._found else {}
-        self.group = make_membership(self.place.member, run, facts, times, self._wrapped, reporter, saved)
-        tokens = run.batch * run.sequence * run.accumulate if run.weigh == "tokens" else None
+        self.group = make_membership(
+            self.place.member, run.placement, facts, times, self._wrapped, reporter, run.optimizer.steps, saved
+        )
+        tokens = run.data.tokens if run.placement.weigh == "tokens" else None
 
         def attach() -> Replica:
             return Replica(
@@ -47,7 +49,7 @@ class ElasticTrainer(Trainer):
             )  # fmt: skip
 
         try:
-            replica = join(attach, self.group.close, self.place.stop, run.timeout)
+            replica = join(attach, self.group.close, self.place.stop, run.placement.timeout)
         except (KeyboardInterrupt, EndedError) as error:
             log.emit("stop", 0, reason=str(error) or "asked to stop while it waited for the others")
             self.group.close()
@@ -61,7 +63,7 @@ class ElasticTrainer(Trainer):
         began = time.monotonic()
         torch.autograd.backward(self._loss(0))
         self.optimizer.zero_grad()
-        return self.run.accumulate * (time.monotonic() - began)
+        return self.run.data.accumulate * (time.monotonic() - began)
 
     def _resume(self) -> None:
         """Go on from the newest sound checkpoint of this replica's own, at the step where the others are."""

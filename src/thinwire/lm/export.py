@@ -20,7 +20,7 @@ from thinwire.files import opened, parsed, save_file
 from thinwire.lm.adapters import merged, save_adapters
 from thinwire.lm.huggingface import HuggingFace, save_model
 from thinwire.lm.model import SIZES, Transformer
-from thinwire.lm.run import Run
+from thinwire.lm.settings import ModelSpec
 from thinwire.lm.tokens import Tokenizer
 
 
@@ -84,18 +84,19 @@ def draft_folder(folder: Path, what: str) -> Iterator[Path]:
 
 def store(
     folder: Path,
-    run: Run,
+    spec: ModelSpec,
     tokenizer: Tokenizer,
     model: nn.Module,
     weights: Mapping[str, Tensor],
     writer: str,
     mark: str = "",
 ) -> None:
-    """Write `weights` (a state dict of `model`) to folder/model.safetensors; with LoRA merged, and the adapters by themselves, in peft's
-    form, to folder/adapter; a `mark` such as .stale stands in both names. A Hugging Face model is written as transformers reads it.
+    """Write `weights` (a state dict of `model`, made of `spec`) to folder/model.safetensors; with LoRA merged, and the adapters
+    by themselves, in peft's form, to folder/adapter; a `mark` such as .stale stands in both names. A Hugging Face model is
+    written as transformers reads it.
     Several replicas may do so at once, each as a `writer` of its own name. Raises `CheckpointError`.
     """
-    whole = merged(model, weights) if run.lora else weights
+    whole = merged(model, weights) if spec.lora else weights
     path = folder / f"model{mark}.safetensors"
     try:
         with draft_folder(folder, f"model.{writer}") as draft:
@@ -104,17 +105,17 @@ def store(
                 (draft / "model.safetensors").replace(draft / path.name)
             else:
                 # one entry: safetensors writes several in no fixed order, and the same run must give the same bytes
-                said = {"thinwire": json.dumps(_description(run, tokenizer, model))}
+                said = {"thinwire": json.dumps(_description(spec, tokenizer, model))}
                 save_file({name: value.contiguous() for name, value in whole.items()}, draft / path.name, said)
-        if run.lora:
-            save_adapters(folder / f"adapter{mark}", model, weights, run.model.removeprefix("hf:"))
+        if spec.lora:
+            save_adapters(folder / f"adapter{mark}", model, weights, spec.model.removeprefix("hf:"))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"the trained model cannot be written to {path}: {error}. Free some space, then go on from the last checkpoint with --resume."
         ) from error
 
 
-def _description(run: Run, tokenizer: Tokenizer, model: nn.Module) -> dict[str, Any]:
-    said = {"model": run.model, "vocabulary": tokenizer.vocabulary, "positions": run.positions}
-    said |= described(run.model) if run.model.endswith(".safetensors") else {}
+def _description(spec: ModelSpec, tokenizer: Tokenizer, model: nn.Module) -> dict[str, Any]:
+    said = {"model": spec.model, "vocabulary": tokenizer.vocabulary, "positions": spec.positions}
+    said |= described(spec.model) if spec.model.endswith(".safetensors") else {}
     return said | {"context": model.context, "tokenizer": tokenizer.fingerprint}

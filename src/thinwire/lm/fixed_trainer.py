@@ -65,4 +65,4 @@ class FixedTrainer(Trainer):
 
     @property
     def counted_replicas(self) -> int:
-        return self.run.replicas
+        return self.run.placement.replicas

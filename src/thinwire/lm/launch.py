@@ -91,7 +91,7 @@ def torchrun_place() -> tuple[int, int] | None:
 def train_as_rank(run: Run, folder: Path, resume: bool, stop: Stop | None = None) -> dict[str, Any]:
     """Be the rank that torchrun's environment says, from joining the world to leaving it."""
     stop = stop or Stop()
-    with joined(run.replicas, run.timeout, parse_link(run.uplink)) as group:
+    with joined(run.placement.replicas, run.placement.timeout, parse_link(run.placement.uplink)) as group:
         local = int(os.environ.get("LOCAL_RANK", "0"))
         place = Place(group, folder, resume, group.site, group.shard, group.shards, local, stop)
         with stopping(stop):
@@ -151,7 +151,11 @@ def train_threads(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop |
     def body() -> None:
         try:
             outcome.append(
-                run_threads(run.replicas, lambda g: train_here(run, Place(g, folder, resume, stop=stop)), run.timeout)
+                run_threads(
+                    run.placement.replicas,
+                    lambda g: train_here(run, Place(g, folder, resume, stop=stop)),
+                    run.placement.timeout,
+                )
             )
         except BaseException as error:
             outcome.append(error)
@@ -181,14 +185,14 @@ def train_threads(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop |
 def train_processes(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop | None = None) -> None:
     """One process a replica on this machine, in the environment that torchrun would give it. Their output goes to RUN/logs."""
     stop = stop or Stop()
-    open_corpus(run, folder)  # once, before all of them want it; a mistake in the text shows here
+    open_corpus(run.data, run.model.model, folder)  # once, before all of them want it; a mistake in the text shows here
     logs = folder / "logs"
     logs.mkdir(exist_ok=True)
     port = _free_port()
     processes, begins = [], []
-    for rank in range(run.replicas):
-        environment = sharing_cores(run.replicas) | {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(run.replicas),
+    for rank in range(run.placement.replicas):
+        environment = sharing_cores(run.placement.replicas) | {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(run.placement.replicas),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         }  # fmt: skip
         command = [sys.executable, "-m", "thinwire.lm.launch", str(folder), *(["--resume"] if resume else [])]

@@ -6,34 +6,35 @@ import math
 
 from thinwire.errors import ConfigurationError
 from thinwire.lm.run import Run
+from thinwire.lm.settings import Placement
 from thinwire.methods import Attached, ControlVariates, Federated, Flasc, JustOneByte, Method, ZerothOrder
 
 
 def check_method(run: Run, method: Method) -> None:
     """Raise `ConfigurationError` where `method` cannot serve `run`."""
     if isinstance(method, ControlVariates | Flasc) and method.sampled is not None:
-        _check_sampled(run, method.sampled, method.every)
-    if isinstance(method, Flasc) and method.down < 1 and run.lora is None:
+        _check_sampled(run.placement, run.method.label, method.sampled, method.every)
+    if isinstance(method, Flasc) and method.down < 1 and run.model.lora is None:
         raise ConfigurationError(
-            f"{run.label} without lora: what the hub does not send down counts as zero, which adapters bear and whole weights do not; "
+            f"{run.method.label} without lora: what the hub does not send down counts as zero, which adapters bear and whole weights do not; "
             "add --lora 8, or flasc(down=1)."
         )
-    if run.accumulate > 1 and isinstance(method, JustOneByte):
+    if run.data.accumulate > 1 and isinstance(method, JustOneByte):
         raise ConfigurationError(
-            f"accumulate={run.accumulate} with {run.label}: its samples are its micro-batches; raise those instead."
+            f"accumulate={run.data.accumulate} with {run.method.label}: its samples are its micro-batches; raise those instead."
         )
 
 
-def _check_sampled(run: Run, sampled: int, every: int) -> None:
-    if sampled > run.replicas:
+def _check_sampled(placement: Placement, label: str, sampled: int, every: int) -> None:
+    if sampled > placement.replicas:
         raise ConfigurationError(
-            f"sampled={sampled} of {run.replicas} replicas: at most all can be; give more --replicas."
+            f"sampled={sampled} of {placement.replicas} replicas: at most all can be; give more --replicas."
         )
-    needed = 1 + math.ceil(every / run.checkpoint_every) if run.checkpoint_every else 1
-    if run.keep < needed:
+    needed = 1 + math.ceil(every / placement.checkpoint_every) if placement.checkpoint_every else 1
+    if placement.keep < needed:
         raise ConfigurationError(
-            f"keep={run.keep} with checkpoint_every={run.checkpoint_every} and {run.label}: who is not sampled is up to {every} steps ahead "
-            f"of the others, and would have dropped the checkpoints that they still need; give --keep {needed}."
+            f"keep={placement.keep} with checkpoint_every={placement.checkpoint_every} and {label}: who is not sampled is up to {every} "
+            f"steps ahead of the others, and would have dropped the checkpoints that they still need; give --keep {needed}."
         )
 
 
@@ -42,8 +43,8 @@ def evaluated(replica: object) -> str:
     return "anchors" if not isinstance(replica, Federated) or replica.informed else "start"
 
 
-def micro_batches(run: Run, replica: object) -> float:
+def micro_batches(accumulate: int, replica: object) -> float:
     """Of an inner step, in the mean over all replicas."""
     if isinstance(replica, ZerothOrder):
         return replica.samples
-    return run.accumulate * (replica.share if isinstance(replica, Attached) else 1.0)
+    return accumulate * (replica.share if isinstance(replica, Attached) else 1.0)

@@ -15,11 +15,12 @@ from thinwire.codecs import Shapes
 from thinwire.comm import Group, Link, parse_link
 from thinwire.diagnosis import Rules
 from thinwire.errors import LinkError
-from thinwire.lm.run import Run
+from thinwire.lm.settings import Placement
 from thinwire.membership import Membership, Timeouts
 from thinwire.membership.rendezvous import Rendezvous
 from thinwire.membership.view import Observe
 from thinwire.pieces.partition import Fragment
+from thinwire.pieces.schedule import Adaptive, Schedule
 from thinwire.strategy import Strategy
 
 QUIET_SECONDS = 3.0  # a member may be late for so long before it is reported
@@ -41,45 +42,45 @@ def largest_round(strategy: Strategy, fragments: Sequence[int | Shapes], replica
 
 
 def timeouts(
-    run: Run, strategy: Strategy, fragments: Sequence[int | Shapes], link: Link | None, step_seconds: float
+    placement: Placement, strategy: Strategy, fragments: Sequence[int | Shapes], link: Link | None, step_seconds: float
 ) -> Timeouts:
-    """The one time-out model, for `run`."""
-    schedule, nbytes = strategy.schedule, largest_round(strategy, fragments, run.replicas)
-    return Timeouts.of(schedule.every, schedule.delay, step_seconds, nbytes, link, run.grace)
+    """The one time-out model, for a run with this `placement`."""
+    schedule, nbytes = strategy.schedule, largest_round(strategy, fragments, placement.replicas)
+    return Timeouts.of(schedule.every, schedule.delay, step_seconds, nbytes, link, placement.grace)
 
 
-def heartbeat_timeout(run: Run) -> float:
-    """What a lighthouse for `run` is to be told. It depends on the link alone."""
-    schedule = run.make_strategy().schedule
-    return Timeouts.of(schedule.every, schedule.delay, 0.0, 0, parse_link(run.link)).heartbeat_timeout
+def heartbeat_timeout(schedule: Schedule | Adaptive, link: str) -> float:
+    """What a lighthouse for a run is to be told. It depends on the link alone."""
+    return Timeouts.of(schedule.every, schedule.delay, 0.0, 0, parse_link(link)).heartbeat_timeout
 
 
 def make_membership(
     member: MemberSpec,
-    run: Run,
+    placement: Placement,
     facts: Mapping[str, Any],
     times: Timeouts,
     wrap: Callable[[Group], Group],
     observe: Observe,
+    steps: int,
     saved: Mapping[str, Any],
 ) -> Membership:
-    """Those who are there, for `run`: `facts` must be alike on all, beside code, strategy and model. `saved`: the facts of this
-    replica's checkpoint; empty if it has none.
+    """The membership of one replica: `facts` must be alike on all, beside code, strategy and model. A run has `steps` steps. `saved`:
+    the facts of this replica's checkpoint; empty if it has none.
     """
-    times = replace(times, view=min(times.view, run.timeout))
-    texts = {name: str(value) for name, value in {"replicas": run.replicas, **facts}.items()}
+    times = replace(times, view=min(times.view, placement.timeout))
+    texts = {name: str(value) for name, value in {"replicas": placement.replicas, **facts}.items()}
     return Membership(
         member.rendezvous,
         member.name,
         facts=texts,
-        least=run.least,
+        least=placement.least,
         secret=member.secret,
         run=saved["agreed"].get("run", "") if saved else "",
-        most_steps=max(run.steps, saved.get("step", 0)),
+        most_steps=max(steps, saved.get("step", 0)),
         timeouts=times,
         wrap=wrap,
         observe=observe,
-        evict=Rules() if run.evict else None,
+        evict=Rules() if placement.evict else None,
     )
 
 
@@ -111,14 +112,16 @@ class RetryReporter:
 class AdaptiveTimeouts:
     """Timeouts for inner steps as they last now: from the median of the last 64, computed anew after 8, 16, 32, ... steps."""
 
-    def __init__(self, strategy: Strategy, run: Run, fragments: Sequence[Fragment], step_seconds: float) -> None:
+    def __init__(
+        self, strategy: Strategy, placement: Placement, fragments: Sequence[Fragment], step_seconds: float
+    ) -> None:
         self._shapes, self._recent = [fragment.shapes for fragment in fragments], deque([step_seconds], maxlen=64)
-        self._strategy, self._run, self._link = strategy, run, parse_link(run.link)
+        self._strategy, self._placement, self._link = strategy, placement, parse_link(placement.link)
         self._steps, self._now = 0, self.timeouts()
 
     def timeouts(self) -> Timeouts:
         seconds = statistics.median(self._recent)
-        return timeouts(self._run, self._strategy, self._shapes, self._link, seconds)
+        return timeouts(self._placement, self._strategy, self._shapes, self._link, seconds)
 
     def after_step(self, seconds: float) -> Timeouts:
         """The timeouts from here on."""

@@ -13,7 +13,6 @@ from torch import nn
 
 from thinwire.comm import Group
 from thinwire.lm.membership import MemberSpec
-from thinwire.lm.run import Run
 from thinwire.rng import derive
 
 
@@ -26,18 +25,18 @@ class Share:
     count: int
 
     @classmethod
-    def of(cls, run: Run, name: str) -> Share:
+    def of(cls, seed: int, replicas: int, name: str) -> Share:
         """replica-0, replica-1, ... have shares that never overlap; who has another name reads all of the text in an order of its own.
 
-        >>> Share.of(Run(replicas=3), "replica-1")
+        >>> Share.of(0, 3, "replica-1")
         Share(seed=0, index=1, count=3)
-        >>> Share.of(Run(replicas=3), "paris").count
+        >>> Share.of(0, 3, "paris").count
         1
         """
         number = re.fullmatch(r"replica-(0|[1-9][0-9]*)", name)
-        if number and int(number[1]) < run.replicas:
-            return cls(run.seed, int(number[1]), run.replicas)
-        return cls(derive(run.seed, f"order of {name}"), 0, 1)
+        if number and int(number[1]) < replicas:
+            return cls(seed, int(number[1]), replicas)
+        return cls(derive(seed, f"order of {name}"), 0, 1)
 
 
 @dataclass(frozen=True)
@@ -63,9 +62,9 @@ class Place:
         """All replicas hold the same model: the first rank of all writes it."""
         return self.group.rank == 0 and self.shard == 0
 
-    def share(self, run: Run) -> Share:
+    def share(self, seed: int, replicas: int) -> Share:
         """Of the text."""
-        return Share(run.seed, self.group.rank, self.group.size)
+        return Share(seed, self.group.rank, self.group.size)
 
 
 @dataclass(frozen=True)
@@ -91,9 +90,9 @@ class ElasticPlace:
         """A member cannot know who is left at the end, so each writes the model."""
         return True
 
-    def share(self, run: Run) -> Share:
+    def share(self, seed: int, replicas: int) -> Share:
         """Of the text."""
-        return Share.of(run, self.member.name)
+        return Share.of(seed, replicas, self.member.name)
 
 
 def shard(model: nn.Module, replicas: int, shards: int, device: torch.device) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import platform
 import subprocess
@@ -27,22 +26,24 @@ def start(
     run: Run, share: Share, composition: Strategy | Method, fragments: Sequence[Fragment], corpus: Corpus
 ) -> dict[str, Any]:
     """The fields of a start event."""
-    link, shapes = parse_link(run.link), [fragment.shapes for fragment in fragments]
+    link, shapes = parse_link(run.placement.link), [fragment.shapes for fragment in fragments]
     made_of = {
         "made_of": run.made_of() | {"fragments": len(fragments)},
         "corpus": corpus.describe(),
-        "exchanges": composition.choices(shapes, run.replicas) if isinstance(composition, Strategy) else [],
+        "exchanges": composition.choices(shapes, run.placement.replicas) if isinstance(composition, Strategy) else [],
     }
     return {
         "wall_time": time.time(),
-        "replica": share.index if share.count == run.replicas else run.replicas,  # in tables own names come last
-        "replicas": run.replicas,
-        "run": dataclasses.asdict(run) | made_of,
-        "strategy": run.label,
+        "replica": share.index
+        if share.count == run.placement.replicas
+        else run.placement.replicas,  # in tables own names come last
+        "replicas": run.placement.replicas,
+        "run": run.settings() | made_of,
+        "strategy": run.method.label,
         "parameters": sum(parameter.numel() for fragment in fragments for _, parameter in fragment.parameters),
         "fragments": [{"name": fragment.name, "numel": fragment.numel} for fragment in fragments],
         "link": link and {"bits_per_second": link.bits_per_second, "delay_seconds": link.delay_seconds},
-        "carrier": run.carrier,
+        "carrier": run.placement.carrier,
         "machine": machine(),
     }
 

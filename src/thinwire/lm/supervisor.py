@@ -71,9 +71,9 @@ def train_elastic(
 
     Raises `LinkError` saying why, if none of them has finished; `CheckpointError` if none has anything to resume from.
     """
-    open_corpus(run, folder)  # once, before all of them want it; a mistake in the text shows here
+    open_corpus(run.data, run.model.model, folder)  # once, before all of them want it; a mistake in the text shows here
     (folder / "logs").mkdir(exist_ok=True)
-    names = [seat.name] if seat else [f"replica-{index}" for index in range(run.replicas)]
+    names = [seat.name] if seat else [f"replica-{index}" for index in range(run.placement.replicas)]
     # with a seat the others, elsewhere, may hold what is agreed
     if resume and not seat and not any(newest(folder / "checkpoints" / name)[0] for name in names):
         raise CheckpointError(
@@ -84,11 +84,11 @@ def train_elastic(
     with _lighthouse(run, seat, secret, folder / "logs" / "lighthouse.txt") as address:
         shared = sharing_cores(len(names))
         replicas = [_Replica(folder, name, address, index, shared, secret) for index, name in enumerate(names)]
-        needed = 1 if seat else run.least
+        needed = 1 if seat else run.placement.least
         for replica in replicas:
             replica.begin(resume)
         try:
-            _watch(replicas, needed, None if seat else run.timeout, tick, say, stop or Stop())
+            _watch(replicas, needed, None if seat else run.placement.timeout, tick, say, stop or Stop())
         except BaseException:
             end([replica.process for replica in replicas])
             raise
@@ -108,7 +108,13 @@ def _lighthouse(run: Run, seat: Seat | None, secret: Path | None, log: Path) -> 
         return
     with log.open("a", buffering=1) as lines:
         tell = lambda line: lines.write(line + "\n")  # noqa: E731
-        lighthouse = Lighthouse("127.0.0.1", 0, heartbeat_timeout(run), secret_in(secret, make=True), tell)
+        lighthouse = Lighthouse(
+            "127.0.0.1",
+            0,
+            heartbeat_timeout(run.make_strategy().schedule, run.placement.link),
+            secret_in(secret, make=True),
+            tell,
+        )
         try:
             yield lighthouse.address
         finally:

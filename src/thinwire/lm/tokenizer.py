@@ -14,33 +14,34 @@ from thinwire.errors import ConfigurationError
 from thinwire.lm.data import Corpus
 from thinwire.lm.export import described, draft_folder
 from thinwire.lm.huggingface import Pretrained, has_weights, own_tokenizer
-from thinwire.lm.run import Run
+from thinwire.lm.settings import DataSpec
 from thinwire.lm.tokens import BPE, END, Bytes, Tokenizer
 
 FILE = "tokenizer.json"
 
 
-def open_corpus(run: Run, folder: Path | None = None) -> Corpus:
-    """The run's text, tokenised (once on every machine). `folder`: the run's, which may hold the tokenizer that it began with.
+def open_corpus(data: DataSpec, model: str, folder: Path | None = None) -> Corpus:
+    """The text, tokenised (once on every machine), for `model` (as `--model` names it). `folder`: the run's, which may hold the tokenizer
+    that it began with.
 
-    Raises `ConfigurationError` if the run's model was trained with another tokenizer.
+    Raises `ConfigurationError` if the model was trained with another tokenizer.
     """
-    corpus = Corpus.open(run.text, make_tokenizer(run), column=run.column)
-    kept = _kept(run, folder)
+    corpus = Corpus.open(data.text, make_tokenizer(data, model), column=data.column)
+    kept = _kept(data, model, folder)
     if kept and kept.fingerprint != corpus.tokenizer.fingerprint:  # trained on other text, or a file that was replaced
-        corpus = Corpus.open(run.text, kept, column=run.column)
-    known = _trained_with(run)
+        corpus = Corpus.open(data.text, kept, column=data.column)
+    known = _trained_with(data, model)
     if known and known != corpus.tokenizer.fingerprint:
         raise ConfigurationError(
-            f"tokenizer={run.tokenizer!r} is {corpus.tokenizer.fingerprint}, {run.model} was trained with {known}: token numbers would "
-            f"change their meaning; leave --tokenizer out to take the model's own ({_own(run.model)[0]})."
+            f"tokenizer={data.tokenizer!r} is {corpus.tokenizer.fingerprint}, {model} was trained with {known}: token numbers would "
+            f"change their meaning; leave --tokenizer out to take the model's own ({_own(model)[0]})."
         )
     return corpus
 
 
-def make_tokenizer(run: Run) -> Tokenizer:
+def make_tokenizer(data: DataSpec, model: str) -> Tokenizer:
     """The tokenizer that was asked for, else the model's own, else bytes; a BPE that is named by its size is not trained yet."""
-    return _named(run.tokenizer or _own(run.model)[0])
+    return _named(data.tokenizer or _own(model)[0])
 
 
 def _named(asked: str) -> Tokenizer:
@@ -56,7 +57,7 @@ def _named(asked: str) -> Tokenizer:
     return BPE(int(what)) if what.isdigit() else BPE.load(what)
 
 
-def keep_tokenizer(folder: Path, run: Run, tokenizer: Tokenizer, writer: str) -> None:
+def keep_tokenizer(folder: Path, model: str, tokenizer: Tokenizer, writer: str) -> None:
     """Write `tokenizer` to the run's folder, for those who use the model and for resuming; bytes need no file. Several replicas may do
     so at once, each as a `writer` of its own name.
     """
@@ -67,24 +68,24 @@ def keep_tokenizer(folder: Path, run: Run, tokenizer: Tokenizer, writer: str) ->
             tokenizer.save(draft)
         elif isinstance(tokenizer, BPE) and tokenizer.file:
             shutil.copyfile(tokenizer.file, draft / FILE)
-            if run.model.startswith("hf:"):  # for transformers' AutoTokenizer
+            if model.startswith("hf:"):  # for transformers' AutoTokenizer
                 said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
                 (draft / "tokenizer_config.json").write_text(json.dumps(said))
 
 
-def _kept(run: Run, folder: Path | None) -> Tokenizer | None:
+def _kept(data: DataSpec, model: str, folder: Path | None) -> Tokenizer | None:
     if folder is None or not (folder / FILE).exists():
         return None
-    kind = (run.tokenizer or _own(run.model)[0]).partition(":")[0]
+    kind = (data.tokenizer or _own(model)[0]).partition(":")[0]
     return Pretrained.load(folder) if kind == "hf" else BPE.load(folder / FILE)
 
 
-def _trained_with(run: Run) -> str | None:
-    """The fingerprint of the tokenizer that the weights of the run's model were trained with; None for fresh ones, and where nobody knows."""
-    name, known = _own(run.model)
-    if run.model.startswith("hf:") and not has_weights(run.model.removeprefix("hf:")):
+def _trained_with(data: DataSpec, model: str) -> str | None:
+    """The fingerprint of the tokenizer that the weights of `model` were trained with; None for fresh ones, and where nobody knows."""
+    name, known = _own(model)
+    if model.startswith("hf:") and not has_weights(model.removeprefix("hf:")):
         return None
-    if known or name == "bytes" or run.tokenizer is None:
+    if known or name == "bytes" or data.tokenizer is None:
         return known
     try:
         return _named(name).fingerprint

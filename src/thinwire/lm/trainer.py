@@ -64,31 +64,34 @@ class Trainer(ABC):
     def __init__(self, run: Run, place: Place | ElasticPlace, log: EventLog) -> None:
         self.run, self.place, self.log = run, place, log
         self.ledger, self.clock, self.eval_loss = Ledger(), Clock(), math.nan
-        self.corpus, self.share = open_corpus(run, place.folder), place.share(run)
+        self.corpus, self.share = (
+            open_corpus(run.data, run.model.model, place.folder),
+            place.share(run.seed, run.placement.replicas),
+        )
         facts = run.shared() | {"tokenizer": self.corpus.tokenizer.fingerprint}
         self._agree(facts)
-        keep_tokenizer(place.folder, run, self.corpus.tokenizer, place.name)
+        keep_tokenizer(place.folder, run.model.model, self.corpus.tokenizer, place.name)
         self.device = torch.device("cuda", place.gpu) if torch.cuda.is_available() else torch.device("cpu")
-        self.bf16 = run.precision == "bf16" or (
-            run.precision == "auto" and self.device.type == "cuda" and torch.cuda.is_bf16_supported()
+        self.bf16 = run.model.precision == "bf16" or (
+            run.model.precision == "auto" and self.device.type == "cuda" and torch.cuda.is_bf16_supported()
         )
-        self.model = make_model(run, self.corpus.vocabulary).to(self.device)
-        if place.shards > 1 and run.lora:
+        self.model = make_model(run.model, run.data.sequence, run.seed, self.corpus.vocabulary).to(self.device)
+        if place.shards > 1 and run.model.lora:
             raise ConfigurationError(
-                f"lora={run.lora} on replicas of {place.shards} ranks: adapters need whole replicas; start one process a replica."
+                f"lora={run.model.lora} on replicas of {place.shards} ranks: adapters need whole replicas; start one process a replica."
             )
         if place.shards > 1:
-            shard(self.model, run.replicas, place.shards, self.device)
+            shard(self.model, run.placement.replicas, place.shards, self.device)
         self.method, self.inner = run.make_method(), run.make_inner()
         self.lr_factor = 1.0 if self.method else self.inner.lr_factor
         if self.method:
-            self.optimizer = self.method.optimizer(self.model, run.lr)
+            self.optimizer = self.method.optimizer(self.model, run.optimizer.lr)
         else:
-            self.optimizer = self.inner.make(self.model, run.lr, run.weight_decay)
+            self.optimizer = self.inner.make(self.model, run.optimizer.lr, run.optimizer.weight_decay)
         self.parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         self.checkpoints = place.folder / "checkpoints" / place.name
         self.replica = self._attach(facts)
-        self.micros = micro_batches(run, self.replica)
+        self.micros = micro_batches(run.data.accumulate, self.replica)
 
     @abstractmethod
     def _agree(self, facts: dict[str, Any]) -> None:
@@ -126,7 +129,7 @@ class Trainer(ABC):
 
     def _wrapped(self, group: Group) -> Group:
         """Counted, and on the emulated link."""
-        link, counted = parse_link(self.run.link), CountedGroup(group, self.ledger)
+        link, counted = parse_link(self.run.placement.link), CountedGroup(group, self.ledger)
         return LinkedGroup(counted, link, self.ledger) if link else counted
 
     def train(self) -> dict[str, Any]:
@@ -138,7 +141,7 @@ class Trainer(ABC):
             self._resume()
         try:
             self._loop()
-            whole = self.replica.step >= run.steps
+            whole = self.replica.step >= run.optimizer.steps
             if whole:
                 self._finish()
         except (LinkError, EndedError) as error:
@@ -159,26 +162,26 @@ class Trainer(ABC):
 
     def _loop(self) -> None:
         run, replica = self.run, self.replica
-        eval_every = run.eval_every or max(1, run.steps // 10)
-        while replica.step < run.steps and not replica.stopping:
+        eval_every = run.data.eval_every or max(1, run.optimizer.steps // 10)
+        while replica.step < run.optimizer.steps and not replica.stopping:
             if self.place.stop.is_set():
                 replica.request_stop()
             before = replica.step
             self._inner_step()
-            if _passed(before, replica.step, eval_every) and replica.step < run.steps:
+            if _passed(before, replica.step, eval_every) and replica.step < run.optimizer.steps:
                 self._evaluate()
-            if _passed(before, replica.step, run.checkpoint_every):
+            if _passed(before, replica.step, run.placement.checkpoint_every):
                 self._save()
 
     def _finish(self) -> None:
         """The last rounds. A stop that comes now ends the waiting for the others."""
         run, replica = self.run, self.replica
-        if run.checkpoint_every and replica.step % run.checkpoint_every:
+        if run.placement.checkpoint_every and replica.step % run.placement.checkpoint_every:
             self._save()  # what a longer run goes on from, and a kill in the last round
         began = time.monotonic()
         with watching(self._pass_on_a_stop, 0.05, "thinwire-stop"):  # this thread waits for others
             if isinstance(replica, Replica):
-                replica.finish(keep_seconds=run.timeout)
+                replica.finish(keep_seconds=run.placement.timeout)
             else:
                 replica.finish()
         self.clock.loop_seconds += time.monotonic() - began
@@ -209,7 +212,7 @@ class Trainer(ABC):
         run, replica = self.run, self.replica
         begin, begun = self.log.seconds(), time.monotonic()
         paused = replica.seconds
-        lr = learning_rate(run, replica.step + 1)
+        lr = learning_rate(run.optimizer, replica.step + 1)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * self.lr_factor
         if isinstance(replica, ZerothOrder):  # forward passes only: there is no gradient whose norm could be told
@@ -223,7 +226,7 @@ class Trainer(ABC):
         self.clock.trained += 1
         self.clock.loop_seconds += seconds
         self.clock.compute_seconds += compute
-        tokens = round(run.batch * run.sequence * self.micros)
+        tokens = round(run.data.batch * run.data.sequence * self.micros)
         self.log.emit(
             "step", replica.step, loss=loss, lr=lr, grad_norm=norm_value, tokens=tokens, begin=begin, compute_seconds=compute
         )  # fmt: skip
@@ -235,14 +238,14 @@ class Trainer(ABC):
         if isinstance(replica, Attached) and replica.idle:
             replica.skip()
             return math.nan, math.nan
-        for micro in range(run.accumulate):
-            part = self._loss(replica.step * run.accumulate + micro) / run.accumulate
+        for micro in range(run.data.accumulate):
+            part = self._loss(replica.step * run.data.accumulate + micro) / run.data.accumulate
             torch.autograd.backward(part)
             loss += float(part.detach())
         replica.exchange_gradients()
         # filters clip by themselves, before the exchange
         by_filters = isinstance(replica, Replica) and bool(replica.strategy.filters)
-        most = math.inf if by_filters else run.clip or math.inf
+        most = math.inf if by_filters else run.optimizer.clip or math.inf
         if isinstance(replica, Replica) and isinstance(replica.strategy.signal, Gradients) and self.place.shards == 1:
             norm_value = clip_alike(self.model.parameters(), most)
         else:
@@ -258,7 +261,7 @@ class Trainer(ABC):
     def _loss(self, micro: int) -> Tensor:
         run, place, share = self.run, self.place, self.share
         tokens, targets = self.corpus.batch(
-            share.seed, share.index, share.count, micro, run.batch, run.sequence, place.shard, place.shards
+            share.seed, share.index, share.count, micro, run.data.batch, run.data.sequence, place.shard, place.shards
         )
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
             loss: Tensor = self.model(tokens.to(self.device), targets.to(self.device)).loss
@@ -274,7 +277,9 @@ class Trainer(ABC):
             torch.no_grad(),
             torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16),
         ):
-            for tokens, targets in self.corpus.held_out(self.run.batch, self.run.sequence, self.run.eval_batches):
+            for tokens, targets in self.corpus.held_out(
+                self.run.data.batch, self.run.data.sequence, self.run.data.eval_batches
+            ):
                 losses.append(float(self.model(tokens.to(self.device), targets.to(self.device)).loss))
         self.model.train()
         loss, of = sum(losses) / len(losses), evaluated(self.replica)
@@ -292,7 +297,9 @@ class Trainer(ABC):
         """A checkpoint that cannot be written is reported and training goes on: the one before is still there."""
         began = time.monotonic()
         try:
-            path = checkpoint.save(self.checkpoints, self.replica, dataclasses.asdict(self._totals()), self.run.keep)
+            path = checkpoint.save(
+                self.checkpoints, self.replica, dataclasses.asdict(self._totals()), self.run.placement.keep
+            )
         except CheckpointError as error:
             self.log.emit("warning", self.replica.step, message=str(error))
             return error
@@ -319,14 +326,14 @@ class Trainer(ABC):
     def _tokens(self) -> int:
         """Of all replicas; of an elastic member, its own."""
         steps = self.counted_steps * self.counted_replicas
-        return round(steps * self.run.batch * self.run.sequence * self.micros)
+        return round(steps * self.run.data.batch * self.run.data.sequence * self.micros)
 
     def _summary(self, stopped: bool) -> dict[str, Any]:
         run, totals = self.run, self._totals()
         privacy = self.replica.strategy.privacy if isinstance(self.replica, Replica) else None
         return {
-            "strategy": run.strategy,
-            "replicas": run.replicas,
+            "strategy": run.method.strategy,
+            "replicas": run.placement.replicas,
             "steps": self.replica.step,
             "stopped": stopped,
             "seed": run.seed,
@@ -339,17 +346,18 @@ class Trainer(ABC):
             "wall_seconds": totals.loop_seconds,
             "stall_seconds": totals.stall_seconds,
             "ledger": totals.ledger,
-            "privacy": privacy and privacy.spent(releases(self.log, len(self.replica.fragments)), run.replicas),
+            "privacy": privacy
+            and privacy.spent(releases(self.log, len(self.replica.fragments)), run.placement.replicas),
             "weights": digest(self.replica.anchors()).hex(),  # of the outer ones: equal on all replicas
-            "link": None if parse_link(run.link) is None else run.link,
-            "provenance": "emulated" if parse_link(run.link) else "measured",
+            "link": None if parse_link(run.placement.link) is None else run.placement.link,
+            "provenance": "emulated" if parse_link(run.placement.link) else "measured",
         }
 
     def _export(self, mark: str = "") -> Path:
         """RUN/model.safetensors: the outer weights, which are the trained model; with a `mark`, those that may not be the last."""
         weights, path = self.replica.export(), self.place.folder / f"model{mark}.safetensors"
         if self.place.writes_the_model:
-            store(self.place.folder, self.run, self.corpus.tokenizer, self.model, weights, self.place.name, mark)
+            store(self.place.folder, self.run.model, self.corpus.tokenizer, self.model, weights, self.place.name, mark)
         if not mark:
             path.with_name("model.stale.safetensors").unlink(missing_ok=True)
         return path

@@ -16,7 +16,7 @@ import torch
 import thinwire.lm.launch  # noqa: F401  # all that a replica imports
 from thinwire.comm import Group, run_threads
 from thinwire.errors import ConfigurationError
-from thinwire.lm.run import Run
+from thinwire.lm.settings import ModelSpec
 from thinwire.lm.setup import make_model
 from thinwire.plan.machine import BASE_NBYTES
 from thinwire.recipes import streaming_diloco
@@ -44,7 +44,7 @@ def base_nbytes() -> int:
 
 
 def _train(group: Group) -> None:
-    model = make_model(Run(model="nano"), 256)
+    model = make_model(ModelSpec(model="nano"), 128, 0, 256)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     tokens = torch.zeros(1, 16, dtype=torch.long)
     with Replica(streaming_diloco(every=2, delay=1), model, optimizer, group):

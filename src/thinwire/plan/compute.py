@@ -19,6 +19,7 @@ from thinwire.errors import ConfigurationError
 from thinwire.lm.huggingface import outline
 from thinwire.lm.model import Transformer
 from thinwire.lm.run import Run
+from thinwire.lm.settings import DataSpec
 from thinwire.lm.setup import make_model
 from thinwire.pieces.inner_optimizers import AdamW
 from thinwire.plan import machine
@@ -32,22 +33,22 @@ FRAGMENTS = (1 << 20, 1 << 22, 1 << 25)  # parameters that codecs are timed with
 _DISK_NBYTES = 64 << 20
 
 
-def vocabulary(run: Run) -> int:
-    """Of the run's tokenizer, without its text."""
-    kind, _, what = (run.tokenizer or "bytes").partition(":")
+def vocabulary(data: DataSpec) -> int:
+    """Of the tokenizer, without its text."""
+    kind, _, what = (data.tokenizer or "bytes").partition(":")
     if kind == "bytes":
         return 256
     if not what.isdigit():
         raise ConfigurationError(
-            f"tokenizer={run.tokenizer!r}: bytes or bpe:SIZE is needed here, so that its size is known."
+            f"tokenizer={data.tokenizer!r}: bytes or bpe:SIZE is needed here, so that its size is known."
         )
     return int(what)
 
 
 def shape_of(run: Run) -> Shape:
     """The shape of the run's model: exact for Thinwire's own, an outline of a Hugging Face one. Raises `ConfigurationError`."""
-    if run.model.startswith("hf:"):
-        return _outline(run.model.removeprefix("hf:"), vocabulary(run), run.sequence)
+    if run.model.model.startswith("hf:"):
+        return _outline(run.model.model.removeprefix("hf:"), vocabulary(run.data), run.data.sequence)
     model = skeleton(run)
     assert isinstance(model, Transformer)
     return model.architecture
@@ -57,13 +58,13 @@ _outline = lru_cache(maxsize=64)(outline_of)
 
 
 def skeleton(run: Run, tokens: int | None = None) -> nn.Module:
-    """The run's model without storage, for a vocabulary of so many `tokens` (without: `vocabulary(run)`), and without reading its
+    """The run's model without storage, for a vocabulary of so many `tokens` (without: `vocabulary(run.data)`), and without reading its
     text; of a Hugging Face one no weights are fetched."""
-    tokens = vocabulary(run) if tokens is None else tokens
-    if run.model.startswith("hf:"):
-        return outline(run.model.removeprefix("hf:"), tokens)
+    tokens = vocabulary(run.data) if tokens is None else tokens
+    if run.model.model.startswith("hf:"):
+        return outline(run.model.model.removeprefix("hf:"), tokens)
     with torch.device("meta"):
-        return make_model(run, tokens)
+        return make_model(run.model, run.data.sequence, run.seed, tokens)
 
 
 def probe_machine(run: Run, name: str, memory_nbytes: int, seconds: float = 1.0, place: Path = Path()) -> Machine:
@@ -77,16 +78,18 @@ def probe_machine(run: Run, name: str, memory_nbytes: int, seconds: float = 1.0,
     shape = shape_of(run)
     before = 0 if torch.cuda.is_available() else resident_nbytes()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = make_model(run, shape.vocabulary).to(device)
+    model = make_model(run.model, run.data.sequence, run.seed, shape.vocabulary).to(device)
     optimizer = AdamW().make(model, lr=1e-3, weight_decay=0.01)
-    bf16 = run.precision == "bf16" or (run.precision == "auto" and device.type == "cuda")
+    bf16 = run.model.precision == "bf16" or (run.model.precision == "auto" and device.type == "cuda")
     steps = list(_steps(run, model, device, bf16, seconds, before, memory_nbytes))
     update = _median(optimizer.step, seconds / 4)
-    best = max(step.batch / step.seconds for step in steps) * run.sequence * shape.flops_per_token(run.sequence)
+    best = (
+        max(step.batch / step.seconds for step in steps) * run.data.sequence * shape.flops_per_token(run.data.sequence)
+    )
     numels = sorted({min(numel, shape.parameters()) for numel in FRAGMENTS})  # no fragment is larger than the model
     return Machine(
-        name=name, memory_nbytes=memory_nbytes, flops_per_second=best, device=device.type, model=run.model,
-        sequence=run.sequence, flops_per_token=float(shape.flops_per_token(run.sequence)), parameters=shape.parameters(),
+        name=name, memory_nbytes=memory_nbytes, flops_per_second=best, device=device.type, model=run.model.model,
+        sequence=run.data.sequence, flops_per_token=float(shape.flops_per_token(run.data.sequence)), parameters=shape.parameters(),
         steps=tuple(steps), update_seconds=update,
         codecs={repr(codec): tuple(codec_speed(codec, seconds / 8, numel) for numel in numels) for codec in CODECS},
         disk_nbytes_per_second=disk_speed(place), base_nbytes=base_nbytes(), word="measured",
@@ -99,7 +102,7 @@ def _steps(
     """Forward and backward in doubling micro-batches."""
     batch, peak = 1, 0
     while True:
-        tokens = torch.randint(0, 256, (batch, run.sequence), device=device)
+        tokens = torch.randint(0, 256, (batch, run.data.sequence), device=device)
 
         def once(tokens: torch.Tensor = tokens) -> None:
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16):

@@ -19,7 +19,7 @@ USELESS = 0.5  # utilisation below which something is refused outright
 def sentence(setting: Setting, best: Setting) -> str:
     """Why this row stands where it stands, in one sentence."""
     run, pace = setting.run, setting.pace
-    if run.replicas == 1:
+    if run.placement.replicas == 1:
         return "One replica alone: nothing is sent, and an outer step on its own deltas is a gain; but nobody shares the work."
     schedule = run.make_strategy().schedule
     flight, window = text_of_seconds(setting.flight_seconds), text_of_seconds(schedule.delay * setting.step_seconds)
@@ -56,11 +56,11 @@ def refused(task: Task, best: Setting) -> list[cost.Refusal]:
         return []
     shape, run = shape_of(task.base), best.run
     machine = task.machine(best.places[0])
-    micro = machine.micro_seconds(shape, run.sequence, run.batch)
-    found = [cost.tensor_parallel(task.links, shape, run.sequence, run.batch, micro)]
+    micro = machine.micro_seconds(shape, run.data.sequence, run.data.batch)
+    found = [cost.tensor_parallel(task.links, shape, run.data.sequence, run.data.batch, micro)]
     places = best.places if len(best.places) > 1 else range(len(task.links))
-    order, chain = placement.best_chain(task.links, places, 4 * run.batch * run.sequence * shape.width)
-    stages, micros = len(places), max(len(places), run.accumulate)
+    order, chain = placement.best_chain(task.links, places, 4 * run.data.batch * run.data.sequence * shape.width)
+    stages, micros = len(places), max(len(places), run.data.accumulate)
     step = pipeline_seconds(stages, micros, micro / stages, chain / 2 / max(1, stages - 1))
     share = micros * micro / stages / step
     path = " → ".join(task.links.names[place] for place in order) if order else f"through {stages} sites"
@@ -122,7 +122,7 @@ def shards(
     found = []
     for way in dict.fromkeys([*(Shards(*each) for each in known), *([asked] if asked else [])]):
         sent = [0.0] * len(levels)
-        for phase in traffic(way, parameters, ranks, levels, FP32, best.run.accumulate):
+        for phase in traffic(way, parameters, ranks, levels, FP32, best.run.data.accumulate):
             sent[phase.level] += phase.nbytes
         found.append((way, way.nbytes(parameters, FP32), sent))
     return found

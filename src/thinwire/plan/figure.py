@@ -15,7 +15,7 @@ import numpy as np
 
 from thinwire.codecs import nested
 from thinwire.errors import ThinwireError
-from thinwire.lm.run import Run
+from thinwire.lm.run import PART_OF, Run
 from thinwire.own_files import shortened
 from thinwire.plan import cost
 from thinwire.plan.setting import METHODS, Setting, Task
@@ -128,15 +128,14 @@ def rates_of_runs(records: Sequence[RunRecord]) -> Chart | None:
 
 def _of_run(record: RunRecord, number: int) -> list[Json]:
     """From a tenth of the rate that is least needed, or of the link's, to thirty times it."""
-    known = {field.name for field in dataclasses.fields(Run)}
     given: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value
         for key, value in record.settings.items()
-        if key in known
+        if key in PART_OF
     }
     if any(isinstance(value, str) and shortened(value) != value for value in given.values()):
         return []  # a file that a record names is not imported
-    strategy = Run(**given).make_strategy()
+    strategy = Run.of(**given).make_strategy()
     size, numels = record.summary.replicas, [numel for _, numel in record.fragments]
     steps = [float(np.nanmedian(r.compute_seconds)) for r in record.replicas if np.isfinite(r.compute_seconds).any()]
     step = max(steps, default=0.0)

@@ -9,7 +9,6 @@ A composition is made and checked once, whatever the number of sites.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,7 +46,7 @@ def settings(task: Task) -> list[Setting]:
     if found := sorted(_priced(_Search(task)), key=_rank):
         return found
     raise ConfigurationError(
-        f"exchange={task.base.exchange}: it is for none of 1 to {len(task.links)} replicas; give the sites of these, or leave it out."
+        f"exchange={task.base.method.exchange}: it is for none of 1 to {len(task.links)} replicas; give the sites of these, or leave it out."
     )
 
 
@@ -69,7 +68,7 @@ def _rank(setting: Setting) -> tuple[object, ...]:
     """Within half a percent: what the laws cover, what sends less, what has time to spare in the air, the shorter delay."""
     useful = round(math.log(setting.useful_tokens_per_second) * 200)
     sent = round(math.log(1 + setting.bits_per_second) * 20)
-    delay = setting.candidate.run.delay or 0
+    delay = setting.candidate.run.method.delay or 0
     hurried = setting.flight_seconds > delay * setting.step_seconds / 2
     return not setting.fits, -useful, len(setting.loss.warnings), sent, hurried, delay, setting.label
 
@@ -82,10 +81,8 @@ def _runs(base: Run, methods: Sequence[str], codecs: Mapping[str, tuple[str | No
             for every in EVERY if "every" in taken else (None,):
                 for delay in DELAY if "delay" in taken else (None,):
                     if not (delay and every and 2 * delay > every):
-                        outer_lr = None if method in BY_LAW else run.outer_lr
-                        yield dataclasses.replace(
-                            run, codec=codec, every=every, delay=delay, offsets=None, outer_lr=outer_lr
-                        )
+                        outer_lr = None if method in BY_LAW else run.method.outer_lr
+                        yield run.changed(codec=codec, every=every, delay=delay, offsets=None, outer_lr=outer_lr)
 
 
 class _Search:
@@ -164,28 +161,28 @@ class _Search:
             law = scaling.predict("batch_tokens", self.shape.parameters(), _law_replicas(candidate, replicas), "joint")
             wanted, warnings = law.value, law.warnings
         else:
-            wanted = task.base.batch * task.base.accumulate * task.base.sequence * replicas
+            wanted = task.base.data.batch * task.base.data.accumulate * task.base.data.sequence * replicas
             says = f"the batch law is for {FITTED[0]:.3g} to 1e+10 parameters; the run file's batch is kept"
             warnings = (Outside("batch-outside-fit", says),)
-        return max(task.ranks, round(wanted / replicas / task.base.sequence)), warnings
+        return max(task.ranks, round(wanted / replicas / task.base.data.sequence)), warnings
 
     def learning_rate(self, candidate: Candidate, replicas: int) -> float:
         """The joint law's where it was fitted or checked; else the base run's."""
         if not self.within:
-            return self.task.base.lr
+            return self.task.base.optimizer.lr
         law = scaling.predict("learning_rate", self.shape.parameters(), _law_replicas(candidate, replicas), "joint")
         return float(f"{law.value:.3g}")
 
     def outer_lr(self, candidate: Candidate, replicas: int) -> float | None:
         """The law's for DiLoCo; else the base run's, where the method takes one."""
-        if candidate.run.strategy not in BY_LAW:
-            return candidate.run.outer_lr
+        if candidate.run.method.strategy not in BY_LAW:
+            return candidate.run.method.outer_lr
         return scaling.outer_lr(replicas).value if self.within else None
 
     def expected(self, candidate: Candidate, replicas: int) -> tuple[Prediction, float]:
         """Loss and density."""
         schedule = candidate.strategy.schedule
-        given = candidate.run.strategy, float(self.shape.parameters()), replicas, schedule.every, schedule.delay
+        given = candidate.run.method.strategy, float(self.shape.parameters()), replicas, schedule.every, schedule.delay
         return _expected(*given, self.task.tokens)
 
     def sent(self, candidate: Candidate, replicas: int) -> tuple[tuple[int, int], ...]:
@@ -211,7 +208,7 @@ def _expected(
 
 def _law_replicas(candidate: Candidate, replicas: int) -> int:
     """Joint laws are DiLoCo's; data-parallel training on any number of replicas is nearest to M = 1."""
-    return 1 if candidate.run.strategy == "data_parallel" else replicas
+    return 1 if candidate.run.method.strategy == "data_parallel" else replicas
 
 
 class _Group:
@@ -226,7 +223,7 @@ class _Group:
         self.limit = task.limit_nbytes(self.machines)
         self.wire_seconds = cost.wire_seconds(task.links, 1.0, places)  # of a byte to each
         self.way_seconds = cost.way_seconds(task.links, places)
-        given = [machine.warnings(search.shape, task.base.sequence) for machine in self.machines]
+        given = [machine.warnings(search.shape, task.base.data.sequence) for machine in self.machines]
         self.warnings = tuple(dict.fromkeys(warning for one in given for warning in one))
         self._traffic: dict[object, tuple[cost.Traffic, ...]] = {}
         self._ways: dict[int, list[tuple[int, int, float]]] = {}
@@ -258,14 +255,14 @@ class _Group:
         return min(self._inner_seconds(micro, 1) / micro for micro in sizes)
 
     def _inner_seconds(self, micro: int, accumulate: int) -> float:
-        shape, sequence, ranks = self.search.shape, self.task.base.sequence, self.task.ranks
+        shape, sequence, ranks = self.search.shape, self.task.base.data.sequence, self.task.ranks
         return max(machine.inner_seconds(shape, sequence, micro, accumulate, ranks) for machine in self.machines)
 
     def _memory(self, candidate: Candidate, micro: int, accumulate: int) -> Memory:
-        precision = self.task.base.precision
+        precision = self.task.base.model.precision
         return replica_memory(
             self.search.shape, candidate.strategy, candidate.numels, self.size, batch=micro,
-            sequence=self.task.base.sequence, accumulate=accumulate,
+            sequence=self.task.base.data.sequence, accumulate=accumulate,
             bf16=precision == "bf16" or (precision == "auto" and self.gpu), ranks=self.task.ranks,
         )  # fmt: skip
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -88,7 +87,7 @@ class Candidate:
 
     @cached_property
     def label(self) -> str:
-        return self.run.label
+        return self.run.method.label
 
 
 @dataclass(frozen=True)
@@ -117,9 +116,8 @@ class Setting:
     def run(self) -> Run:
         """Made and checked when it is asked for: most settings are only compared."""
         run = self.candidate.run
-        steps = max(1, math.ceil(self.tokens / (self.replicas * self.batch * self.accumulate * run.sequence)))
-        return dataclasses.replace(
-            run, replicas=self.replicas, least=min(run.least, self.replicas), batch=self.batch, accumulate=self.accumulate,
+        steps = max(1, math.ceil(self.tokens / (self.replicas * self.batch * self.accumulate * run.data.sequence)))
+        return run.changed(replicas=self.replicas, least=min(run.placement.least, self.replicas), batch=self.batch, accumulate=self.accumulate,
             steps=steps, lr=self.lr, outer_lr=self.outer_lr,
         )  # fmt: skip
 
@@ -129,7 +127,7 @@ class Setting:
 
     @property
     def method(self) -> str:
-        return self.candidate.run.strategy
+        return self.candidate.run.method.strategy
 
     @property
     def label(self) -> str:
@@ -147,7 +145,7 @@ class Setting:
 
     @property
     def tokens_per_second(self) -> float:
-        tokens = self.replicas * self.batch * self.accumulate * self.candidate.run.sequence
+        tokens = self.replicas * self.batch * self.accumulate * self.candidate.run.data.sequence
         return tokens * self.pace.utilization / self.step_seconds
 
     @property

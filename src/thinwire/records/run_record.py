@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from thinwire.errors import DataError
 from thinwire.files import contents, parsed
 from thinwire.records.membership import CARRIER, Participation, Steps, how_many, merged, numbers, text_of_steps
 from thinwire.records.replica_record import Evaluations, Note, ReplicaRecord, fragments_of
+from thinwire.records.run_file import read_run_file
 from thinwire.records.sessions import number, whole
 from thinwire.records.units import NOTHING, text_of_bits, text_of_loss, text_of_nbytes, text_of_seconds, text_of_share
 
@@ -167,7 +167,7 @@ def _settings(folder: Path, start: Mapping[str, Any]) -> tuple[Mapping[str, Any]
     path = folder / "run.toml"
     logged = start["run"] if isinstance(start["run"], dict) else {}
     try:
-        return parsed(tomllib.loads, contents(path)), []
+        return read_run_file(path)[0], []
     except FileNotFoundError:
         return logged, ["There is no run.toml; the settings are those of the event log."]
     except (OSError, ValueError) as error:

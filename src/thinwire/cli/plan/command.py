@@ -111,7 +111,8 @@ def main(arguments: Sequence[str]) -> int:
     console.print(_table(rows, task))
     for number, setting in enumerate(rows, 1):
         console.print(
-            f"{number}. {setting.run.label}, {_who(setting, task)}: {explain.sentence(setting, best)}", highlight=False
+            f"{number}. {setting.run.method.label}, {_who(setting, task)}: {explain.sentence(setting, best)}",
+            highlight=False,
         )
     if task.ranks > 1:
         console.print(_sharding(asked, task, best))
@@ -122,7 +123,7 @@ def main(arguments: Sequence[str]) -> int:
     ]
     for path, chart in drawn:
         if path:
-            figures.draw(chart(), f"{task.base.model}, up to {len(task.links)} replicas", path, "predicted")
+            figures.draw(chart(), f"{task.base.model.model}, up to {len(task.links)} replicas", path, "predicted")
             console.print(f"figure: {path}", soft_wrap=True, highlight=False)
     _write(asked.out, best, task)
     console.print(f"written: {asked.out}\nto train: {_command(asked.out, best, task)}", soft_wrap=True, highlight=False)
@@ -132,9 +133,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _task(asked: Options) -> Task:
-    run = Run.load(asked.run) if asked.run else Run()
+    run = Run.load(asked.run, options.advise) if asked.run else Run()
     changes = {name: getattr(asked, name) for name in ("model", "sequence", "text", "tokenizer")}
-    run = dataclasses.replace(run, **{name: value for name, value in changes.items() if value is not None})
+    run = run.changed(**{name: value for name, value in changes.items() if value is not None})
     if asked.links.endswith(".toml") or Path(asked.links).exists():
         links = Links.load(Path(asked.links))
         if asked.replicas not in (None, len(links)):
@@ -163,7 +164,7 @@ def _rows(found: Sequence[Setting], top: int) -> list[Setting]:
     distinct: dict[tuple[str, int, int | None], Setting] = {}
     for setting in found:
         methods.setdefault(setting.method, setting)
-        distinct.setdefault((setting.method, setting.replicas, setting.candidate.run.every), setting)
+        distinct.setdefault((setting.method, setting.replicas, setting.candidate.run.method.every), setting)
     chosen = list(dict.fromkeys([id(s) for s in (*methods.values(), *distinct.values())]))[: max(top, 1)]
     return [setting for setting in found if id(setting) in chosen]
 
@@ -171,7 +172,7 @@ def _rows(found: Sequence[Setting], top: int) -> list[Setting]:
 def _table(rows: Sequence[Setting], task: Task) -> Table:
     shape = shape_of(task.base)
     title = (
-        f"{task.base.model}, {text_of_count(shape.parameters())} parameters, {text_of_count(task.tokens)} tokens, "
+        f"{task.base.model.model}, {text_of_count(shape.parameters())} parameters, {text_of_count(task.tokens)} tokens, "
         f"up to {len(task.links)} replicas on links that were {task.links.word} (predicted)"
     )
     table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
@@ -182,7 +183,8 @@ def _table(rows: Sequence[Setting], task: Task) -> Table:
     for number, setting in enumerate(rows, 1):
         run, schedule = setting.run, setting.run.make_strategy().schedule
         table.add_row(
-            str(number), run.strategy, str(run.replicas), str(schedule.every), str(schedule.delay), f"{run.batch}×{run.accumulate}",
+            str(number), run.method.strategy, str(run.placement.replicas), str(schedule.every), str(schedule.delay),
+            f"{run.data.batch}×{run.data.accumulate}",
             text_of_share(setting.pace.utilization), text_of_count(setting.tokens_per_second),
             text_of_count(setting.useful_tokens_per_second), text_of_rate(setting.bits_per_second),
             text_of_nbytes(setting.memory_nbytes), _loss(setting), text_of_seconds(setting.seconds),
@@ -237,7 +239,7 @@ def _write(path: Path, best: Setting, task: Task) -> None:
     run = best.run
     if task.links.word == "emulated" and len(best.places) > 1:
         slowest = min(task.links.among(best.places).alone.values(), key=lambda link: link.bits_per_second)
-        run = dataclasses.replace(run, link=str(slowest))
+        run = run.changed(link=str(slowest))
     path.parent.mkdir(parents=True, exist_ok=True)
     run.save(path)
     names = ", ".join(f"{rank} = {task.links.names[place]}" for rank, place in enumerate(best.places))
@@ -252,12 +254,12 @@ def _write(path: Path, best: Setting, task: Task) -> None:
 
 def _command(path: Path, best: Setting, task: Task) -> str:
     run = best.run
-    if run.link != "none" or task.links.word == "emulated" or run.replicas * task.ranks == 1:
+    if run.placement.link != "none" or task.links.word == "emulated" or run.placement.replicas * task.ranks == 1:
         return f"thinwire train {path}"
     if task.ranks == 1:
-        return f"torchrun --nnodes {run.replicas} --node_rank RANK --master-addr HOST -m thinwire train {path} --out runs/planned"
+        return f"torchrun --nnodes {run.placement.replicas} --node_rank RANK --master-addr HOST -m thinwire train {path} --out runs/planned"
     return (
-        f"torchrun --nnodes {run.replicas} --node_rank RANK --nproc_per_node {task.ranks} --master-addr HOST "
+        f"torchrun --nnodes {run.placement.replicas} --node_rank RANK --nproc_per_node {task.ranks} --master-addr HOST "
         f"-m thinwire train {path} --out runs/planned"
     )
 
@@ -272,9 +274,11 @@ def _facts(rows: Sequence[Setting], best: Setting, task: Task, path: Path) -> di
         "run_file": str(path),
         "settings": [
             {
-                "strategy": setting.run.label, "composition": repr(setting.run.make_strategy()), "replicas": setting.run.replicas,
+                "strategy": setting.run.method.label, "composition": repr(setting.run.make_strategy()), 
+                "replicas": setting.run.placement.replicas,
                 "names": [task.links.names[place] for place in setting.places],
-                "batch": setting.run.batch, "accumulate": setting.run.accumulate, "lr": setting.run.lr, "steps": setting.run.steps,
+                "batch": setting.run.data.batch, "accumulate": setting.run.data.accumulate, 
+                "lr": setting.run.optimizer.lr, "steps": setting.run.optimizer.steps,
                 "step_seconds": setting.step_seconds, "compute_utilization": setting.pace.utilization,
                 "tokens_per_second": setting.tokens_per_second, "useful_tokens_per_second": setting.useful_tokens_per_second,
                 "bits_per_second": setting.bits_per_second, "period_nbytes": setting.period_nbytes,

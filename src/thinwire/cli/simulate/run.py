@@ -9,10 +9,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, ClassVar
 
 import numpy as np
-import tyro
 from rich.table import Table
 from torch import nn
 
@@ -45,7 +44,9 @@ SHOWN = 8  # replicas in the table
 class Options:
     """What `thinwire simulate run` takes, beside every option of a run."""
 
-    run_settings: Annotated[Run, tyro.conf.OmitArgPrefixes]
+    MOST_USED: ClassVar[tuple[str, ...]] = ("step_seconds", "out")
+
+    run_settings: Run
     """The run; --link is every replica's uplink."""
     step_seconds: float | None = None
     """An inner step; a report shows it, and `thinwire doctor` measures it."""
@@ -75,7 +76,7 @@ class Options:
     """Of the exchange thread, for a parameter of each replica's packet."""
     out: Path | None = None
     """Also write a run folder with event logs, run file and report page."""
-    run: tyro.conf.Positional[Path | None] = None
+    run: Path | None = None
     """A run file to take settings from."""
     json: bool = False
     """The table goes to stderr; stdout ends with one JSON object."""
@@ -91,11 +92,13 @@ def main(arguments: Sequence[str]) -> int:
     fragments, shapes = [(f.name, f.numel) for f in cut], [f.shapes for f in cut]
     with ExitStack() as stack:
         recorder = stack.enter_context(_recorder(asked, asked.out, scenario, fragments)) if asked.out else None
-        outcome = simulate(strategy, shapes, scenario, run.steps, recorder, lambda step: learning_rate(run, step))
+        outcome = simulate(
+            strategy, shapes, scenario, run.optimizer.steps, recorder, lambda step: learning_rate(run.optimizer, step)
+        )
         floor = scenario.floor_bits_per_second(strategy, shapes)
         summary = summary_of(run, fragments, outcome) | {"floor_bits_per_second": floor, "scenario": described(asked)}
         if recorder is not None:
-            recorder.end(outcome, run.steps, summary)
+            recorder.end(outcome, run.optimizer.steps, summary)
     console.print(_table(scenario, outcome, summary))
     if asked.out is not None:
         (asked.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
@@ -118,16 +121,18 @@ def make_scenario(asked: Options) -> Scenario:
     for name in ("step_variation", "link_variation"):
         if not 0 <= getattr(asked, name) < 10:
             raise ConfigurationError(f"{name}={getattr(asked, name)}: zero or more is needed; 0.3 is a lot.")
-    if not 1 <= asked.sharing <= run.replicas:
+    if not 1 <= asked.sharing <= run.placement.replicas:
         raise ConfigurationError(
-            f"sharing={asked.sharing} with {run.replicas} replicas: between 1 and {run.replicas} replicas share an uplink."
+            f"sharing={asked.sharing} with {run.placement.replicas} replicas: between 1 and {run.placement.replicas} replicas share an uplink."
         )
-    given = asked.links or (() if run.link == "none" else (run.link,))
+    given = asked.links or (() if run.placement.link == "none" else (run.placement.link,))
     if not given:
         raise ConfigurationError("a link is needed: --link 50mbit,30ms for all replicas, or --links with one for each.")
-    count = -(-run.replicas // asked.sharing)
-    factors = spread(1.0, asked.step_variation, run.replicas, run.seed, "steps")
-    steps = tuple(seconds * slow * own for slow, own in zip(islice(cycle(asked.slower), run.replicas), factors))
+    count = -(-run.placement.replicas // asked.sharing)
+    factors = spread(1.0, asked.step_variation, run.placement.replicas, run.seed, "steps")
+    steps = tuple(
+        seconds * slow * own for slow, own in zip(islice(cycle(asked.slower), run.placement.replicas), factors)
+    )
     rates = spread(1.0, asked.link_variation, count, run.seed, "links")
     links = [
         Link(link.bits_per_second * factor, link.delay_seconds)
@@ -140,7 +145,7 @@ def make_scenario(asked: Options) -> Scenario:
             Wire(link, asked.loss, Outages(down[1], down[0], derive(run.seed, "outages", number)) if down else ())
             for number, link in enumerate(links)
         ),
-        shares=tuple(rank // asked.sharing for rank in range(run.replicas)),
+        shares=tuple(rank // asked.sharing for rank in range(run.placement.replicas)),
         jitter=asked.jitter,
         stragglers=Stragglers(pause[1], pause[0]) if (pause := _times("stragglers", asked.stragglers, 2)) else None,
         failures=Failures(dead[1], *dead[:1], *dead[2:])
@@ -154,7 +159,7 @@ def make_scenario(asked: Options) -> Scenario:
 
 def skeleton(run: Run) -> nn.Module:
     """The run's model without storage, and without reading its text."""
-    return compute.skeleton(run, make_tokenizer(run).vocabulary)
+    return compute.skeleton(run, make_tokenizer(run.data, run.model.model).vocabulary)
 
 
 def described(asked: Options) -> dict[str, Any]:
@@ -168,16 +173,16 @@ def summary_of(run: Run, fragments: Sequence[tuple[str, int]], outcome: Outcome)
     """The numbers of `thinwire train --json`, and those that only a simulation has."""
     parameters = sum(numel for _, numel in fragments)
     sent, wall = float(outcome.nbytes_sent.mean()), float(outcome.wall_seconds.max())
-    tokens = int(outcome.steps.sum()) * run.batch * run.sequence * run.accumulate
+    tokens = int(outcome.steps.sum()) * run.data.tokens
     return {
-        "strategy": run.label,
-        "replicas": run.replicas,
-        "steps": run.steps,
+        "strategy": run.method.label,
+        "replicas": run.placement.replicas,
+        "steps": run.optimizer.steps,
         "tokens": tokens,
         "parameters": parameters,
         "eval_loss": None,
         "wire_bytes_sent": round(sent),
-        "bits_per_parameter_per_step": 8 * sent / parameters / run.steps,
+        "bits_per_parameter_per_step": 8 * sent / parameters / run.optimizer.steps,
         "compute_utilization": outcome.compute_utilization,
         "wall_seconds": wall,
         "stall_seconds": float(outcome.stall_seconds.mean()),
@@ -198,13 +203,13 @@ def _recorder(asked: Options, out: Path, scenario: Scenario, fragments: Sequence
         out,
         scenario,
         {
-            "run": dataclasses.asdict(run),
-            "strategy": run.label,
+            "run": run.settings(),
+            "strategy": run.method.label,
             "parameters": sum(numel for _, numel in fragments),
             "fragments": [{"name": name, "numel": numel} for name, numel in fragments],
             "machine": {"thinwire": __version__, **described(asked)},
         },
-        run.batch * run.sequence * run.accumulate,
+        run.data.tokens,
     )
     run.save(out / "run.toml")
     return recorder

@@ -1,0 +1,293 @@
+"""The five parts of a run's settings. Each goes only to the code that uses it; `Run` (lm/run.py) holds them all.
+
+A setting has one name: of the field here, of the option of `thinwire train`, and in a table of a run file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import types
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+
+from thinwire.comm import parse_link
+from thinwire.elastic import driver as elastic
+from thinwire.errors import ConfigurationError
+from thinwire.membership.timeouts import grace_seconds
+from thinwire.methods import METHODS, Method
+from thinwire.own_files import shortened
+from thinwire.parsing import PIECES, nearest, parse, pieces_of
+from thinwire.pieces.transforms import Clip
+from thinwire.recipes import RECIPES
+from thinwire.strategy import Strategy
+
+OF_THE_RECIPE = (
+    *("every", "delay", "fragments", "merge", "codec", "partition", "offsets"),
+    *("exchange", "outer_lr", "outer_momentum", "anchors"),
+)
+NAMED = RECIPES | METHODS
+
+
+class _Part:
+    """Checks types and ranges when made. Raises `ConfigurationError` naming the setting."""
+
+    at_least_one: ClassVar[tuple[str, ...]] = ()
+    positive: ClassVar[tuple[str, ...]] = ()
+    not_negative: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            if not fits(value := getattr(self, field.name), hints[field.name]):
+                raise ConfigurationError(f"{field.name}={value!r:.200}: {field.type} is needed.")
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        for name in self.at_least_one:
+            if given.get(name, 1) < 1:
+                raise ConfigurationError(f"{name}={given[name]}: at least 1 is needed.")
+        for name in self.positive:
+            if not 0 < given[name] < math.inf:
+                raise ConfigurationError(f"{name}={given[name]}: more than 0 is needed.")
+        for name in self.not_negative:
+            if not 0 <= given.get(name, 0) < math.inf:
+                raise ConfigurationError(f"{name}={given[name]}: 0 or more is needed.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodSpec(_Part):
+    """What the replicas exchange, and when."""
+
+    strategy: str = "streaming_diloco"
+    """A recipe (data_parallel, local_sgd, diloco, streaming_diloco, dgc, one_bit_adam, ...), a method with a loop of its own
+    (just_one_byte, fedavg, scaffold, scallion, scafcom, flasc), or a whole Strategy(...) in Python; thinwire docs strategies helps to choose."""
+    every: int | None = None
+    """H: inner steps between two rounds of one fragment. Without: the recipe's own, as for all of this part."""
+    delay: int | None = None
+    """tau: inner steps that a round may be in the air; training goes on."""
+    fragments: int | None = None
+    """Fragments of layers; what is outside the layers is one more."""
+    merge: float | None = None
+    """alpha: how much of its own values a replica keeps when a round lands, 0 to 1."""
+    codec: str | None = None
+    """How deltas travel: E3M0 or E3M0(block=32) (4 bits), Cast('bf16'), Identity (fp32)."""
+    partition: str | None = None
+    """Strided(4), Sequential(4), BySize(4) or Whole; replaces --fragments."""
+    offsets: tuple[int, ...] | None = None
+    """The inner step at which each fragment first departs."""
+    exchange: str | None = None
+    """How packets become one estimate: Direct, TwoShot, AllReduce, Hierarchy((2, 2)), or Fastest('20mbit,40ms') to let the link decide."""
+    outer_lr: float | None = None
+    """Learning rate of the outer step."""
+    outer_momentum: float | None = None
+    """Nesterov momentum of the outer step."""
+    anchors: Literal["host", "device"] | None = None
+    """Where anchors and outer state live."""
+    privacy: str | None = None
+    """Clip and add noise to what is sent, and say how private that is: Privacy(clip=0.5, noise=4.0)."""
+
+    def composition(self, clip: float) -> Strategy | Method:
+        """The strategy with what was given for its recipe; a recipe with a filter that clips takes `clip`. Raises `ConfigurationError`."""
+        made = self._composed(clip)
+        if self.privacy is None:
+            return made
+        if not isinstance(made, Strategy):
+            raise ConfigurationError(
+                f"privacy={self.privacy!r} with {self.label}: deltas of a Strategy can be clipped and made noisy; choose a recipe."
+            )
+        return dataclasses.replace(made, privacy=parse(self.privacy, own_files=True))
+
+    def _composed(self, clip: float) -> Strategy | Method:
+        given = {name: getattr(self, name) for name in OF_THE_RECIPE if getattr(self, name) is not None}
+        for name, room in (("codec", "codecs"), ("partition", "pieces.partition"), ("exchange", "exchange")):
+            if name in given:
+                given[name] = parse(given[name], offered=pieces_of(room), own_files=True)
+        if self.partition and self.fragments:
+            raise ConfigurationError(
+                f"partition={self.partition!r} with fragments={self.fragments}: each says how the model is cut; give one of them."
+            )
+        name = recipe_name(self.strategy)
+        if name in NAMED:
+            taken = list(inspect.signature(NAMED[name]).parameters)
+            foreign = [key for key in given if key not in taken]
+            if foreign:
+                raise ConfigurationError(f"{name} takes no {', '.join(foreign)}; it takes {', '.join(taken)}.")
+            made = NAMED[name](**given)
+            if isinstance(made, Strategy) and any(isinstance(one, Clip) for one in made.filters):
+                return NAMED[name](**(given | {"clip": clip}))
+            return made
+        if name.isidentifier() and name not in PIECES:
+            raise ConfigurationError(
+                f"strategy={self.strategy!r} is no recipe{nearest(name, NAMED)}; one of {', '.join(NAMED)}, or a whole Strategy(...), is needed."
+            )
+        if given:
+            raise ConfigurationError(
+                f"strategy={self.strategy!r} with {', '.join(given)}: those go with a recipe's name ({', '.join(NAMED)}); "
+                "write them inside the parentheses."
+            )
+        strategy: object = parse(self.strategy, PIECES | NAMED, [*NAMED, "Strategy"], own_files=True)
+        if not isinstance(strategy, Strategy | Method):
+            raise ConfigurationError(
+                f"strategy={self.strategy!r} is a {type(strategy).__name__}; a Strategy or a recipe is needed."
+            )
+        return strategy
+
+    def with_strategy(self, strategy: str) -> MethodSpec:
+        """With another strategy, and of the settings of a recipe those that it takes."""
+        recipe = NAMED.get(recipe_name(strategy))
+        taken = inspect.signature(recipe).parameters if recipe else ()
+        foreign = {name: None for name in OF_THE_RECIPE if name not in taken}
+        return dataclasses.replace(self, strategy=strategy, **foreign)
+
+    @property
+    def label(self) -> str:
+        """The strategy as a person would write it: its name and what was given for it."""
+        given = [f"{name}={getattr(self, name)}" for name in OF_THE_RECIPE if getattr(self, name) is not None]
+        return shortened(self.strategy + (f"({', '.join(given)})" if given else ""))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSpec(_Part):
+    """The text, how it becomes tokens, how much of it an inner step takes, and the evaluation on text that is held out."""
+
+    at_least_one: ClassVar[tuple[str, ...]] = ("batch", "sequence", "accumulate", "eval_every", "eval_batches")
+
+    text: tuple[str, ...] = ()
+    """Files and folders (.txt, .jsonl, .parquet, ...). Without: the sources of Python's standard library."""
+    column: str = "text"
+    """Where .jsonl and .parquet keep the text."""
+    tokenizer: str | None = None
+    """bytes, bpe:SIZE to train one on the text, bpe:FILE.json of a trained one, or hf:FOLDER_OR_NAME of a Hugging Face model's.
+    Without: the one that --model was trained with, else bytes."""
+    batch: int = 8
+    """Sequences in a micro-batch of a replica."""
+    sequence: int = 128
+    """Tokens in a sequence."""
+    accumulate: int = 1
+    """Micro-batches in an inner step."""
+    eval_every: int | None = None
+    """Inner steps between evaluations of the anchors on held-out text. Without: ten in the run."""
+    eval_batches: int = 16
+    """Batches of held-out text in an evaluation."""
+
+    @property
+    def tokens(self) -> int:
+        """Of a replica in an inner step."""
+        return self.batch * self.sequence * self.accumulate
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec(_Part):
+    """The model that is trained."""
+
+    at_least_one: ClassVar[tuple[str, ...]] = ("lora",)
+
+    model: str = "tiny"
+    """A size (nano, tiny, mini, 35m, 100m, 200m, 300m, 500m, 1b, 4b), RUN/model.safetensors for one that was trained before, or
+    hf:FOLDER_OR_NAME for a Hugging Face causal LM."""
+    lora: int | None = None
+    """Rank of LoRA adapters: only they are trained and exchanged. Without: the whole model."""
+    positions: Literal["rotary", "learned"] = "rotary"
+    """How the model knows where a token stands."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Autocast. auto: bf16 on a GPU that has it, else fp32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSpec(_Part):
+    """The inner steps: how many, by which optimizer, at which learning rate."""
+
+    at_least_one: ClassVar[tuple[str, ...]] = ("steps",)
+    positive: ClassVar[tuple[str, ...]] = ("lr",)
+    not_negative: ClassVar[tuple[str, ...]] = ("warmup", "weight_decay", "clip")
+
+    steps: int = 800
+    """Inner steps of every replica."""
+    optimizer: str | None = None
+    """Inner optimizer: AdamW, SGD(0.9, lr_factor=100) or Muon. Without: the strategy's own, AdamW if it has none."""
+    lr: float = 6e-3
+    """Peak learning rate, as it suits AdamW; other inner optimizers have a factor of their own."""
+    warmup: int | None = None
+    """Inner steps of linear warm-up. Without: a tenth of all, at most 1000. Then a cosine to 5 % of the peak."""
+    weight_decay: float = 0.1
+    """Of the inner optimizer: weights shrink by lr times this in a step."""
+    clip: float = 1.0
+    """Largest norm of the gradient; 0 does not clip. Of strategies with filters: of each replica's, before the exchange."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement(_Part):
+    """How many replicas, how they run and reach each other, and what is kept for when one fails."""
+
+    at_least_one: ClassVar[tuple[str, ...]] = ("replicas", "least", "keep")
+    positive: ClassVar[tuple[str, ...]] = ("timeout",)
+    not_negative: ClassVar[tuple[str, ...]] = ("checkpoint_every",)
+
+    replicas: int = 2
+    """How many replicas train (under torchrun: the world is replicas times the ranks of one replica)."""
+    carrier: Literal["processes", "threads", "elastic"] = "processes"
+    """Replicas as processes under torch.distributed, as threads of one process, or as processes that may die, return and join late."""
+    least: int = 2
+    """Elastic: so many replicas are needed for a round. With fewer they train on and wait; 1: each may go on alone."""
+    grace: str | None = None
+    """Elastic: how long a round waits for a replica that is late, such as 5s or '20 steps'. Without: the schedule's slack."""
+    weigh: Literal["alike", "tokens"] = "alike"
+    """Elastic: every delta counts alike, or by the tokens behind it, where replicas are unequally fast."""
+    evict: bool = False
+    """Elastic: go on without a replica that most of the others find to hold them up (thinwire docs diagnosis)."""
+    link: str = "none"
+    """Emulate a link of this rate and delay under the carrier, such as 50mbit,30ms."""
+    uplink: str = "none"
+    """Rate at which this replica can really send, such as 100mbit: its connections are paced to share that. none: TCP alone decides."""
+    timeout: float = 300.0
+    """Seconds that a replica waits for a packet before it gives the others up."""
+    checkpoint_every: int = 100
+    """Inner steps between checkpoints; 0 makes none but at a stop."""
+    keep: int = 3
+    """Checkpoints that are kept."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parse_link(self.link)
+        if self.grace is not None:
+            grace_seconds(self.grace, 1.0)
+        self._check_uplink()
+
+    def check_elastic(self, strategy: Strategy | Method, label: str) -> None:
+        """Raise `ConfigurationError` if `strategy`, called `label`, cannot run among replicas that come and go."""
+        if not isinstance(strategy, Strategy):
+            raise ConfigurationError(
+                f"strategy={label} with carrier='elastic': a method with a loop of its own trains with a fixed group; "
+                "leave --elastic out, or choose a recipe."
+            )
+        elastic.check(strategy)
+        if self.least > self.replicas:
+            raise ConfigurationError(
+                f"least={self.least} with replicas={self.replicas}: no round would ever be held; choose least <= replicas."
+            )
+
+    def _check_uplink(self) -> None:
+        uplink = parse_link(self.uplink)
+        if uplink and (uplink.delay_seconds or self.carrier != "processes"):
+            raise ConfigurationError(
+                f"uplink={self.uplink!r} with carrier={self.carrier!r}: a rate alone is needed, such as 100mbit, and carrier='processes'. "
+                "To emulate a link with a delay, use link."
+            )
+
+
+def recipe_name(strategy: str) -> str:
+    """A name as recipes are listed: without spaces around it, hyphens as underscores."""
+    return strategy.strip().replace("-", "_")
+
+
+def fits(value: object, hint: Any) -> bool:
+    """Whether `value` is what a field's type says. A whole number is a float too; a bool is no number."""
+    if isinstance(hint, types.UnionType) or (origin := get_origin(hint)) is Union:
+        return any(fits(value, one) for one in get_args(hint))
+    if origin is Literal:
+        return value in get_args(hint)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(fits(item, get_args(hint)[0]) for item in value)
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        return False
+    return type(value) in ((int, float) if hint is float else (hint,))

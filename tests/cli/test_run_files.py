@@ -1,0 +1,133 @@
+"""Run files in tables, those of earlier versions without tables, and the groups in which `--help` shows the same settings."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from thinwire.cli import main
+from thinwire.cli.options import MOST_USED
+from thinwire.errors import ConfigurationError
+from thinwire.lm.run import PART_OF, PARTS, Run
+from thinwire.records.run_record import RunRecord
+
+FLAT = """
+strategy = "diloco"
+replicas = 3
+steps = 40
+seed = 5
+every = 10
+link = "1mbit"
+model = "nano"
+optimizer = "AdamW"
+"""
+SIMULATE = ("simulate", "run")
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def simulated(capsys: Any, *arguments: str) -> tuple[dict[str, Any], str]:
+    """The summary of `thinwire simulate run`, and what it printed for people."""
+    assert main([*SIMULATE, *arguments, "--step-seconds", "0.1", "--json"]) == 0
+    printed = capsys.readouterr()
+    return json.loads(printed.out), printed.err
+
+
+def test_a_run_file_without_tables_is_read_with_one_line_of_advice(capsys: Any) -> None:
+    Path("old.toml").write_text(FLAT)
+    summary, said = simulated(capsys, "old.toml", "--out", "new")
+    assert (summary["strategy"], summary["replicas"], summary["steps"]) == ("diloco(every=10)", 3, 40)
+    (advice,) = [line for line in said.splitlines() if "earlier version" in line]
+    assert "old.toml" in advice and all(f"[{part}]" in advice for part in PARTS)
+    again, said = simulated(capsys, "new/run.toml")
+    assert again == summary and "earlier version" not in said
+
+
+def test_a_folder_of_an_earlier_run_is_read_as_a_new_one(capsys: Any) -> None:
+    Path("old.toml").write_text(FLAT)
+    simulated(capsys, "old.toml", "--out", "run")
+    settings = RunRecord.load(Path("run")).settings
+    assert settings["every"] == 10 and settings["model"] == "nano" and set(settings) <= set(PART_OF)
+    Path("run/run.toml").write_text(tomli_w.dumps(dict(settings)))
+    assert RunRecord.load(Path("run")).settings == settings and Run.load(Path("run/run.toml")) == Run.of(
+        **settings | {"text": tuple(settings["text"])}
+    )
+    assert main(["report", "run", "--out", "page.html"]) == 0 and "<th>every</th>" in Path("page.html").read_text()
+
+
+def test_a_run_file_has_a_table_for_each_part() -> None:
+    run = Run.of(every=10, text=("a.txt",), model="nano", lr=1, replicas=4, seed=7, eval_every=5)
+    run.save(Path("run.toml"))
+    written = tomllib.loads(Path("run.toml").read_text())
+    assert list(written) == ["seed", *PARTS]
+    assert written["method"]["every"] == 10 and written["model"]["model"] == "nano"
+    assert all(PART_OF[name] == part for part in PARTS for name in written[part])
+    assert Run.load(Path("run.toml")) == run
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[method]\nevry = 3", r"evry not known \(did you mean every\?\)"),
+        ("[method]\nlr = 0.1", r"lr stands in \[method\]; it belongs in \[optimizer\]"),
+        ("[data]\nseed = 1", r"seed stands in \[data\]; it belongs above all tables"),
+        ("[metod]\nevery = 3", r"\[metod\] not known; a run file has \[method\], \[data\]"),
+        ("every = 3\n[method]\nevery = 4", "every is given twice"),
+        ("[method]\nevery = 'x'", "every='x': int | None is needed"),
+        ("[method.inner]\nevery = 3", "inner not known"),
+    ],
+)
+def test_what_stands_wrong_is_named(text: str, says: str) -> None:
+    Path("wrong.toml").write_text(text)
+    with pytest.raises(ConfigurationError, match=says):
+        Run.load(Path("wrong.toml"))
+
+
+@pytest.mark.parametrize(
+    ("verb", "first"),
+    [
+        (("train",), [*MOST_USED, "out", "resume"]),
+        (("compare",), [*MOST_USED, "strategies", "out"]),
+        (SIMULATE, [*MOST_USED, "step_seconds", "out"]),
+    ],
+)
+def test_help_shows_ten_options_first_and_the_others_in_the_tables_of_a_run_file(
+    verb: tuple[str, ...], first: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as ended:
+        main([*verb, "--help"])
+    groups: dict[str, list[str]] = {}
+    for line in capsys.readouterr().out.splitlines():
+        if title := re.match(r"[ ╭─]*(Most used|Other|\[[a-z]+\]) options", line):
+            shown = groups.setdefault(title[1], [])
+        elif groups and (flag := re.match(r"[ │]{1,4}--([a-z][a-z-]*)", line)):
+            shown.append(flag[1].replace("-", "_"))
+    assert ended.value.code == 0 and groups.pop("Most used") == first and len(first) == 10
+    other = groups.pop("Other")
+    assert list(groups) == [f"[{part}]" for part in PARTS] and "seed" in other and "json" in other
+    for part in PARTS:
+        assert groups[f"[{part}]"] == [n for n, of in PART_OF.items() if of == part and n not in first]
+
+
+def test_a_flag_that_is_not_known_is_answered_with_the_nearest(capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--evry", "3"])
+    assert ended.value.code == 2 and "--every" in capsys.readouterr().err
+
+
+def test_settings_are_taken_and_given_by_name() -> None:
+    run = Run.of(every=50, lr=0.01, seed=3)
+    assert (run.method.every, run.optimizer.lr, run.seed) == (50, 0.01, 3)
+    assert Run.of(**run.settings()) == run and set(run.settings()) == set(PART_OF)
+    with pytest.raises(ConfigurationError, match=r"evry: not known \(did you mean every\?\)"):
+        run.changed(evry=3)
