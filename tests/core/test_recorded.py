@@ -16,11 +16,13 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from pieces import CODECS, METHODS, encoded, toy
+from pieces import CODECS, METHODS
 
 import thinwire as tw
 from thinwire.comm import CountedGroup, Ledger
 from thinwire.rng import Key
+from thinwire.testing.toy import toy
+from thinwire.testing.values import encoded
 
 RECORDED = Path(__file__).with_name("recorded.json")
 STEPS, REPLICAS = 14, 2

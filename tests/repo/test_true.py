@@ -16,7 +16,8 @@ from thinwire.cli.train import DEMO
 from thinwire.diagnosis import Rules
 from thinwire.diagnosis.records import recorded
 from thinwire.lm.model import SIZES, Transformer
-from thinwire.lm.run import NAMED, Run
+from thinwire.lm.run import Run
+from thinwire.lm.settings import NAMED
 from thinwire.membership import channel, server
 from thinwire.runtime import gradient_driver
 
