@@ -16,8 +16,7 @@ from thinwire.cli.train import DEMO
 from thinwire.diagnosis import Rules
 from thinwire.diagnosis.records import recorded
 from thinwire.lm.model import SIZES, Transformer
-from thinwire.lm.run import Run
-from thinwire.lm.settings import NAMED
+from thinwire.lm.settings import NAMED, Placement
 from thinwire.membership import channel, server
 from thinwire.runtime import gradient_driver
 
@@ -60,17 +59,22 @@ def test_the_table_of_the_header():
 
 
 def test_what_start_says_of_the_demo():
-    text, strategy, model = page("docs/start.md"), thinwire.streaming_diloco(), Transformer(SIZES[DEMO.model])
+    text, strategy, model = page("docs/start.md"), thinwire.streaming_diloco(), Transformer(SIZES[DEMO.model.model])
     count = len(strategy.partition.fragments(model))
     landing = (
-        next(t for t in range(1, DEMO.steps) if strategy.schedule.departs(t, fragments=count)) + strategy.schedule.delay
+        next(t for t in range(1, DEMO.optimizer.steps) if strategy.schedule.departs(t, fragments=count))
+        + strategy.schedule.delay
     )
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    assert DEMO.replicas == 2 and DEMO.strategy == "streaming_diloco" and DEMO.link == "5mbit,30ms"
+    assert (
+        DEMO.placement.replicas == 2
+        and DEMO.method.strategy == "streaming_diloco"
+        and DEMO.placement.link == "5mbit,30ms"
+    )
     assert f"transformer of {parameters / 1e6:.1f} million parameters" in text
-    assert f"{DEMO.steps} steps each" in text and "5 Mbit/s up and 30 ms one way" in text
+    assert f"{DEMO.optimizer.steps} steps each" in text and "5 Mbit/s up and 30 ms one way" in text
     assert f"The first fragment lands after step {landing}." in text
-    assert f"the last {['none', 'one', 'two', 'three'][DEMO.keep]}" in text
+    assert f"the last {['none', 'one', 'two', 'three'][DEMO.placement.keep]}" in text
 
 
 def test_what_pages_say_of_defaults():
@@ -80,7 +84,7 @@ def test_what_pages_say_of_defaults():
     every = strategy.schedule.every
     assert f"{bits:.2f} / {every} = {bits / every:.3f} bits per parameter and step (predicted)" in page("README.md")
     assert f"the default {strategy.outer.lr}" in page("docs/measured.md")
-    assert f"so many are needed for a round ({Run.least})" in page("docs/elastic.md")
+    assert f"so many are needed for a round ({Placement.least})" in page("docs/elastic.md")
 
 
 def test_how_many_methods_there_are():
