@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
 
 sys.path.insert(0, str(Path(__file__).parent))
 import code_map
@@ -51,7 +51,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for page, text in reference().items():
         files.append(File.generated(config, page, content=text))
     for path in _linked():
-        files.append(File.generated(config, f"files/{path}", abs_src_path=str(ROOT / path)))
+        source = str(ROOT / path)  # of Python too, which mkdocs.yml excludes from docs/
+        files.append(File.generated(config, f"files/{path}", abs_src_path=source, inclusion=InclusionLevel.INCLUDED))
     return files
 
 
@@ -112,11 +113,12 @@ def _source(module: str) -> ast.Module:
 
 def _exports(module: str) -> list[tuple[str, list[str]]]:
     """The modules from which `module` imports its names, and these names."""
-    return [
-        (str(statement.module), [alias.asname or alias.name for alias in statement.names])
-        for statement in _source(module).body
-        if isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith("thinwire.")
-    ]
+    found = list[tuple[str, list[str]]]()
+    for statement in _source(module).body:
+        if isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith("thinwire."):
+            names = [alias.asname or alias.name for alias in statement.names]
+            found += _exports(str(statement.module)) if names == ["*"] else [(str(statement.module), names)]
+    return found
 
 
 def _all(module: str) -> list[str]:
