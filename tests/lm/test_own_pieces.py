@@ -57,12 +57,15 @@ def test_the_real_command_trains_with_them(here: Path) -> None:
     done = thinwire("train", *SMALL, *EVERY, *PIECES, "--steps", "8", "--out", "run")
     assert done.returncode == 0, done.stderr[-3000:]
     settings = tomllib.loads(Path("run/run.toml").read_text())
-    assert settings["codec"] == pinned("own.py:Truncated(2)") and str(here / "own.py@") in settings["codec"]
+    assert (
+        settings["method"]["codec"] == pinned("own.py:Truncated(2)")
+        and str(here / "own.py@") in settings["method"]["codec"]
+    )
     made_of = json.loads(Path("run/summary.json").read_text())["made_of"]
     assert made_of["codec"] == "Truncated(kept=2)"
     record = Run.load(Path("run/run.toml"))
     assert (
-        record.label
+        record.method.label
         == "streaming_diloco(every=4, delay=1, codec=own.py:Truncated(2), exchange=own.py:DirectBelow(1000))"
     )
 
@@ -121,7 +124,7 @@ def test_what_cannot_be_used_says_why(here: Path, text: str) -> None:
     half = "import thinwire\nclass Half(thinwire.Codec):\n    def encode(self, x, payload, key): ...\n"
     (here / "half.py").write_text(half)
     with pytest.raises(tw.ConfigurationError) as caught:
-        Run(codec=text)
+        Run.of(codec=text)
     assert CASES[text] in str(caught.value)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
@@ -127,7 +126,7 @@ def test_processes_train_what_threads_train(tmp_path: Path, text: str, strategy:
 def test_a_trained_model_is_tuned_further(tmp_path: Path, text: str) -> None:
     first = run_of(text, "just_one_byte", steps=2)
     ended = run_in(tmp_path / "first", first)
-    second = dataclasses.replace(first, model=str(tmp_path / "first" / "model.safetensors"), lr=1e-12, seed=5)
+    second = first.changed(model=str(tmp_path / "first" / "model.safetensors"), lr=1e-12, seed=5)
     assert abs(run_in(tmp_path / "second", second)["eval_loss"] - ended["eval_loss"]) < 1e-5
 
 

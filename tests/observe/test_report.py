@@ -46,8 +46,8 @@ def test_runs_stand_side_by_side_and_differences_are_marked(make_run: Make, tmp_
     folders = [make_run(tmp_path / name, steps=60, rate=rate) for name, rate in (("thin", 1e7), ("wide", 1e8))]
     text = own_text(write_report(folders, tmp_path / "both.html").read_text())
     assert "2 runs side by side" in text and text.count('class="chart"') == 1 + 2 * 2
-    assert re.search(r'<tr class="differs"><th>link.rate</th>.*10 Mbit/s.*100 Mbit/s', text)
-    assert "<tr><th>strategy.every</th>" in text
+    assert re.search(r'<tr class="differs"><th>rate</th>.*10 Mbit/s.*100 Mbit/s', text)
+    assert "<tr><th>every</th>" in text
 
 
 def test_a_run_that_has_only_begun(tmp_path: Path, write_events: Any, start: Any) -> None:

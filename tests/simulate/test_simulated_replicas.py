@@ -105,7 +105,7 @@ def test_bytes_are_those_of_the_formula(name, over):
     calendar = Calendar(strategy.schedule, len(numels), lambda step: 1.0)
     departures = [(p, step) for step in range(1, steps + 1) for p in calendar.departs(step)]
     departed, last = [p for p, _ in departures], dict(departures)
-    forgets = getattr(strategy.merge, "alpha", 1.0) == 0  # then what is trained in flight is in no delta
+    forgets = strategy.merge.forgets  # then what is trained in flight is in no delta
     ended = strategy.schedule.delay if forgets else 0
     rounds = [last.get(p, 0) + ended < steps for p in range(len(numels))]  # one more, in `finish`
     if isinstance(strategy.signal, tw.Gradients):
