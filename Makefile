@@ -26,7 +26,7 @@ check: .venv/.dev        ## format, lint, types; layers, README, docs, public na
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/core/test_layers.py tests/repo/test_pages.py tests/repo/test_surface.py
+	$(BIN)/python -m pytest tests/repo/test_layers.py tests/repo/test_pages.py tests/repo/test_surface.py
 
 docs: .venv/.docs        ## these pages as a site, build/site, with the API; a broken link fails
 	$(BIN)/mkdocs build --strict

@@ -12,12 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from namespaces import Bridge, Namespaces, missing
 
 from thinwire.records.events import read_events
 from thinwire.report.diagnosis import diagnose
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from namespaces import Bridge, Namespaces, missing
 
 REASON = missing()
 RATE, SIZE, HEALTHY, MORE = 40e6, 4, 12, 14

@@ -72,7 +72,7 @@ def test_the_check_would_find_a_codec_that_believes_a_length():
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("atheris") is None, reason="atheris is not installed: pip install atheris")
 def test_a_minute_of_atheris(tmp_path):
-    script = Path(__file__).parents[1] / "fuzz" / "bytes.py"
+    script = Path(__file__).parents[1] / "support" / "fuzz.py"
     done = subprocess.run(
         [sys.executable, script, "-max_total_time=60", f"-artifact_prefix={tmp_path}/"], capture_output=True, text=True
     )

@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from namespaces import Namespaces, missing
 
 SEGMENT, HEADERS, LONGEST_HEADERS, GLOO = 1448, 66, 94, 48
