@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 TESTS = Path(__file__).parent
 sys.path[:0] = [
@@ -23,6 +24,10 @@ sys.path[:0] = [
     str(TESTS.parent / "benchmarks"),
 ]  # of processes, too
 pytest_plugins = ("run_folders", "inline")  # of tests/support
+
+# Whatever else the machine does: no example has a deadline, and none is kept on disk.
+settings.register_profile("tests", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
