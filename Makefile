@@ -16,8 +16,8 @@ help:            ## this list
 demo: .venv/.demo        ## two replicas train one model over an emulated 5 Mbit/s link: about two minutes
 	$(BIN)/thinwire train
 
-test: .venv/.dev         ## all tests that take seconds
-	$(BIN)/python -m pytest
+test: .venv/.dev         ## all tests that take seconds, by four workers
+	$(BIN)/python -m pytest -n 4
 
 test-slow: .venv/.dev    ## the other tests: minutes each
 	$(BIN)/python -m pytest -m slow
