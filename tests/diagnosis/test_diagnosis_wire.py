@@ -27,7 +27,7 @@ class Bench:
 
     def __init__(self, space: Namespaces, folder: Path) -> None:
         self.space, self.folder = space, folder
-        program = [sys.executable, str(Path(__file__).with_name("wire_diagnosed.py"))]
+        program = [sys.executable, str(Path(__file__).parents[1] / "support" / "wire_diagnosed.py")]
         for namespace, interface in zip(
             space.namespaces, space.interfaces
         ):  # htb lets what TCP did not cut pass in one piece

@@ -182,7 +182,7 @@ def test_compiled_for_a_gpu(tmp_path):
     is fused, approximate or flushed to zero.
     """
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("compiled_kernels.py")
+    script = Path(__file__).parents[1] / "support" / "compiled_kernels.py"
     done = subprocess.run(
         [sys.executable, str(script)],
         env=env | {"TRITON_CACHE_DIR": str(tmp_path)},
