@@ -16,8 +16,8 @@ help:            ## this list
 demo: .venv/.demo        ## two replicas train one model over an emulated 5 Mbit/s link: about two minutes
 	$(BIN)/thinwire train
 
-test: .venv/.dev         ## all tests that take seconds
-	$(BIN)/python -m pytest
+test: .venv/.dev         ## all tests that take seconds, by four workers
+	$(BIN)/python -m pytest -n 4
 
 test-slow: .venv/.dev    ## the other tests: minutes each
 	$(BIN)/python -m pytest -m slow
@@ -26,7 +26,7 @@ check: .venv/.dev        ## format, lint, types; layers, README, docs, public na
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/core/test_layers.py tests/repo/test_pages.py tests/repo/test_surface.py
+	$(BIN)/python -m pytest tests/repo/test_layers.py tests/repo/test_pages.py tests/repo/test_surface.py
 
 docs: .venv/.docs        ## these pages as a site, build/site, with the API; a broken link fails
 	$(BIN)/mkdocs build --strict

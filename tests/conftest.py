@@ -1,5 +1,8 @@
 """What all tests share: one thread for torch, so that results and times do not depend on the machine's cores, and where there
 is no GPU Triton's interpreter in its place: Triton asks for it when it is imported.
+
+tests/ mirrors src/thinwire; tests/laws holds what is true of every piece and method, tests/repo the pages to the code, and
+tests/support has what several tests use, with the programs that tests start.
 """
 
 from __future__ import annotations
@@ -12,8 +15,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
-sys.path.insert(0, str(Path(__file__).parent))  # profiled.py, in the process that `alone` starts, too
+TESTS = Path(__file__).parent
+sys.path[:0] = [
+    str(TESTS / "support"),
+    str(TESTS.parent / "docs"),
+    str(TESTS.parent / "benchmarks"),
+]  # of processes, too
+pytest_plugins = ("run_folders", "inline")  # of tests/support
+
+# Whatever else the machine does: no example has a deadline, and none is kept on disk.
+settings.register_profile("tests", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

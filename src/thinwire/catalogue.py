@@ -2,7 +2,7 @@
 
 The public names, the names that text may hold, the table in docs/pieces.md and the rows that the laws are tried on follow from it.
 A piece whose arguments all have defaults is tried as it is made without any, with the `claims` that it declares; others, and
-further forms, have rows in tests/core/pieces.py.
+further forms, have rows in tests/support/pieces.py.
 """
 
 # ruff: noqa: I001  # by kind, not by module

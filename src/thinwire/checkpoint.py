@@ -35,7 +35,7 @@ from thinwire.files import contents, opened, parsed, save_file
 from thinwire.pieces.partition import local
 from thinwire.version import __version__
 
-FORMAT = 1
+FORMAT = 2
 _FILES = ("model.safetensors", "inner.safetensors", "outer.safetensors")
 _MANIFEST = {"step": int, "strategy": str, "facts": dict, "groups": dict, "notes": dict, "files": dict}
 

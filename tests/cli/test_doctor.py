@@ -6,11 +6,11 @@ import json
 import shutil
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from namespaces import Namespaces, missing
 
 from thinwire import E3M0, streaming_diloco
 from thinwire.cli import checks as machine
@@ -18,9 +18,6 @@ from thinwire.cli import doctor
 from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
 from thinwire.lm.run import Run
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from namespaces import Namespaces, missing
 
 REASON = missing()
 

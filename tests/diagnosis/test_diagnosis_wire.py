@@ -12,12 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from namespaces import Bridge, Namespaces, missing
 
 from thinwire.records.events import read_events
 from thinwire.report.diagnosis import diagnose
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from namespaces import Bridge, Namespaces, missing
 
 REASON = missing()
 RATE, SIZE, HEALTHY, MORE = 40e6, 4, 12, 14
@@ -29,7 +27,7 @@ class Bench:
 
     def __init__(self, space: Namespaces, folder: Path) -> None:
         self.space, self.folder = space, folder
-        program = [sys.executable, str(Path(__file__).with_name("wire_diagnosed.py"))]
+        program = [sys.executable, str(Path(__file__).parents[1] / "support" / "wire_diagnosed.py")]
         for namespace, interface in zip(
             space.namespaces, space.interfaces
         ):  # htb lets what TCP did not cut pass in one piece

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.errors import ConfigurationError, DataError
@@ -47,13 +47,11 @@ def counted(tmp_path: Path) -> Corpus:
     return Corpus.open([path], cache=tmp_path / "cache")
 
 
-@settings(deadline=None)
 @given(st.integers(1, 3000), st.integers(0, 2**62))
 def test_a_permutation_is_one_to_one(size: int, seed: int) -> None:
     assert np.array_equal(np.sort(Permutation(size, seed)(np.arange(size))), np.arange(size))
 
 
-@settings(deadline=None)
 @given(st.integers(1, 2**48), st.integers(0, 2**62))
 def test_a_large_permutation_stays_inside_and_apart(size: int, seed: int) -> None:
     index = np.unique(np.linspace(0, size - 1, 50).astype(np.int64))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.errors import ConfigurationError, DataError
@@ -21,7 +21,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> BPE:
     return BPE(290).train(TEXTS, tmp_path_factory.mktemp("bpe") / "tokenizer.json")
 
 
-@settings(deadline=None)
 @given(st.text())
 def test_bytes_round_trip(text: str) -> None:
     tokens = Bytes().encode(text)
@@ -29,7 +28,6 @@ def test_bytes_round_trip(text: str) -> None:
     assert Bytes().decode(tokens) == text
 
 
-@settings(deadline=None)
 @given(st.text())
 def test_bpe_round_trips_any_text(trained: BPE, text: str) -> None:
     if "<|end|>" not in text:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 
+import formats
 import pytest
 from pages import ROOT
 
 from thinwire import parse
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import formats
 
 RESULT = json.loads((ROOT / "benchmarks/results/formats.json").read_text())
 

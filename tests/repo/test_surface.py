@@ -52,7 +52,7 @@ MODULES = sorted(
 
 
 def test_all_is_what_is_public():
-    """tests/core/test_layers.py locks the names themselves."""
+    """tests/repo/test_layers.py locks the names themselves."""
     modules = {path.stem for path in Path(thinwire.__file__ or "").parent.iterdir()}
     assert set(thinwire.__all__) == {name for name in dir(thinwire) if not name.startswith("_")} - modules
 

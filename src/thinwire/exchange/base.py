@@ -43,7 +43,7 @@ class Exchange(Protocol):
     and hands over the estimate range by range. What an exchange remembers of a fragment is its state: `init` makes it,
     `arrive` returns the next and changes nothing of the present one, so a round that fails has changed nothing.
 
-    Laws (tests/core/test_exchanges.py): the estimate depends on the bytes that travelled and on nothing else;
+    Laws (tests/exchange/test_exchanges.py): the estimate depends on the bytes that travelled and on nothing else;
     `nbytes_sent` is what the ledger counts for the purpose "packet"; a codec that does not fit is refused by `check`.
     A subclass writes the four abstract methods, and declares what else is so of it.
     """

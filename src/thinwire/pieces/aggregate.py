@@ -38,7 +38,7 @@ class Values:
 class Aggregate(Protocol):
     """How one estimate is made of what all replicas say. An exchange asks it range by range, with the replicas in rank order.
 
-    Laws (tests/core/test_aggregates.py): of one replica's values it makes these; a range by itself comes out as in the whole; the estimate
+    Laws (tests/pieces/test_aggregates.py): of one replica's values it makes these; a range by itself comes out as in the whole; the estimate
     depends on values and weights only, so that it has the same bits on all replicas.
     """
 

@@ -70,19 +70,17 @@ def is_due_or_refused(raw: bytes) -> None:
 
 
 @given(st.binary(max_size=200))
-@settings(deadline=None)
 def test_any_bytes(raw):
     is_due_or_refused(raw)
 
 
 @given(st.integers(0, len(GOOD)), st.binary(max_size=12))
-@settings(deadline=None)
 def test_truncated_and_extended(end, more):
     is_due_or_refused(GOOD[:end] + more)
 
 
 @given(st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)), min_size=1, max_size=6))
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_changed_bytes(changes):
     raw = bytearray(GOOD)
     for at, byte in changes:
@@ -91,7 +89,6 @@ def test_changed_bytes(changes):
 
 
 @given(st.integers(0, len(GOOD) - 1), st.integers(0, len(GOOD) - 1), st.integers(1, 40))
-@settings(deadline=None)
 def test_moved_bytes(source, target, count):
     raw = bytearray(GOOD)
     piece = raw[source : source + count]
@@ -108,7 +105,6 @@ def test_every_bit_counts():
 
 
 @given(st.binary(min_size=HEADER_NBYTES, max_size=HEADER_NBYTES))
-@settings(deadline=None)
 def test_a_header_with_a_fitting_checksum(head):
     """Past the checksum, too, nothing but the packet that is due: any header with the right sum over it."""
     raw = b"TWPK" + struct.pack("<H", 3) + head[6:] + GOOD[HEADER_NBYTES:]

@@ -69,7 +69,7 @@ partitions = st.one_of(
 
 
 @given(models, partitions)
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_law_4_each_parameter_once(model, partition):
     try:
         fragments = partition.fragments(model)
@@ -89,7 +89,7 @@ def test_law_4_each_parameter_once(model, partition):
 
 
 @given(models, partitions, st.sampled_from([tw.Identity(), tw.E3M0(2)]))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_law_4_each_parameter_is_averaged_once(model, partition, codec):
     """By values: replica m moves every element by m + 1 quarters; after a cycle all hold the mean of the moves, each in its own dtype."""
     try:
@@ -187,7 +187,6 @@ def test_compiled_is_the_same(partition):
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.data())
-@settings(deadline=None)
 def test_by_size_is_balanced(sizes, data):
     """Largest first to the smallest: within 4/3 of the best possible (Graham), and no fragment without a tensor."""
     model = nn.ParameterList([nn.Parameter(torch.empty(n)) for n in sizes])

@@ -14,8 +14,7 @@ ROOT = Path(__file__).parents[2]
 COPIED = (
     "src",
     "tests/conftest.py",
-    "tests/profiled.py",
-    "tests/core",
+    *("tests/support", "tests/pieces", "tests/codecs", "tests/laws", "tests/repo/test_layers.py"),
     "docs/tables.py",
     "docs/recipes.py",
     "docs/pieces.md",
@@ -55,7 +54,12 @@ class Mine(Codec):
 '''
 ROW = "from thinwire.codecs.mine import Mine as Mine\n"
 TESTS = (
-    *("tests/core/test_pieces.py", "tests/core/test_codecs.py", "tests/core/test_layers.py", "tests/core/test_laws.py"),
+    *(
+        "tests/pieces/test_pieces.py",
+        "tests/codecs/test_codecs.py",
+        "tests/repo/test_layers.py",
+        "tests/laws/test_laws.py",
+    ),
     *("-k", "Mine or mine or what_is_public or every_piece_has_a_row or every_room"),
 )
 SAYS = """

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import struct
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from router import QUEUE_SECONDS, Books, wire_nbytes
 
 from thinwire.comm import Link

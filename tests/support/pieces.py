@@ -194,7 +194,7 @@ EXCHANGES = [
 ]
 AGGREGATES = [row(tw.Mean(), "linear"), row(tw.MeanOverSenders())]
 SIGNALS = [row(tw.Deltas()), row(tw.Gradients())]
-PRIVACIES = [row(tw.Privacy()), row(tw.Privacy(0.25, 10.0, 1e-6))]  # its own laws: tests/core/test_privacy.py
+PRIVACIES = [row(tw.Privacy()), row(tw.Privacy(0.25, 10.0, 1e-6))]  # its own laws: tests/pieces/test_privacy.py
 FEEDBACKS = [
     row(tw.Feedback(), "conserves"),
     row(tw.Feedback(0, 0.95, 0.95)),

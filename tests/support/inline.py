@@ -1,14 +1,10 @@
-"""Tests of the diagnosis: what the send queue does is done at once, so that a replica is one thread."""
+"""A fixture: what the send queue does is done at once, so that a replica is one thread."""
 
 from __future__ import annotations
 
-import sys
 import threading
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from diagnosis_play import Inline
 
 from thinwire.exchange import send_queue

@@ -23,14 +23,14 @@ places = pytest.mark.parametrize("place", range(len(CODECS)), ids=lambda place: 
 
 @places
 @given(st.sampled_from(NUMELS), st.binary(max_size=600))
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 def test_any_bytes(place, numel, raw):
     check_payload(place, numel, raw)
 
 
 @places
 @given(st.sampled_from(NUMELS), st.lists(st.tuples(st.integers(0, 2800), st.integers(0, 255)), min_size=1, max_size=8))
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 def test_changed_bytes(place, numel, changes):
     """Nearly honest, so that what is behind the first check is reached too."""
     codec = CODECS[place].piece
@@ -72,7 +72,7 @@ def test_the_check_would_find_a_codec_that_believes_a_length():
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("atheris") is None, reason="atheris is not installed: pip install atheris")
 def test_a_minute_of_atheris(tmp_path):
-    script = Path(__file__).parents[1] / "fuzz" / "bytes.py"
+    script = Path(__file__).parents[1] / "support" / "fuzz.py"
     done = subprocess.run(
         [sys.executable, script, "-max_total_time=60", f"-artifact_prefix={tmp_path}/"], capture_output=True, text=True
     )

@@ -1,7 +1,7 @@
 """Any bytes in place of a packet, as long as one likes, led by what the code does with them (libFuzzer).
 
     pip install atheris                                  # wheels for Linux, Python 3.11 and later
-    python tests/fuzz/bytes.py -max_total_time=300       # seconds; further options are libFuzzer's; a folder keeps the corpus
+    python tests/support/fuzz.py -max_total_time=300       # seconds; further options are libFuzzer's; a folder keeps the corpus
 
 The first byte chooses the packet's header or a codec, the second a number of elements, the rest is what the peer sent.
 It ends with a traceback and a file `crash-…` where something does not hold; run it with that file to see it again.
@@ -12,11 +12,9 @@ from __future__ import annotations
 import sys
 import zlib
 from itertools import zip_longest
-from pathlib import Path
 
 import atheris
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
 with atheris.instrument_imports(include=["thinwire"]):
     import hostile
     import torch

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from group_laws import Exchange, free_port, run_processes
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from listening import addresses
 
@@ -159,7 +159,6 @@ def test_rubbish_where_a_peers_address_is_due_is_refused(what):
         connected(store, 0, 2, "127.0.0.1", 600.0)
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=300), st.integers(0, 170), st.integers(1, 9))
 def test_any_bytes_are_an_address_or_refused(rubbish, begin, size):
     for blob in (rubbish, LEGAL[:begin] + rubbish + LEGAL[begin + len(rubbish) :]):

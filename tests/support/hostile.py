@@ -1,4 +1,4 @@
-"""What must hold whatever bytes a peer sends. Used by the tests, and by tests/fuzz/bytes.py for as long as one likes."""
+"""What must hold whatever bytes a peer sends. Used by the tests, and by tests/support/fuzz.py for as long as one likes."""
 
 from __future__ import annotations
 

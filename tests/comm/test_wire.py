@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from namespaces import Namespaces, missing
 
 SEGMENT, HEADERS, LONGEST_HEADERS, GLOO = 1448, 66, 94, 48
@@ -46,7 +44,7 @@ class Bench:
         for namespace, interface in zip(space.namespaces, space.interfaces):
             device = ["ip", "-n", namespace, "link", "set", interface, "gso_max_segs", "1"]
             subprocess.run(device, check=True)  # TCP cuts segments itself, so the interface counts what a wire would
-        program = [sys.executable, str(Path(__file__).with_name("wire_replica.py"))]
+        program = [sys.executable, str(Path(__file__).parents[1] / "support" / "wire_replica.py")]
         self.running = [
             space.start(rank, [*program, str(rank), str(size), space.addresses[0], "29500"]) for rank in range(size)
         ]

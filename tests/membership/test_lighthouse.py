@@ -46,7 +46,7 @@ class Stage:
         for name in names:
             command = [
                 sys.executable,
-                str(Path(__file__).with_name("membership_process.py")),
+                str(Path(__file__).parents[1] / "support" / "membership_process.py"),
                 self.address,
                 name,
                 str(self.folder),

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from pieces import CODECS, OUTERS
-from test_codecs import EXTREME, NORMAL, draw, gaussian
 
 import thinwire as tw
 from thinwire import kernels
@@ -19,7 +18,7 @@ from thinwire.codecs.device import encode_from, runs_anywhere
 from thinwire.kernels import reference
 from thinwire.rng import Key
 from thinwire.testing.toy import same_bits
-from thinwire.testing.values import roundtrip
+from thinwire.testing.values import EXTREME, NORMAL, draw, gaussian, roundtrip
 
 pytest.importorskip("triton", reason="the GPU's kernels run through triton's interpreter: pip install triton")
 
@@ -183,7 +182,7 @@ def test_compiled_for_a_gpu(tmp_path):
     is fused, approximate or flushed to zero.
     """
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("compiled_kernels.py")
+    script = Path(__file__).parents[1] / "support" / "compiled_kernels.py"
     done = subprocess.run(
         [sys.executable, str(script)],
         env=env | {"TRITON_CACHE_DIR": str(tmp_path)},

@@ -1,6 +1,6 @@
 """What was recorded once stays, on numbers that any processor computes alike: packets of codecs, bytes sent and final anchors of methods.
 
-Whoever means to change them records them anew: python tests/core/test_recorded.py
+Whoever means to change them records them anew: python tests/laws/test_recorded.py
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from pieces import CODECS, METHODS
 
