@@ -39,7 +39,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from thinwire import Identity, Replica, Strategy, diloco, streaming_diloco
+from thinwire import Replica, Strategy, diloco, streaming_diloco
+from thinwire.codecs import Identity
 from thinwire.comm import Group, Link, LinkedGroup
 from thinwire.lm import launch
 from thinwire.lm.run import Run

@@ -30,9 +30,24 @@ from thinwire.rng import Key
 SEED, TURNS = 0, 21
 SIZES = (1 << 20, 1 << 24, 1 << 28)  # bytes of input
 CODECS: tuple[Codec, ...] = (
-    *(tw.Identity(), tw.Cast("bf16"), tw.Cast("fp16"), tw.E3M0(), tw.E3M0(scale="fp32"), tw.E3M0(4096)),
-    *(tw.E3M0(rounding="stochastic"), tw.E2M1(), tw.E4M3(), tw.E5M2(), tw.Int(8), tw.Int(4), tw.Int(2)),
-    *(tw.Sign(), tw.Sign(block=4096)),
+    *(
+        tw.codecs.Identity(),
+        tw.codecs.Cast("bf16"),
+        tw.codecs.Cast("fp16"),
+        tw.codecs.E3M0(),
+        tw.codecs.E3M0(scale="fp32"),
+        tw.codecs.E3M0(4096),
+    ),
+    *(
+        tw.codecs.E3M0(rounding="stochastic"),
+        tw.codecs.E2M1(),
+        tw.codecs.E4M3(),
+        tw.codecs.E5M2(),
+        tw.codecs.Int(8),
+        tw.codecs.Int(4),
+        tw.codecs.Int(2),
+    ),
+    *(tw.codecs.Sign(), tw.codecs.Sign(block=4096)),
 )
 
 

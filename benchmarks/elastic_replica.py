@@ -21,9 +21,10 @@ from methods import Stopwatch
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported without saying so
 
-from thinwire import Replica, Sequential, streaming_diloco
+from thinwire import Replica, streaming_diloco
 from thinwire.comm import Link
 from thinwire.membership import LighthouseRendezvous, Membership, Timeouts
+from thinwire.pieces.partition import Sequential
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,25 @@ from provenance import provenance, save
 from torch import Tensor
 
 import thinwire as tw
-from thinwire.codecs import Shapes
+from thinwire.codecs import (
+    DCT,
+    E2M1,
+    E3M0,
+    E4M3,
+    E5M2,
+    Cast,
+    ChunkedTopK,
+    Codebook,
+    Codec,
+    Hadamard,
+    Identity,
+    Int,
+    LowRank,
+    Shapes,
+    Sign,
+    Squares,
+    TopK,
+)
 from thinwire.lm.run import Run
 from thinwire.lm.setup import learning_rate, make_model
 from thinwire.lm.tokenizer import open_corpus
@@ -32,28 +50,28 @@ NUMEL = 1 << 20
 EVERY = 30
 ROUNDS = 3  # the last ones of a run
 RUN = Run.of(model="tiny", batch=8, sequence=128, lr=6e-3, replicas=2)
-FORMATS: dict[str, tuple[tw.Codec, ...]] = {
-    "8 bits and more": (tw.Cast("bf16"), tw.E4M3(), tw.E5M2(), tw.Int(8)),
+FORMATS: dict[str, tuple[Codec, ...]] = {
+    "8 bits and more": (Cast("bf16"), E4M3(), E5M2(), Int(8)),
     "4 bits": (
-        *(tw.E3M0(), tw.E3M0(32), tw.E2M1(), tw.E2M1(32, "bf16"), tw.Int(4), tw.Int(4, 32, "bf16")),
-        *(tw.Hadamard(tw.E3M0()), tw.Hadamard(tw.E2M1()), tw.Hadamard(tw.Int(4)), tw.E3M0(rounding="stochastic")),
+        *(E3M0(), E3M0(32), E2M1(), E2M1(32, "bf16"), Int(4), Int(4, 32, "bf16")),
+        *(Hadamard(E3M0()), Hadamard(E2M1()), Hadamard(Int(4)), E3M0(rounding="stochastic")),
     ),
-    "1 and 2 bits": (tw.Int(2, 32, "bf16"), tw.Codebook(), tw.Sign(block=128), tw.Sign("l2", 128), tw.Hadamard(tw.Sign(block=128))),
+    "1 and 2 bits": (Int(2, 32, "bf16"), Codebook(), Sign(block=128), Sign("l2", 128), Hadamard(Sign(block=128))),
     "most of a bit": (
-        *(tw.ChunkedTopK(4096, 136), tw.ChunkedTopK(4096, 280, tw.Sign(block=280))),
-        *(tw.LowRank(4, 1, tw.Cast()), tw.LowRank(4, 2, tw.Cast()), tw.LowRank(4, 4, tw.Cast())),
-        *(tw.LowRank(8, 2, tw.Int(8)), tw.LowRank(16, 2, tw.E2M1()), tw.LowRank(16, 2, tw.E3M0()), tw.LowRank(8, 2, tw.E2M1())),
+        *(ChunkedTopK(4096, 136), ChunkedTopK(4096, 280, Sign(block=280))),
+        *(LowRank(4, 1, Cast()), LowRank(4, 2, Cast()), LowRank(4, 4, Cast())),
+        *(LowRank(8, 2, Int(8)), LowRank(16, 2, E2M1()), LowRank(16, 2, E3M0()), LowRank(8, 2, E2M1())),
     ),
     "less": (
-        *(tw.TopK(0.01), tw.ChunkedTopK(), tw.Squares(tw.ChunkedTopK()), tw.DCT(tw.ChunkedTopK())),
-        *(tw.ChunkedTopK(values=tw.Codebook()), tw.ChunkedTopK(values=tw.Sign(block=64)), tw.LowRank(4, 2, tw.E2M1()), tw.LowRank(2, 2, tw.E2M1())),
-        *(tw.ChunkedTopK(count=32), tw.Squares(tw.DCT(tw.ChunkedTopK(count=32), axes=2)), tw.LowRank(1, 2, tw.Cast())),
+        *(TopK(0.01), ChunkedTopK(), Squares(ChunkedTopK()), DCT(ChunkedTopK())),
+        *(ChunkedTopK(values=Codebook()), ChunkedTopK(values=Sign(block=64)), LowRank(4, 2, E2M1()), LowRank(2, 2, E2M1())),
+        *(ChunkedTopK(count=32), Squares(DCT(ChunkedTopK(count=32), axes=2)), LowRank(1, 2, Cast())),
     ),
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Recorded(tw.Codec):
+class Recorded(Codec):
     """An Identity that keeps what replica 0 has it encode."""
 
     kept: list[tuple[Tensor, Shapes]] = field(default_factory=list, repr=False, compare=False)
@@ -63,15 +81,15 @@ class Recorded(tw.Codec):
         return Recorded(self.kept, shapes)
 
     def nbytes(self, numel: int) -> int:
-        return tw.Identity().nbytes(numel)
+        return Identity().nbytes(numel)
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
         if key.sender == 0 and self.shapes:  # a warm-up has none
             self.kept.append((x.clone(), self.shapes))
-        tw.Identity().encode(x, payload, key)
+        Identity().encode(x, payload, key)
 
     def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
-        tw.Identity().decode_add(payload, out, key, weight)
+        Identity().decode_add(payload, out, key, weight)
 
 
 def drawn() -> dict[str, list[tuple[Tensor, Shapes]]]:
@@ -100,7 +118,7 @@ def train(strategy: tw.Strategy, steps: int) -> None:
 
     def replica(group: tw.Group) -> None:
         model = make_model(run.model, run.data.sequence, run.seed, corpus.vocabulary)
-        optimizer = tw.AdamW().make(model, run.optimizer.lr, run.optimizer.weight_decay)
+        optimizer = tw.pieces.inner_optimizers.AdamW().make(model, run.optimizer.lr, run.optimizer.weight_decay)
         with tw.Replica(strategy, model, optimizer, group) as attached:
             for step in range(steps):
                 optimizer.param_groups[0]["lr"] = learning_rate(run.optimizer, step + 1)
@@ -116,7 +134,7 @@ def train(strategy: tw.Strategy, steps: int) -> None:
     tw.run_threads(2, replica, timeout=600.0)
 
 
-def measure(codec: tw.Codec, samples: list[tuple[Tensor, Shapes]]) -> dict[str, float] | None:
+def measure(codec: Codec, samples: list[tuple[Tensor, Shapes]]) -> dict[str, float] | None:
     """Over all samples together. None for a codec that asks for shapes where there are none."""
     bits = off = energy = zeros = count = dot = norm = 0.0
     for number, (x, shapes) in enumerate(samples):
@@ -136,15 +154,15 @@ def measure(codec: tw.Codec, samples: list[tuple[Tensor, Shapes]]) -> dict[str, 
     }
 
 
-def roundtrip(codec: tw.Codec, x: Tensor, number: int) -> Tensor:
+def roundtrip(codec: Codec, x: Tensor, number: int) -> Tensor:
     payload, q = torch.empty(codec.nbytes(x.numel()), dtype=torch.uint8), torch.zeros_like(x)
     codec.encode(x, payload, Key(round=number))
     codec.decode_add(payload, q, Key(round=number))
     return q
 
 
-def held_back(codec: tw.Codec, deltas: list[tuple[Tensor, Shapes]]) -> float:
-    feedback = tw.Feedback()
+def held_back(codec: Codec, deltas: list[tuple[Tensor, Shapes]]) -> float:
+    feedback = tw.pieces.feedback.Feedback()
     state, after = (feedback.init(deltas[0][0].numel()) for _ in range(2))
     for number, (delta, shapes) in enumerate(deltas):
         sent = roundtrip(codec.fitted(shapes), feedback.signal(delta, state), number)

@@ -38,8 +38,11 @@ from provenance import installed, provenance, save
 from rich.console import Console
 from rich.table import Table
 
-from thinwire import BySize, Partition, Strategy, Strided, data_parallel, diloco, parse, short_first, streaming_diloco
+from thinwire import Strategy, data_parallel, diloco, streaming_diloco
 from thinwire.lm.model import SIZES, Transformer
+from thinwire.parsing import parse
+from thinwire.pieces.partition import BySize, Partition, Strided
+from thinwire.pieces.schedule import short_first
 
 EVERY, DELAY = 30, 5
 LAYER_FRAGMENTS = 3  # as in the paper, one for three layers; 30 / 3 is whole, as torchft needs

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from thinwire import Gradients, Strategy
+from thinwire import Strategy
 from thinwire.lm.model import SIZES, Transformer
 from thinwire.methods import METHODS, Averaged, ControlVariates, Flasc, Method
 from thinwire.pieces.partition import Fragment
@@ -29,6 +29,7 @@ from thinwire.pieces.policy import Deciding
 from thinwire.pieces.schedule import Adaptive
 from thinwire.plan.memory import kept_nbytes
 from thinwire.recipes import RECIPES
+from thinwire.strategy import Gradients
 
 ROOT = Path(__file__).parents[1]
 FAMILY = "benchmarks/results/family.json"

@@ -25,7 +25,18 @@ PAGES = {  # beside those of docs/: where in the repository, where in the site
     "CHANGELOG.md": "changes.md",
     "benchmarks/README.md": "benchmarks.md",
 }
-BESIDE = {  # names that users meet, and that `import thinwire` does not give
+BESIDE = {  # names that users meet, beside the top level, pieces and recipes
+    "thinwire.codecs.base": ("Codec",),
+    "thinwire.exchange.base": ("Exchange",),
+    "thinwire.parsing": ("parse",),
+    "thinwire.pieces.aggregate": ("Aggregate",),
+    "thinwire.pieces.inner_optimizers": ("Inner",),
+    "thinwire.pieces.merge": ("Merge",),
+    "thinwire.pieces.outer": ("Outer",),
+    "thinwire.pieces.partition": ("Fragment", "Partition"),
+    "thinwire.pieces.policy": ("Policy",),
+    "thinwire.pieces.schedule": ("Schedule", "short_first"),
+    "thinwire.pieces.transforms": ("Filter",),
     "thinwire.checkpoint": ("save", "read", "load", "newest_common"),
     "thinwire.records.events": ("EventLog",),
     "thinwire.diagnosis": ("Rules",),
@@ -97,12 +108,17 @@ def _linked() -> list[str]:
 def reference() -> dict[str, str]:
     """A page for each package: its public names, each with its signature and docstring."""
     names: dict[str, list[str]] = {}
-    for module, exported in [*_exports("thinwire.public"), *BESIDE.items()]:
+    recipes = [name for name in _functions("thinwire.recipes") if not name.startswith("_")]
+    found = [*_exports("thinwire.public"), *_exports("thinwire.catalogue"), ("thinwire.recipes", recipes)]
+    for module, exported in [*found, *BESIDE.items()]:
         names.setdefault(module.split(".")[1], []).extend(f"{module}.{name}" for name in exported)
     names["methods"] = [f"thinwire.methods.{name}" for name in _all("thinwire.methods") if name != "METHODS"]
     return {
-        f"api/{package}.md": "\n\n".join([f"# thinwire.{package}", *(f"::: {name}" for name in sorted(found))]) + "\n"
-        for package, found in sorted(names.items())
+        f"api/{package}.md": "\n\n".join(
+            [f"# thinwire.{package}", *(f"::: {name}" for name in sorted(set(of_package)))]
+        )
+        + "\n"
+        for package, of_package in sorted(names.items())
     }
 
 
@@ -116,9 +132,12 @@ def _exports(module: str) -> list[tuple[str, list[str]]]:
     found = list[tuple[str, list[str]]]()
     for statement in _source(module).body:
         if isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith("thinwire."):
-            names = [alias.asname or alias.name for alias in statement.names]
-            found += _exports(str(statement.module)) if names == ["*"] else [(str(statement.module), names)]
+            found.append((str(statement.module), [alias.asname or alias.name for alias in statement.names]))
     return found
+
+
+def _functions(module: str) -> list[str]:
+    return [statement.name for statement in _source(module).body if isinstance(statement, ast.FunctionDef)]
 
 
 def _all(module: str) -> list[str]:

@@ -19,9 +19,8 @@ from typing import Any
 
 import recipes
 
-from thinwire import parse
 from thinwire.comm import parse_link
-from thinwire.parsing import PIECES
+from thinwire.parsing import PIECES, parse
 from thinwire.report.charts import View, colour
 from thinwire.report.svg import drawing
 

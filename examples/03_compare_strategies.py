@@ -20,7 +20,7 @@ STRATEGIES = {
     "data_parallel": tw.data_parallel(),
     "diloco": tw.diloco(every=10),
     "streaming_diloco": tw.streaming_diloco(every=10, fragments=2, delay=2),
-    "eager_diloco": tw.eager_diloco(every=10, fragments=2),
+    "eager_diloco": tw.recipes.eager_diloco(every=10, fragments=2),
 }
 
 

@@ -24,28 +24,30 @@ def main() -> None:
         model = Transformer(SIZES[options.model])
 
     recipe = tw.Strategy(
-        schedule=tw.Staggered(every=30, delay=5),  # when fragments depart and land
-        partition=tw.Strided(share=5 / 30),  # which parameters travel together: every P-th layer, three or fewer
-        codec=tw.E3M0(),  # how a delta becomes bytes: 4 bits and a scale for each block
-        exchange=tw.Direct(),  # how packets become one estimate: each to all, mean in fp32
-        outer=tw.Nesterov(lr=0.4, momentum=0.9),  # how the anchor moves
-        merge=tw.Mix(0.5),  # how the anchor reaches the replica's own parameters
+        schedule=tw.pieces.schedule.Staggered(every=30, delay=5),  # when fragments depart and land
+        partition=tw.pieces.partition.Strided(
+            share=5 / 30
+        ),  # which parameters travel together: every P-th layer, three or fewer
+        codec=tw.codecs.E3M0(),  # how a delta becomes bytes: 4 bits and a scale for each block
+        exchange=tw.exchange.Direct(),  # how packets become one estimate: each to all, mean in fp32
+        outer=tw.pieces.outer.Nesterov(lr=0.4, momentum=0.9),  # how the anchor moves
+        merge=tw.pieces.merge.Mix(0.5),  # how the anchor reaches the replica's own parameters
     )
     assert recipe == tw.streaming_diloco()  # it is no more than that
 
     variants = {
         "as the recipe has it": recipe,
-        "three layers a fragment, as in the paper": replace(recipe, partition=tw.Strided()),
-        "fragments of equal size": replace(recipe, partition=tw.BySize(6)),
-        "16 bits": replace(recipe, codec=tw.Cast("bf16")),
+        "three layers a fragment, as in the paper": replace(recipe, partition=tw.pieces.partition.Strided()),
+        "fragments of equal size": replace(recipe, partition=tw.pieces.partition.BySize(6)),
+        "16 bits": replace(recipe, codec=tw.codecs.Cast("bf16")),
         "plain DiLoCo": tw.diloco(every=30),
     }
     for name, strategy in variants.items():
         print(f"{name}\n{strategy}\n{strategy.describe(model, options.replicas)}\n")
-        assert tw.parse(repr(strategy)) == strategy  # what is printed can be read back
+        assert tw.parsing.parse(repr(strategy)) == strategy  # what is printed can be read back
 
     try:
-        replace(recipe, schedule=tw.Staggered(every=30, delay=30))
+        replace(recipe, schedule=tw.pieces.schedule.Staggered(every=30, delay=30))
     except tw.ConfigurationError as error:
         print(f"What cannot work fails when it is made, and says what to do:\n{error}")
 

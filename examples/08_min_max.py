@@ -48,7 +48,7 @@ def main() -> None:
 
         return float((tw.run_threads(options.replicas, replica)[0].double() - best).norm() / best.norm())
 
-    fifth, largest = tw.RandomK(0.2, tw.Identity()), tw.TopK(0.2, tw.Identity())
+    fifth, largest = tw.codecs.RandomK(0.2, tw.codecs.Identity()), tw.codecs.TopK(0.2, tw.codecs.Identity())
     variance = math.sqrt(5 / options.replicas + 1)
     methods = {
         "extragradient, fp32": Extragradient(step=0.5 / lipschitz),

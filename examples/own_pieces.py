@@ -22,7 +22,7 @@ from thinwire.state import State
 
 
 @dataclass(frozen=True)
-class Truncated(tw.Codec):
+class Truncated(tw.codecs.Codec):
     """The first `kept` bytes of every fp32 value: 8 bits each, sign and exponent first. The rest is cut off, towards zero."""
 
     kept: int = 2
@@ -48,7 +48,7 @@ class Truncated(tw.Codec):
 
 
 @dataclass(frozen=True)
-class Smoothed(tw.Outer):
+class Smoothed(tw.pieces.outer.Outer):
     """v ← decay·v + (1 − decay)·Δ;  anchor ← anchor − v: the mean of the last deltas, of which each counts 1 in all."""
 
     decay: float = 0.5
@@ -66,18 +66,18 @@ class Smoothed(tw.Outer):
 
 
 @dataclass(frozen=True)
-class DirectBelow(tw.Exchange):
+class DirectBelow(tw.exchange.Exchange):
     """Short packets go to everybody at once, those of `nbytes` and more in two shots: one exchange around two others."""
 
     nbytes: int = 1 << 20
 
     needs_fixed_group: ClassVar[str] = ""  # replicas may come and go: neither remembers who was there
 
-    def check(self, codec: tw.Codec, feedback: tw.Feedback | None) -> None:
-        tw.TwoShot().check(codec, feedback)
+    def check(self, codec: tw.codecs.Codec, feedback: tw.pieces.feedback.Feedback | None) -> None:
+        tw.exchange.TwoShot().check(codec, feedback)
 
-    def chosen(self, codec: tw.Codec, numel: int) -> tw.Exchange:
-        return tw.Direct() if codec.nbytes(numel) < self.nbytes else tw.TwoShot()
+    def chosen(self, codec: tw.codecs.Codec, numel: int) -> tw.exchange.Exchange:
+        return tw.exchange.Direct() if codec.nbytes(numel) < self.nbytes else tw.exchange.TwoShot()
 
     def depart(self, round_: Round, state: State) -> Any:
         exchange = self.chosen(round_.codec, round_.numel)
@@ -87,10 +87,10 @@ class DirectBelow(tw.Exchange):
         exchange, departed = departure
         return exchange.arrive(departed, settle)
 
-    def nbytes_sent(self, codec: tw.Codec, numel: int, size: int, rank: int | None = None) -> int:
+    def nbytes_sent(self, codec: tw.codecs.Codec, numel: int, size: int, rank: int | None = None) -> int:
         return self.chosen(codec, numel).nbytes_sent(codec, numel, size, rank)
 
-    def seconds(self, codec: tw.Codec, numel: int, size: int, link: Link) -> float:
+    def seconds(self, codec: tw.codecs.Codec, numel: int, size: int, link: Link) -> float:
         return self.chosen(codec, numel).seconds(codec, numel, size, link)
 
 

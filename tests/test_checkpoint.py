@@ -14,16 +14,24 @@ from thinwire.testing.toy import adamw, batch, inner_step, same_bits, toy
 STEPS = 25
 
 AT_EVERY_STEP = METHODS | {
-    "plain, in the air": tw.Strategy(schedule=tw.Every(4, 3)),
+    "plain, in the air": tw.Strategy(schedule=tw.pieces.schedule.Every(4, 3)),
     # the longest delay there is, with all fragments in the air at once
     "H − 1 in the air": tw.Strategy(
-        schedule=tw.Staggered(7, 6), partition=tw.Strided(3), codec=tw.E3M0(32), outer=tw.Nesterov(0.7, 0.9), merge=tw.Mix(0.5)
+        schedule=tw.pieces.schedule.Staggered(7, 6),
+        partition=tw.pieces.partition.Strided(3),
+        codec=tw.codecs.E3M0(32),
+        outer=tw.pieces.outer.Nesterov(0.7, 0.9),
+        merge=tw.pieces.merge.Mix(0.5),
     ),
     "eager, five fragments": tw.Strategy(
-        schedule=tw.Staggered(6, 6), partition=tw.BySize(5), codec=tw.Cast(), outer=tw.Nesterov(), merge=tw.Eager()
+        schedule=tw.pieces.schedule.Staggered(6, 6),
+        partition=tw.pieces.partition.BySize(5),
+        codec=tw.codecs.Cast(),
+        outer=tw.pieces.outer.Nesterov(),
+        merge=tw.pieces.merge.Eager(),
     ),
     "two sites": IN_SITES[1, 1],
-}  # fmt: skip
+}
 
 
 # The two longest and those that differ in kind; the rest of the table is slow only by its number.
@@ -78,7 +86,7 @@ def test_saving_waits_for_nothing():
     def replica(group):
         model = toy()
         optimizer = adamw(model)
-        attached = tw.Replica(tw.Strategy(schedule=tw.Every(2, 1)), model, optimizer, group)
+        attached = tw.Replica(tw.Strategy(schedule=tw.pieces.schedule.Every(2, 1)), model, optimizer, group)
         for step in (1, 2) if group.rank == 0 else ():
             inner_step(model, optimizer, *batch(0, 0, step))
         if group.rank == 0:
@@ -112,7 +120,10 @@ def test_a_file_brings_back_what_torch_draws_next(tmp_path):
             tw.streaming_diloco(every=6, fragments=1, delay=2),
             "the checkpoint has 3 fragments, this strategy makes 2; resume with the run's own strategy",
         ),
-        (tw.streaming_diloco(every=6, fragments=2, delay=2, partition=tw.BySize(3)), "elements in the checkpoint"),
+        (
+            tw.streaming_diloco(every=6, fragments=2, delay=2, partition=tw.pieces.partition.BySize(3)),
+            "elements in the checkpoint",
+        ),
         (tw.streaming_diloco(every=6, fragments=2, delay=2, outer_momentum=0.0), "outer state"),
     ],
     ids=["fragments", "sizes", "outer state"],

@@ -68,7 +68,11 @@ def test_weights_that_drift_apart_are_mended(world):
     assert all(len(results["told"]) == 1 and "have drifted apart" in results["told"][0] for results in world)
 
 
-@pytest.mark.parametrize("strategy", [tw.diloco(), tw.Strategy(signal=tw.Gradients(), partition=tw.BySize(2))], ids=str)
+@pytest.mark.parametrize(
+    "strategy",
+    [tw.diloco(), tw.Strategy(signal=tw.strategy.Gradients(), partition=tw.pieces.partition.BySize(2))],
+    ids=str,
+)
 def test_what_it_cannot_run_is_refused(strategy):
     (group,) = tw.ThreadGroup.create(1)
     with pytest.raises(tw.ConfigurationError, match=r"DDP exchanges Gradients\(\), in buckets that it cuts itself"):
@@ -78,12 +82,12 @@ def test_what_it_cannot_run_is_refused(strategy):
 def test_clipping_of_a_bucket_is_refused():
     (group,) = tw.ThreadGroup.create(1)
     with pytest.raises(tw.ConfigurationError, match="Clip would see a bucket"):
-        tw.GradientHook(tw.dgc(), torch.nn.Linear(2, 2), group)
+        tw.GradientHook(tw.recipes.dgc(), torch.nn.Linear(2, 2), group)
 
 
 def test_the_state_of_another_model_is_refused():
     (group,) = tw.ThreadGroup.create(1)
-    hook = tw.GradientHook(tw.ef14(), torch.nn.Linear(2, 2), group)
+    hook = tw.GradientHook(tw.recipes.ef14(), torch.nn.Linear(2, 2), group)
     with pytest.raises(tw.CheckpointError, match="of another model"):
         hook.load_state({"head.weight/feedback.residual": torch.zeros(4)}, {"steps": 3})
     hook.close()

@@ -16,7 +16,7 @@ import thinwire as tw
 from thinwire.packet import HEADER_NBYTES, REFUSED, STOP, Header, empty_packet, identity, open_packet, payload, seal
 from thinwire.testing.toy import Journey, Plan, journey, same_bits, toy, travel, weights
 
-DUE = Header(codec=identity(tw.E3M0()), sender=3, fragment=2, round=77, part=5, numel=90, nbytes=46, step=1234)
+DUE = Header(codec=identity(tw.codecs.E3M0()), sender=3, fragment=2, round=77, part=5, numel=90, nbytes=46, step=1234)
 CHECKSUM_AT = HEADER_NBYTES - 4
 
 
@@ -49,9 +49,9 @@ def test_the_layout():
     assert head[:-1] == (b"TWPK", 3, 0, DUE.codec, 3, 2, 77, 1234, 5, 90, 46)
     assert head[-1] == zlib.crc32(GOOD[:44] + bytes(4) + GOOD[48:])
     assert (
-        identity(tw.E3M0())
+        identity(tw.codecs.E3M0())
         == zlib.crc32(b"E3M0(block=128, scale='exponent', rounding='nearest')")
-        != identity(tw.E3M0(64))
+        != identity(tw.codecs.E3M0(64))
     )
 
 
@@ -155,10 +155,10 @@ def test_what_is_said():
 # ---- values that no honest replica would send
 
 
-class Hostile(tw.Codec):
+class Hostile(tw.codecs.Codec):
     """A codec that, from some packet on, sends other bytes than were encoded, with a header and a checksum that fit."""
 
-    def __init__(self, codec: tw.Codec, after: int) -> None:
+    def __init__(self, codec: tw.codecs.Codec, after: int) -> None:
         self.codec, self.packets, self.after = codec, 0, after
         self.random = torch.Generator().manual_seed(7)
 
@@ -196,21 +196,25 @@ def with_hostile(strategy: tw.Strategy, replicas: int, after: int, **plan) -> li
 def test_hostile_values_reach_no_anchor(codec):
     """Random bytes decode to NaN, infinity and 1e38 now and then. The anchors stay finite and equal on all replicas."""
     strategy = tw.Strategy(
-        schedule=tw.Staggered(2, 1), partition=tw.Strided(3), codec=codec, outer=tw.Nesterov(), merge=tw.Mix(0.5)
+        schedule=tw.pieces.schedule.Staggered(2, 1),
+        partition=tw.pieces.partition.Strided(3),
+        codec=codec,
+        outer=tw.pieces.outer.Nesterov(),
+        merge=tw.pieces.merge.Mix(0.5),
     )
     journeys = with_hostile(strategy, 3, 4, steps=12)
     for one in journeys:
         for now, first in zip(one.agreed, journeys[0].agreed):
             assert all(torch.isfinite(t).all() and same_bits(t, first[name]) for name, t in now.items())
         assert same_bits(one.final, journeys[0].final) and not same_bits(one.final, weights(toy()))
-    if codec in (tw.Identity(), tw.Cast("bf16"), tw.Cast("fp16")):
+    if codec in (tw.codecs.Identity(), tw.codecs.Cast("bf16"), tw.codecs.Cast("fp16")):
         refused = journeys[0].heard("refused")
         assert any(e["by"] == [] and e["reason"] == "the anchor would not be finite" for e in refused)
 
 
 @pytest.mark.parametrize("codec", [row.piece for row in CODECS if "refuses" in row.claims], ids=str)
 def test_hostile_indices_end_training_and_say_why(codec):
-    strategy = tw.Strategy(schedule=tw.Every(2), codec=codec)
+    strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(2), codec=codec)
     with pytest.raises(tw.PacketError, match="a packet's indices are not ascending below"):
         with_hostile(strategy, 2, 2)
 
@@ -232,7 +236,7 @@ class Damaging:
 @pytest.mark.parametrize("exchange", [row.piece for row in EXCHANGES], ids=str)
 def test_a_damaged_packet_ends_training_and_says_why(exchange):
     """No round is judged on damaged bytes: `PacketError`, naming the sender, and nothing has changed."""
-    strategy = tw.Strategy(schedule=tw.Every(2), exchange=exchange)
-    replicas = sum(map(len, exchange.ranks)) if isinstance(exchange, tw.Hierarchy) else 2
+    strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(2), exchange=exchange)
+    replicas = sum(map(len, exchange.ranks)) if isinstance(exchange, tw.exchange.Hierarchy) else 2
     with pytest.raises(tw.PacketError, match=r"the packet of replica [01] is damaged"):  # 0: what 1 passes on in a site
         journey(strategy, replicas, wrap=lambda group: Damaging(group) if group.rank == 1 else group)

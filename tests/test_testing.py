@@ -21,10 +21,14 @@ SLOW = pytest.mark.slow
 
 
 OURS = [
-    *(tw.E3M0(8), tw.Nesterov(), tw.diloco(every=4)),
+    *(tw.codecs.E3M0(8), tw.pieces.outer.Nesterov(), tw.diloco(every=4)),
     *(
         pytest.param(piece, marks=SLOW)
-        for piece in (tw.TwoShot(), tw.LowRank(1), tw.Each(tw.RandomK(0.5, tw.Identity())))
+        for piece in (
+            tw.exchange.TwoShot(),
+            tw.codecs.LowRank(1),
+            tw.codecs.Each(tw.codecs.RandomK(0.5, tw.codecs.Identity())),
+        )
     ),
 ]
 
@@ -52,7 +56,7 @@ def test_it_needs_no_pytest():
 
 
 @dataclass(frozen=True)
-class Twice(tw.Codec):
+class Twice(tw.codecs.Codec):
     """An Identity, but for what a subclass breaks."""
 
     grain: ClassVar[int | None] = 1
@@ -61,10 +65,10 @@ class Twice(tw.Codec):
         return 4 * numel
 
     def encode(self, x, payload, key):
-        tw.Identity().encode(x, payload, key)
+        tw.codecs.Identity().encode(x, payload, key)
 
     def decode_add(self, payload, out, key, weight=1.0):
-        tw.Identity().decode_add(payload, out, key, weight)
+        tw.codecs.Identity().decode_add(payload, out, key, weight)
 
 
 @dataclass(frozen=True)
@@ -129,13 +133,13 @@ class Misspelt(Twice):
 
 
 @dataclass(frozen=True)
-class InPlace(tw.Outer):
+class InPlace(tw.pieces.outer.Outer):
     def step(self, anchor, delta, state):
         return anchor.sub_(delta), state
 
 
 @dataclass(frozen=True)
-class NotLinear(tw.Outer):
+class NotLinear(tw.pieces.outer.Outer):
     linear = True
 
     def step(self, anchor, delta, state):
@@ -143,7 +147,7 @@ class NotLinear(tw.Outer):
 
 
 @dataclass(frozen=True)
-class Whole(tw.Outer):
+class Whole(tw.pieces.outer.Outer):
     """Says elementwise, and takes the mean of what it gets."""
 
     elementwise = True
@@ -153,7 +157,7 @@ class Whole(tw.Outer):
 
 
 @dataclass(frozen=True)
-class Remembering(tw.Outer):
+class Remembering(tw.pieces.outer.Outer):
     """Keeps what no checkpoint has."""
 
     kept: list = field(default_factory=list, compare=False, repr=False)
@@ -164,20 +168,20 @@ class Remembering(tw.Outer):
 
 
 @dataclass(frozen=True)
-class Around(tw.Exchange):
+class Around(tw.exchange.Exchange):
     """A Direct, but for what a subclass breaks."""
 
     def depart(self, round_, state):
-        return tw.Direct().depart(round_, state)
+        return tw.exchange.Direct().depart(round_, state)
 
     def arrive(self, departure, settle):
-        return tw.Direct().arrive(departure, settle)
+        return tw.exchange.Direct().arrive(departure, settle)
 
     def nbytes_sent(self, codec, numel, size, rank=None):
-        return tw.Direct().nbytes_sent(codec, numel, size, rank)
+        return tw.exchange.Direct().nbytes_sent(codec, numel, size, rank)
 
     def seconds(self, codec, numel, size, link):
-        return tw.Direct().seconds(codec, numel, size, link)
+        return tw.exchange.Direct().seconds(codec, numel, size, link)
 
 
 @dataclass(frozen=True)
@@ -191,7 +195,7 @@ class Selfish(Around):
     """Every replica believes its own."""
 
     def arrive(self, departure, settle):
-        return tw.Direct().arrive(departure, lambda begin, mean, sent: settle(begin, sent().clone(), sent))
+        return tw.exchange.Direct().arrive(departure, lambda begin, mean, sent: settle(begin, sent().clone(), sent))
 
 
 @pytest.mark.parametrize(
@@ -223,7 +227,7 @@ def test_each_law_finds_who_breaks_it(piece, law):
 
 def test_a_piece_of_another_kind_is_put_into_a_strategy():
     with pytest.raises(tw.ConfigurationError, match="put another piece into a Strategy"):
-        check(tw.Every(3))
+        check(tw.pieces.schedule.Every(3))
 
 
 def test_the_page_has_every_declaration():
@@ -231,7 +235,14 @@ def test_the_page_has_every_declaration():
     page = (EXAMPLE.parents[1] / "docs/own-pieces.md").read_text()
     table = page.split("## What a piece declares")[1].split("## Try")[0]
     known = set(re.findall(r"`(\w+)`", table))
-    for protocol in (tw.Codec, tw.Exchange, tw.Outer, tw.Merge, tw.Policy, tw.Filter):
+    for protocol in (
+        tw.codecs.Codec,
+        tw.exchange.Exchange,
+        tw.pieces.outer.Outer,
+        tw.pieces.merge.Merge,
+        tw.pieces.policy.Policy,
+        tw.pieces.transforms.Filter,
+    ):
         own = {name for name in vars(protocol) if not name.startswith("_")} - protocol.__abstractmethods__
         work = {
             "check",

@@ -11,13 +11,22 @@ from importlib.util import find_spec as _find_spec
 from thinwire.version import __version__ as __version__
 
 if _typing.TYPE_CHECKING:
-    from thinwire.catalogue import *  # noqa: F403
+    import thinwire.codecs
+    import thinwire.ddp_hook
+    import thinwire.diagnosis
+    import thinwire.exchange
+    import thinwire.membership
+    import thinwire.methods
+    import thinwire.parsing
+    import thinwire.pieces
+    import thinwire.recipes
+    import thinwire.testing  # noqa: F401
     from thinwire.public import *  # noqa: F403
     from thinwire.public import __all__ as __all__
 else:
 
     def __getattr__(name: str) -> object:
-        """The public names, at the first use of one: `thinwire lighthouse` and `thinwire --help` need no torch."""
+        """A module, or a public name, at its first use: `thinwire lighthouse` and `thinwire --help` need no torch."""
         if not name.startswith("_") and _find_spec(f"thinwire.{name}"):
             return _import_module(f"thinwire.{name}")
         if not name.startswith("_") or name == "__all__":

@@ -1,6 +1,6 @@
 """The table of pieces, a row each. Adding a piece is one file and one row here.
 
-The public names, the names that text may hold, the table in docs/pieces.md and the rows that the laws are tried on follow from it.
+The names that text may hold, the table in docs/pieces.md and the rows that the laws are tried on follow from it.
 A piece whose arguments all have defaults is tried as it is made without any, with the `claims` that it declares; others, and
 further forms, have rows in tests/support/pieces.py.
 """

@@ -100,7 +100,11 @@ class Strategy:
     A combination that cannot work raises `ConfigurationError` when it is made. `repr` is Python that makes the same
     value again; `parse` reads it without running code.
 
-    >>> from thinwire import E3M0, Nesterov, Staggered, Strided, parse
+    >>> from thinwire.codecs import E3M0
+    >>> from thinwire.parsing import parse
+    >>> from thinwire.pieces.outer import Nesterov
+    >>> from thinwire.pieces.partition import Strided
+    >>> from thinwire.pieces.schedule import Staggered
     >>> s = Strategy(schedule=Staggered(every=30, delay=5), partition=Strided(4), codec=E3M0(), outer=Nesterov())
     >>> parse(repr(s)) == s
     True

@@ -12,9 +12,10 @@ import pytest
 import torch
 from namespaces import Namespaces, missing
 
-from thinwire import E3M0, streaming_diloco
+from thinwire import streaming_diloco
 from thinwire.cli import checks as machine
 from thinwire.cli import doctor
+from thinwire.codecs import E3M0
 from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
 from thinwire.lm.run import Run

@@ -103,11 +103,11 @@ def test_a_whole_number_will_do_for_a_learning_rate() -> None:
 
 def test_the_clip_of_a_run_is_the_gradients() -> None:
     """It goes into a recipe's filters where that has them, and nowhere else: the outer momentum's bound is another."""
-    assert Run.of(strategy="dgc", clip=0.5).make_strategy() == thinwire.dgc(clip=0.5)
+    assert Run.of(strategy="dgc", clip=0.5).make_strategy() == thinwire.recipes.dgc(clip=0.5)
     assert (
         Run.of(strategy="co2", clip=0.5).make_strategy()
         == Run.of(strategy="co2", clip=0.0).make_strategy()
-        == thinwire.co2()
+        == thinwire.recipes.co2()
     )
 
 

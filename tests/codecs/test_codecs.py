@@ -33,7 +33,7 @@ def test_size_is_known(row, n):
 @everything
 @over("n", [0, 1, 129])
 def test_claims(row, data, n):
-    saturated = row.piece == tw.Cast("fp16") and data == "heavy tails"
+    saturated = row.piece == tw.codecs.Cast("fp16") and data == "heavy tails"
     laws.keeps_claims(row.piece, row.claims, data, n, row.error if data in NORMAL and not saturated else None)
 
 
@@ -82,10 +82,10 @@ def test_splitmix64():
 # ---- block formats against their definition
 
 GRIDS = {
-    tw.E3M0: [0, 0.25, 0.5, 1, 2, 4, 8, 16],
-    tw.E2M1: [0, 0.5, 1, 1.5, 2, 3, 4, 6],
-    tw.E4M3: torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double().tolist(),
-    tw.E5M2: torch.arange(124, dtype=torch.uint8).view(torch.float8_e5m2).double().tolist(),
+    tw.codecs.E3M0: [0, 0.25, 0.5, 1, 2, 4, 8, 16],
+    tw.codecs.E2M1: [0, 0.5, 1, 1.5, 2, 3, 4, 6],
+    tw.codecs.E4M3: torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double().tolist(),
+    tw.codecs.E5M2: torch.arange(124, dtype=torch.uint8).view(torch.float8_e5m2).double().tolist(),
 }
 BLOCKS = [row.piece for row in CODECS if hasattr(row.piece, "grid") and row.piece.rounding == "nearest"]
 
@@ -118,7 +118,7 @@ def test_block_formats_are_their_definition(codec, data):
 
 
 @pytest.mark.parametrize(
-    ("codec", "dtype"), [(tw.E4M3(256), torch.float8_e4m3fn), (tw.E5M2(256), torch.float8_e5m2)], ids=str
+    ("codec", "dtype"), [(tw.codecs.E4M3(256), torch.float8_e4m3fn), (tw.codecs.E5M2(256), torch.float8_e5m2)], ids=str
 )
 def test_fp8_is_torchs(codec, dtype):
     """A code is the byte of torch's own cast of x / 2^e."""
@@ -130,16 +130,21 @@ def test_fp8_is_torchs(codec, dtype):
 def test_scales_on_the_wire():
     """max|x| / 6 = 0.875 as exponent 0; as bf16 and fp32 in little-endian."""
     x = torch.tensor([5.25, -1.0])
-    assert encoded(tw.E2M1(2), x) == bytes([0xA7, 0x00])
-    assert encoded(tw.E2M1(2, "bf16"), x).hex() == "a7603f" and encoded(tw.E2M1(2, "fp32"), x).hex() == "a70000603f"
-    assert encoded(tw.Int(2, 4, "fp32"), torch.tensor([1.0, -1.0, 0.4, 0.6])).hex() == "4d0000803f"
-    assert encoded(tw.Int(8, 2), torch.tensor([127.0, -127.0])) == bytes([127, 255, 0])
+    assert encoded(tw.codecs.E2M1(2), x) == bytes([0xA7, 0x00])
+    assert (
+        encoded(tw.codecs.E2M1(2, "bf16"), x).hex() == "a7603f"
+        and encoded(tw.codecs.E2M1(2, "fp32"), x).hex() == "a70000603f"
+    )
+    assert encoded(tw.codecs.Int(2, 4, "fp32"), torch.tensor([1.0, -1.0, 0.4, 0.6])).hex() == "4d0000803f"
+    assert encoded(tw.codecs.Int(8, 2), torch.tensor([127.0, -127.0])) == bytes([127, 255, 0])
 
 
 # ---- signs and sparse codecs against theirs
 
 
-@pytest.mark.parametrize("codec", [tw.Sign(), tw.Sign("l2"), tw.Sign("mean", 50), tw.Sign("l2", 50)], ids=str)
+@pytest.mark.parametrize(
+    "codec", [tw.codecs.Sign(), tw.codecs.Sign("l2"), tw.codecs.Sign("mean", 50), tw.codecs.Sign("l2", 50)], ids=str
+)
 @everything
 def test_sign_is_its_definition(codec, data):
     x = draw(data, 201)
@@ -153,7 +158,7 @@ def test_the_l2_scale_is_not_contractive():
     """On ten values of a thousand its error is 1.8 times the energy, with the mean 0.99 (specification, §0)."""
     x = torch.zeros(1000)
     x[::100] = 1.0
-    errors = [(roundtrip(tw.Sign(scale), x) - x).square().sum() / x.square().sum() for scale in ("mean", "l2")]
+    errors = [(roundtrip(tw.codecs.Sign(scale), x) - x).square().sum() / x.square().sum() for scale in ("mean", "l2")]
     assert errors == [pytest.approx(0.99, abs=0.001), pytest.approx(1.8, abs=0.01)]
 
 
@@ -162,7 +167,10 @@ def test_the_l2_scale_is_not_contractive():
 def test_the_largest_travel(data, n):
     """What is kept is as large as what is kept of the sorted magnitudes, it is kept exactly, and nothing else is."""
     x = draw(data, n)
-    chunks = {tw.TopK(0.1, tw.Identity()): max(1, n), tw.ChunkedTopK(60, 6, tw.Identity()): 60}
+    chunks = {
+        tw.codecs.TopK(0.1, tw.codecs.Identity()): max(1, n),
+        tw.codecs.ChunkedTopK(60, 6, tw.codecs.Identity()): 60,
+    }
     for codec, chunk in chunks.items():
         for part, q in zip(x.split(chunk), roundtrip(codec, x).split(chunk)):
             kept = -(-len(part) // 10)
@@ -175,10 +183,10 @@ def test_the_largest_travel(data, n):
 def test_sparse_on_the_wire():
     """Values first, then indices without gaps: 3 and 5 in 3 bits each; 1 and 4095 in 12 bits each, two in three bytes."""
     x = torch.tensor([0.0, 0, 0, 1, 0, -2, 0, 0])
-    assert encoded(tw.TopK(0.25), x).hex() == "803f00c0" + f"{3 | 5 << 3:02x}"
+    assert encoded(tw.codecs.TopK(0.25), x).hex() == "803f00c0" + f"{3 | 5 << 3:02x}"
     x = torch.zeros(4096)
     x[1], x[4095] = 1.0, -2.0
-    assert encoded(tw.ChunkedTopK(4096, 2), x).hex() == "803f00c0" + (1 | 4095 << 12).to_bytes(3, "little").hex()
+    assert encoded(tw.codecs.ChunkedTopK(4096, 2), x).hex() == "803f00c0" + (1 | 4095 << 12).to_bytes(3, "little").hex()
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 7, 8, 12, 20, 33])
@@ -192,7 +200,7 @@ def test_packing(width, count):
     assert torch.equal(unpack(packed, count, width), numbers)
 
 
-@pytest.mark.parametrize("codec", [tw.TopK(0.1), tw.ChunkedTopK(60, 6)], ids=str)
+@pytest.mark.parametrize("codec", [tw.codecs.TopK(0.1), tw.codecs.ChunkedTopK(60, 6)], ids=str)
 def test_wrong_indices_are_refused(codec):
     """Twice the same, in wrong order, or behind the end: nothing is written anywhere."""
     n = 110
@@ -211,7 +219,7 @@ def test_wrong_indices_are_refused(codec):
         with pytest.raises(tw.PacketError, match="indices are not ascending below"):
             codec.decode_add(payload, out, Key())
         assert not out.any()
-    index[-1] = n if isinstance(codec, tw.TopK) else 61
+    index[-1] = n if isinstance(codec, tw.codecs.TopK) else 61
     sound[begin:] = pack(index, width)
     with pytest.raises(tw.PacketError, match="indices are not ascending below"):
         codec.decode_add(sound, torch.zeros(n), Key())
@@ -219,7 +227,7 @@ def test_wrong_indices_are_refused(codec):
 
 def test_random_coordinates_are_shared_and_new_each_round():
     x = torch.ones(10_000)
-    codec = tw.RandomK(0.1, tw.Identity())
+    codec = tw.codecs.RandomK(0.1, tw.codecs.Identity())
     first, of_another, later = (roundtrip(codec, x, key) for key in (Key(), Key(sender=1), Key(round=1)))
     assert torch.equal(first, of_another) and (first != 0).sum() == 1000 and set(first.tolist()) == {0.0, 10.0}
     assert 50 < ((first != 0) & (later != 0)).sum() < 150
@@ -259,7 +267,7 @@ def bits_of(payload: bytes, n: int) -> tuple[list[int], list[int]]:
 @everything
 def test_e3m0_is_its_definition(block, data):
     x = draw(data, 301)
-    assert bits_of(encoded(tw.E3M0(block), x), 301) == literal_e3m0(x, block)
+    assert bits_of(encoded(tw.codecs.E3M0(block), x), 301) == literal_e3m0(x, block)
 
 
 @pytest.mark.parametrize("exponent", [-120, -30, 0, 40, 120])
@@ -270,7 +278,7 @@ def test_e3m0_at_the_midpoints(exponent):
         at = np.float32(midpoint)
         values += [float(np.nextafter(at, np.float32(0))), midpoint, float(np.nextafter(at, np.float32(99)))]
     x = torch.tensor([*values, *(-v for v in values)]) * 2.0**exponent
-    codes, exponents = bits_of(encoded(tw.E3M0(len(x)), x), len(x))
+    codes, exponents = bits_of(encoded(tw.codecs.E3M0(len(x)), x), len(x))
     ties = [0, 2, 2, 4, 4, 6, 6]
     due = [7] + [code for i, tie in enumerate(ties) for code in (i, tie, i + 1)]
     assert codes == [*due, *(code | 8 if code else 0 for code in due)] and exponents == [exponent]
@@ -278,10 +286,10 @@ def test_e3m0_at_the_midpoints(exponent):
 
 def test_wire_bytes():
     """What travels, byte for byte: a change here is a change of the wire format."""
-    assert encoded(tw.E3M0(2), torch.tensor([16.0, -0.25, 0.0])) == bytes([0x97, 0x00, 0x00, 0xFC])
-    assert encoded(tw.Identity(), torch.tensor([1.0, -2.0])).hex() == "0000803f000000c0"
-    assert encoded(tw.Cast("bf16"), torch.tensor([1.0, -2.0])).hex() == "803f00c0"
-    assert encoded(tw.Cast("fp16"), torch.tensor([1.0, 1e6])).hex() == "003cff7b"
+    assert encoded(tw.codecs.E3M0(2), torch.tensor([16.0, -0.25, 0.0])) == bytes([0x97, 0x00, 0x00, 0xFC])
+    assert encoded(tw.codecs.Identity(), torch.tensor([1.0, -2.0])).hex() == "0000803f000000c0"
+    assert encoded(tw.codecs.Cast("bf16"), torch.tensor([1.0, -2.0])).hex() == "803f00c0"
+    assert encoded(tw.codecs.Cast("fp16"), torch.tensor([1.0, 1e6])).hex() == "003cff7b"
 
 
 @pytest.mark.parametrize("data", NORMAL)
@@ -289,7 +297,7 @@ def test_wire_bytes():
 def test_e3m0_absolute_bound(data, block):
     """Each value is within a third of itself, or within 1/64 of the largest of its block. Hostile input included."""
     x = draw(data, 10 * block)
-    off = (roundtrip(tw.E3M0(block), x) - x).abs().view(-1, block)
+    off = (roundtrip(tw.codecs.E3M0(block), x) - x).abs().view(-1, block)
     largest = x.abs().view(-1, block).amax(1, keepdim=True)
     assert (off <= torch.maximum(x.abs().view(-1, block) / 3, largest / 64) * (1 + 1e-6)).all()
 
@@ -319,7 +327,7 @@ def test_published_figures(name, block):
     }
     x = torch.from_numpy(draws[name](size=2**20)).float()
     *rows, tolerance = PUBLISHED[name, block]
-    for due, make in zip(rows, (tw.E3M0, tw.E2M1, lambda block, scale: tw.Int(4, block, scale))):
+    for due, make in zip(rows, (tw.codecs.E3M0, tw.codecs.E2M1, lambda block, scale: tw.codecs.Int(4, block, scale))):
         exact, power = (roundtrip(make(block, scale), x).double() for scale in ("fp32", "exponent"))
         off = [((q - x).square().sum() / x.double().square().sum()).item() for q in (exact, power)]
         assert off == [pytest.approx(error, rel=tolerance, abs=0.0001) for error in due[:2]], make
@@ -334,8 +342,8 @@ def test_published_figures(name, block):
 def test_bits_per_parameter():
     """4 + 8/block: ⅟₁₆ of a bit for blocks of 128, ¼ for 32; the header's 48 bytes on top."""
     n = 1 << 20
-    assert 8 * tw.E3M0(128).nbytes(n) / n == 4.0625 and 8 * tw.E3M0(32).nbytes(n) / n == 4.25
-    assert packet_nbytes(tw.E3M0(), n) == HEADER_NBYTES + n // 2 + n // 128
+    assert 8 * tw.codecs.E3M0(128).nbytes(n) / n == 4.0625 and 8 * tw.codecs.E3M0(32).nbytes(n) / n == 4.25
+    assert packet_nbytes(tw.codecs.E3M0(), n) == HEADER_NBYTES + n // 2 + n // 128
 
 
 # ---- NaN and infinity do not leave
@@ -376,10 +384,10 @@ def test_a_refused_packet_holds_no_values(row):
     x[7] = float("nan")
     air = SendContext(group)
     round_ = Round(air, row.piece, 100, Key(), lambda begin, end: x[begin:end])
-    departure = tw.Direct().depart(round_, {})
+    departure = tw.exchange.Direct().depart(round_, {})
     ((packet,),) = [[outgoing.wait().clone() for outgoing in round_.outgoing]]
     assert not packet[HEADER_NBYTES:].any() and packet.numel() == packet_nbytes(row.piece, 100)
-    assert tw.Direct().arrive(departure, lambda *_: None).flags == (REFUSED,)
-    estimate, arrival = once(tw.Direct(), air, row.piece, x, Key(), {})
+    assert tw.exchange.Direct().arrive(departure, lambda *_: None).flags == (REFUSED,)
+    estimate, arrival = once(tw.exchange.Direct(), air, row.piece, x, Key(), {})
     assert estimate is None and arrival.flags == (REFUSED,)
     air.close()

@@ -32,7 +32,7 @@ def student(n: int) -> torch.Tensor:
     return gaussian(n) / gaussian(3, n).square().mean(0).sqrt()
 
 
-def lost(codec: tw.Codec, x: torch.Tensor, key: Key = Key()) -> float:
+def lost(codec: tw.codecs.Codec, x: torch.Tensor, key: Key = Key()) -> float:
     return ((roundtrip(codec, x, key) - x).double().square().sum() / x.double().square().sum()).item()
 
 
@@ -99,7 +99,7 @@ def test_top_k_is_as_contractive_as_can_be(name):
     """No other k values hold more: ‖q(x) − x‖² is what the n − k smallest weigh, and below (1 − k/n)·‖x‖²."""
     x = TENSORS[name]
     for density in (0.001, 0.01, 0.1):
-        codec = tw.TopK(density, tw.Identity())
+        codec = tw.codecs.TopK(density, tw.codecs.Identity())
         kept = math.ceil(density * MANY)
         best = x.double().square().sort().values[: MANY - kept].sum() / x.double().square().sum()
         assert lost(codec, x) == pytest.approx(best.item(), rel=1e-6) and best < 1 - density
@@ -118,38 +118,38 @@ def test_the_codebook_is_the_listing():
     bins = [min(3, max(0, round((v - mean) / step + 2))) for v in values]
     table = [mean + sum(v - mean for v, b in zip(values, bins) if b == i) / max(1, bins.count(i)) for i in range(4)]
     torch.testing.assert_close(
-        roundtrip(tw.Codebook(), x).double(), torch.tensor(table).double()[bins], rtol=1e-6, atol=0
+        roundtrip(tw.codecs.Codebook(), x).double(), torch.tensor(table).double()[bins], rtol=1e-6, atol=0
     )
 
 
 def test_the_published_codec_has_its_published_size():
     """64 of 4096 in 2 + 12 bits: 0.219 bits a parameter, 146 times less than fp32."""
     n = 1 << 24
-    bits = 8 * tw.ChunkedTopK(4096, 64, tw.Codebook()).nbytes(n) / n
+    bits = 8 * tw.codecs.ChunkedTopK(4096, 64, tw.codecs.Codebook()).nbytes(n) / n
     assert bits == pytest.approx(0.21875, rel=1e-4) and 146 < 32 / bits < 147
 
 
 def test_of_what_is_kept_two_bins_hold_nearly_all():
     """As the specification saw on Laplace: 0.0, 49.6, 0.2 and 50.1 %; so a sign is as good (0.192 each, of the norm)."""
     kept = torch.cat([part[part.abs().topk(64).indices] for part in laplace(1 << 20).split(4096)])
-    share = torch.tensor(list(encoded(tw.Codebook(), kept)[:-16]))
+    share = torch.tensor(list(encoded(tw.codecs.Codebook(), kept)[:-16]))
     share = torch.stack([(share >> place & 3 == i).sum() for place in (0, 2, 4, 6) for i in range(4)]).view(4, 4).sum(0)
     assert (share[[0, 2]].sum() / share.sum()).item() < 0.01 and (share[1] / share.sum()).item() == pytest.approx(
         0.5, abs=0.02
     )
-    assert lost(tw.Codebook(), kept) ** 0.5 == pytest.approx(0.192, abs=0.004)
-    assert lost(tw.Sign(), kept) ** 0.5 == pytest.approx(0.192, abs=0.004)
+    assert lost(tw.codecs.Codebook(), kept) ** 0.5 == pytest.approx(0.192, abs=0.004)
+    assert lost(tw.codecs.Sign(), kept) ** 0.5 == pytest.approx(0.192, abs=0.004)
 
 
 def test_a_codebook_of_equal_values_is_exact():
-    assert same_bits(roundtrip(tw.Codebook(), torch.full((7,), -0.3)), torch.full((7,), -0.3))
-    assert same_bits(roundtrip(tw.Codebook(), torch.tensor([2.5])), torch.tensor([2.5]))
+    assert same_bits(roundtrip(tw.codecs.Codebook(), torch.full((7,), -0.3)), torch.full((7,), -0.3))
+    assert same_bits(roundtrip(tw.codecs.Codebook(), torch.tensor([2.5])), torch.tensor([2.5]))
 
 
 # ---- other bases
 
 
-def seen(codec: tw.Codec, x: torch.Tensor, key: Key = Key()) -> torch.Tensor:
+def seen(codec: tw.codecs.Codec, x: torch.Tensor, key: Key = Key()) -> torch.Tensor:
     """What the inner codec, an Identity, was given."""
     return torch.tensor(list(encoded(codec, x, key)), dtype=torch.uint8).view(torch.float32)
 
@@ -161,13 +161,13 @@ def test_the_dct_is_its_definition():
         * sum(v * math.cos(math.pi * f * (2 * i + 1) / 16) for i, v in enumerate(x.tolist()))
         for f in range(8)
     ]
-    torch.testing.assert_close(seen(tw.DCT(tw.Identity(), 8), x), torch.tensor(due), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(seen(tw.codecs.DCT(tw.codecs.Identity(), 8), x), torch.tensor(due), rtol=1e-5, atol=1e-6)
 
 
 def test_the_dct_of_a_square():
     """Along both sides; the rows that are left as a rectangle, the rest as a row."""
     x, c = gaussian(3 * 16 + 2 * 4 + 3), exact.cosines(4).float()
-    y = seen(tw.DCT(tw.Identity(), 4, axes=2), x)
+    y = seen(tw.codecs.DCT(tw.codecs.Identity(), 4, axes=2), x)
     for square, turned in zip(x[:48].view(3, 4, 4), y[:48].view(3, 4, 4)):
         torch.testing.assert_close(turned, c @ square @ c.T, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(
@@ -181,8 +181,8 @@ def test_hadamard_is_its_definition(block):
     """Signs, then (−1)^popcount(i & j) / √block; the shorter run behind as powers of two."""
     n = 2 * block + block // 2 + (block > 2)
     x, key = gaussian(n), Key(5, 1, 2, 3)
-    y = seen(tw.Hadamard(tw.Identity(), block), x, key)
-    signs = seen(tw.Hadamard(tw.Identity(), block), torch.eye(block)[0], key)
+    y = seen(tw.codecs.Hadamard(tw.codecs.Identity(), block), x, key)
+    signs = seen(tw.codecs.Hadamard(tw.codecs.Identity(), block), torch.eye(block)[0], key)
     for begin, length in ((0, block), (block, block), (2 * block, block // 2)):
         h = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(length)] for i in range(length)]) / length**0.5
         turned = h.T @ y[begin : begin + length]  # D·x
@@ -192,7 +192,7 @@ def test_hadamard_is_its_definition(block):
 
 def test_the_signs_of_a_round():
     """Shared by all senders, the same for all runs, and about as many + as −."""
-    codec = tw.Hadamard(tw.Identity(), 64)
+    codec = tw.codecs.Hadamard(tw.codecs.Identity(), 64)
     x = torch.ones(128)
     first = seen(codec, x, Key(round=1))
     assert same_bits(first, seen(codec, x, Key(round=1, sender=4))) and same_bits(first[:64], first[64:])
@@ -204,16 +204,16 @@ def test_the_signs_of_a_round():
 def test_a_rotation_helps_even_steps_on_heavy_tails():
     """And is of no use to a logarithmic grid (docs/formats.md)."""
     x = student(1 << 16)
-    plain, turned = (lost(codec, x) for codec in (tw.Int(4), tw.Hadamard(tw.Int(4))))
+    plain, turned = (lost(codec, x) for codec in (tw.codecs.Int(4), tw.codecs.Hadamard(tw.codecs.Int(4))))
     assert turned < 0.5 * plain
-    plain, turned = (lost(codec, x) for codec in (tw.E3M0(), tw.Hadamard(tw.E3M0())))
+    plain, turned = (lost(codec, x) for codec in (tw.codecs.E3M0(), tw.codecs.Hadamard(tw.codecs.E3M0())))
     assert turned > 0.9 * plain
 
 
 def test_squares_are_cut_out_of_matrices():
     """2 × 2 out of 3 × 5, then what is right of them, what is below them, and the vector."""
     x = torch.arange(17.0)
-    order = seen(tw.Squares(tw.Identity(), 2, ((3, 5), (2,))), x)
+    order = seen(tw.codecs.Squares(tw.codecs.Identity(), 2, ((3, 5), (2,))), x)
     assert order.tolist() == [0, 1, 5, 6, 2, 3, 7, 8, 4, 9, 10, 11, 12, 13, 14, 15, 16]
 
 
@@ -221,8 +221,8 @@ def test_a_smooth_matrix_has_few_coefficients():
     """DeMo's form keeps nearly all of one with 32 of 4096; chunks of the flat matrix do not."""
     side = torch.linspace(0, 3, 128)
     x = (torch.sin(side)[:, None] * torch.cos(2 * side)[None] + side[:, None]).reshape(-1)
-    demo = tw.Squares(tw.DCT(tw.ChunkedTopK(4096, 32), axes=2)).fitted(((128, 128),))
-    assert lost(demo, x) < 0.001 < 0.5 < lost(tw.ChunkedTopK(4096, 32), x)
+    demo = tw.codecs.Squares(tw.codecs.DCT(tw.codecs.ChunkedTopK(4096, 32), axes=2)).fitted(((128, 128),))
+    assert lost(demo, x) < 0.001 < 0.5 < lost(tw.codecs.ChunkedTopK(4096, 32), x)
     assert 8 * demo.nbytes(1 << 24) / (1 << 24) == pytest.approx(32 / 4096 * (16 + 12))
 
 
@@ -254,7 +254,12 @@ def test_the_cosines_round_alike_everywhere():
 def test_decoding_is_the_same_with_more_threads():
     x, before = gaussian(70_000), torch.get_num_threads()
     shapes = ((200, 300), (10_000,))
-    for codec in (tw.DCT(tw.E3M0()), tw.DCT(tw.E3M0(), axes=2), tw.LowRank(4, shapes=shapes), tw.Hadamard(tw.Int(4))):
+    for codec in (
+        tw.codecs.DCT(tw.codecs.E3M0()),
+        tw.codecs.DCT(tw.codecs.E3M0(), axes=2),
+        tw.codecs.LowRank(4, shapes=shapes),
+        tw.codecs.Hadamard(tw.codecs.Int(4)),
+    ):
         payload = torch.tensor(list(encoded(codec, x)), dtype=torch.uint8)
         outs = []
         for threads in (1, 2, 5):
@@ -279,7 +284,7 @@ def test_low_rank_is_exact_on_low_rank(rank, iterations):
             (gaussian(5, rank) @ gaussian(rank, 200)).view(-1),
         ]
     )
-    codec = tw.LowRank(rank, iterations, shapes=((40, 30), (9,), (5, 4, 50)))
+    codec = tw.codecs.LowRank(rank, iterations, shapes=((40, 30), (9,), (5, 4, 50)))
     torch.testing.assert_close(roundtrip(codec, x), x, rtol=1e-5, atol=1e-5)
     assert codec.nbytes(x.numel()) == 4 * (rank * (40 + 30) + 9 + rank * (5 + 200))
 
@@ -289,13 +294,13 @@ def test_low_rank_comes_near_the_best():
     u, v = torch.linalg.qr(gaussian(100, 60))[0], torch.linalg.qr(gaussian(80, 60))[0]
     x = (u * 0.6 ** torch.arange(60)) @ v.T
     best = (torch.linalg.svdvals(x)[4:].square().sum() / x.square().sum()).item()
-    errors = [lost(tw.LowRank(4, i, shapes=((100, 80),)), x.view(-1)) for i in (1, 2, 4)]
+    errors = [lost(tw.codecs.LowRank(4, i, shapes=((100, 80),)), x.view(-1)) for i in (1, 2, 4)]
     assert best <= errors[2] < errors[1] < errors[0] and errors[2] < 1.3 * best
 
 
 def test_matrices_that_would_not_get_smaller_stay_as_they_are():
     x = gaussian(64 + 21)
-    codec = tw.LowRank(4, shapes=((8, 8), (3, 7)))
+    codec = tw.codecs.LowRank(4, shapes=((8, 8), (3, 7)))
     assert codec.nbytes(85) == 4 * 85 and same_bits(roundtrip(codec, x), x)
 
 
@@ -303,7 +308,7 @@ def test_matrices_that_would_not_get_smaller_stay_as_they_are():
     "x", [torch.zeros(600), torch.full((600,), 1e30), torch.eye(20, 30).view(-1)], ids=["0", "1e30", "eye"]
 )
 def test_columns_that_depend_on_others_become_zero(x):
-    q = roundtrip(tw.LowRank(4, shapes=((20, 30),)), x)
+    q = roundtrip(tw.codecs.LowRank(4, shapes=((20, 30),)), x)
     assert torch.isfinite(q).all() and (q - x).norm() <= x.norm() * (1 + 1e-6)
 
 
@@ -323,7 +328,7 @@ LINEAR = [row.piece for row in CODECS if row.piece.linear]
 
 
 def test_there_are_linear_codecs():
-    assert {type(codec) for codec in LINEAR} == {tw.RandomK, tw.LowRank}
+    assert {type(codec) for codec in LINEAR} == {tw.codecs.RandomK, tw.codecs.LowRank}
 
 
 @pytest.mark.parametrize("codec", LINEAR, ids=str)
@@ -333,7 +338,7 @@ def test_all_together_are_one_with_the_mean(codec):
 
 def test_the_linear_form_of_one_replica_is_its_packet():
     """With one iteration; so the two forms are the same codec."""
-    x, codec = gaussian(900), tw.LowRank(3, 1, shapes=((25, 30), (150,)))
+    x, codec = gaussian(900), tw.codecs.LowRank(3, 1, shapes=((25, 30), (150,)))
     estimate, _ = laws.summed(codec, [x], Key(1))
     torch.testing.assert_close(estimate, roundtrip(codec, x, Key(1)), rtol=1e-5, atol=1e-6)
     assert 4 * sum(codec.sizes(900)) == codec.nbytes(900)
@@ -343,7 +348,7 @@ def test_the_local_residual_stays_bounded():
     """Two replicas that differ for good: what each holds back against its own reconstruction levels off; against the
     estimate it would grow for ever (specification, j4).
     """
-    codec, target = tw.LowRank(2, shapes=((20, 30),)), [gaussian(600) for _ in range(2)]
+    codec, target = tw.codecs.LowRank(2, shapes=((20, 30),)), [gaussian(600) for _ in range(2)]
     norms = {}
     for form in ("local", "aggregated"):
         held = [torch.zeros(600) for _ in range(2)]

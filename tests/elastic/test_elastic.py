@@ -136,9 +136,11 @@ def test_others_wait_for_a_state_transfer_however_long_it_takes(monkeypatch: pyt
 )
 def test_a_late_landing_loses_no_more_than_one_in_time(alpha: float, delay: int, flight: int) -> None:
     """Departed at 3 with anchor 5; trained to 3 − flight since; the new anchor is 1."""
-    strategy = tw.Strategy(schedule=tw.Every(9, delay), merge=tw.Mix(alpha), outer=tw.Average())
+    strategy = tw.Strategy(
+        schedule=tw.pieces.schedule.Every(9, delay), merge=tw.pieces.merge.Mix(alpha), outer=tw.pieces.outer.Average()
+    )
     parameter = torch.nn.Parameter(torch.full((4,), 5.0))
-    piece = hold(strategy, tw.Fragment("all", [("all", parameter)]), 0, 0, 1)
+    piece = hold(strategy, tw.pieces.partition.Fragment("all", [("all", parameter)]), 0, 0, 1)
     made = training(strategy, [parameter], [piece], lambda *_, **__: None)
     elastic = ElasticDriver(made, SimulatedCluster().membership("a", least=1))
     parameter.data.fill_(3.0 - flight)

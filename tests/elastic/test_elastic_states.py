@@ -41,7 +41,7 @@ class Subject:
         self.patch, self.cluster, self.events = monkeypatch, SimulatedCluster(), list[str]()
         self.taken: list[tuple[State, Event]] = []
         anchor = torch.zeros(4)
-        strategy = tw.Strategy(schedule=tw.Every(4), outer=tw.Average())
+        strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(4), outer=tw.pieces.outer.Average())
         self.rounds = Rounds(
             strategy, self.cluster.membership("a", least=1), Agreed([anchor], [{}], state_digest="d"), [Identity()], [0],
             observe=lambda event, step, **fields: self.events.append(event), thread=Inline(),

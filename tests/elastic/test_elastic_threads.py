@@ -33,7 +33,7 @@ def here() -> set[threading.Thread]:
 def attach(membership: Membership) -> tw.Replica:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
-    strategy = tw.Strategy(schedule=tw.Every(2), outer=tw.Average())
+    strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(2), outer=tw.pieces.outer.Average())
     return tw.Replica(strategy, model, torch.optim.SGD(model.parameters(), lr=0.1), membership)
 
 

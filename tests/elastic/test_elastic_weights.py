@@ -146,8 +146,8 @@ def test_replicas_that_count_differently_are_told() -> None:
 
 def test_what_is_left_at_the_end_is_averaged_without_momentum() -> None:
     """As in a fixed group: a whole outer step for less than a period's delta would overshoot."""
-    anchor, delta, outer = torch.zeros(4), torch.ones(4), tw.Nesterov(lr=0.5, momentum=0.8)
-    strategy = tw.Strategy(schedule=tw.Every(4), outer=outer)
+    anchor, delta, outer = torch.zeros(4), torch.ones(4), tw.pieces.outer.Nesterov(lr=0.5, momentum=0.8)
+    strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(4), outer=outer)
     agreed = Agreed([anchor], [outer.init(anchor)])
     rounds = Rounds(
         strategy, SimulatedCluster().membership("a", least=1), agreed, [Identity()], [0], observe=lambda *_, **__: None,

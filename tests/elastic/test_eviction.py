@@ -57,7 +57,7 @@ def hold(
         membership = stage.membership(name, least=least, timeouts=Timeouts(grace=10.0), evict=evict)
         anchor = torch.zeros(400)
         agreed = Agreed([anchor], [{}], state_digest=digest([anchor]).hex())
-        strategy = tw.Strategy(schedule=tw.Every(10), outer=tw.Average())
+        strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(10), outer=tw.pieces.outer.Average())
         held = Rounds(
             strategy, membership, agreed, [Identity()], [0],
             observe=lambda event, step, **fields: own.events.append((event, fields)), clock=membership.clock, thread=Inline(),

@@ -22,15 +22,15 @@ SIZES = [0, 1, 2, 3, 7, 64, 1000]
 
 
 # A choice is of one of the others.
-CARRY = [row.piece for row in EXCHANGES if not isinstance(row.piece, tw.Fastest)]
+CARRY = [row.piece for row in EXCHANGES if not isinstance(row.piece, tw.exchange.Fastest)]
 FITTING = [(exchange, row.piece) for exchange in CARRY for row in CODECS if fits(exchange, row.piece)]
 KINDS = (
-    tw.Identity(),
-    tw.E3M0(32),
-    tw.Sign(),
-    tw.TopK(0.3),
-    tw.LowRank(1, shapes=MATRICES),
-    tw.RandomK(0.25, tw.Identity()),
+    tw.codecs.Identity(),
+    tw.codecs.E3M0(32),
+    tw.codecs.Sign(),
+    tw.codecs.TopK(0.3),
+    tw.codecs.LowRank(1, shapes=MATRICES),
+    tw.codecs.RandomK(0.25, tw.codecs.Identity()),
 )
 SOME = [(exchange, codec) for exchange, codec in FITTING if codec in KINDS]
 REST = [pytest.param(*pair, marks=pytest.mark.slow) for pair in FITTING if pair not in SOME]
@@ -75,11 +75,18 @@ def test_a_value_that_is_not_finite_is_refused_by_name(exchange, codec, small):
     laws.refuses_by_name(exchange, codec)
 
 
-@pytest.mark.parametrize("codec", [tw.Sign(), tw.Sign("l2", 16), tw.E3M0(2), tw.TopK(0.3)], ids=str)
+@pytest.mark.parametrize(
+    "codec", [tw.codecs.Sign(), tw.codecs.Sign("l2", 16), tw.codecs.E3M0(2), tw.codecs.TopK(0.3)], ids=str
+)
 @pytest.mark.parametrize("size", [2, 3])
 def test_two_sides_telescope(codec, size, small):
     """1-bit Adam's two: Σ sent + e = Σ Δ at each replica; Σ estimates + the owners' e = Σ of the means of what was sent."""
-    count, numel, exchange, feedback = 12, 100, tw.TwoShot(tw.Feedback()), tw.Feedback()
+    count, numel, exchange, feedback = (
+        12,
+        100,
+        tw.exchange.TwoShot(tw.pieces.feedback.Feedback()),
+        tw.pieces.feedback.Feedback(),
+    )
     x = deltas(size, numel, count)
 
     def replica(group):
@@ -109,7 +116,12 @@ def test_two_sides_telescope(codec, size, small):
 
 def test_sites_telescope(small):
     """Σ estimates + what the owners hold back, a site weighed by its replicas, = Σ means."""
-    exchange, codec, count, numel = tw.Hierarchy((1, 1, 3), tw.Feedback()), tw.Sign(), 10, 100
+    exchange, codec, count, numel = (
+        tw.exchange.Hierarchy((1, 1, 3), tw.pieces.feedback.Feedback()),
+        tw.codecs.Sign(),
+        10,
+        100,
+    )
     x = deltas(5, numel, count)
     seen = rounds(exchange, codec, x)
     estimates = sum(one.estimate.double() for one in seen[0])
@@ -120,10 +132,10 @@ def test_sites_telescope(small):
 
 def test_power_sgd_is_that_of_the_mean():
     """M replicas do what one would with the mean of their deltas (Vogels et al., §4.1); and keep the rest locally."""
-    codec = tw.LowRank(2, shapes=((20, 30), (40,)))
+    codec = tw.codecs.LowRank(2, shapes=((20, 30), (40,)))
     x = deltas(4, 640)
-    seen = rounds(tw.AllReduce(), codec, x)
-    ((alone,),) = rounds(tw.AllReduce(), codec, x.mean(1, keepdim=True))
+    seen = rounds(tw.exchange.AllReduce(), codec, x)
+    ((alone,),) = rounds(tw.exchange.AllReduce(), codec, x.mean(1, keepdim=True))
     for (went,) in seen:
         torch.testing.assert_close(went.estimate, alone.estimate, rtol=1e-4, atol=1e-5)
         assert torch.linalg.matrix_rank(went.estimate[:600].view(20, 30), rtol=1e-4) == 2
@@ -135,14 +147,14 @@ def test_power_sgd_is_that_of_the_mean():
 @pytest.mark.parametrize("exchange", [row.piece for row in EXCHANGES], ids=str)
 def test_bytes_by_link(exchange):
     """What each exchange promises of a packet, for one that is large against headers."""
-    codec, numel = tw.E3M0(128), 1 << 20
+    codec, numel = tw.codecs.E3M0(128), 1 << 20
     if not fits(exchange, codec):
-        codec = tw.Cast()
+        codec = tw.codecs.Cast()
     size = next(size for size in (4, 3, 5) if group_fits(exchange, size))
     packet, sent = codec.nbytes(numel), [exchange.nbytes_sent(codec, numel, size, rank) for rank in range(size)]
-    if isinstance(exchange, tw.Direct):
+    if isinstance(exchange, tw.exchange.Direct):
         due = [(size - 1) * packet] * size
-    elif isinstance(exchange, tw.Hierarchy):
+    elif isinstance(exchange, tw.exchange.Hierarchy):
         due = []
         least = min(map(len, exchange.ranks))
         for rank in range(size):
@@ -158,8 +170,13 @@ def test_bytes_by_link(exchange):
 
 
 def test_inside_a_site_is_counted_apart(small):
-    exchange = tw.Hierarchy((2, 3))
-    for codec, numel in [(tw.E3M0(2), 333), (tw.TopK(0.3), 50), (tw.Identity(), 1), (tw.Cast(), 0)]:
+    exchange = tw.exchange.Hierarchy((2, 3))
+    for codec, numel in [
+        (tw.codecs.E3M0(2), 333),
+        (tw.codecs.TopK(0.3), 50),
+        (tw.codecs.Identity(), 1),
+        (tw.codecs.Cast(), 0),
+    ]:
         ledgers = [Ledger() for _ in range(5)]
         rounds(exchange, codec, deltas(5, numel), lambda group, of=ledgers: CountedGroup(group, of[group.rank]))
         for rank, ledger in enumerate(ledgers):
@@ -171,10 +188,10 @@ def test_inside_a_site_is_counted_apart(small):
             assert not set(ledger.as_dict()["sent"].get("packet", {})) & inside
 
 
-@pytest.mark.parametrize("exchange", [tw.Direct(), tw.TwoShot()], ids=str)
+@pytest.mark.parametrize("exchange", [tw.exchange.Direct(), tw.exchange.TwoShot()], ids=str)
 def test_grain_changes_no_value(exchange, monkeypatch):
     """A packet in one message or in many: the same values, the same payload, and so many headers."""
-    codec, x = tw.E3M0(8), deltas(3, 1000)
+    codec, x = tw.codecs.E3M0(8), deltas(3, 1000)
     ((whole,), *_) = rounds(exchange, codec, x)
     assert exchange.nbytes_sent(codec, 1000, 3) < 6000
     monkeypatch.setattr(cutting, "MESSAGE_NBYTES", 64)
@@ -186,7 +203,7 @@ def test_grain_changes_no_value(exchange, monkeypatch):
 
 
 def test_shards_cover_everything_once():
-    for codec in (tw.Identity(), tw.E3M0(128), tw.Sign(block=33), tw.TopK(0.1)):
+    for codec in (tw.codecs.Identity(), tw.codecs.E3M0(128), tw.codecs.Sign(block=33), tw.codecs.TopK(0.1)):
         for numel in (0, 1, 5, 127, 128, 129, 1000):
             for size in (1, 2, 3, 7):
                 spans = cutting.shards(codec, numel, size)
@@ -200,25 +217,25 @@ def test_shards_cover_everything_once():
 def test_sums_that_overflow_are_nobodys_fault(small):
     """Finite deltas, a mean that is none: void on all replicas, and nobody is named."""
     x = torch.full((1, 3, 100), 3e38)
-    for exchange in (tw.TwoShot(), tw.AllReduce(), tw.Hierarchy((2, 1))):
-        for (went,) in rounds(exchange, tw.Identity(), x):
+    for exchange in (tw.exchange.TwoShot(), tw.exchange.AllReduce(), tw.exchange.Hierarchy((2, 1))):
+        for (went,) in rounds(exchange, tw.codecs.Identity(), x):
             assert went.flags == (0, 0, 0)
             assert went.void or not bool(torch.isfinite(went.estimate).all())
 
 
 @pytest.mark.parametrize("sites", [(2, 1), ((3, 0), (2, 1)), (1, 1, 3), (4,)], ids=str)
-@pytest.mark.parametrize("codec", [tw.E3M0(4), tw.TopK(0.2), tw.LowRank(1)], ids=str)
+@pytest.mark.parametrize("codec", [tw.codecs.E3M0(4), tw.codecs.TopK(0.2), tw.codecs.LowRank(1)], ids=str)
 def test_training_in_sites(sites, codec):
     """Laws 1, 5, 6 and 7 for a whole strategy: anchors agree after every step, in any order of arrival, predicted is counted."""
-    exchange = tw.Hierarchy(sites, tw.Feedback())
+    exchange = tw.exchange.Hierarchy(sites, tw.pieces.feedback.Feedback())
     size = sum(map(len, exchange.ranks))
     strategy = tw.Strategy(
-        schedule=tw.Staggered(4, 2),
-        partition=tw.Strided(2),
+        schedule=tw.pieces.schedule.Staggered(4, 2),
+        partition=tw.pieces.partition.Strided(2),
         codec=codec,
         exchange=exchange,
-        outer=tw.Nesterov(),
-        merge=tw.Mix(0.5),
+        outer=tw.pieces.outer.Nesterov(),
+        merge=tw.pieces.merge.Mix(0.5),
     )
     ledgers = [Ledger() for _ in range(size)]
     calm = journey(strategy, size, wrap=lambda group: CountedGroup(group, ledgers[group.rank]))
@@ -250,7 +267,7 @@ def test_a_refused_round_leaves_the_exchange_as_it_was():
 def test_peers_with_other_exchanges_find_out():
     def replica(group):
         model = toy()
-        exchange = tw.TwoShot() if group.rank else tw.Direct()
+        exchange = tw.exchange.TwoShot() if group.rank else tw.exchange.Direct()
         try:
             tw.Replica(tw.Strategy(exchange=exchange), model, adamw(model), group)
         except tw.DisagreementError as error:
@@ -269,7 +286,7 @@ def test_sites_of_another_group_are_refused():
         with pytest.raises(
             tw.ConfigurationError, match=r"is for 3 replicas, the group has 2; give the sites of this group"
         ):
-            tw.Replica(tw.Strategy(exchange=tw.Hierarchy((2, 1))), model, adamw(model), group)
+            tw.Replica(tw.Strategy(exchange=tw.exchange.Hierarchy((2, 1))), model, adamw(model), group)
 
     tw.run_threads(2, replica)
 
@@ -278,29 +295,29 @@ def test_sites_of_another_group_are_refused():
 
 
 def test_the_choice_is_the_least_of_what_is_predicted():
-    fastest, codec = tw.Fastest("20mbit,40ms"), tw.E3M0()
+    fastest, codec = tw.exchange.Fastest("20mbit,40ms"), tw.codecs.E3M0()
     link = Link.parse("20mbit,40ms")
     for numel in (0, 100, 10_000, 10_000_000):
         for size in (1, 2, 3, 8):
-            both = {one: one.seconds(codec, numel, size, link) for one in (tw.Direct(), tw.TwoShot())}
+            both = {one: one.seconds(codec, numel, size, link) for one in (tw.exchange.Direct(), tw.exchange.TwoShot())}
             assert fastest.seconds(codec, numel, size, link) == min(both.values())
             assert fastest.chosen(codec, numel, size) == min(both, key=both.get)
-    assert fastest.chosen(tw.LowRank(40, shapes=((1000, 1000),)), 10**6, 8) == tw.AllReduce()
+    assert fastest.chosen(tw.codecs.LowRank(40, shapes=((1000, 1000),)), 10**6, 8) == tw.exchange.AllReduce()
 
 
 def test_seconds_are_bytes_over_rate_and_delays():
-    link, codec, numel = Link(8e6, 0.5), tw.Cast(), 500_000  # 1 MB a packet, 1 s
+    link, codec, numel = Link(8e6, 0.5), tw.codecs.Cast(), 500_000  # 1 MB a packet, 1 s
     for exchange, seconds in [
-        (tw.Direct(), 3 * 1.0 + 0.5),
-        (tw.TwoShot(), 1.5 * 1.0 + 1.0),
-        (tw.AllReduce(), 1.5 * 1.0 + 1.0),
-        (tw.Hierarchy((2, 2)), 0.5 * 1.0 + 0.5),
+        (tw.exchange.Direct(), 3 * 1.0 + 0.5),
+        (tw.exchange.TwoShot(), 1.5 * 1.0 + 1.0),
+        (tw.exchange.AllReduce(), 1.5 * 1.0 + 1.0),
+        (tw.exchange.Hierarchy((2, 2)), 0.5 * 1.0 + 0.5),
     ]:
         assert exchange.seconds(codec, numel, 4, link) == pytest.approx(seconds, rel=1e-3)
 
 
 def test_a_choice_is_told():
-    strategy = tw.streaming_diloco(fragments=2, exchange=tw.Fastest("20mbit,40ms"))
+    strategy = tw.streaming_diloco(fragments=2, exchange=tw.exchange.Fastest("20mbit,40ms"))
     (line,) = [line for line in strategy.describe(toy(), 4).splitlines() if line.startswith("exchange: ")]
     assert line.startswith(
         "exchange: Direct() for 3 of 3 fragment(s), among 4 replicas on 20mbit,40ms: a round of the largest takes 0.04"
@@ -371,7 +388,7 @@ def test_no_more_is_handed_over_than_the_window(monkeypatch, small, window):
         seen[group.rank] = Slow(group, 0.03)
         return seen[group.rank]
 
-    rounds(tw.Direct(), tw.Identity(), deltas(2, 128), wrap)  # eight messages of 112 bytes: two fit
+    rounds(tw.exchange.Direct(), tw.codecs.Identity(), deltas(2, 128), wrap)  # eight messages of 112 bytes: two fit
     times = [at for at, _ in seen[0].posts]
     assert len(times) == 8 and times[-1] - times[0] > 0.08
 
@@ -402,7 +419,7 @@ def test_chunks_overlap(small):
     def replica(group):
         air, x, encoded, settled = SendContext(group), torch.randn(400), [], threading.Event()
 
-        class Telling(tw.Identity):
+        class Telling(tw.codecs.Identity):
             def encode(self, x, payload, key):
                 encoded.append(x.numel())
                 if sum(encoded) == 400:
@@ -410,7 +427,7 @@ def test_chunks_overlap(small):
                 super().encode(x, payload, key)
 
         round_ = Round(air, Telling(), 400, Key(sender=group.rank), lambda begin, end: x[begin:end])
-        tw.Direct().arrive(tw.Direct().depart(round_, {}), lambda *_: settled.set())
+        tw.exchange.Direct().arrive(tw.exchange.Direct().depart(round_, {}), lambda *_: settled.set())
         air.close()
 
     tw.run_threads(2, replica)
@@ -431,10 +448,10 @@ def test_a_steady_round_takes_no_new_buffer(name):
 
 
 def test_an_encoder_that_fails_is_told_and_not_its_consequence():
-    class Broken(tw.E3M0):
+    class Broken(tw.codecs.E3M0):
         def encode(self, x, payload, key):
             raise RuntimeError("a bug in an encoder")
 
-    for exchange in (tw.Direct(), tw.TwoShot()):
+    for exchange in (tw.exchange.Direct(), tw.exchange.TwoShot()):
         with pytest.raises(RuntimeError, match="a bug in an encoder"):  # at once, and not when the group gives up
             journey(tw.Strategy(codec=Broken(), exchange=exchange), 2, steps=2)

@@ -235,12 +235,12 @@ def anew(monkeypatch):
 @pytest.mark.parametrize(
     "codec",
     [
-        tw.E3M0(),
-        tw.Int(8, 32, "fp32", "stochastic"),
-        tw.Cast(),
-        tw.Sign(),
-        tw.TopK(0.01),
-        tw.ChunkedTopK(values=tw.Sign()),
+        tw.codecs.E3M0(),
+        tw.codecs.Int(8, 32, "fp32", "stochastic"),
+        tw.codecs.Cast(),
+        tw.codecs.Sign(),
+        tw.codecs.TopK(0.01),
+        tw.codecs.ChunkedTopK(values=tw.codecs.Sign()),
     ],
     ids=str,
 )
@@ -260,7 +260,7 @@ def test_a_replica_is_warm(anew):
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     (group,) = tw.ThreadGroup.create(1)
-    with tw.Replica(tw.diloco(every=1, codec=tw.E2M1()), model, optimizer, group):
+    with tw.Replica(tw.diloco(every=1, codec=tw.codecs.E2M1()), model, optimizer, group):
         before = [len(function.signatures) for function in anew]
         for _ in range(2):
             model(torch.ones(2)).sum().backward()
@@ -281,13 +281,13 @@ def test_where_nothing_can_be_kept(monkeypatch):
 @pytest.mark.parametrize(
     "codec",
     [
-        tw.E3M0(),
-        tw.E4M3(scale="bf16"),
-        tw.Int(2, 32, "fp32", "stochastic"),
-        tw.Identity(),
-        tw.Cast(),
-        tw.Cast("fp16"),
-        tw.Sign(),
+        tw.codecs.E3M0(),
+        tw.codecs.E4M3(scale="bf16"),
+        tw.codecs.Int(2, 32, "fp32", "stochastic"),
+        tw.codecs.Identity(),
+        tw.codecs.Cast(),
+        tw.codecs.Cast("fp16"),
+        tw.codecs.Sign(),
     ],
     ids=str,
 )

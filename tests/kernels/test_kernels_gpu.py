@@ -103,7 +103,7 @@ def test_two_devices_are_refused():
     with pytest.raises(
         tw.ConfigurationError, match="values on cpu with a payload on meta were given, one device is needed"
     ):
-        tw.Identity().encode(torch.zeros(1), elsewhere, Key())
+        tw.codecs.Identity().encode(torch.zeros(1), elsewhere, Key())
 
 
 @pytest.mark.parametrize("form", BLOCKS, ids=BLOCKS.get)

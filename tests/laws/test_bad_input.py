@@ -15,11 +15,11 @@ from thinwire.testing.toy import adamw, batch, inner_step, journey, sgd, toy
 
 CONFIGURATIONS = {
     "every=0": (
-        lambda: tw.Every(0),
+        lambda: tw.pieces.schedule.Every(0),
         "every=0: at least 1 inner step between two rounds is needed.",
     ),
     "every=-3": (
-        lambda: tw.Staggered(-3),
+        lambda: tw.pieces.schedule.Staggered(-3),
         "every=-3: at least 1 inner step between two rounds is needed.",
     ),
     "every='a'": (
@@ -27,24 +27,24 @@ CONFIGURATIONS = {
         "every='a': a whole number of inner steps is needed.",
     ),
     "delay<0": (
-        lambda: tw.Staggered(6, -1),
+        lambda: tw.pieces.schedule.Staggered(6, -1),
         "delay=-1 with every=6: a round must land before its fragment departs again; choose 0 <= delay < every, so at most 5.",
     ),
     "delay>every": (
-        lambda: tw.Every(6, 7),
+        lambda: tw.pieces.schedule.Every(6, 7),
         "delay=7 with every=6: a round must land before its fragment departs again; choose 0 <= delay < every, so at most 5.",
     ),
     "delay=every": (
-        lambda: tw.Strategy(schedule=tw.Every(6, 6)),
+        lambda: tw.Strategy(schedule=tw.pieces.schedule.Every(6, 6)),
         "delay=6 with every=6: 0 <= delay < every is needed, so at most 5; for a whole period of delay choose eager "
         "updates, or Reset().",
     ),
     "offsets": (
-        lambda: tw.Staggered(6, 0, (0, 3)),
+        lambda: tw.pieces.schedule.Staggered(6, 0, (0, 3)),
         "offsets=(0, 3): every fragment first departs at inner step 1 or later.",
     ),
     "alpha>1": (
-        lambda: tw.Mix(1.5),
+        lambda: tw.pieces.merge.Mix(1.5),
         "merge=1.5: between 0 (take the anchor) and 1 (keep the local values) is needed.",
     ),
     "alpha<0": (
@@ -52,7 +52,7 @@ CONFIGURATIONS = {
         "merge=-0.1: between 0 (take the anchor) and 1 (keep the local values) is needed.",
     ),
     "alpha=nan": (
-        lambda: tw.Mix(float("nan")),
+        lambda: tw.pieces.merge.Mix(float("nan")),
         "merge=nan: between 0 (take the anchor) and 1 (keep the local values) is needed.",
     ),
     "outer lr": (
@@ -60,186 +60,187 @@ CONFIGURATIONS = {
         "Nesterov(lr=0.0, momentum=0.9): lr > 0 and 0 <= momentum < 1 are needed; 0.4 and 0.9 are the paper's.",
     ),
     "outer momentum": (
-        lambda: tw.Nesterov(0.4, 1.0),
+        lambda: tw.pieces.outer.Nesterov(0.4, 1.0),
         "Nesterov(lr=0.4, momentum=1.0): lr > 0 and 0 <= momentum < 1 are needed; 0.4 and 0.9 are the paper's.",
     ),
     "block": (
-        lambda: tw.E3M0(33),
+        lambda: tw.codecs.E3M0(33),
         "E3M0(block=33): a multiple of 2, at least 2, is needed; 128 is usual.",
     ),
     "no block": (
-        lambda: tw.Int(2, 0),
+        lambda: tw.codecs.Int(2, 0),
         "Int(block=0): a multiple of 4, at least 4, is needed; 128 is usual.",
     ),
     "scale": (
-        lambda: tw.E2M1(scale="fp16"),
+        lambda: tw.codecs.E2M1(scale="fp16"),
         "E2M1(scale='fp16', rounding='nearest'): 'exponent', 'bf16' or 'fp32', and 'nearest' or 'stochastic', are needed.",
     ),
     "bits": (
-        lambda: tw.Int(5),
+        lambda: tw.codecs.Int(5),
         "Int(bits=5): 8, 4 or 2 is needed; for 1 bit use Sign().",
     ),
     "sign": (
-        lambda: tw.Sign("max"),
+        lambda: tw.codecs.Sign("max"),
         "Sign(scale='max'): 'mean' or 'l2' is needed.",
     ),
     "no block of signs": (
-        lambda: tw.Sign(block=0),
+        lambda: tw.codecs.Sign(block=0),
         "Sign(block=0): at least 1 is needed, or None for the whole tensor.",
     ),
     "density=0": (
-        lambda: tw.TopK(0.0),
+        lambda: tw.codecs.TopK(0.0),
         "TopK(density=0.0): more than 0 and at most 1 is needed; 0.01 is usual.",
     ),
     "density>1": (
-        lambda: tw.RandomK(1.01),
+        lambda: tw.codecs.RandomK(1.01),
         "RandomK(density=1.01): more than 0 and at most 1 is needed; 0.01 is usual.",
     ),
     "density=nan": (
-        lambda: tw.TopK(float("nan")),
+        lambda: tw.codecs.TopK(float("nan")),
         "TopK(density=nan): more than 0 and at most 1 is needed; 0.01 is usual.",
     ),
     "count>chunk": (
-        lambda: tw.ChunkedTopK(64, 65),
+        lambda: tw.codecs.ChunkedTopK(64, 65),
         "ChunkedTopK(chunk=64, count=65): 0 < count <= chunk is needed; 64 of 4096 are SparseLoCo's.",
     ),
     "values": (
-        lambda: tw.TopK(0.1, "bf16"),
+        lambda: tw.codecs.TopK(0.1, "bf16"),
         "TopK(values='bf16'): a Codec is needed, such as Cast('bf16') or Sign().",
     ),
     "cast": (
-        lambda: tw.Cast("fp8"),
+        lambda: tw.codecs.Cast("fp8"),
         "Cast(dtype='fp8'): bf16 or fp16 is needed; for 8 bits use E4M3() or E5M2(), for 4 bits E3M0().",
     ),
     "feedback of nothing": (
-        lambda: tw.Feedback(0, 0.0),
+        lambda: tw.pieces.feedback.Feedback(0, 0.0),
         "Feedback(kappa=0, eta=0.0, beta=1.0, alpha=1.0): kappa 0 or 1, eta and beta in [0, 1] and alpha in (0, 1] are needed, and kappa "
         "or eta above 0 (else leave feedback=None).",
     ),
     "feedback that grows": (
-        lambda: tw.Strategy(codec=tw.RandomK(), feedback=tw.Feedback()),
+        lambda: tw.Strategy(codec=tw.codecs.RandomK(), feedback=tw.pieces.feedback.Feedback()),
         "Feedback(kappa=0, eta=1.0, beta=1.0, alpha=1.0) over RandomK(density=0.1, values=Cast(dtype='bf16')): a contractive codec is needed, "
         "or what is held back grows; choose TopK, or leave feedback=None.",
     ),
     "feedback over random values, inside": (
-        lambda: tw.Strategy(feedback=tw.Feedback(), codec=tw.Hadamard(tw.RandomK(0.5))),
+        lambda: tw.Strategy(feedback=tw.pieces.feedback.Feedback(), codec=tw.codecs.Hadamard(tw.codecs.RandomK(0.5))),
         "Feedback(kappa=0, eta=1.0, beta=1.0, alpha=1.0) over Hadamard(codec=RandomK(density=0.5, values=Cast(dtype='bf16')), block=128): "
         "a contractive codec is needed, or what is held back grows; choose TopK, or leave feedback=None.",
     ),
     "shapes inside": (
-        lambda: tw.TopK(0.1, tw.LowRank()),
+        lambda: tw.codecs.TopK(0.1, tw.codecs.LowRank()),
         "TopK(values=LowRank(rank=4, iterations=2, values=Identity(), shapes=())): it needs the shapes of a model's tensors, and what it "
         "would get here has none; put it outside.",
     ),
     "a codec that no shard fits": (
-        lambda: tw.Strategy(codec=tw.LowRank(), exchange=tw.TwoShot()),
+        lambda: tw.Strategy(codec=tw.codecs.LowRank(), exchange=tw.exchange.TwoShot()),
         "TwoShot(feedback=None) with LowRank(rank=4, iterations=2, values=Identity(), shapes=()): a codec that can do with any part of a "
         "fragment is needed, this one needs the shapes of whole tensors; choose AllReduce() for LowRank, else Direct().",
     ),
     "a codec that cannot code twice": (
-        lambda: tw.Strategy(codec=tw.RandomK(), exchange=tw.TwoShot()),
+        lambda: tw.Strategy(codec=tw.codecs.RandomK(), exchange=tw.exchange.TwoShot()),
         "TwoShot(feedback=None) with RandomK(density=0.1, values=Cast(dtype='bf16')): a codec that can code a mean again is needed, this "
         "one would draw from what was drawn; choose AllReduce() or Direct().",
     ),
     "a codec that is not linear": (
-        lambda: tw.Strategy(codec=tw.E3M0(), exchange=tw.AllReduce()),
+        lambda: tw.Strategy(codec=tw.codecs.E3M0(), exchange=tw.exchange.AllReduce()),
         "AllReduce() with E3M0(block=128, scale='exponent', rounding='nearest'): a codec whose codes can be added is needed, such as "
         "Identity(), Cast(), RandomK() or LowRank(); or choose TwoShot() or Direct().",
     ),
     "an owner with a reference": (
-        lambda: tw.TwoShot(tw.Feedback(1, 0.0)),
+        lambda: tw.exchange.TwoShot(tw.pieces.feedback.Feedback(1, 0.0)),
         "TwoShot(feedback=Feedback(kappa=1, eta=0.0, beta=1.0, alpha=1.0)): kappa=0 is needed, for an owner keeps no reference; choose "
         "Feedback().",
     ),
     "an owner with something else": (
-        lambda: tw.TwoShot(0.95),
+        lambda: tw.exchange.TwoShot(0.95),
         "TwoShot(feedback=0.95): Feedback(...) or None is needed.",
     ),
     "sites without replicas": (
-        lambda: tw.Hierarchy((2, 0)),
+        lambda: tw.exchange.Hierarchy((2, 0)),
         "Hierarchy(sites=(2, 0)): the size of each site, such as (2, 2), or the ranks of each, each rank once, such as "
         "((0, 1), (2, 3)), are needed; at most 30 sites.",
     ),
     "a rank in two sites": (
-        lambda: tw.Hierarchy(((0, 1), (1, 2))),
+        lambda: tw.exchange.Hierarchy(((0, 1), (1, 2))),
         "Hierarchy(sites=((0, 1), (1, 2))): the size of each site, such as (2, 2), or the ranks of each, each rank once, such as "
         "((0, 1), (2, 3)), are needed; at most 30 sites.",
     ),
     "feedback where nothing is lost": (
-        lambda: tw.Strategy(codec=tw.Sign(), feedback=tw.Feedback(), exchange=tw.Hierarchy((2, 2))),
+        lambda: tw.Strategy(codec=tw.codecs.Sign(), feedback=tw.pieces.feedback.Feedback(), exchange=tw.exchange.Hierarchy((2, 2))),
         "Feedback(kappa=0, eta=1.0, beta=1.0, alpha=1.0) over Hierarchy(sites=(2, 2), feedback=None): what a replica says travels exactly "
         "within its site, so it holds back nothing; write Hierarchy(sites=(2, 2), feedback=Feedback(kappa=0, eta=1.0, beta=1.0, alpha=1.0)), "
         "and leave the strategy's at None.",
     ),
     "sites that hold back what is drawn": (
-        lambda: tw.Strategy(codec=tw.RandomK(), exchange=tw.Hierarchy((2, 2), tw.Feedback())),
+        lambda: tw.Strategy(codec=tw.codecs.RandomK(), exchange=tw.exchange.Hierarchy((2, 2), tw.pieces.feedback.Feedback())),
         "Feedback(kappa=0, eta=1.0, beta=1.0, alpha=1.0) over RandomK(density=0.1, values=Cast(dtype='bf16')): a contractive codec is needed, "
         "or what is held back grows; choose TopK, or leave feedback=None.",
     ),
     "a link that is none": (
-        lambda: tw.Fastest("20 furlongs"),
+        lambda: tw.exchange.Fastest("20 furlongs"),
         "the link '20 furlongs' was given; a rate, or a rate and a delay are needed, with units bit, kbit, mbit, gbit and us, ms, s. Write "
         "it like 50mbit or 2.5mbit,30ms.",
     ),
     "nothing to choose from": (
-        lambda: tw.Fastest("20mbit", ()),
+        lambda: tw.exchange.Fastest("20mbit", ()),
         "Fastest(among=()): exchanges are needed, such as (Direct(), TwoShot()).",
     ),
     "nothing that fits": (
-        lambda: tw.Strategy(codec=tw.TopK(), exchange=tw.Fastest("20mbit", (tw.AllReduce(),))),
+        lambda: tw.Strategy(codec=tw.codecs.TopK(), exchange=tw.exchange.Fastest("20mbit", (tw.exchange.AllReduce(),))),
         "Fastest(link='20mbit', among=(AllReduce(),)) with TopK(density=0.01, values=Cast(dtype='bf16')): none of these takes it; add "
         "Direct(), which takes any codec.",
     ),
     "no exchange": (
-        lambda: tw.Strategy(exchange=tw.Direct),
+        lambda: tw.Strategy(exchange=tw.exchange.Direct),
         "exchange=<class 'thinwire.exchange.direct.Direct'>: an Exchange is needed; see `thinwire docs pieces`.",
     ),
     "no codec inside": (
-        lambda: tw.DCT(tw.E3M0),
+        lambda: tw.codecs.DCT(tw.codecs.E3M0),
         "DCT(codec=<class 'thinwire.codecs.block.E3M0'>): a Codec is needed, such as Cast('bf16') or Sign().",
     ),
     "bits of levels": (
-        lambda: tw.Levels(9),
+        lambda: tw.codecs.Levels(9),
         "Levels(bits=9): 1 to 8 are needed; 4 is usual.",
     ),
     "block of levels": (
-        lambda: tw.Levels(4, 100),
+        lambda: tw.codecs.Levels(4, 100),
         "Levels(block=100): a multiple of 8 is needed; 512 is usual.",
     ),
     "over senders, inside": (
-        lambda: tw.Each(tw.DCT(tw.OverSenders(tw.TopK()))),
+        lambda: tw.codecs.Each(tw.codecs.DCT(tw.codecs.OverSenders(tw.codecs.TopK()))),
         "Each(codec=DCT(codec=OverSenders(codec=TopK(density=0.01, values=Cast(dtype='bf16'))), side=64, axes=1)): what packets say together "
         "is not asked inside of this; put it outside, or inside of Squares, DCT or Hadamard only.",
     ),
     "over senders, as values": (
-        lambda: tw.TopK(0.1, tw.OverSenders(tw.Cast())),
+        lambda: tw.codecs.TopK(0.1, tw.codecs.OverSenders(tw.codecs.Cast())),
         "TopK(values=OverSenders(codec=Cast(dtype='bf16'))): what packets say together is not asked inside of this; put it outside, or "
         "inside of Squares, DCT or Hadamard only.",
     ),
     "over senders, of references": (
-        lambda: tw.Strategy(codec=tw.OverSenders(tw.TopK()), feedback=tw.Feedback(1, 0.0)),
+        lambda: tw.Strategy(codec=tw.codecs.OverSenders(tw.codecs.TopK()), feedback=tw.pieces.feedback.Feedback(1, 0.0)),
         "Feedback(kappa=1, eta=0.0, beta=1.0, alpha=1.0) over OverSenders(codec=TopK(density=0.01, values=Cast(dtype='bf16'))): with kappa=1 "
         "the mean over all is needed, or references drift from what is agreed; choose the codec inside OverSenders, or kappa=0.",
     ),
     "over senders, in private": (
-        lambda: tw.Strategy(codec=tw.OverSenders(tw.TopK()), privacy=tw.Privacy()),
-        f"{tw.Privacy()} cannot be kept here: with OverSenders(codec=TopK(density=0.01, values=Cast(dtype='bf16'))) one replica may count "
+        lambda: tw.Strategy(codec=tw.codecs.OverSenders(tw.codecs.TopK()), privacy=tw.pieces.privacy.Privacy()),
+        f"{tw.pieces.privacy.Privacy()} cannot be kept here: with "
+        "OverSenders(codec=TopK(density=0.01, values=Cast(dtype='bf16'))) one replica may count "
         "for all; choose the codec inside it.",
     ),
     "rank": (
-        lambda: tw.LowRank(0),
+        lambda: tw.codecs.LowRank(0),
         "LowRank(rank=0, iterations=2): at least 1 is needed of both; 4 and 2 are usual.",
     ),
     "side": (
-        lambda: tw.DCT(tw.E3M0(), 1),
+        lambda: tw.codecs.DCT(tw.codecs.E3M0(), 1),
         "DCT(side=1, axes=1): a side of 2 to 1024 and 1 or 2 axes are needed; 64 and 1 are usual.",
     ),
     "squares": (
-        lambda: tw.Squares(tw.E3M0(), 0),
+        lambda: tw.codecs.Squares(tw.codecs.E3M0(), 0),
         "Squares(side=0): at least 2 is needed; 64 is usual.",
     ),
     "hadamard": (
-        lambda: tw.Hadamard(tw.E3M0(), 100),
+        lambda: tw.codecs.Hadamard(tw.codecs.E3M0(), 100),
         "Hadamard(block=100): a power of two is needed; 128 is usual.",
     ),
     "no codec": (
@@ -247,7 +248,7 @@ CONFIGURATIONS = {
         "codec='e3m0': a Codec is needed; see `thinwire docs pieces`.",
     ),
     "a class": (
-        lambda: tw.Strategy(codec=tw.E3M0),
+        lambda: tw.Strategy(codec=tw.codecs.E3M0),
         "codec=<class 'thinwire.codecs.block.E3M0'>: a Codec is needed; see `thinwire docs pieces`.",
     ),
     "a merge": (
@@ -255,7 +256,7 @@ CONFIGURATIONS = {
         "merge=0.5: a Merge is needed; see `thinwire docs pieces`.",
     ),
     "a signal": (
-        lambda: tw.Strategy(signal=tw.Gradients),
+        lambda: tw.Strategy(signal=tw.strategy.Gradients),
         "signal=<class 'thinwire.strategy.Gradients'>: Deltas() or Gradients() is needed.",
     ),
     "anchors": (
@@ -263,11 +264,11 @@ CONFIGURATIONS = {
         "anchors='gpu': 'host' or 'device' is needed.",
     ),
     "eager without delay": (
-        lambda: tw.Strategy(schedule=tw.Every(6, 2), merge=tw.Eager()),
+        lambda: tw.Strategy(schedule=tw.pieces.schedule.Every(6, 2), merge=tw.pieces.merge.Eager()),
         "Eager() with delay=2, every=6: such a round takes a whole period; choose delay=6, and Every or Staggered.",
     ),
     "gradients now and then": (
-        lambda: tw.Strategy(signal=tw.Gradients(), schedule=tw.Every(2)),
+        lambda: tw.Strategy(signal=tw.strategy.Gradients(), schedule=tw.pieces.schedule.Every(2)),
         "Gradients() with Every(every=2, delay=0), Average(), Mix(alpha=0.0): gradients are exchanged at every step, and the inner "
         "optimizer is the outer one; leave schedule, outer and merge at Every(1), Average() and Mix().",
     ),
@@ -276,29 +277,29 @@ CONFIGURATIONS = {
         "aggregate=0.5: an Aggregate is needed; see `thinwire docs pieces`.",
     ),
     "no mean, of sums": (
-        lambda: tw.Strategy(codec=tw.Cast(), exchange=tw.AllReduce(), aggregate=tw.MeanOverSenders()),
+        lambda: tw.Strategy(codec=tw.codecs.Cast(), exchange=tw.exchange.AllReduce(), aggregate=tw.pieces.aggregate.MeanOverSenders()),
         "aggregate=MeanOverSenders() is no mean over all replicas: AllReduce() adds up parts on the way; choose Direct() or TwoShot().",
     ),
     "two aggregates": (
-        lambda: tw.Strategy(codec=tw.OverSenders(tw.Sign()), aggregate=tw.MeanOverSenders()),
-        f"aggregate=MeanOverSenders() is no mean over all replicas: {tw.OverSenders(tw.Sign())} says itself what packets make together; "
-        "choose the codec inside it.",
+        lambda: tw.Strategy(codec=tw.codecs.OverSenders(tw.codecs.Sign()), aggregate=tw.pieces.aggregate.MeanOverSenders()),
+        f"aggregate=MeanOverSenders() is no mean over all replicas: {tw.codecs.OverSenders(tw.codecs.Sign())} says itself what packets "
+        "make together; choose the codec inside it.",
     ),
     "no mean, under references": (
-        lambda: tw.Strategy(codec=tw.TopK(), feedback=tw.Feedback(1, 0.0), aggregate=tw.MeanOverSenders()),
-        f"aggregate=MeanOverSenders() is no mean over all replicas: {tw.Feedback(1, 0.0)} keeps the mean of all references, and would "
-        "drift from what is agreed; choose kappa=0.",
+        lambda: tw.Strategy(codec=tw.codecs.TopK(), feedback=tw.pieces.feedback.Feedback(1, 0.0), aggregate=tw.pieces.aggregate.MeanOverSenders()),
+        f"aggregate=MeanOverSenders() is no mean over all replicas: {tw.pieces.feedback.Feedback(1, 0.0)} keeps the mean of all "
+        "references, and would drift from what is agreed; choose kappa=0.",
     ),
     "no mean, eager": (
-        lambda: tw.Strategy(schedule=tw.Every(3, 3), merge=tw.Eager(), aggregate=tw.MeanOverSenders()),
+        lambda: tw.Strategy(schedule=tw.pieces.schedule.Every(3, 3), merge=tw.pieces.merge.Eager(), aggregate=tw.pieces.aggregate.MeanOverSenders()),
         "aggregate=MeanOverSenders() is no mean over all replicas: Eager() counts the own delta as a share of the mean; choose Mix().",
     ),
     "no mean, in private": (
-        lambda: tw.Strategy(privacy=tw.Privacy(), aggregate=tw.MeanOverSenders()),
-        f"aggregate=MeanOverSenders() is no mean over all replicas: with {tw.Privacy()} one replica may count for all; choose Mean().",
+        lambda: tw.Strategy(privacy=tw.pieces.privacy.Privacy(), aggregate=tw.pieces.aggregate.MeanOverSenders()),
+        f"aggregate=MeanOverSenders() is no mean over all replicas: with {tw.pieces.privacy.Privacy()} one replica may count for all; choose Mean().",
     ),
     "unknown name": (
-        lambda: tw.parse("E9M9"),
+        lambda: tw.parsing.parse("E9M9"),
         f"'E9M9' in 'E9M9' is not known; choose from {', '.join(sorted(PIECES))}.",
     ),
 }  # fmt: skip
@@ -314,7 +315,7 @@ def test_configuration(case):
 
 
 def test_an_outer_step_that_is_not_linear():
-    class Sign(tw.Outer):
+    class Sign(tw.pieces.outer.Outer):
         def step(self, anchor, delta, state):
             return anchor - delta.sign(), state
 
@@ -323,7 +324,7 @@ def test_an_outer_step_that_is_not_linear():
 
     message = r"Eager\(\) with Sign\(\): a linear outer step is needed; choose Nesterov or Average\."
     with pytest.raises(tw.ConfigurationError, match=message):
-        tw.Strategy(schedule=tw.Every(6, 6), merge=tw.Eager(), outer=Sign())
+        tw.Strategy(schedule=tw.pieces.schedule.Every(6, 6), merge=tw.pieces.merge.Eager(), outer=Sign())
 
 
 def attach(strategy=None, model=None, optimizer=sgd, replicas=1):
@@ -340,10 +341,13 @@ FEWER = "(what is outside the layers is a fragment of its own); choose fewer, or
 @pytest.mark.parametrize(
     ("partition", "message"),
     [
-        (tw.Strided(4), f"fragments=4 for a model of 3 layers: between 1 and 3 is needed {FEWER}"),
-        (tw.Sequential(0), f"fragments=0 for a model of 3 layers: between 1 and 3 is needed {FEWER}"),
-        (tw.BySize(12), "fragments=12: between 1 and 11 (the model's tensors) is needed."),
-        (tw.Strided(layers="blocks"), "layers='blocks' is no list of modules of this model; it has: layers."),
+        (tw.pieces.partition.Strided(4), f"fragments=4 for a model of 3 layers: between 1 and 3 is needed {FEWER}"),
+        (tw.pieces.partition.Sequential(0), f"fragments=0 for a model of 3 layers: between 1 and 3 is needed {FEWER}"),
+        (tw.pieces.partition.BySize(12), "fragments=12: between 1 and 11 (the model's tensors) is needed."),
+        (
+            tw.pieces.partition.Strided(layers="blocks"),
+            "layers='blocks' is no list of modules of this model; it has: layers.",
+        ),
     ],
 )
 def test_more_fragments_than_layers(partition, message):
@@ -356,7 +360,9 @@ def test_offsets_for_another_number_of_fragments():
     """Found before anything is trained, not at the first departure."""
     message = "offsets=(3, 6) are for 2 fragments, the partition makes 4; give one offset a fragment."
     with pytest.raises(tw.ConfigurationError) as caught:
-        attach(tw.Strategy(schedule=tw.Staggered(6, 0, (3, 6)), partition=tw.Strided(3)))
+        attach(
+            tw.Strategy(schedule=tw.pieces.schedule.Staggered(6, 0, (3, 6)), partition=tw.pieces.partition.Strided(3))
+        )
     assert str(caught.value) == message
 
 

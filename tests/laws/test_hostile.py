@@ -50,8 +50,15 @@ def test_memory_of_python(place, byte):
 
 def test_a_hostile_scale_decodes_to_what_the_anchor_check_finds():
     """Infinities and NaN may come out of decoding: all replicas see the same ones, and no anchor takes them over (`flight`)."""
-    codecs = (tw.Identity(), tw.Cast(), tw.Sign(), tw.Int(8, 64, "fp32"), tw.Codebook(), tw.DCT(tw.Identity()))
-    for codec in (*codecs, tw.Hadamard(tw.Identity()), tw.LowRank(1, shapes=((20, 30),))):
+    codecs = (
+        tw.codecs.Identity(),
+        tw.codecs.Cast(),
+        tw.codecs.Sign(),
+        tw.codecs.Int(8, 64, "fp32"),
+        tw.codecs.Codebook(),
+        tw.codecs.DCT(tw.codecs.Identity()),
+    )
+    for codec in (*codecs, tw.codecs.Hadamard(tw.codecs.Identity()), tw.codecs.LowRank(1, shapes=((20, 30),))):
         raw = b"\x00\x00\x80\x7f" * 600  # infinity in fp32; scales and tables are at the end
         _, after, refused, _ = decoded(codec, raw[-codec.nbytes(600) :], 600)
         assert not refused and not torch.isfinite(after).all(), codec

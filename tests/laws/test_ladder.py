@@ -17,17 +17,17 @@ from thinwire.testing.values import roundtrip
 D, STEPS, LAST, LR = 50, 2500, 1000, 0.05
 LADDER = {
     "none": None,
-    "EF14": tw.ef14().feedback,
-    "EF21": tw.ef21().feedback,
-    "EControl(0.02)": tw.econtrol(eta=0.02).feedback,
-    "EControl(0.1)": tw.econtrol(eta=0.1).feedback,
+    "EF14": tw.recipes.ef14().feedback,
+    "EF21": tw.recipes.ef21().feedback,
+    "EControl(0.02)": tw.recipes.econtrol(eta=0.02).feedback,
+    "EControl(0.1)": tw.recipes.econtrol(eta=0.1).feedback,
 }
 DUE = {  # σ and n
     (0.0, 10): {"none": 23.4, "EF14": 0.55, "EF21": 0.0, "EControl(0.02)": 0.0, "EControl(0.1)": 0.0},
     (1.0, 10): {"none": 18.7, "EF14": 0.663, "EF21": 0.831, "EControl(0.02)": 0.596, "EControl(0.1)": 0.385},
     (1.0, 100): {"none": 4.16, "EF14": 0.0682, "EF21": 0.0742, "EControl(0.02)": 0.0591, "EControl(0.1)": 0.0375},
 }
-CODEC = tw.TopK(0.1, tw.Identity())
+CODEC = tw.codecs.TopK(0.1, tw.codecs.Identity())
 
 
 def largest(z):

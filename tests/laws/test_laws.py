@@ -42,12 +42,17 @@ def test_law_1_same_anchors(name, replicas):
 
 @pytest.mark.parametrize(
     ("codec", "partition"),
-    [(row.piece, tw.Strided(2)) for row in CODECS] + [(tw.E3M0(4), row.piece) for row in PARTITIONS],
+    [(row.piece, tw.pieces.partition.Strided(2)) for row in CODECS]
+    + [(tw.codecs.E3M0(4), row.piece) for row in PARTITIONS],
     ids=str,
 )
 def test_law_1_any_codec_and_partition(codec, partition):
     strategy = tw.Strategy(
-        schedule=tw.Staggered(3, 1), partition=partition, codec=codec, outer=tw.Nesterov(), merge=tw.Mix(0.5)
+        schedule=tw.pieces.schedule.Staggered(3, 1),
+        partition=partition,
+        codec=codec,
+        outer=tw.pieces.outer.Nesterov(),
+        merge=tw.pieces.merge.Mix(0.5),
     )
     journeys = journey(strategy, 3, steps=8)
     all_agree(journeys)
@@ -67,10 +72,14 @@ def test_finish_leaves_the_anchors_in_the_model(name):
 
 @pytest.mark.parametrize("optimizer", [adamw, momentum_sgd, sgd])
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5, 0.7, 1.0])
-@pytest.mark.parametrize("schedule", [tw.Every(1), tw.Every(3), tw.Staggered(4)], ids=str)
+@pytest.mark.parametrize(
+    "schedule", [tw.pieces.schedule.Every(1), tw.pieces.schedule.Every(3), tw.pieces.schedule.Staggered(4)], ids=str
+)
 def test_law_2_one_replica_is_the_inner_optimizer_alone(optimizer, alpha, schedule):
     """M = 1, delay 0, Average: bit for bit, at every step and after finishing."""
-    strategy = tw.Strategy(schedule=schedule, partition=tw.Strided(2), merge=tw.Mix(alpha))
+    strategy = tw.Strategy(
+        schedule=schedule, partition=tw.pieces.partition.Strided(2), merge=tw.pieces.merge.Mix(alpha)
+    )
     (one,) = journey(strategy, 1, optimizer=optimizer)
     model = toy()
     alone = optimizer(model)
@@ -187,7 +196,7 @@ def test_law_5_predicted_is_counted(name, replicas):
         counted = ledger.as_dict()["sent"].get("packet", {})
         assert predicted == sum(e["nbytes"] for e in departures) == ledger.sent("packet")
         assert sorted(counted) == [str(peer) for peer in range(replicas) if peer != rank]
-        if strategy.exchange == tw.Direct():
+        if strategy.exchange == tw.exchange.Direct():
             assert ledger.sent("packet") == ledger.received("packet")
             assert all(at["messages"] == len(departures) for at in counted.values())
         told = [tells(strategy, fragments[e["fragment"]], e["round"]) for e in departures if rank == 0]
@@ -216,7 +225,7 @@ def test_law_5_bytes_of_a_period(name):
     numbers = {e["fragment"]: e["round"] for e in steady}
     predicted = sum(strategy.nbytes_per_period([of], 2, numbers[p]) for p, of in enumerate(shapes))
     assert sum(e["nbytes"] for e in steady) == predicted
-    if strategy.exchange == tw.Direct():
+    if strategy.exchange == tw.exchange.Direct():
         coded = [strategy.coded(of, numbers[p]) for p, of in enumerate(shapes)]
         assert predicted == sum(HEADER_NBYTES + codec.nbytes(numel) for codec, numel in coded)
     assert f"{strategy.nbytes_per_period(shapes, 2):,} bytes" in strategy.describe(toy(), 2)
@@ -246,7 +255,7 @@ def test_law_7_another_seed_draws_otherwise():
     """The strategy's own seed, over the same batches: what codecs draw by chance follows it, in every round."""
 
     def final(seed):
-        codec = tw.RandomK(0.5, tw.Identity())
-        return journey(tw.Strategy(schedule=tw.Every(3), codec=codec, seed=seed), 2, steps=6)[0].final
+        codec = tw.codecs.RandomK(0.5, tw.codecs.Identity())
+        return journey(tw.Strategy(schedule=tw.pieces.schedule.Every(3), codec=codec, seed=seed), 2, steps=6)[0].final
 
     assert same_bits(final(1), final(1)) and not same_bits(final(1), final(2))

@@ -138,14 +138,23 @@ ELSEWHERE = {
 
 def unclipped(strategy):
     """Without what depends on how many there are."""
-    return dataclasses.replace(strategy, filters=tuple(f for f in strategy.filters if not isinstance(f, tw.Clip)))
+    return dataclasses.replace(
+        strategy, filters=tuple(f for f in strategy.filters if not isinstance(f, tw.pieces.transforms.Clip))
+    )
 
 
 def plain(name):
     """The recipe with a codec that drops nothing, and without what would tell replicas or fragments apart."""
-    strategy = dataclasses.replace(unclipped(METHODS[name]), codec=tw.Identity(), policy=tw.Constant())
+    strategy = dataclasses.replace(
+        unclipped(METHODS[name]), codec=tw.codecs.Identity(), policy=tw.pieces.policy.Constant()
+    )
     if name == "streaming_diloco":
-        strategy = dataclasses.replace(strategy, schedule=tw.Every(6), partition=tw.Whole(), merge=tw.Mix(0.0))
+        strategy = dataclasses.replace(
+            strategy,
+            schedule=tw.pieces.schedule.Every(6),
+            partition=tw.pieces.partition.Whole(),
+            merge=tw.pieces.merge.Mix(0.0),
+        )
     return strategy
 
 

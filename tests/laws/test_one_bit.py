@@ -33,7 +33,7 @@ def excess(x):
 def train(filters, bits):
     """Adam's moments before the exchange if they are among `filters`, else after it, live."""
     generators = [torch.Generator().manual_seed(100 + i) for i in range(REPLICAS)]
-    feedback, codec, x = tw.Feedback(), tw.Sign("l2"), torch.zeros(D)
+    feedback, codec, x = tw.pieces.feedback.Feedback(), tw.codecs.Sign("l2"), torch.zeros(D)
     states = [tuple(one.init(D) for one in filters) for _ in range(REPLICAS)]
     held = [feedback.init(D) for _ in range(REPLICAS)]
     m, v = torch.zeros(D), torch.zeros(D)
@@ -56,6 +56,6 @@ def train(filters, bits):
 
 @pytest.mark.slow
 def test_the_moment_can_be_coded_and_the_gradient_cannot():
-    adam, one_bit = train((), bits=False), train((tw.Moments(beta2=0.99, freeze=FREEZE),), bits=True)
+    adam, one_bit = train((), bits=False), train((tw.pieces.transforms.Moments(beta2=0.99, freeze=FREEZE),), bits=True)
     naive = train((), bits=True)
     assert adam < one_bit < 1.2 * adam and naive > 1.5 * adam  # 0.079, 0.083, 0.139

@@ -1,4 +1,4 @@
-"""Adding a piece is one file and one row: in a copy of the repository, exports, parser, docs and laws follow from the row."""
+"""Adding a piece is one file and one row: in a copy of the repository, parser, docs and laws follow from the row."""
 
 from __future__ import annotations
 
@@ -65,10 +65,12 @@ TESTS = (
 SAYS = """
 import thinwire as tw
 from thinwire.testing import check
-assert tw.Mine(2) == tw.parse("Mine(2)") and "Mine" in tw.__all__
-strategy = tw.Strategy(codec=tw.TopK(0.5, tw.Mine()))
-assert tw.parse(repr(strategy)) == strategy
-print(len(check(tw.Mine()).laws), tw.__file__)
+from thinwire.codecs.mine import Mine
+from thinwire.parsing import parse
+assert Mine(2) == parse("Mine(2)")
+strategy = tw.Strategy(codec=tw.codecs.TopK(0.5, Mine()))
+assert parse(repr(strategy)) == strategy
+print(len(check(Mine()).laws), tw.__file__)
 """
 
 
@@ -109,4 +111,4 @@ def test_without_its_row_it_is_not_there() -> None:
     import thinwire as tw
 
     with pytest.raises(tw.ConfigurationError, match="'Mine' in 'Mine' is not known"):
-        tw.parse("Mine")
+        tw.parsing.parse("Mine")

@@ -92,7 +92,7 @@ MATRICES = ((12, 20), (16, 9))
 def test_power_sgd(replicas):
     """Warm Q, error feedback, vectors as they are."""
     gradients = given((*MATRICES, (7,)), replicas)
-    found = exchanged(tw.power_sgd(rank=2), gradients)
+    found = exchanged(tw.recipes.power_sgd(rank=2), gradients)
     for number, q in enumerate(start(MATRICES, 2)):
         due = power_sgd([[own[number] for own in step] for step in gradients], q)
         close([step[number] for step in found], list(due))
@@ -102,7 +102,7 @@ def test_power_sgd(replicas):
 def test_power_sgd_is_a_power_iteration_over_steps():
     """Of a matrix that stays: what rank 2 loses comes down to what the singular values say, which one iteration a step from chance does not."""
     (matrix,) = given(((40, 30),), 1, 1)[0][0]
-    strategy = replace(tw.power_sgd(rank=2), feedback=None)
+    strategy = replace(tw.recipes.power_sgd(rank=2), feedback=None)
     found = exchanged(strategy, [[[matrix]]] * 40)
     best = torch.linalg.svdvals(matrix.double())[2:].norm()
     lost = [float((matrix - step[0]).double().norm() / best) for step in found]
@@ -113,9 +113,13 @@ def test_power_sgd_is_a_power_iteration_over_steps():
 def test_power_sgd_begins_where_there_is_something_to_go_on_from(first):
     """After three rounds of nothing, or in fp32: from chance, with what those rounds have left (nothing is held back)."""
     gradients = given(MATRICES)
-    strategy = tw.power_sgd(rank=2, policy=tw.Constant() if first == "zeros" else tw.DenseUntil(3))
+    strategy = tw.recipes.power_sgd(
+        rank=2, policy=tw.pieces.policy.Constant() if first == "zeros" else tw.pieces.policy.DenseUntil(3)
+    )
     if first == "in full, by another exchange":
-        strategy = replace(strategy, exchange=tw.Fastest("20mbit", (tw.TwoShot(), tw.AllReduce())))
+        strategy = replace(
+            strategy, exchange=tw.exchange.Fastest("20mbit", (tw.exchange.TwoShot(), tw.exchange.AllReduce()))
+        )
     if first == "zeros":
         gradients = [[[torch.zeros_like(g) for g in own] for own in step] for step in gradients[:3]] + gradients[3:]
     found = exchanged(strategy, gradients)[3:]
@@ -129,9 +133,9 @@ def test_power_sgd_begins_where_there_is_something_to_go_on_from(first):
 def test_a_dropped_round_changes_nothing_of_power_sgd():
     """As if the step had never been: Q and what is held back are those of the round before."""
     gradients = given(MATRICES)
-    found = exchanged(tw.power_sgd(rank=2), gradients)
+    found = exchanged(tw.recipes.power_sgd(rank=2), gradients)
     poisoned = [[torch.full_like(g, NAN) if rank == 1 else g for g in own] for rank, own in enumerate(gradients[4])]
-    again = exchanged(tw.power_sgd(rank=2), [*gradients[:4], poisoned, *gradients[4:]])
+    again = exchanged(tw.recipes.power_sgd(rank=2), [*gradients[:4], poisoned, *gradients[4:]])
     assert again.pop(4) is None and all(all(map(same_bits, a, b)) for a, b in zip(found, again, strict=True))
 
 
@@ -139,7 +143,7 @@ def test_a_dropped_round_changes_nothing_of_power_sgd():
 def test_power_sgd_of_any_size(size):
     """Q keeps the size of M: it must not go on into P, where it would be squared, and lost."""
     gradients = [[[size * g for g in own] for own in step] for step in given(MATRICES[:1])]
-    found = exchanged(tw.power_sgd(rank=2), gradients)
+    found = exchanged(tw.recipes.power_sgd(rank=2), gradients)
     (q,) = start(MATRICES[:1], 2)
     due = power_sgd([[own[0] for own in step] for step in gradients], q)
     close([step[0] / size for step in found], [one / size for one in due])
@@ -163,7 +167,9 @@ def test_cgx():
     shapes = ((40, 30), (7, 300), (20, 20), (50,))
     gradients = given(shapes, steps=3)
     for found, step in zip(
-        exchanged(tw.cgx(codec=tw.Each(tw.Levels(4, 512), least=1024)), gradients), gradients, strict=True
+        exchanged(tw.recipes.cgx(codec=tw.codecs.Each(tw.codecs.Levels(4, 512), least=1024)), gradients),
+        gradients,
+        strict=True,
     ):
         due = [
             [cgx(g.view(-1), 4, 512).view(g.shape) if g.numel() >= 1024 else g.double() for g in own] for own in step
@@ -196,7 +202,7 @@ def demo(gradients: list[list[Tensor]], decay: float, count: int) -> Iterator[Te
 
 def test_demo():
     gradients = given(((64, 64),), steps=6)
-    found = exchanged(tw.demo(), gradients)
+    found = exchanged(tw.recipes.demo(), gradients)
     due = list(demo([[own[0] for own in step] for step in gradients], 0.999, 32))
     assert all(bool((mine[0] == sign).all()) for mine, sign in zip(found, due, strict=True))
 
@@ -204,23 +210,27 @@ def test_demo():
 def test_demo_is_not_the_sign_of_the_mean_over_all():
     """Taken per component, before the cosines are summed up, the share of senders does not cancel: some signs differ."""
     gradients = given(((64, 64),), steps=1)
-    plain = tw.demo(codec=tw.Squares(tw.DCT(tw.ChunkedTopK(4096, 32), axes=2)))
+    plain = tw.recipes.demo(codec=tw.codecs.Squares(tw.codecs.DCT(tw.codecs.ChunkedTopK(4096, 32), axes=2)))
     ((over_all,),) = exchanged(plain, gradients)
-    ((over_senders,),) = exchanged(tw.demo(), gradients)
+    ((over_senders,),) = exchanged(tw.recipes.demo(), gradients)
     assert 0.01 < (over_all != over_senders).double().mean() < 0.5
 
 
 def test_over_senders_is_the_released_reduction():
     """torch's own `scatter_reduce("mean", include_self=False)`, on what three replicas have picked; between sites each weighs as its replicas."""
-    codec, (gradients,) = tw.TopK(0.3, tw.Identity()), given(((50,),), steps=1)
+    codec, (gradients,) = tw.codecs.TopK(0.3, tw.codecs.Identity()), given(((50,),), steps=1)
     picked = [(own[0].abs().topk(15).indices, own[0]) for own in gradients]
     index, values = torch.cat([i for i, _ in picked]), torch.cat([g[i] for i, g in picked])
     due = torch.zeros(50).scatter_reduce_(0, index, values, "mean", include_self=False)
-    ((found,),) = exchanged(tw.Strategy(signal=tw.Gradients(), codec=tw.OverSenders(codec)), [gradients])
+    ((found,),) = exchanged(
+        tw.Strategy(signal=tw.strategy.Gradients(), codec=tw.codecs.OverSenders(codec)), [gradients]
+    )
     assert torch.equal(found != 0, due != 0) and (index.bincount(minlength=50) == 2).any()
     close([found], [due], rtol=1e-6, atol=1e-6)
 
-    sites = tw.Strategy(signal=tw.Gradients(), codec=tw.OverSenders(codec), exchange=tw.Hierarchy((2, 1)))
+    sites = tw.Strategy(
+        signal=tw.strategy.Gradients(), codec=tw.codecs.OverSenders(codec), exchange=tw.exchange.Hierarchy((2, 1))
+    )
     ((found,),) = exchanged(sites, [gradients])
     total, weight = torch.zeros(50), torch.zeros(50)
     for g, w in (((gradients[0][0] + gradients[1][0]) / 2, 2.0), (gradients[2][0], 1.0)):
@@ -230,16 +240,23 @@ def test_over_senders_is_the_released_reduction():
     close([found], [total / weight.clamp(min=1)], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("exchange", [tw.Direct(), tw.TwoShot(tw.Feedback())], ids=str)
+@pytest.mark.parametrize(
+    "exchange", [tw.exchange.Direct(), tw.exchange.TwoShot(tw.pieces.feedback.Feedback())], ids=str
+)
 def test_over_senders_of_one_voice_is_its_codec(exchange):
     """Where all say the same, the mean over those who said it is what they said."""
     gradients = [[own[:1] * 1 for own in [step[0]] * 3] for step in given(((50,),), 1, steps=4)]
-    strategy = tw.Strategy(signal=tw.Gradients(), codec=tw.TopK(0.3), feedback=tw.Feedback(), exchange=exchange)
-    over = replace(strategy, codec=tw.OverSenders(tw.TopK(0.3)))
+    strategy = tw.Strategy(
+        signal=tw.strategy.Gradients(),
+        codec=tw.codecs.TopK(0.3),
+        feedback=tw.pieces.feedback.Feedback(),
+        exchange=exchange,
+    )
+    over = replace(strategy, codec=tw.codecs.OverSenders(tw.codecs.TopK(0.3)))
     for a, b in zip(exchanged(strategy, gradients), exchanged(over, gradients), strict=True):
         close(a, b, rtol=1e-6, atol=1e-6)
 
 
 def test_over_senders_is_refused_where_deltas_count_differently():
     with pytest.raises(tw.ConfigurationError, match=r"come and go: OverSenders.*the codec inside it does not"):
-        check(tw.Strategy(codec=tw.OverSenders(tw.TopK())))
+        check(tw.Strategy(codec=tw.codecs.OverSenders(tw.codecs.TopK())))

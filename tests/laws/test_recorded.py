@@ -39,7 +39,7 @@ def digest(*parts: bytes) -> str:
     return hashlib.blake2b(b"".join(parts), digest_size=12).hexdigest()
 
 
-def packet(codec: tw.Codec) -> str:
+def packet(codec: tw.codecs.Codec) -> str:
     return digest(encoded(codec, numbers(1000, 1)), encoded(codec, numbers(37, 2), Key(3, 1, 4, 1)))
 
 
@@ -52,7 +52,7 @@ def run(strategy: tw.Strategy) -> list[object]:
         with torch.no_grad():
             for index, parameter in enumerate(model.parameters()):
                 parameter.copy_(numbers(parameter.numel(), index).view(parameter.shape))
-        optimizer = (strategy.inner or tw.SGD(0.5, 1.0)).make(model, 0.125, 0.0)
+        optimizer = (strategy.inner or tw.pieces.inner_optimizers.SGD(0.5, 1.0)).make(model, 0.125, 0.0)
         with tw.Replica(strategy, model, optimizer, CountedGroup(group, ledgers[group.rank])) as trained:
             for step in range(1, STEPS + 1):
                 for index, parameter in enumerate(p for p in model.parameters() if p.requires_grad):

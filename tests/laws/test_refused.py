@@ -55,7 +55,7 @@ def test_progress_stays_and_travels_later(value):
 
 def test_progress_stays_in_the_air_too():
     """Delay 2, α = 0: the refused round lands at 5 and is not merged, so the steps of the flight are kept as well."""
-    strategy = tw.Strategy(schedule=tw.Every(3, 2))
+    strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(3, 2))
     zero, one = line(strategy, 2, 8, poisoned(1, 2))
     assert zero[:7] == [1 - 0.25 * t for t in range(1, 8)]
     assert one[4:7] == [1.0, 0.5, 0.0]
@@ -78,7 +78,9 @@ def test_outer_state_stays():
 @pytest.mark.parametrize("delay", [0, 1, 2])
 def test_a_round_that_is_nobodys_fault(delay):
     """The outer step overflows on a delta below 1: all replicas keep what they have, and the sum of all progress lands at once."""
-    strategy = tw.Strategy(schedule=tw.Every(3, delay), outer=Picky(at_least=1.5), merge=tw.Mix(0.0))
+    strategy = tw.Strategy(
+        schedule=tw.pieces.schedule.Every(3, delay), outer=Picky(at_least=1.5), merge=tw.pieces.merge.Mix(0.0)
+    )
     traces = line(strategy, 2, 6 + delay, steady)
     for rank, trace in enumerate(traces):
         assert trace[: 5 + delay] == [1 - steady(rank, 0) * t for t in range(1, 6 + delay)]
@@ -87,7 +89,7 @@ def test_a_round_that_is_nobodys_fault(delay):
 
 def test_eager_conserves():
     """Replica 1 is poisoned at step 5: its round of step 6 is refused at 9, where it starts again. Lost are its steps 4 … 9, and nothing else."""
-    strategy = tw.Strategy(schedule=tw.Staggered(3, 3), merge=tw.Eager())
+    strategy = tw.Strategy(schedule=tw.pieces.schedule.Staggered(3, 3), merge=tw.pieces.merge.Eager())
     for steps in (12, 13, 15, 17, 18):
         kept = sum(steady(0, t) for t in range(1, steps + 1)) + sum(
             steady(1, t) for t in range(1, steps + 1) if not 4 <= t <= 9
@@ -139,7 +141,7 @@ def check_recovery(journeys: list[Journey], rank: int, unseen: bool = False) -> 
     assert torch.isfinite(journeys[rank].weights[-1]).all()
 
 
-NOT_GRADIENTS = [name for name in METHODS if not isinstance(METHODS[name].signal, tw.Gradients)]
+NOT_GRADIENTS = [name for name in METHODS if not isinstance(METHODS[name].signal, tw.strategy.Gradients)]
 GRADIENTS = [name for name in METHODS if name not in NOT_GRADIENTS]
 
 
@@ -154,7 +156,7 @@ def test_recovery_from_a_gradient(name, value, rank):
 @pytest.mark.parametrize("name", each(NOT_GRADIENTS))
 def test_recovery_from_a_parameter(name):
     journeys = journey(METHODS[name], 3, steps=24, before_step=poison_parameter(5))
-    check_recovery(journeys, 1, unseen=METHODS[name].merge == tw.Mix(0.0))
+    check_recovery(journeys, 1, unseen=METHODS[name].merge == tw.pieces.merge.Mix(0.0))
 
 
 @pytest.mark.parametrize("name", each(GRADIENTS))

@@ -62,7 +62,7 @@ def numbers(text: str) -> list[float]:
              "1 −1 −3 −5 −7 −9 −23 −25 −27 −29 −31 −33 −47 −49 −51 −53"),
         ),
         (
-            1, 0.5, tw.short_first(6, 2, 1),
+            1, 0.5, tw.pieces.schedule.short_first(6, 2, 1),
             ("1 −1 −3 −6 −8 −10 −12 −14 −16 −21.5 −23.5 −25.5 −27.5 −29.5 −31.5 −35.75",
              "1 −1 −3 −5 −7 −9 −15 −17 −19 −21 −23 −25 −29 −31 −33 −35"),
         ),
@@ -72,10 +72,10 @@ def numbers(text: str) -> list[float]:
 def test_scalar_weight(delay, alpha, offsets, traces, replicas):
     """Start 1, inner SGD lr 1 with gradient 2, outer SGD lr 2, H = 6: the issue's two trajectories, on every replica."""
     strategy = tw.Strategy(
-        schedule=tw.Staggered(6, delay, offsets),
-        partition=tw.Strided(2),
-        outer=tw.Nesterov(2.0, 0.0),
-        merge=tw.Mix(alpha),
+        schedule=tw.pieces.schedule.Staggered(6, delay, offsets),
+        partition=tw.pieces.partition.Strided(2),
+        outer=tw.pieces.outer.Nesterov(2.0, 0.0),
+        merge=tw.pieces.merge.Mix(alpha),
     )
     for replica in run(strategy, replicas, 2, 15, lambda *_: 2.0):
         assert replica == [numbers(trace) for trace in traces]
@@ -138,10 +138,10 @@ GRID = [
 @pytest.mark.parametrize(("H", "P", "tau", "alpha", "mu", "offsets"), GRID)
 def test_reference(H, P, tau, alpha, mu, offsets):
     """H not divisible by P, more fragments than steps, delays up to H − 1, any mix and momentum: fp32 rounding apart, the same numbers."""
-    first = tw.short_first(H, P, tau) if offsets == "short" else tuple(H + p * H // P for p in range(P))
+    first = tw.pieces.schedule.short_first(H, P, tau) if offsets == "short" else tuple(H + p * H // P for p in range(P))
     strategy = tw.Strategy(
-        schedule=tw.Staggered(H, tau, None if offsets == "paper" else first),
-        partition=tw.Sequential(P), outer=tw.Nesterov(0.7, mu), merge=tw.Mix(alpha),
+        schedule=tw.pieces.schedule.Staggered(H, tau, None if offsets == "paper" else first),
+        partition=tw.pieces.partition.Sequential(P), outer=tw.pieces.outer.Nesterov(0.7, mu), merge=tw.pieces.merge.Mix(alpha),
     )  # fmt: skip
     steps = 4 * H + 3
     got = run(strategy, 2, P, steps, uneven)
@@ -151,7 +151,12 @@ def test_reference(H, P, tau, alpha, mu, offsets):
 
 def test_whole_periods_together():
     """`Every` is the reference with all fragments at the same steps."""
-    strategy = tw.Strategy(schedule=tw.Every(4, 2), partition=tw.Sequential(2), outer=tw.Nesterov(), merge=tw.Mix(0.5))
+    strategy = tw.Strategy(
+        schedule=tw.pieces.schedule.Every(4, 2),
+        partition=tw.pieces.partition.Sequential(2),
+        outer=tw.pieces.outer.Nesterov(),
+        merge=tw.pieces.merge.Mix(0.5),
+    )
     got, due = run(strategy, 3, 2, 19, uneven), reference(3, (4, 4), 4, 2, 0.5, 0.4, 0.9, 19, uneven)
     torch.testing.assert_close(torch.tensor(got), torch.tensor(due), rtol=2e-6, atol=2e-6)
 
@@ -161,7 +166,7 @@ def test_no_local_steps_no_effect_of_delay():
     pushes = {1: 0.5, 11: -0.25}  # one push before a departure, nothing in the air
     traces = []
     for tau in (0, 2):
-        strategy = tw.Strategy(schedule=tw.Every(4, tau), outer=tw.Nesterov(0.4, 0.5))
+        strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(4, tau), outer=tw.pieces.outer.Nesterov(0.4, 0.5))
         traces.append(run(strategy, 2, 1, 20, lambda m, p, t: pushes.get(t, 0.0))[0][0])
     undelayed, delayed = traces
     assert [delayed[t + 2] for t in range(4, 19, 4)] == pytest.approx([undelayed[t] for t in range(4, 19, 4)], rel=1e-6)
@@ -207,7 +212,10 @@ def eager_reference(
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_eager(H, P, mu, replicas):
     strategy = tw.Strategy(
-        schedule=tw.Staggered(H, H), partition=tw.Sequential(P), outer=tw.Nesterov(0.6, mu), merge=tw.Eager()
+        schedule=tw.pieces.schedule.Staggered(H, H),
+        partition=tw.pieces.partition.Sequential(P),
+        outer=tw.pieces.outer.Nesterov(0.6, mu),
+        merge=tw.pieces.merge.Eager(),
     )
     first = tuple(H + p * H // P for p in range(P))
     steps = 6 * H + 2
@@ -219,7 +227,7 @@ def test_eager(H, P, mu, replicas):
 @pytest.mark.parametrize("steps", [4, 6, 8, 9])
 def test_eager_average_loses_nothing(steps):
     """Finishing lands all that was trained, once: with Average, the mean of all local progress, whenever the loop ends."""
-    strategy = tw.Strategy(schedule=tw.Staggered(4, 4), merge=tw.Eager())
+    strategy = tw.Strategy(schedule=tw.pieces.schedule.Staggered(4, 4), merge=tw.pieces.merge.Eager())
     final = [replica[0][-1] for replica in run(strategy, 2, 1, steps, uneven, finish=True)]
     progress = sum(uneven(m, 0, t) for m, t in itertools.product(range(2), range(1, steps + 1))) / 2
     assert final == pytest.approx([1.0 - progress] * 2, abs=1e-6)

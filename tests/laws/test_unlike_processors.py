@@ -19,11 +19,11 @@ from thinwire.testing.toy import Journey, Plan, adamw, batch, fill, inner_step, 
 
 FEW = {
     "moments": tw.Strategy(
-        schedule=tw.Every(2),
-        filters=(tw.Moments(beta2=0.5, freeze=tw.Settled(0.5, 3)),),
-        codec=tw.Sign("l2"),
-        feedback=tw.Feedback(),
-        exchange=tw.TwoShot(tw.Feedback()),
+        schedule=tw.pieces.schedule.Every(2),
+        filters=(tw.pieces.transforms.Moments(beta2=0.5, freeze=tw.pieces.transforms.Settled(0.5, 3)),),
+        codec=tw.codecs.Sign("l2"),
+        feedback=tw.pieces.feedback.Feedback(),
+        exchange=tw.exchange.TwoShot(tw.pieces.feedback.Feedback()),
     ),
     "one_bit_adam": METHODS["one_bit_adam"],
     "data_parallel": METHODS["data_parallel"],
@@ -44,7 +44,7 @@ def check_agreed(strategy: tw.Strategy, journeys: list[Journey]) -> None:
     """After every step what is agreed, and at the end the weights. Where a torch optimizer steps from gradients weights may drift
     between two comparisons, which are further apart than these runs are long.
     """
-    drifts = isinstance(strategy.signal, tw.Gradients) and strategy.inner is None
+    drifts = isinstance(strategy.signal, tw.strategy.Gradients) and strategy.inner is None
     for one in journeys:
         for step, (a, b) in enumerate(zip(one.agreed, journeys[0].agreed, strict=True), 1):
             assert a.keys() == b.keys()
@@ -149,7 +149,7 @@ def test_sgd_rounds_every_operation_by_itself(momentum, decay):
     """numpy's fp32, which fuses nothing; near torch's own, whose state it has."""
     model, plain = torch.nn.Linear(40, 25), torch.nn.Linear(40, 25)
     plain.load_state_dict(model.state_dict())
-    own = tw.SGD(momentum).make(model, 0.05, decay)
+    own = tw.pieces.inner_optimizers.SGD(momentum).make(model, 0.05, decay)
     torchs = torch.optim.SGD(plain.parameters(), 0.05, momentum=momentum, weight_decay=decay * (1 - momentum))
     weight, velocity, f32 = model.weight.detach().numpy().copy(), None, np.float32
     for step in range(4):
@@ -168,7 +168,7 @@ def test_sgd_rounds_every_operation_by_itself(momentum, decay):
 
 
 def test_moments_round_every_operation_by_itself():
-    moments, f32 = tw.Moments(beta1=0.9, beta2=0.99, freeze=9), np.float32
+    moments, f32 = tw.pieces.transforms.Moments(beta1=0.9, beta2=0.99, freeze=9), np.float32
     state, m, v = moments.init(1000), np.zeros(1000, f32), np.zeros(1000, f32)
     for mean in torch.randn(5, 1000, generator=torch.Generator().manual_seed(0)):
         estimate, state = moments.settle(mean, mean, mean, state, {})

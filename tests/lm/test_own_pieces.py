@@ -121,7 +121,7 @@ CASES = {
 @pytest.mark.parametrize("text", CASES)
 def test_what_cannot_be_used_says_why(here: Path, text: str) -> None:
     (here / "bad.py").write_text("1 / 0\n")
-    half = "import thinwire\nclass Half(thinwire.Codec):\n    def encode(self, x, payload, key): ...\n"
+    half = "import thinwire\nclass Half(thinwire.codecs.Codec):\n    def encode(self, x, payload, key): ...\n"
     (here / "half.py").write_text(half)
     with pytest.raises(tw.ConfigurationError) as caught:
         Run.of(codec=text)

@@ -36,7 +36,7 @@ def test_the_promise_is_in_summary_and_report(
     folder = tmp_path / "run"
     assert main([*arguments, "--steps", "12", "--out", str(folder)]) == 0
     privacy = json.loads((folder / "summary.json").read_text())["privacy"]
-    due = tw.Privacy(0.5, 2.0)
+    due = tw.pieces.privacy.Privacy(0.5, 2.0)
     rounds = 3  # after steps 4, 8 and 12; then nothing is left
     assert privacy == due.spent(rounds, 2) and privacy["epsilon"] == pytest.approx(due.epsilon(rounds))
     said = " ".join(capsys.readouterr().out.split())
@@ -71,4 +71,6 @@ def test_what_cannot_be_kept_is_refused_when_the_run_is_made() -> None:
         Run.of(privacy="Privacy(clip=-1)")
     with pytest.raises(ConfigurationError, match="Privacy"):
         Run.of(privacy="E3M0")
-    assert Run.of(strategy="local_sgd", privacy="Privacy(0.5, 2.0)").make_strategy().privacy == tw.Privacy(0.5, 2.0)
+    assert Run.of(
+        strategy="local_sgd", privacy="Privacy(0.5, 2.0)"
+    ).make_strategy().privacy == tw.pieces.privacy.Privacy(0.5, 2.0)

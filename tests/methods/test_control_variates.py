@@ -78,7 +78,7 @@ def test_scaffold_is_the_one_with_two_vectors():
 def test_scafcom_with_all_weight_on_the_newest_is_scaffold():
     problem = Problem(5, 9)
     one = solve(scaffold(every=K, sampled=3), 10, problem, 5)
-    other = solve(scafcom(every=K, sampled=3, beta=1.0, codec=tw.Identity()), 10, problem, 5)
+    other = solve(scafcom(every=K, sampled=3, beta=1.0, codec=tw.codecs.Identity()), 10, problem, 5)
     assert torch.allclose(one[0].x, other[0].x, atol=1e-5) and torch.allclose(one[0].c, other[0].c, atol=1e-4)
 
 
@@ -99,7 +99,7 @@ def test_c_is_the_mean_of_all_own_ones(name):
 
 
 def test_only_who_is_sampled_sends_and_changes():
-    method = scafcom(every=2, sampled=1, codec=tw.TopK(0.5))
+    method = scafcom(every=2, sampled=1, codec=tw.codecs.TopK(0.5))
     trips, names = tour(method, 3, steps=8), ("0", "1", "2")
     drawn = [method.draw(names, round_) for round_ in range(4)]
     assert len(set(drawn)) > 1 and all(len(chosen) == 1 for chosen in drawn)
@@ -151,12 +151,18 @@ def test_a_correction_is_made_once_and_before_clipping():
 
 
 def test_what_cannot_be_composed():
-    for codec in (tw.TopK(), tw.Sign(), tw.E3M0(), tw.RandomK(0.5, tw.E3M0()), tw.DCT(tw.ChunkedTopK())):
+    for codec in (
+        tw.codecs.TopK(),
+        tw.codecs.Sign(),
+        tw.codecs.E3M0(),
+        tw.codecs.RandomK(0.5, tw.codecs.E3M0()),
+        tw.codecs.DCT(tw.codecs.ChunkedTopK()),
+    ):
         with pytest.raises(tw.ConfigurationError, match="unbiased codec is needed"):
             scallion(codec=codec)
     with pytest.raises(tw.ConfigurationError, match="contractive codec is needed"):
-        scafcom(codec=tw.RandomK())
-    for wrong in ({"every": 0}, {"sampled": 0}, {"outer_lr": math.nan}, {"codec": tw.TopK}):
+        scafcom(codec=tw.codecs.RandomK())
+    for wrong in ({"every": 0}, {"sampled": 0}, {"outer_lr": math.nan}, {"codec": tw.codecs.TopK}):
         with pytest.raises(tw.ConfigurationError):
             fedavg(**wrong)
     for wrong in (0.0, 1.5, math.nan):
@@ -242,13 +248,13 @@ def test_the_ladder():
     def reached(method: ControlVariates, rounds: int = 400) -> float:
         return problem.distance(solve(method, rounds, problem)[0].x) / start
 
-    exact = tw.RandomK(0.1, tw.Identity())
+    exact = tw.codecs.RandomK(0.1, tw.codecs.Identity())
     floor = reached(fedavg(every=K, sampled=S))
     ends = {
         "scaffold": reached(scaffold(every=K, sampled=S)),
         "scallion": reached(scallion(every=K, sampled=S, codec=exact), 1200),
-        "scafcom": reached(scafcom(every=K, sampled=S, codec=tw.TopK(0.1, tw.Identity())), 1200),
-        "scafcom, beta 1": reached(scafcom(every=K, sampled=S, beta=1.0, codec=tw.Identity())),
+        "scafcom": reached(scafcom(every=K, sampled=S, codec=tw.codecs.TopK(0.1, tw.codecs.Identity())), 1200),
+        "scafcom, beta 1": reached(scafcom(every=K, sampled=S, beta=1.0, codec=tw.codecs.Identity())),
     }
     assert floor > 1e-3
     assert ends["scaffold"] < 1e-10 and ends["scafcom, beta 1"] < 1e-10

@@ -145,7 +145,11 @@ def test_what_is_masked_is_trained_all_the_same_and_not_pulled_back():
 
 @pytest.mark.parametrize(
     "method",
-    [*METHODS.values(), flasc(every=5, up=1, down=0.1, codec=tw.Cast("fp16")), flasc(every=5, codec=tw.Cast("bf16"))],
+    [
+        *METHODS.values(),
+        flasc(every=5, up=1, down=0.1, codec=tw.codecs.Cast("fp16")),
+        flasc(every=5, codec=tw.codecs.Cast("bf16")),
+    ],
     ids=repr,
 )
 def test_bytes_both_ways_are_those_predicted(method):
@@ -250,7 +254,7 @@ def test_the_hubs_word_holds():
         (lambda: flasc(every=2.5), "whole numbers above 0"),
         (lambda: flasc(outer_lr=0), "whole numbers above 0"),
         (lambda: flasc(outer_lr=math.nan), "whole numbers above 0"),
-        (lambda: flasc(codec=tw.E3M0), "a Codec is needed"),
+        (lambda: flasc(codec=tw.codecs.E3M0), "a Codec is needed"),
         (lambda: run(flasc(sampled=4)), "at most all"),
     ],
 )

@@ -18,7 +18,7 @@ from thinwire.methods.minmax import Prox, Saddling, coin
 from thinwire.testing.toy import Shuffled, same_bits
 
 N, RHO = 8, 0.2
-FIFTH = tw.RandomK(0.25, tw.Identity())
+FIFTH = tw.codecs.RandomK(0.25, tw.codecs.Identity())
 
 
 class Bilinear:
@@ -70,7 +70,7 @@ def find(method: Saddling, iterations: int, problem: Bilinear, replicas: int, **
 
 METHODS: dict[str, Saddling] = {
     "Masha1": Masha1(step=0.2, codec=FIFTH),
-    "Masha2": Masha2(step=0.05, codec=tw.TopK(0.25)),
+    "Masha2": Masha2(step=0.05, codec=tw.codecs.TopK(0.25)),
     "Extragradient": Extragradient(step=0.4),
     "Masha1 on simplexes": Masha1(step=0.2, codec=FIFTH, prox=Simplexes((N, N))),
 }
@@ -110,7 +110,7 @@ def test_bytes_are_as_predicted(name, replicas):
 @every_method
 def test_identical_replicas_are_one(name):
     """With exact values: the mean of alike ones is theirs."""
-    method = dataclasses.replace(METHODS[name], codec=tw.Identity())
+    method = dataclasses.replace(METHODS[name], codec=tw.codecs.Identity())
     problem = Bilinear(4, alike=True)
     assert same_bits(find(method, 20, problem, 4)[2].z, find(method, 20, problem, 1)[0].z)
 
@@ -186,7 +186,7 @@ def test_at_the_solution_of_nothing_nothing_moves(name):
 
 def test_with_exact_values_and_w_at_z_it_is_extragradient():
     problem = Bilinear(3)
-    same = find(Masha1(step=0.4, codec=tw.Identity(), refresh=1.0), 30, problem, 3)
+    same = find(Masha1(step=0.4, codec=tw.codecs.Identity(), refresh=1.0), 30, problem, 3)
     assert torch.allclose(same[0].z, find(Extragradient(step=0.4), 30, problem, 3)[0].z, atol=1e-5)
 
 
@@ -220,7 +220,9 @@ def test_what_masha2_holds_back_is_not_lost():
             return told
 
     def replica(group: tw.Group) -> Saddle:
-        at = Watched(Masha2(step=0.05, codec=tw.TopK(0.25)), problem.operator(group.rank), torch.zeros(2 * N), group)
+        at = Watched(
+            Masha2(step=0.05, codec=tw.codecs.TopK(0.25)), problem.operator(group.rank), torch.zeros(2 * N), group
+        )
         for _ in range(40):
             at.iterate()
         return at
@@ -231,7 +233,7 @@ def test_what_masha2_holds_back_is_not_lost():
 
 def test_the_bilinear_study_small():
     """Differences converge, through a quarter of the values; values themselves do not, in smaller steps either."""
-    problem, top = Bilinear(3), tw.TopK(0.25, tw.Identity())
+    problem, top = Bilinear(3), tw.codecs.TopK(0.25, tw.codecs.Identity())
     step = 1 / problem.lipschitz
     methods = {
         "exact": (Extragradient(step=0.5 * step), 100),
@@ -253,7 +255,12 @@ def test_a_matrix_game_on_simplexes():
     def replica(group: tw.Group) -> Saddle:
         own = saddle(lambda x, y: x @ parts[group.rank] @ y, 3)
         start = torch.tensor([1.0, 0, 0, 0, 1.0, 0])
-        at = Saddle(Masha1(step=0.15, codec=tw.RandomK(0.5, tw.Identity()), prox=Simplexes((3, 3))), own, start, group)
+        at = Saddle(
+            Masha1(step=0.15, codec=tw.codecs.RandomK(0.5, tw.codecs.Identity()), prox=Simplexes((3, 3))),
+            own,
+            start,
+            group,
+        )
         for _ in range(250):
             at.iterate()
             assert float(at.z.min()) >= 0 and abs(float(at.z.sum()) - 2) < 1e-5
@@ -275,9 +282,9 @@ def test_the_simplex_is_the_nearest(seed):
 
 def test_what_cannot_be_composed():
     with pytest.raises(tw.ConfigurationError, match="take Masha2"):
-        Masha1(step=0.1, codec=tw.TopK())
+        Masha1(step=0.1, codec=tw.codecs.TopK())
     with pytest.raises(tw.ConfigurationError, match="take Masha1"):
-        Masha2(step=0.1, codec=tw.RandomK())
+        Masha2(step=0.1, codec=tw.codecs.RandomK())
     for wrong in ({"step": 0.0}, {"step": math.nan}, {"step": 1.0, "refresh": 0.0}, {"step": 1.0, "refresh": 1.5}):
         with pytest.raises(tw.ConfigurationError):
             Masha1(**wrong)

@@ -17,10 +17,10 @@ from thinwire.rng import Key
 from thinwire.testing.toy import journey, same_bits, toy
 
 NUMEL, SIZE = 96, 5
-CODECS = [tw.Identity(), TopK(0.3, tw.Identity()), E3M0(32)]
+CODECS = [tw.codecs.Identity(), TopK(0.3, tw.codecs.Identity()), E3M0(32)]
 
 
-def packets(codec: tw.Codec, begin: int = 0, end: int = NUMEL, of: int = SIZE) -> list[Values]:
+def packets(codec: tw.codecs.Codec, begin: int = 0, end: int = NUMEL, of: int = SIZE) -> list[Values]:
     """What `of` replicas say of a range, where some values are 0."""
     found = []
     for rank in range(of):
@@ -48,22 +48,22 @@ def test_of_one_replica_it_makes_what_that_says(row, codec):
 
 @pytest.mark.parametrize("row", AGGREGATES, ids=str)
 def test_where_all_say_the_same_that_is_the_estimate(row):
-    (one,) = packets(tw.Identity(), of=1)
+    (one,) = packets(tw.codecs.Identity(), of=1)
     torch.testing.assert_close(estimate(row.piece, [one] * 4), one.decoded())
     torch.testing.assert_close(estimate(row.piece, [one] * 4, [0.5, 0.25, 0.125, 0.125]), one.decoded())
 
 
 @pytest.mark.parametrize("row", AGGREGATES, ids=str)
 def test_a_range_by_itself_is_as_in_the_whole(row):
-    whole = estimate(row.piece, packets(tw.Identity()))
-    parts = [estimate(row.piece, packets(tw.Identity(), begin, begin + 32)) for begin in range(0, NUMEL, 32)]
+    whole = estimate(row.piece, packets(tw.codecs.Identity()))
+    parts = [estimate(row.piece, packets(tw.codecs.Identity(), begin, begin + 32)) for begin in range(0, NUMEL, 32)]
     assert same_bits(torch.cat(parts), whole)
 
 
 @pytest.mark.parametrize("row", AGGREGATES, ids=str)
 def test_linear_ones_may_be_taken_in_parts(row):
     """Of two and three replicas, then of both by their sizes; and nothing else is called linear."""
-    said = packets(tw.Identity())
+    said = packets(tw.codecs.Identity())
     halves = [estimate(row.piece, said[:2]), estimate(row.piece, said[2:])]
     in_parts = 0.4 * halves[0] + 0.6 * halves[1]
     alike = torch.allclose(in_parts, estimate(row.piece, said), rtol=1e-5, atol=1e-6)
@@ -76,42 +76,42 @@ def test_the_mean_is_the_sum_in_rank_order_to_the_last_bit(codec):
     total = torch.zeros(NUMEL)
     for one in said:
         codec.decode_add(one.payload, total, one.key)
-    assert same_bits(estimate(tw.Mean(), said), total / SIZE)
+    assert same_bits(estimate(tw.pieces.aggregate.Mean(), said), total / SIZE)
     weights, total = [0.5, 0.25, 0.125, 0.0625, 0.0625], torch.zeros(NUMEL)
     for one, weight in zip(said, weights):
         codec.decode_add(one.payload, total, one.key, weight)
-    assert same_bits(estimate(tw.Mean(), said, weights), total)
+    assert same_bits(estimate(tw.pieces.aggregate.Mean(), said, weights), total)
 
 
 def test_over_senders_is_worked_out_by_hand():
     said = []
     for x in ([1.0, 0.0, 0.0, -2.0], [3.0, 5.0, 0.0, 4.0], [0.0, 1.0, 0.0, 4.0]):
-        said.append(Values(tw.Identity(), torch.tensor(x).view(torch.uint8), Key(), 4))
-    assert estimate(tw.MeanOverSenders(), said).tolist() == [2.0, 3.0, 0.0, 2.0]
-    assert estimate(tw.MeanOverSenders(), said, [0.75, 0.25, 0.0]).tolist() == [1.5, 5.0, 0.0, -0.5]
+        said.append(Values(tw.codecs.Identity(), torch.tensor(x).view(torch.uint8), Key(), 4))
+    assert estimate(tw.pieces.aggregate.MeanOverSenders(), said).tolist() == [2.0, 3.0, 0.0, 2.0]
+    assert estimate(tw.pieces.aggregate.MeanOverSenders(), said, [0.75, 0.25, 0.0]).tolist() == [1.5, 5.0, 0.0, -0.5]
 
 
-@pytest.mark.parametrize("exchange", [tw.Direct(), tw.TwoShot()], ids=str)
+@pytest.mark.parametrize("exchange", [tw.exchange.Direct(), tw.exchange.TwoShot()], ids=str)
 def test_in_training_it_is_what_the_codec_over_senders_is(exchange):
     made = replace(METHODS["over senders, in the air"], exchange=exchange)
-    by_codec = replace(made, codec=tw.OverSenders(made.codec), aggregate=tw.Mean())
-    by_mean = replace(made, aggregate=tw.Mean())
+    by_codec = replace(made, codec=tw.codecs.OverSenders(made.codec), aggregate=tw.pieces.aggregate.Mean())
+    by_mean = replace(made, aggregate=tw.pieces.aggregate.Mean())
     finals = [journey(strategy, 3)[0].final for strategy in (made, by_codec, by_mean)]
     assert same_bits(finals[0], finals[1]) and not same_bits(finals[0], finals[2])
 
 
 def test_only_another_one_is_named():
     """So checkpoints and replicas of strategies that have none go on to fit."""
-    assert "aggregate" not in repr(tw.Strategy()) and tw.parse(repr(tw.Strategy())) == tw.Strategy()
-    other = tw.Strategy(aggregate=tw.MeanOverSenders())
+    assert "aggregate" not in repr(tw.Strategy()) and tw.parsing.parse(repr(tw.Strategy())) == tw.Strategy()
+    other = tw.Strategy(aggregate=tw.pieces.aggregate.MeanOverSenders())
     assert "exchange=Direct(), aggregate=MeanOverSenders(), outer=Average()" in repr(other)
-    assert tw.parse(repr(other)) == other
+    assert tw.parsing.parse(repr(other)) == other
 
 
 def test_replicas_with_different_ones_do_not_train():
     def replica(group: tw.Group) -> None:
         model = toy()
-        aggregate = tw.Mean() if group.rank else tw.MeanOverSenders()
+        aggregate = tw.pieces.aggregate.Mean() if group.rank else tw.pieces.aggregate.MeanOverSenders()
         with pytest.raises(tw.DisagreementError, match=r"aggregate=MeanOverSenders\(\)"):
             tw.Replica(tw.Strategy(aggregate=aggregate), model, torch.optim.SGD(model.parameters()), group)
 
@@ -120,4 +120,4 @@ def test_replicas_with_different_ones_do_not_train():
 
 def test_who_comes_and_goes_needs_a_mean():
     with pytest.raises(tw.ConfigurationError, match=r"MeanOverSenders\(\) is no mean over all"):
-        check(tw.Strategy(aggregate=tw.MeanOverSenders()))
+        check(tw.Strategy(aggregate=tw.pieces.aggregate.MeanOverSenders()))

@@ -12,7 +12,13 @@ from thinwire.rng import Key
 from thinwire.testing.toy import same_bits
 from thinwire.testing.values import roundtrip
 
-CODECS = [tw.TopK(0.1), tw.TopK(0.3, tw.E3M0(8)), tw.ChunkedTopK(20, 3, tw.Sign()), tw.Sign(), tw.Int(2, 16)]
+CODECS = [
+    tw.codecs.TopK(0.1),
+    tw.codecs.TopK(0.3, tw.codecs.E3M0(8)),
+    tw.codecs.ChunkedTopK(20, 3, tw.codecs.Sign()),
+    tw.codecs.Sign(),
+    tw.codecs.Int(2, 16),
+]
 feedbacks = pytest.mark.parametrize("feedback", [row.piece for row in FEEDBACKS], ids=str)
 
 
@@ -20,7 +26,9 @@ def deltas(rounds: int, n: int = 101) -> torch.Tensor:
     return torch.randn(rounds, n, generator=torch.Generator().manual_seed(0)) + 0.5
 
 
-def walk(feedback: tw.Feedback, codec: tw.Codec, signals: torch.Tensor) -> tuple[list, list, dict]:
+def walk(
+    feedback: tw.pieces.feedback.Feedback, codec: tw.codecs.Codec, signals: torch.Tensor
+) -> tuple[list, list, dict]:
     """One replica: what was sent, the estimates, and the last state."""
     state, sent, estimates = feedback.init(signals.shape[1]), [], []
     for number, delta in enumerate(signals):
@@ -53,7 +61,7 @@ def test_telescoping(row, codec):
 def test_decay(codec):
     """κ = 0, η = β: e_T = Σ β^(T−t) (s_t − c_t)."""
     signals = deltas(20)
-    sent, _, state = walk(tw.Feedback(0, 0.9, 0.9), codec, signals)
+    sent, _, state = walk(tw.pieces.feedback.Feedback(0, 0.9, 0.9), codec, signals)
     due = sum(0.9 ** (19 - t) * (s - c) for t, (s, c) in enumerate(zip(signals.double(), sent)))
     torch.testing.assert_close(state["residual"].double(), due, rtol=1e-4, atol=1e-4)
 
@@ -61,7 +69,7 @@ def test_decay(codec):
 @feedbacks
 def test_with_a_codec_that_drops_nothing_there_is_nothing_to_do(feedback):
     signals = deltas(10)
-    _, estimates, state = walk(feedback, tw.Identity(), signals)
+    _, estimates, state = walk(feedback, tw.codecs.Identity(), signals)
     if feedback.alpha == 1:
         torch.testing.assert_close(torch.stack(estimates), signals, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(state.get("residual", torch.zeros(101)), torch.zeros(101), rtol=0, atol=1e-5)
@@ -70,14 +78,14 @@ def test_with_a_codec_that_drops_nothing_there_is_nothing_to_do(feedback):
 def test_a_reference_learns_a_constant():
     """EF21 sends differences: of a delta that stays, everything arrives in time; without feedback only a tenth does."""
     signals = deltas(1).expand(40, 101)
-    _, estimates, _ = walk(tw.Feedback(1, 0.0), tw.TopK(0.1, tw.Identity()), signals)
+    _, estimates, _ = walk(tw.pieces.feedback.Feedback(1, 0.0), tw.codecs.TopK(0.1, tw.codecs.Identity()), signals)
     torch.testing.assert_close(estimates[-1], signals[0])
 
 
 def test_sparse_loco_is_its_listing():
     """E ← βE + Δ; send top-k of E; E ← E − sent (specification, j2)."""
-    codec, signals, e = tw.ChunkedTopK(20, 3), deltas(12), torch.zeros(101)
-    sent, _, state = walk(tw.Feedback(0, 0.95, 0.95), codec, signals)
+    codec, signals, e = tw.codecs.ChunkedTopK(20, 3), deltas(12), torch.zeros(101)
+    sent, _, state = walk(tw.pieces.feedback.Feedback(0, 0.95, 0.95), codec, signals)
     for delta, got in zip(signals, sent):
         e = 0.95 * e + delta
         due = roundtrip(codec, e)
@@ -113,13 +121,17 @@ def train(strategy: tw.Strategy, rounds: int, poisoned: int | None) -> list[tupl
 
 @pytest.mark.parametrize("row", [row for row in FEEDBACKS if "conserves" in row.claims], ids=str)
 @pytest.mark.parametrize(
-    "codec", [tw.TopK(0.25, tw.Identity()), tw.Sign(), tw.Int(4, 4, "fp32", "stochastic")], ids=str
+    "codec",
+    [tw.codecs.TopK(0.25, tw.codecs.Identity()), tw.codecs.Sign(), tw.codecs.Int(4, 4, "fp32", "stochastic")],
+    ids=str,
 )
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("poisoned", [None, 5])
 def test_nothing_is_lost(row, codec, delay, poisoned):
     """Σ moves of the anchor + mean of what is held back = mean progress, over a refused round too: its delta travels later."""
-    strategy = tw.Strategy(schedule=tw.Every(3, delay), codec=codec, feedback=row.piece, merge=tw.Mix(0.0))
+    strategy = tw.Strategy(
+        schedule=tw.pieces.schedule.Every(3, delay), codec=codec, feedback=row.piece, merge=tw.pieces.merge.Mix(0.0)
+    )
     traces = train(strategy, 6, poisoned)
     if delay == 0:  # with a delay the steps of a flight are dropped by merge 0
         lost = {1: 3} if poisoned else {}  # replica 1 starts again at the end of its second period
@@ -142,7 +154,7 @@ def test_a_checkpoint_of_another_feedback_is_refused():
     plain = tw.Replica(tw.Strategy(), model, optimizer, group)
     tensors, facts = plain.state()
     plain.close()
-    with tw.Replica(tw.Strategy(feedback=tw.Feedback()), model, optimizer, group) as attached:
+    with tw.Replica(tw.Strategy(feedback=tw.pieces.feedback.Feedback()), model, optimizer, group) as attached:
         with pytest.raises(
             tw.CheckpointError, match="has the feedback nothing in the checkpoint, this strategy keeps residual of 6"
         ):

@@ -106,11 +106,13 @@ def stack(*energies):
     return torch.cat([m.reshape(-1) for m in made]), tuple((64, 64) for _ in energies)
 
 
-@pytest.mark.parametrize("codec", [tw.TopK(0.05), tw.LowRank(4), tw.Int(4, 64), tw.ChunkedTopK(64, 4)], ids=str)
+@pytest.mark.parametrize(
+    "codec", [tw.codecs.TopK(0.05), tw.codecs.LowRank(4), tw.codecs.Int(4, 64), tw.codecs.ChunkedTopK(64, 4)], ids=str
+)
 def test_never_worse_than_one_codec_for_all(codec):
     """By what is really encoded: fewer bytes, and no more error, for each kind of codec."""
     x, shapes = stack(1.0, 0.01, 3.0, 0.1, 0.3, 0.03)
-    each, policy = tw.Each(codec).fitted(shapes), tw.LGreCo()
+    each, policy = tw.codecs.Each(codec).fitted(shapes), tw.pieces.lgreco.LGreCo()
     told = policy.decide(each, lambda begin, end: x[begin:end], x.numel(), Key())
     chosen = policy.at(each, x.numel(), 1, policy.told(each, told))
     assert chosen.nbytes(x.numel()) < each.nbytes(x.numel()) and chosen != each
@@ -123,7 +125,7 @@ def test_never_worse_than_one_codec_for_all(codec):
 
 def test_a_tensor_that_matters_less_is_compressed_harder():
     x, shapes = stack(1.0, 1e-4)
-    each, policy = tw.Each(tw.TopK(0.05)).fitted(shapes), tw.LGreCo()
+    each, policy = tw.codecs.Each(tw.codecs.TopK(0.05)).fitted(shapes), tw.pieces.lgreco.LGreCo()
     told = policy.decide(each, lambda begin, end: x[begin:end], x.numel(), Key())
     first, second = policy.at(each, x.numel(), 1, policy.told(each, told)).chosen
     assert second.density == 0.0125 and first.density > 0.05
@@ -131,34 +133,38 @@ def test_a_tensor_that_matters_less_is_compressed_harder():
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf"), 3e38])
 def test_signals_of_any_size_decide_something(value):
-    each, policy = tw.Each(tw.TopK(0.1)).fitted(((8, 8), (8, 8))), tw.LGreCo()
+    each, policy = tw.codecs.Each(tw.codecs.TopK(0.1)).fitted(((8, 8), (8, 8))), tw.pieces.lgreco.LGreCo()
     told = policy.decide(each, lambda begin, end: torch.full((128,), value)[begin:end], 128, Key())
     policy.told(each, told)
     assert value == 3e38 or not told.any()
 
 
 def test_without_matrices_there_is_nothing_to_decide():
-    each, policy = tw.Each(tw.TopK(0.1)).fitted(((8,), ())), tw.LGreCo()
+    each, policy = tw.codecs.Each(tw.codecs.TopK(0.1)).fitted(((8,), ())), tw.pieces.lgreco.LGreCo()
     assert policy.tells(each, 0) == 0 and policy.at(each, 9, 5, policy.init(each)) == each
 
 
 @pytest.mark.parametrize("told", [[11.0, 0.0], [-1.0, 0.0], [0.5, 0.0], [float("nan"), 0.0]])
 def test_what_a_peer_tells_is_not_believed(told):
-    each = tw.Each(tw.TopK(0.1)).fitted(((8, 8), (8, 8)))
+    each = tw.codecs.Each(tw.codecs.TopK(0.1)).fitted(((8, 8), (8, 8)))
     with pytest.raises(tw.PacketError, match="whole numbers below 11 were due"):
-        tw.LGreCo().told(each, torch.tensor(told))
+        tw.pieces.lgreco.LGreCo().told(each, torch.tensor(told))
 
 
 # ---- in a run
 
 
-BITS = tw.Strategy(signal=tw.Gradients(), codec=tw.Each(tw.Int(4, 8), least=8), policy=tw.LGreCo(alpha=1.5, window=3))
+BITS = tw.Strategy(
+    signal=tw.strategy.Gradients(),
+    codec=tw.codecs.Each(tw.codecs.Int(4, 8), least=8),
+    policy=tw.pieces.lgreco.LGreCo(alpha=1.5, window=3),
+)
 RANKS = tw.Strategy(
-    schedule=tw.Every(2),
-    partition=tw.Strided(2),
-    codec=tw.Each(tw.LowRank(1), tw.Cast()),
-    policy=tw.LGreCo((tw.LowRank(2), tw.Sign(), tw.Identity()), alpha=0.7, window=2),
-    feedback=tw.Feedback(),
+    schedule=tw.pieces.schedule.Every(2),
+    partition=tw.pieces.partition.Strided(2),
+    codec=tw.codecs.Each(tw.codecs.LowRank(1), tw.codecs.Cast()),
+    policy=tw.pieces.lgreco.LGreCo((tw.codecs.LowRank(2), tw.codecs.Sign(), tw.codecs.Identity()), alpha=0.7, window=2),
+    feedback=tw.pieces.feedback.Feedback(),
 )
 
 
@@ -177,7 +183,7 @@ def test_all_replicas_go_by_replica_0(strategy):
 
 
 @dataclass(frozen=True)
-class Listening(tw.LGreCo):
+class Listening(tw.pieces.lgreco.LGreCo):
     """Keeps what it decides on."""
 
     heard: list[torch.Tensor] = field(default_factory=list)
@@ -190,8 +196,12 @@ class Listening(tw.LGreCo):
 def test_it_is_decided_on_what_is_encoded():
     """On delta + residual: with feedback the second round's signal holds what the first round's codec has left."""
     policy = Listening(window=1)
-    journey(tw.Strategy(codec=tw.Each(tw.TopK(0.1)), policy=policy, feedback=tw.Feedback()), 1, steps=3)
-    each = tw.Each(tw.TopK(0.1)).fitted(tw.Whole().fragments(toy())[0].shapes)
+    journey(
+        tw.Strategy(codec=tw.codecs.Each(tw.codecs.TopK(0.1)), policy=policy, feedback=tw.pieces.feedback.Feedback()),
+        1,
+        steps=3,
+    )
+    each = tw.codecs.Each(tw.codecs.TopK(0.1)).fitted(tw.pieces.partition.Whole().fragments(toy())[0].shapes)
     left = policy.heard[0] - roundtrip(each, policy.heard[0])
     assert float(left.norm()) > 0
     assert float(policy.heard[1] @ left) > 0.5 * float(left @ left)
@@ -215,28 +225,37 @@ def test_a_choice_names_its_packets():
     """Replicas that went by other choices would be found out: the chosen codecs are part of the codec's name on the wire."""
     from thinwire.packet import identity
 
-    each = tw.Each(tw.TopK(0.1)).fitted(((8, 8), (8, 8)))
-    chosen = replace(each, chosen=(tw.TopK(0.2), tw.TopK(0.1)))
+    each = tw.codecs.Each(tw.codecs.TopK(0.1)).fitted(((8, 8), (8, 8)))
+    chosen = replace(each, chosen=(tw.codecs.TopK(0.2), tw.codecs.TopK(0.1)))
     assert identity(each) != identity(chosen)
-    assert encoded(replace(each, chosen=(tw.TopK(0.1),) * 2), torch.arange(128.0)) == encoded(each, torch.arange(128.0))
+    assert encoded(replace(each, chosen=(tw.codecs.TopK(0.1),) * 2), torch.arange(128.0)) == encoded(
+        each, torch.arange(128.0)
+    )
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: tw.LGreCo(alpha=0.0), "alpha > 0"),
-        (lambda: tw.LGreCo(alpha=float("inf")), "alpha > 0"),
-        (lambda: tw.LGreCo(window=0), "a window of at least 1 round"),
-        (lambda: tw.LGreCo((tw.Int,)), "codecs are needed"),
-        (lambda: tw.Strategy(codec=tw.TopK(), policy=tw.LGreCo()), "such as Each"),
-        (lambda: tw.Strategy(codec=tw.Each(tw.Sign()), policy=tw.LGreCo()), "name some, as in LGreCo"),
-        (lambda: tw.Strategy(codec=tw.Each(tw.TopK()), policy=tw.LGreCo(), exchange=tw.TwoShot()), "TwoShot"),
-        (lambda: tw.Strategy(codec=tw.Each(tw.TopK()), policy=tw.LGreCo(), exchange=tw.Hierarchy((1, 1))), "choose Direct"),
-        (lambda: tw.Each(tw.Each(tw.Sign())), "a codec for one matrix"),
-        (lambda: tw.Each(tw.Sign), "a codec for one matrix"),
-        (lambda: tw.Each(tw.Sign(), tw.LowRank()), "put it outside"),
-        (lambda: tw.Each(tw.Sign(), least=-1), "least=-1"),
-        (lambda: tw.Each(tw.Sign(), shapes=((4, 4),), chosen=(tw.Sign(),) * 2), "2 chosen codecs for 1 matrices"),
+        (lambda: tw.pieces.lgreco.LGreCo(alpha=0.0), "alpha > 0"),
+        (lambda: tw.pieces.lgreco.LGreCo(alpha=float("inf")), "alpha > 0"),
+        (lambda: tw.pieces.lgreco.LGreCo(window=0), "a window of at least 1 round"),
+        (lambda: tw.pieces.lgreco.LGreCo((tw.codecs.Int,)), "codecs are needed"),
+        (lambda: tw.Strategy(codec=tw.codecs.TopK(), policy=tw.pieces.lgreco.LGreCo()), "such as Each"),
+        (lambda: tw.Strategy(codec=tw.codecs.Each(tw.codecs.Sign()), policy=tw.pieces.lgreco.LGreCo()), "name some, as in LGreCo"),
+        (lambda: tw.Strategy(codec=tw.codecs.Each(tw.codecs.TopK()), policy=tw.pieces.lgreco.LGreCo(), exchange=tw.exchange.TwoShot()), "TwoShot"),
+        (
+            lambda: tw.Strategy(
+                codec=tw.codecs.Each(tw.codecs.TopK()),
+                policy=tw.pieces.lgreco.LGreCo(),
+                exchange=tw.exchange.Hierarchy((1, 1)),
+            ),
+            "choose Direct",
+        ),
+        (lambda: tw.codecs.Each(tw.codecs.Each(tw.codecs.Sign())), "a codec for one matrix"),
+        (lambda: tw.codecs.Each(tw.codecs.Sign), "a codec for one matrix"),
+        (lambda: tw.codecs.Each(tw.codecs.Sign(), tw.codecs.LowRank()), "put it outside"),
+        (lambda: tw.codecs.Each(tw.codecs.Sign(), least=-1), "least=-1"),
+        (lambda: tw.codecs.Each(tw.codecs.Sign(), shapes=((4, 4),), chosen=(tw.codecs.Sign(),) * 2), "2 chosen codecs for 1 matrices"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused(make, message):

@@ -61,10 +61,10 @@ models = st.builds(
     st.lists(st.integers(0, 20), max_size=3, unique=True),
 )
 partitions = st.one_of(
-    st.just(tw.Whole()),
-    st.builds(tw.Strided, st.none() | st.integers(1, 4)),
-    st.builds(tw.Sequential, st.none() | st.integers(1, 4)),
-    st.builds(tw.BySize, st.integers(1, 6)),
+    st.just(tw.pieces.partition.Whole()),
+    st.builds(tw.pieces.partition.Strided, st.none() | st.integers(1, 4)),
+    st.builds(tw.pieces.partition.Sequential, st.none() | st.integers(1, 4)),
+    st.builds(tw.pieces.partition.BySize, st.integers(1, 6)),
 )
 
 
@@ -88,7 +88,7 @@ def test_law_4_each_parameter_once(model, partition):
     assert [f.name for f in partition.fragments(model)] == [f.name for f in fragments]
 
 
-@given(models, partitions, st.sampled_from([tw.Identity(), tw.E3M0(2)]))
+@given(models, partitions, st.sampled_from([tw.codecs.Identity(), tw.codecs.E3M0(2)]))
 @settings(max_examples=40)
 def test_law_4_each_parameter_is_averaged_once(model, partition, codec):
     """By values: replica m moves every element by m + 1 quarters; after a cycle all hold the mean of the moves, each in its own dtype."""
@@ -97,7 +97,7 @@ def test_law_4_each_parameter_is_averaged_once(model, partition, codec):
     except tw.ConfigurationError:
         return
     start = [p.detach().clone() for p in model.parameters()]
-    strategy = tw.Strategy(schedule=tw.Staggered(3), partition=partition, codec=codec)
+    strategy = tw.Strategy(schedule=tw.pieces.schedule.Staggered(3), partition=partition, codec=codec)
     copies = [model, copy.deepcopy(model)]
 
     def replica(group):
@@ -123,7 +123,7 @@ def test_law_4_each_parameter_is_averaged_once(model, partition, codec):
         assert torch.equal(a, b)
 
 
-def names(partition: tw.Partition, model: nn.Module) -> list[str]:
+def names(partition: tw.pieces.partition.Partition, model: nn.Module) -> list[str]:
     return [fragment.name for fragment in partition.fragments(model)]
 
 
@@ -137,32 +137,50 @@ def stack(layers: int, extra: bool = True) -> nn.Module:
 
 def test_strided_and_sequential():
     """Fragment i holds i, i+P, …; or neighbours. What is outside the layers is the first fragment. Three layers each by default (§2.2)."""
-    assert names(tw.Strided(), stack(9)) == ["outside the layers", "layers 0,3,6", "layers 1,4,7", "layers 2,5,8"]
-    assert names(tw.Sequential(), stack(9)) == ["outside the layers", "layers 0,1,2", "layers 3,4,5", "layers 6,7,8"]
-    assert names(tw.Strided(3), stack(7, extra=False)) == ["layers 0,3,6", "layers 1,4", "layers 2,5"]
-    assert names(tw.Sequential(3), stack(7, extra=False)) == ["layers 0,1", "layers 2,3", "layers 4,5,6"]
+    assert names(tw.pieces.partition.Strided(), stack(9)) == [
+        "outside the layers",
+        "layers 0,3,6",
+        "layers 1,4,7",
+        "layers 2,5,8",
+    ]
+    assert names(tw.pieces.partition.Sequential(), stack(9)) == [
+        "outside the layers",
+        "layers 0,1,2",
+        "layers 3,4,5",
+        "layers 6,7,8",
+    ]
+    assert names(tw.pieces.partition.Strided(3), stack(7, extra=False)) == ["layers 0,3,6", "layers 1,4", "layers 2,5"]
+    assert names(tw.pieces.partition.Sequential(3), stack(7, extra=False)) == [
+        "layers 0,1",
+        "layers 2,3",
+        "layers 4,5,6",
+    ]
     for layers, fragments in ((1, 1), (3, 1), (4, 2), (24, 8), (48, 16), (108, 36)):  # §1.4: 1B 8, 10B 16, 100B 36
-        assert len(names(tw.Strided(), stack(layers, extra=False))) == fragments
+        assert len(names(tw.pieces.partition.Strided(), stack(layers, extra=False))) == fragments
 
 
 def test_layers_by_path():
     model = nn.ModuleDict({"small": stack(2, False).blocks, "large": stack(5, False).blocks})
-    assert names(tw.Strided(2), model) == ["outside the layers", "layers 0,2,4", "layers 1,3"]
-    assert names(tw.Strided(2, layers="small"), model) == ["outside the layers", "layers 0", "layers 1"]
+    assert names(tw.pieces.partition.Strided(2), model) == ["outside the layers", "layers 0,2,4", "layers 1,3"]
+    assert names(tw.pieces.partition.Strided(2, layers="small"), model) == [
+        "outside the layers",
+        "layers 0",
+        "layers 1",
+    ]
     with pytest.raises(
         tw.ConfigurationError, match=r"layers='tiny' is no list of modules of this model; it has: small, large\."
     ):
-        tw.Strided(2, layers="tiny").fragments(model)
+        tw.pieces.partition.Strided(2, layers="tiny").fragments(model)
 
 
 def test_layers_without_a_list():
     """A model without ModuleList or Sequential is cut at its leaf modules; a bare leaf is one fragment."""
-    assert len(names(tw.Strided(2), Toy())) == 3
+    assert len(names(tw.pieces.partition.Strided(2), Toy())) == 3
     model = nn.Module()
     model.a, model.b, model.c = (nn.Linear(2, 2) for _ in range(3))
-    assert names(tw.Strided(3), model) == ["layers 0", "layers 1", "layers 2"]
-    assert names(tw.Strided(), nn.Linear(2, 2)) == ["outside the layers"]
-    assert names(tw.Strided(2), nn.Sequential(*(nn.Linear(2, 2) for _ in range(11)))) == [
+    assert names(tw.pieces.partition.Strided(3), model) == ["layers 0", "layers 1", "layers 2"]
+    assert names(tw.pieces.partition.Strided(), nn.Linear(2, 2)) == ["outside the layers"]
+    assert names(tw.pieces.partition.Strided(2), nn.Sequential(*(nn.Linear(2, 2) for _ in range(11)))) == [
         "layers 0,2,4,6,8,10",
         "layers 1,3,5,7,9",
     ]
@@ -171,9 +189,9 @@ def test_layers_without_a_list():
 def test_frozen_layers_are_no_layers():
     model = stack(6, extra=False)
     model.blocks[1].requires_grad_(False)
-    assert names(tw.Sequential(5), model) == [f"layers {i}" for i in range(5)]
+    assert names(tw.pieces.partition.Sequential(5), model) == [f"layers {i}" for i in range(5)]
     with pytest.raises(tw.ConfigurationError, match="for a model of 5 layers"):
-        tw.Strided(6).fragments(model)
+        tw.pieces.partition.Strided(6).fragments(model)
 
 
 @pytest.mark.parametrize("partition", [row.piece for row in PARTITIONS], ids=str)
@@ -191,7 +209,7 @@ def test_by_size_is_balanced(sizes, data):
     """Largest first to the smallest: within 4/3 of the best possible (Graham), and no fragment without a tensor."""
     model = nn.ParameterList([nn.Parameter(torch.empty(n)) for n in sizes])
     count = data.draw(st.integers(1, len(sizes)))
-    fragments = tw.BySize(count).fragments(model)
+    fragments = tw.pieces.partition.BySize(count).fragments(model)
     assert len(fragments) == count and all(fragment.parameters for fragment in fragments)
     ordered = sorted(sizes, reverse=True)
     pair = ordered[count - 1] + ordered[count] if len(sizes) > count else 0

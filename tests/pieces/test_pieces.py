@@ -96,8 +96,8 @@ def test_outer_claims(outer):
 
 def test_nesterov_is_the_papers_and_torchs():
     """First step −η(1+μ)Δ = 0.76Δ, steady step −ηΔ/(1−μ) = 4Δ; and torch.optim.SGD(nesterov=True), within rounding."""
-    outer, delta = tw.Nesterov(0.4, 0.9), torch.ones(3)
-    anchor, state = torch.zeros(3), tw.Nesterov().init(torch.zeros(3))
+    outer, delta = tw.pieces.outer.Nesterov(0.4, 0.9), torch.ones(3)
+    anchor, state = torch.zeros(3), tw.pieces.outer.Nesterov().init(torch.zeros(3))
     steps = []
     for _ in range(200):
         moved, state = outer.step(anchor, delta, state)
@@ -107,7 +107,7 @@ def test_nesterov_is_the_papers_and_torchs():
     parameter = torch.nn.Parameter(torch.randn(50, generator=torch.Generator().manual_seed(1)))
     sgd = torch.optim.SGD([parameter], lr=0.7, momentum=0.9, nesterov=True)
     anchor = parameter.detach().clone()
-    outer, state = tw.Nesterov(0.7, 0.9), tw.Nesterov().init(anchor)
+    outer, state = tw.pieces.outer.Nesterov(0.7, 0.9), tw.pieces.outer.Nesterov().init(anchor)
     for i in range(20):
         parameter.grad = torch.randn(50, generator=torch.Generator().manual_seed(i))
         anchor, state = outer.step(anchor, parameter.grad, state)
@@ -117,7 +117,7 @@ def test_nesterov_is_the_papers_and_torchs():
 
 def test_outer_matches_the_recursion_in_double():
     """v ← μv + Δ; anchor ← anchor − η(Δ + μv), in Python's numbers."""
-    outer = tw.Nesterov(0.3, 0.7)
+    outer = tw.pieces.outer.Nesterov(0.3, 0.7)
     anchor, state, a, v = torch.tensor([1.0]), outer.init(torch.tensor([1.0])), 1.0, 0.0
     for delta in (0.5, -0.25, 2.0, 0.125):
         anchor, state = outer.step(anchor, torch.tensor([delta]), state)
@@ -147,7 +147,7 @@ def test_each_fragment_once_in_any_period(schedule, fragments):
 
 def test_the_papers_example():
     """H = 100, P = 2: fragment 1 at 100, 200, …; fragment 2 at 150, 250, … (arXiv 2501.18512, Figure 1)."""
-    schedule = tw.Staggered(100)
+    schedule = tw.pieces.schedule.Staggered(100)
     at = {p: [t for t in range(1, 400) if p in schedule.departs(t, 2)] for p in (0, 1)}
     assert at == {0: [100, 200, 300], 1: [150, 250, 350]}
 
@@ -155,22 +155,22 @@ def test_the_papers_example():
 def test_a_fragment_first_departs_after_a_whole_period():
     for fragments in (1, 3, 7):
         for step in range(1, 30):
-            assert not tw.Staggered(30).departs(step, fragments)
+            assert not tw.pieces.schedule.Staggered(30).departs(step, fragments)
 
 
 def test_departures_are_spread():
     """At most ⌈P/H⌉ departures at a step."""
     for every, fragments in ((10, 3), (7, 7), (4, 9), (100, 37)):
-        most = max(len(tw.Staggered(every).departs(t, fragments)) for t in range(1, 5 * every))
+        most = max(len(tw.pieces.schedule.Staggered(every).departs(t, fragments)) for t in range(1, 5 * every))
         assert most == -(-fragments // every)
 
 
 def test_short_first():
     """Fragment p first lands at ⌊(p+1)H/P⌋; one that would depart before the first step waits a period."""
-    assert tw.short_first(6, 2, 1) == (2, 5) and tw.short_first(6, 2) == (3, 6)
-    assert tw.short_first(6, 6, 5) == (2, 3, 4, 5, 6, 1)
+    assert tw.pieces.schedule.short_first(6, 2, 1) == (2, 5) and tw.pieces.schedule.short_first(6, 2) == (3, 6)
+    assert tw.pieces.schedule.short_first(6, 6, 5) == (2, 3, 4, 5, 6, 1)
     for every, fragments, delay in ((6, 2, 5), (10, 3, 4), (5, 5, 1), (7, 3, 0)):
-        first = tw.short_first(every, fragments, delay)
+        first = tw.pieces.schedule.short_first(every, fragments, delay)
         for p, step in enumerate(first):
             assert step >= 1 and (step + delay) % every == (p + 1) * every // fragments % every
 
@@ -180,6 +180,6 @@ def test_mix():
     local, anchor = torch.randn(1000), torch.randn(1000)
     for alpha in (0.0, 0.25, 0.5, 1.0):
         mixed = local.clone()
-        tw.Mix(alpha).into(mixed, anchor)
+        tw.pieces.merge.Mix(alpha).into(mixed, anchor)
         torch.testing.assert_close(mixed, alpha * local + (1 - alpha) * anchor)
         assert alpha not in (0.0, 1.0) or same_bits(mixed, local if alpha else anchor)

@@ -10,13 +10,23 @@ import thinwire as tw
 from thinwire.pieces.policy import LONG_RUN, Deciding
 from thinwire.testing.toy import journey, same_bits, toy
 
-WARMING = tw.Strategy(codec=tw.TopK(0.001), policy=tw.DensityWarmup(10), feedback=tw.Feedback(), signal=tw.Gradients())
+WARMING = tw.Strategy(
+    codec=tw.codecs.TopK(0.001),
+    policy=tw.pieces.policy.DensityWarmup(10),
+    feedback=tw.pieces.feedback.Feedback(),
+    signal=tw.strategy.Gradients(),
+)
 
 
 @pytest.mark.parametrize("policy", [row.piece for row in POLICIES], ids=str)
 def test_policy_claims(policy):
     """Pure; `changes` are where the codec changes; in the long run it is the strategy's own; all that comes is named by `codecs`."""
-    codec, numel = tw.Each(tw.TopK(0.1), shapes=((100, 100),)) if isinstance(policy, Deciding) else tw.TopK(0.1), 10_000
+    codec, numel = (
+        tw.codecs.Each(tw.codecs.TopK(0.1), shapes=((100, 100),))
+        if isinstance(policy, Deciding)
+        else tw.codecs.TopK(0.1),
+        10_000,
+    )
     state = policy.init(codec)
     answers = [policy.at(codec, numel, number, state) for number in range(40)]
     assert answers == [policy.at(codec, numel, number, state) for number in range(40)]
@@ -28,25 +38,34 @@ def test_policy_claims(policy):
 
 def test_the_papers_densities():
     """25 %, 6.25 %, 1.5625 %, 0.4 %, then 0.1 % (DGC, arXiv 1712.01887), wherever there is a density inside."""
-    policy = tw.DensityWarmup(1)
-    inside = [policy.at(tw.TopK(0.001), 1 << 20, number, {}).density for number in range(6)]
+    policy = tw.pieces.policy.DensityWarmup(1)
+    inside = [policy.at(tw.codecs.TopK(0.001), 1 << 20, number, {}).density for number in range(6)]
     assert inside == [0.25, 0.0625, 0.015625, 0.004, 0.001, 0.001]
-    squares = policy.at(tw.Squares(tw.DCT(tw.ChunkedTopK(4096, 4))), 1 << 20, 1, {})
-    assert squares == tw.Squares(tw.DCT(tw.ChunkedTopK(4096, 256)))
+    squares = policy.at(tw.codecs.Squares(tw.codecs.DCT(tw.codecs.ChunkedTopK(4096, 4))), 1 << 20, 1, {})
+    assert squares == tw.codecs.Squares(tw.codecs.DCT(tw.codecs.ChunkedTopK(4096, 256)))
 
 
 def test_a_warm_up_is_never_sparser_than_what_it_leads_to():
-    policy = tw.DensityWarmup(1)
-    assert [policy.at(tw.TopK(0.01), 1 << 20, n, {}).density for n in range(5)] == [0.25, 0.0625, 0.015625, 0.01, 0.01]
+    policy = tw.pieces.policy.DensityWarmup(1)
+    assert [policy.at(tw.codecs.TopK(0.01), 1 << 20, n, {}).density for n in range(5)] == [
+        0.25,
+        0.0625,
+        0.015625,
+        0.01,
+        0.01,
+    ]
 
 
 def test_dense_where_sparse_would_be_no_smaller():
     """25 % in bf16 with indices of 20 bits are 9 bits a value: less than 32, more than the 4 of E3M0."""
-    codec = tw.TopK(0.001)
-    assert tw.DensityWarmup(1).at(codec, 1 << 20, 0, {}) == tw.TopK(0.25)
-    assert tw.DensityWarmup(1, dense=tw.E3M0()).at(codec, 1 << 20, 0, {}) == tw.E3M0()
-    assert tw.DensityWarmup(1, dense=tw.E3M0()).at(codec, 1 << 20, 1, {}) == tw.TopK(0.0625)
-    assert tw.DensityWarmup(1, (1.0,)).at(tw.TopK(0.001, tw.Identity()), 1000, 0, {}) == tw.Identity()
+    codec = tw.codecs.TopK(0.001)
+    assert tw.pieces.policy.DensityWarmup(1).at(codec, 1 << 20, 0, {}) == tw.codecs.TopK(0.25)
+    assert tw.pieces.policy.DensityWarmup(1, dense=tw.codecs.E3M0()).at(codec, 1 << 20, 0, {}) == tw.codecs.E3M0()
+    assert tw.pieces.policy.DensityWarmup(1, dense=tw.codecs.E3M0()).at(codec, 1 << 20, 1, {}) == tw.codecs.TopK(0.0625)
+    assert (
+        tw.pieces.policy.DensityWarmup(1, (1.0,)).at(tw.codecs.TopK(0.001, tw.codecs.Identity()), 1000, 0, {})
+        == tw.codecs.Identity()
+    )
 
 
 def test_bytes_are_a_function_of_the_round():
@@ -62,7 +81,7 @@ def test_bytes_are_a_function_of_the_round():
 def test_dense_rounds_are_dense():
     """Until the switch a run with `DenseUntil` is the dense one, bit for bit; after it, it is not."""
     strategy = METHODS["1-bit after a dense start"]
-    dense = tw.Strategy(signal=tw.Gradients(), exchange=strategy.exchange)
+    dense = tw.Strategy(signal=tw.strategy.Gradients(), exchange=strategy.exchange)
     for warm, plain in zip(journey(strategy, 3), journey(dense, 3)):
         same = [same_bits(a, b) for a, b in zip(warm.weights, plain.weights, strict=True)]
         assert same == [True] * 5 + [False] * 9
@@ -81,24 +100,38 @@ def test_every_round_is_in_the_codec_that_was_due():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: tw.DenseUntil(0), "a whole number of rounds, at least 1"),
-        (lambda: tw.DenseUntil(2.5), "rounds=2.5"),
-        (lambda: tw.DenseUntil(2, tw.Identity), "a Codec is needed"),
-        (lambda: tw.DensityWarmup(1, ()), "densities=()"),
-        (lambda: tw.DensityWarmup(1, (0.1, float("nan"))), "above 0 and at most 1"),
-        (lambda: tw.Strategy(codec=tw.Sign(), policy=tw.DensityWarmup(1)), "sends few of the values"),
-        (lambda: tw.Strategy(policy=tw.DenseUntil), "a Policy is needed"),
+        (lambda: tw.pieces.policy.DenseUntil(0), "a whole number of rounds, at least 1"),
+        (lambda: tw.pieces.policy.DenseUntil(2.5), "rounds=2.5"),
+        (lambda: tw.pieces.policy.DenseUntil(2, tw.codecs.Identity), "a Codec is needed"),
+        (lambda: tw.pieces.policy.DensityWarmup(1, ()), "densities=()"),
+        (lambda: tw.pieces.policy.DensityWarmup(1, (0.1, float("nan"))), "above 0 and at most 1"),
         (
-            lambda: tw.Strategy(codec=tw.RandomK(0.1), policy=tw.DensityWarmup(1, (0.5,)), feedback=tw.Feedback()),
+            lambda: tw.Strategy(codec=tw.codecs.Sign(), policy=tw.pieces.policy.DensityWarmup(1)),
+            "sends few of the values",
+        ),
+        (lambda: tw.Strategy(policy=tw.pieces.policy.DenseUntil), "a Policy is needed"),
+        (
+            lambda: tw.Strategy(
+                codec=tw.codecs.RandomK(0.1),
+                policy=tw.pieces.policy.DensityWarmup(1, (0.5,)),
+                feedback=tw.pieces.feedback.Feedback(),
+            ),
             "a contractive codec is needed",
         ),
         (
-            lambda: tw.Strategy(codec=tw.Identity(), policy=tw.DenseUntil(1, tw.E3M0()), exchange=tw.AllReduce()),
+            lambda: tw.Strategy(
+                codec=tw.codecs.Identity(),
+                policy=tw.pieces.policy.DenseUntil(1, tw.codecs.E3M0()),
+                exchange=tw.exchange.AllReduce(),
+            ),
             "AllReduce",
         ),
         (
             lambda: tw.Strategy(
-                codec=tw.E3M0(128), policy=tw.DenseUntil(1), exchange=tw.TwoShot(tw.Feedback()), feedback=tw.Feedback()
+                codec=tw.codecs.E3M0(128),
+                policy=tw.pieces.policy.DenseUntil(1),
+                exchange=tw.exchange.TwoShot(tw.pieces.feedback.Feedback()),
+                feedback=tw.pieces.feedback.Feedback(),
             ),
             "cut at the grain",
         ),
@@ -113,4 +146,4 @@ def test_refused_among_replicas_that_come_and_go():
     from thinwire.elastic.driver import check
 
     with pytest.raises(tw.ConfigurationError, match="counts rounds that all have seen"):
-        check(tw.Strategy(codec=tw.TopK(), policy=tw.DensityWarmup(1)))
+        check(tw.Strategy(codec=tw.codecs.TopK(), policy=tw.pieces.policy.DensityWarmup(1)))

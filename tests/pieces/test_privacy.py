@@ -21,7 +21,7 @@ QUIET = 1e-30  # noise that fp32 does not see beside a delta
 
 
 def clipped(x: torch.Tensor, clip: float = 1.0) -> torch.Tensor:
-    return tw.Privacy(clip, QUIET).apply(x.clone(), size=1)
+    return tw.pieces.privacy.Privacy(clip, QUIET).apply(x.clone(), size=1)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_neighbours_differ_by_no_more_than_the_clip():
 @pytest.mark.parametrize("size", [1, 4])
 def test_the_sum_has_the_noise_that_was_asked_for(size):
     """χ² of 200,000 draws: within five of its deviations; and normal: the share beyond two deviations, the fourth moment."""
-    privacy, count = tw.Privacy(clip=0.5, noise=3.0), 200_000
+    privacy, count = tw.pieces.privacy.Privacy(clip=0.5, noise=3.0), 200_000
     total = sum(privacy.apply(torch.zeros(count), size).double() for _ in range(size)) / (3.0 * 0.5)
     assert abs(float(total.square().sum()) - count) < 5 * math.sqrt(2 * count)
     assert abs(float(total.mean())) < 5 / math.sqrt(count)
@@ -113,25 +113,29 @@ def test_the_accountant_beside_the_closed_form():
 
     assert closed_form(10.0, 100, 1e-5) == pytest.approx(5.30, abs=0.005)
     for noise, rounds, delta in ((10.0, 100, 1e-5), (1.0, 1, 1e-5), (4.0, 30, 1e-6), (50.0, 1000, 1e-9)):
-        said = tw.Privacy(1.0, noise, delta).epsilon(rounds)
+        said = tw.pieces.privacy.Privacy(1.0, noise, delta).epsilon(rounds)
         exact = get_epsilon_gaussian(noise / math.sqrt(rounds), delta)
         assert exact <= said <= closed_form(noise, rounds, delta) * 1.001
-    assert tw.Privacy(1.0, 10.0).epsilon(100) == pytest.approx(4.73, abs=0.01)
+    assert tw.pieces.privacy.Privacy(1.0, 10.0).epsilon(100) == pytest.approx(4.73, abs=0.01)
 
 
 @needs_accountant
 def test_more_rounds_and_less_noise_tell_more():
-    assert tw.Privacy(1.0, 2.0).epsilon(10) < tw.Privacy(1.0, 2.0).epsilon(20) < tw.Privacy(1.0, 1.0).epsilon(20)
-    privacy = tw.Privacy(1.0, 8.0)
+    assert (
+        tw.pieces.privacy.Privacy(1.0, 2.0).epsilon(10)
+        < tw.pieces.privacy.Privacy(1.0, 2.0).epsilon(20)
+        < tw.pieces.privacy.Privacy(1.0, 1.0).epsilon(20)
+    )
+    privacy = tw.pieces.privacy.Privacy(1.0, 8.0)
     assert privacy.epsilon(0) == 0 and privacy.epsilon_of_packets(10, 1) == privacy.epsilon(10)
-    assert privacy.epsilon_of_packets(10, 4) == pytest.approx(tw.Privacy(1.0, 4.0).epsilon(10))
+    assert privacy.epsilon_of_packets(10, 4) == pytest.approx(tw.pieces.privacy.Privacy(1.0, 4.0).epsilon(10))
     assert privacy.spent(10, 4)["unit"] == "replica" and privacy.spent(10, 4)["rounds"] == 10
 
 
 @pytest.mark.skipif(importlib.util.find_spec("dp_accounting") is not None, reason="dp-accounting is installed")
 def test_says_what_to_install():
     with pytest.raises(tw.ConfigurationError, match=r"pip install thinwire\[privacy\]"):
-        tw.Privacy().epsilon(1)
+        tw.pieces.privacy.Privacy().epsilon(1)
 
 
 # ---- in a replica
@@ -152,29 +156,34 @@ def train(strategy: tw.Strategy, size: int = 2, steps: int = 4, seen: list[torch
 
 
 def test_with_hardly_any_noise_and_no_clip_it_is_the_strategy_without():
-    for one in (tw.local_sgd(every=2), tw.streaming_diloco(every=4, fragments=2, delay=1, codec=tw.Cast())):
+    for one in (tw.local_sgd(every=2), tw.streaming_diloco(every=4, fragments=2, delay=1, codec=tw.codecs.Cast())):
         import dataclasses
 
-        private = dataclasses.replace(one, privacy=tw.Privacy(1e6, QUIET))
+        private = dataclasses.replace(one, privacy=tw.pieces.privacy.Privacy(1e6, QUIET))
         for (got, _, sent), (due, _, nbytes) in zip(train(private), train(one)):
             torch.testing.assert_close(got, due, rtol=0, atol=1e-6)
             assert sent == nbytes
 
 
 def test_replicas_agree_and_runs_differ():
-    strategy = tw.Strategy(schedule=tw.Every(2), codec=tw.E3M0(32), privacy=tw.Privacy(0.5, 0.3))
+    strategy = tw.Strategy(
+        schedule=tw.pieces.schedule.Every(2), codec=tw.codecs.E3M0(32), privacy=tw.pieces.privacy.Privacy(0.5, 0.3)
+    )
     (a, _, _), (b, _, _) = train(strategy)
     (c, _, _), _ = train(strategy)
     assert torch.equal(a, b) and not torch.equal(a, c)
     alone, twice = (
-        train(tw.Strategy(schedule=tw.Every(2), privacy=tw.Privacy(0.5, 0.3)), size=1)[0][0] for _ in range(2)
+        train(tw.Strategy(schedule=tw.pieces.schedule.Every(2), privacy=tw.pieces.privacy.Privacy(0.5, 0.3)), size=1)[
+            0
+        ][0]
+        for _ in range(2)
     )
     assert not torch.equal(alone, twice)  # one replica averages with itself, and is noisy all the same
 
 
 def test_an_outer_step_moves_no_further_than_clip_and_noise_allow():
     """One replica far away from the other."""
-    strategy = tw.Strategy(schedule=tw.Every(1), privacy=tw.Privacy(1e-3, QUIET))
+    strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(1), privacy=tw.pieces.privacy.Privacy(1e-3, QUIET))
 
     def rank_of(group):
         model = toy()
@@ -192,23 +201,29 @@ def test_an_outer_step_moves_no_further_than_clip_and_noise_allow():
     ("make", "says"),
     [
         (
-            lambda p: tw.Strategy(codec=tw.TopK(), feedback=tw.Feedback(), privacy=p),
+            lambda p: tw.Strategy(codec=tw.codecs.TopK(), feedback=tw.pieces.feedback.Feedback(), privacy=p),
             "adds older deltas to what was clipped",
         ),
-        (lambda p: tw.Strategy(signal=tw.Gradients(), privacy=p), "one for every step, unclipped"),
-        (lambda p: tw.Strategy(schedule=tw.Every(3, 3), merge=tw.Eager(), privacy=p), "before clip and noise"),
-        (lambda p: tw.Strategy(codec=tw.TopK(), policy=tw.DensityWarmup(2), privacy=p), "choose by what it sees"),
+        (lambda p: tw.Strategy(signal=tw.strategy.Gradients(), privacy=p), "one for every step, unclipped"),
+        (
+            lambda p: tw.Strategy(schedule=tw.pieces.schedule.Every(3, 3), merge=tw.pieces.merge.Eager(), privacy=p),
+            "before clip and noise",
+        ),
+        (
+            lambda p: tw.Strategy(codec=tw.codecs.TopK(), policy=tw.pieces.policy.DensityWarmup(2), privacy=p),
+            "choose by what it sees",
+        ),
         (lambda p: tw.Strategy(privacy=1.0), "Privacy"),
-        (lambda p: tw.Privacy(0.0), "above 0"),
-        (lambda p: tw.Privacy(1.0, 0.0), "without noise nothing is private"),
-        (lambda p: tw.Privacy(1.0, 1.0, 1.0), "between 0 and 1"),
-        (lambda p: tw.Privacy(math.inf), "above 0"),
-        (lambda p: tw.Privacy(math.nan), "above 0"),
+        (lambda p: tw.pieces.privacy.Privacy(0.0), "above 0"),
+        (lambda p: tw.pieces.privacy.Privacy(1.0, 0.0), "without noise nothing is private"),
+        (lambda p: tw.pieces.privacy.Privacy(1.0, 1.0, 1.0), "between 0 and 1"),
+        (lambda p: tw.pieces.privacy.Privacy(math.inf), "above 0"),
+        (lambda p: tw.pieces.privacy.Privacy(math.nan), "above 0"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(make, says):
     with pytest.raises(tw.ConfigurationError, match=says):
-        make(tw.Privacy())
+        make(tw.pieces.privacy.Privacy())
 
 
 def test_noise_on_both_factors_is_noise_times_noise():

@@ -37,10 +37,10 @@ EPOCH = 1_281_167 // 4096  # steps of ImageNet in batches of 4096
 @pytest.mark.parametrize(
     ("schedule", "peak", "warmup", "epochs", "percent"),
     [
-        (tw.Quadratic(4, 0.0175), 0.008, 10_000, 300, 10.4),  # ViT-B, Local AdamW
-        (tw.Quadratic(8, 0.0175), 0.008, 10_000, 300, 6.9),
-        (tw.Quadratic(4, 0.25), 0.8, 5 * EPOCH, 200, 20.1),  # ResNet-152, Local SGD
-        (tw.Quadratic(2, 0.2), 0.8, 5 * EPOCH, 200, 39.7),
+        (tw.pieces.schedule.Quadratic(4, 0.0175), 0.008, 10_000, 300, 10.4),  # ViT-B, Local AdamW
+        (tw.pieces.schedule.Quadratic(8, 0.0175), 0.008, 10_000, 300, 6.9),
+        (tw.pieces.schedule.Quadratic(4, 0.25), 0.8, 5 * EPOCH, 200, 20.1),  # ResNet-152, Local SGD
+        (tw.pieces.schedule.Quadratic(2, 0.2), 0.8, 5 * EPOCH, 200, 39.7),
     ],
     ids=str,
 )
@@ -58,33 +58,49 @@ def test_published_communication(schedule, peak, warmup, epochs, percent):
 
 def test_the_rule():
     """⌊(α/η)²⌋ at the first step of a round; a tenth of the rate is a hundred times the length; powers 1 and 0."""
-    rule = tw.Quadratic(4, 0.25)
+    rule = tw.pieces.schedule.Quadratic(4, 0.25)
     assert [rule.length(lr, before=1.0) for lr in (0.125, 0.1, 0.05, 0.01)] == [4, 6, 25, 625]
-    assert tw.Quadratic(1, 1.0).length(0.01, 0.1) == 100 * tw.Quadratic(1, 1.0).length(0.1, 0.1) == 10_000
-    assert tw.Quadratic(1, 0.64, power=1.0).length(0.01, 1.0) == 64
-    for constant in (tw.Quadratic(5, 0.25, power=0.0), tw.Quadratic(5, 0.0)):
+    assert (
+        tw.pieces.schedule.Quadratic(1, 1.0).length(0.01, 0.1)
+        == 100 * tw.pieces.schedule.Quadratic(1, 1.0).length(0.1, 0.1)
+        == 10_000
+    )
+    assert tw.pieces.schedule.Quadratic(1, 0.64, power=1.0).length(0.01, 1.0) == 64
+    for constant in (tw.pieces.schedule.Quadratic(5, 0.25, power=0.0), tw.pieces.schedule.Quadratic(5, 0.0)):
         assert lengths(constant, cosine(0.1, 10, 203), 203) == [5] * 40 + [3]
-    assert lengths(tw.Quadratic(2, 0.3), lambda step: 0.1, 40) == [2, 8, 8, 8, 8, 6], "a constant rate, constant rounds"
+    assert lengths(tw.pieces.schedule.Quadratic(2, 0.3), lambda step: 0.1, 40) == [2, 8, 8, 8, 8, 6], (
+        "a constant rate, constant rounds"
+    )
 
 
 def test_the_rate_is_that_of_the_first_step_of_a_round():
     asked = []
-    calendar = Calendar(tw.Quadratic(2, 0.3), 2, lambda step: asked.append(step) or 0.1)
+    calendar = Calendar(tw.pieces.schedule.Quadratic(2, 0.3), 2, lambda step: asked.append(step) or 0.1)
     assert [step for step in range(1, 30) if calendar.departs(step) == (0, 1)] == [2, 10, 18, 26]
     assert asked == [1, 3, 11, 19, 27]
 
 
 @pytest.mark.parametrize("rate", [0.0, 1e-300, float("nan"), float("inf"), 5e-324])
 def test_rates_of_any_size(rate):
-    length = tw.Quadratic(4, 0.0175, 8.0).length(rate, before=0.1)
+    length = tw.pieces.schedule.Quadratic(4, 0.0175, 8.0).length(rate, before=0.1)
     assert type(length) is int and length == (LONGEST if rate < 1 else 4)
 
 
 def test_rising_rates_are_warm_up():
     """Also in a second warm-up, and where the first rate is next to nothing."""
     rates = [1e-9, 1e-4, 2e-4, 3e-4, 1e-3, 1e-3, 1e-3, 1e-3, 0.02, 0.03, 0.01, 0.01]
-    assert tw.Quadratic(1, 0.002).length(rates[0], None) == 1
-    assert lengths(tw.Quadratic(1, 0.002), lambda step: rates[step - 1], 12) == [1, 1, 1, 1, 1, 4, 1, 1, 1]
+    assert tw.pieces.schedule.Quadratic(1, 0.002).length(rates[0], None) == 1
+    assert lengths(tw.pieces.schedule.Quadratic(1, 0.002), lambda step: rates[step - 1], 12) == [
+        1,
+        1,
+        1,
+        1,
+        1,
+        4,
+        1,
+        1,
+        1,
+    ]
 
 
 def trained(strategy, steps, rate):
@@ -99,7 +115,7 @@ def trained(strategy, steps, rate):
 
 def test_a_run_goes_by_its_optimizers_rate():
     rate = cosine(0.02, 4, 30)
-    strategy = tw.Strategy(schedule=tw.Quadratic(2, 0.03))
+    strategy = tw.Strategy(schedule=tw.pieces.schedule.Quadratic(2, 0.03))
     one = trained(strategy, 30, rate)
     departed = [e["step"] for e in one.heard("depart")]
     assert departed == list(itertools.accumulate(lengths(strategy.schedule, rate, 30)))
@@ -108,16 +124,16 @@ def test_a_run_goes_by_its_optimizers_rate():
 
 def test_without_scale_it_is_local_sgd():
     plain = trained(tw.local_sgd(every=3), 14, cosine(0.02, 2, 14))
-    for schedule in (tw.Quadratic(3, 0.0), tw.Quadratic(3, 9.0, power=0.0)):
+    for schedule in (tw.pieces.schedule.Quadratic(3, 0.0), tw.pieces.schedule.Quadratic(3, 9.0, power=0.0)):
         one = trained(tw.Strategy(schedule=schedule), 14, cosine(0.02, 2, 14))
         assert all(same_bits(a, b) for a, b in zip(one.weights, plain.weights, strict=True))
 
 
 def test_a_description_says_what_momentum_does():
     model = torch.nn.Linear(4, 4)
-    doubtful = tw.Strategy(schedule=tw.Quadratic(4, 0.0175), outer=tw.Nesterov())
+    doubtful = tw.Strategy(schedule=tw.pieces.schedule.Quadratic(4, 0.0175), outer=tw.pieces.outer.Nesterov())
     assert "caution: Quadratic" in doubtful.describe(model, 2) and "made for averaging" in doubtful.describe(model, 2)
-    sound = tw.Strategy(schedule=tw.Quadratic(4, 0.0175)).describe(model, 2)
+    sound = tw.Strategy(schedule=tw.pieces.schedule.Quadratic(4, 0.0175)).describe(model, 2)
     assert "caution" not in sound and "every at least 4 inner steps" in sound
     assert "caution" not in tw.diloco().describe(model, 2)
 
@@ -125,15 +141,15 @@ def test_a_description_says_what_momentum_does():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: tw.Quadratic(0, 0.1), "every=0"),
-        (lambda: tw.Quadratic(2.5, 0.1), "every=2.5"),
-        (lambda: tw.Quadratic(4, 0.1, delay=4), "choose delay <= 3"),
-        (lambda: tw.Quadratic(4, -0.1), "scale >= 0"),
-        (lambda: tw.Quadratic(4, float("nan")), "scale >= 0"),
-        (lambda: tw.Quadratic(4, 0.1, power=9.0), "a power from 0 to 8"),
-        (lambda: tw.Strategy(schedule=tw.Quadratic(4, 0.1), merge=tw.Eager()), "Eager"),
-        (lambda: tw.Strategy(schedule=tw.Quadratic(4, 0.1), signal=tw.Gradients()), "gradients are exchanged at every step"),
-        (lambda: tw.Strategy(schedule=tw.Quadratic), "a Schedule is needed"),
+        (lambda: tw.pieces.schedule.Quadratic(0, 0.1), "every=0"),
+        (lambda: tw.pieces.schedule.Quadratic(2.5, 0.1), "every=2.5"),
+        (lambda: tw.pieces.schedule.Quadratic(4, 0.1, delay=4), "choose delay <= 3"),
+        (lambda: tw.pieces.schedule.Quadratic(4, -0.1), "scale >= 0"),
+        (lambda: tw.pieces.schedule.Quadratic(4, float("nan")), "scale >= 0"),
+        (lambda: tw.pieces.schedule.Quadratic(4, 0.1, power=9.0), "a power from 0 to 8"),
+        (lambda: tw.Strategy(schedule=tw.pieces.schedule.Quadratic(4, 0.1), merge=tw.pieces.merge.Eager()), "Eager"),
+        (lambda: tw.Strategy(schedule=tw.pieces.schedule.Quadratic(4, 0.1), signal=tw.strategy.Gradients()), "gradients are exchanged at every step"),
+        (lambda: tw.Strategy(schedule=tw.pieces.schedule.Quadratic), "a Schedule is needed"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused(make, message):
@@ -149,4 +165,6 @@ def test_refused_among_replicas_that_come_and_go():
 
 
 def test_planners_take_the_busiest():
-    assert busiest(tw.Quadratic(4, 0.1, delay=2)) == tw.Every(4, 2) and busiest(tw.Staggered(9)) == tw.Staggered(9)
+    assert busiest(tw.pieces.schedule.Quadratic(4, 0.1, delay=2)) == tw.pieces.schedule.Every(4, 2) and busiest(
+        tw.pieces.schedule.Staggered(9)
+    ) == tw.pieces.schedule.Staggered(9)

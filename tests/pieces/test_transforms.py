@@ -15,7 +15,7 @@ from thinwire.rng import Key
 from thinwire.testing.toy import same_bits
 from thinwire.testing.values import roundtrip
 
-N, IDENTITY = 101, tw.Identity()
+N, IDENTITY = 101, tw.codecs.Identity()
 
 
 def signals(rounds: int, n: int = N) -> torch.Tensor:
@@ -60,13 +60,16 @@ def test_claims(row):
     due = row.piece.init(N)
     assert {n: t.shape for n, t in a.states[0].items()} == {n: t.shape for n, t in due.items()}
     assert ("passes" in row.claims) == same_bits(torch.stack(a.estimates), signals(8))
-    assert isinstance(row.piece, tw.Filter) and row.piece.fitted(tw.Identity(), N, 1).init(0).keys() == due.keys()
+    assert (
+        isinstance(row.piece, tw.pieces.transforms.Filter)
+        and row.piece.fitted(tw.codecs.Identity(), N, 1).init(0).keys() == due.keys()
+    )
 
 
 @pytest.mark.parametrize("row", FILTERS, ids=str)
 @pytest.mark.parametrize("value", [0.0, 1e-38, 1e30])
 def test_odd_values(row, value):
-    line = Line([row.piece], tw.Feedback(), tw.TopK(0.1))
+    line = Line([row.piece], tw.pieces.feedback.Feedback(), tw.codecs.TopK(0.1))
     for _ in range(6):
         estimate = line.round(torch.full((N,), value))
         assert torch.isfinite(estimate).all() or value == 1e30  # whose square is none: the round is refused then
@@ -96,16 +99,16 @@ def test_clip_is_root_m_times_the_threshold():
     norm = float(s.norm())
     for size in (1, 2, 4):
         most = math.sqrt(size) * 0.5
-        clip = tw.Clip(0.5).fitted(tw.Identity(), N, size)
+        clip = tw.pieces.transforms.Clip(0.5).fitted(tw.codecs.Identity(), N, size)
         assert float(clip.signal(s, {}).norm()) == pytest.approx(most, rel=1e-5)
         small = s * (0.9 * most / norm)
         assert same_bits(clip.signal(small, {}), small)
-    assert same_bits(tw.Clip(0.0).signal(s, {}), s)
+    assert same_bits(tw.pieces.transforms.Clip(0.0).signal(s, {}), s)
 
 
 def test_clip_of_what_has_no_norm_in_fp32():
     huge = torch.full((N,), 1e30)
-    assert float(tw.Clip(1.0).signal(huge, {}).norm()) == pytest.approx(1.0, rel=1e-5)
+    assert float(tw.pieces.transforms.Clip(1.0).signal(huge, {}).norm()) == pytest.approx(1.0, rel=1e-5)
 
 
 # ---- Deep Gradient Compression (arXiv 1712.01887)
@@ -114,8 +117,8 @@ def test_clip_of_what_has_no_norm_in_fp32():
 def test_dgc_with_everything_sent_is_momentum_sgd_without_masking():
     """And plain SGD with it: masking clears u at each step."""
     velocity = torch.zeros(N)
-    unmasked = Line([tw.Momentum(0.9, "nothing")], tw.Feedback())
-    masked = Line([tw.Momentum(0.9)], tw.Feedback())
+    unmasked = Line([tw.pieces.transforms.Momentum(0.9, "nothing")], tw.pieces.feedback.Feedback())
+    masked = Line([tw.pieces.transforms.Momentum(0.9)], tw.pieces.feedback.Feedback())
     for s in signals(20):
         velocity = 0.9 * velocity + s
         torch.testing.assert_close(unmasked.round(s), velocity, rtol=1e-5, atol=1e-6)
@@ -125,7 +128,7 @@ def test_dgc_with_everything_sent_is_momentum_sgd_without_masking():
 @pytest.mark.parametrize("clears", ["sent", "nothing"])
 def test_dgc_telescopes(clears):
     """Σ sent + v_T = Σ u_t, whatever of u was cleared."""
-    line = Line([tw.Momentum(0.9, clears)], tw.Feedback(), tw.TopK(0.1))
+    line = Line([tw.pieces.transforms.Momentum(0.9, clears)], tw.pieces.feedback.Feedback(), tw.codecs.TopK(0.1))
     for s in signals(40):
         line.round(s)
     torch.testing.assert_close(sum(line.sent) + line.held["residual"], sum(line.said), rtol=1e-4, atol=1e-3)
@@ -133,7 +136,15 @@ def test_dgc_telescopes(clears):
 
 def test_dgc_is_its_listing():
     """u ← m·u + g; v ← v + u; what is large of v is sent, and cleared in u and v."""
-    u, v, line = torch.zeros(N), torch.zeros(N), Line([tw.Momentum(0.9)], tw.Feedback(), tw.TopK(0.1, tw.Identity()))
+    u, v, line = (
+        torch.zeros(N),
+        torch.zeros(N),
+        Line(
+            [tw.pieces.transforms.Momentum(0.9)],
+            tw.pieces.feedback.Feedback(),
+            tw.codecs.TopK(0.1, tw.codecs.Identity()),
+        ),
+    )
     for g in signals(20):
         u = 0.9 * u + g
         v = v + u
@@ -147,8 +158,10 @@ def test_dgc_is_its_listing():
 
 def test_momentum_correction():
     """One coordinate of gradient 1 that is sent every sixth step: what was sent has the weights Σ m^j of momentum (Eq. 4), not 1 (Eq. 6)."""
-    corrected = Line([tw.Momentum(0.9, "nothing")], tw.Feedback(), tw.TopK(0.5), n=2)
-    plain = Line([], tw.Feedback(), tw.TopK(0.5), n=2)
+    corrected = Line(
+        [tw.pieces.transforms.Momentum(0.9, "nothing")], tw.pieces.feedback.Feedback(), tw.codecs.TopK(0.5), n=2
+    )
+    plain = Line([], tw.pieces.feedback.Feedback(), tw.codecs.TopK(0.5), n=2)
     for line in (corrected, plain):
         for t in range(6):
             line.round(torch.tensor([1.0, 0.0 if t == 5 else 100.0]))  # the other is larger, and sent, but for the last
@@ -160,8 +173,11 @@ def test_momentum_correction():
 
 def test_what_travels_in_full_keeps_its_momentum():
     """Vectors beside matrices are dense, and their momentum is not wiped: there it is momentum SGD."""
-    codec = tw.Each(tw.TopK(0.1), least=20).fitted(((6, 6), (7,), (3, 3)))
-    line, velocity = Line([tw.Momentum(0.9)], tw.Feedback(), codec, n=52), torch.zeros(52)
+    codec = tw.codecs.Each(tw.codecs.TopK(0.1), least=20).fitted(((6, 6), (7,), (3, 3)))
+    line, velocity = (
+        Line([tw.pieces.transforms.Momentum(0.9)], tw.pieces.feedback.Feedback(), codec, n=52),
+        torch.zeros(52),
+    )
     for s in signals(10, 52):
         velocity = 0.9 * velocity + s
         estimate = line.round(s)
@@ -185,7 +201,7 @@ def adam(gradients, freeze, beta1=0.9, beta2=0.999, eps=1e-8):
 @pytest.mark.parametrize("freeze", [1, 7, 100])
 def test_with_everything_sent_it_is_adam_with_v_frozen(freeze):
     """Never frozen, it is Adam."""
-    line = Line([tw.Moments(freeze=freeze)], tw.Feedback())
+    line = Line([tw.pieces.transforms.Moments(freeze=freeze)], tw.pieces.feedback.Feedback())
     for t, (s, due) in enumerate(zip(signals(20), adam(signals(20), freeze))):
         torch.testing.assert_close(line.round(s), due, rtol=1e-4, atol=1e-5)
         assert line.filters[0].dense(line.states[0]) == (t + 1 < freeze)
@@ -193,7 +209,7 @@ def test_with_everything_sent_it_is_adam_with_v_frozen(freeze):
 
 def test_one_bit_adam_telescopes():
     """Σ q + δ = Σ m_i over the rounds after the freeze."""
-    line = Line([tw.Moments(freeze=5)], tw.Feedback(), tw.Sign("l2"))
+    line = Line([tw.pieces.transforms.Moments(freeze=5)], tw.pieces.feedback.Feedback(), tw.codecs.Sign("l2"))
     for s in signals(45):
         line.round(s)
     torch.testing.assert_close(sum(line.sent[5:]) + line.held["residual"], sum(line.said[5:]), rtol=1e-4, atol=1e-3)
@@ -202,8 +218,11 @@ def test_one_bit_adam_telescopes():
 def test_untouched_rows_stay_where_they_are():
     """Half of the coordinates never have a gradient: nothing moves there, nothing is held back there. Without the mask
     every one of them is held back something, and noise of one bit over √v = 0 would fling it away."""
-    codec, touched = tw.Sign("l2"), torch.arange(N) % 2 == 0
-    line, bare = Line([tw.Moments(freeze=5)], tw.Feedback(), codec), Line([], tw.Feedback(), codec)
+    codec, touched = tw.codecs.Sign("l2"), torch.arange(N) % 2 == 0
+    line, bare = (
+        Line([tw.pieces.transforms.Moments(freeze=5)], tw.pieces.feedback.Feedback(), codec),
+        Line([], tw.pieces.feedback.Feedback(), codec),
+    )
     for s in signals(100):
         estimate = line.round(s * touched)
         bare.round(s * touched)
@@ -212,7 +231,7 @@ def test_untouched_rows_stay_where_they_are():
 
 
 def test_a_row_that_wakes_after_the_freeze_is_left_alone():
-    line = Line([tw.Moments(freeze=5)], tw.Feedback(), tw.Sign("l2"))
+    line = Line([tw.pieces.transforms.Moments(freeze=5)], tw.pieces.feedback.Feedback(), tw.codecs.Sign("l2"))
     for t, s in enumerate(signals(30)):
         s = s.clone()
         s[0] = 5.0 if t >= 10 else 0.0
@@ -223,7 +242,7 @@ def test_a_row_that_wakes_after_the_freeze_is_left_alone():
 def test_the_variance_test_freezes_once_v_is_steady():
     """Gradients of constant size: v's norm nears its limit as 1 − β₂^t, so the test passes where that is within the ratio."""
     beta2, ratio = 0.9, 0.96
-    moments = tw.Moments(beta2=beta2, freeze=tw.Settled(ratio, least=1))
+    moments = tw.pieces.transforms.Moments(beta2=beta2, freeze=tw.pieces.transforms.Settled(ratio, least=1))
     line, frozen = Line([moments]), 0
     for t, s in enumerate(signals(200).sign(), 1):
         line.round(s)
@@ -236,7 +255,7 @@ def test_the_variance_test_freezes_once_v_is_steady():
 
 
 def test_least_rounds_before_the_variance_test():
-    moments = tw.Moments(beta2=0.5, freeze=tw.Settled(0.1, least=50))
+    moments = tw.pieces.transforms.Moments(beta2=0.5, freeze=tw.pieces.transforms.Settled(0.1, least=50))
     line = Line([moments])
     for t, s in enumerate(signals(60), 1):
         line.round(s)
@@ -249,28 +268,31 @@ def test_least_rounds_before_the_variance_test():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: tw.Clip(-1.0), r"Clip\(norm=-1.0\): 0 \(no clipping\) or more is needed"),
-        (lambda: tw.Clip(math.nan), "0 .no clipping. or more is needed"),
-        (lambda: tw.Momentum(1.0), "0 < decay < 1"),
-        (lambda: tw.Momentum(0.9, "all"), "'sent' or 'nothing'"),
-        (lambda: tw.Moments(freeze=0), "freeze as rounds"),
-        (lambda: tw.Moments(freeze=1.5), "freeze as rounds"),
-        (lambda: tw.Moments(beta2=1.0), "0 < beta2 < 1"),
-        (lambda: tw.Settled(0.0), "0 < ratio <= 1"),
-        (lambda: tw.Each(tw.TopK(), tw.LowRank()), "it needs the shapes"),
-        (lambda: tw.Each(tw.TopK(), least=-1), "0 or more elements are needed"),
-        (lambda: tw.SGD(1.0), "0 <= momentum < 1"),
-        (lambda: tw.SGD(0.0, 0.0), "lr_factor > 0"),
-        (lambda: tw.Muon(-0.1), "0 <= momentum < 1"),
-        (lambda: tw.AdamW(1.0), "beta1, beta2 < 1"),
-        (lambda: tw.Strategy(filters=tw.Clip()), "a tuple of Filters is needed"),
-        (lambda: tw.Strategy(filters=(tw.Clip,)), "a tuple of Filters is needed"),
-        (lambda: tw.Strategy(filters=(tw.Momentum(), tw.Moments())), "2 of them keep momentum, one owner is needed"),
+        (lambda: tw.pieces.transforms.Clip(-1.0), r"Clip\(norm=-1.0\): 0 \(no clipping\) or more is needed"),
+        (lambda: tw.pieces.transforms.Clip(math.nan), "0 .no clipping. or more is needed"),
+        (lambda: tw.pieces.transforms.Momentum(1.0), "0 < decay < 1"),
+        (lambda: tw.pieces.transforms.Momentum(0.9, "all"), "'sent' or 'nothing'"),
+        (lambda: tw.pieces.transforms.Moments(freeze=0), "freeze as rounds"),
+        (lambda: tw.pieces.transforms.Moments(freeze=1.5), "freeze as rounds"),
+        (lambda: tw.pieces.transforms.Moments(beta2=1.0), "0 < beta2 < 1"),
+        (lambda: tw.pieces.transforms.Settled(0.0), "0 < ratio <= 1"),
+        (lambda: tw.codecs.Each(tw.codecs.TopK(), tw.codecs.LowRank()), "it needs the shapes"),
+        (lambda: tw.codecs.Each(tw.codecs.TopK(), least=-1), "0 or more elements are needed"),
+        (lambda: tw.pieces.inner_optimizers.SGD(1.0), "0 <= momentum < 1"),
+        (lambda: tw.pieces.inner_optimizers.SGD(0.0, 0.0), "lr_factor > 0"),
+        (lambda: tw.pieces.inner_optimizers.Muon(-0.1), "0 <= momentum < 1"),
+        (lambda: tw.pieces.inner_optimizers.AdamW(1.0), "beta1, beta2 < 1"),
+        (lambda: tw.Strategy(filters=tw.pieces.transforms.Clip()), "a tuple of Filters is needed"),
+        (lambda: tw.Strategy(filters=(tw.pieces.transforms.Clip,)), "a tuple of Filters is needed"),
         (
-            lambda: tw.Strategy(filters=(tw.Momentum(),), outer=tw.Nesterov()),
+            lambda: tw.Strategy(filters=(tw.pieces.transforms.Momentum(), tw.pieces.transforms.Moments())),
+            "2 of them keep momentum, one owner is needed",
+        ),
+        (
+            lambda: tw.Strategy(filters=(tw.pieces.transforms.Momentum(),), outer=tw.pieces.outer.Nesterov()),
             "momentum before the exchange and after it, one owner is needed",
         ),
-        (lambda: tw.Strategy(inner=tw.SGD), r"AdamW\(\), SGD\(\), Muon\(\) or None"),
+        (lambda: tw.Strategy(inner=tw.pieces.inner_optimizers.SGD), r"AdamW\(\), SGD\(\), Muon\(\) or None"),
     ],
 )
 def test_refused(make, message):
@@ -299,20 +321,28 @@ def adamw(model):
     ("strategy", "optimizer", "message"),
     [
         (
-            tw.dgc(),
+            tw.recipes.dgc(),
             adamw,
             r"inner optimizer is SGD\(momentum=0.0, .*AdamW was given; give torch.optim.SGD, or leave inner=None",
         ),
-        (tw.dgc(), sgd(0.9), r"has momentum 0.9; give torch.optim.SGD\(..., momentum=0.0\)"),
-        (tw.one_bit_adam(), adamw, "AdamW was given"),
-        (tw.demo(), adamw, "AdamW was given"),
-        (tw.muloco(), adamw, r"inner optimizer is Muon\(.*AdamW was given; give what thinwire.Muon\(\).make"),
+        (tw.recipes.dgc(), sgd(0.9), r"has momentum 0.9; give torch.optim.SGD\(..., momentum=0.0\)"),
+        (tw.recipes.one_bit_adam(), adamw, "AdamW was given"),
+        (tw.recipes.demo(), adamw, "AdamW was given"),
         (
-            tw.Strategy(signal=tw.Gradients(), filters=(tw.Momentum(),)),
+            tw.recipes.muloco(),
+            adamw,
+            r"inner optimizer is Muon\(.*AdamW was given; give what thinwire.pieces.inner_optimizers.Muon\(\).make",
+        ),
+        (
+            tw.Strategy(signal=tw.strategy.Gradients(), filters=(tw.pieces.transforms.Momentum(),)),
             sgd(0.9),
             r"keeps momentum before the exchange and SGD after it, one owner is needed",
         ),
-        (tw.Strategy(signal=tw.Gradients(), filters=(tw.Moments(),)), adamw, "and AdamW after it, one owner is needed"),
+        (
+            tw.Strategy(signal=tw.strategy.Gradients(), filters=(tw.pieces.transforms.Moments(),)),
+            adamw,
+            "and AdamW after it, one owner is needed",
+        ),
     ],
 )
 def test_an_optimizer_that_does_not_fit_is_refused_by_name(strategy, optimizer, message):
@@ -321,22 +351,22 @@ def test_an_optimizer_that_does_not_fit_is_refused_by_name(strategy, optimizer, 
 
 
 def test_what_fits_is_taken():
-    attach(tw.dgc(), sgd(0.0))
-    attach(tw.outer_dgc(), adamw)  # of deltas the inner optimizer's momentum is its own affair
-    attach(tw.Strategy(signal=tw.Gradients(), filters=(tw.Momentum(),)), sgd(0.0))
-    attach(tw.muloco(), lambda model: tw.Muon().make(model, 0.1, 0.0))
+    attach(tw.recipes.dgc(), sgd(0.0))
+    attach(tw.recipes.outer_dgc(), adamw)  # of deltas the inner optimizer's momentum is its own affair
+    attach(tw.Strategy(signal=tw.strategy.Gradients(), filters=(tw.pieces.transforms.Momentum(),)), sgd(0.0))
+    attach(tw.recipes.muloco(), lambda model: tw.pieces.inner_optimizers.Muon().make(model, 0.1, 0.0))
 
 
 def test_a_sharded_replica_cannot_clip():
     with pytest.raises(tw.ConfigurationError, match="needs the norm of a whole replica's signal"):
-        tw.dgc().check_inner(sgd(0.0)(torch.nn.Linear(2, 2)), sharded=True)
-    tw.dgc(clip=0.0).check_inner(sgd(0.0)(torch.nn.Linear(2, 2)), sharded=True)
+        tw.recipes.dgc().check_inner(sgd(0.0)(torch.nn.Linear(2, 2)), sharded=True)
+    tw.recipes.dgc(clip=0.0).check_inner(sgd(0.0)(torch.nn.Linear(2, 2)), sharded=True)
 
 
 def test_muon_without_matrices_is_refused():
     model = torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.LayerNorm(4))
     with pytest.raises(tw.ModelError, match="matrices inside a list of layers are needed"):
-        tw.Muon().make(model, 0.1, 0.0)
+        tw.pieces.inner_optimizers.Muon().make(model, 0.1, 0.0)
 
 
 def test_muon_and_adamw_are_one_optimizer():
@@ -361,7 +391,7 @@ def test_muon_and_adamw_are_one_optimizer():
                 optimizer.step()
 
     one, apart = filled(), filled()
-    both = tw.Muon().make(one, 0.02, 0.1)
+    both = tw.pieces.inner_optimizers.Muon().make(one, 0.02, 0.1)
     matrices = [layer.weight for layer in apart.layers]
     rest = [p for p in apart.parameters() if not any(p is m for m in matrices)]
     muon = torch.optim.Muon(matrices, 0.02, 0.1, 0.95, adjust_lr_fn="match_rms_adamw")
@@ -370,7 +400,7 @@ def test_muon_and_adamw_are_one_optimizer():
     train(apart, muon, adam)
     again = filled()
     again.load_state_dict(one.state_dict())
-    loaded = tw.Muon().make(again, 1.0, 0.0)
+    loaded = tw.pieces.inner_optimizers.Muon().make(again, 1.0, 0.0)
     loaded.load_state_dict(copy.deepcopy(both.state_dict()))
     for group in loaded.param_groups + both.param_groups + muon.param_groups + adam.param_groups:
         group["lr"] = 0.01

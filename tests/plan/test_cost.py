@@ -8,13 +8,14 @@ from random import Random
 
 import pytest
 
-from thinwire import data_parallel, diloco, eager_diloco, streaming_diloco
+from thinwire import data_parallel, diloco, streaming_diloco
 from thinwire.comm import Link
 from thinwire.lm.model import SIZES
 from thinwire.pieces.schedule import Staggered
 from thinwire.plan import cost, placement
 from thinwire.plan.cost import Traffic, follow
 from thinwire.plan.links import Links
+from thinwire.recipes import eager_diloco
 from thinwire.records.units import text_of_seconds
 from thinwire.simulate.pipeline import pipeline_seconds
 

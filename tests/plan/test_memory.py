@@ -14,27 +14,20 @@ import profiled
 import pytest
 import torch
 
-from thinwire import (
-    E3M0,
-    Feedback,
-    Group,
-    Strided,
-    TwoShot,
-    data_parallel,
-    diloco,
-    eager_diloco,
-    run_threads,
-    sparse_loco,
-    streaming_diloco,
-)
+from thinwire import Group, data_parallel, diloco, run_threads, streaming_diloco
 from thinwire.cli import main
+from thinwire.codecs import E3M0
 from thinwire.errors import ConfigurationError
+from thinwire.exchange import TwoShot
 from thinwire.lm.model import SIZES, Architecture, Transformer
 from thinwire.lm.run import Run
 from thinwire.lm.setup import make_model
+from thinwire.pieces.feedback import Feedback
+from thinwire.pieces.partition import Strided
 from thinwire.plan import quantities
 from thinwire.plan.machine import Machine
 from thinwire.plan.memory import activation_nbytes, kept_nbytes, most_at_once, replica_memory, saved_nbytes
+from thinwire.recipes import eager_diloco, sparse_loco
 from thinwire.replica import Replica
 
 SHAPES = [

@@ -13,7 +13,6 @@ import recipes
 import tables
 from pages import ROOT, commands
 
-import thinwire
 from thinwire import methods
 from thinwire.cli import options, train
 from thinwire.errors import ConfigurationError
@@ -124,7 +123,7 @@ def test_summaries_are_short_and_whole():
 
 def test_bytes_are_the_strategys_own():
     lines = recipes.wire(["outer_dgc", "qsr", "just_one_byte"]).splitlines()
-    strategy, shapes = thinwire.outer_dgc(), [fragment.shapes for fragment in recipes.fragments("outer_dgc")]
+    strategy, shapes = RECIPES["outer_dgc"](), [fragment.shapes for fragment in recipes.fragments("outer_dgc")]
     late, first = (strategy.nbytes_per_period(shapes, 2, number) for number in (1000, 0))
     assert lines[2].startswith(f"| `outer_dgc` | {late:,} in 30 steps | ")
     assert lines[3].startswith(f"| `outer_dgc`, round 0 | {first:,} in 30 steps | ")

@@ -14,12 +14,12 @@ import pytest
 from pages import PAGES, ROOT, blocks, commands
 from torch.distributed.run import get_args_parser
 
-import thinwire
-from thinwire import E3M0
 from thinwire.cli import VERBS, options
 from thinwire.cli.plan.command import BESIDE
 from thinwire.cli.simulate.command import STUDIES
+from thinwire.codecs import E3M0
 from thinwire.lm.run import Run
+from thinwire.recipes import RECIPES
 from thinwire.records.units import text_of_rate
 
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -271,7 +271,7 @@ def family(seeds=3):
     """As benchmarks/family.py writes it, without methods that have not been run."""
     rows = [
         {"strategy": name, "eval_loss": loss, "eval_loss_spread": spread if seeds > 1 else None, "seeds": seeds}
-        | {"bits_per_parameter_per_step": bits, "composition": repr(getattr(thinwire, name)())}
+        | {"bits_per_parameter_per_step": bits, "composition": repr(RECIPES[name]())}
         for name, loss, spread, bits in (
             ("data_parallel", 1.5, 0.01, 32.0),
             ("co2", 1.55, 0.02, 1.1),

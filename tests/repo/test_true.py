@@ -109,7 +109,7 @@ def test_every_error_is_explained():
 
 def test_the_bounds_of_the_lighthouse():
     text = page("docs/elastic.md")
-    assert f"but {channel.INTRODUCTION.size} bytes" in text
+    assert f"reads {channel.INTRODUCTION.size} bytes" in text
     assert f"{server._MOST_STRANGERS} such connections" in text
     assert (
         f"within {channel.ANSWER:.0f} seconds" in text

@@ -26,7 +26,7 @@ def test_a_strategy_chooses_in_a_fixed_group(name):
     (group,) = tw.ThreadGroup.create(1)
     model = toy()
     with tw.Replica(METHODS[name], model, adamw(model), group) as replica:
-        due = GradientDriver if isinstance(METHODS[name].signal, tw.Gradients) else DeltaDriver
+        due = GradientDriver if isinstance(METHODS[name].signal, tw.strategy.Gradients) else DeltaDriver
         assert type(replica._driver) is due
         inner_step(model, replica.optimizer, *batch(0, 0, 1))
 
@@ -47,7 +47,7 @@ def test_a_membership_chooses_too():
 class Alone:
     """A driver of nobody else: every third step its anchors are its parameters."""
 
-    def __init__(self, training: Training, fragments: list[tw.Fragment]) -> None:
+    def __init__(self, training: Training, fragments: list[tw.pieces.partition.Fragment]) -> None:
         self.training, self.heard = training, []
         training.fragments += [hold(training.strategy, one, i, 0, 1) for i, one in enumerate(fragments)]
 
@@ -86,7 +86,9 @@ class Alone:
 
 
 def test_another_driver_fits_behind_the_face(monkeypatch, tmp_path):
-    def choose(training: Training, fragments: list[tw.Fragment], group: object, site: object) -> Driver:
+    def choose(
+        training: Training, fragments: list[tw.pieces.partition.Fragment], group: object, site: object
+    ) -> Driver:
         return Alone(training, fragments)
 
     monkeypatch.setattr("thinwire.replica.choose", choose)

@@ -13,7 +13,7 @@ from thinwire.pieces.schedule import Calendar
 from thinwire.testing.toy import adamw, batch, inner_step, journey, same_bits, toy, weights
 
 FAST = {"local_sgd", "diloco", "streaming_diloco", "eager_diloco", "co2", "data_parallel", "outer_dgc", "qsr"}
-DELTAS = [name for name in METHODS if not isinstance(METHODS[name].signal, tw.Gradients)]
+DELTAS = [name for name in METHODS if not isinstance(METHODS[name].signal, tw.strategy.Gradients)]
 
 
 def ends_on_time(strategy: tw.Strategy, fragments: int, least: int = 9) -> int:
@@ -32,7 +32,7 @@ def test_nothing_trained_no_round(name, over):
     departures = [(e["fragment"], e["step"]) for e in journey(strategy, 2, steps=steps)[0].heard("depart")]
     assert len(departures) == len(set(departures)), "twice after one step"
     last = dict(departures)
-    forgets = isinstance(strategy.merge, tw.Mix) and strategy.merge.alpha == 0  # what is trained in flight
+    forgets = isinstance(strategy.merge, tw.pieces.merge.Mix) and strategy.merge.alpha == 0  # what is trained in flight
     least = steps - (strategy.schedule.delay if forgets else 0)
     assert all(last.get(fragment, 0) >= least for fragment in range(count))
 
@@ -40,7 +40,7 @@ def test_nothing_trained_no_round(name, over):
 @pytest.mark.parametrize("name", ["diloco", "sparse_loco", "local_sgd"])
 def test_right_after_a_round_nothing_moves(name):
     """The anchors after the last scheduled round are the model, bit for bit; and a replica that was resumed there ends so too."""
-    strategy = dataclasses.replace(METHODS[name], schedule=tw.Every(3))
+    strategy = dataclasses.replace(METHODS[name], schedule=tw.pieces.schedule.Every(3))
     whole = journey(strategy, 2, steps=9)
     for one in whole:
         assert same_bits(one.final, one.weights[-1])
@@ -65,13 +65,13 @@ def test_right_after_a_round_nothing_moves(name):
         assert rounds == [3] and same_bits(ended, one.final)
 
 
-OUTERS = [tw.Nesterov(0.7, 0.9), tw.HeavyBall(0.8, 0.6), tw.Average()]
+OUTERS = [tw.pieces.outer.Nesterov(0.7, 0.9), tw.pieces.outer.HeavyBall(0.8, 0.6), tw.pieces.outer.Average()]
 
 
 @pytest.mark.parametrize("outer", OUTERS, ids=str)
 def test_the_last_round_is_a_plain_average(outer):
     """Whatever the outer step is: the mean of the replicas' parameters; its state stays as it was."""
-    journeys = journey(tw.Strategy(schedule=tw.Every(3), outer=outer), 2, steps=8)
+    journeys = journey(tw.Strategy(schedule=tw.pieces.schedule.Every(3), outer=outer), 2, steps=8)
     mean = (journeys[0].weights[-1] + journeys[1].weights[-1]) / 2
     for one in journeys:
         torch.testing.assert_close(one.final, mean, rtol=1e-6, atol=1e-6)
@@ -82,14 +82,14 @@ def test_the_last_round_is_a_plain_average(outer):
 def test_a_piece_of_ones_own_ends_as_it_says():
     """Without `last` the last round is as all others are."""
     for piece, moved in ((Scaled(2.0), 2.0), (ThenHalf(2.0), 0.5)):
-        (one,) = journey(tw.Strategy(schedule=tw.Every(3), outer=piece), 1, steps=4)
+        (one,) = journey(tw.Strategy(schedule=tw.pieces.schedule.Every(3), outer=piece), 1, steps=4)
         anchor = one.agreed[-1]["0.now"]
         ended = torch.cat(one.final_fragments)
         torch.testing.assert_close(ended, anchor - moved * (anchor - one.weights[-1]), rtol=1e-5, atol=1e-6)
 
 
 @dataclasses.dataclass(frozen=True)
-class Scaled(tw.Outer):
+class Scaled(tw.pieces.outer.Outer):
     by: float = 1.0
     linear = True
 
@@ -101,7 +101,7 @@ class ThenHalf(Scaled):
     last = Scaled(0.5)
 
 
-@pytest.mark.parametrize("merge", [tw.Eager(), tw.Reset()], ids=str)
+@pytest.mark.parametrize("merge", [tw.pieces.merge.Eager(), tw.pieces.merge.Reset()], ids=str)
 def test_a_round_dropped_at_the_very_end_departs_again(merge):
     """A whole period in the air and nothing trained since: what would be lost travels once more; all stay finite and equal."""
 
@@ -109,7 +109,7 @@ def test_a_round_dropped_at_the_very_end_departs_again(merge):
         if step == 6 and replica.group.rank == 1:
             next(iter(replica.model.parameters())).grad.fill_(float("nan"))
 
-    strategy = tw.Strategy(schedule=tw.Every(3, 3), merge=merge)
+    strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(3, 3), merge=merge)
     journeys = journey(strategy, 2, steps=6, before_step=before_step)
     for one in journeys:
         assert [e["round"] for e in one.heard("refused")] == [1]

@@ -53,8 +53,12 @@ def plain_co2(replicas, every, rounds, lr, momentum, gap, clip):
 @pytest.mark.parametrize("clip", [None, 0.01])
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_the_papers_recursion(replicas, gap, clip):
-    outer = tw.HeavyBall(0.9, 0.4, gap, clip)
-    journeys = journey(tw.Strategy(schedule=tw.Every(3, 3), outer=outer, merge=tw.Reset()), replicas, steps=15)
+    outer = tw.pieces.outer.HeavyBall(0.9, 0.4, gap, clip)
+    journeys = journey(
+        tw.Strategy(schedule=tw.pieces.schedule.Every(3, 3), outer=outer, merge=tw.pieces.merge.Reset()),
+        replicas,
+        steps=15,
+    )
     for round_, x in enumerate(plain_co2(replicas, 3, 5, 0.9, 0.4, gap, clip), 1):
         for one in journeys:
             torch.testing.assert_close(one.weights[3 * round_ - 1], x, rtol=1e-4, atol=1e-5)
@@ -66,16 +70,26 @@ def test_the_papers_recursion(replicas, gap, clip):
 
 def test_clip_clips():
     """Every element of the outer momentum, always; and without the clip some would be larger."""
-    strategy = tw.Strategy(schedule=tw.Every(3, 3), outer=tw.HeavyBall(1.0, 0.5, clip=0.02), merge=tw.Reset())
+    strategy = tw.Strategy(
+        schedule=tw.pieces.schedule.Every(3, 3),
+        outer=tw.pieces.outer.HeavyBall(1.0, 0.5, clip=0.02),
+        merge=tw.pieces.merge.Reset(),
+    )
     momenta = [at["0.outer.momentum"] for at in journey(strategy, 2)[0].agreed]
     assert max(float(m.abs().max()) for m in momenta) == pytest.approx(0.02)
-    free = tw.Strategy(schedule=tw.Every(3, 3), outer=tw.HeavyBall(1.0, 0.5), merge=tw.Reset())
+    free = tw.Strategy(
+        schedule=tw.pieces.schedule.Every(3, 3),
+        outer=tw.pieces.outer.HeavyBall(1.0, 0.5),
+        merge=tw.pieces.merge.Reset(),
+    )
     assert max(float(at["0.outer.momentum"].abs().max()) for at in journey(free, 2)[0].agreed) > 0.04
 
 
 def test_on_time_it_is_slow_mo():
     """No delay, Λ = 1, no clip: DiLoCo with heavy-ball momentum (torch's SGD), within rounding."""
-    journeys = journey(tw.Strategy(schedule=tw.Every(3), outer=tw.HeavyBall(0.8, 0.5)), 2, steps=9)
+    journeys = journey(
+        tw.Strategy(schedule=tw.pieces.schedule.Every(3), outer=tw.pieces.outer.HeavyBall(0.8, 0.5)), 2, steps=9
+    )
     models, anchor = [toy(), toy()], toy()
     inner = [adamw(model) for model in models]
     outer = torch.optim.SGD(anchor.parameters(), lr=0.8, momentum=0.5)
@@ -112,7 +126,7 @@ def settled(
     ) ** every  # of the distance, after a round of inner steps at a rate of 0.05
     noise = 0.005 * ((1 - kept**2) / (1 - kept ** (2 / every))).sqrt()  # what those of so many steps add up to
     optima = 0.1 * torch.randn(4, 20, generator=draw)
-    outer, x, late = tw.HeavyBall(lr, momentum, gap, clip), torch.ones(20), None
+    outer, x, late = tw.pieces.outer.HeavyBall(lr, momentum, gap, clip), torch.ones(20), None
     state = outer.init(x)
     for _ in range(rounds):
         own = optima + kept * (x - optima) + noise * torch.randn(4, 20, generator=draw)
@@ -151,7 +165,9 @@ def test_the_stability_map(seed):
 
 def test_exchange_time_is_hidden():
     """Simulated: a round costs the longer of its inner steps and its flight, not their sum; DiLoCo's costs the sum."""
-    late = tw.Strategy(schedule=tw.Every(10, 10), outer=tw.HeavyBall(), merge=tw.Reset())
+    late = tw.Strategy(
+        schedule=tw.pieces.schedule.Every(10, 10), outer=tw.pieces.outer.HeavyBall(), merge=tw.pieces.merge.Reset()
+    )
     numel, rounds = 125_000, 20
     for flight, period in ((6.0, 10.0), (16.0, 16.0)):
         link = Link(8 * late.nbytes_per_period([numel], 2) / flight)
@@ -188,7 +204,9 @@ def test_a_dropped_round_departs_again(bad):
         if step == bad and replica.group.rank == 1:
             next(iter(replica.model.parameters())).grad.fill_(float("nan"))
 
-    strategy = tw.Strategy(schedule=tw.Every(3, 3), outer=tw.Average(), merge=tw.Reset())
+    strategy = tw.Strategy(
+        schedule=tw.pieces.schedule.Every(3, 3), outer=tw.pieces.outer.Average(), merge=tw.pieces.merge.Reset()
+    )
     journeys = journey(strategy, 2, steps=18, before_step=before_step)
     for one in journeys:
         refused = [e for e in one.heard("refused")]
@@ -199,7 +217,7 @@ def test_a_dropped_round_departs_again(bad):
 
 
 @dataclass(frozen=True)
-class Once(tw.Outer):
+class Once(tw.pieces.outer.Outer):
     """Averages, but overflows on the first delta of a run."""
 
     heard: list[torch.Tensor] = field(default_factory=list)
@@ -214,7 +232,9 @@ class Once(tw.Outer):
 def test_what_was_in_the_air_is_added():
     """The first round cannot land: nothing moves, every period begins at the first weights, and the second carries both deltas."""
     outer = Once()
-    (one,) = journey(tw.Strategy(schedule=tw.Every(3, 3), outer=outer, merge=tw.Reset()), 1, steps=6)
+    (one,) = journey(
+        tw.Strategy(schedule=tw.pieces.schedule.Every(3, 3), outer=outer, merge=tw.pieces.merge.Reset()), 1, steps=6
+    )
     model = toy()
     optimizer, begun, deltas = adamw(model), weights(model), []
     for step in range(1, 7):
@@ -231,16 +251,29 @@ def test_what_was_in_the_air_is_added():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: tw.HeavyBall(lr=0.0), "lr > 0"),
-        (lambda: tw.HeavyBall(momentum=1.0), "momentum < 1"),
-        (lambda: tw.HeavyBall(gap=-1.0), "gap >= 0"),
-        (lambda: tw.HeavyBall(clip=0.0), "clip > 0"),
-        (lambda: tw.HeavyBall(clip=float("nan")), "clip > 0"),
-        (lambda: tw.Strategy(schedule=tw.Every(4, 3), merge=tw.Reset()), "choose delay=4"),
-        (lambda: tw.Strategy(schedule=tw.Every(4, 4)), "choose eager updates, or Reset"),
-        (lambda: tw.Strategy(schedule=tw.Every(4), outer=tw.HeavyBall(gap=1.0)), "choose gap=0, or merge=Reset"),
-        (lambda: tw.Strategy(schedule=tw.Every(4, 4), outer=tw.HeavyBall(clip=1.0), merge=tw.Eager()), "linear"),
-        (lambda: tw.Strategy(schedule=tw.Quadratic(4, 0.1), merge=tw.Reset()), "such a round takes a whole period"),
+        (lambda: tw.pieces.outer.HeavyBall(lr=0.0), "lr > 0"),
+        (lambda: tw.pieces.outer.HeavyBall(momentum=1.0), "momentum < 1"),
+        (lambda: tw.pieces.outer.HeavyBall(gap=-1.0), "gap >= 0"),
+        (lambda: tw.pieces.outer.HeavyBall(clip=0.0), "clip > 0"),
+        (lambda: tw.pieces.outer.HeavyBall(clip=float("nan")), "clip > 0"),
+        (lambda: tw.Strategy(schedule=tw.pieces.schedule.Every(4, 3), merge=tw.pieces.merge.Reset()), "choose delay=4"),
+        (lambda: tw.Strategy(schedule=tw.pieces.schedule.Every(4, 4)), "choose eager updates, or Reset"),
+        (
+            lambda: tw.Strategy(schedule=tw.pieces.schedule.Every(4), outer=tw.pieces.outer.HeavyBall(gap=1.0)),
+            "choose gap=0, or merge=Reset",
+        ),
+        (
+            lambda: tw.Strategy(
+                schedule=tw.pieces.schedule.Every(4, 4),
+                outer=tw.pieces.outer.HeavyBall(clip=1.0),
+                merge=tw.pieces.merge.Eager(),
+            ),
+            "linear",
+        ),
+        (
+            lambda: tw.Strategy(schedule=tw.pieces.schedule.Quadratic(4, 0.1), merge=tw.pieces.merge.Reset()),
+            "such a round takes a whole period",
+        ),
         (lambda: tw.Strategy(merge=0.5), "a Merge is needed"),
     ],
 )

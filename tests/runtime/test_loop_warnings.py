@@ -29,9 +29,9 @@ UNEQUAL = {
     "the other has ended": ((20, 21), tw.diloco(every=10)),
     "the other has ended long ago": ((20, 45), tw.diloco(every=20)),
     "in the air": ((9, 12), tw.streaming_diloco(every=6, fragments=2, delay=2)),
-    "a whole period in the air": ((12, 13), tw.co2(every=4)),
+    "a whole period in the air": ((12, 13), tw.recipes.co2(every=4)),
     "gradients": ((6, 5), tw.data_parallel()),
-    "two hops": ((8, 7), tw.diloco(every=4, exchange=tw.TwoShot())),
+    "two hops": ((8, 7), tw.diloco(every=4, exchange=tw.exchange.TwoShot())),
 }
 
 

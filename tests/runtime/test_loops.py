@@ -10,7 +10,7 @@ from torch import nn
 import thinwire as tw
 from thinwire.testing.toy import Toy, batch, fill, inner_step, journey, own, same_bits, sgd, toy, weights
 
-STREAM = tw.streaming_diloco(every=4, fragments=2, delay=1, codec=tw.Identity())
+STREAM = tw.streaming_diloco(every=4, fragments=2, delay=1, codec=tw.codecs.Identity())
 
 
 def attach(group, strategy=STREAM, model=None, optimizer=None, **options):
@@ -183,7 +183,7 @@ def test_tied_and_frozen():
 
     (a, frozen, numel), (b, _, _) = tw.run_threads(2, replica)
     assert same_bits(a, b) and same_bits(frozen, torch.ones(5))
-    assert numel == sum(f.numel for f in tw.Whole().fragments(toy())) - 25
+    assert numel == sum(f.numel for f in tw.pieces.partition.Whole().fragments(toy())) - 25
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

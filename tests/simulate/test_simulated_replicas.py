@@ -71,7 +71,9 @@ def test_what_departs_lands_and_weighs_is_what_real_replicas_do(name):
     outcome = simulate(strategy, shapes, alike(2), 14, heard, lambda step: 0.01)  # as the toy's optimizer
     left = [(r.fragment, r.number, r.step, r.nbytes) for r in heard.left]
     came = [(r.fragment, r.number, step) for r, step, *_ in heard.came]
-    shift = 1 if isinstance(strategy.signal, tw.Gradients) else 0  # those are exchanged before the step is counted
+    shift = (
+        1 if isinstance(strategy.signal, tw.strategy.Gradients) else 0
+    )  # those are exchanged before the step is counted
     weighed = [(e["fragment"], e["round"], e["step"] + shift, e["nbytes"]) for e in real.heard("depart")]
     if isinstance(strategy.policy, Deciding):  # by data, which there are none of here: at most so many bytes
         assert [where[:3] for where in left] == [where[:3] for where in weighed]
@@ -84,9 +86,9 @@ def test_what_departs_lands_and_weighs_is_what_real_replicas_do(name):
 
 def test_the_strategys_own_schedule_and_exchange_are_asked(monkeypatch):
     asked: list[tuple[str, int]] = []
-    departs, nbytes_sent = tw.Staggered.departs, tw.Direct.nbytes_sent
-    monkeypatch.setattr(tw.Staggered, "departs", lambda *a: asked.append(("step", a[1])) or departs(*a))
-    monkeypatch.setattr(tw.Direct, "nbytes_sent", lambda *a: asked.append(("size", a[3])) or nbytes_sent(*a))
+    departs, nbytes_sent = tw.pieces.schedule.Staggered.departs, tw.exchange.Direct.nbytes_sent
+    monkeypatch.setattr(tw.pieces.schedule.Staggered, "departs", lambda *a: asked.append(("step", a[1])) or departs(*a))
+    monkeypatch.setattr(tw.exchange.Direct, "nbytes_sent", lambda *a: asked.append(("size", a[3])) or nbytes_sent(*a))
     simulate(STREAM, NUMELS, alike(3), 30)
     assert [step for what, step in asked if what == "step"] == list(range(1, 31))
     assert {size for what, size in asked if what == "size"} == {3}
@@ -108,7 +110,7 @@ def test_bytes_are_those_of_the_formula(name, over):
     forgets = strategy.merge.forgets  # then what is trained in flight is in no delta
     ended = strategy.schedule.delay if forgets else 0
     rounds = [last.get(p, 0) + ended < steps for p in range(len(numels))]  # one more, in `finish`
-    if isinstance(strategy.signal, tw.Gradients):
+    if isinstance(strategy.signal, tw.strategy.Gradients):
         rounds = [False] * len(numels)
     expected = sum(
         strategy.nbytes_per_period([numel], 3, number)
@@ -193,7 +195,7 @@ def drawn_scenario(draw: random.Random) -> Scenario:
     return Scenario(steps, tuple(map(Wire, links)), shares)
 
 
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.exchange == tw.Direct()])
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.exchange == tw.exchange.Direct()])
 def test_events_one_by_one_give_the_same_times(name):
     strategy, draw = METHODS[name], random.Random(name)
     for _ in range(8):
@@ -234,8 +236,8 @@ def test_a_message_for_every_peer_takes_as_long(name):
 @pytest.mark.parametrize(("delay", "rate"), [(0, 1e5), (0, 1e7), (1, 1e5), (1, 3e5), (5, 2e5), (11, 1e5)])
 def test_a_model_of_one_layer_is_the_same_in_both_simulators(delay, rate):
     """A layer that is the model departs when the step ends, and is needed when step t + 1 + τ begins: after step t + τ."""
-    codec, numel = tw.Cast(), 100_000
-    strategy = tw.Strategy(schedule=tw.Every(12, delay), codec=codec, outer=tw.Nesterov())
+    codec, numel = tw.codecs.Cast(), 100_000
+    strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(12, delay), codec=codec, outer=tw.pieces.outer.Nesterov())
     bits = 8 * strategy.exchange.nbytes_sent(codec, numel, 2) / numel
     layers = compute_utilization(Stack(numel, 1, 1.0), strategy, bits, np.array([rate]))[0]
     steps = 12 * 500
@@ -276,7 +278,7 @@ def test_only_steps_in_which_something_happens_cost_arrays(monkeypatch):
 
 def test_an_outage_by_hand():
     """10 s of sending from t = 4 (H = 4, 1 s a step), down from 6 to 9: the message arrives at 17 and not at 14."""
-    strategy = tw.diloco(every=4, codec=tw.Cast())
+    strategy = tw.diloco(every=4, codec=tw.codecs.Cast())
     nbytes = strategy.exchange.nbytes_sent(strategy.codec, 1000, 2)
     link = Link(8 * nbytes / 10)
     for down, arrival in (((), 14.0), (((6.0, 9.0),), 17.0), (((3.0, 5.0),), 15.0), (((1.0, 2.0), (14.5, 90.0)), 14.0)):
@@ -358,7 +360,7 @@ def test_a_failure_costs_the_others_the_time_to_notice_it():
     assert outcome.steps.tolist() == [60, 37, 60]  # 7 before, 30 after
     assert outcome.compute_seconds == pytest.approx([60, 37.3, 60], abs=1e-2)
     away = [flight.nbytes for flight in heard.left]
-    assert away[0] == tw.local_sgd().exchange.nbytes_sent(tw.Identity(), 100, 2) < away[-1]
+    assert away[0] == tw.local_sgd().exchange.nbytes_sent(tw.codecs.Identity(), 100, 2) < away[-1]
 
 
 def test_when_all_have_died_the_first_to_return_goes_on():
@@ -429,21 +431,21 @@ def test_bad_input_is_refused(make, says):
 # ---- exchanges of several hops
 
 
-@pytest.mark.parametrize("exchange", [tw.Direct(), tw.TwoShot(), tw.AllReduce()])
+@pytest.mark.parametrize("exchange", [tw.exchange.Direct(), tw.exchange.TwoShot(), tw.exchange.AllReduce()])
 def test_a_round_on_an_idle_link_takes_what_the_exchange_predicts(exchange):
     """Bytes over the rate, and as many delays as it has hops: 1 or 2."""
     link = Link(8e6, 0.3)
-    strategy = tw.diloco(every=10, codec=tw.Identity(), exchange=exchange)
+    strategy = tw.diloco(every=10, codec=tw.codecs.Identity(), exchange=exchange)
     heard = Heard()
     simulate(strategy, [100_000], alike(4, link), 10, heard)
     stall = heard.came[0][3]
-    assert stall == pytest.approx([exchange.seconds(tw.Identity(), 100_000, 4, link)] * 4)
-    hops = 1 if exchange == tw.Direct() else 2
-    assert stall[0] == pytest.approx(exchange.nbytes_sent(tw.Identity(), 100_000, 4) / 1e6 + 0.3 * hops)
+    assert stall == pytest.approx([exchange.seconds(tw.codecs.Identity(), 100_000, 4, link)] * 4)
+    hops = 1 if exchange == tw.exchange.Direct() else 2
+    assert stall[0] == pytest.approx(exchange.nbytes_sent(tw.codecs.Identity(), 100_000, 4) / 1e6 + 0.3 * hops)
 
 
 def test_sites_take_one_delay_between_them():
-    exchange, link = tw.Hierarchy(sites=((0, 1), (2, 3))), Link(8e6, 0.3)
+    exchange, link = tw.exchange.Hierarchy(sites=((0, 1), (2, 3))), Link(8e6, 0.3)
     heard = Heard()
-    simulate(tw.diloco(every=10, codec=tw.Identity(), exchange=exchange), [100_000], alike(4, link), 10, heard)
-    assert heard.came[0][3] == pytest.approx([exchange.seconds(tw.Identity(), 100_000, 4, link)] * 4)
+    simulate(tw.diloco(every=10, codec=tw.codecs.Identity(), exchange=exchange), [100_000], alike(4, link), 10, heard)
+    assert heard.came[0][3] == pytest.approx([exchange.seconds(tw.codecs.Identity(), 100_000, 4, link)] * 4)

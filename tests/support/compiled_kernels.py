@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from thinwire import E3M0, E4M3, Int
+from thinwire.codecs import E3M0, E4M3, Int
 from thinwire.kernels import gpu
 
 TYPES = {torch.float32: "*fp32", torch.float64: "*fp64", torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64"}

@@ -40,9 +40,11 @@ POISON_STEP = 6
 FOUR = METHODS | {"two sites": IN_SITES[2, 2]}
 STRATEGIES = {
     "diloco": tw.diloco(every=3),
-    "streaming": tw.streaming_diloco(every=6, fragments=2, delay=2, codec=tw.Identity()),
+    "streaming": tw.streaming_diloco(every=6, fragments=2, delay=2, codec=tw.codecs.Identity()),
     "streaming, 4 bits": tw.streaming_diloco(every=6, fragments=2, delay=2),
-    "eager": tw.Strategy(schedule=tw.Every(3, 3), outer=tw.Nesterov(), merge=tw.Eager()),
+    "eager": tw.Strategy(
+        schedule=tw.pieces.schedule.Every(3, 3), outer=tw.pieces.outer.Nesterov(), merge=tw.pieces.merge.Eager()
+    ),
     "data_parallel": tw.data_parallel(),
 }
 

@@ -139,7 +139,11 @@ def main(address: str, name: str, folder: str, size: str = str(PLACES)) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     gradient = torch.zeros(int(size))
     gradient[NAMES.index(name) :: 4] = -UNIT
-    strategy = tw.Strategy(schedule=tw.Staggered(every=8, delay=0), partition=tw.BySize(2), outer=tw.Average())
+    strategy = tw.Strategy(
+        schedule=tw.pieces.schedule.Staggered(every=8, delay=0),
+        partition=tw.pieces.partition.BySize(2),
+        outer=tw.pieces.outer.Average(),
+    )
     membership = Membership(LighthouseRendezvous(address), name, least=2, timeouts=QUICK, wrap=Damaging)
 
     def observe(event: str, step: int, **fields: Any) -> None:

@@ -27,7 +27,7 @@ def main() -> None:
             print(event, step, fields.get("committed"), flush=True)
 
     membership = Membership(LighthouseRendezvous(address), name, least=2, timeouts=QUICK)
-    strategy = tw.streaming_diloco(every=10, delay=2, partition=tw.Whole())
+    strategy = tw.streaming_diloco(every=10, delay=2, partition=tw.pieces.partition.Whole())
     with tw.Replica(strategy, model, optimizer, membership, observer=say) as replica:
         while replica.step < steps:
             x = torch.randn(32, 64, generator=own)

@@ -137,9 +137,11 @@ class Toy:
         self.keep = keep
         self.cluster, self.step_seconds, self.save_every, self.restored = cluster, step_seconds, save_every, False
         self.name, self.book, self.trained = name, book, [torch.zeros(n) for n in SIZES]
-        strategy = tw.Strategy(schedule=tw.Staggered(every=4, delay=0), outer=tw.Average())
+        strategy = tw.Strategy(schedule=tw.pieces.schedule.Staggered(every=4, delay=0), outer=tw.pieces.outer.Average())
         self.parameters = [nn.Parameter(start.clone()) for start in START]
-        fragments = [tw.Fragment(f"part {i}", [(f"part {i}", p)]) for i, p in enumerate(self.parameters)]
+        fragments = [
+            tw.pieces.partition.Fragment(f"part {i}", [(f"part {i}", p)]) for i, p in enumerate(self.parameters)
+        ]
         self.pieces = [hold(strategy, fragment, index, 0, 1) for index, fragment in enumerate(fragments)]
         times = Timeouts(grace=grace)
         membership = cluster.membership(name, least=least, timeouts=times, most_steps=most_steps)

@@ -48,6 +48,6 @@ def one(raw: bytes) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    assert tw.E3M0().nbytes(90) == hostile.DUE.nbytes
+    assert tw.codecs.E3M0().nbytes(90) == hostile.DUE.nbytes
     atheris.Setup([*sys.argv, "-max_len=3000"], one)
     atheris.Fuzz()

@@ -21,12 +21,14 @@ from thinwire.testing.toy import batch, weights
 STEPS, WORLD = 10, 2
 STRATEGIES = {
     "identity": tw.data_parallel(),
-    "identity, all-reduced": tw.data_parallel(exchange=tw.AllReduce()),
-    "dgc": tw.dgc(clip=0.0, codec=tw.Each(tw.TopK(0.1), least=10), policy=tw.Constant()),
-    "one_bit_adam": tw.one_bit_adam(clip=0.0, freeze=4, codec=tw.Sign("l2", 16)),
-    "ef21": tw.ef21(codec=tw.TopK(0.1)),
-    "power_sgd": tw.power_sgd(rank=1),
-    "qsgd": tw.qsgd(),
+    "identity, all-reduced": tw.data_parallel(exchange=tw.exchange.AllReduce()),
+    "dgc": tw.recipes.dgc(
+        clip=0.0, codec=tw.codecs.Each(tw.codecs.TopK(0.1), least=10), policy=tw.pieces.policy.Constant()
+    ),
+    "one_bit_adam": tw.recipes.one_bit_adam(clip=0.0, freeze=4, codec=tw.codecs.Sign("l2", 16)),
+    "ef21": tw.recipes.ef21(codec=tw.codecs.TopK(0.1)),
+    "power_sgd": tw.recipes.power_sgd(rank=1),
+    "qsgd": tw.recipes.qsgd(),
 }
 POISONED = "poisoned"
 
@@ -46,7 +48,7 @@ def steps(ddp, optimizer, rank, first, last, poison=0):
 
 def make(strategy, group, rank, hooked=True):
     ddp = nn.parallel.DistributedDataParallel(uneven(), bucket_cap_mb=1e-4)  # about 100 bytes each
-    inner = strategy.inner or tw.AdamW()
+    inner = strategy.inner or tw.pieces.inner_optimizers.AdamW()
     optimizer, hook = inner.make(ddp.module, 0.01 / inner.lr_factor, 0.1), None
     if hooked:
         hook = tw.GradientHook(strategy, ddp.module, group)

@@ -18,7 +18,7 @@ from thinwire.testing.toy import same_bits
 from thinwire.testing.values import encoded
 
 NUMELS = (0, 1, 2, 129, 700)
-DUE = Header(codec=identity(tw.E3M0()), sender=3, fragment=2, round=77, part=5, numel=90, nbytes=46)
+DUE = Header(codec=identity(tw.codecs.E3M0()), sender=3, fragment=2, round=77, part=5, numel=90, nbytes=46)
 
 
 class Allocated(TorchDispatchMode):
@@ -47,7 +47,7 @@ def repeated(raw: bytes, nbytes: int) -> bytes:
     return (raw * (nbytes // len(raw) + 1))[:nbytes]
 
 
-def decoded(codec: tw.Codec, raw: bytes, numel: int) -> tuple[Tensor, Tensor, bool, Allocated]:
+def decoded(codec: tw.codecs.Codec, raw: bytes, numel: int) -> tuple[Tensor, Tensor, bool, Allocated]:
     """What was there before and after decoding onto it, whether it was refused, and what was allocated."""
     before = torch.linspace(-1, 1, numel)
     after, made, refused = before.clone(), Allocated(), False

@@ -18,12 +18,12 @@ LOOPS: dict[str, Method] = {
     "just_one_byte": METHODS["just_one_byte"](samples=2, radius=1e-2),
     "fedavg": METHODS["fedavg"](every=3),
     "scaffold": METHODS["scaffold"](every=3, outer_lr=0.7),
-    "scallion": METHODS["scallion"](every=3, codec=tw.RandomK(0.5, tw.Int(8, 32, "fp32", "stochastic"))),
-    "scafcom": METHODS["scafcom"](every=3, codec=tw.TopK(0.3)),
+    "scallion": METHODS["scallion"](every=3, codec=tw.codecs.RandomK(0.5, tw.codecs.Int(8, 32, "fp32", "stochastic"))),
+    "scafcom": METHODS["scafcom"](every=3, codec=tw.codecs.TopK(0.3)),
     "flasc": METHODS["flasc"](every=3, up=0.4, down=0.7, outer_lr=0.05),
     # one of all at a time
-    "fedavg, one": METHODS["fedavg"](every=2, sampled=1, codec=tw.Cast("bf16")),
-    "scafcom, one": METHODS["scafcom"](every=2, sampled=1, codec=tw.Sign()),
+    "fedavg, one": METHODS["fedavg"](every=2, sampled=1, codec=tw.codecs.Cast("bf16")),
+    "scafcom, one": METHODS["scafcom"](every=2, sampled=1, codec=tw.codecs.Sign()),
 }
 LR = 0.02
 

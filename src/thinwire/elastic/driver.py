@@ -307,7 +307,7 @@ def _land_late(piece: FragmentState, departed: Tensor, alpha: float, due: float)
 def in_turn(schedule: Schedule, fragments: int) -> list[int]:
     """All fragments in the order in which they first depart.
 
-    >>> from thinwire import Staggered
+    >>> from thinwire.pieces.schedule import Staggered
     >>> in_turn(Staggered(every=10, offsets=(7, 3, 3)), 3)
     [1, 2, 0]
     """

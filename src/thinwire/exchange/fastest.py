@@ -39,7 +39,7 @@ class Fastest(Exchange):
     Raises:
         ConfigurationError: a setting that cannot work, with what is needed.
 
-    >>> from thinwire import E3M0
+    >>> from thinwire.codecs import E3M0
     >>> for size in (2, 8):
     ...     Fastest("20mbit,40ms").chosen(E3M0(), 1_000_000, size)
     Direct()

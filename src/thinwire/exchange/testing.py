@@ -19,7 +19,9 @@ def once(
 ) -> tuple[Tensor | None, Arrival]:
     """Exchange flat fp32 `delta` with all replicas of `context`: the estimate of the mean, or None where one refused.
 
-    >>> from thinwire import Direct, Identity, run_threads
+    >>> from thinwire import run_threads
+    >>> from thinwire.codecs import Identity
+    >>> from thinwire.exchange import Direct
     >>> def replica(group):
     ...     own = torch.tensor([1.0, 3.0]) * group.rank
     ...     estimate, _ = once(Direct(), SendContext(group), Identity(), own, Key(sender=group.rank), {})

@@ -67,7 +67,7 @@ class Mean(Aggregate):
 
     Cost: one pass a packet, in which it is decoded too.
 
-    >>> from thinwire import Identity
+    >>> from thinwire.codecs import Identity
     >>> packets = [Values(Identity(), torch.tensor([x, 8.0]).view(torch.uint8), Key(), 2) for x in (1.0, 3.0)]
     >>> out = torch.zeros(2)
     >>> Mean().into(out, packets)
@@ -94,7 +94,7 @@ class MeanOverSenders(Aggregate):
 
     On the wire: nothing. Cost: three passes a packet.
 
-    >>> from thinwire import Identity
+    >>> from thinwire.codecs import Identity
     >>> packets = [Values(Identity(), torch.tensor([x, 8.0]).view(torch.uint8), Key(), 2) for x in (0.0, 3.0)]
     >>> out = torch.zeros(2)
     >>> MeanOverSenders().into(out, packets)

@@ -145,8 +145,8 @@ class Muon:
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         if not any(isinstance(part, torch.optim.Muon) for part in getattr(optimizer, "parts", [optimizer])):
             raise ConfigurationError(
-                f"the strategy's inner optimizer is {self}, {type(optimizer).__name__} was given; give what thinwire.Muon().make(model, lr, "
-                "weight_decay) returns, or leave inner=None in the strategy."
+                f"the strategy's inner optimizer is {self}, {type(optimizer).__name__} was given; give what "
+                "thinwire.pieces.inner_optimizers.Muon().make(model, lr, weight_decay) returns, or leave inner=None in the strategy."
             )
 
 

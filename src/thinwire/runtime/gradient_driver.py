@@ -20,7 +20,7 @@ from thinwire.runtime.update import RoundUpdate
 COMPARED = 100  # steps from one look at weights that should be equal to the next
 _DRIFTED = (
     "the weights of the replicas have drifted apart: their processors, or their optimizers, round differently. All take replica 0's now, "
-    f"and wherever it is found again, every {COMPARED} steps; thinwire.SGD(...).make(...) steps alike on all processors."
+    f"and wherever it is found again, every {COMPARED} steps; thinwire.pieces.inner_optimizers.SGD(...).make(...) steps alike on all processors."
 )
 
 

@@ -42,7 +42,7 @@ def check(piece: Codec | Outer | Exchange | Strategy, claims: frozenset[str] | N
 
     Raises `BrokenLawError`, which names the law and says what broke it; what the piece itself raises has a note that names the law.
 
-    >>> from thinwire import Average
+    >>> from thinwire.pieces.outer import Average
     >>> print(check(Average()))  # doctest: +ELLIPSIS
     Average() keeps 8 laws: is a value, outer keeps its word, outer by ranges, replicas agree, ...
     """
