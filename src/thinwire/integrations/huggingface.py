@@ -34,7 +34,7 @@ from thinwire.pieces.partition import trainable
 from thinwire.replica import Replica
 from thinwire.runtime.handshake import agree
 from thinwire.runtime.loop_warnings import silent
-from thinwire.strategy import Strategy
+from thinwire.strategy import Gradients, Strategy
 
 FOLDER = "thinwire"  # within a checkpoint of the trainer
 _REFUSED = (
@@ -112,6 +112,11 @@ class ThinwireCallback(TrainerCallback, ExportableState):
             )
         found = self._found(args, state)
         place, model, optimizer, loader = (self._place, given["model"], given["optimizer"], given["train_dataloader"])
+        if getattr(optimizer, "scaler", None) is not None and isinstance(self.strategy.signal, Gradients):
+            raise ConfigurationError(
+                "fp16 with a strategy that exchanges gradients, which each replica has scaled by a number of its own · bf16, or deltas are "
+                "needed · give bf16=True, or another strategy"
+            )
         if not self.own_data:
             _check_share(loader, place)
         self._group = self._given or place.group(args.ddp_timeout)
