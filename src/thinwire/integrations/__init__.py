@@ -1,8 +1,8 @@
 """Bridges from other people's trainers to `thinwire.Replica`: a module a library. Importing this package loads none of them.
 
-    huggingface   transformers' `Trainer`, and TRL's trainers
-    accelerate    a loop of your own around an `Accelerator`
-    lightning     Lightning's `Trainer`
-    torchtitan    torchtitan's trainer
-    dcp           torch.distributed.checkpoint
+huggingface   transformers' `Trainer`, and TRL's trainers
+accelerate    a loop of your own around an `Accelerator`
+lightning     Lightning's `Trainer`
+torchtitan    torchtitan's trainer
+dcp           torch.distributed.checkpoint
 """
