@@ -1,0 +1,122 @@
+"""The bridge to transformers' `Trainer`: alone it changes nothing, and two real processes agree."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hf_trainer import SAVED, STEPS, STREAMING, Tokens, arguments, model, refused, train, weights
+from transformers import Trainer
+
+import thinwire as tw
+from thinwire.integrations.huggingface import ThinwireCallback
+from thinwire.testing.toy import same_bits
+
+AVERAGE = tw.local_sgd(every=3)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}], ids=["plain", "accumulating"])
+def test_alone_it_changes_nothing(tmp_path, options):
+    """Law 11, and after a resume: with one replica that averages, the trainer's own weights, bit for bit."""
+    due = weights(train(tmp_path / "bare", None, **options))
+    callback = ThinwireCallback(AVERAGE)
+    assert same_bits(weights(train(tmp_path / "attached", callback, **options)), due) and callback.replica is None
+    again = train(
+        tmp_path / "attached", ThinwireCallback(AVERAGE), resume=str(tmp_path / "attached/checkpoint-4"), **options
+    )
+    assert same_bits(weights(again), due) and not same_bits(weights(again), torch.zeros_like(due))
+
+
+def test_a_skipped_step_is_an_inner_step_that_trains_nothing(tmp_path):
+    def scaled(folder: Path, *callbacks: ThinwireCallback) -> Trainer:
+        trainer = Trainer(model(), arguments(folder), train_dataset=Tokens(), callbacks=list(callbacks))
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1000)
+        trainer.train()
+        return trainer
+
+    steps: list[int] = []
+
+    def heard(event: str, step: int, **fields: object) -> None:
+        if event == "depart":
+            steps.append(step)
+
+    due, got = scaled(tmp_path / "bare"), scaled(tmp_path / "attached", ThinwireCallback(AVERAGE, observer=heard))
+    assert due.accelerator.scaler.get_scale() < 2.0**127 and due.lr_scheduler.last_epoch < STEPS  # some were skipped
+    assert same_bits(weights(got), weights(due)) and steps == [3, 6, 9, 12]
+
+
+def test_refused_by_name(tmp_path):
+    said = refused(tmp_path, ThinwireCallback(AVERAGE), auto_find_batch_size=True)
+    assert said.startswith("ConfigurationError: auto_find_batch_size")
+    train(tmp_path / "bare", None, max_steps=4)
+    said = refused(tmp_path / "bare", ThinwireCallback(AVERAGE), resume=True, max_steps=8)
+    assert said.startswith("CheckpointError: the trainer resumes at step 4 from a checkpoint of a training without")
+    with pytest.raises(tw.ConfigurationError, match="weights='best'"):
+        ThinwireCallback(AVERAGE, weights="best")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trainers")
+    program = Path(__file__).parents[1] / "support/hf_trainer.py"
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(program),
+        str(folder),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=900, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)], done.stderr, folder
+
+
+@pytest.mark.slow
+def test_two_processes_agree_and_nothing_else_crosses(world):
+    (zero, one), said, _ = world
+    assert same_bits(zero["weights"], one["weights"]) and zero["steps"] == one["steps"] == STEPS
+    assert zero["unwrapped"] and one["unwrapped"] and zero["calls"] == one["calls"] == []
+    assert (
+        zero["packets"]
+        == one["packets"]
+        == STEPS // STREAMING.schedule.every * STREAMING.nbytes_per_period(zero["shapes"], 2)
+    )
+    assert said.count("thinwire: 2 replicas; each sends ") == 6  # once a training
+
+
+@pytest.mark.slow
+def test_each_reads_a_share(world):
+    (zero, one), _, _ = world
+    assert len(zero["seen"]) >= 2 * STEPS and not set(zero["seen"]) & set(one["seen"])
+
+
+@pytest.mark.slow
+def test_what_is_evaluated(world):
+    """The anchors, which are equal; or what each has."""
+    (zero, one), _, _ = world
+    assert zero["losses"] == one["losses"] and len(zero["losses"]) == STEPS // 4
+    assert zero["own"][0] != one["own"][0] and zero["own"][-1] == one["own"][-1]  # at the end there is one model
+
+
+@pytest.mark.slow
+def test_saved_rotated_and_resumed(world):
+    (zero, one), _, folder = world
+    assert zero["rotated"] == one["rotated"] == [f"checkpoint-{STEPS}"]
+    flights = (folder / "whole/replica-1/checkpoint-8/thinwire/step-00000008/manifest.json").read_text()
+    assert '"flights": {}' not in flights  # a round was in the air
+    assert same_bits(zero["resumed"], zero["weights"]) and same_bits(one["resumed"], one["weights"])
+    for replica, other in ((zero, 1), (one, 0)):
+        assert replica["of another"].startswith(
+            f"CheckpointError: the trainer resumes at step 8 from a checkpoint of {{'replica': {other}"
+        )
+        assert "max_steps" in replica["other steps"] and replica["other steps"].startswith("DisagreementError")
+    assert same_bits(zero["own data"], one["own data"]) and SAVED == 4

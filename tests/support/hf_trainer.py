@@ -1,0 +1,122 @@
+"""A tiny GPT-2 under transformers' `Trainer`; as a program, one of two replicas: `torchrun ... hf_trainer.py FOLDER`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+
+import thinwire as tw
+from thinwire.comm import CountedGroup, Ledger, Link, LinkedGroup
+from thinwire.integrations.huggingface import ThinwireCallback
+
+STEPS, SAVED = 12, 4
+STREAMING = tw.streaming_diloco(every=4, fragments=2, delay=2)
+
+
+class Tokens(torch.utils.data.Dataset):
+    """Sample i is drawn from seed i."""
+
+    def __init__(self, count: int = 64) -> None:
+        self.count, self.seen = count, []
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        self.seen.append(index)
+        tokens = torch.randint(0, 32, (16,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def model() -> GPT2LMHeadModel:
+    set_seed(0)
+    shape = {"vocab_size": 32, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=0, eos_token_id=0))  # with dropout
+
+
+def arguments(folder: Path, **options: object) -> TrainingArguments:
+    given = {
+        "max_steps": STEPS, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "report_to": [], "use_cpu": True,
+        "save_steps": SAVED, "logging_steps": 4, "disable_tqdm": True,
+    }  # fmt: skip
+    return TrainingArguments(str(folder), **(given | options))
+
+
+def train(folder: Path, callback: ThinwireCallback | None, resume: object = None, **options: object) -> Trainer:
+    callbacks = [callback] if callback else []
+    data = Tokens()
+    trainer = Trainer(
+        model(), arguments(folder, **options), train_dataset=data, eval_dataset=Tokens(8), callbacks=callbacks
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def weights(trainer: Trainer) -> Tensor:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in trainer.model.parameters()])
+
+
+def losses(trainer: Trainer) -> list[float]:
+    return [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+
+
+def refused(folder: Path, callback: ThinwireCallback, **options: object) -> str:
+    try:
+        train(folder, callback, **options)
+    except tw.ThinwireError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        callback.close()
+    return "nothing"
+
+
+def main(folder: Path) -> None:
+    arguments(folder / "world")  # accelerate joins the world
+    rank, calls = dist.get_rank(), []
+    for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "barrier", "all_gather_object"):
+        plain = getattr(dist, name)
+        setattr(dist, name, lambda *a, _name=name, _plain=plain, **k: (calls.append(_name), _plain(*a, **k))[1])
+    ledger = Ledger()
+    group = LinkedGroup(CountedGroup(tw.TorchGroup.from_world(2, timeout=600.0), ledger), Link.parse("50mbit,5ms"))
+    found: dict[str, object] = {}
+
+    calls.clear()
+    evaluated = {"eval_strategy": "steps", "eval_steps": 4}
+    whole = train(folder / "whole", ThinwireCallback(STREAMING, group), **evaluated)
+    found["weights"], found["losses"], found["steps"] = weights(whole), losses(whole), whole.state.global_step
+    found["seen"], found["unwrapped"] = whole.train_dataset.seen, whole.model_wrapped is whole.model
+    found["packets"] = ledger.sent("packet")
+    found["shapes"] = [fragment.shapes for fragment in STREAMING.partition.fragments(whole.model)]
+    found["own"] = losses(train(folder / "own", ThinwireCallback(STREAMING, group, weights="own"), **evaluated))
+    found["calls"] = list(calls)
+
+    train(folder / "cut", ThinwireCallback(STREAMING, group), save_total_limit=1, save_steps=6, max_steps=STEPS)
+    found["rotated"] = sorted(
+        path.name for path in (folder / "cut" / ("replica-1" if rank else "")).glob("checkpoint-*")
+    )
+    resumed = train(
+        folder / "whole",
+        ThinwireCallback(STREAMING),
+        resume=str(folder / "whole" / ("replica-1" if rank else "") / "checkpoint-8"),
+    )
+    found["resumed"] = weights(resumed)
+    found["of another"] = refused(
+        folder / "whole",
+        ThinwireCallback(STREAMING, group),
+        resume=str(folder / "whole" / f"{'' if rank else 'replica-1'}" / "checkpoint-8"),
+    )
+    found["other steps"] = refused(folder / "steps", ThinwireCallback(STREAMING, group), max_steps=STEPS + rank)
+    found["own data"] = weights(train(folder / "data", ThinwireCallback(STREAMING, group, own_data=True), max_steps=2))
+    torch.save(found, folder / f"{rank}.pt")
+    group.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]))
