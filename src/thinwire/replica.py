@@ -21,6 +21,7 @@ from thinwire.runtime.gradient_driver import GradientDriver
 from thinwire.runtime.inner_steps import InnerSteps, as_one, listed
 from thinwire.runtime.loop_warnings import LoopWarnings, silent
 from thinwire.runtime.module_state import exported
+from thinwire.runtime.stateful import owner, packed, unpacked
 from thinwire.strategy import Gradients, Strategy
 
 
@@ -75,7 +76,7 @@ class Replica:
     ) -> None:
         optimizers = listed(optimizer)
         self.strategy, self.model, self.optimizer, self.group = strategy, model, as_one(optimizers), group
-        self._finished, sharded = False, site is not None
+        self._finished, self._site, sharded = False, site, site is not None
         self._training, fragments = Training.of(strategy, model, self.optimizer, observer, clock, tokens, sharded)
         self._driver = choose(self._training, fragments, group, site)
         self._inner_steps = InnerSteps(optimizers, self._training, self._driver)
@@ -158,6 +159,14 @@ class Replica:
         Raises `CheckpointError` (of another model or strategy), `DisagreementError` (replicas loaded different anchors).
         """
         self._driver.load_state(tensors, facts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """`state()` for torch.distributed.checkpoint, whose `Stateful` a Replica is: under its own name, so that all may share a folder."""
+        return packed(owner(self.group, self._site), self.strategy, self.state())
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """As `load_state`, from `state_dict()`; model and inner optimizer are loaded before it."""
+        self.load_state(*unpacked(owner(self.group, self._site), self.strategy, saved))
 
     def finish(self, keep_seconds: float = 0.0) -> None:
         """Land what is in the air, exchange what was trained since, and leave the outer weights in the model.
