@@ -25,7 +25,7 @@ strategy catalogue parsing
 recipes runtime
 elastic methods ddp_hook simulate
 replica
-testing
+testing jobs
 lm plan cli
 public
 """
