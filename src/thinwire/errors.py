@@ -4,6 +4,7 @@
     ├── ConfigurationError (ValueError)   a combination that cannot work; raised when it is made
     ├── ModelError                        a model or optimizer that cannot be served
     ├── DataError                         text that is missing, empty or unreadable
+    ├── JobError                          a fault in a job file of the user's own
     ├── CheckpointError                   a checkpoint that is damaged, foreign or absent
     ├── PacketError                       bytes from a peer that are not the packet that was due
     ├── NonFiniteError                    NaN or infinity in a delta; refused before it reaches an anchor
@@ -33,6 +34,10 @@ class ModelError(ThinwireError):
 
 class DataError(ThinwireError):
     """Text that is missing, empty or unreadable."""
+
+
+class JobError(ThinwireError):
+    """A fault in a job file of the user's own: its path, its line and what Python said, or what the file lacks."""
 
 
 class CheckpointError(ThinwireError):

@@ -1,4 +1,4 @@
-"""Pieces in the user's own file: `my_file.py:Mine(3)`, wherever a piece is written as text.
+"""Files of the user's own: a job (`--job my_job.py`), and pieces (`my_file.py:Mine(3)`, wherever a piece is written as text).
 
 The file is imported because the user names it, on the command line or in a run file; what is read back from a peer, a packet or
 a record imports nothing. What a run file keeps is `/whole/path/my_file.py@DIGEST:Mine(3)`, with the BLAKE2b of the content: another
@@ -24,6 +24,7 @@ from thinwire.files import contents
 _DIGEST = "__thinwire_digest__"
 _PATH = r"""(?P<path>[^\s'"(),=:@\[\]{}]+\.py)(?:@(?P<digest>[0-9a-f]{32}))?"""
 _QUOTED = r"""(?P<quote>['"])(?P<spaced>[^'"\n]+\.py)(?:@(?P<mark>[0-9a-f]{32}))?(?P=quote)"""
+_FILE = re.compile(r"(?P<path>.+\.py)(?:@(?P<digest>[0-9a-f]{32}))?")
 _NAMED = re.compile(
     rf"""(?:{_PATH}|{_QUOTED}):(?P<name>[A-Za-z_]\w*)|(?P<text>'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")""", re.DOTALL
 )
@@ -53,6 +54,26 @@ def pinned(text: str) -> str:
 def shortened(text: str) -> str:
     """`text` for people: of every file of the user's own its name alone."""
     return replaced(text, lambda path, digest, name: f"{path.name}:{name}")
+
+
+def pinned_file(text: str) -> str:
+    """`path.py` as /whole/path.py@DIGEST; one that has a digest keeps it. Raises `ConfigurationError`."""
+    path, digest = taken_apart(text)
+    return f"{path.absolute()}@{digest or _digest(_read(path))}"
+
+
+def taken_apart(text: str) -> tuple[Path, str | None]:
+    """Path and digest of `path.py` or `path.py@DIGEST`. Raises `ConfigurationError`."""
+    found = _FILE.fullmatch(text)
+    if found is None:
+        raise ConfigurationError(f"{text!r}: a file that ends in .py is needed; write the path of yours.")
+    return Path(found["path"]), found["digest"]
+
+
+def file_of(text: str) -> ModuleType:
+    """The module of `path.py` or `path.py@DIGEST`, imported once for a content. Raises `ConfigurationError`."""
+    path, digest = taken_apart(text)
+    return _imported(path.absolute(), digest)
 
 
 def resolved(text: str) -> tuple[str, dict[str, Callable[..., Any]]]:
@@ -144,7 +165,7 @@ def _read(path: Path) -> bytes:
         return contents(path).encode()
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"{path} cannot be read as a file of pieces ({error}); check the path, which is relative to where you are."
+            f"{path} cannot be read as a Python file ({error}); check the path, which is relative to where you are."
         ) from None
 
 

@@ -16,11 +16,12 @@ from thinwire.diagnosis import Rules
 from thinwire.elastic import rounds
 from thinwire.errors import ConfigurationError, DisagreementError, EndedError, LinkError
 from thinwire.exchange import send_queue
+from thinwire.jobs.base import Share
 from thinwire.lm import launch, membership, trainer
+from thinwire.lm.job import check
 from thinwire.lm.membership import AdaptiveTimeouts, MemberSpec, RetryReporter, join
-from thinwire.lm.place import ElasticPlace, Share
+from thinwire.lm.place import ElasticPlace
 from thinwire.lm.run import Run
-from thinwire.lm.setup import check
 from thinwire.lm.watch import watching
 from thinwire.membership import Lighthouse, LighthouseRendezvous, Timeouts
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster, ThreadRendezvous

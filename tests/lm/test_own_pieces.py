@@ -108,7 +108,7 @@ def test_an_elastic_run(here: Path) -> None:
 
 
 CASES = {
-    "none.py:Mine": "none.py cannot be read as a file of pieces",
+    "none.py:Mine": "none.py cannot be read as a Python file",
     "own.py:Mine(3)": "own.py has no piece 'Mine'; it has Truncated, Smoothed, DirectBelow",
     "own.py:Smoothed(0.5)": "codec=Smoothed(decay=0.5): a Codec is needed, which has decode_add, encode, nbytes; make it",
     "own.py:Truncated(9)": "1 to 3 bytes of a value are needed",

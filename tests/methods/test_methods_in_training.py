@@ -11,8 +11,8 @@ from loops import METHODS
 
 from thinwire.errors import ConfigurationError
 from thinwire.lm import launch
+from thinwire.lm.job import check
 from thinwire.lm.run import Run
-from thinwire.lm.setup import check
 from thinwire.records.events import read_events
 from thinwire.records.run_record import RunRecord
 from thinwire.report.report import write_report

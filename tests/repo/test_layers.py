@@ -24,7 +24,7 @@ strategy catalogue parsing
 recipes runtime
 elastic methods ddp_hook simulate
 replica
-testing integrations
+testing integrations jobs
 lm plan cli
 public
 """

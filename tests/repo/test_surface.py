@@ -25,12 +25,13 @@ from thinwire.lm.run import PART_OF, PARTS, Run
 # Of a run: options of train and compare, and what a run file holds.
 RUN = """
 strategy replicas steps seed every delay fragments merge codec partition offsets exchange outer_lr outer_momentum anchors privacy carrier
-least grace weigh evict link uplink timeout model lora positions text column tokenizer batch sequence accumulate optimizer lr warmup weight_decay
+least grace weigh evict link uplink timeout model job lora positions text column tokenizer batch sequence accumulate optimizer lr warmup weight_decay
 clip precision eval_every eval_batches checkpoint_every keep
 """
 OPTIONS = {
     "train": "run_settings out resume from_start run elastic lighthouse name secret json",
     "compare": "run_settings strategies seeds out run json",
+    "new": "file json",
     "report": "runs diagnose out tensorboard json",
     "probe": "run what out model sequence link replicas seconds trips name timeout json",
     "plan": "links machines replicas run model sequence text tokenizer tokens batch_tokens memory utilization deadline loss methods ranks "

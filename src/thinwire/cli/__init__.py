@@ -9,12 +9,13 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from thinwire.errors import ThinwireError
+from thinwire.errors import JobError, ThinwireError
 from thinwire.printable import printable_lines
 from thinwire.version import __version__
 
 VERBS = {
-    "train": "train one language model on several replicas (without arguments: the demo)",
+    "train": "train one model on several replicas: a language model (without arguments: the demo), or a job of your own",
+    "new": "write a job file of your own to begin with: any model, any data",
     "compare": "train with several strategies on the same tokens and seeds, and print one table",
     "report": "draw one page for one or more runs",
     "simulate": "say what a link carries, and who waits for whom, without training anything",
@@ -57,6 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _heard():
             return int(importlib.import_module(f"thinwire.cli.{verb}").main(rest))
+    except JobError as error:  # the user's own file: its line, and nothing around it
+        print(printable_lines(str(error)), file=sys.stderr)
+        return 1
     except ThinwireError as error:
         print(printable_lines(f"thinwire {verb}: {error}"), file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1

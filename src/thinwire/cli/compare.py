@@ -22,8 +22,8 @@ from thinwire.cli import doctor, options, train
 from thinwire.cli.pages import write_report
 from thinwire.errors import ConfigurationError, DataError, ThinwireError
 from thinwire.lm import launch
+from thinwire.lm.job import check
 from thinwire.lm.run import Run
-from thinwire.lm.setup import check
 from thinwire.records.run_record import RunRecord
 from thinwire.records.units import text_of_bits, text_of_loss, text_of_nbytes, text_of_seconds, text_of_share
 from thinwire.report.terminal import waiting

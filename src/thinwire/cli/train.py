@@ -17,8 +17,8 @@ from thinwire.cli import doctor, options
 from thinwire.cli.pages import write_report
 from thinwire.errors import ConfigurationError, DataError
 from thinwire.lm import launch
+from thinwire.lm.job import check
 from thinwire.lm.run import Run
-from thinwire.lm.setup import check
 from thinwire.lm.supervisor import Seat, check_seat, train_elastic
 from thinwire.lm.watch import watching
 from thinwire.records.run_record import RunRecord, explained, text_of_privacy
@@ -109,11 +109,12 @@ def main(arguments: Sequence[str]) -> int:
             f"The demo: {run.placement.replicas} processes train one model over an emulated link of {run.placement.link}, the same as"
         )
         console.print(f"  thinwire train --link {run.placement.link}", soft_wrap=True, highlight=False)
-    with waiting(console, "reading the text"):
-        model = check(run, asked.out if asked.resume else None)
     sharded = place is not None and place[1] > run.placement.replicas
     here = 0 if sharded else 1 if place or asked.seat else run.placement.replicas
-    doctor.ready(run, model, here, Console(quiet=True) if place and place[0] else console)
+    with waiting(console, "looking at data and model"):
+        model = check(run, asked.out if asked.resume else None)
+        doctor.ready(run, model, here, Console(quiet=True) if place and place[0] else console)
+        del model
     if place is not None:
         return _as_rank(*place, run, asked, folder, console)
     launch.new_folder(run, folder, asked.resume, asked.name or "*")

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,13 @@ import torch
 import torch.distributed as dist
 
 from thinwire.comm import Link, TorchGroup, parse_link, run_threads, start_torch
-from thinwire.errors import ConfigurationError, LinkError, ThinwireError
+from thinwire.errors import ConfigurationError, JobError, LinkError, ThinwireError
+from thinwire.jobs.own import blaming_job
 from thinwire.lm.elastic_trainer import ElasticTrainer
 from thinwire.lm.fixed_trainer import FixedTrainer
+from thinwire.lm.job import open_job
 from thinwire.lm.place import ElasticPlace, Place
 from thinwire.lm.run import Run
-from thinwire.lm.tokenizer import open_corpus
 from thinwire.lm.trainer import Trainer
 from thinwire.lm.watch import LOOK_SECONDS, warn_of_open_files, watching
 from thinwire.printable import printable_lines
@@ -130,11 +131,12 @@ def train_here(run: Run, place: Place | ElasticPlace) -> dict[str, Any]:
     ):
         trainer: Trainer | None = None
         try:
-            if isinstance(place, ElasticPlace):
-                trainer = ElasticTrainer(run, place, log)
-            else:
-                trainer = FixedTrainer(run, place, log)
-            return trainer.train()
+            with blaming_job(run.model.job):
+                if isinstance(place, ElasticPlace):
+                    trainer = ElasticTrainer(run, place, log)
+                else:
+                    trainer = FixedTrainer(run, place, log)
+                return trainer.train()
         except ThinwireError as error:
             log.emit("warning", trainer.replica.step if trainer else 0, message=f"{type(error).__name__}: {error}")
             raise
@@ -185,7 +187,7 @@ def train_threads(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop |
 def train_processes(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop | None = None) -> None:
     """One process a replica on this machine, in the environment that torchrun would give it. Their output goes to RUN/logs."""
     stop = stop or Stop()
-    open_corpus(run.data, run.model.model, folder)  # once, before all of them want it; a mistake in the text shows here
+    open_job(run, folder)  # once, before all of them want its text tokenised; a mistake in it shows here
     logs = folder / "logs"
     logs.mkdir(exist_ok=True)
     port = _free_port()
@@ -216,7 +218,9 @@ def train_processes(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop
     if stop.is_set() and any(process.returncode in (130, -signal.SIGINT) for process in processes):
         raise KeyboardInterrupt(stop.number)  # one had not begun, or would not wait
     if failed := [rank for rank, process in enumerate(processes) if process.returncode and rank not in silent]:
-        said = _post_mortem(failed, [process.returncode for process in processes], begins, folder)
+        last = {rank: _last_words(folder / f"logs/replica-{rank}.txt", begins[rank]) for rank in failed}
+        raise_for_job(last.values())
+        said = _post_mortem(last, [process.returncode for process in processes], folder)
         raise LinkError("\n".join([*(f"replica {r} did not end in {_GRACE:g} s and was killed" for r in silent), said]))
 
 
@@ -262,13 +266,22 @@ def end(processes: list[subprocess.Popen[bytes]]) -> None:
             process.wait()
 
 
-def _post_mortem(failed: list[int], codes: list[int], begins: list[int], folder: Path) -> str:
+def _last_words(log: Path, begin: int) -> str:
+    said = log.read_bytes()[begin:].decode(errors="replace")
+    return (said.strip().splitlines() or ["said nothing; was it killed?"])[-1]
+
+
+def raise_for_job(last_words: Iterable[str]) -> None:
+    """Raise the `JobError` that a replica said last, if one did: then nothing else matters."""
+    kind = f"{JobError.__name__}: "
+    for words in last_words:
+        if words.startswith(kind):
+            raise JobError(words.removeprefix(kind))
+
+
+def _post_mortem(last: Mapping[int, str], codes: list[int], folder: Path) -> str:
     """What the replicas that failed by themselves said last: not those that only lost their peer."""
-    last: dict[int, str] = {}
-    for rank in failed:
-        said = (folder / f"logs/replica-{rank}.txt").read_bytes()[begins[rank] :].decode(errors="replace")
-        last[rank] = (said.strip().splitlines() or ["said nothing; was it killed?"])[-1]
-    causes = [rank for rank in failed if "LinkError" not in last[rank]] or failed
+    causes = [rank for rank in last if "LinkError" not in last[rank]] or list(last)
     lines = []
     for words in dict.fromkeys(last[rank] for rank in causes):  # what several say alike is told once
         alike = [rank for rank in causes if last[rank] == words]

@@ -1,8 +1,7 @@
-"""Where one replica runs, and which part of the text it reads: what differs between the replicas of one run."""
+"""Where one replica runs, and which part of the data it reads: what differs between the replicas of one run."""
 
 from __future__ import annotations
 
-import re
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,31 +11,8 @@ import torch
 from torch import nn
 
 from thinwire.comm import Group
+from thinwire.jobs.base import Share
 from thinwire.lm.membership import MemberSpec
-from thinwire.rng import derive
-
-
-@dataclass(frozen=True)
-class Share:
-    """What a replica reads of the text: the windows that are `index` of `count`, in an order that follows from `seed`."""
-
-    seed: int
-    index: int
-    count: int
-
-    @classmethod
-    def of(cls, seed: int, replicas: int, name: str) -> Share:
-        """replica-0, replica-1, ... have shares that never overlap; who has another name reads all of the text in an order of its own.
-
-        >>> Share.of(0, 3, "replica-1")
-        Share(seed=0, index=1, count=3)
-        >>> Share.of(0, 3, "paris").count
-        1
-        """
-        number = re.fullmatch(r"replica-(0|[1-9][0-9]*)", name)
-        if number and int(number[1]) < replicas:
-            return cls(seed, int(number[1]), replicas)
-        return cls(derive(seed, f"order of {name}"), 0, 1)
 
 
 @dataclass(frozen=True)
@@ -63,7 +39,7 @@ class Place:
         return self.group.rank == 0 and self.shard == 0
 
     def share(self, seed: int, replicas: int) -> Share:
-        """Of the text."""
+        """Of the data."""
         return Share(seed, self.group.rank, self.group.size)
 
 
@@ -91,7 +67,7 @@ class ElasticPlace:
         return True
 
     def share(self, seed: int, replicas: int) -> Share:
-        """Of the text."""
+        """Of the data."""
         return Share.of(seed, replicas, self.member.name)
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import tomli_w
 
 from thinwire.errors import ConfigurationError
+from thinwire.jobs.own import functions
 from thinwire.lm.settings import OF_THE_RECIPE, DataSpec, MethodSpec, ModelSpec, OptimizerSpec, Placement, fits
 from thinwire.methods import Method
-from thinwire.own_files import pinned
+from thinwire.own_files import pinned, pinned_file, taken_apart
 from thinwire.parsing import nearest, parse, pieces_of
 from thinwire.pieces.inner_optimizers import AdamW, Inner
 from thinwire.recipes import RECIPES
@@ -22,7 +23,7 @@ from thinwire.records.run_file import read_run_file
 from thinwire.strategy import Strategy
 
 MAY_DIFFER = (
-    *("text", "link", "uplink", "carrier", "timeout", "replicas", "strategy", "model", "keep"),
+    *("text", "link", "uplink", "carrier", "timeout", "replicas", "strategy", "model", "job", "keep"),
     *OF_THE_RECIPE,
 )  # between replicas, as far as `Run.shared` is asked
 OF_PIECES = ("strategy", "codec", "partition", "exchange", "privacy", "optimizer")  # written as text
@@ -54,6 +55,11 @@ class Run:
             raise ConfigurationError(f"seed={self.seed!r:.200}: int is needed.")
         strategy = self._composition()
         self.make_inner()
+        if self.model.job and (self.data.text or self.data.tokenizer):
+            raise ConfigurationError(
+                f"text={self.data.text!r:.200}, tokenizer={self.data.tokenizer!r} with job={self.model.job!r}: the job reads its own data; "
+                "leave them out."
+            )
         if self.placement.carrier == "elastic":
             self.placement.check_elastic(strategy, self.method.label)
 
@@ -132,9 +138,17 @@ class Run:
         if model.endswith(".safetensors"):
             model = str(Path(model).absolute())
         text = tuple(str(Path(path).absolute()) for path in self.data.text)
-        given = self.settings()
+        given = self._counted_in_samples().settings()
         pieces = {name: pinned(given[name]) for name in OF_PIECES if given[name] is not None}
-        return self.changed(text=text, model=_absolute(model), tokenizer=tokenizer and _absolute(tokenizer), **pieces)
+        given |= {"text": text, "model": _absolute(model), "tokenizer": tokenizer and _absolute(tokenizer), **pieces}
+        return self.changed(**given)
+
+    def _counted_in_samples(self) -> Run:
+        """Of a job in a file, which is pinned: a sequence is one sample, and a batch without `collate` is one too."""
+        if self.model.job is None:
+            return self
+        job = pinned_file(self.model.job)
+        return self.changed(job=job, sequence=1, batch=self.data.batch if "collate" in functions(job) else 1)
 
     def made_of(self) -> dict[str, Any]:
         """What the strategy is with all that its recipe decides."""
@@ -153,6 +167,8 @@ class Run:
             for name in OF_A_CHECKPOINT
             if given[name] != there[name]
         ]
+        if _digest(given["job"]) != _digest(there["job"]):
+            said.append(f"job {there['job']!r} there, {given['job']!r} given")
         # checkpoints of the one know of rounds, the others' of flights
         if (given["carrier"] == "elastic") != (there["carrier"] == "elastic"):
             said.append(f"carrier {there['carrier']!r} there, {given['carrier']!r} given")
@@ -219,6 +235,10 @@ PARTS: dict[str, type] = {
     "placement": Placement,
 }
 PART_OF = {"seed": ""} | {field.name: part for part, kind in PARTS.items() for field in dataclasses.fields(kind)}
+
+
+def _digest(job: str | None) -> str | None:
+    return taken_apart(job)[1] if job else None
 
 
 def _tables() -> str:

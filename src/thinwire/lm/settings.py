@@ -17,7 +17,7 @@ from thinwire.elastic import driver as elastic
 from thinwire.errors import ConfigurationError
 from thinwire.membership.timeouts import grace_seconds
 from thinwire.methods import METHODS, Method
-from thinwire.own_files import shortened
+from thinwire.own_files import shortened, taken_apart
 from thinwire.parsing import PIECES, nearest, parse, pieces_of
 from thinwire.pieces.transforms import Clip
 from thinwire.recipes import RECIPES
@@ -185,12 +185,25 @@ class ModelSpec(_Part):
     model: str = "tiny"
     """A size (nano, tiny, mini, 35m, 100m, 200m, 300m, 500m, 1b, 4b), RUN/model.safetensors for one that was trained before, or
     hf:FOLDER_OR_NAME for a Hugging Face causal LM."""
+    job: str | None = None
+    """A file of your own, my_job.py, with model(), batches(share) and loss(model, batch): in place of the language model and its text."""
     lora: int | None = None
     """Rank of LoRA adapters: only they are trained and exchanged. Without: the whole model."""
     positions: Literal["rotary", "learned"] = "rotary"
     """How the model knows where a token stands."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Autocast. auto: bf16 on a GPU that has it, else fp32."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.job is None:
+            return
+        taken_apart(self.job)
+        for name in ("model", "lora", "positions"):
+            if (given := getattr(self, name)) != type(self).__dataclass_fields__[name].default:
+                raise ConfigurationError(
+                    f"{name}={given!r} with job={self.job!r}: the job makes its own model; leave {name} out."
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

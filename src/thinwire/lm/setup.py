@@ -1,4 +1,4 @@
-"""What a run trains: its text, tokenizer, model and learning rate; and a look at all of it before any replica is started."""
+"""The language model of a run, and every run's learning rate."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import math
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -15,12 +14,8 @@ from thinwire.errors import ConfigurationError
 from thinwire.lm.adapters import attach
 from thinwire.lm.export import stored_model
 from thinwire.lm.huggingface import HuggingFace, hugging_face, outline
-from thinwire.lm.loops import check_method
 from thinwire.lm.model import SIZES, Transformer
-from thinwire.lm.run import Run
 from thinwire.lm.settings import ModelSpec, OptimizerSpec
-from thinwire.lm.tokenizer import open_corpus
-from thinwire.pieces.schedule import Calendar
 from thinwire.rng import derive
 
 _MAKING = threading.Lock()  # transformers patches all of torch while it loads: one thread at a time
@@ -65,34 +60,6 @@ def _bare_model(
     context = max(sequence, size.context)
     shape = dataclasses.replace(size, vocabulary=vocabulary, positions=spec.positions, context=context)
     return Transformer(shape, derive(seed, "weights") % 2**31)
-
-
-def check(run: Run, folder: Path | None = None) -> nn.Module:
-    """Find what would stop every replica, before any is started: text, tokenizer, model, fragments. Raises what it finds, returns the
-    model without values. `folder`: the run's, if it is to go on.
-    """
-    placement, data = run.placement, run.data
-    if placement.carrier != "elastic" and (placement.evict or placement.weigh != "alike" or placement.grace):
-        raise ConfigurationError(
-            f"evict={placement.evict}, weigh={placement.weigh!r}, grace={placement.grace!r} with carrier={placement.carrier!r}: these are "
-            "for replicas that may come and go; add --elastic."
-        )
-    corpus = open_corpus(run.data, run.model.model, folder)
-    last = placement.replicas - 1  # it has fewest windows
-    corpus.batch(run.seed, last, placement.replicas, 0, data.batch, data.sequence)
-    corpus.held_out(data.batch, data.sequence, data.eval_batches)
-    model = outline_model(run.model, run.data.sequence, run.seed, corpus.vocabulary)
-    if method := run.make_method():
-        check_method(run, method)
-        return model
-    strategy = run.make_strategy()
-    Calendar(
-        strategy.schedule, len(strategy.partition.fragments(model)), lambda step: learning_rate(run.optimizer, step)
-    ).departs(1)
-    strategy.exchange.init(strategy.codec, 0, 0, run.placement.replicas)  # sites of another group are refused here
-    if strategy.privacy:
-        strategy.privacy.epsilon(1)  # an accountant that is missing is missed here
-    return model
 
 
 def learning_rate(optimizer: OptimizerSpec, step: int) -> float:

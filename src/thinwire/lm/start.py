@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from thinwire.comm import parse_link
-from thinwire.lm.data import Corpus
-from thinwire.lm.place import Share
+from thinwire.jobs.base import Job, Share
 from thinwire.lm.run import Run
 from thinwire.methods import Method
 from thinwire.pieces.partition import Fragment
@@ -23,13 +22,14 @@ from thinwire.version import __version__
 
 
 def start(
-    run: Run, share: Share, composition: Strategy | Method, fragments: Sequence[Fragment], corpus: Corpus
+    run: Run, share: Share, composition: Strategy | Method, fragments: Sequence[Fragment], job: Job
 ) -> dict[str, Any]:
     """The fields of a start event."""
     link, shapes = parse_link(run.placement.link), [fragment.shapes for fragment in fragments]
     made_of = {
         "made_of": run.made_of() | {"fragments": len(fragments)},
-        "corpus": corpus.describe(),
+        "corpus": job.describe(),
+        "unit": job.unit,
         "exchanges": composition.choices(shapes, run.placement.replicas) if isinstance(composition, Strategy) else [],
     }
     return {

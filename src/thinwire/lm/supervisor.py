@@ -26,11 +26,20 @@ import torch
 
 from thinwire.checkpoint import newest
 from thinwire.errors import CheckpointError, LinkError, ThinwireError
-from thinwire.lm.launch import Stop, Tick, end, sharing_cores, stop_with_the_launcher, stopping, train_here
+from thinwire.lm.job import open_job
+from thinwire.lm.launch import (
+    Stop,
+    Tick,
+    end,
+    raise_for_job,
+    sharing_cores,
+    stop_with_the_launcher,
+    stopping,
+    train_here,
+)
 from thinwire.lm.membership import MemberSpec, heartbeat_timeout
 from thinwire.lm.place import ElasticPlace
 from thinwire.lm.run import Run
-from thinwire.lm.tokenizer import open_corpus
 from thinwire.membership import Lighthouse, LighthouseRendezvous
 from thinwire.membership.channel import secret_in
 from thinwire.membership.view import Presence
@@ -71,7 +80,7 @@ def train_elastic(
 
     Raises `LinkError` saying why, if none of them has finished; `CheckpointError` if none has anything to resume from.
     """
-    open_corpus(run.data, run.model.model, folder)  # once, before all of them want it; a mistake in the text shows here
+    open_job(run, folder)  # once, before all of them want its text tokenised; a mistake in it shows here
     (folder / "logs").mkdir(exist_ok=True)
     names = [seat.name] if seat else [f"replica-{index}" for index in range(run.placement.replicas)]
     # with a seat the others, elsewhere, may hold what is agreed
@@ -94,6 +103,7 @@ def train_elastic(
             raise
     given_up = [f"{replica.name}: {replica.given_up}" for replica in replicas if replica.given_up]
     if given_up and not any(replica.finished for replica in replicas):
+        raise_for_job(replica.given_up for replica in replicas)
         ended = all("EndedError" in words for words in given_up)
         whole = not ended and any(folder.glob("checkpoints/*/step-*"))
         advice = " Go on from the last checkpoints with --resume." if whole else ""

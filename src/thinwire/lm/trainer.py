@@ -1,6 +1,6 @@
-"""Train one language model as one replica of a group: the main job's loop.
+"""Train the model of a job as one replica of a group.
 
-AdamW, unless the method is one with another, with warm-up and cosine, clipping, accumulation, autocast; evaluation of the anchors on held-out text;
+AdamW, unless the method or the job has another, with warm-up and cosine, clipping, accumulation, autocast; evaluation of the anchors;
 checkpoints; an exact resume; and an event for everything that happens.
 """
 
@@ -21,14 +21,13 @@ from torch import Tensor
 from thinwire import checkpoint
 from thinwire.comm import CountedGroup, Group, Ledger, LinkedGroup, parse_link
 from thinwire.errors import CheckpointError, ConfigurationError, EndedError, LinkError, ThinwireError
-from thinwire.lm.export import store
+from thinwire.lm.job import open_job
 from thinwire.lm.loops import evaluated, micro_batches
 from thinwire.lm.place import ElasticPlace, Place, shard
 from thinwire.lm.releases import releases
 from thinwire.lm.run import Run
-from thinwire.lm.setup import learning_rate, make_model
+from thinwire.lm.setup import learning_rate
 from thinwire.lm.start import start
-from thinwire.lm.tokenizer import keep_tokenizer, open_corpus
 from thinwire.lm.watch import watching
 from thinwire.membership import Membership
 from thinwire.methods import Attached, Method, ZerothOrder
@@ -64,27 +63,29 @@ class Trainer(ABC):
     def __init__(self, run: Run, place: Place | ElasticPlace, log: EventLog) -> None:
         self.run, self.place, self.log = run, place, log
         self.ledger, self.clock, self.eval_loss = Ledger(), Clock(), math.nan
-        self.corpus, self.share = (
-            open_corpus(run.data, run.model.model, place.folder),
-            place.share(run.seed, run.placement.replicas),
-        )
-        facts = run.shared() | {"tokenizer": self.corpus.tokenizer.fingerprint}
+        self.job, self.share = open_job(run, place.folder), place.share(run.seed, run.placement.replicas)
+        facts = run.shared() | dict(self.job.facts)
         self._agree(facts)
-        keep_tokenizer(place.folder, run.model.model, self.corpus.tokenizer, place.name)
+        self.job.keep(place.folder, place.name)
         self.device = torch.device("cuda", place.gpu) if torch.cuda.is_available() else torch.device("cpu")
         self.bf16 = run.model.precision == "bf16" or (
             run.model.precision == "auto" and self.device.type == "cuda" and torch.cuda.is_bf16_supported()
         )
-        self.model = make_model(run.model, run.data.sequence, run.seed, self.corpus.vocabulary).to(self.device)
+        self.model = self.job.make_model().to(self.device)
         if place.shards > 1 and run.model.lora:
             raise ConfigurationError(
                 f"lora={run.model.lora} on replicas of {place.shards} ranks: adapters need whole replicas; start one process a replica."
             )
         if place.shards > 1:
             shard(self.model, run.placement.replicas, place.shards, self.device)
+        self.job.begin(self.share, place.shard, place.shards)
         self.method, self.inner = run.make_method(), run.make_inner()
         self.lr_factor = 1.0 if self.method else self.inner.lr_factor
-        if self.method:
+        own = self.job.make_optimizer(self.model)
+        self.own_rates = own is not None
+        if own:
+            self.optimizer = own
+        elif self.method:
             self.optimizer = self.method.optimizer(self.model, run.optimizer.lr)
         else:
             self.optimizer = self.inner.make(self.model, run.optimizer.lr, run.optimizer.weight_decay)
@@ -212,9 +213,7 @@ class Trainer(ABC):
         run, replica = self.run, self.replica
         begin, begun = self.log.seconds(), time.monotonic()
         paused = replica.seconds
-        lr = learning_rate(run.optimizer, replica.step + 1)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr * self.lr_factor
+        lr = self._set_rates()
         if isinstance(replica, ZerothOrder):  # forward passes only: there is no gradient whose norm could be told
             self.model.eval()
             first, norm_value = replica.step * replica.samples, math.nan
@@ -231,6 +230,15 @@ class Trainer(ABC):
             "step", replica.step, loss=loss, lr=lr, grad_norm=norm_value, tokens=tokens, begin=begin, compute_seconds=compute
         )  # fmt: skip
         self._after_step(compute)
+
+    def _set_rates(self) -> float:
+        """The learning rate of the step that comes, in the optimizer; those of a job's own optimizer stay as they are."""
+        if self.own_rates:
+            return float(self.optimizer.param_groups[0]["lr"])
+        lr = learning_rate(self.run.optimizer, self.replica.step + 1)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * self.lr_factor
+        return lr
 
     def _descend(self, replica: Replica | Attached) -> tuple[float, float]:
         """Backward, and the optimizer's step: the loss, and the gradient's norm."""
@@ -259,30 +267,21 @@ class Trainer(ABC):
         return loss, norm_value
 
     def _loss(self, micro: int) -> Tensor:
-        run, place, share = self.run, self.place, self.share
-        tokens, targets = self.corpus.batch(
-            share.seed, share.index, share.count, micro, run.data.batch, run.data.sequence, place.shard, place.shards
-        )
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
-            loss: Tensor = self.model(tokens.to(self.device), targets.to(self.device)).loss
-        return loss
+            return self.job.loss(self.model, micro, self.device)
 
     def _evaluate(self) -> None:
-        """The mean loss of the anchors on held-out text, the same on every replica that knows them."""
+        """The loss of the anchors on what is held out, the same on every replica that knows them."""
         began = time.monotonic()
         self.model.eval()
-        losses = []
         with (
             self.replica.anchored(),
             torch.no_grad(),
             torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16),
         ):
-            for tokens, targets in self.corpus.held_out(
-                self.run.data.batch, self.run.data.sequence, self.run.data.eval_batches
-            ):
-                losses.append(float(self.model(tokens.to(self.device), targets.to(self.device)).loss))
+            loss = self.job.evaluation(self.model, self.device)
         self.model.train()
-        loss, of = sum(losses) / len(losses), evaluated(self.replica)
+        of = evaluated(self.replica)
         self.eval_loss = loss if of == "anchors" else math.nan
         self.log.emit(
             "eval",
@@ -298,7 +297,10 @@ class Trainer(ABC):
         began = time.monotonic()
         try:
             path = checkpoint.save(
-                self.checkpoints, self.replica, dataclasses.asdict(self._totals()), self.run.placement.keep
+                self.checkpoints,
+                self.replica,
+                dataclasses.asdict(self._totals()) | {"data": self.job.state()},
+                self.run.placement.keep,
             )
         except CheckpointError as error:
             self.log.emit("warning", self.replica.step, message=str(error))
@@ -315,6 +317,8 @@ class Trainer(ABC):
         notes = found.manifest["notes"]
         self.clock = Clock(**{item.name: notes[item.name] for item in dataclasses.fields(Clock) if item.name in notes})
         self.ledger.add(self.clock.ledger)
+        if told := self.job.load_state(notes.get("data", {})):
+            self.log.emit("warning", found.step, message=told)
 
     def _totals(self) -> Clock:
         return dataclasses.replace(
@@ -357,13 +361,13 @@ class Trainer(ABC):
         """RUN/model.safetensors: the outer weights, which are the trained model; with a `mark`, those that may not be the last."""
         weights, path = self.replica.export(), self.place.folder / f"model{mark}.safetensors"
         if self.place.writes_the_model:
-            store(self.place.folder, self.run.model, self.corpus.tokenizer, self.model, weights, self.place.name, mark)
+            self.job.store(self.place.folder, self.model, weights, self.place.name, mark)
         if not mark:
             path.with_name("model.stale.safetensors").unlink(missing_ok=True)
         return path
 
     def _log_start(self, composition: Strategy | Method, fragments: Sequence[Fragment]) -> None:
-        self.log.emit("start", 0, **start(self.run, self.share, composition, fragments, self.corpus))
+        self.log.emit("start", 0, **start(self.run, self.share, composition, fragments, self.job))
 
 
 def _passed(before: int, after: int, every: int) -> bool:

@@ -17,7 +17,15 @@ from thinwire.records.membership import CARRIER, Participation, Steps, how_many,
 from thinwire.records.replica_record import Evaluations, Note, ReplicaRecord, fragments_of
 from thinwire.records.run_file import read_run_file
 from thinwire.records.sessions import number, whole
-from thinwire.records.units import NOTHING, text_of_bits, text_of_loss, text_of_nbytes, text_of_seconds, text_of_share
+from thinwire.records.units import (
+    NOTHING,
+    text_of_bits,
+    text_of_loss,
+    text_of_nbytes,
+    text_of_seconds,
+    text_of_share,
+    unit_of,
+)
 
 PROVENANCES = ("measured", "emulated", "simulated", "predicted")
 
@@ -105,6 +113,11 @@ class RunRecord:
     @property
     def name(self) -> str:
         return self.folder.resolve().name
+
+    @property
+    def unit(self) -> str:
+        """What `summary.tokens` counts: tokens, or of a job of the user's own samples or batches."""
+        return unit_of(self.replicas[0].start)
 
     @property
     def evaluations(self) -> Evaluations:

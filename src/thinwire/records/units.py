@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TypeGuard
+from collections.abc import Mapping
+from typing import Any, TypeGuard
 
 from thinwire.errors import ConfigurationError
 
+UNITS = ("tokens", "samples", "batches")  # that data is counted in
 NOTHING = "–"  # what stands where no number is known
 
 
@@ -70,6 +72,12 @@ def text_of_loss(loss: float | None) -> str:
     if loss is None:
         return NOTHING
     return f"{loss:.4f}" if math.isfinite(loss) else str(loss)
+
+
+def unit_of(start: Mapping[str, Any]) -> str:
+    """What a run counts its data in, by its start event."""
+    said = start["run"].get("unit") if isinstance(start["run"], dict) else None
+    return said if isinstance(said, str) and said in UNITS else UNITS[0]
 
 
 def known(value: float | None) -> TypeGuard[float]:

@@ -28,7 +28,16 @@ from thinwire.records.membership import CARRIER, MembershipLog, Steps, text_of_s
 from thinwire.records.replica_record import fragments_of
 from thinwire.records.run_record import RunRecord
 from thinwire.records.sessions import number, whole
-from thinwire.records.units import NOTHING, text_of_count, text_of_loss, text_of_nbytes, text_of_seconds, text_of_share
+from thinwire.records.units import (
+    NOTHING,
+    UNITS,
+    text_of_count,
+    text_of_loss,
+    text_of_nbytes,
+    text_of_seconds,
+    text_of_share,
+    unit_of,
+)
 from thinwire.report.terminal import Terminal
 
 RECENT = 64  # inner steps over which speed and link use are taken
@@ -182,6 +191,7 @@ class Progress:
         self._steps = [Steps(name) for name in self._names]
         self._evaluated: tuple[int, float] | None = None
         self._said: set[str] = set()
+        self._unit = UNITS[0]
         self._opened = self._spoke = time.monotonic()
         self._spoke_step = 0
         self._live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
@@ -228,7 +238,7 @@ class Progress:
             link = event["link"] if isinstance(event["link"], dict) else {}
             rate = number(link.get("bits_per_second"))
             self._replicas[index] = _Replica(begun=True, uplink=Uplink(Link(rate)) if 0 < rate < math.inf else None)
-            self._replicas[index].heard = time.monotonic()
+            self._replicas[index].heard, self._unit = time.monotonic(), unit_of(event)
             if event["carrier"] == CARRIER and self._membership is None:
                 self._membership = MembershipLog(len(fragments_of(event)), whole(event["replicas"]))
             for choice in event["run"].get("exchanges", []) if isinstance(event["run"], dict) else []:
@@ -298,7 +308,7 @@ class Progress:
             f"step {self.step}/{self.steps}",
             f"loss {text_of_loss(sum(losses) / len(losses) if losses else None)}",
             self._evaluation(),
-            f"{text_of_count(sum(r.tokens_per_second for r in self._replicas))} tokens/s",
+            f"{text_of_count(sum(r.tokens_per_second for r in self._replicas))} {self._unit}/s",
             f"compute {text_of_share(min(r.compute_utilization for r in self._replicas))}",
             f"stalled {text_of_seconds(max(r.stall_seconds for r in self._replicas))}",
             f"sent {text_of_nbytes(max(r.nbytes for r in self._replicas))} per replica",
@@ -343,7 +353,9 @@ class Progress:
         )
         table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1, 0, 0))
         for name in shown:
-            table.add_column(name, justify="left" if name == "in the air" else "right", no_wrap=True)
+            table.add_column(
+                name.replace("tokens", self._unit), justify="left" if name == "in the air" else "right", no_wrap=True
+            )
         for index, replica in enumerate(self._replicas):
             row = self._row(index, replica)
             table.add_row(*(row[name] for name in shown))

@@ -165,7 +165,7 @@ def _shape(record: RunRecord) -> str:
         f"{summary.replicas} replicas",
         f"{text_of_count(summary.parameters)} parameters",
         f"{summary.steps:,} inner steps",
-        f"{text_of_count(summary.tokens)} tokens",
+        f"{text_of_count(summary.tokens)} {record.unit}",
         f"link {text_of_rate(record.bits_per_second)}" if record.bits_per_second else "link not shaped",
         record.status,
     ]

@@ -1,0 +1,43 @@
+"""`thinwire new`: a job file to begin with."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from thinwire.cli import options
+from thinwire.errors import ConfigurationError
+
+TEMPLATE = Path(__file__).parents[1] / "jobs" / "template.py"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `thinwire new` takes."""
+
+    file: tyro.conf.Positional[Path]
+    """The file to write, such as my_job.py."""
+    json: bool = False
+    """Stdout ends with one JSON object."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    asked = options.read(Options, "new", arguments, "Write a job of your own to begin with: it runs as it is.")
+    if asked.file.suffix != ".py":
+        raise ConfigurationError(f"{asked.file}: a name that ends in .py is needed; write thinwire new my_job.py.")
+    name = shlex.quote(str(asked.file))
+    try:
+        with asked.file.open("x") as file:
+            file.write(TEMPLATE.read_text().replace("my_job.py", name))
+    except FileExistsError:
+        raise ConfigurationError(f"{asked.file} is there already, and is not overwritten; give another name.") from None
+    command = f"thinwire train --job {name} --steps 200"
+    options.console(asked.json).print(f"written: {asked.file}\nnext: {command}", soft_wrap=True, highlight=False)
+    if asked.json:
+        print(json.dumps({"file": str(asked.file), "next": command}))
+    return 0

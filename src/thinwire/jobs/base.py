@@ -1,0 +1,80 @@
+"""A job: the model, the data and the loss of a run. `lm` has one of its own; every other is a file of the user's (`own.py`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.rng import derive
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a replica reads of the data: part `index` of `count`, in an order that follows from `seed`."""
+
+    seed: int
+    index: int
+    count: int
+
+    @classmethod
+    def of(cls, seed: int, replicas: int, name: str) -> Share:
+        """replica-0, replica-1, ... have shares that never overlap; who has another name reads all of the data in an order of its own.
+
+        >>> Share.of(0, 3, "replica-1")
+        Share(seed=0, index=1, count=3)
+        >>> Share.of(0, 3, "paris").count
+        1
+        """
+        number = re.fullmatch(r"replica-(0|[1-9][0-9]*)", name)
+        if number and int(number[1]) < replicas:
+            return cls(seed, int(number[1]), replicas)
+        return cls(derive(seed, f"order of {name}"), 0, 1)
+
+
+class Job(Protocol):
+    """What a trainer asks for. A replica has one of its own, since a job knows where in the data it is."""
+
+    unit: str  # that the data is counted in: tokens, samples, batches
+
+    @property
+    def facts(self) -> Mapping[str, object]:
+        """What all replicas must have alike beside the settings of the run."""
+
+    def try_out(self, replicas: int) -> nn.Module:
+        """Raise what would stop each of `replicas`, before any is started; the model, whose values do not count."""
+
+    def make_model(self) -> nn.Module:
+        """The model; its weights are the same bits on every replica."""
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
+        """The inner optimizer, if the job has one of its own; its learning rates stay as they are."""
+
+    def begin(self, share: Share, shard: int = 0, shards: int = 1) -> None:
+        """Read `share` from its beginning on; a replica of several ranks reads `shard` of `shards` of each batch."""
+
+    def loss(self, model: nn.Module, micro: int, device: torch.device) -> Tensor:
+        """Of micro-batch `micro`, counted from 0; asked again with the same number it is of the same micro-batch."""
+
+    def evaluation(self, model: nn.Module, device: torch.device) -> float:
+        """The loss by which runs are compared, of `model` as it is: the same on every replica."""
+
+    def describe(self) -> Mapping[str, Any]:
+        """What the data is, for display."""
+
+    def state(self) -> dict[str, Any]:
+        """Where in the data the job is, for JSON."""
+
+    def load_state(self, state: Mapping[str, Any]) -> str:
+        """Go on from `state()`; what to tell of how, if anything."""
+
+    def keep(self, folder: Path, writer: str) -> None:
+        """Write to the run's folder what a resume and the trained model need; several replicas may, each as a `writer`."""
+
+    def store(self, folder: Path, model: nn.Module, weights: Mapping[str, Tensor], writer: str, mark: str = "") -> None:
+        """Write `weights` (a state dict of `model`) to folder/model.safetensors; a `mark` such as .stale stands in the name."""

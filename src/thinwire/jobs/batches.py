@@ -1,0 +1,148 @@
+"""What the user's `batches(share)` yields, from the beginning or from where a checkpoint was made."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import JobError
+from thinwire.jobs.base import Share
+from thinwire.jobs.blame import blaming
+from thinwire.jobs.portable import decoded, encoded
+from thinwire.rng import derive
+
+_ONE_GENERATOR = threading.RLock()  # torch's: of replicas that are threads one draws at a time
+
+
+def seed_the_rest(seed: int) -> None:
+    """Seed torch's global generator, for what is drawn outside of all streams."""
+    with _ONE_GENERATOR:
+        torch.manual_seed(seed % 2**63)
+
+
+class Stream:
+    """A random stream of its own in place of torch's global one: what is drawn within `drawn` moves this one alone."""
+
+    def __init__(self, seed: int) -> None:
+        self.state = torch.Generator().manual_seed(seed % 2**63).get_state()
+
+    @contextmanager
+    def drawn(self) -> Iterator[None]:
+        with _ONE_GENERATOR:
+            before = torch.get_rng_state()
+            torch.set_rng_state(self.state)
+            try:
+                yield
+            finally:
+                self.state = torch.get_rng_state()
+                torch.set_rng_state(before)
+
+
+class Batches:
+    """The samples of a share, one after the other, for ever: what can be iterated again is begun again, epoch after epoch."""
+
+    def __init__(self, path: Path, make: Callable[[Share], Any], share: Share) -> None:
+        self._path, self._make, self._share = path, make, share
+        self._begin()
+
+    def _begin(self, state: object = None) -> None:
+        self.taken = 0
+        self._stream = Stream(derive(self._share.seed, "batches", self._share.index))
+        with self._user():
+            self._source: Any = self._make(self._share)
+            if state is not None:
+                self._source.load_state_dict(state)
+            try:
+                self._iterator: Iterator[Any] = iter(self._source)
+            except TypeError:
+                raise JobError(
+                    f"{self._path}: batches(share) returned a {type(self._source).__name__}; something to iterate over is needed. "
+                    "Write it as a generator (yield), or return a DataLoader or a list."
+                ) from None
+
+    def take(self) -> Any:
+        """The next one."""
+        with self._user():
+            try:
+                value = next(self._iterator)
+            except StopIteration:
+                value = self._again()
+        if is_empty(value):
+            raise JobError(
+                f"{self._path}: batches(share) yielded an empty one as its number {self.taken + 1}, for {self._share}; at least one "
+                "sample is needed. Drop what is empty before it is yielded."
+            )
+        self.taken += 1
+        return value
+
+    def _again(self) -> Any:
+        if self._iterator is self._source:
+            raise JobError(
+                f"{self._path}: batches(share) ended after {self.taken} for {self._share}, and training needs more; yield for ever "
+                "(while True:), or return what can be iterated again, such as a DataLoader or a list."
+            )
+        self._iterator = iter(self._source)
+        for value in self._iterator:
+            return value
+        raise JobError(
+            f"{self._path}: what batches(share) returned is empty for {self._share}; at least one sample is needed. Give more data, "
+            "or fewer replicas."
+        )
+
+    @contextmanager
+    def _user(self) -> Iterator[None]:
+        with blaming(self._path, f"{self._path}, in batches(share)"), self._stream.drawn():
+            yield
+
+    def state(self) -> dict[str, Any]:
+        """For JSON. Raises `JobError` for a state that cannot be saved."""
+        if not self._saves_itself:
+            return {"taken": self.taken}
+        with self._user():
+            source = encoded(self._source.state_dict())
+        return {"taken": self.taken, "source": source, "stream": encoded(self._stream.state)}
+
+    def load_state(self, state: Mapping[str, Any]) -> str:
+        """Go on from `state()`; what to tell of it."""
+        if "source" in state:
+            self._begin(decoded(state["source"]))
+            self.taken, self._stream.state = int(state["taken"]), decoded(state["stream"])
+            return ""
+        self._begin()
+        for _ in range(int(state["taken"])):
+            self.take()
+        return f"batches(share) has no state_dict and load_state_dict: {self.taken} of what it yields were read again to go on from there"
+
+    @property
+    def _saves_itself(self) -> bool:
+        return hasattr(self._source, "state_dict") and hasattr(self._source, "load_state_dict")
+
+
+def is_empty(batch: object) -> bool:
+    """Whether nothing is in it: None, no element, or only such as are empty."""
+    if isinstance(batch, Tensor):
+        return batch.numel() == 0
+    if isinstance(batch, Mapping):
+        return all(is_empty(value) for value in batch.values())
+    if isinstance(batch, list | tuple):
+        return all(is_empty(value) for value in batch)
+    return batch is None
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """`batch` with the tensors in it on `device`."""
+    if hasattr(batch, "to"):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {key: moved(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(moved(value, device) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(moved(value, device) for value in batch)
+    return batch

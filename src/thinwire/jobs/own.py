@@ -1,0 +1,203 @@
+"""A job in a file of the user's own: `model()`, `batches(share)`, `loss(model, batch)`, and, if it likes, `optimizer(model)`,
+`evaluate(model)` and `collate(samples)`.
+
+What the file draws from torch's global generator follows from the run's seed, in three streams that do not touch each other: `model()`
+draws alike on every replica; `batches(share)` has one for each share; `loss` and `evaluate` have the one that checkpoints hold.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.errors import CheckpointError, ConfigurationError, JobError
+from thinwire.files import save_file
+from thinwire.jobs.base import Share
+from thinwire.jobs.batches import Batches, Stream, is_empty, moved, seed_the_rest
+from thinwire.jobs.blame import blaming, where
+from thinwire.own_files import file_of, taken_apart
+from thinwire.rng import derive
+
+NEEDED = {"model": (), "batches": ("share",), "loss": ("model", "batch")}
+OPTIONAL = {"optimizer": ("model",), "evaluate": ("model",), "collate": ("samples",)}
+
+
+def functions(job: str) -> dict[str, Callable[..., Any]]:
+    """The functions of the job file `path.py` or `path.py@DIGEST`. Raises `JobError` for what is missing or takes other arguments."""
+    path = taken_apart(job)[0].absolute()
+    try:
+        module = file_of(job)
+    except ConfigurationError as error:
+        if error.__cause__ is None or not (told := where(path, error.__cause__)):
+            raise
+        advice = ""
+        if isinstance(error.__cause__, ModuleNotFoundError):
+            advice = ". A job file may import what is installed, not files beside it"
+        raise JobError(f"{told}: {type(error.__cause__).__name__}: {error.__cause__}{advice}") from error
+    found = {name: value for name in NEEDED | OPTIONAL if callable(value := getattr(module, name, None))}
+    if missing := [_spelled(name) for name in NEEDED if name not in found]:
+        needed = ", ".join(_spelled(name) for name in NEEDED)
+        raise JobError(
+            f"{path} has no {', '.join(missing)}; a job has {needed}. Write it, or see `thinwire new my_job.py`."
+        )
+    for name, function in found.items():
+        try:
+            inspect.signature(function).bind(*(NEEDED | OPTIONAL)[name])
+        except (TypeError, ValueError) as error:
+            raise JobError(
+                f"{path}: {name}{inspect.signature(function)} cannot be called as {_spelled(name)} ({error}); write def {_spelled(name)}:"
+            ) from None
+    return found
+
+
+@contextmanager
+def blaming_job(job: str | None) -> Iterator[None]:
+    """Within: what passes through the file of `job` is raised as a `JobError`."""
+    if job is None:
+        yield
+        return
+    with blaming(taken_apart(job)[0].absolute()):
+        yield
+
+
+def _spelled(name: str) -> str:
+    return f"{name}({', '.join((NEEDED | OPTIONAL)[name])})"
+
+
+class OwnJob:
+    """The job of a file, for one replica; its samples are what `batches(share)` yields."""
+
+    def __init__(self, job: str, seed: int, batch: int, eval_batches: int) -> None:
+        path, self._digest = taken_apart(job)
+        self._path, self._seed, self._eval_batches = path.absolute(), seed, eval_batches
+        self._own = functions(job)
+        self._collated = batch if "collate" in self._own else None  # samples in a micro-batch
+        self.unit = "samples" if self._collated else "batches"
+        self._batches: Batches | None = None
+        self._last: tuple[int, Any] | None = None  # the number of a micro-batch, and the micro-batch
+        self._held_out: list[Any] = []
+
+    @property
+    def facts(self) -> Mapping[str, object]:
+        return {"job": self._digest}
+
+    @property
+    def divisible(self) -> bool:
+        """Whether a micro-batch may have another size."""
+        return self._collated is not None
+
+    def try_out(self, replicas: int) -> nn.Module:
+        model = self.make_model()
+        self.begin(Share(self._seed, replicas - 1, replicas))
+        self.loss(model, 0, torch.device("cpu"))
+        return model
+
+    def make_model(self) -> nn.Module:
+        with Stream(derive(self._seed, "weights")).drawn():
+            model = self._call("model")
+        if not isinstance(model, nn.Module):
+            raise self._wrong("model", model, "a torch.nn.Module")
+        return model
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
+        if "optimizer" not in self._own:
+            return None
+        made = self._call("optimizer", model)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise self._wrong("optimizer", made, "a torch.optim.Optimizer")
+        return made
+
+    def begin(self, share: Share, shard: int = 0, shards: int = 1) -> None:
+        if shards > 1:
+            raise ConfigurationError(
+                f"job={self._path.name} on replicas of {shards} ranks: a job needs whole replicas; start one process a replica."
+            )
+        self._batches, self._last = Batches(self._path, self._own["batches"], share), None
+        seed_the_rest(derive(share.seed, "loss", share.index))
+
+    def loss(self, model: nn.Module, micro: int, device: torch.device) -> Tensor:
+        if self._last is None or self._last[0] != micro:
+            assert self._batches is not None, "begin comes first"
+            self._last = micro, moved(self._micro_batch(self._batches, self._collated), device)
+        return self._loss(model, self._last[1])
+
+    def trial(self, model: nn.Module, batch: int, device: torch.device) -> Tensor:
+        """The loss of a micro-batch of so many samples, to be timed; of a job that collates nothing, of one of its own."""
+        if self._batches is None:
+            self.begin(Share(self._seed, 0, 1))
+        assert self._batches is not None
+        return self._loss(model, moved(self._micro_batch(self._batches, batch if self.divisible else None), device))
+
+    def evaluation(self, model: nn.Module, device: torch.device) -> float:
+        if "evaluate" in self._own:
+            said = self._call("evaluate", model)
+            if isinstance(said, Tensor) and said.numel() == 1:
+                said = said.item()
+            if not isinstance(said, int | float):
+                raise self._wrong("evaluate", said, "a number (the lower the better)")
+            return float(said)
+        if not self._held_out:
+            share = Share(derive(self._seed, "evaluation"), 0, 1)
+            source = Batches(self._path, self._own["batches"], share)
+            self._held_out = [self._micro_batch(source, self._collated) for _ in range(self._eval_batches)]
+        losses = [float(self._loss(model, moved(batch, device))) for batch in self._held_out]
+        return sum(losses) / len(losses)
+
+    def describe(self) -> Mapping[str, Any]:
+        return {"job": self._path.name, "digest": self._digest, "counted in": self.unit}
+
+    def state(self) -> dict[str, Any]:
+        return self._batches.state() if self._batches else {}
+
+    def load_state(self, state: Mapping[str, Any]) -> str:
+        assert self._batches is not None, "begin comes first"
+        self._last = None
+        return self._batches.load_state(state) if state else ""
+
+    def keep(self, folder: Path, writer: str) -> None:
+        """Nothing."""
+
+    def store(self, folder: Path, model: nn.Module, weights: Mapping[str, Tensor], writer: str, mark: str = "") -> None:
+        """A state dict, for `model().load_state_dict(safetensors.torch.load_file(...))`. Raises `CheckpointError`."""
+        path = folder / f"model{mark}.safetensors"
+        draft = folder / f".model.{writer}.partial"
+        try:
+            save_file({name: value.contiguous() for name, value in weights.items()}, draft, {"job": self._path.name})
+            draft.replace(path)
+        except OSError as error:
+            raise CheckpointError(
+                f"the trained model cannot be written to {path}: {error}. Free some space, then go on from the last checkpoint with --resume."
+            ) from error
+
+    def _micro_batch(self, source: Batches, samples: int | None) -> Any:
+        if samples is None:
+            return source.take()
+        batch = self._call("collate", [source.take() for _ in range(samples)])
+        if is_empty(batch):
+            raise self._wrong("collate", batch, "a batch that is not empty")
+        return batch
+
+    def _loss(self, model: nn.Module, batch: Any) -> Tensor:
+        loss = self._call("loss", model, batch)
+        if not isinstance(loss, Tensor) or loss.ndim:
+            raise self._wrong("loss", loss, "a scalar tensor, such as a mean,")
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise JobError(
+                f"{self._path}: loss(model, batch) returned a tensor that no parameter has a part in; a loss with a gradient is needed. "
+                "See that nothing detaches it, and that the model has parameters to train."
+            )
+        return loss
+
+    def _call(self, name: str, *given: object) -> Any:
+        with blaming(self._path, f"{self._path}, in {_spelled(name)}"):
+            return self._own[name](*given)
+
+    def _wrong(self, name: str, made: object, needed: str) -> JobError:
+        what = f"a tensor of shape {tuple(made.shape)}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
+        return JobError(f"{self._path}: {_spelled(name)} returned {what}; {needed} is needed. Mend what it returns.")

@@ -1,0 +1,53 @@
+"""The state of somebody's data loader as JSON: tensors and bytes in it are spelled out. Reading it runs nothing."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import CheckpointError, JobError
+
+_BYTES, _TENSOR, _PAIRS = "bytes in base64", "tensor", "pairs"
+
+
+def encoded(value: object) -> Any:
+    """Raises `JobError` for what is neither JSON nor tensor, bytes, tuple or dict."""
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    if isinstance(value, bytes):
+        return {_BYTES: base64.b64encode(value).decode()}
+    if isinstance(value, Tensor):
+        flat = value.detach().cpu().contiguous()
+        data = flat.reshape(-1).view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+        return {_TENSOR: str(flat.dtype).removeprefix("torch."), "shape": list(flat.shape), **encoded(data)}
+    if isinstance(value, list | tuple):
+        return [encoded(item) for item in value]
+    if isinstance(value, Mapping):
+        return {_PAIRS: [[encoded(key), encoded(item)] for key, item in value.items()]}
+    raise JobError(
+        f"state_dict() of what batches(share) returned holds a {type(value).__name__}; numbers, text, bytes, tensors, lists and "
+        "dicts can be saved. Leave it out of the state, or leave state_dict out: then a resume reads forward."
+    )
+
+
+def decoded(value: Any) -> Any:
+    """What `encoded` made, a tuple as a list. Raises `CheckpointError` for what it did not make."""
+    if isinstance(value, list):
+        return [decoded(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    try:
+        if _PAIRS in value:
+            return {decoded(key): decoded(item) for key, item in value[_PAIRS]}
+        data = base64.b64decode(value[_BYTES], validate=True)
+        if _TENSOR not in value:
+            return data
+        dtype = getattr(torch, value[_TENSOR])
+        flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        return flat.reshape(value["shape"]).clone()
+    except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"the state of the data cannot be read ({type(error).__name__}: {error}).") from error

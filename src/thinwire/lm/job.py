@@ -1,0 +1,64 @@
+"""The job of a run, and a look at all of it before any replica is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from thinwire.errors import ConfigurationError
+from thinwire.jobs.base import Job
+from thinwire.jobs.own import OwnJob
+from thinwire.lm.loops import check_method
+from thinwire.lm.run import Run
+from thinwire.lm.setup import learning_rate
+from thinwire.lm.text_job import TextJob
+from thinwire.pieces.schedule import Calendar
+
+
+def open_job(run: Run, folder: Path | None = None) -> Job:
+    """What `run` trains: the user's own file, or a language model on text. `folder`: the run's, which may hold the tokenizer that it
+    began with.
+    """
+    if run.model.job:
+        return OwnJob(run.model.job, run.seed, run.data.batch, run.data.eval_batches)
+    return TextJob(run, folder)
+
+
+def check(run: Run, folder: Path | None = None) -> nn.Module:
+    """Find what would stop every replica, before any is started: data, model, loss, fragments. Raises what it finds, returns the
+    model, whose values do not count. `folder`: the run's, if it is to go on.
+    """
+    placement = run.placement
+    if placement.carrier != "elastic" and (placement.evict or placement.weigh != "alike" or placement.grace):
+        raise ConfigurationError(
+            f"evict={placement.evict}, weigh={placement.weigh!r}, grace={placement.grace!r} with carrier={placement.carrier!r}: these are "
+            "for replicas that may come and go; add --elastic."
+        )
+    job = open_job(run, folder)
+    model = job.try_out(placement.replicas)
+    if job.make_optimizer(model) is not None:
+        _check_own_optimizer(run)
+    if method := run.make_method():
+        check_method(run, method)
+        return model
+    strategy = run.make_strategy()
+    Calendar(
+        strategy.schedule, len(strategy.partition.fragments(model)), lambda step: learning_rate(run.optimizer, step)
+    ).departs(1)
+    strategy.exchange.init(strategy.codec, 0, 0, run.placement.replicas)  # sites of another group are refused here
+    if strategy.privacy:
+        strategy.privacy.epsilon(1)  # an accountant that is missing is missed here
+    return model
+
+
+def _check_own_optimizer(run: Run) -> None:
+    """Raise `ConfigurationError` where a job's own optimizer has a rival."""
+    made = run.method.composition(run.optimizer.clip)
+    rival = f"optimizer={run.optimizer.optimizer!r}" if run.optimizer.optimizer else ""
+    if run.make_method() or getattr(made, "inner", None) is not None:
+        rival = f"strategy={run.method.label}, which has an optimizer of its own,"
+    if rival:
+        raise ConfigurationError(
+            f"{rival} with job={run.model.job!r}, whose file has optimizer(model): there can be one; leave one of them out."
+        )

@@ -1,0 +1,77 @@
+"""The job that is there without a file: a language model on text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.jobs.base import Share
+from thinwire.lm.export import store
+from thinwire.lm.run import Run
+from thinwire.lm.setup import make_model, outline_model
+from thinwire.lm.tokenizer import keep_tokenizer, open_corpus
+
+
+class TextJob:
+    """Next-token prediction; which windows a micro-batch has follows from its number alone."""
+
+    unit = "tokens"
+
+    def __init__(self, run: Run, folder: Path | None) -> None:
+        self._run = run
+        self.corpus = open_corpus(run.data, run.model.model, folder)
+        self._share, self._shard, self._shards = Share(run.seed, 0, 1), 0, 1
+
+    @property
+    def facts(self) -> Mapping[str, object]:
+        return {"tokenizer": self.corpus.tokenizer.fingerprint}
+
+    def try_out(self, replicas: int) -> nn.Module:
+        run, data = self._run, self._run.data
+        last = replicas - 1  # it has fewest windows
+        self.corpus.batch(run.seed, last, replicas, 0, data.batch, data.sequence)
+        self.corpus.held_out(data.batch, data.sequence, data.eval_batches)
+        return outline_model(run.model, data.sequence, run.seed, self.corpus.vocabulary)
+
+    def make_model(self) -> nn.Module:
+        run = self._run
+        return make_model(run.model, run.data.sequence, run.seed, self.corpus.vocabulary)
+
+    def make_optimizer(self, model: nn.Module) -> None:
+        return None
+
+    def begin(self, share: Share, shard: int = 0, shards: int = 1) -> None:
+        self._share, self._shard, self._shards = share, shard, shards
+
+    def loss(self, model: nn.Module, micro: int, device: torch.device) -> Tensor:
+        share, data = self._share, self._run.data
+        tokens, targets = self.corpus.batch(
+            share.seed, share.index, share.count, micro, data.batch, data.sequence, self._shard, self._shards
+        )
+        loss: Tensor = model(tokens.to(device), targets.to(device)).loss
+        return loss
+
+    def evaluation(self, model: nn.Module, device: torch.device) -> float:
+        data, losses = self._run.data, []
+        for tokens, targets in self.corpus.held_out(data.batch, data.sequence, data.eval_batches):
+            losses.append(float(model(tokens.to(device), targets.to(device)).loss))
+        return sum(losses) / len(losses)
+
+    def describe(self) -> Mapping[str, Any]:
+        return self.corpus.describe()
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> str:
+        return ""
+
+    def keep(self, folder: Path, writer: str) -> None:
+        keep_tokenizer(folder, self._run.model.model, self.corpus.tokenizer, writer)
+
+    def store(self, folder: Path, model: nn.Module, weights: Mapping[str, Tensor], writer: str, mark: str = "") -> None:
+        store(folder, self._run.model, self.corpus.tokenizer, model, weights, writer, mark)

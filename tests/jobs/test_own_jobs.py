@@ -1,0 +1,333 @@
+"""`thinwire train --job my_job.py`: any model and any data under the real commands."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import thinwire as tw
+from thinwire.cli import main
+from thinwire.errors import JobError
+from thinwire.jobs.base import Share
+from thinwire.jobs.batches import Batches
+from thinwire.jobs.own import functions
+from thinwire.jobs.portable import decoded, encoded
+from thinwire.lm.run import Run
+from thinwire.records.run_record import RunRecord
+
+JOB = '''\
+"""Points on a plane, and which side of a line they lie on."""
+import os
+from pathlib import Path
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
+
+class Points:
+    """Saves itself, as torchdata's loaders do."""
+    def __init__(self, share):
+        self.share, self.generator = share, torch.Generator().manual_seed(share.seed % 2**63 + share.index)
+    def __iter__(self):
+        return self
+    def __next__(self):
+        x = torch.randn(8, 4, generator=self.generator)
+        return {"x": x, "y": (x.sum(1) > 0).long()}
+    def state_dict(self):
+        return {"generator": self.generator.get_state()}
+    def load_state_dict(self, state):
+        self.generator.set_state(state["generator"])
+
+def batches(share):
+    return Points(share)
+
+steps = 0
+def loss(model, batch):
+    global steps
+    steps += 1
+    if steps == 7 and Path("kill").exists():
+        os.kill(os.getpid(), 9)
+    return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+def evaluate(model):
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+    return nn.functional.cross_entropy(model(x), (x.sum(1) > 0).long())
+'''
+# Without a state of its own, with samples to collate, with an optimizer of its own.
+PLAIN = """\
+import torch
+from torch import nn
+
+def model():
+    return nn.Linear(4, 1)
+
+def batches(share):
+    while True:
+        x = torch.randn(4)
+        yield x, x.sum()
+
+def collate(samples):
+    x, y = zip(*samples)
+    return torch.stack(x), torch.stack(y)
+
+def loss(model, batch):
+    x, y = batch
+    return (model(x)[:, 0] - y).square().mean()
+
+def optimizer(model):
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+"""
+SMALL = ["--every", "4", "--delay", "2", "--checkpoint-every", "5", "--keep", "9", "--eval-every", "6"]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.py").write_text(JOB)
+    (tmp_path / "plain.py").write_text(PLAIN)
+    return tmp_path
+
+
+def train(out: str, *arguments: str, job: str = "job.py") -> int:
+    return main(["train", "--job", job, "--out", out, *SMALL, "--carrier", "threads", *arguments])
+
+
+def weights(out: str) -> bytes:
+    return (Path(out) / "model.safetensors").read_bytes()
+
+
+def last_losses(out: str) -> list[float]:
+    return [float(replica.loss[-1]) for replica in RunRecord.load(out).replicas]
+
+
+def drop_checkpoints(out: str, after: int) -> None:
+    for path in Path(out).glob("checkpoints/*/step-*"):
+        if path.name > f"step-{after:08d}":
+            shutil.rmtree(path)
+    (Path(out) / "model.safetensors").unlink()
+
+
+def test_a_run_its_page_and_a_resume_bit_for_bit(here: Path) -> None:
+    """The checkpoint of step 5 has a round in the air (departed at 4, lands at 6)."""
+    assert train("whole", "--steps", "12") == 0
+    record = RunRecord.load("whole")
+    assert record.status == "finished" and record.unit == "batches" and record.summary.tokens == 2 * 12
+    assert record.summary.parameters == 4 * 16 + 16 + 16 * 2 + 2
+    first, *_, last = record.evaluations.loss
+    assert last < first
+    settings = (here / "whole/run.toml").read_text()
+    assert f"{here / 'job.py'}@" in settings
+    assert "24 batches" in Path("whole/report.html").read_text()
+    model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
+    model.load_state_dict(load_file("whole/model.safetensors"))  # plain torch reads what comes out
+    shutil.copytree("whole", "cut")
+    drop_checkpoints("cut", 5)
+    assert main(["train", "--resume", "--out", "cut"]) == 0
+    assert weights("cut") == weights("whole") and last_losses("cut") == last_losses("whole")
+    assert not any(note.kind == "warning" for note in RunRecord.load("cut").notes)
+    assert main(["report", "whole", "cut"]) == 0
+
+
+def test_without_a_state_of_its_own_what_was_read_is_read_again(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Alone, as replicas that are threads share torch's generator, from which this file draws."""
+    command = ["train", "--job", "plain.py", "--carrier", "threads", "--checkpoint-every", "5", "--keep", "9"]
+    command += ["--replicas", "1", "--batch", "3", "--steps", "12", "--strategy", "diloco", "--every", "4"]
+    assert main([*command, "--out", "whole"]) == 0
+    record = RunRecord.load("whole")
+    assert record.unit == "samples" and record.summary.tokens == 36
+    events = [json.loads(line) for line in Path("whole/events/replica-0.jsonl").read_text().splitlines()]
+    assert {event["lr"] for event in events if event["event"] == "step"} == {0.05}  # the optimizer's own
+    shutil.copytree("whole", "cut")
+    drop_checkpoints("cut", 5)
+    assert main(["train", "--resume", "--out", "cut"]) == 0
+    assert weights("cut") == weights("whole") and last_losses("cut") == last_losses("whole")
+    assert "15 of what it yields were read again" in capsys.readouterr().out
+
+
+def thinwire(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "thinwire", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+
+
+@pytest.mark.slow
+def test_processes_that_are_killed(here: Path) -> None:
+    """kill -9 at the seventh step, with a round in the air; the weights are those of threads that nobody killed."""
+    (here / "kill").touch()
+    killed = thinwire("train", "--job", "job.py", "--out", "run", *SMALL, "--steps", "12")
+    assert killed.returncode == 1 and f"exit code -{int(signal.SIGKILL)}" in killed.stderr, killed.stderr
+    (here / "kill").unlink()
+    done = thinwire("train", "--resume", "--out", "run")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert train("whole", "--steps", "12") == 0
+    assert weights("run") == weights("whole")
+
+
+@pytest.mark.slow
+def test_an_elastic_run(here: Path) -> None:
+    """One that dies comes back, and its own data goes on where its checkpoint was."""
+    (here / "job.py").write_text(JOB.replace("os.kill(", 'Path("kill").unlink(); os.kill('))
+    (here / "kill").touch()
+    done = thinwire("train", "--job", "job.py", "--elastic", "--out", "run", *SMALL, "--steps", "12", "--least", "1")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert not (here / "kill").exists() and RunRecord.load("run").status == "finished"
+
+
+def test_compare_methods(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the file's `evaluate`, the same number for all that end with the same weights."""
+    command = ["compare", "--job", "job.py", "--steps", "8", "--carrier", "threads", "--out", "runs", "--json"]
+    assert main([*command, "--strategies", "data_parallel", "diloco(every=4)", "just_one_byte"]) == 0
+    rows = json.loads(capsys.readouterr().out)["strategies"]
+    assert [row["strategy"] for row in rows] == ["data_parallel", "diloco(every=4)", "just_one_byte"]
+    assert all(0 < row["eval_loss"] < 2 for row in rows) and len({row["eval_loss"] for row in rows}) == 3
+
+
+def test_another_content_is_refused(here: Path) -> None:
+    """By a process of its own: this one has the first content in memory."""
+    assert train("run", "--steps", "5") == 0
+    (here / "job.py").write_text(JOB + "# other\n")
+    done = thinwire("train", "--resume", "--out", "run", "--steps", "8")
+    said = " ".join(done.stderr.split())
+    assert done.returncode == 2 and "job.py is not the file that this run was begun with: digest" in said, said
+    with pytest.raises(tw.DisagreementError, match="job"):
+        two_files(here)
+
+
+def two_files(here: Path) -> None:
+    """Two replicas, each with a content of its own."""
+    from thinwire.comm import run_threads
+    from thinwire.lm.launch import train_here
+    from thinwire.lm.place import Place
+
+    (here / "other.py").write_text(JOB + "# another\n")
+    runs = [Run.of(job=name, steps=2, every=2, delay=0).absolute() for name in ("job.py", "other.py")]
+    run_threads(2, lambda group: train_here(runs[group.rank], Place(group, here / "two")))
+
+
+# ---- what is wrong in the file
+
+
+def wrong(here: Path, text: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What `thinwire train` says of a job with this text; nothing of ours stands around it."""
+    (here / "wrong.py").write_text(text)
+    capsys.readouterr()
+    assert train("run", "--steps", "6", job="wrong.py") == 1
+    said = capsys.readouterr().err.strip()
+    assert "Traceback" not in said and "thinwire train" not in said and said.count("\n") == 0, said
+    return said
+
+
+def test_errors_are_shown_with_their_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, line = here / "wrong.py", JOB[: JOB.index("    return nn.functional")].count("\n") + 1
+    said = wrong(here, JOB.replace('model(batch["x"])', 'model(batch["x"].T)'), capsys)
+    assert said.startswith(f"{path}:{line}, in loss: RuntimeError: mat1 and mat2 shapes cannot be multiplied")
+    assert wrong(here, JOB + "1 / 0\n", capsys).startswith(
+        f"{path}:{JOB.count(chr(10)) + 1}, in <module>: ZeroDivisionError"
+    )
+    assert wrong(here, JOB + "def (\n", capsys).startswith(
+        f"{path}:{JOB.count(chr(10)) + 1}: SyntaxError: invalid syntax"
+    )
+    assert "A job file may import what is installed" in wrong(here, "import nobody_s_module\n" + JOB, capsys)
+    told = wrong(here, JOB.replace("def batches(share):", "def batches(share):\n    [][1]"), capsys)
+    assert "in batches: IndexError: list index out of range" in told
+
+
+def test_what_the_file_lacks_and_what_it_returns(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cases = {
+        JOB.replace(
+            "def loss(", "def los("
+        ): "has no loss(model, batch); a job has model(), batches(share), loss(model, batch)",
+        JOB.replace("def batches(share)", "def batches()"): "batches() cannot be called as batches(share)",
+        JOB.replace(
+            "return nn.functional.cross_entropy(model(b", "return 3 or (model(b"
+        ): "loss(model, batch) returned a int; a scalar tensor",
+        JOB.replace("return Points(share)", "return []"): "what batches(share) returned is empty",
+        JOB.replace(
+            "return Points(share)", "return 3"
+        ): "batches(share) returned a int; something to iterate over is needed",
+        JOB.replace("return Points(share)", "yield torch.zeros(0, 4)"): "yielded an empty one as its number 1",
+        JOB.replace("    return nn.Sequential(", "    return str("): "in model: TypeError",
+        JOB.replace(
+            'return nn.functional.cross_entropy(model(batch["x"])', 'return torch.zeros(3) + (model(batch["x"])[0, 0]'
+        ).replace(', batch["y"])\n', ")\n"): "returned a tensor of shape (3,); a scalar tensor",
+        JOB.replace(
+            '(model(batch["x"])', '(model(batch["x"]).detach()'
+        ): "returned a tensor that no parameter has a part in",
+    }
+    for text, expected in cases.items():
+        assert text != JOB
+        assert expected in wrong(here, text, capsys)
+
+
+def test_what_shows_only_in_training(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A generator that ends, and an evaluation that returns no number."""
+    said = wrong(
+        here, JOB.replace("return Points(share)", "yield from list(next(Points(share)) for _ in range(3))"), capsys
+    )
+    assert "batches(share) ended after 3 for Share(seed=0, index=" in said and "while True" in said
+    shutil.rmtree("run")
+    assert "evaluate(model) returned a str; a number" in wrong(
+        here, JOB + "def evaluate(model):\n    return 'good'\n", capsys
+    )
+
+
+def test_settings_that_a_job_excludes(here: Path) -> None:
+    for settings in ({"lora": 4}, {"model": "mini"}, {"text": ("a.txt",)}, {"tokenizer": "bytes"}):
+        with pytest.raises(tw.ConfigurationError, match=next(iter(settings))):
+            Run.of(job="job.py", **settings)
+    assert main(["train", "--job", "plain.py", "--optimizer", "AdamW", "--out", "run"]) == 2
+    assert main(["train", "--job", "plain.py", "--strategy", "muloco", "--out", "run"]) == 2
+    assert not Path("run").exists()
+
+
+# ---- the parts
+
+
+def test_a_share_by_epochs_and_streams(here: Path) -> None:
+    """What can be iterated again is; what batches draw and what others draw do not touch each other."""
+    (here / "drawn.py").write_text(
+        PLAIN.replace("while True:\n        x = torch.randn(4)", "for x in torch.randn(3, 4):")
+    )
+    make = functions("plain.py")["batches"]
+    share, path = Share(0, 1, 2), here / "plain.py"
+    torch.manual_seed(5)
+    undisturbed = torch.rand(3)
+    torch.manual_seed(5)
+    one = Batches(path, make, share)
+    drawn = [one.take()[0] for _ in range(4)]
+    assert torch.equal(torch.rand(3), undisturbed)
+    two = Batches(path, make, share)
+    assert "3 of what it yields" in two.load_state({"taken": 3}) and torch.equal(two.take()[0], drawn[3])
+    epochs = Batches(path, lambda share: [1, 2, 3], share)
+    assert [epochs.take() for _ in range(7)] == [1, 2, 3, 1, 2, 3, 1] and epochs.state() == {"taken": 7}
+
+
+def test_states_as_json() -> None:
+    state = {
+        "a": [1, 2.5, None, True, "x"],
+        3: b"bytes",
+        "t": torch.arange(6).reshape(2, 3),
+        "e": torch.empty(0),
+        "h": torch.ones(2).half(),
+    }
+    back = decoded(json.loads(json.dumps(encoded(state))))
+    assert back["a"] == state["a"] and back[3] == b"bytes" and back.keys() == state.keys()
+    assert all(torch.equal(back[name], state[name]) and back[name].dtype == state[name].dtype for name in "teh")
+    with pytest.raises(JobError, match="holds a object"):
+        encoded({"x": object()})
+    for bad in (
+        {"bytes in base64": "%"},
+        {"tensor": "nothing"},
+        {"tensor": "save", "bytes in base64": "", "shape": [1]},
+        {"x": 1},
+    ):
+        with pytest.raises(tw.CheckpointError):
+            decoded(bad)
