@@ -2,23 +2,30 @@
 
     FOLDER/replica-0/step-00000100/     one rank's; shards of a replica are replica-0.shard-1 and so on
         model.safetensors               parameters and buffers, as this rank holds them
-        inner.safetensors               the inner optimizer's tensors, and torch's random state
-        outer.safetensors               anchors, outer state, deltas in the air
-        manifest.json                   step, facts for JSON, and the size and BLAKE2b of every file
+        inner.safetensors               the inner optimizer's tensors, and torch's random states
+        outer.safetensors               anchors, outer state, feedback, deltas in the air
+        manifest.json                   step, facts for JSON, size and SHA-256 of every file, and its own SHA-256
 
-Writing is atomic: all goes into a folder beside, is flushed to the disk, and is renamed when whole. A folder whose
-manifest does not fit its files is damaged; the one before is used. Nothing in a checkpoint can run code.
+Writing is atomic: all goes into a hidden folder beside, is flushed to the disk, and is renamed when whole. The folder has
+one writer. What a writer that was killed leaves is hidden too, and goes with the next save:
+
+    .step-00000100.partial      was being written
+    .step-00000100.replaced     the one before of the same step; it counts until its successor has the name
+    .step-00000100.dropped      was being deleted
+
+A folder whose manifest does not fit its files is damaged; the one before is used. Nothing in a checkpoint can run code.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,7 +42,7 @@ from thinwire.files import contents, opened, parsed, save_file
 from thinwire.pieces.partition import local
 from thinwire.version import __version__
 
-FORMAT = 2
+FORMAT = 3
 _FILES = ("model.safetensors", "inner.safetensors", "outer.safetensors")
 _MANIFEST = {"step": int, "strategy": str, "facts": dict, "groups": dict, "notes": dict, "files": dict}
 
@@ -72,11 +79,9 @@ def save(folder: Path, replica: Trained, notes: Mapping[str, Any], keep: int = 3
 
     Never waits for what is in the air. Raises `CheckpointError` if the disk does not take it; what was there stays.
     """
-    final = folder / f"step-{replica.step:08d}"
-    partial = folder / f".{final.name}.partial"
     tensors, facts = replica.state()
     inner, groups = _optimizer_state(replica.optimizer)
-    contents = (dict(_weights(replica.model)), inner | {"random": torch.get_rng_state()}, tensors)
+    contents = (dict(_weights(replica.model)), inner | _random_states(replica.model), tensors)
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "thinwire": __version__,
@@ -86,28 +91,67 @@ def save(folder: Path, replica: Trained, notes: Mapping[str, Any], keep: int = 3
         "groups": groups,
         "notes": dict(notes),
     }
+    return write(folder, manifest, [_apart(content) for content in contents], keep)
+
+
+def write(folder: Path, manifest: dict[str, Any], contents: Sequence[Mapping[str, Tensor]], keep: int) -> Path:
+    """Write the checkpoint with this `manifest`, but for its checksums, and these `contents` of its three files. As `save`."""
+    final = folder / f"step-{manifest['step']:08d}"
+    partial = hidden(final, "partial")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        _make_folder(folder)
+        _clear(folder)
+        partial.mkdir()
         for name, content in zip(_FILES, contents):
-            save_file(_apart(content), partial / name)
+            save_file(content, partial / name)
         manifest["files"] = {name: _fingerprint(partial / name) for name in _FILES}
-        (partial / "manifest.json").write_text(json.dumps(manifest, indent=1))
+        (partial / "manifest.json").write_text(json.dumps(manifest | {"sha256": _digest(manifest)}, indent=1))
         for name in (*_FILES, "manifest.json", "."):
             _flush(partial / name)
-        shutil.rmtree(final, ignore_errors=True)
+        if final.exists():
+            final.rename(hidden(final, "replaced"))
         partial.rename(final)
         _flush(folder)
     except (OSError, RuntimeError, SafetensorError) as error:  # what safetensors makes of a full disk is no OSError
         shutil.rmtree(partial, ignore_errors=True)
         nbytes = sum(t.numel() * t.element_size() for content in contents for t in content.values())
         raise CheckpointError(
-            f"no checkpoint at step {replica.step}: {folder}: {error}. {_remedy(error, nbytes)}"
+            f"no checkpoint at step {manifest['step']}: {folder}: {error}. {_remedy(error, nbytes)}"
         ) from error
+    shutil.rmtree(hidden(final, "replaced"), ignore_errors=True)
     # what is of later steps was passed over by a resume, and counts for nothing
     for old in sorted(path for path in folder.glob("step-*") if path.name <= final.name)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+        drop(old)
     return final
+
+
+def hidden(path: Path, state: str) -> Path:
+    """The name beside `path` for a checkpoint that is partial, replaced or dropped."""
+    return path.with_name(f".{path.name}.{state}")
+
+
+def drop(path: Path) -> None:
+    """Delete a checkpoint: it is gone at once, its files after that. One that cannot be deleted stays."""
+    with contextlib.suppress(OSError):
+        shutil.rmtree(path.rename(hidden(path, "dropped")), ignore_errors=True)
+
+
+def _make_folder(folder: Path) -> None:
+    """Make `folder`, so that it is still there after a power cut."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        _flush(path.parent)
+
+
+def _clear(folder: Path) -> None:
+    """Put right what a writer that was killed has left."""
+    for left in folder.glob(".step-*"):
+        final = left.with_name(left.stem.removeprefix("."))
+        if left.suffix == ".replaced" and not final.exists():
+            left.rename(final)
+        else:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _remedy(error: Exception, nbytes: int) -> str:
@@ -138,11 +182,14 @@ def read(path: Path) -> Checkpoint:
     """Check every file of `path` against its manifest. Raises `CheckpointError` saying what is wrong."""
     try:
         manifest = parsed(json.loads, contents(path / "manifest.json"))
+        written = manifest.pop("sha256", None)
         if manifest["format"] != FORMAT:
             raise CheckpointError(
                 f"{path} has format {manifest['format']!r:.40}, this version reads {FORMAT}; use the version that wrote it."
             )
         problem = _problem(path, manifest)
+        if not problem and written != _digest(manifest):
+            problem = "manifest.json is not what was written (checksum)"
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}.") from error
     if problem:
@@ -150,11 +197,23 @@ def read(path: Path) -> Checkpoint:
     return Checkpoint(path, manifest)
 
 
+def step_of(path: Path) -> int:
+    """The step that a checkpoint's folder is named after; -1 if its name is no such."""
+    name = re.fullmatch(r"step-([0-9]{8,})|\.step-([0-9]{8,})\.replaced", path.name)
+    return int(name[1] or name[2]) if name else -1
+
+
+def found_in(folder: Path) -> list[Path]:
+    """All that may be a checkpoint in `folder`, oldest first."""
+    replaced = [path for path in folder.glob(".step-*.replaced") if not path.with_name(path.stem[1:]).exists()]
+    return sorted([*folder.glob("step-*"), *replaced], key=lambda path: (step_of(path), path.name))
+
+
 def _problem(path: Path, manifest: Mapping[str, Any]) -> str:
     """In what the files differ from their manifest, or that from its folder's name; empty if in nothing."""
     if odd := [name for name, kind in _MANIFEST.items() if type(manifest[name]) is not kind]:
         return f"its manifest has no sound {', '.join(odd)}"
-    if path.name != f"step-{manifest['step']:08d}":
+    if step_of(path) != manifest["step"]:
         return f"its manifest is of another step, {manifest['step']!s:.40}"
     for name in _FILES:
         if manifest["files"][name] != _fingerprint(path / name):
@@ -203,21 +262,37 @@ def _held(steps: set[int]) -> str:
 
 def newest(folder: Path) -> tuple[Checkpoint | None, list[dict[str, str]]]:
     """The newest whole checkpoint in `folder`, and what was passed over, with reasons: of a replica that may come and go."""
-    found, skipped = _sound(folder)
-    return found.get(max(found, default=-1)), skipped
+    skipped: list[dict[str, str]] = []
+    for path in reversed(found_in(folder)):
+        try:
+            return read(path), skipped
+        except CheckpointError as error:
+            skipped.append({"path": str(path), "reason": str(error)})
+    return None, skipped
 
 
 def _sound(folder: Path) -> tuple[dict[int, Checkpoint], list[dict[str, str]]]:
     """Whole checkpoints by step, and the others."""
     found: dict[int, Checkpoint] = {}
     skipped = []
-    for path in sorted(folder.glob("step-*")):
+    for path in found_in(folder):
         try:
             checkpoint = read(path)
             found[checkpoint.step] = checkpoint
         except CheckpointError as error:
             skipped.append({"path": str(path), "reason": str(error)})
     return found, skipped
+
+
+def set_aside_later(folder: Path, step: int) -> None:
+    """Rename what is of later steps than `step`, from which this replica goes on, to passed-over-N: it is not of this run's
+    future, and must not be taken for a part of it if another replica has a checkpoint of the same step one day.
+    """
+    for path in found_in(folder):
+        if step_of(path) > step:
+            aside = path.with_name(f"passed-over-{step_of(path):08d}")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
 
 
 def load(checkpoint: Checkpoint, replica: Trained) -> None:
@@ -239,9 +314,24 @@ def load(checkpoint: Checkpoint, replica: Trained) -> None:
     with torch.no_grad():
         for name, value in own.items():
             value.copy_(model[name])
-    torch.set_rng_state(inner.pop("random"))
+    _restore_random_states(replica.model, {n: inner.pop(n) for n in [*inner] if n.startswith("random")})
     _load_optimizer_state(replica.optimizer, inner, manifest["groups"])
     replica.load_state(outer, manifest["facts"])
+
+
+def _random_states(model: nn.Module) -> dict[str, Tensor]:
+    """What torch draws next, on the CPU and on this model's GPUs."""
+    gpus = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    return {"random": torch.get_rng_state()} | {
+        f"random.{n}": torch.cuda.get_rng_state(gpu) for n, gpu in enumerate(gpus)
+    }
+
+
+def _restore_random_states(model: nn.Module, states: Mapping[str, Tensor]) -> None:
+    torch.set_rng_state(states["random"])
+    for n, gpu in enumerate(sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})):
+        if f"random.{n}" in states:  # else it was written on another kind of machine
+            torch.cuda.set_rng_state(states[f"random.{n}"], gpu)
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -290,12 +380,14 @@ def _sharded_like(value: Any, parameter: Tensor) -> Any:
 
 
 def _fingerprint(path: Path) -> list[Any]:
-    """Size and BLAKE2b of a file."""
+    """Size and SHA-256 of a file."""
     with opened(path) as file:
-        return [
-            os.fstat(file.fileno()).st_size,
-            hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest(),
-        ]
+        return [os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()]
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    """SHA-256 of a manifest without its own."""
+    return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
 
 
 def _flush(path: Path) -> None:

@@ -71,6 +71,7 @@ class ElasticTrainer(Trainer):
         joined, turn, path = self.replica.step, 0, ""
         if found is not None:
             self._load(found)
+            checkpoint.set_aside_later(self.checkpoints, found.step)
             self.replica.step = max(joined, found.step)
             turn, path = found.manifest["facts"]["agreed"]["turn"], str(found.path.relative_to(self.place.folder))
         self.log.emit("back", self.replica.step, turn=turn, path=path, skipped=skipped)

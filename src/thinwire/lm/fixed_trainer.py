@@ -47,6 +47,7 @@ class FixedTrainer(Trainer):
                 "again at the first step by --resume --from-start, which sets the checkpoints aside."
             )
         self._load(found)
+        checkpoint.set_aside_later(self.checkpoints, found.step)
         path = str(found.path.relative_to(self.place.folder))
         self.log.emit("resume", found.step, from_step=found.step, path=path, skipped=skipped)
 

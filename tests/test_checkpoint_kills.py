@@ -1,0 +1,82 @@
+"""Killed at every write: the next load finds a whole checkpoint, none that was finished is lost, and the next save clears up."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from killed_writes import Change, Saver, replica_of, train_and_save
+
+import thinwire as tw
+from thinwire import checkpoint
+
+
+@pytest.fixture(scope="module")
+def saver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saver]:
+    saver = Saver(tmp_path_factory.mktemp("base"))
+    yield saver
+    saver.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(saver: Saver, tmp_path_factory: pytest.TempPathFactory) -> tuple[Change, ...]:
+    outcome = saver.save_until(tmp_path_factory.mktemp("undisturbed") / "run")
+    assert outcome.killed is None and outcome.saved == (3, 3) and len(outcome.changes) > 40
+    return outcome.changes
+
+
+def test_all_is_flushed_before_it_has_its_name(undisturbed: tuple[Change, ...]) -> None:
+    """So a power cut, which takes what was not flushed, takes nothing that can be seen."""
+    named = [n for n, one in enumerate(undisturbed) if one.what == "rename" and one.paths[0].endswith(".partial")]
+    assert len(named) == 2
+    for place in named:
+        partial, final = undisturbed[place].paths
+        begun = max(n for n, one in enumerate(undisturbed[:place]) if one == Change("mkdir", (partial,)))
+        before = undisturbed[begun:place]
+        flushed = {one.paths[0]: n for n, one in enumerate(before) if one.what == "flush"}
+        made = {one.paths[-1]: n for n, one in enumerate(before) if one.what in ("rename", "write", "open", "chmod")}
+        whole = [path for path in made if "/.tmp" not in path and not path.endswith(".replaced")]
+        assert len(whole) == 4 and all(flushed[path] > made[path] for path in whole)
+        assert flushed[partial] > max(made.values()) - len(whole)
+        assert Change("flush", (str(Path(final).parent),)) in undisturbed[place:]
+
+
+def _survives(saver: Saver, folder: Path, number: int) -> None:
+    outcome = saver.save_until(folder, number)
+    assert outcome.killed, "the process ended by itself"
+    where = f"killed before change {number}, {outcome.killed}"
+    found, skipped = checkpoint.newest(folder)
+    assert found and found.step >= max(outcome.saved, default=2), where
+    assert found.step in (2, 3) and not skipped, where
+    steps = [checkpoint.read(path).step for path in checkpoint.found_in(folder)]  # whatever can be seen is whole
+    assert steps in ([1, 2], [1, 2, 3], [2, 3]), where
+
+    def resumed(group: tw.Group) -> int:
+        with replica_of(group) as replica:
+            checkpoint.load(found, replica)
+            assert replica.step == found.step
+            return train_and_save(replica, folder)
+
+    (step,) = tw.run_threads(1, resumed, timeout=600.0)
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == [f"step-{n:08d}" for n in (found.step, step)], where  # nothing is left of the killed save
+
+
+def test_a_kill_at_some_writes_leaves_a_whole_checkpoint(
+    saver: Saver, tmp_path: Path, undisturbed: tuple[Change, ...]
+) -> None:
+    """A sample, with those moments in which a checkpoint changes its name."""
+    renames = [n for n, one in enumerate(undisturbed) if one.what == "rename" and "/.tmp" not in one.paths[0]]
+    drawn = random.Random(12).sample(range(len(undisturbed)), 4)
+    for number in sorted({*renames, *drawn, len(undisturbed) - 1}):
+        _survives(saver, tmp_path / str(number), number)
+
+
+@pytest.mark.slow
+def test_a_kill_at_every_write_leaves_a_whole_checkpoint(
+    saver: Saver, tmp_path: Path, undisturbed: tuple[Change, ...]
+) -> None:
+    for number in range(len(undisturbed)):
+        _survives(saver, tmp_path / str(number), number)
