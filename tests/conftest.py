@@ -8,6 +8,7 @@ tests/support has what several tests use, with the programs that tests start.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -28,6 +29,10 @@ pytest_plugins = ("leaks", "run_folders", "inline")  # of tests/support
 # Whatever else the machine does: no example has a deadline, and none is kept on disk.
 settings.register_profile("tests", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
+
+# A shell starts what runs in the background with SIGINT ignored, and nohup with SIGHUP; processes of tests would inherit it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

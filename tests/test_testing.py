@@ -16,7 +16,7 @@ import thinwire as tw
 from thinwire.parsing import parse
 from thinwire.testing import BrokenLawError, check
 
-EXAMPLE = Path(__file__).parents[2] / "examples/own_pieces.py"
+EXAMPLE = Path(__file__).parents[1] / "examples/own_pieces.py"
 SLOW = pytest.mark.slow
 
 
