@@ -24,7 +24,7 @@ sys.path[:0] = [
     str(TESTS.parent / "docs"),
     str(TESTS.parent / "benchmarks"),
 ]  # of processes, too
-pytest_plugins = ("run_folders", "inline")  # of tests/support
+pytest_plugins = ("leaks", "run_folders", "inline")  # of tests/support
 
 # Whatever else the machine does: no example has a deadline, and none is kept on disk.
 settings.register_profile("tests", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
@@ -47,4 +47,5 @@ def one_thread():
 def alone():
     """Calls a function of an importable module in a process of its own, in which no other thread runs."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        pool.submit(int).result()  # it is there before any test looks around
         yield lambda function, *given: pool.submit(function, *given).result()

@@ -180,6 +180,7 @@ def test_a_port_in_use_is_said():
             start_torch(0, 2, "127.0.0.1", holder.getsockname()[1], 1.0)
 
 
+@pytest.mark.leaves(files="pipe:", why="torch 2.13 does not close that of a TCPStore which could not connect")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_absent_ranks_are_said(rank):
     with pytest.raises(LinkError, match=f"rank {rank} of 2 could not join at 127.0.0.1:.* within 1 s"):

@@ -1,0 +1,134 @@
+"""The fixtures of tests/support/leaks.py find what a test leaves behind, and let what is ending end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+SUPPORT = Path(__file__).parents[1] / "support"
+
+LEAVES = """
+    import os, socket, subprocess, sys, threading
+    import leaks, pytest
+
+    leaks.TURNS = 10  # all of it lasts
+
+    kept, stop = [], threading.Event()
+    SLEEP = [sys.executable, "-c", "import time; time.sleep(3600)"]
+
+    def start(command):
+        kept.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
+
+    def test_thread():
+        threading.Thread(target=stop.wait, name="Tabitha", daemon=True).start()
+
+    def test_process():
+        start(SLEEP)
+
+    def test_grandchild():
+        subprocess.run([sys.executable, "-c", f"import subprocess; subprocess.Popen({SLEEP})"], check=True)
+
+    def test_file(tmp_path):
+        kept.append(open(tmp_path / "Felix", "w"))
+
+    def test_socket():
+        kept.append(socket.create_server(("127.0.0.1", 0)))
+
+    def test_pipe():
+        kept.append(os.pipe())
+
+    @pytest.fixture(scope="module")
+    def lasting(tmp_path_factory):
+        kept.append(open(tmp_path_factory.mktemp("module") / "Molly", "w"))
+
+    def test_module(lasting):
+        pass
+"""
+
+CLEAN = """
+    import os, socket, subprocess, sys, threading
+    import pytest
+
+    def test_what_is_ending():
+        begun, end = threading.Event(), threading.Event()
+
+        def run():
+            begun.set()
+            end.wait()
+            sum(range(10**6))
+
+        threading.Thread(target=run).start()
+        assert begun.wait(600)
+        end.set()  # not joined
+
+    def test_what_was_dropped():
+        box = [socket.create_server(("127.0.0.1", 0))]
+        box.append(box)  # until the garbage collector comes
+
+    def test_a_process_that_has_ended(tmp_path):
+        process = subprocess.Popen([sys.executable, "-c", ""])
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+    @pytest.mark.leaves(files="pipe:", why="a test wants it")
+    def test_excused():
+        os.pipe()
+
+    @pytest.fixture(scope="module")
+    def child():
+        process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        yield
+        process.communicate()
+
+    def test_of_a_wider_fixture(child):
+        pass
+
+    @pytest.fixture(scope="session")
+    def late(tmp_path_factory):
+        with open(tmp_path_factory.mktemp("session") / "Sally", "w"):
+            yield
+
+    def test_of_a_fixture_of_the_session(late):
+        pass
+"""
+
+
+def _pytest(folder: Path, text: str) -> tuple[int, str]:
+    (folder / "test_it.py").write_text(textwrap.dedent(text))
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    leaves\n")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "leaks",
+        "-p",
+        "no:cacheprovider",
+        "-rE",
+        "--import-mode=importlib",
+    ]
+    done = subprocess.run(
+        [*command, "-W", "ignore", str(folder)],
+        env=os.environ | {"PYTHONPATH": str(SUPPORT)},
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_what_is_left_behind_is_found(tmp_path):
+    code, said = _pytest(tmp_path, LEAVES)
+    assert code == 1 and "7 passed, 7 errors" in said, said
+    for kind in ("thread", "process", "grandchild", "file", "socket", "pipe", "module"):
+        assert f"ERROR at teardown of test_{kind} " in said, said
+    for words in ("the thread Tabitha is still running:", "in wait", "time.sleep(3600)"):
+        assert words in said, said
+    for words in ("Felix is still open", "1 of socket:[", "2 of pipe:[", "Molly is still open"):
+        assert words in said, said
+
+
+def test_what_is_ending_may_end(tmp_path):
+    code, said = _pytest(tmp_path, CLEAN)
+    assert code == 0 and "6 passed" in said, said

@@ -1,0 +1,196 @@
+"""Fixtures: no test, and no module of tests, leaves a thread, a process, an open file, a socket or a network namespace behind.
+
+What is just ending is waited for. What a fixture of wider scope holds is there before a test begins, so it is not the test's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import re
+import signal
+import sys
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+
+import pytest
+
+# What is made once in a process, by the first test that needs it, and kept until the process ends.
+KEPT_THREADS = ("tqdm_monitor",)  # of transformers' progress bars
+KEPT_PROCESSES = (
+    "multiprocessing.resource_tracker",  # multiprocessing's own: it outlives all, to tidy up after them
+    "multiprocessing.forkserver",  # what it forks is its child, and so is seen
+)
+
+TURNS = 100  # how often the others may run, each time longer, before what is still there is called left behind
+PR_SET_CHILD_SUBREAPER = 36
+FAILED = pytest.StashKey[bool]()
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a process holds at one moment."""
+
+    threads: set[threading.Thread] = field(default_factory=lambda: set(filter(_runs, threading.enumerate())))
+    processes: dict[int, str] = field(default_factory=lambda: descendants())
+    files: Counter[str] = field(default_factory=lambda: open_files())
+    namespaces: set[str] = field(default_factory=lambda: namespaces())
+
+
+EXCUSED = Held(set(), {}, Counter(), set())  # of fixtures of a whole session, and of tests marked `leaves`
+
+
+def _runs(thread: threading.Thread) -> bool:
+    """Whether it does; threading never forgets a thread that was begun elsewhere."""
+    return not isinstance(thread, threading._DummyThread) or Path(f"/proc/self/task/{thread.native_id}").exists()
+
+
+def open_files() -> Counter[str]:
+    """The targets of this process's file descriptors."""
+    targets: Counter[str] = Counter()
+    for number in os.listdir("/proc/self/fd"):  # noqa: PTH208, this is four times as fast
+        try:
+            targets[os.readlink(f"/proc/self/fd/{number}")] += 1  # noqa: PTH115
+        except OSError:
+            continue  # the one that lists them
+    return targets
+
+
+def kept_files() -> set[str]:
+    """The pipes to the processes that are kept."""
+    tracker, server = resource_tracker._resource_tracker, forkserver._forkserver  # type: ignore[attr-defined]
+    numbers = tracker._fd, server._forkserver_alive_fd
+    return {os.readlink(f"/proc/self/fd/{number}") for number in numbers if number is not None}  # noqa: PTH115
+
+
+def descendants() -> dict[int, str]:
+    """The command of each child, grandchild and so on, that has not ended."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return {}  # the common case; a grandchild whose parent has died is a child here
+    parents, ended = {}, set()
+    for entry in os.listdir("/proc"):  # noqa: PTH208
+        if entry.isdigit():
+            try:
+                state, parent = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue  # it has just ended
+            parents[int(entry)] = int(parent)
+            if state in "ZX":
+                ended.add(int(entry))
+    family = {os.getpid()}
+    while more := {child for child, parent in parents.items() if parent in family} - family:
+        family |= more
+    return {pid: _command(pid) for pid in family - ended - {os.getpid()}}
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def namespaces() -> set[str]:
+    """The network namespaces of this process, or of one that has ended: their names hold its number."""
+    folder = Path("/run/netns")
+    names = os.listdir(folder) if folder.exists() else []  # noqa: PTH208
+    return {name for name in names if (made := re.search(r"\d+", name)) and _ours(int(made[0]))}
+
+
+def _ours(pid: int) -> bool:
+    return pid == os.getpid() or not Path(f"/proc/{pid}").exists()
+
+
+def new_processes(before: Held, now: Held) -> dict[int, str]:
+    return {
+        pid: command
+        for pid, command in now.processes.items()
+        if not (pid in before.processes or pid in EXCUSED.processes or any(kept in command for kept in KEPT_PROCESSES))
+    }
+
+
+def left_behind(before: Held) -> list[str]:
+    """What is here and was not `before`, in words."""
+    words, now, frames = [], Held(), sys._current_frames()
+    for thread in now.threads - before.threads - EXCUSED.threads:
+        if thread.is_alive() and thread.name not in KEPT_THREADS:
+            stack = "".join(traceback.format_stack(frames.get(thread.ident or 0)))
+            words.append(f"the thread {thread.name} is still running:\n{stack}")
+    for pid, command in new_processes(before, now).items():
+        words.append(f"the process {pid} is still running: {command}")
+    if more := now.files - before.files - EXCUSED.files:
+        kept = kept_files()
+        words += [f"{count} of {target} is still open" for target, count in more.items() if target not in kept]
+    words += [f"the network namespace {name} is still there" for name in now.namespaces - before.namespaces]
+    return words
+
+
+def excuse(before: Held, now: Held) -> None:
+    EXCUSED.threads.update(now.threads - before.threads)
+    EXCUSED.processes.update(now.processes)
+    EXCUSED.files.update(now.files - before.files)
+
+
+def end_processes(before: Held) -> None:
+    for pid in new_processes(before, Held()):
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    report = yield
+    if report.failed:
+        for node in item.listchain():
+            node.stash[FAILED] = True
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> Iterator[None]:
+    """One of a whole session may be made in the middle of a module."""
+    if fixturedef.scope != "session":
+        return (yield)
+    before = Held()
+    made = yield
+    excuse(before, Held())
+    return made
+
+
+def watch(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = Held()
+    yield
+    if request.node.stash.get(FAILED, False):  # its traceback holds on to what it had
+        end_processes(before)
+        return
+    if not left_behind(before):
+        return
+    gc.collect()
+    for mark in request.node.iter_markers("leaves"):
+        for target, count in (open_files() - before.files).items():
+            if target.startswith(mark.kwargs["files"]):
+                EXCUSED.files[target] += count
+    for turn in range(TURNS):
+        if not (left := left_behind(before)):
+            return
+        threading.Event().wait(turn / 1000)
+    end_processes(before)
+    pytest.fail("left behind: " + "\n".join(left), pytrace=False)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def orphans_are_ours() -> None:
+    """A process whose parent has died becomes a child of this one."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+if sys.platform == "linux":  # it is all read from /proc
+    no_test_leaves_anything = pytest.fixture(autouse=True)(watch)
+    no_module_leaves_anything = pytest.fixture(autouse=True, scope="module")(watch)
