@@ -43,8 +43,8 @@ from thinwire.lm.run import Run
 from thinwire.membership import Lighthouse, LighthouseRendezvous
 from thinwire.membership.channel import secret_in
 from thinwire.membership.view import Presence
-from thinwire.printable import printable_lines
 from thinwire.records.events import Tail
+from thinwire.records.printable import printable_lines
 
 FINAL = 3  # exit code of a replica that would fail again
 TRIES = 5  # deaths in a row after which a replica is given up

@@ -22,9 +22,9 @@ from rich.table import Table
 from rich.text import Text
 
 from thinwire.comm.emulated import Link, Uplink
-from thinwire.printable import printable
 from thinwire.records.events import Event, Tail
 from thinwire.records.membership import CARRIER, MembershipLog, Steps, text_of_steps
+from thinwire.records.printable import printable
 from thinwire.records.replica_record import fragments_of
 from thinwire.records.run_record import RunRecord
 from thinwire.records.sessions import number, whole
@@ -255,7 +255,9 @@ class Progress:
                 self._say("passed over", passed_over.get("reason"))
             if kind == "back":
                 path = event["path"] or "no checkpoint of its own"
-                self._print(f"{self._names[index]} is back at step {event['step']}, from turn {event['turn']} ({path})")
+                self._print(
+                    f"{self._names[index]} is back at step {event['step']}, from round {event['round']} ({path})"
+                )
             elif event["path"]:
                 self._say("resume", f"from step {event['from_step']}")
         elif kind in ("alone", "retry", "caught_up", "doubt", "late", "keeps", "round") and self._membership:

@@ -21,7 +21,7 @@ from thinwire.comm.group import Group
 from thinwire.errors import CheckpointError
 from thinwire.files import parsed
 from thinwire.membership.rendezvous import Membership
-from thinwire.runtime.fragment_state import passing
+from thinwire.runtime.saved_state import passing
 
 _BESIDE = ("passing", "facts", "strategy")
 
