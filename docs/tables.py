@@ -21,7 +21,7 @@ import recipes
 
 from thinwire.comm import parse_link
 from thinwire.parsing import PIECES, parse
-from thinwire.report.charts import View, colour
+from thinwire.report.charts import ChartState, colour
 from thinwire.report.svg import drawing
 
 ROOT = Path(__file__).parents[1]
@@ -162,7 +162,7 @@ def family_picture(result: Result) -> str:
         f"{setting['replicas']} replicas, model {setting['model']}, {setting['steps']} steps; every method with its defaults. "
         f"{machine['cpu'].strip()}, commit {(result['commit'] or 'unknown')[:7]}."
     )
-    return drawing(View("", data, layout), "Loss against bits, at equal tokens", remark)
+    return drawing(ChartState("", data, layout), "Loss against bits, at equal tokens", remark)
 
 
 def attach(result: Result) -> tuple[list[str], list[list[str]]]:

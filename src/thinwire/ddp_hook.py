@@ -22,7 +22,7 @@ from thinwire.own_files import digests
 from thinwire.pieces.partition import Fragment, Whole, trainable
 from thinwire.runtime.fragment_state import FragmentState, hold
 from thinwire.runtime.gradient_driver import Stepped
-from thinwire.runtime.handshake import agree
+from thinwire.runtime.handshake import compare_settings
 from thinwire.runtime.pipeline import RoundPipeline
 from thinwire.runtime.update import RoundUpdate
 from thinwire.strategy import Gradients, Strategy
@@ -60,7 +60,7 @@ class GradientHook:
         self.strategy, self.group = strategy, group
         self.steps = 0  # that were exchanged
         self._first = True  # of this hook: DDP cuts its buckets anew after it
-        agree(group, {"strategy": repr(strategy)} | digests(strategy))
+        compare_settings(group, {"strategy": repr(strategy)} | digests(strategy))
         strategy.warm_up()
         self._named = {id(parameter): (name, parameter) for name, parameter in trainable(model)}
         self._stepped = Stepped(model, lambda: [p.detach() for _, p in self._named.values()], group, warnings.warn)

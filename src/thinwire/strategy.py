@@ -313,7 +313,7 @@ class Strategy:
         """Which exchange was chosen for fragments of tensors of such shapes, and why; empty where there is no choice."""
         return self.exchange.why([self.coded(shapes) for shapes in fragments], size)
 
-    def cautions(self, fragments: Sequence[Shapes] = (), size: int = 2) -> list[str]:
+    def warnings(self, fragments: Sequence[Shapes] = (), size: int = 2) -> list[str]:
         """What works, but not as its source has it, or is of no use for fragments of tensors of such shapes."""
         said = []
         bits, large = (
@@ -356,6 +356,6 @@ class Strategy:
         for first, end in pairwise(sorted({0, full, *self.policy.changes})):
             early = self.nbytes_per_period(shapes, size, first)
             lines.append(f"rounds {first:,} to {end - 1:,} of a fragment: {early:,} bytes a period (predicted)")
-        lines += [f"caution: {caution}" for caution in self.cautions(shapes, size)]
+        lines += [f"warning: {warning}" for warning in self.warnings(shapes, size)]
         lines += [f"exchange: {choice}" for choice in self.choices(shapes, size)]
         return "\n".join(lines + [f"  {f.name}: {f.numel:,} parameters" for f in fragments])

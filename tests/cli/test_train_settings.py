@@ -111,7 +111,7 @@ def test_a_method_that_is_of_no_use_for_adapters_says_so(
         ("data_parallel(codec=Cast())", ("--lora", "4"), False),
     ):
         assert train("run", "--strategy", strategy, *lora) == 2
-        assert (f"caution: {strategy}: " in capsys.readouterr().out) == says, strategy
+        assert (f"warning: {strategy}: " in capsys.readouterr().out) == says, strategy
 
 
 def test_compare_goes_on_without_a_method_that_fails(here: Path, capsys: Capture) -> None:

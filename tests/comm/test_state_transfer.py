@@ -33,7 +33,7 @@ def between(send: Callable[[Group], object], limit: int = 1 << 20) -> Given:
 
 @pytest.mark.parametrize("piece", [7, 64, 1 << 22])
 def test_what_arrives_is_what_was_sent(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
-    monkeypatch.setattr(state_transfer, "PIECE", piece)
+    monkeypatch.setattr(state_transfer, "MESSAGE_NBYTES", piece)
     tensors = {
         "0/anchor": torch.randn(33), "0/outer.momentum": torch.randn(2, 3).t(), "empty": torch.empty(0), "half": torch.ones(3).bfloat16()
     }  # fmt: skip

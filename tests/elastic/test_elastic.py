@@ -115,7 +115,7 @@ def test_others_wait_for_a_state_transfer_however_long_it_takes(monkeypatch: pyt
             sent.append(threading.current_thread().name)
             yield piece
 
-    monkeypatch.setattr(state_transfer, "PIECE", 32)
+    monkeypatch.setattr(state_transfer, "MESSAGE_NBYTES", 32)
     monkeypatch.setattr(state_transfer, "_pieces", slowly)
     settings = {"steps": 60, "least": 2}
 
@@ -201,12 +201,12 @@ def test_all_killed_at_once_go_on_from_what_they_saved() -> None:
     results = cluster.play({name: train(cluster, book, steps=40, least=3, save_every=every[name]) for name in "abc"})
     agree(results, book)
     assert all(toy.restored for toy in results.values())
-    turns = [
-        fields["turn"]
+    numbers = [
+        fields["round"]
         for name, event, fields in book.events
         if event == "round" and name == "a" and fields["fragment"] >= 0
     ]
-    assert turns[0] == 0 and turns.count(0) == 1  # nobody began again from the start
+    assert numbers[0] == 0 and numbers.count(0) == 1  # nobody began again from the start
 
 
 @pytest.mark.parametrize("nth", range(1, 9))
@@ -319,7 +319,7 @@ def test_no_clock_that_somebody_may_set() -> None:
 @pytest.mark.parametrize(
     "lie",
     [
-        {"turn": 1 << 40}, {"turn": 10**400}, {"step": 1 << 50}, {"step": 41}, {"brings": {"9": 1.0}}, {"brings": {"0": 2.0}}, 
+        {"round": 1 << 40}, {"round": 10**400}, {"step": 1 << 50}, {"step": 41}, {"brings": {"9": 1.0}}, {"brings": {"0": 2.0}}, 
         {"brings": {"00": 1.0}}, {"state_digest": "a" * 100}, {"more": 1},
     ],
 )  # fmt: skip
@@ -333,7 +333,7 @@ def test_a_status_out_of_bounds_is_refused_by_name(lie: dict[str, Any]) -> None:
         ThreadRendezvous(cluster, name).sleep(15.0)
         for _ in range(5):
             with suppress(LinkError):
-                membership.next_view(MemberStatus(turn=3, state_digest="x").facts() | lie, 5.0).close()
+                membership.next_view(MemberStatus(round=3, state_digest="x").facts() | lie, 5.0).close()
 
     def one(name: str) -> Toy:
         toy = Toy(cluster, name, book, least=2, most_steps=40)
@@ -351,14 +351,14 @@ def test_a_status_out_of_bounds_is_refused_by_name(lie: dict[str, Any]) -> None:
 
 
 def test_what_cannot_be_written_is_said_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A packet's header has 32 bits for the turn; statuses have bounds far below it."""
-    monkeypatch.setattr("thinwire.elastic.plan.MOST_TURNS", 1 << 40)
+    """A packet's header has 32 bits for the round; statuses have bounds far below it."""
+    monkeypatch.setattr("thinwire.elastic.plan.MOST_ROUNDS", 1 << 40)
     cluster, book = SimulatedCluster(), Book()
 
     def one(name: str) -> str:
         toy = Toy(cluster, name, book, least=2)
         agreed = toy.elastic.rounds.loop.agreed
-        agreed.turn = 1 << 32
+        agreed.round = 1 << 32
         toy.elastic.rounds.load(agreed)
         toy.elastic.join()
         toy.elastic._trained = 4.0

@@ -20,9 +20,9 @@ from elastic_toy import Inline, one_thread
 import thinwire as tw
 from thinwire.codecs import Identity
 from thinwire.elastic import round_loop
-from thinwire.elastic.global_state import Agreed
+from thinwire.elastic.global_state import GlobalState
 from thinwire.elastic.messages import Ready
-from thinwire.elastic.rounds import Rounds
+from thinwire.elastic.round_thread import RoundThread
 from thinwire.elastic.states import TRANSITIONS, Action, Event, State, transition
 from thinwire.errors import LinkError, UndecidedError
 from thinwire.membership.rendezvous import Membership
@@ -42,8 +42,8 @@ class Subject:
         self.taken: list[tuple[State, Event]] = []
         anchor = torch.zeros(4)
         strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(4), outer=tw.pieces.outer.Average())
-        self.rounds = Rounds(
-            strategy, self.cluster.membership("a", least=1), Agreed([anchor], [{}], state_digest="d"), [Identity()], [0],
+        self.rounds = RoundThread(
+            strategy, self.cluster.membership("a", least=1), GlobalState([anchor], [{}], state_digest="d"), [Identity()], [0],
             observe=lambda event, step, **fields: self.events.append(event), thread=Inline(),
         )  # fmt: skip
 
@@ -170,7 +170,7 @@ class Subject:
             self.fail_while({State.ENDING: "note_end", State.KEEPING: "keep"}[state])
             return
         {
-            Event.JOIN: lambda: self.rounds.join(0), Event.LOAD: lambda: self.rounds.load(Agreed([torch.ones(4)], [{}])),
+            Event.JOIN: lambda: self.rounds.join(0), Event.LOAD: lambda: self.rounds.load(GlobalState([torch.ones(4)], [{}])),
             Event.DEPART: self.depart, Event.FINISH: lambda: self.rounds.finish(0.0), Event.MEET: self.rounds.meet,
             Event.CLOSE: self.rounds.close, Event.ALONE: self.alone, Event.RUN_ENDED: self.run_ended, Event.LEVEL: self.level,
             Event.CAUGHT_UP: self.catch_up, Event.DECIDED: self.decide, Event.LAST: lambda: self.rounds.meet(delta()),
@@ -232,10 +232,10 @@ def test_of_a_doubt_the_others_records_tell(monkeypatch: pytest.MonkeyPatch) -> 
             list(subject.rounds.outcomes(99))
 
             def take_over(
-                _: object, plan: object, statuses: object, agreed: Agreed, *__: object, who: bool = counted
+                _: object, plan: object, statuses: object, agreed: GlobalState, *__: object, who: bool = counted
             ) -> str:
                 agreed.commit(0, torch.ones(4), {}, ("a", "b") if who else ("b",))
-                agreed.turn += 1
+                agreed.round += 1
                 return "b"
 
             patch.setattr(round_loop, "level", take_over)
@@ -264,7 +264,7 @@ def test_nobody_writes_what_is_the_loops_or_the_memberships() -> None:
     others = re.compile(r"\b(rounds|loop|membership|voter|agreed|group)\.\w+$")
     for path in paths:
         wrong = {name for name in written(path) if others.search(name)}
-        own = {"self.agreed.turn", "self.agreed.run"} if path.name == "round_loop.py" else set()
+        own = {"self.agreed.round", "self.agreed.run"} if path.name == "round_loop.py" else set()
         assert not wrong - own, f"{path}: {wrong}; send a message, or call a method"
 
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from thinwire.codecs import Identity
-from thinwire.elastic.global_state import Agreed
+from thinwire.elastic.global_state import GlobalState
 from thinwire.elastic.messages import Ready
-from thinwire.elastic.rounds import Rounds
+from thinwire.elastic.round_thread import RoundThread
 from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError
 from thinwire.membership.testing.cluster import SimulatedCluster
 from thinwire.membership.timeouts import Timeouts
@@ -148,8 +148,8 @@ def test_what_is_left_at_the_end_is_averaged_without_momentum() -> None:
     """As in a fixed group: a whole outer step for less than a period's delta would overshoot."""
     anchor, delta, outer = torch.zeros(4), torch.ones(4), tw.pieces.outer.Nesterov(lr=0.5, momentum=0.8)
     strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(4), outer=outer)
-    agreed = Agreed([anchor], [outer.init(anchor)])
-    rounds = Rounds(
+    agreed = GlobalState([anchor], [outer.init(anchor)])
+    rounds = RoundThread(
         strategy, SimulatedCluster().membership("a", least=1), agreed, [Identity()], [0], observe=lambda *_, **__: None,
         thread=Inline(),
     )  # fmt: skip

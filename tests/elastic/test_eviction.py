@@ -15,9 +15,9 @@ import thinwire as tw
 from thinwire.codecs import Identity
 from thinwire.diagnosis import Record, Rules
 from thinwire.elastic.eviction import outvoted
-from thinwire.elastic.global_state import Agreed
+from thinwire.elastic.global_state import GlobalState
 from thinwire.elastic.messages import Ready
-from thinwire.elastic.rounds import Rounds
+from thinwire.elastic.round_thread import RoundThread
 from thinwire.errors import DisagreementError
 from thinwire.membership.timeouts import Timeouts
 from thinwire.runtime.handshake import digest
@@ -32,7 +32,7 @@ class Told:
 
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     ended: BaseException | None = None
-    turn: int = 0
+    round: int = 0
     state_digest: str = ""
 
     def all(self, kind: str) -> list[dict[str, Any]]:
@@ -56,16 +56,16 @@ def hold(
         own, chance = told[name], random.Random(f"{seed} {name}")
         membership = stage.membership(name, least=least, timeouts=Timeouts(grace=10.0), evict=evict)
         anchor = torch.zeros(400)
-        agreed = Agreed([anchor], [{}], state_digest=digest([anchor]).hex())
+        agreed = GlobalState([anchor], [{}], state_digest=digest([anchor]).hex())
         strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(10), outer=tw.pieces.outer.Average())
-        held = Rounds(
+        held = RoundThread(
             strategy, membership, agreed, [Identity()], [0],
             observe=lambda event, step, **fields: own.events.append((event, fields)), clock=membership.clock, thread=Inline(),
         )  # fmt: skip
         try:
             held.join(0)
             step = own_steps = 0
-            while agreed.turn < rounds:
+            while agreed.round < rounds:
                 seconds = chance.uniform(1.0, 1.15) * (4 if name == sleeper and stage.time.now > 9 else 1)
                 with stage.time:
                     stage.wait(name, lambda: False, seconds)
@@ -81,7 +81,7 @@ def hold(
             own.ended = error
             raise
         finally:
-            own.turn, own.state_digest = agreed.turn, agreed.state_digest
+            own.round, own.state_digest = agreed.round, agreed.state_digest
             held.close()
 
     stage.play(dict.fromkeys(NAMES, replica))
@@ -99,7 +99,7 @@ def test_the_culprit_leaves_and_the_others_go_on(what):
     for name in set(NAMES) - {"cedar"}:
         (evicted,) = told[name].all("evicted")
         assert evicted["name"] == "cedar" and len(evicted["by"]) >= 3 and "slow" in evicted["reason"]
-        assert told[name].ended is None and told[name].turn >= 24
+        assert told[name].ended is None and told[name].round >= 24
         assert told[name].all("round")[-1]["members"] == ["amber", "birch", "delta"]
     assert len({told[name].state_digest for name in set(NAMES) - {"cedar"}}) == 1
 
@@ -108,7 +108,7 @@ def test_off_by_default_and_never_below_the_least():
     slow = {("cedar", "*"): 20.0}
     for evict, least in ((None, 2), (Rules(), 4)):
         told = hold(uniform(NAMES), slow, evict, least)
-        assert all(not one.all("evicted") and one.ended is None and one.turn >= 24 for one in told.values())
+        assert all(not one.all("evicted") and one.ended is None and one.round >= 24 for one in told.values())
 
 
 def test_nobody_leaves_for_a_link_or_for_nothing():

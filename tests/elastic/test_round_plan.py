@@ -15,18 +15,18 @@ ORDER = (1, 2, 0)
 brings = st.dictionaries(st.sampled_from("012"), st.sampled_from([0.0, 1.0, 2.5]))
 statuses = st.builds(
     MemberStatus,
-    turn=st.integers(0, 3), state_digest=st.sampled_from("ab"), step=st.integers(0, 9), fresh=st.booleans(), finishing=st.booleans(), brings=brings,
+    round=st.integers(0, 3), state_digest=st.sampled_from("ab"), step=st.integers(0, 9), fresh=st.booleans(), finishing=st.booleans(), brings=brings,
 )  # fmt: skip
 
 
-def status(turn: int, state_digest: str = "a", **facts: object) -> MemberStatus:
-    return MemberStatus(**({"turn": turn, "state_digest": state_digest, "brings": {"0": 1.0}} | facts))  # type: ignore[arg-type]
+def status(number: int, state_digest: str = "a", **facts: object) -> MemberStatus:
+    return MemberStatus(**({"round": number, "state_digest": state_digest, "brings": {"0": 1.0}} | facts))  # type: ignore[arg-type]
 
 
 def test_all_alike_are_sound_and_counted() -> None:
     plan = reconcile([status(4, step=9)] * 3, ORDER)
     assert (plan.sound, plan.behind, plan.weights) == ((0, 1, 2), (), (1.0, 1.0, 1.0))
-    assert (plan.turn, plan.step, plan.fragment, plan.whole) == (5, 9, 0, 3.0)
+    assert (plan.round, plan.step, plan.fragment, plan.whole) == (5, 9, 0, 3.0)
 
 
 def test_fragments_take_turns() -> None:
@@ -34,14 +34,14 @@ def test_fragments_take_turns() -> None:
     both = {"1": 1.0, "2": 1.0}
     assert reconcile([status(3, brings=both), status(3, brings=both)], ORDER).fragment == 1
     plan = reconcile([status(4, brings=both), status(4, brings={"0": 1.0, "2": 1.0})], ORDER)
-    assert (plan.turn, plan.fragment, plan.counted) == (4, 2, (0, 1))
+    assert (plan.round, plan.fragment, plan.counted) == (4, 2, (0, 1))
     plan = reconcile([status(3, brings={"0": 1.0}), status(3, brings={})], ORDER)  # nobody has what is next
-    assert (plan.turn, plan.fragment, plan.counted) == (5, 0, (0,))
-    assert reconcile([status(4, brings={"1": 1.0})], ORDER).turn == 6  # the next time that it is its turn
+    assert (plan.round, plan.fragment, plan.counted) == (5, 0, (0,))
+    assert reconcile([status(4, brings={"1": 1.0})], ORDER).round == 6  # the next time that it is its turn
     nothing = reconcile([status(4, brings={})] * 2, ORDER)
-    assert (nothing.turn, nothing.fragment, nothing.counted) == (4, -1, ())
+    assert (nothing.round, nothing.fragment, nothing.counted) == (4, -1, ())
     broken = reconcile([status(4, brings={"2": 0.0}), status(4, brings={"0": 1.0})], ORDER)
-    assert (broken.turn, broken.fragment, broken.counted) == (4, 2, ())  # the turn is used up
+    assert (broken.round, broken.fragment, broken.counted) == (4, 2, ())  # the round is used up
 
 
 def test_the_mean_is_over_all_who_train() -> None:
@@ -67,7 +67,7 @@ def test_what_came_too_late_counts_when_its_turn_comes() -> None:
 def test_nothing_counts_when_somebody_sound_knows_that_the_run_has_ended() -> None:
     ended = status(6, finishing=True, over=True, step=90)
     plan = reconcile([status(5, "old"), ended], ORDER)
-    assert (plan.over, plan.counted, plan.behind, plan.step, plan.turn) == (True, (), (0,), 90, 6)
+    assert (plan.over, plan.counted, plan.behind, plan.step, plan.round) == (True, (), (0,), 90, 6)
     further = reconcile(
         [status(7, "further"), ended], ORDER
     )  # they were cut off, and held more rounds: theirs is right
@@ -90,9 +90,9 @@ def test_the_majority_is_right() -> None:
 
 
 def test_a_random_weight_never_outvotes_training() -> None:
-    """A restart with new weights and a large turn of its own is still fresh."""
+    """A restart with new weights and a large round of its own is still fresh."""
     plan = reconcile([status(9, "r", fresh=True), status(9, "r", fresh=True), status(5)], ORDER)
-    assert plan.sound == (2,) and plan.turn == 5
+    assert plan.sound == (2,) and plan.round == 5
 
 
 @given(st.lists(statuses, min_size=1, max_size=5))
@@ -102,18 +102,18 @@ def test_laws(members: list[MemberStatus]) -> None:
     assert len({members[rank].state_digest for rank in plan.sound}) == 1
     trained = [m for m in members if not m.fresh]
     if trained:
-        assert 0 <= plan.turn - max(m.turn for m in trained) < 3
+        assert 0 <= plan.round - max(m.round for m in trained) < 3
         assert all(not members[rank].fresh for rank in plan.sound + plan.counted)
     ready = {key for m in trained for key in m.brings}
     assert (plan.fragment >= 0) == bool(ready) and (not ready or str(plan.fragment) in ready)
-    assert not ready or (ORDER[plan.turn % 3] == plan.fragment and plan.whole >= sum(plan.weights))
+    assert not ready or (ORDER[plan.round % 3] == plan.fragment and plan.whole >= sum(plan.weights))
     assert not (plan.over and ready)
 
 
 @given(st.lists(statuses, min_size=1, max_size=3))
 def test_the_order_of_members_decides_only_ties(members: list[MemberStatus]) -> None:
     several = [reconcile(list(order), ORDER) for order in itertools.permutations(members)]
-    assert len({(plan.turn, plan.step) for plan in several}) == 1
+    assert len({(plan.round, plan.step) for plan in several}) == 1
 
 
 def test_the_end() -> None:
@@ -138,14 +138,14 @@ def test_statuses_survive_their_journey_and_nothing_else_does() -> None:
     bad: list[dict[str, object]] = [
         {},
         good | {"more": 1},
-        good | {"turn": -1},
-        good | {"turn": True},
-        good | {"turn": "3"},
+        good | {"round": -1},
+        good | {"round": True},
+        good | {"round": "3"},
     ]
     bad += [
         good | {"state_digest": "a" * 65},
-        good | {"turn": 1 << 31},
-        good | {"turn": 10**400},
+        good | {"round": 1 << 31},
+        good | {"round": 10**400},
         good | {"step": 1 << 40},
         good | {"record": "a" * 8193},
         good | {"suspect": "a" * 65},

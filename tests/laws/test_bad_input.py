@@ -553,14 +553,14 @@ def test_another_version(old, new, message):
 def test_unreadable_introductions(text):
     """Whatever comes is a `DisagreementError` that names the replica."""
     from thinwire.comm import gather
-    from thinwire.runtime.handshake import agree
+    from thinwire.runtime.handshake import compare_settings
 
     def replica(group):
         if group.rank == 1:
             gather(group, text, 1 << 20, "introduction")
             return ""
         with pytest.raises(tw.DisagreementError, match="replica 1") as caught:
-            agree(group, {"a": 2})
+            compare_settings(group, {"a": 2})
         return str(caught.value)
 
     assert tw.run_threads(2, replica)[0]

@@ -109,13 +109,13 @@ def test_kill_9_is_started_again_and_all_end_alike(train: Train, tmp_path: Path)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["status"] == "finished" and summary["steps"] == 2500
     assert 2.0 < summary["living"] < 3.0 and 1.5 < summary["taking_part"] <= 3.0
-    turns = {
-        event["turn"]
+    numbers = {
+        event["round"]
         for name in NAMES
         for event in read_events(folder / f"events/{name}.jsonl")
         if event["event"] == "round" and event["committed"]
     }
-    assert summary["rounds_committed"] == len(turns) > 20
+    assert summary["rounds_committed"] == len(numbers) > 20
     record = RunRecord.load(folder)
     assert [replica.sessions for replica in record.replicas] == [1, 2, 1]
     assert {"away", "left", "joined", "back"} <= {note.kind for note in record.notes}
@@ -135,9 +135,10 @@ def test_all_killed_at_once_go_on_from_their_checkpoints(train: Train, tmp_path:
     assert len({end["weights"] for end in ends(folder, NAMES[:2])}) == 1
     for name in NAMES[:2]:
         (back,) = [event for event in read_events(folder / f"events/{name}.jsonl") if event["event"] == "back"]
-        assert back["turn"] > 0 and back["step"] >= 200 and back["path"].startswith(f"checkpoints/{name}/step-")
+        assert back["round"] > 0 and back["step"] >= 200 and back["path"].startswith(f"checkpoints/{name}/step-")
         assert (
-            f"{name} is back at step {back['step']}, from turn {back['turn']}" in folder.with_suffix(".txt").read_text()
+            f"{name} is back at step {back['step']}, from round {back['round']}"
+            in folder.with_suffix(".txt").read_text()
         )
 
 

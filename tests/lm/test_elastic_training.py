@@ -103,7 +103,7 @@ def test_all_end_with_the_same_weights_and_the_three_numbers_add_up(
     assert len({summary["weights"] for summary in ended.values()}) == 1
     record = RunRecord.load(tmp_path / "run")
     told = [e for e in read_events(tmp_path / "run/events/replica-0.jsonl") if e["event"] == "round"]
-    committed = [e["turn"] for e in told if e["committed"]]
+    committed = [e["round"] for e in told if e["committed"]]
     assert record.summary.rounds_committed == len(committed) >= 12  # four fragments in three cycles at least
     assert record.summary.taking_part == 3 and 1 < (record.summary.living or 0) <= 3
     assert (
@@ -135,7 +135,7 @@ def test_who_was_killed_comes_back_from_its_own_checkpoint_and_reads_nothing_twi
     assert len({summary["weights"] for summary in ended.values()}) == 1
     record = RunRecord.load(tmp_path / "run")
     (back,) = [e for e in read_events(tmp_path / "run/events/replica-1.jsonl") if e["event"] == "back"]
-    assert back["path"].startswith("checkpoints/replica-1/step-") and back["turn"] > 0
+    assert back["path"].startswith("checkpoints/replica-1/step-") and back["round"] > 0
     assert [replica.sessions for replica in record.replicas] == [1, 2, 1]
     assert len(read) == len(set(read)), "a replica read a batch twice"
     assert {"away", "back"} <= {note.kind for note in record.notes}

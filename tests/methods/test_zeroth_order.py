@@ -457,13 +457,13 @@ def test_other_first_weights_are_refused_once_a_run_is_on():
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda tensors, facts: facts.pop("crews"),
-        lambda tensors, facts: facts.update(crews=[]),
+        lambda tensors, facts: facts.pop("members"),
+        lambda tensors, facts: facts.update(members=[]),
         lambda tensors, facts: facts.update(samples="many"),
         lambda tensors, facts: tensors.update(codes=tensors["codes"][1:]),
         lambda tensors, facts: tensors["lrs"].fill_(math.nan),
-        lambda tensors, facts: tensors.update(crews=tensors["crews"] + 9),
-        lambda tensors, facts: tensors.update(crews=tensors["crews"] - 1),
+        lambda tensors, facts: tensors.update(members=tensors["members"] + 9),
+        lambda tensors, facts: tensors.update(members=tensors["members"] - 1),
     ],
 )
 def test_a_log_that_cannot_be_read(spoil):

@@ -132,10 +132,10 @@ def test_without_scale_it_is_local_sgd():
 def test_a_description_says_what_momentum_does():
     model = torch.nn.Linear(4, 4)
     doubtful = tw.Strategy(schedule=tw.pieces.schedule.Quadratic(4, 0.0175), outer=tw.pieces.outer.Nesterov())
-    assert "caution: Quadratic" in doubtful.describe(model, 2) and "made for averaging" in doubtful.describe(model, 2)
+    assert "warning: Quadratic" in doubtful.describe(model, 2) and "made for averaging" in doubtful.describe(model, 2)
     sound = tw.Strategy(schedule=tw.pieces.schedule.Quadratic(4, 0.0175)).describe(model, 2)
-    assert "caution" not in sound and "every at least 4 inner steps" in sound
-    assert "caution" not in tw.diloco().describe(model, 2)
+    assert "warning" not in sound and "every at least 4 inner steps" in sound
+    assert "warning" not in tw.diloco().describe(model, 2)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from thinwire.comm import Link
 from thinwire.lm.model import SIZES
 from thinwire.pieces.schedule import Staggered
 from thinwire.plan import cost, placement
-from thinwire.plan.cost import Traffic, follow
+from thinwire.plan.cost import FragmentSeconds, follow
 from thinwire.plan.links import Links
 from thinwire.recipes import eager_diloco
 from thinwire.records.units import text_of_seconds
@@ -21,14 +21,14 @@ from thinwire.simulate.pipeline import pipeline_seconds
 
 
 def test_what_is_not_overlapped_is_waited_for() -> None:
-    assert follow(diloco(every=10), 1.0, [Traffic(1, 2, 1, 1)]).utilization == pytest.approx(10 / 15)
-    assert follow(data_parallel(), 2.0, [Traffic(0.5, 1, 0, 0.5)]).utilization == pytest.approx(0.5)
+    assert follow(diloco(every=10), 1.0, [FragmentSeconds(1, 2, 1, 1)]).utilization == pytest.approx(10 / 15)
+    assert follow(data_parallel(), 2.0, [FragmentSeconds(0.5, 1, 0, 0.5)]).utilization == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(("flight", "stall"), [(1.9, 0.0), (2.0, 0.0), (3.5, 1.5)])
 def test_a_flight_longer_than_its_delay_stalls_by_the_rest(flight: float, stall: float) -> None:
     strategy = streaming_diloco(every=20, delay=2)
-    pace = follow(strategy, 1.0, [Traffic(0, flight - 0.2, 0.2, 0)] * 4)
+    pace = follow(strategy, 1.0, [FragmentSeconds(0, flight - 0.2, 0.2, 0)] * 4)
     assert pace.latest_seconds == pytest.approx(stall)
     assert pace.utilization == pytest.approx(20 / (20 + 4 * stall))
     assert pace.wire_use == pytest.approx(4 * (flight - 0.2) / (20 + 4 * stall))
@@ -38,19 +38,21 @@ def test_a_flight_longer_than_its_delay_stalls_by_the_rest(flight: float, stall:
 def test_no_overlap_beats_the_sustained_floor_and_a_long_delay_reaches_it(busy: float) -> None:
     """U = min(1, H·T / uplink seconds of a period)."""
     strategy = streaming_diloco(every=20, delay=19, fragments=1)
-    pace = follow(strategy, 1.0, [Traffic(0, busy * 20 / 5, 0, 0)] * 5)
+    pace = follow(strategy, 1.0, [FragmentSeconds(0, busy * 20 / 5, 0, 0)] * 5)
     assert pace.utilization <= min(1, 1 / busy) + 1e-9
     assert pace.utilization == pytest.approx(min(1, 1 / busy), rel=0.06)
 
 
 def test_eager_rounds_land_when_the_next_one_departs() -> None:
     for flight, expected in ((10.0, 1.0), (15.0, 10 / 15)):
-        assert follow(eager_diloco(every=10), 1.0, [Traffic(0, flight, 0, 0)]).utilization == pytest.approx(expected)
+        assert follow(eager_diloco(every=10), 1.0, [FragmentSeconds(0, flight, 0, 0)]).utilization == pytest.approx(
+            expected
+        )
 
 
 def test_delays_overlap_and_wires_do_not() -> None:
     """Two fragments together: 2 × 1 s on the uplink, then the way once."""
-    assert follow(diloco(every=10), 1.0, [Traffic(0, 1, 3, 0)] * 2).stall_seconds == pytest.approx(0.5)
+    assert follow(diloco(every=10), 1.0, [FragmentSeconds(0, 1, 3, 0)] * 2).stall_seconds == pytest.approx(0.5)
 
 
 def test_the_slowest_wire_counts_alone_and_together() -> None:
@@ -148,7 +150,7 @@ def test_a_pipelines_order_is_the_best_of_all_and_of_many_sites_there_is_a_bound
 def test_a_schedule_of_ones_own_is_followed() -> None:
     strategy = streaming_diloco(every=10, delay=3, offsets=(10, 10))
     assert strategy.schedule == Staggered(10, 3, (10, 10))
-    assert follow(strategy, 1.0, [Traffic(0, 2, 0, 0)] * 2).stall_seconds == pytest.approx(
+    assert follow(strategy, 1.0, [FragmentSeconds(0, 2, 0, 0)] * 2).stall_seconds == pytest.approx(
         0.1
     )  # the second waits for the first
 
@@ -171,7 +173,7 @@ def test_the_simulator_says_the_same(seed: int) -> None:
     link = Link(floor * 10 ** draw.uniform(-0.7, 1.5), draw.choice([0.0, 0.01, 0.1]))
     links = Links.uniform(link, replicas)
     packets = [strategy.exchange.nbytes_sent(strategy.codec, numel, replicas) / (replicas - 1) for numel in numels]
-    fragments = [Traffic(0, cost.wire_seconds(links, packet), link.delay_seconds, 0) for packet in packets]
+    fragments = [FragmentSeconds(0, cost.wire_seconds(links, packet), link.delay_seconds, 0) for packet in packets]
     ours = follow(strategy, step, fragments).utilization
     other = simulated.simulate(
         strategy, numels, scenario.Scenario.alike(replicas, step, link), 60 * strategy.schedule.every

@@ -13,7 +13,7 @@ from thinwire.lm.model import SIZES
 from thinwire.lm.run import Run
 from thinwire.plan import compute, quantities
 from thinwire.plan.links import Links
-from thinwire.plan.machine import Codec, Machine, Step
+from thinwire.plan.machine import CodecSpeed, Machine, Step
 
 LEAST = 'memory = "1GB"\nflops_per_second = 1\n'
 BY_HAND = """
@@ -91,7 +91,8 @@ def machine() -> Machine:
         name="oslo", memory_nbytes=16_000_000_000, flops_per_second=5e10, model="tiny", sequence=128,
         flops_per_token=float(shape.flops_per_token(128)), parameters=shape.parameters(),
         steps=(Step(1, 0.02, 60_000_000), Step(4, 0.05, None)), update_seconds=0.001,
-        codecs={"E3M0()": (Codec(1e8, 4e8, 10**6), Codec(5e7, 4e8, 10**8))}, base_nbytes=530_000_000, disk_nbytes_per_second=4e8, word="measured",
+        codecs={"E3M0()": (CodecSpeed(1e8, 4e8, 10**6), CodecSpeed(5e7, 4e8, 10**8))}, base_nbytes=530_000_000,
+        disk_nbytes_per_second=4e8, word="measured",
     )  # fmt: skip
 
 

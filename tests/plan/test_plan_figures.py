@@ -21,7 +21,7 @@ from thinwire.plan.links import Links
 from thinwire.plan.machine import Machine
 from thinwire.plan.search import Setting, Task, settings
 from thinwire.records.run_record import RunRecord
-from thinwire.report.charts import Chart, View
+from thinwire.report.charts import Chart, ChartState
 from thinwire.report.svg import drawing
 
 GPU = Machine("gpu", memory_nbytes=80 * 10**9, flops_per_second=1.5e14, device="cuda")
@@ -144,7 +144,7 @@ CURVE = {
     "y": [0.1, None, 0.3],
     "line": {"color": "red"},
 }
-VIEW = View("", [CURVE], {"xaxis": {"title": {"text": "x"}}, "yaxis": {"title": {"text": "y"}}})
+VIEW = ChartState("", [CURVE], {"xaxis": {"title": {"text": "x"}}, "yaxis": {"title": {"text": "y"}}})
 
 
 def test_a_gap_is_a_gap() -> None:
@@ -162,7 +162,7 @@ def test_labels_stand_beside_their_dots_and_not_on_each_other() -> None:
     y = [1.0, 1.01, 1.02, 9.0]
     trace = {"mode": "markers+text", "x": [1, 1, 1, 9], "y": y, "text": ["one", "two", "three", "four"], "name": "all"}
     layout = {f"{axis}axis": {"title": {"text": axis}} for axis in "xy"}
-    tree = ElementTree.fromstring(drawing(View("", [trace | {"marker": {"color": "red"}}], layout), "title"))
+    tree = ElementTree.fromstring(drawing(ChartState("", [trace | {"marker": {"color": "red"}}], layout), "title"))
     said = {e.text: (float(e.get("x", 0)), float(e.get("y", 0))) for e in tree.iter() if e.text in trace["text"]}
     assert len(said) == 4
     for index, (ax, ay) in enumerate(places := list(said.values())):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from thinwire.records.membership import MembershipLog, Participation, Steps, Turn, merged, numbers, placed
+from thinwire.records.membership import MembershipLog, Participation, RoundSeen, Steps, merged, numbers, placed
 from thinwire.records.run_record import RunRecord, explained
 from thinwire.records.sessions import Span
 from thinwire.report.progress import Progress
@@ -21,16 +21,16 @@ Start = Callable[..., dict[str, Any]]
 ALL = ["replica-0", "replica-1", "replica-2"]
 
 
-def turn(number: int, members: str = "abc", counted: str | None = None, committed: bool | None = True) -> Turn:
+def seen(number: int, members: str = "abc", counted: str | None = None, committed: bool | None = True) -> RoundSeen:
     counted = members if counted is None else counted
-    return Turn(number, number % 2, float(number), tuple(members), tuple(counted), committed, "")
+    return RoundSeen(number, number % 2, float(number), tuple(members), tuple(counted), committed, "")
 
 
 def told(
     number: int, seconds: float, members: list[str], committed: bool | None = True, reason: str = ""
 ) -> dict[str, Any]:
     counted = members if committed else []
-    fields = {"turn": number, "fragment": number % 4, "members": members, "counted": counted, "committed": committed}
+    fields = {"round": number, "fragment": number % 4, "members": members, "counted": counted, "committed": committed}
     return {
         "event": "round",
         "seconds": seconds,
@@ -146,7 +146,7 @@ def test_who_came_and_went_is_noted_by_name(folder: Path) -> None:
     assert ("joined", "replica-1; 3 of 3 are there") in notes
     assert (
         "dropped",
-        "turn 9, fragment 1: LinkError: could not receive from replica-1 (packet, tag 7): it has left",
+        "round 9, fragment 1: LinkError: could not receive from replica-1 (packet, tag 7): it has left",
     ) in notes
     (away,) = [text for kind, text in notes if kind == "away"]
     assert away.startswith("its process ended; back after 10")
@@ -187,24 +187,24 @@ def test_the_display_tells_the_three_numbers(folder: Path) -> None:
         pass
     said = console.export_text()
     assert "replica-0, replica-1, replica-2 joined; 3 of 3 are there" in said
-    assert "replica-1 left; 2 of 3 are there" in said and "turn 9 was dropped and changed nothing" in said
+    assert "replica-1 left; 2 of 3 are there" in said and "round 9 was dropped and changed nothing" in said
     assert "29 rounds committed" in said and "steps: 80 trained, 10 jumped, 0 counted" in said
 
 
 def test_living_is_not_taking_part() -> None:
     circle = Participation(fragments=2)
     for number in range(8):
-        circle.take(turn(number, "abc", counted="ab"))
+        circle.take(seen(number, "abc", counted="ab"))
     assert circle.members == ("a", "b", "c") and circle.taking_part == ("a", "b") and circle.committed == 8
     assert circle.idle == ("c",)
-    assert circle.take(turn(3, "ab")) == ([], [])  # known already
-    assert circle.take(turn(8, "bcd", committed=False)) == (["d"], ["a"]) and circle.committed == 8
+    assert circle.take(seen(3, "ab")) == ([], [])  # known already
+    assert circle.take(seen(8, "bcd", committed=False)) == (["d"], ["a"]) and circle.committed == 8
 
 
 def test_a_round_counts_once_and_whoever_knows_is_believed() -> None:
-    seen = [turn(0), turn(1, committed=None), turn(1, committed=True), turn(0), turn(2, committed=False)]
-    assert [(one.number, one.committed) for one in merged(seen)] == [(0, True), (1, True), (2, False)]
-    found = numbers(merged(seen), {"a": (Span(0.0, 10.0, 0),)}, fragments=1)
+    rounds = [seen(0), seen(1, committed=None), seen(1, committed=True), seen(0), seen(2, committed=False)]
+    assert [(one.number, one.committed) for one in merged(rounds)] == [(0, True), (1, True), (2, False)]
+    found = numbers(merged(rounds), {"a": (Span(0.0, 10.0, 0),)}, fragments=1)
     assert (found.committed, found.dropped, found.taking_part) == (2, 1, 3.0)
     assert found.living == pytest.approx(3.0)  # b and c are known by the rounds alone
 

@@ -18,7 +18,7 @@ from thinwire.errors import ConfigurationError
 from thinwire.pieces.policy import Deciding
 from thinwire.pieces.schedule import Calendar
 from thinwire.simulate.layers import Stack, compute_utilization
-from thinwire.simulate.replicas import Outcome, Round, simulate
+from thinwire.simulate.replicas import SimulatedRound, SimulationResult, simulate
 from thinwire.simulate.scenario import Failures, Outages, Scenario, Stragglers, Wire, spread
 from thinwire.testing.toy import Toy, journey
 
@@ -41,8 +41,8 @@ class Heard:
 
     def __init__(self) -> None:
         self.steps: list[tuple[int, np.ndarray, np.ndarray, np.ndarray]] = []
-        self.left: list[Round] = []
-        self.came: list[tuple[Round, int, np.ndarray, np.ndarray, np.ndarray]] = []
+        self.left: list[SimulatedRound] = []
+        self.came: list[tuple[SimulatedRound, int, np.ndarray, np.ndarray, np.ndarray]] = []
         self.changes: list[tuple[list[int], list[float], str]] = []
 
     def stepped(self, first, done, begin, end):
@@ -163,7 +163,7 @@ TROUBLE = {
 }
 
 
-def all_of(outcome: Outcome) -> list[Any]:
+def all_of(outcome: SimulationResult) -> list[Any]:
     return [np.asarray(getattr(outcome, field.name)).tolist() for field in dataclasses.fields(outcome)]
 
 

@@ -96,7 +96,7 @@ def watch(replica: tw.Replica, diary: Diary, name: str) -> None:
         if moved is not None:
             names = [view.members[rank].name for rank in plan.counted]
             diary.write(
-                "commit", id=view.id, turn=plan.turn, fragment=plan.fragment, counted=names, before=before,
+                "commit", id=view.id, round=plan.round, fragment=plan.fragment, counted=names, before=before,
                 state_digest=loop.agreed.state_digest, whole=plan.whole,
             )  # fmt: skip
 

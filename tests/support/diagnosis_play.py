@@ -21,7 +21,7 @@ from thinwire.exchange import Direct, Exchange, Round, SendContext
 from thinwire.membership.testing.cluster import SimulatedCluster, _ThreadGroup
 from thinwire.membership.view import Presence
 from thinwire.rng import Key
-from thinwire.runtime.pipeline import Pace
+from thinwire.runtime.pipeline import StepTimer
 
 STEPS = 10  # inner steps a round
 
@@ -143,7 +143,7 @@ def play(
 
     def replica(name: str) -> None:
         group = _ThreadGroup(stage, name, hub, names.index(name), len(names), 60.0)
-        air, pace, stalled = SendContext(group, lambda: stage.time.now), Pace(), 0.0
+        air, step_timer, stalled = SendContext(group, lambda: stage.time.now), StepTimer(), 0.0
         known: dict[str, Any] = {"began": {}, "over": {}, "failed": {}}
         story.seen[name] = known
 
@@ -158,7 +158,7 @@ def play(
                     (faults or {})[number](stage)
                 seconds = own(name, number) * noise[name].uniform(1.0, 1.15)
                 train(seconds * (1 - overlap))
-                speed = pace.departs(STEPS * number, stage.time.now - stalled)
+                speed = step_timer.departs(STEPS * number, stage.time.now - stalled)
                 known["began"][0, number] = own_clock(name, stage.time.now)
                 key = Key(0, 0, number, group.rank)
                 round_ = Round(air, Identity(), numel, key, lambda begin, end: torch.ones(end - begin), 0, (number,))

@@ -216,7 +216,7 @@ class Stage:
     def figures(self, lost: dict[str, float]) -> str:
         """How it was survived, in lines."""
         rounds = [line for name in self.names for line in self.lines(name, "round") if line["fragment"] >= 0]
-        ids = {(line["turn"], tuple(line["members"])): line["committed"] for line in rounds}
+        ids = {(line["round"], tuple(line["members"])): line["committed"] for line in rounds}
         finish = [line for name in self.names for line in self.lines(name, "finish")]
         back = []
         for name in self.names:

@@ -1,4 +1,4 @@
-"""What a machine offers to a run: processors, memory, network, disk. Each thing looked at is a `Finding`."""
+"""What a machine offers to a run: processors, memory, network, disk. Each thing looked at is a `CheckResult`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROUND_TRIP_LIMIT = 2.0  # seconds for the self-test of gloo
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """One thing that was looked at. `do` says what to do about it."""
 
     what: str
@@ -43,37 +43,41 @@ class Finding:
     do: str = ""
 
 
-def warn_unless(good: bool, what: str, says: str, do: str) -> Finding:
+def warn_unless(good: bool, what: str, says: str, do: str) -> CheckResult:
     """`do` is said only where it is not good."""
-    return Finding(what, "ok", says) if good else Finding(what, "warning", says, do)
+    return CheckResult(what, "ok", says) if good else CheckResult(what, "warning", says, do)
 
 
-def offers() -> Iterator[Finding]:
+def offers() -> Iterator[CheckResult]:
     """Versions, processors, memory, extras."""
-    yield Finding("thinwire", "ok", f"{__version__} · Python {platform.python_version()} · torch {torch.__version__}")
-    yield Finding("cores", "ok", f"{cores()} · torch uses {torch.get_num_threads()} thread(s) here")
+    yield CheckResult(
+        "thinwire", "ok", f"{__version__} · Python {platform.python_version()} · torch {torch.__version__}"
+    )
+    yield CheckResult("cores", "ok", f"{cores()} · torch uses {torch.get_num_threads()} thread(s) here")
     total, available = memory()
     says = f"{text_of_nbytes(total)}, {text_of_nbytes(available)} free"
     yield warn_unless(available > 2 << 30, "memory", says, "the demo takes about 1 GB: end something large")
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-        yield Finding("GPU", "ok", ", ".join(f"{p.name} ({text_of_nbytes(p.total_memory)})" for p in names))
+        yield CheckResult("GPU", "ok", ", ".join(f"{p.name} ({text_of_nbytes(p.total_memory)})" for p in names))
     else:
-        yield Finding("GPU", "ok", "none that torch can use: training runs on the CPU")
+        yield CheckResult("GPU", "ok", "none that torch can use: training runs on the CPU")
     absent = [extra for module, extra in EXTRAS.items() if importlib.util.find_spec(module) is None]
     present = [module for module in EXTRAS if importlib.util.find_spec(module) is not None]
     says = f"{', '.join(present) or 'none'} installed" + (f"; not installed: {', '.join(absent)}" if absent else "")
-    yield Finding("extras", "ok", says, f"where wanted: pip install 'thinwire[{','.join(absent)}]'" if absent else "")
+    yield CheckResult(
+        "extras", "ok", says, f"where wanted: pip install 'thinwire[{','.join(absent)}]'" if absent else ""
+    )
 
 
-def network() -> Iterator[Finding]:
+def network() -> Iterator[CheckResult]:
     """Backends, interfaces, a round trip, and whether a link can be shaped."""
     backends = [name for name in ("gloo", "nccl") if dist.is_available() and dist.is_backend_available(name)]
     if "gloo" in backends:
-        yield Finding("torch.distributed", "ok", ", ".join(backends))
+        yield CheckResult("torch.distributed", "ok", ", ".join(backends))
     else:
         advice = "replicas as processes need gloo: install a torch that has it"
-        yield Finding("torch.distributed", "problem", ", ".join(backends) or "no backend", advice)
+        yield CheckResult("torch.distributed", "problem", ", ".join(backends) or "no backend", advice)
     found = [f"{name} {' '.join(addresses) or 'without address'}" for name, addresses in interfaces().items()]
     yield warn_unless(
         bool(found), "interfaces", "; ".join(found) or "none found", "replicas as processes need at least lo"
@@ -117,7 +121,7 @@ def interfaces() -> dict[str, list[str]]:
     return found
 
 
-def round_trip(nbytes: int = 4 << 20) -> Finding:
+def round_trip(nbytes: int = 4 << 20) -> CheckResult:
     """gloo within this process: two ends, a byte there and back, then `nbytes` there."""
     store = dist.HashStore()  # type: ignore[attr-defined]  # exported without saying so
     times: list[float] = []
@@ -145,12 +149,12 @@ def round_trip(nbytes: int = 4 << 20) -> Finding:
     what = "gloo round trip"
     if failures or len(times) < 3:
         advice = "replicas as processes need the loopback interface: ip link set lo up"
-        return Finding(what, "problem", f"failed: {failures[0] if failures else 'no answer'}", advice)
+        return CheckResult(what, "problem", f"failed: {failures[0] if failures else 'no answer'}", advice)
     rate = text_of_rate(8 * nbytes / times[2])
-    return Finding(what, "ok", f"{text_of_seconds(times[1])}; {rate} within this machine (measured)")
+    return CheckResult(what, "ok", f"{text_of_seconds(times[1])}; {rate} within this machine (measured)")
 
 
-def shaping() -> Finding:
+def shaping() -> CheckResult:
     """Make a network namespace with a slow loopback, and take it away again."""
     name = f"thinwire-doctor-{os.getpid()}"
     tbf = f"tc -n {name} qdisc add dev lo root tbf rate 10mbit burst 32kb latency 50ms"
@@ -171,22 +175,24 @@ def shaping() -> Finding:
     )
 
 
-def disk(runs: Path) -> Finding:
+def disk(runs: Path) -> CheckResult:
     """Room where run folders go."""
     place = next(path for path in (runs.absolute(), *runs.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
     if not os.access(place, os.W_OK):
-        return Finding("disk", "problem", f"{place} cannot be written", "train with --out FOLDER, a folder that can")
+        return CheckResult(
+            "disk", "problem", f"{place} cannot be written", "train with --out FOLDER, a folder that can"
+        )
     return warn_unless(free > 1 << 30, "disk", f"{text_of_nbytes(free)} free for {runs}", "make room for checkpoints")
 
 
-def meeting_point(address: str, port: int) -> Iterator[Finding]:
+def meeting_point(address: str, port: int) -> Iterator[CheckResult]:
     """Rank 0's address and port, and the address at which gloo would listen here."""
     try:
         theirs = {str(info[4][0]) for info in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)}
     except OSError as error:
         advice = "give --master-addr an address, or add the name to the hosts file"
-        yield Finding("rank 0", "problem", f"{address} does not resolve ({error})", advice)
+        yield CheckResult("rank 0", "problem", f"{address} does not resolve ({error})", advice)
         return
     own = {a for addresses in interfaces().values() for a in addresses}
     chosen = min(theirs & own or theirs)
@@ -196,17 +202,17 @@ def meeting_point(address: str, port: int) -> Iterator[Finding]:
         try:
             if theirs & own:
                 probe.bind((chosen, port))
-                yield Finding("rank 0", "ok", f"{address} is this machine, and port {port} is free")
+                yield CheckResult("rank 0", "ok", f"{address} is this machine, and port {port} is free")
             else:
                 probe.connect((chosen, port))
-                yield Finding("rank 0", "ok", f"{address}:{port} answers")
+                yield CheckResult("rank 0", "ok", f"{address}:{port} answers")
         except OSError as error:
             if theirs & own:
                 advice = "end what holds it, or take another --master-port"
-                yield Finding("rank 0", "problem", f"port {port} cannot be used here ({error})", advice)
+                yield CheckResult("rank 0", "problem", f"port {port} cannot be used here ({error})", advice)
             else:
                 advice = "as it must be while rank 0 does not run; else open the port"
-                yield Finding("rank 0", "warning", f"{address}:{port} does not answer ({error})", advice)
+                yield CheckResult("rank 0", "warning", f"{address}:{port} does not answer ({error})", advice)
     try:
         here = socket.gethostbyname(socket.gethostname())
     except OSError:

@@ -18,7 +18,7 @@ from torch import nn
 
 from thinwire.cli import checks as machine
 from thinwire.cli import options
-from thinwire.cli.checks import Finding, warn_unless
+from thinwire.cli.checks import CheckResult, warn_unless
 from thinwire.cli.firewall import rules
 from thinwire.codecs import Shapes
 from thinwire.comm import Link, parse_link
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if counts["problem"] else 0
 
 
-def examine(asked: Options, link: Link | None) -> Iterator[Finding]:
+def examine(asked: Options, link: Link | None) -> Iterator[CheckResult]:
     """Everything, machine first."""
     yield from machine.offers()
     yield from machine.network()
@@ -97,14 +97,14 @@ def examine(asked: Options, link: Link | None) -> Iterator[Finding]:
         yield from set_up(asked.run, link, asked.step_seconds)
 
 
-def set_up(file: Path, link: Link | None, step_seconds: float | None) -> Iterator[Finding]:
+def set_up(file: Path, link: Link | None, step_seconds: float | None) -> Iterator[CheckResult]:
     """A run file against this machine: file, text, model, memory, cores, link."""
     try:
         run = Run.load(file, options.advise)
     except ConfigurationError as error:
-        yield Finding("run file", "problem", str(error))
+        yield CheckResult("run file", "problem", str(error))
         return
-    yield Finding(
+    yield CheckResult(
         "run file",
         "ok",
         f"{file}: {run.placement.replicas} replicas, {run.optimizer.steps} steps, {run.method.strategy}",
@@ -123,23 +123,23 @@ def set_up(file: Path, link: Link | None, step_seconds: float | None) -> Iterato
         strategy = run.make_strategy()
         fragments = strategy.partition.fragments(model)
     except ThinwireError as error:
-        yield Finding(what, "problem", str(error))
+        yield CheckResult(what, "problem", str(error))
         return
     fits = yield from room(run, model, strategy, [fragment.numel for fragment in fragments])
     if step_seconds is None and fits:
         step_seconds = measured_step(run, vocabulary)
-        yield Finding("inner step", "ok", f"{text_of_seconds(step_seconds)} (measured)")
+        yield CheckResult("inner step", "ok", f"{text_of_seconds(step_seconds)} (measured)")
     if step_seconds is not None:
         shapes, wire = [fragment.shapes for fragment in fragments], link or parse_link(run.placement.link)
         yield from enough(strategy, shapes, run.placement.replicas, wire, step_seconds)
         yield timeouts(run.placement, strategy, shapes, wire, step_seconds)
 
 
-def text(run: Run) -> Generator[Finding, None, int]:
+def text(run: Run) -> Generator[CheckResult, None, int]:
     """Look at the text and return the vocabulary. Large text is not tokenised."""
     nbytes = sum(source.nbytes for source in find(run.data.text)) if run.data.text else 0
     if nbytes > LARGE and isinstance(make_tokenizer(run.data, run.model.model), Bytes):
-        yield Finding("text", "ok", f"{text_of_nbytes(nbytes)}; not tokenised here, the run does that first")
+        yield CheckResult("text", "ok", f"{text_of_nbytes(nbytes)}; not tokenised here, the run does that first")
         return 256
     corpus = open_corpus(run.data, run.model.model)
     corpus.batch(run.seed, 0, run.placement.replicas, 0, run.data.batch, run.data.sequence)
@@ -160,7 +160,7 @@ def text(run: Run) -> Generator[Finding, None, int]:
     return corpus.vocabulary
 
 
-def room(run: Run, model: nn.Module, strategy: Strategy, numels: Sequence[int]) -> Generator[Finding, None, bool]:
+def room(run: Run, model: nn.Module, strategy: Strategy, numels: Sequence[int]) -> Generator[CheckResult, None, bool]:
     """Predicted memory of one replica; returns whether it fits."""
     parameters = sum(p.numel() for p in model.parameters())
     total, parts = predicted_nbytes(run, model, strategy, numels, base_nbytes())
@@ -169,7 +169,7 @@ def room(run: Run, model: nn.Module, strategy: Strategy, numels: Sequence[int]) 
     what = "memory of a replica"
     if total > available:
         says += f"; {text_of_nbytes(available)} are free"
-        yield Finding(what, "problem", says, "a smaller model, or shards: thinwire docs machines")
+        yield CheckResult(what, "problem", says, "a smaller model, or shards: thinwire docs machines")
     else:
         yield warn_unless(
             total * run.placement.replicas <= available,
@@ -194,8 +194,8 @@ def ready(run: Run, model: nn.Module, here: int, console: Console) -> None:
         strategy = run.make_strategy()
         cut = strategy.partition.fragments(model)
         total, parts = predicted_nbytes(run, model, strategy, [fragment.numel for fragment in cut], BASE_NBYTES)
-        for caution in strategy.cautions([fragment.shapes for fragment in cut], run.placement.replicas):
-            console.print(f"caution: {run.method.strategy}: {caution}.", soft_wrap=True, highlight=False)
+        for warning in strategy.warnings([fragment.shapes for fragment in cut], run.placement.replicas):
+            console.print(f"warning: {run.method.strategy}: {warning}.", soft_wrap=True, highlight=False)
     available = available_nbytes(strategy)
     if torch.cuda.is_available():  # the replicas may share several
         here = min(here, 1)
@@ -260,14 +260,14 @@ def measured_step(run: Run, vocabulary: int) -> float:
 
 def enough(
     strategy: Strategy, fragments: Sequence[int | Shapes], replicas: int, link: Link | None, seconds: float
-) -> Iterator[Finding]:
+) -> Iterator[CheckResult]:
     """The link against the sustained floor b·N/(H·T), and a flight against its delay τ·T."""
     every, delay = strategy.schedule.every, strategy.schedule.delay
     nbytes = strategy.nbytes_per_period(fragments, replicas)
     floor = 8 * nbytes / (every * seconds)
     says = f"{text_of_nbytes(nbytes)} in {every} steps of {text_of_seconds(seconds)}: at least {text_of_rate(floor)} up (predicted)"
     if link is None:
-        yield Finding("link", "ok", says, "give --link RATE to compare with yours")
+        yield CheckResult("link", "ok", says, "give --link RATE to compare with yours")
         return
     share = link.bits_per_second / floor
     advice = f"at most {min(share, 1):.0%} of the time would be training: larger --every, fewer bits (--codec), or a larger --batch"
@@ -285,11 +285,11 @@ def enough(
 
 def timeouts(
     placement: Placement, strategy: Strategy, fragments: Sequence[int | Shapes], link: Link | None, seconds: float
-) -> Finding:
+) -> CheckResult:
     """The one time-out model for replicas that come and go, as this run needs it."""
     of = membership.timeouts(placement, strategy, fragments, link, seconds)
     texts = {name.replace("_", " "): text_of_seconds(value) for name, value in dataclasses.asdict(of).items()}
-    return Finding(
+    return CheckResult(
         "timeouts",
         "ok",
         ", ".join(f"{name} {text}" for name, text in texts.items()) + " (predicted)",
@@ -301,7 +301,7 @@ def _threads(run: Run) -> int:
     return torch.get_num_threads() if run.placement.carrier == "threads" else threads_each(run.placement.replicas)
 
 
-def _table(findings: Sequence[Finding]) -> Table:
+def _table(findings: Sequence[CheckResult]) -> Table:
     styles = {"ok": "green", "warning": "yellow", "problem": "bold red"}
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for finding in findings:

@@ -33,7 +33,9 @@ from thinwire.errors import LinkError, PacketError
 
 MAGIC = b"TWHO"
 VERSION = 2
-PIECE = 1 << 20  # bytes of one message, so that a long transfer shares the link, and no message of it takes long
+MESSAGE_NBYTES = (
+    1 << 20
+)  # bytes of one message, so that a long transfer shares the link, and no message of it takes long
 _LAYOUT = struct.Struct("<4sIQ")
 _DIGEST = 32
 _FACTS = "facts"
@@ -127,8 +129,8 @@ def _receive(group: Group, peer: int, nbytes: int) -> bytes:
 
 
 def _pieces(whole: Tensor) -> Iterator[Tensor]:
-    for begin in range(0, whole.numel(), PIECE):
-        yield whole[begin : begin + PIECE]
+    for begin in range(0, whole.numel(), MESSAGE_NBYTES):
+        yield whole[begin : begin + MESSAGE_NBYTES]
 
 
 def _metadata(data: bytes) -> dict[str, str]:

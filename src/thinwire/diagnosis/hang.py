@@ -14,7 +14,7 @@ from thinwire.diagnosis.attribute import attribute
 from thinwire.diagnosis.findings import Finding, Side, Syndrome
 from thinwire.diagnosis.records import Record
 
-PATIENCE = 5.0  # seconds, at least, and
+LEAST_SECONDS = 5.0  # seconds, at least, and
 TIMES = 5.0  # so many times what a round takes, before one in the air is taken for stuck
 
 Key = tuple[int, int]  # fragment and round
@@ -58,7 +58,7 @@ def stuck(replicas: Sequence[Seen]) -> list[Finding]:
         if waiting:
             failed = [seen.failed[key] for seen in replicas if key in seen.failed]
             usual = [seen.over[k] - seen.began[k] for seen in replicas for k in seen.over if k in seen.began]
-            limit = max(PATIENCE, TIMES * median(usual)) if usual else PATIENCE
+            limit = max(LEAST_SECONDS, TIMES * median(usual)) if usual else LEAST_SECONDS
             if failed or max(waiting.values()) > limit:
                 return _blame(replicas, key, number, failed, max(waiting.values()), median(usual) if usual else 0.0)
     return []

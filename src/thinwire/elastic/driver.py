@@ -1,6 +1,6 @@
 """A replica whose group may change: what its main thread does between inner steps.
 
-Departures hand a delta to `Rounds`; outcomes are picked up when they are there. No inner step waits for them:
+Departures hand a delta to `RoundThread`; outcomes are picked up when they are there. No inner step waits for them:
 
     on time, own delta counted    parameters ← as the strategy merges
     late, own delta counted       parameters ← anchor′ + α·(departed − anchor′) + κ·(parameters − departed)
@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.group import Group
-from thinwire.elastic.global_state import Agreed
+from thinwire.elastic.global_state import GlobalState
 from thinwire.elastic.messages import Outcome, Point, Ready
 from thinwire.elastic.plan import MOST_WEIGHT
-from thinwire.elastic.rounds import Rounds
+from thinwire.elastic.round_thread import RoundThread
 from thinwire.elastic.states import State
 from thinwire.errors import CheckpointError, ConfigurationError, LinkError
 from thinwire.membership.rendezvous import Membership
@@ -41,7 +41,7 @@ from thinwire.runtime.handshake import check_start, digest, introduction
 from thinwire.runtime.recovery import start_again
 from thinwire.strategy import Strategy
 
-PATIENCE = 5  # views in a row that nobody else comes to, at the end of a run
+VIEWS_ALONE = 5  # views in a row that nobody else comes to, at the end of a run
 _MOST_TOKENS = 1e12  # in a step: more is no number of tokens
 
 
@@ -68,9 +68,9 @@ class ElasticDriver:
         self._own_steps = 0  # inner steps of this replica
         self._at = Point()  # what the fragments hold
         anchors = [piece.anchor for piece in self.pieces]
-        agreed = Agreed(anchors, [piece.state for piece in self.pieces], state_digest=digest(anchors).hex())
+        agreed = GlobalState(anchors, [piece.state for piece in self.pieces], state_digest=digest(anchors).hex())
         codecs = [piece.codec for piece in self.pieces]
-        self.rounds = Rounds(
+        self.rounds = RoundThread(
             strategy,
             membership,
             agreed,
@@ -145,7 +145,7 @@ class ElasticDriver:
             report = self.rounds.report
             if self.rounds.over:
                 break
-            if report.alone >= PATIENCE or self._stop_requested:
+            if report.alone >= VIEWS_ALONE or self._stop_requested:
                 why = "asked to stop." if self._stop_requested else report.reason
                 raise LinkError(f"the last exchange was given up: {why} The anchors hold what was agreed until then.")
             if report.state in (State.TRAINING, State.IN_DOUBT):
@@ -184,10 +184,10 @@ class ElasticDriver:
     def facts(self) -> dict[str, Any]:
         """What to save beside the fragments' tensors: JSON."""
         return {
-            "turn": self._at.turn,
+            "round": self._at.round,
             "state_digest": self._at.state_digest,
             "run": self.rounds.report.run,
-            "counted": {str(turn): who for turn, who in self._at.counted.items()},
+            "counted": {str(number): who for number, who in self._at.counted.items()},
             "by_tokens": self.by_tokens,
             "trained": self._trained,
             "travelled": self._travelled,
@@ -201,9 +201,9 @@ class ElasticDriver:
                 f"the checkpoint is of a run in which a delta counts {ways[facts['by_tokens']]}, here it counts "
                 f"{ways[self.by_tokens]}; resume with the run's own setting."
             )
-        agreed = Agreed([piece.anchor for piece in self.pieces], [piece.state for piece in self.pieces])
+        agreed = GlobalState([piece.anchor for piece in self.pieces], [piece.state for piece in self.pieces])
         agreed.load(facts)
-        self._at = Point(agreed.turn, agreed.state_digest, dict(agreed.counted))
+        self._at = Point(agreed.round, agreed.state_digest, dict(agreed.counted))
         self._trained, self._travelled = facts["trained"], list(facts["travelled"])
         self.rounds.load(agreed)
         if self.rounds.over:  # what was taken over when it joined is final: no checkpoint is newer
@@ -232,7 +232,7 @@ class ElasticDriver:
                     "refused",
                     step,
                     fragment=outcome.fragment,
-                    round=outcome.turn,
+                    round=outcome.round,
                     by=[],
                     reason="NaN or infinity in the delta",
                 )
@@ -243,7 +243,7 @@ class ElasticDriver:
                 _, departed = self._waiting.pop(outcome.fragment)
                 if outcome.counted is not None:
                     self._travelled[outcome.fragment] = departed
-                elif outcome.after.turn == outcome.turn:  # its turn is still to come
+                elif outcome.after.round == outcome.round:  # its turn is still to come
                     self._owed.add(outcome.fragment)
 
     @torch.no_grad()

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from thinwire.comm.state_transfer import give, stand_by, take
-from thinwire.elastic.global_state import Agreed
+from thinwire.elastic.global_state import GlobalState
 from thinwire.elastic.plan import MemberStatus, RoundPlan, reconcile
 from thinwire.errors import CheckpointError, EndedError, LinkError, PacketError, PeerError
 from thinwire.membership.rendezvous import CLOSED, Membership
@@ -23,7 +23,7 @@ PAUSE = 0.2  # seconds between calls of the one that keeps the final state
 
 
 def level(
-    view: View, plan: RoundPlan, statuses: Sequence[MemberStatus], agreed: Agreed, observe: Callable[..., None]
+    view: View, plan: RoundPlan, statuses: Sequence[MemberStatus], agreed: GlobalState, observe: Callable[..., None]
 ) -> str:
     """Those behind take over what the first sound member holds. If this is one of them: the name of that member, else ""."""
     group, donor = view.group, plan.sound[0]
@@ -41,7 +41,7 @@ def level(
     return ""
 
 
-def note_end(membership: Membership, agreed: Agreed, keeps: bool, met: set[str], there: Iterable[str]) -> set[str]:
+def note_end(membership: Membership, agreed: GlobalState, keeps: bool, met: set[str], there: Iterable[str]) -> set[str]:
     """Note the end, and return who is missing `there` of those whom this replica `met`, or whose deltas were counted: nobody, if it
     is not this one that `keeps` the final state for them.
     """
@@ -62,7 +62,7 @@ def _note(membership: Membership, *ends: tuple[str, ...]) -> None:
             membership.note_end(*what)
 
 
-def check_final(membership: Membership, agreed: Agreed, error: EndedError) -> None:
+def check_final(membership: Membership, agreed: GlobalState, error: EndedError) -> None:
     """Raise `error`, in more words, unless this replica holds the final state all the same."""
     with suppress(LinkError):
         if membership.ended(agreed.run, agreed.state_digest):
@@ -73,7 +73,7 @@ def check_final(membership: Membership, agreed: Agreed, error: EndedError) -> No
 
 
 def keep(
-    next_view: Callable[[Callable[[], dict[str, Any]], float], View], membership: Membership, agreed: Agreed, step: int,
+    next_view: Callable[[Callable[[], dict[str, Any]], float], View], membership: Membership, agreed: GlobalState, step: int,
     order: Sequence[int], late: set[str], seconds: float, observe: Callable[..., None],
 ) -> None:  # fmt: skip
     """Give the final state to `late` (those who got it are taken out) and to whoever else comes, for `seconds` at most; then leave.
@@ -82,7 +82,7 @@ def keep(
     """
     observe("keeps", late=sorted(late), at_most_seconds=seconds)
     until = membership.clock() + seconds
-    status = MemberStatus(agreed.turn, agreed.state_digest, step, finishing=True, run=agreed.run, over=True).facts()
+    status = MemberStatus(agreed.round, agreed.state_digest, step, finishing=True, run=agreed.run, over=True).facts()
     while late and not membership.closed and (left := until - membership.clock()) > 0:
         view = None
         try:

@@ -21,7 +21,7 @@ from thinwire.errors import DisagreementError, LinkError, PacketError
 from thinwire.exchange import Round
 from thinwire.membership.rendezvous import Membership
 from thinwire.membership.view import View
-from thinwire.runtime.pipeline import Pace
+from thinwire.runtime.pipeline import StepTimer
 
 
 def outvoted(suspects: Mapping[str, str], least: int) -> str | None:
@@ -45,7 +45,7 @@ class EvictionVoter:
     def __init__(self, membership: Membership, observe: Callable[..., None]) -> None:
         self._membership, self._observe = membership, observe
         self._watch = Watch(membership.evict)
-        self._own_seconds, self._pace = 0.0, Pace()
+        self._own_seconds, self._step_timer = 0.0, StepTimer()
         self._record = ""
         self._finding: Finding | None = None
         self.put_out: set[str] = set()  # names
@@ -56,7 +56,7 @@ class EvictionVoter:
 
     def departs(self, own_steps: int, seconds: float) -> None:
         """A delta departed at `seconds` of the membership's clock, after `own_steps` inner steps of this replica."""
-        self._own_seconds = self._pace.departs(own_steps, seconds)
+        self._own_seconds = self._step_timer.departs(own_steps, seconds)
 
     @contextmanager
     def watches(self, round_: Round, view: View) -> Iterator[None]:

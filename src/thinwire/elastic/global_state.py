@@ -9,24 +9,26 @@ from typing import Any
 from torch import Tensor
 
 from thinwire.codecs import Codec, check_finite
-from thinwire.elastic.plan import MOST_TURNS, MemberStatus, next_digest
+from thinwire.elastic.plan import MOST_ROUNDS, MemberStatus, next_digest
 from thinwire.errors import CheckpointError
 from thinwire.pieces.partition import Fragment
 from thinwire.runtime.fragment_state import FragmentState
 from thinwire.state import State
 
-REMEMBERED = 1024  # turns of which a replica can tell who was counted
+REMEMBERED = 1024  # rounds of which a replica can tell who was counted
 
 
 @dataclass
-class Agreed:
+class GlobalState:
     """What all sound members hold alike."""
 
     anchors: list[Tensor]
     states: list[State]
-    turn: int = 0
+    round: int = 0
     state_digest: str = ""
-    counted: dict[int, tuple[int, tuple[str, ...], str]] = field(default_factory=dict)  # fragment, names, mark; by turn
+    counted: dict[int, tuple[int, tuple[str, ...], str]] = field(
+        default_factory=dict
+    )  # fragment, names, mark; by round
     run: str = ""  # tells this run from any other: the id of its first view
 
     def fragment(self, index: int, codec: Codec, feedback: State) -> FragmentState:
@@ -41,49 +43,49 @@ class Agreed:
 
     def facts(self) -> dict[str, Any]:
         return {
-            "turn": self.turn,
+            "round": self.round,
             "state_digest": self.state_digest,
             "run": self.run,
-            "counted": {str(turn): who for turn, who in self.counted.items()},
+            "counted": {str(number): who for number, who in self.counted.items()},
         }
 
     def load(self, facts: Mapping[str, Any]) -> None:
-        """Take turn, digest, run and record of `facts()`. Raises `CheckpointError`, and changes nothing then."""
+        """Take round, digest, run and record of `facts()`. Raises `CheckpointError`, and changes nothing then."""
         try:
-            turn, state_digest, run = int(facts["turn"]), str(facts["state_digest"]), str(facts.get("run", ""))
+            number, state_digest, run = int(facts["round"]), str(facts["state_digest"]), str(facts.get("run", ""))
             counted = {
                 int(key): (int(index), tuple(map(str, who)), str(mark))
                 for key, (index, who, mark) in facts["counted"].items()
             }
-            if not 0 <= turn < MOST_TURNS:
-                raise ValueError(f"turn {turn}")
+            if not 0 <= number < MOST_ROUNDS:
+                raise ValueError(f"round {number}")
         except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
             raise CheckpointError(
                 f"an agreed state that cannot be read was handed over or saved ({error}); run the same version on every replica."
             ) from None
-        self.turn, self.state_digest, self.run, self.counted = turn, state_digest, run, counted
+        self.round, self.state_digest, self.run, self.counted = number, state_digest, run, counted
 
     @property
     def mark(self) -> str:
-        """Tells the round that was committed last from any other of the same turn, in another history."""
+        """Tells the round that was committed last from any other of the same round, in another history."""
         return self.state_digest[:8]
 
-    def counts(self, turn: int, name: str, fragment: int, mark: str = "") -> bool:
-        """Whether the round of `turn` was about `fragment`, and counted `name`'s delta; with `mark`: whether it was that round."""
-        index, who, there = self.counted.get(turn, (-1, (), ""))
+    def counts(self, number: int, name: str, fragment: int, mark: str = "") -> bool:
+        """Whether round `number` was about `fragment`, and counted `name`'s delta; with `mark`: whether it was that round."""
+        index, who, there = self.counted.get(number, (-1, (), ""))
         return index == fragment and name in who and mark in ("", there)
 
     def commit(self, fragment: int, anchor: Tensor, state: State, who: tuple[str, ...]) -> None:
         self.anchors[fragment], self.states[fragment] = anchor, state
-        self.state_digest = next_digest(self.state_digest, self.turn, fragment, anchor)
-        self.counted[self.turn] = fragment, who, self.mark
-        self.counted.pop(self.turn - REMEMBERED, None)
+        self.state_digest = next_digest(self.state_digest, self.round, fragment, anchor)
+        self.counted[self.round] = fragment, who, self.mark
+        self.counted.pop(self.round - REMEMBERED, None)
 
     def take_over(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], status: MemberStatus) -> None:
         """Become what a sound member holds. Raises `CheckpointError` (and changes nothing) if that is not of this model, or
         not what the member's `status` says.
         """
-        if (facts.get("turn"), facts.get("state_digest")) != (status.turn, status.state_digest):
+        if (facts.get("round"), facts.get("state_digest")) != (status.round, status.state_digest):
             raise CheckpointError("the state that was handed over is not the one that was said; look at that replica.")
         due = self.tensors()
         if {n: (t.shape, t.dtype) for n, t in tensors.items()} != {n: (t.shape, t.dtype) for n, t in due.items()}:

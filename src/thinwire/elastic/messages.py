@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.elastic.global_state import Agreed
+from thinwire.elastic.global_state import GlobalState
 from thinwire.elastic.states import Event, State
 from thinwire.state import State as Tensors
 
@@ -47,7 +47,7 @@ class Load:
     """Go on from `agreed`, which a checkpoint held. It belongs to the loop from now on."""
 
     event: ClassVar[Event] = Event.LOAD
-    agreed: Agreed
+    agreed: GlobalState
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ Command = Join | Load | Depart | Finish | Meet | Close
 
 @dataclass(frozen=True)
 class Point:
-    """Where the agreed state stood: its turn, its digest, and who was counted on the way (`Agreed.counted`)."""
+    """Where the agreed state stood: its round, its digest, and who was counted on the way (`GlobalState.counted`)."""
 
-    turn: int = 0
+    round: int = 0
     state_digest: str = ""
     counted: Mapping[int, tuple[int, tuple[str, ...], str]] = field(default_factory=dict)
 
@@ -113,7 +113,7 @@ class Outcome:
     """
 
     fragment: int
-    turn: int
+    round: int
     anchor: Tensor | None = None
     state: Tensors = field(default_factory=dict)
     counted: Ready | None = None
@@ -148,7 +148,7 @@ class Report:
     failure: BaseException | None = None
 
 
-class Mail:
+class Mailbox:
     """What lies between the two threads, beside the queue of commands.
 
     steps      the newest inner step, from the main thread

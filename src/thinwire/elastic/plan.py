@@ -1,8 +1,8 @@
 """Elastic rounds, the part that is arithmetic: from what all members say of themselves to what all will do.
 
-Rounds are numbered through all fragments, which take turns: **turn** q is the next one, about fragment order[q mod P]. Members who
+Rounds are numbered through all fragments, which take turns: **round** q is the next one, about fragment order[q mod P]. Members who
 committed the same rounds hold the same anchors and the same **state digest**, a hash over all anchors that these rounds moved. A
-member with fewer turns, or with another digest, is *behind*: it takes over the agreed state of those who are *sound* before it is
+member with fewer rounds, or with another digest, is *behind*: it takes over the agreed state of those who are *sound* before it is
 counted again. Its own progress is not lost by that: a delta is relative to its own anchor.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from thinwire.errors import PeerError
 
-MOST_TURNS = 1 << 31  # a packet's header has 32 bits
+MOST_ROUNDS = 1 << 31  # a packet's header has 32 bits
 MOST_STEPS = 1 << 40
 MOST_WEIGHT = 1e18
 MOST_RECORD = 8192  # bytes
@@ -28,7 +28,7 @@ MOST_RECORD = 8192  # bytes
 class MemberStatus:
     """What a replica says of itself when it asks for a round.
 
-    turn          the first round that it has not seen decided
+    round         the first round that it has not seen decided
     state_digest  of its anchors, see `next_digest`
     step          inner steps, for the learning rate of those who join
     fresh         it holds nothing but random weights
@@ -40,7 +40,7 @@ class MemberStatus:
     suspect       whom it would go on without (eviction.py); "" nothing, nobody
     """
 
-    turn: int
+    round: int
     state_digest: str
     step: int = 0
     fresh: bool = False
@@ -64,7 +64,7 @@ class MemberStatus:
             raise PeerError(f"{name} sent a status that cannot be read; run the same version on every replica.")
         status = cls(**facts)
         bounds = {
-            "turn": 0 <= status.turn < MOST_TURNS,
+            "round": 0 <= status.round < MOST_ROUNDS,
             "step": 0 <= status.step < MOST_STEPS,
             "state_digest": len(status.state_digest) <= 64,
             "run": len(status.run) <= 64,
@@ -107,9 +107,9 @@ _KINDS: dict[str, tuple[type, ...]] = {
 class RoundPlan:
     """What follows from the statuses of a view, in rank order; the same on every member.
 
-    turn      that this is
+    round     that this is
     step      where training has got to: whoever has trained less goes on from here
-    fragment  that this round is about; −1: nobody has anything ready, and the turn is not used up
+    fragment  that this round is about; −1: nobody has anything ready, and the round is not used up
     sound     ranks that hold the agreed state; the first one gives it to those behind
     behind    ranks that take it over first
     weights   what each counts in this round
@@ -119,7 +119,7 @@ class RoundPlan:
     over      nor of this one; or somebody sound knows that the run has ended
     """
 
-    turn: int
+    round: int
     step: int
     fragment: int
     sound: tuple[int, ...]
@@ -138,7 +138,7 @@ class RoundPlan:
 def reconcile(statuses: Sequence[MemberStatus], order: Sequence[int]) -> RoundPlan:
     """Who is sound, what this round is about, and what each delta counts. `order`: in which fragments take turns.
 
-    Sound are those with the most turns whose state digest most of them share (of equally many: the lowest rank's). If nobody
+    Sound are those with the most rounds whose state digest most of them share (of equally many: the lowest rank's). If nobody
     has trained yet the lowest rank is sound. The round is about the fragment whose turn it is, or the next one that anybody
     has ready. Who is behind is counted all the same: its delta is what that replica has trained, whatever the others did
     meanwhile; but not who is fresh. So is who came too late for an earlier round of this fragment, and has its delta still.
@@ -146,29 +146,29 @@ def reconcile(statuses: Sequence[MemberStatus], order: Sequence[int]) -> RoundPl
     The mean is over all who train, those too who have nothing of this fragment ready: with M of them a delta moves the
     anchor by 1/M, in whichever round it comes, and rounds that count one each make what one that counts all does.
 
-    >>> ahead, late = MemberStatus(turn=7, state_digest="b", brings={"1": 1.0}), MemberStatus(turn=5, state_digest="a", brings={"0": 1.0, "1": 1.0})
-    >>> plan = reconcile([ahead, late, MemberStatus(turn=7, state_digest="b")], order=[0, 1])
-    >>> plan.turn, plan.fragment, plan.sound, plan.behind, plan.counted, plan.whole
+    >>> ahead, late = MemberStatus(round=7, state_digest="b", brings={"1": 1.0}), MemberStatus(round=5, state_digest="a", brings={"0": 1.0, "1": 1.0})
+    >>> plan = reconcile([ahead, late, MemberStatus(round=7, state_digest="b")], order=[0, 1])
+    >>> plan.round, plan.fragment, plan.sound, plan.behind, plan.counted, plan.whole
     (7, 1, (0, 2), (1,), (0, 1), 3.0)
     """
     trained = [rank for rank, status in enumerate(statuses) if not status.fresh]
-    turn = max((statuses[rank].turn for rank in trained), default=0)
-    ahead = [rank for rank in trained if statuses[rank].turn == turn] or [0]
+    number = max((statuses[rank].round for rank in trained), default=0)
+    ahead = [rank for rank in trained if statuses[rank].round == number] or [0]
     counts = Counter(statuses[rank].state_digest for rank in ahead)
     shared = max(counts, key=lambda digest: counts[digest])  # of equally many the first counted: the lowest rank's
     candidates = ahead if trained else range(len(statuses))
     sound = tuple(rank for rank in candidates if statuses[rank].state_digest == shared)
     ended = any(statuses[rank].over for rank in sound)
     ready = set() if ended else {int(key) for rank in trained for key in statuses[rank].brings}
-    turns = (t for t in range(turn, turn + len(order)) if order[t % len(order)] in ready)
-    chosen = next(turns, None)
+    open_rounds = (t for t in range(number, number + len(order)) if order[t % len(order)] in ready)
+    chosen = next(open_rounds, None)
     fragment = -1 if chosen is None else order[chosen % len(order)]
     weights = tuple(0.0 if status.fresh else status.brings.get(str(fragment), 0.0) for status in statuses)
     counted = sum(weight > 0 for weight in weights)
     finished = all(status.finishing for status in statuses)
     behind = tuple(rank for rank in range(len(statuses)) if rank not in sound)
     return RoundPlan(
-        turn=turn if chosen is None else chosen,
+        round=number if chosen is None else chosen,
         step=max((statuses[rank].step for rank in trained), default=0),
         fragment=fragment,
         sound=sound,
@@ -181,8 +181,8 @@ def reconcile(statuses: Sequence[MemberStatus], order: Sequence[int]) -> RoundPl
     )
 
 
-def next_digest(state_digest: str, turn: int, fragment: int, anchor: Tensor) -> str:
-    """The state digest after `fragment`'s anchor has moved in `turn`: BLAKE2b, 16 bytes, as hexadecimal digits."""
-    state = hashlib.blake2b(f"{state_digest}/{turn}/{fragment}/".encode(), digest_size=16)
+def next_digest(state_digest: str, number: int, fragment: int, anchor: Tensor) -> str:
+    """The state digest after `fragment`'s anchor has moved in round `number`: BLAKE2b, 16 bytes, as hexadecimal digits."""
+    state = hashlib.blake2b(f"{state_digest}/{number}/{fragment}/".encode(), digest_size=16)
     state.update(anchor.detach().cpu().contiguous().view(-1).numpy().data)
     return state.hexdigest()

@@ -24,7 +24,7 @@ from thinwire.codecs import Codec
 from thinwire.comm.group import Group
 from thinwire.elastic.ending import check_final, keep, level, note_end
 from thinwire.elastic.eviction import EvictionVoter
-from thinwire.elastic.global_state import Agreed
+from thinwire.elastic.global_state import GlobalState
 from thinwire.elastic.messages import (
     NOTHING,
     Close,
@@ -33,7 +33,7 @@ from thinwire.elastic.messages import (
     Finish,
     Join,
     Load,
-    Mail,
+    Mailbox,
     Meet,
     Outcome,
     Point,
@@ -59,7 +59,7 @@ NEVER = 1 << 62
 class RoundLoop:
     """Holds this replica's rounds over `membership`, one after another; fragments take turns in `order`.
 
-    All of it is one thread's (`Rounds` in rounds.py runs it). `agreed` is what this replica holds at the start, and belongs to the
+    All of it is one thread's (`RoundThread` in round_thread.py runs it). `agreed` is what this replica holds at the start, and belongs to the
     loop from then on. No member's delta counts more than `most_weight`. `observer(event, step, **fields)` hears round, wire,
     evicted, caught_up, given, alone, doubt, keeps.
     """
@@ -68,10 +68,10 @@ class RoundLoop:
         self,
         strategy: Strategy,
         membership: Membership,
-        agreed: Agreed,
+        agreed: GlobalState,
         codecs: Sequence[Codec],
         order: Sequence[int],
-        mail: Mail,
+        mail: Mailbox,
         observer: Observer,
         most_weight: float,
         clock: Callable[[], float],
@@ -82,13 +82,13 @@ class RoundLoop:
         self._step = self._done = 0
         self._alone, self._reason = 0, ""
         self._failure: BaseException | None = None
-        self._saved_at = NEVER  # the turn of the checkpoint that it went on from: what was counted since, counts
+        self._saved_at = NEVER  # the round of the checkpoint that it went on from: what was counted since, counts
         self._keep_seconds = 0.0
         self._late: set[str] = set()  # names of those for whom this replica keeps the final state
         self._met: set[str] = set()  # names of members
         self._waiting: dict[int, Ready] = {}  # deltas whose rounds are to come, by fragment
-        self._doubt: tuple[int, Ready, Tensors] | None = None  # the turn, delta and feedback that it does not know of
-        self._believed: tuple[int, Ready, str] | None = None  # a turn that counted its delta; only it says so as yet
+        self._doubt: tuple[int, Ready, Tensors] | None = None  # the round, delta and feedback that it does not know of
+        self._believed: tuple[int, Ready, str] | None = None  # a round that counted its delta; only it says so as yet
         self._context: SendContext | None = None
         self._voter = EvictionVoter(membership, self._observe)
         self._actions: dict[Action, Callable[..., object]] = {
@@ -102,7 +102,7 @@ class RoundLoop:
 
     # ---- states and commands
 
-    def obey(self, command: Command) -> None:
+    def handle(self, command: Command) -> None:
         """Carry out `command`. What it raises is in the report."""
         try:
             if not self._mail.closing.is_set() or isinstance(command, Close):
@@ -128,7 +128,7 @@ class RoundLoop:
 
     @property
     def _next(self) -> int:
-        return self.order[self.agreed.turn % len(self.order)]
+        return self.order[self.agreed.round % len(self.order)]
 
     def _now(self) -> int:
         """Where training has got to."""
@@ -141,17 +141,17 @@ class RoundLoop:
 
     def _put(self, outcome: Outcome) -> None:
         agreed = self.agreed
-        after = Point(agreed.turn, agreed.state_digest, dict(agreed.counted))
+        after = Point(agreed.round, agreed.state_digest, dict(agreed.counted))
         self._mail.outcomes.append(replace(outcome, after=after))
 
     def _adopt(self, load: Load) -> None:
         self.agreed = load.agreed
-        self._saved_at = load.agreed.turn
+        self._saved_at = load.agreed.round
         self.membership.enter(load.agreed.run)
 
     def _give_final(self, _: Load) -> None:
         for index, (anchor, state) in enumerate(zip(self.agreed.anchors, self.agreed.states)):
-            self._put(Outcome(index, self.agreed.turn, anchor, state, anew=True))
+            self._put(Outcome(index, self.agreed.round, anchor, state, anew=True))
 
     def _hold_due(self, depart: Depart) -> None:
         if depart.brought:
@@ -180,7 +180,7 @@ class RoundLoop:
         for ready in brought:
             finite = bool(torch.isfinite(ready.delta).all())
             if not finite:
-                self._put(Outcome(ready.fragment, self.agreed.turn, broken=True))
+                self._put(Outcome(ready.fragment, self.agreed.round, broken=True))
             self._waiting[ready.fragment] = ready if finite else replace(ready, weight=0.0)
 
     def _give_back(self, about: Finish | None = None) -> None:
@@ -188,13 +188,13 @@ class RoundLoop:
             self._keep_seconds = about.keep_seconds
         while self._waiting:
             index, ready = self._waiting.popitem()
-            self._put(Outcome(index, self.agreed.turn, ready=ready))
+            self._put(Outcome(index, self.agreed.round, ready=ready))
 
     # ---- a round
 
     @torch.no_grad()
     def _round(self) -> None:
-        """One turn, from who is there to what is believed. What went wrong, if anything did, is in the report."""
+        """One round, from who is there to what is believed. What went wrong, if anything did, is in the report."""
         began = self._clock()
         try:
             status = self._status()
@@ -217,7 +217,7 @@ class RoundLoop:
         self._met.update(names)
         nbytes, committed = self._hold(view, plan, statuses)
         self._observe(
-            "round", turn=plan.turn, fragment=plan.fragment, members=names, counted=[names[rank] for rank in plan.counted],
+            "round", round=plan.round, fragment=plan.fragment, members=names, counted=[names[rank] for rank in plan.counted],
             committed=committed, nbytes=nbytes, reason=self._reason, seconds_spent=self._clock() - began,
         )  # fmt: skip
         if plan.over and not self._reason:
@@ -233,7 +233,7 @@ class RoundLoop:
         agreed, finishing = self.agreed, self._state in (State.FINISHING, State.SETTLED)
         brings = {str(index): ready.weight for index, ready in self._waiting.items()}
         return MemberStatus(
-            agreed.turn, agreed.state_digest, self._now(), self._state is State.JOINING, finishing, agreed.run, False, brings,
+            agreed.round, agreed.state_digest, self._now(), self._state is State.JOINING, finishing, agreed.run, False, brings,
             **self._voter.says(),
         )  # fmt: skip
 
@@ -258,13 +258,13 @@ class RoundLoop:
         return self._sent(view.group, plan.fragment) if moved else 0, committed
 
     def _level(self, view: View, plan: RoundPlan, statuses: Sequence[MemberStatus]) -> None:
-        """Those behind take over what the first sound member holds; after it all stand at the same turn."""
+        """Those behind take over what the first sound member holds; after it all stand at the same round."""
         donor = level(view, plan, statuses, self.agreed, self._observe)
         if donor:
             self._on(Event.CAUGHT_UP, donor)
         else:
             self._on(Event.LEVEL)
-        self.agreed.turn, self._saved_at, self._believed = plan.turn, NEVER, None
+        self.agreed.round, self._saved_at, self._believed = plan.round, NEVER, None
         self.agreed.run = statuses[plan.sound[0]].run or view.id
         self.membership.enter(self.agreed.run)
         self._step = max(self._now(), plan.step)
@@ -272,33 +272,33 @@ class RoundLoop:
 
     def _take_over(self, donor: str, anew: bool = False) -> None:
         name, agreed = self.membership.name, self.agreed
-        since = {p for turn, (p, who, _) in agreed.counted.items() if turn >= self._saved_at and name in who}
+        since = {p for number, (p, who, _) in agreed.counted.items() if number >= self._saved_at and name in who}
         returned = None
         if self._believed is not None:  # heard before the lighthouse died, and the others went on without it
-            turn, ready, mark = self._believed
-            returned = None if agreed.counts(turn, name, ready.fragment, mark) else ready
+            number, ready, mark = self._believed
+            returned = None if agreed.counts(number, name, ready.fragment, mark) else ready
         for index, (anchor, state) in enumerate(zip(agreed.anchors, agreed.states)):
             back = returned if returned and returned.fragment == index else None
-            self._put(Outcome(index, agreed.turn, anchor, state, returned=back, anew=anew or index in since))
-        self._observe("caught_up", turn=agreed.turn, donor=donor)
+            self._put(Outcome(index, agreed.round, anchor, state, returned=back, anew=anew or index in since))
+        self._observe("caught_up", round=agreed.round, donor=donor)
 
-    def _remember(self, turn: int, ready: Ready, feedback: Tensors) -> None:
-        self._doubt = turn, ready, feedback
+    def _remember(self, number: int, ready: Ready, feedback: Tensors) -> None:
+        self._doubt = number, ready, feedback
 
     def _look_up_doubt(self, donor: str) -> None:
         assert self._doubt is not None
-        turn, ready, feedback = self._doubt
-        if not self.agreed.counts(turn, self.membership.name, ready.fragment):
+        number, ready, feedback = self._doubt
+        if not self.agreed.counts(number, self.membership.name, ready.fragment):
             self._drop_doubt()
             return
         self._doubt = None
         anchor, state = self.agreed.anchors[ready.fragment], self.agreed.states[ready.fragment]
-        self._put(Outcome(ready.fragment, turn, anchor, state, ready, feedback, ready))
+        self._put(Outcome(ready.fragment, number, anchor, state, ready, feedback, ready))
 
     def _drop_doubt(self) -> None:
         assert self._doubt is not None
-        (turn, ready, _), self._doubt = self._doubt, None
-        self._put(Outcome(ready.fragment, turn, ready=ready))
+        (number, ready, _), self._doubt = self._doubt, None
+        self._put(Outcome(ready.fragment, number, ready=ready))
 
     def _fly(self, view: View, plan: RoundPlan, ready: Ready) -> RoundUpdate:
         """Exchange the round's fragment.
@@ -321,7 +321,7 @@ class RoundLoop:
         def settle(begin: int, mean: Tensor, sent: Callable[[], Tensor]) -> None:
             moved.settle(begin, mean, sent if share in (0.0, 1.0) else lambda: sent() / share)
 
-        key = Key(strategy.seed, fragment, plan.turn, group.rank)
+        key = Key(strategy.seed, fragment, plan.round, group.rank)
         round_ = Round(self._sending_over(group), self.codecs[fragment], anchor.numel(), key, signal)
         with self._voter.watches(round_, view):
             arrival = strategy.exchange.arrive(strategy.exchange.depart(round_, {}), settle)
@@ -354,14 +354,14 @@ class RoundLoop:
     def _decide(self, view: View, plan: RoundPlan, ready: Ready, moved: RoundUpdate | None) -> bool | None:
         """Whether all members have all that the round needs; None: this one cannot learn it now, and waits for the next statuses."""
         try:
-            return view.decide(f"turn {plan.turn}", moved is not None, self.membership.timeouts.vote)
+            return view.decide(f"round {plan.round}", moved is not None, self.membership.timeouts.vote)
         except UndecidedError as error:
             assert moved is not None
             if view.group.rank in plan.counted:
-                self._on(Event.UNDECIDED, plan.turn, ready, moved.feedback)
+                self._on(Event.UNDECIDED, plan.round, ready, moved.feedback)
             else:
-                self._put(Outcome(ready.fragment, plan.turn, ready=ready))
-            self._observe("doubt", turn=plan.turn, reason=str(error))
+                self._put(Outcome(ready.fragment, plan.round, ready=ready))
+            self._observe("doubt", round=plan.round, reason=str(error))
             return None
 
     def _believe(self, view: View, plan: RoundPlan, ready: Ready, moved: RoundUpdate | None) -> None:
@@ -370,14 +370,14 @@ class RoundLoop:
             names = tuple(view.members[rank].name for rank in plan.counted)
             assert moved.anchor is not None  # it has finished
             self.agreed.commit(plan.fragment, moved.anchor, moved.outer, names)
-            self._believed = None if own is None else (plan.turn, own, self.agreed.mark)
-        if self.agreed.turn == plan.turn and plan.fragment >= 0:  # not, if it could not take over what it lacks
-            self.agreed.turn += 1
+            self._believed = None if own is None else (plan.round, own, self.agreed.mark)
+        if self.agreed.round == plan.round and plan.fragment >= 0:  # not, if it could not take over what it lacks
+            self.agreed.round += 1
         if moved is not None:
             feedback = moved.feedback if own else {}
-            self._put(Outcome(plan.fragment, plan.turn, moved.anchor, moved.outer, own, feedback, own))
+            self._put(Outcome(plan.fragment, plan.round, moved.anchor, moved.outer, own, feedback, own))
         if moved is None or own is None:
-            self._put(Outcome(ready.fragment, plan.turn, ready=ready))
+            self._put(Outcome(ready.fragment, plan.round, ready=ready))
 
     # ---- the end
 

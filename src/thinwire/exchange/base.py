@@ -19,7 +19,7 @@ from thinwire.comm.group import TAGS, Group, Transfer
 from thinwire.diagnosis.records import Record
 from thinwire.errors import DisagreementError, LinkError, NonFiniteError, PacketError
 from thinwire.exchange.buffers import Buffers
-from thinwire.exchange.chunks import STAGE, Message, Piece, Signal
+from thinwire.exchange.chunks import STAGE, CodedRange, Message, Signal
 from thinwire.exchange.send_queue import Order, SendQueue, Sent
 from thinwire.exchange.trace import Trace
 from thinwire.packet import HEADER_NBYTES, REFUSED, STOP, Header, identity, open_packet, payload, seal
@@ -346,8 +346,8 @@ class Stage:
         message, body = outgoing.message, payload(outgoing.packet)
         failure: BaseException | None = None
         try:
-            for piece in message.pieces:
-                encode_from(signal(piece.begin, piece.end), self.codec, body[piece.first : piece.last], key)
+            for coded in message.ranges:
+                encode_from(signal(coded.begin, coded.end), self.codec, body[coded.first : coded.last], key)
         except BaseException as error:  # whatever it is, peers are not to wait for this packet
             failure = None if isinstance(error, NonFiniteError) else error
             body[: message.nbytes].zero_()
@@ -385,20 +385,20 @@ class Stage:
 
 
 class Decoder:
-    """Where a round's packets are decoded, a piece at a time; what it returns is lent until the next call."""
+    """Where a round's packets are decoded, a range at a time; what it returns is lent until the next call."""
 
     def __init__(self, round_: Round, codec: Codec, messages: Iterable[Message]) -> None:
-        numel = max((piece.end - piece.begin for message in messages for piece in message.pieces), default=0)
+        numel = max((coded.end - coded.begin for message in messages for coded in message.ranges), default=0)
         self._codec, self._joins, self._buffers = codec, codec.joint, round_.context.buffers
         self._mean, self._sent = self._buffers.floats(numel), self._buffers.floats(numel)
         self._aggregate = round_.aggregate
 
     def mean(
-        self, piece: Piece, packets: Mapping[int, Tensor], key: Key, weights: Mapping[int, float] | None = None
+        self, coded: CodedRange, packets: Mapping[int, Tensor], key: Key, weights: Mapping[int, float] | None = None
     ) -> Tensor:
-        """The aggregate of what all `packets` say of `piece`, in the order of their senders' ranks; `weights` add up to 1."""
-        mean = self._mean[: piece.end - piece.begin].zero_()
-        bodies = {sender: payload(packets[sender])[piece.first : piece.last] for sender in sorted(packets)}
+        """The aggregate of what all `packets` say of `coded`, in the order of their senders' ranks; `weights` add up to 1."""
+        mean = self._mean[: coded.end - coded.begin].zero_()
+        bodies = {sender: payload(packets[sender])[coded.first : coded.last] for sender in sorted(packets)}
         keys = [replace(key, sender=sender) for sender in bodies]
         shares = [weights[sender] for sender in bodies] if weights else None
         if self._joins:
@@ -409,10 +409,10 @@ class Decoder:
         )
         return mean
 
-    def sent(self, piece: Piece, packet: Tensor, key: Key) -> Tensor:
-        """What the own `packet` says of `piece`."""
-        out = self._sent[: piece.end - piece.begin].zero_()
-        self._codec.decode_add(payload(packet)[piece.first : piece.last], out, key)
+    def sent(self, coded: CodedRange, packet: Tensor, key: Key) -> Tensor:
+        """What the own `packet` says of `coded`."""
+        out = self._sent[: coded.end - coded.begin].zero_()
+        self._codec.decode_add(payload(packet)[coded.first : coded.last], out, key)
         return out
 
     def close(self) -> None:

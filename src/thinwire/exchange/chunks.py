@@ -2,7 +2,7 @@
 
 A vector whose codec has a grain is cut there, so that its parts are encoded, sent, received and decoded at the same
 time; the bytes are the same in sum. A message is a packet (packet.py) of its own, with header and checksum; its
-payload is that of one piece after another, and a piece fits into the cache. Without a grain a vector is one piece of
+payload is that of one range after another, and a range fits into the cache. Without a grain a vector is one range of
 one message.
 
 `MESSAGE_NBYTES`: a message of gloo costs about 50 µs of CPU; smaller ones than this cost throughput, larger ones
@@ -28,7 +28,7 @@ Signal = Callable[[int, int], Tensor]  # the elements begin … end of what a re
 
 
 @dataclass(frozen=True)
-class Piece:
+class CodedRange:
     """Elements `begin` … `end`, coded as one, in the bytes `first` … `last` of a payload."""
 
     begin: int
@@ -43,11 +43,11 @@ class Message:
 
     begin: int
     end: int
-    pieces: tuple[Piece, ...]
+    ranges: tuple[CodedRange, ...]
 
     @property
     def nbytes(self) -> int:
-        return self.pieces[-1].last
+        return self.ranges[-1].last
 
     @property
     def numel(self) -> int:
@@ -62,16 +62,16 @@ def cut(codec: Codec, begin: int, end: int) -> tuple[Message, ...]:
 @lru_cache(maxsize=4096)
 def _cut(codec: Codec, begin: int, end: int) -> tuple[Message, ...]:
     if codec.grain is None or begin == end:
-        return (Message(begin, end, (Piece(begin, end, 0, codec.nbytes(end - begin)),)),)
+        return (Message(begin, end, (CodedRange(begin, end, 0, codec.nbytes(end - begin)),)),)
     numel = codec.grain * max(1, PIECE_NUMEL // codec.grain)
     count = max(1, MESSAGE_NBYTES // max(1, codec.nbytes(numel)))
     messages = []
     for start in range(begin, end, numel * count):
-        stop, at, pieces = min(start + numel * count, end), 0, []
+        stop, at, ranges = min(start + numel * count, end), 0, []
         for one in range(start, stop, numel):
             other = min(one + numel, stop)
-            pieces.append(Piece(one, other, at, at := at + codec.nbytes(other - one)))
-        messages.append(Message(start, stop, tuple(pieces)))
+            ranges.append(CodedRange(one, other, at, at := at + codec.nbytes(other - one)))
+        messages.append(Message(start, stop, tuple(ranges)))
     return tuple(messages)
 
 

@@ -56,9 +56,9 @@ class Direct(Exchange):
             for rank, said in {**heard, round_.rank: own[index].flags}.items():
                 flags[rank] |= said
             if not any(f & REFUSED for f in flags):
-                for piece in message.pieces:
-                    mean = room.mean(piece, packets, round_.key)
-                    settle(piece.begin, mean, partial(room.sent, piece, own[index].packet, round_.key))
+                for coded in message.ranges:
+                    mean = room.mean(coded, packets, round_.key)
+                    settle(coded.begin, mean, partial(room.sent, coded, own[index].packet, round_.key))
         room.close()
         round_.close()
         return Arrival(tuple(flags), {})

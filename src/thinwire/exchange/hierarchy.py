@@ -14,7 +14,7 @@ from thinwire.codecs import Codec, Identity
 from thinwire.comm.emulated import Link
 from thinwire.errors import ConfigurationError
 from thinwire.exchange.base import MOST_STAGES, Arrival, Decoder, Exchange, Outgoing, Round, Settle, Stage, heard
-from thinwire.exchange.chunks import Message, Piece, cut, packets_nbytes, shards
+from thinwire.exchange.chunks import CodedRange, Message, cut, packets_nbytes, shards
 from thinwire.exchange.owner import Owner, check_owners
 from thinwire.packet import REFUSED, flags_of, payload
 from thinwire.pieces.feedback import Feedback
@@ -141,7 +141,7 @@ class Hierarchy(Exchange):
 
 def _dense(messages: Sequence[Message]) -> tuple[Message, ...]:
     """The same elements, in fp32."""
-    return tuple(Message(m.begin, m.end, (Piece(m.begin, m.end, 0, 4 * m.numel),)) for m in messages)
+    return tuple(Message(m.begin, m.end, (CodedRange(m.begin, m.end, 0, 4 * m.numel),)) for m in messages)
 
 
 class _TwoHops:
@@ -214,8 +214,8 @@ class _TwoHops:
         dense = {mate: payload(self._inside.packet(index, mate)).view(torch.float32) for mate in said}
         dense[round_.rank] = own
 
-        def mean(piece: Piece) -> Tensor:
-            begin, end = piece.begin - message.begin, piece.end - message.begin
+        def mean(coded: CodedRange) -> Tensor:
+            begin, end = coded.begin - message.begin, coded.end - message.begin
             total = torch.zeros(end - begin)
             for mate in sorted(dense):
                 total += dense[mate][begin:end]
@@ -245,9 +245,9 @@ class _TwoHops:
 
     def _settle(self, place: int, message: Message, packets: dict[int, Tensor], room: Decoder, settle: Settle) -> None:
         weights = {site[place]: weight for site, weight in zip(self._sites, self._weights)}
-        for piece in message.pieces:
-            mean = room.mean(piece, packets, self._key(place), weights)
-            settle(piece.begin, mean, partial(self.round.signal, piece.begin, piece.end))
+        for coded in message.ranges:
+            mean = room.mean(coded, packets, self._key(place), weights)
+            settle(coded.begin, mean, partial(self.round.signal, coded.begin, coded.end))
 
     def _key(self, place: int) -> Key:
         return replace(self.round.key, part=1 + place)

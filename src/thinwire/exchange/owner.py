@@ -8,7 +8,7 @@ from torch import Tensor
 
 from thinwire.errors import ConfigurationError
 from thinwire.exchange.base import Decoder, Outgoing, Stage
-from thinwire.exchange.chunks import Message, Piece
+from thinwire.exchange.chunks import CodedRange, Message
 from thinwire.packet import REFUSED
 from thinwire.pieces.feedback import Feedback
 from thinwire.rng import Key
@@ -35,14 +35,14 @@ class Owner:
         self.after: State = {name: self._buffers.floats(held.numel()) for name, held in state.items()}
 
     def say(
-        self, index: int, mean: Callable[[Piece], Tensor], marks: Sequence[int], to: Sequence[int], room: Decoder
+        self, index: int, mean: Callable[[CodedRange], Tensor], marks: Sequence[int], to: Sequence[int], room: Decoder
     ) -> Outgoing:
         """Encode the mean of message `index` and let it go `to` them. If a mark says `REFUSED`, there is no mean."""
         message, void = self._messages[index], any(mark & REFUSED for mark in marks)
         means = self._buffers.floats(message.numel)
-        for piece in message.pieces:
-            part = means[piece.begin - message.begin : piece.end - message.begin]
-            part.zero_() if void else part.copy_(mean(piece))
+        for coded in message.ranges:
+            part = means[coded.begin - message.begin : coded.end - message.begin]
+            part.zero_() if void else part.copy_(mean(coded))
 
         def signal(begin: int, end: int) -> Tensor:
             part = means[begin - message.begin : end - message.begin]
@@ -51,10 +51,10 @@ class Owner:
         packet = self._stage.write(index, message, signal, self._key, REFUSED if void else 0, marks)
         self._stage.post(index, packet, to)
         if self._feedback and not packet.flags & REFUSED:
-            for piece in message.pieces:
-                part = means[piece.begin - message.begin : piece.end - message.begin]
-                sent = room.sent(piece, packet.packet, self._key)
-                before, after = (self._held(state, piece.begin, piece.end) for state in (self._state, self.after))
+            for coded in message.ranges:
+                part = means[coded.begin - message.begin : coded.end - message.begin]
+                sent = room.sent(coded, packet.packet, self._key)
+                before, after = (self._held(state, coded.begin, coded.end) for state in (self._state, self.after))
                 self._feedback.settle(part, sent, sent, before, after)
         self._buffers.give(means)
         return packet

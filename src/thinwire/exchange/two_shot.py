@@ -158,14 +158,14 @@ class Reduction:
         packets = {peer: self._scatter.packet(index, peer) for peer in said} | {rank: mine.wait()}
         marks = [said.get(peer, mine.flags) for peer in range(self.round.size)]
         return owner.say(
-            index, lambda piece: room.mean(piece, packets, self._scattered(rank)), marks, self.round.peers, room
+            index, lambda coded: room.mean(coded, packets, self._scattered(rank)), marks, self.round.peers, room
         )
 
     def _settle(self, owner: int, index: int, packet: Tensor, room: Decoder, settle: Settle) -> None:
         sent = self._own[owner, index]
-        for piece in self.messages[owner][index].pieces:
-            mean = room.mean(piece, {owner: packet}, self._gathered(owner))
-            settle(piece.begin, mean, partial(room.sent, piece, sent.packet, self._scattered(owner)))
+        for coded in self.messages[owner][index].ranges:
+            mean = room.mean(coded, {owner: packet}, self._gathered(owner))
+            settle(coded.begin, mean, partial(room.sent, coded, sent.packet, self._scattered(owner)))
 
     def _scattered(self, owner: int) -> Key:
         """Of what this replica sends to `owner`."""

@@ -68,12 +68,12 @@ class ElasticTrainer(Trainer):
     def _resume(self) -> None:
         """Go on from the newest sound checkpoint of this replica's own, at the step where the others are."""
         found, skipped = self._found, self._passed_over
-        joined, turn, path = self.replica.step, 0, ""
+        joined, number, path = self.replica.step, 0, ""
         if found is not None:
             self._load(found)
             self.replica.step = max(joined, found.step)
-            turn, path = found.manifest["facts"]["agreed"]["turn"], str(found.path.relative_to(self.place.folder))
-        self.log.emit("back", self.replica.step, turn=turn, path=path, skipped=skipped)
+            number, path = found.manifest["facts"]["agreed"]["round"], str(found.path.relative_to(self.place.folder))
+        self.log.emit("back", self.replica.step, round=number, path=path, skipped=skipped)
 
     def _after_step(self, compute_seconds: float) -> None:
         self.group.use_timeouts(self._timeouts.after_step(compute_seconds))

@@ -11,7 +11,7 @@ from thinwire.lm.place import Place
 from thinwire.lm.trainer import Trainer
 from thinwire.methods import Attached
 from thinwire.replica import Replica
-from thinwire.runtime.handshake import agree
+from thinwire.runtime.handshake import compare_settings
 
 
 class FixedTrainer(Trainer):
@@ -23,7 +23,7 @@ class FixedTrainer(Trainer):
 
     def _agree(self, facts: dict[str, Any]) -> None:
         self.group = self._wrapped(self.place.group)
-        agree(self.group, facts | {"resume": self.place.resume})
+        compare_settings(self.group, facts | {"resume": self.place.resume})
 
     def _attach(self, facts: dict[str, Any]) -> Replica | Attached:
         log = self.log

@@ -27,7 +27,7 @@ from thinwire.files import parsed
 
 END = "<|end|>"  # what stands between two documents
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")  # read in folders; a file given by name may have any
-PIECE = 1 << 18  # characters tokenised at a time
+CHUNK = 1 << 18  # characters tokenised at a time
 DOCUMENT = 32 << 20  # bytes of a line of .jsonl, characters of a row of .parquet
 # A .parquet row group may hold EXPANDED bytes of text, or RATIO times what it takes in the file.
 EXPANDED, RATIO = 256 << 20, 100
@@ -89,16 +89,16 @@ def pieces(source: Source, column: str) -> Iterator[str | None]:
         if source.path.suffix.lower() == ".jsonl":
             yield from _lines(source, file, column)
             return
-        while piece := file.read(PIECE):
-            yield piece + file.readline(PIECE)  # to the end of a line, so that no word is cut
+        while piece := file.read(CHUNK):
+            yield piece + file.readline(CHUNK)  # to the end of a line, so that no word is cut
         yield None
 
 
 def _slices(text: str) -> Iterator[str]:
     """A document in pieces of bounded size, to the end of a line where that is near."""
     file = io.StringIO(text)
-    while piece := file.read(PIECE):
-        yield piece + file.readline(PIECE)
+    while piece := file.read(CHUNK):
+        yield piece + file.readline(CHUNK)
 
 
 def _lines(source: Source, file: IO[str], column: str) -> Iterator[str | None]:

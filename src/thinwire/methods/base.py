@@ -24,7 +24,7 @@ from thinwire.own_files import digests
 from thinwire.packet import HEADER_NBYTES, STOP, VERSION, Header, empty_packet, open_packet, payload, seal
 from thinwire.pieces.partition import Fragment, Whole, check_optimizer, check_sharding, local, trainable
 from thinwire.rng import derive
-from thinwire.runtime.handshake import agree, digest
+from thinwire.runtime.handshake import compare_settings, digest
 from thinwire.runtime.module_state import exported
 from thinwire.version import __version__
 
@@ -206,7 +206,7 @@ class Attached(Participant):
         """Compare code, method, model and `facts` with all others. Raises `DisagreementError`."""
         tensors = {n: f"{tuple(p.shape)} {p.dtype}" for n, p in trainable(self.model)}
         common = {"code version": __version__, "wire format": VERSION, "strategy": repr(self.strategy)}
-        agree(
+        compare_settings(
             self.group,
             common | {f"model, {name}": text for name, text in tensors.items()} | digests(self.strategy) | dict(facts),
         )
@@ -239,6 +239,6 @@ def drawn(names: Sequence[str], count: int | None, seed: int, round_: int) -> tu
     return tuple(name for name in names if name in chosen)
 
 
-def packet_nbytes(nbytes: int, size: int) -> int:
+def nbytes_to_all(nbytes: int, size: int) -> int:
     """What a replica of `size` sends to all others with a payload of `nbytes`. Predicted = counted."""
     return (size - 1) * (HEADER_NBYTES + nbytes)

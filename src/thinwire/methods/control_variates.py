@@ -33,7 +33,7 @@ from thinwire.codecs import Codec, Identity, encode_from
 from thinwire.comm.group import Group, gather
 from thinwire.comm.state_transfer import give, take
 from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError, ModelError
-from thinwire.methods.base import Attached, check_rounds, drawn, packet_nbytes, silent
+from thinwire.methods.base import Attached, check_rounds, drawn, nbytes_to_all, silent
 from thinwire.methods.control_rules import Rule
 from thinwire.observer import Observer
 from thinwire.packet import REFUSED, Header, identity
@@ -76,7 +76,7 @@ class ControlVariates:
 
     def nbytes_per_period(self, numel: int, size: int, rank: int = 0, period: int = 0) -> int:
         speaks = str(rank) in self.draw([str(other) for other in range(size)], period)
-        return packet_nbytes(self.codec.nbytes(numel), size) if speaks else 0
+        return nbytes_to_all(self.codec.nbytes(numel), size) if speaks else 0
 
     def draw(self, names: Sequence[str], round_: int) -> tuple[str, ...]:
         """Who is sampled among `names`, in their order: the same on all."""
@@ -323,7 +323,7 @@ class Controlled(Attached):
         if new_round:
             self._begin()
         self._nominal = float(facts["nominal"])
-        self._observe("caught_up", self.step, turn=self.rounds, donor=donor)
+        self._observe("caught_up", self.step, round=self.rounds, donor=donor)
         return ""
 
     # ---- to be saved and to go on

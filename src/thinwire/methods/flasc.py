@@ -282,7 +282,7 @@ class Federated(Attached):
             self._put(tensors["start"], facts)
             self.optimizer.state.clear()
             self._load(self.start)
-            self._observe("caught_up", self.step, turn=self.rounds, donor=self.hub)
+            self._observe("caught_up", self.step, round=self.rounds, donor=self.hub)
         if not bool(torch.isfinite(self.start).all()):
             raise ModelError("the first weights hold NaN or infinity; initialise them, or load a sound checkpoint.")
 

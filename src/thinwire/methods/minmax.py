@@ -32,12 +32,12 @@ from thinwire.codecs import Codec, Identity, RandomK, TopK, nested
 from thinwire.comm.group import Group, gather
 from thinwire.comm.state_transfer import give, take
 from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError, ModelError, NonFiniteError
-from thinwire.methods.base import Participant, packet_nbytes, silent
+from thinwire.methods.base import Participant, nbytes_to_all, silent
 from thinwire.methods.control_rules import check_unbiased
 from thinwire.observer import Observer
 from thinwire.packet import REFUSED, VERSION, Header, identity
 from thinwire.rng import Key, derive
-from thinwire.runtime.handshake import agree, agree_on_start, digest
+from thinwire.runtime.handshake import agree_on_start, compare_settings, digest
 from thinwire.version import __version__
 
 Operator = Callable[[Tensor], Tensor]  # flat z -> flat F_m(z), of one replica
@@ -222,9 +222,9 @@ class Extragradient:
 
 def nbytes_sent(method: Saddling, numel: int, size: int, iterations: int) -> int:
     """What one replica of `size` sends in packets, from the first meeting on, for z of `numel` numbers. Predicted = counted."""
-    coded = iterations * method.messages() * packet_nbytes(method.codec.nbytes(numel), size)
+    coded = iterations * method.messages() * nbytes_to_all(method.codec.nbytes(numel), size)
     dense = (1 + sum(coin(method, t) for t in range(iterations))) if method.refresh else 0
-    return coded + dense * packet_nbytes(4 * numel, size)
+    return coded + dense * nbytes_to_all(4 * numel, size)
 
 
 def coin(method: Saddling, iteration: int) -> bool:
@@ -333,7 +333,7 @@ class Saddle(Participant):
         """
         self.group, self.names = group, self._checked(names, group)
         facts = {"code version": __version__, "wire format": VERSION, "method": repr(self.method)}
-        agree(group, facts | {"numbers in z": self.z.numel(), "names": list(self.names)})
+        compare_settings(group, facts | {"numbers in z": self.z.numel(), "names": list(self.names)})
         told = self._told()
         ahead = max(step for step, _ in told)
         if ahead == 0 and agree_on_start(group, [self.z]):
@@ -347,7 +347,7 @@ class Saddle(Participant):
         elif group.rank in behind:
             tensors, said = take(group, donor, 8 * self.z.numel() + (1 << 16))
             self._put(tensors, said)
-            self._observe("caught_up", self.step, turn=self.step, donor=self.names[donor])
+            self._observe("caught_up", self.step, round=self.step, donor=self.names[donor])
         if len({text for _, text in self._told()}) > 1:
             raise DisagreementError("replicas have gone on apart; resume all from one step, or begin anew.")
         if self.method.refresh:

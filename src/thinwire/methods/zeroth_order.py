@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from thinwire.comm.group import Group, gather
 from thinwire.comm.state_transfer import give, take
 from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError, ModelError
-from thinwire.methods.base import Attached, packet_nbytes, silent
+from thinwire.methods.base import Attached, nbytes_to_all, silent
 from thinwire.methods.perturbed import Shifted, begins
 from thinwire.observer import Observer
 from thinwire.packet import Header, identity
@@ -112,27 +112,27 @@ class Log:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors, and facts for JSON."""
-        crews = list(dict.fromkeys(entry.names for entry in self.entries))
-        place = {names: index for index, names in enumerate(crews)}
+        members = list(dict.fromkeys(entry.names for entry in self.entries))
+        place = {names: index for index, names in enumerate(members)}
         codes = b"".join(entry.codes for entry in self.entries)
         tensors = {
             "codes": torch.frombuffer(bytearray(codes), dtype=torch.uint8) if codes else torch.empty(0).byte(),
             "lrs": torch.tensor([entry.lr for entry in self.entries], dtype=torch.float32),
-            "crews": torch.tensor([place[entry.names] for entry in self.entries], dtype=torch.int32),
+            "members": torch.tensor([place[entry.names] for entry in self.entries], dtype=torch.int32),
         }
-        return tensors, {"crews": [list(names) for names in crews], "samples": self.samples}
+        return tensors, {"members": [list(names) for names in members], "samples": self.samples}
 
     @classmethod
     def load(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Log:
         """From `state()`. Raises `CheckpointError` if it is not one."""
         try:
-            crews = [tuple(map(str, names)) for names in facts["crews"]]
+            members = [tuple(map(str, names)) for names in facts["members"]]
             codes, samples, begin, entries = bytes(tensors["codes"].numpy().tobytes()), int(facts["samples"]), 0, []
-            if min(tensors["crews"].tolist(), default=0) < 0 or samples < 1:
+            if min(tensors["members"].tolist(), default=0) < 0 or samples < 1:
                 raise ValueError("a number below 0")
-            for lr, pipeline in zip(tensors["lrs"].tolist(), tensors["crews"].tolist(), strict=True):
-                end = begin + samples * len(crews[pipeline])
-                entries.append(Entry(lr, crews[pipeline], codes[begin:end]))
+            for lr, index in zip(tensors["lrs"].tolist(), tensors["members"].tolist(), strict=True):
+                end = begin + samples * len(members[index])
+                entries.append(Entry(lr, members[index], codes[begin:end]))
                 begin = end
             if begin != len(codes) or any(not math.isfinite(entry.lr) for entry in entries):
                 raise ValueError(f"{len(codes)} bytes of values, {begin} are due")
@@ -218,7 +218,7 @@ class JustOneByte:
         return ZerothOrder(self, model, optimizer, group, names, observer, clock)
 
     def nbytes_per_period(self, numel: int, size: int, rank: int = 0, period: int = 0) -> int:
-        return packet_nbytes(self.samples, size)
+        return nbytes_to_all(self.samples, size)
 
 
 class ZerothOrder(Attached):
@@ -330,7 +330,7 @@ class ZerothOrder(Attached):
             return
         for entry in log.entries[self.step :]:
             self._take(entry)
-        self._observe("caught_up", self.step, turn=self.step, donor=donor)
+        self._observe("caught_up", self.step, round=self.step, donor=donor)
 
     # ---- to be saved and to go on
 

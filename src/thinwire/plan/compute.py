@@ -124,14 +124,14 @@ def _steps(
         batch *= 2
 
 
-def codec_speed(codec: Codec, seconds: float = 0.1, numel: int = 1 << 22) -> machine.Codec:
+def codec_speed(codec: Codec, seconds: float = 0.1, numel: int = 1 << 22) -> machine.CodecSpeed:
     """Parameters a second, encoding and decoding a fragment of `numel`."""
     values = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     payload, out = torch.empty(codec.nbytes(numel), dtype=torch.uint8), torch.zeros(numel)
     key = Key(0, 0, 0, 0)
     encode = _median(lambda: codec.encode(values, payload, key), seconds)
     decode = _median(lambda: codec.decode_add(payload, out, key), seconds)
-    return machine.Codec(numel / encode, numel / decode, numel)
+    return machine.CodecSpeed(numel / encode, numel / decode, numel)
 
 
 def disk_speed(place: Path) -> float:

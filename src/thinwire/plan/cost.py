@@ -23,7 +23,7 @@ _PERIODS = 12  # followed; the first half does not count (long flights take some
 
 
 @dataclass(frozen=True)
-class Traffic:
+class FragmentSeconds:
     """How long one fragment keeps what busy: the exchange thread before and after, the slowest wire, and the way."""
 
     encode_seconds: float
@@ -69,11 +69,11 @@ def way_seconds(links: Links, places: Sequence[int] | None = None) -> float:
     return float((links.delays if places is None else links.delays[np.ix_(places, places)]).max(initial=0.0))
 
 
-def follow(strategy: Strategy, step_seconds: float, fragments: Sequence[Traffic]) -> Pace:
+def follow(strategy: Strategy, step_seconds: float, fragments: Sequence[FragmentSeconds]) -> Pace:
     """Follow departures and landings, as `Replica` orders them, through a few periods.
 
     >>> from thinwire import diloco
-    >>> follow(diloco(every=9), 1.0, [Traffic(0.0, 0.9, 0.1, 0.0)]).utilization
+    >>> follow(diloco(every=9), 1.0, [FragmentSeconds(0.0, 0.9, 0.1, 0.0)]).utilization
     0.9
     """
     every, delay = strategy.schedule.every, strategy.schedule.delay

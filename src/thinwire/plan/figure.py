@@ -18,7 +18,7 @@ from thinwire.errors import ThinwireError
 from thinwire.lm.run import PART_OF, Run
 from thinwire.own_files import shortened
 from thinwire.plan import cost
-from thinwire.plan.setting import METHODS, Setting, Task
+from thinwire.plan.setting import SEARCHED, Setting, Task
 from thinwire.records.run_record import RunRecord
 from thinwire.records.units import text_of_count, text_of_nbytes
 from thinwire.report.charts import Chart, Json, colour, rounded
@@ -35,8 +35,8 @@ def frontier_chart(found: Sequence[Setting], best: Setting) -> Chart:
     """A dot for every setting, by method; the dashed line joins those that nothing with fewer bytes comes up to."""
     sending = [setting for setting in found if setting.bits_per_second > 0]
     data = [
-        _dots([setting for setting in sending if setting.method == method], method, METHODS.index(method))
-        for method in METHODS
+        _dots([setting for setting in sending if setting.method == method], method, SEARCHED.index(method))
+        for method in SEARCHED
         if any(setting.method == method for setting in sending)
     ]
     if best in sending:
@@ -153,7 +153,9 @@ def _of_run(record: RunRecord, number: int) -> list[Json]:
 
     def share(rate: float) -> float:
         """Of all its steps, and the exchange of everything at its end."""
-        traffic = [cost.Traffic(0.0, 8 * nbytes / rate, delay, 0.0) for nbytes, delay in zip(sent, ways, strict=True)]
+        traffic = [
+            cost.FragmentSeconds(0.0, 8 * nbytes / rate, delay, 0.0) for nbytes, delay in zip(sent, ways, strict=True)
+        ]
         seconds = record.summary.steps * step / cost.follow(strategy, step, traffic).utilization
         last = 0.0 if isinstance(strategy.signal, Gradients) else 8 * sum(sent) / rate + max(ways)
         return record.summary.steps * step / (seconds + last)

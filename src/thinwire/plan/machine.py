@@ -45,7 +45,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Codec:
+class CodecSpeed:
     """Parameters a second on one core: into packets, and out of one; of a fragment of so many `parameters`."""
 
     encode: float
@@ -73,7 +73,7 @@ class Machine:
     parameters: int = 0
     steps: tuple[Step, ...] = ()
     update_seconds: float = 0.0
-    codecs: Mapping[str, tuple[Codec, ...]] = field(default_factory=dict)
+    codecs: Mapping[str, tuple[CodecSpeed, ...]] = field(default_factory=dict)
     disk_nbytes_per_second: float | None = None
     base_nbytes: int = BASE_NBYTES
     word: str = "given"
@@ -219,10 +219,10 @@ class Machine:
             ) from None
 
 
-def _codecs(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Codec, ...]]:
+def _codecs(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[CodecSpeed, ...]]:
     """By name, the smallest fragment first."""
-    found: dict[str, list[Codec]] = {}
+    found: dict[str, list[CodecSpeed]] = {}
     for row in rows:
-        speed = Codec(float(row["encode"]), float(row["decode"]), int(row.get("parameters", 1)))
+        speed = CodecSpeed(float(row["encode"]), float(row["decode"]), int(row.get("parameters", 1)))
         found.setdefault(str(row["name"]), []).append(speed)
     return {name: tuple(sorted(timed, key=lambda speed: speed.parameters)) for name, timed in found.items()}

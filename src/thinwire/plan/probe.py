@@ -40,7 +40,7 @@ _NUMBER = struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
-class Round:
+class RoundCost:
     """What a round costs when everybody sends a packet to everybody: latency + (M−1)·8·nbytes / rate."""
 
     latency_seconds: float
@@ -53,7 +53,7 @@ class Probe:
     """What was found, and all that was seen."""
 
     links: Links
-    round: Round | None
+    round: RoundCost | None
     samples: dict[str, Any]
 
 
@@ -248,7 +248,7 @@ def _together(group: Group, rates: dict[Pair, float], seconds: float) -> dict[st
     return found
 
 
-def _rounds(group: Group, bits_per_second: float, seconds: float) -> Round:
+def _rounds(group: Group, bits_per_second: float, seconds: float) -> RoundCost:
     """The slowest replica's time of a round at three sizes, three times each, and the line through them."""
     others = [peer for peer in range(group.size) if peer != group.rank]
     largest = max(3, min(_LIMIT_NBYTES, int(bits_per_second * seconds / 8 / 2)))
@@ -265,7 +265,7 @@ def _rounds(group: Group, bits_per_second: float, seconds: float) -> Round:
             samples.append((nbytes, max(struct.unpack("<d", text)[0] for text in told)))
     seen = {nbytes: [spent for size, spent in samples if size == nbytes] for nbytes, _ in samples}
     latency, per_byte = line([(nbytes, statistics.median(times)) for nbytes, times in seen.items()])
-    return Round(max(0.0, latency), 8 * (group.size - 1) / max(per_byte, 1e-15), tuple(samples))
+    return RoundCost(max(0.0, latency), 8 * (group.size - 1) / max(per_byte, 1e-15), tuple(samples))
 
 
 def line(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -24,12 +24,12 @@ from thinwire.plan.compute import shape_of, skeleton
 from thinwire.plan.machine import Machine
 from thinwire.plan.memory import Memory, replica_memory
 from thinwire.plan.scaling import FITTED, Outside, Prediction
-from thinwire.plan.setting import METHODS, Candidate, Setting, Task
+from thinwire.plan.setting import SEARCHED, Candidate, Setting, Task
 from thinwire.plan.sites import Floats, Places, Sites
 from thinwire.recipes import RECIPES
 from thinwire.simulate.replicas import delays
 
-__all__ = ["METHODS", "Setting", "Task", "fits", "settings"]
+__all__ = ["SEARCHED", "Setting", "Task", "fits", "settings"]
 
 CODECS: dict[str, tuple[str | None, ...]] = {
     "data_parallel": (None, "Cast('bf16')"),
@@ -225,7 +225,7 @@ class _Group:
         self.way_seconds = cost.way_seconds(task.links, places)
         given = [machine.warnings(search.shape, task.base.data.sequence) for machine in self.machines]
         self.warnings = tuple(dict.fromkeys(warning for one in given for warning in one))
-        self._traffic: dict[object, tuple[cost.Traffic, ...]] = {}
+        self._traffic: dict[object, tuple[cost.FragmentSeconds, ...]] = {}
         self._ways: dict[int, list[tuple[int, int, float]]] = {}
 
     def price(self, candidate: Candidate) -> Setting:
@@ -289,16 +289,16 @@ class _Group:
                 return micro, accumulate, memory
             ways = ways[:best]
 
-    def _traffic_of(self, candidate: Candidate) -> tuple[cost.Traffic, ...]:
+    def _traffic_of(self, candidate: Candidate) -> tuple[cost.FragmentSeconds, ...]:
         """Of each fragment: packets as the exchange counts them, codecs as they were measured."""
         if self.size < 2:
-            return (cost.Traffic(0.0, 0.0, 0.0, 0.0),) * len(candidate.numels)
+            return (cost.FragmentSeconds(0.0, 0.0, 0.0, 0.0),) * len(candidate.numels)
         if candidate.sends not in self._traffic:
             name, found = candidate.sends[1], []
             for numel, (nbytes, ways) in zip(candidate.numels, self.search.sent(candidate, self.size), strict=True):
                 encode = max(machine.codec_seconds(name, numel, 0) for machine in self.machines)
                 decode = max(machine.codec_seconds(name, numel, self.size) for machine in self.machines) - encode
                 wire = nbytes / (self.size - 1) * self.wire_seconds
-                found.append(cost.Traffic(encode, wire, ways * self.way_seconds, decode))
+                found.append(cost.FragmentSeconds(encode, wire, ways * self.way_seconds, decode))
             self._traffic[candidate.sends] = tuple(found)
         return self._traffic[candidate.sends]

@@ -18,7 +18,7 @@ from thinwire.plan.scaling import Outside, Prediction
 from thinwire.plan.sites import Places
 from thinwire.strategy import Strategy
 
-METHODS = ("data_parallel", "diloco", "streaming_diloco", "eager_diloco", "sparse_loco")
+SEARCHED = ("data_parallel", "diloco", "streaming_diloco", "eager_diloco", "sparse_loco")
 RANKS = 1024  # of a replica, at most
 
 
@@ -33,7 +33,7 @@ class Task:
     ranks: int = 1
     batch_tokens: int | None = None  # of all replicas together; without: the scaling law's, or the base's
     memory_nbytes: int | None = None  # of each rank; without: FREE of the machine's
-    methods: tuple[str, ...] = METHODS
+    methods: tuple[str, ...] = SEARCHED
 
     def __post_init__(self) -> None:
         if len(self.machines) not in (1, len(self.links)):
@@ -41,10 +41,10 @@ class Task:
                 f"{len(self.machines)} machines for {len(self.links)} replicas ({', '.join(self.links.names)}): one for all, or one for each in "
                 "that order, is needed."
             )
-        unknown = [method for method in self.methods if method not in METHODS]
+        unknown = [method for method in self.methods if method not in SEARCHED]
         if unknown or not self.methods:
             raise ConfigurationError(
-                f"methods {', '.join(unknown) or 'none'}: some of {', '.join(METHODS)} are needed."
+                f"methods {', '.join(unknown) or 'none'}: some of {', '.join(SEARCHED)} are needed."
             )
         if not (math.isfinite(self.tokens) and self.tokens > 0):
             raise ConfigurationError(f"tokens={self.tokens}: more than 0 is needed.")
@@ -101,7 +101,7 @@ class Setting:
     lr: float
     outer_lr: float | None
     step_seconds: float
-    traffic: tuple[cost.Traffic, ...]  # of the fragments
+    traffic: tuple[cost.FragmentSeconds, ...]  # of the fragments
     pace: cost.Pace
     period_nbytes: int  # one replica's, sent in a period
     memory_nbytes: int

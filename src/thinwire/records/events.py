@@ -10,15 +10,15 @@ of its kind:
     land        fragment round begin stall_seconds seconds_spent
     refused     fragment round by reason
     wire        name fragment round own_seconds over sent received scheduled
-    round       turn fragment members counted committed nbytes seconds_spent reason
+    round       round fragment members counted committed nbytes seconds_spent reason
     given       to nbytes
-    caught_up   turn donor
+    caught_up   round donor
     alone       reason
-    doubt       turn reason
+    doubt       round reason
     keeps       late at_most_seconds
     late        fragment
     retry       reason
-    back        turn path skipped
+    back        round path skipped
     evicted     name by reason
     eval        loss tokens seconds_spent of
     checkpoint  path nbytes seconds_spent
@@ -30,7 +30,7 @@ of its kind:
 
 `wire` is what became of a round's messages (diagnosis/records.py). `round` to `evicted` are those of a replica that may come and
 go: rounds.py and elastic.py tell of its rounds; `keeps`, that it has ended and keeps the final state for `late`; `retry` says what
-keeps it from a round; `back`, that it went on from a checkpoint of its own, which knew `turn` rounds.
+keeps it from a round; `back`, that it went on from a checkpoint of its own, which knew `round` rounds.
 
 `nbytes` of a departure are the bytes this replica sends for it, all peers together; `begin` and `end` are on the
 clock of `seconds`. NaN and the infinities, which JSON lacks, are written as the strings "NaN", "Infinity" and
@@ -69,15 +69,15 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "land": ("fragment", "round", "begin", "stall_seconds", "seconds_spent"),
     "refused": ("fragment", "round", "by", "reason"),
     "wire": ("name", "fragment", "round", "own_seconds", "over", "sent", "received", "scheduled"),
-    "round": ("turn", "fragment", "members", "counted", "committed", "nbytes", "seconds_spent", "reason"),
+    "round": ("round", "fragment", "members", "counted", "committed", "nbytes", "seconds_spent", "reason"),
     "given": ("to", "nbytes"),
-    "caught_up": ("turn", "donor"),
+    "caught_up": ("round", "donor"),
     "alone": ("reason",),
-    "doubt": ("turn", "reason"),
+    "doubt": ("round", "reason"),
     "keeps": ("late", "at_most_seconds"),
     "late": ("fragment",),
     "retry": ("reason",),
-    "back": ("turn", "path", "skipped"),
+    "back": ("round", "path", "skipped"),
     "evicted": ("name", "by", "reason"),
     "eval": ("loss", "tokens", "seconds_spent", "of"),
     "checkpoint": ("path", "nbytes", "seconds_spent"),

@@ -22,7 +22,7 @@ CARRIER = "elastic"
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class RoundSeen:
     """One round, as one or more of its members saw it. `committed`: None where nobody could learn it."""
 
     number: int
@@ -34,16 +34,16 @@ class Turn:
     reason: str
 
     @classmethod
-    def of(cls, event: Event, offset: float = 0.0) -> Turn:
+    def of(cls, event: Event, offset: float = 0.0) -> RoundSeen:
         committed = event["committed"] if isinstance(event["committed"], bool) else None
         seconds = offset + finite(event["seconds"])
         members, counted = _names(event["members"]), _names(event["counted"])
         reason = _by_name(str(event["reason"]), members)
-        return cls(whole(event["turn"]), whole(event["fragment"]), seconds, members, counted, committed, reason)
+        return cls(whole(event["round"]), whole(event["fragment"]), seconds, members, counted, committed, reason)
 
     @property
     def place(self) -> tuple[int, bool]:
-        """In the order of rounds; where nobody had anything to exchange, they met before the round of that turn."""
+        """In the order of rounds; where nobody had anything to exchange, they met before the round of that number."""
         return self.number, self.fragment >= 0
 
 
@@ -126,18 +126,18 @@ class Participation:
         self._here: dict[str, int] = {}  # committed rounds in a row that a replica was a member of
         self._last = (-1, False)
 
-    def take(self, turn: Turn) -> tuple[list[str], list[str]]:
+    def take(self, seen: RoundSeen) -> tuple[list[str], list[str]]:
         """Learn from a round; who joined and who left with it. A round that is known already changes nothing."""
-        if turn.place <= self._last:
+        if seen.place <= self._last:
             return [], []
-        self._last = turn.place
-        before, self.members = self.members, turn.members
-        if turn.committed and turn.fragment >= 0:
+        self._last = seen.place
+        before, self.members = self.members, seen.members
+        if seen.committed and seen.fragment >= 0:
             self.committed += 1
-            self._counted.append(turn.counted)
-            self._here = {name: self._here.get(name, 0) + 1 for name in turn.members}
-        joined = [name for name in turn.members if name not in before]
-        return joined, [name for name in before if name not in turn.members]
+            self._counted.append(seen.counted)
+            self._here = {name: self._here.get(name, 0) + 1 for name in seen.members}
+        joined = [name for name in seen.members if name not in before]
+        return joined, [name for name in before if name not in seen.members]
 
     @property
     def idle(self) -> tuple[str, ...]:
@@ -156,47 +156,47 @@ class MembershipLog:
     """What to tell of replicas that come and go while they train, from their events as they come in."""
 
     def __init__(self, fragments: int, asked: int) -> None:
-        self._circle, self._asked = Participation(fragments), asked
+        self._participation, self._asked = Participation(fragments), asked
         self._said = {""}
 
     def take(self, name: str, event: Event) -> list[str]:
         """Learn from an event of `name`; lines to print."""
         kind = event["event"]
         if kind == "round":
-            return self._of_round(Turn.of(event))
+            return self._of_round(RoundSeen.of(event))
         if kind == "caught_up":
-            return [f"{name} took over what {event['donor']} held, turn {event['turn']}"]
+            return [f"{name} took over what {event['donor']} held, round {event['round']}"]
         if kind == "keeps":
             late, most = ", ".join(map(str, event["late"])), text_of_seconds(number(event["at_most_seconds"]))
             return [f"{name} has finished, and keeps the final weights for {late}: {most} at most, or until Ctrl-C"]
         if kind == "late":
             return self._once(f"{name} is late: a fragment's last round was not over when it should have left again")
         if kind == "doubt":
-            return [f"{name} could not learn what became of turn {event['turn']}; the next round tells"]
+            return [f"{name} could not learn what became of round {event['round']}; the next round tells"]
         what = "" if kind == "retry" else " trains on, in no round" if event["step"] else " waits for the others"
         return self._once(f"{name}{what}: {event['reason']}")
 
     @property
     def committed(self) -> int:
-        return self._circle.committed
+        return self._participation.committed
 
     def line(self, here: Sequence[str], names: Sequence[str]) -> str:
         """The three numbers: `here` of the replicas `names` are heard; the others are known by the rounds."""
-        elsewhere = [name for name in self._circle.members if name not in names]
-        part = [name for name in self._circle.taking_part if name in here or name in elsewhere]
-        return f"{len(here) + len(elsewhere)} living, {len(part)} taking part, {self._circle.committed} rounds"
+        elsewhere = [name for name in self._participation.members if name not in names]
+        part = [name for name in self._participation.taking_part if name in here or name in elsewhere]
+        return f"{len(here) + len(elsewhere)} living, {len(part)} taking part, {self._participation.committed} rounds"
 
-    def _of_round(self, turn: Turn) -> list[str]:
-        joined, left = self._circle.take(turn)
-        there = how_many(turn.members, self._asked)
+    def _of_round(self, seen: RoundSeen) -> list[str]:
+        joined, left = self._participation.take(seen)
+        there = how_many(seen.members, self._asked)
         lines = [f"{', '.join(names)} {what}; {there}" for what, names in (("joined", joined), ("left", left)) if names]
-        for name in self._circle.idle:
+        for name in self._participation.idle:
             lines += self._once(
                 f"{name} is there and trains, but none of its deltas was counted for two cycles", f"idle {name}"
             )
-        if turn.committed is False and turn.reason:
+        if seen.committed is False and seen.reason:
             lines += self._once(
-                f"turn {turn.number} was dropped and changed nothing: {turn.reason}", f"turn {turn.number}"
+                f"round {seen.number} was dropped and changed nothing: {seen.reason}", f"round {seen.number}"
             )
         return lines
 
@@ -212,13 +212,13 @@ def how_many(members: Sequence[str], asked: int) -> str:
     return f"{len(members)} of {asked} are there" if len(members) <= asked else f"{len(members)} are there"
 
 
-def merged(turns: Iterable[Turn]) -> list[Turn]:
+def merged(rounds: Iterable[RoundSeen]) -> list[RoundSeen]:
     """Each round once, in order. Members agree on what they know; one may know more."""
-    best: dict[tuple[int, bool], Turn] = {}
-    for turn in sorted(turns, key=lambda turn: turn.seconds):
-        known = best.get(turn.place)
-        if known is None or (known.committed is None and turn.committed is not None):
-            best[turn.place] = turn
+    best: dict[tuple[int, bool], RoundSeen] = {}
+    for seen in sorted(rounds, key=lambda seen: seen.seconds):
+        known = best.get(seen.place)
+        if known is None or (known.committed is None and seen.committed is not None):
+            best[seen.place] = seen
     return [best[place] for place in sorted(best)]
 
 
@@ -232,22 +232,22 @@ class Numbers:
     dropped: int
 
 
-def numbers(turns: Sequence[Turn], incarnations: Mapping[str, Sequence[Span]], fragments: int) -> Numbers:
+def numbers(rounds: Sequence[RoundSeen], incarnations: Mapping[str, Sequence[Span]], fragments: int) -> Numbers:
     """`incarnations` are those of the replicas whose logs are here; others are known by the rounds that they were members of."""
-    circle, took_part = Participation(fragments), list[int]()
-    for turn in turns:
-        circle.take(turn)
-        if turn.committed and turn.fragment >= 0:
-            took_part.append(len(circle.taking_part))
+    participation, took_part = Participation(fragments), list[int]()
+    for seen in rounds:
+        participation.take(seen)
+        if seen.committed and seen.fragment >= 0:
+            took_part.append(len(participation.taking_part))
     spans = [span for its in incarnations.values() for span in its]
     length = max((s.end for s in spans), default=0.0) - min((s.begin for s in spans), default=0.0)
     here = sum(span.end - span.begin for span in spans) / length if length > 0 else float(len(incarnations))
-    elsewhere = sum(name not in incarnations for turn in turns for name in turn.members) / max(1, len(turns))
+    elsewhere = sum(name not in incarnations for seen in rounds for name in seen.members) / max(1, len(rounds))
     return Numbers(
         living=here + elsewhere,
         taking_part=float(np.mean(took_part)) if took_part else 0.0,
-        committed=circle.committed,
-        dropped=sum(turn.committed is False and turn.fragment >= 0 for turn in turns),
+        committed=participation.committed,
+        dropped=sum(seen.committed is False and seen.fragment >= 0 for seen in rounds),
     )
 
 
@@ -281,7 +281,7 @@ def as_flights(rounds: Sequence[tuple[float, Event]]) -> dict[str, list[tuple[fl
             continue
         end = number(event["seconds"])
         begin = end - finite(event["seconds_spent"])
-        same = {"fragment": event["fragment"], "round": event["turn"], "step": event["step"]}
+        same = {"fragment": event["fragment"], "round": event["round"], "step": event["step"]}
         out["depart"].append((offset, {**same, "seconds": begin, "nbytes": event["nbytes"]}))
         flight = {**same, "begin": begin, "end": end, "queued_seconds": 0.0, "transfer_seconds": 0.0}
         out["flight"].append((offset, flight))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from thinwire.printable import printable
 from thinwire.records.events import Event, Tail
-from thinwire.records.membership import CARRIER, Steps, Turn, as_flights, placed
+from thinwire.records.membership import CARRIER, RoundSeen, Steps, as_flights, placed
 from thinwire.records.sessions import Joined, Lost, Span, finite, join, number, split, whole
 
 Floats = NDArray[np.float64]
@@ -88,7 +88,7 @@ class ReplicaRecord:
     windows: tuple[Span, ...]  # the training loop of each session, first step to last
     incarnations: tuple[Span, ...]  # of its process
     steps: Steps  # trained, jumped and counted
-    turns: tuple[Turn, ...]  # rounds among replicas that come and go, as this one saw them
+    rounds: tuple[RoundSeen, ...]  # rounds among replicas that come and go, as this one saw them
     stopped: str | None  # why the last session stopped before its time
     end: Event | None
     damaged: int
@@ -208,9 +208,9 @@ def _record(called: str, joined: Joined, own_steps: Steps, damaged: int) -> Repl
     for offset, event in joined.kept:
         of.setdefault(event["event"], []).append((offset, event))
     start = of["start"][-1][1]
-    turns = of.get("round", [])
+    rounds = of.get("round", [])
     if start["carrier"] == CARRIER:
-        of |= as_flights(turns)
+        of |= as_flights(rounds)
     names = {name: index for index, (name, _) in enumerate(fragments_of(start))}
     steps, departs, lands = of.get("step", []), of.get("depart", []), of.get("land", [])
     stalls = tuple(span for offset, event in lands if (span := _stall(offset, event, names)).end > span.begin)
@@ -245,7 +245,7 @@ def _record(called: str, joined: Joined, own_steps: Steps, damaged: int) -> Repl
         windows=_windows(joined),
         incarnations=tuple(joined.incarnations),
         steps=own_steps,
-        turns=tuple(Turn.of(event, offset) for offset, event in turns),
+        rounds=tuple(RoundSeen.of(event, offset) for offset, event in rounds),
         stopped=_stopped(joined),
         end=_end(joined),
         damaged=damaged,
@@ -379,18 +379,18 @@ def _told(event: Event) -> str:
     if kind == "refused":
         return f"round {event['round']} of fragment {event['fragment']}, by {event['by']}: {event['reason']}"
     if kind in ("resume", "back"):
-        where = f"from step {event['from_step']}" if kind == "resume" else f"from turn {event['turn']}"
+        where = f"from step {event['from_step']}" if kind == "resume" else f"from round {event['round']}"
         passed_over = "".join(f"; passed over {_skipped(item)}" for item in event["skipped"] or ())
         return f"{where}, {event['path'] or 'without a checkpoint of its own'}{passed_over}"
     if kind == "caught_up":
-        return f"took over what {event['donor']} held at turn {event['turn']}"
+        return f"took over what {event['donor']} held at round {event['round']}"
     if kind == "keeps":
         return f"keeps the final weights for {', '.join(map(str, event['late']))}"
     if kind == "late":
         return (
             "a fragment stayed at home, its last round was not over: link or others are slower than the schedule needs"
         )
-    return f"turn {event['turn']}: {event['reason']}" if kind == "doubt" else ""
+    return f"round {event['round']}: {event['reason']}" if kind == "doubt" else ""
 
 
 def _skipped(item: object) -> str:

@@ -184,15 +184,15 @@ def _membership_notes(replicas: Sequence[ReplicaRecord]) -> list[Note]:
         return []
     notes: list[Note] = []
     circle, asked = Participation(1), whole(replicas[0].start["replicas"])
-    for turn in merged(turn for replica in replicas for turn in replica.turns):
-        joined, left = circle.take(turn)
+    for seen in merged(seen for replica in replicas for seen in replica.rounds):
+        joined, left = circle.take(seen)
         for kind, names in (("joined", joined), ("left", left)):
             if names:
-                there = f"{', '.join(names)}; {how_many(turn.members, asked)}"
-                notes.append(Note(turn.seconds, turn.number, NOTHING, kind, there))
-        if turn.committed is False and turn.reason:
-            what = f"turn {turn.number}, fragment {turn.fragment}: {turn.reason}"
-            notes.append(Note(turn.seconds, turn.number, NOTHING, "dropped", what))
+                there = f"{', '.join(names)}; {how_many(seen.members, asked)}"
+                notes.append(Note(seen.seconds, seen.number, NOTHING, kind, there))
+        if seen.committed is False and seen.reason:
+            what = f"round {seen.number}, fragment {seen.fragment}: {seen.reason}"
+            notes.append(Note(seen.seconds, seen.number, NOTHING, "dropped", what))
     for replica in replicas:
         for before, after in zip(replica.incarnations, replica.incarnations[1:]):
             away = f"its process ended; back after {text_of_seconds(after.begin - before.end)}"
@@ -286,9 +286,9 @@ def _membership(replicas: Sequence[ReplicaRecord]) -> dict[str, Any]:
     """The three numbers of replicas that come and go."""
     if not _elastic(replicas):
         return {}
-    turns = merged(turn for replica in replicas for turn in replica.turns)
+    rounds = merged(seen for replica in replicas for seen in replica.rounds)
     incarnations = {replica.called: replica.incarnations for replica in replicas}
-    seen = numbers(turns, incarnations, len(fragments_of(replicas[0].start)))
+    seen = numbers(rounds, incarnations, len(fragments_of(replicas[0].start)))
     steps = {
         f"steps_{name}": sum(getattr(r.steps, name) for r in replicas) for name in ("trained", "jumped", "counted")
     }

@@ -29,7 +29,7 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class View:
+class ChartState:
     """One state of a chart: its button's label, and Plotly's data and layout."""
 
     label: str
@@ -41,7 +41,7 @@ class View:
 class Chart:
     """Views of one chart, its height in CSS pixels, remarks for its caption, and (name, colour) of a legend above it."""
 
-    views: list[View]
+    views: list[ChartState]
     height: int
     remarks: tuple[str, ...] = ()
     legend: tuple[tuple[str, str], ...] = ()
@@ -66,7 +66,7 @@ def loss_chart(records: Sequence[RunRecord]) -> Chart:
         for index, record in enumerate(records):
             data += _curves(record, label, colour(index), several=len(records) > 1)
         y: Json = {"title": {"text": "loss"}} | ({"range": [low, high]} if clipped else {})
-        views.append(View(label, data, {"xaxis": axis, "yaxis": y, "hovermode": "closest"}))
+        views.append(ChartState(label, data, {"xaxis": axis, "yaxis": y, "hovermode": "closest"}))
     return Chart(views, 420, (_CLIPPED,) if clipped else ())
 
 
@@ -154,7 +154,7 @@ def link_chart(record: RunRecord, window: tuple[float, float]) -> Chart:
     return Chart(views, 270, tuple(remarks))
 
 
-def _link_view(record: RunRecord, label: str, edges: Floats, capacity: float | None) -> View:
+def _link_view(record: RunRecord, label: str, edges: Floats, capacity: float | None) -> ChartState:
     width = float(edges[1] - edges[0])
     data: list[Json] = []
     top = 1.0 if capacity else 0.0
@@ -183,7 +183,7 @@ def _link_view(record: RunRecord, label: str, edges: Floats, capacity: float | N
     if capacity:
         full = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 1, "y1": 1}
         layout["shapes"] = [full | {"line": {"dash": "dash", "width": 1.3, "color": "#d0564a"}}]
-    return View(label, data, layout)
+    return ChartState(label, data, layout)
 
 
 def rounded(values: NDArray[Any]) -> list[float | None]:

@@ -245,7 +245,9 @@ class Progress:
                 self._say("passed over", passed_over.get("reason"))
             if kind == "back":
                 path = event["path"] or "no checkpoint of its own"
-                self._print(f"{self._names[index]} is back at step {event['step']}, from turn {event['turn']} ({path})")
+                self._print(
+                    f"{self._names[index]} is back at step {event['step']}, from round {event['round']} ({path})"
+                )
             elif event["path"]:
                 self._say("resume", f"from step {event['from_step']}")
         elif kind in ("alone", "retry", "caught_up", "doubt", "late", "keeps", "round") and self._membership:

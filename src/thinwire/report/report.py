@@ -268,7 +268,7 @@ def _difference(record: RunRecord, unknown: Sequence[str]) -> str:
     """Why bytes that were counted are not those that were foreseen, as far as the events tell."""
     why = [f"no ledger of {', '.join(unknown)} is here (it is written when a replica ends)"] if unknown else []
     refused = max(sum(replica.refused.values()) for replica in record.replicas)
-    failed = sum(turn.committed is not True for turn in max((r.turns for r in record.replicas), key=len, default=()))
+    failed = sum(seen.committed is not True for seen in max((r.rounds for r in record.replicas), key=len, default=()))
     caught_up = sum(note.kind == "caught_up" for replica in record.replicas for note in replica.notes)
     if any(replica.sessions > 1 for replica in record.replicas):
         why.append("the ledger of a replica that was started again knows its last session only")

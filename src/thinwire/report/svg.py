@@ -1,6 +1,6 @@
 """Curves and dots as one SVG: for a paper, a README, or wherever a page with a script is too much. The standard library draws it.
 
-It reads the `View` that the report page draws too: scatter lines and markers, linear or logarithmic axes. In a browser
+It reads the `ChartState` that the report page draws too: scatter lines and markers, linear or logarithmic axes. In a browser
 it takes the colours of light or dark; what knows of no such thing, a converter to PNG for one, draws it light.
 """
 
@@ -14,7 +14,7 @@ from itertools import groupby, pairwise
 from textwrap import wrap
 from typing import Any
 
-from thinwire.report.charts import Json, View
+from thinwire.report.charts import ChartState, Json
 
 LEFT, RIGHT, TOP, BOTTOM = 64, 18, 45, 52  # margins in pixels
 LINE_HEIGHT = 17
@@ -67,7 +67,7 @@ class _Axis:
         return [(value, f"{value:.0%}" if percent else f"{value:g}") for value in steps(self.low, self.high)]
 
 
-def drawing(view: View, title: str, remark: str = "", width: int = 820, height: int = 480) -> str:
+def drawing(view: ChartState, title: str, remark: str = "", width: int = 820, height: int = 480) -> str:
     """The view as SVG, below its title, the remark and the legend, which has as many rows as it needs."""
     named = [trace for trace in view.data if trace.get("showlegend", True)]
     rows, remarks = _legend(named, width), wrap(remark, int((width - LEFT - RIGHT) / 6.2))

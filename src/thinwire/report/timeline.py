@@ -18,7 +18,7 @@ from thinwire.records.replica_record import Flight, ReplicaRecord
 from thinwire.records.run_record import RunRecord
 from thinwire.records.sessions import Span
 from thinwire.records.units import text_of_nbytes, text_of_seconds
-from thinwire.report.charts import Chart, Json, View, colour, typical_window
+from thinwire.report.charts import Chart, ChartState, Json, colour, typical_window
 
 BARS = 6000  # on one timeline
 ROWS = 8  # replicas drawn
@@ -70,7 +70,7 @@ def timeline_chart(record: RunRecord) -> Chart:
     legend = tuple(
         (name, _STYLES[name]["color"]) for name, bars in thinned.items() if bars and "color" in _STYLES[name]
     )
-    return Chart([View("", data, layout)], 64 + 27 * len(labels), tuple(remarks), legend)
+    return Chart([ChartState("", data, layout)], 64 + 27 * len(labels), tuple(remarks), legend)
 
 
 _STYLES: dict[str, Json] = {

@@ -29,7 +29,7 @@ def introduce(group: Group, strategy: Strategy, fragments: Sequence[Fragment]) -
             f"{group.size} replicas and {len(fragments)} fragments: at most {MOST} of each have a place in a packet; take fewer."
         )
     tensors = _tensors(fragments)
-    agree(
+    compare_settings(
         group,
         {"code version": __version__, "wire format": VERSION, "strategy": repr(strategy)}
         | {f"model, {name}": text for name, text in tensors.items()}
@@ -55,7 +55,7 @@ def _tensors(fragments: Sequence[Fragment]) -> dict[str, str]:
     }
 
 
-def agree(group: Group, facts: Mapping[str, Any]) -> None:
+def compare_settings(group: Group, facts: Mapping[str, Any]) -> None:
     """Compare `facts` (JSON) with every other replica's.
 
     Raises `DisagreementError`, on every replica, naming the first that differs from replica 0, in what, and both

@@ -79,7 +79,7 @@ class RoundPipeline:
         self.finished = Finished(group)
         self._ahead = int(isinstance(strategy.signal, Gradients))  # a gradient is of the step that comes
         self.stop_requested = False
-        self._pace = Pace()
+        self._step_timer = StepTimer()
         self._inbound = ThreadPoolExecutor(1, "thinwire-inbound")
         self._launched = 0
 
@@ -93,7 +93,7 @@ class RoundPipeline:
         update.begin = begin
         update.nbytes = self.exchange.nbytes_sent(update.codec, update.delta.numel(), group.size, group.rank)
         order = (update.lands, self._launched)
-        own = self._pace.departs(update.departed, begin - stalled)
+        own = self._step_timer.departs(update.departed, begin - stalled)
         self._launched += 1
         departure = self.context.send_queue.put(order, lambda: self._depart(update, order))
         update.arrival = self._inbound.submit(self._arrive, departure, update, own, scheduled)
@@ -151,7 +151,7 @@ class RoundPipeline:
         void = arrival.void or any(f & REFUSED for f in arrival.flags)
         verdict = 0 if not void and update.finish() else REFUSED
         update.close()
-        flags = agree(self.site, (*arrival.flags, verdict), ROUNDS)
+        flags = or_flags(self.site, (*arrival.flags, verdict), ROUNDS)
         update.exchange = arrival.state
         update.good = not any(f & REFUSED for f in flags)
         update.refused_by = tuple(rank for rank, f in enumerate(flags[:-1]) if f & REFUSED)
@@ -160,11 +160,11 @@ class RoundPipeline:
         update.queued_seconds, update.transfer_seconds = round_.times()
 
 
-class Pace:
+class StepTimer:
     """How fast a replica trains by itself.
 
-    >>> pace = Pace()
-    >>> [pace.departs(step, seconds) for step, seconds in ((10, 3.0), (20, 8.0))]
+    >>> timer = StepTimer()
+    >>> [timer.departs(step, seconds) for step, seconds in ((10, 3.0), (20, 8.0))]
     [0.0, 0.5]
     """
 
@@ -180,7 +180,7 @@ class Pace:
 ROUNDS, WEIGHTS = 0, 1  # what is voted on: the votes of two threads must not mix
 
 
-def agree(site: Group | None, flags: tuple[int, ...], about: int) -> tuple[int, ...]:
+def or_flags(site: Group | None, flags: tuple[int, ...], about: int) -> tuple[int, ...]:
     """The union of the flags that the ranks of a site have seen: what a shard finds counts for all shards."""
     if site is None:
         return flags

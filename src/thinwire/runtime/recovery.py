@@ -7,7 +7,7 @@ import torch
 from thinwire.comm.group import Group
 from thinwire.runtime.driver import Training
 from thinwire.runtime.module_state import clear
-from thinwire.runtime.pipeline import WEIGHTS, agree
+from thinwire.runtime.pipeline import WEIGHTS, or_flags
 
 
 @torch.no_grad()
@@ -18,7 +18,7 @@ def start_again(training: Training, site: Group | None = None) -> None:
     before the last new start.
     """
     bad = not all(fragment.finite() for fragment in training.fragments)
-    if agree(site, (int(bad),), WEIGHTS) == (0,):
+    if or_flags(site, (int(bad),), WEIGHTS) == (0,):
         return
     training.warn("this replica's weights were not finite; it starts again from the anchors")
     for fragment in training.fragments:

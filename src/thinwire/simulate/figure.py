@@ -7,7 +7,7 @@ from random import Random
 
 import numpy as np
 
-from thinwire.report.charts import Chart, Json, View, colour, rounded
+from thinwire.report.charts import Chart, ChartState, Json, colour, rounded
 from thinwire.simulate import fabric
 from thinwire.simulate.fabric import POLICIES, Fabric, Pattern
 from thinwire.simulate.layers import Floats
@@ -19,20 +19,20 @@ from thinwire.simulate.pipeline import (
     pipeline_seconds,
     pipette_seconds,
 )
-from thinwire.simulate.utilization import METHODS, Study
+from thinwire.simulate.utilization import STUDIED, Study
 
 POINTS = 240  # of a curve
 DRAWS = 8  # of what depends on chance
 MOST_FLOWS = 64  # on the fabric's axis
 
 
-def utilization_chart(study: Study, methods: tuple[str, ...] = METHODS) -> Chart:
+def utilization_chart(study: Study, methods: tuple[str, ...] = STUDIED) -> Chart:
     """From a third of the lowest rate at which some method computes half of the time, to thrice the highest for 99 %."""
     needed = [rate for method in methods for rate in study.rates(method)]
     rates = np.geomspace(min(needed) / 3, max(needed) * 3, POINTS)
     data = [
         curve(
-            rates / 1e9, study.utilization(method, rates), method, METHODS.index(method), "%{y:.1%} at %{x:.3~g} Gbit/s"
+            rates / 1e9, study.utilization(method, rates), method, STUDIED.index(method), "%{y:.1%} at %{x:.3~g} Gbit/s"
         )
         for method in methods
     ]
@@ -140,4 +140,4 @@ def chart(data: Sequence[Json], x: Json, y: Json, *remarks: str) -> Chart:
         values = [value for line in data for value in line["x"]]
         x |= {"dtick": 1 if max(values) > 1e3 * min(values) else "D2"}
     layout = {"xaxis": x, "yaxis": y, "hovermode": "closest", "showlegend": True}
-    return Chart([View("", list(data), layout)], 420, remarks)
+    return Chart([ChartState("", list(data), layout)], 420, remarks)

@@ -13,7 +13,7 @@ import numpy as np
 
 from thinwire.records.events import EventLog
 from thinwire.simulate.layers import Floats
-from thinwire.simulate.replicas import Outcome, Round
+from thinwire.simulate.replicas import SimulatedRound, SimulationResult
 from thinwire.simulate.scenario import Scenario
 from thinwire.simulate.uplinks import Flags, Integers
 
@@ -49,12 +49,12 @@ class Recorder:
                 times = {"begin": round(left, 6), "compute_seconds": round(right - left, 6)}
                 self._emit(rank, right, "step", number, **fields, **times)
 
-    def departed(self, round_: Round, away: Flags) -> None:
+    def departed(self, round_: SimulatedRound, away: Flags) -> None:
         fields = {"fragment": round_.fragment, "round": round_.number, "nbytes": round_.nbytes, "seconds_spent": 0.0}
         for rank in self._there(away):
             self._emit(rank, float(round_.departed[rank]), "depart", round_.step, **fields)
 
-    def landed(self, round_: Round, step: int, begin: Floats, stall: Floats, away: Flags) -> None:
+    def landed(self, round_: SimulatedRound, step: int, begin: Floats, stall: Floats, away: Flags) -> None:
         assert round_.landed is not None
         fields = {"fragment": round_.fragment, "round": round_.number}
         for rank in self._there(away):
@@ -74,7 +74,7 @@ class Recorder:
             if rank < len(self.logs):
                 self._emit(rank, now, "warning", step, message=what)
 
-    def end(self, outcome: Outcome, steps: int, summary: Mapping[str, Any]) -> None:
+    def end(self, outcome: SimulationResult, steps: int, summary: Mapping[str, Any]) -> None:
         """What the run says of itself, each replica with its own numbers."""
         for rank, log in enumerate(self.logs):
             own = {

@@ -35,7 +35,7 @@ from thinwire.strategy import Gradients, Strategy
 
 
 @dataclass(eq=False)
-class Round:
+class SimulatedRound:
     """One exchange of one fragment, as all replicas see it: arrays [M]."""
 
     fragment: int
@@ -52,22 +52,22 @@ class Round:
         return self.messages.nbytes
 
 
-class Observer(Protocol):
+class SimulationObserver(Protocol):
     """Hears what happens, as arrays [M]; `away` replicas take no part."""
 
     def stepped(self, first: int, done: Integers, begin: Floats, end: Floats) -> None:
         """Each replica's `done` inner steps from `first` on; who died did fewer than the others, and who is away none."""
 
-    def departed(self, round_: Round, away: Flags) -> None: ...
+    def departed(self, round_: SimulatedRound, away: Flags) -> None: ...
 
-    def landed(self, round_: Round, step: int, begin: Floats, stall: Floats, away: Flags) -> None: ...
+    def landed(self, round_: SimulatedRound, step: int, begin: Floats, stall: Floats, away: Flags) -> None: ...
 
     def changed(self, replicas: Integers, step: int, seconds: Floats, what: str) -> None:
         """Some die, or are back, each at its time."""
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
+class SimulationResult:
     """What came out: arrays [M], but for the wires' `busy_seconds` [W]. `events` counts departures, arrivals and
     landings of all replicas, and their inner steps.
     """
@@ -93,9 +93,9 @@ def simulate(
     fragments: Sequence[int | Shapes],
     scenario: Scenario,
     steps: int,
-    observer: Observer | None = None,
+    observer: SimulationObserver | None = None,
     rates: Rates = lambda step: 1.0,
-) -> Outcome:
+) -> SimulationResult:
     """Train for `steps` inner steps, and finish as `Replica.finish` does; `fragments` of so many elements, or of tensors of
     such shapes, as for `Strategy.nbytes_per_period`. `rates` is the learning rate of an inner step, for a schedule that follows it.
     """
@@ -116,7 +116,11 @@ _INSTANT = Link(1e30, 1.0)  # nothing takes time but the way, a second
 
 class _Fleet:
     def __init__(
-        self, strategy: Strategy, fragments: Sequence[int | Shapes], scenario: Scenario, observer: Observer | None
+        self,
+        strategy: Strategy,
+        fragments: Sequence[int | Shapes],
+        scenario: Scenario,
+        observer: SimulationObserver | None,
     ) -> None:
         self.strategy, self.scenario, self.observer = strategy, scenario, observer
         shaped: list[Shapes] = [((given,),) if isinstance(given, int) else given for given in fragments]
@@ -132,8 +136,8 @@ class _Fleet:
         self.clock, self.outbound, self.inbound = np.zeros(count), np.zeros(count), np.zeros(count)
         self.compute, self.stall = np.zeros(count), np.zeros(count)
         self.sent, self.steps = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
-        self.flying: dict[int, Round] = {}  # by fragment
-        self.waiting: list[Round] = []  # to be settled, in order of departure
+        self.flying: dict[int, SimulatedRound] = {}  # by fragment
+        self.waiting: list[SimulatedRound] = []  # to be settled, in order of departure
         self.rounds = [0] * len(fragments)
         self.since = [0] * len(
             fragments
@@ -225,7 +229,7 @@ class _Fleet:
         self.outbound = np.where(there, ready, self.outbound)
         messages = Messages.of(np.where(there, ready, np.inf), nbytes)
         further = (delays(exchange, codec, numel, present) - 1) * self._delay(there)
-        flight = Round(p, self.rounds[p], step, self.clock, messages, further, self.noticed)
+        flight = SimulatedRound(p, self.rounds[p], step, self.clock, messages, further, self.noticed)
         self.rounds[p] += 1
         self.since[p] = step
         self.flying[p] = flight
@@ -259,7 +263,7 @@ class _Fleet:
             self.observer.landed(flight, step, begin, stall, self.away)
         self._return(step, float((begin + stall)[there].max()))
 
-    def _settle(self, flight: Round) -> None:
+    def _settle(self, flight: SimulatedRound) -> None:
         """When the round is complete, and when each replica has decoded it; rounds settle in order of departure."""
         messages, there = flight.messages, ~self.away
         if not flight.nbytes:
@@ -332,9 +336,9 @@ class _Fleet:
             if self.observer:
                 self.observer.changed(back, step, self.clock[back], "this replica is back, with the anchors")
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> SimulationResult:
         wall = np.where(self.away, self.clock.max(), self.clock)
-        return Outcome(
+        return SimulationResult(
             wall, self.compute, self.stall, self.sent, self.steps, self.uplinks.busy_seconds,
             sum(self.rounds), self.failed, self.events,
         )  # fmt: skip

@@ -16,7 +16,7 @@ from thinwire.simulate.formulas import floor_bits_per_second
 from thinwire.simulate.layers import Floats, Stack, compute_utilization, compute_utilization_of_run
 from thinwire.strategy import Strategy
 
-METHODS = (
+STUDIED = (
     *("data-parallel", "diloco", "streaming", "streaming-overlap", "streaming-overlap-fp4"),
     *("streaming-eager", "streaming-eager-fp4"),
 )
@@ -74,7 +74,7 @@ class Study:
                 codec = E3M0() if method.endswith("fp4") else Cast()
                 schedule = Staggered(period, period, short_first(period, count))
                 return replace(eager_diloco(every=period, fragments=count, codec=codec), schedule=schedule)
-        raise ConfigurationError(f"method={method!r} is not known; choose from {', '.join(METHODS)}.")
+        raise ConfigurationError(f"method={method!r} is not known; choose from {', '.join(STUDIED)}.")
 
     def bits(self, method: str) -> float:
         """What a parameter weighs with `method`."""

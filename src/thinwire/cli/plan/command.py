@@ -26,7 +26,7 @@ from thinwire.plan.links import Links, replace
 from thinwire.plan.machine import Machine
 from thinwire.plan.scaling import TOKENS_PER_PARAMETER
 from thinwire.plan.search import settings
-from thinwire.plan.setting import METHODS, Setting, Task
+from thinwire.plan.setting import SEARCHED, Setting, Task
 from thinwire.plan.sharding import Shards
 from thinwire.plan.targets import Targets, meeting
 from thinwire.records.units import text_of_count, text_of_nbytes, text_of_rate, text_of_seconds, text_of_share
@@ -70,7 +70,7 @@ class Options:
     """All tokens within this time, such as 3d or 12h."""
     loss: float | None = None
     """An expected evaluation loss of at most this, in nats per token (of C4: the laws' own text)."""
-    methods: tuple[str, ...] = METHODS
+    methods: tuple[str, ...] = SEARCHED
     """What is tried."""
     ranks: int = 1
     """Ranks of a site that form one replica, sharded by FSDP2."""

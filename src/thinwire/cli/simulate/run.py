@@ -33,7 +33,7 @@ from thinwire.records.units import (
 )
 from thinwire.rng import derive
 from thinwire.simulate.record import Recorder
-from thinwire.simulate.replicas import Outcome, simulate
+from thinwire.simulate.replicas import SimulationResult, simulate
 from thinwire.simulate.scenario import Failures, Outages, Scenario, Stragglers, Wire, spread
 from thinwire.version import __version__
 
@@ -169,7 +169,7 @@ def described(asked: Options) -> dict[str, Any]:
     return {name: getattr(asked, name) for name in fields}
 
 
-def summary_of(run: Run, fragments: Sequence[tuple[str, int]], outcome: Outcome) -> dict[str, Any]:
+def summary_of(run: Run, fragments: Sequence[tuple[str, int]], outcome: SimulationResult) -> dict[str, Any]:
     """The numbers of `thinwire train --json`, and those that only a simulation has."""
     parameters = sum(numel for _, numel in fragments)
     sent, wall = float(outcome.nbytes_sent.mean()), float(outcome.wall_seconds.max())
@@ -225,7 +225,7 @@ def _times(name: str, text: str | None, *counts: int) -> list[float]:
     return [seconds_of_text(part) for part in parts]
 
 
-def _table(scenario: Scenario, outcome: Outcome, summary: dict[str, Any]) -> Table:
+def _table(scenario: Scenario, outcome: SimulationResult, summary: dict[str, Any]) -> Table:
     """The run's numbers, and those of the replicas that wait most and least."""
     title = f"{summary['strategy']}, {summary['replicas']} replicas, {summary['steps']:,} inner steps (simulated)"
     table = Table(title=title, box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))

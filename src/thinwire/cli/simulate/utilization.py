@@ -14,7 +14,7 @@ from thinwire.cli import figures, options
 from thinwire.records.units import text_of_count, text_of_seconds
 from thinwire.simulate.figure import utilization_chart
 from thinwire.simulate.layers import Stack
-from thinwire.simulate.utilization import METHODS, TARGETS, Study
+from thinwire.simulate.utilization import STUDIED, TARGETS, Study
 
 Method = Literal[
     "data-parallel",
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     asked = options.read(Options, "simulate utilization", arguments, description)
     stack = Stack(asked.parameters, asked.layers, asked.step_seconds)
     study = Study(stack, asked.every, asked.delay, asked.fragment_layers, asked.bits_per_parameter)
-    methods = METHODS if asked.method is None else (asked.method,)
+    methods = STUDIED if asked.method is None else (asked.method,)
     figures.check(asked.plot)
     rows = [_row(study, method, asked.grid) for method in methods]
     console = options.console(asked.json)

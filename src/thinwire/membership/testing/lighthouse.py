@@ -12,7 +12,7 @@ from thinwire.membership.testing.clock import VirtualTime
 from thinwire.membership.view import Presence
 
 
-class Place(Protocol):
+class Cluster(Protocol):
     """What the lighthouse needs of the cluster: time, and replicas that wait, come to phases, are alive or not."""
 
     time: VirtualTime
@@ -25,10 +25,10 @@ class Place(Protocol):
 
 
 class SimulatedLighthouse:
-    """Who is heard, who calls, and what is written in the vote store. Call it with the lock of its place held."""
+    """Who is heard, who calls, and what is written in the vote store. Call it with the lock of its cluster held."""
 
-    def __init__(self, place: Place, heartbeat_timeout: float) -> None:
-        self.place, self.heartbeat_timeout = place, heartbeat_timeout
+    def __init__(self, cluster: Cluster, heartbeat_timeout: float) -> None:
+        self.cluster, self.heartbeat_timeout = cluster, heartbeat_timeout
         self.up = True
         self.epoch = 0
         self.written: dict[str, bytes] = {}
@@ -40,18 +40,18 @@ class SimulatedLighthouse:
 
     def stop(self) -> None:
         """As if its process was killed: all that it knew is lost."""
-        with self.place.time:
+        with self.cluster.time:
             self.up, self.epoch = False, self.epoch + 1
             self.written, self._calls, self._previous, self._answers = {}, {}, set(), {}
             self._silent = {incarnation: float("-inf") for incarnation in self._silent.keys() | self._names.values()}
-            self.place.time.notify_all()
+            self.cluster.time.notify_all()
 
     def start(self) -> None:
         """Heartbeats come every second: it hears each replica within a second, one by one."""
-        with self.place.time:
+        with self.cluster.time:
             self.up = True
-            self.place.time.after(1.0, self.hear_again)
-            self.place.time.notify_all()
+            self.cluster.time.after(1.0, self.hear_again)
+            self.cluster.time.notify_all()
 
     def hear(self, name: str, incarnation: str) -> None:
         """Heartbeats of `incarnation` come from now on."""
@@ -61,14 +61,14 @@ class SimulatedLighthouse:
     def hear_again(self) -> None:
         """The heartbeats of all who are there and not frozen."""
         for name, incarnation in self._names.items():
-            if self.place.beats(name):
+            if self.cluster.beats(name):
                 self._silent.pop(incarnation, None)
 
     def silence(self, name: str) -> None:
         """No heartbeats of `name` from now on."""
         if name in self._names:
-            self._silent.setdefault(self._names[name], self.place.time.now)
-            self.place.time.after(self.heartbeat_timeout)
+            self._silent.setdefault(self._names[name], self.cluster.time.now)
+            self.cluster.time.after(self.heartbeat_timeout)
 
     def leave(self, name: str) -> None:
         """No heartbeats of `name`, for good."""
@@ -79,23 +79,23 @@ class SimulatedLighthouse:
         """Wait for the answer of `quorum`. Raises `LinkError`."""
         incarnation, epoch = presence.incarnation, self.epoch
         self.hear(name, incarnation)
-        self._calls[incarnation] = (self.place.time.now, presence)
-        self.place.time.after(JOIN)
+        self._calls[incarnation] = (self.cluster.time.now, presence)
+        self.cluster.time.after(JOIN)
 
         def answered() -> bool:
             self._look()
             return incarnation in self._answers or self.epoch != epoch
 
-        in_time = self.place.wait(name, answered, seconds)
+        in_time = self.cluster.wait(name, answered, seconds)
         if self.epoch != epoch:
             raise LinkError("the lighthouse has gone")
         if not in_time:
-            self._calls[incarnation] = (self.place.time.now, None)  # as a replica that gives up says
+            self._calls[incarnation] = (self.cluster.time.now, None)  # as a replica that gives up says
             raise LinkError(f"no view within {seconds:g} s: too few others called")
         return self._answers.pop(incarnation)
 
     def _look(self) -> None:
-        now = self.place.time.now
+        now = self.cluster.time.now
         heard = {
             incarnation
             for incarnation in self._incarnations()
@@ -108,7 +108,7 @@ class SimulatedLighthouse:
             present = [presence for presence in calls if presence is not None]
             self._answers |= {incarnation: list(present) for incarnation in chosen}
             self._previous, self._calls = chosen, {}
-            self.place.time.notify_all()
+            self.cluster.time.notify_all()
 
     def _incarnations(self) -> set[str]:
         return {*self._names.values(), *self._calls, *self._silent}
@@ -117,34 +117,34 @@ class SimulatedLighthouse:
 class SimulatedVoteStore:
     """What is written with one lighthouse; it does not outlive it. See `VoteStore`."""
 
-    def __init__(self, lighthouse: SimulatedLighthouse, place: Place, name: str) -> None:
-        self._lighthouse, self._place, self._name, self._epoch = lighthouse, place, name, lighthouse.epoch
+    def __init__(self, lighthouse: SimulatedLighthouse, cluster: Cluster, name: str) -> None:
+        self._lighthouse, self._cluster, self._name, self._epoch = lighthouse, cluster, name, lighthouse.epoch
 
     def put(self, key: str) -> None:
-        self._place.passing(self._name, "put")
-        with self._place.time:
+        self._cluster.passing(self._name, "put")
+        with self._cluster.time:
             self._written()[key] = b""
 
     def all(self, keys: Sequence[str]) -> bool:
-        self._place.passing(self._name, "all")
-        with self._place.time:
+        self._cluster.passing(self._name, "all")
+        with self._cluster.time:
             written = self._written()
             return all(key in written for key in keys)
 
     def settle(self, key: str, value: bytes) -> bytes:
-        self._place.passing(self._name, "settle")
-        with self._place.time:
-            self._place.time.notify_all()
+        self._cluster.passing(self._name, "settle")
+        with self._cluster.time:
+            self._cluster.time.notify_all()
             return self._written().setdefault(key, value)
 
     def wait(self, key: str, seconds: float) -> bytes | None:
-        self._place.passing(self._name, "wait")
-        with self._place.time:
-            self._place.wait(self._name, lambda: self._gone() or key in self._lighthouse.written, seconds)
+        self._cluster.passing(self._name, "wait")
+        with self._cluster.time:
+            self._cluster.wait(self._name, lambda: self._gone() or key in self._lighthouse.written, seconds)
             return self._written().get(key)
 
     def forget(self, keys: Sequence[str]) -> None:
-        with self._place.time, suppress(LinkError):
+        with self._cluster.time, suppress(LinkError):
             for key in keys:
                 self._written().pop(key, None)
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 
 from thinwire.codecs import Codec
-from thinwire.elastic.global_state import Agreed
-from thinwire.elastic.messages import Close, Command, Depart, Finish, Join, Load, Mail, Meet, Outcome, Ready, Report
+from thinwire.elastic.global_state import GlobalState
+from thinwire.elastic.messages import Close, Command, Depart, Finish, Join, Load, Mailbox, Meet, Outcome, Ready, Report
 from thinwire.elastic.plan import MOST_WEIGHT
 from thinwire.elastic.round_loop import RoundLoop
 from thinwire.elastic.states import State
@@ -18,7 +18,7 @@ from thinwire.observer import Observer
 from thinwire.strategy import Strategy
 
 
-class Rounds:
+class RoundThread:
     """This replica's rounds over `membership`, on a thread of their own; see `RoundLoop`. Nothing here waits for a round unless it says so.
 
     `observe` is called on the exchange thread. `thread` runs what is submitted one after another.
@@ -28,7 +28,7 @@ class Rounds:
         self,
         strategy: Strategy,
         membership: Membership,
-        agreed: Agreed,
+        agreed: GlobalState,
         codecs: Sequence[Codec],
         order: Sequence[int],
         *,
@@ -38,7 +38,7 @@ class Rounds:
         thread: Executor | None = None,
     ) -> None:
         self.membership, self._delay = membership, strategy.schedule.delay
-        self._mail = Mail()
+        self._mail = Mailbox()
         self.loop = RoundLoop(strategy, membership, agreed, codecs, order, self._mail, observe, most_weight, clock)
         self._thread = thread or ThreadPoolExecutor(1, f"thinwire-rounds-{membership.name}")
         self._told = 0  # commands
@@ -57,7 +57,7 @@ class Rounds:
         if self.report.reason:
             raise LinkError(f"replica {self.membership.name!r} could not join: {self.report.reason}")
 
-    def load(self, agreed: Agreed) -> None:
+    def load(self, agreed: GlobalState) -> None:
         """Go on from `agreed`, of a checkpoint. Waits for a round that is in progress."""
         self._tell(Load(agreed))
         self.wait(lambda: self.idle)
@@ -91,7 +91,7 @@ class Rounds:
 
     def _tell(self, command: Command) -> None:
         self._told += 1
-        self._thread.submit(self.loop.obey, command)
+        self._thread.submit(self.loop.handle, command)
 
     # ---- what came of them
 
