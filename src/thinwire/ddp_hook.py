@@ -28,22 +28,44 @@ from thinwire.strategy import Gradients, Strategy
 
 
 class GradientHook:
-    """Run a strategy that exchanges `Gradients()` inside DDP.
+    """Run a strategy that exchanges `Gradients()` inside DistributedDataParallel, over its buckets.
 
-    ```python
-    ddp = torch.nn.parallel.DistributedDataParallel(model)
-    hook = GradientHook(dgc(clip=0.0), model, TorchGroup(process_group, timeout=60.0))
-    hook.register(ddp, hook.strategy.inner.make(model, lr=1e-3, weight_decay=0.1))
-    ```
+    - **A bucket** takes the place of a fragment. It is exchanged in fp32 and written back in its own dtype.
+    - **The first step** travels in fp32, because DDP rebuilds its buckets after it. The state of filters and feedback follows each
+      parameter into its new bucket.
+    - **A gradient that is not finite** on any replica leaves NaN in that bucket on all replicas, as DDP does, and changes no state.
+      Skip that step.
+    - **Weights** are compared after every hundredth step. If they have drifted apart, all replicas take those of replica 0.
 
-    A DDP bucket is what elsewhere is a fragment. The first step travels in fp32, since DDP cuts its buckets anew after it; what filters and
-    feedback remember follows each parameter into its new bucket. A step in which any replica's gradient is not finite changes none of
-    that, and leaves NaN in the gradients of that bucket, on all replicas alike, as plain DDP would: skip it. The `group` must be one of
-    its own: DDP's messages and the packets must not mix. Buckets are exchanged in fp32 and written back in their own dtype.
-    Weights are compared after every hundredth step, and are replica 0's where they have drifted apart (`Gradients`).
+    `state()` and `load_state()` keep what filters and feedback remember of each parameter. They do not keep what the owners of a
+    `TwoShot(Feedback())` hold back, nor the state of `AllReduce`: a resume loses these.
 
-    `state()` and `load_state()` keep what each parameter's filters and feedback remember (what the owners of a `TwoShot(Feedback())` hold back
-    is not kept, nor what `AllReduce` goes on from: lost at a resume). Raises `ConfigurationError`, `DisagreementError`; backward raises `LinkError`.
+    Args:
+        strategy: one of gradients, with the partition `Whole()` and without `Clip`.
+        model: the module inside DDP.
+        group: the replicas, one rank each. It needs its own process group: DDP's messages and the packets must not mix.
+
+    Raises:
+        ConfigurationError: the strategy exchanges deltas or fragments, or has a `Clip`.
+        DisagreementError: the replicas have different strategies.
+        LinkError: raised by backward; a replica was lost, or a link was cut.
+
+    >>> import torch.distributed as dist
+    >>> import thinwire as tw
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun gives more ranks
+    >>> model = torch.nn.Linear(4, 1)
+    >>> ddp = torch.nn.parallel.DistributedDataParallel(model)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> group = tw.TorchGroup.from_world(replicas=1)
+    >>> hook = tw.GradientHook(tw.data_parallel(), model, group)
+    >>> hook.register(ddp, optimizer)
+    >>> ddp(torch.ones(2, 4)).sum().backward()  # the mean of all replicas is in the gradients now
+    >>> optimizer.step()
+    >>> hook.steps
+    1
+    >>> hook.close()
+    >>> group.close()
+    >>> dist.destroy_process_group()
     """
 
     def __init__(self, strategy: Strategy, model: nn.Module, group: Group) -> None:
@@ -70,13 +92,13 @@ class GradientHook:
         self._hooks: list[RemovableHandle] = []
 
     def register(self, ddp: nn.parallel.DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
-        """Have `ddp` exchange its buckets by this hook from now on. Raises `ConfigurationError` if `optimizer` does not go with it."""
+        """Make `ddp` exchange its buckets by this hook. Raises `ConfigurationError` if the strategy needs another optimizer."""
         self.strategy.check_inner(optimizer, sharded=False)
         ddp.register_comm_hook(self, GradientHook.exchange)
         self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._stepped.after(self.steps)))
 
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """The hook: what comes back is done when the bucket holds the estimate of the mean."""
+        """The hook that DDP calls: the future is done when the bucket holds the estimate of the mean."""
         buffer, last = bucket.buffer(), bucket.is_last()
         devices: list[int | str | torch.device] | None = [buffer.device] if buffer.device.type == "cuda" else None
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)

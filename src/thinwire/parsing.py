@@ -44,13 +44,13 @@ def parse(
     Raises `ConfigurationError` with the text and what can be written there: of `names` those that are `offered`, or all.
 
     Args:
-        text: what `repr` of a piece prints; what has its default may be left out.
-        names: what may be called.
-        offered: what an error names of it; empty: all.
-        own_files: import the user's own Python files that `text` names.
+        text: what `repr` of a piece prints; defaults may be left out.
+        names: the functions that the text may call, by name.
+        offered: the names that an error message lists; empty: all.
+        own_files: whether to import the user's own Python files that `text` names.
 
     Raises:
-        ConfigurationError: a text that is no such call; says what can be written.
+        ConfigurationError: the text is no such call; the message says what can be written.
 
     >>> parse('E3M0(block=64)')
     E3M0(block=64, scale='exponent', rounding='nearest')

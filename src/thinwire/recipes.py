@@ -30,17 +30,17 @@ from thinwire.pieces.schedule import Every, Quadratic, Staggered
 from thinwire.pieces.transforms import Clip, Moments, Momentum, Signs
 from thinwire.strategy import Gradients, Strategy
 
-SGD_RATE = 100.0  # times AdamW's learning rate: what suited SGD with momentum of those that were tried (docs/log.md, 2026-11-21)
+SGD_RATE = 100.0  # times AdamW's learning rate: the best of five for SGD with momentum (docs/log.md, 2026-11-21); ours, not a paper's
 
 
 def data_parallel(*, codec: Codec = Identity(), exchange: Exchange = Direct()) -> Strategy:
-    """The control: the mean gradient at every step, as DistributedDataParallel, in fp32 unless another codec is given.
+    """The control: exchange the mean gradient at every step, as DistributedDataParallel does, in fp32 by default.
 
     Args:
-        codec, exchange: how gradients travel, how packets become their mean.
+        codec, exchange: how gradients become bytes; how packets become their mean.
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> data_parallel().signal
     Gradients()
@@ -53,10 +53,10 @@ def local_sgd(*, every: int = 30, codec: Codec = Identity(), exchange: Exchange 
 
     Args:
         every: H, inner steps between two rounds of a fragment.
-        codec, exchange: how deltas travel, how packets become their mean.
+        codec, exchange: how deltas become bytes; how packets become their mean.
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> local_sgd(every=8).schedule
     Every(every=8, delay=0)
@@ -77,11 +77,13 @@ def diloco(
 
     Args:
         every: H, inner steps between two rounds of a fragment.
-        outer_lr, outer_momentum: η and μ of the outer step.
-        codec, exchange, anchors: how deltas travel, how packets become their mean, where anchors lie.
+        outer_lr: η, the learning rate of the outer step.
+        outer_momentum: μ, its momentum, in [0, 1).
+        codec, exchange: how deltas become bytes; how packets become their mean.
+        anchors: where anchors and outer state are kept, in "host" memory or on the model's "device".
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> diloco(every=100).outer
     Nesterov(lr=0.7, momentum=0.9)
@@ -109,8 +111,8 @@ def streaming_diloco(
     exchange: Exchange = Direct(),
     anchors: Literal["host", "device"] = "host",
 ) -> Strategy:
-    """Streaming DiLoCo (Douillard et al., arXiv 2501.18512): fragments in turn, in the air for `delay` steps, in 4
-    bits.
+    """Streaming DiLoCo (Douillard et al., arXiv 2501.18512): exchange fragments in turn, in 4 bits, during `delay`
+    steps of training.
 
     `fragments` counts those of layers (strided); what is outside the layers is one more. By default a fragment has
     three layers, as in the paper, or fewer, so that none has more than delay / every of them: on a link that just
@@ -118,15 +120,18 @@ def streaming_diloco(
 
     Args:
         every: H, inner steps between two rounds of a fragment.
-        fragments, partition: how the model is cut, see above; `partition` replaces `fragments`.
+        fragments: P, number of fragments of layers; None: as above.
+        partition: another way to cut the model, in place of `fragments`.
         delay: τ, inner steps from departure to landing; less than `every`.
         merge: α, the share of its own values that a replica keeps at a landing, 0 to 1.
-        outer_lr, outer_momentum: η and μ of the outer step.
+        outer_lr: η, the learning rate of the outer step.
+        outer_momentum: μ, its momentum, in [0, 1).
         offsets: the inner step at which each fragment first departs; None: one period, spread evenly.
-        codec, exchange, anchors: how deltas travel, how packets become their mean, where anchors lie.
+        codec, exchange: how deltas become bytes; how packets become their mean.
+        anchors: where anchors and outer state are kept, in "host" memory or on the model's "device".
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> streaming_diloco(every=100).schedule
     Staggered(every=100, delay=5, offsets=None)
@@ -153,16 +158,19 @@ def eager_diloco(
     exchange: Exchange = Direct(),
     anchors: Literal["host", "device"] = "host",
 ) -> Strategy:
-    """Eager updates (Kale et al., arXiv 2502.12996) on streaming fragments: a whole period in the air, own delta at once.
+    """Eager updates (Kale et al., arXiv 2502.12996) on streaming fragments: a round takes a whole period; the own delta counts at once.
 
     Args:
         every: H, inner steps between two rounds of a fragment.
-        fragments, partition: as for `streaming_diloco`.
-        outer_lr, outer_momentum: η and μ of the outer step.
-        codec, exchange, anchors: how deltas travel, how packets become their mean, where anchors lie.
+        fragments: P, number of fragments of layers; None: three layers each.
+        partition: another way to cut the model, in place of `fragments`.
+        outer_lr: η, the learning rate of the outer step.
+        outer_momentum: μ, its momentum, in [0, 1).
+        codec, exchange: how deltas become bytes; how packets become their mean.
+        anchors: where anchors and outer state are kept, in "host" memory or on the model's "device".
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> eager_diloco().merge
     Eager()
@@ -186,15 +194,16 @@ def sparse_loco(
     exchange: Exchange = Direct(),
     anchors: Literal["host", "device"] = "host",
 ) -> Strategy:
-    """SparseLoCo (Sarfi et al., 2025): 64 of 4096 values, and what is held back, with decay, in place of outer momentum.
+    """SparseLoCo (Sarfi et al., 2025): send 64 of 4096 values; a decaying residual replaces outer momentum.
 
     Args:
         every: H, inner steps between two rounds of a fragment.
-        decay: β, what is kept of what was held back, a round.
-        codec, exchange, anchors: how deltas travel, how packets become their mean, where anchors lie.
+        decay: β, the share of the residual that is kept per round, in [0, 1].
+        codec, exchange: how deltas become bytes; how packets become their mean.
+        anchors: where anchors and outer state are kept, in "host" memory or on the model's "device".
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> sparse_loco(decay=0.9).feedback.beta
     0.9
@@ -217,15 +226,16 @@ def qsr(
     exchange: Exchange = Direct(),
     anchors: Literal["host", "device"] = "host",
 ) -> Strategy:
-    """The Quadratic Synchronization Rule (Gu et al., ICLR 2024): average the parameters, the less often the lower the learning rate.
+    """The Quadratic Synchronization Rule (Gu et al., ICLR 2024): average the parameters, less often as the learning rate falls.
 
     Args:
         every: the fewest inner steps between two rounds.
-        scale, power: a round takes (scale / learning rate)^power steps where that is more than `every`.
-        codec, exchange, anchors: how deltas travel, how packets become their mean, where anchors lie.
+        scale, power: a round takes (scale / learning rate)^power inner steps, if that is more than `every`.
+        codec, exchange: how deltas become bytes; how packets become their mean.
+        anchors: where anchors and outer state are kept, in "host" memory or on the model's "device".
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> qsr(every=8).schedule
     Quadratic(every=8, scale=0.0175, power=2.0, delay=0)
@@ -244,17 +254,19 @@ def co2(
     exchange: Exchange = Direct(),
     anchors: Literal["host", "device"] = "host",
 ) -> Strategy:
-    """CO2 (Sun et al., ICLR 2024): a whole period in the air; old deltas are penalised by how far the anchor has moved, and clipped.
+    """CO2 (Sun et al., ICLR 2024): a round takes a whole period; old deltas are damped by how far the anchor has moved.
 
     Args:
         every: H, inner steps between two rounds of a fragment.
-        outer_lr, outer_momentum: η and μ of the outer step.
-        gap: how much a delta is penalised by how far the anchor has moved meanwhile; 0: not.
-        clip: φ, the largest value of an element of the outer step; None does not clip.
-        codec, exchange, anchors: how deltas travel, how packets become their mean, where anchors lie.
+        outer_lr: η, the learning rate of the outer step.
+        outer_momentum: μ, its momentum, in [0, 1).
+        gap: factor of the penalty for how far the anchor has moved meanwhile; 0 turns it off.
+        clip: φ, the largest magnitude of the values of the outer momentum; None does not clip.
+        codec, exchange: how deltas become bytes; how packets become their mean.
+        anchors: where anchors and outer state are kept, in "host" memory or on the model's "device".
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> co2().merge
     Reset()
@@ -279,17 +291,18 @@ def l_greco(
     exchange: Exchange = Direct(),
     anchors: Literal["host", "device"] = "host",
 ) -> Strategy:
-    """L-GreCo (Markov et al., arXiv 2210.17357): of each matrix as many values as it needs, as few in all as lose no more than one share.
+    """L-GreCo (Markov et al., arXiv 2210.17357): choose a density for each matrix, with no more loss than one density for all.
 
     Args:
         every: H, inner steps between two rounds of a fragment.
-        codec, exchange, anchors: the codec of a matrix before anything is measured, and as for `diloco`.
-        candidates: the codecs among which each matrix gets its own; empty: around `codec`.
-        alpha: how much may be lost, relative to `codec` everywhere.
+        codec: of each matrix, before anything is measured.
+        exchange, anchors: as for `diloco`.
+        candidates: the codecs from which each matrix gets its own; empty: finer and coarser forms of `codec`.
+        alpha: factor by which the loss may exceed that of `codec` for all matrices; above 0.
         window: rounds between two choices.
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> l_greco(alpha=0.5).policy.alpha
     0.5
@@ -313,19 +326,19 @@ def dgc(
     policy: Policy = DensityWarmup(10),
     exchange: Exchange = Direct(),
 ) -> Strategy:
-    """Deep Gradient Compression (Lin et al., arXiv 1712.01887): momentum before the exchange, the largest 0.1 % of each
-    matrix; of gradients at every step.
+    """Deep Gradient Compression (Lin et al., arXiv 1712.01887): momentum before the exchange, then the largest 0.1 % of
+    each matrix, at every step.
 
     Args:
         density: share of a matrix's values that travel, in (0, 1].
-        momentum: m, kept before the exchange.
-        clip: the norm to which a replica's gradient is clipped, times √M; 0 does not clip.
-        codec: in place of the largest `density` of each matrix.
-        policy: how the density comes down at the start.
+        momentum: m, kept before the exchange, in (0, 1).
+        clip: c; each replica's gradient is clipped to the norm c·√M. 0 does not clip.
+        codec: replaces the default, the largest `density` of each matrix.
+        policy: how the density falls at the start.
         exchange: how packets become their mean.
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> dgc(momentum=0.5).filters[1].decay
     0.5
@@ -351,18 +364,19 @@ def outer_dgc(
     exchange: Exchange = Direct(),
     anchors: Literal["host", "device"] = "host",
 ) -> Strategy:
-    """Deep Gradient Compression (arXiv 1712.01887) of deltas: the outer momentum is each replica's own, before the exchange.
+    """Deep Gradient Compression (arXiv 1712.01887) on deltas: each replica keeps the outer momentum itself, before the exchange.
 
     Args:
         every: H, inner steps between two rounds of a fragment.
         density: share of a matrix's values that travel, in (0, 1].
-        momentum: m, kept before the exchange, in place of an outer one.
-        codec: in place of the largest `density` of each matrix.
-        policy: how the density comes down at the start.
-        exchange, anchors: how packets become their mean, where anchors lie.
+        momentum: m, kept before the exchange in place of an outer one, in (0, 1).
+        codec: replaces the default, the largest `density` of each matrix.
+        policy: how the density falls at the start.
+        exchange: how packets become their mean.
+        anchors: where anchors and outer state are kept, in "host" memory or on the model's "device".
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> outer_dgc(every=50).schedule
     Every(every=50, delay=0)
@@ -385,15 +399,15 @@ def one_bit_adam(
     codec: Codec = Sign("l2", 4096),
     exchange: Exchange = TwoShot(Feedback()),
 ) -> Strategy:
-    """1-bit Adam (Tang et al., arXiv 2102.02888): Adam's first moment in one bit each way, the second frozen after `freeze` steps.
+    """1-bit Adam (Tang et al., arXiv 2102.02888): send Adam's first moment in one bit each way; freeze the second after `freeze` steps.
 
     Args:
-        freeze: inner steps of plain Adam, after which the second moment stays as it is.
-        clip: the norm to which each replica's gradient is clipped, times √M; 0 does not clip.
-        codec, exchange: how gradients travel, how packets become their mean.
+        freeze: inner steps of plain Adam, after which the second moment no longer changes.
+        clip: c; each replica's gradient is clipped to the norm c·√M. 0 does not clip.
+        codec, exchange: how gradients become bytes; how packets become their mean.
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> one_bit_adam(freeze=1000).filters[1].freeze
     1000
@@ -409,14 +423,14 @@ def one_bit_adam(
 
 
 def ef14(*, codec: Codec = TopK(0.01), exchange: Exchange = Direct(), momentum: float = 0.9) -> Strategy:
-    """Error feedback (Seide et al., 2014; Stich et al., arXiv 1809.07599): what a codec loses is added to the next gradient.
+    """Error feedback (Seide et al., 2014; Stich et al., arXiv 1809.07599): add what a codec lost to the next gradient.
 
     Args:
-        codec, exchange: how gradients travel, how packets become their mean.
-        momentum: of the inner SGD, whose learning rate is `SGD_RATE` times the run's.
+        codec, exchange: how gradients become bytes; how packets become their mean.
+        momentum: of the inner SGD, in [0, 1). Its learning rate is `SGD_RATE` times the run's.
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> ef14().feedback.kappa
     0
@@ -431,14 +445,14 @@ def ef14(*, codec: Codec = TopK(0.01), exchange: Exchange = Direct(), momentum: 
 
 
 def ef21(*, codec: Codec = TopK(0.01), exchange: Exchange = Direct(), momentum: float = 0.9) -> Strategy:
-    """EF21 (Richtárik et al., arXiv 2106.05203): differences to what all know of a replica's gradient.
+    """EF21 (Richtárik et al., arXiv 2106.05203): send differences to what all know of a replica's gradient.
 
     Args:
-        codec, exchange: how gradients travel, how packets become their mean.
-        momentum: of the inner SGD, whose learning rate is `SGD_RATE` times the run's.
+        codec, exchange: how gradients become bytes; how packets become their mean.
+        momentum: of the inner SGD, in [0, 1). Its learning rate is `SGD_RATE` times the run's.
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> ef21().feedback.kappa
     1
@@ -455,15 +469,15 @@ def ef21(*, codec: Codec = TopK(0.01), exchange: Exchange = Direct(), momentum: 
 def econtrol(
     *, eta: float = 0.1, codec: Codec = TopK(0.01), exchange: Exchange = Direct(), momentum: float = 0.9
 ) -> Strategy:
-    """EControl (Gao, Islamov, Stich, ICLR 2024): EF21's differences, and a share `eta` of what was lost.
+    """EControl (Gao, Islamov, Stich, ICLR 2024): send EF21's differences, plus a share `eta` of what was lost.
 
     Args:
-        eta: η, the share of what was lost that is added.
-        codec, exchange: how gradients travel, how packets become their mean.
-        momentum: of the inner SGD, whose learning rate is `SGD_RATE` times the run's.
+        eta: η, the share of the residual that is added, in [0, 1].
+        codec, exchange: how gradients become bytes; how packets become their mean.
+        momentum: of the inner SGD, in [0, 1). Its learning rate is `SGD_RATE` times the run's.
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> econtrol(eta=0.2).feedback.eta
     0.2
@@ -480,15 +494,16 @@ def econtrol(
 def power_sgd(
     *, rank: int = 4, momentum: float = 0.9, codec: Codec | None = None, policy: Policy = Constant()
 ) -> Strategy:
-    """PowerSGD (Vogels et al., arXiv 1905.13727): gradients as matrices of low rank; factors are added on the way, and Q goes on.
+    """PowerSGD (Vogels et al., arXiv 1905.13727): send gradients as matrices of low rank; their factors are added in transit.
 
     Args:
-        rank: r, columns of the factors.
-        momentum: of the inner SGD, whose learning rate is `SGD_RATE` times the run's.
-        codec, policy: in place of rank `rank`, and how it changes from round to round.
+        rank: r, columns of each factor.
+        momentum: of the inner SGD, in [0, 1). Its learning rate is `SGD_RATE` times the run's.
+        codec: replaces `LowRank(rank)`.
+        policy: how the codec changes from round to round.
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> power_sgd(rank=2).codec.rank
     2
@@ -504,13 +519,13 @@ def power_sgd(
 
 
 def qsgd(*, codec: Codec = Int(4, 512, "fp32", "stochastic"), exchange: Exchange = TwoShot()) -> Strategy:
-    """QSGD (Alistarh et al., arXiv 1610.02132): gradients in a few bits, rounded by chance so that the mean is right.
+    """QSGD (Alistarh et al., arXiv 1610.02132): send gradients in 4 bits, rounded at random so that the mean is unbiased.
 
     Args:
-        codec, exchange: how gradients travel, how packets become their mean.
+        codec, exchange: how gradients become bytes; how packets become their mean.
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> qsgd().codec
     Int(bits=4, block=512, scale='fp32', rounding='stochastic')
@@ -519,13 +534,13 @@ def qsgd(*, codec: Codec = Int(4, 512, "fp32", "stochastic"), exchange: Exchange
 
 
 def cgx(*, codec: Codec = Each(Int(4, 512, "fp32"), least=1024), exchange: Exchange = Direct()) -> Strategy:
-    """CGX (Markov et al., arXiv 2111.08617): gradients of matrices in 4 bits, rounded to the nearest; small tensors in full.
+    """CGX (Markov et al., arXiv 2111.08617): send gradients of matrices in 4 bits, rounded to nearest; small tensors in full.
 
     Args:
-        codec, exchange: how gradients travel, how packets become their mean.
+        codec, exchange: how gradients become bytes; how packets become their mean.
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> cgx().codec.least
     1024
@@ -544,12 +559,12 @@ def demo(
     each the mean over those who sent it; sign descent.
 
     Args:
-        decay: β, what is kept of what was held back, a step.
-        clip: the norm to which each replica's gradient is clipped, times √M; 0 does not clip.
-        codec, exchange: how gradients travel, how packets become their mean.
+        decay: β, the share of the residual that is kept per step, in [0, 1].
+        clip: c; each replica's gradient is clipped to the norm c·√M. 0 does not clip.
+        codec, exchange: how gradients become bytes; how packets become their mean.
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> demo(decay=0.99).feedback.beta
     0.99
@@ -578,12 +593,14 @@ def muloco(
 
     Args:
         every: H, inner steps between two rounds of a fragment.
-        outer_lr, outer_momentum: η and μ of the outer step.
-        feedback: what becomes of what the codec loses; None: it is lost.
-        codec, exchange, anchors: how deltas travel, how packets become their mean, where anchors lie.
+        outer_lr: η, the learning rate of the outer step.
+        outer_momentum: μ, its momentum, in [0, 1).
+        feedback: keeps the codec's loss for later rounds; None: it is lost.
+        codec, exchange: how deltas become bytes; how packets become their mean.
+        anchors: where anchors and outer state are kept, in "host" memory or on the model's "device".
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> muloco().inner
     Muon(momentum=0.95)

@@ -34,32 +34,54 @@ def choose(training: Training, fragments: list[Fragment], group: Group | Members
 
 
 class Replica:
-    """Attach a strategy to a model, its optimizer and a group; the training loop stays as it is.
+    """Attach a strategy to a model, its optimizer and a group. The training loop stays as it is.
 
-    ```python
-    with Replica(streaming_diloco(every=100, delay=5), model, optimizer, group):
-        for batch in data:
-            model(batch).loss.backward()
-            optimizer.step()          # counts an inner step; departures and landings happen here
-            optimizer.zero_grad()
-    ```
+    A hook counts each call of `optimizer.step` as one inner step. Rounds depart and land inside that call.
 
-    On entry the replicas compare code, strategy and model, and all start from replica 0's weights if theirs differ. On a clean exit
-    rounds in the air land, one last round averages what was trained since, and the model holds the outer weights (the anchors).
+    - **Entry**: the replicas compare code, strategy and model. If their weights differ, all start from those of replica 0.
+    - **Clean exit**: rounds in flight land, one last round averages what was trained since, and the model holds the outer weights
+      (the anchors).
+    - **The one rule**: every replica takes the same number of inner steps. Gradient accumulation, closures and schedulers work
+      unchanged. To skip an update, call `step` with all gradients set to None.
 
-    *Every replica must take the same number of inner steps*: one call of `optimizer.step` is one; of several optimizers in a list, one of each.
-    What a GradScaler skips is none: such a loop goes on until `step` is what it shall be (docs/torch-features.md).
+    Parameters: frozen ones are left alone. Tied ones travel once. Any floating dtype is exchanged as fp32 and written back in its own
+    dtype. Buffers and the state of the inner optimizer stay local. FSDP1 and DDP are not supported.
 
-    With a `Membership` in place of a group replicas may come and go (docs/elastic.md): `step` jumps ahead where this replica was behind.
-    `tokens` per inner step, updated before a step with a different count, makes a delta count by its tokens; without, all count alike.
+    Cost: 4 bytes per parameter for the anchor, 4 for Nesterov momentum, 4 for rounds in flight; a snapshot at each departure and a
+    merge at each landing.
 
-    Parameters: frozen ones are left alone, tied ones travel once, any floating dtype is exchanged as fp32 and written back in its own.
-    Buffers and inner optimizer state stay local. Parameters sharded by FSDP2 (`fully_shard`) are exchanged shard by shard: `group` joins a
-    rank with its twins in the other replicas, `site` the ranks of this replica. FSDP1 and DDP are not supported.
-    Cost: 4 bytes a parameter for the anchor, 4 for Nesterov momentum, 4 for rounds in the air; a snapshot at departure, a merge at landing.
+    Args:
+        strategy: the method, as a composition of pieces.
+        model: its parameters that require gradients are exchanged. `fully_shard` (FSDP2) comes before.
+        optimizer: the inner optimizer, over these parameters; several in a list count one inner step when each has stepped once. A step that
+             a GradScaler skips is none: train until `step` is the number you want (docs/torch-features.md).
+        group: the replicas of a fixed group; with FSDP2 this rank and the same ranks of the other replicas. A `Membership` makes the
+            run elastic (docs/elastic.md): `step` then jumps ahead if this replica was behind.
+        site: the ranks of this replica, if it has several.
+        tokens: tokens per inner step, with a `Membership` only: a delta is then weighted by its tokens. None: all deltas count alike.
+        observer: is called as `observer(event, step, **fields)` at depart, flight, land, refused, wire (on another thread) and warning.
+            Without it, warnings go to Python's `warnings`.
+        clock: the time in seconds that events carry.
 
-    `observer(event, step, **fields)` hears depart, flight, land, refused, wire and warning events (wire on another thread); times are `clock()`'s.
-    Without one, warnings go to Python's. Raises `ModelError` (a model that cannot be trained so), `DisagreementError`, `LinkError`.
+    Raises:
+        ModelError: the model has nothing to train, or the optimizer holds other parameters.
+        ConfigurationError: the strategy does not work with this group or this optimizer.
+        DisagreementError: replicas differ in code, strategy, model or number of steps.
+        LinkError: a replica was lost, or a link was cut.
+
+    >>> import thinwire as tw
+    >>> def train(group):
+    ...     model = torch.nn.Linear(2, 1)
+    ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ...     with tw.Replica(tw.diloco(every=5), model, optimizer, group) as replica:
+    ...         for _ in range(10):
+    ...             model(torch.ones(4, 2) * group.rank).square().mean().backward()
+    ...             optimizer.step()  # counts an inner step; rounds depart and land here
+    ...             optimizer.zero_grad()
+    ...     return model.weight
+    >>> first, second = tw.run_threads(2, train)
+    >>> torch.equal(first, second)
+    True
     """
 
     def __init__(
@@ -93,7 +115,7 @@ class Replica:
 
     @property
     def tokens(self) -> float | None:
-        """Of an inner step from now on."""
+        """Tokens per inner step. Update it before a step with a different count."""
         return self._training.tokens
 
     @tokens.setter
@@ -102,7 +124,7 @@ class Replica:
 
     @property
     def stopping(self) -> bool:
-        """Whether all replicas stop at this step, because one has asked."""
+        """Whether all replicas stop after this step, because one has requested it."""
         return self._training.stopping
 
     @property
@@ -112,7 +134,7 @@ class Replica:
 
     @property
     def stall_seconds(self) -> float:
-        """How long the main thread has waited for landings."""
+        """Seconds for which the main thread has waited for landings."""
         return self._training.stall_seconds
 
     @property
@@ -121,27 +143,27 @@ class Replica:
 
     @property
     def in_flight(self) -> list[int]:
-        """Indices of the fragments that are in the air."""
+        """Indices of the fragments that are in flight."""
         return [one.index for one in self._training.fragments if one.flight]
 
     def request_stop(self) -> None:
-        """All replicas are to stop at one step: `stopping` becomes true on all at the next landing; with a `Membership` here, now."""
+        """Ask all replicas to stop at one step: `stopping` becomes true on all at the next landing. With a `Membership`: here, at once."""
         self._driver.request_stop()
 
     def exchange_gradients(self) -> None:
-        """With `Gradients`: replace every gradient by the mean of all replicas' (fp32, in rank order), in place.
+        """With `Gradients`: replace every gradient in place by the mean over all replicas (fp32, summed in rank order).
 
-        Runs by itself before the optimizer's step; call it earlier where the mean is needed earlier, as before clipping. If
-        any replica's gradient is not finite, all gradients become None on all replicas and the step changes nothing.
+        It runs by itself before the optimizer's step. Call it earlier if you need the mean earlier, for example before clipping. If
+        any replica's gradient is not finite, all gradients become None on all replicas, and the step changes nothing.
         """
         self._inner_steps.exchange_gradients()
 
     def anchors(self) -> list[Tensor]:
-        """The outer weights, flat and in fp32, a tensor a fragment (with `Gradients`: the parameters, which are equal everywhere)."""
+        """The outer weights, one flat fp32 tensor per fragment. With `Gradients`: the parameters, which are equal on all replicas."""
         return list(self._driver.anchors())
 
     def anchored(self) -> AbstractContextManager[None]:
-        """Within: the model holds the outer weights, for evaluation. After: the replica's own again, bit for bit."""
+        """A context: inside it the model holds the outer weights; afterwards the replica's own weights again, bit for bit."""
         return anchored(self._driver)
 
     def export(self) -> dict[str, Tensor]:
@@ -150,13 +172,14 @@ class Replica:
             return exported(self.model)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """All that is needed beside model and inner optimizer to go on bit for bit, rounds in the air too: tensors, and facts for JSON."""
+        """What a resume bit for bit needs besides model and inner optimizer, with rounds in flight: tensors, and facts for JSON."""
         return self._driver.state()
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Go on from `state()`, all at the same step; model and inner optimizer are the caller's. Collective in a fixed group.
+        """Resume from `state()`. All replicas must be at the same step; the caller restores model and inner optimizer.
 
-        Raises `CheckpointError` (of another model or strategy), `DisagreementError` (replicas loaded different anchors).
+        In a fixed group all replicas must call it. Raises `CheckpointError` (the state is of another model or strategy) and
+        `DisagreementError` (replicas loaded different anchors).
         """
         self._driver.load_state(tensors, facts)
 
@@ -169,10 +192,10 @@ class Replica:
         self.load_state(*unpacked(owner(self.group, self._site), self.strategy, saved))
 
     def finish(self, keep_seconds: float = 0.0) -> None:
-        """Land what is in the air, exchange what was trained since, and leave the outer weights in the model.
+        """Land the rounds in flight, exchange what was trained since, and leave the outer weights in the model.
 
-        With `keep_seconds` among replicas that come and go: if one is missing at the end, the first of the others keeps the final
-        state for it so long, on a thread beside what comes next, until `close`; its membership is closed when it is over.
+        With a `Membership`: if a member is missing at the end, the first of the others keeps the final state for it, for `keep_seconds`
+        or until `close`, on its own thread. Then it closes its membership.
         """
         if self._finished:
             return
@@ -184,7 +207,7 @@ class Replica:
             self.close()
 
     def close(self) -> None:
-        """Detach from the optimizer and end the exchange threads. The group stays open; it is the caller's."""
+        """Detach from the optimizer and end the exchange threads. The group belongs to the caller and stays open."""
         self._loop_warnings.closes()
         self._inner_steps.close()
         self._driver.close()

@@ -92,13 +92,27 @@ def _members(protocol: type) -> list[str]:
 class Strategy:
     """A method of low-communication training as a composition of pieces.
 
-    `aggregate` makes one estimate of what all replicas say.
-    `filters` stand before feedback and codec, in their order; `inner` is the inner optimizer, where the method is one with it (None:
-    any). `anchors` says where anchors and outer state live: in "host" memory or on the model's "device". `seed` is
-    that of all that codecs draw by chance.
+    It is a frozen value. `repr` is Python that makes the same value again, and `parse` reads it without running code.
 
-    A combination that cannot work raises `ConfigurationError` when it is made. `repr` is Python that makes the same
-    value again; `parse` reads it without running code.
+    Args:
+        schedule: at which inner steps each fragment departs and lands.
+        partition: how the model is cut into fragments.
+        codec: how a delta becomes bytes.
+        policy: which codec a round has, if that changes over time.
+        filters: what transforms a signal before feedback and codec, in this order, and its estimate after them.
+        feedback: what keeps the codec's loss for later rounds; None: it is lost.
+        exchange: how packets travel and become one estimate.
+        aggregate: the estimate of the values of all replicas, such as their mean.
+        outer: the outer step, from an anchor and an estimate to the next anchor.
+        merge: how a landed anchor is mixed into the parameters.
+        signal: what is exchanged: deltas after inner steps, or gradients before each.
+        inner: the inner optimizer that the method needs; None: any.
+        privacy: clips deltas and adds noise; None: off.
+        anchors: where anchors and outer state are kept: in "host" memory, or on the model's "device".
+        seed: of all random draws of codecs, a whole number.
+
+    Raises:
+        ConfigurationError: these pieces cannot work together; the message says which, and what to choose.
 
     >>> from thinwire.codecs import E3M0
     >>> from thinwire.parsing import parse

@@ -89,8 +89,8 @@ class E3M0(Blocks):
     exponent as scale; see `Blocks`.
 
     Args:
-        block: neighbours that share a scale; even.
-        scale: how it is written, 'exponent' (one byte, a power of two) or 'fp32'.
+        block: number of neighbours that share a scale; even.
+        scale: its form, 'exponent' (one byte, a power of two), 'bf16' (two bytes) or 'fp32' (four).
         rounding: 'nearest', or 'stochastic', which is unbiased.
 
     >>> E3M0(block=128).nbytes(1024)
@@ -112,8 +112,8 @@ class E2M1(Blocks):
     (1.6 % of the energy for Gaussians in blocks of 128), more on heavy tails. 4 + 8/block bits per parameter.
 
     Args:
-        block: neighbours that share a scale; even.
-        scale: how it is written, 'exponent' (one byte, a power of two) or 'fp32'.
+        block: number of neighbours that share a scale; even.
+        scale: its form, 'exponent' (one byte, a power of two), 'bf16' (two bytes) or 'fp32' (four).
         rounding: 'nearest', or 'stochastic', which is unbiased.
 
     >>> E2M1(block=32, scale="bf16").nbytes(1024)
@@ -135,8 +135,8 @@ class E4M3(Blocks):
     format spans 2⁻⁹ … 448, and deltas are smaller. 8 + 8/block bits per parameter, with a one-byte exponent.
 
     Args:
-        block: neighbours that share a scale; even.
-        scale: how it is written, 'exponent' (one byte, a power of two) or 'fp32'.
+        block: number of neighbours that share a scale; even.
+        scale: its form, 'exponent' (one byte, a power of two), 'bf16' (two bytes) or 'fp32' (four).
         rounding: 'nearest', or 'stochastic', which is unbiased.
 
     >>> E4M3().nbytes(1024)
@@ -158,8 +158,8 @@ class E5M2(Blocks):
     E4M3 and 2¹⁶ times its range. 8 + 8/block bits per parameter, with a one-byte exponent.
 
     Args:
-        block: neighbours that share a scale; even.
-        scale: how it is written, 'exponent' (one byte, a power of two) or 'fp32'.
+        block: number of neighbours that share a scale; even.
+        scale: its form, 'exponent' (one byte, a power of two), 'bf16' (two bytes) or 'fp32' (four).
         rounding: 'nearest', or 'stochastic', which is unbiased.
 
     >>> E5M2(block=4096).nbytes(4096)
@@ -182,12 +182,12 @@ class Int(Blocks):
 
     Args:
         bits: 8, 4 or 2.
-        block: neighbours that share a scale; even.
-        scale: how it is written, 'exponent' (one byte, a power of two) or 'fp32'.
+        block: number of neighbours that share a scale; even.
+        scale: its form, 'exponent' (one byte, a power of two), 'bf16' (two bytes) or 'fp32' (four).
         rounding: 'nearest', or 'stochastic', which is unbiased.
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> Int(bits=2, block=64, scale="fp32").nbytes(1024)
     320

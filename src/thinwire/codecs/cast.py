@@ -74,7 +74,7 @@ class Cast(Codec):
         dtype: 'bf16' or 'fp16'.
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> Cast('bf16').nbytes(1000)
     2000

@@ -44,13 +44,13 @@ class LowRank(Codec):
 
     Args:
         rank: columns of P and Q.
-        iterations: of the subspace iteration.
+        iterations: number of subspace iterations.
         values: the codec of the factors.
-        shapes: of the fragment's tensors, which the replica fills in.
-        last: Q of the round before, where an exchange goes on from it.
+        shapes: of the fragment's tensors; the replica sets them.
+        last: Q of the round before, if the exchange starts from it.
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> LowRank(rank=4).fitted(((1024, 256), (256,))).nbytes(1024 * 256 + 256) == 4 * (4 * (1024 + 256) + 256)
     True

@@ -30,14 +30,14 @@ class Each(Codec):
     replica fills them in (without any, all is rest). Contractive where all its codecs are.
 
     Args:
-        codec: of every matrix.
-        rest: of vectors and small matrices, together.
+        codec: for every matrix.
+        rest: the codec for vectors and small matrices, together.
         least: elements below which a matrix is small.
-        shapes: of the fragment's tensors, which the replica fills in.
-        chosen: a codec for each matrix, which a policy fills in.
+        shapes: of the fragment's tensors; the replica sets them.
+        chosen: a codec for each matrix; a policy sets them.
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> from thinwire.codecs import TopK
     >>> Each(TopK(0.01), least=1024).fitted(((64, 64), (64,), (8, 8))).nbytes(64 * 64 + 64 + 8 * 8) - 4 * (64 + 8 * 8)

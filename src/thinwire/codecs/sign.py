@@ -27,10 +27,10 @@ class Sign(Codec):
 
     Args:
         scale: 'mean' or 'l2'.
-        block: values that share a scale; None: all of the tensor.
+        block: number of values that share a scale; None: the whole tensor.
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> Sign(block=1024).nbytes(4096)
     528

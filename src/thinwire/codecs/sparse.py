@@ -102,12 +102,12 @@ class ChunkedTopK(Codec):
     4096 in bf16, 0.20 with `values=Sign()`.
 
     Args:
-        chunk: neighbours of which some are kept.
-        count: how many, at most `chunk`.
+        chunk: number of neighbours from which values are kept.
+        count: number of values kept per chunk, at most `chunk`.
         values: the codec of the values that are kept.
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> ChunkedTopK(4096, 64).nbytes(1 << 20)
     57344

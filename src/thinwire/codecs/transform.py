@@ -111,12 +111,12 @@ class DCT(Turned):
     On the wire: the codec's bytes. Cost: axes·side multiplications a value. Exact to 2⁻²³ of the largest of a run.
 
     Args:
-        codec: takes the coefficients.
+        codec: for the coefficients.
         side: neighbours of a run, 2 to 1024.
-        axes: 1 for runs, 2 for squares.
+        axes: number of dimensions that are transformed: 1 for runs, 2 for squares.
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> from thinwire.codecs import E3M0
     >>> DCT(E3M0()).nbytes(1024) == E3M0().nbytes(1024)
@@ -170,11 +170,11 @@ class Hadamard(Turned):
     On the wire: the codec's bytes. Cost: log₂ block additions a value.
 
     Args:
-        codec: takes what was turned.
-        block: neighbours that are turned together, a power of two.
+        codec: for the rotated values.
+        block: number of neighbours that are rotated together, a power of two.
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> from thinwire.codecs import Int
     >>> Hadamard(Int(4, 128), block=128).nbytes(1024)
@@ -228,12 +228,12 @@ class Squares(Codec):
     them in (without any, nothing is a matrix). Cost: a copy.
 
     Args:
-        codec: takes runs of side² values.
-        side: of a square, at least 2.
-        shapes: of the fragment's tensors, which the replica fills in.
+        codec: for runs of side² values.
+        side: rows and columns of a square, a number of at least 2.
+        shapes: of the fragment's tensors; the replica sets them.
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> from thinwire.codecs import Identity
     >>> Squares(Identity(), side=2).fitted(((2, 4),)).nbytes(8)

@@ -35,10 +35,10 @@ class Levels(Codec):
 
     Args:
         bits: 1 to 8.
-        block: neighbours that share a least and a largest value; a multiple of 8.
+        block: number of neighbours that share a least and a largest value; a multiple of 8.
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> Levels(bits=4, block=512).nbytes(1024)
     528

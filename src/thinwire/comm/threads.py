@@ -126,8 +126,8 @@ class ThreadGroup:
     delivered.
 
     Args:
-        hub: where the messages of the group lie; `create` makes it, and the groups of all replicas.
-        rank, size: this replica's place, and how many there are.
+        hub: holds the messages of the group; `create` makes it, and the groups of all replicas.
+        rank, size: this replica's number, from 0; number of replicas.
         timeout: seconds that a `wait` lasts at most.
 
     >>> import torch
@@ -185,12 +185,12 @@ def run_threads(size: int, fn: Callable[[ThreadGroup], T], timeout: float = 60.0
     repeat, draw from a `torch.Generator` of each replica.
 
     Args:
-        size: M, how many replicas.
-        fn: called with each replica's group, on a thread of its own.
+        size: M, number of replicas.
+        fn: is called once per replica with its group, on its own thread.
         timeout: seconds that a replica waits for a message.
 
     Raises:
-        BaseException: what the first replica that failed has raised.
+        BaseException: the error of the first replica that failed.
 
     >>> run_threads(3, lambda group: group.rank * 10)
     [0, 10, 20]

@@ -114,18 +114,23 @@ class _DeviceTransfer:
 
 
 class TorchGroup:
-    """One replica's view of a group whose replicas are processes (or, with shards, sets of processes).
+    """One replica's view of a group whose replicas are processes, or sets of processes.
 
-    With `shards` > 1, shard s of each replica talks with its twins, shard s of the others, and `site` joins the
-    shards of this replica (there, `rank` is the shard). `timeout` is how long a `wait` lasts at most; choose it
-    longer than the slowest peer can be late. After a time-out the group is dead: leave and start again from a
-    checkpoint.
+    With `shards` > 1, shard s of each replica exchanges with shard s of the others. `site` joins the shards of this replica; in it,
+    `rank` is the shard. After a timeout the group cannot be used any more: leave it and resume from a checkpoint.
 
     Args:
-        process_group: of torch.distributed, one rank a replica; usually `from_world` makes it.
-        timeout: seconds that a `wait` lasts at most.
-        shard, shards: which rank of its replica this process is, of how many.
+        process_group: of torch.distributed, one rank per replica; usually `from_world` makes it.
+        timeout: seconds that a `wait` lasts at most; longer than the slowest replica can be late.
+        shard, shards: the rank of this process within its replica; ranks per replica.
         site: the group of this replica's shards.
+
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun gives more ranks
+    >>> group = TorchGroup.from_world(replicas=1, timeout=60.0)
+    >>> group.rank, group.size
+    (0, 1)
+    >>> group.close()
+    >>> dist.destroy_process_group()
     """
 
     def __init__(
@@ -148,13 +153,13 @@ class TorchGroup:
     ) -> TorchGroup:
         """The group of this process in a world of `replicas` times shards ranks, after `init_process_group`.
 
-        World rank r is shard r % shards of replica r // shards. Every rank of the world must call this, at the same
-        point. gloo carries packets over the CPU, whatever the default group uses; choose "nccl" only where GPUs of
+        World rank r is shard r % shards of replica r // shards. Every rank of the world must call this at the same
+        point. gloo carries packets over the CPU, whatever the default group uses. Choose "nccl" only if GPUs of
         different replicas share a fast network.
 
-        `uplink` is the rate in bits per second at which this process can send to the other replicas, where that is
-        what limits it: the connections of gloo are then paced to share it, and lose nothing to a full queue
-        (`comm/pacing.py`). On Linux; elsewhere, and over NCCL, it changes nothing. Without, TCP alone decides.
+        `uplink` is the rate in bits per second at which this process can send to the other replicas. The connections of
+        gloo are then paced to share it, and lose no packet to a full queue (`comm/pacing.py`). It works on Linux only;
+        elsewhere, and over NCCL, it changes nothing. Without it, TCP alone decides.
 
         Raises `ConfigurationError` and `LinkError`.
         """

@@ -37,7 +37,7 @@ class Fastest(Exchange):
         among: the exchanges to choose from.
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> from thinwire.codecs import E3M0
     >>> for size in (2, 8):

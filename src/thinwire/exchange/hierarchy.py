@@ -42,11 +42,11 @@ class Hierarchy(Exchange):
     for "site": see `nbytes_inside`. Predicted for the link between sites: delay + 8·(what a replica sends between sites) / rate.
 
     Args:
-        sites: as above; at least one, and each rank in one of them.
-        feedback: what owners hold back of their rounding; None: it is lost.
+        sites: the number of replicas of each site, or the ranks of each; every rank in exactly one site.
+        feedback: keeps what the owners' rounding lost; None: it is lost.
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> Hierarchy((2, 2)).ranks
     ((0, 1), (2, 3))

@@ -37,7 +37,7 @@ class TwoShot(Exchange):
     bytes a parameter, with `feedback`.
 
     Args:
-        feedback: what owners hold back of their second rounding; None: it is lost.
+        feedback: keeps what the owners' second rounding lost; None: it is lost.
 
     >>> TwoShot()
     TwoShot(feedback=None)

@@ -35,11 +35,12 @@ class Feedback:
     State, in host memory: 4 bytes a parameter for e, if η > 0; 8 for h and the mean of all h, if κ = 1.
 
     Args:
-        kappa: 1 where differences to a reference travel, else 0.
-        eta, beta, alpha: as in the equations, each at most 1.
+        kappa: κ, the number 1 if differences to a reference travel, otherwise 0.
+        eta, beta: η and β of the equations, in [0, 1].
+        alpha: α of the equations, in (0, 1].
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> z = Feedback().signal(torch.tensor([1.0]), {"residual": torch.tensor([0.5])})
     >>> z.item()

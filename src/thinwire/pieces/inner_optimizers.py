@@ -36,7 +36,7 @@ class AdamW:
         beta1, beta2: decay of the moments, in [0, 1).
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> AdamW().make(torch.nn.Linear(2, 1), lr=0.1, weight_decay=0.0).defaults['betas']
     (0.9, 0.99)
@@ -69,7 +69,7 @@ class SGD:
         lr_factor: times the learning rate of the run.
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> SGD(0.9).make(torch.nn.Linear(2, 1), lr=0.1, weight_decay=0.0).defaults['lr']
     0.1
@@ -107,7 +107,7 @@ class Muon:
         momentum: of Muon, in [0, 1).
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> Muon()
     Muon(momentum=0.95)

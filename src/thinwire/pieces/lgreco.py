@@ -42,12 +42,12 @@ class LGreCo(Deciding):
     candidate's encoding and decoding once in `window` rounds, on replica 0's exchange thread.
 
     Args:
-        candidates: codecs to choose from; empty: finer and coarser forms of the codec.
-        alpha: how much may be lost, relative to one codec for all.
+        candidates: codecs to choose from; empty: finer and coarser forms of the strategy's codec.
+        alpha: factor by which the loss may exceed that of one codec for all; above 0.
         window: rounds between two choices.
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> choose([[2.0, 0.0, 4.0], [2.0, 1.0, 4.0]], [[10, 30, 5], [100, 115, 80]], most=4.0)
     [0, 0]

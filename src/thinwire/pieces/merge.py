@@ -64,7 +64,7 @@ class Mix(Merge):
         alpha: the share of its own values that a replica keeps, 0 to 1.
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> Mix(0.5)
     Mix(alpha=0.5)

@@ -93,10 +93,11 @@ class Nesterov(Outer):
     0.9. With μ = 0 it is plain SGD and keeps no state. State: 4 bytes per parameter.
 
     Args:
-        lr, momentum: η and μ.
+        lr: η, the learning rate.
+        momentum: μ, in [0, 1).
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> Nesterov(lr=0.4).init(torch.zeros(2))
     {'momentum': tensor([0., 0.])}
@@ -141,10 +142,13 @@ class HeavyBall(Outer):
     State: 4 bytes per parameter, and as much while it steps.
 
     Args:
-        lr, momentum, gap, clip: η, μ, the weight of the penalty and φ; as above.
+        lr: η, the learning rate.
+        momentum: μ, in [0, 1).
+        gap: factor of the penalty; 0 turns it off.
+        clip: φ, the largest magnitude of the values of m; None does not clip.
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> outer, still = HeavyBall(lr=0.5, momentum=0.0, clip=1.0), torch.zeros(2)
     >>> outer.step(still, torch.tensor([4.0, -0.5]), outer.init(still))[0]

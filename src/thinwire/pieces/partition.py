@@ -25,8 +25,8 @@ class Fragment:
     """Parameters that travel together. For sharded parameters (DTensor) `numel` counts this rank's own shard.
 
     Args:
-        name: for events and messages.
-        parameters: with their names in the model.
+        name: in events and messages.
+        parameters: pairs of name in the model and parameter.
 
     >>> Fragment('all', tuple(torch.nn.Linear(3, 2).named_parameters())).numel
     8
@@ -130,8 +130,8 @@ class Strided:
 
     Args:
         count: P, the fragments of layers; None: see `Strided`.
-        layers: the path of the model's list of layers; None: it is looked for.
-        share: the most of the layers that a fragment has, without `count`.
+        layers: the path of the model's list of layers; None: Thinwire searches for it.
+        share: without `count`, the largest share of the layers that one fragment may hold, in (0, 1].
 
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
@@ -155,8 +155,8 @@ class Sequential:
 
     Args:
         count: P, the fragments of layers; None: see `Strided`.
-        layers: the path of the model's list of layers; None: it is looked for.
-        share: the most of the layers that a fragment has, without `count`.
+        layers: the path of the model's list of layers; None: Thinwire searches for it.
+        share: without `count`, the largest share of the layers that one fragment may hold, in (0, 1].
 
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
@@ -184,7 +184,7 @@ class BySize:
     rule).
 
     Args:
-        count: how many fragments, at least 1.
+        count: number of fragments, at least 1.
 
     >>> [fragment.numel for fragment in BySize(2).fragments(torch.nn.Linear(3, 2))]
     [6, 2]

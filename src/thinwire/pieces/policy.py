@@ -93,7 +93,7 @@ class DenseUntil(Policy):
     """`dense` in the first `rounds` rounds, then the strategy's codec: the warm-up of 1-bit Adam (arXiv 2102.02888) and PowerSGD.
 
     Args:
-        rounds: of a fragment, in `dense`.
+        rounds: number of rounds of a fragment that use `dense`.
         dense: the codec until then.
 
     >>> from thinwire.codecs import Sign
@@ -127,12 +127,12 @@ class DensityWarmup(Policy):
     that of `dense`, it is in `dense`.
 
     Args:
-        rounds: of a fragment, for each of `densities`.
+        rounds: number of rounds of a fragment for each of `densities`.
         densities: shares of the values, in (0, 1].
-        dense: the codec where a density is so high that it is no larger.
+        dense: the codec to use if a density is so high that `dense` is not larger.
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> from thinwire.codecs import TopK
     >>> warmup = DensityWarmup(rounds=10)

@@ -40,11 +40,11 @@ class Privacy:
 
     Args:
         clip: C, the norm to which each replica's delta is clipped.
-        noise: z, the standard deviation of the noise over C.
-        delta: δ of (ε, δ); far below 1 over the number of replicas.
+        noise: z, the standard deviation of the noise divided by C.
+        delta: δ of (ε, δ); far below 1 divided by the number of replicas.
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> Privacy(clip=0.5, noise=10.0).apply(torch.ones(4), size=1).shape
     torch.Size([4])

@@ -105,7 +105,7 @@ class Staggered:
         offsets: the inner step of each fragment's first departure; None: as above.
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> Staggered(every=100).departs(150, fragments=2)
     (1,)
@@ -141,7 +141,7 @@ def short_first(every: int, fragments: int, delay: int = 0) -> tuple[int, ...]:
 
     Args:
         every, delay: of the schedule, in inner steps.
-        fragments: how many there are, the one outside the layers included.
+        fragments: number of fragments, with the one outside the layers.
 
     >>> short_first(every=6, fragments=2, delay=1)
     (2, 5)
@@ -171,7 +171,7 @@ class Quadratic:
         delay: τ, inner steps from departure to landing; less than `every`.
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> [Quadratic(every=4, scale=0.0175).length(lr, before=0.008) for lr in (0.008, 0.004, 0.0008)]
     [4, 19, 478]

@@ -80,11 +80,11 @@ class Clip(Filter):
     independent gradients of norm √M·c has about norm c.) The norm is a fragment's: the model's with `Whole()`.
 
     Args:
-        norm: c/√M; 0 does not clip.
-        replicas: M, which the replica fills in.
+        norm: c/√M, in the unit of the signal; 0 does not clip. A norm is at least 0.
+        replicas: M, the number of replicas; the replica sets it.
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> Clip(1.0).signal(torch.tensor([3.0, 4.0]), {}).tolist()
     [0.6000000238418579, 0.800000011920929]
@@ -121,12 +121,12 @@ class Momentum(Filter):
     State: 4 bytes a parameter. Whoever takes the outer, or for gradients the inner, step must have no momentum.
 
     Args:
-        decay: of u, between 0 and 1.
+        decay: the share of u that is kept per round, in (0, 1).
         clears: 'sent' sets u to 0 where something was sent; 'nothing' does not.
-        spared: ranges of a fragment in which u is not set to 0.
+        spared: ranges of a fragment, in elements, in which u is not set to 0.
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> Momentum(0.5)
     Momentum(decay=0.5, clears='sent')
@@ -174,7 +174,7 @@ class Settled:
         least: rounds before which v is not frozen.
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> Settled(0.9)
     Settled(ratio=0.9, least=100)
@@ -207,11 +207,12 @@ class Moments(Filter):
     one bit cannot say zero, and 0/ε of its noise would. State: 8 bytes a parameter.
 
     Args:
-        beta1, beta2, eps: Adam's β₁, β₂ and ε.
+        beta1, beta2: Adam's β₁ and β₂, decay per round, in [0, 1).
+        eps: Adam's ε, a number above 0, in the unit of the signal.
         freeze: rounds until v is frozen, or `Settled()`.
 
     Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> state = Moments(freeze=1).init(2)
     >>> estimate, state = Moments(freeze=1).settle(torch.tensor([1.0, 0.0]), torch.zeros(2), torch.tensor([1.0, 0.0]), state, {})

@@ -1,0 +1,78 @@
+"""Pages are plain: short sentences in the order subject, verb, object, and no turns of phrase that have to be read twice."""
+
+from __future__ import annotations
+
+import re
+import statistics
+
+import pytest
+from pages import PAGES, ROOT
+
+MEAN, LONGEST = 16, 35  # words in a sentence
+# A turn of phrase, as a pattern of prose in small letters, and what to write.
+PUZZLES = {
+    r"(?:^|[.:;] )who (?![^.]*\?)": "name who does it: a replica, a member, you",
+    r"(?:^|[.;] )of (?!course|\w+ [^.]*\d)": "begin with the subject",
+    r"(?:^|[.;,:] )else\b": "otherwise",
+    r"(?:^|[.;] )(?:in|on|to) what\b": "begin with the subject",
+    r"\b(?:whoever|whosoever|nobody would|anybody whom)\b": "name who does it",
+    r", for (?:it|they|he|all|these|those|there|a|the \w+ (?:is|are|has|have))\b": "because",
+    r"\bis to be \w+ed\b": "must be, or say who does it",
+    r"\b(?:go|goes|went) on (?:from|as|with|without|beside|meanwhile)\b": "continue, resume, start from",
+    r"\bof (?:its|one's|your|their) own (?:make|kind)\b": "your own",
+    r"\b(?:a loop|a file|a piece|pieces) of (?:your|the user's|one's) own\b": "your own loop",
+    r"\b(?:thereby|therein|thereof|whence|hence|lest|albeit|betwixt|ere)\b": "so, because, if",
+    r"\bas ever\b|\bbut for\b|\bsave for\b": "always, except",
+}
+
+
+def prose(text: str) -> list[str]:
+    """The sentences of a page, without code, tables, headings, equations and what is filled in."""
+    text = re.sub(r"^(?:```.*?^```|<!-- .*?<!-- end -->)", "\n", text, flags=re.DOTALL | re.MULTILINE)
+    text = "\n".join(line for line in text.splitlines() if not re.match(r"\||    \S|#|!\[|<!--", line))
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)  # a link is its words
+    text = re.sub(r"`[^`]*`", "code", text)
+    found = []
+    for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-*+] |\d+\. ))", text):
+        words = re.sub(r"^\s*(?:[-*+]|\d+\.) |\*+", "", " ".join(block.split()))
+        found += re.split(r"(?<=[.!?])\s+(?=\W?[A-ZΑ-Ω\d]|\W?[a-zα-ω]+\b)", words)
+    return [sentence for sentence in found if re.search(r"[a-z]", sentence)]
+
+
+def count(sentence: str) -> int:
+    return len(re.findall(r"[\w’'…·()\[\]/%°^_.−+=×≤≥→←-]*\w[^\s]*", sentence))
+
+
+EACH = pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.name not in ("log.md", "CHANGELOG.md")],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
+
+
+@EACH
+def test_sentences_are_short(page):
+    sentences = prose(page.read_text())
+    lengths = [count(sentence) for sentence in sentences]
+    assert not [sentence for sentence, length in zip(sentences, lengths) if length > LONGEST]
+    assert statistics.mean(lengths) <= MEAN
+
+
+@EACH
+def test_no_sentence_is_a_puzzle(page):
+    found = [
+        f"{instead}: {sentence}"
+        for sentence in prose(page.read_text())
+        for puzzle, instead in PUZZLES.items()
+        if re.search(puzzle, sentence.lower())
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_what_is_not_plain_would_be_found():
+    page = "Who differs is refused. Of heads there is one.\n\n```bash\nwho is there\n```\n\n- A group, for it is small."
+    sentences = prose(page)
+    assert len(sentences) == 3
+    assert all(any(re.search(puzzle, sentence.lower()) for puzzle in PUZZLES) for sentence in sentences)
+    assert count("one two `three` four-five 6 %") >= 5
+    assert count(prose("word " * 41 + ".")[0]) > LONGEST
