@@ -126,8 +126,8 @@ def other_steps(peer: int, does: str, own: int) -> str:
     """What to say if a replica has counted other inner steps than this one."""
     return (
         f"replica {peer} {does} inner steps, this replica has counted {own}. Every replica must take the same number: give all as "
-        "many batches, and let none skip `optimizer.step()` (a GradScaler does; where an update is to be left out, call it with "
-        "gradients set to None)."
+        "many batches, and let none skip `optimizer.step()`: with a GradScaler, which does, go on until `replica.step` is what it shall be; "
+        "else call it with gradients set to None where an update is to be left out."
     )
 
 

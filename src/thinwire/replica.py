@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
@@ -18,8 +18,10 @@ from thinwire.pieces.partition import Fragment
 from thinwire.runtime.delta_driver import DeltaDriver
 from thinwire.runtime.driver import Driver, Training, anchored
 from thinwire.runtime.gradient_driver import GradientDriver
+from thinwire.runtime.inner_steps import InnerSteps, as_one, listed
 from thinwire.runtime.loop_warnings import LoopWarnings, silent
 from thinwire.runtime.module_state import exported
+from thinwire.runtime.stateful import owner, packed, unpacked
 from thinwire.strategy import Gradients, Strategy
 
 
@@ -45,15 +47,15 @@ class Replica:
     On entry the replicas compare code, strategy and model, and all start from replica 0's weights if theirs differ. On a clean exit
     rounds in the air land, one last round averages what was trained since, and the model holds the outer weights (the anchors).
 
-    *Every replica must take the same number of inner steps*: one call of `optimizer.step` is one. Gradient accumulation,
-    closures and schedulers need nothing; a loop that wants to skip an update calls `step` with gradients set to None.
+    *Every replica must take the same number of inner steps*: one call of `optimizer.step` is one; of several optimizers in a list, one of each.
+    What a GradScaler skips is none: such a loop goes on until `step` is what it shall be (docs/torch-features.md).
 
     With a `Membership` in place of a group replicas may come and go (docs/elastic.md): `step` jumps ahead where this replica was behind.
     `tokens` per inner step, updated before a step with a different count, makes a delta count by its tokens; without, all count alike.
 
     Parameters: frozen ones are left alone, tied ones travel once, any floating dtype is exchanged as fp32 and written back in its own.
     Buffers and inner optimizer state stay local. Parameters sharded by FSDP2 (`fully_shard`) are exchanged shard by shard: `group` joins a
-    rank with its twins in the other replicas, `site` the ranks of this replica. FSDP1, DDP and GradScaler (which skips steps) are not supported.
+    rank with its twins in the other replicas, `site` the ranks of this replica. FSDP1 and DDP are not supported.
     Cost: 4 bytes a parameter for the anchor, 4 for Nesterov momentum, 4 for rounds in the air; a snapshot at departure, a merge at landing.
 
     `observer(event, step, **fields)` hears depart, flight, land, refused, wire and warning events (wire on another thread); times are `clock()`'s.
@@ -64,7 +66,7 @@ class Replica:
         self,
         strategy: Strategy,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         group: Group | Membership,
         *,
         site: Group | None = None,
@@ -72,13 +74,12 @@ class Replica:
         observer: Observer = silent,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.strategy, self.model, self.optimizer, self.group = strategy, model, optimizer, group
-        self.seconds = 0.0  # of the main thread in departures and landings, stalls included
-        self._clock, self._finished = clock, False
-        self._training, fragments = Training.of(strategy, model, optimizer, observer, clock, tokens, site is not None)
+        optimizers = listed(optimizer)
+        self.strategy, self.model, self.optimizer, self.group = strategy, model, as_one(optimizers), group
+        self._finished, self._site, sharded = False, site, site is not None
+        self._training, fragments = Training.of(strategy, model, self.optimizer, observer, clock, tokens, sharded)
         self._driver = choose(self._training, fragments, group, site)
-        before = optimizer.register_step_pre_hook(self._before_inner_step)
-        self._hooks = [before, optimizer.register_step_post_hook(self._after_inner_step)]
+        self._inner_steps = InnerSteps(optimizers, self._training, self._driver)
         self._loop_warnings = LoopWarnings(self, model, observer)
 
     @property
@@ -105,6 +106,11 @@ class Replica:
         return self._training.stopping
 
     @property
+    def seconds(self) -> float:
+        """Of the main thread in departures and landings, stalls included."""
+        return self._inner_steps.seconds
+
+    @property
     def stall_seconds(self) -> float:
         """How long the main thread has waited for landings."""
         return self._training.stall_seconds
@@ -128,7 +134,7 @@ class Replica:
         Runs by itself before the optimizer's step; call it earlier where the mean is needed earlier, as before clipping. If
         any replica's gradient is not finite, all gradients become None on all replicas and the step changes nothing.
         """
-        self._before_inner_step(self.optimizer, (), {})
+        self._inner_steps.exchange_gradients()
 
     def anchors(self) -> list[Tensor]:
         """The outer weights, flat and in fp32, a tensor a fragment (with `Gradients`: the parameters, which are equal everywhere)."""
@@ -154,6 +160,14 @@ class Replica:
         """
         self._driver.load_state(tensors, facts)
 
+    def state_dict(self) -> dict[str, Any]:
+        """`state()` for torch.distributed.checkpoint, whose `Stateful` a Replica is: under its own name, so that all may share a folder."""
+        return packed(owner(self.group, self._site), self.strategy, self.state())
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """As `load_state`, from `state_dict()`; model and inner optimizer are loaded before it."""
+        self.load_state(*unpacked(owner(self.group, self._site), self.strategy, saved))
+
     def finish(self, keep_seconds: float = 0.0) -> None:
         """Land what is in the air, exchange what was trained since, and leave the outer weights in the model.
 
@@ -172,8 +186,7 @@ class Replica:
     def close(self) -> None:
         """Detach from the optimizer and end the exchange threads. The group stays open; it is the caller's."""
         self._loop_warnings.closes()
-        for hook in self._hooks:
-            hook.remove()
+        self._inner_steps.close()
         self._driver.close()
 
     def __enter__(self) -> Self:
@@ -185,15 +198,3 @@ class Replica:
                 self.finish()
         finally:
             self.close()
-
-    def _before_inner_step(self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        began = self._clock()
-        self._driver.before_inner_step(any(map(callable, args[1:])) or kwargs.get("closure") is not None)
-        self.seconds += self._clock() - began
-
-    def _after_inner_step(self, *_: Any) -> None:
-        began = self._clock()
-        self._training.step += 1
-        self._loop_warnings.stepped(self.step)
-        self._driver.after_inner_step()
-        self.seconds += self._clock() - began

@@ -77,27 +77,6 @@ def test_a_model_inside_ddp_is_refused():
         tw.Replica(tw.diloco(), model, adamw(model), group)
 
 
-def test_a_step_that_a_grad_scaler_takes_is_warned_of_once():
-    (group,) = tw.ThreadGroup.create(1)
-    model, heard = toy(), []
-    optimizer, scaler = adamw(model), torch.amp.GradScaler("cpu")
-
-    def hear(event, step, **fields):
-        if event == "warning":
-            heard.append(fields["message"])
-
-    with tw.Replica(tw.local_sgd(every=3), model, optimizer, group, observer=hear) as replica:
-        for step in range(1, 5):
-            x, y = batch(0, 0, step)
-            optimizer.zero_grad()
-            scaler.scale(((model(x * (float("inf") if step == 1 else 1.0)) - y) ** 2).mean()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    assert replica.step == 3, "the first was skipped"
-    (said,) = heard
-    assert "GradScaler" in said and "bf16" in said
-
-
 def heard_by(action):
     gc.collect()  # what other tests have left
     with warnings.catch_warnings(record=True) as caught:

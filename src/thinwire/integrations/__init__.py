@@ -4,5 +4,4 @@ huggingface   transformers' `Trainer`, and TRL's trainers
 accelerate    a loop of your own around an `Accelerator`
 lightning     Lightning's `Trainer`
 torchtitan    torchtitan's trainer
-dcp           torch.distributed.checkpoint
 """

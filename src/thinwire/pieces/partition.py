@@ -74,7 +74,7 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise `ModelError` unless `optimizer` holds every trainable parameter of `model`, which nothing else keeps equal."""
+    """Raise `ModelError` unless `optimizer` trains the trainable parameters of `model`, all and no others, and nothing else keeps them equal."""
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ModelError(
             "the model is wrapped in DistributedDataParallel, which exchanges every gradient already; a plain model, or one sharded by "
@@ -87,6 +87,13 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"the optimizer does not hold {len(missing)} of the model's trainable parameters ({', '.join(missing[:3])}"
             f"{', …' if len(missing) > 3 else ''}); make it from this model's parameters, or freeze them "
             "(requires_grad_(False))."
+        )
+    own = {id(p) for p in model.parameters()}
+    foreign = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and id(p) not in own]
+    if foreign:
+        raise ModelError(
+            f"the optimizer trains {len(foreign)} tensors that are not the model's (the first of shape {tuple(foreign[0].shape)}), and they "
+            "would be exchanged nowhere; make them parameters of a module around the model, and give that to the Replica."
         )
 
 

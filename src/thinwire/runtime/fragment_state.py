@@ -23,6 +23,8 @@ from thinwire.strategy import Strategy
 _OUTER, _DEVIATION_OUTER, _FEEDBACK, _EXCHANGE = "outer.", "deviation_outer.", "feedback.", "exchange."
 _FILTER, _POLICY = "filter.", "policy."  # the former with its place
 
+_PASSING = ("delta", "own", "deviation", _DEVIATION_OUTER.rstrip("."))
+
 DROPPED = -1
 
 
@@ -235,3 +237,8 @@ def _under(prefix: str, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _sizes(state: State) -> str:
     return ", ".join(f"{name} of {value.numel()}" for name, value in sorted(state.items())) or "nothing"
+
+
+def passing(name: str) -> bool:
+    """Whether a tensor of this name in `saved` is there at times only."""
+    return name.split(".")[1] in _PASSING

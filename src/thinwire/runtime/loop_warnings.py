@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 import weakref
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-_SCALED = (
-    "a GradScaler calls the optimizer: a step that it skips is not counted, and the replicas are out of step from then on. Train in "
-    "bf16 without it, or call step() with gradients set to None where it would skip"
-)
 _UNFINISHED = (
     "a Replica was neither finished nor closed: what was trained since the last round stays with this replica alone. "
     "Write `with Replica(...):` around the loop, or call finish() at its end"
@@ -35,17 +29,10 @@ class LoopWarnings:
     """Of one Replica, the `owner`."""
 
     def __init__(self, owner: object, model: nn.Module, observe: Callable[..., None]) -> None:
-        self._observe, self._stepped = _warn if observe is silent else observe, False
+        self._observe = _warn if observe is silent else observe
         self._unfinished = weakref.finalize(owner, warnings.warn, _UNFINISHED, RuntimeWarning)
         if said := _kept_apart(model):
             self._observe("warning", 0, message=said)
-
-    def stepped(self, step: int) -> None:
-        """After every inner step; looks around after the first."""
-        if not self._stepped:
-            self._stepped = True
-            if _scaled():
-                self._observe("warning", step, message=_SCALED)
 
     def finishes(self, step: int) -> None:
         self.closes()
@@ -65,11 +52,3 @@ def _kept_apart(model: nn.Module) -> str:
         f"{len(normed)} layers keep running statistics ({normed[0]}, ...): buffers are not exchanged, so each replica evaluates and exports "
         "with its own. Take a norm without them (LayerNorm, GroupNorm), or average them over the replicas at the end"
     )
-
-
-def _scaled() -> bool:
-    """Whether a GradScaler is on the stack."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_globals.get("__name__") != "torch.amp.grad_scaler":
-        frame = frame.f_back
-    return frame is not None

@@ -1,0 +1,118 @@
+"""When an inner step of the user's loop has been taken, heard from hooks on its optimizers; and what would go past the exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import ModelError
+from thinwire.pieces.inner_optimizers import Both
+from thinwire.runtime.driver import Driver, Training
+from thinwire.strategy import Gradients
+
+_ANEW = "Call finish() on all replicas, then attach a new Replica."
+
+
+def listed(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    """The optimizers that the loop steps. Raises `ModelError` if there are none."""
+    several = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    if not several:
+        raise ModelError("an empty list of optimizers was given; give those that the loop steps.")
+    return several
+
+
+def as_one(several: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    """One optimizer; several share their groups and state with what comes back."""
+    return several[0] if len(several) == 1 else Both(*several)
+
+
+class InnerSteps:
+    """Has `driver` act around each inner step of the loop that steps `optimizers`, and counts it in `training`.
+
+    One step of the optimizer is one inner step; of several, one step of each, in any order. A step that a `GradScaler` skips is none.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], training: Training, driver: Driver) -> None:
+        self.seconds = 0.0  # of the main thread in departures and landings, stalls included
+        self._training, self._driver = training, driver
+        self._gradients = isinstance(training.strategy.signal, Gradients)
+        if self._gradients and len(optimizers) > 1:
+            raise ModelError(
+                f"{len(optimizers)} optimizers were given with Gradients(), which exchanges all gradients before the first steps; give one "
+                "optimizer of several parameter groups, or a strategy that exchanges deltas."
+            )
+        self._optimizers, self._count = optimizers, _count(optimizers)
+        self._all = frozenset(map(id, optimizers))
+        self._due = set(self._all)  # those that have not stepped since the last inner step
+        exchanged = {id(p) for fragment in training.fragments for _, p in fragment.fragment.parameters}
+        self._frozen = [p for p in _held(optimizers) if id(p) not in exchanged]
+        self._hooks = [one.register_step_pre_hook(self._steps) for one in optimizers]
+        self._hooks += [one.register_step_post_hook(self._stepped) for one in optimizers]
+
+    def exchange_gradients(self, closure: bool = False) -> None:
+        """What the driver does before the optimizer steps, now; not again in the step."""
+        began = self._training.clock()
+        self._driver.before_inner_step(closure)
+        self.seconds += self._training.clock() - began
+
+    def close(self) -> None:
+        """Hear no more."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def check(self) -> None:
+        """Raise `ModelError` if the optimizer would train what is not exchanged."""
+        if _count(self._optimizers) != self._count:
+            raise ModelError(
+                f"the optimizer held {self._count} tensors when the Replica was attached and holds {_count(self._optimizers)} now; those that "
+                f"were added would be trained here and exchanged nowhere. {_ANEW}"
+            )
+        if any(parameter.requires_grad for parameter in self._frozen):
+            shape = next(tuple(p.shape) for p in self._frozen if p.requires_grad)
+            raise ModelError(
+                f"a parameter of shape {shape} was frozen when the Replica was attached and is trained now; it would be exchanged nowhere. "
+                + _ANEW
+            )
+
+    def _steps(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.check()
+        if id(optimizer) not in self._due:
+            raise ModelError(
+                "one optimizer has stepped twice while another has not stepped once; of several that are given to a Replica each must step "
+                "once in an inner step. Step them equally often (with one GradScaler for each they may not), or give one optimizer."
+            )
+        if self._gradients and getattr(optimizer, "grad_scale", None) is not None:
+            raise ModelError(
+                "a GradScaler leaves the gradients scaled for a fused optimizer, and Gradients() would average those of unlike scales; call "
+                "scaler.unscale_(optimizer) before scaler.step(optimizer)."
+            )
+        self.exchange_gradients(any(map(callable, args[1:])) or kwargs.get("closure") is not None)
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._skipped(optimizer):
+            return
+        self._due.discard(id(optimizer))
+        if self._due:
+            return
+        self._due = set(self._all)
+        began = self._training.clock()
+        self._training.step += 1
+        self._driver.after_inner_step()
+        self.seconds += self._training.clock() - began
+
+    def _skipped(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether this step changed nothing here, at a GradScaler's word; where gradients are exchanged all have refused it and count it."""
+        found = getattr(optimizer, "found_inf", None)
+        return found is not None and not self._gradients and bool(found.item())
+
+
+def _held(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
+    return [parameter for one in optimizers for group in one.param_groups for parameter in group["params"]]
+
+
+def _count(optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """How many tensors they hold; asked at every step."""
+    return sum(len(group["params"]) for one in optimizers for group in one.param_groups)

@@ -1,0 +1,59 @@
+"""A replica's state in the form of torch.distributed.checkpoint: what it holds when a load begins must have the keys and sizes of what was saved.
+
+{"replica-1": {                  or "replica-1.shard-0", or the name of a member: many replicas may share one checkpoint
+    "0.anchor": Tensor, ...      what a fragment always has, tensor by tensor
+    "passing": bytes             safetensors: what it has at times, as deltas in the air
+    "facts": str                 JSON
+    "strategy": str}}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from thinwire.comm.group import Group
+from thinwire.errors import CheckpointError
+from thinwire.files import parsed
+from thinwire.membership.rendezvous import Membership
+from thinwire.runtime.fragment_state import passing
+
+_BESIDE = ("passing", "facts", "strategy")
+
+
+def owner(group: Group | Membership, site: Group | None) -> str:
+    """Whose state it is: of a rank in a fixed group, or of a member by its name."""
+    name = group.name if isinstance(group, Membership) else f"replica-{group.rank}"
+    return f"{name}.shard-{site.rank}" if site else name
+
+
+def packed(owner: str, strategy: object, state: tuple[dict[str, Tensor], dict[str, Any]]) -> dict[str, Any]:
+    """The `state` of the replica `owner`."""
+    tensors, facts = state
+    at_times = {name: value.detach().cpu().contiguous() for name, value in tensors.items() if passing(name)}
+    beside = (save(at_times), json.dumps(facts), repr(strategy))
+    return {owner: {name: t for name, t in tensors.items() if name not in at_times} | dict(zip(_BESIDE, beside))}
+
+
+def unpacked(owner: str, strategy: object, saved: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The other way. Raises `CheckpointError` if there is none of `owner`, or it is of another strategy, or unreadable."""
+    if owner not in saved:
+        raise CheckpointError(
+            f"the checkpoint has a state of {', '.join(map(str, saved)) or 'no replica'}, none of {owner}; resume with as many replicas as "
+            "before, each in its own place."
+        )
+    own = dict(saved[owner])
+    at_times, facts, saved_strategy = (own.pop(name, None) for name in _BESIDE)
+    if saved_strategy != repr(strategy):
+        raise CheckpointError(
+            f"the checkpoint was made by {saved_strategy}, this run uses {strategy!r}; resume with the run's own strategy."
+        )
+    try:
+        return own | load(at_times), dict(parsed(json.loads, facts))
+    except (SafetensorError, ValueError, TypeError) as error:
+        raise CheckpointError(f"the state of {owner} in the checkpoint is damaged: {error}.") from error

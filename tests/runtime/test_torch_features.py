@@ -1,0 +1,350 @@
+"""torch's own features in the loop around a Replica: each works, or is refused by name. The table in docs/torch-features.md is this one."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import thinwire as tw
+from thinwire.testing.toy import Toy, adamw, batch, fill, inner_step, same_bits, sgd, toy, weights
+
+STEPS = 9
+
+
+def trained(model):
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def loss_of(model, x, y):
+    return ((model(x) - y) ** 2).mean()
+
+
+def plain(attach, rank, make=toy, optimizer=adamw):
+    model = make()
+    made = optimizer(model)
+    with attach(model, made):
+        for step in range(1, STEPS + 1):
+            inner_step(model, made, *batch(0, rank, step))
+    return weights(model)
+
+
+def scaled(attach, rank, optimizer=adamw, unscale=False):
+    """Every replica overflows at a step of its own: what is skipped is no inner step, so all go on until they have taken as many."""
+    model, scaler, taken, number = toy(), torch.amp.GradScaler("cpu", growth_interval=1000), 0, 0
+    made = optimizer(model)
+    with attach(model, made) as replica:
+        while (taken if replica is None else replica.step) < STEPS:
+            number += 1
+            x, y = batch(0, rank, number)
+            made.zero_grad()
+            scaler.scale(loss_of(model, x * (float("inf") if number == 3 + rank else 1.0), y)).backward()
+            if unscale:
+                scaler.unscale_(made)
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            before = scaler.get_scale()
+            scaler.step(made)
+            scaler.update()
+            taken += scaler.get_scale() == before
+    assert taken < number
+    return weights(model)
+
+
+def accumulated(attach, rank):
+    model = toy()
+    optimizer = adamw(model)
+    with attach(model, optimizer):
+        for step in range(1, STEPS + 1):
+            for micro in range(3):
+                (loss_of(model, *batch(0, rank, 3 * step + micro)) / 3).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
+def several(attach, rank):
+    """Each has a schedule of its own; they step one after the other, in another order now and then."""
+    model = toy()
+    first, second = trained(model)[:4], trained(model)[4:]
+    optimizers = [torch.optim.AdamW(first, lr=0.01), torch.optim.SGD(second, lr=0.05, momentum=0.9)]
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizers[1], 0.9)
+    with attach(model, optimizers) as replica:
+        for step in range(1, STEPS + 1):
+            loss_of(model, *batch(0, rank, step)).backward()
+            for optimizer in optimizers[:: 1 if step % 2 else -1]:
+                optimizer.step()
+                optimizer.zero_grad()
+            schedule.step()
+            assert replica is None or replica.step == step
+    return weights(model)
+
+
+def closures(attach, rank):
+    model = toy()
+    optimizer = torch.optim.LBFGS(trained(model), lr=0.1, max_iter=3, history_size=2)
+
+    def closure(step):
+        optimizer.zero_grad()
+        loss = loss_of(model, *batch(0, rank, step))
+        loss.backward()
+        return loss
+
+    with attach(model, optimizer) as replica:
+        for step in range(1, STEPS + 1):
+            optimizer.step(lambda step=step: closure(step))
+        assert replica is None or replica.step == STEPS
+    return weights(model)
+
+
+def moving_average(attach, rank, agreed=True):
+    """Of the agreed weights every third step, or of the replica's own at every step."""
+    model = toy()
+    optimizer, ema = adamw(model), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    with attach(model, optimizer) as replica:
+        for step in range(1, STEPS + 1):
+            inner_step(model, optimizer, *batch(0, rank, step))
+            with replica.anchored() if agreed and replica else nullcontext():
+                if not agreed or step % 3 == 0:
+                    ema.update_parameters(model)
+    return torch.cat([weights(model), weights(ema.module)])
+
+
+class Tied(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2].weight = self.layers[0].weight
+
+
+def parametrized():
+    model = Toy()
+    for layer in model.layers:
+        parametrizations.weight_norm(layer)
+    return fill(model)
+
+
+def frozen_later(attach, rank):
+    model = toy()
+    optimizer = adamw(model)
+    with attach(model, optimizer):
+        for step in range(1, STEPS + 1):
+            model.embed.requires_grad_(step < 4)
+            inner_step(model, optimizer, *batch(0, rank, step))
+    model.embed.requires_grad_(True)
+    return weights(model)
+
+
+def unfrozen_in_phases(attach, rank):
+    """A Replica for each phase: the parameters that are trained in the second are added to the optimizer between them."""
+    model = toy()
+    model.embed.requires_grad_(False)
+    optimizer = adamw(model)
+    for phase in (1, 2):
+        with attach(model, optimizer):
+            for step in range(1, STEPS + 1):
+                inner_step(model, optimizer, *batch(phase, rank, step))
+        if phase == 1:
+            model.embed.requires_grad_(True)
+            optimizer.add_param_group({"params": model.embed.parameters(), "lr": 0.02})
+    return weights(model)
+
+
+def with_options(kind=torch.optim.AdamW, **options):
+    return lambda model: kind(trained(model), lr=0.01, **options)
+
+
+class Placed(nn.Module):
+    """A layer on each of two devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.here, self.there = nn.Linear(3, 5), nn.Linear(5, 1)
+
+    def forward(self, x):
+        return self.there(self.here(x).to(self.there.weight.device)).cpu()
+
+
+def on_two_devices(attach, rank):
+    model = fill(Placed())
+    model.there.cuda()
+    optimizer = adamw(model)
+    with attach(model, optimizer):
+        for step in range(1, STEPS + 1):
+            inner_step(model, optimizer, *batch(0, rank, step))
+    return weights(model.cpu())
+
+
+OWN, COMPILED = "EMA of own weights", "torch.compile"  # what each replica has for itself; one compiler for two threads
+FEATURES = {
+    "nothing": plain,
+    COMPILED: lambda attach, rank: plain(attach, rank, lambda: torch.compile(toy(), backend="eager")),
+    "GradScaler": scaled,
+    "GradScaler, clipped": lambda attach, rank: scaled(attach, rank, unscale=True),
+    "GradScaler, fused": lambda attach, rank: scaled(attach, rank, with_options(fused=True)),
+    "accumulation": accumulated,
+    "several optimizers": several,
+    "LBFGS": closures,
+    "EMA of the agreed weights": moving_average,
+    OWN: lambda attach, rank: moving_average(attach, rank, agreed=False),
+    "tied weights": lambda attach, rank: plain(attach, rank, lambda: fill(Tied())),
+    "parametrize": lambda attach, rank: plain(attach, rank, parametrized),
+    "foreach": lambda attach, rank: plain(attach, rank, optimizer=with_options(foreach=True)),
+    "fused": lambda attach, rank: plain(attach, rank, optimizer=with_options(fused=True)),
+    "frozen later": frozen_later,
+    "unfrozen in phases": unfrozen_in_phases,
+}
+if torch.cuda.is_available():
+    FEATURES["several devices"] = on_two_devices
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_law_11(name):
+    """One replica with Average: the bare loop's weights, bit for bit."""
+    bare = FEATURES[name](lambda model, optimizer: nullcontext(), 0)
+    (group,) = tw.ThreadGroup.create(1)
+    attached = FEATURES[name](lambda model, optimizer: tw.Replica(tw.local_sgd(every=3), model, optimizer, group), 0)
+    assert torch.isfinite(bare).all() and same_bits(attached, bare)
+
+
+@pytest.mark.parametrize("name", sorted(FEATURES.keys() - {OWN, COMPILED}))
+def test_two_replicas_end_equal(name):
+    strategy = tw.streaming_diloco(every=4, fragments=2, delay=1)
+
+    def replica(group):
+        return FEATURES[name](lambda model, optimizer: tw.Replica(strategy, model, optimizer, group), group.rank)
+
+    first, second = tw.run_threads(2, replica, timeout=600.0)
+    assert same_bits(first, second) and torch.isfinite(first).all()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_with_a_scaler(fused):
+    """A step that one replica skips, it takes at its next batch, from the same weights; a fused one that is unscaled is refused on all."""
+
+    def replica(group):
+        optimizer = with_options(fused=True) if fused else sgd
+        return scaled(
+            lambda *given: tw.Replica(tw.data_parallel(), *given, group), group.rank, optimizer, unscale=fused
+        )
+
+    assert same_bits(*tw.run_threads(2, replica, timeout=600.0))
+
+
+def test_unequal_numbers_of_steps_name_the_scaler():
+    """A loop over batches, of which one replica skips one."""
+
+    def replica(group):
+        model, scaler = toy(), torch.amp.GradScaler("cpu")
+        optimizer = adamw(model)
+        with tw.Replica(tw.local_sgd(every=4), model, optimizer, group):
+            for step in range(1, STEPS):
+                x, y = batch(0, group.rank, step)
+                optimizer.zero_grad()
+                scaler.scale(loss_of(model, x * (float("inf") if step == 3 * group.rank else 1.0), y)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+
+    with pytest.raises(tw.DisagreementError, match=r"with a GradScaler.*go on until `replica.step`"):
+        tw.run_threads(2, replica, timeout=600.0)
+
+
+def test_a_loaded_state_is_that_of_all_optimizers(tmp_path):
+    """Several optimizers are saved and loaded as one, and go on bit for bit."""
+    from thinwire import checkpoint
+
+    def train(group, folder, first, last):
+        model = toy()
+        optimizers = [with_options()(model.embed), with_options(torch.optim.RMSprop)(model.layers), adamw(model.head)]
+        optimizers.append(torch.optim.SGD([model.gain, model.nothing], lr=0.1, momentum=0.5))
+        replica = tw.Replica(tw.streaming_diloco(every=4, fragments=2, delay=2), model, optimizers, group)
+        if first > 1:
+            checkpoint.load(checkpoint.read(folder / str(group.rank) / f"step-{first - 1:08d}"), replica)
+        for step in range(first, last + 1):
+            loss_of(model, *batch(0, group.rank, step)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            if step == 5:
+                assert replica.in_flight
+                checkpoint.save(folder / str(group.rank), replica, {})
+        replica.finish()
+        return weights(model)
+
+    through = tw.run_threads(2, lambda group: train(group, tmp_path, 1, 11), timeout=600.0)
+    resumed = tw.run_threads(2, lambda group: train(group, tmp_path, 6, 11), timeout=600.0)
+    assert all(same_bits(a, b) for a, b in zip(through, resumed))
+
+
+# ---- what is refused
+
+
+def attached(strategy=tw.local_sgd(every=3), model=None, optimizer=adamw):
+    (group,) = tw.ThreadGroup.create(1)
+    model = model or toy()
+    made = optimizer(model)
+    return model, made, tw.Replica(strategy, model, made, group)
+
+
+def test_a_group_that_is_added_later_is_refused():
+    model, optimizer, replica = attached()
+    inner_step(model, optimizer, *batch(0, 0, 1))
+    before = weights(model)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    with pytest.raises(tw.ModelError, match=r"held 11 tensors when .* holds 12 now.*finish\(\) on all replicas"):
+        inner_step(model, optimizer, *batch(0, 0, 2))
+    assert same_bits(weights(model), before) and replica.step == 1, "before anything has changed"
+    replica.close()
+
+
+def test_what_is_unfrozen_later_is_refused():
+    model, optimizer, replica = attached(optimizer=lambda model: torch.optim.AdamW(model.parameters()))
+    inner_step(model, optimizer, *batch(0, 0, 1))
+    model.frozen.requires_grad_(True)
+    with pytest.raises(tw.ModelError, match=r"shape \(5,\) was frozen .* is trained now.*attach a new Replica"):
+        inner_step(model, optimizer, *batch(0, 0, 2))
+    replica.close()
+
+
+def test_what_is_no_part_of_the_model_is_refused():
+    def beside(model):
+        return torch.optim.AdamW([*trained(model), nn.Parameter(torch.ones(3, 2))])
+
+    with pytest.raises(
+        tw.ModelError, match=r"1 tensors that are not the model's .*\(3, 2\).*a module around the model"
+    ):
+        attached(optimizer=beside)
+
+
+def test_optimizers_that_step_unequally_are_refused():
+    """As in a GAN whose discriminator steps more often."""
+
+    def two(model):
+        return [
+            sgd(model.embed),
+            torch.optim.SGD([p for p in trained(model) if p not in set(model.embed.parameters())]),
+        ]
+
+    _, optimizers, replica = attached(optimizer=two)
+    optimizers[0].step()
+    with pytest.raises(tw.ModelError, match=r"stepped twice while another has not.*equally often"):
+        optimizers[0].step()
+    replica.close()
+    with pytest.raises(tw.ModelError, match=r"2 optimizers were given with Gradients\(\).*several parameter groups"):
+        attached(tw.data_parallel(), optimizer=two)
+    with pytest.raises(tw.ModelError, match=r"does not hold 2 of the model's .*embed\.weight"):
+        attached(optimizer=lambda model: two(model)[1])
+    with pytest.raises(tw.ModelError, match="empty list of optimizers"):
+        attached(optimizer=lambda model: [])
+
+
+def test_scaled_gradients_are_refused():
+    """A fused optimizer unscales inside its step, after the exchange."""
+    model, optimizer, replica = attached(tw.data_parallel(), optimizer=with_options(fused=True))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model, *batch(0, 0, 1))).backward()
+    with pytest.raises(tw.ModelError, match=r"unlike scales; call scaler.unscale_\(optimizer\) before"):
+        scaler.step(optimizer)
+    replica.close()
