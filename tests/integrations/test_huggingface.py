@@ -31,9 +31,10 @@ def test_alone_it_changes_nothing(tmp_path, options):
     assert same_bits(weights(again), due) and not same_bits(weights(again), torch.zeros_like(due))
 
 
-def test_a_skipped_step_is_an_inner_step_that_trains_nothing(tmp_path):
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])  # whose step is not called, or skips by itself
+def test_a_skipped_step_is_an_inner_step_that_trains_nothing(tmp_path, optim):
     def scaled(folder: Path, *callbacks: ThinwireCallback) -> Trainer:
-        trainer = Trainer(model(), arguments(folder), train_dataset=Tokens(), callbacks=list(callbacks))
+        trainer = Trainer(model(), arguments(folder, optim=optim), train_dataset=Tokens(), callbacks=list(callbacks))
         trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1000)
         trainer.train()
         return trainer
@@ -45,7 +46,7 @@ def test_a_skipped_step_is_an_inner_step_that_trains_nothing(tmp_path):
             steps.append(step)
 
     due, got = scaled(tmp_path / "bare"), scaled(tmp_path / "attached", ThinwireCallback(AVERAGE, observer=heard))
-    assert due.accelerator.scaler.get_scale() < 2.0**127 and due.lr_scheduler.last_epoch < STEPS  # some were skipped
+    assert due.accelerator.scaler.get_scale() < 2.0**127  # some were skipped
     assert same_bits(weights(got), weights(due)) and steps == [3, 6, 9, 12]
 
 
@@ -90,7 +91,7 @@ def test_two_processes_agree_and_nothing_else_crosses(world):
         == one["packets"]
         == STEPS // STREAMING.schedule.every * STREAMING.nbytes_per_period(zero["shapes"], 2)
     )
-    assert said.count("thinwire: 2 replicas; each sends ") == 6  # once a training
+    assert said.count("thinwire: 2 replicas; each sends ") == 5  # once a training
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ from thinwire.pieces.partition import trainable
 from thinwire.replica import Replica
 from thinwire.runtime.handshake import agree
 from thinwire.runtime.loop_warnings import silent
-from thinwire.strategy import Strategy
+from thinwire.strategy import Gradients, Strategy
 
 FOLDER = "thinwire"  # within a checkpoint of the trainer
 _REFUSED = (
@@ -112,6 +112,11 @@ class ThinwireCallback(TrainerCallback, ExportableState):
             )
         found = self._found(args, state)
         place, model, optimizer, loader = (self._place, given["model"], given["optimizer"], given["train_dataloader"])
+        if getattr(optimizer, "scaler", None) is not None and isinstance(self.strategy.signal, Gradients):
+            raise ConfigurationError(
+                "fp16 with a strategy that exchanges gradients, which each replica has scaled by a number of its own · bf16, or deltas are "
+                "needed · give bf16=True, or another strategy"
+            )
         if not self.own_data:
             _check_share(loader, place)
         self._group = self._given or place.group(args.ddp_timeout)
@@ -293,7 +298,7 @@ def told(strategy: Strategy, replica: Replica, size: int) -> str:
 
 def _count_skipped(optimizer: Any) -> None:
     """Let a step that the trainer has skipped be an inner step that changes nothing; gradients are None by now."""
-    if not getattr(optimizer, "step_was_skipped", False):
+    if getattr(optimizer, "scaler", None) is None:
         raise ConfigurationError(
             f"{type(getattr(optimizer, 'optimizer', optimizer)).__name__} was stepped, and told nobody · an optimizer whose `step` calls its "
             "hooks is needed, as all of torch do · choose another `optim`"
