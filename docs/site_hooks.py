@@ -49,10 +49,14 @@ _LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Adds the sections whose pages are found, not listed."""
-    methods = [f"methods/{path.name}" for path in sorted((ROOT / "docs/methods").glob("*.md"))]
+    methods, trainers = (
+        [f"{folder}/{path.name}" for path in sorted((ROOT / "docs" / folder).glob("*.md"))]
+        for folder in ("methods", "integrations")
+    )
     project = [page for page in PAGES.values() if page != "benchmarks.md"]
     assert config.nav is not None
-    config.nav = [*config.nav, {"Methods": methods}, {"API": list(reference())}, {"Project": project}]
+    found = [{"Your trainer": trainers}, {"Methods": methods}, {"API": list(reference())}, {"Project": project}]
+    config.nav = [*config.nav, *found]
     return config
 
 

@@ -86,6 +86,12 @@ def test_robust_regression(tmp_path):
     assert robust < 0.9 * plain and clean < robust
 
 
+def test_hugging_face_trainer(tmp_path):
+    command = ["10_hugging_face_trainer.py", "--out", str(tmp_path), "--steps", "8"]
+    sums = re.findall(r"replica \d: step 8, sum of \|weights\| ([\d.]+)", run(*command))
+    assert len(sums) == 2 and sums[0] == sums[1]
+
+
 def test_pieces():
     out = run("06_pieces.py", "--model", "100m", "--replicas", "3")
     assert "100m" not in out and out.count("(predicted)") == 5

@@ -298,7 +298,7 @@ def told(strategy: Strategy, replica: Replica, size: int) -> str:
 
 def _count_skipped(optimizer: Any) -> None:
     """Let a step that the trainer has skipped be an inner step that changes nothing; gradients are None by now."""
-    if not getattr(optimizer, "step_was_skipped", False):
+    if getattr(optimizer, "scaler", None) is None:
         raise ConfigurationError(
             f"{type(getattr(optimizer, 'optimizer', optimizer)).__name__} was stepped, and told nobody · an optimizer whose `step` calls its "
             "hooks is needed, as all of torch do · choose another `optim`"
