@@ -19,6 +19,7 @@ _ORDER = """
 errors version state rng observer files own_files
 packet kernels comm diagnosis
 codecs membership records
+metrics
 pieces report
 exchange checkpoint
 strategy catalogue parsing

@@ -29,10 +29,10 @@ least grace weigh evict link uplink timeout model job lora positions text column
 clip precision eval_every eval_batches checkpoint_every keep
 """
 OPTIONS = {
-    "train": "run_settings out resume from_start run elastic lighthouse name secret json",
+    "train": "run_settings out resume from_start run elastic lighthouse name secret log json",
     "compare": "run_settings strategies seeds out run json",
     "new": "file json",
-    "report": "runs diagnose out tensorboard json",
+    "report": "runs diagnose out log json",
     "probe": "run what out model sequence link replicas seconds trips name timeout json",
     "plan": "links machines replicas run model sequence text tokenizer tokens batch_tokens memory utilization deadline loss methods ranks "
     "degrees levels top out frontier rates json",

@@ -7,12 +7,13 @@ import dataclasses
 import inspect
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import tyro
+from rich.console import Console
 from rich.table import Table
 
 from thinwire.errors import ConfigurationError
@@ -133,6 +134,11 @@ def console(json: bool) -> Terminal:
     """Where people read: stdout, or stderr where stdout is for a machine. A file has no width: tables get room there."""
     stream = sys.stderr if json else sys.stdout
     return Terminal(file=stream, width=None if stream.isatty() else 120)
+
+
+def teller(console: Console) -> Callable[[str], object]:
+    """Prints a line, as it is."""
+    return lambda line: console.print(line, soft_wrap=True, highlight=False)
 
 
 def table(title: str) -> Table:

@@ -14,10 +14,11 @@ from thinwire.cli import options
 from thinwire.cli.pages import write_report
 from thinwire.cli.train import summary_of
 from thinwire.errors import ConfigurationError
+from thinwire.metrics.follow import following
+from thinwire.metrics.sinks import SINKS, named
 from thinwire.records.run_record import RunRecord
 from thinwire.report.diagnosis import delay_table, diagnose
 from thinwire.report.progress import compare_table
-from thinwire.report.tensorboard import export_tensorboard
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class Options:
     """Say what is wrong with one run, and where: who hangs or is slow, or which link; no page. Works while it goes on, too."""
     out: Path | None = None
     """The page. Without: report.html in the first run's folder."""
-    tensorboard: bool = False
-    """Also write each run's scalars for TensorBoard into its folder (needs thinwire[tensorboard])."""
+    log: str | None = None
+    """Also tell each run's metrics to trackers: some of wandb,mlflow,tensorboard,jsonl (thinwire docs metrics)."""
     json: bool = False
     """Stdout ends with one JSON object."""
 
@@ -41,14 +42,18 @@ def main(arguments: Sequence[str]) -> int:
     if not asked.runs:
         raise ConfigurationError("no run folder was given; write thinwire report runs/NAME, with as many as you like.")
     console = options.console(asked.json)
+    if live := [name for name in named(asked.log) if SINKS[name].live]:
+        raise ConfigurationError(
+            f"log={asked.log!r}: {live[0]} is asked while a run goes on; give it to thinwire train."
+        )
     if asked.diagnose:
         return _diagnose(asked, console)
     page = write_report(asked.runs, asked.out or asked.runs[0] / "report.html")
     records = [RunRecord.load(folder) for folder in asked.runs]
     console.print(compare_table(records))
-    if asked.tensorboard:
-        for folder in asked.runs:
-            console.print(f"tensorboard --logdir {export_tensorboard(folder)}", soft_wrap=True, highlight=False)
+    for record in records if asked.log else ():
+        with following(asked.log, record.folder, record.settings, options.teller(console)):
+            pass  # all is there: it is told at the end
     console.print(f"report: {page}", soft_wrap=True, highlight=False)
     if asked.json:
         print(json.dumps({"report": str(page), "runs": [summary_of(record) for record in records]}))

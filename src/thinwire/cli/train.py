@@ -6,7 +6,8 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,6 +22,8 @@ from thinwire.lm.job import check
 from thinwire.lm.run import Run
 from thinwire.lm.supervisor import Seat, check_seat, train_elastic
 from thinwire.lm.watch import watching
+from thinwire.metrics.follow import following
+from thinwire.metrics.sinks import named
 from thinwire.records.run_record import RunRecord, explained, text_of_privacy
 from thinwire.report.progress import Progress, final_table
 from thinwire.report.terminal import waiting
@@ -52,6 +55,8 @@ class Options:
     """With --lighthouse: this replica's name, that no other has, and kept when it comes back. replica-0 to replica-N share the text out."""
     secret: Path | None = None
     """With --lighthouse: the file with the run secret that `thinwire lighthouse --secret FILE` has made. --elastic alone makes one for itself."""
+    log: str | None = None
+    """Tell the metrics of the run to trackers: some of wandb,mlflow,tensorboard,prometheus,jsonl (thinwire docs metrics)."""
     json: bool = False
     """Progress goes to stderr; stdout ends with one JSON object."""
 
@@ -99,6 +104,7 @@ def main(arguments: Sequence[str]) -> int:
                 "carrier='elastic' under torchrun, which starts a fixed group; start it with thinwire train alone."
             )
         check_seat(asked.seat)
+    named(asked.log)
     if asked.resume and asked.out is None:
         raise ConfigurationError("--resume: the folder of the run to go on with is needed; add --out FOLDER.")
     if asked.from_start and not asked.resume:
@@ -128,7 +134,8 @@ def main(arguments: Sequence[str]) -> int:
                 f"finished already: all {run.optimizer.steps} steps; to train longer give more --steps", highlight=False
             )
         else:
-            train(run, folder, resume, console, stop, asked.seat)
+            with _told(asked, run, folder, console):
+                train(run, folder, resume, console, stop, asked.seat)
         return _finish(folder, console, asked.json, stop, asked.seat)
 
 
@@ -163,11 +170,26 @@ def _as_rank(rank: int, world: int, run: Run, asked: Options, folder: Path, cons
     if rank != 0:
         return stop.exit_code if launch.train_as_rank(run, folder, resume, stop)["stopped"] else 0
     with launch.stopping(stop):
-        with Progress(folder, run.optimizer.steps, 1, console, sharded=shards > 1) as progress:
+        with (
+            _told(asked, run, folder, console),
+            Progress(folder, run.optimizer.steps, 1, console, sharded=shards > 1) as progress,
+        ):
             progress.pass_over()
             with watching(progress.update, 0.2, "thinwire-progress"):
                 launch.train_as_rank(run, folder, resume, stop)
         return _finish(folder, console, asked.json, stop)
+
+
+@contextmanager
+def _told(asked: Options, run: Run, folder: Path, console: Console) -> Iterator[None]:
+    """Within: the trackers of --log are told what is new, about once a second, by a thread beside."""
+    with following(asked.log, folder, run.settings(), options.teller(console)) as follower:
+        if follower is None:
+            yield
+            return
+        follower.pass_over()
+        with watching(follower.update, 1.0, "thinwire-log"):
+            yield
 
 
 def _finish(folder: Path, console: Console, as_json: bool, stop: launch.Stop, seat: Seat | None = None) -> int:

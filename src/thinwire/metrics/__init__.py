@@ -1,0 +1,1 @@
+"""What a run records, told to the trackers that people look at: `--log wandb,mlflow,tensorboard,prometheus,jsonl`."""

@@ -1,0 +1,79 @@
+"""Follow the event files of a run, live or afterwards, and tell its trackers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from thinwire.metrics.sinks import Sink, named, open_sinks
+from thinwire.metrics.table import Values
+from thinwire.records.events import Event, Tail
+from thinwire.records.sessions import whole
+
+Say = Callable[[str], object]
+
+
+class Follower:
+    """Reads what is new in the event files of `folder` and writes it to `sinks`. A sink that fails is left out, and that is said once."""
+
+    def __init__(self, folder: Path, sinks: Mapping[str, Sink], say: Say) -> None:
+        self._folder, self._sinks, self._say = folder, dict(sinks), say
+        self._tails: dict[str, Tail] = {}
+        self._values: dict[str, Values] = {}
+
+    def pass_over(self) -> None:
+        """Count what earlier sessions wrote, and tell nobody: they did."""
+        for replica, event in self._events():
+            self._values[replica].take(event)
+
+    def update(self) -> None:
+        """Tell what is new. Raises nothing."""
+        for replica, event in self._events():
+            if event["event"] in ("resume", "back"):
+                step = whole(event["from_step"]) if event["event"] == "resume" else event["step"]
+                self._each(lambda sink: sink.rewind(replica, step))  # noqa: B023  # called at once
+            if changed := self._values[replica].take(event):
+                self._each(lambda sink: sink.write(replica, event["step"], changed))  # noqa: B023
+        self._each(lambda sink: sink.flush())
+
+    def close(self) -> None:
+        self.update()
+        self._each(lambda sink: sink.close())
+
+    def _events(self) -> Iterator[tuple[str, Event]]:
+        for path in sorted(self._folder.glob("events/*.jsonl")):
+            tail = self._tails.setdefault(path.stem, Tail(path))
+            self._values.setdefault(path.stem, Values())
+            try:
+                events = tail.read()
+            except OSError:  # the folder is gone, or full: the run says so
+                continue
+            for event in events:
+                yield path.stem, event
+
+    def _each(self, tell: Callable[[Sink], object]) -> None:
+        for name, sink in list(self._sinks.items()):
+            try:
+                tell(sink)
+            except Exception as error:  # whatever a tracker raises: training goes on
+                del self._sinks[name]
+                self._say(f"log: {name} failed and is left out: {type(error).__name__}: {' '.join(str(error).split())}")
+
+
+@contextmanager
+def following(log: str | None, folder: Path, settings: Mapping[str, Any], say: Say) -> Iterator[Follower | None]:
+    """Within: a follower for the trackers that `log` names, closed at the end; None for none. Raises `ConfigurationError`."""
+    asked = named(log)
+    if not asked:
+        yield None
+        return
+    sinks = open_sinks(asked, folder, settings)
+    for name, sink in sinks.items():
+        say(f"log: {name}: {sink.where}")
+    follower = Follower(folder, sinks, say)
+    try:
+        yield follower
+    finally:
+        follower.close()

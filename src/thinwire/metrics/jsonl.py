@@ -1,0 +1,31 @@
+"""RUN/metrics.jsonl: one line of JSON for each event that changes a metric. Needs no package."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class JsonLines:
+    """`{"replica": "replica-0", "step": 7, "loss": 3.1, ...}`; what is not finite is null."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], given: str) -> None:
+        path = folder / "metrics.jsonl"
+        self.where = str(path)
+        self._file = path.open("a")
+
+    def write(self, replica: str, step: int, values: Mapping[str, float]) -> None:
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._file.write(json.dumps({"replica": replica, "step": step, **finite}) + "\n")
+
+    def rewind(self, replica: str, step: int) -> None:
+        """Nothing: a step that is there twice was done again, and the later line counts."""
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,91 @@
+"""Where metrics go: a sink for each tracker, one file and one row of `SINKS` each."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from thinwire.errors import ConfigurationError
+
+
+class Sink(Protocol):
+    """One tracker, of one run. Made with the run's folder, its settings, and what stood behind `=` in `--log`."""
+
+    where: str  # where people find it
+
+    def write(self, replica: str, step: int, values: Mapping[str, float]) -> None:
+        """Metrics of `replica` (replica-0) as they are after inner step `step`."""
+
+    def rewind(self, replica: str, step: int) -> None:
+        """`replica` goes on from `step`: what it had after it is done again."""
+
+    def flush(self) -> None:
+        """Send what was written; called about once a second."""
+
+    def close(self) -> None:
+        """The run has ended."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A tracker: the module and class of its sink, and the extra that brings the package it needs."""
+
+    module: str
+    sink: str
+    extra: str = ""
+    live: bool = False  # of use only while a run goes on
+
+
+SINKS = {
+    "wandb": Row("thinwire.metrics.wandb", "Wandb", "wandb"),
+    "mlflow": Row("thinwire.metrics.mlflow", "Mlflow", "mlflow"),
+    "tensorboard": Row("thinwire.metrics.tensorboard", "TensorBoard", "tensorboard"),
+    "prometheus": Row("thinwire.metrics.prometheus", "Prometheus", "prometheus", live=True),
+    "jsonl": Row("thinwire.metrics.jsonl", "JsonLines"),
+}
+
+
+def named(log: str | None) -> dict[str, str]:
+    """The sinks that `--log` names, each with what stands behind its `=`. Raises `ConfigurationError`.
+
+    >>> named("jsonl,prometheus=9100")
+    {'jsonl': '', 'prometheus': '9100'}
+    """
+    asked = dict(part.strip().partition("=")[::2] for part in (log or "").split(",") if part.strip())
+    if unknown := [name for name in asked if name not in SINKS]:
+        raise ConfigurationError(f"log={log!r}: {', '.join(unknown)} not known; some of {','.join(SINKS)} are needed.")
+    return asked
+
+
+def open_sinks(asked: Mapping[str, str], folder: Path, settings: Mapping[str, Any]) -> dict[str, Sink]:
+    """Raises `ConfigurationError` for a package that is missing, and for a tracker that does not begin."""
+    made: dict[str, Sink] = {}
+    try:
+        for name, given in asked.items():
+            made[name] = _opened(name, given, folder, settings)
+    except BaseException:
+        for sink in made.values():
+            sink.close()
+        raise
+    return made
+
+
+def _opened(name: str, given: str, folder: Path, settings: Mapping[str, Any]) -> Sink:
+    row = SINKS[name]
+    try:
+        sink: Sink = getattr(importlib.import_module(row.module), row.sink)(folder, settings, given)
+    except ConfigurationError:
+        raise
+    except ImportError as error:
+        raise ConfigurationError(
+            f"log={name}: its package is not installed ({error}); pip install 'thinwire[{row.extra}]', or leave {name} out."
+        ) from error
+    except Exception as error:  # whatever a tracker raises
+        raise ConfigurationError(
+            f"log={name}: it does not begin ({type(error).__name__}: {' '.join(str(error).split())}); mend that, or leave {name} out: RUN/events "
+            f"holds the same numbers, and `thinwire report RUN --log {name}` sends them later."
+        ) from error
+    return sink

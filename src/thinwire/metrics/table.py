@@ -1,0 +1,85 @@
+"""The one table of metrics: each row a name, and how it follows from the events of a run (records/events.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from thinwire.records.events import Event
+from thinwire.records.sessions import finite, number
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number of one replica. A gauge is what its last event said; a counter is the sum since the run began, of all sessions: work
+    that was done again after a restart counts twice.
+    """
+
+    name: str
+    event: str
+    kind: Literal["gauge", "counter"]
+    value: Callable[[Event], float]
+    about: str
+
+
+def _field(name: str) -> Callable[[Event], float]:
+    return lambda event: number(event[name])
+
+
+METRICS = (
+    Metric("loss", "step", "gauge", _field("loss"), "training loss of an inner step"),
+    Metric("learning_rate", "step", "gauge", _field("lr"), "of the inner optimizer"),
+    Metric("gradient_norm", "step", "gauge", _field("grad_norm"), "before clipping"),
+    Metric("step_seconds", "step", "gauge", _field("compute_seconds"), "that an inner step computed"),
+    Metric("steps", "step", "counter", lambda event: 1.0, "inner steps"),
+    Metric("compute_seconds", "step", "counter", _field("compute_seconds"), "in inner steps"),
+    Metric("tokens", "step", "counter", _field("tokens"), "trained on; samples or batches of a job of your own"),
+    Metric("sent_bytes", "depart", "counter", _field("nbytes"), "packets of rounds, to all peers together"),
+    Metric(
+        "flight_seconds",
+        "flight",
+        "gauge",
+        lambda event: finite(event["end"]) - finite(event["begin"]),
+        "of a round in the air",
+    ),
+    Metric("rounds_landed", "land", "counter", lambda event: 1.0, "rounds that took effect"),
+    Metric("stall_seconds", "land", "counter", _field("stall_seconds"), "that training waited for rounds"),
+    Metric(
+        "rounds_refused", "refused", "counter", lambda event: 1.0, "rounds with NaN or infinity in somebody's delta"
+    ),
+    Metric("steps_skipped", "skip", "counter", lambda event: 1.0, "inner steps without an update"),
+    Metric("members", "round", "gauge", lambda event: float(len(event["members"])), "in the view of a round (elastic)"),
+    Metric("evaluation_loss", "eval", "gauge", _field("loss"), "of the anchors on what is held out"),
+    Metric("checkpoint_bytes", "checkpoint", "gauge", _field("nbytes"), "of the last checkpoint"),
+    Metric("warnings", "warning", "counter", lambda event: 1.0, "warnings of the run"),
+)
+
+
+class Values:
+    """What the metrics of one replica are, event after event."""
+
+    def __init__(self) -> None:
+        self.now: dict[str, float] = {}
+
+    def take(self, event: Event) -> Mapping[str, float]:
+        """The metrics that `event` changes, as they are after it."""
+        changed = {}
+        for metric in _BY_EVENT.get(event["event"], ()):
+            value = _read(metric, event)
+            if metric.kind == "counter":
+                value = self.now.get(metric.name, 0.0) + finite(value)
+            self.now[metric.name] = changed[metric.name] = value
+        return changed
+
+
+def _read(metric: Metric, event: Mapping[str, Any]) -> float:
+    try:
+        return metric.value(dict(event))
+    except TypeError:  # a foreign line
+        return float("nan")
+
+
+_BY_EVENT: dict[str, list[Metric]] = {}
+for _metric in METRICS:
+    _BY_EVENT.setdefault(_metric.event, []).append(_metric)
