@@ -17,6 +17,7 @@ VERBS = {
     "train": "train one language model on several replicas (without arguments: the demo)",
     "compare": "train with several strategies on the same tokens and seeds, and print one table",
     "report": "draw one page for one or more runs",
+    "checkpoints": "list, verify and prune the checkpoints of a run",
     "simulate": "say what a link carries, and who waits for whom, without training anything",
     "probe": "measure links and machines, for plan",
     "plan": "rank settings for given links and machines, with reasons, and write the best one's run file",
@@ -31,7 +32,7 @@ _USAGE = "\n".join(
         "",
         "usage: thinwire VERB [options]      (thinwire VERB --help says more)",
         "",
-        *(f"  {verb:<12}{text}" for verb, text in VERBS.items()),
+        *(f"  {verb:<13}{text}" for verb, text in VERBS.items()),
         "",
         "Every verb takes --json: progress goes to stderr, and stdout ends with one JSON object.",
     ]
