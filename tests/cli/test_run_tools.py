@@ -8,8 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from thinwire.checkpoint import Checkpoint, read
 from thinwire.cli import main
+from thinwire.lm.run import Run
+from thinwire.records.events import read_events
 
 SMALL = ["--model", "nano", "--batch", "1", "--sequence", "16", "--eval-batches", "1", "--carrier", "threads"]
 
@@ -89,3 +94,60 @@ def test_a_manifest_that_was_changed_is_damage(run: Path, capsys: pytest.Capture
     assert found["checkpoints"][2]["problems"] == [
         "replica-0: is damaged: manifest.json is not what was written (checksum)."
     ]
+
+
+def parts(folder: Path, replica: int, step: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], Checkpoint]:
+    path = folder / f"replica-{replica}" / f"step-{step:08d}"
+    model, inner, outer = (load_file(path / f"{name}.safetensors") for name in ("model", "inner", "outer"))
+    return model, inner, outer, read(path)
+
+
+def same(a: dict[str, Any], b: dict[str, Any], without: str = "") -> bool:
+    names = [name for name in b if not without or not name.startswith(without)]
+    return all(torch.equal(a[name], b[name]) for name in names) and set(names) <= a.keys()
+
+
+def test_a_run_goes_on_with_more_replicas_and_with_fewer(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["resume", run, "--replicas", 3, "--steps", 8, "--keep", 9]
+    summary, text = told(capsys, *asked)
+    assert (
+        "from 2 to 3 replicas at step 6: at the agreed weights begin replica 2 with the inner moments of replica 0"
+        in text
+    )
+    assert summary["steps"] == 8 and summary["replicas"] == 3 and summary["tokens"] == (2 * 6 + 3 * 2) * 16
+    ends = [read_events(run / f"events/replica-{n}.jsonl")[-1]["summary"]["weights"] for n in range(3)]
+    assert len(set(ends)) == 1
+    for rank in range(3):
+        model, inner, outer, made = parts(run / "checkpoints", rank, 6)
+        model_before, inner_before, outer_before, before = parts(run / "checkpoints-1", rank % 2, 6)
+        assert before.manifest["facts"]["flights"] and not made.manifest["facts"]["flights"]
+        assert same(outer, outer_before, "0.delta") or rank == 2
+        if rank < 2:  # all of its own is as it was
+            assert same(model, model_before) and same(inner, inner_before)
+        else:
+            anchors = [value for name, value in outer.items() if name.endswith(".anchor")]
+            values, due = (torch.cat([v.flatten() for v in one]).sort()[0] for one in (model.values(), anchors))
+            assert torch.equal(values, due) and not same(model, model_before)
+            assert same(inner, inner_before, "random") and not same(inner, inner_before)
+            assert all(torch.equal(outer[name], outer_before[name]) for name in outer if "feedback" not in name)
+    summary, text = told(capsys, "resume", run, "--replicas", 1, "--steps", 9)
+    assert "from 3 to 1 replicas at step 8: replica 1, 2 leaves" in text
+    assert summary["status"] == "finished" and summary["replicas"] == 1
+    assert summary["tokens"] == (2 * 6 + 3 * 2 + 1) * 16 and (run / "checkpoints-2/replica-2.jsonl").is_file()
+
+
+def test_another_number_needs_all_that_there_was(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Refused, and left as it was: a set that is not whole, a changed setting, a method that remembers by replica."""
+    for path in (run / "checkpoints/replica-1").iterdir():
+        (path / "inner.safetensors").unlink()
+    before = sorted(path.name for path in run.iterdir())
+    assert main(["resume", str(run), "--replicas", "3"]) == 1
+    assert "no step of which all 2 replicas have a whole checkpoint" in capsys.readouterr().err
+    assert main(["resume", str(run), "--replicas", "3", "--seed", "1"]) == 2
+    assert "begun with other settings: seed 0 there, 1 given" in capsys.readouterr().err
+    assert main(["resume"]) == 2 and "the run folder is needed first" in capsys.readouterr().err
+    assert sorted(path.name for path in run.iterdir()) == before and Run.load(run / "run.toml").placement.replicas == 2
+    for name, says in (("dgc", "dgc remembers what each replica has not sent"), ("fedavg", "fedavg remembers")):
+        Run.load(run / "run.toml").with_strategy(name).save(run / "run.toml")
+        assert main(["resume", str(run), "--replicas", "3"]) == 2
+        assert says in capsys.readouterr().err

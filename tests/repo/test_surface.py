@@ -29,6 +29,7 @@ clip precision eval_every eval_batches checkpoint_every keep
 """
 OPTIONS = {
     "train": "run_settings out resume from_start run elastic lighthouse name secret json",
+    "resume": "run_settings out resume from_start run elastic lighthouse name secret json",
     "compare": "run_settings strategies seeds out run json",
     "report": "runs diagnose out tensorboard json",
     "checkpoints": "run verify prune json",

@@ -15,6 +15,7 @@ from thinwire.version import __version__
 
 VERBS = {
     "train": "train one language model on several replicas (without arguments: the demo)",
+    "resume": "go on with a run, by its folder; with another number of replicas, too",
     "compare": "train with several strategies on the same tokens and seeds, and print one table",
     "report": "draw one page for one or more runs",
     "checkpoints": "list, verify and prune the checkpoints of a run",
