@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from thinwire.checkpoint import Checkpoint, read
 from thinwire.cli import main
 from thinwire.lm.run import Run
+from thinwire.lm.trained import trained_model
 from thinwire.records.events import read_events
 
 SMALL = ["--model", "nano", "--batch", "1", "--sequence", "16", "--eval-batches", "1", "--carrier", "threads"]
@@ -151,3 +153,54 @@ def test_another_number_needs_all_that_there_was(run: Path, capsys: pytest.Captu
         Run.load(run / "run.toml").with_strategy(name).save(run / "run.toml")
         assert main(["resume", str(run), "--replicas", "3"]) == 2
         assert says in capsys.readouterr().err
+
+
+def test_the_model_is_used_in_a_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sampled; exported, and loaded by transformers, with equal logits; trained further as a Hugging Face model; exported again."""
+    asked = ["sample", run, "line 7", "--tokens", 12, "--seed", 3]
+    said, _ = told(capsys, *asked)
+    assert said["text"].startswith("line 7") and 0 < said["tokens"] <= 12 and said["step"] is None
+    assert told(capsys, *asked)[0] == said != told(capsys, *asked[:-1], 4)[0]
+    assert main([*map(str, asked)]) == 0 and said["text"].split("\n")[0] in capsys.readouterr().out
+    assert told(capsys, "sample", run, "--tokens", 1, "--temperature", 0)[0]["tokens"] <= 1  # from nothing
+
+    told(capsys, "export", run, "--out", "hf")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained("hf")
+    spoken = transformers.AutoTokenizer.from_pretrained("hf")
+    text = "thin wires é\x01 carry\n 42"
+    tokens = spoken(text, return_tensors="pt").input_ids
+    assert tokens[0].tolist() == list(text.encode()) and spoken.decode(tokens[0]) == text
+    own = trained_model(run).model
+    with torch.no_grad():
+        assert torch.allclose(loaded(input_ids=tokens).logits, own(tokens).logits, atol=1e-4)
+    assert main(["export", str(run), "--out", "hf"]) == 2 and "is there already" in capsys.readouterr().err
+
+    told(capsys, "export", run, "--to", "safetensors", "--out", "plain")
+    assert Path("plain/model.safetensors").read_bytes() == (run / "model.safetensors").read_bytes()
+    more = [
+        *SMALL[2:],
+        "--text",
+        str(Run.load(run / "run.toml").data.text[0]),
+        "--steps",
+        "2",
+        "--checkpoint-every",
+        "1",
+    ]
+    told(capsys, "train", "--model", "hf:hf", *more, "--out", "further")
+    said, _ = told(capsys, "sample", "further", "line", "--tokens", 3)
+    assert said["text"].startswith("line")
+    told(capsys, "export", "further", "--out", "again")
+    transformers.AutoModelForCausalLM.from_pretrained("again")
+
+
+def test_a_run_that_goes_on_gives_the_weights_that_all_agree_on(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "model.safetensors").unlink()
+    found = trained_model(run)
+    assert found.step == 6
+    outer = load_file(run / "checkpoints/replica-1/step-00000006/outer.safetensors")
+    anchors = torch.cat([value for name, value in outer.items() if name.endswith(".anchor")])
+    assert torch.equal(torch.cat([p.detach().flatten() for p in found.model.parameters()]).sort()[0], anchors.sort()[0])
+    assert "this is the model of step 6" in told(capsys, "sample", run, "a", "--tokens", 2)[1]
+    shutil.rmtree(run / "checkpoints")
+    assert main(["export", str(run)]) == 2
+    assert "holds no model.safetensors yet" in capsys.readouterr().err

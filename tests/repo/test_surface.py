@@ -33,6 +33,8 @@ OPTIONS = {
     "compare": "run_settings strategies seeds out run json",
     "report": "runs diagnose out tensorboard json",
     "checkpoints": "run verify prune json",
+    "sample": "run prompt tokens temperature seed json",
+    "export": "run to out json",
     "probe": "run what out model sequence link replicas seconds trips name timeout json",
     "plan": "links machines replicas run model sequence text tokenizer tokens batch_tokens memory utilization deadline loss methods ranks "
     "degrees levels top out frontier rates json",

@@ -19,6 +19,8 @@ VERBS = {
     "compare": "train with several strategies on the same tokens and seeds, and print one table",
     "report": "draw one page for one or more runs",
     "checkpoints": "list, verify and prune the checkpoints of a run",
+    "sample": "let a run's model go on from a text",
+    "export": "write a run's model for transformers, or as a file",
     "simulate": "say what a link carries, and who waits for whom, without training anything",
     "probe": "measure links and machines, for plan",
     "plan": "rank settings for given links and machines, with reasons, and write the best one's run file",

@@ -13,7 +13,6 @@ import itertools
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -23,6 +22,7 @@ from thinwire import checkpoint
 from thinwire.checkpoint import Checkpoint
 from thinwire.errors import CheckpointError, ConfigurationError
 from thinwire.lm.run import Run
+from thinwire.lm.trained import at_the_anchors
 from thinwire.pieces.partition import Fragment
 from thinwire.records.events import being_written
 from thinwire.rng import derive
@@ -125,7 +125,7 @@ def _make(
             inner = {n: value for n, value in inner.items() if not n.startswith("random")} | {"random": own.get_state()}
             state = _without_own(state)
             if not gradients:  # there the weights are equal everywhere, and the anchors those of the start
-                model |= _at_the_anchors(model, state, fragments)
+                model |= at_the_anchors(model, state, fragments)
         checkpoint.write(into / f"replica-{rank}", manifest, (model, inner, state), keep=1)
     return found[0].step
 
@@ -156,17 +156,3 @@ def _without_own(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if not what.startswith(_OF_ONE_REPLICA):
             kept[name] = torch.zeros_like(value) if what.startswith("feedback.") else value
     return kept
-
-
-def _at_the_anchors(
-    model: Mapping[str, Tensor], state: Mapping[str, Tensor], fragments: Sequence[Fragment]
-) -> dict[str, Tensor]:
-    """The parameters that are exchanged, as the anchors have them."""
-    parameters: dict[str, Any] = {}
-    for index, fragment in enumerate(fragments):
-        begin = 0
-        for name, parameter in fragment.parameters:
-            end = begin + parameter.numel()
-            parameters[name] = state[f"{index}.anchor"][begin:end].view(parameter.shape).to(model[name].dtype)
-            begin = end
-    return parameters
