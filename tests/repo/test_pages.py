@@ -37,6 +37,8 @@ def check_thinwire(arguments: list[str], folder: Path) -> None:
     """The verb is there and takes these options; run files that are named are made first."""
     verb, *rest = arguments
     assert verb in VERBS
+    if verb == "resume":
+        verb, rest = "train", ["--resume", "--out", *rest]
     for place, argument in enumerate(rest):
         file = (
             Path(argument)

@@ -30,9 +30,13 @@ clip precision eval_every eval_batches checkpoint_every keep
 """
 OPTIONS = {
     "train": "run_settings out resume from_start run elastic lighthouse name secret log json",
+    "resume": "run_settings out resume from_start run elastic lighthouse name secret log json",
     "compare": "run_settings strategies seeds out run json",
     "new": "file json",
     "report": "runs diagnose out log json",
+    "checkpoints": "run verify prune json",
+    "sample": "run prompt tokens temperature seed json",
+    "export": "run to out json",
     "probe": "run what out model sequence link replicas seconds trips name timeout json",
     "plan": "links machines replicas run model sequence text tokenizer tokens batch_tokens memory utilization deadline loss methods ranks "
     "degrees levels top out frontier rates json",

@@ -15,9 +15,13 @@ from thinwire.version import __version__
 
 VERBS = {
     "train": "train one model on several replicas: a language model (without arguments: the demo), or a job of your own",
+    "resume": "go on with a run, by its folder; with another number of replicas, too",
     "new": "write a job file of your own to begin with: any model, any data",
     "compare": "train with several strategies on the same tokens and seeds, and print one table",
     "report": "draw one page for one or more runs",
+    "checkpoints": "list, verify and prune the checkpoints of a run",
+    "sample": "let a run's model go on from a text",
+    "export": "write a run's model for transformers, or as a file",
     "simulate": "say what a link carries, and who waits for whom, without training anything",
     "probe": "measure links and machines, for plan",
     "plan": "rank settings for given links and machines, with reasons, and write the best one's run file",
@@ -32,7 +36,7 @@ _USAGE = "\n".join(
         "",
         "usage: thinwire VERB [options]      (thinwire VERB --help says more)",
         "",
-        *(f"  {verb:<12}{text}" for verb, text in VERBS.items()),
+        *(f"  {verb:<13}{text}" for verb, text in VERBS.items()),
         "",
         "Every verb takes --json: progress goes to stderr, and stdout ends with one JSON object.",
     ]

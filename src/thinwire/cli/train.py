@@ -19,6 +19,7 @@ from thinwire.cli.pages import write_report
 from thinwire.errors import ConfigurationError, DataError
 from thinwire.lm import launch
 from thinwire.lm.job import check
+from thinwire.lm.resize import resize
 from thinwire.lm.run import Run
 from thinwire.lm.supervisor import Seat, check_seat, train_elastic
 from thinwire.lm.watch import watching
@@ -120,9 +121,11 @@ def main(arguments: Sequence[str]) -> int:
     with waiting(console, "looking at data and model"):
         model = check(run, asked.out if asked.resume else None)
         doctor.ready(run, model, here, Console(quiet=True) if place and place[0] else console)
-        del model
     if place is not None:
         return _as_rank(*place, run, asked, folder, console)
+    if asked.resume and not asked.from_start and not asked.seat and other_number(run, folder):
+        console.print(resize(run, folder, model), soft_wrap=True, highlight=False)
+    del model
     launch.new_folder(run, folder, asked.resume, asked.name or "*")
     console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
     if asked.from_start:
@@ -137,6 +140,12 @@ def main(arguments: Sequence[str]) -> int:
             with _told(asked, run, folder, console):
                 train(run, folder, resume, console, stop, asked.seat)
         return _finish(folder, console, asked.json, stop, asked.seat)
+
+
+def other_number(run: Run, folder: Path) -> bool:
+    """Whether the run in `folder` has another number of replicas."""
+    begun = folder / "run.toml"
+    return begun.exists() and Run.load(begun).placement.replicas != run.placement.replicas
 
 
 def complete(run: Run, folder: Path) -> bool:

@@ -109,7 +109,9 @@ def hugging_face(
         ) from error
 
 
-def outline(source: str | Path, vocabulary: int | None = None, device: torch.device | None = None) -> HuggingFace:
+def outline(
+    source: str | Path | PretrainedConfig, vocabulary: int | None = None, device: torch.device | None = None
+) -> HuggingFace:
     """The model that `source` names without values: its configuration alone is read (from the hub it is fetched), never weights.
 
     On the device "meta", or on the one that is given (for torch's fake tensors). Errors: as `hugging_face`.

@@ -57,6 +57,11 @@ def _named(asked: str) -> Tokenizer:
     return BPE(int(what)) if what.isdigit() else BPE.load(what)
 
 
+def tokenizer_of(data: DataSpec, model: str, folder: Path) -> Tokenizer:
+    """The tokenizer of the run in `folder`: the one that lies there, else the model's own."""
+    return _kept(data, model, folder) or make_tokenizer(data, model)
+
+
 def keep_tokenizer(folder: Path, model: str, tokenizer: Tokenizer, writer: str) -> None:
     """Write `tokenizer` to the run's folder, for those who use the model and for resuming; bytes need no file. Several replicas may do
     so at once, each as a `writer` of its own name.

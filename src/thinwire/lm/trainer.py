@@ -47,6 +47,7 @@ class Clock:
     loop_seconds: float = 0.0
     stall_seconds: float = 0.0
     trained: int = 0
+    other_steps: int = 0  # of replicas before their number changed, beyond what the number of now would have trained
     ledger: dict[str, Any] = field(default_factory=dict)  # what earlier sessions counted
 
 
@@ -329,7 +330,7 @@ class Trainer(ABC):
 
     def _tokens(self) -> int:
         """Of all replicas; of an elastic member, its own."""
-        steps = self.counted_steps * self.counted_replicas
+        steps = self.counted_steps * self.counted_replicas + self.clock.other_steps
         return round(steps * self.run.data.batch * self.run.data.sequence * self.micros)
 
     def _summary(self, stopped: bool) -> dict[str, Any]:

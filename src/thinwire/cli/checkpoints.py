@@ -1,0 +1,95 @@
+"""`thinwire checkpoints`: what a run could go on from."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from thinwire.cli import options
+from thinwire.lm.checkpoints import CheckpointSet, list_checkpoints, prune_checkpoints, replicas_of
+from thinwire.lm.run import Run
+from thinwire.records.units import text_of_nbytes
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `thinwire checkpoints` takes."""
+
+    run: tyro.conf.Positional[Path]
+    """The run folder. The run may be going on."""
+    verify: bool = False
+    """Hash every file. Without, sizes are compared."""
+    prune: int | None = None
+    """Hash every file, and delete all but the newest N whole ones."""
+    json: bool = False
+    """Stdout ends with one JSON object."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    asked = options.read(Options, "checkpoints", arguments, "List, verify and prune the checkpoints of a run.")
+    console = options.console(asked.json)
+    sets, gone = list_checkpoints(asked.run, asked.verify), []
+    run = Run.load(asked.run / "run.toml", options.advise)
+    each = run.placement.carrier == "elastic"
+    if asked.prune is not None:
+        gone = prune_checkpoints(asked.run, asked.prune, each)
+        sets = list_checkpoints(asked.run, hashes=True)
+    here = replicas_of(asked.run)
+    table = options.table("")
+    for name in ("step", "when", "size", "replicas", "state"):
+        table.add_column(name, justify="right" if name in ("step", "size") else "left", overflow="fold")
+    for one in reversed(sets):
+        table.add_row(*_row(one, len(here), each))
+    if sets:
+        console.print(table)
+    console.print(_told(asked.run, sets, len(here), run, each), soft_wrap=True, highlight=False)
+    if gone:
+        freed = text_of_nbytes(sum(one.nbytes for one in gone))
+        console.print(f"deleted {len(gone)}: {freed}", soft_wrap=True, highlight=False)
+    if asked.json:
+        print(
+            json.dumps({"checkpoints": [_facts(one, each) for one in sets], "deleted": [str(one.path) for one in gone]})
+        )
+    return 0
+
+
+def _row(one: CheckpointSet, here: int, each: bool) -> tuple[str, ...]:
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.when))
+    problems = _problems(one, each)
+    return (
+        str(one.step),
+        when,
+        text_of_nbytes(one.nbytes),
+        f"{len(one.saved)} of {here}",
+        "; ".join(problems) or "whole",
+    )
+
+
+def _problems(one: CheckpointSet, each: bool) -> list[str]:
+    """Where each replica goes on from a checkpoint of its own, none is missing."""
+    return [f"{saved.replica}: {saved.problem}" for saved in one.saved if saved.problem] if each else one.problems
+
+
+def _facts(one: CheckpointSet, each: bool) -> dict[str, object]:
+    problems = _problems(one, each)
+    return {
+        "step": one.step, "when": one.when, "nbytes": one.nbytes, "replicas": [saved.replica for saved in one.saved],
+        "whole": not problems, "problems": problems,
+    }  # fmt: skip
+
+
+def _told(folder: Path, sets: Sequence[CheckpointSet], here: int, run: Run, each: bool) -> str:
+    """From where a resume goes on."""
+    whole = [one.step for one in sets if not _problems(one, each)]
+    if not whole:
+        return "no whole checkpoint: a resume has nothing to go on from"
+    if each:
+        return "each replica goes on from the newest whole one of its own"
+    elsewhere = run.placement.replicas - len({name.split(".")[0] for name in replicas_of(folder)})
+    there = f", if the {elsewhere} of other machines have it" if here and elsewhere > 0 else ""
+    return f"a resume goes on from step {whole[-1]}{there}"

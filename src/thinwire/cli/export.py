@@ -1,0 +1,62 @@
+"""`thinwire export`: a run's model, for use elsewhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from thinwire.cli import options
+from thinwire.errors import ConfigurationError
+from thinwire.lm.apertus import save_as_apertus
+from thinwire.lm.export import draft_folder, store
+from thinwire.lm.model import Transformer
+from thinwire.lm.tokenizer import keep_tokenizer
+from thinwire.lm.trained import trained_model
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `thinwire export` takes."""
+
+    run: tyro.conf.Positional[Path]
+    """The run folder. Of a run that goes on, the newest checkpoint is taken."""
+    to: Literal["hf", "safetensors"] = "hf"
+    """hf: a folder for transformers' from_pretrained, model and tokenizer; a bundled model is an Apertus there. safetensors: under the
+    names that the model has here, for --model."""
+    out: Path | None = None
+    """The folder to write, new or empty. Without: RUN/exported-hf or RUN/exported-safetensors."""
+    json: bool = False
+    """Stdout ends with one JSON object."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    asked = options.read(Options, "export", arguments, "Write a run's model for use elsewhere.")
+    trained, out = trained_model(asked.run), asked.out or asked.run / f"exported-{asked.to}"
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigurationError(f"{out} is there already; choose another --out, or remove it.")
+    out.mkdir(parents=True, exist_ok=True)
+    hf = asked.to == "hf" or not isinstance(trained.model, Transformer)  # a model of transformers has one form
+    if hf and isinstance(trained.model, Transformer):
+        with draft_folder(out, "export") as draft:
+            save_as_apertus(draft, trained.model, trained.tokenizer)
+    else:
+        store(out, trained.spec, trained.tokenizer, trained.model, trained.model.state_dict(), "export")
+    keep_tokenizer(out, "hf:" if hf else trained.spec.model, trained.tokenizer, "export")
+    console = options.console(asked.json)
+    if trained.step is not None:
+        options.advise(f"the run has not ended: this is the model of step {trained.step}")
+    use = (
+        f'AutoModelForCausalLM.from_pretrained("{out}")'
+        if hf
+        else f"thinwire train --model {out / 'model.safetensors'}"
+    )
+    console.print(f"{out}: {use}", soft_wrap=True, highlight=False)
+    if asked.json:
+        files = sorted(path.name for path in out.iterdir())
+        print(json.dumps({"out": str(out), "files": files, "step": trained.step}))
+    return 0

@@ -1,0 +1,52 @@
+"""`thinwire sample`: what a run's model writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from thinwire.cli import options
+from thinwire.lm.model import generate
+from thinwire.lm.trained import trained_model
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `thinwire sample` takes."""
+
+    run: tyro.conf.Positional[Path]
+    """The run folder. Of a run that goes on, the newest checkpoint is taken."""
+    prompt: tyro.conf.Positional[str] = ""
+    """The text to go on from. Without: the beginning of a text."""
+    tokens: int = 200
+    """Tokens to write, at most: the end of a text ends it."""
+    temperature: float = 0.8
+    """0 takes the best token each time; more is more various."""
+    seed: int = 0
+    """Of what is drawn: the same seed gives the same text."""
+    json: bool = False
+    """Stdout ends with one JSON object."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    asked = options.read(Options, "sample", arguments, "Let a run's model go on from a text.")
+    trained = trained_model(asked.run)
+    if trained.step is not None:
+        options.advise(f"the run has not ended: this is the model of step {trained.step}")
+    tokenizer, model = trained.tokenizer, trained.model
+    prompt = [int(token) for token in tokenizer.encode(asked.prompt)]
+    language_model: Any = model
+    written = generate(language_model, prompt or [tokenizer.end], asked.tokens, asked.temperature, asked.seed)
+    if tokenizer.end in written:
+        written = written[: written.index(tokenizer.end)]
+    text = tokenizer.decode([*prompt, *written])  # together: a token may end within a letter
+    if asked.json:
+        print(json.dumps({"text": text, "tokens": len(written), "step": trained.step}))
+    else:
+        options.console(False).print(text, soft_wrap=True, highlight=False, markup=False)
+    return 0

@@ -1,0 +1,100 @@
+"""The bundled model as one of transformers: Apertus has its parts, in its order.
+
+RMSNorm before attention and MLP, QK-norm before rotary positions by halves, an MLP of two matrices, no biases. Its activation is
+a setting; ours is GELU by tanh. Learned positions are in no architecture of transformers that has the rest.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from thinwire.errors import ConfigurationError
+from thinwire.lm.huggingface import outline, save_model
+from thinwire.lm.model import EPS, MLP_FACTOR, ROTARY_BASE, Transformer
+from thinwire.lm.tokens import Bytes, Tokenizer
+
+_RENAMED = {
+    "attention_norm.scale": "attention_layernorm.weight",
+    "attention.out.weight": "self_attn.o_proj.weight",
+    "mlp_norm.scale": "feedforward_layernorm.weight",
+    "mlp.up.weight": "mlp.up_proj.weight",
+    "mlp.down.weight": "mlp.down_proj.weight",
+}
+_OUTSIDE = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "norm.scale": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
+
+
+def save_as_apertus(folder: Path, model: Transformer, tokenizer: Tokenizer) -> None:
+    """Write what `AutoModelForCausalLM.from_pretrained(folder)` reads. Raises `ConfigurationError` for learned positions, and where
+    transformers is missing.
+    """
+    shape = model.architecture
+    if shape.positions != "rotary":
+        raise ConfigurationError(
+            f"positions={shape.positions!r} with --to hf: transformers has no such model; --to safetensors writes it for `thinwire train "
+            "--model`, or train with --positions rotary."
+        )
+    try:
+        from transformers import ApertusConfig
+    except ImportError as error:
+        raise ConfigurationError(
+            "--to hf: the package transformers is needed, with its Apertus; pip install -U thinwire[hf]."
+        ) from error
+    config = ApertusConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.width,
+        intermediate_size=MLP_FACTOR * shape.width,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        hidden_act="gelu_pytorch_tanh",
+        max_position_embeddings=shape.context,
+        rms_norm_eps=EPS,
+        tie_word_embeddings=shape.tied,
+        rope_parameters={"rope_type": "default", "rope_theta": ROTARY_BASE},
+        eos_token_id=tokenizer.end,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+    weights = {f"model.{name}": value for name, value in _weights(model).items()}
+    save_model(folder, outline(config), weights, tokenizer.fingerprint)
+    if isinstance(tokenizer, Bytes):
+        _save_bytes(folder)
+
+
+def _weights(model: Transformer) -> dict[str, Tensor]:
+    """Under Apertus' names; q, k and v apart."""
+    weights: dict[str, Tensor] = {}
+    for name, value in model.state_dict().items():
+        if name in _OUTSIDE:
+            weights[_OUTSIDE[name]] = value
+            continue
+        _, number, part = name.split(".", 2)
+        layer = f"model.layers.{number}"
+        if part == "attention.qkv.weight":
+            weights |= {f"{layer}.self_attn.{kind}_proj.weight": one for kind, one in zip("qkv", value.chunk(3))}
+        elif part == "attention.qk_scale":
+            weights |= {f"{layer}.self_attn.{kind}_norm.weight": one for kind, one in zip("qk", value.chunk(2))}
+        else:
+            weights[f"{layer}.{_RENAMED[part]}"] = value
+    return weights
+
+
+def _save_bytes(folder: Path) -> None:
+    """A tokenizer whose tokens are the bytes, as `AutoTokenizer.from_pretrained(folder)` reads it."""
+    from tokenizers import Tokenizer as Fast
+    from tokenizers import decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    # the alphabet that byte-level tokenizers write bytes in: those that can be seen as themselves, the others from 256 on
+    seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    unseen = [byte for byte in range(256) if byte not in seen]
+    alphabet = {chr(byte): byte for byte in seen} | {chr(256 + n): byte for n, byte in enumerate(unseen)}
+    fast = Fast(models.BPE(vocab=alphabet, merges=[]))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    fast.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=fast).save_pretrained(str(folder))  # type: ignore[no-untyped-call]

@@ -1,0 +1,116 @@
+"""The checkpoints of a run: those of all its replicas that are here, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from thinwire.checkpoint import drop, found_in, read, step_of
+from thinwire.errors import CheckpointError, ConfigurationError
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One replica's checkpoint. `problem`: what is wrong with it; empty if nothing is. `when`: it was written, seconds since 1970."""
+
+    replica: str
+    path: Path
+    step: int
+    when: float
+    nbytes: int
+    problem: str
+
+
+@dataclass(frozen=True)
+class CheckpointSet:
+    """What the replicas of a run have of one step. A fixed group goes on from the newest step of which each has a whole one."""
+
+    step: int
+    saved: tuple[Saved, ...]
+    missing: tuple[str, ...]  # replicas that have none of this step
+
+    @property
+    def when(self) -> float:
+        return max(one.when for one in self.saved)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(one.nbytes for one in self.saved)
+
+    @property
+    def problems(self) -> list[str]:
+        """In lines; empty if all replicas that are here have a whole one."""
+        return [f"{one.replica}: {one.problem}" for one in self.saved if one.problem] + [
+            f"{name} has none" for name in self.missing
+        ]
+
+
+def replicas_of(folder: Path) -> list[str]:
+    """The replicas that have trained in this folder, by name: those of other machines are in the folders there."""
+    logs = {path.stem for path in folder.glob("events/*.jsonl")}
+    return sorted(logs | {path.name for path in folder.glob("checkpoints/*") if path.is_dir()})
+
+
+def list_checkpoints(folder: Path, hashes: bool = False) -> list[CheckpointSet]:
+    """By step, oldest first; files are hashed, or only their sizes are compared. The run may be going on.
+
+    Raises `ConfigurationError` where there is no run.
+    """
+    if not (folder / "run.toml").exists():
+        raise ConfigurationError(
+            f"{folder} holds no run: there is no run.toml in it. Give the folder that `thinwire train` wrote."
+        )
+    names = replicas_of(folder)
+    by_step: dict[int, list[Saved]] = {}
+    for name in names:
+        for saved in _of_replica(folder / "checkpoints" / name, hashes):
+            by_step.setdefault(saved.step, []).append(saved)
+    return [
+        CheckpointSet(step, tuple(saved), tuple(name for name in names if name not in {one.replica for one in saved}))
+        for step, saved in sorted(by_step.items())
+    ]
+
+
+def _of_replica(folder: Path, hashes: bool) -> Iterator[Saved]:
+    for path in found_in(folder):
+        problem = ""
+        try:
+            read(path, hashes)
+        except CheckpointError as error:
+            problem = str(error).removeprefix(f"{path} ")
+        try:
+            files = [file.stat() for file in path.iterdir()]
+            when = path.stat().st_mtime
+        except OSError:  # dropped by the run just now
+            continue
+        yield Saved(folder.name, path, step_of(path), when, sum(file.st_size for file in files), problem)
+
+
+def prune_checkpoints(folder: Path, keep: int, each: bool) -> list[Saved]:
+    """Delete all checkpoints that are older than the newest, but for the newest `keep` whole sets (of an elastic run, in which `each`
+    replica goes on from its own: the newest `keep` whole ones of each); what was deleted. Every file is hashed before.
+
+    Raises `ConfigurationError`, and deletes nothing, where there is no whole set.
+    """
+    if keep < 1:
+        raise ConfigurationError(f"--prune {keep}: at least 1 is needed; 2 keeps one for when the newest is damaged.")
+    sets = list_checkpoints(folder, hashes=True)
+    groups = [[saved for one in sets for saved in one.saved if saved.replica == name] for name in replicas_of(folder)]
+    if each:
+        whole = [[one.step for one in group if not one.problem] for group in groups]
+    else:
+        whole = [[one.step for one in sets if not one.problems]] * len(groups)
+    if not all(steps for steps, group in zip(whole, groups) if group):
+        raise ConfigurationError(
+            f"{folder} has no whole set of checkpoints, so nothing was deleted; `thinwire checkpoints {folder} --verify` says what is wrong."
+        )
+    gone = [
+        saved
+        for steps, group in zip(whole, groups)
+        for saved in group
+        if saved.step < steps[-1] and saved.step not in steps[-keep:]
+    ]
+    for saved in gone:
+        drop(saved.path)
+    return gone

@@ -1,0 +1,158 @@
+"""Let a run of a fixed group go on with another number of replicas: its newest set of checkpoints, made anew for that number.
+
+What replicas agree on (anchors, outer state, counts of rounds, what policies chose) is taken over bit for bit. A replica that
+stays keeps its weights, inner moments and what feedback held back. A new one begins at the anchors, with the inner moments of a
+donor: fresh ones would make the next steps as large as the first of a run, at a learning rate that is past its warm-up. Rounds
+in the air had other members, so they are dropped as a failed round is: what they carried is still in the weights of those that
+stay, and travels in the next delta.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from thinwire import checkpoint
+from thinwire.checkpoint import Checkpoint
+from thinwire.errors import CheckpointError, ConfigurationError
+from thinwire.lm.run import Run
+from thinwire.lm.trained import at_the_anchors
+from thinwire.pieces.partition import Fragment
+from thinwire.records.events import being_written
+from thinwire.rng import derive
+from thinwire.runtime.fragment_state import DROPPED
+from thinwire.strategy import Gradients, Strategy
+
+_OF_ONE_REPLICA = ("deviation", "own", "deviation_outer.", "delta")  # what a new replica has not
+
+
+def resize(run: Run, folder: Path, model: nn.Module) -> str:
+    """Make the checkpoints in `folder` those of `run`, which differs in its number of replicas, and write its run file; what was
+    done, in a line. The checkpoints of before are set aside, as checkpoints-1. `model`: the run's, without values.
+
+    Raises `ConfigurationError`, `CheckpointError`, and leaves everything as it was, where that cannot be.
+    """
+    before = Run.load(folder / "run.toml")
+    old, new = before.placement.replicas, run.placement.replicas
+    if other := run.unlike(before.changed(replicas=new)):
+        raise ConfigurationError(f"{folder} was begun with other settings: {other}. Resume with the run's own.")
+    if any(being_written(path) for path in folder.glob("events/*.jsonl")):
+        raise ConfigurationError(f"a run is going on in {folder}; wait until it has stopped.")
+    if run.placement.carrier == "elastic":
+        before.changed(replicas=new).save(folder / "run.toml")
+        return f"from {old} to {new} replicas: who is new takes over what the others hold; the text is split anew"
+    made = folder / f".checkpoints-of-{new}"
+    if made.is_dir() and not (folder / "checkpoints").exists():  # killed between the two renames
+        made.rename(folder / "checkpoints")
+    strategy = None if run.make_method() else run.make_strategy()
+    if strategy is None or strategy.filters:
+        raise ConfigurationError(
+            f"{old} replicas there, {new} given: {run.method.label} remembers what each replica has not sent; resume with {old}."
+        )
+    shutil.rmtree(made, ignore_errors=True)  # of one that was killed
+    step = _make(made, _newest_set(folder, old), new, strategy, strategy.partition.fragments(model), run.seed)
+    aside = next(path for n in itertools.count(1) if not (path := folder / f"checkpoints-{n}").exists())
+    (folder / "checkpoints").rename(aside)
+    made.rename(folder / "checkpoints")
+    before.changed(replicas=new).save(folder / "run.toml")
+    for rank in range(new, old):  # a log without an end would read as a replica that was killed
+        (folder / f"events/replica-{rank}.jsonl").rename(aside / f"replica-{rank}.jsonl")
+    return _line(old, new, step, aside.name)
+
+
+def _line(old: int, new: int, step: int, aside: str) -> str:
+    if new > old:
+        who = ", ".join(f"replica {rank} with the inner moments of replica {rank % old}" for rank in range(old, new))
+        what = f"at the agreed weights begin {who}"
+    else:
+        gone = ", ".join(map(str, range(new, old)))
+        what = f"replica {gone} leaves, and what it had trained since its last rounds is lost"
+    return (
+        f"from {old} to {new} replicas at step {step}: {what}; rounds in the air are dropped and travel again; the text is split anew, "
+        f"and until each has read its part once some of it may come twice or not at all; the checkpoints of before are in {aside}"
+    )
+
+
+def _newest_set(folder: Path, replicas: int) -> list[Checkpoint]:
+    """The newest step of which all have a whole checkpoint."""
+    if any(folder.glob("checkpoints/*.shard-*")):
+        raise ConfigurationError(
+            f"{folder} holds sharded replicas: resume with {replicas} replicas, as the run has; whole ones alone can be made more or fewer."
+        )
+    found: list[dict[int, Checkpoint]] = []
+    for rank in range(replicas):
+        own = dict[int, Checkpoint]()
+        for path in checkpoint.found_in(folder / "checkpoints" / f"replica-{rank}"):
+            try:
+                own[checkpoint.step_of(path)] = checkpoint.read(path)
+            except CheckpointError:
+                continue
+        found.append(own)
+    common = set[int].intersection(*map(set, found))
+    if not common:
+        raise CheckpointError(
+            f"{folder} has no step of which all {replicas} replicas have a whole checkpoint, and another number is made of all of them; "
+            f"bring them into one folder (thinwire checkpoints {folder} --verify), or resume with {replicas} replicas."
+        )
+    return [own[max(common)] for own in found]
+
+
+def _make(
+    into: Path, found: Sequence[Checkpoint], new: int, strategy: Strategy, fragments: Sequence[Fragment], seed: int
+) -> int:
+    """Write the set for `new` replicas; its step."""
+    outer = [load_file(one.path / "outer.safetensors") for one in found]
+    _check_memory(strategy, fragments, outer, new)
+    gradients = isinstance(strategy.signal, Gradients)
+    for rank in range(new):
+        donor = rank % len(found)
+        manifest, facts = dict(found[donor].manifest), dict(found[donor].manifest["facts"])
+        since = [DROPPED if str(index) in facts["flights"] else value for index, value in enumerate(facts["since"])]
+        manifest["facts"] = facts | {"flights": {}, "since": since}
+        model, inner = (load_file(found[donor].path / f"{name}.safetensors") for name in ("model", "inner"))
+        state = {name: value for name, value in outer[donor].items() if name.split(".", 1)[1] != "delta"}
+        notes = manifest["notes"]
+        other = notes.get("other_steps", 0) + (len(found) - new) * found[0].step
+        manifest["notes"] = ({} if rank >= len(found) else notes) | {"other_steps": other}
+        if rank >= len(found):
+            own = torch.Generator().manual_seed(derive(seed, "random state", rank, found[0].step) % 2**63)
+            inner = {n: value for n, value in inner.items() if not n.startswith("random")} | {"random": own.get_state()}
+            state = _without_own(state)
+            if not gradients:  # there the weights are equal everywhere, and the anchors those of the start
+                model |= at_the_anchors(model, state, fragments)
+        checkpoint.write(into / f"replica-{rank}", manifest, (model, inner, state), keep=1)
+    return found[0].step
+
+
+def _check_memory(
+    strategy: Strategy, fragments: Sequence[Fragment], outer: Sequence[Mapping[str, Tensor]], new: int
+) -> None:
+    """What an exchange remembers can be taken over where it is agreed, and of the same size for any number of replicas."""
+    for index, fragment in enumerate(fragments):
+        prefix = f"{index}.exchange."
+        held = [{n.removeprefix(prefix): t for n, t in one.items() if n.startswith(prefix)} for one in outer]
+        alike = all(one.keys() == held[0].keys() and all(torch.equal(one[n], held[0][n]) for n in one) for one in held)
+        codec = strategy.codec.fitted(fragment.shapes)
+        due = [strategy.exchange.init(codec, fragment.numel, rank, new) for rank in range(new)]
+        fits = all({n: t.numel() for n, t in one.items()} == {n: t.numel() for n, t in held[0].items()} for one in due)
+        if not alike or not fits:
+            raise ConfigurationError(
+                f"{new} replicas given, {len(outer)} there: {strategy.exchange} remembers what each replica has not sent, which depends on "
+                f"their number; resume with {len(outer)}."
+            )
+
+
+def _without_own(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a new replica has of a donor's state: what is agreed; it has held nothing back."""
+    kept: dict[str, Tensor] = {}
+    for name, value in state.items():
+        what = name.split(".", 1)[1]
+        if not what.startswith(_OF_ONE_REPLICA):
+            kept[name] = torch.zeros_like(value) if what.startswith("feedback.") else value
+    return kept

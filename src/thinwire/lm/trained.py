@@ -1,0 +1,91 @@
+"""The model of a run, as far as it is trained: what `thinwire sample` and `thinwire export` use."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from thinwire.checkpoint import Checkpoint, newest
+from thinwire.errors import ConfigurationError
+from thinwire.lm.adapters import merged
+from thinwire.lm.export import stored_model
+from thinwire.lm.huggingface import hugging_face
+from thinwire.lm.run import Run
+from thinwire.lm.settings import ModelSpec
+from thinwire.lm.setup import make_model
+from thinwire.lm.tokenizer import tokenizer_of
+from thinwire.lm.tokens import Tokenizer
+from thinwire.pieces.partition import Fragment
+from thinwire.strategy import Gradients
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model, its tokenizer and what it was made of (adapters merged). `step`: of the checkpoint; None for a run that has ended."""
+
+    model: nn.Module
+    tokenizer: Tokenizer
+    spec: ModelSpec
+    step: int | None
+
+
+def trained_model(folder: Path) -> TrainedModel:
+    """The model that the run in `folder` has left; of one that goes on, or was killed, the anchors of its newest whole checkpoint.
+
+    Raises `ConfigurationError` where there is none, `ModelError`, `CheckpointError`.
+    """
+    if not (folder / "run.toml").exists():
+        raise ConfigurationError(
+            f"{folder} holds no run: there is no run.toml in it. Give the folder that `thinwire train` wrote."
+        )
+    run = Run.load(folder / "run.toml")
+    tokenizer, spec = tokenizer_of(run.data, run.model.model, folder), dataclasses.replace(run.model, lora=None)
+    file = folder / "model.safetensors"
+    if file.exists():
+        hf = run.model.model.startswith("hf:")
+        model: nn.Module = hugging_face(folder) if hf else stored_model(file, tokenizer.vocabulary, run.data.sequence)
+        return TrainedModel(model.eval(), tokenizer, spec, None)
+    found = [one for own in sorted(folder.glob("checkpoints/*")) if (one := newest(own)[0]) and "shard" not in own.name]
+    if not found or run.make_method():
+        raise ConfigurationError(
+            f"{folder} holds no model.safetensors yet, and no checkpoint of whole replicas from which its model could be read; wait for "
+            "its first checkpoint, or for its end."
+        )
+    saved = max(found, key=lambda one: one.step)
+    adapted = make_model(run.model, run.data.sequence, run.seed, tokenizer.vocabulary)
+    weights = agreed_weights(run, saved, adapted)
+    model = adapted
+    if run.model.lora:
+        model = make_model(spec, run.data.sequence, run.seed, tokenizer.vocabulary)
+        weights = merged(adapted, adapted.state_dict() | weights)
+    model.load_state_dict(weights, strict=False)  # tied ones are saved once
+    return TrainedModel(model.eval(), tokenizer, spec, saved.step)
+
+
+def agreed_weights(run: Run, saved: Checkpoint, model: nn.Module) -> dict[str, Tensor]:
+    """Of a checkpoint, the weights that all replicas agree on, beside buffers and what is frozen."""
+    weights: dict[str, Tensor] = load_file(saved.path / "model.safetensors")
+    strategy = run.make_strategy()
+    if isinstance(strategy.signal, Gradients):  # there the weights are equal everywhere
+        return weights
+    state = load_file(saved.path / "outer.safetensors")
+    return weights | at_the_anchors(weights, state, strategy.partition.fragments(model))
+
+
+def at_the_anchors(
+    model: Mapping[str, Tensor], state: Mapping[str, Tensor], fragments: Sequence[Fragment]
+) -> dict[str, Tensor]:
+    """The parameters that are exchanged, as the anchors of a checkpoint's `state` have them, in the types of `model`."""
+    parameters: dict[str, Tensor] = {}
+    for index, fragment in enumerate(fragments):
+        begin = 0
+        for name, parameter in fragment.parameters:
+            end = begin + parameter.numel()
+            parameters[name] = state[f"{index}.anchor"][begin:end].view(parameter.shape).to(model[name].dtype)
+            begin = end
+    return parameters

@@ -1,0 +1,206 @@
+"""Verbs around a run, on one that was trained by `thinwire train`: checkpoints, sample, export, resume with another number."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from thinwire.checkpoint import Checkpoint, read
+from thinwire.cli import main
+from thinwire.lm.run import Run
+from thinwire.lm.trained import trained_model
+from thinwire.records.events import read_events
+
+SMALL = ["--model", "nano", "--batch", "1", "--sequence", "16", "--eval-batches", "1", "--carrier", "threads"]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def one_cache(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: cache)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+    """A run of six steps of two replicas with checkpoints of steps 2, 4 and 6, rounds in the air at each; not to be changed."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text.txt").write_text("".join(f"line {i}: {i * i % 97} thin wires carry {i}\n" for i in range(3000)))
+    options = ["--steps", "6", "--every", "2", "--delay", "1", "--fragments", "1", "--checkpoint-every", "2"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("thinwire.lm.data.default_cache", lambda: cache)
+        assert main(["train", *SMALL, *options, "--text", str(folder / "text.txt"), "--out", str(folder / "run")]) == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[dict[str, Any], str]:
+    """What a verb says: its JSON, and the text for people."""
+    capsys.readouterr()
+    assert main([*map(str, arguments), "--json"]) == 0
+    said = capsys.readouterr()
+    return json.loads(said.out), said.err
+
+
+def test_checkpoints_are_listed_verified_and_pruned(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found, text = told(capsys, "checkpoints", run)
+    assert [(one["step"], one["whole"], one["replicas"]) for one in found["checkpoints"]] == [
+        (step, True, ["replica-0", "replica-1"]) for step in (2, 4, 6)
+    ]
+    assert "a resume goes on from step 6" in text and "2 of 2" in text
+    damaged = run / "checkpoints/replica-1/step-00000006/outer.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-3] ^= 1
+    damaged.write_bytes(content)
+    assert "goes on from step 6" in told(capsys, "checkpoints", run)[1]  # sizes are right
+    found, text = told(capsys, "checkpoints", run, "--verify")
+    assert not found["checkpoints"][2]["whole"] and "a resume goes on from step 4" in text
+    assert found["checkpoints"][2]["problems"] == [
+        "replica-1: is damaged: outer.safetensors is not what was written (size or checksum)."
+    ]
+    shutil.rmtree(run / "checkpoints/replica-0/step-00000002")
+    assert told(capsys, "checkpoints", run)[0]["checkpoints"][0]["problems"] == ["replica-0 has none"]
+    found, _ = told(
+        capsys, "checkpoints", run, "--prune", "1"
+    )  # what is newer than the newest whole one may be in the making
+    assert [one["step"] for one in found["checkpoints"]] == [4, 6] and len(found["deleted"]) == 1
+    assert sorted(path.name for path in (run / "checkpoints/replica-1").iterdir()) == ["step-00000004", "step-00000006"]
+    shutil.rmtree(run / "checkpoints/replica-0")
+    assert main(["checkpoints", str(run), "--prune", "1"]) == 2
+    assert "has no whole set of checkpoints, so nothing was deleted" in capsys.readouterr().err
+    assert main(["checkpoints", "nothing"]) == 2
+
+
+def test_a_manifest_that_was_changed_is_damage(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own hash covers facts and notes, which no file's hash does."""
+    manifest = run / "checkpoints/replica-0/step-00000006/manifest.json"
+    said = json.loads(manifest.read_text())
+    said["facts"]["rounds"][0] += 1
+    manifest.write_text(json.dumps(said))
+    found, _ = told(capsys, "checkpoints", run)
+    assert found["checkpoints"][2]["problems"] == [
+        "replica-0: is damaged: manifest.json is not what was written (checksum)."
+    ]
+
+
+def parts(folder: Path, replica: int, step: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], Checkpoint]:
+    path = folder / f"replica-{replica}" / f"step-{step:08d}"
+    model, inner, outer = (load_file(path / f"{name}.safetensors") for name in ("model", "inner", "outer"))
+    return model, inner, outer, read(path)
+
+
+def same(a: dict[str, Any], b: dict[str, Any], without: str = "") -> bool:
+    names = [name for name in b if not without or not name.startswith(without)]
+    return all(torch.equal(a[name], b[name]) for name in names) and set(names) <= a.keys()
+
+
+def test_a_run_goes_on_with_more_replicas_and_with_fewer(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["resume", run, "--replicas", 3, "--steps", 8, "--keep", 9]
+    summary, text = told(capsys, *asked)
+    assert (
+        "from 2 to 3 replicas at step 6: at the agreed weights begin replica 2 with the inner moments of replica 0"
+        in text
+    )
+    assert summary["steps"] == 8 and summary["replicas"] == 3 and summary["tokens"] == (2 * 6 + 3 * 2) * 16
+    ends = [read_events(run / f"events/replica-{n}.jsonl")[-1]["summary"]["weights"] for n in range(3)]
+    assert len(set(ends)) == 1
+    for rank in range(3):
+        model, inner, outer, made = parts(run / "checkpoints", rank, 6)
+        model_before, inner_before, outer_before, before = parts(run / "checkpoints-1", rank % 2, 6)
+        assert before.manifest["facts"]["flights"] and not made.manifest["facts"]["flights"]
+        assert same(outer, outer_before, "0.delta") or rank == 2
+        if rank < 2:  # all of its own is as it was
+            assert same(model, model_before) and same(inner, inner_before)
+        else:
+            anchors = [value for name, value in outer.items() if name.endswith(".anchor")]
+            values, due = (torch.cat([v.flatten() for v in one]).sort()[0] for one in (model.values(), anchors))
+            assert torch.equal(values, due) and not same(model, model_before)
+            assert same(inner, inner_before, "random") and not same(inner, inner_before)
+            assert all(torch.equal(outer[name], outer_before[name]) for name in outer if "feedback" not in name)
+    summary, text = told(capsys, "resume", run, "--replicas", 1, "--steps", 9)
+    assert "from 3 to 1 replicas at step 8: replica 1, 2 leaves" in text
+    assert summary["status"] == "finished" and summary["replicas"] == 1
+    assert summary["tokens"] == (2 * 6 + 3 * 2 + 1) * 16 and (run / "checkpoints-2/replica-2.jsonl").is_file()
+
+
+def test_another_number_needs_all_that_there_was(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Refused, and left as it was: a set that is not whole, a changed setting, a method that remembers by replica."""
+    for path in (run / "checkpoints/replica-1").iterdir():
+        (path / "inner.safetensors").unlink()
+    before = sorted(path.name for path in run.iterdir())
+    assert main(["resume", str(run), "--replicas", "3"]) == 1
+    assert "no step of which all 2 replicas have a whole checkpoint" in capsys.readouterr().err
+    assert main(["resume", str(run), "--replicas", "3", "--seed", "1"]) == 2
+    assert "begun with other settings: seed 0 there, 1 given" in capsys.readouterr().err
+    assert main(["resume"]) == 2 and "the run folder is needed first" in capsys.readouterr().err
+    assert sorted(path.name for path in run.iterdir()) == before and Run.load(run / "run.toml").placement.replicas == 2
+    for name, says in (("dgc", "dgc remembers what each replica has not sent"), ("fedavg", "fedavg remembers")):
+        Run.load(run / "run.toml").with_strategy(name).save(run / "run.toml")
+        assert main(["resume", str(run), "--replicas", "3"]) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_the_model_is_used_in_a_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sampled; exported, and loaded by transformers, with equal logits; trained further as a Hugging Face model; exported again."""
+    asked = ["sample", run, "line 7", "--tokens", 12, "--seed", 3]
+    said, _ = told(capsys, *asked)
+    assert said["text"].startswith("line 7") and 0 < said["tokens"] <= 12 and said["step"] is None
+    assert told(capsys, *asked)[0] == said != told(capsys, *asked[:-1], 4)[0]
+    assert main([*map(str, asked)]) == 0 and said["text"].split("\n")[0] in capsys.readouterr().out
+    assert told(capsys, "sample", run, "--tokens", 1, "--temperature", 0)[0]["tokens"] <= 1  # from nothing
+
+    told(capsys, "export", run, "--out", "hf")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained("hf")
+    spoken = transformers.AutoTokenizer.from_pretrained("hf")
+    text = "thin wires é\x01 carry\n 42"
+    tokens = spoken(text, return_tensors="pt").input_ids
+    assert tokens[0].tolist() == list(text.encode()) and spoken.decode(tokens[0]) == text
+    own = trained_model(run).model
+    with torch.no_grad():
+        assert torch.allclose(loaded(input_ids=tokens).logits, own(tokens).logits, atol=1e-4)
+    assert main(["export", str(run), "--out", "hf"]) == 2 and "is there already" in capsys.readouterr().err
+
+    told(capsys, "export", run, "--to", "safetensors", "--out", "plain")
+    assert Path("plain/model.safetensors").read_bytes() == (run / "model.safetensors").read_bytes()
+    more = [
+        *SMALL[2:],
+        "--text",
+        str(Run.load(run / "run.toml").data.text[0]),
+        "--steps",
+        "2",
+        "--checkpoint-every",
+        "1",
+    ]
+    told(capsys, "train", "--model", "hf:hf", *more, "--out", "further")
+    said, _ = told(capsys, "sample", "further", "line", "--tokens", 3)
+    assert said["text"].startswith("line")
+    told(capsys, "export", "further", "--out", "again")
+    transformers.AutoModelForCausalLM.from_pretrained("again")
+
+
+def test_a_run_that_goes_on_gives_the_weights_that_all_agree_on(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "model.safetensors").unlink()
+    found = trained_model(run)
+    assert found.step == 6
+    outer = load_file(run / "checkpoints/replica-1/step-00000006/outer.safetensors")
+    anchors = torch.cat([value for name, value in outer.items() if name.endswith(".anchor")])
+    assert torch.equal(torch.cat([p.detach().flatten() for p in found.model.parameters()]).sort()[0], anchors.sort()[0])
+    assert "this is the model of step 6" in told(capsys, "sample", run, "a", "--tokens", 2)[1]
+    shutil.rmtree(run / "checkpoints")
+    assert main(["export", str(run)]) == 2
+    assert "holds no model.safetensors yet" in capsys.readouterr().err
