@@ -33,7 +33,7 @@ from thinwire.integrations.traffic import told
 from thinwire.observer import Observer
 from thinwire.pieces.partition import trainable
 from thinwire.replica import Replica
-from thinwire.runtime.handshake import agree
+from thinwire.runtime.handshake import compare_settings
 from thinwire.runtime.loop_warnings import silent
 from thinwire.strategy import Gradients, Strategy
 
@@ -121,7 +121,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         if not self.own_data:
             _check_share(loader, place)
         self._group = self._given or place.group(args.ddp_timeout)
-        agree(self._group, _facts(state, loader, self.own_data))
+        compare_settings(self._group, _facts(state, loader, self.own_data))
         if found:  # equal everywhere, so that no weights travel; what was saved follows
             with torch.no_grad():
                 for _name, parameter in trainable(model):

@@ -36,7 +36,7 @@ from thinwire.integrations.traffic import gradient_nbytes, told
 from thinwire.observer import Observer
 from thinwire.pieces.partition import trainable
 from thinwire.replica import Replica
-from thinwire.runtime.handshake import agree
+from thinwire.runtime.handshake import compare_settings
 from thinwire.runtime.loop_warnings import silent
 from thinwire.strategy import Gradients, Strategy
 
@@ -101,7 +101,7 @@ class ThinwireCallback(Callback):
         """Meet the other replicas."""
         self._group = self._given or _meet(self.rank, self.replicas)
         facts = {"max_steps": trainer.max_steps, "max_epochs": trainer.max_epochs}
-        agree(self._group, facts | {"accumulate_grad_batches": trainer.accumulate_grad_batches})
+        compare_settings(self._group, facts | {"accumulate_grad_batches": trainer.accumulate_grad_batches})
         _check_folders(trainer, self._group)
         if self._loaded.get("epoch over"):  # then the data loader, which draws when it begins, comes after
             torch.set_rng_state(self._loaded["random"].cpu())
@@ -111,7 +111,7 @@ class ThinwireCallback(Callback):
         assert self._group is not None
         if not self.own_data:
             _check_share(trainer, self.rank, self.replicas)
-        agree(self._group, {"batches of an epoch": str(trainer.num_training_batches), "step": trainer.global_step})
+        compare_settings(self._group, {"batches of an epoch": str(trainer.num_training_batches), "step": trainer.global_step})
         found = self._found()
         own = {name: p.detach().clone() for name, p in trainable(pl_module)} | found.get("own", {}) if found else {}
         with torch.no_grad():
