@@ -97,4 +97,4 @@ def _save_bytes(folder: Path) -> None:
     fast = Fast(models.BPE(vocab=alphabet, merges=[]))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     fast.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=fast).save_pretrained(str(folder))  # type: ignore[no-untyped-call]
+    PreTrainedTokenizerFast(tokenizer_object=fast).save_pretrained(str(folder))
