@@ -315,4 +315,6 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # a thread may still build a gloo group that nobody answers, which cannot be ended
+    os._exit(
+        code
+    )  # gloo's own threads may still wait for a dead peer: what comes back while Python ends aborts the process
