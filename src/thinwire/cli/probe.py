@@ -74,8 +74,8 @@ def main(arguments: Sequence[str]) -> int:
     place = launch.torchrun_place()
     if place is None and emulated is None and asked.what == "links":
         raise ConfigurationError(
-            "links lie between replicas: start one process on each machine by torchrun (thinwire docs plan), or give --link 50mbit,30ms "
-            "to see an emulated one measured."
+            "a link needs two replicas: start one process on each machine with torchrun (thinwire docs plan), or give --link 50mbit,30ms "
+            "to measure an emulated link."
         )
     asked.out.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {}

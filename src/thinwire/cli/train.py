@@ -60,8 +60,8 @@ class Options:
         if (self.lighthouse is None) != (self.name is None):
             given, needed = ("--lighthouse", "--name") if self.name is None else ("--name", "--lighthouse")
             raise ConfigurationError(
-                f"{given} without {needed}: one replica of a run elsewhere is --lighthouse HOST:PORT --name NAME; "
-                "for all replicas on this machine, --elastic alone."
+                f"{given} without {needed}: to join a run on another machine, give --lighthouse HOST:PORT --name NAME; "
+                "to start all replicas here, give --elastic alone."
             )
         if self.secret and self.lighthouse is None:
             raise ConfigurationError("--secret without --lighthouse: a run on one machine makes its own; leave it out.")
@@ -100,9 +100,11 @@ def main(arguments: Sequence[str]) -> int:
             )
         check_seat(asked.seat)
     if asked.resume and asked.out is None:
-        raise ConfigurationError("--resume: the folder of the run to go on with is needed; add --out FOLDER.")
+        raise ConfigurationError("--resume: the folder of the run to resume is needed; add --out FOLDER.")
     if asked.from_start and not asked.resume:
-        raise ConfigurationError("--from-start without --resume: a run that is new begins at the first step anyway.")
+        raise ConfigurationError(
+            "--from-start without --resume: a new run begins at the first step anyway; leave it out."
+        )
     folder = asked.out or Path("runs") / f"{_label(run)}-{time.strftime('%Y%m%d-%H%M%S')}"
     if demo:
         console.print(

@@ -257,7 +257,7 @@ class Placement(_Part):
         """Raise `ConfigurationError` if `strategy`, called `label`, cannot run among replicas that come and go."""
         if not isinstance(strategy, Strategy):
             raise ConfigurationError(
-                f"strategy={label} with carrier='elastic': a method with a loop of its own trains with a fixed group; "
+                f"strategy={label} with carrier='elastic': a method with its own loop trains in a fixed group; "
                 "leave --elastic out, or choose a recipe."
             )
         elastic.check(strategy)
