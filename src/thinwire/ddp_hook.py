@@ -20,11 +20,10 @@ from thinwire.comm.group import Group
 from thinwire.errors import CheckpointError, ConfigurationError
 from thinwire.own_files import digests
 from thinwire.pieces.partition import Fragment, Whole, trainable
-from thinwire.runtime.fragment_state import FragmentState, hold
+from thinwire.runtime.fragment_state import FragmentState, RoundUpdate, hold
 from thinwire.runtime.gradient_driver import Stepped
 from thinwire.runtime.handshake import compare_settings
 from thinwire.runtime.pipeline import RoundPipeline
-from thinwire.runtime.update import RoundUpdate
 from thinwire.strategy import Gradients, Strategy
 
 

@@ -15,6 +15,7 @@ COPIED = (
     "src",
     "tests/conftest.py",
     *("tests/support", "tests/pieces", "tests/codecs", "tests/laws", "tests/repo/test_layers.py"),
+    "docs/code_map.py",
     "docs/tables.py",
     "docs/recipes.py",
     "docs/pieces.md",

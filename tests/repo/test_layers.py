@@ -6,6 +6,7 @@ import ast
 import re
 from pathlib import Path
 
+import code_map
 import pytest
 
 import thinwire
@@ -15,7 +16,7 @@ FILES = sorted(path.relative_to(HOUSE).as_posix() for path in HOUSE.rglob("*.py"
 
 # From the ground up: a room imports only from rooms before it, and files of one room from each other.
 _ORDER = """
-errors version state rng observer printable files own_files
+errors version state rng observer files own_files
 packet kernels comm diagnosis
 codecs membership records
 pieces report
@@ -84,6 +85,22 @@ def test_imports_go_down(file):
         other = room(module)
         assert other in ROOMS, f"{file} imports the house itself, not a room"
         assert ROOMS.index(other) <= ROOMS.index(own), f"{file} imports {module}, which is above it"
+
+
+def test_the_house_is_small():
+    """Packages and modules at the top level, and the longest way down from one to the ground."""
+    assert len(ROOMS) <= 33 and len(set(code_map.floors(code_map.imports()).values())) <= 13
+
+
+def test_no_circle_of_files():
+    """Also none of types alone, below `if TYPE_CHECKING`; what a package's __init__.py hands on aside."""
+    names = {file.removesuffix(".py").replace("/", "."): file for file in FILES if not file.endswith("__init__.py")}
+    graph = {
+        name: {other.removeprefix("thinwire.") for other in imports(file)} & names.keys()
+        for name, file in names.items()
+        if name != "__main__"
+    }
+    code_map.floors(graph)
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from thinwire.errors import ThinwireError
-from thinwire.printable import printable_lines
+from thinwire.records.printable import printable_lines
 from thinwire.version import __version__
 
 VERBS = {

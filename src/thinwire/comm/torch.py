@@ -288,19 +288,25 @@ class TorchGroup:
         return LinkError(f"the group of replica {self.rank} is closed. Post and wait before closing it.")
 
 
+_CONNECT_TIMEOUTS = 5  # so many of its timeouts gloo waits for a peer that is to connect to it (measured)
+
+
 def connected(store: Store, rank: int, size: int, host: str, seconds: float) -> dist.ProcessGroup:
     """gloo among `size` processes that find each other in `store`, listening at `host` until all are connected.
 
-    What others wrote there is checked before gloo sees it. Raises `LinkError`, and what torch raises.
+    What others wrote there is checked before gloo sees it. Waits at most `seconds` for each member. Raises `LinkError`.
     """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = timedelta(seconds=seconds)
+    options._timeout = timedelta(seconds=seconds / _CONNECT_TIMEOUTS)
     try:  # connected at once, whatever torch was told to do: later nobody is let in
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
     except TypeError:  # an older torch, which knows nothing else
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     addresses = CheckedAddresses(store, size)
-    made: dist.ProcessGroup = dist.ProcessGroupGloo(addresses, rank, size, options)  # type: ignore[assignment]
+    try:
+        made: dist.ProcessGroup = dist.ProcessGroupGloo(addresses, rank, size, options)  # type: ignore[assignment]
+    except RuntimeError as error:  # torch's DistError and its kin; they go on for many lines
+        raise LinkError(str(error).strip().split("\n")[0]) from error
     for file, address in listening().items():
         if address == addresses.own:
             shut(file)

@@ -49,7 +49,7 @@ from thinwire.membership.view import View
 from thinwire.observer import Observer
 from thinwire.packet import REFUSED
 from thinwire.rng import Key
-from thinwire.runtime.update import RoundUpdate
+from thinwire.runtime.fragment_state import RoundUpdate
 from thinwire.state import State as Tensors
 from thinwire.strategy import Strategy
 

@@ -30,8 +30,8 @@ from thinwire.lm.run import Run
 from thinwire.lm.tokenizer import open_corpus
 from thinwire.lm.trainer import Trainer
 from thinwire.lm.watch import LOOK_SECONDS, warn_of_open_files, watching
-from thinwire.printable import printable_lines
 from thinwire.records.events import EventLog, being_written
+from thinwire.records.printable import printable_lines
 
 Tick = Callable[[], object]
 STOPPING = "stopping: all replicas stop after the same inner step, with a checkpoint"

@@ -34,8 +34,8 @@ from thinwire.lm.tokenizer import open_corpus
 from thinwire.membership import Lighthouse, LighthouseRendezvous
 from thinwire.membership.channel import secret_in
 from thinwire.membership.view import Presence
-from thinwire.printable import printable_lines
 from thinwire.records.events import Tail
+from thinwire.records.printable import printable_lines
 
 FINAL = 3  # exit code of a replica that would fail again
 TRIES = 5  # deaths in a row after which a replica is given up
@@ -305,4 +305,6 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # a thread may still build a gloo group that nobody answers, which cannot be ended
+    os._exit(
+        code
+    )  # gloo's own threads may still wait for a dead peer: what comes back while Python ends aborts the process

@@ -13,15 +13,13 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-import torch.distributed as dist
-
 from thinwire.comm.group import Group
 from thinwire.comm.torch import TorchGroup, connected
 from thinwire.errors import ConfigurationError, LinkError, PacketError
 from thinwire.membership.channel import ANSWER, PORT, Channel, at, family
 from thinwire.membership.commit import VoteStore
 from thinwire.membership.server import Lighthouse as Lighthouse
-from thinwire.membership.store import AddressBook, ChannelVoteStore, within
+from thinwire.membership.store import AddressBook, ChannelVoteStore
 from thinwire.membership.timeouts import Timeouts
 from thinwire.membership.view import Observe, Presence
 
@@ -110,13 +108,11 @@ class LighthouseRendezvous:
         self._unused_keys.extend(self._addresses)  # of an epoch that is over
         book = AddressBook(self._channel(), epoch, seconds)
         self._addresses = book.own
-
-        def build() -> dist.ProcessGroup:
-            return connected(book, rank, len(members), self._host, seconds)
-
-        others = ", ".join(p.name for p in members if p.incarnation != self._incarnation)
         try:
-            return TorchGroup(within(2 * seconds, f"connecting to {others}", build), timeout)
+            return TorchGroup(connected(book, rank, len(members), self._host, seconds), timeout)
+        except LinkError as error:
+            others = ", ".join(p.name for p in members if p.incarnation != self._incarnation)
+            raise LinkError(f"connecting to {others}: {error}") from error
         finally:
             book.close()
 

@@ -6,18 +6,14 @@ What was decided at one lighthouse cannot be asked of the next, so a vote store 
 from __future__ import annotations
 
 import base64
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # exported without saying so
 
 from thinwire.errors import LinkError
 from thinwire.membership.channel import Channel
-
-T = TypeVar("T")
 
 
 class ChannelVoteStore:
@@ -64,7 +60,8 @@ class AddressBook(Store):
             raise LinkError(f"the address of a member cannot be read ({key})") from None
 
     def wait(self, keys: Sequence[str], seconds: timedelta | None = None) -> None:
-        self._values(keys, seconds.total_seconds() if seconds else max(0.001, self._until - time.monotonic()))
+        """Until this book's own deadline: others may come later than gloo would wait for a connection."""
+        self._values(keys, max(0.001, self._until - time.monotonic()))
 
     def check(self, keys: Sequence[str]) -> bool:
         return self._channel.ask("look", keys=list(map(self._key, keys)))["values"] is not None
@@ -81,30 +78,3 @@ class AddressBook(Store):
         if values is None:
             raise LinkError("not all members came in time")
         return list(values)
-
-
-def within(seconds: float, what: str, operation: Callable[[], T]) -> T:
-    """What `operation` returns; raises `LinkError` if torch fails, or has not come back after `seconds`."""
-    outcome: list[T] = []
-    failure: list[Exception] = []
-
-    def run() -> None:
-        try:
-            outcome.append(operation())
-        except (RuntimeError, LinkError) as error:  # torch's DistError and its kin
-            failure.append(error)
-
-    thread = threading.Thread(target=run, name="thinwire-connect", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if outcome:
-        return outcome[0]
-    if failure:
-        error = failure.pop()  # else the list, the error and the frame of `run` would hold each other
-        raise LinkError(f"{what}: {short(error)}") from error
-    raise LinkError(f"{what}: no answer within {seconds:g} s")
-
-
-def short(error: BaseException) -> str:
-    """What happened, in a line: torch's errors go on for many."""
-    return str(error).strip().split("\n")[0]

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.printable import printable
 from thinwire.records.events import Event, Tail
 from thinwire.records.membership import CARRIER, RoundSeen, Steps, as_flights, placed
+from thinwire.records.printable import printable
 from thinwire.records.sessions import Joined, Lost, Span, finite, join, number, split, whole
 
 Floats = NDArray[np.float64]

@@ -12,7 +12,7 @@ from html import escape
 
 from plotly.offline import get_plotlyjs
 
-from thinwire.printable import printable, printable_lines
+from thinwire.records.printable import printable, printable_lines
 from thinwire.report.charts import Chart, Json
 
 STYLE = """

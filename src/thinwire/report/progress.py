@@ -22,9 +22,9 @@ from rich.table import Table
 from rich.text import Text
 
 from thinwire.comm.emulated import Link, Uplink
-from thinwire.printable import printable
 from thinwire.records.events import Event, Tail
 from thinwire.records.membership import CARRIER, MembershipLog, Steps, text_of_steps
+from thinwire.records.printable import printable
 from thinwire.records.replica_record import fragments_of
 from thinwire.records.run_record import RunRecord
 from thinwire.records.sessions import number, whole

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.segment import Segment
 from rich.text import Text
 
-from thinwire.printable import printable_lines
+from thinwire.records.printable import printable_lines
 from thinwire.records.units import text_of_seconds
 
 

@@ -18,10 +18,9 @@ from thinwire.pieces.outer import Average, Outer
 from thinwire.pieces.partition import Fragment
 from thinwire.runtime.driver import Training
 from thinwire.runtime.flights import Flights
-from thinwire.runtime.fragment_state import DROPPED, FragmentState
+from thinwire.runtime.fragment_state import DROPPED, FragmentState, RoundUpdate
 from thinwire.runtime.handshake import agree_on_resume, digest
 from thinwire.runtime.recovery import start_again
-from thinwire.runtime.update import RoundUpdate
 
 
 class DeltaDriver:

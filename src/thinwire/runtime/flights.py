@@ -9,10 +9,9 @@ from thinwire.comm.group import Group
 from thinwire.errors import ConfigurationError
 from thinwire.pieces.partition import Fragment
 from thinwire.runtime.driver import Training
-from thinwire.runtime.fragment_state import hold
+from thinwire.runtime.fragment_state import RoundUpdate, hold
 from thinwire.runtime.handshake import agree_on_start, check_start, introduce
 from thinwire.runtime.pipeline import RoundPipeline
-from thinwire.runtime.update import RoundUpdate
 
 
 class Flights:

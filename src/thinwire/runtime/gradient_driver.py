@@ -13,9 +13,9 @@ from thinwire.errors import ModelError, NonFiniteError
 from thinwire.pieces.partition import Fragment
 from thinwire.runtime.driver import Training
 from thinwire.runtime.flights import Flights
+from thinwire.runtime.fragment_state import RoundUpdate
 from thinwire.runtime.handshake import agree_on_resume, agree_on_weights, digest
 from thinwire.runtime.module_state import gradient, reshard
-from thinwire.runtime.update import RoundUpdate
 
 COMPARED = 100  # steps from one look at weights that should be equal to the next
 _DRIFTED = (

@@ -26,8 +26,8 @@ from thinwire.exchange.chunks import cut
 from thinwire.packet import REFUSED, STOP, payload
 from thinwire.pieces.policy import Deciding
 from thinwire.rng import Key
+from thinwire.runtime.fragment_state import RoundUpdate
 from thinwire.runtime.handshake import Finished
-from thinwire.runtime.update import RoundUpdate
 from thinwire.strategy import Gradients, Strategy
 
 Observe = Callable[..., None]

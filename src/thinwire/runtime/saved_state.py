@@ -1,0 +1,94 @@
+"""How the states of all fragments are saved and read back: names of tensors, and what must fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from thinwire.errors import CheckpointError
+from thinwire.pieces.outer import Outer
+from thinwire.runtime.fragment_state import FragmentState
+from thinwire.state import State
+
+_OUTER, _DEVIATION_OUTER, _FEEDBACK, _EXCHANGE = "outer.", "deviation_outer.", "feedback.", "exchange."
+_FILTER, _POLICY = "filter.", "policy."  # the former with its place
+
+
+def saved(fragments: Sequence[FragmentState]) -> dict[str, Tensor]:
+    """What to save of all fragments."""
+    return {f"{one.index}.{name}": value for one in fragments for name, value in _tensors(one).items()}
+
+
+def restore(
+    fragments: Sequence[FragmentState], tensors: Mapping[str, Tensor], facts: Mapping[str, Any], outer: Outer
+) -> None:
+    """Take over what was `saved`, how many rounds each fragment has seen, and since when it was trained. Raises `CheckpointError`."""
+    rounds = facts["rounds"]
+    if len(rounds) != len(fragments):
+        raise CheckpointError(
+            f"the checkpoint has {len(rounds)} fragments, this strategy makes {len(fragments)}; resume with the run's own strategy."
+        )
+    for one, number, since in zip(fragments, rounds, facts.get("since", [0] * len(fragments))):
+        _load(one, _under(f"{one.index}.", tensors), outer)
+        one.rounds, one.since = number, since
+
+
+def _tensors(fragment: FragmentState) -> dict[str, Tensor]:
+    """What to save. A flight is kept as the delta that departed."""
+    named = {"anchor": fragment.anchor, "deviation": fragment.deviation, "own": fragment.own}
+    named |= {_OUTER + name: value for name, value in fragment.state.items()}
+    named |= {_DEVIATION_OUTER + name: value for name, value in fragment.deviation_state.items()}
+    named |= {_FEEDBACK + name: value for name, value in fragment.feedback.items()}
+    named |= {_EXCHANGE + name: value for name, value in fragment.exchange.items()}
+    for number, state in enumerate(fragment.filtered):
+        named |= {f"{_FILTER}{number}.{name}": value for name, value in state.items()}
+    named |= {_POLICY + name: value for name, value in fragment.policy.items()}
+    if fragment.flight and fragment.flight.delta is not fragment.own:  # one tensor is saved once, as `own`
+        named |= {"delta": fragment.flight.delta}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def _load(fragment: FragmentState, named: Mapping[str, Tensor], outer: Outer) -> None:
+    """Take over what was saved, but for the flight. Raises `CheckpointError` if it is for another model or `outer`."""
+    saved = named["anchor"].numel() if "anchor" in named else 0
+    if saved != fragment.anchor.numel():
+        raise CheckpointError(
+            f"fragment {fragment.fragment.name!r} has {saved} elements in the checkpoint, {fragment.anchor.numel()} in "
+            "this model; resume with the run's own model."
+        )
+    here = {name: tensor.to(fragment.anchor.device) for name, tensor in named.items()}
+    state = _under(_OUTER, here)
+    _check(fragment, "outer state", outer, state, outer.init(here["anchor"]))
+    feedback, exchange, policy = (_under(prefix, named) for prefix in (_FEEDBACK, _EXCHANGE, _POLICY))
+    _check(fragment, "feedback", "this strategy", feedback, fragment.feedback)
+    _check(fragment, "memory of the exchange", "this strategy", exchange, fragment.exchange)
+    filtered = [_under(f"{_FILTER}{number}.", named) for number in range(len(fragment.filters))]
+    for one, saved_state, due in zip(fragment.filters, filtered, fragment.filtered):
+        _check(fragment, "memory of a filter", one, saved_state, due)
+    _check(fragment, "choices of the policy", "this strategy", policy, fragment.policy)
+    fragment.feedback, fragment.exchange, fragment.policy, *filtered = (
+        {name: value.cpu() for name, value in kept.items()} for kept in (feedback, exchange, policy, *filtered)
+    )
+    fragment.filtered = tuple(filtered)
+    fragment.anchor, fragment.state = here["anchor"], state
+    fragment.deviation, fragment.own = here.get("deviation"), here.get("own")
+    fragment.deviation_state = _under(_DEVIATION_OUTER, here)
+
+
+def _check(fragment: FragmentState, what: str, whose: object, saved: State, due: State) -> None:
+    """Names and sizes. Raises `CheckpointError`."""
+    if {n: t.numel() for n, t in saved.items()} != {n: t.numel() for n, t in due.items()}:
+        raise CheckpointError(
+            f"fragment {fragment.fragment.name!r} has the {what} {_sizes(saved)} in the checkpoint, {whose} keeps "
+            f"{_sizes(due)}; resume with the run's own strategy, and each replica with its own checkpoint."
+        )
+
+
+def _under(prefix: str, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
+
+
+def _sizes(state: State) -> str:
+    return ", ".join(f"{name} of {value.numel()}" for name, value in sorted(state.items())) or "nothing"
