@@ -75,7 +75,7 @@ def test_weights_that_drift_apart_are_mended(world):
 )
 def test_what_it_cannot_run_is_refused(strategy):
     (group,) = tw.ThreadGroup.create(1)
-    with pytest.raises(tw.ConfigurationError, match=r"DDP exchanges Gradients\(\), in buckets that it cuts itself"):
+    with pytest.raises(tw.ConfigurationError, match=r"DDP exchanges Gradients\(\), in its own buckets"):
         tw.GradientHook(strategy, torch.nn.Linear(2, 2), group)
 
 
@@ -88,6 +88,6 @@ def test_clipping_of_a_bucket_is_refused():
 def test_the_state_of_another_model_is_refused():
     (group,) = tw.ThreadGroup.create(1)
     hook = tw.GradientHook(tw.recipes.ef14(), torch.nn.Linear(2, 2), group)
-    with pytest.raises(tw.CheckpointError, match="of another model"):
+    with pytest.raises(tw.CheckpointError, match="belongs to another model"):
         hook.load_state({"head.weight/feedback.residual": torch.zeros(4)}, {"steps": 3})
     hook.close()

@@ -71,7 +71,7 @@ class GradientHook:
     def __init__(self, strategy: Strategy, model: nn.Module, group: Group) -> None:
         if not isinstance(strategy.signal, Gradients) or strategy.partition != Whole():
             raise ConfigurationError(
-                f"{strategy.signal} in fragments by {strategy.partition}: DDP exchanges Gradients(), in buckets that it cuts itself; choose a "
+                f"{strategy.signal} in fragments by {strategy.partition}: DDP exchanges Gradients(), in its own buckets; choose a "
                 "strategy of gradients, with the partition Whole(), or attach a Replica in place of DDP."
             )
         if any(one.needs_whole for one in strategy.filters):
@@ -135,7 +135,7 @@ class GradientHook:
         known = {name.partition("/")[0] for name in tensors} <= {name for name, _ in self._named.values()}
         if self._pieces or not known:
             raise CheckpointError(
-                "the state of another model, or after the first step, was given; load it into a new GradientHook of the run's own model."
+                "the state belongs to another model, or this hook has taken a step already; load it into a new GradientHook of the run's own model."
             )
         self._remembered, self.steps = dict(tensors), int(facts["steps"])
 

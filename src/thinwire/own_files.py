@@ -136,8 +136,8 @@ def _imported(path: Path, digest: str | None) -> ModuleType:
     found = _digest(source)
     if digest not in (None, found):
         raise ConfigurationError(
-            f"{path} is not the file that this run was begun with: digest {digest} there, {found} now. Go on with the file as it was, or "
-            "begin a new run in another --out."
+            f"{path} has changed since this run began: digest {digest} there, {found} now. Restore the file, or start a new run "
+            "in another --out."
         )
     name = _name(path, found)
     if name in sys.modules:

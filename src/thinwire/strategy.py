@@ -253,8 +253,8 @@ class Strategy:
         self.exchange.check(codec, self.feedback)
         if self.exchange.feedback and (codec.grain or 1) != (self.codec.grain or 1):
             raise ConfigurationError(
-                f"{self.policy} with {self.exchange}: {codec} has the grain {codec.grain}, {self.codec} {self.codec.grain}; what owners "
-                "hold back is of their shards, which are cut at the grain, so all codecs need the same; choose another `dense` or block."
+                f"{self.policy} with {self.exchange}: {codec} has the grain {codec.grain}, {self.codec} {self.codec.grain}; owners' residuals "
+                "belong to shards, which are cut at the grain, so all codecs need the same grain; choose another `dense` or block."
             )
 
     def _check_momentum(self) -> None:

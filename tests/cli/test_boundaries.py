@@ -159,7 +159,7 @@ def test_replicas_that_come_and_go_begin_again_only_if_asked(run: Path, capsys: 
     Run.load(run / "run.toml").changed(carrier="elastic").save(run / "run.toml")
     shutil.rmtree(run / "checkpoints")
     assert main(["train", "--resume", "--out", str(run), "--steps", "5"]) == 1
-    assert "none of replica-0, replica-1 has a whole checkpoint" in capsys.readouterr().err
+    assert "none of replica-0, replica-1 has a complete checkpoint" in capsys.readouterr().err
 
 
 def test_a_disk_that_is_full_from_the_start(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,7 +89,7 @@ BAD: list[Any] = [0, -1, math.nan, math.inf, True, "many", 1e13]
 def test_no_number_of_tokens(tokens: Any) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ConfigurationError, match="how many tokens an inner step"):
+    with pytest.raises(ConfigurationError, match="the number of tokens per inner step"):
         tw.Replica(tw.diloco(every=4), model, optimizer, SimulatedCluster().membership("a", least=1), tokens=tokens)
 
 
@@ -111,7 +111,7 @@ def test_tokens_may_change_from_step_to_step_but_not_whether_they_count() -> Non
     replica.close()
     replica, optimizer = alone(tokens=None)
     replica.tokens = 5
-    with pytest.raises(ConfigurationError, match="at the beginning"):
+    with pytest.raises(ConfigurationError, match="at the start"):
         optimizer.step()
     replica.close()
 

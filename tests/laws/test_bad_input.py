@@ -114,32 +114,32 @@ CONFIGURATIONS = {
     "feedback of nothing": (
         lambda: tw.pieces.feedback.Feedback(0, 0.0),
         "Feedback(kappa=0, eta=0.0, beta=1.0, alpha=1.0): kappa 0 or 1, eta and beta in [0, 1] and alpha in (0, 1] are needed, and kappa "
-        "or eta above 0 (else leave feedback=None).",
+        "or eta above 0 (otherwise leave feedback=None).",
     ),
     "feedback that grows": (
         lambda: tw.Strategy(codec=tw.codecs.RandomK(), feedback=tw.pieces.feedback.Feedback()),
         "Feedback(kappa=0, eta=1.0, beta=1.0, alpha=1.0) over RandomK(density=0.1, values=Cast(dtype='bf16')): a contractive codec is needed, "
-        "or what is held back grows; choose TopK, or leave feedback=None.",
+        "otherwise the residual grows; choose TopK, or leave feedback=None.",
     ),
     "feedback over random values, inside": (
         lambda: tw.Strategy(feedback=tw.pieces.feedback.Feedback(), codec=tw.codecs.Hadamard(tw.codecs.RandomK(0.5))),
         "Feedback(kappa=0, eta=1.0, beta=1.0, alpha=1.0) over Hadamard(codec=RandomK(density=0.5, values=Cast(dtype='bf16')), block=128): "
-        "a contractive codec is needed, or what is held back grows; choose TopK, or leave feedback=None.",
+        "a contractive codec is needed, otherwise the residual grows; choose TopK, or leave feedback=None.",
     ),
     "shapes inside": (
         lambda: tw.codecs.TopK(0.1, tw.codecs.LowRank()),
-        "TopK(values=LowRank(rank=4, iterations=2, values=Identity(), shapes=())): it needs the shapes of a model's tensors, and what it "
-        "would get here has none; put it outside.",
+        "TopK(values=LowRank(rank=4, iterations=2, values=Identity(), shapes=())): it needs the shapes of a model's tensors, "
+        "which are not known here; make it the outermost codec.",
     ),
     "a codec that no shard fits": (
         lambda: tw.Strategy(codec=tw.codecs.LowRank(), exchange=tw.exchange.TwoShot()),
-        "TwoShot(feedback=None) with LowRank(rank=4, iterations=2, values=Identity(), shapes=()): a codec that can do with any part of a "
-        "fragment is needed, this one needs the shapes of whole tensors; choose AllReduce() for LowRank, else Direct().",
+        "TwoShot(feedback=None) with LowRank(rank=4, iterations=2, values=Identity(), shapes=()): a codec that can encode any part of a "
+        "fragment is needed, this one needs the shapes of whole tensors; choose AllReduce() for LowRank, otherwise Direct().",
     ),
     "a codec that cannot code twice": (
         lambda: tw.Strategy(codec=tw.codecs.RandomK(), exchange=tw.exchange.TwoShot()),
-        "TwoShot(feedback=None) with RandomK(density=0.1, values=Cast(dtype='bf16')): a codec that can code a mean again is needed, this "
-        "one would draw from what was drawn; choose AllReduce() or Direct().",
+        "TwoShot(feedback=None) with RandomK(density=0.1, values=Cast(dtype='bf16')): a codec that can encode a mean again is needed, this "
+        "one would sample twice; choose AllReduce() or Direct().",
     ),
     "a codec that is not linear": (
         lambda: tw.Strategy(codec=tw.codecs.E3M0(), exchange=tw.exchange.AllReduce()),
@@ -148,7 +148,7 @@ CONFIGURATIONS = {
     ),
     "an owner with a reference": (
         lambda: tw.exchange.TwoShot(tw.pieces.feedback.Feedback(1, 0.0)),
-        "TwoShot(feedback=Feedback(kappa=1, eta=0.0, beta=1.0, alpha=1.0)): kappa=0 is needed, for an owner keeps no reference; choose "
+        "TwoShot(feedback=Feedback(kappa=1, eta=0.0, beta=1.0, alpha=1.0)): kappa=0 is needed, because an owner keeps no reference; choose "
         "Feedback().",
     ),
     "an owner with something else": (
@@ -167,14 +167,14 @@ CONFIGURATIONS = {
     ),
     "feedback where nothing is lost": (
         lambda: tw.Strategy(codec=tw.codecs.Sign(), feedback=tw.pieces.feedback.Feedback(), exchange=tw.exchange.Hierarchy((2, 2))),
-        "Feedback(kappa=0, eta=1.0, beta=1.0, alpha=1.0) over Hierarchy(sites=(2, 2), feedback=None): what a replica says travels exactly "
-        "within its site, so it holds back nothing; write Hierarchy(sites=(2, 2), feedback=Feedback(kappa=0, eta=1.0, beta=1.0, alpha=1.0)), "
+        "Feedback(kappa=0, eta=1.0, beta=1.0, alpha=1.0) over Hierarchy(sites=(2, 2), feedback=None): within its site a replica's values travel "
+        "exactly, so nothing is held back; write Hierarchy(sites=(2, 2), feedback=Feedback(kappa=0, eta=1.0, beta=1.0, alpha=1.0)), "
         "and leave the strategy's at None.",
     ),
     "sites that hold back what is drawn": (
         lambda: tw.Strategy(codec=tw.codecs.RandomK(), exchange=tw.exchange.Hierarchy((2, 2), tw.pieces.feedback.Feedback())),
         "Feedback(kappa=0, eta=1.0, beta=1.0, alpha=1.0) over RandomK(density=0.1, values=Cast(dtype='bf16')): a contractive codec is needed, "
-        "or what is held back grows; choose TopK, or leave feedback=None.",
+        "otherwise the residual grows; choose TopK, or leave feedback=None.",
     ),
     "a link that is none": (
         lambda: tw.exchange.Fastest("20 furlongs"),
@@ -187,8 +187,8 @@ CONFIGURATIONS = {
     ),
     "nothing that fits": (
         lambda: tw.Strategy(codec=tw.codecs.TopK(), exchange=tw.exchange.Fastest("20mbit", (tw.exchange.AllReduce(),))),
-        "Fastest(link='20mbit', among=(AllReduce(),)) with TopK(density=0.01, values=Cast(dtype='bf16')): none of these takes it; add "
-        "Direct(), which takes any codec.",
+        "Fastest(link='20mbit', among=(AllReduce(),)) with TopK(density=0.01, values=Cast(dtype='bf16')): none of these accepts it; add "
+        "Direct(), which accepts any codec.",
     ),
     "no exchange": (
         lambda: tw.Strategy(exchange=tw.exchange.Direct),
@@ -208,18 +208,18 @@ CONFIGURATIONS = {
     ),
     "over senders, inside": (
         lambda: tw.codecs.Each(tw.codecs.DCT(tw.codecs.OverSenders(tw.codecs.TopK()))),
-        "Each(codec=DCT(codec=OverSenders(codec=TopK(density=0.01, values=Cast(dtype='bf16'))), side=64, axes=1)): what packets say together "
-        "is not asked inside of this; put it outside, or inside of Squares, DCT or Hadamard only.",
+        "Each(codec=DCT(codec=OverSenders(codec=TopK(density=0.01, values=Cast(dtype='bf16'))), side=64, axes=1)): `joint` would never be called "
+        "inside this codec; make it the outermost one, or put it inside Squares, DCT or Hadamard only.",
     ),
     "over senders, as values": (
         lambda: tw.codecs.TopK(0.1, tw.codecs.OverSenders(tw.codecs.Cast())),
-        "TopK(values=OverSenders(codec=Cast(dtype='bf16'))): what packets say together is not asked inside of this; put it outside, or "
-        "inside of Squares, DCT or Hadamard only.",
+        "TopK(values=OverSenders(codec=Cast(dtype='bf16'))): `joint` would never be called inside this codec; make it the outermost one, or put it "
+        "inside Squares, DCT or Hadamard only.",
     ),
     "over senders, of references": (
         lambda: tw.Strategy(codec=tw.codecs.OverSenders(tw.codecs.TopK()), feedback=tw.pieces.feedback.Feedback(1, 0.0)),
         "Feedback(kappa=1, eta=0.0, beta=1.0, alpha=1.0) over OverSenders(codec=TopK(density=0.01, values=Cast(dtype='bf16'))): with kappa=1 "
-        "the mean over all is needed, or references drift from what is agreed; choose the codec inside OverSenders, or kappa=0.",
+        "the mean over all is needed, otherwise references drift from the agreed mean; choose the codec inside OverSenders, or kappa=0.",
     ),
     "over senders, in private": (
         lambda: tw.Strategy(codec=tw.codecs.OverSenders(tw.codecs.TopK()), privacy=tw.pieces.privacy.Privacy()),
@@ -529,7 +529,7 @@ def test_another_order():
             f"code version: 9{tw.__version__[1:]} there, {tw.__version__} on",
         ),
         (b'"wire format": 3', b'"wire format": 7', "wire format: 7 there, 3 on replica 0"),
-        (b"{", b"[", "introduced itself unreadably"),
+        (b"{", b"[", "sent settings that cannot be read"),
     ],
 )
 def test_another_version(old, new, message):

@@ -229,7 +229,7 @@ def test_waiting_for_the_others_ends_with_a_stop_and_with_time() -> None:
     def nobody() -> None:
         raise LinkError("nobody came.")
 
-    with pytest.raises(LinkError, match=r"nobody came\. Given up after 0\.1 s; --timeout is how long"):
+    with pytest.raises(LinkError, match=r"nobody came\. Gave up after 0\.1 s; --timeout sets this time"):
         join(nobody, lambda: None, stop, 0.1)
     left, waiting = threading.Event(), threading.Event()
 

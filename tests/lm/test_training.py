@@ -296,7 +296,7 @@ def test_resuming_what_no_checkpoint_fits_is_refused(whole: Path, text: str, cha
 
 
 def test_two_runs_cannot_share_a_folder(whole: Path, text: str) -> None:
-    with EventLog(whole / "events/replica-0.jsonl"), pytest.raises(ConfigurationError, match="a run is going on in"):
+    with EventLog(whole / "events/replica-0.jsonl"), pytest.raises(ConfigurationError, match="a run is active in"):
         launch.new_folder(small_run(text), whole, resume=True)
     launch.new_folder(small_run(text), whole, resume=True)
 
@@ -356,7 +356,7 @@ def test_replicas_with_other_settings_are_named(tmp_path: Path, text: str) -> No
 
 def test_a_run_folder_is_never_overwritten(whole: Path, tmp_path: Path, text: str) -> None:
     with pytest.raises(
-        ConfigurationError, match="holds a run already; choose another --out, or go on with it by --resume"
+        ConfigurationError, match="holds a run already; choose another --out, or continue it with --resume"
     ):
         launch.new_folder(small_run(text), whole, resume=False)
     with pytest.raises(ConfigurationError, match="holds no run to resume"):

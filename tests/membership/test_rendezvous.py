@@ -335,7 +335,7 @@ def two_names(cluster):
 def test_two_replicas_with_one_name_are_told():
     results = two_names(SimulatedCluster())
     refused = [error for error in results.values() if isinstance(error, DisagreementError)]
-    assert len(refused) == 1 and "has the name 'b'" in str(refused[0]) and "a name of its own" in str(refused[0])
+    assert len(refused) == 1 and "has the name 'b'" in str(refused[0]) and "its own name" in str(refused[0])
     assert sum(finished(log) for log in results.values()) == 3
 
 
@@ -422,7 +422,7 @@ def test_undecided_is_a_link_error_and_a_no_is_always_known():
         else:
             ThreadRendezvous(cluster, name).sleep(1.0)
         assert view.decide("no", False, 5.0) is False
-        with pytest.raises(UndecidedError, match="'yes': this replica said yes and cannot learn"):
+        with pytest.raises(UndecidedError, match="'yes': this replica voted yes and cannot learn"):
             view.decide("yes", True, 5.0)
         return "told"
 

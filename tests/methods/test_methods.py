@@ -37,7 +37,7 @@ def test_text_is_the_value(name):
 def test_the_trainer_knows_it_by_name(name):
     run = Run.of(strategy=name, seed=5)
     assert run.make_method().seed == 5
-    with pytest.raises(tw.ConfigurationError, match="has a loop of its own"):
+    with pytest.raises(tw.ConfigurationError, match="has its own loop"):
         run.make_strategy()
 
 

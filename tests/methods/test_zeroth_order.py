@@ -434,7 +434,7 @@ def test_one_that_went_on_alone_is_refused():
         go_on(made, trip, solo, 3)
         trip.at_work.meet(group, ("a", "b"))
 
-    with pytest.raises(tw.DisagreementError, match="gone on apart"):
+    with pytest.raises(tw.DisagreementError, match="continued separately"):
         tw.run_threads(2, replica)
 
 

@@ -253,7 +253,7 @@ def test_a_choice_names_its_packets():
         ),
         (lambda: tw.codecs.Each(tw.codecs.Each(tw.codecs.Sign())), "a codec for one matrix"),
         (lambda: tw.codecs.Each(tw.codecs.Sign), "a codec for one matrix"),
-        (lambda: tw.codecs.Each(tw.codecs.Sign(), tw.codecs.LowRank()), "put it outside"),
+        (lambda: tw.codecs.Each(tw.codecs.Sign(), tw.codecs.LowRank()), "make it the outermost"),
         (lambda: tw.codecs.Each(tw.codecs.Sign(), least=-1), "least=-1"),
         (lambda: tw.codecs.Each(tw.codecs.Sign(), shapes=((4, 4),), chosen=(tw.codecs.Sign(),) * 2), "2 chosen codecs for 1 matrices"),
     ],

@@ -196,7 +196,7 @@ def test_a_file_has_one_writer(tmp_path: Path) -> None:
     path = tmp_path / "replica-0.jsonl"
     with EventLog(path) as log:
         assert being_written(path)
-        with pytest.raises(DataError, match="a run is going on in this folder"):
+        with pytest.raises(DataError, match="a run is active in this folder"):
             EventLog(path)
         log.emit("warning", 1, message="still writing")
     assert not being_written(path)

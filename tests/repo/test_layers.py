@@ -139,7 +139,7 @@ def test_replica_is_a_face():
         for node in ast.walk(tree("replica.py"))
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     ]
-    assert len(text.splitlines()) - sum((node.end_lineno or 0) - node.lineno + 1 for node in docstrings) < 150
+    assert len(text.splitlines()) - sum((node.end_lineno or 0) - node.lineno + 1 for node in docstrings) < 170
     assert text.count("isinstance(") == 2 and "isinstance(" not in text[text.index("class Replica") :]
 
 

@@ -22,11 +22,11 @@ VERBS = {
     "checkpoints": "list, verify and prune the checkpoints of a run",
     "sample": "let a run's model go on from a text",
     "export": "write a run's model for transformers, or as a file",
-    "simulate": "say what a link carries, and who waits for whom, without training anything",
+    "simulate": "compute what a link carries and which replica waits for which, without training",
     "probe": "measure links and machines, for plan",
     "plan": "rank settings for given links and machines, with reasons, and write the best one's run file",
-    "lighthouse": "be the place where replicas that come and go find each other",
-    "doctor": "say what this machine offers, and what is wrong with a set-up",
+    "lighthouse": "start the server at which the replicas of an elastic run find each other",
+    "doctor": "say what this machine has, and what is wrong with a set-up",
     "docs": "show a page of the documentation",
 }
 

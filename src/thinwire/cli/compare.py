@@ -36,15 +36,15 @@ class Options:
     MOST_USED: ClassVar[tuple[str, ...]] = ("strategies", "out")
 
     run_settings: Run
-    """What all runs share. Settings of a recipe, such as --every, go to the strategies that take them."""
+    """The settings of all runs. Settings of a recipe, such as --every, go to the strategies that accept them."""
     strategies: tuple[str, ...] = ("data_parallel", "diloco", "streaming_diloco")
-    """Recipes, or calls of them such as "streaming_diloco(every=60)", which take no settings from elsewhere."""
+    """Recipes, or calls of them such as "streaming_diloco(every=60)", which ignore the options of the command line."""
     seeds: int = 1
-    """Every strategy runs with this many seeds, from --seed on."""
+    """Number of seeds for every strategy, from --seed on."""
     out: Path | None = None
-    """A folder for all runs; runs in it that are complete are not trained again. Without: runs/compare-DATE-TIME."""
+    """A folder for all runs. Complete runs in it are not trained again. Default: runs/compare-DATE-TIME."""
     run: Path | None = None
-    """A run file to take settings from."""
+    """A run file with settings."""
     json: bool = False
     """Progress goes to stderr; stdout ends with one JSON object."""
 

@@ -18,7 +18,7 @@ class Options:
     """What `thinwire docs` takes."""
 
     page: tyro.conf.Positional[str] = ""
-    """A page's name, such as elastic or methods/diloco. Without: the list of pages."""
+    """A page's name, such as elastic or methods/diloco. Default: the list of pages."""
     json: bool = False
     """Stdout ends with one JSON object."""
 

@@ -1,4 +1,4 @@
-"""`thinwire doctor`: what this machine offers, and what is wrong with a set-up before it is run."""
+"""`thinwire doctor`: what this machine has, and what is wrong with a set-up before a run."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ class Options:
     run: tyro.conf.Positional[Path | None] = None
     """A run file to check against this machine."""
     link: str | None = None
-    """The real link, such as 50mbit or 50mbit,30ms. Without: the run file's."""
+    """The real link, such as 50mbit or 50mbit,30ms. Default: the run file's."""
     step_seconds: float | None = None
-    """An inner step of the run. Without: one is measured, with the run's own model."""
+    """Seconds of an inner step. Default: measured, with the run's own model."""
     master_addr: str | None = None
-    """The address of rank 0, as torchrun will be told."""
+    """The address of rank 0, as given to torchrun."""
     master_port: int = 29500
-    """The port of rank 0, as torchrun will be told."""
+    """The port of rank 0, as given to torchrun."""
     firewall: tuple[str, ...] = ()
-    """Addresses of the machines of a run. Prints rules for nftables that let only them reach the ports of replicas, and nothing else."""
+    """Addresses of the machines of a run. Prints nftables rules that let only these reach the ports of replicas, and does nothing else."""
     runs: Path = Path("runs")
-    """Where run folders go."""
+    """The folder that holds run folders."""
     json: bool = False
     """Stdout ends with one JSON object."""
 

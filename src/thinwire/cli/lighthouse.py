@@ -1,4 +1,4 @@
-"""`thinwire lighthouse`: the coordinator at which replicas that come and go find each other."""
+"""`thinwire lighthouse`: the server at which the replicas of an elastic run find each other."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Options:
     """What `thinwire lighthouse` takes."""
 
     host: str = "127.0.0.1"
-    """The address to listen at: of this machine, and in a network that you trust. Without: this machine alone."""
+    """The address of this machine to listen at, in a network that you trust. Default: reachable from this machine only."""
     port: int = PORT
-    """The port to listen at. 0: one that is free."""
+    """The port to listen at. 0: any free port."""
     heartbeat_timeout: float = HEARTBEAT_TIMEOUT
-    """Seconds without a heartbeat after which a replica is taken for dead. `thinwire doctor RUN` says what a run needs."""
+    """Seconds without a heartbeat after which a replica counts as dead. `thinwire doctor RUN` prints what a run needs."""
     secret: Path | None = None
-    """The file with the run secret; made (mode 0600) where there is none. Copy it to every machine: who does not hold it is not heard."""
+    """The file with the run secret; created (mode 0600) if it is missing. Copy it to every machine: replicas without it are refused."""
     json: bool = False
     """Stdout ends with one JSON object, as soon as it listens."""
 

@@ -1,4 +1,4 @@
-"""`thinwire probe`: what links carry and what machines do, measured and written down."""
+"""`thinwire probe`: measure links and machines, and write files for `thinwire plan`."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ class Options:
     what: Literal["all", "links", "machine"] = "all"
     """Measure only the links, or only this machine."""
     out: Path = Path()
-    """The folder for links.toml, links.samples.json and machine.toml (under torchrun a NAME.toml for every machine, on rank 0's)."""
+    """The folder for links.toml, links.samples.json and machine.toml (under torchrun: NAME.toml for every machine, written by rank 0)."""
     model: str | None = None
     """The model to time, if not the run file's."""
     sequence: int | None = None
-    """Tokens in a sequence, if not the run file's."""
+    """Tokens per sequence, if not the run file's."""
     link: str | None = None
     """No torchrun: measure this emulated link, such as 50mbit,30ms, between threads."""
     replicas: int = 2
-    """How many, with --link; under torchrun, replicas of the world (one rank each is measured)."""
+    """Number of replicas, with --link or under torchrun (one rank of each is measured)."""
     seconds: float = 0.5
-    """How long a train of blocks lasts, about, and half of how long a micro-batch may take."""
+    """Seconds that a train of blocks lasts, about; a micro-batch may take twice as long."""
     trips: int = 20
-    """Round trips of a pair."""
+    """Number of round trips per pair."""
     name: str | None = None
-    """Of this machine. Without: its host name."""
+    """Name of this machine. Default: its host name."""
     timeout: float = 300.0
-    """Seconds after which a replica that says nothing is given up."""
+    """Seconds that a silent replica is waited for."""
     json: bool = False
     """Stdout ends with one JSON object."""
 
@@ -74,8 +74,8 @@ def main(arguments: Sequence[str]) -> int:
     place = launch.torchrun_place()
     if place is None and emulated is None and asked.what == "links":
         raise ConfigurationError(
-            "links lie between replicas: start one process on each machine by torchrun (thinwire docs plan), or give --link 50mbit,30ms "
-            "to see an emulated one measured."
+            "a link needs two replicas: start one process on each machine with torchrun (thinwire docs plan), or give --link 50mbit,30ms "
+            "to measure an emulated link."
         )
     asked.out.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {}

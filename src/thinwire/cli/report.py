@@ -26,11 +26,11 @@ class Options:
     """What `thinwire report` takes."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
-    """Run folders; several are drawn side by side."""
+    """Run folders. Several are drawn side by side."""
     diagnose: bool = False
-    """Say what is wrong with one run, and where: who hangs or is slow, or which link; no page. Works while it goes on, too."""
+    """Name the replica or link that hangs or is slow in one run. Writes no page. Works during the run, too."""
     out: Path | None = None
-    """The page. Without: report.html in the first run's folder."""
+    """The page. Default: report.html in the first run's folder."""
     log: str | None = None
     """Also tell each run's metrics to trackers: some of wandb,mlflow,tensorboard,jsonl (thinwire docs metrics)."""
     json: bool = False

@@ -39,35 +39,35 @@ class Options:
     MOST_USED: ClassVar[tuple[str, ...]] = ("out", "resume")
 
     run_settings: Run
-    """What makes the run; all of it is kept in the folder's run.toml."""
+    """The settings of the run; the folder's run.toml keeps all of them."""
     out: Path | None = None
-    """The run folder. Without: runs/STRATEGY-DATE-TIME."""
+    """The run folder. Default: runs/STRATEGY-DATE-TIME."""
     resume: bool = False
-    """Go on with the run in --out from the newest checkpoint that all replicas have."""
+    """Resume the run in --out from the newest checkpoint that all replicas have."""
     from_start: bool = False
-    """With --resume: begin again at the first step; the checkpoints that are there are set aside, as checkpoints-1."""
+    """With --resume: begin again at the first step; the present checkpoints are moved to checkpoints-1."""
     run: Path | None = None
-    """A run file to take settings from; what is given on the command line replaces them."""
+    """A run file with settings; options on the command line replace them."""
     elastic: bool = False
-    """Replicas may die, return and join late: short for --carrier elastic. All run on this machine, and one that dies is started again."""
+    """Start an elastic run with all replicas on this machine (--carrier elastic): replicas may die, return and join late."""
     lighthouse: str | None = None
-    """Elastic, on several machines: be one replica, of a run whose `thinwire lighthouse` listens at HOST:PORT."""
+    """Start one replica of an elastic run on several machines, whose `thinwire lighthouse` listens at HOST:PORT."""
     name: str | None = None
-    """With --lighthouse: this replica's name, that no other has, and kept when it comes back. replica-0 to replica-N share the text out."""
+    """With --lighthouse: this replica's own name; keep it when the replica returns. replica-0 to replica-N read one share of the text each."""
     secret: Path | None = None
-    """With --lighthouse: the file with the run secret that `thinwire lighthouse --secret FILE` has made. --elastic alone makes one for itself."""
+    """With --lighthouse: the file with the run secret that `thinwire lighthouse --secret FILE` wrote. --elastic alone makes its own."""
     log: str | None = None
     """Tell the metrics of the run to trackers: some of wandb,mlflow,tensorboard,prometheus,jsonl (thinwire docs metrics)."""
     json: bool = False
     """Progress goes to stderr; stdout ends with one JSON object."""
 
     def elastically(self) -> Options:
-        """As it was asked, with --elastic and --lighthouse spelled out as the run's carrier."""
+        """The run that was asked for: --elastic and --lighthouse set its carrier."""
         if (self.lighthouse is None) != (self.name is None):
             given, needed = ("--lighthouse", "--name") if self.name is None else ("--name", "--lighthouse")
             raise ConfigurationError(
-                f"{given} without {needed}: one replica of a run elsewhere is --lighthouse HOST:PORT --name NAME; "
-                "for all replicas on this machine, --elastic alone."
+                f"{given} without {needed}: to join a run on another machine, give --lighthouse HOST:PORT --name NAME; "
+                "to start all replicas here, give --elastic alone."
             )
         if self.secret and self.lighthouse is None:
             raise ConfigurationError("--secret without --lighthouse: a run on one machine makes its own; leave it out.")
@@ -88,7 +88,7 @@ thinwire train                                                  the demo: two pr
 
 thinwire train --elastic --replicas 3                           three that may die and return, all on this machine
 
-thinwire train RUN.toml --lighthouse 10.0.0.1:29510 --name oslo  one of them, on a machine of its own (thinwire docs elastic)"""
+thinwire train RUN.toml --lighthouse 10.0.0.1:29510 --name oslo  one of them, on its own machine (thinwire docs elastic)"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -107,9 +107,11 @@ def main(arguments: Sequence[str]) -> int:
         check_seat(asked.seat)
     named(asked.log)
     if asked.resume and asked.out is None:
-        raise ConfigurationError("--resume: the folder of the run to go on with is needed; add --out FOLDER.")
+        raise ConfigurationError("--resume: the folder of the run to resume is needed; add --out FOLDER.")
     if asked.from_start and not asked.resume:
-        raise ConfigurationError("--from-start without --resume: a run that is new begins at the first step anyway.")
+        raise ConfigurationError(
+            "--from-start without --resume: a new run begins at the first step anyway; leave it out."
+        )
     folder = asked.out or Path("runs") / f"{_label(run)}-{time.strftime('%Y%m%d-%H%M%S')}"
     if demo:
         console.print(

@@ -225,7 +225,7 @@ def check_fit(codec: Codec, values: Tensor, payload: Tensor) -> None:
     if values.device != payload.device:
         raise ConfigurationError(
             f"{codec}: values on {values.device} with a payload on {payload.device} were given, one device is needed; "
-            "`encode_from` brings the bytes from where the values are."
+            "`encode_from` copies the bytes between devices."
         )
 
 
@@ -260,7 +260,7 @@ def check_inner(codec: object, name: str, inner: object, joint: bool = False) ->
         raise ConfigurationError(f"{given}: a Codec is needed, such as Cast('bf16') or Sign().")
     if inner.needs_shapes:
         raise ConfigurationError(
-            f"{given}: it needs the shapes of a model's tensors, and what it would get here has none; put it outside."
+            f"{given}: it needs the shapes of a model's tensors, which are not known here; make it the outermost codec."
         )
     if not joint:
         check_alone(given, inner)
@@ -270,8 +270,8 @@ def check_alone(given: str, inner: Codec) -> None:
     """Raise `ConfigurationError` if `inner` holds a codec that is `joint`: nested in `given`, it would never be asked."""
     if any(one.joint for one in nested(inner)):
         raise ConfigurationError(
-            f"{given}: what packets say together is not asked inside of this; put it outside, or inside of Squares, DCT or "
-            "Hadamard only."
+            f"{given}: `joint` would never be called inside this codec; make it the outermost one, or put it inside Squares, "
+            "DCT or Hadamard only."
         )
 
 

@@ -85,7 +85,7 @@ def take(group: Group, peer: int, limit: int) -> tuple[dict[str, Tensor], dict[s
         digest.update(piece.numpy().data)
     if _receive(group, peer, _DIGEST) != digest.digest():
         raise PacketError(
-            f"the state transfer of replica {peer} was damaged on its way ({nbytes:,} bytes); it is asked for again."
+            f"the state transfer of replica {peer} was damaged in transit ({nbytes:,} bytes); it is requested again."
         )
     data = body.numpy().tobytes()
     try:
@@ -106,7 +106,7 @@ def stand_by(group: Group, donor: int) -> None:
         state = int(heard)
     if state != _ENDED:
         raise LinkError(
-            f"the state transfer of replica {donor} to others failed; the round is dropped, and held again without who has gone."
+            f"the state transfer of replica {donor} to others failed; the round is dropped, and repeated without the replicas that left."
         )
 
 

@@ -130,11 +130,11 @@ def _flows(facts: Iterable[Sequence[Any]]) -> tuple[Flow, ...]:
 
 def _whole(value: object) -> int:
     if type(value) is not int or not -1 <= value < 1 << 62:
-        raise ValueError(f"{value!r} where a whole number is due")
+        raise ValueError(f"{value!r} where a whole number is needed")
     return value
 
 
 def _number(value: object) -> float:
     if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
-        raise ValueError(f"{value!r} where a number is due")
+        raise ValueError(f"{value!r} where a number is needed")
     return float(value)  # type: ignore[arg-type]

@@ -104,8 +104,8 @@ class ElasticDriver:
         step, tokens = self.training.step, self.training.tokens
         if self.by_tokens != (tokens is not None):
             raise ConfigurationError(
-                "tokens of a step were given to a replica that began without, or the other way round: all replicas "
-                "count alike or by tokens, from the first round on. Give Replica(tokens=...) at the beginning."
+                "tokens were set for a replica that began without them, or removed: all replicas weigh deltas in one "
+                "way from the first round on. Give Replica(tokens=...) at the start."
             )
         self._trained += tokens_of_step(tokens) if self.by_tokens else 1
         self._own_steps += 1
@@ -147,7 +147,7 @@ class ElasticDriver:
                 break
             if report.alone >= VIEWS_ALONE or self._stop_requested:
                 why = "asked to stop." if self._stop_requested else report.reason
-                raise LinkError(f"the last exchange was given up: {why} The anchors hold what was agreed until then.")
+                raise LinkError(f"the last exchange was abandoned: {why} The anchors hold the last agreed values.")
             if report.state in (State.TRAINING, State.IN_DOUBT):
                 self.rounds.finish(keep_seconds)
             else:
@@ -326,7 +326,7 @@ def tokens_of_step(tokens: object) -> float:
     """Raises `ConfigurationError` for what cannot be a number of tokens."""
     if isinstance(tokens, bool) or not isinstance(tokens, int | float) or not 0 < tokens <= _MOST_TOKENS:
         raise ConfigurationError(
-            f"tokens={tokens!r}: how many tokens an inner step of this replica has is needed, above 0 and at most {_MOST_TOKENS:.0e}."
+            f"tokens={tokens!r}: the number of tokens per inner step is needed, above 0 and at most {_MOST_TOKENS:.0e}."
         )
     return float(tokens)
 

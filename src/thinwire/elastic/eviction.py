@@ -106,7 +106,7 @@ class EvictionVoter:
         if out == self._membership.name:
             self._membership.close()
             raise DisagreementError(
-                f"replica {out!r} was put out by {', '.join(by)}: {why}. Mend that, and start it again; it takes over what the others hold then."
+                f"replica {out!r} was put out by {', '.join(by)}: {why}. Correct that and restart it; it takes over the others' state."
             )
         view.close()
         raise LinkError(f"{out} was put out ({why}); the next round is without it")

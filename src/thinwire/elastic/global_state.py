@@ -61,7 +61,7 @@ class GlobalState:
                 raise ValueError(f"round {number}")
         except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
             raise CheckpointError(
-                f"an agreed state that cannot be read was handed over or saved ({error}); run the same version on every replica."
+                f"a transferred or saved state cannot be read ({error}); run the same version on every replica."
             ) from None
         self.round, self.state_digest, self.run, self.counted = number, state_digest, run, counted
 
@@ -86,11 +86,13 @@ class GlobalState:
         not what the member's `status` says.
         """
         if (facts.get("round"), facts.get("state_digest")) != (status.round, status.state_digest):
-            raise CheckpointError("the state that was handed over is not the one that was said; look at that replica.")
+            raise CheckpointError(
+                "the transferred state does not have the digest that was announced; check that replica."
+            )
         due = self.tensors()
         if {n: (t.shape, t.dtype) for n, t in tensors.items()} != {n: (t.shape, t.dtype) for n, t in due.items()}:
             raise CheckpointError(
-                "the state that was handed over is of another model or outer step; start every replica with the same ones."
+                "the transferred state belongs to another model or outer step; start every replica with the same ones."
             )
         for tensor in tensors.values():
             check_finite(tensor)

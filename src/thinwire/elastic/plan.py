@@ -78,7 +78,7 @@ class MemberStatus:
         for what, within in bounds.items():
             if not within:
                 raise PeerError(
-                    f"{name} sent a status out of bounds: {what} {getattr(status, what)!r:.60}; look at that replica."
+                    f"{name} sent a status out of bounds: {what} {getattr(status, what)!r:.60}; check that replica."
                 )
         return status
 
@@ -88,13 +88,13 @@ class MemberStatus:
         """
         if most_steps is not None and self.step > most_steps:
             raise PeerError(
-                f"{name} sent a status out of bounds: step {self.step} of a run of {most_steps}; look at that replica."
+                f"{name} sent a status out of bounds: step {self.step} of a run of {most_steps}; check that replica."
             )
         for key, weight in self.brings.items():
             if str(int(key)) != key or int(key) not in fragments or weight > most:
                 raise PeerError(
                     f"{name} sent a status out of bounds: fragment {key} that counts {weight:g}, of {len(fragments)} fragments "
-                    f"and at most {most:g}; look at that replica."
+                    f"and at most {most:g}; check that replica."
                 )
 
 

@@ -327,9 +327,7 @@ class RoundLoop:
             arrival = strategy.exchange.arrive(strategy.exchange.depart(round_, {}), settle)
         if any(flags & REFUSED for flags in arrival.flags):
             who = [view.members[rank].name for rank, flags in enumerate(arrival.flags) if flags & REFUSED]
-            raise PacketError(
-                f"{', '.join(who)} sent no values after having said that they are finite; the round is dropped."
-            )
+            raise PacketError(f"{', '.join(who)} announced finite values and sent none; the round is dropped.")
         if arrival.void or not moved.finish():
             raise NonFiniteError("the anchor would not be finite; the round is dropped.")
         moved.close()

@@ -68,7 +68,7 @@ class Fastest(Exchange):
             exchange.check(codec, feedback)
         if not self._fitting(codec):
             raise ConfigurationError(
-                f"{self} with {codec}: none of these takes it; add Direct(), which takes any codec."
+                f"{self} with {codec}: none of these accepts it; add Direct(), which accepts any codec."
             )
 
     def init(self, codec: Codec, numel: int, rank: int, size: int) -> State:

@@ -99,7 +99,7 @@ class Hierarchy(Exchange):
     def check(self, codec: Codec, feedback: Feedback | None) -> None:
         if feedback:
             raise ConfigurationError(
-                f"{feedback} over {self}: what a replica says travels exactly within its site, so it holds back nothing; "
+                f"{feedback} over {self}: within its site a replica's values travel exactly, so nothing is held back; "
                 f"write Hierarchy(sites={self.sites}, feedback={feedback}), and leave the strategy's at None."
             )
         if self.feedback:

@@ -24,7 +24,7 @@ def check_owners(exchange: object, feedback: Feedback | None) -> None:
         raise ConfigurationError(f"{name}(feedback={feedback!r}): Feedback(...) or None is needed.")
     if feedback and feedback.kappa:
         raise ConfigurationError(
-            f"{name}(feedback={feedback}): kappa=0 is needed, for an owner keeps no reference; choose Feedback()."
+            f"{name}(feedback={feedback}): kappa=0 is needed, because an owner keeps no reference; choose Feedback()."
         )
 
 

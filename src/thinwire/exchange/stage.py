@@ -182,5 +182,5 @@ def heard(packet: Tensor, message: Message, sender: int) -> list[int]:
     """What is behind the payload: every replica's flags, a byte each, as the sender has heard them."""
     marks: list[int] = payload(packet)[message.nbytes :].tolist()
     if any(mark & ~(REFUSED | STOP) for mark in marks):
-        raise PacketError(f"replica {sender} passes on unknown flags {marks}; run the same version everywhere.")
+        raise PacketError(f"replica {sender} forwarded unknown flags {marks}; run the same version everywhere.")
     return marks

@@ -62,13 +62,12 @@ class TwoShot(Exchange):
     def check(self, codec: Codec, feedback: Feedback | None) -> None:
         if codec.needs_shapes:
             raise ConfigurationError(
-                f"{self} with {codec}: a codec that can do with any part of a fragment is needed, this one needs the "
-                "shapes of whole tensors; choose AllReduce() for LowRank, else Direct()."
+                f"{self} with {codec}: a codec that can encode any part of a fragment is needed, this one needs the shapes "
+                "of whole tensors; choose AllReduce() for LowRank, otherwise Direct()."
             )
         if any(inner.samples for inner in nested(codec)):
             raise ConfigurationError(
-                f"{self} with {codec}: a codec that can code a mean again is needed, this one would draw from what was "
-                "drawn; choose AllReduce() or Direct()."
+                f"{self} with {codec}: a codec that can encode a mean again is needed, this one would sample twice; choose AllReduce() or Direct()."
             )
 
     def init(self, codec: Codec, numel: int, rank: int, size: int) -> State:

@@ -111,7 +111,9 @@ class ThinwireCallback(Callback):
         assert self._group is not None
         if not self.own_data:
             _check_share(trainer, self.rank, self.replicas)
-        compare_settings(self._group, {"batches of an epoch": str(trainer.num_training_batches), "step": trainer.global_step})
+        compare_settings(
+            self._group, {"batches of an epoch": str(trainer.num_training_batches), "step": trainer.global_step}
+        )
         found = self._found()
         own = {name: p.detach().clone() for name, p in trainable(pl_module)} | found.get("own", {}) if found else {}
         with torch.no_grad():

@@ -36,7 +36,7 @@ def attach(model: nn.Module, rank: int, seed: int) -> nn.Module:
     names = [name for name, layer in base.named_modules() if id(layer) in inside and _adaptable(layer)]
     if not names:
         raise ModelError(
-            f"{type(model).__name__} has no linear layer in its blocks; LoRA needs one to stand beside. Train the whole model instead."
+            f"{type(model).__name__} has no linear layer in its blocks; LoRA needs at least one. Train the whole model instead."
         )
     transposed = not any(isinstance(base.get_submodule(name), nn.Linear) for name in names)
     config = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=names, fan_in_fan_out=transposed)

@@ -143,7 +143,9 @@ def _prepare(folder: Path, name: str, sources: list[Source], tokenizer: Tokenize
         shutil.rmtree(making, ignore_errors=True)
     corpus = _load(folder, given)
     if corpus is None:
-        raise DataError(f"cache {folder}: changed while it was made · a folder of one's own is needed · give cache=...")
+        raise DataError(
+            f"cache {folder}: changed while it was made · a folder that no other program changes is needed · give cache=..."
+        )
     return corpus
 
 
@@ -331,7 +333,7 @@ class Corpus:
             (step, 0, math.inf, "step"), (batch, 1, math.inf, "batch"), (sequence, 1, math.inf, "sequence"),
         ):  # fmt: skip
             if not low <= given < high:
-                raise ConfigurationError(f"{name}={given} · {low} ≤ {name} < {high} is needed · mend the number")
+                raise ConfigurationError(f"{name}={given} · {low} ≤ {name} < {high} is needed · correct the number")
         if batch % shards:
             raise ConfigurationError(f"batch={batch} on shards={shards} · equal rows are needed · take a multiple")
         own = (self.windows(sequence) - replica + replicas - 1) // replicas

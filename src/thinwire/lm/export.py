@@ -28,7 +28,7 @@ def described(path: str | Path) -> Mapping[str, Any]:
     """What the file says of its model: size, vocabulary, positions, context, its tokenizer's fingerprint. Raises `ModelError`."""
     if (Path(path).parent / "config.json").exists():
         raise ModelError(
-            f"{path} lies beside a config.json: a model of transformers, which starts from its folder; give --model hf:{Path(path).parent}."
+            f"{path} is beside a config.json: a model of transformers, which is loaded by its folder; give --model hf:{Path(path).parent}."
         )
     try:
         opened(Path(path)).close()
@@ -111,7 +111,7 @@ def store(
             save_adapters(folder / f"adapter{mark}", model, weights, spec.model.removeprefix("hf:"))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"the trained model cannot be written to {path}: {error}. Free some space, then go on from the last checkpoint with --resume."
+            f"the trained model cannot be written to {path}: {error}. Free some space, then resume from the last checkpoint with --resume."
         ) from error
 
 

@@ -43,7 +43,7 @@ class FixedTrainer(Trainer):
         if found is None:
             told = "; ".join(f"{one['path']}: {one['reason']}" for one in skipped)
             raise CheckpointError(
-                f"--resume: there is no step of which all replicas have a whole checkpoint ({told}). Bring back what is missing, or begin "
+                f"--resume: no step has a complete checkpoint of every replica ({told}). Bring back what is missing, or begin "
                 "again at the first step by --resume --from-start, which sets the checkpoints aside."
             )
         self._load(found)

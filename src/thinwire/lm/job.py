@@ -32,8 +32,8 @@ def check(run: Run, folder: Path | None = None) -> nn.Module:
     placement = run.placement
     if placement.carrier != "elastic" and (placement.evict or placement.weigh != "alike" or placement.grace):
         raise ConfigurationError(
-            f"evict={placement.evict}, weigh={placement.weigh!r}, grace={placement.grace!r} with carrier={placement.carrier!r}: these are "
-            "for replicas that may come and go; add --elastic."
+            f"evict={placement.evict}, weigh={placement.weigh!r}, grace={placement.grace!r} with carrier={placement.carrier!r}: these need "
+            "an elastic run; add --elastic."
         )
     job = open_job(run, folder)
     model = job.try_out(placement.replicas)

@@ -56,7 +56,7 @@ def new_folder(run: Run, folder: Path, resume: bool, replica: str = "*") -> None
     On several machines every process asks for itself (`replica`), since each machine has a folder of its own.
     """
     if any(folder.glob(f"events/{replica}.jsonl")) and not resume:
-        raise ConfigurationError(f"{folder} holds a run already; choose another --out, or go on with it by --resume.")
+        raise ConfigurationError(f"{folder} holds a run already; choose another --out, or continue it with --resume.")
     if (folder / "config.json").exists() and not (folder / "run.toml").exists():
         raise ConfigurationError(f"{folder} holds a model already, which the run would replace; choose another --out.")
     if resume and not (folder / "run.toml").exists():
@@ -66,7 +66,7 @@ def new_folder(run: Run, folder: Path, resume: bool, replica: str = "*") -> None
             f"{folder} was begun with other settings: {other}. Resume with the run's own, or start anew in another --out."
         )
     if any(being_written(path) for path in folder.glob(f"events/{replica}.jsonl")):
-        raise ConfigurationError(f"a run is going on in {folder}; wait until it has stopped, or choose another --out.")
+        raise ConfigurationError(f"a run is active in {folder}; wait until it has stopped, or choose another --out.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         run.save(folder / "run.toml")

@@ -16,7 +16,7 @@ def check_method(run: Run, method: Method) -> None:
         _check_sampled(run.placement, run.method.label, method.sampled, method.every)
     if isinstance(method, Flasc) and method.down < 1 and run.model.lora is None:
         raise ConfigurationError(
-            f"{run.method.label} without lora: what the hub does not send down counts as zero, which adapters bear and whole weights do not; "
+            f"{run.method.label} without lora: values that the hub does not send count as zero, which works for adapters but not for whole weights; "
             "add --lora 8, or flasc(down=1)."
         )
     if run.data.accumulate > 1 and isinstance(method, JustOneByte):

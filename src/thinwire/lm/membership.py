@@ -157,7 +157,7 @@ def join(attach: Callable[[], T], leave: Callable[[], object], stop: threading.E
             return attempt.result()
         except LinkError as error:
             if time.monotonic() > until:
-                raise LinkError(f"{error} Given up after {seconds:g} s; --timeout is how long.") from None
+                raise LinkError(f"{error} Gave up after {seconds:g} s; --timeout sets this time.") from None
 
 
 def _fulfil(promise: Future[T], attach: Callable[[], T]) -> None:

@@ -103,7 +103,7 @@ class Run:
             )
         if own and inner != own:
             raise ConfigurationError(
-                f"optimizer={asked!r} with {self.method.label}: that method is one with its inner optimizer, {own}; leave it out, or "
+                f"optimizer={asked!r} with {self.method.label}: that method needs its own inner optimizer, {own}; leave it out, or "
                 "give a Strategy(...) with another inner."
             )
         return inner
@@ -115,7 +115,7 @@ class Run:
         made = self._composition()
         if not isinstance(made, Strategy):
             raise ConfigurationError(
-                f"strategy={self.method.label} has a loop of its own; `thinwire train` and `compare` run it, here one of "
+                f"strategy={self.method.label} has its own loop, which only `thinwire train` and `compare` run; here one of "
                 f"{', '.join(RECIPES)} is needed."
             )
         return dataclasses.replace(made, seed=self.seed)

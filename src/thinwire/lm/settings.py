@@ -59,35 +59,35 @@ class MethodSpec(_Part):
     """What the replicas exchange, and when."""
 
     strategy: str = "streaming_diloco"
-    """A recipe (data_parallel, local_sgd, diloco, streaming_diloco, dgc, one_bit_adam, ...), a method with a loop of its own
+    """A recipe (data_parallel, local_sgd, diloco, streaming_diloco, dgc, one_bit_adam, ...), a method with its own loop
     (just_one_byte, fedavg, scaffold, scallion, scafcom, flasc), or a whole Strategy(...) in Python; thinwire docs strategies helps to choose."""
     every: int | None = None
-    """H: inner steps between two rounds of one fragment. Without: the recipe's own, as for all of this part."""
+    """H: inner steps between two rounds of one fragment. Default of this and the next options: the recipe's own."""
     delay: int | None = None
-    """tau: inner steps that a round may be in the air; training goes on."""
+    """tau: inner steps for which a round may be in flight while training continues."""
     fragments: int | None = None
-    """Fragments of layers; what is outside the layers is one more."""
+    """Number of fragments of layers. One more fragment holds what is outside the layers."""
     merge: float | None = None
-    """alpha: how much of its own values a replica keeps when a round lands, 0 to 1."""
+    """alpha: share of its own values that a replica keeps when a round lands, 0 to 1."""
     codec: str | None = None
-    """How deltas travel: E3M0 or E3M0(block=32) (4 bits), Cast('bf16'), Identity (fp32)."""
+    """Codec of the deltas: E3M0 or E3M0(block=32) (4 bits), Cast('bf16'), Identity (fp32)."""
     partition: str | None = None
     """Strided(4), Sequential(4), BySize(4) or Whole; replaces --fragments."""
     offsets: tuple[int, ...] | None = None
     """The inner step at which each fragment first departs."""
     exchange: str | None = None
-    """How packets become one estimate: Direct, TwoShot, AllReduce, Hierarchy((2, 2)), or Fastest('20mbit,40ms') to let the link decide."""
+    """How packets become one estimate: Direct, TwoShot, AllReduce, Hierarchy((2, 2)), or Fastest('20mbit,40ms') to choose by the link."""
     outer_lr: float | None = None
     """Learning rate of the outer step."""
     outer_momentum: float | None = None
     """Nesterov momentum of the outer step."""
     anchors: Literal["host", "device"] | None = None
-    """Where anchors and outer state live."""
+    """Where anchors and outer state are kept."""
     privacy: str | None = None
-    """Clip and add noise to what is sent, and say how private that is: Privacy(clip=0.5, noise=4.0)."""
+    """Clip what is sent, add noise, and report epsilon: Privacy(clip=0.5, noise=4.0)."""
 
     def composition(self, clip: float) -> Strategy | Method:
-        """The strategy with what was given for its recipe; a recipe with a filter that clips takes `clip`. Raises `ConfigurationError`."""
+        """The strategy with the settings of its recipe. A recipe with a filter that clips uses `clip`. Raises `ConfigurationError`."""
         made = self._composed(clip)
         if self.privacy is None:
             return made
@@ -133,7 +133,7 @@ class MethodSpec(_Part):
         return strategy
 
     def with_strategy(self, strategy: str) -> MethodSpec:
-        """With another strategy, and of the settings of a recipe those that it takes."""
+        """The same settings with another strategy, without those that its recipe does not take."""
         recipe = NAMED.get(recipe_name(strategy))
         taken = inspect.signature(recipe).parameters if recipe else ()
         foreign = {name: None for name in OF_THE_RECIPE if name not in taken}
@@ -141,38 +141,38 @@ class MethodSpec(_Part):
 
     @property
     def label(self) -> str:
-        """The strategy as a person would write it: its name and what was given for it."""
+        """The strategy as a person would write it: its name and its settings."""
         given = [f"{name}={getattr(self, name)}" for name in OF_THE_RECIPE if getattr(self, name) is not None]
         return shortened(self.strategy + (f"({', '.join(given)})" if given else ""))
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSpec(_Part):
-    """The text, how it becomes tokens, how much of it an inner step takes, and the evaluation on text that is held out."""
+    """The text, its tokenizer, the size of an inner step, and the evaluation on held-out text."""
 
     at_least_one: ClassVar[tuple[str, ...]] = ("batch", "sequence", "accumulate", "eval_every", "eval_batches")
 
     text: tuple[str, ...] = ()
-    """Files and folders (.txt, .jsonl, .parquet, ...). Without: the sources of Python's standard library."""
+    """Files and folders (.txt, .jsonl, .parquet, ...). Default: the sources of Python's standard library."""
     column: str = "text"
-    """Where .jsonl and .parquet keep the text."""
+    """Name of the text column in .jsonl and .parquet files."""
     tokenizer: str | None = None
-    """bytes, bpe:SIZE to train one on the text, bpe:FILE.json of a trained one, or hf:FOLDER_OR_NAME of a Hugging Face model's.
-    Without: the one that --model was trained with, else bytes."""
+    """bytes, bpe:SIZE (trained on the text), bpe:FILE.json (trained before), or hf:FOLDER_OR_NAME (of a Hugging Face model).
+    Default: the tokenizer with which --model was trained, otherwise bytes."""
     batch: int = 8
-    """Sequences in a micro-batch of a replica."""
+    """Sequences per micro-batch of a replica."""
     sequence: int = 128
-    """Tokens in a sequence."""
+    """Tokens per sequence."""
     accumulate: int = 1
-    """Micro-batches in an inner step."""
+    """Micro-batches per inner step."""
     eval_every: int | None = None
-    """Inner steps between evaluations of the anchors on held-out text. Without: ten in the run."""
+    """Inner steps between evaluations of the anchors on held-out text. Default: ten evaluations per run."""
     eval_batches: int = 16
-    """Batches of held-out text in an evaluation."""
+    """Batches of held-out text per evaluation."""
 
     @property
     def tokens(self) -> int:
-        """Of a replica in an inner step."""
+        """Tokens of a replica in an inner step."""
         return self.batch * self.sequence * self.accumulate
 
 
@@ -183,16 +183,16 @@ class ModelSpec(_Part):
     at_least_one: ClassVar[tuple[str, ...]] = ("lora",)
 
     model: str = "tiny"
-    """A size (nano, tiny, mini, 35m, 100m, 200m, 300m, 500m, 1b, 4b), RUN/model.safetensors for one that was trained before, or
+    """A size (nano, tiny, mini, 35m, 100m, 200m, 300m, 500m, 1b, 4b), RUN/model.safetensors to train a model further, or
     hf:FOLDER_OR_NAME for a Hugging Face causal LM."""
     job: str | None = None
     """A file of your own, my_job.py, with model(), batches(share) and loss(model, batch): in place of the language model and its text."""
     lora: int | None = None
-    """Rank of LoRA adapters: only they are trained and exchanged. Without: the whole model."""
+    """Rank of LoRA adapters; only they are trained and exchanged. Default: the whole model."""
     positions: Literal["rotary", "learned"] = "rotary"
-    """How the model knows where a token stands."""
+    """How the model encodes the position of a token."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Autocast. auto: bf16 on a GPU that has it, else fp32."""
+    """Autocast. auto: bf16 on a GPU that supports it, otherwise fp32."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -208,7 +208,7 @@ class ModelSpec(_Part):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec(_Part):
-    """The inner steps: how many, by which optimizer, at which learning rate."""
+    """Number of inner steps, optimizer and learning rate."""
 
     at_least_one: ClassVar[tuple[str, ...]] = ("steps",)
     positive: ClassVar[tuple[str, ...]] = ("lr",)
@@ -217,47 +217,47 @@ class OptimizerSpec(_Part):
     steps: int = 800
     """Inner steps of every replica."""
     optimizer: str | None = None
-    """Inner optimizer: AdamW, SGD(0.9, lr_factor=100) or Muon. Without: the strategy's own, AdamW if it has none."""
+    """Inner optimizer: AdamW, SGD(0.9, lr_factor=100) or Muon. Default: the strategy's own, or AdamW if it has none."""
     lr: float = 6e-3
-    """Peak learning rate, as it suits AdamW; other inner optimizers have a factor of their own."""
+    """Peak learning rate for AdamW; other inner optimizers multiply it by their own factor."""
     warmup: int | None = None
-    """Inner steps of linear warm-up. Without: a tenth of all, at most 1000. Then a cosine to 5 % of the peak."""
+    """Inner steps of linear warm-up, before a cosine to 5 % of the peak. Default: a tenth of all steps, at most 1000."""
     weight_decay: float = 0.1
-    """Of the inner optimizer: weights shrink by lr times this in a step."""
+    """Weight decay of the inner optimizer: weights shrink by lr times this per step."""
     clip: float = 1.0
-    """Largest norm of the gradient; 0 does not clip. Of strategies with filters: of each replica's, before the exchange."""
+    """Largest norm of the gradient; 0 does not clip. Strategies with filters clip each replica's gradient before the exchange."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement(_Part):
-    """How many replicas, how they run and reach each other, and what is kept for when one fails."""
+    """Number of replicas, how they run and reach each other, and checkpoints."""
 
     at_least_one: ClassVar[tuple[str, ...]] = ("replicas", "least", "keep")
     positive: ClassVar[tuple[str, ...]] = ("timeout",)
     not_negative: ClassVar[tuple[str, ...]] = ("checkpoint_every",)
 
     replicas: int = 2
-    """How many replicas train (under torchrun: the world is replicas times the ranks of one replica)."""
+    """Number of replicas (under torchrun: the world is replicas times the ranks of one replica)."""
     carrier: Literal["processes", "threads", "elastic"] = "processes"
-    """Replicas as processes under torch.distributed, as threads of one process, or as processes that may die, return and join late."""
+    """Replicas as processes under torch.distributed, as threads of one process, or elastic: as processes that may die, return and join late."""
     least: int = 2
-    """Elastic: so many replicas are needed for a round. With fewer they train on and wait; 1: each may go on alone."""
+    """Elastic: number of replicas that a round needs. With fewer they train on and wait. With 1, each may train on alone."""
     grace: str | None = None
-    """Elastic: how long a round waits for a replica that is late, such as 5s or '20 steps'. Without: the schedule's slack."""
+    """Elastic: how long a round waits for a late replica, such as 5s or '20 steps'. Default: the schedule's slack."""
     weigh: Literal["alike", "tokens"] = "alike"
-    """Elastic: every delta counts alike, or by the tokens behind it, where replicas are unequally fast."""
+    """Elastic: all deltas count alike, or by their number of tokens if replicas differ in speed."""
     evict: bool = False
-    """Elastic: go on without a replica that most of the others find to hold them up (thinwire docs diagnosis)."""
+    """Elastic: put out a replica that most others find to hold them up (thinwire docs diagnosis)."""
     link: str = "none"
     """Emulate a link of this rate and delay under the carrier, such as 50mbit,30ms."""
     uplink: str = "none"
-    """Rate at which this replica can really send, such as 100mbit: its connections are paced to share that. none: TCP alone decides."""
+    """Rate at which this replica can really send, such as 100mbit; its connections are paced to share it. none: TCP alone decides."""
     timeout: float = 300.0
-    """Seconds that a replica waits for a packet before it gives the others up."""
+    """Seconds that a replica waits for a packet before it stops with an error."""
     checkpoint_every: int = 100
-    """Inner steps between checkpoints; 0 makes none but at a stop."""
+    """Inner steps between checkpoints; 0 writes one at a stop only."""
     keep: int = 3
-    """Checkpoints that are kept."""
+    """Number of checkpoints that are kept."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -267,10 +267,10 @@ class Placement(_Part):
         self._check_uplink()
 
     def check_elastic(self, strategy: Strategy | Method, label: str) -> None:
-        """Raise `ConfigurationError` if `strategy`, called `label`, cannot run among replicas that come and go."""
+        """Raise `ConfigurationError` if `strategy`, called `label`, cannot run elastically."""
         if not isinstance(strategy, Strategy):
             raise ConfigurationError(
-                f"strategy={label} with carrier='elastic': a method with a loop of its own trains with a fixed group; "
+                f"strategy={label} with carrier='elastic': a method with its own loop trains in a fixed group; "
                 "leave --elastic out, or choose a recipe."
             )
         elastic.check(strategy)

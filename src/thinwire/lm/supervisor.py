@@ -86,7 +86,7 @@ def train_elastic(
     # with a seat the others, elsewhere, may hold what is agreed
     if resume and not seat and not any(newest(folder / "checkpoints" / name)[0] for name in names):
         raise CheckpointError(
-            f"--resume: none of {', '.join(names)} has a whole checkpoint in {folder / 'checkpoints'}. Bring back what is missing, or begin "
+            f"--resume: none of {', '.join(names)} has a complete checkpoint in {folder / 'checkpoints'}. Bring back what is missing, or begin "
             "again at the first step by --resume --from-start."
         )
     secret = seat.secret if seat else folder / "secret"

@@ -116,7 +116,7 @@ def _lines(source: Source, file: IO[str], column: str) -> Iterator[str | None]:
             record = parsed(json.loads, line)
         except ValueError as error:
             raise DataError(
-                f"{source.path}:{number} is not JSON ({error}) · one object a line is needed · mend or remove the line"
+                f"{source.path}:{number} is not JSON ({error}) · one object a line is needed · correct or remove the line"
             ) from error
         found = list(record) if isinstance(record, dict) else type(record).__name__
         if not isinstance(record, dict) or not isinstance(record.get(column), str):
@@ -154,7 +154,7 @@ def _rows(source: Source, column: str) -> Iterator[str | None]:
                         yield from _slices(text)
                         yield None
     except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"{source.path}: {error} · a whole .parquet file is needed · fetch it again") from error
+        raise DataError(f"{source.path}: {error} · a whole .parquet file is needed · download it again") from error
 
 
 _EXPANDS = f"{{}} has a row group that expands more than {RATIO} times · no text does · write the file anew"
@@ -309,7 +309,7 @@ class BPE:
             ) from error
         if trained.token_to_id(END) != self.end:
             raise DataError(
-                f"{self.file} has no token {END} with number {self.end} · documents are told apart by it · "
+                f"{self.file} has no token {END} with number {self.end} · it separates documents · "
                 "train with BPE.train, or add it to the file"
             )
         return trained

@@ -75,7 +75,7 @@ class Trainer(ABC):
         self.model = self.job.make_model().to(self.device)
         if place.shards > 1 and run.model.lora:
             raise ConfigurationError(
-                f"lora={run.model.lora} on replicas of {place.shards} ranks: adapters need whole replicas; start one process a replica."
+                f"lora={run.model.lora} on replicas of {place.shards} ranks: adapters need whole replicas; start one process per replica."
             )
         if place.shards > 1:
             shard(self.model, run.placement.replicas, place.shards, self.device)

@@ -136,7 +136,7 @@ class Channel:
             hello = self._receive(HELLO.size, until)
             magic, version, _ = HELLO.unpack(hello)
             if magic != MAGIC:
-                raise LinkError(f"what answers at {where} is no lighthouse of Thinwire.")
+                raise LinkError(f"what answers at {where} is not a Thinwire lighthouse.")
             if version != VERSION:
                 raise LinkError(f"the lighthouse at {where} {_VERDICTS[OTHER_VERSION]}.")
             said = INTRODUCTION.pack(

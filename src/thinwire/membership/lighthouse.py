@@ -99,8 +99,8 @@ class LighthouseRendezvous:
         if self._left.is_set():
             raise LinkError(f"replica {self._name!r} has left the lighthouse {self._where()}.")
         raise LinkError(
-            f"nobody else called at the lighthouse {self._where()}, or "
-            "too many are late. Start the others, or wait for longer."
+            f"no other replica called at the lighthouse {self._where()}, or "
+            "too many are late. Start the others, or wait longer."
         )
 
     def connect(self, epoch: str, members: Sequence[Presence], rank: int) -> Group:

@@ -219,7 +219,7 @@ class Membership:
         if self._run and self.ended(self._run):
             if len(verdict.members) == 1 or self.ended(self._run, CLOSED):
                 raise EndedError(
-                    f"the run has ended without replica {self.name!r}, and nobody who keeps its final state is there any more."
+                    f"the run has ended without replica {self.name!r}, and no member keeps its final state any longer."
                 )
             return "the run has ended, and who keeps its final state has not answered yet"
         if reason and not self._run and self.ended():
@@ -294,7 +294,7 @@ class Membership:
             if alive and self._views == 0:
                 self.close()
                 raise DisagreementError(
-                    f"replica {self.name!r} cannot take part: {own.reason}. Its name must be a name of its own."
+                    f"replica {self.name!r} cannot take part: {own.reason}. Every replica needs its own name."
                 )
             return f"it was left out: {own.reason}"
         if len(verdict.members) < self.least and not any(p.status.get("over") is True for p in verdict.members):
@@ -337,7 +337,7 @@ class Membership:
             hellos = [mac(self._secret, "hello", verdict.id.encode(), p.incarnation.encode())[:16] for p in members]
             heard = gather(group, hellos[group.rank], 64, "view")
             if heard != hellos:
-                raise LinkError("others answered than were called")
+                raise LinkError("the members that answered are not those that were called")
         except BaseException:
             group.close()
             raise

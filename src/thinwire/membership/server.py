@@ -143,7 +143,7 @@ class Lighthouse:
             listener = socket.create_server((host, port), family=family(host))
         except (OSError, OverflowError) as error:
             raise LinkError(
-                f"cannot listen at {at(host, port)} ({error}). Give an address of this machine, and a port that nothing else holds."
+                f"cannot listen at {at(host, port)} ({error}). Give an address of this machine, and a free port."
             ) from None
         self.host, self.port = host, int(listener.getsockname()[1])
         self._heartbeat_timeout, self._secret, self._tell = heartbeat_timeout, secret, tell
@@ -291,7 +291,7 @@ class Lighthouse:
             raise _Refused("it does not hold this run's secret")
         called, born = name.rstrip(b"\0").decode(errors="replace"), incarnation.decode(errors="replace")
         if not NAME.fullmatch(called) or not INCARNATION.fullmatch(born):
-            raise _Refused("it has no name that a replica may have")
+            raise _Refused("its name is not allowed")
         line.name, line.incarnation = called, born
         if born not in self._replicas and len(self._replicas) >= MOST_MEMBERS:
             await line.send(WELCOME.pack(FULL, 0.0, bytes(PROOF)))

@@ -42,7 +42,7 @@ class Timeouts:
         if self.heartbeat_timeout < 2 * self.heartbeat_interval:
             raise ConfigurationError(
                 f"heartbeat_timeout={self.heartbeat_timeout:g} with heartbeat_interval={self.heartbeat_interval:g}: "
-                "room for a lost one is needed; choose at least twice the interval."
+                "the timeout must allow for one lost heartbeat; choose at least twice the interval."
             )
         if self.vote < self.transfer:
             raise ConfigurationError(
@@ -113,6 +113,6 @@ def grace_seconds(text: str, step_seconds: float) -> float:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(ms|s|steps?)", text)
     if match is None or not float(match[1]) > 0:
         raise ConfigurationError(
-            f"grace={text!r}: how long others wait for a late replica is needed, such as 5s, 500ms or '20 steps'."
+            f"grace={text!r}: a time or a number of steps is needed, such as 5s, 500ms or '20 steps'."
         )
     return float(match[1]) * {"ms": 1e-3, "s": 1.0}.get(match[2], step_seconds)

@@ -63,7 +63,7 @@ class Presence:
             ) from None
         if len(text) > LIMIT:
             raise ConfigurationError(
-                f"replica {self.name!r}: facts and status are {len(text)} bytes; at most {LIMIT} are needed. Send digests of what is large."
+                f"replica {self.name!r}: facts and status are {len(text)} bytes; at most {LIMIT} are allowed. Send digests in place of large values."
             )
         return text
 
@@ -83,11 +83,11 @@ class Presence:
                 if type(getattr(presence, name)) is not kind:
                     raise ValueError(f"{name} is no {kind.__name__}")
             if not (0 <= presence.calls < _MOST and 0 <= presence.views < _MOST):
-                raise ValueError("calls or views are no number of calls")
+                raise ValueError("calls or views are not counts")
             if not all(
                 isinstance(value, str) for value in (*presence.facts.values(), *presence.unreachable, *presence.expects)
             ):
-                raise ValueError("facts, unreachable or expects hold more than texts")
+                raise ValueError("facts, unreachable or expects hold values that are not texts")
         except (ValueError, TypeError, RecursionError) as error:  # a ConfigurationError is a ValueError
             raise PacketError(f"a presence cannot be read ({error}); run the same version on every replica") from None
         return presence
@@ -206,8 +206,8 @@ class View:
             if not first:
                 return False
             raise UndecidedError(
-                f"{question!r}: this replica said yes and cannot learn what was decided ({error}). "
-                "The others' next statuses tell."
+                f"{question!r}: this replica voted yes and cannot learn the outcome ({error}). "
+                "The others' next status shows it."
             ) from error
         self._observe("decided", {"question": question, "yes": answer})
         return answer

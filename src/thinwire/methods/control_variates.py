@@ -298,7 +298,9 @@ class Controlled(Attached):
             len({(rounds, text) for rounds, _, text in self._told()}) > 1
         )  # which tells the others of a problem, too
         if unlike or problem:
-            raise DisagreementError(problem or "replicas have gone on apart; resume all from one step, or begin anew.")
+            raise DisagreementError(
+                problem or "replicas continued separately and differ; resume all from one step, or start again."
+            )
 
     def _told(self) -> list[tuple[int, int, bytes]]:
         """Everybody's rounds, steps, and digest of x and c."""

@@ -267,7 +267,7 @@ class Federated(Attached):
         self.group, self.names = group, self._checked(names, group)
         if self.hub not in self.names:
             raise ConfigurationError(
-                f"names={self.names}: the hub {self.hub!r} is not among them, and nobody else holds p; go on from its checkpoint."
+                f"names={self.names}: the hub {self.hub!r} is not among them, and no other replica holds p; resume from its checkpoint."
             )
         self.introduce({"names": list(self.names), "hub": self.hub})
         hub, told = self.names.index(self.hub), self._told()

@@ -349,11 +349,13 @@ class Saddle(Participant):
             self._put(tensors, said)
             self._observe("caught_up", self.step, round=self.step, donor=self.names[donor])
         if len({text for _, text in self._told()}) > 1:
-            raise DisagreementError("replicas have gone on apart; resume all from one step, or begin anew.")
+            raise DisagreementError(
+                "replicas continued separately and differ; resume all from one step, or start again."
+            )
         if self.method.refresh:
             reference = self._reference(self.w)
             if reference is None:
-                raise NonFiniteError("F(w) holds NaN or infinity at the reference that all share; begin elsewhere.")
+                raise NonFiniteError("F(w) holds NaN or infinity at the common reference; start at another point.")
             self.mean_at_w, self.own_at_w = reference
 
     def _told(self) -> list[tuple[int, bytes]]:

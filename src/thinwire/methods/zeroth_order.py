@@ -293,7 +293,7 @@ class ZerothOrder(Attached):
         """Go on with the replicas of `group`; all of them call it at once. Whoever is behind takes the log and catches up.
 
         `names` in rank order, without: the ranks. Raises `DisagreementError` where replicas began with other weights,
-        or have gone on apart: such a one begins again from the first weights, and takes the whole log.
+        or continued separately: such a replica restarts from the first weights and takes the whole log.
         """
         self.group, self.names = group, self._checked(names, group)
         self.introduce({"names": list(self.names), "tables": _tables()})
@@ -315,7 +315,7 @@ class ZerothOrder(Attached):
         elif group.rank in behind:
             self._catch_up(Log.load(*take(group, donor, _LIMIT)), self.names[donor])
         if len({(step, chain) for step, chain, _ in self._told()}) > 1:
-            raise DisagreementError(f"{_APART}; such a one begins again from the first weights and takes the log.")
+            raise DisagreementError(f"{_APART}; restart that replica from the first weights, so that it takes the log.")
         self.same_weights()
 
     def _told(self) -> list[tuple[int, bytes, bytes]]:
@@ -357,7 +357,7 @@ class ZerothOrder(Attached):
         return [parameter.detach() for parameter in self.parameters]
 
 
-_APART = "replicas have gone on apart, or one is no continuation of another"
+_APART = "replicas continued separately, or one does not continue another"
 
 
 def _tables() -> str:

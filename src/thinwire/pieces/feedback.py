@@ -57,7 +57,7 @@ class Feedback:
         if not fits or (self.kappa == 0 == self.eta):
             raise ConfigurationError(
                 f"{self}: kappa 0 or 1, eta and beta in [0, 1] and alpha in (0, 1] are needed, and kappa or eta above 0 "
-                "(else leave feedback=None)."
+                "(otherwise leave feedback=None)."
             )
 
     @property
@@ -71,12 +71,12 @@ class Feedback:
         """Raise `ConfigurationError` if `codec` would let what is held back grow, or references and their mean drift apart."""
         if any(c.samples for c in nested(codec)):
             raise ConfigurationError(
-                f"{self} over {codec}: a contractive codec is needed, or what is held back grows; choose "
+                f"{self} over {codec}: a contractive codec is needed, otherwise the residual grows; choose "
                 "TopK, or leave feedback=None."
             )
         if self.kappa and codec.joint:
             raise ConfigurationError(
-                f"{self} over {codec}: with kappa=1 the mean over all is needed, or references drift from what is agreed; choose the "
+                f"{self} over {codec}: with kappa=1 the mean over all is needed, otherwise references drift from the agreed mean; choose the "
                 "codec inside OverSenders, or kappa=0."
             )
 

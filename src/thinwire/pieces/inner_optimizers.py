@@ -226,7 +226,7 @@ def _expect(inner: Inner, optimizer: torch.optim.Optimizer, kind: type) -> None:
     if not isinstance(optimizer, kind):
         raise ConfigurationError(
             f"the strategy's inner optimizer is {inner}, {type(optimizer).__name__} was given; give torch.optim.{kind.__name__}, or leave "
-            "inner=None in the strategy to train with another than the method's."
+            "inner=None in the strategy to train with another optimizer."
         )
 
 

@@ -190,7 +190,7 @@ def _pairs(row: Any, names: Sequence[str], where: str) -> list[Pair]:
     strange = [end for end in ends if end not in names]
     if strange:
         raise ConfigurationError(
-            f"{where}: {strange[0]!r} is not among names = {list(names)}; add it, or mend the name."
+            f"{where}: {strange[0]!r} is not among names = {list(names)}; add it, or correct the name."
         )
     a, b = (list(names).index(end) for end in ends)
     return [(a, b), (b, a)] if both is not None else [(a, b)]

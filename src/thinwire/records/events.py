@@ -123,7 +123,7 @@ class EventLog:
         if not locked:
             self._file.close()
             raise DataError(
-                f"{self.path} is being written: a run is going on in this folder. Wait until it has stopped, or choose "
+                f"{self.path} is being written: a run is active in this folder. Wait until it has stopped, or choose "
                 "another run folder."
             )
 

@@ -139,7 +139,7 @@ class Stepped:
         if not all(bool(torch.isfinite(weight).all()) for weight in self._weights()):
             raise NonFiniteError(
                 f"the weights of replica {self._group.rank} hold NaN or infinity, and data-parallel training keeps no "
-                "anchors to start again from; go on from the last checkpoint."
+                "anchors to restart from; resume from the last checkpoint."
             )
 
     def facts(self) -> dict[str, str]:

@@ -26,7 +26,7 @@ def introduce(group: Group, strategy: Strategy, fragments: Sequence[Fragment]) -
     """Compare code version, strategy and model with every other replica: about 60 bytes a tensor, once. Raises as `agree`."""
     if max(group.size, len(fragments)) > MOST:
         raise ConfigurationError(
-            f"{group.size} replicas and {len(fragments)} fragments: at most {MOST} of each have a place in a packet; take fewer."
+            f"{group.size} replicas and {len(fragments)} fragments: at most {MOST} of each fit into a packet's fields; use fewer."
         )
     tensors = _tensors(fragments)
     compare_settings(
@@ -67,7 +67,7 @@ def compare_settings(group: Group, facts: Mapping[str, Any]) -> None:
         try:
             other = dict(json.loads(text))
         except (ValueError, TypeError, RecursionError):
-            raise DisagreementError(f"replica {rank} introduced itself unreadably. Nothing was trained.") from None
+            raise DisagreementError(f"replica {rank} sent settings that cannot be read. Nothing was trained.") from None
         first = first or other
         for name in [*first, *other]:
             if first.get(name) != other.get(name):

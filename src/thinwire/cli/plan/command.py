@@ -43,41 +43,41 @@ class Options:
     """What `thinwire plan` takes."""
 
     links: tyro.conf.Positional[str]
-    """links.toml (`thinwire probe` writes one, or you), or one link that all have, such as 50mbit,30ms."""
+    """links.toml (from `thinwire probe`, or written by hand), or one link for all, such as 50mbit,30ms."""
     machines: tyro.conf.Positional[tuple[Path, ...]]
     """machine.toml: one for all replicas, or one for each in the order of the links' names."""
     replicas: int | None = None
-    """How many there are, where LINKS is one link for all (without: 2)."""
+    """Number of replicas, if LINKS is one link for all (default: 2)."""
     run: Path | None = None
-    """A run file to start from: model, text, sequence and all that a plan does not choose."""
+    """A run file with the model, the text and all other settings that a plan does not choose."""
     model: str | None = None
     """The model, if not the run file's."""
     sequence: int | None = None
-    """Tokens in a sequence, if not the run file's."""
+    """Tokens per sequence, if not the run file's."""
     text: tuple[str, ...] | None = None
     """Files and folders of text, if not the run file's."""
     tokenizer: str | None = None
     """bytes or bpe:SIZE, if not the run file's."""
     tokens: str | None = None
-    """How much is to be trained on, such as 20B. Without: 20 tokens a parameter."""
+    """Tokens to train on, such as 20B. Default: 20 per parameter."""
     batch_tokens: str | None = None
-    """Tokens of an inner step, all replicas together, such as 1M. Without: the scaling law's, where it holds."""
+    """Tokens of an inner step, all replicas together, such as 1M. Default: the scaling law's, if it holds."""
     memory: str | None = None
-    """What a rank may use, such as 16GB. Without: 90 % of what machine.toml says."""
+    """Memory that a rank may use, such as 16GB. Default: 90 % of machine.toml's."""
     utilization: float | None = None
-    """At least this share of the time in training, such as 0.95."""
+    """Least share of the time in training, such as 0.95."""
     deadline: str | None = None
-    """All tokens within this time, such as 3d or 12h."""
+    """Time for all tokens, at most, such as 3d or 12h."""
     loss: float | None = None
-    """An expected evaluation loss of at most this, in nats per token (of C4: the laws' own text)."""
+    """Largest expected evaluation loss, in nats per token of C4, the text of the laws."""
     methods: tuple[str, ...] = SEARCHED
-    """What is tried."""
+    """Methods to try."""
     ranks: int = 1
     """Ranks of a site that form one replica, sharded by FSDP2."""
     degrees: str | None = None
     """With --ranks: nested degrees s_w,s_g,s_o of weights, gradients and moments to compare with, such as 2,8,8."""
     levels: tuple[int, ...] = ()
-    """With --ranks: how many ranks each faster level joins, such as 2 for pairs; the last is all of them."""
+    """With --ranks: number of ranks that each faster level joins, such as 2 for pairs; the last level joins all."""
     top: int = 8
     """Rows in the table: the best of each method, then the best for each method, number of replicas and H."""
     out: Path = Path("plan.toml")
@@ -85,7 +85,7 @@ class Options:
     frontier: Path | None = None
     """Draw expected loss against bytes for all settings: FILE.svg, FILE.html, or FILE.png (which needs thinwire[png])."""
     rates: Path | None = None
-    """Draw training's share of the time against the rate of the links, a curve for each row: FILE.svg, .html or .png."""
+    """Draw training's share of the time against the rate of the links, one curve per row: FILE.svg, .html or .png."""
     json: bool = False
     """Tables go to stderr; stdout ends with one JSON object."""
 

@@ -29,13 +29,13 @@ class Options:
     file: tyro.conf.Positional[Path]
     """CSV with a header, or a JSON list of objects: loss, parameters, and replicas, every, tokens, ... of each run."""
     variables: tuple[str, ...] | None = None
-    """What the law is in. Without: those of parameters, replicas, every and tokens that vary by themselves."""
+    """Variables of the law. Default: those of parameters, replicas, every and tokens that vary independently."""
     reference: str | None = None
-    """The name in the file of the data-parallel runs (such as data_parallel), for the training density of all others."""
+    """The name of the data-parallel runs in the file (such as data_parallel); gives the training density of all others."""
     draws: int = 400
-    """Bootstrap draws."""
+    """Number of bootstrap draws."""
     level: float = 0.9
-    """Of the intervals."""
+    """Confidence level of the intervals."""
     json: bool = False
     """Tables go to stderr; stdout ends with one JSON object."""
 

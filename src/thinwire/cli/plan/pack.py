@@ -22,13 +22,13 @@ class Options:
     """What `thinwire plan pack` takes."""
 
     file: tyro.conf.Positional[Path]
-    """Lengths in tokens of the sequences of one optimizer step: whole numbers, one a line."""
+    """Lengths in tokens of the sequences of one optimizer step: whole numbers, one per line."""
     ranks: int = 8
-    """Ranks that share them."""
+    """Number of ranks that share them."""
     capacity: int = 8192
-    """Tokens that a rank can hold at a time."""
+    """Tokens that a rank can hold at once."""
     model: str = "1b"
-    """The size whose width says what a token of a long sequence costs beside one of a short."""
+    """The model size; its width gives the cost of a token in a long sequence compared with a short one."""
     out: Path | None = None
     """Write the packing here: JSON, for each rank its micro-batches in order, each the numbers of its sequences (from 0)."""
     json: bool = False

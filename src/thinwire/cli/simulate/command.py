@@ -1,4 +1,4 @@
-"""`thinwire simulate`: who waits for whom, in virtual time. One study a file, in `studies/`."""
+"""`thinwire simulate`: which replica waits for which, in virtual time. One study a file, in `studies/`."""
 
 from __future__ import annotations
 

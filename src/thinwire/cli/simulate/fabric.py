@@ -1,4 +1,4 @@
-"""`thinwire simulate fabric`: which paths flows take through leaves and spines, what links carry, when all is there."""
+"""`thinwire simulate fabric`: paths of flows through leaves and spines, loads of links, and completion time."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ class Options:
     spines: int = 8
     """Spine switches: the paths from one leaf to another."""
     hosts: int = 4
-    """Machines on a leaf."""
+    """Number of machines per leaf."""
     flows: int = 3
     """Equal flows from each machine to each leaf that it sends to."""
     nbytes: str = "1MB"
-    """What one flow carries."""
+    """Bytes of one flow."""
     rate: str = "100gbit"
-    """Of every link between a leaf and a spine."""
+    """Rate of every link between a leaf and a spine."""
     failed: int = 0
-    """Spines that are down, and known to be."""
+    """Number of failed spines, which the senders know."""
     pattern: Pattern = "all-to-all"
-    """Who sends to whom: each machine to every other leaf, or to the next one only."""
+    """all-to-all: each machine sends to every other leaf; ring: to the next one only."""
     policy: Policy | None = None
-    """One policy. Without: all of them."""
+    """One policy. Default: all of them."""
     draws: int = 5
-    """How often chance is asked, where a policy depends on it."""
+    """Number of random draws, for policies that depend on chance."""
     seed: int = 0
-    """Of those draws."""
+    """Seed of these draws."""
     plot: Path | None = None
     """Draw the busiest link against the number of flows: FILE.svg, FILE.html, or FILE.png (which needs thinwire[png])."""
     json: bool = False

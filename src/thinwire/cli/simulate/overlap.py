@@ -1,4 +1,4 @@
-"""`thinwire simulate overlap`: a reduce-scatter that begins while what it reduces is still computed (T3's schedule)."""
+"""`thinwire simulate overlap`: a reduce-scatter that begins before its input is complete (T3's schedule)."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class Options:
     """What `thinwire simulate overlap` takes."""
 
     ranks: int = 8
-    """Ranks in the ring; the product is cut into as many chunks."""
+    """Number of ranks in the ring; the product has the same number of chunks."""
     produce_seconds: float = 1e-3
-    """Computing one chunk."""
+    """Seconds to compute one chunk."""
     send_seconds: float = 1e-3
-    """One ring step: a chunk to the next rank."""
+    """Seconds of a ring step: one chunk to the next rank."""
     nbytes: str | None = None
-    """In place of --send-seconds, with --link: the whole product, such as 64MB."""
+    """In place of --send-seconds, with --link: bytes of the whole product, such as 64MB."""
     link: str | None = None
-    """With --nbytes: what joins two ranks, such as 100gbit,5us."""
+    """With --nbytes: the link between two ranks, such as 100gbit,5us."""
     contention: float = 0.0
     """While a rank sends, computing takes 1 + this times as long."""
     plot: Path | None = None

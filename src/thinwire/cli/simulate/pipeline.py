@@ -32,21 +32,21 @@ class Options:
     """What `thinwire simulate pipeline` takes."""
 
     stages: int = 4
-    """Stages, each on a machine of its own."""
+    """Number of stages, each on its own machine."""
     micro_batches: int = 16
-    """Micro-batches of one step."""
+    """Number of micro-batches in one step."""
     forward_seconds: float = 0.1
-    """A forward pass of one stage and micro-batch."""
+    """Seconds of a forward pass of one stage and micro-batch."""
     backward_seconds: float | None = None
-    """A backward pass. Without: twice the forward pass."""
+    """Seconds of a backward pass. Default: twice the forward pass."""
     hop_seconds: tuple[float, ...] = (0.05,)
-    """From one stage to the next, and back: the same for all hops, or one for each (the list is repeated)."""
+    """Seconds from one stage to the next, and back: one value for all hops, or one for each (the list is repeated)."""
     links: tuple[str, ...] = ()
     """In place of --hop-seconds: links between the stages, such as 1gbit,20ms; the list is repeated."""
     activation: str = "16MB"
-    """With --links: what one hop carries: micro-batch x sequence x width x bytes."""
+    """With --links: bytes of one hop: micro-batch x sequence x width x bytes per value."""
     slower: tuple[float, ...] = (1.0,)
-    """How many times longer each stage takes; the list is repeated."""
+    """Factors by which each stage takes longer; the list is repeated."""
     plot: Path | None = None
     """Draw utilisation against the hop's time, equal stages: FILE.svg, FILE.html, or FILE.png (which needs thinwire[png])."""
     json: bool = False

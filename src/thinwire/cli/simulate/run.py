@@ -47,37 +47,37 @@ class Options:
     MOST_USED: ClassVar[tuple[str, ...]] = ("step_seconds", "out")
 
     run_settings: Run
-    """The run; --link is every replica's uplink."""
+    """The settings of the run; --link is every replica's uplink."""
     step_seconds: float | None = None
-    """An inner step; a report shows it, and `thinwire doctor` measures it."""
+    """Seconds of an inner step; a report shows it, and `thinwire doctor` measures it."""
     slower: tuple[float, ...] = (1.0,)
-    """How many times longer a step takes on each replica; the list is repeated."""
+    """Factors by which a step takes longer on each replica; the list is repeated."""
     step_variation: float = 0.0
-    """How unlike the replicas are besides: coefficient of variation of their speeds (drawn by the seed)."""
+    """Coefficient of variation of the replicas' speeds, in addition (drawn by the seed)."""
     links: tuple[str, ...] = ()
-    """Uplinks, where they differ, such as 50mbit,30ms 10mbit; the list is repeated."""
+    """Uplinks, if they differ, such as 50mbit,30ms 10mbit; the list is repeated."""
     link_variation: float = 0.0
-    """How unlike the uplinks' rates are besides: coefficient of variation (drawn by the seed)."""
+    """Coefficient of variation of the uplinks' rates, in addition (drawn by the seed)."""
     sharing: int = 1
-    """Replicas that share one uplink: the machines of a site."""
+    """Number of replicas that share one uplink: the machines of a site."""
     loss: float = 0.0
-    """Share of the bytes that is lost and travels again."""
+    """Share of the bytes that is lost and sent again."""
     jitter: float = 0.0
-    """How unlike the steps of one replica are: coefficient of variation."""
+    """Coefficient of variation of the steps of one replica."""
     stragglers: str | None = None
-    """Pauses of a replica by chance, as LENGTH/EVERY: 10s/1h."""
+    """Random pauses of a replica, as LENGTH/EVERY: 10s/1h."""
     outages: str | None = None
-    """Times in which an uplink is down, by chance, as LENGTH/EVERY: 20s/2h."""
+    """Random outages of an uplink, as LENGTH/EVERY: 20s/2h."""
     failures: str | None = None
-    """Replicas that die and return, by chance, in an elastic group, as REPAIR/EVERY or REPAIR/EVERY/NOTICED: 10min/7d/30s."""
+    """Random deaths of replicas in an elastic run, as REPAIR/EVERY or REPAIR/EVERY/NOTICED: 10min/7d/30s."""
     encode_seconds: float = 0.0
-    """Of the exchange thread, for a parameter: 2e-9 is half a billion a second."""
+    """Seconds per parameter that the exchange thread needs to encode: 2e-9 is half a billion per second."""
     decode_seconds: float = 0.0
-    """Of the exchange thread, for a parameter of each replica's packet."""
+    """Seconds per parameter of each replica's packet that the exchange thread needs to decode."""
     out: Path | None = None
     """Also write a run folder with event logs, run file and report page."""
     run: Path | None = None
-    """A run file to take settings from."""
+    """A run file with settings."""
     json: bool = False
     """The table goes to stderr; stdout ends with one JSON object."""
 

@@ -36,19 +36,19 @@ class Options:
     layers: int = 24
     """Layers of the model."""
     step_seconds: float = 0.1
-    """An inner step: a third of it forward, the rest backward."""
+    """Seconds of an inner step: a third of it forward, the rest backward."""
     method: Method | None = None
-    """One method; eager is a whole period in the air. Without: all."""
+    """One method; with eager a round takes a whole period. Default: all."""
     every: int = 100
     """H: inner steps between two exchanges of the same parameters."""
     delay: int = 1
-    """tau, with overlap: inner steps that an exchange may be in the air."""
+    """tau, with overlap: inner steps for which an exchange may be in flight."""
     fragment_layers: int = 3
-    """Layers in a fragment of the streaming methods; strided."""
+    """Layers per fragment of the streaming methods; strided."""
     bits_per_parameter: float = 16.0
-    """What a parameter weighs in one exchange (fp4: a quarter of it). 13.4 reproduces the paper's table, which names 16."""
+    """Bits per parameter and exchange (fp4: a quarter of it). 13.4 reproduces the paper's table, which says 16."""
     grid: Literal["fine", "paper"] = "fine"
-    """fine: the true thresholds, in the long run. paper: the first of 50 rates between 0.1 and 1000 Gbit/s, in some 300 steps."""
+    """fine: exact thresholds of a long run. paper: the first of 50 rates between 0.1 and 1000 Gbit/s, in about 300 steps."""
     plot: Path | None = None
     """Draw utilisation against rate: FILE.svg, FILE.html, or FILE.png (which needs thinwire[png])."""
     json: bool = False
