@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 SET_UP := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check docs bench format tables
+.PHONY: help demo test test-slow mutants check docs bench format tables
 
 help:            ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' Makefile | while read verb text; do printf '  make %-11s%s\n' "$$verb" "$$text"; done
@@ -21,6 +21,9 @@ test: .venv/.dev         ## all tests that take seconds, by four workers
 
 test-slow: .venv/.dev    ## the other tests: minutes each
 	$(BIN)/python -m pytest -m slow
+
+mutants: .venv/.dev      ## do tests notice an error? Many hours; some: make mutants MUTANTS="codecs/base --sample 20"
+	$(BIN)/python tests/support/mutants.py $(MUTANTS)
 
 check: .venv/.dev        ## format, lint, types; layers, README, docs, public names
 	$(BIN)/ruff format --check .

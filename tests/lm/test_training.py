@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import os
@@ -250,7 +251,7 @@ def test_a_refused_checkpoint_is_no_full_disk_and_a_stop_that_saved_nothing_is_n
     tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch, refusal: Exception, says: str
 ) -> None:
     def refused(*arguments: object) -> None:
-        raise refusal
+        raise copy.copy(refusal)  # its traceback would hold the run for as long as pytest holds the parameter
 
     monkeypatch.setattr("thinwire.checkpoint.save_file", refused)
     folder, run, asked = tmp_path / "run", small_run(text, steps=2000), threading.Event()

@@ -34,7 +34,7 @@ FAILED = pytest.StashKey[bool]()
 
 
 @dataclass(frozen=True)
-class Held:
+class Snapshot:
     """What a process holds at one moment."""
 
     threads: set[threading.Thread] = field(default_factory=lambda: set(filter(_runs, threading.enumerate())))
@@ -43,7 +43,7 @@ class Held:
     namespaces: set[str] = field(default_factory=lambda: namespaces())
 
 
-EXCUSED = Held(set(), {}, Counter(), set())  # of fixtures of a whole session, and of tests marked `leaves`
+EXCUSED = Snapshot(set(), {}, Counter(), set())  # of fixtures of a whole session, and of tests marked `leaves`
 
 
 def _runs(thread: threading.Thread) -> bool:
@@ -109,7 +109,7 @@ def _ours(pid: int) -> bool:
     return pid == os.getpid() or not Path(f"/proc/{pid}").exists()
 
 
-def new_processes(before: Held, now: Held) -> dict[int, str]:
+def new_processes(before: Snapshot, now: Snapshot) -> dict[int, str]:
     return {
         pid: command
         for pid, command in now.processes.items()
@@ -117,9 +117,9 @@ def new_processes(before: Held, now: Held) -> dict[int, str]:
     }
 
 
-def left_behind(before: Held) -> list[str]:
+def left_behind(before: Snapshot) -> list[str]:
     """What is here and was not `before`, in words."""
-    words, now, frames = [], Held(), sys._current_frames()
+    words, now, frames = [], Snapshot(), sys._current_frames()
     for thread in now.threads - before.threads - EXCUSED.threads:
         if thread.is_alive() and thread.name not in KEPT_THREADS:
             stack = "".join(traceback.format_stack(frames.get(thread.ident or 0)))
@@ -133,21 +133,21 @@ def left_behind(before: Held) -> list[str]:
     return words
 
 
-def excuse(before: Held, now: Held) -> None:
+def excuse(before: Snapshot, now: Snapshot) -> None:
     EXCUSED.threads.update(now.threads - before.threads)
     EXCUSED.processes.update(now.processes)
     EXCUSED.files.update(now.files - before.files)
 
 
-def end_processes(before: Held) -> None:
-    for pid in new_processes(before, Held()):
+def end_processes(before: Snapshot) -> None:
+    for pid in new_processes(before, Snapshot()):
         os.kill(pid, signal.SIGKILL)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     report = yield
-    if report.failed:
+    if report.failed and report.when != "teardown":
         for node in item.listchain():
             node.stash[FAILED] = True
     return report
@@ -158,20 +158,21 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> Iterator[None
     """One of a whole session may be made in the middle of a module."""
     if fixturedef.scope != "session":
         return (yield)
-    before = Held()
+    before = Snapshot()
     made = yield
-    excuse(before, Held())
+    excuse(before, Snapshot())
     return made
 
 
 def watch(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = Held()
+    before = Snapshot()
     yield
     if request.node.stash.get(FAILED, False):  # its traceback holds on to what it had
         end_processes(before)
         return
     if not left_behind(before):
         return
+    getattr(request.node, "funcargs", {}).clear()  # pytest holds on to what fixtures gave
     gc.collect()
     for mark in request.node.iter_markers("leaves"):
         for target, count in (open_files() - before.files).items():
