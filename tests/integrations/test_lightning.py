@@ -61,6 +61,7 @@ def world(tmp_path_factory):
     return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)], done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_two_replicas(world):
     """End equal, without a collective of torch's, in the predicted bytes; what each validates is as asked."""
     (first, second), said = world
@@ -79,6 +80,7 @@ def test_two_replicas(world):
         assert sorted(shares[0] + shares[1]) == list(range(2 * epoch)), "every sample once"
 
 
+@pytest.mark.slow
 def test_two_replicas_resume(world):
     """Bit for bit, with rounds in the air."""
     for one in world[0]:
@@ -88,6 +90,7 @@ def test_two_replicas_resume(world):
     assert all(torch.equal(first[name], second[name]) for name in first), "the anchors"
 
 
+@pytest.mark.slow
 def test_what_two_replicas_refuse(world):
     for rank, one in enumerate(world[0]):
         assert f"a checkpoint of replica {1 - rank} of 2 · one of replica {rank} of 2" in one["of another"]
