@@ -21,6 +21,7 @@ from thinwire.jobs.batches import Batches
 from thinwire.jobs.own import functions
 from thinwire.jobs.portable import decoded, encoded
 from thinwire.lm.run import Run
+from thinwire.plan.machine import Machine
 from thinwire.records.run_record import RunRecord
 
 JOB = '''\
@@ -188,6 +189,35 @@ def test_compare_methods(here: Path, capsys: pytest.CaptureFixture[str]) -> None
     rows = json.loads(capsys.readouterr().out)["strategies"]
     assert [row["strategy"] for row in rows] == ["data_parallel", "diloco(every=4)", "just_one_byte"]
     assert all(0 < row["eval_loss"] < 2 for row in rows) and len({row["eval_loss"] for row in rows}) == 3
+
+
+def test_probe_plan_doctor_and_what_they_write_trains(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Parameters and step times of the job; its batch is what it collates, or one where it collates nothing."""
+    for module in ("compute", "base"):
+        monkeypatch.setattr(f"thinwire.plan.{module}.base_nbytes", lambda: 500_000_000)
+    for name, sizes, micro in (("plain", [1, 2], 8), ("job", [1], 1)):
+        job = ["--job", f"{name}.py"]
+        assert main(["probe", *job, "--what", "machine", "--seconds", "0.02", "--out", "."]) == 0
+        machine = Machine.load(Path("machine.toml"))
+        assert machine.model == f"{name}.py" and machine.parameters == {"plain": 5, "job": 114}[name]
+        assert [step.batch for step in machine.steps][: len(sizes)] == sizes[: len(machine.steps)]
+        assert (
+            main(["plan", "20mbit,40ms", "machine.toml", *job, "--tokens", "800", "--out", "plan.toml", "--json"]) == 0
+        )
+        told = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert told["parameters"] == machine.parameters and not told["refused"]
+        assert any("not-a-language-model" in warning for warning in told["warnings"])
+        planned = Run.load(Path("plan.toml"))
+        assert planned.data.batch * planned.data.accumulate == micro and planned.data.sequence == 1
+    train = ["train", "plan.toml", "--carrier", "threads", "--link", "none", "--steps", "2", "--out", "planned"]
+    assert main(train) == 0
+    main(["doctor", "planned/run.toml", "--step-seconds", "0.1", "--link", "20mbit", "--json"])
+    findings = json.loads(capsys.readouterr().out.splitlines()[-1])["findings"]
+    assert {"memory of a replica", "link"} <= {finding["what"] for finding in findings}
+    (here / "plain.py").write_text("def model(): ...\n")
+    assert main(["plan", "20mbit", "machine.toml", "--job", "plain.py"]) == 1  # a `JobError`: it lacks the rest
 
 
 def test_another_content_is_refused(here: Path) -> None:

@@ -32,8 +32,8 @@ OPTIONS = {
     "compare": "run_settings strategies seeds out run json",
     "new": "file json",
     "report": "runs diagnose out log json",
-    "probe": "run what out model sequence link replicas seconds trips name timeout json",
-    "plan": "links machines replicas run model sequence text tokenizer tokens batch_tokens memory utilization deadline loss methods ranks "
+    "probe": "run what out model job sequence link replicas seconds trips name timeout json",
+    "plan": "links machines replicas run model job sequence text tokenizer tokens batch_tokens memory utilization deadline loss methods ranks "
     "degrees levels top out frontier rates json",
     "plan fit": "file variables reference draws level json",
     "plan pack": "file ranks capacity model out json",
