@@ -22,7 +22,7 @@ test: .venv/.dev         ## all tests that take seconds, by four workers
 test-slow: .venv/.dev    ## the other tests: minutes each
 	$(BIN)/python -m pytest -m slow
 
-mutants: .venv/.dev      ## do tests notice an error? Many hours; some: make mutants MUTANTS="codecs/base --sample 20"
+mutants: .venv/.mutants      ## do tests notice an error? Many hours; some: make mutants MUTANTS="codecs/base --sample 20"
 	$(BIN)/python tests/support/mutants.py $(MUTANTS)
 
 check: .venv/.dev        ## format, lint, types; layers, README, docs, public names
@@ -54,6 +54,11 @@ bench: .venv/.demo       ## the benchmarks behind the README's table: about ten 
 	@echo "installing Thinwire, what it needs, and the tools of its tests into .venv (torch is the large part) ..."
 	@$(PIP) -e '.[dev]'
 	@touch .venv/.demo $@
+
+.venv/.mutants: $(SET_UP) | .venv/bin/python
+	@echo "installing Thinwire and what the mutation run needs into .venv (torch is the large part) ..."
+	@$(PIP) -e '.[mutants]'
+	@touch .venv/.demo .venv/.dev $@
 
 .venv/.docs: $(SET_UP) | .venv/bin/python
 	@echo "installing Thinwire, what it needs, and what makes the site into .venv (torch is the large part) ..."

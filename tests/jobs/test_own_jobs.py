@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pages import ROOT
 from safetensors.torch import load_file
 
 import thinwire as tw
@@ -21,6 +23,7 @@ from thinwire.jobs.batches import Batches
 from thinwire.jobs.own import functions
 from thinwire.jobs.portable import decoded, encoded
 from thinwire.lm.run import Run
+from thinwire.plan.machine import Machine
 from thinwire.records.run_record import RunRecord
 
 JOB = '''\
@@ -56,6 +59,8 @@ def loss(model, batch):
     steps += 1
     if steps == 7 and Path("kill").exists():
         os.kill(os.getpid(), 9)
+    if steps == 3 and Path("fail").exists():
+        raise ValueError("two\\nlines")
     return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
 
 def evaluate(model):
@@ -160,7 +165,13 @@ def thinwire(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_processes_that_are_killed(here: Path) -> None:
-    """kill -9 at the seventh step, with a round in the air; the weights are those of threads that nobody killed."""
+    """kill -9 at the seventh step, with a round in the air; the weights are those of threads that nobody killed. Before it, a fault
+    of the file that shows in training alone, with nothing of ours around it."""
+    (here / "fail").touch()
+    failed = thinwire("train", "--job", "job.py", "--out", "failed", *SMALL, "--steps", "12")
+    line = JOB[: JOB.index("        raise ValueError")].count("\n") + 1
+    assert failed.returncode == 1 and failed.stderr == f"{here}/job.py:{line}, in loss: ValueError: two lines\n"
+    (here / "fail").unlink()
     (here / "kill").touch()
     killed = thinwire("train", "--job", "job.py", "--out", "run", *SMALL, "--steps", "12")
     assert killed.returncode == 1 and f"exit code -{int(signal.SIGKILL)}" in killed.stderr, killed.stderr
@@ -190,6 +201,35 @@ def test_compare_methods(here: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert all(0 < row["eval_loss"] < 2 for row in rows) and len({row["eval_loss"] for row in rows}) == 3
 
 
+def test_probe_plan_doctor_and_what_they_write_trains(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Parameters and step times of the job; its batch is what it collates, or one where it collates nothing."""
+    for module in ("compute", "base"):
+        monkeypatch.setattr(f"thinwire.plan.{module}.base_nbytes", lambda: 500_000_000)
+    for name, sizes, micro in (("plain", [1, 2], 8), ("job", [1], 1)):
+        job = ["--job", f"{name}.py"]
+        assert main(["probe", *job, "--what", "machine", "--seconds", "0.02", "--out", "."]) == 0
+        machine = Machine.load(Path("machine.toml"))
+        assert machine.model == f"{name}.py" and machine.parameters == {"plain": 5, "job": 114}[name]
+        assert [step.batch for step in machine.steps][: len(sizes)] == sizes[: len(machine.steps)]
+        assert (
+            main(["plan", "20mbit,40ms", "machine.toml", *job, "--tokens", "800", "--out", "plan.toml", "--json"]) == 0
+        )
+        told = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert told["parameters"] == machine.parameters and not told["refused"]
+        assert any("not-a-language-model" in warning for warning in told["warnings"])
+        planned = Run.load(Path("plan.toml"))
+        assert planned.data.batch * planned.data.accumulate == micro and planned.data.sequence == 1
+    train = ["train", "plan.toml", "--carrier", "threads", "--link", "none", "--steps", "2", "--out", "planned"]
+    assert main(train) == 0
+    main(["doctor", "planned/run.toml", "--step-seconds", "0.1", "--link", "20mbit", "--json"])
+    findings = json.loads(capsys.readouterr().out.splitlines()[-1])["findings"]
+    assert {"memory of a replica", "link"} <= {finding["what"] for finding in findings}
+    (here / "plain.py").write_text("def model(): ...\n")
+    assert main(["plan", "20mbit", "machine.toml", "--job", "plain.py"]) == 1  # a `JobError`: it lacks the rest
+
+
 def test_another_content_is_refused(here: Path) -> None:
     """By a process of its own: this one has the first content in memory."""
     assert train("run", "--steps", "5") == 0
@@ -210,6 +250,23 @@ def two_files(here: Path) -> None:
     (here / "other.py").write_text(JOB + "# another\n")
     runs = [Run.of(job=name, steps=2, every=2, delay=0).absolute() for name in ("job.py", "other.py")]
     run_threads(2, lambda group: train_here(runs[group.rank], Place(group, here / "two")))
+
+
+def test_a_new_job_and_the_example_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["new", "mine.py"]) == 0
+    command = re.search(r"^next: thinwire (.+)$", capsys.readouterr().out, re.MULTILINE)
+    assert command and command[1].split() == ["train", "--job", "mine.py", "--steps", "200"]
+    written = Path("mine.py").read_text()
+    assert (
+        "thinwire train --job mine.py" in written and main(["new", "mine.py"]) == 2 and main(["new", "mine.txt"]) == 2
+    )
+    assert Path("mine.py").read_text() == written
+    for job in ("mine.py", str(ROOT / "examples/jobs/denoise.py")):
+        out = Path(job).stem
+        arguments = ["--carrier", "threads", "--steps", "6", "--eval-every", "3", "--out", out]
+        assert main(["train", "--job", job, *arguments, "--every", "4", "--delay", "1"]) == 0
+        first, last = RunRecord.load(out).evaluations.loss
+        assert last < first
 
 
 # ---- what is wrong in the file
@@ -308,6 +365,24 @@ def test_a_share_by_epochs_and_streams(here: Path) -> None:
     assert "3 of what it yields" in two.load_state({"taken": 3}) and torch.equal(two.take()[0], drawn[3])
     epochs = Batches(path, lambda share: [1, 2, 3], share)
     assert [epochs.take() for _ in range(7)] == [1, 2, 3, 1, 2, 3, 1] and epochs.state() == {"taken": 7}
+
+
+def test_torchdatas_loader_goes_on_where_it_was() -> None:
+    """Shuffled, with what it draws from torch's own generator; its state goes through JSON."""
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+
+    def make(share: Share) -> object:
+        return torchdata.StatefulDataLoader(list(range(10)), batch_size=2, shuffle=True)
+
+    def begun() -> Batches:
+        return Batches(Path("any.py"), make, Share(0, 0, 1))
+
+    whole, cut, back = begun(), begun(), begun()
+    drawn = [whole.take().tolist() for _ in range(14)]
+    assert sorted(x for batch in drawn[:5] for x in batch) == list(range(10)) and drawn[:5] != drawn[5:10]
+    assert [cut.take().tolist() for _ in range(7)] == drawn[:7]
+    assert back.load_state(json.loads(json.dumps(cut.state()))) == ""
+    assert [back.take().tolist() for _ in range(7)] == drawn[7:]
 
 
 def test_states_as_json() -> None:

@@ -37,8 +37,8 @@ OPTIONS = {
     "checkpoints": "run verify prune json",
     "sample": "run prompt tokens temperature seed json",
     "export": "run to out json",
-    "probe": "run what out model sequence link replicas seconds trips name timeout json",
-    "plan": "links machines replicas run model sequence text tokenizer tokens batch_tokens memory utilization deadline loss methods ranks "
+    "probe": "run what out model job sequence link replicas seconds trips name timeout json",
+    "plan": "links machines replicas run model job sequence text tokenizer tokens batch_tokens memory utilization deadline loss methods ranks "
     "degrees levels top out frontier rates json",
     "plan fit": "file variables reference draws level json",
     "plan pack": "file ranks capacity model out json",

@@ -24,14 +24,16 @@ from thinwire.codecs import Shapes
 from thinwire.comm import Link, parse_link
 from thinwire.errors import ConfigurationError, ThinwireError
 from thinwire.lm import membership
+from thinwire.lm.job import open_job
 from thinwire.lm.launch import threads_each
 from thinwire.lm.model import Transformer
 from thinwire.lm.run import Run
 from thinwire.lm.settings import Placement
-from thinwire.lm.setup import make_model, outline_model
+from thinwire.lm.setup import outline_model
 from thinwire.lm.tokenizer import make_tokenizer, open_corpus
 from thinwire.lm.tokens import Bytes, find
 from thinwire.plan.base import base_nbytes
+from thinwire.plan.compute import timed
 from thinwire.plan.machine import BASE_NBYTES
 from thinwire.plan.memory import kept_nbytes, replica_memory
 from thinwire.records.units import text_of_count, text_of_nbytes, text_of_rate, text_of_seconds
@@ -115,11 +117,15 @@ def set_up(file: Path, link: Link | None, step_seconds: float | None) -> Iterato
         f"{run.placement.replicas} on {machine.cores()} core(s), {_threads(run)} thread(s) each",
         "if they all run here they take turns: fewer replicas, or more machines (thinwire docs machines)",
     )
-    what = "text"
+    what, vocabulary = "job" if run.model.job else "text", 0
     try:
-        vocabulary = yield from text(run)
-        what = "model"
-        model = outline_model(run.model, run.data.sequence, run.seed, vocabulary)
+        if run.model.job:
+            run = run.counted_in_samples()
+            model = open_job(run).try_out(run.placement.replicas)
+        else:
+            vocabulary = yield from text(run)
+            what = "model"
+            model = outline_model(run.model, run.data.sequence, run.seed, vocabulary)
         strategy = run.make_strategy()
         fragments = strategy.partition.fragments(model)
     except ThinwireError as error:
@@ -201,7 +207,7 @@ def ready(run: Run, model: nn.Module, here: int, console: Console) -> None:
         here = min(here, 1)
     if total * here > available:
         raise ConfigurationError(
-            f"model={run.model.model!r}: {text_of_nbytes(total)} a replica (predicted{parts}), {here} of them here, and "
+            f"model={run.model.label!r}: {text_of_nbytes(total)} a replica (predicted{parts}), {here} of them here, and "
             f"{text_of_nbytes(available)} of memory are free; choose a smaller model, fewer replicas on this machine, or shards (docs/machines.md)."
         )
 
@@ -238,9 +244,8 @@ def measured_step(run: Run, vocabulary: int) -> float:
     """Seconds of one inner step of the run's model, alone on this machine's share of cores; the first is not counted."""
     threads = torch.get_num_threads()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = make_model(run.model, run.data.sequence, run.seed, vocabulary).to(device)
+    model, loss_of = timed(run, vocabulary, device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    tokens = torch.zeros(run.data.batch, run.data.sequence, dtype=torch.long, device=device)
     bf16 = run.model.precision == "bf16" or (run.model.precision == "auto" and device.type == "cuda")
     try:
         torch.set_num_threads(_threads(run))
@@ -248,8 +253,8 @@ def measured_step(run: Run, vocabulary: int) -> float:
             began = time.perf_counter()
             for _ in range(run.data.accumulate):
                 with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-                    loss = model(tokens, tokens).loss
-                loss.backward()
+                    loss = loss_of(run.data.batch)
+                torch.autograd.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
             loss.item()  # a GPU has finished only now
@@ -266,8 +271,8 @@ def enough(
     nbytes = strategy.nbytes_per_period(fragments, replicas)
     floor = 8 * nbytes / (every * seconds)
     says = f"{text_of_nbytes(nbytes)} in {every} steps of {text_of_seconds(seconds)}: at least {text_of_rate(floor)} up (predicted)"
-    if link is None:
-        yield CheckResult("link", "ok", says, "give --link RATE to compare with yours")
+    if link is None or not floor:  # one replica alone sends nothing
+        yield CheckResult("link", "ok", says, "give --link RATE to compare with yours" if floor else "")
         return
     share = link.bits_per_second / floor
     advice = f"at most {min(share, 1):.0%} of the time would be training: larger --every, fewer bits (--codec), or a larger --batch"

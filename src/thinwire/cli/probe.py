@@ -41,6 +41,8 @@ class Options:
     """The folder for links.toml, links.samples.json and machine.toml (under torchrun: NAME.toml for every machine, written by rank 0)."""
     model: str | None = None
     """The model to time, if not the run file's."""
+    job: str | None = None
+    """A job file of your own, whose step is timed, if not the run file's."""
     sequence: int | None = None
     """Tokens per sequence, if not the run file's."""
     link: str | None = None
@@ -63,8 +65,8 @@ def main(arguments: Sequence[str]) -> int:
     about = "Measure links and machines, for `thinwire plan`."
     asked = tyro.cli(Options, prog="thinwire probe", args=list(arguments), description=about)
     run = Run.load(asked.run, options.advise) if asked.run else Run()
-    changes = {"model": asked.model, "sequence": asked.sequence}
-    run = run.changed(**{key: value for key, value in changes.items() if value is not None})
+    changes = {"model": asked.model, "job": asked.job, "sequence": asked.sequence}
+    run = run.changed(**{key: value for key, value in changes.items() if value is not None}).counted_in_samples()
     name, console = asked.name or socket.gethostname() or "here", options.console(asked.json)
     if not re.fullmatch(r"[\w.-]{1,60}", name):
         raise ConfigurationError(

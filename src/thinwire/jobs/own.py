@@ -73,7 +73,7 @@ def _spelled(name: str) -> str:
 class OwnJob:
     """The job of a file, for one replica; its samples are what `batches(share)` yields."""
 
-    def __init__(self, job: str, seed: int, batch: int, eval_batches: int) -> None:
+    def __init__(self, job: str, seed: int, batch: int = 1, eval_batches: int = 1) -> None:
         path, self._digest = taken_apart(job)
         self._path, self._seed, self._eval_batches = path.absolute(), seed, eval_batches
         self._own = functions(job)

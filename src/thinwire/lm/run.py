@@ -138,12 +138,12 @@ class Run:
         if model.endswith(".safetensors"):
             model = str(Path(model).absolute())
         text = tuple(str(Path(path).absolute()) for path in self.data.text)
-        given = self._counted_in_samples().settings()
+        given = self.counted_in_samples().settings()
         pieces = {name: pinned(given[name]) for name in OF_PIECES if given[name] is not None}
         given |= {"text": text, "model": _absolute(model), "tokenizer": tokenizer and _absolute(tokenizer), **pieces}
         return self.changed(**given)
 
-    def _counted_in_samples(self) -> Run:
+    def counted_in_samples(self) -> Run:
         """Of a job in a file, which is pinned: a sequence is one sample, and a batch without `collate` is one too."""
         if self.model.job is None:
             return self

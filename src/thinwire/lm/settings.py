@@ -194,6 +194,11 @@ class ModelSpec(_Part):
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Autocast. auto: bf16 on a GPU that supports it, otherwise fp32."""
 
+    @property
+    def label(self) -> str:
+        """The model as a person would name it."""
+        return taken_apart(self.job)[0].name if self.job else self.model
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.job is None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from thinwire.codecs import E3M0, Cast, Codec, Identity
 from thinwire.errors import ConfigurationError
+from thinwire.jobs.own import OwnJob, functions
 from thinwire.lm.huggingface import outline
 from thinwire.lm.model import Transformer
 from thinwire.lm.run import Run
@@ -25,7 +26,7 @@ from thinwire.pieces.inner_optimizers import AdamW
 from thinwire.plan import machine
 from thinwire.plan.base import base_nbytes, resident_nbytes
 from thinwire.plan.machine import Machine, Step
-from thinwire.plan.outline import Shape, outline_of
+from thinwire.plan.outline import Outline, Shape, outline_of, outline_of_job
 from thinwire.rng import Key
 
 CODECS: tuple[Codec, ...] = (E3M0(), Cast("bf16"), Identity())
@@ -46,7 +47,10 @@ def vocabulary(data: DataSpec) -> int:
 
 
 def shape_of(run: Run) -> Shape:
-    """The shape of the run's model: exact for Thinwire's own, an outline of a Hugging Face one. Raises `ConfigurationError`."""
+    """The shape of the run's model: exact for Thinwire's own, an outline of a Hugging Face one or a job's. Raises `ConfigurationError`,
+    `JobError`."""
+    if run.model.job:
+        return _job_outline(run.model.job, run.seed)
     if run.model.model.startswith("hf:"):
         return _outline(run.model.model.removeprefix("hf:"), vocabulary(run.data), run.data.sequence)
     model = skeleton(run)
@@ -57,14 +61,38 @@ def shape_of(run: Run) -> Shape:
 _outline = lru_cache(maxsize=64)(outline_of)
 
 
+@lru_cache(maxsize=64)
+def _job_outline(job: str, seed: int) -> Outline:
+    return outline_of_job(OwnJob(job, seed))
+
+
 def skeleton(run: Run, tokens: int | None = None) -> nn.Module:
     """The run's model without storage, for a vocabulary of so many `tokens` (without: `vocabulary(run.data)`), and without reading its
-    text; of a Hugging Face one no weights are fetched."""
+    text; of a Hugging Face one no weights are fetched. A job's model has values."""
+    if run.model.job:
+        return OwnJob(run.model.job, run.seed).make_model()
     tokens = vocabulary(run.data) if tokens is None else tokens
     if run.model.model.startswith("hf:"):
         return outline(run.model.model.removeprefix("hf:"), tokens)
     with torch.device("meta"):
         return make_model(run.model, run.data.sequence, run.seed, tokens)
+
+
+def timed(run: Run, tokens: int, device: torch.device) -> tuple[nn.Module, Callable[[int], torch.Tensor]]:
+    """The run's model on `device`, and the loss of a micro-batch of so many sequences, whatever stands in them; `tokens` is its
+    vocabulary."""
+    if run.model.job:
+        job = OwnJob(run.model.job, run.seed)
+        model = job.make_model().to(device)
+        return model, lambda batch: job.trial(model, batch, device)
+    model = make_model(run.model, run.data.sequence, run.seed, tokens).to(device)
+
+    def loss(batch: int) -> torch.Tensor:
+        text = torch.randint(0, min(tokens, 256), (batch, run.data.sequence), device=device)
+        found: torch.Tensor = model(text, text).loss
+        return found
+
+    return model, loss
 
 
 def probe_machine(run: Run, name: str, memory_nbytes: int, seconds: float = 1.0, place: Path = Path()) -> Machine:
@@ -78,17 +106,18 @@ def probe_machine(run: Run, name: str, memory_nbytes: int, seconds: float = 1.0,
     shape = shape_of(run)
     before = 0 if torch.cuda.is_available() else resident_nbytes()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = make_model(run.model, run.data.sequence, run.seed, shape.vocabulary).to(device)
+    model, loss = timed(run, shape.vocabulary, device)
     optimizer = AdamW().make(model, lr=1e-3, weight_decay=0.01)
     bf16 = run.model.precision == "bf16" or (run.model.precision == "auto" and device.type == "cuda")
-    steps = list(_steps(run, model, device, bf16, seconds, before, memory_nbytes))
+    most = 1 if run.model.job and "collate" not in functions(run.model.job) else 1024
+    steps = list(_steps(loss, device, bf16, seconds, before, memory_nbytes, most))
     update = _median(optimizer.step, seconds / 4)
     best = (
         max(step.batch / step.seconds for step in steps) * run.data.sequence * shape.flops_per_token(run.data.sequence)
     )
     numels = sorted({min(numel, shape.parameters()) for numel in FRAGMENTS})  # no fragment is larger than the model
     return Machine(
-        name=name, memory_nbytes=memory_nbytes, flops_per_second=best, device=device.type, model=run.model.model,
+        name=name, memory_nbytes=memory_nbytes, flops_per_second=best, device=device.type, model=run.model.label,
         sequence=run.data.sequence, flops_per_token=float(shape.flops_per_token(run.data.sequence)), parameters=shape.parameters(),
         steps=tuple(steps), update_seconds=update,
         codecs={repr(codec): tuple(codec_speed(codec, seconds / 8, numel) for numel in numels) for codec in CODECS},
@@ -97,17 +126,22 @@ def probe_machine(run: Run, name: str, memory_nbytes: int, seconds: float = 1.0,
 
 
 def _steps(
-    run: Run, model: nn.Module, device: torch.device, bf16: bool, seconds: float, before: int | None, limit: int
+    loss_of: Callable[[int], torch.Tensor],
+    device: torch.device,
+    bf16: bool,
+    seconds: float,
+    before: int | None,
+    limit: int,
+    most: int,
 ) -> Iterator[Step]:
     """Forward and backward in doubling micro-batches."""
     batch, peak = 1, 0
     while True:
-        tokens = torch.randint(0, 256, (batch, run.data.sequence), device=device)
 
-        def once(tokens: torch.Tensor = tokens) -> None:
+        def once(batch: int = batch) -> None:
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-                loss = model(tokens, tokens).loss
-            loss.backward()
+                loss = loss_of(batch)
+            torch.autograd.backward(loss)
             loss.item()  # a GPU has finished only now
 
         forget_peak()
@@ -119,7 +153,7 @@ def _steps(
         seen = peak_nbytes()
         peak = max(0, seen - (before or 0)) if seen is not None else 0
         yield Step(batch, took, peak or None)
-        if 2 * took > seconds or 2.2 * peak > limit or batch >= 1024:
+        if 2 * took > seconds or 2.2 * peak > limit or batch >= most:
             return
         batch *= 2
 

@@ -52,7 +52,7 @@ def sentence(setting: Setting, best: Setting) -> str:
 
 def refused(task: Task, best: Setting) -> list[cost.Refusal]:
     """What is not even tried over these links, with its numbers."""
-    if len(task.links) < 2:
+    if len(task.links) < 2 or task.base.model.job:  # of whose layers nothing is known
         return []
     shape, run = shape_of(task.base), best.run
     machine = task.machine(best.places[0])

@@ -7,6 +7,7 @@ families that were tried: a fake mask is always kept.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from thinwire.errors import ConfigurationError
-from thinwire.lm.huggingface import HuggingFace, outline
+from thinwire.jobs.own import OwnJob
+from thinwire.lm.huggingface import outline
 from thinwire.lm.model import Architecture
 
 
@@ -45,6 +47,16 @@ class Outline:
 
 
 Shape = Architecture | Outline
+
+
+def outline_of_job(job: OwnJob) -> Outline:
+    """The outline of a job in a file: a sample is a sequence of one token, and nothing is known of layers. Its model is made, and
+    takes two steps."""
+    model, cpu = job.make_model(), torch.device("cpu")
+    one, two = (kept_by_autograd(model, lambda: job.trial(model, batch, cpu)) for batch in (1, 2))  # noqa: B023  # called at once
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    more = max(0, two - one) if job.divisible else one
+    return Outline(1, 0, 1, 0, numel, 0, sequence=1, saved_nbytes=one, more_nbytes=more)
 
 
 def outline_of(source: str, vocabulary: int, sequence: int) -> Outline:
@@ -83,8 +95,12 @@ def _saved_nbytes(source: str, vocabulary: int, sequence: int) -> tuple[int, int
     """Of one sequence and of two, in fp32."""
     with FakeTensorMode():
         model = outline(source, vocabulary, device=torch.device("cpu"))
+        one, two = (torch.zeros(batch, sequence, dtype=torch.long) for batch in (1, 2))
         try:
-            return _saved(model, 1, sequence), _saved(model, 2, sequence)
+            return (
+                kept_by_autograd(model, lambda: model(one, one)),
+                kept_by_autograd(model, lambda: model(two, two)),
+            )
         except RuntimeError as error:
             cause = str(error).splitlines()[0]
             raise ConfigurationError(
@@ -93,8 +109,8 @@ def _saved_nbytes(source: str, vocabulary: int, sequence: int) -> tuple[int, int
             ) from error
 
 
-def _saved(model: HuggingFace, batch: int, sequence: int) -> int:
-    """Bytes of what autograd keeps of one forward pass, each storage once, parameters not."""
+def kept_by_autograd(model: nn.Module, forward: Callable[[], object]) -> int:
+    """Bytes of what autograd keeps of one `forward` pass of `model`, each storage once, parameters not."""
     own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     kept: dict[int, Tensor] = {}  # alive, so that no storage comes twice under one address
 
@@ -104,7 +120,6 @@ def _saved(model: HuggingFace, batch: int, sequence: int) -> int:
             kept[storage._cdata] = tensor
         return tensor
 
-    tokens = torch.zeros(batch, sequence, dtype=torch.long)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(tokens, tokens)
+        forward()
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())

@@ -12,12 +12,14 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 import torch
 
 from thinwire.errors import ConfigurationError
+from thinwire.jobs.own import functions
 from thinwire.lm.run import Run
 from thinwire.plan import cost, expected, scaling
 from thinwire.plan.compute import shape_of, skeleton
@@ -90,7 +92,11 @@ class _Search:
 
     def __init__(self, task: Task) -> None:
         self.task, self.shape = task, shape_of(task.base)
-        self.within = FITTED[0] * 0.8 <= self.shape.parameters() <= 10e9 * 1.2  # fitted, or at least checked
+        job = task.base.model.job
+        self.divisible = not job or "collate" in functions(job)
+        self.within = (
+            not job and FITTED[0] * 0.8 <= self.shape.parameters() <= 10e9 * 1.2
+        )  # fitted, or at least checked
         self.kinds: list[Machine] = []
         for machine in task.machines:
             if machine not in self.kinds:
@@ -162,7 +168,7 @@ class _Search:
             wanted, warnings = law.value, law.warnings
         else:
             wanted = task.base.data.batch * task.base.data.accumulate * task.base.data.sequence * replicas
-            says = f"the batch law is for {FITTED[0]:.3g} to 1e+10 parameters; the run file's batch is kept"
+            says = f"the batch law is for language models of {FITTED[0]:.3g} to 1e+10 parameters; the run file's batch is kept"
             warnings = (Outside("batch-outside-fit", says),)
         return max(task.ranks, round(wanted / replicas / task.base.data.sequence)), warnings
 
@@ -183,7 +189,12 @@ class _Search:
         """Loss and density."""
         schedule = candidate.strategy.schedule
         given = candidate.run.method.strategy, float(self.shape.parameters()), replicas, schedule.every, schedule.delay
-        return _expected(*given, self.task.tokens)
+        loss, density = _expected(*given, self.task.tokens)
+        if self.task.base.model.job:
+            loss = replace(
+                loss, warnings=(*loss.warnings, Outside("not-a-language-model", "the laws of H and M are theirs"))
+            )
+        return loss, density
 
     def sent(self, candidate: Candidate, replicas: int) -> tuple[tuple[int, int], ...]:
         """Of each fragment: bytes that a replica sends, and delays one after the other."""
@@ -274,6 +285,7 @@ class _Group:
         """The fastest of 1, 2, 4, … and `batch` itself that fits, and how many of it; the smallest if none does."""
         if batch not in self._ways:
             sizes = sorted({min(batch, self.task.ranks << i) for i in range(12)} | {batch})
+            sizes = sizes if self.search.divisible else [1]
             of = [(micro, max(1, round(batch / micro))) for micro in sizes]
             # `batch` over what rounding has made of it
             self._ways[batch] = [(m, a, self._inner_seconds(m, a) * batch / (m * a)) for m, a in of]

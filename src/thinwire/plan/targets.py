@@ -66,7 +66,7 @@ def too_large(found: Sequence[Setting], task: Task) -> str:
     leanest = min(found, key=lambda s: s.memory_nbytes)
     limit = leanest.memory_limit
     says = (
-        f"no setting of {task.base.model.model} fits: the leanest ({leanest.label}, micro-batch {leanest.batch}) needs "
+        f"no setting of {task.base.model.label} fits: the leanest ({leanest.label}, micro-batch {leanest.batch}) needs "
         f"{text_of_nbytes(leanest.memory_nbytes)} a rank (predicted), {text_of_nbytes(limit)} may be used"
     )
     advice: list[str] = []
@@ -77,13 +77,13 @@ def too_large(found: Sequence[Setting], task: Task) -> str:
             advice.append(f"--ranks {ranks}: {ranks} ranks a replica, sharded by FSDP2")
             break
         ranks *= 2
-    for share in (2, 4, 8):
+    for share in (2, 4, 8) if not task.base.model.job else ():
         shorter = replace(task, base=task.base.changed(sequence=max(1, task.base.data.sequence // share)))
         if fits(shorter):
             advice.append(f"--sequence {shorter.base.data.sequence}")
             break
     own = shape_of(task.base).parameters()
-    for model in sorted(SIZES, key=lambda name: -SIZES[name].parameters()):
+    for model in sorted(SIZES, key=lambda name: -SIZES[name].parameters()) if not task.base.model.job else ():
         smaller = replace(task, base=task.base.changed(model=model))
         if shape_of(smaller.base).parameters() < own and fits(smaller):
             advice.append(f"--model {model} ({text_of_count(shape_of(smaller.base).parameters())} parameters)")

@@ -52,6 +52,8 @@ class Options:
     """A run file with the model, the text and all other settings that a plan does not choose."""
     model: str | None = None
     """The model, if not the run file's."""
+    job: str | None = None
+    """A job file of your own, if not the run file's; then tokens are its samples, or its batches where it collates none."""
     sequence: int | None = None
     """Tokens per sequence, if not the run file's."""
     text: tuple[str, ...] | None = None
@@ -59,7 +61,7 @@ class Options:
     tokenizer: str | None = None
     """bytes or bpe:SIZE, if not the run file's."""
     tokens: str | None = None
-    """Tokens to train on, such as 20B. Default: 20 per parameter."""
+    """Tokens to train on, such as 20B. Default: 20 per parameter; of a job, what the run file says."""
     batch_tokens: str | None = None
     """Tokens of an inner step, all replicas together, such as 1M. Default: the scaling law's, if it holds."""
     memory: str | None = None
@@ -123,7 +125,7 @@ def main(arguments: Sequence[str]) -> int:
     ]
     for path, chart in drawn:
         if path:
-            figures.draw(chart(), f"{task.base.model.model}, up to {len(task.links)} replicas", path, "predicted")
+            figures.draw(chart(), f"{task.base.model.label}, up to {len(task.links)} replicas", path, "predicted")
             console.print(f"figure: {path}", soft_wrap=True, highlight=False)
     _write(asked.out, best, task)
     console.print(f"written: {asked.out}\nto train: {_command(asked.out, best, task)}", soft_wrap=True, highlight=False)
@@ -134,8 +136,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _task(asked: Options) -> Task:
     run = Run.load(asked.run, options.advise) if asked.run else Run()
-    changes = {name: getattr(asked, name) for name in ("model", "sequence", "text", "tokenizer")}
-    run = run.changed(**{name: value for name, value in changes.items() if value is not None})
+    changes = {name: getattr(asked, name) for name in ("model", "job", "sequence", "text", "tokenizer")}
+    run = run.changed(**{name: value for name, value in changes.items() if value is not None}).counted_in_samples()
     if asked.links.endswith(".toml") or Path(asked.links).exists():
         links = Links.load(Path(asked.links))
         if asked.replicas not in (None, len(links)):
@@ -149,13 +151,20 @@ def _task(asked: Options) -> Task:
         raise ConfigurationError(
             "no machine was given; `thinwire probe` writes machine.toml: thinwire plan LINKS machine.toml"
         )
-    tokens = quantities.count(asked.tokens) if asked.tokens else TOKENS_PER_PARAMETER * shape_of(run).parameters()
+    tokens = quantities.count(asked.tokens) if asked.tokens else _enough(run)
     return Task(
         base=run, links=links, machines=tuple(Machine.load(path) for path in asked.machines), tokens=tokens, ranks=asked.ranks,
         batch_tokens=quantities.count(asked.batch_tokens) if asked.batch_tokens else None,
         memory_nbytes=quantities.nbytes(asked.memory) if asked.memory else None,
         methods=tuple(method.replace("-", "_") for method in asked.methods),
     )  # fmt: skip
+
+
+def _enough(run: Run) -> float:
+    """The scaling laws' tokens; of a job what the run has."""
+    if run.model.job:
+        return float(run.optimizer.steps * run.data.tokens * run.placement.replicas)
+    return TOKENS_PER_PARAMETER * shape_of(run).parameters()
 
 
 def _rows(found: Sequence[Setting], top: int) -> list[Setting]:
@@ -172,7 +181,7 @@ def _rows(found: Sequence[Setting], top: int) -> list[Setting]:
 def _table(rows: Sequence[Setting], task: Task) -> Table:
     shape = shape_of(task.base)
     title = (
-        f"{task.base.model.model}, {text_of_count(shape.parameters())} parameters, {text_of_count(task.tokens)} tokens, "
+        f"{task.base.model.label}, {text_of_count(shape.parameters())} parameters, {text_of_count(task.tokens)} tokens, "
         f"up to {len(task.links)} replicas on links that were {task.links.word} (predicted)"
     )
     table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
