@@ -32,6 +32,7 @@ OPTIONS = {
     "resume": "run_settings out resume from_start run elastic lighthouse name secret json",
     "compare": "run_settings strategies seeds out run json",
     "report": "runs diagnose out tensorboard json",
+    "top": "run once json",
     "checkpoints": "run verify prune json",
     "sample": "run prompt tokens temperature seed json",
     "export": "run to out json",
