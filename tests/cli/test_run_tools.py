@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from thinwire.checkpoint import Checkpoint, read
 from thinwire.cli import main
 from thinwire.lm.run import Run
 from thinwire.lm.trained import trained_model
-from thinwire.records.events import read_events
+from thinwire.records.events import EventLog, read_events
+from thinwire.report.top import Top
 
 SMALL = ["--model", "nano", "--batch", "1", "--sequence", "16", "--eval-batches", "1", "--carrier", "threads"]
 
@@ -204,3 +206,34 @@ def test_a_run_that_goes_on_gives_the_weights_that_all_agree_on(run: Path, capsy
     shutil.rmtree(run / "checkpoints")
     assert main(["export", str(run)]) == 2
     assert "holds no model.safetensors yet" in capsys.readouterr().err
+
+
+def test_all_replicas_are_on_one_screen(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that has ended; one whose replicas were killed; one that goes on, with one replica that is dead."""
+    facts, text = told(capsys, "top", run.parent)
+    assert [(one["name"], one["state"], one["checkpoint"]) for one in facts["replicas"]] == [
+        ("replica-0", "ended", 6), ("replica-1", "ended", 6)
+    ]  # fmt: skip
+    assert facts["step"] == facts["steps"] == 6 and "step 6/6 · 0 of 2 live · evaluation" in text
+    assert all(one["nbytes"] > 0 and one["loss"] > 0 for one in facts["replicas"])
+    logs = [run / f"events/replica-{n}.jsonl" for n in range(2)]
+    for log in logs:  # as if killed: without its end
+        log.write_text("".join(line + "\n" for line in log.read_text().splitlines()[:-1]))
+    assert {one["state"] for one in told(capsys, "top", run)[0]["replicas"]} == {"dead"}
+    with EventLog(logs[1]) as going:
+        start = next(event for event in read_events(logs[0]) if event["event"] == "start")
+        going.emit(
+            "start",
+            0,
+            **{n: v for n, v in start.items() if n not in ("event", "seconds", "step")} | {"wall_time": time.time()},
+        )
+        going.emit("step", 7, loss=2.0, lr=0.1, grad_norm=1.0, tokens=16, begin=0.0, compute_seconds=0.5)
+        facts, text = told(capsys, "top", run)
+        assert [one["state"] for one in facts["replicas"]] == ["dead", "trains"]
+        assert "1 of 2 live" in text and "32 tokens/s" in text and facts["seconds_left"] is not None
+        going.emit("retry", 7, reason="the lighthouse is silent")
+        assert told(capsys, "top", run)[0]["replicas"][1]["state"] == "waits: the lighthouse is silent"
+        top = Top(run)
+        top.read()
+        assert top.facts(time.time() + 3600)["replicas"][1]["state"].startswith("silent for 1 h") and not top.over
+    assert main(["top", str(run / "checkpoints")]) == 1 and "holds no run" in capsys.readouterr().err

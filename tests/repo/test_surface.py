@@ -34,6 +34,7 @@ OPTIONS = {
     "compare": "run_settings strategies seeds out run json",
     "new": "file json",
     "report": "runs diagnose out log json",
+    "top": "run once json",
     "checkpoints": "run verify prune json",
     "sample": "run prompt tokens temperature seed json",
     "export": "run to out json",

@@ -19,6 +19,7 @@ VERBS = {
     "new": "write a job file of your own to begin with: any model, any data",
     "compare": "train with several strategies on the same tokens and seeds, and print one table",
     "report": "draw one page for one or more runs",
+    "top": "all replicas of a run on one screen",
     "checkpoints": "list, verify and prune the checkpoints of a run",
     "sample": "let a run's model go on from a text",
     "export": "write a run's model for transformers, or as a file",

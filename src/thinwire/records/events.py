@@ -115,6 +115,9 @@ class EventLog:
             self._file = os.fdopen(os.open(self.path, flags, 0o666), "ab", buffering=0)
             self._torn = not _ends_with_newline(self.path)
             locked = _lock(self._file)
+            for _ in range(4 * (not locked)):  # one who asks `being_written` holds it for a moment
+                time.sleep(0.02)
+                locked = locked or _lock(self._file)
         except OSError as error:
             raise DataError(
                 f"The event log {self.path} cannot be opened ({error}); a run needs a folder it may write to. "

@@ -60,7 +60,7 @@ class _Step:
 
 
 @dataclass
-class _Replica:
+class ReplicaProgress:
     """What is known of one replica from its events since it last started."""
 
     begun: bool = False
@@ -186,7 +186,7 @@ class Progress:
         self.console = console or Terminal()
         self._names = [f"replica-{index}" for index in range(replicas)] if isinstance(replicas, int) else list(replicas)
         self._tails = [Tail(events / f"{name}{suffix}") for name in self._names]
-        self._replicas = [_Replica() for _ in self._names]
+        self._replicas = [ReplicaProgress() for _ in self._names]
         self._membership: MembershipLog | None = None  # of replicas that come and go
         self._steps = [Steps(name) for name in self._names]
         self._evaluated: tuple[int, float] | None = None
@@ -237,7 +237,9 @@ class Progress:
         if kind == "start":
             link = event["link"] if isinstance(event["link"], dict) else {}
             rate = number(link.get("bits_per_second"))
-            self._replicas[index] = _Replica(begun=True, uplink=Uplink(Link(rate)) if 0 < rate < math.inf else None)
+            self._replicas[index] = ReplicaProgress(
+                begun=True, uplink=Uplink(Link(rate)) if 0 < rate < math.inf else None
+            )
             self._replicas[index].heard, self._unit = time.monotonic(), unit_of(event)
             if event["carrier"] == CARRIER and self._membership is None:
                 self._membership = MembershipLog(len(fragments_of(event)), whole(event["replicas"]))
@@ -363,7 +365,7 @@ class Progress:
             table.add_row(*(row[name] for name in shown))
         return Group(head, Text(" · ".join(part for part in said if part)), table)
 
-    def _row(self, index: int, replica: _Replica) -> dict[str, Text]:
+    def _row(self, index: int, replica: ReplicaProgress) -> dict[str, Text]:
         use = text_of_share(replica.link_use)
         counts = f"{replica.refused}" + (f", {replica.skipped} skipped" if replica.skipped else "")
         silent = self._membership is not None and time.monotonic() - replica.heard > SILENT_SECONDS

@@ -1,0 +1,231 @@
+"""One screen for all replicas of a run, from their event logs: while it trains, and when it has ended."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from thinwire.comm.emulated import Link, Uplink
+from thinwire.errors import DataError
+from thinwire.printable import printable
+from thinwire.records.events import Event, Tail, being_written
+from thinwire.records.membership import CARRIER, Participation, Turn
+from thinwire.records.replica_record import fragments_of
+from thinwire.records.sessions import number, whole
+from thinwire.records.units import NOTHING, text_of_count, text_of_loss, text_of_nbytes, text_of_seconds, text_of_share
+from thinwire.report.diagnosis import Diagnosis, diagnose
+from thinwire.report.progress import SILENT_SECONDS, ReplicaProgress
+
+DIAGNOSED_SECONDS = 10.0  # between two diagnoses, which read all of the logs
+_COLUMNS = (
+    *("replica", "state", "step", "loss", "tokens/s", "compute", "stalled", "in the air", "sent", "link", "refused"),
+    "checkpoint",
+)
+_LEFT = ("replica", "state", "in the air", "checkpoint")
+
+
+@dataclass
+class _Watched:
+    """One replica, by its log."""
+
+    tail: Tail
+    progress: ReplicaProgress = field(default_factory=ReplicaProgress)
+    start: Event | None = None
+    opened: float = math.nan  # its log, seconds since 1970
+    heard: float = -math.inf  # its last event
+    waits: str = ""  # for what, since its last step
+    saved: tuple[int, float] | None = None  # the last checkpoint: step, when
+    evaluated: tuple[int, float] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.tail.path.stem
+
+    def read(self) -> list[Turn]:
+        """Take what is new; the rounds among it."""
+        turns = []
+        for event in self.tail.read():
+            kind = event["event"]
+            if kind == "start":
+                link = event["link"] if isinstance(event["link"], dict) else {}
+                rate = number(link.get("bits_per_second"))
+                uplink = Uplink(Link(rate)) if 0 < rate < math.inf else None
+                self.start, self.opened, self.waits = event, number(event["wall_time"]), ""
+                self.progress = ReplicaProgress(begun=True, uplink=uplink, step=self.progress.step)
+            self.progress.take(event)
+            self.heard = self.opened + number(event["seconds"])
+            if kind == "step":
+                self.waits = ""
+            elif kind in ("retry", "alone"):
+                self.waits = str(event["reason"])
+            elif kind == "checkpoint":
+                self.saved = event["step"], self.heard
+            elif kind == "eval" and event["of"] != "start":
+                self.evaluated = event["step"], number(event["loss"])
+            elif kind == "round":
+                turns.append(Turn.of(event))
+        return turns
+
+    def lives(self) -> bool:
+        """Whether a process writes its log."""
+        try:
+            return not self.progress.ended and being_written(self.tail.path)
+        except OSError:
+            return False
+
+
+class Top:
+    """The run in `folder`, or the one of its folders that was written last. Raises `DataError` where there is none.
+
+    >>> console.print(Top(folder).picture(time.time()))   # doctest: +SKIP
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = _run_in(folder)
+        self._watched: dict[str, _Watched] = {}
+        self._circle: Participation | None = None
+        self._diagnosis: Diagnosis | None = None
+        self._diagnosed = -math.inf
+
+    def read(self) -> None:
+        """Take what is new in the logs."""
+        turns = []
+        for path in sorted(self.folder.glob("events/*.jsonl")):
+            turns += self._watched.setdefault(path.stem, _Watched(Tail(path))).read()
+        if self._circle is None and self._start and self._start["carrier"] == CARRIER:
+            self._circle = Participation(len(fragments_of(self._start)))
+        for turn in sorted(turns, key=lambda turn: turn.place) if self._circle else ():
+            self._circle.take(turn)  # type: ignore[union-attr]
+        if time.monotonic() - self._diagnosed > DIAGNOSED_SECONDS:
+            self._diagnosed = time.monotonic()
+            try:
+                self._diagnosis = diagnose(self.folder)
+            except DataError:  # nothing but names of their own, or nothing yet
+                self._diagnosis = None
+
+    @property
+    def over(self) -> bool:
+        """Whether no replica lives."""
+        return bool(self._watched) and not any(one.lives() for one in self._watched.values())
+
+    def facts(self, now: float) -> dict[str, Any]:
+        """What the screen shows, for JSON."""
+        return {
+            "run": str(self.folder), "step": self._step, "steps": self._steps, "seconds_left": _finite(self._seconds_left()),
+            "replicas": [
+                {"name": one.name, "state": self._state(one, now), "step": one.progress.step, "loss": _finite(one.progress.loss),
+                 "tokens_per_second": _finite(one.progress.tokens_per_second), "nbytes": one.progress.nbytes,
+                 "checkpoint": one.saved and one.saved[0]}
+                for one in self._all
+            ],
+            "findings": [finding.facts() for finding in self._diagnosis.findings] if self._diagnosis else [],
+        }  # fmt: skip
+
+    def picture(self, now: float) -> Group:
+        """The screen at `now`, seconds since 1970."""
+        table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1, 0, 0))
+        for name in _COLUMNS:
+            table.add_column(name, justify="left" if name in _LEFT else "right", no_wrap=name != "state")
+        for one in self._all:
+            table.add_row(*map(Text, self._row(one, now)))
+        return Group(*(Text(printable(line, 400)) for line in self._head(now)), table, *self._found())
+
+    @property
+    def _all(self) -> list[_Watched]:
+        return list(self._watched.values())
+
+    @property
+    def _start(self) -> Event | None:
+        return next((one.start for one in self._all if one.start), None)
+
+    @property
+    def _steps(self) -> int:
+        run = self._start["run"] if self._start else {}
+        return whole(run.get("steps")) if isinstance(run, dict) else 0
+
+    @property
+    def _step(self) -> int:
+        """The slowest replica's; of those that come and go the farthest one's."""
+        return (max if self._circle else min)((one.progress.step for one in self._all), default=0)
+
+    def _seconds_left(self) -> float:
+        speeds = [one.progress.steps_per_second for one in self._all if one.lives()]
+        speed = min((speed for speed in speeds if speed > 0), default=math.nan)
+        return (self._steps - self._step) / speed
+
+    def _state(self, one: _Watched, now: float) -> str:
+        if one.progress.ended:
+            return one.progress.ended
+        if not one.lives():
+            return "dead"
+        if now - one.heard > SILENT_SECONDS:
+            return f"silent for {text_of_seconds(now - one.heard)}"
+        if one.waits:
+            return f"waits: {printable(one.waits, 60)}"
+        if self._circle and one.name not in self._circle.members:
+            return "trains, not in the view"
+        if self._circle and one.name in self._circle.idle:
+            return "trains, stale: not counted"
+        return "trains" if one.progress.recent else "starts"
+
+    def _row(self, one: _Watched, now: float) -> tuple[str, ...]:
+        shown = one.progress
+        saved = f"step {one.saved[0]}, {text_of_seconds(round(now - one.saved[1]))} ago" if one.saved else NOTHING
+        return (
+            one.name.removeprefix("replica-"), self._state(one, now), str(shown.step),
+            text_of_loss(shown.loss) if shown.step else NOTHING, text_of_count(shown.tokens_per_second),
+            text_of_share(shown.compute_utilization), text_of_seconds(shown.stall_seconds), shown.in_the_air,
+            text_of_nbytes(shown.nbytes), text_of_share(shown.link_use), str(shown.refused), saved,
+        )  # fmt: skip
+
+    def _head(self, now: float) -> list[str]:
+        if self._start is None:
+            return [f"{self.folder}: nothing is written yet"]
+        living = [one for one in self._all if one.lives()]
+        speed = sum(one.progress.tokens_per_second for one in living if one.progress.recent)
+        evaluated = max((one.evaluated for one in self._all if one.evaluated), default=None)
+        left = self._seconds_left()
+        part = f"{len(self._circle.taking_part)} take part, {self._circle.committed} rounds" if self._circle else ""
+        parts = (
+            f"step {self._step}/{self._steps}", f"{len(living)} of {whole(self._start['replicas'])} live", part,
+            f"{text_of_count(speed)} tokens/s" if living else "",
+            f"evaluation {text_of_loss(evaluated[1])} at step {evaluated[0]}" if evaluated else "",
+            f"{text_of_seconds(left)} left" if left > 0 else "",
+        )  # fmt: skip
+        return [f"{self.folder.name}: {self._start['strategy']}", " · ".join(part for part in parts if part)]
+
+    def _found(self) -> list[Text]:
+        """What a diagnosis says, and the way that is slow most."""
+        if self._diagnosis is None:
+            return []
+        lines = self._diagnosis.lines()
+        slow = max(self._diagnosis.ways.items(), key=lambda item: item[1].ratio, default=None)
+        if slow and slow[1].ratio > 1.5:
+            (sender, receiver), way = slow
+            lines.append(
+                f"Slowest against its usual: {sender} to {receiver}, {text_of_seconds(way.seconds)}, else {text_of_seconds(way.usual)}."
+            )
+        return [Text(""), *(Text(printable(line, 400)) for line in lines)]
+
+
+def _run_in(folder: Path) -> Path:
+    if any(folder.glob("events/*.jsonl")):
+        return folder
+    logs = sorted(folder.glob("*/events/*.jsonl"), key=lambda path: path.stat().st_mtime)
+    if not logs:
+        raise DataError(
+            f"{folder} holds no run: there is no events/replica-0.jsonl in it, nor in a folder of it. Give the folder that "
+            "`thinwire train` wrote, or the one above."
+        )
+    return logs[-1].parent.parent
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
