@@ -1,11 +1,12 @@
 """How packets become one estimate."""
 
 from thinwire.exchange.all_reduce import AllReduce
-from thinwire.exchange.base import Arrival, Exchange, Round, SendContext, Settle
+from thinwire.exchange.base import Arrival, Exchange, Settle
 from thinwire.exchange.buffers import Buffers
 from thinwire.exchange.direct import Direct
 from thinwire.exchange.fastest import Fastest
 from thinwire.exchange.hierarchy import Hierarchy
+from thinwire.exchange.round import Round, SendContext
 from thinwire.exchange.testing import once
 from thinwire.exchange.two_shot import TwoShot
 

@@ -12,8 +12,9 @@ from torch import Tensor
 from thinwire.codecs import Codec, Identity
 from thinwire.comm.emulated import Link
 from thinwire.errors import ConfigurationError
-from thinwire.exchange.base import Arrival, Exchange, Round, Settle
+from thinwire.exchange.base import Arrival, Exchange, Settle
 from thinwire.exchange.chunks import PIECE_NUMEL
+from thinwire.exchange.round import Round
 from thinwire.exchange.two_shot import Reduction, reduction_nbytes
 from thinwire.pieces.feedback import Feedback
 from thinwire.state import State

@@ -8,8 +8,11 @@ from typing import ClassVar
 
 from thinwire.codecs import Codec
 from thinwire.comm.emulated import Link
-from thinwire.exchange.base import Arrival, Decoder, Exchange, Outgoing, Round, Settle, Stage
+from thinwire.exchange.base import Arrival, Exchange, Settle
 from thinwire.exchange.chunks import Message, cut, packets_nbytes
+from thinwire.exchange.decode import Decoder
+from thinwire.exchange.round import Outgoing, Round
+from thinwire.exchange.stage import Stage
 from thinwire.packet import REFUSED
 from thinwire.state import State
 

@@ -10,8 +10,9 @@ from thinwire.codecs import Codec
 from thinwire.comm.emulated import Link
 from thinwire.errors import ConfigurationError
 from thinwire.exchange.all_reduce import AllReduce
-from thinwire.exchange.base import Arrival, Exchange, Round, Settle
+from thinwire.exchange.base import Arrival, Exchange, Settle
 from thinwire.exchange.direct import Direct
+from thinwire.exchange.round import Round
 from thinwire.exchange.two_shot import TwoShot
 from thinwire.pieces.feedback import Feedback
 from thinwire.state import State

@@ -13,9 +13,12 @@ from torch import Tensor
 from thinwire.codecs import Codec, Identity
 from thinwire.comm.emulated import Link
 from thinwire.errors import ConfigurationError
-from thinwire.exchange.base import MOST_STAGES, Arrival, Decoder, Exchange, Outgoing, Round, Settle, Stage, heard
+from thinwire.exchange.base import Arrival, Exchange, Settle
 from thinwire.exchange.chunks import CodedRange, Message, cut, packets_nbytes, shards
+from thinwire.exchange.decode import Decoder
 from thinwire.exchange.owner import Owner, check_owners
+from thinwire.exchange.round import Outgoing, Round
+from thinwire.exchange.stage import MOST_STAGES, Stage, heard
 from thinwire.packet import REFUSED, flags_of, payload
 from thinwire.pieces.feedback import Feedback
 from thinwire.rng import Key

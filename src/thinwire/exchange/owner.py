@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from thinwire.errors import ConfigurationError
-from thinwire.exchange.base import Decoder, Outgoing, Stage
 from thinwire.exchange.chunks import CodedRange, Message
+from thinwire.exchange.decode import Decoder
+from thinwire.exchange.round import Outgoing
+from thinwire.exchange.stage import Stage
 from thinwire.packet import REFUSED
 from thinwire.pieces.feedback import Feedback
 from thinwire.rng import Key

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
-from thinwire.exchange.base import Arrival, Exchange, Round, SendContext
+from thinwire.exchange.base import Arrival, Exchange
+from thinwire.exchange.round import Round, SendContext
 from thinwire.packet import REFUSED
 from thinwire.rng import Key
 from thinwire.state import State

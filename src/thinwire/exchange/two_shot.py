@@ -10,9 +10,12 @@ from torch import Tensor
 from thinwire.codecs import Codec, nested
 from thinwire.comm.emulated import Link
 from thinwire.errors import ConfigurationError
-from thinwire.exchange.base import Arrival, Decoder, Exchange, Outgoing, Round, Settle, Stage, heard
+from thinwire.exchange.base import Arrival, Exchange, Settle
 from thinwire.exchange.chunks import Signal, cut, packets_nbytes, shards
+from thinwire.exchange.decode import Decoder
 from thinwire.exchange.owner import Owner, check_owners
+from thinwire.exchange.round import Outgoing, Round
+from thinwire.exchange.stage import Stage, heard
 from thinwire.packet import REFUSED
 from thinwire.pieces.feedback import Feedback
 from thinwire.rng import Key

@@ -21,8 +21,9 @@ from thinwire.comm.group import Group
 from thinwire.diagnosis.records import recorded
 from thinwire.errors import LinkError, PeerError
 from thinwire.exchange import Round, SendContext
-from thinwire.exchange.base import MOST_STAGES, Outgoing, Stage
 from thinwire.exchange.chunks import cut
+from thinwire.exchange.round import Outgoing
+from thinwire.exchange.stage import MOST_STAGES, Stage
 from thinwire.packet import REFUSED, STOP, payload
 from thinwire.pieces.policy import Deciding
 from thinwire.rng import Key

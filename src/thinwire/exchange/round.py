@@ -1,0 +1,137 @@
+"""A round, as an exchange gets it: what it is to carry, and what it used for that."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from thinwire.codecs import Codec
+from thinwire.comm.group import Group
+from thinwire.diagnosis.records import Record
+from thinwire.errors import LinkError
+from thinwire.exchange.buffers import Buffers
+from thinwire.exchange.chunks import Message, Signal
+from thinwire.exchange.send_queue import Order, SendQueue, Sent
+from thinwire.exchange.trace import Trace
+from thinwire.packet import HEADER_NBYTES
+from thinwire.pieces.aggregate import Aggregate, Mean
+from thinwire.rng import Key
+
+
+class SendContext:
+    """What the rounds of one replica share: the group, the order in which they send, their buffers, and the group's clock."""
+
+    def __init__(self, group: Group, clock: Callable[[], float] = time.monotonic) -> None:
+        self.group, self.send_queue, self.buffers, self.clock = group, SendQueue(group, clock), Buffers(), clock
+
+    def close(self, wait: bool = False) -> None:
+        """End the sending thread, and `wait` for its end. The group stays open."""
+        self.send_queue.close(wait)
+
+
+class Outgoing:
+    """A packet that is being written and sent."""
+
+    def __init__(self, message: Message, packet: Tensor) -> None:
+        self.message, self.packet = message, packet
+        self.flags = 0
+        self.sent: Sent | None = None
+        self.written: Future[None] = Future()
+        self._posted: Future[None] | None = None
+
+    def leaves_with(self, posted: Future[None]) -> None:
+        """`posted` is done when the packet is with the carrier; if it is cancelled, nobody will write it either."""
+        self._posted = posted
+        posted.add_done_callback(lambda done: done.cancelled() and self.written.cancel())
+
+    def wait(self) -> Tensor:
+        """The packet, when it is written."""
+        self.written.result()
+        return self.packet
+
+    def wait_sent(self) -> None:
+        """Return when the packet is handed over. Raises what went wrong."""
+        self.written.result()
+        if self._posted is not None:
+            self._posted.result()
+        if self.sent is not None:
+            self.sent.wait()
+
+
+@dataclass
+class Round:
+    """What an exchange is to do: carry `signal`, `numel` elements of it, coded by `codec`; and what it used for that.
+
+    `key` names the own packet, `flags` go with it, `order` says whose messages leave first (`SendQueue`); `step` is the inner step after
+    which it departs, where that is the same on all replicas; `aggregate` makes one estimate of what all say.
+    """
+
+    context: SendContext
+    codec: Codec
+    numel: int
+    key: Key
+    signal: Signal
+    flags: int = 0
+    order: Order = ()
+    step: int = 0
+    aggregate: Aggregate = Mean()
+    outgoing: list[Outgoing] = field(default_factory=list)
+    packets: list[Tensor] = field(default_factory=list)
+    trace: Trace = field(default_factory=Trace)
+
+    def __post_init__(self) -> None:
+        self.begun = self.context.clock()
+
+    @property
+    def rank(self) -> int:
+        return self.context.group.rank
+
+    @property
+    def size(self) -> int:
+        return self.context.group.size
+
+    @property
+    def peers(self) -> list[int]:
+        return [peer for peer in range(self.size) if peer != self.rank]
+
+    def packet(self, nbytes: int) -> Tensor:
+        """Room for a packet with a payload of `nbytes`."""
+        self.packets.append(self.context.buffers.bytes(HEADER_NBYTES + nbytes))
+        return self.packets[-1]
+
+    def close(self) -> None:
+        """Wait until all that was sent is handed over, and give the buffers back. Not for a round that failed: its
+        buffers may still be written to.
+        """
+        for outgoing in self.outgoing:
+            try:
+                outgoing.wait_sent()
+            except LinkError as error:
+                self.trace.not_taken(error.peer)
+                raise
+        self.context.buffers.give(*self.packets)
+        self.packets.clear()
+
+    def own_failure(self) -> BaseException | None:
+        """What went wrong in encoding, if anything did: peers that miss a message are only its consequence."""
+        for outgoing in self.outgoing:
+            if outgoing.written.done() and not outgoing.written.cancelled() and outgoing.written.exception():
+                return outgoing.written.exception()
+        return None
+
+    def record(self, names: Sequence[str], own_seconds: float, over: bool) -> Record:
+        """What this replica saw of the round, for diagnosis. See `Record`."""
+        return self.trace.record(self.key.fragment, self.key.round, names, self.rank, own_seconds, over)
+
+    def times(self) -> tuple[float, float]:
+        """Seconds queued before the first bit left, and from then to the arrival of the last, as far as the carrier knows."""
+        sent = [o.sent for o in self.outgoing if o.sent and o.sent.transfer.transfer_seconds]
+        if not sent:
+            return 0.0, 0.0
+        begins = [one.posted + one.transfer.queued_seconds for one in sent]
+        end = max(begin + one.transfer.transfer_seconds for begin, one in zip(begins, sent))
+        return min(begins) - self.begun, end - min(begins)

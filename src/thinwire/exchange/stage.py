@@ -1,0 +1,186 @@
+"""A stage of a round: messages that all replicas send and expect at once, their headers and tags."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import Codec, encode_from
+from thinwire.comm.group import TAGS, Transfer
+from thinwire.errors import DisagreementError, NonFiniteError, PacketError
+from thinwire.exchange.chunks import STAGE, Message, Signal
+from thinwire.exchange.round import Outgoing, Round
+from thinwire.packet import HEADER_NBYTES, REFUSED, STOP, Header, identity, open_packet, payload, seal
+from thinwire.rng import Key
+
+MOST_STAGES = 32  # of a round: their numbers have five bits in a tag
+
+
+class _Expected(NamedTuple):
+    transfer: Transfer
+    messages: dict[int, Message]  # by peer
+    packets: dict[int, Tensor]
+
+
+class Stage:
+    """One wave of a round's messages: every replica knows whose it gets and how long they are.
+
+    Several stages of a round have different numbers. `marks` bytes follow every payload, `purpose` is the ledger's.
+    Where packets of another stage are passed on, `passes` is that stage's number.
+    """
+
+    def __init__(
+        self,
+        round_: Round,
+        codec: Codec,
+        number: int = 0,
+        marks: int = 0,
+        purpose: str = "packet",
+        passes: int | None = None,
+    ) -> None:
+        self.round, self.codec, self.number, self.marks, self.purpose = round_, codec, number, marks, purpose
+        self._named = number if passes is None else passes
+        self._expected: list[_Expected] = []
+
+    def expect(self, due: Mapping[int, Sequence[Message]]) -> None:
+        """Start receiving from each peer its messages.
+
+        Who is looked at first changes: a carrier may see a message only after those before it.
+        """
+        sizes = {peer: [HEADER_NBYTES + m.nbytes + self.marks for m in of_peer] for peer, of_peer in due.items()}
+        self.round.trace.expect(self.number, sizes, self.round.context.clock())
+        peers = list(due)
+        for index in range(max(map(len, due.values()), default=0)):
+            first = (self.round.key.round + index) % len(peers)
+            messages = {peer: due[peer][index] for peer in peers[first:] + peers[:first] if index < len(due[peer])}
+            packets = {p: self.round.packet(message.nbytes + self.marks) for p, message in messages.items()}
+            transfer = self.round.context.group.post(self._tag(index), {}, packets, self.purpose)
+            self._expected.append(_Expected(transfer, messages, packets))
+
+    def receive(self, index: int, authors: Mapping[int, int] | None = None) -> dict[int, int]:
+        """Wait for the message `index` of all who send one; the flags of each. `authors` are those whose packets a peer
+        passes on. Raises `LinkError`, `PacketError`.
+        """
+        if index >= len(self._expected):
+            return {}
+        transfer, messages, packets = self._expected[index]
+        began = self.round.context.clock()
+        try:
+            transfer.wait()
+        except BaseException:
+            self._look_around(index)
+            raise
+        finally:
+            self.round.trace.came(self.number, index, list(packets), began, transfer.arrivals)
+        senders = {peer: peer for peer in sorted(packets)} | dict(authors or {})
+        return {
+            peer: open_packet(
+                packets[peer], self._header(replace(self.round.key, sender=sender), index, messages[peer])
+            )
+            for peer, sender in senders.items()
+            if peer in packets
+        }
+
+    def _look_around(self, index: int) -> None:
+        """Note which messages from `index` on are there although nobody waited for them, because one before them is missing."""
+        for number, expected in enumerate(self._expected[index:], index):
+            for peer, packet in expected.packets.items():
+                with suppress(PacketError, DisagreementError):
+                    header = self._header(replace(self.round.key, sender=peer), number, expected.messages[peer])
+                    if peer not in expected.transfer.arrivals and open_packet(packet, header) >= 0:
+                        self.round.trace.lies_there(self.number, peer)
+
+    def packet(self, index: int, peer: int) -> Tensor:
+        """What came from `peer`."""
+        return self._expected[index].packets[peer]
+
+    def write(
+        self, index: int, message: Message, signal: Signal, key: Key, flags: int, marks: Sequence[int] = ()
+    ) -> Outgoing:
+        """Encode a message here and now."""
+        outgoing = self._outgoing(message)
+        self._write(outgoing, index, signal, key, flags, marks)
+        return outgoing
+
+    def post(self, index: int, packet: Outgoing, to: Sequence[int]) -> None:
+        """Send what is written when it is its turn."""
+        packet.leaves_with(self.round.context.send_queue.put(self.round.order, lambda: self._post(packet, index, to)))
+
+    def pass_on(self, index: int, message: Message, packet: Tensor, to: Sequence[int]) -> None:
+        """Send another's packet as it is when it is its turn."""
+        outgoing = Outgoing(message, packet)
+        outgoing.written.set_result(None)
+        self.round.outgoing.append(outgoing)
+        self.post(index, outgoing, to)
+
+    def send(self, index: int, message: Message, to: Sequence[int], signal: Signal, key: Key) -> Outgoing:
+        """Encode and send a message of the round's own flags when it is its turn."""
+        outgoing = self._outgoing(message)
+
+        def job() -> None:
+            self._write(outgoing, index, signal, key, self.round.flags, ())
+            self._post(outgoing, index, to)
+
+        outgoing.leaves_with(self.round.context.send_queue.put(self.round.order, job))
+        return outgoing
+
+    def _outgoing(self, message: Message) -> Outgoing:
+        outgoing = Outgoing(message, self.round.packet(message.nbytes + self.marks))
+        self.round.outgoing.append(outgoing)
+        return outgoing
+
+    def _write(
+        self, outgoing: Outgoing, index: int, signal: Signal, key: Key, flags: int, marks: Sequence[int]
+    ) -> None:
+        message, body = outgoing.message, payload(outgoing.packet)
+        failure: BaseException | None = None
+        try:
+            for coded in message.ranges:
+                encode_from(signal(coded.begin, coded.end), self.codec, body[coded.first : coded.last], key)
+        except BaseException as error:  # whatever it is, peers are not to wait for this packet
+            failure = None if isinstance(error, NonFiniteError) else error
+            body[: message.nbytes].zero_()
+            flags |= REFUSED
+        body[message.nbytes :] = torch.tensor(list(marks), dtype=torch.uint8)
+        try:
+            seal(outgoing.packet, replace(self._header(key, index, message), flags=flags))
+        except PacketError as error:  # nothing can be sent
+            outgoing.written.set_exception(error)
+            raise
+        outgoing.flags = flags
+        if failure is None:
+            outgoing.written.set_result(None)
+        else:
+            outgoing.written.set_exception(failure)
+
+    def _post(self, outgoing: Outgoing, index: int, to: Sequence[int]) -> None:
+        if to:
+            messages = dict.fromkeys(to, outgoing.packet)
+            outgoing.sent = sent = self.round.context.send_queue.send(self._tag(index), messages, self.purpose)
+            self.round.trace.left(self.number, index, outgoing.packet.numel(), to, sent.posted)
+
+    def _header(self, key: Key, index: int, message: Message) -> Header:
+        """What is due from `key`'s sender."""
+        part, nbytes = self._named * STAGE + index, message.nbytes + self.marks
+        name = identity(self.codec)
+        return Header(name, key.sender, key.fragment, key.round, part, message.numel, nbytes, step=self.round.step)
+
+    def _tag(self, index: int) -> int:
+        """Messages of two rounds that may be in the air together, of two stages, and of two places have tags of their
+        own; where the numbers do not suffice, the order of posting tells them apart.
+        """
+        key = self.round.key
+        return (key.round << 24 | (key.fragment & 0x3FF) << 14 | self.number << 9 | index & 0x1FF) % TAGS
+
+
+def heard(packet: Tensor, message: Message, sender: int) -> list[int]:
+    """What is behind the payload: every replica's flags, a byte each, as the sender has heard them."""
+    marks: list[int] = payload(packet)[message.nbytes :].tolist()
+    if any(mark & ~(REFUSED | STOP) for mark in marks):
+        raise PacketError(f"replica {sender} forwarded unknown flags {marks}; run the same version everywhere.")
+    return marks
