@@ -22,7 +22,8 @@ from pathlib import Path
 from provenance import provenance, save
 
 from thinwire.methods import METHODS
-from thinwire.recipes import RECIPES, SGD_RATE
+from thinwire.recipes import RECIPES
+from thinwire.recipes.gradients import SGD_RATE
 
 SETTINGS = {"model": "nano", "batch": 16, "sequence": 128, "lr": 6e-3, "checkpoint_every": 0}
 FEDERATED = ("fedavg", "scaffold", "scallion", "scafcom")

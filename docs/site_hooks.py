@@ -112,9 +112,8 @@ def _linked() -> list[str]:
 def reference() -> dict[str, str]:
     """A page for each package: its public names, each with its signature and docstring."""
     names: dict[str, list[str]] = {}
-    recipes = [name for name in _functions("thinwire.recipes") if not name.startswith("_")]
-    found = [*_exports("thinwire.public"), *_exports("thinwire.catalogue"), ("thinwire.recipes", recipes)]
-    for module, exported in [*found, *BESIDE.items()]:
+    modules = ("thinwire.public", "thinwire.catalogue", "thinwire.recipes")
+    for module, exported in [*(one for name in modules for one in _exports(name)), *BESIDE.items()]:
         names.setdefault(module.split(".")[1], []).extend(f"{module}.{name}" for name in exported)
     names["methods"] = [f"thinwire.methods.{name}" for name in _all("thinwire.methods") if name != "METHODS"]
     return {
@@ -138,10 +137,6 @@ def _exports(module: str) -> list[tuple[str, list[str]]]:
         if isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith("thinwire."):
             found.append((str(statement.module), [alias.asname or alias.name for alias in statement.names]))
     return found
-
-
-def _functions(module: str) -> list[str]:
-    return [statement.name for statement in _source(module).body if isinstance(statement, ast.FunctionDef)]
 
 
 def _all(module: str) -> list[str]:

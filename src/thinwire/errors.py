@@ -21,15 +21,15 @@ from __future__ import annotations
 
 
 class ThinwireError(Exception):
-    """The root: catch this to catch everything Thinwire raises on purpose."""
+    """The base class of all errors that Thinwire raises on purpose."""
 
 
 class ConfigurationError(ThinwireError, ValueError):
-    """A combination that cannot work. Raised when it is made, not when it runs."""
+    """A combination of settings that cannot work. It is raised when the object is made, not when it runs."""
 
 
 class ModelError(ThinwireError):
-    """A model or optimizer that cannot be served."""
+    """A model or optimizer that cannot be trained."""
 
 
 class DataError(ThinwireError):
@@ -45,7 +45,7 @@ class CheckpointError(ThinwireError):
 
 
 class PacketError(ThinwireError):
-    """Bytes from a peer that are not the packet that was due."""
+    """Bytes from a peer that are not the expected packet."""
 
 
 class NonFiniteError(ThinwireError):
@@ -53,7 +53,7 @@ class NonFiniteError(ThinwireError):
 
 
 class PeerError(ThinwireError):
-    """The fault lies between replicas."""
+    """The base class of errors between replicas."""
 
 
 class DisagreementError(PeerError):
@@ -65,7 +65,7 @@ class EndedError(PeerError):
 
 
 class LinkError(PeerError):
-    """A peer is gone, or a message did not come in time. `peer` is the rank of the one that was waited for, where it is known."""
+    """A peer was lost, or a message was late. `peer` is the rank of that replica, if it is known."""
 
     peer: int | None = None
 

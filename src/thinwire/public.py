@@ -18,7 +18,8 @@ from thinwire.errors import (
     PeerError,
     ThinwireError,
 )
-from thinwire.recipes import data_parallel, diloco, local_sgd, streaming_diloco
+from thinwire.recipes.deltas import diloco, local_sgd, streaming_diloco
+from thinwire.recipes.gradients import data_parallel
 from thinwire.replica import Replica
 from thinwire.strategy import Strategy
 

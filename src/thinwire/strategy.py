@@ -34,7 +34,7 @@ from thinwire.pieces.transforms import Filter, check_filters
 
 @dataclass(frozen=True)
 class Deltas:
-    """What is exchanged: anchor − parameters, after inner steps.
+    """Exchange deltas: anchor − parameters, after inner steps.
 
     >>> Deltas()
     Deltas()
@@ -45,11 +45,11 @@ class Deltas:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What is exchanged: the gradient, before every inner step. Parameters stay equal by themselves, so there are no anchors to keep.
+    """Exchange the gradient before every inner step. Parameters stay equal by themselves, so no anchors are kept.
 
-    That is, where optimizers round alike: torch's do not on unlike processors, `SGD().make(...)` does. So after every hundredth inner step
-    replicas compare their weights (24 bytes to each other one), and where these have drifted apart all take replica 0's (4
-    bytes a parameter besides, from replica 0 to each other one), with one warning event.
+    Optimizers must round alike for that: `SGD().make(...)` does, torch's own do not on unlike processors. So after every hundredth
+    inner step replicas compare their weights (24 bytes to each other one). If these have drifted apart, all take those of
+    replica 0 (4 bytes per parameter more, from replica 0 to each other one), with one warning event.
 
     >>> Gradients()
     Gradients()

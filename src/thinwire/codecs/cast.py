@@ -14,7 +14,7 @@ from thinwire.rng import Key
 
 @dataclass(frozen=True)
 class Identity(Codec):
-    """fp32 as it is: 32 bits per parameter. The baseline and the oracle.
+    """Send fp32 unchanged: 32 bits per parameter. It is the baseline for comparisons.
 
     >>> Identity().nbytes(1000)
     4000
@@ -65,10 +65,10 @@ def in_full(codec: Codec) -> Identity | Dense:
 
 @dataclass(frozen=True)
 class Cast(Codec):
-    """Round to nearest in a 16-bit float: 16 bits per parameter.
+    """Round to the nearest 16-bit float: 16 bits per parameter.
 
-    bf16 keeps fp32's range with 8 bits of precision. fp16 has 11 bits of precision and saturates at ±65504 (an outer
-    gradient never gets near it, but a saturated value must not become infinite).
+    bf16 keeps fp32's range with 8 bits of precision. fp16 has 11 bits of precision and saturates at ±65504, so that no value
+    becomes infinite.
 
     Args:
         dtype: 'bf16' or 'fp16'.

@@ -16,7 +16,7 @@ from thinwire.rng import Key
 
 @dataclass(frozen=True)
 class Codebook(Codec):
-    """Four bins of 1½ standard deviations, and for each bin the mean of what fell into it: SparseLoCo's 2-bit values.
+    """Four bins of 1½ standard deviations, each decoded as the mean of its values: SparseLoCo's 2-bit values.
 
         bin(v) = clip(round((v − mean) / (6·std / 4)) + 2, 0, 3)
 

@@ -19,7 +19,8 @@ from thinwire.rng import Key, draw
 
 @dataclass(frozen=True)
 class LowRank(Codec):
-    """Each n × m matrix M as P·Qᵀ with P [n, rank] orthonormal, Q [m, rank] = Mᵀ·P; vectors, and matrices that would not get smaller, as they are.
+    """Send each n × m matrix M as P·Qᵀ, with P [n, rank] orthonormal and Q [m, rank] = Mᵀ·P; send vectors, and matrices
+    that would not get smaller, unchanged.
 
     Encoding, with Q₀ of ±1 drawn from the round's shared stream:
 

@@ -15,15 +15,15 @@ from thinwire.rng import Key
 
 @dataclass(frozen=True)
 class OverSenders(Codec):
-    """`codec`'s packets; but of several the estimate of a value is the mean over the replicas that sent it, not over all.
+    """Send `codec`'s packets, and average each value over the replicas that sent it, not over all.
 
         x̂_i = Σ_m w_m·c_mi / Σ_{m: c_mi ≠ 0} w_m
 
-    For sparse codecs. Where replicas choose differently, the mean over all makes a value as much smaller as fewer have sent it; this one
-    does not, so it is *no estimate of the mean delta*, and larger. Inside a change of basis the mean is taken there: so
+    For sparse codecs. If replicas choose differently, the mean over all shrinks a value that few have sent. This mean does
+    not, so it is *no estimate of the mean delta*, and larger. Inside a change of basis the mean is taken there: so
     `Squares(DCT(OverSenders(ChunkedTopK(4096, 32)), axes=2))` is DeMo's (arXiv 2411.19870, released code), and
-    `OverSenders(ChunkedTopK(4096, 64))` that of SparseLoCo's (Sarfi et al., 2025, released code). *Differs*: who sends a zero has
-    not sent it.
+    `OverSenders(ChunkedTopK(4096, 64))` that of SparseLoCo's (Sarfi et al., 2025, released code). *Differs*: a replica that sends a
+    zero has not sent it.
 
     On the wire: the codec's bytes. Cost: three passes a packet.
 

@@ -19,8 +19,8 @@ from thinwire.rng import Key
 
 @dataclass(frozen=True)
 class Each(Codec):
-    """Every matrix by itself in `codec`, or in its own of `chosen`; vectors, and matrices of fewer than `least` elements, together in
-    `rest`.
+    """Encode every matrix alone in `codec`, or in its own of `chosen`; encode vectors, and matrices of fewer than `least` elements,
+    together in `rest`.
 
     So TopK keeps its share of every matrix, and Sign has a scale a matrix: what DGC (arXiv 1712.01887), PowerSGD and CGX do, whose
     biases and norms travel dense. The codec may need shapes (LowRank); it is fitted to each matrix. Chance is drawn

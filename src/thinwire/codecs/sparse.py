@@ -35,7 +35,7 @@ _FACTORS = (
 
 @dataclass(frozen=True)
 class TopK(Codec):
-    """The largest by magnitude: k = ⌈density·n⌉ of the whole tensor, exactly; of equal ones the first. Found by a
+    """Send exactly the k = ⌈density·n⌉ largest values by magnitude of the whole tensor; of equal ones the first. Found by a
     threshold from a sample where there are many.
 
     Contractive: ‖q(x) − x‖² ≤ (1 − k/n)·‖x‖² if the values are exact. Alone it does much worse on deltas than few
@@ -92,7 +92,7 @@ class TopK(Codec):
 
 @dataclass(frozen=True)
 class ChunkedTopK(Codec):
-    """The `count` largest by magnitude of each `chunk` neighbours, so that an index needs few bits.
+    """Send the `count` largest values by magnitude of each `chunk` neighbours, so that an index needs few bits.
 
     Source: SparseLoCo (Sarfi et al., 2025) and DeMo (arXiv 2411.19870), which cut matrices into squares of 64 × 64;
     *differs*: here a chunk is a run of the flat fragment. A last, shorter chunk keeps its share, rounded up.
@@ -171,7 +171,7 @@ class ChunkedTopK(Codec):
 
 @dataclass(frozen=True)
 class RandomK(Codec):
-    """k = ⌈density·n⌉ values drawn from the round's shared stream, times n/k: no indices on the wire.
+    """Send k = ⌈density·n⌉ values, drawn from the round's shared stream, times n/k. No indices travel.
 
     Unbiased, if the values are (`Identity`, or rounded "stochastic"): E q(x) = x, E ‖q(x)‖² = n/k·‖x‖². All replicas
     send the same coordinates of a round, and each round draws others. *Not contractive*, so not for error feedback,

@@ -97,7 +97,7 @@ class Turned(Codec, ABC):
 
 @dataclass(frozen=True)
 class DCT(Turned):
-    """The cosine transform of each run of `side` neighbours, in any codec; with `axes=2` of each run of side², as a square.
+    """Apply the cosine transform to each run of `side` neighbours, before any codec; with `axes=2` to each run of side², as a square.
 
         y_f = √((2 − [f = 0]) / side) · Σ_i x_i · cos(π·f·(2i + 1) / (2·side))
 
@@ -157,7 +157,7 @@ class DCT(Turned):
 
 @dataclass(frozen=True)
 class Hadamard(Turned):
-    """Each run of `block` neighbours with random signs, then the Walsh-Hadamard transform, in any codec: a random rotation.
+    """Apply random signs and the Walsh-Hadamard transform to each run of `block` neighbours, before any codec: a random rotation.
 
         y = H·D·x,   D = diag(±1),   H_ij = (−1)^popcount(i & j) / √block
 
@@ -218,7 +218,7 @@ class Hadamard(Turned):
 
 @dataclass(frozen=True)
 class Squares(Codec):
-    """Matrices cut into squares of side × side, each square a run of side² in `codec`; then all that is in none.
+    """Cut matrices into squares of side × side, each a run of side² in `codec`; the rest comes last.
 
     Lets chunks be what they are in SparseLoCo (Sarfi et al., 2025: `Squares(ChunkedTopK(4096, 64, Codebook()))`) and DeMo:
     neighbours in both directions of a matrix. *Differs*: edges that make no whole square, and vectors, follow behind in

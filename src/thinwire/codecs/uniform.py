@@ -20,7 +20,7 @@ _CHUNK = 1 << 16  # elements worked on at a time, so that intermediates stay in 
 
 @dataclass(frozen=True)
 class Levels(Codec):
-    """2^bits levels at even distances from the least value of each block to its largest:
+    """2^bits even levels from the least to the largest value of each block:
 
         unit = (max − min) / (2^bits − 1),   level = ⌊(x − min) / unit + ½⌋,   decoded min + level·unit
 

@@ -121,9 +121,8 @@ class _ThreadTransfer:
 class ThreadGroup:
     """One replica's view of a group whose replicas are threads of this process.
 
-    A message is copied when it is posted. `wait` gives up after `timeout` seconds with a `LinkError` that names the
-    peer; a message of another size than was due raises `PacketError`. What was sent before a close is still
-    delivered.
+    A message is copied when it is posted. After `timeout` seconds `wait` raises a `LinkError` that names the peer. A message
+    of an unexpected size raises `PacketError`. Messages sent before a close are still delivered.
 
     Args:
         hub: holds the messages of the group; `create` makes it, and the groups of all replicas.
@@ -180,9 +179,9 @@ class ThreadGroup:
 def run_threads(size: int, fn: Callable[[ThreadGroup], T], timeout: float = 60.0) -> list[T]:
     """Run `fn(group)` on `size` replicas, one thread each; their results in rank order.
 
-    A replica's group closes when its `fn` ends, so nobody waits for one that has left. If several raise, the first is
-    raised here: the others are what it provoked. torch's global generator is one for all threads: for results that
-    repeat, draw from a `torch.Generator` of each replica.
+    A replica's group closes when its `fn` ends, so no replica waits for one that has left. If several raise, this raises the
+    first error, because the others follow from it. All threads share torch's global generator. For repeatable results,
+    draw from one `torch.Generator` per replica.
 
     Args:
         size: M, number of replicas.

@@ -22,7 +22,7 @@ from thinwire.state import State
 
 @dataclass(frozen=True)
 class AllReduce(Exchange):
-    """The mean is taken of codes, not of values: for codecs that declare `all_reduced`: LowRank and RandomK, whose codes are
+    """Average the codes, not the values: for codecs that declare `all_reduced`: LowRank and RandomK, whose codes are
     added, and Identity and Cast.
 
     A reduce-scatter and an all-gather of point-to-point messages, summed in rank order by the owner of each shard, so that all replicas

@@ -27,7 +27,7 @@ class _Departure:
 
 @dataclass(frozen=True)
 class Direct(Exchange):
-    """Everybody sends its packet to everybody: (M−1)·nbytes sent by each, and no second rounding; best for few replicas.
+    """Each replica sends its packet to all others: (M−1)·nbytes sent by each, and no second rounding. Best for few replicas.
 
     Accumulation is in fp32 and in rank order, and a replica decodes its own packet too, so every replica computes the
     same bits. Takes any codec. Predicted: delay + 8·(M−1)·nbytes / rate. (gloo asks the receiver first, which is one

@@ -26,8 +26,8 @@ class _Departure(NamedTuple):
 
 @dataclass(frozen=True)
 class Fastest(Exchange):
-    """Of the exchanges `among`, for each fragment the one whose round is predicted to be the shortest where every uplink is
-    `link` (a rate and a one-way delay, as in `--link`); of equal ones the first.
+    """Choose for each fragment the exchange of `among` with the shortest predicted round, if every uplink is `link` (a rate and
+    a one-way delay, as in `--link`); of equal ones the first.
 
     What is predicted follows from the link, the codec, the number of elements and of replicas: all replicas choose alike, and a
     strategy with another `link` is another strategy, which first contact finds. Exchanges that the codec does not fit are passed over.

@@ -24,8 +24,8 @@ from thinwire.state import State
 
 @dataclass(frozen=True)
 class TwoShot(Exchange):
-    """Each replica owns a shard: all send it theirs, it sends all the mean. 2(M−1)/M·nbytes sent by each, where `Direct`
-    sends (M−1)·nbytes: less from three replicas on.
+    """Each replica owns a shard, receives it from all, and sends its mean to all: 2(M−1)/M·nbytes sent by each. `Direct` sends
+    (M−1)·nbytes, which is more from three replicas on.
 
     The owner adds in fp32 and in rank order, and encodes the mean in the same codec: a second rounding, and a second
     delay. All replicas decode the same bytes, the owner too, so they agree bit for bit. With `feedback` the owner adds

@@ -36,7 +36,7 @@ class Values:
 
 @runtime_checkable
 class Aggregate(Protocol):
-    """How one estimate is made of what all replicas say. An exchange asks it range by range, with the replicas in rank order.
+    """How the values of all replicas become one estimate. An exchange calls it range by range, with the replicas in rank order.
 
     Laws (tests/pieces/test_aggregates.py): of one replica's values it makes these; a range by itself comes out as in the whole; the estimate
     depends on values and weights only, so that it has the same bits on all replicas.
@@ -63,7 +63,7 @@ class Aggregate(Protocol):
 
 @dataclass(frozen=True)
 class Mean(Aggregate):
-    """The mean, by weights: x̂ = Σ_m w_m·c_m, with w_m = 1/M where all count alike. Added in fp32, in rank order.
+    """The weighted mean: x̂ = Σ_m w_m·c_m, with w_m = 1/M if all count alike. Added in fp32, in rank order.
 
     Cost: one pass a packet, in which it is decoded too.
 
@@ -88,9 +88,10 @@ class Mean(Aggregate):
 class MeanOverSenders(Aggregate):
     """The mean over the replicas that have sent a value, not over all: x̂_i = Σ_m w_m·c_mi / Σ_{m: c_mi ≠ 0} w_m.
 
-    For sparse codecs. Where replicas choose differently, the mean over all makes a value as much smaller as fewer have sent it; this one
-    does not, so it is *no estimate of the mean delta*, and larger: SparseLoCo's rule (Sarfi et al., 2025, released code). *Differs*: who sends
-    a zero has not sent it. For a mean in a codec's own basis, as DeMo takes it, wrap that codec in `OverSenders` and leave this at `Mean()`.
+    For sparse codecs. If replicas choose differently, the mean over all shrinks a value that few have sent. This mean does
+    not, so it is *no estimate of the mean delta*, and larger: SparseLoCo's rule (Sarfi et al., 2025, released code). *Differs*: a replica
+    that sends a
+    zero has not sent it. For a mean in a codec's own basis, as DeMo takes it, wrap that codec in `OverSenders` and leave this at `Mean()`.
 
     On the wire: nothing. Cost: three passes a packet.
 

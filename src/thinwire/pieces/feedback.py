@@ -14,7 +14,7 @@ from thinwire.state import State
 
 @dataclass(frozen=True)
 class Feedback:
-    """One recursion for almost every error feedback there is. For a delta s, with state h (reference) and e (residual):
+    """One recursion that covers almost every form of error feedback. For a delta s, with state h (reference) and e (residual):
 
         z = α·(s − h) + η·e      is encoded;  c is what it decodes to, on every replica
         estimate = h + c         of s; receivers know the mean of all h, so they need c only

@@ -16,7 +16,7 @@ from thinwire.pieces.partition import Strided, trainable
 
 @runtime_checkable
 class Inner(Protocol):
-    """`lr_factor`: how many times a learning rate that suits AdamW suits this; a run's is multiplied by it."""
+    """An inner optimizer. A run's learning rate, which suits AdamW, is multiplied by its `lr_factor`."""
 
     @property
     def lr_factor(self) -> float: ...
@@ -61,8 +61,8 @@ class AdamW:
 
 @dataclass(frozen=True)
 class SGD:
-    """torch.optim.SGD, in steps that are alike on all processors. Its weight decay goes through the momentum, so what it is given is
-    divided by what that and `lr_factor` make of it.
+    """torch.optim.SGD, with steps that round alike on all processors. Its weight decay passes through the momentum, so the given value
+    is divided by the factor that momentum and `lr_factor` add.
 
     Args:
         momentum: in [0, 1).
@@ -98,7 +98,7 @@ class SGD:
 
 @dataclass(frozen=True)
 class Muon:
-    """torch.optim.Muon for the matrices in the layers, AdamW for all else (embeddings, head, vectors), as one optimizer.
+    """torch.optim.Muon for the matrices in the layers and AdamW for the rest (embeddings, head, vectors), as one optimizer.
 
     Source: Muon (Jordan et al., 2024), with the update's RMS matched to AdamW's (Liu et al., arXiv 2502.16982), so that learning rate
     and weight decay are AdamW's. MuLoCo (arXiv 2505.23725) is DiLoCo with it. Needs whole matrices: not sharded ones.

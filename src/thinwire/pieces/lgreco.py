@@ -24,7 +24,7 @@ BUCKETS = 10_000  # of the error, in the table
 
 @dataclass(frozen=True)
 class LGreCo(Deciding):
-    """For each matrix of `Each(codec)` one of `candidates`, or the codec itself, as few bytes in all as lose no more in all:
+    """Choose for each matrix of `Each(codec)` one of `candidates` or the codec itself, in the fewest bytes without more loss in all:
 
         minimise Σ_l bytes(l, c_l)   subject to   Σ_l ‖z_l − q(z_l; c_l)‖ ≤ alpha · Σ_l ‖z_l − q(z_l; codec)‖
 

@@ -18,7 +18,8 @@ from thinwire.errors import ConfigurationError
 
 @runtime_checkable
 class Merge(Protocol):
-    """A frozen dataclass. One that lands within a period writes `into`; the declarations have the answer of such a one."""
+    """How a landed anchor changes the parameters: a frozen dataclass that writes `into`. The declarations' defaults are those of a
+    merge that lands within a period."""
 
     @property
     def whole_period(self) -> bool:
@@ -57,8 +58,8 @@ _NOT_SAID = "does not declare that rounds may land late (needs_fixed_group = '')
 class Mix(Merge):
     """θ ← α·θ + (1−α)·anchor (Streaming DiLoCo, arXiv 2501.18512, Algorithm 2, line 14).
 
-    `alpha` 0 takes the anchor and throws away the steps made during the flight; 1 keeps the replica's own and so
-    never lets it see the others.
+    `alpha` 0 takes the anchor and drops the steps of the flight. `alpha` 1 keeps the replica's own values, so that it never
+    learns from the others.
 
     Args:
         alpha: the share of its own values that a replica keeps, 0 to 1.
@@ -94,7 +95,7 @@ class Mix(Merge):
 
 @dataclass(frozen=True)
 class Eager(Merge):
-    """Own delta at once, the others' one round late: Δ̃_m(k) = Δ̄(k−1) + (Δ_m(k) − Δ_m(k−1)) / M   (arXiv
+    """Count the own delta at once and the others' one round late: Δ̃_m(k) = Δ̄(k−1) + (Δ_m(k) − Δ_m(k−1)) / M   (arXiv
     2502.12996, §3).
 
     The exchange may take a whole period: `delay` must equal `every`. *Differs in form, not in result*: the outer
@@ -113,8 +114,8 @@ class Eager(Merge):
 
 @dataclass(frozen=True)
 class Reset(Merge):
-    """θ ← anchor whenever a fragment departs: what was trained since is in the air now, and comes back with the anchor after the next
-    period, at whose beginning every replica stands at the same point (CO2, Sun et al., ICLR 2024).
+    """θ ← anchor whenever a fragment departs, so that every replica begins each round at the same point (CO2, Sun et al., ICLR 2024).
+    The trained delta is in flight then, and returns with the anchor after the next period.
 
         x_(t+1) = x_t − step(mean Δ_(t−1)),   Δ_t = x_t − θ after H steps from x_t
 

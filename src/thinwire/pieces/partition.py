@@ -47,7 +47,7 @@ class Fragment:
 
 @runtime_checkable
 class Partition(Protocol):
-    """How a model's parameters are cut into fragments."""
+    """How a model's parameters are divided into fragments."""
 
     def fragments(self, model: nn.Module) -> list[Fragment]:
         """The model's trainable parameters, each in one fragment. Raises `ModelError`, `ConfigurationError`."""

@@ -25,7 +25,7 @@ LONG_RUN = 1 << 40  # a round after all warm-ups
 
 @runtime_checkable
 class Policy(Protocol):
-    """What it has learnt of a fragment is its state, as an outer step's: made by `init`, saved, equal on all replicas."""
+    """Which codec a round of a fragment has. What it learns is its state: made by `init`, saved, and equal on all replicas."""
 
     @property
     def constant(self) -> bool:
@@ -120,7 +120,7 @@ class DenseUntil(Policy):
 
 @dataclass(frozen=True)
 class DensityWarmup(Policy):
-    """A sparse codec keeps more at first: each of `densities` for `rounds` rounds, then as many as it says itself, and never fewer.
+    """A sparse codec keeps more at first: each of `densities` for `rounds` rounds, then its own density, and never fewer values than that.
 
     Source: Deep Gradient Compression (Lin et al., arXiv 1712.01887, §3.3), whose list this is, for its last density of 0.1 %; there a
     stage is an epoch. It goes for every TopK, ChunkedTopK and RandomK in the codec. Where the packet would not be smaller than

@@ -15,7 +15,7 @@ from thinwire.errors import ConfigurationError
 
 @runtime_checkable
 class Schedule(Protocol):
-    """`every` is H and `delay` is τ, both in inner steps."""
+    """When fragments depart. `every` is H and `delay` is τ, both in inner steps."""
 
     @property
     def every(self) -> int: ...

@@ -73,7 +73,7 @@ class Filter(Protocol):
 
 @dataclass(frozen=True)
 class Clip(Filter):
-    """s ← s · min(1, c/‖s‖) with c = √M · `norm`: each replica's own signal, before anything remembers it. `norm=0` does not clip.
+    """s ← s · min(1, c/‖s‖) with c = √M · `norm`: each replica's own signal, before any piece remembers it. `norm=0` does not clip.
 
     Source: Deep Gradient Compression (arXiv 1712.01887, §3.2). There a replica's gradient is its share of a sum, and the
     threshold N^(−1/2) times that of the sum; here it is one of M whose mean is taken, and so M times as long: √M. (The mean of M
@@ -111,7 +111,7 @@ class Clip(Filter):
 
 @dataclass(frozen=True)
 class Momentum(Filter):
-    """u ← decay·u + s, and u is said in place of s: momentum that is kept by each replica, before compression.
+    """u ← decay·u + s, and u is sent in place of s: each replica keeps its own momentum, before compression.
 
     With `Feedback()`, whose residual is v, and a sparse codec: Deep Gradient Compression's momentum correction (arXiv 1712.01887,
     §3.2: v ← v + u, what is large of v is sent). `clears="sent"` is its momentum factor masking (§3.3): u ← 0 where something
@@ -166,8 +166,8 @@ class Momentum(Filter):
 
 @dataclass(frozen=True)
 class Settled:
-    """When to freeze: as soon as ‖v_t‖₁ and ‖v_(t−Δ)‖₁, Δ = 1/(1 − β₂) rounds apart, are alike: the lesser at least `ratio`
-    times the larger; not before `least` rounds (learning rate warm-up should be over).
+    """Freeze v when ‖v_t‖₁ and ‖v_(t−Δ)‖₁, Δ = 1/(1 − β₂) rounds apart, are alike: the smaller is at least `ratio` times the
+    larger. Not before `least` rounds, when the warm-up of the learning rate should be over.
 
     Args:
         ratio: in (0, 1].
@@ -192,7 +192,7 @@ class Settled:
 
 @dataclass(frozen=True)
 class Moments(Filter):
-    """Adam's moments m and v, the same on all replicas; v is frozen after a while, and from then on m is what travels.
+    """Adam's moments m and v, the same on all replicas; once v is frozen, m travels.
 
         first:    ḡ = mean of g_i (in fp32);   m ← β₁·m + (1−β₁)·ḡ;   v ← β₂·v + (1−β₂)·ḡ²
         frozen:   m_i = β₁·m + (1−β₁)·g_i is said;   m ← the estimate of its mean
@@ -287,7 +287,7 @@ def _blended(before: Tensor, now: Tensor, share: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Signs(Filter):
-    """The sign of the estimate in place of it: sign descent on what all say (DeMo, arXiv 2411.19870; 0 where it is 0).
+    """Replace the estimate by its sign: sign descent on the common estimate (DeMo, arXiv 2411.19870; 0 where it is 0).
 
     >>> Signs()
     Signs()

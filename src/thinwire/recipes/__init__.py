@@ -1,0 +1,59 @@
+"""Methods as compositions, each as its paper describes it."""
+
+from thinwire.recipes.deltas import (
+    co2,
+    diloco,
+    eager_diloco,
+    l_greco,
+    local_sgd,
+    muloco,
+    outer_dgc,
+    qsr,
+    sparse_loco,
+    streaming_diloco,
+)
+from thinwire.recipes.gradients import (
+    cgx,
+    data_parallel,
+    demo,
+    dgc,
+    econtrol,
+    ef14,
+    ef21,
+    one_bit_adam,
+    power_sgd,
+    qsgd,
+)
+
+RECIPES = {
+    f.__name__: f
+    for f in (
+        *(data_parallel, local_sgd, diloco, streaming_diloco, eager_diloco, sparse_loco),
+        *(qsr, co2, l_greco),
+        *(dgc, outer_dgc, one_bit_adam, ef14, ef21, econtrol, power_sgd, qsgd, cgx, demo, muloco),
+    )
+}
+
+__all__ = [
+    "RECIPES",
+    "cgx",
+    "co2",
+    "data_parallel",
+    "demo",
+    "dgc",
+    "diloco",
+    "eager_diloco",
+    "econtrol",
+    "ef14",
+    "ef21",
+    "l_greco",
+    "local_sgd",
+    "muloco",
+    "one_bit_adam",
+    "outer_dgc",
+    "power_sgd",
+    "qsgd",
+    "qsr",
+    "sparse_loco",
+    "streaming_diloco",
+]
