@@ -1,0 +1,66 @@
+"""What codecs declare and check alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pieces import CODECS
+
+import thinwire as tw
+from thinwire.codecs.base import chance, check_fit, nested
+from thinwire.errors import ConfigurationError
+
+UNBIASED = tw.E3M0(rounding="stochastic")
+SHARED = tw.RandomK(0.5, tw.Identity())
+
+
+def test_what_loses_by_rounding_is_biased_unless_it_says_otherwise():
+    assert tw.Levels().biased and tw.Sign().biased and tw.TopK(0.1).biased
+    assert not any(codec.biased for row in CODECS if "unbiased" in row.claims for codec in nested(row.piece))
+
+
+@pytest.mark.parametrize(
+    ("parts", "own", "fair", "due"),
+    [
+        ([tw.Identity()], "", True, set()),
+        ([tw.Levels()], "", True, set()),
+        ([UNBIASED], "", True, {"unbiased"}),
+        ([UNBIASED], "", False, {"drawn"}),
+        ([UNBIASED, tw.Identity()], "", True, {"unbiased"}),
+        ([UNBIASED, tw.Levels()], "", True, {"drawn"}),
+        ([UNBIASED, SHARED], "", True, {"unbiased"}),
+        ([SHARED], "", True, {"unbiased", "shared"}),
+        ([tw.Identity()], "unbiased", True, {"unbiased", "shared"}),
+        ([tw.Levels()], "unbiased", True, {"drawn", "shared"}),
+        ([tw.Identity()], "drawn", True, {"drawn", "shared"}),
+        ([UNBIASED], "drawn", True, {"unbiased"}),
+        ([UNBIASED], "unbiased", True, {"unbiased"}),
+        ([tw.Identity()], "unbiased", False, {"drawn", "shared"}),
+    ],
+    ids=repr,
+)
+def test_what_a_codec_around_others_claims_of_chance(parts, own, fair, due):
+    assert chance(parts, own, fair) == due
+
+
+GOOD = torch.zeros(16), torch.zeros(16, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("values", "payload"),
+    [
+        (GOOD[0].double(), GOOD[1]),
+        (GOOD[0].view(4, 4), GOOD[1]),
+        (GOOD[0], GOOD[1].view(torch.int8)),
+        (GOOD[0], GOOD[1][1:]),
+        (GOOD[0], GOOD[1].view(4, 4)),
+        (GOOD[0], GOOD[1].to("meta")),
+    ],
+    ids=["fp64", "a matrix", "signed", "too short", "a payload in a matrix", "elsewhere"],
+)
+def test_what_does_not_fit_is_refused(values, payload):
+    codec = tw.Levels(bits=4, block=16)
+    assert codec.nbytes(16) == 16
+    check_fit(codec, *GOOD)
+    with pytest.raises(ConfigurationError, match=r"^Levels\(bits=4, block=16\): "):
+        check_fit(codec, values, payload)
