@@ -11,7 +11,7 @@ Thinwire's. Only training data are still cut into a share for each. Needs the ex
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +21,15 @@ import torch
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, IterableDatasetShard
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
-from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from thinwire import checkpoint
-from thinwire.comm import Group, ThreadGroup, TorchGroup
+from thinwire.comm import Group
 from thinwire.errors import CheckpointError, ConfigurationError
+from thinwire.integrations.attached import Saved, count_skipped, world
+from thinwire.integrations.traffic import told
 from thinwire.observer import Observer
 from thinwire.pieces.partition import trainable
 from thinwire.replica import Replica
@@ -129,7 +130,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         self.replica = Replica(self.strategy, model, inner, self._group, observer=self._observer)
         self._ended = False
         if found:
-            checkpoint.load(found, _Saved(self.replica))
+            checkpoint.load(found, Saved(self.replica))
         place.hide(shares=1)
         args.save_on_each_node = True  # each replica writes what is its own
         model.should_save_on_this_rank = bool  # if the trainer says so, whatever torch.distributed's rank is
@@ -144,7 +145,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         """Count a step that was skipped, end with the last one, and show what is to be evaluated and saved."""
         replica = self._attached()
         if replica.step < state.global_step:
-            _count_skipped(given["optimizer"])
+            count_skipped(given["optimizer"])
         if replica.step != state.global_step:
             raise ConfigurationError(
                 f"the optimizer has taken {replica.step} steps, the trainer {state.global_step} · one of each is needed · let the trainer "
@@ -162,7 +163,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         """Write this replica's state into the checkpoint that the trainer has just written."""
         self._anchored.close()
         folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / FOLDER
-        checkpoint.save(folder, _Saved(self._attached()), {"replica": self._place.rank, "replicas": self._place.size})
+        checkpoint.save(folder, Saved(self._attached()), {"replica": self._place.rank, "replicas": self._place.size})
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Leave the outer weights in the model, or the best that the trainer has loaded, and part from the others."""
@@ -238,73 +239,13 @@ class _Place:
         _seen(local_process_index=self.local)
 
     def group(self, seconds: float) -> Group:
-        if self.size == 1:
-            return ThreadGroup.create(1)[0]
-        return TorchGroup.from_world(self.size, timeout=float(seconds))
+        return world(self.size, seconds)
 
 
 def _seen(**values: object) -> None:
     """Change what accelerate knows of the processes; all its objects share it."""
     for shared in (PartialState._shared_state, AcceleratorState._shared_state):
         shared.update(values)
-
-
-class _Saved:
-    """Of a replica, what a checkpoint needs: frozen parameters are the trainer's to save."""
-
-    def __init__(self, replica: Replica) -> None:
-        self._replica, self.step, self.strategy, self.optimizer = (
-            replica,
-            replica.step,
-            replica.strategy,
-            replica.optimizer,
-        )
-        self.model: nn.Module = _Trainable(replica.model)
-
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return self._replica.state()
-
-    def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        self._replica.load_state(tensors, facts)
-
-
-class _Trainable(nn.Module):
-    """The trainable parameters and the buffers of `model`, under their names there."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.of = (model,)  # in a tuple: no child
-
-    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        return iter(trainable(self.of[0]))
-
-    def named_buffers(self, *_: Any, **__: Any) -> Iterator[tuple[str, Tensor]]:
-        return self.of[0].named_buffers()
-
-    def state_dict(self, *_: Any, **__: Any) -> Any:
-        return self.of[0].state_dict()
-
-
-def told(strategy: Strategy, replica: Replica, size: int) -> str:
-    """How much a replica sends, beside what DistributedDataParallel would."""
-    every = strategy.schedule.every
-    nbytes = strategy.nbytes_per_period([fragment.shapes for fragment in replica.fragments], size)
-    gradients = sum(p.numel() * p.element_size() for _, p in trainable(replica.model)) * 2 * (size - 1) // size
-    return (
-        f"{size} replica{'s' * (size > 1)}; each sends {nbytes / every:,.0f} bytes a step on average ({nbytes:,} every {every} steps, predicted), "
-        f"where DistributedDataParallel sends {gradients:,}"
-    )
-
-
-def _count_skipped(optimizer: Any) -> None:
-    """Let a step that the trainer has skipped be an inner step that changes nothing; gradients are None by now."""
-    if getattr(optimizer, "scaler", None) is None:
-        raise ConfigurationError(
-            f"{type(getattr(optimizer, 'optimizer', optimizer)).__name__} was stepped, and told nobody · an optimizer whose `step` calls its "
-            "hooks is needed, as all of torch do · choose another `optim`"
-        )
-    optimizer.optimizer.step()
-    optimizer.optimizer.zero_grad()
 
 
 def _facts(state: TrainerState, loader: Any, own_data: bool) -> dict[str, Any]:

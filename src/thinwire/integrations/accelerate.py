@@ -1,0 +1,161 @@
+"""A loop of accelerate's, each process a replica; used as accelerate's own `LocalSGD` is.
+
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8) as local_sgd:
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                local_sgd.step()
+
+Within, DistributedDataParallel exchanges no gradients. Needs the extra: pip install thinwire[accelerate].
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from accelerate import Accelerator, DistributedType
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire import checkpoint
+from thinwire.comm import Group
+from thinwire.errors import CheckpointError, ConfigurationError
+from thinwire.integrations.attached import Saved, count_skipped, world
+from thinwire.integrations.traffic import told
+from thinwire.observer import Observer
+from thinwire.recipes import local_sgd
+from thinwire.replica import Replica
+from thinwire.runtime.loop_warnings import silent
+from thinwire.strategy import Strategy
+
+FOLDER = "thinwire"  # within a state that accelerate saves
+_REFUSED = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
+
+
+class LocalSGD:
+    """A `Replica` with the face of accelerate's `LocalSGD`: at the end the model holds the outer weights.
+
+    `accelerator.save_state` and `load_state`, called within, save and load each replica's own state, bit for bit: weights, inner optimizer,
+    anchors and rounds in the air, in `thinwire/replica-r` of the folder. The rest there is accelerate's: of process 0, and random states.
+
+    Args:
+        accelerator: that has prepared `model` and its optimizers.
+        model: as `prepare` gave it.
+        local_sgd_steps: H of a plain average, as accelerate's own; or give `strategy`.
+        enabled: False leaves everything as it is without.
+        strategy: any, in place of `local_sgd_steps`.
+        group: which replica this is; without one, accelerate's processes under gloo, or one replica alone.
+        timeout: seconds that a replica waits for another at most, without `group`.
+        observer: hears events, as that of `Replica`.
+
+    Raises, on entry: `ConfigurationError` (DeepSpeed, FSDP, Megatron-LM, XLA; an optimizer that was not prepared), `ModelError`,
+    `DisagreementError`, `LinkError`; `CheckpointError` from `accelerator.load_state`.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        local_sgd_steps: int | None = None,
+        enabled: bool = True,
+        *,
+        strategy: Strategy | None = None,
+        group: Group | None = None,
+        timeout: float = 1800.0,
+        observer: Observer = silent,
+    ) -> None:
+        if (local_sgd_steps is None) == (strategy is None):
+            raise ConfigurationError(
+                f"local_sgd_steps={local_sgd_steps}, strategy={strategy} · one of the two is needed · give either"
+            )
+        if accelerator.distributed_type in _REFUSED:
+            raise ConfigurationError(
+                f"{accelerator.distributed_type} · in every process a whole model is needed · leave it out, and give each replica one process"
+            )
+        self.accelerator, self.model, self.enabled = accelerator, model, enabled
+        self.strategy = strategy or local_sgd(every=local_sgd_steps or 1)
+        self._given, self._timeout, self._observer = group, timeout, observer
+        self._within = ExitStack()
+        self._folder = Path()
+        self._counted = 0
+
+    def __enter__(self) -> Self:
+        if not self.enabled:
+            return self
+        with ExitStack() as within:
+            if isinstance(self.model, DistributedDataParallel):
+                within.enter_context(self.model.no_sync())
+            group = self._given or world(self.accelerator.num_processes, self._timeout)
+            if not self._given:
+                within.callback(group.close)
+            plain, self._optimizers = self.accelerator.unwrap_model(self.model), self._prepared()
+            inner = [one.optimizer for one in self._optimizers]
+            replica = Replica(self.strategy, plain, inner, group, observer=self._observer)
+            within.callback(replica.close)
+            self.replica, self._name = replica, f"replica-{group.rank}"
+            for hook in (
+                self.accelerator.register_save_state_pre_hook(self._save),
+                self.accelerator.register_load_state_pre_hook(self._load),
+            ):
+                within.callback(hook.remove)
+            self.accelerator.register_for_checkpointing(self)
+            within.callback(self.accelerator._custom_objects.remove, self)
+            self._within = within.pop_all()
+        if group.rank == 0:
+            print(f"thinwire: {told(self.strategy, replica, group.size)}", file=sys.stderr, flush=True)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._within:
+            if self.enabled and kind is None:
+                self.replica.finish()
+
+    def step(self) -> None:
+        """After the optimizer's step and `zero_grad`. Exchange needs no call: this counts a step that a GradScaler has skipped."""
+        if not self.enabled or not self.accelerator.sync_gradients:
+            return
+        if self.replica.step == self._counted:
+            for optimizer in self._optimizers:
+                count_skipped(optimizer)
+        self._counted = self.replica.step
+
+    def state_dict(self) -> dict[str, Any]:
+        """For `accelerator.save_state`, of process 0: at which step it was."""
+        return {"step": self.replica.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """For `accelerator.load_state`, which calls it after all else: go on from this replica's own state."""
+        path = self._folder / FOLDER / self._name / f"step-{int(state['step']):08d}"
+        if not path.is_dir():
+            raise CheckpointError(
+                f"{path} is not there · the state of this replica is needed · load a folder that as many replicas have saved within LocalSGD"
+            )
+        checkpoint.load(checkpoint.read(path), Saved(self.replica))
+        self._counted = self.replica.step
+
+    def _save(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
+        checkpoint.save(Path(folder) / FOLDER / self._name, Saved(self.replica), {"replica": self._name}, keep=1)
+
+    def _load(self, models: list[nn.Module], folder: str) -> None:
+        self._folder = Path(folder)
+
+    def _prepared(self) -> list[Any]:
+        """The prepared optimizers of the model."""
+        own = {id(parameter) for parameter in self.model.parameters()}
+
+        def holds(optimizer: torch.optim.Optimizer) -> bool:
+            return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+
+        found = [one for one in self.accelerator._optimizers if holds(one)]
+        if not found:
+            raise ConfigurationError(
+                "the accelerator has prepared no optimizer of this model · one is needed · call accelerator.prepare(model, optimizer, ...) first"
+            )
+        return found

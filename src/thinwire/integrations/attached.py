@@ -1,0 +1,67 @@
+"""What the bridges to accelerate and to transformers' `Trainer` share: a replica attached to a prepared model and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from thinwire.comm import Group, ThreadGroup, TorchGroup
+from thinwire.errors import ConfigurationError
+from thinwire.pieces.partition import trainable
+from thinwire.replica import Replica
+
+
+def world(size: int, seconds: float) -> Group:
+    """The group of all processes of the launcher, each a replica; of one, it alone. `seconds`: how long a wait lasts at most."""
+    if size == 1:
+        return ThreadGroup.create(1)[0]
+    return TorchGroup.from_world(size, timeout=float(seconds))
+
+
+class Saved:
+    """Of a replica, what a checkpoint needs: frozen parameters are the trainer's to save."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica, self.step, self.strategy, self.optimizer = (
+            replica,
+            replica.step,
+            replica.strategy,
+            replica.optimizer,
+        )
+        self.model: nn.Module = _Trainable(replica.model)
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return self._replica.state()
+
+    def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        self._replica.load_state(tensors, facts)
+
+
+class _Trainable(nn.Module):
+    """The trainable parameters and the buffers of `model`, under their names there."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.of = (model,)  # in a tuple: no child
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(trainable(self.of[0]))
+
+    def named_buffers(self, *_: Any, **__: Any) -> Iterator[tuple[str, Tensor]]:
+        return self.of[0].named_buffers()
+
+    def state_dict(self, *_: Any, **__: Any) -> Any:
+        return self.of[0].state_dict()
+
+
+def count_skipped(optimizer: Any) -> None:
+    """Let a step that the trainer has skipped be an inner step that changes nothing; gradients are None by now."""
+    if getattr(optimizer, "scaler", None) is None:
+        raise ConfigurationError(
+            f"{type(getattr(optimizer, 'optimizer', optimizer)).__name__} was stepped, and told nobody · an optimizer whose `step` calls its "
+            "hooks is needed, as all of torch do · choose another `optim`"
+        )
+    optimizer.optimizer.step()
+    optimizer.optimizer.zero_grad()

@@ -1,0 +1,43 @@
+"""The bridge to transformers' `Trainer` under TRL's `SFTTrainer`, with adapters of peft."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from trl_trainer import train, weights
+
+import thinwire as tw
+from thinwire.integrations.huggingface import ThinwireCallback
+from thinwire.testing.toy import same_bits
+
+
+@pytest.mark.slow
+def test_alone_it_changes_nothing(tmp_path):
+    """Law 11, and after a resume; only adapters are kept."""
+    due = weights(train(tmp_path / "bare", None))
+    assert same_bits(weights(train(tmp_path / "attached", ThinwireCallback(tw.local_sgd(every=3)))), due)
+    kept = load_file(tmp_path / "attached/checkpoint-4/thinwire/step-00000004/model.safetensors")
+    assert kept and all(".lora_" in name or name.endswith((".bias", ".masked_bias")) for name in kept)
+    shutil.rmtree(tmp_path / "attached/checkpoint-8")
+    again = train(tmp_path / "attached", ThinwireCallback(tw.local_sgd(every=3)), resume=True)
+    assert same_bits(weights(again), due)
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path):
+    program = Path(__file__).parents[1] / "support/trl_trainer.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(program), str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=environment)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    zero, one = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert same_bits(zero["weights"], one["weights"]) and zero["unwrapped"] and one["unwrapped"]
+    assert (tmp_path / "sft/replica-1/checkpoint-8/adapter_model.safetensors").is_file()
