@@ -18,7 +18,7 @@ from thinwire.lm.run import Run
     [
         (
             ["tarin"],
-            "'tarin' is no verb; there are train, compare, report, simulate, probe, plan, lighthouse, doctor, docs",
+            "'tarin' is no verb; there are train, new, compare, report, simulate, probe, plan, lighthouse, doctor, docs",
         ),
         (["report"], "no run folder was given"),
         (["report", "nothing"], "nothing does not exist"),
