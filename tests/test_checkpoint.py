@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from pieces import IN_SITES, METHODS
@@ -109,6 +111,26 @@ def test_a_file_brings_back_what_torch_draws_next(tmp_path):
             due = torch.rand(4)
             checkpoint.load(checkpoint.read(path), attached)
             assert attached.step == 1 and same_bits(torch.rand(4), due)
+
+    tw.run_threads(1, replica)
+
+
+def test_a_folder_that_goes_while_it_trains_is_made_again_or_named(tmp_path):
+    """Deleted: made again. A file in its place: named, and nothing else happens."""
+    folder = tmp_path / "checkpoints/replica-0"
+
+    def replica(group):
+        model = toy()
+        with tw.Replica(tw.local_sgd(every=2), model, adamw(model), group) as attached:
+            inner_step(model, attached.optimizer, *batch(0, 0, 1))
+            checkpoint.save(folder, attached, notes={})
+            shutil.rmtree(tmp_path / "checkpoints")
+            assert checkpoint.read(checkpoint.save(folder, attached, notes={})).step == 1
+            shutil.rmtree(folder)
+            folder.touch()
+            with pytest.raises(tw.CheckpointError, match=r"no checkpoint at step 1: .*not for want of space"):
+                checkpoint.save(folder, attached, notes={})
+            assert folder.is_file()
 
     tw.run_threads(1, replica)
 
