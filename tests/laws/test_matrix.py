@@ -128,6 +128,7 @@ REFERENCES = {
     "diloco": of_deltas(0.7, 0.9),
     "muloco": of_deltas(0.7, 0.9),
     "streaming_diloco": of_deltas(0.4, 0.9),  # one fragment, no delay, no mixing
+    "finetune": of_deltas(1.0, 0.3),  # the same
 }
 ELSEWHERE = {
     "eager_diloco": "test_traces.py: against the paper's recursion, with a delay",
@@ -144,7 +145,7 @@ def unclipped(strategy):
 def plain(name):
     """The recipe with a codec that drops nothing, and without what would tell replicas or fragments apart."""
     strategy = dataclasses.replace(unclipped(METHODS[name]), codec=tw.Identity(), policy=tw.Constant())
-    if name == "streaming_diloco":
+    if name in ("streaming_diloco", "finetune"):
         strategy = dataclasses.replace(strategy, schedule=tw.Every(6), partition=tw.Whole(), merge=tw.Mix(0.0))
     return strategy
 

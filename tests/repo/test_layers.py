@@ -33,7 +33,7 @@ ROOMS = _ORDER.split()
 
 # Longer than 400 lines, with the reason and how long at most.
 LONG_FILES = {
-    "recipes.py": (615, "half of it says what the settings are"),
+    "recipes.py": (650, "half of it says what the settings are"),
     "exchange/base.py": (430, "the protocol with its declarations stands beside what a round is"),
 }
 LONG_FUNCTIONS: dict[str, str] = {}
@@ -151,7 +151,7 @@ PUBLIC = """
 Aggregate CheckpointError Codec ConfigurationError DataError DisagreementError Exchange Filter Fragment
 GradientHook Group Inner LinkError Merge ModelError NonFiniteError Outer PacketError Partition
 PeerError Policy Replica Schedule ThinwireError ThreadGroup TorchGroup cgx co2 data_parallel demo
-dgc diloco eager_diloco econtrol ef14 ef21 l_greco local_sgd muloco one_bit_adam outer_dgc parse
+dgc diloco eager_diloco econtrol ef14 ef21 finetune l_greco local_sgd muloco one_bit_adam outer_dgc parse
 power_sgd qsgd qsr run_threads short_first sparse_loco streaming_diloco
 """  # beside the pieces of the catalogue
 
