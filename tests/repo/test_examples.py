@@ -102,3 +102,13 @@ def test_pieces():
 def test_own_pieces():
     kept = re.findall(r"^(\w+)\(.*\) keeps (\d+) laws", run("own_pieces.py"), re.MULTILINE)
     assert [name for name, _ in kept] == ["Truncated", "Smoothed", "DirectBelow"] and all(int(n) >= 8 for _, n in kept)
+
+
+@pytest.mark.slow
+def test_lightning_trainer(tmp_path):
+    """Two replicas end equal, and go on from their checkpoints."""
+    for more in ((), ("--resume", "last")):
+        epochs = "2" if more else "1"
+        out = run("11_lightning_trainer.py", "--out", str(tmp_path), "--epochs", epochs, *more)
+        ends = re.findall(r"replica \d: (step \d+, loss [\d.]+)", out)
+        assert len(ends) == 2 and ends[0] == ends[1] and ends[0].startswith(f"step {32 * int(epochs)},")

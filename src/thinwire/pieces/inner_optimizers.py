@@ -187,7 +187,6 @@ class Both(torch.optim.Optimizer):
         self.parts: Sequence[torch.optim.Optimizer] = ()
         super().__init__(groups, {})
         self.parts = parts
-        self.state.update({parameter: state for part in parts for parameter, state in part.state.items()})
         self._counts = [len(part.param_groups) for part in parts]
         self._share()
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.errors import ModelError
-from thinwire.pieces.inner_optimizers import Both
 from thinwire.runtime.driver import Driver, Training
 from thinwire.strategy import Gradients
 
@@ -24,9 +23,55 @@ def listed(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -
     return several
 
 
+class Several(torch.optim.Optimizer):
+    """Optimizers that the loop steps, seen as one: all groups, all state, one state dict. Each keeps what is its own."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        self.parts = parts
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # live: loading replaces those of a part
+        return [group for part in self.parts for group in part.param_groups]
+
+    @property
+    def state(self) -> dict[Any, Any]:  # type: ignore[override]
+        return {parameter: state for part in self.parts for parameter, state in part.state.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """As one optimizer's: parameters are numbered through."""
+        state: dict[int, Any] = {}
+        groups: list[dict[str, Any]] = []
+        for part, first in self._numbered():
+            saved = part.state_dict()
+            state |= {first + index: value for index, value in saved["state"].items()}
+            groups += [
+                group | {"params": [first + index for index in group["params"]]} for group in saved["param_groups"]
+            ]
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        groups = list(state_dict["param_groups"])
+        for part, first in self._numbered():
+            own, groups = groups[: len(part.param_groups)], groups[len(part.param_groups) :]
+            numbers = range(first, first + len(_held([part])))
+            part.load_state_dict(
+                {
+                    "state": {index - first: value for index, value in state_dict["state"].items() if index in numbers},
+                    "param_groups": [one | {"params": [index - first for index in one["params"]]} for one in own],
+                }
+            )
+
+    def _numbered(self) -> Iterator[tuple[torch.optim.Optimizer, int]]:
+        """Each part with the number of its first parameter."""
+        first = 0
+        for part in self.parts:
+            yield part, first
+            first += len(_held([part]))
+
+
 def as_one(several: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    """One optimizer; several share their groups and state with what comes back."""
-    return several[0] if len(several) == 1 else Both(*several)
+    """One optimizer: itself, or a view of several."""
+    return several[0] if len(several) == 1 else Several(several)
 
 
 class InnerSteps:

@@ -1,0 +1,147 @@
+"""Lightning's `Trainer` with a ThinwireCallback: the real library, alone and as two processes under torchrun."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning_trainer import EPOCH, EPOCHS, STREAMING, Module, Points, fit, weights
+from pages import ROOT
+
+import thinwire as tw
+from thinwire.integrations.lightning import ThinwireCallback
+from thinwire.integrations.traffic import gradient_nbytes
+from thinwire.testing.toy import same_bits
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*:FutureWarning"),
+]
+STEPS = EPOCH * EPOCHS
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}], ids=["plain", "more"]
+)
+def test_law_11(tmp_path, options):
+    """One replica with Average: the trainer's own weights and losses, bit for bit."""
+    alone = fit(tmp_path / "alone", **options)
+    callback = ThinwireCallback(tw.local_sgd(every=5), weights="own")
+    attached = fit(tmp_path / "attached", callback, **options)
+    assert same_bits(weights(alone), weights(attached)) and attached.losses == alone.losses
+    assert alone.seen == attached.seen and callback.replica is None
+
+
+def test_a_resume_alone(tmp_path):
+    """Bit for bit, with rounds in the air; and what was saved is the anchors, or the own weights."""
+    for asked in ("anchors", "own"):
+        whole = fit(tmp_path / asked, ThinwireCallback(STREAMING, weights=asked))
+        kept = tmp_path / asked / "checkpoints" / "epoch=0.ckpt"
+        resumed = fit(tmp_path / "again" / asked, ThinwireCallback(STREAMING, weights=asked), resume=kept)
+        assert same_bits(weights(whole), weights(resumed))
+        saved = torch.load(kept, weights_only=True)
+        state = saved["callbacks"]["ThinwireCallback"]
+        assert state["facts"]["step"] == EPOCH and state["facts"]["flights"]
+        same = all(torch.equal(value, saved["state_dict"][name]) for name, value in state["own"].items())
+        assert same == (asked == "own")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lightning")
+    program = ROOT / "tests" / "support" / "lightning_trainer.py"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*torchrun, str(program), str(folder)], capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)], done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_two_replicas(world):
+    """End equal, without a collective of torch's, in the predicted bytes; what each validates is as asked."""
+    (first, second), said = world
+    for name in ("with the world of torchrun", "whole", "own data"):
+        assert same_bits(first[name], second[name]), name
+    assert first["calls"] == second["calls"] == []
+    assert not same_bits(first["whole"], weights(Module()))
+    rounds = STEPS // STREAMING.schedule.every
+    nbytes = STREAMING.nbytes_per_period(first["shapes"], 2)
+    assert rounds * nbytes <= first["packets"] <= (rounds + 2) * nbytes
+    assert first["losses"][1:] == second["losses"][1:] and first["own"][1:] != second["own"][1:]
+    assert f"DistributedDataParallel sends {gradient_nbytes(Module(), 2):,}" in said
+    epoch = 2 * EPOCH
+    for begin in range(0, EPOCHS * epoch, epoch):
+        shares = [one["seen"][begin : begin + epoch] for one in (first, second)]
+        assert sorted(shares[0] + shares[1]) == list(range(2 * epoch)), "every sample once"
+
+
+@pytest.mark.slow
+def test_two_replicas_resume(world):
+    """Bit for bit, with rounds in the air."""
+    for one in world[0]:
+        assert same_bits(one["whole"], one["resumed"])
+        assert one["saved"]["callbacks"]["ThinwireCallback"]["facts"]["flights"]
+    first, second = (one["saved"]["state_dict"] for one in world[0])
+    assert all(torch.equal(first[name], second[name]) for name in first), "the anchors"
+
+
+@pytest.mark.slow
+def test_what_two_replicas_refuse(world):
+    for rank, one in enumerate(world[0]):
+        assert f"a checkpoint of replica {1 - rank} of 2 · one of replica {rank} of 2" in one["of another"]
+        assert "would write checkpoints into one folder" in one["one folder"]
+        assert f"not share {rank} of 2" in one["no share"] and "callback.share(data)" in one["no share"]
+        assert "max_epochs: 4 there, 3 on replica 0" in one["other steps"]
+
+
+def test_what_is_refused(tmp_path):
+    (group,) = tw.ThreadGroup.create(1)
+    callback = ThinwireCallback(STREAMING, group)
+
+    class Manual(Module):
+        automatic_optimization = False
+
+    with pytest.raises(tw.ConfigurationError, match=r"automatic_optimization=False · .* your own loop"):
+        fit(tmp_path, callback, module=Manual())
+    with pytest.raises(tw.ConfigurationError, match=r"save_weights_only=True.*weights='own'"):
+        fit(tmp_path, callback, keep=ModelCheckpoint(tmp_path / "bare", save_weights_only=True))
+    with pytest.raises(tw.ConfigurationError, match=r"strategy of Gradients\(\) · one of deltas"):
+        ThinwireCallback(tw.data_parallel())
+    with pytest.raises(tw.ConfigurationError, match="'anchors' or 'own'"):
+        ThinwireCallback(STREAMING, weights="all")
+    fit(tmp_path, callback)
+    with pytest.raises(tw.CheckpointError, match=r"a checkpoint of Strategy.* · one of Strategy.*own strategy"):
+        fit(tmp_path / "x", ThinwireCallback(tw.diloco(), group), resume=tmp_path / "checkpoints" / "epoch=0.ckpt")
+
+
+def test_lightnings_own_ddp_is_refused(tmp_path):
+    """Before it wraps the model; with the bytes that it would have sent."""
+    callback = ThinwireCallback(STREAMING, tw.ThreadGroup.create(1)[0])
+    trainer = Trainer(
+        strategy="fsdp" if torch.cuda.is_available() else "ddp", accelerator="cpu", devices=1, logger=False
+    )
+    with pytest.raises(
+        tw.ConfigurationError, match=r"DDPStrategy over 1 processes.*write Trainer\(devices=1, num_nodes=1\)"
+    ):
+        callback.setup(trainer, Module(), "fit")
+    assert Points(3)[0][0].shape == (4,)
+
+
+def test_a_step_that_the_scaler_skips(tmp_path):
+    """Trains nothing and counts, as the trainer counts it."""
+    plugin = [MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu")) for _ in range(2)]
+
+    class Poisoned(Module):
+        def training_step(self, batch, index):
+            return super().training_step(batch, index) * (float("inf") if self.trainer.global_step == 3 else 1.0)
+
+    alone = fit(tmp_path / "alone", module=Poisoned(), plugins=plugin[:1])
+    attached = fit(
+        tmp_path / "attached", ThinwireCallback(tw.local_sgd(every=5)), module=Poisoned(), plugins=plugin[1:]
+    )
+    assert plugin[1].scaler.get_scale() < 65536.0 and same_bits(weights(alone), weights(attached))
