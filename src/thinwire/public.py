@@ -18,7 +18,7 @@ from thinwire.errors import (
     PeerError,
     ThinwireError,
 )
-from thinwire.recipes.deltas import diloco, local_sgd, streaming_diloco
+from thinwire.recipes.deltas import diloco, finetune, local_sgd, streaming_diloco
 from thinwire.recipes.gradients import data_parallel
 from thinwire.replica import Replica
 from thinwire.strategy import Strategy
@@ -42,6 +42,7 @@ __all__ = [
     "TorchGroup",
     "data_parallel",
     "diloco",
+    "finetune",
     "local_sgd",
     "run_threads",
     "streaming_diloco",

@@ -13,6 +13,7 @@ from hf_trainer import SAVED, STEPS, STREAMING, Tokens, arguments, model, refuse
 from transformers import Trainer
 
 import thinwire as tw
+from thinwire.integrations.attached import too_short
 from thinwire.integrations.huggingface import ThinwireCallback
 from thinwire.testing.toy import same_bits
 
@@ -48,6 +49,12 @@ def test_a_skipped_step_is_an_inner_step_that_trains_nothing(tmp_path, optim):
     due, got = scaled(tmp_path / "bare"), scaled(tmp_path / "attached", ThinwireCallback(AVERAGE, observer=heard))
     assert due.accelerator.scaler.get_scale() < 2.0**127  # some were skipped
     assert same_bits(weights(got), weights(due)) and steps == [3, 6, 9, 12]
+
+
+def test_a_run_too_short_for_its_momentum():
+    assert "12 steps are 1 rounds of each fragment" in too_short(tw.diloco(every=10), 12)
+    assert not too_short(tw.diloco(every=10), 200) and not too_short(tw.finetune(every=10), 30)
+    assert not too_short(tw.local_sgd(every=10), 12) and not too_short(tw.data_parallel(), 1)
 
 
 def test_refused_by_name(tmp_path):

@@ -168,7 +168,7 @@ def test_files_say_what_they_are(file):
 
 PUBLIC = """
 CheckpointError ConfigurationError DataError DisagreementError GradientHook Group LinkError ModelError NonFiniteError
-PacketError PeerError Replica Strategy ThinwireError ThreadGroup TorchGroup data_parallel diloco local_sgd run_threads
+PacketError PeerError Replica Strategy ThinwireError ThreadGroup TorchGroup data_parallel diloco finetune local_sgd run_threads
 streaming_diloco
 """  # all else is in modules
 

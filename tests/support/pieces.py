@@ -303,6 +303,7 @@ METHODS: dict[str, tw.Strategy] = {
     "local_sgd": RECIPES["local_sgd"](every=3),
     "diloco": RECIPES["diloco"](every=4),
     "streaming_diloco": RECIPES["streaming_diloco"](every=6, fragments=2, delay=2),
+    "finetune": RECIPES["finetune"](every=6, fragments=2, delay=1),
     "eager_diloco": RECIPES["eager_diloco"](every=4, fragments=2),
     "sparse_loco": RECIPES["sparse_loco"](every=4, codec=tw.codecs.ChunkedTopK(32, 4, tw.codecs.Sign(block=4))),
     "dgc": RECIPES["dgc"](density=0.2, codec=tw.codecs.Each(tw.codecs.TopK(0.2), least=10)),

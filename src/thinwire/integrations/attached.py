@@ -11,6 +11,7 @@ from thinwire.comm import Group, ThreadGroup, TorchGroup
 from thinwire.errors import ConfigurationError
 from thinwire.pieces.partition import trainable
 from thinwire.replica import Replica
+from thinwire.strategy import Gradients, Strategy
 
 
 def world(size: int, seconds: float) -> Group:
@@ -18,6 +19,22 @@ def world(size: int, seconds: float) -> Group:
     if size == 1:
         return ThreadGroup.create(1)[0]
     return TorchGroup.from_world(size, timeout=float(seconds))
+
+
+def too_short(strategy: Strategy, steps: int) -> str:
+    """What to say of a run of so many inner steps whose outer momentum has no time to build up; empty if it has."""
+    momentum: float = getattr(strategy.outer, "momentum", 0.0)
+    rounds = steps // strategy.schedule.every
+    if (
+        isinstance(strategy.signal, Gradients)
+        or not 0.0 < momentum < 1.0
+        or rounds >= (needed := round(2 / (1 - momentum)))
+    ):
+        return ""
+    return (
+        f"{steps} steps are {rounds} rounds of each fragment, too few for an outer momentum of {momentum:g}, which needs some {needed}: such "
+        "runs end worse than with plain averages (docs/methods/finetune.md). Take finetune(), or exchange more often"
+    )
 
 
 class Saved:

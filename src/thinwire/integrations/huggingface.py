@@ -28,7 +28,7 @@ from transformers.trainer_callback import ExportableState
 from thinwire import checkpoint
 from thinwire.comm import Group
 from thinwire.errors import CheckpointError, ConfigurationError
-from thinwire.integrations.attached import Saved, count_skipped, world
+from thinwire.integrations.attached import Saved, count_skipped, too_short, world
 from thinwire.integrations.traffic import told
 from thinwire.observer import Observer
 from thinwire.pieces.partition import trainable
@@ -137,6 +137,8 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         state.is_local_process_zero = place.rank == 0  # who prints
         if place.rank == 0:
             print(f"thinwire: {told(self.strategy, self.replica, place.size)}", file=sys.stderr, flush=True)
+            if short := too_short(self.strategy, state.max_steps):
+                print(f"thinwire: {short}", file=sys.stderr, flush=True)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._anchored.close()

@@ -4,6 +4,7 @@ from thinwire.recipes.deltas import (
     co2,
     diloco,
     eager_diloco,
+    finetune,
     l_greco,
     local_sgd,
     muloco,
@@ -28,7 +29,7 @@ from thinwire.recipes.gradients import (
 RECIPES = {
     f.__name__: f
     for f in (
-        *(data_parallel, local_sgd, diloco, streaming_diloco, eager_diloco, sparse_loco),
+        *(data_parallel, local_sgd, diloco, streaming_diloco, finetune, eager_diloco, sparse_loco),
         *(qsr, co2, l_greco),
         *(dgc, outer_dgc, one_bit_adam, ef14, ef21, econtrol, power_sgd, qsgd, cgx, demo, muloco),
     )
@@ -46,6 +47,7 @@ __all__ = [
     "econtrol",
     "ef14",
     "ef21",
+    "finetune",
     "l_greco",
     "local_sgd",
     "muloco",

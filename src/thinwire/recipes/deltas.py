@@ -125,6 +125,47 @@ def streaming_diloco(
     )
 
 
+def finetune(
+    *,
+    every: int = 20,
+    fragments: int | None = None,
+    delay: int = 2,
+    merge: float = 0.0,
+    outer_lr: float = 1.0,
+    outer_momentum: float = 0.3,
+    codec: Codec = E3M0(),
+    exchange: Exchange = Direct(),
+    anchors: Literal["host", "device"] = "host",
+) -> Strategy:
+    """Streaming DiLoCo for short runs, as of adapters: outer rates that need no long run (ours, docs/log.md, 2026-11-22).
+
+    Args:
+        every: H, inner steps between two rounds of a fragment.
+        fragments: P, those of layers; None: as `streaming_diloco`.
+        delay: τ, inner steps from departure to landing; less than `every`.
+        merge: α, the share of its own values that a replica keeps at a landing, 0 to 1.
+        outer_lr, outer_momentum: η and μ of the outer step.
+        codec, exchange, anchors: how deltas travel, how packets become their mean, where anchors lie.
+
+    Raises:
+        ConfigurationError: a setting that cannot work, with what is needed.
+
+    >>> finetune().outer
+    Nesterov(lr=1.0, momentum=0.3)
+    """
+    return streaming_diloco(
+        every=every,
+        fragments=fragments,
+        delay=delay,
+        merge=merge,
+        outer_lr=outer_lr,
+        outer_momentum=outer_momentum,
+        codec=codec,
+        exchange=exchange,
+        anchors=anchors,
+    )
+
+
 def eager_diloco(
     *,
     every: int = 30,
