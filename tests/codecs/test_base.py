@@ -10,32 +10,32 @@ import thinwire as tw
 from thinwire.codecs.base import chance, check_fit, nested
 from thinwire.errors import ConfigurationError
 
-UNBIASED = tw.E3M0(rounding="stochastic")
-SHARED = tw.RandomK(0.5, tw.Identity())
+UNBIASED = tw.codecs.E3M0(rounding="stochastic")
+SHARED = tw.codecs.RandomK(0.5, tw.codecs.Identity())
 
 
 def test_what_loses_by_rounding_is_biased_unless_it_says_otherwise():
-    assert tw.Levels().biased and tw.Sign().biased and tw.TopK(0.1).biased
+    assert tw.codecs.Levels().biased and tw.codecs.Sign().biased and tw.codecs.TopK(0.1).biased
     assert not any(codec.biased for row in CODECS if "unbiased" in row.claims for codec in nested(row.piece))
 
 
 @pytest.mark.parametrize(
     ("parts", "own", "fair", "due"),
     [
-        ([tw.Identity()], "", True, set()),
-        ([tw.Levels()], "", True, set()),
+        ([tw.codecs.Identity()], "", True, set()),
+        ([tw.codecs.Levels()], "", True, set()),
         ([UNBIASED], "", True, {"unbiased"}),
         ([UNBIASED], "", False, {"drawn"}),
-        ([UNBIASED, tw.Identity()], "", True, {"unbiased"}),
-        ([UNBIASED, tw.Levels()], "", True, {"drawn"}),
+        ([UNBIASED, tw.codecs.Identity()], "", True, {"unbiased"}),
+        ([UNBIASED, tw.codecs.Levels()], "", True, {"drawn"}),
         ([UNBIASED, SHARED], "", True, {"unbiased"}),
         ([SHARED], "", True, {"unbiased", "shared"}),
-        ([tw.Identity()], "unbiased", True, {"unbiased", "shared"}),
-        ([tw.Levels()], "unbiased", True, {"drawn", "shared"}),
-        ([tw.Identity()], "drawn", True, {"drawn", "shared"}),
+        ([tw.codecs.Identity()], "unbiased", True, {"unbiased", "shared"}),
+        ([tw.codecs.Levels()], "unbiased", True, {"drawn", "shared"}),
+        ([tw.codecs.Identity()], "drawn", True, {"drawn", "shared"}),
         ([UNBIASED], "drawn", True, {"unbiased"}),
         ([UNBIASED], "unbiased", True, {"unbiased"}),
-        ([tw.Identity()], "unbiased", False, {"drawn", "shared"}),
+        ([tw.codecs.Identity()], "unbiased", False, {"drawn", "shared"}),
     ],
     ids=repr,
 )
@@ -59,7 +59,7 @@ GOOD = torch.zeros(16), torch.zeros(16, dtype=torch.uint8)
     ids=["fp64", "a matrix", "signed", "too short", "a payload in a matrix", "elsewhere"],
 )
 def test_what_does_not_fit_is_refused(values, payload):
-    codec = tw.Levels(bits=4, block=16)
+    codec = tw.codecs.Levels(bits=4, block=16)
     assert codec.nbytes(16) == 16
     check_fit(codec, *GOOD)
     with pytest.raises(ConfigurationError, match=r"^Levels\(bits=4, block=16\): "):

@@ -12,16 +12,16 @@ FACTORS = (0.25, 0.5, 0.7, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0)
 
 
 def test_the_defaults_are_the_ones_that_pages_name():
-    assert tw.TopK() == tw.TopK(0.01, tw.Cast("bf16"))
-    assert tw.ChunkedTopK() == tw.ChunkedTopK(4096, 64, tw.Cast("bf16"))  # SparseLoCo's
+    assert tw.codecs.TopK() == tw.codecs.TopK(0.01, tw.codecs.Cast("bf16"))
+    assert tw.codecs.ChunkedTopK() == tw.codecs.ChunkedTopK(4096, 64, tw.codecs.Cast("bf16"))  # SparseLoCo's
 
 
-@pytest.mark.parametrize("codec", [tw.TopK(0.1), tw.ChunkedTopK(256, 16)], ids=repr)
+@pytest.mark.parametrize("codec", [tw.codecs.TopK(0.1), tw.codecs.ChunkedTopK(256, 16)], ids=repr)
 def test_what_is_kept_of_the_claims_of_the_values(codec):
     """A cast is local and idempotent too, but what is the largest of all is neither."""
     assert codec.claims == {"odd", "contractive", "refuses"}
 
 
 def test_other_forms_are_fine_near_the_density_and_reach_far():
-    assert [codec.density for codec in tw.TopK(0.01).forms()] == pytest.approx([0.01 * f for f in FACTORS])
-    assert [codec.count for codec in tw.ChunkedTopK(4096, 100).forms()] == [math.ceil(100 * f) for f in FACTORS]
+    assert [codec.density for codec in tw.codecs.TopK(0.01).forms()] == pytest.approx([0.01 * f for f in FACTORS])
+    assert [codec.count for codec in tw.codecs.ChunkedTopK(4096, 100).forms()] == [math.ceil(100 * f) for f in FACTORS]

@@ -13,17 +13,17 @@ from thinwire.testing.values import roundtrip
 @pytest.mark.parametrize("bits", [0, 9])
 def test_so_many_bits_are_refused(bits):
     with pytest.raises(ConfigurationError, match=rf"Levels\(bits={bits}\): 1 to 8 are needed"):
-        tw.Levels(bits=bits)
+        tw.codecs.Levels(bits=bits)
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("unit", [0.5, 1.0, 2.0])
 def test_what_lies_on_the_levels_stays_there(bits, unit):
     x = torch.arange(256.0).remainder(2**bits).mul_(unit) - 3.0
-    torch.testing.assert_close(roundtrip(tw.Levels(bits, 256), x), x, rtol=0, atol=1e-12)
+    torch.testing.assert_close(roundtrip(tw.codecs.Levels(bits, 256), x), x, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("block", [0, 4, 12])
 def test_such_blocks_are_refused(block):
     with pytest.raises(ConfigurationError, match=rf"Levels\(block={block}\): a multiple of 8 is needed"):
-        tw.Levels(block=block)
+        tw.codecs.Levels(block=block)

@@ -18,8 +18,8 @@ from thinwire.testing.toy import adamw, batch, inner_step, toy, weights
 STEPS, SAVED = 13, 7
 STRATEGIES = {
     "streaming": tw.streaming_diloco(every=6, fragments=2, delay=2),
-    "eager": tw.eager_diloco(every=4, fragments=2),
-    "sparse": tw.sparse_loco(every=3, codec=tw.ChunkedTopK(16, 4, tw.Sign(block=4))),
+    "eager": tw.recipes.eager_diloco(every=4, fragments=2),
+    "sparse": tw.recipes.sparse_loco(every=3, codec=tw.codecs.ChunkedTopK(16, 4, tw.codecs.Sign(block=4))),
     "gradients": tw.data_parallel(),
 }
 

@@ -63,11 +63,11 @@ def replica_of(group: tw.Group) -> tw.Replica:
     """A small replica with feedback, outer momentum and rounds in the air."""
     model = toy()
     strategy = tw.Strategy(
-        schedule=tw.Staggered(2, 1),
-        partition=tw.Strided(2),
-        codec=tw.Sign(block=32),
-        feedback=tw.Feedback(),
-        outer=tw.Nesterov(0.7, 0.9),
+        schedule=tw.pieces.schedule.Staggered(2, 1),
+        partition=tw.pieces.partition.Strided(2),
+        codec=tw.codecs.Sign(block=32),
+        feedback=tw.pieces.feedback.Feedback(),
+        outer=tw.pieces.outer.Nesterov(0.7, 0.9),
     )
     return tw.Replica(strategy, model, adamw(model), group)
 

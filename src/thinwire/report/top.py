@@ -14,9 +14,9 @@ from rich.text import Text
 
 from thinwire.comm.emulated import Link, Uplink
 from thinwire.errors import DataError
-from thinwire.printable import printable
+from thinwire.records.printable import printable
 from thinwire.records.events import Event, Tail, being_written
-from thinwire.records.membership import CARRIER, Participation, Turn
+from thinwire.records.membership import CARRIER, Participation, RoundSeen
 from thinwire.records.replica_record import fragments_of
 from thinwire.records.sessions import number, whole
 from thinwire.records.units import NOTHING, text_of_count, text_of_loss, text_of_nbytes, text_of_seconds, text_of_share
@@ -48,9 +48,9 @@ class _Watched:
     def name(self) -> str:
         return self.tail.path.stem
 
-    def read(self) -> list[Turn]:
+    def read(self) -> list[RoundSeen]:
         """Take what is new; the rounds among it."""
-        turns = []
+        rounds = []
         for event in self.tail.read():
             kind = event["event"]
             if kind == "start":
@@ -70,8 +70,8 @@ class _Watched:
             elif kind == "eval" and event["of"] != "start":
                 self.evaluated = event["step"], number(event["loss"])
             elif kind == "round":
-                turns.append(Turn.of(event))
-        return turns
+                rounds.append(RoundSeen.of(event))
+        return rounds
 
     def lives(self) -> bool:
         """Whether a process writes its log."""
@@ -96,13 +96,13 @@ class Top:
 
     def read(self) -> None:
         """Take what is new in the logs."""
-        turns = []
+        rounds = []
         for path in sorted(self.folder.glob("events/*.jsonl")):
-            turns += self._watched.setdefault(path.stem, _Watched(Tail(path))).read()
+            rounds += self._watched.setdefault(path.stem, _Watched(Tail(path))).read()
         if self._circle is None and self._start and self._start["carrier"] == CARRIER:
             self._circle = Participation(len(fragments_of(self._start)))
-        for turn in sorted(turns, key=lambda turn: turn.place) if self._circle else ():
-            self._circle.take(turn)  # type: ignore[union-attr]
+        for round in sorted(rounds, key=lambda round: round.place) if self._circle else ():
+            self._circle.take(round)  # type: ignore[union-attr]
         if time.monotonic() - self._diagnosed > DIAGNOSED_SECONDS:
             self._diagnosed = time.monotonic()
             try:
