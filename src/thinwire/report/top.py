@@ -14,9 +14,9 @@ from rich.text import Text
 
 from thinwire.comm.emulated import Link, Uplink
 from thinwire.errors import DataError
-from thinwire.records.printable import printable
 from thinwire.records.events import Event, Tail, being_written
 from thinwire.records.membership import CARRIER, Participation, RoundSeen
+from thinwire.records.printable import printable
 from thinwire.records.replica_record import fragments_of
 from thinwire.records.sessions import number, whole
 from thinwire.records.units import NOTHING, text_of_count, text_of_loss, text_of_nbytes, text_of_seconds, text_of_share
