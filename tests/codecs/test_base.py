@@ -22,25 +22,25 @@ def test_what_loses_by_rounding_is_biased_unless_it_says_otherwise():
 @pytest.mark.parametrize(
     ("parts", "own", "fair", "due"),
     [
-        ([tw.codecs.Identity()], "", True, set()),
-        ([tw.codecs.Levels()], "", True, set()),
-        ([UNBIASED], "", True, {"unbiased"}),
-        ([UNBIASED], "", False, {"drawn"}),
-        ([UNBIASED, tw.codecs.Identity()], "", True, {"unbiased"}),
-        ([UNBIASED, tw.codecs.Levels()], "", True, {"drawn"}),
-        ([UNBIASED, SHARED], "", True, {"unbiased"}),
-        ([SHARED], "", True, {"unbiased", "shared"}),
-        ([tw.codecs.Identity()], "unbiased", True, {"unbiased", "shared"}),
-        ([tw.codecs.Levels()], "unbiased", True, {"drawn", "shared"}),
-        ([tw.codecs.Identity()], "drawn", True, {"drawn", "shared"}),
-        ([UNBIASED], "drawn", True, {"unbiased"}),
-        ([UNBIASED], "unbiased", True, {"unbiased"}),
-        ([tw.codecs.Identity()], "unbiased", False, {"drawn", "shared"}),
+        ([tw.codecs.Identity()], "", True, ""),
+        ([tw.codecs.Levels()], "", True, ""),
+        ([UNBIASED], "", True, "unbiased"),
+        ([UNBIASED], "", False, "drawn"),
+        ([UNBIASED, tw.codecs.Identity()], "", True, "unbiased"),
+        ([UNBIASED, tw.codecs.Levels()], "", True, "drawn"),
+        ([UNBIASED, SHARED], "", True, "unbiased"),
+        ([SHARED], "", True, "shared unbiased"),
+        ([tw.codecs.Identity()], "unbiased", True, "shared unbiased"),
+        ([tw.codecs.Levels()], "unbiased", True, "drawn shared"),
+        ([tw.codecs.Identity()], "drawn", True, "drawn shared"),
+        ([UNBIASED], "drawn", True, "unbiased"),
+        ([UNBIASED], "unbiased", True, "unbiased"),
+        ([tw.codecs.Identity()], "unbiased", False, "drawn shared"),
     ],
-    ids=repr,
+    ids=str,
 )
 def test_what_a_codec_around_others_claims_of_chance(parts, own, fair, due):
-    assert chance(parts, own, fair) == due
+    assert chance(parts, own, fair) == set(due.split())
 
 
 GOOD = torch.zeros(16), torch.zeros(16, dtype=torch.uint8)

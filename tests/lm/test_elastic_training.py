@@ -13,7 +13,7 @@ import torch
 
 from thinwire.cli.train import Options
 from thinwire.diagnosis import Rules
-from thinwire.elastic import rounds
+from thinwire.elastic import round_thread
 from thinwire.errors import ConfigurationError, DisagreementError, EndedError, LinkError
 from thinwire.exchange import send_queue
 from thinwire.jobs.base import Share
@@ -32,7 +32,7 @@ from thinwire.records.run_record import RunRecord
 NAMES = ("replica-0", "replica-1", "replica-2")
 
 
-class Inline(rounds.Executor):
+class Inline(round_thread.Executor):
     """Runs at once what is submitted, so that everything has its order."""
 
     def __init__(self, *_: object) -> None: ...
@@ -58,7 +58,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> SimulatedCluster:
     """A place to meet; an inner step lasts a second of its time."""
     monkeypatch.setattr(send_queue, "ThreadPoolExecutor", Inline)
     monkeypatch.setattr(send_queue.threading, "Lock", threading.RLock)
-    monkeypatch.setattr(rounds, "ThreadPoolExecutor", Inline)
+    monkeypatch.setattr(round_thread, "ThreadPoolExecutor", Inline)
     there, inner_step = SimulatedCluster(), trainer.Trainer._inner_step
 
     def slowly(self: trainer.Trainer) -> None:

@@ -22,7 +22,7 @@ from thinwire.errors import ConfigurationError
 from thinwire.metrics import sinks
 from thinwire.metrics.follow import Follower, following
 from thinwire.metrics.sinks import Row, named, open_sinks
-from thinwire.metrics.table import METRICS, Values
+from thinwire.metrics.table import METRICS, MetricValues
 from thinwire.records.events import EVENTS
 
 MakeRun = Callable[..., Path]
@@ -46,7 +46,7 @@ def test_names_are_those_of_the_page_and_the_dashboard() -> None:
 
 
 def test_gauges_and_counters() -> None:
-    values = Values()
+    values = MetricValues()
     step = {
         "event": "step",
         "step": 1,

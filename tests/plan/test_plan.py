@@ -18,7 +18,7 @@ from thinwire.plan import explain, scaling
 from thinwire.plan.links import Links
 from thinwire.plan.machine import Machine
 from thinwire.plan.memory import replica_memory
-from thinwire.plan.search import METHODS, Setting, Task, settings
+from thinwire.plan.search import SEARCHED, Setting, Task, settings
 from thinwire.plan.targets import Targets, meeting
 
 GPU = Machine("gpu", memory_nbytes=80 * 10**9, flops_per_second=1.5e14, device="cuda")
@@ -46,7 +46,7 @@ def test_the_winner_suits_the_link(link: str, wins: str, replicas: int) -> None:
 
 
 def test_every_method_is_ranked_by_useful_tokens_and_no_figure_is_missing(found: list[Setting]) -> None:
-    assert {setting.method for setting in found} == set(METHODS)
+    assert {setting.method for setting in found} == set(SEARCHED)
     useful = [setting.useful_tokens_per_second for setting in found if setting.fits]
     assert all(later <= 1.006 * earlier for earlier, later in pairwise(useful))
     for setting in found:

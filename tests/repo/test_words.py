@@ -30,7 +30,7 @@ BANNED = {
 GONE = ["Held", "Moved", "Landed", "Air", "Ticket", "Coming", "Circle", "Hindrances", "Standin", "Jury", "Crew"]
 GONE += ["Rounds", "Turn", "Agreed", "Mail"]  # RoundThread, RoundSeen, GlobalState, Mailbox
 # Names of classes that may stand in more than one module: all others name one idea.
-SHARED = {"Options"}
+SHARED = {"Options", "ThinwireCallback"}  # each verb, and each bridge, has its own
 FILES = sorted(
     path
     for pattern in (

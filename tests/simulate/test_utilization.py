@@ -15,7 +15,7 @@ from thinwire.errors import ConfigurationError
 from thinwire.pieces.schedule import Staggered
 from thinwire.simulate import formulas
 from thinwire.simulate.layers import Stack, compute_utilization, compute_utilization_of_run
-from thinwire.simulate.utilization import METHODS, PAPER_BITS, PAPER_GRID, TARGETS, Study
+from thinwire.simulate.utilization import PAPER_BITS, PAPER_GRID, STUDIED, TARGETS, Study
 
 PAPER = {  # arXiv 2501.18512, Table 4: Gbit/s for 50, 80, 90, 95, 99 %, the rows of 1 B parameters
     "data-parallel": [86.8, 152.6, 184.2, 222.3, 569.0],
@@ -103,14 +103,14 @@ def test_the_strategys_own_schedule_is_asked(monkeypatch):
     assert [step for step in asked if step] == [*dict.fromkeys(asked)] and asked[-1] == 40
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", STUDIED)
 def test_utilisation_rises_with_the_rate_to_pure_compute(method):
     used = Study(ONE, delay=5).utilization(method, np.geomspace(1e7, 1e18, 100))
     assert (np.diff(used) >= -1e-12).all() and used[0] < 0.1 and used[-1] == pytest.approx(1, abs=1e-8)
     assert (used <= 1).all()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", STUDIED)
 def test_the_least_rate_is_the_least(method):
     study = Study(TEN, every=30)
     for target, rate in zip(TARGETS, study.rates(method)):
@@ -211,10 +211,10 @@ def test_without_a_method_all_are_shown(capsys):
     assert main(["simulate", "utilization"]) == 0
     said = capsys.readouterr().out
     assert (
-        all(method in said for method in METHODS) and "simulated" in said and "16 bits" in said and "predicted" in said
+        all(method in said for method in STUDIED) and "simulated" in said and "16 bits" in said and "predicted" in said
     )
     rows = told(capsys)["methods"]
-    assert [row["method"] for row in rows] == list(METHODS)
+    assert [row["method"] for row in rows] == list(STUDIED)
     assert all(sorted(row["bandwidth_gbit_per_second"]) == row["bandwidth_gbit_per_second"] for row in rows)
 
 
@@ -273,7 +273,7 @@ def test_a_method_that_does_not_exist():
 def test_the_docs_table_is_the_study():
     text = (Path(__file__).parents[2] / "docs/simulate.md").read_text()
     rows = text.split("<!-- needed -->")[1].split("<!-- end -->")[0].strip().splitlines()[2:]
-    assert [row.strip("| ").split(" | ")[0] for row in rows] == list(METHODS)
+    assert [row.strip("| ").split(" | ")[0] for row in rows] == list(STUDIED)
     for row in rows:
         method, *cells = row.strip("| ").split(" | ")
         rates = [*Study(ONE).rates(method), Study(ONE).floor(method)]

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire import checkpoint
 from thinwire.comm import Group
 from thinwire.errors import CheckpointError, ConfigurationError
-from thinwire.integrations.attached import Saved, count_skipped, world
+from thinwire.integrations.attached import TrainableState, count_skipped, world
 from thinwire.integrations.traffic import told
 from thinwire.observer import Observer
 from thinwire.recipes import local_sgd
@@ -137,11 +137,13 @@ class LocalSGD:
             raise CheckpointError(
                 f"{path} is not there · the state of this replica is needed · load a folder that as many replicas have saved within LocalSGD"
             )
-        checkpoint.load(checkpoint.read(path), Saved(self.replica))
+        checkpoint.load(checkpoint.read(path), TrainableState(self.replica))
         self._counted = self.replica.step
 
     def _save(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
-        checkpoint.save(Path(folder) / FOLDER / self._name, Saved(self.replica), {"replica": self._name}, keep=1)
+        checkpoint.save(
+            Path(folder) / FOLDER / self._name, TrainableState(self.replica), {"replica": self._name}, keep=1
+        )
 
     def _load(self, models: list[nn.Module], folder: str) -> None:
         self._folder = Path(folder)

@@ -37,7 +37,7 @@ def too_short(strategy: Strategy, steps: int) -> str:
     )
 
 
-class Saved:
+class TrainableState:
     """Of a replica, what a checkpoint needs: frozen parameters are the trainer's to save."""
 
     def __init__(self, replica: Replica) -> None:

@@ -28,7 +28,7 @@ from transformers.trainer_callback import ExportableState
 from thinwire import checkpoint
 from thinwire.comm import Group
 from thinwire.errors import CheckpointError, ConfigurationError
-from thinwire.integrations.attached import Saved, count_skipped, too_short, world
+from thinwire.integrations.attached import TrainableState, count_skipped, too_short, world
 from thinwire.integrations.traffic import told
 from thinwire.observer import Observer
 from thinwire.pieces.partition import trainable
@@ -130,7 +130,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         self.replica = Replica(self.strategy, model, inner, self._group, observer=self._observer)
         self._ended = False
         if found:
-            checkpoint.load(found, Saved(self.replica))
+            checkpoint.load(found, TrainableState(self.replica))
         place.hide(shares=1)
         args.save_on_each_node = True  # each replica writes what is its own
         model.should_save_on_this_rank = bool  # if the trainer says so, whatever torch.distributed's rank is
@@ -165,7 +165,9 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         """Write this replica's state into the checkpoint that the trainer has just written."""
         self._anchored.close()
         folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / FOLDER
-        checkpoint.save(folder, Saved(self._attached()), {"replica": self._place.rank, "replicas": self._place.size})
+        checkpoint.save(
+            folder, TrainableState(self._attached()), {"replica": self._place.rank, "replicas": self._place.size}
+        )
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Leave the outer weights in the model, or the best that the trainer has loaded, and part from the others."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.metrics.sinks import Sink, named, open_sinks
-from thinwire.metrics.table import Values
+from thinwire.metrics.table import MetricValues
 from thinwire.records.events import Event, Tail
 from thinwire.records.sessions import whole
 
@@ -21,7 +21,7 @@ class Follower:
     def __init__(self, folder: Path, sinks: Mapping[str, Sink], say: Say) -> None:
         self._folder, self._sinks, self._say = folder, dict(sinks), say
         self._tails: dict[str, Tail] = {}
-        self._values: dict[str, Values] = {}
+        self._values: dict[str, MetricValues] = {}
 
     def pass_over(self) -> None:
         """Count what earlier sessions wrote, and tell nobody: they did."""
@@ -45,7 +45,7 @@ class Follower:
     def _events(self) -> Iterator[tuple[str, Event]]:
         for path in sorted(self._folder.glob("events/*.jsonl")):
             tail = self._tails.setdefault(path.stem, Tail(path))
-            self._values.setdefault(path.stem, Values())
+            self._values.setdefault(path.stem, MetricValues())
             try:
                 events = tail.read()
             except OSError:  # the folder is gone, or full: the run says so

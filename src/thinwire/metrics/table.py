@@ -56,7 +56,7 @@ METRICS = (
 )
 
 
-class Values:
+class MetricValues:
     """What the metrics of one replica are, event after event."""
 
     def __init__(self) -> None:

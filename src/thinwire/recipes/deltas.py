@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from thinwire.codecs import (
-    E3M0,
-    ChunkedTopK,
-    Codec,
-    Each,
-    Identity,
-    Sign,
-    TopK,
-)
+from thinwire.codecs import E3M0, ChunkedTopK, Codec, Each, Identity, Sign, TopK
 from thinwire.exchange import Direct, Exchange
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.inner_optimizers import Muon
@@ -137,15 +129,16 @@ def finetune(
     exchange: Exchange = Direct(),
     anchors: Literal["host", "device"] = "host",
 ) -> Strategy:
-    """Streaming DiLoCo for short runs, as of adapters: outer rates that need no long run (ours, docs/log.md, 2026-11-22).
+    """Streaming DiLoCo for short runs, as of adapters: outer rates that need no long run (ours; docs/log.md).
 
     Args:
         every: H, inner steps between two rounds of a fragment.
-        fragments: P, those of layers; None: as `streaming_diloco`.
+        fragments: P, number of fragments of layers; None: as of `streaming_diloco`.
         delay: τ, inner steps from departure to landing; less than `every`.
         merge: α, the share of its own values that a replica keeps at a landing, 0 to 1.
-        outer_lr, outer_momentum: η and μ of the outer step.
-        codec, exchange, anchors: how deltas travel, how packets become their mean, where anchors lie.
+        outer_lr: η, the learning rate of the outer step.
+        outer_momentum: μ, its momentum, in [0, 1).
+        codec, exchange, anchors: as of `streaming_diloco`.
 
     Raises:
         ConfigurationError: a setting that cannot work, with what is needed.

@@ -12,7 +12,6 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from thinwire.comm.emulated import Link, Uplink
 from thinwire.errors import DataError
 from thinwire.records.events import Event, Tail, being_written
 from thinwire.records.membership import CARRIER, Participation, RoundSeen
@@ -21,7 +20,8 @@ from thinwire.records.replica_record import fragments_of
 from thinwire.records.sessions import number, whole
 from thinwire.records.units import NOTHING, text_of_count, text_of_loss, text_of_nbytes, text_of_seconds, text_of_share
 from thinwire.report.diagnosis import Diagnosis, diagnose
-from thinwire.report.progress import SILENT_SECONDS, ReplicaProgress
+from thinwire.report.progress import SILENT_SECONDS
+from thinwire.report.replica_progress import ReplicaProgress
 
 DIAGNOSED_SECONDS = 10.0  # between two diagnoses, which read all of the logs
 _COLUMNS = (
@@ -54,11 +54,8 @@ class _Watched:
         for event in self.tail.read():
             kind = event["event"]
             if kind == "start":
-                link = event["link"] if isinstance(event["link"], dict) else {}
-                rate = number(link.get("bits_per_second"))
-                uplink = Uplink(Link(rate)) if 0 < rate < math.inf else None
                 self.start, self.opened, self.waits = event, number(event["wall_time"]), ""
-                self.progress = ReplicaProgress(begun=True, uplink=uplink, step=self.progress.step)
+                self.progress = ReplicaProgress.of(event, self.progress.step)
             self.progress.take(event)
             self.heard = self.opened + number(event["seconds"])
             if kind == "step":
