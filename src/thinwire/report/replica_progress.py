@@ -1,0 +1,135 @@
+"""What a live display knows of one replica, learned from its events."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from thinwire.comm.emulated import Link, Uplink
+from thinwire.records.events import Event
+from thinwire.records.printable import printable
+from thinwire.records.sessions import number, whole
+from thinwire.records.units import NOTHING
+
+RECENT = 64  # inner steps over which speed and link use are taken
+FLIGHTS = 512  # the last departures, more than those steps see
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """An inner step; `paused_seconds` were spent on evaluations and checkpoints before it."""
+
+    begin: float
+    spent: float
+    tokens: float
+    paused_seconds: float
+
+
+@dataclass
+class ReplicaProgress:
+    """What is known of one replica from its events since it last started."""
+
+    begun: bool = False
+    step: int = 0
+    loss: float = math.nan
+    stall_seconds: float = 0.0
+    nbytes: int = 0
+    refused: int = 0
+    skipped: int = 0
+    ended: str = ""
+    late: int = 0
+    heard: float = -math.inf  # when, on this process's clock
+    uplink: Uplink | None = None  # of an emulated link
+    on_link: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=FLIGHTS))
+    air: dict[tuple[object, object], object] = field(default_factory=dict)
+    paused_seconds: float = 0.0
+    recent: deque[_Step] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    @classmethod
+    def of(cls, start: Event, step: int = 0) -> ReplicaProgress:
+        """At the start of its process."""
+        link = start["link"] if isinstance(start["link"], dict) else {}
+        rate = number(link.get("bits_per_second"))
+        return cls(begun=True, uplink=Uplink(Link(rate)) if 0 < rate < math.inf else None, step=step)
+
+    def take(self, event: Event) -> None:
+        """Learn from one event."""
+        kind = event["event"]
+        if kind == "step":
+            loss = number(event["loss"])
+            if math.isfinite(loss):
+                self.loss = loss if math.isnan(self.loss) else 0.9 * self.loss + 0.1 * loss
+            self.step = event["step"]
+            begin, spent, tokens = (number(event[name]) for name in ("begin", "compute_seconds", "tokens"))
+            self.recent.append(_Step(begin, spent, tokens, self.paused_seconds))
+        elif kind == "depart":
+            self.nbytes += whole(event["nbytes"])
+            if self.uplink:
+                start, end = self.uplink.book(number(event["seconds"]), whole(event["nbytes"]))
+                self.on_link.append((start, end))
+            self.air[str(event["fragment"]), event["round"]] = event["fragment"]
+        elif kind in ("flight", "land", "refused"):
+            self.air.pop((str(event["fragment"]), event["round"]), None)
+            self.stall_seconds += number(event["stall_seconds"]) if kind == "land" else 0.0
+            self.refused += kind == "refused"
+        elif kind == "resume":
+            self.step = whole(event["from_step"])
+        elif kind in ("eval", "checkpoint"):
+            self.paused_seconds += number(event["seconds_spent"])
+        elif kind in ("stop", "end"):
+            self.ended = self.ended or ("ended" if kind == "end" else "stopped")
+        elif kind == "round":
+            self.nbytes += whole(event["nbytes"])
+            if self.uplink:
+                self.on_link.append(self.uplink.book(number(event["seconds"]), whole(event["nbytes"])))
+            fragment = event["fragment"]
+            self.air = {key: other for key, other in self.air.items() if other != fragment}
+            self.refused += event["committed"] is False and whole(fragment) >= 0
+        elif kind == "late":
+            self.late += 1
+        elif kind == "skip":
+            self.step, self.skipped = event["step"], self.skipped + 1
+
+    @property
+    def _seconds(self) -> float:
+        """From the first of the recent steps to the end of the last; NaN before there are any."""
+        return (
+            self.recent[-1].begin + self.recent[-1].spent - self.recent[0].begin or math.nan
+            if self.recent
+            else math.nan
+        )
+
+    @property
+    def steps_per_second(self) -> float:
+        return len(self.recent) / self._seconds
+
+    @property
+    def _loop_seconds(self) -> float:
+        """The same without evaluations and checkpoints, as the summary counts."""
+        paused = self.recent[-1].paused_seconds - self.recent[0].paused_seconds if self.recent else 0.0
+        return (self._seconds - paused) or math.nan
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(step.tokens for step in self.recent) / self._loop_seconds
+
+    @property
+    def compute_utilization(self) -> float:
+        return sum(step.spent for step in self.recent) / self._loop_seconds
+
+    @property
+    def link_use(self) -> float:
+        """Share of the recent steps' time in which the emulated uplink was busy; NaN where there is none.
+
+        A departure is not yet on the link: the books of the uplink say from when to when each one is.
+        """
+        if self.uplink is None or not self.recent:
+            return math.nan
+        begin, end = self.recent[0].begin, self.recent[-1].begin + self.recent[-1].spent
+        busy = sum(max(0.0, min(last, end) - max(first, begin)) for first, last in self.on_link)
+        return busy / self._seconds
+
+    @property
+    def in_the_air(self) -> str:
+        return ", ".join(printable(fragment, 20) for fragment in self.air.values()) or NOTHING
