@@ -121,7 +121,7 @@ def drop_checkpoints(out: str, after: int) -> None:
     (Path(out) / "model.safetensors").unlink()
 
 
-def test_a_run_its_page_and_a_resume_bit_for_bit(here: Path) -> None:
+def test_a_run_its_page_and_a_resume_bit_for_bit(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The checkpoint of step 5 has a round in the air (departed at 4, lands at 6)."""
     assert train("whole", "--steps", "12") == 0
     record = RunRecord.load("whole")
@@ -140,6 +140,8 @@ def test_a_run_its_page_and_a_resume_bit_for_bit(here: Path) -> None:
     assert weights("cut") == weights("whole") and last_losses("cut") == last_losses("whole")
     assert not any(note.kind == "warning" for note in RunRecord.load("cut").notes)
     assert main(["report", "whole", "cut"]) == 0
+    assert main(["sample", "whole", "x"]) == main(["export", "whole"]) == 2
+    assert capsys.readouterr().err.count("whole has trained job.py, whose model only that file can make") == 2
 
 
 def test_without_a_state_of_its_own_what_was_read_is_read_again(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,6 +44,11 @@ def trained_model(folder: Path) -> TrainedModel:
             f"{folder} holds no run: there is no run.toml in it. Give the folder that `thinwire train` wrote."
         )
     run = Run.load(folder / "run.toml")
+    if run.model.job:
+        raise ConfigurationError(
+            f"{folder} has trained {run.model.label}, whose model only that file can make; a language model is needed here. Load the "
+            f"weights into your model with safetensors.torch.load_model(model, {str(folder / 'model.safetensors')!r})."
+        )
     tokenizer, spec = tokenizer_of(run.data, run.model.model, folder), dataclasses.replace(run.model, lora=None)
     file = folder / "model.safetensors"
     if file.exists():
