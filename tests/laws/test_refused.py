@@ -163,7 +163,7 @@ def test_recovery_from_a_parameter(name):
 def test_bad_weights_without_anchors_end_the_run_by_name(name):
     """With Gradients nobody holds anchors: going on for ever without a step would be worse."""
     with pytest.raises(
-        tw.NonFiniteError, match=r"the weights of replica 1 hold NaN or infinity.*go on from the last checkpoint"
+        tw.NonFiniteError, match=r"the weights of replica 1 hold NaN or infinity.*resume from the last checkpoint"
     ):
         journey(METHODS[name], 2, steps=24, before_step=poison_parameter(5))
 

@@ -275,7 +275,7 @@ def test_a_stop_while_waiting_at_a_lighthouse_leaves_no_thread(there: bool, run:
         ({"least": 3}, "least=3 with replicas=2: no round would ever be held"),
         ({"least": 0}, "least=0: at least 1"),
         ({"uplink": "100mbit"}, "carrier='processes'"),
-        ({"grace": "soon"}, "grace='soon': how long others wait"),
+        ({"grace": "soon"}, "grace='soon': a time or a number of steps is needed"),
         ({"grace": "0s"}, "such as 5s, 500ms or '20 steps'"),
     ],
 )

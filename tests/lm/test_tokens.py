@@ -133,7 +133,7 @@ def test_parquet_rows_are_documents(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=rf"text \(string\), id \(int64\) · text under '{column}'"):
             read(path, column)
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(DataError, match="fetch it again"):
+    with pytest.raises(DataError, match="download it again"):
         read(path)
 
 

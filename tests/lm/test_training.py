@@ -25,8 +25,7 @@ from thinwire.checkpoint import read
 from thinwire.comm import Link, ThreadGroup, run_threads
 from thinwire.errors import CheckpointError, ConfigurationError, DataError, DisagreementError, LinkError
 from thinwire.lm import export as stored
-from thinwire.lm import launch, watch
-from thinwire.lm import setup as job
+from thinwire.lm import job, launch, watch
 from thinwire.lm.place import Place
 from thinwire.lm.run import Run
 from thinwire.records.events import EventLog, read_events
@@ -334,11 +333,12 @@ def test_the_cause_of_a_failure_is_told_once_and_only_that(tmp_path: Path) -> No
     (tmp_path / "logs").mkdir()
     for rank, said in enumerate(["old\n", "old\n", "old\nLinkError: replica 0 is gone\n", "old\nDataError: no text\n"]):
         (tmp_path / f"logs/replica-{rank}.txt").write_text(said)
-    told = launch._post_mortem([0, 1, 2], [-9, -9, 1, 0], [4, 4, 4, 4], tmp_path)
+    last = {rank: launch._last_words(tmp_path / f"logs/replica-{rank}.txt", 4) for rank in range(4)}
+    told = launch._post_mortem({rank: last[rank] for rank in (0, 1, 2)}, [-9, -9, 1, 0], tmp_path)
     assert told.startswith("replicas 0, 1 (exit code -9, -9): said nothing; was it killed?\nAll they said")
     assert "--resume" not in told  # there is nothing to resume from
     (tmp_path / "checkpoints/replica-0/step-00000005").mkdir(parents=True)
-    assert launch._post_mortem([3], [0, 0, 0, 1], [4, 4, 4, 4], tmp_path).splitlines() == [
+    assert launch._post_mortem({3: last[3]}, [0, 0, 0, 1], tmp_path).splitlines() == [
         "replica 3 (exit code 1): DataError: no text",
         f"All they said is in {tmp_path / 'logs'}. Go on from the last checkpoint with --resume.",
     ]
