@@ -129,7 +129,9 @@ def finetune(
     exchange: Exchange = Direct(),
     anchors: Literal["host", "device"] = "host",
 ) -> Strategy:
-    """Streaming DiLoCo for short runs, as of adapters: outer rates that need no long run (ours; docs/log.md).
+    """Streaming DiLoCo for short runs, as of adapters: outer rates that need no long run.
+
+    The rates are ours; docs/log.md has the experiment.
 
     Args:
         every: H, inner steps between two rounds of a fragment.
