@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import doctest
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import re
@@ -111,7 +112,9 @@ def test_verbs_are_those_that_are_documented():
 
 
 def test_examples_in_docstrings_run():
-    counts = {name: doctest.testmod(importlib.import_module(name)) for name in MODULES}
+    bridges = {f"thinwire.integrations.{library}": library for library in ("torchtitan",)}  # the dev extra lacks these
+    here = [name for name in MODULES if name not in bridges or importlib.util.find_spec(bridges[name])]
+    counts = {name: doctest.testmod(importlib.import_module(name)) for name in here}
     assert not [name for name, count in counts.items() if count.failed]
     assert sum(count.attempted for count in counts.values()) > 20
 
