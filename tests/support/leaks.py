@@ -28,7 +28,7 @@ KEPT_PROCESSES = (
     "multiprocessing.forkserver",  # what it forks is its child, and so is seen
 )
 
-TURNS = 100  # how often the others may run, each time longer, before what is still there is called left behind
+TURNS = 1100  # how often the others may run, each time 1 ms longer: ten minutes, then what is still there is left behind
 PR_SET_CHILD_SUBREAPER = 36
 FAILED = pytest.StashKey[bool]()
 
