@@ -28,11 +28,11 @@ CONFIGURATIONS = {
     ),
     "delay<0": (
         lambda: tw.pieces.schedule.Staggered(6, -1),
-        "delay=-1 with every=6: a round must land before its fragment departs again; choose 0 <= delay < every, so at most 5.",
+        "delay=-1 with every=6: a round must land before its fragment departs again; choose 0 <= delay <= every, so at most 6.",
     ),
     "delay>every": (
         lambda: tw.pieces.schedule.Every(6, 7),
-        "delay=7 with every=6: a round must land before its fragment departs again; choose 0 <= delay < every, so at most 5.",
+        "delay=7 with every=6: a round must land before its fragment departs again; choose 0 <= delay <= every, so at most 6.",
     ),
     "delay=every": (
         lambda: tw.Strategy(schedule=tw.pieces.schedule.Every(6, 6)),

@@ -62,7 +62,7 @@ def _check(schedule: Schedule | Adaptive) -> None:
     if not 0 <= schedule.delay <= schedule.every:
         raise ConfigurationError(
             f"delay={schedule.delay} with every={schedule.every}: a round must land before its fragment departs again; "
-            f"choose 0 <= delay < every, so at most {schedule.every - 1}."
+            f"choose 0 <= delay <= every, so at most {schedule.every}."
         )
 
 
