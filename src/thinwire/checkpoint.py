@@ -34,12 +34,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from thinwire.comm.group import Group, gather
 from thinwire.errors import CheckpointError, PacketError
 from thinwire.files import contents, opened, parsed, save_file
-from thinwire.pieces.partition import local
+from thinwire.pieces.partition import is_sharded, local
 from thinwire.version import __version__
 
 FORMAT = 3
@@ -373,8 +372,8 @@ def _load_optimizer_state(
 
 
 def _sharded_like(value: Any, parameter: Tensor) -> Any:
-    if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == parameter.to_local().shape:
-        return DTensor.from_local(
+    if is_sharded(parameter) and isinstance(value, Tensor) and value.shape == parameter.to_local().shape:
+        return type(parameter).from_local(
             value, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
         )
     return value

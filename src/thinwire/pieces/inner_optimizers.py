@@ -8,10 +8,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from thinwire.errors import ConfigurationError, ModelError
-from thinwire.pieces.partition import Strided, trainable
+from thinwire.pieces.partition import Strided, is_sharded, trainable
 
 
 @runtime_checkable
@@ -129,7 +128,7 @@ class Muon:
             raise ModelError(
                 f"{self}: matrices inside a list of layers are needed, this model has none; choose AdamW()."
             )
-        if any(isinstance(p, DTensor) for p in matrices):
+        if any(is_sharded(p) for p in matrices):
             raise ConfigurationError(
                 f"{self} on a sharded replica: whole matrices are needed; choose AdamW(), or one rank a replica."
             )

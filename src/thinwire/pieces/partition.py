@@ -7,17 +7,20 @@ Buffers are never exchanged.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.errors import ConfigurationError, ModelError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,15 @@ class Partition(Protocol):
         """The model's trainable parameters, each in one fragment. Raises `ModelError`, `ConfigurationError`."""
 
 
+def is_sharded(value: Any) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor. There is none before its module is imported, which takes over a second, so asking does not import it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
 def local(parameter: Tensor) -> Tensor:
     """The part of a parameter that this rank holds: the shard of a DTensor, else the parameter itself."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return parameter.to_local() if is_sharded(parameter) else parameter
 
 
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -99,7 +108,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def check_sharding(model: nn.Module, whole_replica: bool) -> None:
     """Raise `ModelError` if parameters are sharded and the ranks of the replica are not known (`whole_replica`)."""
-    sharded = [name for name, p in trainable(model) if isinstance(p, DTensor) and p.device_mesh.size() > 1]
+    sharded = [name for name, p in trainable(model) if is_sharded(p) and p.device_mesh.size() > 1]
     if sharded and not whole_replica:
         raise ModelError(
             f"{sharded[0]} is sharded and no site was given: the ranks of a replica must judge a round alike; "

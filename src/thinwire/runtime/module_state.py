@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from thinwire.codecs.exact import energy
-from thinwire.pieces.partition import local
+from thinwire.pieces.partition import is_sharded, local
 
 
 def exported(model: nn.Module) -> dict[str, Tensor]:
     """The state dict as whole tensors on the CPU, copied. With FSDP all ranks of a site must call it."""
     return {
-        name.replace("_orig_mod.", ""): (value.full_tensor() if isinstance(value, DTensor) else value)
-        .detach()
-        .cpu()
-        .clone()
+        name.replace("_orig_mod.", ""): (value.full_tensor() if is_sharded(value) else value).detach().cpu().clone()
         for name, value in model.state_dict().items()
     }
 
 
 def reshard(model: nn.Module) -> None:
     """Let FSDP forget whole parameters that it has gathered: a forward pass without backward keeps the root's, stale."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # where nobody has imported it, nothing is wrapped by it
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if fsdp and isinstance(module, fsdp.FSDPModule):
             module.reshard()
 
 
