@@ -15,6 +15,7 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -28,7 +29,9 @@ KEPT_PROCESSES = (
     "multiprocessing.forkserver",  # what it forks is its child, and so is seen
 )
 
-TURNS = 1100  # how often the others may run, each time 1 ms longer: ten minutes, then what is still there is left behind
+TURNS = (
+    1100  # how often the others may run, each time 1 ms longer: ten minutes, then what is still there is left behind
+)
 PR_SET_CHILD_SUBREAPER = 36
 FAILED = pytest.StashKey[bool]()
 
@@ -75,20 +78,28 @@ def descendants() -> dict[int, str]:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return {}  # the common case; a grandchild whose parent has died is a child here
-    parents, ended = {}, set()
-    for entry in os.listdir("/proc"):  # noqa: PTH208
-        if entry.isdigit():
-            try:
-                state, parent = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:2]
-            except OSError:
-                continue  # it has just ended
-            parents[int(entry)] = int(parent)
-            if state in "ZX":
-                ended.add(int(entry))
-    family = {os.getpid()}
-    while more := {child for child, parent in parents.items() if parent in family} - family:
-        family |= more
-    return {pid: _command(pid) for pid in family - ended - {os.getpid()}}
+    family, found = set[int](), [os.getpid()]
+    while found:
+        found += (children := _children(found.pop()))
+        family.update(children)
+    return {pid: _command(pid) for pid in family if _state(pid) not in "ZX"}
+
+
+def _state(pid: int) -> str:
+    """The letter of what it is doing: Z and X where it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
+def _children(pid: int) -> list[int]:
+    """The children of all threads of a process."""
+    found: list[int] = []
+    for listing in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has just ended
+            found += map(int, listing.read_text().split())
+    return found
 
 
 def _command(pid: int) -> str:
