@@ -49,6 +49,7 @@ def test_torchrun_trains_the_same_bytes_as_thinwire_itself(run_file: Path, tmp_p
     assert (tmp_path / "torchrun/model.safetensors").read_bytes() == (tmp_path / "own/model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_replicas_of_two_ranks_train_the_same_model(run_file: Path, tmp_path: Path) -> None:
     """2 replicas × 2 shards against 2 × 1: the same sums in another order."""
     torchrun(2, str(run_file), "--out", str(tmp_path / "whole"), "--codec", "Identity")

@@ -459,6 +459,7 @@ def test_ctrl_c_stops_cleanly_and_the_run_goes_on_exactly(whole: Path, tmp_path:
     assert model_of(folder) == model_of(whole)
 
 
+@pytest.mark.slow
 def test_threads_stop_cleanly_however_often_ctrl_c_is_pressed(tmp_path: Path, text: str) -> None:
     """Replicas that are threads cannot be ended; leaving them behind would end in an abort."""
     folder = tmp_path / "stopped"

@@ -104,6 +104,7 @@ def stage(tmp_path):
     made.clear()
 
 
+@pytest.mark.slow
 def test_killed_and_back_and_a_third(stage):
     """kill -9 costs the others a group; a replica that comes back, and one that never was there, are members soon."""
     stage.start("a", "b")

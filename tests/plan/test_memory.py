@@ -67,6 +67,7 @@ def test_activations_are_what_autograd_saves_to_the_byte(shape: Architecture, ba
         (Architecture(layers=6, width=64, heads=2, context=64), 16),
     ],
 )
+@pytest.mark.slow
 def test_the_peak_of_an_inner_step_is_within_five_percent(
     shape: Architecture, batch: int, accumulate: int, alone: Callable[..., int]
 ) -> None:

@@ -38,6 +38,7 @@ def test_on_an_emulated_link_it_writes_files_that_can_be_read(
     ]
 
 
+@pytest.mark.slow
 def test_under_torchrun_rank_0_writes_for_all(tmp_path: Path) -> None:
     command = [
         sys.executable,

@@ -43,6 +43,7 @@ def test_compare_strategies():
     assert bits["data_parallel"] >= 32 > 10 * bits["streaming_diloco"]
 
 
+@pytest.mark.slow
 def test_fsdp_inside_a_replica():
     sums = re.findall(r"sum of \|weights\| ([\d.]+)", run("04_fsdp_inside_a_replica.py", "--steps", "12"))
     assert len(sums) == 4 and len(set(sums)) == 1
@@ -54,6 +55,7 @@ def test_thin_link():
     assert waited[0] > waited[5]
 
 
+@pytest.mark.slow
 def test_just_one_byte():
     ends = re.findall(
         r"(\w+): loss .* before, ([\d.]+) after; ([\d,]+) bytes",
@@ -63,6 +65,7 @@ def test_just_one_byte():
     assert [int(nbytes) for *_, nbytes in ends] == [3 * 52 + 3 * 104, 3 * 52 + 3 * 104, 3 * 104]
 
 
+@pytest.mark.slow
 def test_min_max():
     out = run("08_min_max.py", "--numbers", "8", "--iterations", "80", "--replicas", "3")
     left = {
@@ -86,6 +89,7 @@ def test_robust_regression(tmp_path):
     assert robust < 0.9 * plain and clean < robust
 
 
+@pytest.mark.slow
 def test_hugging_face_trainer(tmp_path):
     command = ["10_hugging_face_trainer.py", "--out", str(tmp_path), "--steps", "8"]
     sums = re.findall(r"replica \d: step 8, sum of \|weights\| ([\d.]+)", run(*command))

@@ -14,7 +14,7 @@ LEAVES = """
     import os, socket, subprocess, sys, threading
     import leaks, pytest
 
-    leaks.TURNS = 10  # all of it lasts
+    leaks.TURNS = 30  # all of it lasts
 
     kept, stop = [], threading.Event()
     SLEEP = [sys.executable, "-c", "import time; time.sleep(3600)"]

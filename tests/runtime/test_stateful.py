@@ -33,6 +33,7 @@ def test_each_replica_in_a_folder_of_its_own(name, tmp_path):
     assert same_bits(found[0]["through"], found[1]["through"])
 
 
+@pytest.mark.slow
 def test_one_folder_for_two_processes(tmp_path):
     """Under torchrun: the keys tell the replicas apart."""
     program = ROOT / "tests" / "support" / "dcp_processes.py"

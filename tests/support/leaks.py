@@ -32,6 +32,9 @@ KEPT_PROCESSES = (
 TURNS = (
     1100  # how often the others may run, each time 1 ms longer: ten minutes, then what is still there is left behind
 )
+COLLECT = (
+    20  # when garbage is collected: by then what is ending has ended, mostly, and a collection takes up to a second
+)
 PR_SET_CHILD_SUBREAPER = 36
 FAILED = pytest.StashKey[bool]()
 
@@ -175,23 +178,26 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> Iterator[None
     return made
 
 
+def _excuse_marked(node: pytest.Item, before: Snapshot) -> None:
+    for mark in node.iter_markers("leaves"):
+        for target, count in (open_files() - before.files).items():
+            if target.startswith(mark.kwargs["files"]):
+                EXCUSED.files[target] += count
+
+
 def watch(request: pytest.FixtureRequest) -> Iterator[None]:
     before = Snapshot()
     yield
     if request.node.stash.get(FAILED, False):  # its traceback holds on to what it had
         end_processes(before)
         return
-    if not left_behind(before):
-        return
-    getattr(request.node, "funcargs", {}).clear()  # pytest holds on to what fixtures gave
-    gc.collect()
-    for mark in request.node.iter_markers("leaves"):
-        for target, count in (open_files() - before.files).items():
-            if target.startswith(mark.kwargs["files"]):
-                EXCUSED.files[target] += count
     for turn in range(TURNS):
         if not (left := left_behind(before)):
             return
+        if turn == COLLECT:
+            getattr(request.node, "funcargs", {}).clear()  # pytest holds on to what fixtures gave
+            gc.collect()
+            _excuse_marked(request.node, before)
         threading.Event().wait(turn / 1000)
     end_processes(before)
     pytest.fail("left behind: " + "\n".join(left), pytrace=False)
