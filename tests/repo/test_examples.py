@@ -86,6 +86,11 @@ def test_robust_regression(tmp_path):
     assert robust < 0.9 * plain and clean < robust
 
 
+def test_own_loop_over_a_hub():
+    sums = re.findall(r"replica-\d: sum of \|weights\| ([\d.]+)", run("12_own_loop_over_a_hub.py", "--steps", "25"))
+    assert len(sums) == 2 and sums[0] == sums[1]
+
+
 def test_hugging_face_trainer(tmp_path):
     command = ["10_hugging_face_trainer.py", "--out", str(tmp_path), "--steps", "8"]
     sums = re.findall(r"replica \d: step 8, sum of \|weights\| ([\d.]+)", run(*command))

@@ -9,7 +9,7 @@
 from thinwire.errors import ConfigurationError
 
 try:
-    from thinwire.comm.secure.group import SecureGroup, join
+    from thinwire.comm.secure.group import SecureGroup, admit, join
     from thinwire.comm.secure.hub import Hub
     from thinwire.comm.secure.invitations import invite
     from thinwire.comm.secure.token import Token
@@ -18,4 +18,4 @@ except ModuleNotFoundError as error:
         f"thinwire.comm.secure needs {error.name}, which is not installed: pip install 'thinwire[secure]'"
     ) from None
 
-__all__ = ["Hub", "SecureGroup", "Token", "invite", "join"]
+__all__ = ["Hub", "SecureGroup", "Token", "admit", "invite", "join"]

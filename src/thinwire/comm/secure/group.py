@@ -13,7 +13,7 @@ from torch import Tensor
 from thinwire.comm.group import travelling
 from thinwire.comm.secure.enrol import Enrolment
 from thinwire.comm.secure.frames import MEMBERS, Welcome
-from thinwire.comm.secure.link import Link
+from thinwire.comm.secure.link import HubLink
 from thinwire.comm.secure.loop import LoopThread
 from thinwire.comm.secure.messages import Receive
 from thinwire.comm.secure.token import Token
@@ -79,7 +79,7 @@ class SecureGroup:
         timeout: seconds that a `wait` lasts at most.
     """
 
-    def __init__(self, link: Link, thread: LoopThread, place: Welcome, timeout: float) -> None:
+    def __init__(self, link: HubLink, thread: LoopThread, place: Welcome, timeout: float) -> None:
         self._link, self._thread = link, thread
         self.rank, self.size, self.names, self.timeout = place.rank, len(place.names), place.names, timeout
         self._closed: LinkError | None = None
@@ -195,7 +195,7 @@ def join(
     label = hashlib.sha256(f"thinwire {size} {run}".encode()).digest()
     thread = LoopThread.shared()
     try:
-        link = Link(enrolment, label, size, bits_per_second)
+        link = HubLink(enrolment, label, size, bits_per_second)
         thread.run(link.begin())
         try:
             place = link.place(timeout)
@@ -206,3 +206,21 @@ def join(
         thread.release()
         raise
     return SecureGroup(link, thread, place, timeout)
+
+
+def admit(token: str, name: str, folder: Path | str = ".thinwire") -> str:
+    """Join the hub of `token` as `name`, without a group: the run file that the hub keeps for its members, "" if it has none.
+
+    Args:
+        token, name, folder: as for `join`.
+
+    Raises:
+        ConfigurationError: the token or the name is none.
+        LinkError: the hub refuses, or does not answer.
+    """
+    enrolment = Enrolment(Token.read(token), name, Path(folder))
+    thread = LoopThread.shared()
+    try:
+        return thread.run(enrolment.admitted()).run
+    finally:
+        thread.release()

@@ -8,6 +8,7 @@ was on the way is sent again by the members.
 from __future__ import annotations
 
 import asyncio
+import socket
 import struct
 import time
 from collections.abc import Callable
@@ -64,7 +65,7 @@ class Hub:
 
     Args:
         folder: its keys and its state, made when missing.
-        host: the address of this machine to listen at.
+        host: the address of this machine to listen at; "": the one that this folder had before.
         port: of members; the next one is for those who join. 0: those that this folder had before, or any free ones.
         reached_at: the host that members dial, if it is not `host`.
         lifetime: of a member's certificate.
@@ -98,12 +99,16 @@ class Hub:
             self._keep(group)
         self._thread = LoopThread.shared()
         try:
-            self.host, self.port, self.join_port = host, *self._thread.run(self._start(host, port))
+            self.host = host or self._state.meta("listen") or "127.0.0.1"
+            self.port, self.join_port = self._thread.run(self._start(self.host, port))
         except BaseException:
             self._state.close()
             self._thread.release()
             raise
-        self._state.keep("host", reached_at or host)
+        if reached_at or host:
+            everywhere = host in ("0.0.0.0", "::")  # no address to dial
+            self._state.keep("host", reached_at or (socket.gethostname() if everywhere else host))
+        self._state.keep("listen", self.host)
         self._state.keep("ports", f"{self.port} {self.join_port}")
 
     def close(self) -> None:

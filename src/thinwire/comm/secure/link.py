@@ -32,7 +32,7 @@ class Broken(LinkError):
     """A connection that has ended; the next one goes on."""
 
 
-class Link(Teller):
+class HubLink(Teller):
     """The one connection of this process to the hub, and what is on the way over it.
 
     Args:
