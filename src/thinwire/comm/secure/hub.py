@@ -119,6 +119,12 @@ class Hub:
             self._state.close()
             self._thread.release()
 
+    def __enter__(self) -> Hub:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def invite(self, uses: int = 1, seconds: float = 86_400.0, name: str | None = None) -> Token:
         """See `invite`."""
         return invite(self.folder, uses, seconds, name)
