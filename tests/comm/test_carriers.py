@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 from group_laws import CASES, TIMEOUT, all_laws, run_case, run_processes
+from secure_groups import run_secure
 
 from thinwire.comm import run_threads
+from thinwire.comm.secure import Hub
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -24,3 +26,16 @@ def test_gloo(case, gloo):
     assert None not in gloo, "a process died or hung"
     failures = [failures[case] for failures in gloo if case in failures]
     assert not failures, "\n".join(failures)
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    hub = Hub(tmp_path_factory.mktemp("hub"))
+    yield hub
+    hub.close()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_secure(case, hub, tmp_path):
+    """Each replica a thread, with a key and TLS connections of its own."""
+    run_secure(hub, int(case[-1]), lambda group: run_case(case, group), tmp_path)

@@ -89,6 +89,11 @@ def test_robust_regression(tmp_path):
     assert robust < 0.9 * plain and clean < robust
 
 
+def test_own_loop_over_a_hub():
+    sums = re.findall(r"replica-\d: sum of \|weights\| ([\d.]+)", run("12_own_loop_over_a_hub.py", "--steps", "25"))
+    assert len(sums) == 2 and sums[0] == sums[1]
+
+
 @pytest.mark.slow
 def test_hugging_face_trainer(tmp_path):
     command = ["10_hugging_face_trainer.py", "--out", str(tmp_path), "--steps", "8"]

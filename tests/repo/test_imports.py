@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-HEAVY = ("plotly", "rich", "tyro", "triton", "torch", "numba")
+HEAVY = ("plotly", "rich", "tyro", "triton", "torch", "numba", "grpc", "cryptography")
 
 
 def loaded(code: str) -> set[str]:

@@ -27,6 +27,8 @@ VERBS = {
     "probe": "measure links and machines, for plan",
     "plan": "rank settings for given links and machines, with reasons, and write the best one's run file",
     "lighthouse": "start the server at which the replicas of an elastic run find each other",
+    "hub": "start the server that replicas on networks of others dial: mutual TLS, and a token to join",
+    "join": "train as one replica of a run that meets at a hub, by its token",
     "doctor": "say what this machine has, and what is wrong with a set-up",
     "docs": "show a page of the documentation",
 }

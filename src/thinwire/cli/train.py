@@ -105,6 +105,10 @@ def main(arguments: Sequence[str]) -> int:
                 "carrier='elastic' under torchrun, which starts a fixed group; start it with thinwire train alone."
             )
         check_seat(asked.seat)
+    if run.placement.carrier == "secure" and place is not None:
+        raise ConfigurationError(
+            "carrier='secure' under torchrun, which joins the replicas itself; start it with thinwire train or thinwire join."
+        )
     named(asked.log)
     if asked.resume and asked.out is None:
         raise ConfigurationError("--resume: the folder of the run to resume is needed; add --out FOLDER.")
@@ -141,7 +145,7 @@ def main(arguments: Sequence[str]) -> int:
         else:
             with _told(asked, run, folder, console):
                 train(run, folder, resume, console, stop, asked.seat)
-        return _finish(folder, console, asked.json, stop, asked.seat)
+        return finish(folder, console, asked.json, stop, _seated(asked.seat))
 
 
 def other_number(run: Run, folder: Path) -> bool:
@@ -164,6 +168,10 @@ def train(run: Run, folder: Path, resume: bool, console: Console, stop: launch.S
             train_elastic(run, folder, resume, progress.update, progress.say, seat, stop)
         elif run.placement.carrier == "threads":
             launch.train_threads(run, folder, resume, progress.update, stop)
+        elif run.placement.carrier == "secure":
+            from thinwire.lm.secure import train_secure  # it needs the extra `secure`
+
+            train_secure(run, folder, resume, progress.update, stop)
         else:
             launch.train_processes(run, folder, resume, progress.update, stop)
 
@@ -188,7 +196,7 @@ def _as_rank(rank: int, world: int, run: Run, asked: Options, folder: Path, cons
             progress.pass_over()
             with watching(progress.update, 0.2, "thinwire-progress"):
                 launch.train_as_rank(run, folder, resume, stop)
-        return _finish(folder, console, asked.json, stop)
+        return finish(folder, console, asked.json, stop)
 
 
 @contextmanager
@@ -203,8 +211,17 @@ def _told(asked: Options, run: Run, folder: Path, console: Console) -> Iterator[
             yield
 
 
-def _finish(folder: Path, console: Console, as_json: bool, stop: launch.Stop, seat: Seat | None = None) -> int:
-    """The summary as a table, a file and a page; returns the exit code."""
+def _seated(seat: Seat | None) -> str:
+    """The options of a replica whose lighthouse stands elsewhere."""
+    if seat is None:
+        return ""
+    return f" --lighthouse {seat.lighthouse} --name {seat.name}" + (f" --secret {seat.secret}" if seat.secret else "")
+
+
+def finish(
+    folder: Path, console: Console, as_json: bool, stop: launch.Stop, options: str = "", verb: str = "train"
+) -> int:
+    """The summary as a table, a file and a page; returns the exit code. `verb` and `options` go on with a run that was stopped."""
     try:
         record = RunRecord.load(folder)
     except DataError:
@@ -225,9 +242,7 @@ def _finish(folder: Path, console: Console, as_json: bool, stop: launch.Stop, se
     console.print(drawn, soft_wrap=True, highlight=False)
     stopped = record.status.startswith("stopped")
     if stopped:
-        where = f" --lighthouse {seat.lighthouse} --name {seat.name}" if seat else ""
-        where += f" --secret {seat.secret}" if seat and seat.secret else ""
-        console.print(f"to go on: thinwire train --resume --out {folder}{where}", soft_wrap=True, highlight=False)
+        console.print(f"to go on: thinwire {verb} --resume --out {folder}{options}", soft_wrap=True, highlight=False)
     if as_json:
         print(json.dumps(summary))
     return stop.exit_code if stopped or (stop.is_set() and record.status != "finished") else 0

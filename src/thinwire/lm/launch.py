@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -186,24 +186,32 @@ def train_threads(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop |
 
 def train_processes(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop | None = None) -> None:
     """One process a replica on this machine, in the environment that torchrun would give it. Their output goes to RUN/logs."""
+    replicas, port = run.placement.replicas, _free_port()
+    command = [sys.executable, "-m", "thinwire.lm.launch", str(folder), *(["--resume"] if resume else [])]
+    own = [
+        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(replicas)}
+        | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for rank in range(replicas)
+    ]
+    run_processes(run, folder, [(command, environment) for environment in own], tick, stop)
+
+
+def run_processes(
+    run: Run, folder: Path, replicas: Sequence[tuple[list[str], dict[str, str]]], tick: Tick, stop: Stop | None = None
+) -> None:
+    """One process a replica: its command, and what its environment has beside this one's. Their output goes to RUN/logs."""
     stop = stop or Stop()
     open_job(run, folder)  # once, before all of them want its text tokenised; a mistake in it shows here
     logs = folder / "logs"
     logs.mkdir(exist_ok=True)
-    port = _free_port()
     processes, begins = [], []
-    for rank in range(run.placement.replicas):
-        environment = sharing_cores(run.placement.replicas) | {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(run.placement.replicas),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        }  # fmt: skip
-        command = [sys.executable, "-m", "thinwire.lm.launch", str(folder), *(["--resume"] if resume else [])]
+    for rank, (command, environment) in enumerate(replicas):
         with (logs / f"replica-{rank}.txt").open("ab") as output:
             begins.append(output.tell())  # what stands before was said by an earlier session
             processes.append(
                 subprocess.Popen(
                     command,
-                    env=environment,
+                    env=sharing_cores(len(replicas)) | environment,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -330,10 +338,15 @@ def _free_port() -> int:
 def main() -> int:
     """`python -m thinwire.lm.launch FOLDER [--resume]`: one replica, as `train_processes` starts it."""
     folder, resume = Path(sys.argv[1]), "--resume" in sys.argv[2:]
+    return as_replica(lambda stop: train_as_rank(Run.load(folder / "run.toml"), folder, resume, stop=stop))
+
+
+def as_replica(train: Callable[[Stop], object]) -> int:
+    """What a process that `run_processes` started does: train, and end with the launcher. Returns the exit code."""
     stop = Stop()
     threading.Thread(target=stop_with_the_launcher, args=(stop,), name="thinwire-launcher-watch", daemon=True).start()
     try:
-        train_as_rank(Run.load(folder / "run.toml"), folder, resume, stop=stop)
+        train(stop)
     except ThinwireError as error:
         print(printable_lines(f"{type(error).__name__}: {error}"), file=sys.stderr)
         return 1

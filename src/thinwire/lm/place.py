@@ -27,6 +27,7 @@ class Place:
     shards: int = 1
     gpu: int = 0
     stop: threading.Event = field(default_factory=threading.Event)
+    alone: bool = False  # in its folder: the other replicas write theirs elsewhere
 
     @property
     def name(self) -> str:
@@ -35,8 +36,8 @@ class Place:
 
     @property
     def writes_the_model(self) -> bool:
-        """All replicas hold the same model: the first rank of all writes it."""
-        return self.group.rank == 0 and self.shard == 0
+        """All replicas hold the same model: the first rank of all writes it, or each into a folder of its own."""
+        return (self.group.rank == 0 or self.alone) and self.shard == 0
 
     def share(self, seed: int, replicas: int) -> Share:
         """Of the data."""

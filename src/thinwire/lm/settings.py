@@ -243,8 +243,9 @@ class Placement(_Part):
 
     replicas: int = 2
     """Number of replicas (under torchrun: the world is replicas times the ranks of one replica)."""
-    carrier: Literal["processes", "threads", "elastic"] = "processes"
-    """Replicas as processes under torch.distributed, as threads of one process, or elastic: as processes that may die, return and join late."""
+    carrier: Literal["processes", "threads", "elastic", "secure"] = "processes"
+    """Replicas as processes under torch.distributed, as threads of one process, elastic: as processes that may die, return and join late,
+    or secure: as processes that meet at a hub over mutual TLS (thinwire docs secure)."""
     least: int = 2
     """Elastic: number of replicas that a round needs. With fewer they train on and wait. With 1, each may train on alone."""
     grace: str | None = None
@@ -286,9 +287,10 @@ class Placement(_Part):
 
     def _check_uplink(self) -> None:
         uplink = parse_link(self.uplink)
-        if uplink and (uplink.delay_seconds or self.carrier != "processes"):
+        if uplink and (uplink.delay_seconds or self.carrier not in ("processes", "secure")):
             raise ConfigurationError(
-                f"uplink={self.uplink!r} with carrier={self.carrier!r}: a rate alone is needed, such as 100mbit, and carrier='processes'. "
+                f"uplink={self.uplink!r} with carrier={self.carrier!r}: a rate alone is needed, such as 100mbit, "
+                "and carrier='processes' or 'secure'. "
                 "To emulate a link with a delay, use link."
             )
 

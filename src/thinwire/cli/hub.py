@@ -1,0 +1,153 @@
+"""`thinwire hub`: where the replicas of a run meet over networks that nobody owns."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+from rich.console import Console
+
+from thinwire.cli import options
+from thinwire.comm.secure import Hub, invite
+from thinwire.comm.secure.hub import PORT
+from thinwire.comm.secure.invitations import opened_state
+from thinwire.comm.secure.keys import private_folder
+from thinwire.errors import ConfigurationError
+from thinwire.records.printable import printable
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `thinwire hub` takes."""
+
+    do: tyro.conf.Positional[Literal["run", "list", "invite", "revoke"]] = "run"
+    """run: be the hub until interrupted. The others work on its folder, while it runs or not: list its members, invite more, or revoke one."""
+    who: tyro.conf.Positional[str | None] = None
+    """The name of the member to revoke."""
+    out: Path = Path("hub")
+    """The hub's folder, with its keys; who can read it can be the hub."""
+    listen: str | None = None
+    """HOST:PORT to listen at; those who join need the next port, too. Default: where this folder's hub listened before, or 127.0.0.1:29530."""
+    address: str | None = None
+    """The host that replicas dial, where it is not the one of --listen: a public name or address."""
+    run_file: Path | None = None
+    """A run file for those who join without one of their own."""
+    uses: int = 1
+    """Number of replicas that may join with the token."""
+    hours: float = 24.0
+    """Hours for which the token holds."""
+    name: str | None = None
+    """The one name that may join with the token."""
+    json: bool = False
+    """Stdout ends with one JSON object."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    asked = tyro.cli(
+        Options,
+        prog="thinwire hub",
+        args=list(arguments),
+        description="Be the place that all replicas dial: it admits them by a token, and passes on what they send each other.",
+    )
+    if (asked.do == "revoke") != (asked.who is not None):
+        raise ConfigurationError(
+            "a name goes with revoke, and with nothing else: thinwire hub revoke NAME --out FOLDER."
+        )
+    console = options.console(asked.json)
+    if asked.do == "list":
+        return _list(asked, console)
+    if asked.do == "invite":
+        return _told(asked, console, str(invite(asked.out, asked.uses, 3600 * asked.hours, asked.name)))
+    if asked.do == "revoke":
+        with opened_state(asked.out) as state:
+            state.revoke(asked.who or "")
+        console.print(f"{asked.who} is revoked: a hub that runs puts it out at once", highlight=False)
+        return 0
+    return _run(asked, console)
+
+
+def _run(asked: Options, console: Console) -> int:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    ended: list[int] = []  # see cli/lighthouse.py
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda told, _: ended.append(told))
+    fresh = not (asked.out / "hub.sqlite").exists()
+    folder = private_folder(asked.out)
+    if asked.run_file:
+        shutil.copyfile(asked.run_file, folder / "run.toml")
+    host, port = _listen(asked, fresh)
+
+    def say(line: str) -> None:
+        console.print(printable(line), soft_wrap=True, highlight=False, markup=False)
+
+    hub = Hub(folder, host, port, asked.address, say=say)
+    try:
+        say(f"hub at {hub.host}:{hub.port}; who joins needs port {hub.join_port}, too")
+        say(f"its keys and its state are in {folder}; what it refuses stands in {folder / 'audit.txt'}")
+        if fresh:
+            _told(asked, console, str(hub.invite(asked.uses, 3600 * asked.hours, asked.name)))
+        else:
+            say(f"who was admitted may come again; for others: thinwire hub invite --out {folder}")
+        while not ended:
+            time.sleep(0.2)
+    finally:
+        hub.close()
+    return 0
+
+
+def _listen(asked: Options, fresh: bool) -> tuple[str, int]:
+    if asked.listen is None:
+        return ("127.0.0.1", PORT) if fresh else ("", 0)
+    host, colon, port = asked.listen.rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 <= int(port) < 65535:
+        raise ConfigurationError(f"--listen {asked.listen!r}: HOST:PORT is needed, such as 0.0.0.0:{PORT}.")
+    return host.strip("[]"), int(port)
+
+
+def _told(asked: Options, console: Console, token: str) -> int:
+    times = "once" if asked.uses == 1 else f"{asked.uses} times"
+    who = f" by {asked.name}" if asked.name else ""
+    console.print(f"join token, to be used {times}{who} within {asked.hours:g} hours; keep it like a password:")
+    console.print(f"  {token}", soft_wrap=True, highlight=False, markup=False)
+    console.print("a replica comes with: thinwire join TOKEN [run.toml] --name NAME", highlight=False, markup=False)
+    if asked.json:
+        print(json.dumps({"token": token}), flush=True)
+    return 0
+
+
+def _list(asked: Options, console: Console) -> int:
+    with opened_state(asked.out) as state:
+        members, invitations = state.members(), state.invitations()
+    table = options.table("")
+    for column in ("member", "key", "joined", "state"):
+        table.add_column(column)
+    for one in members:
+        joined = time.strftime("%Y-%m-%d %H:%M", time.gmtime(one.joined))
+        table.add_row(one.name, one.key.hex()[:16], joined, "revoked" if one.revoked else "may connect")
+    console.print(table)
+    console.print(
+        f"{len(invitations)} tokens are open, for {sum(one[0] for one in invitations)} more members", highlight=False
+    )
+    if asked.json:
+        rows = [
+            {"name": one.name, "key": one.key.hex(), "joined": one.joined, "revoked": one.revoked} for one in members
+        ]
+        print(
+            json.dumps(
+                {
+                    "members": rows,
+                    "open": [{"uses": uses, "expires": at, "name": name} for uses, at, name in invitations],
+                }
+            )
+        )
+    return 0

@@ -1,0 +1,92 @@
+"""`thinwire join`: train as one replica of a run that meets at a hub."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+
+from thinwire.cli import doctor, options
+from thinwire.cli.train import finish
+from thinwire.comm.secure import admit
+from thinwire.comm.secure.keys import private_folder, write_private
+from thinwire.errors import ConfigurationError
+from thinwire.lm import launch
+from thinwire.lm.job import check
+from thinwire.lm.run import Run
+from thinwire.lm.secure import join_for, run_of_hub, train_member
+from thinwire.lm.watch import watching
+from thinwire.report.progress import Progress
+from thinwire.report.terminal import waiting
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `thinwire join` takes."""
+
+    token: tyro.conf.Positional[str]
+    """The join token that thinwire hub printed."""
+    run: tyro.conf.Positional[Path | None] = None
+    """A run file; the same settings are needed on every replica. Default: the one that the hub keeps."""
+    name: str = tyro.MISSING
+    """This replica's own name: small letters, digits and hyphens. The order of the names is the order of the replicas."""
+    out: Path | None = None
+    """The run folder. Default: runs/NAME."""
+    resume: bool = False
+    """Resume from the newest checkpoint that all replicas have."""
+    keys: Path = Path(".thinwire")
+    """The folder that keeps this replica's key and its certificate."""
+    group: str = ""
+    """Replicas that give the same word train together; needed where several runs meet at one hub."""
+    timeout: float = 86_400.0
+    """Seconds to wait until all replicas are there."""
+    json: bool = False
+    """Progress goes to stderr; stdout ends with one JSON object."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    asked = tyro.cli(
+        Options,
+        prog="thinwire join",
+        args=list(arguments),
+        description="Dial the hub of TOKEN and train as one replica; no port is opened.",
+    )
+    console, stop = options.console(asked.json), launch.Stop()
+    folder = asked.out or Path("runs") / asked.name
+    told = admit(asked.token, asked.name, asked.keys)
+    console.print(f"the hub has admitted {asked.name}", highlight=False)
+    run = _run(asked, told).absolute().changed(carrier="secure")
+    with waiting(console, "looking at data and model"):
+        doctor.ready(run, check(run, folder if asked.resume else None), 1, console)
+    launch.new_folder(run, folder, asked.resume)
+    console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
+    with launch.stopping(stop):
+        _train(asked, run, folder, console, stop)
+        again = f" --name {asked.name} --keys {asked.keys}" + (f" --group {asked.group}" if asked.group else "")
+        return finish(folder, console, asked.json, stop, again, "join TOKEN")
+
+
+def _run(asked: Options, told: str) -> Run:
+    if asked.run is not None:
+        return Run.load(asked.run, options.advise)
+    if not told:
+        raise ConfigurationError("the hub keeps no run file; give one: thinwire join TOKEN run.toml --name NAME.")
+    path = private_folder(asked.keys / asked.name) / "run.toml"
+    write_private(path, told.encode())
+    return run_of_hub(path)
+
+
+def _train(asked: Options, run: Run, folder: Path, console: Console, stop: launch.Stop) -> None:
+    console.print(f"waiting until all {run.placement.replicas} replicas are there", highlight=False)
+    with join_for(run, asked.token, asked.name, asked.keys, asked.group, asked.timeout) as group:
+        console.print(
+            f"replica {group.rank} of {group.size}: {', '.join(group.names)}", soft_wrap=True, highlight=False
+        )
+        with Progress(folder, run.optimizer.steps, [f"replica-{group.rank}"], console) as progress:
+            progress.pass_over()
+            with watching(progress.update, 0.2, "thinwire-progress"):
+                train_member(run, folder, group, asked.resume, stop)
+            progress.update()

@@ -1,0 +1,88 @@
+"""How gRPC is set up at both ends: mutual TLS with keys of the hub's authority, and bounds for what strangers send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import grpc
+import grpc.aio
+
+from thinwire.comm.secure.frames import LIMIT_NBYTES
+from thinwire.comm.secure.keys import HUB, Credentials
+
+SERVICE = "thinwire.Hub"
+JOIN, CONTROL, BULK = (f"/{SERVICE}/{name}" for name in ("Join", "Control", "Bulk"))
+TLS = "TLSv1.3"
+JOIN_NBYTES = 8192  # of a request to join
+ADMITTED_NBYTES = 1 << 20  # of the answer, with a run file
+_NO_COMPRESSION = 1  # the bit of `identity`
+
+Options = Sequence[tuple[str, int | str]]
+_BOTH: Options = (
+    ("grpc.max_send_message_length", ADMITTED_NBYTES),
+    ("grpc.compression_enabled_algorithms_bitset", _NO_COMPRESSION),
+    ("grpc.max_metadata_size", 8192),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+_SERVER: Options = (
+    *_BOTH,
+    ("grpc.max_concurrent_streams", 16),
+    ("grpc.max_connection_idle_ms", 30_000),
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.so_reuseport", 0),
+)
+OF_MEMBERS: Options = (*_SERVER, ("grpc.max_receive_message_length", LIMIT_NBYTES))
+OF_JOINERS: Options = (  # strangers among them: few at a time, and none for long
+    *_SERVER,
+    ("grpc.max_receive_message_length", JOIN_NBYTES),
+    ("grpc.max_connection_age_ms", 20_000),
+    ("grpc.max_connection_age_grace_ms", 5_000),
+    ("grpc.max_allowed_incoming_connections", 64),
+)
+
+
+def server_credentials(own: Callable[[], Credentials], members_only: bool) -> grpc.ServerCredentials:
+    """The hub's end, with the key that `own` gives at each handshake. With `members_only`, who shows no certificate of the
+    authority gets no further than that.
+    """
+
+    def configured(identity: Credentials) -> grpc.ServerCertificateConfiguration:
+        authorities = identity.authorities if members_only else None
+        return grpc.ssl_server_certificate_configuration([(identity.key, identity.certificate)], authorities)
+
+    now = own()
+
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal now
+        if (due := own()) is now:
+            return None  # the one that is in use
+        now = due
+        return configured(due)
+
+    return grpc.dynamic_ssl_server_credentials(configured(now), renewed, members_only)
+
+
+def dialled(
+    host: str, port: int, authorities: bytes, own: Credentials | None, most_nbytes: int = LIMIT_NBYTES
+) -> grpc.aio.Channel:
+    """A connection of its own to the hub, which must show a certificate of `authorities`."""
+    credentials = (
+        grpc.ssl_channel_credentials(authorities, own.key, own.certificate)
+        if own
+        else grpc.ssl_channel_credentials(authorities)
+    )
+    options = [
+        *_BOTH,
+        ("grpc.max_receive_message_length", most_nbytes),
+        ("grpc.ssl_target_name_override", HUB),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_retries", 0),
+        ("grpc.enable_http_proxy", 0),
+    ]
+    target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return grpc.aio.secure_channel(target, credentials, options)

@@ -1,0 +1,150 @@
+"""How a machine joins: it makes a key, learns the hub's authority by its fingerprint, and gets a certificate for its name.
+
+The token pins the authority before anything is trusted: the certificate that the hub shows at its join port is compared
+with the fingerprint, over a connection on which nothing is said. Only then a second one is made, which must be the
+authority's by TLS itself, and the secret goes over that. From then on the authority is known, and the key renews its
+certificate without a secret for as long as the hub has not revoked the name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import ssl
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import grpc.aio
+from cryptography import x509
+
+from thinwire.comm.secure.channels import ADMITTED_NBYTES, JOIN, dialled
+from thinwire.comm.secure.hub import ADMITTED, JOIN_HEAD
+from thinwire.comm.secure.keys import Credentials, check_name, new_key, private_folder, request, write_private
+from thinwire.comm.secure.token import Token
+from thinwire.errors import ConfigurationError, LinkError
+
+ANSWER_SECONDS = 30.0  # in which a hub that is there answers
+_LONGEST = 1 << 14  # bytes of a certificate, or of the authorities
+
+
+class Refused(LinkError):
+    """The hub has said no; to ask again does not help."""
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """What a member got: its identity, and the run file that the hub keeps for its members ("" if it has none)."""
+
+    identity: Credentials
+    run: str
+
+    @property
+    def due(self) -> float:
+        """When to renew: half-way through the life of the certificate, in seconds since the epoch."""
+        certificate = x509.load_pem_x509_certificate(self.identity.certificate)
+        begin, end = certificate.not_valid_before_utc.timestamp(), certificate.not_valid_after_utc.timestamp()
+        return max(time.time(), begin) + (end - max(time.time(), begin)) / 2
+
+
+class Enrolment:
+    """A member's name and key at one hub, in `folder`/NAME, made when they are missing.
+
+    Args:
+        token: the invitation; its secret is used when the hub does not know the key yet.
+        name: of this member.
+        folder: keeps the key.
+
+    Raises:
+        ConfigurationError: `name` is none, or the folder holds the key for another hub.
+    """
+
+    def __init__(self, token: Token, name: str, folder: Path) -> None:
+        self.token, self.name = token, check_name(name)
+        own = private_folder(folder / self.name)
+        pinned, key = own / "authority.sha256", own / "key.pem"
+        if not pinned.exists():  # the last that is written
+            write_private(key, new_key())
+            write_private(pinned, token.authority.hex().encode() + b"\n")
+        if pinned.read_text().strip() != token.authority.hex():
+            raise ConfigurationError(
+                f"{own} holds the key of {self.name} at another hub; choose another folder, or remove it if that hub is gone."
+            )
+        self._key, self._kept = key.read_bytes(), own / "authority.pem"
+
+    async def admitted(self) -> Admitted:
+        """A fresh certificate. Raises `Refused`, and `LinkError` while the hub is not there."""
+        authority = await self._authority()
+        token, asked = self.token, request(self._key, self.name)
+        head = JOIN_HEAD.pack(token.invitation, token.secret, len(self.name), len(asked))
+        async with dialled(token.host, token.join_port, authority, None, ADMITTED_NBYTES) as channel:
+            try:
+                raw = await channel.unary_unary(JOIN)(head + self.name.encode() + asked, timeout=ANSWER_SECONDS)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.PERMISSION_DENIED:
+                    raise Refused(f"{error.details()}. Ask whoever keeps the hub for a new token.") from None
+                raise LinkError(
+                    f"the hub at {token.host}:{token.join_port} does not answer ({error.details()})"
+                ) from None
+        return self._opened(bytes(raw))
+
+    def _opened(self, raw: bytes) -> Admitted:
+        if len(raw) < ADMITTED.size:
+            raise LinkError("the hub's answer cannot be read; run the same Thinwire everywhere")
+        certificate, authorities, run = ADMITTED.unpack_from(raw)
+        if len(raw) != ADMITTED.size + certificate + authorities + run:
+            raise LinkError("the hub's answer cannot be read; run the same Thinwire everywhere")
+        rest = raw[ADMITTED.size :]
+        both = certificate + authorities
+        identity = Credentials(self._key, rest[:certificate], rest[certificate:both])
+        try:
+            x509.load_pem_x509_certificate(identity.certificate)
+            told = rest[both:].decode()
+        except ValueError:
+            raise LinkError("the hub's answer cannot be read; run the same Thinwire everywhere") from None
+        return Admitted(identity, told)
+
+    async def _authority(self) -> bytes:
+        """The authority's certificate as PEM: what was kept, or what the hub shows, if it is the one of the token."""
+        try:
+            pem = self._kept.read_bytes()
+            if _pinned(pem, self.token.authority):
+                return pem
+        except FileNotFoundError:
+            pass
+        pem = await _shown(self.token.host, self.token.join_port)
+        if not _pinned(pem, self.token.authority):
+            raise Refused(
+                f"{self.token.host}:{self.token.join_port} is not the hub of this token: its authority has another fingerprint. "
+                "Somebody may be in between; nothing was said to it."
+            )
+        write_private(self._kept, pem)
+        return pem
+
+
+def _pinned(pem: bytes, due: bytes) -> bool:
+    try:
+        return hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem.decode("ascii"))).digest() == due
+    except ValueError:
+        return False
+
+
+async def _shown(host: str, port: int) -> bytes:
+    """The certificate that whoever listens there shows. Nothing is believed of it, and nothing is said. Raises `LinkError`."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # its fingerprint is compared
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.set_alpn_protocols(["h2"])
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            _, writer = await asyncio.open_connection(host, port, ssl=context)
+    except (OSError, TimeoutError) as error:
+        raise LinkError(f"the hub at {host}:{port} does not answer ({error})") from None
+    try:
+        shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    finally:
+        writer.close()
+    if not shown or len(shown) > _LONGEST:
+        raise LinkError(f"{host}:{port} shows no certificate")
+    return ssl.DER_cert_to_PEM_cert(shown).encode()

@@ -1,0 +1,169 @@
+"""What members and hub say to each other: fixed binary headers, little-endian, checked before anything is allocated.
+
+A frame begins with
+
+| bytes | field    | meaning                                                               |
+|-------|----------|-----------------------------------------------------------------------|
+| 1     | kind     | of the frame, below                                                   |
+| 1     | version  | of these frames                                                       |
+| 2     | rank     | upwards: whom it is for; downwards: from whom, or whom it is about    |
+| 8     | sequence | 0, 1, 2, ... of all frames of this stream in this direction           |
+
+and goes on with the fields of its kind. Control frames and messages of at most `SMALL_NBYTES` travel on the control
+stream, the chunks of longer messages on bulk streams. A receiver asks for each message (PULL) when its buffer is there:
+what nobody asked for is never sent, so nobody has to store it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from thinwire.errors import PacketError
+
+VERSION = 1
+CHUNK_NBYTES = 1 << 17
+SMALL_NBYTES = 1 << 13  # a message up to this size travels with control
+MEMBERS = 64  # of one group
+LIMIT_NBYTES = CHUNK_NBYTES + 2048  # of one frame
+
+HELLO, WELCOME, BACK, AWAY, GONE, SYNC, PULL, ACK, REFUSE, LEAVE, ATTACH, DATA = range(12)
+PASSED_ON = (SYNC, PULL, ACK, REFUSE)  # from member to member, as they are
+
+LEFT, REVOKED, REPLACED = range(3)  # why a member is gone
+REASONS = {LEFT: "closed its group", REVOKED: "was revoked at the hub", REPLACED: "was started anew"}
+
+HEADER = struct.Struct("<BBHQ")
+_FIELDS = {
+    HELLO: struct.Struct("<16s32sH"),  # of this process; of the group's label; members
+    BACK: struct.Struct("<Q"),  # the member's connection
+    AWAY: struct.Struct("<"),
+    GONE: struct.Struct("<B"),  # why
+    SYNC: struct.Struct("<QI"),  # of the member it is for, its connection; how many PULLs follow
+    PULL: struct.Struct("<QIQQ"),  # receive, tag, bytes, offset
+    ACK: struct.Struct("<QQ"),  # receive, bytes that are there
+    REFUSE: struct.Struct("<QQ"),  # receive, bytes of the message that was posted
+    LEAVE: struct.Struct("<"),
+    ATTACH: struct.Struct("<Q"),  # the member's connection
+}
+_WELCOME = struct.Struct("<QQHH")  # connection, group, rank, members; then their names, and who is there
+_DATA_UP = struct.Struct("<QH")  # offset, receivers; then each, then the chunk
+_RECEIVER = struct.Struct("<HQ")  # rank, receive
+_DATA_DOWN = struct.Struct("<QQ")  # receive, offset; then the chunk
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A frame whose header and length were checked. `fields` are those of its kind; `body` follows them."""
+
+    kind: int
+    rank: int
+    fields: tuple[int | bytes, ...] = ()
+    body: bytes = b""
+
+    def number(self, place: int) -> int:
+        """The field at `place`, which is a number."""
+        value = self.fields[place]
+        assert isinstance(value, int)
+        return value
+
+
+def packed(kind: int, *fields: int | bytes) -> bytes:
+    """A frame of fixed size, without its header."""
+    return _FIELDS[kind].pack(*fields)
+
+
+def head(kind: int, rank: int, sequence: int) -> bytes:
+    """The header of a frame."""
+    return HEADER.pack(kind, VERSION, rank, sequence)
+
+
+def opened(raw: bytes, sequence: int, kinds: Sequence[int]) -> Frame:
+    """The frame that `raw` is: the one with this `sequence`, of one of these `kinds`. Raises `PacketError`."""
+    if len(raw) < HEADER.size:
+        raise PacketError(f"a frame of {len(raw)} bytes; at least {HEADER.size} are due")
+    kind, version, rank, number = HEADER.unpack_from(raw)
+    if version != VERSION:
+        raise PacketError(f"frames of version {version}; {VERSION} is spoken here. Run the same Thinwire everywhere")
+    if number != sequence:
+        raise PacketError(f"frame {number} where {sequence} was due: repeated, lost or out of order")
+    if kind not in kinds:
+        raise PacketError(f"a frame of kind {kind}, which is not due here")
+    rest = raw[HEADER.size :]
+    if kind in (DATA, WELCOME):
+        return Frame(kind, rank, (), rest)
+    if len(rest) != _FIELDS[kind].size:
+        raise PacketError(f"a frame of kind {kind} with {len(rest)} bytes; {_FIELDS[kind].size} are due")
+    return Frame(kind, rank, _FIELDS[kind].unpack(rest))
+
+
+def packed_welcome(
+    connection: int, group: int, rank: int, names: Sequence[str], present: Sequence[tuple[int, int]]
+) -> bytes:
+    """Who is in the group, and of those who are connected now their rank and connection."""
+    told = b"".join(bytes([len(name)]) + name.encode() for name in names)
+    there = b"".join(_RECEIVER.pack(*one) for one in present)
+    return _WELCOME.pack(connection, group, rank, len(names)) + told + struct.pack("<H", len(present)) + there
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """A member's place in its group. `present`: rank and connection of who is connected."""
+
+    connection: int
+    group: int
+    rank: int
+    names: tuple[str, ...]
+    present: tuple[tuple[int, int], ...]
+
+
+def opened_welcome(body: bytes) -> Welcome:
+    """Raises `PacketError`."""
+    try:
+        connection, group, rank, size = _WELCOME.unpack_from(body)
+        if not 0 <= rank < size <= MEMBERS:
+            raise ValueError
+        place, names = _WELCOME.size, []
+        for _ in range(size):
+            length = body[place]
+            names.append(body[place + 1 : place + 1 + length].decode("ascii"))
+            place += 1 + length
+        (count,) = struct.unpack_from("<H", body, place)
+        if len(body) != place + 2 + count * _RECEIVER.size:
+            raise ValueError
+        present = tuple(_RECEIVER.unpack_from(body, place + 2 + at * _RECEIVER.size) for at in range(count))
+    except (struct.error, ValueError, IndexError):
+        raise PacketError("a welcome that cannot be read; run the same Thinwire everywhere") from None
+    return Welcome(connection, group, rank, tuple(names), present)
+
+
+def packed_data(offset: int, receivers: Sequence[tuple[int, int]], chunk: bytes | memoryview) -> bytes:
+    """A chunk on its way up, for each of `receivers`: its rank, and the number of its receive."""
+    to = b"".join(_RECEIVER.pack(*one) for one in receivers)
+    return b"".join((_DATA_UP.pack(offset, len(receivers)), to, chunk))
+
+
+def opened_data(body: bytes) -> tuple[int, list[tuple[int, int]], memoryview]:
+    """Offset, receivers and chunk. Raises `PacketError`."""
+    if len(body) < _DATA_UP.size:
+        raise PacketError(f"a chunk of {len(body)} bytes with its header")
+    offset, count = _DATA_UP.unpack_from(body)
+    begin = _DATA_UP.size + count * _RECEIVER.size
+    if not 0 < count < MEMBERS or not 0 < len(body) - begin <= CHUNK_NBYTES:
+        raise PacketError(f"a chunk of {len(body)} bytes for {count} receivers")
+    receivers = [_RECEIVER.unpack_from(body, _DATA_UP.size + at * _RECEIVER.size) for at in range(count)]
+    return offset, receivers, memoryview(body)[begin:]
+
+
+def packed_passed(receive: int, offset: int, chunk: memoryview) -> bytes:
+    """A chunk on its way down, to the one who posted `receive`."""
+    return b"".join((_DATA_DOWN.pack(receive, offset), chunk))
+
+
+def opened_passed(body: bytes) -> tuple[int, int, memoryview]:
+    """Receive, offset and chunk. Raises `PacketError`."""
+    if not _DATA_DOWN.size < len(body) <= _DATA_DOWN.size + CHUNK_NBYTES:
+        raise PacketError(f"a chunk of {len(body)} bytes with its header")
+    receive, offset = _DATA_DOWN.unpack_from(body)
+    return receive, offset, memoryview(body)[_DATA_DOWN.size :]

@@ -1,0 +1,226 @@
+"""A group over a hub: `Group` for replicas that reach each other by no other way than dialling out."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from thinwire.comm.group import travelling
+from thinwire.comm.secure.enrol import Enrolment
+from thinwire.comm.secure.frames import MEMBERS, Welcome
+from thinwire.comm.secure.link import HubLink
+from thinwire.comm.secure.loop import LoopThread
+from thinwire.comm.secure.messages import Receive
+from thinwire.comm.secure.token import Token
+from thinwire.errors import ConfigurationError, LinkError, ThinwireError
+
+FAREWELL_SECONDS = 20.0  # for which a group that closes waits for what others have asked for
+
+
+class _SecureTransfer:
+    queued_seconds = 0.0
+    transfer_seconds = 0.0
+
+    def __init__(self, group: SecureGroup, tag: int, due: list[tuple[str, int]]) -> None:
+        self._group, self._tag = group, tag
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self._due = set(due)  # what is still on the way: "to" or "from", and the peer
+        self._errors: list[ThinwireError] = []
+        self.receives: list[Receive] = []
+        self.arrivals: dict[int, float] = {}
+        if not due:
+            self._over.set()
+
+    def settled(self, way: str, peer: int, error: ThinwireError | None) -> None:
+        """A message has arrived, or will not. Called in the loop's thread."""
+        with self._lock:
+            self._due.discard((way, peer))
+            if error:
+                self._errors.append(error)
+            elif way == "from":
+                self.arrivals[peer] = time.monotonic()
+            if error or not self._due:
+                self._over.set()
+
+    def wait(self) -> None:
+        in_time = self._over.wait(self._group.timeout)
+        with self._lock:
+            errors, due = list(self._errors), sorted(self._due)
+        if errors or not in_time:
+            for receive in self.receives:
+                receive.abandon()
+        if errors:
+            raise errors[0].with_traceback(None)
+        if not in_time:
+            who = ", ".join(f"{way} replica {peer}" for way, peer in due)
+            error = LinkError(
+                f"a message {who} (tag {self._tag}) did not arrive within {self._group.timeout:g} s; this replica "
+                f"{self._group.state}. See what the others are doing, or allow a longer timeout."
+            )
+            error.peer = due[0][1]
+            raise error
+
+
+class SecureGroup:
+    """One replica's view of a group whose replicas meet at a hub: over mutual TLS, dialled from inside, behind any NAT.
+
+    A connection that breaks is made again, and a hub that was killed is waited for: messages go on where they were. Only a
+    replica that has left, was revoked or was started anew ends a transfer, or `timeout`. `join` makes one.
+
+    Args:
+        link: the connection to the hub, which has a place in the group.
+        thread: in which it runs.
+        place: this replica's place.
+        timeout: seconds that a `wait` lasts at most.
+    """
+
+    def __init__(self, link: HubLink, thread: LoopThread, place: Welcome, timeout: float) -> None:
+        self._link, self._thread = link, thread
+        self.rank, self.size, self.names, self.timeout = place.rank, len(place.names), place.names, timeout
+        self._closed: LinkError | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def state(self) -> str:
+        """Of the connection, for messages: `is connected to the hub`."""
+        return self._link.state
+
+    @property
+    def run(self) -> str:
+        """The run file that the hub keeps for its members; "" if it has none."""
+        return self._link.run
+
+    @property
+    def uploaded(self) -> int:
+        """Bytes that went to the hub, with the headers of frames, without those of gRPC and TLS."""
+        return self._link.uploaded
+
+    def post(
+        self, tag: int, send: Mapping[int, Tensor], recv: Mapping[int, Tensor], purpose: str = "packet"
+    ) -> _SecureTransfer:
+        """See `Group.post`. A tensor that is sent to several peers in one post goes to the hub once."""
+        send, recv = travelling(self, tag, send), travelling(self, tag, recv)
+        due = [("to", peer) for peer in send] + [("from", peer) for peer in recv]
+        transfer = _SecureTransfer(self, tag, due)
+        for peer, buffer in recv.items():
+            transfer.receives.append(_receive(transfer, peer, tag, buffer))
+        same: dict[tuple[int, int], tuple[memoryview, list[int]]] = {}
+        for peer, message in send.items():
+            key = message.data_ptr(), message.numel()
+            same.setdefault(key, (_view(message), []))[1].append(peer)
+        messages, link = self._link.messages, self._link
+
+        def posted() -> None:
+            for receive in transfer.receives:
+                messages.receive(receive)
+            for data, peers in same.values():
+                messages.send(tag, data, peers, lambda peer, error: transfer.settled("to", peer, error))
+            link.wake()
+
+        with self._lock:
+            if self._closed:
+                raise self._error()
+            if due:
+                self._thread.loop.call_soon_threadsafe(posted)
+        return transfer
+
+    def close(self) -> None:
+        """See `Group.close`. Returns when those who asked for a message of this replica have it, if they can be reached."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = self._error()
+        self._thread.run(self._end())
+        self._thread.release()
+
+    def __enter__(self) -> SecureGroup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def _end(self) -> None:
+        receives, self._link.messages.receives = self._link.messages.receives, {}
+        for receive in receives.values():
+            receive.settled(self._error())
+        await self._link.leave(FAREWELL_SECONDS)
+        self._link.messages.fail(self._error())
+
+    def _error(self) -> LinkError:
+        return LinkError(f"the group of replica {self.rank} is closed. Post and wait before closing it.")
+
+
+def _receive(transfer: _SecureTransfer, peer: int, tag: int, buffer: Tensor) -> Receive:
+    return Receive(peer, tag, buffer.numel(), _view(buffer), lambda error: transfer.settled("from", peer, error))
+
+
+def _view(message: Tensor) -> memoryview:
+    return message.numpy().data
+
+
+def join(
+    token: str,
+    name: str,
+    size: int,
+    folder: Path | str = ".thinwire",
+    run: str = "",
+    timeout: float = 300.0,
+    bits_per_second: float | None = None,
+) -> SecureGroup:
+    """Dial the hub of `token`, and be one of `size` replicas that train together; returns when all are there.
+
+    Args:
+        token: what `thinwire hub` printed.
+        name: of this replica: small letters, digits and hyphens. The order of the names is the order of ranks.
+        size: number of replicas.
+        folder: keeps the replica's key; with it, the replica may come again without a new token.
+        run: what all must have alike to belong together, such as the name of the run.
+        timeout: seconds that a transfer lasts at most, and that this waits for the others.
+        bits_per_second: the rate at which this replica can send, to leave room for small messages; None: no pause between chunks.
+
+    Raises:
+        ConfigurationError: the token or the name is none.
+        LinkError: the hub refuses, or not all came in time.
+    """
+    if not 1 <= size <= MEMBERS or not timeout > 0:
+        raise ConfigurationError(
+            f"size={size}, timeout={timeout}: 1 to {MEMBERS} replicas and a positive time are needed."
+        )
+    enrolment = Enrolment(Token.read(token), name, Path(folder))
+    label = hashlib.sha256(f"thinwire {size} {run}".encode()).digest()
+    thread = LoopThread.shared()
+    try:
+        link = HubLink(enrolment, label, size, bits_per_second)
+        thread.run(link.begin())
+        try:
+            place = link.place(timeout)
+        except BaseException:
+            thread.run(link.leave(0.0))
+            raise
+    except BaseException:
+        thread.release()
+        raise
+    return SecureGroup(link, thread, place, timeout)
+
+
+def admit(token: str, name: str, folder: Path | str = ".thinwire") -> str:
+    """Join the hub of `token` as `name`, without a group: the run file that the hub keeps for its members, "" if it has none.
+
+    Args:
+        token, name, folder: as for `join`.
+
+    Raises:
+        ConfigurationError: the token or the name is none.
+        LinkError: the hub refuses, or does not answer.
+    """
+    enrolment = Enrolment(Token.read(token), name, Path(folder))
+    thread = LoopThread.shared()
+    try:
+        return thread.run(enrolment.admitted()).run
+    finally:
+        thread.release()

@@ -1,0 +1,47 @@
+"""Invitations to a hub, made while it runs or not, and a look at its state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from thinwire.comm.secure.keys import Authority, check_name
+from thinwire.comm.secure.state import HubState
+from thinwire.comm.secure.token import Token
+from thinwire.errors import ConfigurationError
+
+
+def invite(folder: Path, uses: int = 1, seconds: float = 86_400.0, name: str | None = None) -> Token:
+    """A new invitation of the hub in `folder`, whether it runs or not.
+
+    Args:
+        folder: of the hub.
+        uses: number of members that may join with it.
+        seconds: for which it holds.
+        name: the one member that may use it; None: any.
+
+    Raises:
+        ConfigurationError: there is no hub in `folder`, or a number is out of range.
+    """
+    if uses < 1 or not seconds > 0:
+        raise ConfigurationError(f"uses={uses}, seconds={seconds}: at least one use and a positive time are needed.")
+    with opened_state(folder) as state:
+        host, ports = state.meta("host"), state.meta("ports")
+        if host is None or ports is None:
+            raise ConfigurationError(f"the hub in {folder} never ran; start it first: thinwire hub --out {folder}")
+        number, secret = state.invite(uses, seconds, check_name(name) if name else None)
+        port, join_port = map(int, ports.split())
+        return Token(host, port, join_port, Authority(folder).fingerprint, number, secret)
+
+
+@contextmanager
+def opened_state(folder: Path) -> Iterator[HubState]:
+    """The state of the hub in `folder`, while it runs or not. Raises `ConfigurationError` if there is none."""
+    if not (folder / "authority.pem").exists():
+        raise ConfigurationError(f"{folder} holds no hub; thinwire hub --out {folder} makes one.")
+    state = HubState(folder)
+    try:
+        yield state
+    finally:
+        state.close()

@@ -1,0 +1,218 @@
+"""Keys and certificates: the hub's authority, and what it signs for the members.
+
+All keys are P-256: gRPC's TLS does not take Ed25519. A private key is made where it is used and never leaves that
+machine. The subject of a certificate says what its holder is: a member's name, or `hub`. The two are told apart by the
+DNS name beside it, `NAME.member.thinwire` or `hub.thinwire`; a member can therefore not pass for the hub.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from thinwire.errors import ConfigurationError, LinkError
+
+HUB = "hub.thinwire"
+AUTHORITY_DAYS = 3650
+SKEW = timedelta(minutes=5)  # by which the clocks of two machines may differ
+REQUEST_NBYTES = 4096  # the longest request for a certificate
+_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
+
+
+def check_name(name: str) -> str:
+    """`name`, if a member may have it. Raises `ConfigurationError`."""
+    if not _NAME.fullmatch(name):
+        raise ConfigurationError(
+            f"name {ascii(name)[:80]}: 1 to 63 small letters, digits and hyphens are needed, such as oslo-2."
+        )
+    return name
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """A private key with its certificate, and the authorities that it trusts; all as PEM."""
+
+    key: bytes
+    certificate: bytes
+    authorities: bytes
+
+
+def new_key() -> bytes:
+    """A fresh private key, as PEM."""
+    return ec.generate_private_key(ec.SECP256R1()).private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def private(key: bytes) -> ec.EllipticCurvePrivateKey:
+    """The private key of a PEM. Raises `ConfigurationError`."""
+    try:
+        found = serialization.load_pem_private_key(key, None)
+    except (ValueError, TypeError) as error:
+        raise ConfigurationError(
+            f"a file that should hold a private key cannot be read ({error}); restore it."
+        ) from None
+    if not isinstance(found, ec.EllipticCurvePrivateKey):
+        raise ConfigurationError(
+            "a file holds a private key of another kind than P-256; restore the one that was made."
+        )
+    return found
+
+
+def fingerprint(certificate: x509.Certificate) -> bytes:
+    """SHA-256 of the whole certificate."""
+    return hashlib.sha256(certificate.public_bytes(serialization.Encoding.DER)).digest()
+
+
+def key_digest(holder: x509.Certificate | x509.CertificateSigningRequest) -> bytes:
+    """SHA-256 of its public key: what a name is bound to."""
+    public = holder.public_key()
+    return hashlib.sha256(
+        public.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    ).digest()
+
+
+def member_name(certificate: x509.Certificate) -> str:
+    """Of the member that the authority signed it for. Raises `LinkError` for any other certificate."""
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        (dns,) = names.get_values_for_type(x509.DNSName)
+    except (x509.ExtensionNotFound, ValueError):
+        raise LinkError("a certificate without a member's name was shown") from None
+    name, _, rest = dns.partition(".")
+    if rest != "member.thinwire" or not _NAME.fullmatch(name):
+        raise LinkError("a certificate was shown that is no member's")
+    return name
+
+
+def request(key: bytes, name: str) -> bytes:
+    """A request for a certificate, signed with `key`, as DER."""
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, check_name(name))])
+    built = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(private(key), hashes.SHA256())
+    return built.public_bytes(serialization.Encoding.DER)
+
+
+def opened_request(der: bytes) -> x509.CertificateSigningRequest:
+    """A request whose sender holds the key. Raises `LinkError`."""
+    try:
+        found = x509.load_der_x509_csr(der)
+        key = found.public_key()
+        if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
+            raise LinkError("a request with a key of another kind than P-256")
+        if not found.is_signature_valid:
+            raise LinkError("a request that its key has not signed")
+    except (ValueError, InvalidSignature, TypeError):
+        raise LinkError("a request that cannot be read") from None
+    return found
+
+
+class Authority:
+    """The hub's authority: its key and its own certificate, in `folder`, made when they are missing."""
+
+    def __init__(self, folder: Path) -> None:
+        key, certificate = folder / "authority.key", folder / "authority.pem"
+        if not certificate.exists():  # the last that is written: with it the pair is whole
+            made = new_key()
+            write_private(key, made)
+            write_private(certificate, _authority_certificate(private(made)))
+        self._key = private(key.read_bytes())
+        self.pem = certificate.read_bytes()
+        self.certificate = x509.load_pem_x509_certificate(self.pem)
+        self.fingerprint = fingerprint(self.certificate)
+
+    def issue(self, holder: x509.CertificateSigningRequest, dns: str, lifetime: timedelta) -> bytes:
+        """A certificate for the key of `holder` under `dns`, for both ends of a connection, as PEM."""
+        now = datetime.now(UTC)
+        common = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, dns)])
+        built = (
+            x509.CertificateBuilder()
+            .subject_name(common)
+            .issuer_name(self.certificate.subject)
+            .public_key(holder.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - SKEW)
+            .not_valid_after(now + lifetime)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(x509.SubjectAlternativeName([x509.DNSName(dns)]), critical=False)
+            .add_extension(
+                x509.ExtendedKeyUsage(
+                    [ExtendedKeyUsageOID.SERVER_AUTH if dns == HUB else ExtendedKeyUsageOID.CLIENT_AUTH]
+                ),
+                critical=False,
+            )
+        )
+        return built.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+    def hub_identity(self, lifetime: timedelta) -> Credentials:
+        """A fresh key and certificate for the hub's own end."""
+        key = new_key()
+        certificate = self.issue(opened_request(request(key, "hub")), HUB, lifetime)
+        return Credentials(key, certificate, self.pem)
+
+    def own_identity(self) -> Credentials:
+        """The authority as the end of a connection itself: whoever has its fingerprint knows whom it talks to."""
+        key = self._key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+        return Credentials(key, self.pem, self.pem)
+
+
+def _authority_certificate(key: ec.EllipticCurvePrivateKey) -> bytes:
+    now = datetime.now(UTC)
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "thinwire authority " + os.urandom(4).hex())])
+    usage = x509.KeyUsage(
+        digital_signature=True, content_commitment=False, key_encipherment=False, data_encipherment=False,
+        key_agreement=False, key_cert_sign=True, crl_sign=False, encipher_only=False, decipher_only=False,
+    )  # fmt: skip
+    built = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - SKEW)
+        .not_valid_after(now + timedelta(days=AUTHORITY_DAYS))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(HUB)]), critical=False)
+    )
+    return built.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+
+def private_folder(folder: Path) -> Path:
+    """`folder`, made for its owner alone where it is missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with suppress(PermissionError):  # somebody else's: the files in it are private by themselves
+        folder.chmod(0o700)
+    return folder
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write `path` whole or not at all, for its owner alone; it is on the disk on return."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(file, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

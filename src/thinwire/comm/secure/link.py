@@ -1,0 +1,344 @@
+"""A member's connection to the hub: made again whenever it breaks, with nothing lost.
+
+One channel carries control and small messages, others the chunks of long ones; each is a TCP connection of its own, so
+that control never waits behind bulk in a socket's buffers. All of it runs in one thread (`LoopThread`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections import deque
+from concurrent.futures import Future
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from thinwire.comm.secure import frames
+from thinwire.comm.secure.channels import BULK, CONTROL, dialled
+from thinwire.comm.secure.enrol import Admitted, Enrolment, Refused
+from thinwire.comm.secure.frames import Frame, Welcome
+from thinwire.comm.secure.messages import Chunk, InFlight, Pull, Teller
+from thinwire.errors import LinkError, PacketError
+
+CHANNELS = 2  # for bulk
+LATE_SECONDS = 10.0  # after which those who have asked for a packet get it without those who have not
+_PAUSES = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0)  # before the next try to connect
+
+
+class Broken(LinkError):
+    """A connection that has ended; the next one goes on."""
+
+
+class HubLink(Teller):
+    """The one connection of this process to the hub, and what is on the way over it.
+
+    Args:
+        enrolment: who this is.
+        label: SHA-256 of what all of the group must have alike to belong together.
+        size: members of the group.
+        bits_per_second: at which chunks leave at most; None: as fast as they go.
+    """
+
+    def __init__(self, enrolment: Enrolment, label: bytes, size: int, bits_per_second: float | None) -> None:
+        self._enrolment, self._label, self._size = enrolment, label, size
+        self._rate = bits_per_second
+        self._process = os.urandom(16)
+        self._admitted: Admitted | None = None
+        self._place: Welcome | None = None
+        self._placed: Future[Welcome] = Future()
+        self._task: asyncio.Task[None] | None = None
+        self.messages = InFlight(size, self)
+        self._control: deque[tuple[int, int, bytes]] = deque()  # kind, rank, body
+        self._connections: dict[int, int] = {}  # of the peers that are connected, by rank
+        self._woken = asyncio.Event()  # something may be sent
+        self._flushed = asyncio.Event()  # all that was to be sent has been written
+        self._leaving = False
+        self._free_at = 0.0  # when the uplink may take the next chunk
+        self.state = "is connecting to the hub"
+        self.uploaded = 0  # bytes of frames that went to the hub
+
+    @property
+    def run(self) -> str:
+        """The run file of the hub."""
+        return self._admitted.run if self._admitted else ""
+
+    async def begin(self) -> None:
+        """Dial, and go on until `leave`."""
+        self._task = asyncio.create_task(self._serve())
+
+    def place(self, seconds: float) -> Welcome:
+        """This member's place in the group, when all are there. From another thread. Raises `LinkError`."""
+        try:
+            return self._placed.result(seconds)
+        except TimeoutError:
+            raise LinkError(
+                f"{self._enrolment.name} {self.state}; not all came within {seconds:g} s. Start all {self._size} replicas, "
+                "with the same run and number of replicas."
+            ) from None
+
+    async def _serve(self) -> None:
+        failures = 0
+        while True:
+            began = time.monotonic()
+            try:
+                await self._connected()
+                return  # it has left
+            except (Refused, PacketError) as error:
+                self._lose(LinkError(str(error)))
+                return
+            except LinkError as error:
+                self.state = f"is not connected to the hub ({error})"
+            finally:
+                self._disconnected()
+            if self._leaving:
+                return
+            failures = 0 if time.monotonic() - began > 5.0 else failures + 1
+            await asyncio.sleep(_PAUSES[min(failures, len(_PAUSES) - 1)])
+
+    def wake(self) -> None:
+        """Something may be sent."""
+        self._flushed.clear()
+        self._woken.set()
+
+    async def leave(self, seconds: float) -> None:
+        """Say good-bye, when all that was asked for has arrived; for at most `seconds`. Nothing goes on after it."""
+        try:
+            async with asyncio.timeout(seconds):
+                while self._place and (self.messages.unfinished or self._control):
+                    self._flushed.clear()
+                    self._woken.set()
+                    await self._flushed.wait()
+                if self._place and self._task:
+                    self._leaving = True
+                    self._say(frames.LEAVE, 0)
+                    await asyncio.wait([self._task])  # the hub ends the streams when it has heard
+        except TimeoutError:
+            pass
+        if self._task:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    def _lose(self, error: LinkError) -> None:
+        """The hub has said no, for good."""
+        self.state = f"was refused: {error}"
+        self.messages.fail(error)
+        if not self._placed.done():
+            self._placed.set_exception(error)
+
+    # What messages say to peers.
+
+    def pull(self, peer: int, pull: Pull) -> None:
+        """See `Teller`."""
+        self._say_to(frames.PULL, peer, *pull)
+
+    def acknowledge(self, peer: int, receive: int, nbytes: int) -> None:
+        """See `Teller`."""
+        self._say_to(frames.ACK, peer, receive, nbytes)
+
+    def refuse(self, peer: int, receive: int, nbytes: int) -> None:
+        """See `Teller`."""
+        self._say_to(frames.REFUSE, peer, receive, nbytes)
+
+    def _say_to(self, kind: int, peer: int, *fields: int | bytes) -> None:
+        if peer in self._connections:  # else it is told when it is back
+            self._say(kind, peer, *fields)
+
+    def _say(self, kind: int, peer: int, *fields: int | bytes) -> None:
+        self._control.append((kind, peer, frames.packed(kind, *fields)))
+        self.wake()
+
+    # One connection.
+
+    async def _connected(self) -> None:
+        """From dialling to the end. Raises `LinkError`; returns after `leave`."""
+        admitted = self._admitted
+        if admitted is None or time.time() > admitted.due:
+            admitted = self._admitted = await self._enrolment.admitted()
+        token, identity = self._enrolment.token, admitted.identity
+        channels = [dialled(token.host, token.port, identity.authorities, identity) for _ in range(1 + CHANNELS)]
+        try:
+            control = channels[0].stream_stream(CONTROL)()
+            welcome = await self._greeted(control)
+            bulk = [channel.stream_stream(BULK)() for channel in channels[1:]]
+            for stream in bulk:
+                attach = frames.packed(frames.ATTACH, welcome.connection)
+                await _write(stream, frames.head(frames.ATTACH, 0, 0) + attach)
+            await self._until_one_ends(control, bulk, admitted)
+        except grpc.aio.AioRpcError as error:
+            raise _explained(error) from None
+        finally:
+            for channel in channels:
+                await channel.close(None)
+
+    async def _greeted(self, control: Any) -> Welcome:
+        hello = frames.packed(frames.HELLO, self._process, self._label, self._size)
+        await _write(control, frames.head(frames.HELLO, 0, 0) + hello)
+        self.state = f"waits for the group: {self._size} members are needed"
+        welcome = frames.opened_welcome(frames.opened(await _read(control), 0, [frames.WELCOME]).body)
+        if len(welcome.names) != self._size:
+            raise Refused(f"the hub has a group of {len(welcome.names)}; {self._size} were expected")
+        if self._place is not None and (welcome.group, welcome.rank) != (self._place.group, self._place.rank):
+            raise Refused("the hub has given this place in the group away; start all replicas again")
+        self._place, self.state = welcome, "is connected to the hub"
+        for rank, connection in welcome.present:
+            self._there(rank, connection)
+        if not self._placed.done():
+            self._placed.set_result(welcome)
+        return welcome
+
+    async def _until_one_ends(self, control: Any, bulk: list[Any], admitted: Admitted) -> None:
+        reads = [asyncio.create_task(self._hear(stream, 0)) for stream in bulk]
+        reads.append(asyncio.create_task(self._hear(control, 1)))
+        speaks = [asyncio.create_task(self._speak(control, bulk)), asyncio.create_task(_renewal(admitted.due))]
+        tasks = [*reads, *speaks]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            told = await asyncio.gather(*tasks, return_exceptions=True)
+        for error in told:
+            if isinstance(error, Exception) and not (self._leaving and isinstance(error, LinkError)):
+                raise error
+
+    def _disconnected(self) -> None:
+        self._connections.clear()
+        self._control.clear()
+        self.messages.away.update(range(self._size))
+        self._flushed.set()
+
+    def _there(self, rank: int, connection: int) -> None:
+        """A peer is connected: tell it what is awaited from it."""
+        self._connections[rank] = connection
+        pulls = self.messages.open_pulls(rank)
+        self._say(frames.SYNC, rank, connection, len(pulls))
+        for pull in pulls:
+            self.pull(rank, pull)
+
+    async def _hear(self, stream: Any, sequence: int) -> None:
+        control = sequence > 0  # its first frame was the welcome
+        kinds = (*frames.PASSED_ON, frames.BACK, frames.AWAY, frames.GONE, frames.DATA) if control else (frames.DATA,)
+        while True:
+            frame = frames.opened(await _read(stream), sequence, kinds)
+            if not 0 <= frame.rank < self._size:
+                raise PacketError(f"a frame from member {frame.rank} of {self._size}")
+            self._heard(frame)
+            sequence += 1
+            self.wake()
+
+    def _heard(self, frame: Frame) -> None:
+        messages, peer, number = self.messages, frame.rank, frame.number
+        if frame.kind == frames.DATA:
+            receive, offset, chunk = frames.opened_passed(frame.body)
+            messages.data(peer, receive, offset, chunk)
+        elif frame.kind == frames.PULL:
+            messages.pull(peer, Pull(*map(number, range(4))))
+        elif frame.kind == frames.ACK:
+            messages.acknowledged(peer, number(0), number(1))
+        elif frame.kind == frames.REFUSE:
+            messages.refused(peer, number(0), number(1))
+        elif frame.kind == frames.SYNC:
+            messages.sync(peer, number(1))
+        elif frame.kind == frames.BACK:
+            self._there(peer, number(0))
+        elif frame.kind == frames.AWAY:
+            self._connections.pop(peer, None)
+            messages.away.add(peer)
+        elif frame.kind == frames.GONE:
+            self._connections.pop(peer, None)
+            error = LinkError(
+                f"replica {peer} ({self._name(peer)}) {frames.REASONS.get(number(0), 'is gone')}. {_ADVICE}"
+            )
+            error.peer = peer
+            messages.leave(peer, error)
+
+    def _name(self, peer: int) -> str:
+        return self._place.names[peer] if self._place else str(peer)
+
+    async def _speak(self, control: Any, bulk: list[Any]) -> None:
+        """Write what there is: control first, then chunks, in turn on the bulk streams."""
+        sequence, sequences, turn = 1, [1] * len(bulk), 0
+        late_at: float | None = None
+        while True:
+            while self._control:
+                kind, rank, body = self._control.popleft()
+                await self._written(control, frames.head(kind, rank, sequence) + body)
+                sequence += 1
+            late = late_at is not None and time.monotonic() >= late_at
+            chunk = self.messages.chunk(late)
+            if chunk is None:
+                late_at = (late_at or time.monotonic() + LATE_SECONDS) if self.messages.waiting_for_late else None
+                await self._sleep(None if late_at is None or late else late_at - time.monotonic())
+            elif chunk.small:
+                await self._written(control, frames.head(frames.DATA, 0, sequence) + _data(chunk))
+                sequence += 1
+            else:
+                await self._pace(len(chunk.data))
+                place = turn = (turn + 1) % len(bulk)
+                await self._written(bulk[place], frames.head(frames.DATA, 0, sequences[place]) + _data(chunk))
+                sequences[place] += 1
+
+    async def _sleep(self, seconds: float | None) -> None:
+        """Until `wake`, or for so long."""
+        self._woken.clear()
+        self._flushed.set()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._woken.wait()
+        except TimeoutError:
+            pass
+
+    async def _pace(self, nbytes: int) -> None:
+        if self._rate is None:
+            return
+        now = time.monotonic()
+        begin = max(now, self._free_at)
+        self._free_at = begin + 8 * nbytes / self._rate
+        if begin > now:
+            await asyncio.sleep(begin - now)
+
+    async def _written(self, stream: Any, frame: bytes) -> None:
+        await _write(stream, frame)
+        self.uploaded += len(frame)
+
+
+_ADVICE = "Look for its last words, then start all replicas again with --resume."
+
+
+def _data(chunk: Chunk) -> bytes:
+    return frames.packed_data(chunk.offset, chunk.receivers, chunk.data)
+
+
+async def _renewal(due: float) -> None:
+    """Ends the connection when its certificate is to be renewed; the next one goes on."""
+    while (left := due - time.time()) > 0:
+        await asyncio.sleep(min(left, 60.0))
+    raise Broken("the certificate is being renewed")
+
+
+async def _read(stream: Any) -> bytes:
+    raw = await stream.read()
+    if raw is grpc.aio.EOF:
+        code, details = await stream.code(), await stream.details()
+        raise _refusal(code, details)
+    return bytes(raw)
+
+
+async def _write(stream: Any, frame: bytes) -> None:
+    try:
+        await stream.write(frame)
+    except asyncio.InvalidStateError:  # the call is over
+        raise _refusal(await stream.code(), await stream.details()) from None
+
+
+def _explained(error: grpc.aio.AioRpcError) -> LinkError:
+    return _refusal(error.code(), error.details())
+
+
+def _refusal(code: grpc.StatusCode, details: str | None) -> LinkError:
+    if code in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.INVALID_ARGUMENT):
+        return Refused(f"the hub has ended the connection: {details}")
+    return Broken(details or "the hub has ended the connection")

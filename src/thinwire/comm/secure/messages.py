@@ -1,0 +1,374 @@
+"""The messages of one member that are on their way: what was posted, what was asked for, what has come. No I/O.
+
+A receiver numbers its receives 0, 1, 2, ... and asks each sender for its messages by these numbers (`Pull`). A sender
+pairs the pulls of a receiver under one tag with its own messages for it under that tag, both in the order of posting, and
+sends chunks from the offset that was asked for, to all receivers of a message that are at the same place at once: a packet
+goes up once, whatever the number of its receivers.
+
+What was on the way is lost whenever a connection breaks. Then either side says again what it still waits for: a `sync` is
+the whole list of the receives that are open. A sender goes on at the offsets in it; what is not in it has arrived.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from thinwire.comm.secure.frames import CHUNK_NBYTES, SMALL_NBYTES
+from thinwire.errors import LinkError, PacketError, ThinwireError
+
+BUDGET_NBYTES = 16 << 20  # of one member's chunks that are sent and not acknowledged, over all receivers
+PULLS = 4096  # of one receiver that may wait for a message to be posted
+
+
+def window_nbytes(size: int) -> int:
+    """Of them, for each receiver in a group of `size`."""
+    return max(2 * CHUNK_NBYTES, BUDGET_NBYTES // max(1, size - 1))
+
+
+class Pull(NamedTuple):
+    """A receiver asks for a message, from `offset` on."""
+
+    receive: int
+    tag: int
+    nbytes: int
+    offset: int
+
+
+class Chunk(NamedTuple):
+    """A part of a message, to be sent to each of `receivers` (rank, receive)."""
+
+    offset: int
+    receivers: list[tuple[int, int]]
+    data: memoryview
+    small: bool  # of a message that travels with control
+
+
+@dataclass(eq=False)
+class Receive:
+    """A buffer that waits for its message. `buffer` is None when nobody wants it any more."""
+
+    peer: int
+    tag: int
+    nbytes: int
+    buffer: memoryview | None
+    settled: Callable[[ThinwireError | None], None]
+    here: bytearray = field(init=False)  # a byte for each chunk
+    prefix: int = 0  # chunks before the first that is missing
+    told: int = 0  # bytes that were acknowledged
+    lock: threading.Lock = field(default_factory=threading.Lock)  # of the buffer
+
+    def __post_init__(self) -> None:
+        self.here = bytearray(-(-self.nbytes // CHUNK_NBYTES))
+
+    @property
+    def offset(self) -> int:
+        """Bytes before the first that is missing."""
+        return min(self.nbytes, self.prefix * CHUNK_NBYTES)
+
+    def abandon(self) -> None:
+        """The buffer is its owner's again: nothing is written into it any more. From any thread."""
+        with self.lock:
+            self.buffer = None
+
+    def take(self, offset: int, data: memoryview) -> None:
+        """Keep a chunk, unless it is here already. Raises `PacketError`."""
+        if offset % CHUNK_NBYTES or len(data) != min(CHUNK_NBYTES, self.nbytes - offset):
+            raise PacketError(f"{len(data)} bytes at {offset} of a message of {self.nbytes}")
+        place = offset // CHUNK_NBYTES
+        if self.here[place]:
+            return
+        self.here[place] = 1
+        with self.lock:
+            if self.buffer is not None:
+                self.buffer[offset : offset + len(data)] = data
+        missing = self.here.find(0, self.prefix)
+        self.prefix = len(self.here) if missing < 0 else missing
+
+
+@dataclass(eq=False)
+class _Cursor:
+    """How far one receiver is with a message."""
+
+    receive: int | None = None  # None: it has not asked
+    sent: int = 0
+    acknowledged: int = 0
+
+
+@dataclass(eq=False)
+class Posted:
+    """What was posted under one tag, for one or more receivers. `settled` is called once with each receiver."""
+
+    tag: int
+    data: memoryview
+    settled: Callable[[int, ThinwireError | None], None]
+    cursors: dict[int, _Cursor]  # by rank: those who do not have it yet
+
+
+class InFlight:
+    """All messages of one member. Only one thread calls it.
+
+    Args:
+        size: members of the group.
+        tell: `tell(peer, kind of answer, ...)` is told what goes to a peer at once: see `Teller`.
+    """
+
+    def __init__(self, size: int, tell: Teller) -> None:
+        self._tell, self._size, self._window = tell, size, window_nbytes(size)
+        self._next_receive = 0
+        self.receives: dict[int, Receive] = {}
+        self._posted: list[Posted] = []  # not arrived everywhere, in the order of posting
+        self._unasked: dict[tuple[int, int], deque[Posted]] = {}  # by peer and tag
+        self._pulls: dict[tuple[int, int], deque[Pull]] = {}  # asked for, not posted yet
+        self._asked: dict[int, dict[int, Posted]] = {}  # by peer and receive
+        self._in_flight: dict[int, int] = {}  # bytes by peer
+        self._syncing: dict[int, tuple[int, set[int]]] = {}  # PULLs that are still to come, and those that came
+        self._refused: dict[int, dict[int, int]] = {}  # by peer and receive: bytes of the message that did not fit
+        self.away: set[int] = set()
+        self.gone: dict[int, LinkError] = {}
+
+    # What this member does.
+
+    def receive(self, receive: Receive) -> None:
+        """Wait for a message."""
+        if error := self.gone.get(receive.peer):
+            receive.settled(error)
+            return
+        number, self._next_receive = self._next_receive, self._next_receive + 1
+        self.receives[number] = receive
+        self._tell.pull(receive.peer, Pull(number, receive.tag, receive.nbytes, 0))
+
+    def send(
+        self, tag: int, data: memoryview, peers: Sequence[int], settled: Callable[[int, ThinwireError | None], None]
+    ) -> None:
+        """Send `data` to each of `peers` as soon as it asks."""
+        message = Posted(tag, data, settled, {peer: _Cursor() for peer in peers if peer not in self.gone})
+        self._posted.append(message)
+        for peer in peers:
+            if error := self.gone.get(peer):
+                settled(peer, error)
+                continue
+            self._unasked.setdefault((peer, tag), deque()).append(message)
+            self._pair(peer, tag)
+        self._tidy(message)
+
+    def chunk(self, late: bool) -> Chunk | None:
+        """The next chunk that may be sent; those of small messages first. Of a message that a receiver in reach has not asked
+        for yet, none, unless the others have waited long (`late`).
+        """
+        for small in (True, False):
+            for message in self._posted:
+                if (len(message.data) <= SMALL_NBYTES) is small and (made := self._chunk_of(message, small, late)):
+                    return made
+        return None
+
+    @property
+    def waiting_for_late(self) -> bool:
+        """Whether there is a message that only some of its receivers have asked for."""
+        return any(
+            len({cursor.receive is None for cursor in message.cursors.values()}) == 2 for message in self._posted
+        )
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a receiver has asked for a message that it does not have yet."""
+        return any(cursor.receive is not None for message in self._posted for cursor in message.cursors.values())
+
+    # What a peer says.
+
+    def sync(self, peer: int, count: int) -> None:
+        """`peer` begins to say what it waits for: `count` pulls."""
+        for key in [key for key in self._pulls if key[0] == peer]:
+            del self._pulls[key]
+        self.away.discard(peer)
+        self._syncing[peer] = count, set()
+        self._synced(peer)
+
+    def pull(self, peer: int, pull: Pull) -> None:
+        """`peer` asks for a message, or for the rest of one."""
+        if peer in self.gone:
+            return
+        message = self._asked.get(peer, {}).get(pull.receive)
+        if pull.receive in self._refused.get(peer, {}):
+            self._tell.refuse(peer, pull.receive, self._refused[peer][pull.receive])
+        elif message is None:
+            if sum(len(pulls) for (other, _), pulls in self._pulls.items() if other == peer) >= PULLS:
+                return  # nobody waits for so many
+            self._pulls.setdefault((peer, pull.tag), deque()).append(pull)
+            self._pair(peer, pull.tag)
+        else:
+            self._seek(message, peer, pull)
+        if peer in self._syncing:
+            left, listed = self._syncing[peer]
+            listed.add(pull.receive)
+            self._syncing[peer] = left - 1, listed
+            self._synced(peer)
+
+    def acknowledged(self, peer: int, receive: int, nbytes: int) -> None:
+        """`peer` has the first `nbytes` of a message."""
+        message = self._asked.get(peer, {}).get(receive)
+        if message is None:
+            return
+        cursor = message.cursors[peer]
+        if not cursor.acknowledged <= nbytes <= len(message.data):
+            return
+        sent = max(cursor.sent, nbytes)
+        self._in_flight[peer] += (sent - cursor.sent) - (nbytes - cursor.acknowledged)
+        cursor.sent, cursor.acknowledged = sent, nbytes
+        if nbytes == len(message.data):
+            self._arrived(message, peer)
+
+    def data(self, peer: int, receive: int, offset: int, data: memoryview) -> None:
+        """A chunk has come."""
+        open_one = self.receives.get(receive)
+        if open_one is None or open_one.peer != peer:
+            return  # it came twice
+        try:
+            open_one.take(offset, data)
+        except PacketError as error:
+            del self.receives[receive]
+            open_one.settled(PacketError(f"replica {peer} sent {error}; run the same Thinwire everywhere"))
+            return
+        done = open_one.offset
+        if done == open_one.nbytes:
+            del self.receives[receive]
+            open_one.settled(None)
+        if done == open_one.nbytes or done - open_one.told >= self._window // 4:
+            open_one.told = done
+            self._tell.acknowledge(peer, receive, done)
+
+    def refused(self, peer: int, receive: int, nbytes: int) -> None:
+        """`peer` has another number of bytes for this receive."""
+        found = self.receives.get(receive)
+        if found is not None and found.peer == peer:
+            del self.receives[receive]
+            found.settled(
+                PacketError(
+                    f"replica {peer} sent {nbytes} bytes where {found.nbytes} were due. "
+                    "Run the same strategy and version of Thinwire on every replica."
+                )
+            )
+
+    def open_pulls(self, peer: int) -> list[Pull]:
+        """What is still to come from `peer`, for a sync."""
+        return [
+            Pull(number, one.tag, one.nbytes, one.offset) for number, one in self.receives.items() if one.peer == peer
+        ]
+
+    def leave(self, peer: int, error: LinkError) -> None:
+        """`peer` is gone for good."""
+        if peer in self.gone:
+            return
+        self.gone[peer] = error
+        for number, receive in list(self.receives.items()):
+            if receive.peer == peer:
+                del self.receives[number]
+                receive.settled(error)
+        for message in list(self._posted):
+            if peer in message.cursors:
+                del message.cursors[peer]
+                message.settled(peer, error)
+                self._tidy(message)
+        for keyed in (self._unasked, self._pulls):
+            for key in [key for key in keyed if key[0] == peer]:
+                del keyed[key]
+        for by_peer in (self._asked, self._in_flight, self._syncing, self._refused):
+            by_peer.pop(peer, None)
+
+    def fail(self, error: LinkError) -> None:
+        """Nothing goes on: whoever waits is told, and whoever posts."""
+        for peer in range(self._size):
+            self.leave(peer, error)
+
+    # Within.
+
+    def _pair(self, peer: int, tag: int) -> None:
+        key = peer, tag
+        while self._unasked.get(key) and self._pulls.get(key):
+            message, pull = self._unasked[key].popleft(), self._pulls[key].popleft()
+            self._asked.setdefault(peer, {})[pull.receive] = message
+            self._in_flight.setdefault(peer, 0)
+            message.cursors[peer].receive = pull.receive
+            self._seek(message, peer, pull)
+        for keyed in (self._unasked, self._pulls):
+            if key in keyed and not keyed[key]:
+                del keyed[key]
+
+    def _seek(self, message: Posted, peer: int, pull: Pull) -> None:
+        """Go on at the offset that was asked for."""
+        if pull.nbytes != len(message.data):
+            self._refused.setdefault(peer, {})[pull.receive] = len(message.data)
+            self._tell.refuse(peer, pull.receive, len(message.data))
+            self._arrived(message, peer)
+            return
+        cursor, offset = message.cursors[peer], min(pull.offset, pull.nbytes)
+        offset -= offset % CHUNK_NBYTES
+        self._in_flight[peer] -= cursor.sent - cursor.acknowledged
+        cursor.sent = cursor.acknowledged = offset
+
+    def _synced(self, peer: int) -> None:
+        left, listed = self._syncing[peer]
+        if left > 0:
+            return
+        del self._syncing[peer]
+        for receive, message in list(self._asked.get(peer, {}).items()):
+            if receive not in listed:
+                self._arrived(message, peer)
+        self._refused[peer] = {one: nbytes for one, nbytes in self._refused.get(peer, {}).items() if one in listed}
+
+    def _arrived(self, message: Posted, peer: int) -> None:
+        cursor = message.cursors.pop(peer)
+        assert cursor.receive is not None
+        del self._asked[peer][cursor.receive]
+        self._in_flight[peer] -= cursor.sent - cursor.acknowledged
+        message.settled(peer, None)
+        self._tidy(message)
+
+    def _tidy(self, message: Posted) -> None:
+        if not message.cursors and message in self._posted:
+            self._posted.remove(message)
+
+    def _chunk_of(self, message: Posted, small: bool, late: bool) -> Chunk | None:
+        cursors = message.cursors
+        if not late and any(cursor.receive is None and peer not in self.away for peer, cursor in cursors.items()):
+            return None
+        room = [
+            (cursor.sent, peer, cursor)
+            for peer, cursor in cursors.items()
+            if cursor.receive is not None
+            and peer not in self.away
+            and peer not in self._syncing
+            and cursor.sent < len(message.data)
+            and (small or self._in_flight[peer] + CHUNK_NBYTES <= self._window)
+        ]
+        if not room:
+            return None
+        offset = min(room)[0]
+        data = message.data[offset : offset + CHUNK_NBYTES]
+        receivers = []
+        for sent, peer, cursor in room:
+            if sent == offset:
+                assert cursor.receive is not None
+                receivers.append((peer, cursor.receive))
+                cursor.sent += len(data)
+                self._in_flight[peer] += len(data)
+        return Chunk(offset, receivers, data, small)
+
+
+class Teller:
+    """Who carries what a member says to one peer."""
+
+    def pull(self, peer: int, pull: Pull) -> None:
+        """Ask `peer` for a message."""
+        raise NotImplementedError
+
+    def acknowledge(self, peer: int, receive: int, nbytes: int) -> None:
+        """Tell `peer` how much is here."""
+        raise NotImplementedError
+
+    def refuse(self, peer: int, receive: int, nbytes: int) -> None:
+        """Tell `peer` that its buffer has another size."""
+        raise NotImplementedError

@@ -1,0 +1,169 @@
+"""One group at the hub: who is connected, and what one member says to another. No I/O.
+
+The hub looks into nothing that it passes on but its header, and keeps nothing that was not asked for: a member's frames
+for another are held until that one has taken them, and no more of them than an honest member ever has on the way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from thinwire.comm.secure import frames
+from thinwire.comm.secure.frames import Frame
+from thinwire.comm.secure.messages import window_nbytes
+from thinwire.comm.secure.state import Grouped
+from thinwire.errors import PacketError
+
+CONTROL_NBYTES = 1 << 20  # that one member may have waiting for another
+_RESENT = 3  # windows: after a reconnect chunks are sent again while older ones still wait
+
+
+class PassedOn(NamedTuple):
+    """A frame without its header."""
+
+    kind: int
+    rank: int
+    body: bytes
+
+
+class Pipe:
+    """Frames that wait to be written to a member."""
+
+    def __init__(self) -> None:
+        self._frames: deque[PassedOn] = deque()
+        self._ready = asyncio.Event()
+        self._waiting: Counter[int] = Counter()  # bytes by the member from whom they are
+
+    def put(self, frame: PassedOn, most: int | None = None) -> None:
+        """Raises `PacketError` if more than `most` bytes of the member `frame.rank` would wait."""
+        waiting = self._waiting[frame.rank] + len(frame.body) + frames.HEADER.size
+        if most is not None and waiting > most:
+            raise PacketError(f"{waiting} bytes that wait for one receiver, at most {most} are allowed: it floods")
+        self._waiting[frame.rank] = waiting
+        self._frames.append(frame)
+        self._ready.set()
+
+    async def get(self) -> PassedOn:
+        """The next one, when there is one."""
+        while not self._frames:
+            self._ready.clear()
+            await self._ready.wait()
+        frame = self._frames.popleft()
+        self._waiting[frame.rank] -= len(frame.body) + frames.HEADER.size
+        return frame
+
+
+class Connection:
+    """A member's process that is connected: one control stream, some bulk streams. `end` is set to end them all."""
+
+    def __init__(self, number: int, name: str, process: bytes, expires: float) -> None:
+        self.number, self.name, self.process, self.expires = number, name, process, expires
+        self.control, self.bulk, self.end = Pipe(), Pipe(), asyncio.Event()
+        self.streams = 0  # of bulk
+        self.refusal = ""  # why it must not come again
+        self.relay: Relay | None = None
+        self.rank = 0
+
+
+class Relay:
+    """A group. `gone` is told when a member will not come again, with the reason."""
+
+    def __init__(self, group: Grouped, gone: Callable[[int, int], None]) -> None:
+        self.group, self._gone = group, gone
+        self.size = len(group.members)
+        self.gone = dict(group.gone)
+        self.connections: dict[int, Connection] = {}
+        self._synced: set[tuple[int, int]] = set()  # who has told whom what it waits for, since both are connected
+        self._most = _RESENT * window_nbytes(self.size) + frames.LIMIT_NBYTES
+
+    def connect(self, rank: int, connection: Connection) -> None:
+        """`rank` is here, by a connection of its own; an older one of it ends."""
+        if old := self.connections.pop(rank, None):
+            old.end.set()
+        self._synced = {pair for pair in self._synced if rank not in pair}
+        present = [(other, there.number) for other, there in self.connections.items()]
+        names = [name for name, _ in self.group.members]
+        connection.relay, connection.rank = self, rank
+        welcome = frames.packed_welcome(connection.number, self.group.number, rank, names, present)
+        connection.control.put(PassedOn(frames.WELCOME, 0, welcome))
+        for other, reason in self.gone.items():
+            connection.control.put(PassedOn(frames.GONE, other, frames.packed(frames.GONE, reason)))
+        self._tell(PassedOn(frames.BACK, rank, frames.packed(frames.BACK, connection.number)))
+        self.connections[rank] = connection
+
+    def disconnect(self, connection: Connection) -> None:
+        """Its streams have ended; its member may come again."""
+        rank = connection.rank
+        if self.connections.get(rank) is connection:
+            del self.connections[rank]
+            self._synced = {pair for pair in self._synced if rank not in pair}
+            self._tell(PassedOn(frames.AWAY, rank, b""))
+
+    def leave(self, rank: int, reason: int) -> None:
+        """`rank` will not come again."""
+        if rank not in self.gone:
+            self.gone[rank] = reason
+            self._gone(rank, reason)
+            self._tell(PassedOn(frames.GONE, rank, frames.packed(frames.GONE, reason)))
+
+    def control(self, rank: int, frame: Frame) -> None:
+        """What `rank` said on its control stream. Raises `PacketError`."""
+        if frame.kind == frames.LEAVE:
+            self.leave(rank, frames.LEFT)
+            self.connections[rank].end.set()
+            return
+        if frame.kind == frames.DATA:
+            self.data(rank, frame, small=True)
+            return
+        self._check(rank, frame.rank)
+        there = self.connections.get(frame.rank)
+        if there is None:
+            return  # it will be told when that one is back
+        if frame.kind == frames.SYNC and frame.number(0) == there.number:
+            self._synced.add((rank, frame.rank))
+        if (rank, frame.rank) in self._synced:
+            body = frames.packed(frame.kind, *frame.fields)
+            there.control.put(PassedOn(frame.kind, rank, body), CONTROL_NBYTES)
+
+    def data(self, rank: int, frame: Frame, small: bool = False) -> None:
+        """A chunk of `rank`'s, for each of its receivers. Raises `PacketError`."""
+        offset, receivers, chunk = frames.opened_data(frame.body)
+        if small and len(chunk) > frames.SMALL_NBYTES:
+            raise PacketError(f"a chunk of {len(chunk)} bytes on the control stream")
+        for other, receive in receivers:
+            self._check(rank, other)
+            if there := self.connections.get(other):
+                passed = PassedOn(frames.DATA, rank, frames.packed_passed(receive, offset, chunk))
+                (there.control if small else there.bulk).put(passed, CONTROL_NBYTES if small else self._most)
+
+    def _check(self, rank: int, other: int) -> None:
+        if other == rank or not 0 <= other < self.size:
+            raise PacketError(f"a frame of member {rank} for member {other} of {self.size}")
+
+    def _tell(self, frame: PassedOn) -> None:
+        for rank, connection in self.connections.items():
+            if rank != frame.rank:
+                connection.control.put(frame)
+
+
+def flattened(frame: PassedOn, sequence: int) -> bytes:
+    """As it is written."""
+    return frames.head(frame.kind, frame.rank, sequence) + frame.body
+
+
+def natural(name: str) -> tuple[tuple[str, int], ...]:
+    """By which names are put in order: replica-2 before replica-10."""
+    parts: list[tuple[str, int]] = []
+    text, digits = "", ""
+    for letter in name + "\0":
+        if letter.isdigit():
+            digits += letter
+            continue
+        if digits:
+            parts.append((text, int(digits)))
+            text = digits = ""
+        text += letter
+    return (*parts, (text, -1))

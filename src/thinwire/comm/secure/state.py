@@ -1,0 +1,187 @@
+"""What a hub must not forget: its members and their keys, invitations, and who is in which group.
+
+One SQLite file, for its owner alone; every change is one transaction that is on the disk before anybody is told. The
+commands `thinwire hub list | invite | revoke` change it while the hub runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import sqlite3
+import time
+from dataclasses import dataclass
+from hmac import compare_digest
+from pathlib import Path
+
+from thinwire.errors import ConfigurationError, LinkError
+
+FILE = "hub.sqlite"
+MEMBERS = 10_000  # that a hub keeps
+_TABLES = """
+create table if not exists meta (name text primary key, value text not null);
+create table if not exists member (name text primary key, key blob not null, revoked integer not null, joined real not null);
+create table if not exists invitation (
+    id blob primary key, secret blob not null, uses integer not null, expires real not null, name text);
+create table if not exists used (invitation blob not null, name text not null, key blob not null, primary key (invitation, name));
+create table if not exists grouped (
+    id integer primary key autoincrement, label blob not null, members text not null, gone text not null);
+"""
+
+
+@dataclass(frozen=True)
+class Known:
+    """A member that the hub knows."""
+
+    name: str
+    key: bytes
+    revoked: bool
+    joined: float
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """A group that was formed: names and processes in the order of ranks, and who is gone, with the reason."""
+
+    number: int
+    label: bytes
+    members: tuple[tuple[str, bytes], ...]
+    gone: dict[int, int]
+
+
+class HubState:
+    """The state of the hub in `folder`, made when it is missing."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / FILE
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        self._base = sqlite3.connect(path, timeout=600.0, isolation_level=None, check_same_thread=False)
+        self._base.execute("pragma synchronous = full")
+        self._base.executescript(_TABLES)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._base.close()
+
+    @property
+    def version(self) -> int:
+        """Changes when another process has changed something."""
+        (number,) = self._base.execute("pragma data_version").fetchone()
+        return int(number)
+
+    def meta(self, name: str) -> str | None:
+        """A setting that was kept."""
+        found = self._base.execute("select value from meta where name = ?", (name,)).fetchone()
+        return None if found is None else str(found[0])
+
+    def keep(self, name: str, value: str) -> None:
+        """Keep a setting."""
+        self._base.execute("insert or replace into meta values (?, ?)", (name, value))
+
+    # Members and invitations.
+
+    def invite(self, uses: int, seconds: float, name: str | None) -> tuple[bytes, bytes]:
+        """A new invitation: its number and its secret, of which only a hash is kept."""
+        number, secret = secrets.token_bytes(8), secrets.token_bytes(16)
+        digest = hashlib.sha256(secret).digest()
+        self._base.execute("delete from invitation where expires < ?", (time.time(),))
+        self._base.execute(
+            "insert into invitation values (?, ?, ?, ?, ?)", (number, digest, uses, time.time() + seconds, name)
+        )
+        return number, secret
+
+    def invitations(self) -> list[tuple[int, float, str | None]]:
+        """Of those that are still open: uses that are left, when it ends, and for whom."""
+        rows = self._base.execute(
+            "select uses, expires, name from invitation where uses > 0 and expires > ?", (time.time(),)
+        )
+        return [(int(uses), float(expires), name) for uses, expires, name in rows]
+
+    def admit(self, name: str, key: bytes, invitation: bytes, secret: bytes) -> bool:
+        """Take in `name` with this key, or know it again; whether it is new. Raises `LinkError` saying why not.
+
+        A name that is known with this key needs no invitation: it renews its certificate. One that joined before the hub
+        could answer comes again, and uses the invitation once.
+        """
+        self._base.execute("begin immediate")
+        try:
+            made = self._admitted(name, key, invitation, secret)
+            self._base.execute("commit")
+            return made
+        except BaseException:
+            self._base.execute("rollback")
+            raise
+
+    def _admitted(self, name: str, key: bytes, invitation: bytes, secret: bytes) -> bool:
+        if known := self.member(name):
+            if not compare_digest(known.key, key):
+                raise LinkError(f"the name {name} belongs to another key")
+            if known.revoked:
+                raise LinkError(f"{name} is revoked")
+            return False
+        row = self._base.execute(
+            "select secret, uses, expires, name from invitation where id = ?", (invitation,)
+        ).fetchone()
+        if row is None or not compare_digest(row[0], hashlib.sha256(secret).digest()):
+            raise LinkError("no such invitation")
+        if row[2] < time.time():
+            raise LinkError("the invitation has expired")
+        if row[1] < 1:
+            raise LinkError("the invitation is used up")
+        if row[3] is not None and row[3] != name:
+            raise LinkError("the invitation is for another name")
+        (count,) = self._base.execute("select count(*) from member").fetchone()
+        if count >= MEMBERS:
+            raise LinkError(f"the hub has {count} members already")
+        self._base.execute("update invitation set uses = uses - 1 where id = ?", (invitation,))
+        self._base.execute("insert into member values (?, ?, 0, ?)", (name, key, time.time()))
+        return True
+
+    def member(self, name: str) -> Known | None:
+        """The member of this name."""
+        row = self._base.execute("select name, key, revoked, joined from member where name = ?", (name,)).fetchone()
+        return None if row is None else Known(row[0], row[1], bool(row[2]), row[3])
+
+    def members(self) -> list[Known]:
+        """All that ever joined."""
+        rows = self._base.execute("select name, key, revoked, joined from member order by joined")
+        return [Known(name, key, bool(revoked), joined) for name, key, revoked, joined in rows]
+
+    def revoke(self, name: str) -> None:
+        """Nobody with this name is let in any more. Raises `ConfigurationError` if nobody has it."""
+        if not self._base.execute("update member set revoked = 1 where name = ?", (name,)).rowcount:
+            known = ", ".join(member.name for member in self.members()) or "nobody"
+            raise ConfigurationError(f"{name}: no member has this name; there is {known}.")
+
+    # Groups.
+
+    def form(self, label: bytes, members: tuple[tuple[str, bytes], ...]) -> Grouped:
+        """Keep a new group."""
+        told = json.dumps([[name, process.hex()] for name, process in members])
+        made = self._base.execute("insert into grouped (label, members, gone) values (?, ?, '{}')", (label, told))
+        assert made.lastrowid is not None
+        self._base.execute("delete from grouped where id <= ?", (made.lastrowid - 1000,))
+        return Grouped(made.lastrowid, label, members, {})
+
+    def gone(self, group: int, rank: int, reason: int) -> None:
+        """The member `rank` of a group is gone for good."""
+        row = self._base.execute("select gone from grouped where id = ?", (group,)).fetchone()
+        if row is not None:
+            told = json.loads(row[0]) | {str(rank): reason}
+            self._base.execute("update grouped set gone = ? where id = ?", (json.dumps(told), group))
+
+    def groups(self) -> list[Grouped]:
+        """Those that may go on: somebody is left in them."""
+        rows = self._base.execute("select id, label, members, gone from grouped order by id")
+        found = [
+            Grouped(
+                number,
+                label,
+                tuple((name, bytes.fromhex(process)) for name, process in json.loads(members)),
+                {int(rank): int(reason) for rank, reason in json.loads(gone).items()},
+            )
+            for number, label, members, gone in rows
+        ]
+        return [group for group in found if len(group.gone) < len(group.members)]

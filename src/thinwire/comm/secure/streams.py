@@ -1,0 +1,78 @@
+"""The hub's ends of the streams: frames are read and written in order, and what must not be ends the call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from thinwire.comm.secure import frames
+from thinwire.comm.secure.audit import AuditLog
+from thinwire.comm.secure.relay import Pipe, flattened
+from thinwire.errors import LinkError, PacketError
+
+HELLO_SECONDS = 30.0  # in which a member that is known says what it wants
+
+Handle = Callable[[frames.Frame], None]
+
+
+class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
+    def __init__(self, handlers: dict[str, grpc.RpcMethodHandler]) -> None:
+        self._handlers = handlers
+
+    def service(self, details: Any) -> grpc.RpcMethodHandler | None:
+        return self._handlers.get(details.method)
+
+
+class Refusing:
+    """Within: what must not be is written down, and ends the call with the reason."""
+
+    def __init__(self, audit: AuditLog, context: Any) -> None:
+        self._audit, self._context = audit, context
+
+    async def __aenter__(self) -> None:
+        pass
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, PacketError):
+            self._audit("refused frames of", self._who(), error)
+            await self._context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        if isinstance(error, LinkError):
+            self._audit("refused", self._who(), error)
+            await self._context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
+        return isinstance(error, asyncio.TimeoutError)
+
+    def _who(self) -> str:
+        names = self._context.auth_context().get("x509_common_name", [])
+        return f"{self._context.peer()} {b' '.join(names).decode(errors='replace')}"
+
+
+def unary(method: Callable[[bytes, Any], Awaitable[bytes]]) -> grpc.RpcMethodHandler:
+    return grpc.unary_unary_rpc_method_handler(method)
+
+
+async def first(context: Any) -> bytes:
+    raw = await asyncio.wait_for(context.read(), HELLO_SECONDS)
+    if raw is grpc.aio.EOF:
+        raise PacketError("a stream that ended before its first frame")
+    return bytes(raw)
+
+
+async def reading(context: Any, handles: dict[int, Handle]) -> None:
+    kinds: Sequence[int] = tuple(handles)
+    sequence = 1
+    while (raw := await context.read()) is not grpc.aio.EOF:
+        frame = frames.opened(raw, sequence, kinds)
+        handles[frame.kind](frame)
+        sequence += 1
+
+
+async def writing(context: Any, pipe: Pipe) -> None:
+    sequence = 0
+    while True:
+        frame = await pipe.get()
+        await context.write(flattened(frame, sequence))
+        sequence += 1

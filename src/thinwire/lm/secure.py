@@ -1,0 +1,94 @@
+"""Replicas that meet at a hub: all on this machine with a hub of their own, or this one alone, wherever the hub is.
+
+python -m thinwire.lm.secure FOLDER INDEX [--resume]     one replica, as `train_secure` starts it
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thinwire.comm import parse_link
+from thinwire.comm.secure import Hub, SecureGroup, join
+from thinwire.comm.secure.keys import write_private
+from thinwire.errors import ConfigurationError
+from thinwire.lm.launch import Stop, Tick, as_replica, run_processes, stopping, train_here
+from thinwire.lm.model import SIZES
+from thinwire.lm.place import Place
+from thinwire.lm.run import OF_PIECES, Run
+from thinwire.own_files import shortened
+from thinwire.records.run_file import read_run_file
+
+_HUB, _TOKEN, _KEYS = "hub", "token", "keys"  # in the run folder: the hub's own folder, and in that its files
+_WAIT_SECONDS = 600.0  # for the other replicas of this machine
+
+
+def train_secure(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop | None = None) -> None:
+    """All replicas of `run` as processes of this machine, and the hub where they meet in this one. Their output goes to RUN/logs."""
+    replicas = run.placement.replicas
+    hub = Hub(folder / _HUB)
+    try:
+        write_private(folder / _HUB / _TOKEN, f"{hub.invite(replicas)}\n".encode())
+        command = [sys.executable, "-m", "thinwire.lm.secure", str(folder)]
+        more = ["--resume"] if resume else []
+        run_processes(run, folder, [([*command, str(index), *more], {}) for index in range(replicas)], tick, stop)
+    finally:
+        hub.close()
+
+
+def train_member(run: Run, folder: Path, group: SecureGroup, resume: bool, stop: Stop) -> dict[str, Any]:
+    """Train as one replica of a group that is there, with `folder` to itself."""
+    return train_here(run, Place(group, folder, resume, stop=stop, alone=True))
+
+
+def join_for(run: Run, token: str, name: str, keys: Path, word: str, timeout: float) -> SecureGroup:
+    """Join the hub of `token` for `run`, and wait for the other replicas: those who say the same `word`."""
+    link = parse_link(run.placement.uplink)
+    group = join(token, name, run.placement.replicas, keys, word, timeout, link.bits_per_second if link else None)
+    group.timeout = run.placement.timeout
+    return group
+
+
+def run_of_hub(path: Path) -> Run:
+    """The run of a run file that a hub sent, which may name no file of this machine: such a file would be read, or run, because
+    somebody else says so. Raises `ConfigurationError`.
+    """
+    try:
+        settings, _ = read_run_file(path)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"the hub's run file cannot be read ({error}); give a run file of your own.") from None
+    tokenizer = str(settings.get("tokenizer") or "bytes")
+    named = [name for name in ("text", "job") if settings.get(name)]
+    named += ["model"] if str(settings.get("model", "nano")) not in SIZES else []
+    named += [] if tokenizer == "bytes" or tokenizer.removeprefix("bpe:").isdigit() else ["tokenizer"]
+    for name in OF_PIECES:
+        text = str(settings.get(name) or "")
+        if ".py" in text or shortened(text) != text:
+            named.append(name)
+    if named:
+        raise ConfigurationError(
+            f"the hub's run file names files or models in {', '.join(named)}, and a hub may name none on this machine; "
+            "give a run file of your own: thinwire join TOKEN run.toml --name NAME."
+        )
+    return Run.load(path)
+
+
+def main() -> int:
+    """One replica, as `train_secure` starts it."""
+    folder, index, resume = Path(sys.argv[1]), int(sys.argv[2]), "--resume" in sys.argv[3:]
+
+    def train(stop: Stop) -> None:
+        run, hub = Run.load(folder / "run.toml"), folder / _HUB
+        with stopping(stop):
+            token = (hub / _TOKEN).read_text()
+            with join_for(run, token, f"replica-{index}", hub / _KEYS, str(folder), _WAIT_SECONDS) as group:
+                train_here(run, Place(group, folder, resume, gpu=index % max(1, torch.cuda.device_count()), stop=stop))
+
+    return as_replica(train)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""Connections that break, and a hub that is killed: no message is lost, doubled or changed, and none is sent from its beginning again."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from group_laws import TIMEOUT, Exchange, peers
+from hub_process import HubProcess
+from secure_groups import run_secure
+from tcp_proxy import Proxy
+
+import thinwire as tw
+from thinwire.comm.secure import Hub, join
+from thinwire.comm.secure.messages import BUDGET_NBYTES
+from thinwire.runtime.handshake import digest
+
+NBYTES = 4_000_000
+
+
+@pytest.mark.parametrize("cuts", [1, pytest.param(6, marks=pytest.mark.slow)])
+def test_a_link_that_is_cut_and_mended(tmp_path, cuts):
+    """Of three replicas one loses its link again and again, in the middle of what it sends."""
+    rounds = cuts + 1
+    with Hub(tmp_path / "hub") as hub, Proxy(hub.invite(3)) as proxy:
+        tokens = [hub.invite(3), proxy.token, hub.invite(3)]
+        done, failures, uploaded = threading.Event(), [], [0]
+
+        def replica(index: int) -> None:
+            try:
+                with join(str(tokens[index]), f"r-{index}", 3, tmp_path / "keys", "", TIMEOUT) as group:
+                    for what in range(rounds):
+                        small = Exchange(group, 1, what, 100)
+                        Exchange(group, 2, what, NBYTES).check()
+                        small.check()
+                    if index == 1:
+                        uploaded[0] = group.uploaded
+            except BaseException as failure:
+                failures.append(failure)
+
+        def spoil() -> None:
+            for number in range(1, cuts + 1):
+                proxy.wait(lambda due=number * 4_000_000: proxy.forwarded > due or done.is_set())
+                proxy.cut()
+                before = proxy.refused
+                proxy.wait(lambda before=before: proxy.refused > before or done.is_set())
+                proxy.mend()
+
+        threads = [threading.Thread(target=replica, args=(index,)) for index in range(3)]
+        spoiler = threading.Thread(target=spoil)
+        for thread in (*threads, spoiler):
+            thread.start()
+        for thread in threads:
+            thread.join()
+        done.set()
+        with proxy.changed:
+            proxy.changed.notify_all()
+        spoiler.join()
+        assert not failures, failures
+        assert proxy.refused >= cuts
+        payload = rounds * 2 * NBYTES  # each packet differs for its receiver
+        assert payload < uploaded[0] < payload + cuts * BUDGET_NBYTES
+
+
+def test_a_packet_for_all_goes_up_once(tmp_path):
+    with Hub(tmp_path / "hub") as hub:
+
+        def share(group):
+            packet = torch.full((NBYTES,), group.rank, dtype=torch.uint8)
+            buffers = {peer: torch.zeros(NBYTES, dtype=torch.uint8) for peer in peers(group)}
+            group.post(0, dict.fromkeys(peers(group), packet), buffers).wait()
+            assert all(bool((buffer == peer).all()) for peer, buffer in buffers.items())
+            return group.uploaded
+
+        assert all(NBYTES < uploaded < 1.01 * NBYTES for uploaded in run_secure(hub, 4, share, tmp_path))
+
+
+def trained(group):
+    """The digest of a model after some rounds: the same on any carrier."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+    weights = torch.Generator().manual_seed(0)  # torch's own is shared by the threads
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1, generator=weights)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data = torch.Generator().manual_seed(group.rank)
+    with tw.Replica(tw.streaming_diloco(every=4, fragments=2, delay=1), model, optimizer, group):
+        for _ in range(40):
+            x = torch.randn(32, 8, generator=data)
+            (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return digest(list(model.parameters()))
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(5, marks=pytest.mark.slow)])
+def test_a_hub_that_is_killed_and_started_again(tmp_path, kills):
+    """The real command, killed in the middle of transfers: the model is the one of threads."""
+    hub = HubProcess(tmp_path / "hub")
+    rounds, ready = 4 * kills, threading.Barrier(3)
+    failures: list[BaseException] = []
+
+    def replica(group):
+        Exchange(group, 1, 0, 1000).check()
+        for what in range(rounds):
+            if what % 4 == 1:
+                exchange = Exchange(group, 2, what, NBYTES)
+                ready.wait()  # the hub is killed now
+                exchange.check()
+            else:
+                Exchange(group, 2, what, NBYTES // 10).check()
+        return trained(group)
+
+    def kill() -> None:
+        try:
+            for _ in range(kills):
+                ready.wait()
+                hub.kill()
+                hub.restart()
+        except BaseException as failure:
+            failures.append(failure)
+            ready.abort()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        ended = run_secure(hub.invite(2), 2, replica, tmp_path / "keys")
+    finally:
+        ready.abort()
+        killer.join()
+        hub.close()
+    assert not failures, failures
+    assert ended == tw.run_threads(2, trained)

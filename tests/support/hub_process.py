@@ -1,0 +1,52 @@
+"""`thinwire hub` as a process of its own, which a test can kill."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from group_laws import free_port
+
+from thinwire.comm.secure import Token, invite
+
+
+class HubProcess:
+    """The real command, in `folder`."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        while True:  # two ports in a row
+            port = free_port()
+            self._command = [sys.executable, "-m", "thinwire", "hub", "--out", str(folder), *options]
+            self.folder = folder
+            if self._start("--listen", f"127.0.0.1:{port}"):
+                return
+
+    def _start(self, *more: str) -> bool:
+        self.process = subprocess.Popen(
+            [*self._command, *more], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        assert self.process.stdout
+        for line in self.process.stdout:
+            if "hub at" in line:
+                return True
+        self.close()
+        return False
+
+    def kill(self) -> None:
+        """As a power cut would."""
+        self.process.kill()
+        self.close()
+
+    def restart(self) -> None:
+        """In the same folder, at the same ports."""
+        assert self._start()
+
+    def invite(self, uses: int) -> Token:
+        return invite(self.folder, uses)
+
+    def close(self) -> None:
+        self.process.terminate()
+        if self.process.stdout:
+            self.process.stdout.close()
+        self.process.wait()

@@ -1,0 +1,38 @@
+"""Replicas over a hub, as threads of one process, each with a key and connections of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from group_laws import TIMEOUT
+
+from thinwire.comm.secure import Hub, SecureGroup, Token, join
+
+
+def run_secure(
+    hub: Hub | Token, size: int, fn: Callable[[SecureGroup], Any], folder: Path, prefix: str = "replica", run: str = ""
+) -> list[Any]:
+    """`fn(group)` on `size` replicas that join `hub`; their results in rank order. Raises what the first raised."""
+    token = hub.invite(size) if isinstance(hub, Hub) else hub
+    results: dict[int, Any] = {}
+    failures: list[BaseException] = []
+
+    def replica(index: int) -> None:
+        name = f"{prefix}-{threading.get_native_id()}-{index}" if isinstance(hub, Hub) else f"{prefix}-{index}"
+        try:
+            with join(str(token), name, size, folder, run or str(token), TIMEOUT) as group:
+                results[group.rank] = fn(group)
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=replica, args=(index,)) for index in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    return [results[rank] for rank in range(size)]

@@ -1,0 +1,116 @@
+"""A TCP proxy that a test can cut, hold and let garble: two ports of a hub, as a bad network would give them."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from thinwire.comm.secure import Token
+
+Change = Callable[[bytes], bytes]
+
+
+class Proxy:
+    """Forwards to the two ports of a hub, whose `token` it gives with its own ports in it.
+
+    `upwards` and `downwards` change what is forwarded. `held`: nothing is forwarded while it is clear. `forwarded` counts the
+    bytes that went up to the port of members; `reached` wakes whoever waits for so many.
+    """
+
+    def __init__(self, token: Token) -> None:
+        self.upwards: Change = bytes
+        self.downwards: Change = bytes
+        self.held = threading.Event()
+        self.held.set()
+        self.forwarded, self.refused = 0, 0
+        self.changed = threading.Condition()
+        self._cut = False
+        self._open: set[socket.socket] = set()
+        self._threads: list[threading.Thread] = []
+        self._doors = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+        ports = [door.getsockname()[1] for door in self._doors]
+        self.token = dataclasses.replace(token, host="127.0.0.1", port=ports[0], join_port=ports[1])
+        for door, port in zip(self._doors, (token.port, token.join_port)):
+            self._begin(self._accept, door, (token.host, port), port == token.port)
+
+    def cut(self) -> None:
+        """End all connections, and let none through until `mend`."""
+        with self.changed:
+            self._cut = True
+            for one in list(self._open):
+                self._end(one)
+
+    def mend(self) -> None:
+        """Let connections through again."""
+        with self.changed:
+            self._cut = False
+
+    def wait(self, enough: Callable[[], bool]) -> None:
+        """Until `enough`, which something that was counted here makes true."""
+        with self.changed:
+            assert self.changed.wait_for(enough, 600.0)
+
+    def close(self) -> None:
+        """End everything."""
+        self.cut()
+        self.held.set()
+        for door in self._doors:
+            with suppress(OSError):
+                door.shutdown(socket.SHUT_RDWR)
+            door.close()
+        for thread in self._threads:
+            thread.join()
+        for one in self._open:
+            one.close()
+
+    def __enter__(self) -> Proxy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _begin(self, work: Callable[..., None], *given: object) -> None:
+        thread = threading.Thread(target=work, args=given, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self, door: socket.socket, target: tuple[str, int], counted: bool) -> None:
+        while True:
+            try:
+                near, _ = door.accept()
+            except OSError:
+                return
+            with self.changed:
+                if self._cut:
+                    near.close()
+                    self.refused += 1
+                    self.changed.notify_all()
+                    continue
+                try:
+                    far = socket.create_connection(target)
+                except OSError:  # the hub is not there
+                    near.close()
+                    continue
+                self._open |= {near, far}
+            self._begin(self._forward, near, far, True, counted)
+            self._begin(self._forward, far, near, False, False)
+
+    def _forward(self, source: socket.socket, target: socket.socket, up: bool, counted: bool) -> None:
+        with suppress(OSError):
+            while data := source.recv(65536):
+                self.held.wait()
+                target.sendall((self.upwards if up else self.downwards)(data))
+                if counted:
+                    with self.changed:
+                        self.forwarded += len(data)
+                        self.changed.notify_all()
+        self._end(target)
+        self._end(source)
+
+    @staticmethod
+    def _end(one: socket.socket) -> None:
+        with suppress(OSError):
+            one.shutdown(socket.SHUT_RDWR)
