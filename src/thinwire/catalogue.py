@@ -65,6 +65,21 @@ from thinwire.exchange.two_shot import TwoShot as TwoShot
 # What is made of what all have sent.
 from thinwire.pieces.aggregate import Mean as Mean
 from thinwire.pieces.aggregate import MeanOverSenders as MeanOverSenders
+from thinwire.pieces.robust import Median as Median
+from thinwire.pieces.robust import TrimmedMean as TrimmedMean
+from thinwire.pieces.robust import MeaMed as MeaMed
+from thinwire.pieces.by_products import GeometricMedian as GeometricMedian
+from thinwire.pieces.by_products import CenteredClipping as CenteredClipping
+from thinwire.pieces.by_products import Krum as Krum
+from thinwire.pieces.by_products import MultiKrum as MultiKrum
+from thinwire.pieces.by_products import Bulyan as Bulyan
+from thinwire.pieces.by_products import MDA as MDA
+from thinwire.pieces.weighing import FoolsGold as FoolsGold
+from thinwire.pieces.weighing import FlagAggregator as FlagAggregator
+from thinwire.pieces.pre_aggregation import NearestNeighbourMixing as NearestNeighbourMixing
+from thinwire.pieces.pre_aggregation import Bucketing as Bucketing
+from thinwire.pieces.pre_aggregation import StaticClipping as StaticClipping
+from thinwire.pieces.pre_aggregation import ARC as ARC
 
 # How the anchor moves.
 from thinwire.pieces.outer import Average as Average

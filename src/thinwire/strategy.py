@@ -188,6 +188,8 @@ class Strategy:
             return
         if not self.exchange.gathers:
             reason = f"{self.exchange} adds up parts on the way; choose Direct() or TwoShot()"
+        elif self.aggregate.needs_products and not self.exchange.multiplies:
+            reason = f"{self.exchange} has no inner products of whole fragments, which it needs; choose Direct() or TwoShot()"
         elif self.codec.joint:
             reason = f"{self.codec} says itself what packets make together; choose the codec inside it"
         elif self.feedback and self.feedback.kappa:
@@ -362,6 +364,15 @@ class Strategy:
             f"{self.schedule.delay} of them in the air",
             f"{nbytes:,} bytes sent per replica and period: {bits:.4g} bits per parameter and step (predicted)",
         ]
+        if self.aggregate != Mean():
+            lines.append(
+                f"aggregate: {self.aggregate}, of {size} replicas {self.aggregate.tolerates(size)} may send anything"
+            )
+        if self.aggregate.needs_products:
+            nbytes = len(fragments) * self.exchange.nbytes_products(size)
+            lines.append(
+                f"aggregate: {nbytes:,} bytes of inner products sent per replica and period, beside these (predicted)"
+            )
         if self.filters:
             lines.append(f"filters: {', '.join(map(str, self.filters))}")
         if self.inner:

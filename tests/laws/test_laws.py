@@ -202,7 +202,9 @@ def test_law_5_predicted_is_counted(name, replicas):
         told = [tells(strategy, fragments[e["fragment"]], e["round"]) for e in departures if rank == 0]
         assert ledger.sent("policy") == sum(HEADER_NBYTES + 4 * count for count in told if count) * (replicas - 1)
         assert ledger.sent("finish") == 8 * (replicas - 1)  # nobody waits for it
-        named = ("packet", "introduction", "start", "policy", "comparison", "finish")
+        products = strategy.exchange.nbytes_products(replicas) if strategy.aggregate.needs_products else 0
+        assert ledger.sent("products") == products * len(departures)
+        named = ("packet", "introduction", "start", "policy", "products", "comparison", "finish")
         assert ledger.sent() == sum(ledger.sent(purpose) for purpose in named)
     sent = sum(ledger.sent() - ledger.sent("finish") for ledger in ledgers)
     assert sent == sum(ledger.received() for ledger in ledgers)

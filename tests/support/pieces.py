@@ -327,6 +327,11 @@ METHODS: dict[str, tw.Strategy] = {
         candidates=(tw.codecs.TopK(0.1), tw.codecs.TopK(0.6)),
         window=2,
     ),
+    "with histories, in shards": tw.Strategy(
+        schedule=tw.pieces.schedule.Every(3, 1),
+        exchange=tw.exchange.TwoShot(),
+        aggregate=tw.pieces.weighing.FoolsGold(),
+    ),
     # what the recipes leave out
     "feedback in the air": tw.Strategy(
         schedule=tw.pieces.schedule.Staggered(6, 3),

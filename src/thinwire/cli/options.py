@@ -55,6 +55,10 @@ def read(kind: type[T], verb: str, arguments: Sequence[str], description: str) -
     if file is not None and str(file) != arguments[0]:
         raise ConfigurationError(f"{file} after options: a run file is needed first; write thinwire {verb} {file} --…")
     settings = {name: given.pop(name) for name in PART_OF}
+    if settings["attack"] is not None and verb != "compare":
+        raise ConfigurationError(
+            f"attack={settings['attack']!r} for thinwire {verb}: replicas that lie are for trying rules out; only `thinwire compare` has them."
+        )
     return kind(run_settings=Run.of(**settings), **given)  # type: ignore[call-arg]
 
 

@@ -39,6 +39,15 @@ class Exchange(Protocol):
         return False
 
     @property
+    def multiplies(self) -> bool:
+        """Whether it has the inner products of all replicas' values of a whole fragment before any range of it is settled."""
+        return False
+
+    def owns(self, codec: Codec, numel: int, rank: int, size: int) -> int:
+        """How many elements of a fragment are aggregated at replica `rank` of `size`."""
+        return numel
+
+    @property
     def needs_fixed_group(self) -> str:
         """Why the same replicas are needed in every round, as the end of a sentence that begins with the exchange; empty: they
         may come and go, and it keeps no state of those it has met.
@@ -54,6 +63,12 @@ class Exchange(Protocol):
     def sends_own(self) -> bool:
         """What travels in the codec are single replicas' values, not sums of them."""
         return True
+
+    def nbytes_products(self, size: int) -> int:
+        """Bytes that a replica of `size` sends for inner products in a round whose aggregate needs them, headers included; for the ledger's
+        purpose "products".
+        """
+        return 0
 
     def check(self, codec: Codec, feedback: Feedback | None) -> None:
         """Raise `ConfigurationError` unless this exchange can carry what `codec` makes, under the strategy's `feedback`."""
@@ -88,8 +103,8 @@ class Exchange(Protocol):
 
 @dataclass(frozen=True)
 class Arrival:
-    """The end of a round: every replica's flags, and the exchange's next state. `void`, or one that has `REFUSED`: there is
-    no estimate, whatever was handed over. `void` alone is nobody's fault: a sum has overflowed.
+    """The end of a round: every replica's flags, and the exchange's next state. `void`, or more that have `REFUSED` than the aggregate
+    tolerates: there is no estimate, whatever was handed over. `void` alone is nobody's fault: a sum has overflowed.
     """
 
     flags: tuple[int, ...]

@@ -1,17 +1,23 @@
-"""Where packets become the aggregate of what they say."""
+"""Where packets become the aggregate of what they say.
+
+An aggregate that `needs_products` is looked at twice: `measure` adds up inner products range by range, `choose` tells it those of the whole
+fragment, and then `mean` is asked. Who has refused counts as one that sent NaN, as long as there are no more than the aggregate tolerates.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
 from thinwire.exchange.chunks import CodedRange, Message
 from thinwire.exchange.round import Round
-from thinwire.packet import payload
+from thinwire.packet import REFUSED, payload
 from thinwire.pieces.aggregate import Values
+from thinwire.pieces.products import inner_products
 from thinwire.rng import Key
 
 
@@ -22,23 +28,72 @@ class Decoder:
         numel = max((coded.end - coded.begin for message in messages for coded in message.ranges), default=0)
         self._codec, self._joins, self._buffers = codec, codec.joint, round_.context.buffers
         self._mean, self._sent = self._buffers.floats(numel), self._buffers.floats(numel)
-        self._aggregate = round_.aggregate
+        self._round, self._aggregate = round_, round_.aggregate
+        self.needs_products = self._aggregate.needs_products and not self._joins
+        self._products = torch.zeros(round_.size, round_.size, dtype=torch.float64)
+        self._tolerates = self._aggregate.tolerates(round_.size)
+
+    def void(self, flags: Iterable[int]) -> bool:
+        """Whether more replicas have refused, by all replicas' `flags`, than the aggregate tolerates: then there is none."""
+        return sum(bool(f & REFUSED) for f in flags) > self._tolerates
+
+    def measure(
+        self, coded: CodedRange, first: int, packets: Mapping[int, Tensor], key: Key, flags: Sequence[int]
+    ) -> None:
+        """Add the inner products of what `packets` say of `coded`; all that is aggregated here begins at `first`."""
+        values = torch.stack([one.decoded() for one in self._values(coded, packets, key, flags)])
+        begin, end = coded.begin - first, coded.end - first
+        before, after = (
+            {name: kept[begin:end] for name, kept in state.items()}
+            for state in (self._round.remembered, self._round.remembers(self._round.remembered))
+        )
+        self._products += inner_products(self._aggregate.measured(values, before, after))
+
+    @property
+    def products(self) -> Tensor:
+        """What `measure` has added up, [size, size] in fp64."""
+        return self._products
+
+    def choose(self, products: Tensor) -> None:
+        """Go on with what the aggregate makes of the whole fragment's `products`."""
+        self._aggregate = self._aggregate.given(products, replace(self._round.key, sender=0))
 
     def mean(
-        self, coded: CodedRange, packets: Mapping[int, Tensor], key: Key, weights: Mapping[int, float] | None = None
+        self,
+        coded: CodedRange,
+        packets: Mapping[int, Tensor],
+        key: Key,
+        weights: Mapping[int, float] | None = None,
+        flags: Sequence[int] = (),
     ) -> Tensor:
-        """The aggregate of what all `packets` say of `coded`, in the order of their senders' ranks; `weights` add up to 1."""
+        """The aggregate of what all `packets` say of `coded`, in the order of their senders' ranks; `weights` add up to 1. `flags`: theirs."""
         mean = self._mean[: coded.end - coded.begin].zero_()
-        bodies = {sender: payload(packets[sender])[coded.first : coded.last] for sender in sorted(packets)}
-        keys = [replace(key, sender=sender) for sender in bodies]
-        shares = [weights[sender] for sender in bodies] if weights else None
+        values = self._values(coded, packets, key, flags)
+        shares = [weights[sender] for sender in sorted(packets)] if weights else None
         if self._joins:
-            counts = shares or [1.0] * len(keys)
-            return mean.copy_(self._codec.decode_joint(list(zip(bodies.values(), keys, counts)), mean.numel()))
-        self._aggregate.into(
-            mean, [Values(self._codec, b, k, len(mean)) for b, k in zip(bodies.values(), keys)], shares
-        )
+            counts = shares or [1.0] * len(values)
+            said = [(one.payload, one.key, count) for one, count in zip(values, counts)]
+            return mean.copy_(self._codec.decode_joint(said, mean.numel()))
+        self._aggregate.into(mean, values, shares)
         return mean
+
+    def owners(self, coded: CodedRange, owner: int, packet: Tensor, key: Key) -> Tensor:
+        """What the `owner` of `coded` says is the aggregate."""
+        if self._joins:
+            return self.mean(coded, {owner: packet}, key)
+        mean = self._mean[: coded.end - coded.begin].zero_()
+        self._codec.decode_add(payload(packet)[coded.first : coded.last], mean, key)
+        return mean
+
+    def _values(self, coded: CodedRange, packets: Mapping[int, Tensor], key: Key, flags: Sequence[int]) -> list[Values]:
+        numel = coded.end - coded.begin
+        return [
+            Values(
+                self._codec, payload(packets[sender])[coded.first : coded.last], replace(key, sender=sender), numel,
+                bool(flags) and bool(flags[sender] & REFUSED),
+            )
+            for sender in sorted(packets)
+        ]  # fmt: skip
 
     def sent(self, coded: CodedRange, packet: Tensor, key: Key) -> Tensor:
         """What the own `packet` says of `coded`."""

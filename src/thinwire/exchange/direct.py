@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
+from torch import Tensor
+
 from thinwire.codecs import Codec
 from thinwire.comm.emulated import Link
 from thinwire.exchange.base import Arrival, Exchange, Settle
@@ -13,7 +15,6 @@ from thinwire.exchange.chunks import Message, cut, packets_nbytes
 from thinwire.exchange.decode import Decoder
 from thinwire.exchange.round import Outgoing, Round
 from thinwire.exchange.stage import Stage
-from thinwire.packet import REFUSED
 from thinwire.state import State
 
 
@@ -38,6 +39,7 @@ class Direct(Exchange):
     """
 
     gathers: ClassVar[bool] = True
+    multiplies: ClassVar[bool] = True
     needs_fixed_group: ClassVar[str] = ""
 
     def depart(self, round_: Round, state: State) -> _Departure:
@@ -55,16 +57,33 @@ class Direct(Exchange):
         room = Decoder(round_, round_.codec, departure.messages)
         for index, message in enumerate(departure.messages):
             heard = stage.receive(index)
-            packets = {peer: stage.packet(index, peer) for peer in heard} | {round_.rank: own[index].wait()}
-            for rank, said in {**heard, round_.rank: own[index].flags}.items():
-                flags[rank] |= said
-            if not any(f & REFUSED for f in flags):
+            own[index].wait()
+            said = [heard.get(rank, own[index].flags) for rank in range(round_.size)]
+            flags = [a | b for a, b in zip(flags, said)]
+            if room.needs_products:
                 for coded in message.ranges:
-                    mean = room.mean(coded, packets, round_.key)
-                    settle(coded.begin, mean, partial(room.sent, coded, own[index].packet, round_.key))
+                    room.measure(coded, 0, self._packets(departure, index), round_.key, said)
+            elif not room.void(flags):
+                self._settle(departure, index, room, said, settle)
+        if room.needs_products and not room.void(flags):
+            room.choose(room.products)
+            for index in range(len(departure.messages)):
+                self._settle(departure, index, room, flags, settle)
         room.close()
         round_.close()
         return Arrival(tuple(flags), {})
+
+    def _packets(self, departure: _Departure, index: int) -> dict[int, Tensor]:
+        round_ = departure.round
+        return {peer: departure.stage.packet(index, peer) for peer in round_.peers} | {
+            round_.rank: departure.own[index].packet
+        }
+
+    def _settle(self, departure: _Departure, index: int, room: Decoder, flags: list[int], settle: Settle) -> None:
+        key = departure.round.key
+        for coded in departure.messages[index].ranges:
+            mean = room.mean(coded, self._packets(departure, index), key, flags=flags)
+            settle(coded.begin, mean, partial(room.sent, coded, departure.own[index].packet, key))
 
     def nbytes_sent(self, codec: Codec, numel: int, size: int, rank: int | None = None) -> int:
         return (size - 1) * packets_nbytes(cut(codec, 0, numel))

@@ -63,6 +63,16 @@ class Fastest(Exchange):
     def gathers(self) -> bool:
         return all(exchange.gathers for exchange in self.among)
 
+    @property
+    def multiplies(self) -> bool:
+        return all(exchange.multiplies for exchange in self.among)
+
+    def owns(self, codec: Codec, numel: int, rank: int, size: int) -> int:
+        return self.chosen(codec, numel, size).owns(codec, numel, rank, size)
+
+    def nbytes_products(self, size: int) -> int:
+        return max(exchange.nbytes_products(size) for exchange in self.among)
+
     def check(self, codec: Codec, feedback: Feedback | None) -> None:
         for exchange in self._fitting(codec):
             exchange.check(codec, feedback)

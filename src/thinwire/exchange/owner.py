@@ -39,8 +39,8 @@ class Owner:
     def say(
         self, index: int, mean: Callable[[CodedRange], Tensor], marks: Sequence[int], to: Sequence[int], room: Decoder
     ) -> Outgoing:
-        """Encode the mean of message `index` and let it go `to` them. If a mark says `REFUSED`, there is no mean."""
-        message, void = self._messages[index], any(mark & REFUSED for mark in marks)
+        """Encode the mean of message `index` and let it go `to` them. If too many marks say `REFUSED`, there is no mean."""
+        message, void = self._messages[index], room.void(marks)
         means = self._buffers.floats(message.numel)
         for coded in message.ranges:
             part = means[coded.begin - message.begin : coded.end - message.begin]

@@ -20,6 +20,7 @@ from thinwire.exchange.trace import Trace
 from thinwire.packet import HEADER_NBYTES
 from thinwire.pieces.aggregate import Aggregate, Mean
 from thinwire.rng import Key
+from thinwire.state import State
 
 
 class SendContext:
@@ -67,7 +68,8 @@ class Round:
     """What an exchange is to do: carry `signal`, `numel` elements of it, coded by `codec`; and what it used for that.
 
     `key` names the own packet, `flags` go with it, `order` says whose messages leave first (`SendQueue`); `step` is the inner step after
-    which it departs, where that is the same on all replicas; `aggregate` makes one estimate of what all say.
+    which it departs, where that is the same on all replicas; `aggregate` makes one estimate of what all say, and has `remembered` something of
+    what is aggregated here; `after` is what it remembers next.
     """
 
     context: SendContext
@@ -79,6 +81,8 @@ class Round:
     order: Order = ()
     step: int = 0
     aggregate: Aggregate = Mean()
+    remembered: State = field(default_factory=dict)
+    after: State = field(default_factory=dict)
     outgoing: list[Outgoing] = field(default_factory=list)
     packets: list[Tensor] = field(default_factory=list)
     trace: Trace = field(default_factory=Trace)
@@ -97,6 +101,12 @@ class Round:
     @property
     def peers(self) -> list[int]:
         return [peer for peer in range(self.size) if peer != self.rank]
+
+    def remembers(self, before: State) -> State:
+        """Room for what the aggregate remembers next, as large as `before`."""
+        if not self.after and before:
+            self.after = {name: self.context.buffers.floats(kept.numel()) for name, kept in before.items()}
+        return self.after
 
     def packet(self, nbytes: int) -> Tensor:
         """Room for a packet with a payload of `nbytes`."""

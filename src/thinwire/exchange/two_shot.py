@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec, nested
+from thinwire.codecs import Codec, Identity, nested
 from thinwire.comm.emulated import Link
 from thinwire.errors import ConfigurationError
 from thinwire.exchange.base import Arrival, Exchange, Settle
-from thinwire.exchange.chunks import Signal, cut, packets_nbytes, shards
+from thinwire.exchange.chunks import CodedRange, Message, Signal, cut, packets_nbytes, shards
 from thinwire.exchange.decode import Decoder
 from thinwire.exchange.owner import Owner, check_owners
 from thinwire.exchange.round import Outgoing, Round
-from thinwire.exchange.stage import Stage, heard
-from thinwire.packet import REFUSED
+from thinwire.exchange.stage import MOST_STAGES, Stage, heard
+from thinwire.packet import HEADER_NBYTES, REFUSED, payload
 from thinwire.pieces.feedback import Feedback
 from thinwire.rng import Key
 from thinwire.state import State
@@ -51,9 +54,15 @@ class TwoShot(Exchange):
     def __post_init__(self) -> None:
         check_owners(self, self.feedback)
 
-    @property
-    def gathers(self) -> bool:
-        return True
+    gathers: ClassVar[bool] = True
+    multiplies: ClassVar[bool] = True
+
+    def owns(self, codec: Codec, numel: int, rank: int, size: int) -> int:
+        begin, end = shards(codec, numel, size)[rank]
+        return end - begin
+
+    def nbytes_products(self, size: int) -> int:
+        return (size - 1) * (HEADER_NBYTES + 8 * size * size)
 
     @property
     def needs_fixed_group(self) -> str:
@@ -71,8 +80,7 @@ class TwoShot(Exchange):
             )
 
     def init(self, codec: Codec, numel: int, rank: int, size: int) -> State:
-        begin, end = shards(codec, numel, size)[rank]
-        return self.feedback.init(end - begin) if self.feedback else {}
+        return self.feedback.init(self.owns(codec, numel, rank, size)) if self.feedback else {}
 
     def depart(self, round_: Round, state: State) -> Reduction:
         reduction = Reduction(round_, round_.codec, round_.numel, feedback=self.feedback, state=state)
@@ -99,6 +107,16 @@ def reduction_nbytes(codec: Codec, numel: int, size: int, rank: int) -> int:
     return others + (size - 1) * packets_nbytes(messages[rank], marks=size)
 
 
+def _matrix(size: int) -> Message:
+    """The message that holds inner products, in fp64."""
+    return Message(0, size * size, (CodedRange(0, size * size, 0, 8 * size * size),))
+
+
+def _doubles(body: Tensor) -> Tensor:
+    """Bytes as fp64, wherever they lie."""
+    return torch.empty(body.numel() // 8, dtype=torch.float64).view(torch.uint8).copy_(body).view(torch.float64)
+
+
 class Reduction:
     """The mean of a vector of `numel`, in two stages from `number` on: scatter, gather."""
 
@@ -116,12 +134,15 @@ class Reduction:
         self.messages = [cut(codec, *span) for span in shards(codec, numel, round_.size)]
         self._scatter = Stage(round_, codec, number)
         self._gather = Stage(round_, codec, number + 1, marks=round_.size)
+        self._products = Stage(round_, Identity(), MOST_STAGES - 2, purpose="products")
         self._own: dict[tuple[int, int], Outgoing] = {}  # by owner and place
 
     def expect(self) -> None:
         """Stand ready to receive."""
         self._scatter.expect(dict.fromkeys(self.round.peers, self.messages[self.round.rank]))
         self._gather.expect({peer: self.messages[peer] for peer in self.round.peers})
+        if self.round.aggregate.needs_products:
+            self._products.expect(dict.fromkeys(self.round.peers, (_matrix(self.round.size),)))
 
     def send(self, signal: Signal) -> None:
         """Send each owner its shard, the owners in turn, from the next rank on."""
@@ -138,35 +159,63 @@ class Reduction:
         room = Decoder(self.round, self.codec, (message for of in self.messages for message in of))
         rank = self.round.rank
         owner = Owner(self._gather, self._gathered(rank), self.messages[rank], self._feedback, self._state)
-        own = [self._average(index, owner, room) for index in range(len(self.messages[rank]))]
+        count = len(self.messages[rank])
+        if room.needs_products:
+            said = [self._scattered_flags(index) for index in range(count)]
+            self._multiply(room, said)
+            own = [self._average(index, flags, owner, room) for index, flags in enumerate(said)]
+        else:
+            own = [self._average(index, self._scattered_flags(index), owner, room) for index in range(count)]
         flags, void = [0] * self.round.size, False
         for index in range(max(map(len, self.messages))):
-            said = self._gather.receive(index)
+            gathered = self._gather.receive(index)
             for sender, messages in enumerate(self.messages):
                 if index < len(messages):
                     packet = own[index].packet if sender == rank else self._gather.packet(index, sender)
                     flags = [a | b for a, b in zip(flags, heard(packet, messages[index], sender))]
-                    void |= bool((own[index].flags if sender == rank else said[sender]) & REFUSED)
+                    void |= bool((own[index].flags if sender == rank else gathered[sender]) & REFUSED)
                     if not void:
                         self._settle(sender, index, packet, room, settle)
         room.close()
         return Arrival(tuple(flags), owner.after, void)
 
-    def _average(self, index: int, owner: Owner, room: Decoder) -> Outgoing:
+    def _scattered_flags(self, index: int) -> list[int]:
+        """Wait for one message of the own shard; what all say of theirs."""
+        said, mine = self._scatter.receive(index), self._own[self.round.rank, index]
+        mine.wait()
+        return [said.get(peer, mine.flags) for peer in range(self.round.size)]
+
+    def _packets(self, index: int) -> dict[int, Tensor]:
+        own = {self.round.rank: self._own[self.round.rank, index].packet}
+        return {peer: self._scatter.packet(index, peer) for peer in self.round.peers} | own
+
+    def _multiply(self, room: Decoder, said: Sequence[Sequence[int]]) -> None:
+        """Tell all the inner products over the own shard, and add up those of all owners in rank order."""
+        rank, size = self.round.rank, self.round.size
+        messages, key, first = self.messages[rank], self._scattered(rank), self.messages[rank][0].begin
+        for index, (message, flags) in enumerate(zip(messages, said)):
+            for coded in message.ranges:
+                room.measure(coded, first, self._packets(index), key, flags)
+        message = _matrix(size)
+        self._products.send_bytes(message, room.products.view(torch.uint8).flatten(), self.round.peers)
+        self._products.receive(0)
+        total = torch.zeros_like(room.products)
+        for owner in range(size):
+            part = room.products if owner == rank else _doubles(payload(self._products.packet(0, owner)))
+            total += part.view(size, size)
+        room.choose(total)
+
+    def _average(self, index: int, flags: Sequence[int], owner: Owner, room: Decoder) -> Outgoing:
         """Say the mean of one message of the own shard to all."""
-        rank = self.round.rank
-        said = self._scatter.receive(index)
-        mine = self._own[rank, index]
-        packets = {peer: self._scatter.packet(index, peer) for peer in said} | {rank: mine.wait()}
-        marks = [said.get(peer, mine.flags) for peer in range(self.round.size)]
+        packets, key = self._packets(index), self._scattered(self.round.rank)
         return owner.say(
-            index, lambda coded: room.mean(coded, packets, self._scattered(rank)), marks, self.round.peers, room
+            index, lambda coded: room.mean(coded, packets, key, flags=flags), flags, self.round.peers, room
         )
 
     def _settle(self, owner: int, index: int, packet: Tensor, room: Decoder, settle: Settle) -> None:
         sent = self._own[owner, index]
         for coded in self.messages[owner][index].ranges:
-            mean = room.mean(coded, {owner: packet}, self._gathered(owner))
+            mean = room.owners(coded, owner, packet, self._gathered(owner))
             settle(coded.begin, mean, partial(room.sent, coded, sent.packet, self._scattered(owner)))
 
     def _scattered(self, owner: int) -> Key:

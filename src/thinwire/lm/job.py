@@ -35,6 +35,11 @@ def check(run: Run, folder: Path | None = None) -> nn.Module:
             f"evict={placement.evict}, weigh={placement.weigh!r}, grace={placement.grace!r} with carrier={placement.carrier!r}: these need "
             "an elastic run; add --elastic."
         )
+    attack = run.method.liar()
+    if run.model.job and attack and attack.flips_labels:
+        raise ConfigurationError(
+            f"attack={run.method.attack!r} with job={run.model.job!r}: the targets of a job are its own; choose another attack."
+        )
     job = open_job(run, folder)
     model = job.try_out(placement.replicas)
     if job.make_optimizer(model) is not None:
@@ -47,6 +52,7 @@ def check(run: Run, folder: Path | None = None) -> nn.Module:
         strategy.schedule, len(strategy.partition.fragments(model)), lambda step: learning_rate(run.optimizer, step)
     ).departs(1)
     strategy.exchange.init(strategy.codec, 0, 0, run.placement.replicas)  # sites of another group are refused here
+    strategy.aggregate.check(run.placement.replicas)  # and groups with too few for the liars that are stated
     if strategy.privacy:
         strategy.privacy.epsilon(1)  # an accountant that is missing is missed here
     return model

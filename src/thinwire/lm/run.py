@@ -26,7 +26,7 @@ MAY_DIFFER = (
     *("text", "link", "uplink", "carrier", "timeout", "replicas", "strategy", "model", "job", "keep"),
     *OF_THE_RECIPE,
 )  # between replicas, as far as `Run.shared` is asked
-OF_PIECES = ("strategy", "codec", "partition", "exchange", "privacy", "optimizer")  # written as text
+OF_PIECES = ("strategy", "codec", "partition", "exchange", "privacy", "aggregate", "optimizer")  # written as text
 OF_A_CHECKPOINT = ("replicas", "seed", "model", "lora", "positions", "tokenizer", "optimizer")  # beside the strategy
 
 

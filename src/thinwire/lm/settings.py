@@ -22,6 +22,7 @@ from thinwire.parsing import PIECES, nearest, parse, pieces_of
 from thinwire.pieces.transforms import Clip
 from thinwire.recipes import RECIPES
 from thinwire.strategy import Strategy
+from thinwire.testing.attacks import Attack, Attacked, attack_of
 
 OF_THE_RECIPE = (
     *("every", "delay", "fragments", "merge", "codec", "partition", "offsets"),
@@ -58,6 +59,8 @@ class _Part:
 class MethodSpec(_Part):
     """What the replicas exchange, and when."""
 
+    at_least_one: ClassVar[tuple[str, ...]] = ("liars",)
+
     strategy: str = "streaming_diloco"
     """A recipe (data_parallel, local_sgd, diloco, streaming_diloco, dgc, one_bit_adam, ...), a method with its own loop
     (just_one_byte, fedavg, scaffold, scallion, scafcom, flasc), or a whole Strategy(...) in Python; thinwire docs strategies helps to choose."""
@@ -85,17 +88,45 @@ class MethodSpec(_Part):
     """Where anchors and outer state are kept."""
     privacy: str | None = None
     """Clip what is sent, add noise, and report epsilon: Privacy(clip=0.5, noise=4.0)."""
+    aggregate: str | None = None
+    """How the deltas of all replicas become one: Mean, or a robust rule such as TrimmedMean(2) or GeometricMedian (thinwire docs robust)."""
+    attack: str | None = None
+    """Only `thinwire compare`: what liars say in place of their deltas, such as ALIE, SignFlip or IPM(0.1) (thinwire docs robust)."""
+    liars: int | None = None
+    """With --attack: number of replicas that lie, the last ones. Default: 1."""
 
     def composition(self, clip: float) -> Strategy | Method:
         """The strategy with the settings of its recipe. A recipe with a filter that clips uses `clip`. Raises `ConfigurationError`."""
-        made = self._composed(clip)
-        if self.privacy is None:
-            return made
+        made, attack = self._composed(clip), self.liar()
         if not isinstance(made, Strategy):
-            raise ConfigurationError(
-                f"privacy={self.privacy!r} with {self.label}: deltas of a Strategy can be clipped and made noisy; choose a recipe."
+            if self.privacy is not None:
+                raise ConfigurationError(
+                    f"privacy={self.privacy!r} with {self.label}: deltas of a Strategy can be clipped and made noisy; choose a recipe."
+                )
+            if self.aggregate is not None or attack:
+                raise ConfigurationError(
+                    f"aggregate={self.aggregate!r}, attack={self.attack!r} with {self.label}: a method with a loop of its own has neither; choose "
+                    "a recipe."
+                )
+            return made
+        if self.aggregate is not None:
+            rule = parse(
+                self.aggregate, offered=pieces_of("pieces.aggregate") + pieces_of("pieces.robust"), own_files=True
             )
-        return dataclasses.replace(made, privacy=parse(self.privacy, own_files=True))
+            made = dataclasses.replace(made, aggregate=rule)
+        if attack:
+            made = dataclasses.replace(made, exchange=Attacked(made.exchange, attack, self.liars or 1))
+        return made if self.privacy is None else dataclasses.replace(made, privacy=parse(self.privacy, own_files=True))
+
+    def liar(self) -> Attack | None:
+        """What liars do, if there are any. Raises `ConfigurationError`."""
+        if self.attack is None:
+            if self.liars is not None:
+                raise ConfigurationError(
+                    f"liars={self.liars} without an attack: say what they do, such as attack='ALIE'."
+                )
+            return None
+        return attack_of(self.attack)
 
     def _composed(self, clip: float) -> Strategy | Method:
         given = {name: getattr(self, name) for name in OF_THE_RECIPE if getattr(self, name) is not None}
@@ -142,7 +173,8 @@ class MethodSpec(_Part):
     @property
     def label(self) -> str:
         """The strategy as a person would write it: its name and its settings."""
-        given = [f"{name}={getattr(self, name)}" for name in OF_THE_RECIPE if getattr(self, name) is not None]
+        named = (*OF_THE_RECIPE, "aggregate", "attack", "liars")
+        given = [f"{name}={getattr(self, name)}" for name in named if getattr(self, name) is not None]
         return shortened(self.strategy + (f"({', '.join(given)})" if given else ""))
 
 

@@ -25,6 +25,7 @@ class TextJob:
         self._run = run
         self.corpus = open_corpus(run.data, run.model.model, folder)
         self._share, self._shard, self._shards = Share(run.seed, 0, 1), 0, 1
+        self._flips = False
 
     @property
     def facts(self) -> Mapping[str, object]:
@@ -46,12 +47,17 @@ class TextJob:
 
     def begin(self, share: Share, shard: int = 0, shards: int = 1) -> None:
         self._share, self._shard, self._shards = share, shard, shards
+        method = self._run.method
+        attack = method.liar()
+        self._flips = bool(attack and attack.flips_labels) and share.index >= share.count - (method.liars or 1)
 
     def loss(self, model: nn.Module, micro: int, device: torch.device) -> Tensor:
         share, data = self._share, self._run.data
         tokens, targets = self.corpus.batch(
             share.seed, share.index, share.count, micro, data.batch, data.sequence, self._shard, self._shards
         )
+        if self._flips:
+            targets = self.corpus.vocabulary - 1 - targets
         loss: Tensor = model(tokens.to(device), targets.to(device)).loss
         return loss
 

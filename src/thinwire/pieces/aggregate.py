@@ -12,16 +12,20 @@ from torch import Tensor
 
 from thinwire.codecs import Codec, mean_over_senders
 from thinwire.rng import Key
+from thinwire.state import State
 
 
 @dataclass(frozen=True)
 class Values:
-    """What one replica's packet says of a range of `numel` elements, still encoded."""
+    """What one replica's packet says of a range of `numel` elements, still encoded; `refused`: that it has nothing to say, which counts as
+    values that are not finite.
+    """
 
     codec: Codec
     payload: Tensor
     key: Key
     numel: int
+    refused: bool = False
 
     def add_to(self, out: Tensor, weight: float = 1.0) -> None:
         """out ← out + weight · values (flat fp32), decoded and added in one pass."""
@@ -30,6 +34,8 @@ class Values:
     def decoded(self) -> Tensor:
         """The values, flat and in fp32."""
         out = torch.zeros(self.numel)
+        if self.refused:
+            return out.fill_(torch.nan)
         self.add_to(out)
         return out
 
@@ -40,6 +46,9 @@ class Aggregate(Protocol):
 
     Laws (tests/pieces/test_aggregates.py): of one replica's values it makes these; a range by itself comes out as in the whole; the estimate
     depends on values and weights only, so that it has the same bits on all replicas.
+
+    One that `needs_products` is asked before each round what it makes of the inner products of all replicas' values of the whole
+    fragment (`given`); what comes back is then called range by range. It may remember something of each round (`init`, `measured`).
     """
 
     @property
@@ -55,6 +64,33 @@ class Aggregate(Protocol):
         and go, and a delta may count more than another.
         """
         return "is no mean over all, where a delta may count more than another; Mean() is" if not self.linear else ""
+
+    @property
+    def needs_products(self) -> bool:
+        """Whether it needs inner products of whole fragments; an exchange that `multiplies` has them."""
+        return False
+
+    def tolerates(self, size: int) -> int:
+        """Of how many of `size` replicas the values may be anything, even not finite, and the estimate stays bounded: its breakdown point."""
+        return 0
+
+    def check(self, size: int) -> None:
+        """Raise `ConfigurationError` if `size` replicas are too few."""
+        return
+
+    def init(self, numel: int, size: int) -> State:
+        """What is remembered of `numel` elements that are aggregated here, at first: flat fp32 tensors of `numel`."""
+        return {}
+
+    def measured(self, values: Tensor, before: State, after: State) -> Tensor:
+        """Of what inner products are taken: one row for each replica. `values` [size, n] are those of a range; writes `after`."""
+        return values
+
+    def given(self, products: Tensor, key: Key) -> Aggregate:
+        """What to call for the ranges of a round with these inner products [size, size] in fp64; a row that is not finite is one of a replica
+        that sent NaN or infinity. `key` is the round's, alike on all replicas.
+        """
+        return self
 
     @abstractmethod
     def into(self, out: Tensor, values: Sequence[Values], weights: Sequence[float] | None = None) -> None:

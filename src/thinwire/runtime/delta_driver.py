@@ -111,10 +111,15 @@ class DeltaDriver:
 
     @torch.no_grad()
     def _land(self, fragment: FragmentState, update: RoundUpdate) -> None:
-        """Take over what the round brought. A refused round changes nothing: the delta is still in the parameters."""
+        """Take over what the round brought. A refused round changes nothing: the delta is still in the parameters. Where an aggregate has
+        left out this replica's delta, which was not finite, the others' round is good all the same.
+        """
         training, merge = self.training, self.training.strategy.merge
         landed = self._flights.land(update)
+        left_out = self._group.rank in update.refused_by
         if update.good:
+            if left_out:  # before the merge, which would hide what is not finite
+                start_again(training, self._site)
             update.commit()
             if not merge.whole_period:
                 for part, values in fragment.slices(fragment.anchor):
@@ -123,7 +128,7 @@ class DeltaDriver:
         else:
             update.discard()
             fragment.since = DROPPED
-            if self._group.rank in update.refused_by:
+            if left_out:
                 start_again(training, self._site)
         landed()
 

@@ -37,6 +37,9 @@ class FragmentState:
     feedback: State  # what the codec held back; on the CPU
     codec: Codec  # the strategy's, fitted to this fragment
     exchange: State = field(default_factory=dict)  # what the exchange remembers; on the CPU
+    aggregate: State = field(
+        default_factory=dict
+    )  # what the aggregate remembers of what is aggregated here; on the CPU
     policy: State = field(default_factory=dict)  # what the strategy's policy knows of this fragment; on the CPU
     filters: tuple[Filter, ...] = ()  # as well
     filtered: tuple[State, ...] = ()  # what each remembers; on the CPU
@@ -155,11 +158,13 @@ def hold(strategy: Strategy, fragment: Fragment, index: int, rank: int, size: in
     anchor = torch.cat([part.reshape(-1).to(device, torch.float32) for part in parts])
     feedback = strategy.feedback.init(anchor.numel()) if strategy.feedback else {}
     codec = strategy.codec.fitted(fragment.shapes)
+    strategy.aggregate.check(size)
     memory = strategy.exchange.init(codec, anchor.numel(), rank, size)
+    aggregated = strategy.aggregate.init(strategy.exchange.owns(codec, anchor.numel(), rank, size), size)
     filters = tuple(one.fitted(codec, anchor.numel(), size) for one in strategy.filters)
     filtered = tuple(one.init(anchor.numel()) for one in filters)
     policy, state = strategy.policy.init(codec), strategy.outer.init(anchor)
-    return FragmentState(fragment, index, anchor, state, feedback, codec, memory, policy, filters, filtered)
+    return FragmentState(fragment, index, anchor, state, feedback, codec, memory, aggregated, policy, filters, filtered)
 
 
 class RoundUpdate:
@@ -168,7 +173,7 @@ class RoundUpdate:
     Which round: `delta` departs after inner step `departed` as round `number`, coded by `codec`, and is to land after step `lands`.
 
     What it makes, written beside training: `anchor` (next, stepped by `outer`; without, the estimate itself), `outer` and `feedback`
-    (their next states), `filtered`, `exchange` and `policy`. Flat and fp32; all but anchor and outer state on the CPU.
+    (their next states), `filtered`, `exchange`, `aggregate` and `policy`. Flat and fp32; all but anchor and outer state on the CPU.
 
     What was said and when, known once `wait` returns: `good` (else it is to be discarded), `refused_by` (replicas whose delta was not
     finite), `stop` (some replica asked to stop), `nbytes` that this replica sends, and times on the replica's clock.
@@ -196,7 +201,7 @@ class RoundUpdate:
         self.outer: State = {}
         self.feedback: State = {}
         self.filtered: tuple[State, ...] = ()
-        self.exchange, self.policy = of.exchange, of.policy
+        self.exchange, self.aggregate, self.policy = of.exchange, of.aggregate, of.policy
         self.good = self.stop = False
         self.refused_by: tuple[int, ...] = ()
         self.nbytes = 0
@@ -277,14 +282,22 @@ class RoundUpdate:
             of.anchor, of.state = self.anchor, self.outer
         swap(of.feedback.values(), self.feedback.values())
         swap(of.exchange.values(), self.exchange.values())
-        of.feedback, of.exchange, of.policy, of.filtered = self.feedback, self.exchange, self.policy, self.filtered
+        swap(of.aggregate.values(), self.aggregate.values())
+        of.feedback, of.exchange, of.aggregate = self.feedback, self.exchange, self.aggregate
+        of.policy, of.filtered = self.policy, self.filtered
         self._over()
 
     def discard(self) -> None:
         """Leave the fragment as it is: nobody needs what the round made."""
         self._buffers.swap(
-            [*self._tensors(self.anchor), *self.outer.values(), *self.feedback.values(), *self.exchange.values()],
-            [*self.of.state.values(), *self.of.feedback.values(), *self.of.exchange.values()],
+            [
+                *(*self._tensors(self.anchor), *self.outer.values(), *self.feedback.values()),
+                *(*self.exchange.values(), *self.aggregate.values()),
+            ],
+            [
+                *(*self.of.state.values(), *self.of.feedback.values()),
+                *(*self.of.exchange.values(), *self.of.aggregate.values()),
+            ],
         )
         self._over()
 

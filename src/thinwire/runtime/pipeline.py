@@ -110,7 +110,16 @@ class RoundPipeline:
         flags = STOP if self.stop_requested else 0
         numel = update.delta.numel()
         round_ = Round(
-            self.context, update.codec, numel, key, update.signal, flags, order, update.departed, self._aggregate
+            self.context,
+            update.codec,
+            numel,
+            key,
+            update.signal,
+            flags,
+            order,
+            update.departed,
+            self._aggregate,
+            update.of.aggregate,
         )
         return round_, self.exchange.depart(round_, update.of.exchange), self._notice(update, round_)
 
@@ -149,12 +158,13 @@ class RoundPipeline:
                 names = [str(rank) for rank in range(round_.size)]
                 record = replace(round_.record(names, own_seconds, over), scheduled=scheduled)
                 self._observe("wire", update.departed, **record.facts())
-        void = arrival.void or any(f & REFUSED for f in arrival.flags)
+        tolerated = self._aggregate.tolerates(round_.size)
+        void = arrival.void or sum(bool(f & REFUSED) for f in arrival.flags) > tolerated
         verdict = 0 if not void and update.finish() else REFUSED
         update.close()
         flags = or_flags(self.site, (*arrival.flags, verdict), ROUNDS)
-        update.exchange = arrival.state
-        update.good = not any(f & REFUSED for f in flags)
+        update.exchange, update.aggregate = arrival.state, round_.after or update.of.aggregate
+        update.good = not flags[-1] & REFUSED and sum(bool(f & REFUSED) for f in flags) <= tolerated
         update.refused_by = tuple(rank for rank, f in enumerate(flags[:-1]) if f & REFUSED)
         update.stop = any(f & STOP for f in flags)
         update.end = self.clock()

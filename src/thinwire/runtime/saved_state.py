@@ -13,7 +13,7 @@ from thinwire.runtime.fragment_state import FragmentState
 from thinwire.state import State
 
 _OUTER, _DEVIATION_OUTER, _FEEDBACK, _EXCHANGE = "outer.", "deviation_outer.", "feedback.", "exchange."
-_FILTER, _POLICY = "filter.", "policy."  # the former with its place
+_AGGREGATE, _FILTER, _POLICY = "aggregate.", "filter.", "policy."  # the second with its place
 
 _PASSING = ("delta", "own", "deviation", _DEVIATION_OUTER.rstrip("."))
 
@@ -44,6 +44,7 @@ def _tensors(fragment: FragmentState) -> dict[str, Tensor]:
     named |= {_DEVIATION_OUTER + name: value for name, value in fragment.deviation_state.items()}
     named |= {_FEEDBACK + name: value for name, value in fragment.feedback.items()}
     named |= {_EXCHANGE + name: value for name, value in fragment.exchange.items()}
+    named |= {_AGGREGATE + name: value for name, value in fragment.aggregate.items()}
     for number, state in enumerate(fragment.filtered):
         named |= {f"{_FILTER}{number}.{name}": value for name, value in state.items()}
     named |= {_POLICY + name: value for name, value in fragment.policy.items()}
@@ -63,15 +64,18 @@ def _load(fragment: FragmentState, named: Mapping[str, Tensor], outer: Outer) ->
     here = {name: tensor.to(fragment.anchor.device) for name, tensor in named.items()}
     state = _under(_OUTER, here)
     _check(fragment, "outer state", outer, state, outer.init(here["anchor"]))
-    feedback, exchange, policy = (_under(prefix, named) for prefix in (_FEEDBACK, _EXCHANGE, _POLICY))
+    prefixes = (_FEEDBACK, _EXCHANGE, _AGGREGATE, _POLICY)
+    feedback, exchange, aggregate, policy = (_under(prefix, named) for prefix in prefixes)
     _check(fragment, "feedback", "this strategy", feedback, fragment.feedback)
     _check(fragment, "memory of the exchange", "this strategy", exchange, fragment.exchange)
+    _check(fragment, "memory of the aggregate", "this strategy", aggregate, fragment.aggregate)
     filtered = [_under(f"{_FILTER}{number}.", named) for number in range(len(fragment.filters))]
     for one, saved_state, due in zip(fragment.filters, filtered, fragment.filtered):
         _check(fragment, "memory of a filter", one, saved_state, due)
     _check(fragment, "choices of the policy", "this strategy", policy, fragment.policy)
-    fragment.feedback, fragment.exchange, fragment.policy, *filtered = (
-        {name: value.cpu() for name, value in kept.items()} for kept in (feedback, exchange, policy, *filtered)
+    fragment.feedback, fragment.exchange, fragment.aggregate, fragment.policy, *filtered = (
+        {name: value.cpu() for name, value in kept.items()}
+        for kept in (feedback, exchange, aggregate, policy, *filtered)
     )
     fragment.filtered = tuple(filtered)
     fragment.anchor, fragment.state = here["anchor"], state

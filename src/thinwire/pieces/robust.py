@@ -1,0 +1,217 @@
+"""Estimates that liars cannot move far: what all robust rules share, and those that look at one coordinate at a time.
+
+A rule is two pure functions: `mixing` makes of the inner products of all replicas' values a matrix [K, M], whose rows say how to mix the M
+replicas' values into K; `combine` makes of K rows one, coordinate by coordinate. A rule by coordinates mixes nothing, one by inner products
+makes one row, Bulyan and the rules behind a pre-aggregation (pieces/pre_aggregation.py) do both.
+
+Who is a liar: a replica that says anything at all of its delta. Carrier and owners of shards are honest (docs/robust.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import ConfigurationError
+from thinwire.pieces.aggregate import Aggregate, Values
+from thinwire.rng import Key
+
+_COLUMNS = 1 << 15  # of a block that is sorted at once
+
+
+def check_liars(rule: object, liars: int) -> None:
+    """Raise `ConfigurationError` unless `liars` is a whole number, 0 or more."""
+    if type(liars) is not int or liars < 0:
+        raise ConfigurationError(f"{rule}: liars is the number of replicas that may lie, a whole number, 0 or more.")
+
+
+class RobustRule(Aggregate):
+    """A robust rule. All replicas count alike: a weight is something that a liar would claim.
+
+    Values that are not finite count as a liar's: they are left out, and the rule is that for one liar and one replica fewer. Where
+    they are more than it tolerates there is no estimate (NaN), and the round is refused.
+    """
+
+    def without(self, count: int) -> Self:
+        """The rule for a group of which `count` liars are left out."""
+        return self
+
+    def mixing(self, products: Tensor, key: Key) -> Tensor:
+        """[K, M] in fp64, of finite `products` [M, M]."""
+        return torch.eye(len(products), dtype=torch.float64)
+
+    def combine(self, rows: Tensor) -> Tensor:
+        """One estimate of `rows` [K, n], by coordinates, in the order of their values."""
+        return rows[0]
+
+    def given(self, products: Tensor, key: Key) -> Aggregate:
+        size = len(products)
+        sound = torch.isfinite(products.diagonal()).nonzero().flatten()
+        gone = size - len(sound)
+        if gone > self.tolerates(size):
+            return Mixed(self, torch.full((1, size), torch.nan, dtype=torch.float64))
+        rule = self.without(gone)
+        mixed = rule.mixing(products[sound][:, sound], key)
+        matrix = torch.zeros(len(mixed), size, dtype=torch.float64)
+        matrix[:, sound] = mixed
+        return Mixed(rule, matrix)
+
+    def into(self, out: Tensor, values: Sequence[Values], weights: Sequence[float] | None = None) -> None:
+        rows = torch.stack([one.decoded() for one in values])
+        sound = torch.isfinite(rows).all(1)
+        gone = len(rows) - int(sound.sum())
+        if gone > self.tolerates(len(rows)):
+            out.fill_(torch.nan)
+        else:
+            by_columns(self.without(gone).combine, rows[sound] if gone else rows, out)
+
+
+@dataclass(frozen=True, eq=False)
+class Mixed(Aggregate):
+    """`rule` in one round: it combines the rows of `matrix` times the values."""
+
+    rule: RobustRule
+    matrix: Tensor
+
+    def into(self, out: Tensor, values: Sequence[Values], weights: Sequence[float] | None = None) -> None:
+        if len(self.matrix) == 1:
+            for one, weight in zip(values, self.matrix[0].tolist()):
+                if weight:
+                    one.add_to(out, weight)
+            return
+        rows = torch.zeros(len(self.matrix), out.numel())
+        for one, shares in zip(values, self.matrix.T.tolist()):
+            if any(shares):
+                decoded = one.decoded()
+                for row, share in zip(rows, shares):
+                    if share:
+                        row.add_(decoded * share)
+        by_columns(self.rule.combine, rows, out)
+
+
+def by_columns(combine: Callable[[Tensor], Tensor], rows: Tensor, out: Tensor) -> None:
+    """out ← combine(rows), some columns at a time."""
+    for begin in range(0, out.numel(), _COLUMNS):
+        out[begin : begin + _COLUMNS] = combine(rows[:, begin : begin + _COLUMNS])
+
+
+def middle(ordered: Tensor) -> Tensor:
+    """The median of sorted rows; of an even number the mean of the two in the middle."""
+    half, odd = divmod(len(ordered), 2)
+    return ordered[half] if odd else ordered[half - 1] * 0.5 + ordered[half] * 0.5
+
+
+def mean_of(rows: Tensor) -> Tensor:
+    """Their mean, added from the first to the last, so that its bits do not depend on the machine."""
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total.div_(len(rows))
+
+
+def nearest(rows: Tensor, count: int) -> Tensor:
+    """The mean of the `count` values nearest to the median, by coordinates; of two equally near ones the smaller counts."""
+    ordered = rows.sort(0).values
+    near = (ordered - middle(ordered)).abs().argsort(stable=True, dim=0)[:count].sort(0).values
+    return mean_of(ordered.gather(0, near))
+
+
+class Stated(RobustRule):
+    """A rule for a stated number of `liars`, which needs at least `per_liar`·liars + `beside` replicas."""
+
+    liars: int
+    per_liar: ClassVar[int] = 2
+    beside: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        check_liars(self, self.liars)
+
+    def tolerates(self, size: int) -> int:
+        return max(0, min(self.liars, (size - self.beside) // self.per_liar))
+
+    def check(self, size: int) -> None:
+        least = self.per_liar * self.liars + self.beside
+        if size < least:
+            raise ConfigurationError(
+                f"{self} among {size} replicas: with {self.liars} liar(s) at least {self.per_liar}·{self.liars} + {self.beside} = {least} are "
+                f"needed; it tolerates {self.tolerates(size)} here. Add replicas, or state fewer liars."
+            )
+
+    def without(self, count: int) -> Self:
+        return replace(self, liars=max(0, self.liars - count)) if count else self  # type: ignore[type-var]  # subclasses are dataclasses
+
+
+@dataclass(frozen=True)
+class Median(RobustRule):
+    """The median of each coordinate: x̂_k = median_i x_ik; of an even number of replicas the mean of the two in the middle.
+
+    Source: Yin et al. (arXiv 1803.01498, §2). It tolerates fewer than half: ⌊(M − 1)/2⌋ liars. Mind that it is no mean: where a coordinate is
+    skewed over replicas, as with sparse codecs, it is biased, and with few replicas it is as noisy as few.
+
+    On the wire: nothing more than a mean. Cost: a sort of M values a coordinate; 4·M bytes a value of a range.
+
+    >>> from thinwire.codecs import Identity
+    >>> packets = [Values(Identity(), torch.tensor([x, 8.0]).view(torch.uint8), Key(), 2) for x in (1.0, 3.0, 1e9)]
+    >>> out = torch.zeros(2)
+    >>> Median().into(out, packets)
+    >>> out.tolist()
+    [3.0, 8.0]
+    """
+
+    def tolerates(self, size: int) -> int:
+        return (size - 1) // 2
+
+    def combine(self, rows: Tensor) -> Tensor:
+        return middle(rows.sort(0).values)
+
+
+@dataclass(frozen=True)
+class TrimmedMean(Stated):
+    """The mean of each coordinate without its f largest and its f smallest values, f = `liars`.
+
+    Source: Yin et al. (arXiv 1803.01498, §2). It needs 2f + 1 replicas; with f = 0 it is the mean.
+
+    On the wire: nothing more than a mean. Cost: a sort of M values a coordinate; 4·M bytes a value of a range.
+
+    Args:
+        liars: f, the number of replicas that may lie.
+
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed.
+
+    >>> TrimmedMean(1).combine(torch.tensor([[1.0], [2.0], [4.0], [1e9]])).tolist()
+    [3.0]
+    """
+
+    liars: int = 1
+
+    def combine(self, rows: Tensor) -> Tensor:
+        return mean_of(rows.sort(0).values[self.liars : len(rows) - self.liars])
+
+
+@dataclass(frozen=True)
+class MeaMed(Stated):
+    """The mean, of each coordinate, of the M − f values nearest to its median, f = `liars`.
+
+    Source: mean around median (Xie et al., arXiv 1802.10116, §4). It needs 2f + 1 replicas; with f = 0 it is the mean.
+
+    On the wire: nothing more than a mean. Cost: two sorts of M values a coordinate; 4·M bytes a value of a range.
+
+    Args:
+        liars: f, the number of replicas that may lie.
+
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed.
+
+    >>> MeaMed(1).combine(torch.tensor([[1.0], [2.0], [3.0], [1e9]])).tolist()
+    [2.0]
+    """
+
+    liars: int = 1
+
+    def combine(self, rows: Tensor) -> Tensor:
+        return nearest(rows, len(rows) - self.liars)

@@ -1,0 +1,327 @@
+"""Replicas that lie about their deltas, to try robust rules on: `thinwire compare --attack ALIE --liars 2`.
+
+The last `liars` ranks lie; all else that they do is honest: they train, they take the agreed anchors, they carry others' packets, and they own
+their shards. Where an attack needs the honest replicas' deltas of the same round (μ and σ below are over those, by coordinates), these send
+them to the liars beside the round, in fp32, for the ledger's purpose "spying": liars know everything, as the papers assume.
+
+An attack is a frozen piece, but no piece of a strategy: no text of `thinwire train` names one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import Codec, Identity
+from thinwire.comm.emulated import Link
+from thinwire.errors import ConfigurationError
+from thinwire.exchange.base import Arrival, Exchange, Settle
+from thinwire.exchange.chunks import cut
+from thinwire.exchange.round import Round
+from thinwire.exchange.stage import MOST_STAGES, Stage
+from thinwire.packet import payload
+from thinwire.parsing import parse
+from thinwire.pieces.feedback import Feedback
+from thinwire.rng import Key, normals
+from thinwire.state import State
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a liar knows: its own signal, those of all honest replicas [honest, numel] (if it spies), what it had to say in the fragment's
+    first round, the round's key and how many replicas there are and lie.
+    """
+
+    own: Tensor
+    honest: Tensor
+    first: Tensor
+    key: Key
+    size: int
+    liars: int
+
+
+class Attack:
+    """What a liar says in place of its signal."""
+
+    spies: ClassVar[bool] = False
+    flips_labels: ClassVar[bool] = False
+
+    def says(self, scene: Scene) -> Tensor:
+        """Flat, fp32."""
+        return scene.own
+
+
+@dataclass(frozen=True)
+class SignFlip(Attack):
+    """−own delta: training backwards. (byzfl's is −μ: `IPM(1.0)`.)"""
+
+    def says(self, scene: Scene) -> Tensor:
+        return -scene.own
+
+
+@dataclass(frozen=True)
+class IPM(Attack):
+    """−ε·μ: inner product manipulation (Xie et al., arXiv 1903.03936). Small ones, 0.1, hide; large ones, 2, turn the mean round.
+
+    Args:
+        eps: ε, more than 0.
+    """
+
+    eps: float = 2.0
+
+    spies: ClassVar[bool] = True
+
+    def says(self, scene: Scene) -> Tensor:
+        return scene.honest.mean(0).mul_(-self.eps)
+
+
+@dataclass(frozen=True)
+class ALIE(Attack):
+    """μ − z·σ: a little is enough (Baruch et al., arXiv 1902.06156), σ over n − 1.
+
+    Without `z` it is the largest that hides among enough honest ones: Φ⁻¹((M − f − s)/(M − f)), s = ⌊M/2 + 1⌋ − f. byzfl's form is z = −1.5.
+
+    Args:
+        z: in standard deviations; None: by M and f.
+    """
+
+    z: float | None = None
+
+    spies: ClassVar[bool] = True
+
+    def says(self, scene: Scene) -> Tensor:
+        z = hidden(scene.size, scene.liars) if self.z is None else self.z
+        spread = scene.honest.std(0) if len(scene.honest) > 1 else torch.zeros_like(scene.own)
+        return scene.honest.mean(0) - z * spread
+
+
+def hidden(size: int, liars: int) -> float:
+    """ALIE's z.
+
+    >>> [round(hidden(*of), 3) for of in ((15, 3), (25, 5), (50, 12), (11, 5), (10, 2))]
+    [0.21, 0.253, 0.336, 0.967, 0.0]
+    """
+    honest = size - liars
+    share = (honest - (size // 2 + 1 - liars)) / honest
+    return NormalDist().inv_cdf(share) if 0 < share < 1 else 0.0
+
+
+@dataclass(frozen=True)
+class Gaussian(Attack):
+    """Noise N(0, σ²), in each round and of each liar its own.
+
+    Args:
+        sigma: σ, in the unit of a delta.
+    """
+
+    sigma: float = 1.0
+
+    def says(self, scene: Scene) -> Tensor:
+        return normals(scene.key.own("attack"), 0, scene.own.numel()) * self.sigma
+
+
+@dataclass(frozen=True)
+class Mimic(Attack):
+    """What honest replica `rank` says: data that few have count for more (Karimireddy et al., arXiv 2006.09365). *Differs*: whom to copy is given,
+    as in byzfl, not found by the principal direction of the deltas.
+
+    Args:
+        rank: of an honest replica.
+    """
+
+    rank: int = 0
+
+    spies: ClassVar[bool] = True
+
+    def says(self, scene: Scene) -> Tensor:
+        return scene.honest[self.rank % len(scene.honest)].clone()
+
+
+@dataclass(frozen=True)
+class NotFinite(Attack):
+    """NaN, or infinity, everywhere.
+
+    Args:
+        value: such as 'nan' or 'inf'.
+    """
+
+    value: str = "nan"
+
+    def says(self, scene: Scene) -> Tensor:
+        return torch.full_like(scene.own, float(self.value))
+
+
+@dataclass(frozen=True)
+class Dissensus(Attack):
+    """x − ε·Σ_honest (x_j − x) / f from the first honest replica's x on: away from where the honest agree (He et al., arXiv 2202.01545; theirs is for
+    each edge of a graph, this is a complete one).
+
+    Args:
+        eps: ε, more than 0.
+    """
+
+    eps: float = 1.5
+
+    spies: ClassVar[bool] = True
+
+    def says(self, scene: Scene) -> Tensor:
+        return scene.honest[0] - self.eps * (scene.honest - scene.honest[0]).sum(0) / scene.liars
+
+
+@dataclass(frozen=True)
+class Replay(Attack):
+    """What it had to say in the first round, in every round."""
+
+    def says(self, scene: Scene) -> Tensor:
+        return scene.first
+
+
+@dataclass(frozen=True)
+class LabelFlip(Attack):
+    """Honest code on wrong targets: of a vocabulary of V, token t is given as V − 1 − t to a liar's own training."""
+
+    flips_labels: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class Switch(Attack):
+    """Honest for `every` rounds of a fragment, then a liar for as many.
+
+    Args:
+        then: the attack.
+        every: rounds, 1 or more.
+    """
+
+    then: Attack = SignFlip()
+    every: int = 2
+
+    @property
+    def spies(self) -> bool:  # type: ignore[override]  # as the attack inside
+        return self.then.spies
+
+    def says(self, scene: Scene) -> Tensor:
+        return self.then.says(scene) if scene.key.round // self.every % 2 else scene.own
+
+
+ATTACKS: dict[str, type[Attack]] = {
+    kind.__name__: kind
+    for kind in (SignFlip, IPM, ALIE, Gaussian, Mimic, NotFinite, Dissensus, Replay, LabelFlip, Switch)
+}
+
+
+def attack_of(text: str) -> Attack:
+    """The attack that `text` names, in letters of any case: alie, 'IPM(0.1)', 'Switch(ALIE(), 3)'. Raises `ConfigurationError`."""
+    by_lower: dict[str, Any] = {name.lower(): kind for name, kind in ATTACKS.items()}
+    plain = by_lower.get(text.strip().replace("_", "").replace("-", "").lower())
+    made = plain() if plain else parse(text, ATTACKS)
+    if not isinstance(made, Attack):
+        raise ConfigurationError(f"attack={text!r}: one of {', '.join(ATTACKS)} is needed.")
+    return made
+
+
+@dataclass(frozen=True)
+class Attacked(Exchange):
+    """`exchange`, in which the last `liars` ranks say what `attack` has them say.
+
+    Args:
+        exchange: how packets travel.
+        attack: what liars say.
+        liars: how many lie, 1 or more; one replica at least is honest.
+
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed.
+    """
+
+    exchange: Exchange
+    attack: Attack
+    liars: int = 1
+
+    needs_fixed_group: ClassVar[str] = "has liars at given ranks"
+
+    def __post_init__(self) -> None:
+        if type(self.liars) is not int or self.liars < 1:
+            raise ConfigurationError(f"liars={self.liars!r}: a whole number is needed, 1 or more.")
+
+    @property
+    def gathers(self) -> bool:
+        return self.exchange.gathers
+
+    @property
+    def multiplies(self) -> bool:
+        return self.exchange.multiplies
+
+    @property
+    def feedback(self) -> Feedback | None:
+        return self.exchange.feedback
+
+    @property
+    def sends_own(self) -> bool:
+        return self.exchange.sends_own
+
+    def lies(self, rank: int, size: int) -> bool:
+        """Whether replica `rank` of `size` is a liar."""
+        return rank >= size - self.liars
+
+    def owns(self, codec: Codec, numel: int, rank: int, size: int) -> int:
+        return self.exchange.owns(codec, numel, rank, size)
+
+    def nbytes_products(self, size: int) -> int:
+        return self.exchange.nbytes_products(size)
+
+    def check(self, codec: Codec, feedback: Feedback | None) -> None:
+        self.exchange.check(codec, feedback)
+
+    def init(self, codec: Codec, numel: int, rank: int, size: int) -> State:
+        if self.liars >= size:
+            raise ConfigurationError(
+                f"liars={self.liars} of {size} replicas: at least one must be honest; choose {size - 1} or fewer."
+            )
+        first = {"first": torch.zeros(numel)} if self.lies(rank, size) else {}
+        return {**first, **self.exchange.init(codec, numel, rank, size)}
+
+    def why(self, fragments: Sequence[tuple[Codec, int]], size: int) -> list[str]:
+        return self.exchange.why(fragments, size)
+
+    def depart(self, round_: Round, state: State) -> tuple[Any, Tensor | None]:
+        inner = {name: kept for name, kept in state.items() if name != "first"}
+        honest = self._spied(round_) if self.attack.spies else torch.empty(0)
+        if not self.lies(round_.rank, round_.size):
+            return self.exchange.depart(round_, inner), None
+        own = round_.signal(0, round_.numel).cpu().clone()
+        first = own if round_.key.round == 0 else state["first"]
+        said = self.attack.says(Scene(own, honest, first, round_.key, round_.size, self.liars))
+        round_.signal = lambda begin, end: said[begin:end]
+        return self.exchange.depart(round_, inner), first
+
+    def arrive(self, departure: tuple[Any, Tensor | None], settle: Settle) -> Arrival:
+        arrival, first = self.exchange.arrive(departure[0], settle), departure[1]
+        return arrival if first is None else replace(arrival, state={"first": first, **arrival.state})
+
+    def _spied(self, round_: Round) -> Tensor:
+        """Send the own signal to the liars; for one of them, all honest ones'."""
+        stage, messages = Stage(round_, Identity(), MOST_STAGES - 3, purpose="spying"), cut(Identity(), 0, round_.numel)
+        ranks = range(round_.size)
+        honest = [rank for rank in ranks if not self.lies(rank, round_.size)]
+        if round_.rank in honest:
+            for index, message in enumerate(messages):
+                key = replace(round_.key, sender=round_.rank)
+                stage.send(index, message, [rank for rank in ranks if rank not in honest], round_.signal, key)
+            return torch.empty(0)
+        stage.expect(dict.fromkeys(honest, messages))
+        found = torch.zeros(len(honest), round_.numel)
+        for index, message in enumerate(messages):
+            stage.receive(index)
+            for row, rank in zip(found, honest):
+                row[message.begin : message.end] = payload(stage.packet(index, rank)).view(torch.float32)
+        return found
+
+    def nbytes_sent(self, codec: Codec, numel: int, size: int, rank: int | None = None) -> int:
+        return self.exchange.nbytes_sent(codec, numel, size, rank)
+
+    def seconds(self, codec: Codec, numel: int, size: int, link: Link) -> float:
+        return self.exchange.seconds(codec, numel, size, link)

@@ -1,0 +1,349 @@
+"""Robust rules: what they tolerate, what they are equivariant to, and that every way to the estimate is one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import thinwire as tw
+from thinwire.codecs import E3M0, Identity
+from thinwire.pieces.aggregate import Aggregate, Values
+from thinwire.pieces.products import inner_products
+from thinwire.rng import Key
+from thinwire.testing.attacks import Attack, Attacked, attack_of, hidden
+from thinwire.testing.toy import journey, same_bits
+
+parse = tw.parsing.parse
+PLAIN = [
+    "Median()",
+    "TrimmedMean(2)",
+    "MeaMed(2)",
+    "GeometricMedian()",
+    "CenteredClipping()",
+    "Krum(2)",
+    "MultiKrum(2)",
+    "Bulyan(2)",
+    "MDA(2)",
+]
+MIXED = [
+    "NearestNeighbourMixing(Median(), 2)",
+    "NearestNeighbourMixing(Krum(2), 2)",
+    "Bucketing(Median(), 2)",
+    "ARC(TrimmedMean(2), 2)",
+]
+SHIFTED = [
+    text for text in (*PLAIN, *MIXED) if not text.startswith(("CenteredClipping", "ARC"))
+]  # these clip towards 0
+MEANS = [
+    "TrimmedMean(0)",
+    "MeaMed(0)",
+    "MultiKrum(0)",
+    "MDA(0)",
+    "Bulyan(0)",
+    "NearestNeighbourMixing(TrimmedMean(0), 0)",
+]
+SIZE, LIARS = 11, 2
+each_rule = pytest.mark.parametrize("text", [*PLAIN, *MIXED])
+
+
+def drawn(seed: int, size: int = SIZE, numel: int = 40) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(numel, generator=generator) + torch.randn(size, numel, generator=generator)
+
+
+def aggregated(rule: Aggregate, x: Tensor, key: Key = Key(seed=1)) -> Tensor:
+    if rule.needs_products:
+        rule = rule.given(inner_products(x), key)
+    out = torch.zeros(x.shape[1])
+    rule.into(
+        out,
+        [Values(Identity(), row.contiguous().view(torch.uint8), Key(sender=i), len(row)) for i, row in enumerate(x)],
+    )
+    return out
+
+
+# ---- inner products
+
+
+def test_inner_products_are_exact_enough_and_the_same_in_any_order():
+    x = (
+        torch.randn(5, 10_000, generator=torch.Generator().manual_seed(0))
+        * torch.tensor([1e-20, 1.0, 1e15, 0.0, 1e-3])[:, None]
+    )
+    found, due = inner_products(x), x.double() @ x.double().T
+    scale = due.diagonal().sqrt()
+    assert ((found - due).abs() <= 1e-11 * scale[:, None] * scale[None, :]).all()
+    turned = torch.tensor([3, 1, 4, 0, 2])
+    assert torch.equal(inner_products(x[turned]), found[turned][:, turned])
+    x[1, 7] = torch.inf
+    assert torch.isnan(inner_products(x)[1]).all() and torch.isfinite(inner_products(x)[[0, 2]][:, [0, 2]]).all()
+
+
+# ---- properties
+
+
+@each_rule
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10_000), order=st.permutations(range(SIZE)))
+def test_the_order_of_the_replicas_does_not_matter(text, seed, order):
+    if "Bucketing" in text:  # whose buckets are drawn by rank
+        return
+    x, rule = drawn(seed), parse(text)
+    torch.testing.assert_close(aggregated(rule, x[list(order)]), aggregated(rule, x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("text", SHIFTED)
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10_000), shift=st.floats(-10, 10), scale=st.sampled_from([0.125, 0.5, 4.0, 1024.0]))
+def test_a_shift_shifts_and_a_scale_scales(text, seed, shift, scale):
+    x, rule = drawn(seed), parse(text)
+    due = aggregated(rule, x)
+    torch.testing.assert_close(aggregated(rule, x + shift), due + shift, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(aggregated(rule, x * scale), due * scale, rtol=1e-4, atol=1e-4 * scale)
+
+
+@pytest.mark.parametrize("text", ["CenteredClipping()", "ARC(TrimmedMean(2), 2)", "Median()"])
+def test_rules_that_clip_scale_too(text):
+    x, rule = drawn(3), parse(text)
+    torch.testing.assert_close(aggregated(rule, x * 64), aggregated(rule, x) * 64, rtol=1e-5, atol=1e-4)
+
+
+@each_rule
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    size=st.sampled_from([1e3, 1e12, 1e30, float("nan"), float("inf")]),
+    alike=st.booleans(),
+)
+def test_as_many_liars_as_it_tolerates_move_it_only_so_far(text, seed, size, alike):
+    """To infinity, together or each its own way: the estimate stays where the honest are. And one more than that is refused by name."""
+    rule, x = parse(text), drawn(seed)
+    liars = rule.tolerates(SIZE)
+    assert liars >= 2
+    honest = x[:-liars].clone()
+    away = (
+        torch.randn(liars, x.shape[1], generator=torch.Generator().manual_seed(seed))
+        if not alike
+        else torch.ones(liars, x.shape[1])
+    )
+    x[-liars:] = away * size
+    reach = (honest - honest.mean(0)).norm(dim=1).max() + honest.mean(0).norm()
+    factor = 2 * (SIZE - liars) / (SIZE - 2 * liars)  # of the geometric median, the largest of all
+    assert float((aggregated(rule, x) - honest.mean(0)).norm()) <= factor * float(reach)
+
+
+def test_the_mean_tolerates_none():
+    x = drawn(0)
+    x[-1] = 1e30
+    assert (
+        float(aggregated(tw.pieces.aggregate.Mean(), x).norm()) > 1e28
+        and tw.pieces.aggregate.Mean().tolerates(SIZE) == 0
+    )
+
+
+@pytest.mark.parametrize("text", MEANS)
+def test_without_liars_it_is_the_mean(text):
+    x = drawn(5)
+    torch.testing.assert_close(aggregated(parse(text), x), x.mean(0), rtol=1e-5, atol=1e-6)
+
+
+@each_rule
+def test_more_that_are_not_finite_than_it_tolerates_leave_no_estimate(text):
+    rule, x = parse(text), drawn(1)
+    x[: rule.tolerates(SIZE) + 1, 3] = torch.nan
+    assert torch.isnan(aggregated(rule, x)[3])
+
+
+def test_who_is_left_out_is_a_liar_fewer():
+    """So what the others say counts as if it had never been there."""
+    x = drawn(2)
+    x[4] = torch.nan
+    others = torch.cat([x[:4], x[5:]])
+    for text, without in (
+        ("TrimmedMean(2)", "TrimmedMean(1)"),
+        ("Krum(2)", "Krum(1)"),
+        ("Bulyan(2)", "Bulyan(1)"),
+        ("Median()", "Median()"),
+    ):
+        assert same_bits(aggregated(parse(text), x), aggregated(parse(without), others))
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "said"),
+    [
+        (
+            "TrimmedMean(2)",
+            4,
+            r"TrimmedMean\(liars=2\) among 4 replicas: with 2 liar\(s\) at least 2·2 \+ 1 = 5 are needed; it tolerates 1 here",
+        ),
+        ("Krum(1)", 4, r"2·1 \+ 3 = 5"),
+        ("Bulyan(1)", 6, r"4·1 \+ 3 = 7"),
+        ("Bucketing(TrimmedMean(2), 2)", 8, r"TrimmedMean\(liars=2\) among 4 replicas"),
+        ("NearestNeighbourMixing(Median(), 3)", 6, r"2·3 \+ 1 = 7"),
+        ("MDA(10)", 40, "subsets, at most 200,000"),
+    ],
+)
+def test_too_few_replicas_are_refused_with_the_numbers(text, size, said):
+    with pytest.raises(tw.ConfigurationError, match=said):
+        parse(text).check(size)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "TrimmedMean(-1)",
+        "Krum(True)",
+        "CenteredClipping(0.0)",
+        "Bucketing(Median(), 0)",
+        "NearestNeighbourMixing(Mean())",
+    ],
+)
+def test_settings_that_cannot_work_are_refused(text):
+    with pytest.raises(tw.ConfigurationError):
+        parse(text)
+
+
+# ---- against brute force
+
+
+def test_krum_and_mda_by_brute_force():
+    for seed in range(30):
+        x = drawn(seed, 9, 5)
+        squared = torch.cdist(x.double(), x.double()).square()
+        scores = [squared[i].sort().values[1 : 9 - 2 - 1].sum() for i in range(9)]
+        assert same_bits(aggregated(parse("Krum(2)"), x), x[int(torch.stack(scores).argmin())])
+        spread = {
+            s: (float(squared[list(s)][:, list(s)].max()), float(squared[list(s)][:, list(s)].sum()))
+            for s in combinations(range(9), 7)
+        }
+        subset = min(spread, key=spread.__getitem__)
+        torch.testing.assert_close(aggregated(parse("MDA(2)"), x), x[list(subset)].mean(0), rtol=1e-5, atol=1e-6)
+
+
+def test_the_geometric_median_is_where_the_distances_are_least():
+    for seed in range(5):
+        x = drawn(seed).double()
+        found = aggregated(parse("GeometricMedian()"), x.float()).double()
+        pulls = (x - found) / (x - found).norm(dim=1, keepdim=True)
+        assert float(pulls.sum(0).norm()) < 1e-4
+
+
+# ---- in exchanges and in training
+
+
+@pytest.mark.parametrize("codec", [Identity(), E3M0(8)], ids=str)
+@pytest.mark.parametrize(
+    "text", ["Median()", "GeometricMedian()", "Bulyan(1)", "NearestNeighbourMixing(TrimmedMean(1), 1)"]
+)
+def test_shards_and_whole_vectors_give_one_estimate(text, codec):
+    """`TwoShot`, where each owner has a shard and inner products are exchanged, as `Direct`, where each replica has all. Law 1 on both."""
+    finals = []
+    for exchange in (tw.exchange.Direct(), tw.exchange.TwoShot()):
+        strategy = tw.Strategy(
+            schedule=tw.pieces.schedule.Every(2, 1), aggregate=parse(text), exchange=exchange, codec=codec
+        )
+        journeys = journey(strategy, 7, steps=4)
+        assert all(same_bits(kept, journeys[3].final_agreed[name]) for name, kept in journeys[0].final_agreed.items())
+        assert not journeys[0].heard("refused")
+        finals.append(journeys[0].final)
+    assert (
+        codec != Identity() or float((finals[0] - finals[1]).abs().max()) <= 1e-6
+    )  # a mean in 4 bits is rounded twice
+
+
+def test_gram_rules_need_an_exchange_that_multiplies():
+    class Gathers(tw.exchange.Direct):
+        multiplies = False
+
+    with pytest.raises(tw.ConfigurationError, match="has no inner products of whole fragments"):
+        tw.Strategy(exchange=Gathers(), aggregate=parse("Krum(1)"))
+    with pytest.raises(tw.ConfigurationError, match=r"AllReduce\(\) adds up parts on the way"):
+        tw.Strategy(exchange=tw.exchange.AllReduce(), codec=tw.codecs.Cast(), aggregate=parse("Median()"))
+    with pytest.raises(tw.ConfigurationError, match=r"TrimmedMean\(liars=2\) among 3 replicas"):
+        journey(tw.Strategy(aggregate=parse("TrimmedMean(2)")), 3, steps=1)
+
+
+def test_describe_says_what_it_tolerates_and_sends():
+    model = torch.nn.Linear(8, 8)
+    told = tw.Strategy(aggregate=parse("Krum(2)"), exchange=tw.exchange.TwoShot()).describe(model, 8)
+    assert "aggregate: Krum(liars=2), of 8 replicas 2 may send anything" in told
+    assert f"aggregate: {7 * (48 + 8 * 64):,} bytes of inner products" in told
+    assert "aggregate" not in tw.Strategy().describe(model, 8)
+
+
+@pytest.mark.parametrize("exchange", [tw.exchange.Direct(), tw.exchange.TwoShot()], ids=str)
+@pytest.mark.parametrize("text", ["Median()", "Krum(1)"])
+def test_a_replica_whose_delta_is_not_finite_does_not_stop_the_others(exchange, text):
+    """It counts as the liar, alike on all; and when it is found, it starts again from the anchors, as after a refused round."""
+    strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(2), exchange=exchange, aggregate=parse(text))
+
+    def poison(replica: tw.Replica, step: int) -> None:
+        if step == 3 and replica.group.rank == 1:
+            for parameter in replica.model.parameters():
+                parameter.data.fill_(torch.nan)
+
+    journeys = journey(strategy, 5, steps=8, before_step=poison)
+    for one in journeys:
+        assert not one.heard("refused") and torch.isfinite(one.final).all()
+        assert all(same_bits(kept, journeys[0].final_agreed[name]) for name, kept in one.final_agreed.items())
+    assert [
+        event["message"]
+        for event in journeys[1].heard("warning")
+        if "starts again from the anchors" in event["message"]
+    ]
+    mean = journey(replace(strategy, aggregate=tw.pieces.aggregate.Mean()), 5, steps=8, before_step=poison)
+    assert mean[0].heard("refused")
+
+
+# ---- attacks
+
+
+def test_attacks_by_their_numbers():
+    honest = torch.tensor([[1.0, 2.0], [3.0, 2.0], [2.0, 5.0]])
+    from thinwire.testing.attacks import Scene
+
+    scene = Scene(torch.tensor([1.0, -1.0]), honest, torch.tensor([7.0, 7.0]), Key(), 5, 2)
+    due = {
+        "sign_flip": [-1.0, 1.0],
+        "IPM(0.5)": [-1.0, -1.5],
+        "ALIE(-1.5)": [3.5, 3 + 1.5 * 3**0.5],
+        "mimic": [1.0, 2.0],
+        "dissensus": [1.0 - 1.5 * 3 / 2, 2.0 - 1.5 * 3 / 2],
+        "replay": [7.0, 7.0],
+        "label_flip": [1.0, -1.0],
+        "Switch(SignFlip(), 1)": [1.0, -1.0],
+    }
+    for text, said in due.items():
+        assert attack_of(text).says(scene).tolist() == pytest.approx(said), text
+    assert torch.isinf(attack_of("NotFinite('inf')").says(scene)).all()
+    assert attack_of("Switch(SignFlip(), 1)").says(replace(scene, key=Key(round=1))).tolist() == [-1.0, 1.0]
+    noise = attack_of("Gaussian(2.0)").says(replace(scene, own=torch.zeros(10_000)))
+    assert float(noise.std()) == pytest.approx(2.0, rel=0.05)
+    assert hidden(8, 2) == pytest.approx(0.0)
+    with pytest.raises(tw.ConfigurationError, match=r"lies"):
+        attack_of("lies")
+
+
+@pytest.mark.parametrize("text", ["sign_flip", "alie", "NotFinite('nan')", "replay", "Switch(IPM(2.0), 1)"])
+def test_liars_among_replicas(text):
+    """Honest replicas agree to the bit, no round is refused, and liars lie: the mean of the same run is another, or has no rounds."""
+    attack: Attack = attack_of(text)
+    strategy = tw.Strategy(
+        schedule=tw.pieces.schedule.Every(1),
+        exchange=Attacked(tw.exchange.TwoShot(), attack, 1),
+        aggregate=parse("Median()"),
+    )
+    journeys = journey(strategy, 4, steps=4)
+    for one in journeys:
+        assert not one.heard("refused")
+        assert all(same_bits(kept, journeys[0].final_agreed[name]) for name, kept in one.final_agreed.items())
+    honest = journey(replace(strategy, exchange=tw.exchange.TwoShot()), 4, steps=4)
+    assert not same_bits(honest[0].final, journeys[0].final)
+    with pytest.raises(tw.ConfigurationError, match="at least one must be honest"):
+        journey(replace(strategy, exchange=Attacked(tw.exchange.Direct(), attack, 4)), 4, steps=1)
