@@ -1,4 +1,4 @@
-"""The wire format: a fixed header and a payload whose size is known before it is encoded.
+"""The wire format: a fixed header and a payload whose size, or the most that it may be, is known before it is encoded.
 
 | bytes | field    | meaning                                                          |
 |-------|----------|------------------------------------------------------------------|
@@ -12,7 +12,7 @@
 | 4     | step     | inner step after which it departs, the same on all; 0: not said  |
 | 4     | part     | which message of the round: its stage, and its place there       |
 | 8     | numel    | elements of the delta in this message                            |
-| 8     | nbytes   | of the payload                                                   |
+| 8     | nbytes   | of the payload, which may be less than what is due where its codec `varies` |
 | 4     | checksum | CRC-32 of the header with this field zero, then the payload      |
 
 All little-endian, 48 bytes. Bytes from a peer are hostile until `open_packet` has compared every field with what is
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,12 +32,13 @@ from torch import Tensor
 from thinwire.errors import DisagreementError, PacketError
 
 MAGIC = b"TWPK"
-VERSION = 3
+VERSION = 4
 REFUSED = 1
 STOP = 2
 MOST = 1 << 16  # replicas of a group, and fragments
 _LAYOUT = struct.Struct("<4sHHIHHIIIQQI")
 _CHECKSUM = struct.Struct("<I")
+_NBYTES = 10  # its place among the fields
 HEADER_NBYTES = _LAYOUT.size
 
 
@@ -86,13 +87,22 @@ def seal(packet: Tensor, header: Header) -> None:
     _CHECKSUM.pack_into(view, HEADER_NBYTES - _CHECKSUM.size, zlib.crc32(view))
 
 
-def open_packet(packet: Tensor, due: Header) -> int:
+def said_nbytes(packet: Tensor) -> int:
+    """How many bytes of a buffer the packet in it says that it has, header included; no more than there are."""
+    if packet.numel() < HEADER_NBYTES:
+        return packet.numel()
+    return min(packet.numel(), HEADER_NBYTES + int(_LAYOUT.unpack_from(packet.numpy().data)[_NBYTES]))
+
+
+def open_packet(packet: Tensor, due: Header, least: int | None = None) -> int:
     """Compare `packet` with the one that is `due` (its flags aside) and return its flags.
 
-    Raises `PacketError` naming the first field that differs, `DisagreementError` if only the inner step does. Reads only
-    `packet`, allocates nothing.
+    With `least`, the payload may have any number of bytes from that to `due.nbytes`. Raises `PacketError` naming the first
+    field that differs, `DisagreementError` if only the inner step does. Reads only `packet`, allocates nothing.
     """
     sender = due.sender
+    if least is not None and HEADER_NBYTES + least <= packet.numel() <= HEADER_NBYTES + due.nbytes:
+        due = replace(due, nbytes=packet.numel() - HEADER_NBYTES)
     if packet.numel() != HEADER_NBYTES + due.nbytes:
         raise PacketError(
             f"replica {sender} sent {packet.numel()} bytes, {HEADER_NBYTES + due.nbytes} were due. "

@@ -31,6 +31,8 @@ KINDS = (
     tw.codecs.TopK(0.3),
     tw.codecs.LowRank(1, shapes=MATRICES),
     tw.codecs.RandomK(0.25, tw.codecs.Identity()),
+    tw.codecs.Entropy(tw.codecs.E3M0()),
+    tw.codecs.Entropy(tw.codecs.ChunkedTopK(60, 7)),
 )
 SOME = [(exchange, codec) for exchange, codec in FITTING if codec in KINDS]
 REST = [pytest.param(*pair, marks=pytest.mark.slow) for pair in FITTING if pair not in SOME]
@@ -335,10 +337,10 @@ class Slow:
         self.group, self.rank, self.size, self.seconds, self.posts = group, group.rank, group.size, seconds, []
         self.close = group.close
 
-    def post(self, tag, send, recv, purpose="packet"):
+    def post(self, tag, send, recv, purpose="packet", sized=None):
         if send and purpose == "packet":
             self.posts.append((time.monotonic(), next(iter(send.values()))))
-        transfer = self.group.post(tag, send, recv, purpose)
+        transfer = self.group.post(tag, send, recv, purpose, sized)
         return _Slow(transfer, time.monotonic() + self.seconds if send and purpose == "packet" else 0.0)
 
 
@@ -401,7 +403,7 @@ def test_messages_longer_than_the_window_go_on_each_others_heels(monkeypatch):
     class Told:
         rank, size = 0, 2
 
-        def post(self, tag, send, recv, purpose="packet"):
+        def post(self, tag, send, recv, purpose="packet", sized=None):
             told.append(f"post {tag}")
             return type("Transfer", (), {"wait": lambda _: told.append(f"wait {tag}")})()
 

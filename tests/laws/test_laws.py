@@ -194,7 +194,10 @@ def test_law_5_predicted_is_counted(name, replicas):
         departures = one.heard("depart")
         predicted = sum(weighs(strategy, e, fragments[e["fragment"]], replicas, rank) for e in departures)
         counted = ledger.as_dict()["sent"].get("packet", {})
-        assert predicted == sum(e["nbytes"] for e in departures) == ledger.sent("packet")
+        assert predicted == sum(e["nbytes"] for e in departures)
+        assert sum(e["nbytes"] for e in one.heard("flight")) == ledger.sent("packet")
+        less = strategy.codec.varies and replicas > 1
+        assert ledger.sent("packet") < predicted if less else ledger.sent("packet") == predicted
         assert sorted(counted) == [str(peer) for peer in range(replicas) if peer != rank]
         if strategy.exchange == tw.exchange.Direct():
             assert ledger.sent("packet") == ledger.received("packet")

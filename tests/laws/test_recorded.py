@@ -26,7 +26,12 @@ from thinwire.testing.values import encoded
 
 RECORDED = Path(__file__).with_name("recorded.json")
 STEPS, REPLICAS = 14, 2
-LIBRARIES = ("Muon", "LowRank", "DCT")  # matrix products and transforms: a library's, which round as it likes
+LIBRARIES = (
+    "Muon",
+    "LowRank",
+    "DCT",
+    "Entropy",
+)  # matrix products, transforms, zstd: a library's, which round as it likes
 
 
 def numbers(count: int, seed: int) -> Tensor:

@@ -213,12 +213,12 @@ def test_a_round_that_only_some_have_heard():
         def __init__(self, group: tw.Group) -> None:
             self.group, self.rank, self.size, self.packets = group, group.rank, group.size, 0
 
-        def post(self, tag, send, recv, purpose="packet"):
+        def post(self, tag, send, recv, purpose="packet", sized=None):
             self.packets += purpose == "packet"
             if self.packets == 2 and purpose == "packet":
                 self.group.post(tag, send, {}, purpose).wait()
                 raise tw.LinkError("cut")
-            return self.group.post(tag, send, recv, purpose)
+            return self.group.post(tag, send, recv, purpose, sized)
 
         def close(self):
             self.group.close()

@@ -376,7 +376,7 @@ class Torn:
             applied,
         )
 
-    def post(self, tag, send, recv, purpose="packet"):
+    def post(self, tag, send, recv, purpose="packet", sized=None):
         if purpose == "packet":
             self.posts += 1
             if self.posts > self.at and self.rank == 1:
@@ -386,7 +386,7 @@ class Torn:
             if self.posts > self.at + 1:  # only 2 comes here
                 self.applied.set()
                 raise tw.LinkError("torn")
-        return self.group.post(tag, send, recv, purpose)
+        return self.group.post(tag, send, recv, purpose, sized)
 
     def close(self):
         self.group.close()

@@ -7,6 +7,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from itertools import combinations
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -42,12 +43,17 @@ class Booked:
         self.uplink, self.clock, self.due = Uplink(link), clock, due
 
     def post(
-        self, tag: int, send: Mapping[int, Tensor], recv: Mapping[int, Tensor], purpose: str = "packet"
+        self,
+        tag: int,
+        send: Mapping[int, Tensor],
+        recv: Mapping[int, Tensor],
+        purpose: str = "packet",
+        sized: Any = None,
     ) -> Transfer:
         sent = [self.uplink.book(self.clock.now, message.numel())[1] for message in send.values()]
         for peer, due in zip(send, sent):
             self.due[self.rank, peer, tag].append(due)
-        transfer = self.group.post(tag, send, recv, purpose)
+        transfer = self.group.post(tag, send, recv, purpose, sized)
         wait = transfer.wait
 
         def later() -> None:

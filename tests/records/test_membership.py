@@ -36,6 +36,7 @@ def told(
         "seconds": seconds,
         "step": number,
         **fields,
+        "foreseen": 100,
         "nbytes": 100,
         "seconds_spent": 0.5,
         "reason": reason,

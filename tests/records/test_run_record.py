@@ -35,7 +35,8 @@ def depart(number: int, round_: int, nbytes: int, fragment: int = 0) -> dict[str
 
 
 def flight(number: int, round_: int, begin: float, end: float, queued: float, transfer: float) -> dict[str, Any]:
-    fields = {"fragment": 0, "round": round_, "begin": begin, "end": end}
+    nbytes = {0: 500, 1: 700}.get(round_, 0)
+    fields = {"fragment": 0, "round": round_, "nbytes": nbytes, "begin": begin, "end": end}
     return event("flight", end, number, **fields, queued_seconds=queued, transfer_seconds=transfer)
 
 

@@ -45,13 +45,13 @@ class Damaging:
     def __init__(self, group: Group) -> None:
         self.group, self.rank, self.size, self.close = group, group.rank, group.size, group.close
 
-    def post(self, tag: int, send: Any, recv: Any, purpose: str = "packet") -> Transfer:
+    def post(self, tag: int, send: Any, recv: Any, purpose: str = "packet", sized: Any = None) -> Transfer:
         if Damaging.told and purpose == "packet" and send:
             Damaging.told = False
             send = {peer: message.clone() for peer, message in send.items()}
             for message in send.values():
                 message[message.numel() // 2] ^= 1
-        return self.group.post(tag, send, recv, purpose)
+        return self.group.post(tag, send, recv, purpose, sized)
 
 
 class Diary:

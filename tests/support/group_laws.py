@@ -182,6 +182,22 @@ def ledgers_agree(group: Group) -> None:
             assert received.pop("transfer_seconds") > 0.0 and received == due | {"queued_seconds": 0.0}
 
 
+def shorter_than_due(group: Group) -> None:
+    """A message may be shorter than its buffer where the receiver asks it how long it is; it is counted as long as it is."""
+    ledger = Ledger()
+    counted = CountedGroup(group, ledger)
+    for what, nbytes in enumerate((1, 700, 70_000, 100_000)):
+        sent = {peer: message(group.rank, peer, what, nbytes) for peer in peers(group)}
+        for one in sent.values():
+            one[0] = what
+        buffers = {peer: torch.full((100_000,), 0xEE, dtype=torch.uint8) for peer in peers(group)}
+        counted.post(what, sent, buffers, sized=lambda buffer: (1, 700, 70_000, 100_000)[int(buffer[0])]).wait()
+        for peer, buffer in buffers.items():
+            assert torch.equal(buffer[1:nbytes], message(peer, group.rank, what, nbytes)[1:])
+            assert int(buffer[0]) == what and bool((buffer[nbytes:] == 0xEE).all())
+    assert ledger.sent() == ledger.received() == 170_701 * (group.size - 1)
+
+
 LAWS: dict[str, Law] = {
     law.__name__: law
     for law in (
@@ -196,6 +212,7 @@ LAWS: dict[str, Law] = {
         close_wakes_everybody,
         last_message_arrives,
         ledgers_agree,
+        shorter_than_due,
     )
 }
 WRAPPERS: dict[str, Callable[[Group], Group]] = {

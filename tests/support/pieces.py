@@ -189,6 +189,26 @@ CODECS = [
         "contractive",
         error=1.0,
     ),
+    *(
+        row(tw.codecs.Entropy(inner), "refuses", *claims, error=error)
+        for inner, claims, error in (
+            (tw.codecs.Identity(), ("exact", "odd", "contractive", "idempotent"), 0.0),
+            (tw.codecs.Cast(), ("odd", "contractive", "idempotent"), 2.0**-16),
+            (tw.codecs.E3M0(), ("odd", "contractive", "idempotent"), grid_error(tw.codecs.E3M0())),
+            (tw.codecs.E3M0(32, rounding="stochastic"), ("odd", "unbiased"), 128),
+            (tw.codecs.Sign(), ("contractive",), 1.0),
+            (tw.codecs.TopK(0.05, tw.codecs.E3M0(32)), ("odd", "contractive"), 1.0),
+            (tw.codecs.ChunkedTopK(60, 7), ("odd", "contractive", "idempotent"), 1.0),
+            (tw.codecs.OverSenders(tw.codecs.ChunkedTopK(60, 7, tw.codecs.Codebook())), ("contractive",), 1.0),
+            (tw.codecs.RandomK(0.25, tw.codecs.Identity()), ("odd", "unbiased", "shared"), 9.0),
+            (tw.codecs.Each(tw.codecs.TopK(0.3), shapes=MATRICES), ("odd", "contractive", "idempotent"), 1.0),
+            (
+                tw.codecs.Squares(tw.codecs.DCT(tw.codecs.ChunkedTopK(16, 3), 4, axes=2), 4, MATRICES),
+                ("odd", "contractive"),
+                1.0,
+            ),
+        )
+    ),
 ]
 SCHEDULES = [
     row(tw.pieces.schedule.Every(1), "steady"),
@@ -362,6 +382,20 @@ METHODS: dict[str, tw.Strategy] = {
         feedback=tw.pieces.feedback.Feedback(0, 0.95, 0.95),
         exchange=tw.exchange.TwoShot(),
         aggregate=tw.pieces.aggregate.MeanOverSenders(),
+        merge=tw.pieces.merge.Mix(0.5),
+    ),
+    "entropy, in the air": tw.Strategy(
+        schedule=tw.pieces.schedule.Staggered(6, 3),
+        partition=tw.pieces.partition.Strided(2),
+        codec=tw.codecs.Entropy(tw.codecs.TopK(0.5, tw.codecs.E3M0(8, rounding="stochastic"))),
+        feedback=tw.pieces.feedback.Feedback(),
+        outer=tw.pieces.outer.Nesterov(),
+        merge=tw.pieces.merge.Mix(0.5),
+    ),
+    "entropy, two shots": tw.Strategy(
+        schedule=tw.pieces.schedule.Every(3, 1),
+        codec=tw.codecs.Entropy(tw.codecs.TopK(0.5)),
+        exchange=tw.exchange.TwoShot(tw.pieces.feedback.Feedback()),
         merge=tw.pieces.merge.Mix(0.5),
     ),
     "gradients with feedback": tw.Strategy(

@@ -90,7 +90,7 @@ class _Pen:
         self.free = self.clock + queued + seconds
         self.write(
             *("flight", step),
-            **{"fragment": fragment, "round": round_, "begin": self.clock, "end": ready},
+            **{"fragment": fragment, "round": round_, "nbytes": nbytes, "begin": self.clock, "end": ready},
             **{"queued_seconds": queued, "transfer_seconds": seconds},
         )
         self.air.append((step + self.options["delay"], fragment, round_, ready))

@@ -14,6 +14,7 @@ from thinwire.codecs.block import E2M1, E3M0, E4M3, E5M2, Int
 from thinwire.codecs.cast import Cast, Identity, in_full
 from thinwire.codecs.codebook import Codebook
 from thinwire.codecs.device import encode_from
+from thinwire.codecs.entropy import Entropy
 from thinwire.codecs.lowrank import LowRank
 from thinwire.codecs.over_senders import OverSenders, mean_over_senders
 from thinwire.codecs.per_tensor import Each
@@ -33,6 +34,7 @@ __all__ = [
     "Codebook",
     "Codec",
     "Each",
+    "Entropy",
     "Hadamard",
     "Identity",
     "Int",

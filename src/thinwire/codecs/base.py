@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from thinwire import kernels
+from thinwire.codecs.bits import packed_nbytes
 from thinwire.errors import ConfigurationError, NonFiniteError
 from thinwire.kernels import Kernels
 from thinwire.packet import HEADER_NBYTES
@@ -18,6 +19,41 @@ from thinwire.rng import Key
 
 Shapes = tuple[tuple[int, ...], ...]
 Said = tuple[Tensor, Key, float]  # a packet's payload, its key, and how much it counts
+
+
+@dataclass(frozen=True)
+class Symbols:
+    """So many bytes of a payload, `stride` of them a number (1: codes of 8 bits or fewer)."""
+
+    nbytes: int
+    stride: int = 1
+
+
+@dataclass(frozen=True)
+class Places:
+    """Ascending places, packed in `width` bits each: of each `chunk` of `numel` neighbours `count`, of the rest its share, rounded up."""
+
+    numel: int
+    chunk: int
+    count: int
+
+    @property
+    def kept(self) -> int:
+        """How many there are."""
+        whole, rest = divmod(self.numel, self.chunk)
+        return whole * self.count - (-self.count * rest // self.chunk)
+
+    @property
+    def width(self) -> int:
+        """Bits of a place in a chunk; a single place needs one all the same."""
+        return max(1, (self.chunk - 1).bit_length())
+
+    @property
+    def nbytes(self) -> int:
+        return packed_nbytes(self.kept, self.width)
+
+
+Part = Symbols | Places
 
 
 @runtime_checkable
@@ -28,16 +64,19 @@ class Codec(Protocol):
     the packet's `key`, which both sides know. A subclass writes `nbytes`, `encode` and `decode_add`, and **declares**
     what else it can do: each declaration below has the answer of a codec that can do nothing special. Nobody asks for a
     codec's type. Laws (`thinwire.testing.check` runs them): the payload has exactly `nbytes(numel)` bytes, all of them
-    written; decoding depends on bytes and key only; what is claimed holds.
+    written; decoding depends on bytes and key only; what is claimed holds. Of one that `varies`, fewer bytes may travel.
     """
 
     @abstractmethod
     def nbytes(self, numel: int) -> int:
-        """Bytes of the payload for `numel` elements (`packet_nbytes` adds the header)."""
+        """Bytes of the payload for `numel` elements (`packet_nbytes` adds the header); where it `varies`, the most of them."""
 
     @abstractmethod
-    def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
-        """Write flat fp32 `x` into `payload` (uint8, `nbytes(x.numel())`). Raises `NonFiniteError` if `x` holds NaN or infinity."""
+    def encode(self, x: Tensor, payload: Tensor, key: Key) -> int | None:
+        """Write flat fp32 `x` into `payload` (uint8, `nbytes(x.numel())`). Raises `NonFiniteError` if `x` holds NaN or infinity.
+
+        None; of one that `varies`, how many bytes at the front of `payload` say all. Zeros follow.
+        """
 
     @abstractmethod
     def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
@@ -88,6 +127,19 @@ class Codec(Protocol):
             "divides by those who sent a value, where a delta may count more than another; the codec inside it does not"
         )
         return how if self.joint else ""
+
+    # ---- sizes
+
+    @property
+    def varies(self) -> bool:
+        """How many bytes travel depends on the values: `nbytes` is the most, which is what is predicted and allocated. Only the
+        outermost codec may; `decode_add` takes a payload with anything behind the bytes that count.
+        """
+        return False
+
+    def layout(self, numel: int) -> tuple[Part, ...]:
+        """What the payload for `numel` elements is made of, one part after another, for a codec that codes it once more."""
+        return (Symbols(self.nbytes(numel)),)
 
     # ---- shapes
 
@@ -214,10 +266,13 @@ def not_finite(x: Tensor) -> NonFiniteError:
     return NonFiniteError(f"the delta has {count} of {x.numel()} values that are NaN or infinite; it was not sent.")
 
 
-def check_fit(codec: Codec, values: Tensor, payload: Tensor) -> None:
-    """Raise `ConfigurationError` unless `payload` is what `codec` makes of flat fp32 `values`: a kernel looks no further."""
+def check_fit(codec: Codec, values: Tensor, payload: Tensor, shorter: bool = False) -> None:
+    """Raise `ConfigurationError` unless `payload` is what `codec` makes of flat fp32 `values`, or may be `shorter`: a kernel looks no
+    further.
+    """
     due = codec.nbytes(values.numel())
-    if values.dtype != torch.float32 or values.dim() != 1 or payload.dtype != torch.uint8 or payload.shape != (due,):
+    fits = payload.shape == (due,) or (shorter and payload.dim() == 1 and len(payload) < due)
+    if values.dtype != torch.float32 or values.dim() != 1 or payload.dtype != torch.uint8 or not fits:
         raise ConfigurationError(
             f"{codec}: values {values.dtype} {list(values.shape)} with a payload {payload.dtype} {list(payload.shape)} "
             f"were given, flat fp32 and flat uint8 of {due} bytes are needed."
@@ -262,6 +317,8 @@ def check_inner(codec: object, name: str, inner: object, joint: bool = False) ->
         raise ConfigurationError(
             f"{given}: it needs the shapes of a model's tensors, which are not known here; make it the outermost codec."
         )
+    if inner.varies:
+        raise ConfigurationError(f"{given}: its size would have to be known here; make it the outermost codec.")
     if not joint:
         check_alone(given, inner)
 

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, kernels_for, not_finite
+from thinwire.codecs.base import Codec, Part, Symbols, kernels_for, not_finite
 from thinwire.errors import ConfigurationError
 from thinwire.rng import Key
 
@@ -29,6 +29,9 @@ class Identity(Codec):
     def nbytes(self, numel: int) -> int:
         return 4 * numel
 
+    def layout(self, numel: int) -> tuple[Part, ...]:
+        return (Symbols(4 * numel, 4),)
+
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
         if not kernels_for(self, x, payload).encode_floats(x, payload, "fp32"):
             raise not_finite(x)
@@ -49,6 +52,9 @@ class Dense(Codec):
 
     def nbytes(self, numel: int) -> int:
         return 4 * numel
+
+    def layout(self, numel: int) -> tuple[Part, ...]:
+        return (Symbols(4 * numel, 4),)
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
         Identity().encode(x, payload, key)
@@ -96,6 +102,9 @@ class Cast(Codec):
 
     def nbytes(self, numel: int) -> int:
         return 2 * numel
+
+    def layout(self, numel: int) -> tuple[Part, ...]:
+        return (Symbols(2 * numel, 2),)
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
         if not kernels_for(self, x, payload).encode_floats(x, payload, self.dtype):

@@ -14,13 +14,14 @@ def runs_anywhere(codec: Codec) -> bool:
     return all(part.any_device for part in nested(codec))
 
 
-def encode_from(x: Tensor, codec: Codec, payload: Tensor, key: Key) -> None:
+def encode_from(x: Tensor, codec: Codec, payload: Tensor, key: Key) -> int:
     """`codec.encode` of an `x` that may be on another device than `payload`: done where `x` is, if the codec can, so that
-    only the packet's bytes cross.
+    only the packet's bytes cross. How many bytes of `payload` count.
     """
     if x.device == payload.device or not runs_anywhere(codec):
-        codec.encode(x.to(payload.device), payload, key)
+        used = codec.encode(x.to(payload.device), payload, key)
     else:
         there = torch.empty(payload.shape, dtype=torch.uint8, device=x.device)
-        codec.encode(x, there, key)
+        used = codec.encode(x, there, key)
         payload.copy_(there)
+    return payload.numel() if used is None else used

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import VALUES, Codec, Shapes, chance, check_finite, check_fit, check_inner
+from thinwire.codecs.base import VALUES, Codec, Part, Shapes, chance, check_finite, check_fit, check_inner
 from thinwire.codecs.cast import Identity
 from thinwire.codecs.exact import orthonormal, product, saturated
 from thinwire.codecs.shapes import checked, split
@@ -86,6 +86,9 @@ class LowRank(Codec):
 
     def nbytes(self, numel: int) -> int:
         return sum(self.values.nbytes(count) for count in self._counts(numel))
+
+    def layout(self, numel: int) -> tuple[Part, ...]:
+        return tuple(part for count in self._counts(numel) for part in self.values.layout(count))
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
         check_fit(self, x, payload)

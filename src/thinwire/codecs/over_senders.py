@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, Said, check_inner
+from thinwire.codecs.base import Codec, Part, Said, check_inner
 from thinwire.rng import Key
 
 
@@ -53,6 +53,9 @@ class OverSenders(Codec):
 
     def nbytes(self, numel: int) -> int:
         return self.codec.nbytes(numel)
+
+    def layout(self, numel: int) -> tuple[Part, ...]:
+        return self.codec.layout(numel)
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
         self.codec.encode(x, payload, key)

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import VALUES, Codec, Shapes, chance, check_alone, check_finite, check_fit, check_inner
+from thinwire.codecs.base import VALUES, Codec, Part, Shapes, chance, check_alone, check_finite, check_fit, check_inner
 from thinwire.codecs.cast import Identity
 from thinwire.codecs.shapes import checked, split
 from thinwire.errors import ConfigurationError
@@ -59,6 +59,10 @@ class Each(Codec):
                 raise ConfigurationError(
                     f"Each(codec={codec!r}): a codec for one matrix is needed, such as TopK(0.01)."
                 )
+            if codec.varies:
+                raise ConfigurationError(
+                    f"Each(codec={codec!r}): its size would have to be known here; make it the outermost codec."
+                )
             check_alone(f"Each(codec={codec!r})", codec)
         check_inner(self, "rest", self.rest)
         if self.least < 0:
@@ -86,6 +90,10 @@ class Each(Codec):
 
     def nbytes(self, numel: int) -> int:
         return sum(codec.nbytes(part.numel()) for codec, part in self._coded(torch.empty(numel, device="meta")))
+
+    def layout(self, numel: int) -> tuple[Part, ...]:
+        coded = self._coded(torch.empty(numel, device="meta"))
+        return tuple(one for codec, part in coded for one in codec.layout(part.numel()))
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
         check_fit(self, x, payload)

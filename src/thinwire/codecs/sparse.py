@@ -13,8 +13,19 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.codecs.base import VALUES, Codec, chance, check_finite, check_fit, check_inner, kernels_for, not_finite
-from thinwire.codecs.bits import pack, packed_nbytes, unpack
+from thinwire.codecs.base import (
+    VALUES,
+    Codec,
+    Part,
+    Places,
+    chance,
+    check_finite,
+    check_fit,
+    check_inner,
+    kernels_for,
+    not_finite,
+)
+from thinwire.codecs.bits import pack, unpack
 from thinwire.codecs.cast import Cast
 from thinwire.errors import ConfigurationError, PacketError
 from thinwire.rng import Key
@@ -66,22 +77,30 @@ class TopK(Codec):
         return (self.values.claims & {"odd", "contractive"}) | {"refuses"} | chance([self.values], fair=False)
 
     def nbytes(self, numel: int) -> int:
-        kept = math.ceil(self.density * numel)
-        return self.values.nbytes(kept) + packed_nbytes(kept, _width(numel))
+        places = self._places(numel)
+        return self.values.nbytes(places.kept) + places.nbytes
+
+    def layout(self, numel: int) -> tuple[Part, ...]:
+        places = self._places(numel)
+        return (*self.values.layout(places.kept), places)
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
-        index = _largest(self, x, payload, max(1, x.numel()), math.ceil(self.density * x.numel()))
+        places = self._places(x.numel())
+        index = _largest(self, x, payload, places)
         begin = self.values.nbytes(len(index))
         self.values.encode(x[index], payload[:begin], key)
-        payload[begin:] = pack(index, _width(x.numel()))
+        payload[begin:] = pack(index, places.width)
 
     def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
         check_fit(self, out, payload)
-        kept = math.ceil(self.density * out.numel())
-        begin = self.values.nbytes(kept)
-        index = unpack(payload[begin:], kept, _width(out.numel()))
+        places = self._places(out.numel())
+        begin = self.values.nbytes(places.kept)
+        index = unpack(payload[begin:], places.kept, places.width)
         _check_ascending(index, out.numel())
-        out.index_add_(0, index, _decoded(self.values, payload[:begin], kept, key, weight))
+        out.index_add_(0, index, _decoded(self.values, payload[:begin], places.kept, key, weight))
+
+    def _places(self, numel: int) -> Places:
+        return Places(numel, max(1, numel), math.ceil(self.density * numel))
 
     def denser(self, density: float) -> TopK:
         return replace(self, density=max(density, self.density))
@@ -132,24 +151,29 @@ class ChunkedTopK(Codec):
         return (self.values.claims & {"odd", "contractive"}) | {"refuses"} | chance([self.values], fair=False)
 
     def nbytes(self, numel: int) -> int:
-        kept = sum(self._kept(numel))
-        return self.values.nbytes(kept) + packed_nbytes(kept, _width(self.chunk))
+        places = self._places(numel)
+        return self.values.nbytes(places.kept) + places.nbytes
+
+    def layout(self, numel: int) -> tuple[Part, ...]:
+        places = self._places(numel)
+        return (*self.values.layout(places.kept), places)
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
-        within = _largest(self, x, payload, self.chunk, self.count)
+        places = self._places(x.numel())
+        within = _largest(self, x, payload, places)
         begin = self.values.nbytes(len(within))
         self.values.encode(x[within + self._starts(x)], payload[:begin], key)
-        payload[begin:] = pack(within, _width(self.chunk))
+        payload[begin:] = pack(within, places.width)
 
     def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
         check_fit(self, out, payload)
-        kept = sum(self._kept(out.numel()))
-        begin = self.values.nbytes(kept)
-        within = unpack(payload[begin:], kept, _width(self.chunk))
+        places = self._places(out.numel())
+        begin = self.values.nbytes(places.kept)
+        within = unpack(payload[begin:], places.kept, places.width)
         _check_ascending(within[within >= self.chunk], self.chunk)  # none, unless the chunk is no power of two
         index = within + self._starts(out)
         _check_ascending(index, out.numel())
-        out.index_add_(0, index, _decoded(self.values, payload[:begin], kept, key, weight))
+        out.index_add_(0, index, _decoded(self.values, payload[:begin], places.kept, key, weight))
 
     def denser(self, density: float) -> ChunkedTopK:
         return replace(self, count=max(math.ceil(density * self.chunk), self.count))
@@ -158,15 +182,13 @@ class ChunkedTopK(Codec):
         counts = {min(self.chunk, math.ceil(factor * self.count)) for factor in _FACTORS} - {self.count}
         return tuple(replace(self, count=count) for count in sorted(counts))
 
-    def _kept(self, numel: int) -> tuple[int, int]:
-        """How many values travel: of whole chunks, and of the rest."""
-        whole, rest = divmod(numel, self.chunk)
-        return whole * self.count, -(-self.count * rest // self.chunk)
+    def _places(self, numel: int) -> Places:
+        return Places(numel, self.chunk, self.count)
 
     def _starts(self, x: Tensor) -> Tensor:
         """For each value of `x` that travels, where its chunk begins."""
-        chunks, rest = self._kept(x.numel())
-        return torch.arange(chunks + rest, device=x.device).div(self.count, rounding_mode="floor").mul_(self.chunk)
+        kept = self._places(x.numel()).kept
+        return torch.arange(kept, device=x.device).div(self.count, rounding_mode="floor").mul_(self.chunk)
 
 
 @dataclass(frozen=True)
@@ -199,6 +221,9 @@ class RandomK(Codec):
 
     def nbytes(self, numel: int) -> int:
         return self.values.nbytes(math.ceil(self.density * numel))
+
+    def layout(self, numel: int) -> tuple[Part, ...]:
+        return self.values.layout(math.ceil(self.density * numel))
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
         check_fit(self, x, payload)
@@ -250,16 +275,10 @@ def _check(codec: object, density: float, values: Codec) -> None:
     check_inner(codec, "values", values)
 
 
-def _width(numel: int) -> int:
-    """Bits of an index below `numel`; a single place needs one all the same."""
-    return max(1, (numel - 1).bit_length())
-
-
-def _largest(codec: Codec, x: Tensor, payload: Tensor, chunk: int, count: int) -> Tensor:
-    """Of each `chunk` neighbours the places of the `count` largest by magnitude, ascending; of the rest its share."""
-    whole, rest = divmod(x.numel(), chunk)
-    index = torch.empty(whole * count - (-count * rest // chunk), dtype=torch.int64, device=x.device)
-    if not kernels_for(codec, x, payload).select_largest(x, chunk, count, index):
+def _largest(codec: Codec, x: Tensor, payload: Tensor, places: Places) -> Tensor:
+    """Of each chunk the places of the largest by magnitude, ascending; as many as travel."""
+    index = torch.empty(places.kept, dtype=torch.int64, device=x.device)
+    if not kernels_for(codec, x, payload).select_largest(x, places.chunk, places.count, index):
         raise not_finite(x)
     return index
 

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, Said, Shapes, chance, check_finite, check_fit, check_inner
+from thinwire.codecs.base import Codec, Part, Said, Shapes, chance, check_finite, check_fit, check_inner
 from thinwire.codecs.exact import cosines, product, saturated
 from thinwire.codecs.shapes import checked, split
 from thinwire.errors import ConfigurationError
@@ -57,6 +57,9 @@ class Turned(Codec, ABC):
 
     def nbytes(self, numel: int) -> int:
         return self.codec.nbytes(numel)
+
+    def layout(self, numel: int) -> tuple[Part, ...]:
+        return self.codec.layout(numel)
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
         check_fit(self, x, payload)
@@ -262,6 +265,9 @@ class Squares(Codec):
 
     def nbytes(self, numel: int) -> int:
         return self.codec.nbytes(numel)
+
+    def layout(self, numel: int) -> tuple[Part, ...]:
+        return self.codec.layout(numel)
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
         check_fit(self, x, payload)

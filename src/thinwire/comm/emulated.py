@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from thinwire.comm.group import Group, Transfer, travelling
+from thinwire.comm.group import Group, Sized, Transfer, travelling
 from thinwire.comm.ledger import Ledger
 from thinwire.errors import ConfigurationError, LinkError
 
@@ -150,11 +150,16 @@ class LinkedGroup:
         return self._uplink.busy_seconds
 
     def post(
-        self, tag: int, send: Mapping[int, Tensor], recv: Mapping[int, Tensor], purpose: str = "packet"
+        self,
+        tag: int,
+        send: Mapping[int, Tensor],
+        recv: Mapping[int, Tensor],
+        purpose: str = "packet",
+        sized: Sized | None = None,
     ) -> Transfer:
         """See `Group.post`. Receives are posted at once, sends when they are due."""
         send = travelling(self, tag, send)
-        arriving = self.group.post(tag, {}, recv, purpose)
+        arriving = self.group.post(tag, {}, recv, purpose, sized)
         with self._changed:
             if self._closed:
                 raise self._closed_error()

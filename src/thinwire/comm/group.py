@@ -1,14 +1,14 @@
 """What it means to carry bytes between replicas.
 
-A `Group` is the set of replicas that exchange with each other, seen from one of them. It moves messages of known size
-from point to point and knows nothing of tensors' meaning, rounds or fragments: wrappers that count bytes or slow a
+A `Group` is the set of replicas that exchange with each other, seen from one of them. It moves messages of known size,
+or of a known largest size, from point to point and knows nothing of tensors' meaning, rounds or fragments: wrappers that count bytes or slow a
 link need only these few methods.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -19,6 +19,9 @@ from thinwire.errors import ConfigurationError, LinkError
 _LENGTH = struct.Struct("<Q")
 TAGS = 1 << 30  # carriers take tags below this; `gather` uses the two just above
 FINISH = TAGS + 2  # of the messages with the purpose "finish"
+
+
+Sized = Callable[[Tensor], int]  # how many bytes of a buffer the message in it has, by what it says of itself
 
 
 class Transfer(Protocol):
@@ -51,8 +54,9 @@ class Transfer(Protocol):
 class Group(Protocol):
     """Carries bytes between replicas.
 
-    `rank` is this replica's place in 0..`size`-1. Messages are one-dimensional contiguous uint8 CPU tensors whose
-    sizes both sides know beforehand (a packet's size is predictable).
+    `rank` is this replica's place in 0..`size`-1. Messages are one-dimensional contiguous uint8 CPU tensors. Both sides know
+    their sizes beforehand; or, where a size depends on values, the most it may be: then the receiver's buffer has that size, the
+    message is shorter and says itself how long it is. So no length travels ahead, which would cost a round trip.
     """
 
     @property
@@ -62,13 +66,19 @@ class Group(Protocol):
     def size(self) -> int: ...
 
     def post(
-        self, tag: int, send: Mapping[int, Tensor], recv: Mapping[int, Tensor], purpose: str = "packet"
+        self,
+        tag: int,
+        send: Mapping[int, Tensor],
+        recv: Mapping[int, Tensor],
+        purpose: str = "packet",
+        sized: Sized | None = None,
     ) -> Transfer:
         """Start sending `send[peer]` and receiving into `recv[peer]`; do not block.
 
         May be called from any thread, with several posts open at once. Messages between two replicas under one `tag`
         are matched in the order of posting. Buffers belong to the transfer until `wait` returns. Empty messages do
-        not travel. `purpose` is a word for the ledger. Raises `LinkError` only if this group was closed: what a peer
+        not travel. `purpose` is a word for the ledger. With `sized`, a message received may be shorter than its buffer; it is
+        asked how long the message is, and what a peer says there is not to be trusted. Raises `LinkError` only if this group was closed: what a peer
         did wrong, `wait` tells.
         """
 

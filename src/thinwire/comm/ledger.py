@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from thinwire.comm.group import Group, Transfer, travelling
+from thinwire.comm.group import Group, Sized, Transfer, travelling
 
 
 @dataclass
@@ -136,15 +136,20 @@ class CountedGroup:
         return self.group.size
 
     def post(
-        self, tag: int, send: Mapping[int, Tensor], recv: Mapping[int, Tensor], purpose: str = "packet"
+        self,
+        tag: int,
+        send: Mapping[int, Tensor],
+        recv: Mapping[int, Tensor],
+        purpose: str = "packet",
+        sized: Sized | None = None,
     ) -> Transfer:
         """See `Group.post`."""
         posted = time.monotonic()
-        transfer = self.group.post(tag, send, recv, purpose)
+        transfer = self.group.post(tag, send, recv, purpose, sized)
         for peer, message in travelling(self, tag, send).items():
             self.ledger.add_sent(purpose, peer, message.numel())
-        due = {peer: buffer.numel() for peer, buffer in travelling(self, tag, recv).items()}
-        return _CountedTransfer(transfer, self.ledger, purpose, due, posted)
+        due = travelling(self, tag, recv)
+        return _CountedTransfer(transfer, self.ledger, purpose, due, sized or Tensor.numel, posted)
 
     def close(self) -> None:
         """See `Group.close`."""
@@ -152,8 +157,11 @@ class CountedGroup:
 
 
 class _CountedTransfer:
-    def __init__(self, transfer: Transfer, ledger: Ledger, purpose: str, due: dict[int, int], posted: float) -> None:
-        self._transfer, self._ledger, self._purpose, self._due, self._posted = transfer, ledger, purpose, due, posted
+    def __init__(
+        self, transfer: Transfer, ledger: Ledger, purpose: str, due: dict[int, Tensor], sized: Sized, posted: float
+    ) -> None:
+        self._transfer, self._ledger, self._purpose = transfer, ledger, purpose
+        self._due, self._sized, self._posted = due, sized, posted
 
     @property
     def arrivals(self) -> Mapping[int, float]:
@@ -175,8 +183,8 @@ class _CountedTransfer:
             self._ledger.add_waited(self._purpose, time.monotonic() - begin)
         due, self._due = self._due, {}  # a second wait counts nothing
         arrivals = self._transfer.arrivals
-        for peer, nbytes in due.items():
-            self._ledger.add_received(self._purpose, peer, nbytes, arrivals[peer] - self._posted)
+        for peer, buffer in due.items():
+            self._ledger.add_received(self._purpose, peer, self._sized(buffer), arrivals[peer] - self._posted)
 
 
 def _nested(counts: _Counts) -> dict[str, dict[str, dict[str, float]]]:

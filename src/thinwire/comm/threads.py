@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from thinwire.comm.group import travelling
+from thinwire.comm.group import Sized, travelling
 from thinwire.errors import ConfigurationError, LinkError, PacketError
 
 T = TypeVar("T")
@@ -22,10 +22,10 @@ Key = tuple[int, int, int]  # source, destination, tag
 
 
 class _Receive:
-    """A buffer that waits for its message. `buffer` is None once nobody wants the message any more."""
+    """A buffer that waits for its message, which may be `shorter`. `buffer` is None once nobody wants the message any more."""
 
-    def __init__(self, peer: int, buffer: Tensor) -> None:
-        self.peer = peer
+    def __init__(self, peer: int, buffer: Tensor, shorter: bool) -> None:
+        self.peer, self.shorter = peer, shorter
         self.buffer: Tensor | None = buffer
         self.done = False
         self.at = 0.0
@@ -35,8 +35,8 @@ class _Receive:
         self.done, self.at = True, now
         if self.buffer is None:
             return
-        if self.buffer.numel() == message.numel():
-            self.buffer.copy_(message)
+        if self.buffer.numel() == message.numel() or (self.shorter and self.buffer.numel() > message.numel()):
+            self.buffer[: message.numel()].copy_(message)
         else:
             self.error = PacketError(
                 f"replica {self.peer} sent {message.numel()} bytes where {self.buffer.numel()} were due. "
@@ -152,11 +152,16 @@ class ThreadGroup:
         return [cls(hub, rank, size, timeout) for rank in range(size)]
 
     def post(
-        self, tag: int, send: Mapping[int, Tensor], recv: Mapping[int, Tensor], purpose: str = "packet"
+        self,
+        tag: int,
+        send: Mapping[int, Tensor],
+        recv: Mapping[int, Tensor],
+        purpose: str = "packet",
+        sized: Sized | None = None,
     ) -> _ThreadTransfer:
         """See `Group.post`."""
         send, recv = travelling(self, tag, send), travelling(self, tag, recv)
-        receives = [_Receive(peer, buffer) for peer, buffer in recv.items()]
+        receives = [_Receive(peer, buffer, sized is not None) for peer, buffer in recv.items()]
         hub = self._hub
         with hub.changed:
             if self.rank in hub.closed:

@@ -11,7 +11,7 @@ How gloo (torch 2.13) behaves, measured, and what follows:
 * A send ends only when the receiver has posted its side: post both directions before waiting for either.
 * A message *longer* than its buffer ends the receiving process (`std::terminate`); a shorter one is taken without a
   word. Nothing on top of gloo prevents that without one more round trip, so sizes must be agreed on beforehand, and
-  what was received must be checked.
+  what was received must be checked. A message of unknown size takes the second way: its buffer has the most it may have.
 * A `wait` that times out closes every connection of this replica's group, for good. Nothing else does while a thread
   waits: `abort`, `shutdown` and `destroy_process_group` leave both ends waiting. `close` makes use of this.
 """
@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # exported without saying so
 
 from thinwire.comm.address import CheckedAddresses
-from thinwire.comm.group import FINISH, Transfer, travelling
+from thinwire.comm.group import FINISH, Sized, Transfer, travelling
 from thinwire.comm.pacing import connections, pace
 from thinwire.comm.sockets import listen, listening, loopback, only_here, shut, shut_new
 from thinwire.errors import ConfigurationError, LinkError
@@ -199,13 +199,23 @@ class TorchGroup:
         return cls(twins[shard], timeout, shard, shards, site)
 
     def post(
-        self, tag: int, send: Mapping[int, Tensor], recv: Mapping[int, Tensor], purpose: str = "packet"
+        self,
+        tag: int,
+        send: Mapping[int, Tensor],
+        recv: Mapping[int, Tensor],
+        purpose: str = "packet",
+        sized: Sized | None = None,
     ) -> Transfer:
         """See `Group.post`."""
         send, recv = travelling(self, tag, send), travelling(self, tag, recv)
         carrier = self._process_group
         if self._closed or carrier is None:
             raise self._closed_error()
+        if self._on_device and sized:
+            raise ConfigurationError(
+                "packets of unknown size over NCCL, which takes messages of agreed sizes only; take the codec out of Entropy(...), "
+                "or choose the backend 'gloo'."
+            )
         if self._on_device and tag != FINISH:
             return self._post_on_device(carrier, send, recv)
         if self._on_device:  # NCCL matches by order alone, and this message has no place in it

@@ -215,10 +215,11 @@ class RoundLoop:
         names = [member.name for member in view.members]
         self._alone = 0
         self._met.update(names)
-        nbytes, committed = self._hold(view, plan, statuses)
+        moved, committed = self._hold(view, plan, statuses)
         self._observe(
             "round", round=plan.round, fragment=plan.fragment, members=names, counted=[names[rank] for rank in plan.counted],
-            committed=committed, nbytes=nbytes, reason=self._reason, seconds_spent=self._clock() - began,
+            committed=committed, foreseen=moved.nbytes if moved else 0, nbytes=moved.nbytes_sent if moved else 0,
+            reason=self._reason, seconds_spent=self._clock() - began,
         )  # fmt: skip
         if plan.over and not self._reason:
             self._on(Event.OVER, names, view.group.rank == 0 and not any(status.over for status in statuses))
@@ -237,8 +238,10 @@ class RoundLoop:
             **self._voter.says(),
         )  # fmt: skip
 
-    def _hold(self, view: View, plan: RoundPlan, statuses: Sequence[MemberStatus]) -> tuple[int, bool | None]:
-        """Level, exchange, decide, believe. How many bytes were sent, and whether it was committed; None: this one cannot know."""
+    def _hold(
+        self, view: View, plan: RoundPlan, statuses: Sequence[MemberStatus]
+    ) -> tuple[RoundUpdate | None, bool | None]:
+        """Level, exchange, decide, believe. What was exchanged, and whether it was committed; None: this one cannot know."""
         ready, reason = self._waiting.pop(plan.fragment, NOTHING), ""
         moved: RoundUpdate | None = None
         try:
@@ -255,7 +258,7 @@ class RoundLoop:
         if committed is not None:
             self._believe(view, plan, ready, moved if committed else None)
             self._on(Event.LAST if committed and plan.last else Event.DECIDED)
-        return self._sent(view.group, plan.fragment) if moved else 0, committed
+        return moved, committed
 
     def _level(self, view: View, plan: RoundPlan, statuses: Sequence[MemberStatus]) -> None:
         """Those behind take over what the first sound member holds; after it all stand at the same round."""
@@ -331,11 +334,9 @@ class RoundLoop:
         if arrival.void or not moved.finish():
             raise NonFiniteError("the anchor would not be finite; the round is dropped.")
         moved.close()
+        moved.nbytes = strategy.exchange.nbytes_sent(round_.codec, round_.numel, group.size, group.rank)
+        moved.nbytes_sent = round_.nbytes_sent
         return moved
-
-    def _sent(self, group: Group, fragment: int) -> int:
-        codec, numel = self.codecs[fragment], self.agreed.anchors[fragment].numel()
-        return self.strategy.exchange.nbytes_sent(codec, numel, group.size, group.rank)
 
     def _sending_over(self, group: Group) -> SendContext:
         """Kept as long as the group is."""

@@ -3,7 +3,7 @@
 A vector whose codec has a grain is cut there, so that its parts are encoded, sent, received and decoded at the same
 time; the bytes are the same in sum. A message is a packet (packet.py) of its own, with header and checksum; its
 payload is that of one range after another, and a range fits into the cache. Without a grain a vector is one range of
-one message.
+one message. A codec that `varies` codes a message as one range: only the last in a packet may be shorter than is known.
 
 `MESSAGE_NBYTES`: a message of gloo costs about 50 µs of CPU; smaller ones than this cost throughput, larger ones
 only make the last one's decoding, which nothing hides, longer (docs/log.md, 2026-11-21).
@@ -64,7 +64,10 @@ def _cut(codec: Codec, begin: int, end: int) -> tuple[Message, ...]:
     if codec.grain is None or begin == end:
         return (Message(begin, end, (CodedRange(begin, end, 0, codec.nbytes(end - begin)),)),)
     numel = codec.grain * max(1, PIECE_NUMEL // codec.grain)
-    count = max(1, MESSAGE_NBYTES // max(1, codec.nbytes(numel)))
+    flag = int(codec.varies)  # a byte more must not make more messages
+    count = max(1, MESSAGE_NBYTES // max(1, codec.nbytes(numel) - flag))
+    if codec.varies:
+        numel, count = numel * count, 1
     messages = []
     for start in range(begin, end, numel * count):
         stop, at, ranges = min(start + numel * count, end), 0, []

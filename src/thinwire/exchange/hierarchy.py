@@ -186,7 +186,7 @@ class _TwoHops:
                 if index < len(messages):
                     packets = self._packets(index, place, own)
                     for author, packet in packets.items():
-                        flags = [a | b for a, b in zip(flags, heard(packet, messages[index], author))]
+                        flags = [a | b for a, b in zip(flags, heard(packet, round_.size, author))]
                         void |= bool(flags_of(packet) & REFUSED)
                     if not void:
                         self._settle(place, messages[index], packets, room, settle)

@@ -86,6 +86,7 @@ class Round:
     outgoing: list[Outgoing] = field(default_factory=list)
     packets: list[Tensor] = field(default_factory=list)
     trace: Trace = field(default_factory=Trace)
+    nbytes_sent: int = 0  # of the purpose "packet", all peers together, headers included
 
     def __post_init__(self) -> None:
         self.begun = self.context.clock()

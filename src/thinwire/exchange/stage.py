@@ -15,9 +15,10 @@ from thinwire.comm.group import TAGS, Transfer
 from thinwire.errors import DisagreementError, NonFiniteError, PacketError
 from thinwire.exchange.chunks import STAGE, Message, Signal
 from thinwire.exchange.round import Outgoing, Round
-from thinwire.packet import HEADER_NBYTES, REFUSED, STOP, Header, identity, open_packet, payload, seal
+from thinwire.packet import HEADER_NBYTES, REFUSED, STOP, Header, identity, open_packet, payload, said_nbytes, seal
 from thinwire.rng import Key
 
+PACKET = "packet"  # the ledger's word for what a round says to other sites
 MOST_STAGES = 32  # of a round: their numbers have five bits in a tag
 
 
@@ -28,7 +29,8 @@ class _Expected(NamedTuple):
 
 
 class Stage:
-    """One wave of a round's messages: every replica knows whose it gets and how long they are.
+    """One wave of a round's messages: every replica knows whose it gets and how long they are; where the codec `varies`, how
+    long they may be.
 
     Several stages of a round have different numbers. `marks` bytes follow every payload, `purpose` is the ledger's.
     Where packets of another stage are passed on, `passes` is that stage's number.
@@ -40,11 +42,12 @@ class Stage:
         codec: Codec,
         number: int = 0,
         marks: int = 0,
-        purpose: str = "packet",
+        purpose: str = PACKET,
         passes: int | None = None,
     ) -> None:
         self.round, self.codec, self.number, self.marks, self.purpose = round_, codec, number, marks, purpose
         self._named = number if passes is None else passes
+        self._sized = said_nbytes if codec.varies else None
         self._expected: list[_Expected] = []
 
     def expect(self, due: Mapping[int, Sequence[Message]]) -> None:
@@ -59,7 +62,7 @@ class Stage:
             first = (self.round.key.round + index) % len(peers)
             messages = {peer: due[peer][index] for peer in peers[first:] + peers[:first] if index < len(due[peer])}
             packets = {p: self.round.packet(message.nbytes + self.marks) for p, message in messages.items()}
-            transfer = self.round.context.group.post(self._tag(index), {}, packets, self.purpose)
+            transfer = self.round.context.group.post(self._tag(index), {}, packets, self.purpose, self._sized)
             self._expected.append(_Expected(transfer, messages, packets))
 
     def receive(self, index: int, authors: Mapping[int, int] | None = None) -> dict[int, int]:
@@ -78,21 +81,29 @@ class Stage:
         finally:
             self.round.trace.came(self.number, index, list(packets), began, transfer.arrivals)
         senders = {peer: peer for peer in sorted(packets)} | dict(authors or {})
-        return {
-            peer: open_packet(
-                packets[peer], self._header(replace(self.round.key, sender=sender), index, messages[peer])
-            )
-            for peer, sender in senders.items()
-            if peer in packets
-        }
+        flags = {}
+        for peer, sender in senders.items():
+            if peer in packets:
+                flags[peer], packet = self._opened(sender, index, messages[peer], packets[peer])
+                self.round.trace.shorter(self.number, peer, packets[peer].numel() - packet.numel())
+                packets[peer] = packet
+        return flags
+
+    def _opened(self, sender: int, index: int, message: Message, room: Tensor) -> tuple[int, Tensor]:
+        """The flags of the packet of `sender` in `room`, and as much of that as the packet has. Raises `PacketError`."""
+        due = self._header(replace(self.round.key, sender=sender), index, message)
+        if self._sized is None:
+            return open_packet(room, due), room
+        packet = room[: self._sized(room)]
+        return open_packet(packet, due, least=self.marks), packet
 
     def _look_around(self, index: int) -> None:
         """Note which messages from `index` on are there although nobody waited for them, because one before them is missing."""
         for number, expected in enumerate(self._expected[index:], index):
             for peer, packet in expected.packets.items():
                 with suppress(PacketError, DisagreementError):
-                    header = self._header(replace(self.round.key, sender=peer), number, expected.messages[peer])
-                    if peer not in expected.transfer.arrivals and open_packet(packet, header) >= 0:
+                    if peer not in expected.transfer.arrivals:
+                        self._opened(peer, number, expected.messages[peer], packet)
                         self.round.trace.lies_there(self.number, peer)
 
     def packet(self, index: int, peer: int) -> Tensor:
@@ -147,16 +158,21 @@ class Stage:
     ) -> None:
         message, body = outgoing.message, payload(outgoing.packet)
         failure: BaseException | None = None
+        end = message.nbytes
         try:
             for coded in message.ranges:
-                encode_from(signal(coded.begin, coded.end), self.codec, body[coded.first : coded.last], key)
+                room = body[coded.first : coded.last]
+                end = coded.first + encode_from(signal(coded.begin, coded.end), self.codec, room, key)
         except BaseException as error:  # whatever it is, peers are not to wait for this packet
             failure = None if isinstance(error, NonFiniteError) else error
-            body[: message.nbytes].zero_()
+            end = message.nbytes
+            body[:end].zero_()
             flags |= REFUSED
-        body[message.nbytes :] = torch.tensor(list(marks), dtype=torch.uint8)
+        nbytes = end + self.marks
+        body[end:nbytes] = torch.tensor(list(marks), dtype=torch.uint8)
+        outgoing.packet = outgoing.packet[: HEADER_NBYTES + nbytes]
         try:
-            seal(outgoing.packet, replace(self._header(key, index, message), flags=flags))
+            seal(outgoing.packet, replace(self._header(key, index, message), flags=flags, nbytes=nbytes))
         except PacketError as error:  # nothing can be sent
             outgoing.written.set_exception(error)
             raise
@@ -171,9 +187,11 @@ class Stage:
             messages = dict.fromkeys(to, outgoing.packet)
             outgoing.sent = sent = self.round.context.send_queue.send(self._tag(index), messages, self.purpose)
             self.round.trace.left(self.number, index, outgoing.packet.numel(), to, sent.posted)
+            if self.purpose == PACKET:
+                self.round.nbytes_sent += outgoing.packet.numel() * len(to)
 
     def _header(self, key: Key, index: int, message: Message) -> Header:
-        """What is due from `key`'s sender."""
+        """What is due from `key`'s sender, at the most."""
         part, nbytes = self._named * STAGE + index, message.nbytes + self.marks
         name = identity(self.codec)
         return Header(name, key.sender, key.fragment, key.round, part, message.numel, nbytes, step=self.round.step)
@@ -186,9 +204,9 @@ class Stage:
         return (key.round << 24 | (key.fragment & 0x3FF) << 14 | self.number << 9 | index & 0x1FF) % TAGS
 
 
-def heard(packet: Tensor, message: Message, sender: int) -> list[int]:
-    """What is behind the payload: every replica's flags, a byte each, as the sender has heard them."""
-    marks: list[int] = payload(packet)[message.nbytes :].tolist()
+def heard(packet: Tensor, size: int, sender: int) -> list[int]:
+    """What is behind the payload: the flags of each of `size` replicas, a byte each, as the sender has heard them."""
+    marks: list[int] = payload(packet)[-size:].tolist()
     if any(mark & ~(REFUSED | STOP) for mark in marks):
         raise PacketError(f"replica {sender} forwarded unknown flags {marks}; run the same version everywhere.")
     return marks

@@ -59,6 +59,11 @@ class Trace:
                         noted.waited.add(index)
                 seen = max(seen, at)
 
+    def shorter(self, stage: int, peer: int, nbytes: int) -> None:
+        """A message of `peer` has so many bytes less than were asked for."""
+        with self._lock:
+            self._received[stage, peer].nbytes -= nbytes
+
     def lies_there(self, stage: int, peer: int) -> None:
         """A message of `peer` is there; since when is not known."""
         with self._lock:

@@ -172,7 +172,7 @@ class Reduction:
             for sender, messages in enumerate(self.messages):
                 if index < len(messages):
                     packet = own[index].packet if sender == rank else self._gather.packet(index, sender)
-                    flags = [a | b for a, b in zip(flags, heard(packet, messages[index], sender))]
+                    flags = [a | b for a, b in zip(flags, heard(packet, self.round.size, sender))]
                     void |= bool((own[index].flags if sender == rank else gathered[sender]) & REFUSED)
                     if not void:
                         self._settle(sender, index, packet, room, settle)

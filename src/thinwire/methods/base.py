@@ -136,7 +136,7 @@ class Participant(ABC):
         transfer.wait()
         arrived = self._clock()
         self._observe(
-            "flight", self.step, **fields, begin=began, end=arrived,
+            "flight", self.step, **fields, nbytes=nbytes, begin=began, end=arrived,
             queued_seconds=transfer.queued_seconds, transfer_seconds=transfer.transfer_seconds,
         )  # fmt: skip
         return arrived

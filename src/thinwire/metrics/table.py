@@ -35,7 +35,7 @@ METRICS = (
     Metric("steps", "step", "counter", lambda event: 1.0, "inner steps"),
     Metric("compute_seconds", "step", "counter", _field("compute_seconds"), "in inner steps"),
     Metric("tokens", "step", "counter", _field("tokens"), "trained on; samples or batches of a job of your own"),
-    Metric("sent_bytes", "depart", "counter", _field("nbytes"), "packets of rounds, to all peers together"),
+    Metric("sent_bytes", "flight", "counter", _field("nbytes"), "packets of rounds, to all peers together"),
     Metric(
         "flight_seconds",
         "flight",

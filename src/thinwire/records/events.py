@@ -6,11 +6,11 @@ of its kind:
     start       wall_time replica replicas run strategy parameters fragments link carrier machine
     step        loss lr grad_norm tokens begin compute_seconds
     depart      fragment round nbytes seconds_spent
-    flight      fragment round begin end queued_seconds transfer_seconds
+    flight      fragment round nbytes begin end queued_seconds transfer_seconds
     land        fragment round begin stall_seconds seconds_spent
     refused     fragment round by reason
     wire        name fragment round own_seconds over sent received scheduled
-    round       round fragment members counted committed nbytes seconds_spent reason
+    round       round fragment members counted committed foreseen nbytes seconds_spent reason
     given       to nbytes
     caught_up   round donor
     alone       reason
@@ -32,7 +32,8 @@ of its kind:
 go: rounds.py and elastic.py tell of its rounds; `keeps`, that it has ended and keeps the final state for `late`; `retry` says what
 keeps it from a round; `back`, that it went on from a checkpoint of its own, which knew `round` rounds.
 
-`nbytes` of a departure are the bytes this replica sends for it, all peers together; `begin` and `end` are on the
+`nbytes` of a departure are the bytes that this replica foresees to send for it, all peers together, and those of a flight the bytes
+that it has sent: fewer where the codec's size varies, else as many. In a `round` these are `foreseen` and `nbytes`. `begin` and `end` are on the
 clock of `seconds`. NaN and the infinities, which JSON lacks, are written as the strings "NaN", "Infinity" and
 "-Infinity"; reading restores them. A process killed in the middle of a line leaves it torn; readers pass over it. A
 run that resumes appends to the same file with a new `start` and a `resume`.
@@ -65,11 +66,11 @@ EVENTS: dict[str, tuple[str, ...]] = {
     ),
     "step": ("loss", "lr", "grad_norm", "tokens", "begin", "compute_seconds"),
     "depart": ("fragment", "round", "nbytes", "seconds_spent"),
-    "flight": ("fragment", "round", "begin", "end", "queued_seconds", "transfer_seconds"),
+    "flight": ("fragment", "round", "nbytes", "begin", "end", "queued_seconds", "transfer_seconds"),
     "land": ("fragment", "round", "begin", "stall_seconds", "seconds_spent"),
     "refused": ("fragment", "round", "by", "reason"),
     "wire": ("name", "fragment", "round", "own_seconds", "over", "sent", "received", "scheduled"),
-    "round": ("round", "fragment", "members", "counted", "committed", "nbytes", "seconds_spent", "reason"),
+    "round": ("round", "fragment", "members", "counted", "committed", "foreseen", "nbytes", "seconds_spent", "reason"),
     "given": ("to", "nbytes"),
     "caught_up": ("round", "donor"),
     "alone": ("reason",),

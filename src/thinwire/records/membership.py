@@ -282,8 +282,15 @@ def as_flights(rounds: Sequence[tuple[float, Event]]) -> dict[str, list[tuple[fl
         end = number(event["seconds"])
         begin = end - finite(event["seconds_spent"])
         same = {"fragment": event["fragment"], "round": event["round"], "step": event["step"]}
-        out["depart"].append((offset, {**same, "seconds": begin, "nbytes": event["nbytes"]}))
-        flight = {**same, "begin": begin, "end": end, "queued_seconds": 0.0, "transfer_seconds": 0.0}
+        out["depart"].append((offset, {**same, "seconds": begin, "nbytes": event["foreseen"]}))
+        flight = {
+            **same,
+            "nbytes": event["nbytes"],
+            "begin": begin,
+            "end": end,
+            "queued_seconds": 0.0,
+            "transfer_seconds": 0.0,
+        }
         out["flight"].append((offset, flight))
         out["land"].append((offset, {**same, "begin": end, "stall_seconds": 0.0, "seconds_spent": 0.0}))
         if event["committed"] is False:

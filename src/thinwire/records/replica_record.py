@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from thinwire.records.departures import Integers, as_sent, fragment_of, sent_by, sent_of_each
 from thinwire.records.events import Event, Tail
 from thinwire.records.membership import CARRIER, RoundSeen, Steps, as_flights, placed
 from thinwire.records.printable import printable
 from thinwire.records.sessions import Joined, Lost, Span, finite, join, number, split, whole
 
 Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
 
 
 MOST_FRAGMENTS = 4096  # that are drawn: models have hundreds of layers
@@ -60,7 +60,10 @@ class Evaluations:
 
 @dataclass(frozen=True, eq=False)
 class ReplicaRecord:
-    """What one replica did. Arrays over inner steps are [S]; `nbytes` is what had been sent when the step ended."""
+    """What one replica did. Arrays over inner steps are [S]; `nbytes` is what had been sent when the step ended.
+
+    Of rounds that have not landed what they foresaw counts as sent. `foreseen` is what all did, which is a bound where sizes vary.
+    """
 
     name: str  # replica 0, or replica 0, shard 1
     called: str  # as its file is: replica-0
@@ -81,6 +84,7 @@ class ReplicaRecord:
     landed: Mapping[int, int]
     refused: Mapping[int, int]
     sent: Mapping[int, int]  # fragment -> bytes
+    foreseen: int
     skipped: int
     evaluations: Evaluations
     notes: tuple[Note, ...]
@@ -212,12 +216,13 @@ def _record(called: str, joined: Joined, own_steps: Steps, damaged: int) -> Repl
     if start["carrier"] == CARRIER:
         of |= as_flights(rounds)
     names = {name: index for index, (name, _) in enumerate(fragments_of(start))}
-    steps, departs, lands = of.get("step", []), of.get("depart", []), of.get("land", [])
+    steps, lands = of.get("step", []), of.get("land", [])
+    departs = as_sent(of.get("depart", []), of.get("flight", []), names)
     stalls = tuple(span for offset, event in lands if (span := _stall(offset, event, names)).end > span.begin)
     loss = _column(steps, "loss")
     dropped = of.get("refused", [])
-    refused_rounds = {(_fragment(event, names), event["round"]) for _, event in dropped}
-    landed = [item for item in lands if (_fragment(item[1], names), item[1]["round"]) not in refused_rounds]
+    refused_rounds = {(fragment_of(event, names), event["round"]) for _, event in dropped}
+    landed = [item for item in lands if (fragment_of(item[1], names), item[1]["round"]) not in refused_rounds]
     return ReplicaRecord(
         name=called.replace("-", " ").replace(".", ", "),
         called=called,
@@ -229,7 +234,7 @@ def _record(called: str, joined: Joined, own_steps: Steps, damaged: int) -> Repl
         tokens=np.array([whole(event["tokens"]) for _, event in steps], dtype=np.int64),
         begin=_column(steps, "begin") + np.array([offset for offset, _ in steps]),
         compute_seconds=_column(steps, "compute_seconds"),
-        nbytes=_sent_by([event["step"] for _, event in steps], departs),
+        nbytes=sent_by([event["step"] for _, event in steps], departs),
         flights=_flights(of.get("flight", []), departs, names),
         stalls=stalls,
         merges=tuple(_merge(offset, event, names) for offset, event in landed),
@@ -237,7 +242,8 @@ def _record(called: str, joined: Joined, own_steps: Steps, damaged: int) -> Repl
         departed=_rounds(departs, names),
         landed=_rounds(landed, names),
         refused=_rounds(dropped, names),
-        sent=_nbytes(departs, names),
+        sent=sent_of_each(departs, names),
+        foreseen=sum(whole(event["nbytes"]) for _, event in of.get("depart", [])),
         skipped=len(of.get("skip", [])),
         evaluations=_evaluations(of.get("eval", []), departs),
         notes=_notes(joined, called if start["carrier"] == CARRIER else whole(start["replica"])),
@@ -256,26 +262,13 @@ def _column(events: Sequence[tuple[float, Event]], name: str) -> Floats:
     return np.array([number(event[name]) for _, event in events], dtype=np.float64)
 
 
-def _fragment(event: Event, names: Mapping[str, int]) -> int:
-    given = event["fragment"]
-    return int(given) if isinstance(given, int | float) and math.isfinite(given) else names.get(str(given), -1)
-
-
-def _sent_by(steps: Sequence[int], departs: Sequence[tuple[float, Event]]) -> Integers:
-    """Cumulative bytes after each of `steps`, departures of the same step included."""
-    nbytes = np.cumsum([0, *(whole(event["nbytes"]) for _, event in departs)])
-    at = np.maximum.accumulate([0, *(event["step"] for _, event in departs)])
-    sent: Integers = nbytes[np.searchsorted(at[1:], np.array(steps, dtype=np.int64), side="right")]
-    return sent
-
-
 def _flights(
     flights: Sequence[tuple[float, Event]], departs: Sequence[tuple[float, Event]], names: Mapping[str, int]
 ) -> tuple[Flight, ...]:
-    left = {(_fragment(event, names), event["round"]): event for _, event in departs}
+    left = {(fragment_of(event, names), event["round"]): event for _, event in departs}
     found = []
     for offset, event in flights:
-        key = (_fragment(event, names), event["round"])
+        key = (fragment_of(event, names), event["round"])
         depart = left.get(key)
         begin, end = offset + finite(event["begin"]), offset + finite(event["end"])
         link_begin = min(begin + finite(event["queued_seconds"]), end)
@@ -290,12 +283,12 @@ def _flights(
 
 def _stall(offset: float, event: Event, names: Mapping[str, int]) -> Span:
     begin = offset + finite(event["begin"])
-    return Span(begin, begin + finite(event["stall_seconds"]), event["step"], _fragment(event, names))
+    return Span(begin, begin + finite(event["stall_seconds"]), event["step"], fragment_of(event, names))
 
 
 def _merge(offset: float, event: Event, names: Mapping[str, int]) -> Span:
     begin = _stall(offset, event, names).end
-    return Span(begin, begin + finite(event["seconds_spent"]), event["step"], _fragment(event, names))
+    return Span(begin, begin + finite(event["seconds_spent"]), event["step"], fragment_of(event, names))
 
 
 def _pause(offset: float, event: Event) -> Span:
@@ -305,14 +298,7 @@ def _pause(offset: float, event: Event) -> Span:
 
 
 def _rounds(events: Sequence[tuple[float, Event]], names: Mapping[str, int]) -> Mapping[int, int]:
-    return Counter(_fragment(event, names) for _, event in events)
-
-
-def _nbytes(departs: Sequence[tuple[float, Event]], names: Mapping[str, int]) -> Mapping[int, int]:
-    total: Counter[int] = Counter()
-    for _, event in departs:
-        total[_fragment(event, names)] += whole(event["nbytes"])
-    return total
+    return Counter(fragment_of(event, names) for _, event in events)
 
 
 def _evaluations(evals: Sequence[tuple[float, Event]], departs: Sequence[tuple[float, Event]]) -> Evaluations:
@@ -321,7 +307,7 @@ def _evaluations(evals: Sequence[tuple[float, Event]], departs: Sequence[tuple[f
     return Evaluations(
         step=np.array(steps, dtype=np.int64),
         seconds=np.array([offset + finite(event["seconds"]) for offset, event in evals], dtype=np.float64),
-        nbytes=_sent_by(steps, departs),
+        nbytes=sent_by(steps, departs),
         loss=_column(evals, "loss"),
     )
 

@@ -50,6 +50,7 @@ class Summary:
     wall_seconds: float
     stall_seconds: float
     provenance: str
+    wire_bytes_foreseen: int = 0
     living: float | None = None
     taking_part: float | None = None
     rounds_committed: int | None = None
@@ -67,6 +68,8 @@ class Summary:
             ("training loop", text_of_seconds(self.wall_seconds)),
             ("stalled per replica", text_of_seconds(self.stall_seconds)),
         ]
+        if self.wire_bytes_sent < self.wire_bytes_foreseen:  # sizes depend on the values
+            figures.insert(2, ("foreseen at most", text_of_nbytes(self.wire_bytes_foreseen)))
         if self.living is not None and self.taking_part is not None:
             figures += [("living", f"{self.living:.2f}"), ("taking part", f"{self.taking_part:.2f}")]
             figures += [("rounds committed", str(self.rounds_committed)), ("steps trained", f"{self.steps_trained:,}")]
@@ -286,6 +289,7 @@ def _computed(replicas: Sequence[ReplicaRecord]) -> Summary:
         parameters=parameters,
         eval_loss=float(evaluated[-1]) if evaluated is not None else None,
         wire_bytes_sent=round(nbytes),
+        wire_bytes_foreseen=round(sum(r.foreseen for r in replicas) / count),
         bits_per_parameter_per_step=8 * nbytes / (parameters * steps) if parameters and steps else math.nan,
         compute_utilization=float(np.mean(used)) if used else math.nan,
         wall_seconds=max(r.wall_seconds for r in replicas),

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.records.replica_record import Floats, Integers, ReplicaRecord
+from thinwire.records.departures import Integers
+from thinwire.records.replica_record import Floats, ReplicaRecord
 from thinwire.records.run_record import RunRecord
 from thinwire.records.units import text_of_nbytes, text_of_rate, text_of_seconds
 

@@ -43,6 +43,7 @@ class ReplicaProgress:
     uplink: Uplink | None = None  # of an emulated link
     on_link: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=FLIGHTS))
     air: dict[tuple[object, object], object] = field(default_factory=dict)
+    foreseen: dict[tuple[object, object], int] = field(default_factory=dict)  # bytes of what is in the air
     paused_seconds: float = 0.0
     recent: deque[_Step] = field(default_factory=lambda: deque(maxlen=RECENT))
 
@@ -65,12 +66,16 @@ class ReplicaProgress:
             self.recent.append(_Step(begin, spent, tokens, self.paused_seconds))
         elif kind == "depart":
             self.nbytes += whole(event["nbytes"])
+            self.foreseen[str(event["fragment"]), event["round"]] = whole(event["nbytes"])
             if self.uplink:
                 start, end = self.uplink.book(number(event["seconds"]), whole(event["nbytes"]))
                 self.on_link.append((start, end))
             self.air[str(event["fragment"]), event["round"]] = event["fragment"]
         elif kind in ("flight", "land", "refused"):
             self.air.pop((str(event["fragment"]), event["round"]), None)
+            if kind == "flight":
+                foreseen = self.foreseen.pop((str(event["fragment"]), event["round"]), None)
+                self.nbytes += 0 if foreseen is None else whole(event["nbytes"]) - foreseen
             self.stall_seconds += number(event["stall_seconds"]) if kind == "land" else 0.0
             self.refused += kind == "refused"
         elif kind == "resume":

@@ -237,7 +237,7 @@ def _wire(record: RunRecord, several: bool) -> str:
     rows, predicted, counted, emulated = [], 0, 0, record.bits_per_second is not None
     unknown = [replica.name for replica in record.replicas if not replica.ledger]
     for replica in record.replicas:
-        predicted += replica.nbytes_sent
+        predicted += replica.foreseen
         for purpose, peer, sent, received in replica.ledger:
             counted += whole(sent.get("nbytes")) if purpose == "packet" else 0
             values = (
@@ -268,6 +268,8 @@ def _difference(record: RunRecord, unknown: Sequence[str]) -> str:
     """Why bytes that were counted are not those that were foreseen, as far as the events tell."""
     why = [f"no ledger of {', '.join(unknown)} is here (it is written when a replica ends)"] if unknown else []
     refused = max(sum(replica.refused.values()) for replica in record.replicas)
+    if any(replica.nbytes_sent < replica.foreseen for replica in record.replicas):
+        why.append("the codec's sizes depend on the values, and the most they can be was foreseen")
     failed = sum(seen.committed is not True for seen in max((r.rounds for r in record.replicas), key=len, default=()))
     caught_up = sum(note.kind == "caught_up" for replica in record.replicas for note in replica.notes)
     if any(replica.sessions > 1 for replica in record.replicas):

@@ -56,7 +56,7 @@ class Flights:
         training.stopping |= update.stop
         fields = {"fragment": update.of.index, "round": update.number}
         training.observe(
-            "flight", training.step, **fields, begin=update.begin, end=update.end,
+            "flight", training.step, **fields, nbytes=update.nbytes_sent, begin=update.begin, end=update.end,
             queued_seconds=update.queued_seconds, transfer_seconds=update.transfer_seconds,
         )  # fmt: skip
         if not update.good:

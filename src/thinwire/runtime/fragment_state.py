@@ -176,7 +176,7 @@ class RoundUpdate:
     (their next states), `filtered`, `exchange`, `aggregate` and `policy`. Flat and fp32; all but anchor and outer state on the CPU.
 
     What was said and when, known once `wait` returns: `good` (else it is to be discarded), `refused_by` (replicas whose delta was not
-    finite), `stop` (some replica asked to stop), `nbytes` that this replica sends, and times on the replica's clock.
+    finite), `stop` (some replica asked to stop), `nbytes` that this replica foresees to send and `nbytes_sent`, and times on the replica's clock.
 
     `given` is the next anchor where that is known beforehand (one replica alone).
     """
@@ -204,7 +204,7 @@ class RoundUpdate:
         self.exchange, self.aggregate, self.policy = of.exchange, of.aggregate, of.policy
         self.good = self.stop = False
         self.refused_by: tuple[int, ...] = ()
-        self.nbytes = 0
+        self.nbytes = self.nbytes_sent = 0
         self.begin = self.end = self.queued_seconds = self.transfer_seconds = 0.0
         self.arrival: Future[None] = Future()  # done when all this is known
         self._step, self._feedback, self._buffers, self._given = outer, feedback, buffers, given

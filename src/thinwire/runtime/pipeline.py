@@ -167,7 +167,7 @@ class RoundPipeline:
         update.good = not flags[-1] & REFUSED and sum(bool(f & REFUSED) for f in flags) <= tolerated
         update.refused_by = tuple(rank for rank, f in enumerate(flags[:-1]) if f & REFUSED)
         update.stop = any(f & STOP for f in flags)
-        update.end = self.clock()
+        update.end, update.nbytes_sent = self.clock(), round_.nbytes_sent
         update.queued_seconds, update.transfer_seconds = round_.times()
 
 

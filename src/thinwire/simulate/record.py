@@ -65,7 +65,7 @@ class Recorder:
                     "transfer_seconds": float(round_.messages.arrival[rank] - round_.messages.begin[rank]),
                 }
                 end = float(round_.landed[rank])
-                self._emit(rank, now, "flight", step, **fields, begin=left, end=end, **on_link)
+                self._emit(rank, now, "flight", step, **fields, nbytes=round_.nbytes, begin=left, end=end, **on_link)
             waited = {"begin": float(begin[rank]), "stall_seconds": float(stall[rank]), "seconds_spent": 0.0}
             self._emit(rank, now, "land", step, **fields, **waited)
 

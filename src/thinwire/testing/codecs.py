@@ -47,7 +47,25 @@ def size_is_known(codec: Codec, n: int) -> None:
         torch.equal(*payloads),
         "encode leaves bytes of the payload as they were, or draws by something else than the key",
     )
+    says_how_many(codec, x)
     law(codec.nbytes(0) == 0, f"nbytes(0) is {codec.nbytes(0)}: nothing has no bytes")
+
+
+def says_how_many(codec: Codec, x: Tensor) -> None:
+    """Of one that `varies`: zeros follow the bytes that count, and what follows changes no value."""
+    payload, outs = torch.full((codec.nbytes(len(x)),), 0xA5, dtype=torch.uint8), []
+    used = codec.encode(x, payload, Key())
+    if not codec.varies:
+        law(used is None, "encode says how many bytes count: declare that it `varies`")
+        return
+    law(used is not None and 0 <= used <= len(payload), f"varies: {used} of {len(payload)} bytes count")
+    law(not payload[used:].any(), "varies: what is behind the bytes that count is not zero")
+    for end in (used, len(payload)):
+        for behind in (0x00, 0xFF):
+            payload[used:] = behind
+            outs.append(torch.zeros_like(x))
+            codec.decode_add(payload[:end], outs[-1], Key())
+    law(all(same_bits(outs[0], out) for out in outs), "varies: what is behind the bytes that count changes the values")
 
 
 def keeps_claims(codec: Codec, claims: Collection[str], data: str, n: int, error: float | None = None) -> None:
@@ -101,7 +119,8 @@ def cuts_at_the_grain(codec: Codec, data: str) -> None:
         same_bits(parts, roundtrip(codec, x, Key(3))),
         f"grain {codec.grain}: parts decode to other values than the whole",
     )
-    law(codec.nbytes(cut) + codec.nbytes(65) == codec.nbytes(cut + 65), f"grain {codec.grain}: parts have other bytes")
+    more = codec.nbytes(cut) + codec.nbytes(65) - codec.nbytes(cut + 65)
+    law(more == int(codec.varies), f"grain {codec.grain}: parts have {more} bytes more")
 
 
 def blocks_are_local(codec: Codec) -> None:

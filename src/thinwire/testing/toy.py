@@ -190,8 +190,8 @@ class Shuffled:
         self.group, self.rank, self.size = group, group.rank, group.size
         self.random = random.Random(f"{seed}/{group.rank}")
 
-    def post(self, tag: int, send: Any, recv: Any, purpose: str = "packet") -> Any:
-        arriving = self.group.post(tag, {}, recv, purpose)
+    def post(self, tag: int, send: Any, recv: Any, purpose: str = "packet", sized: Any = None) -> Any:
+        arriving = self.group.post(tag, {}, recv, purpose, sized)
         peers = list(send)
         self.random.shuffle(peers)
         delays = {peer: self.random.random() * 0.004 for peer in peers}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from thinwire.comm.group import travelling
+from thinwire.comm.group import Sized, travelling
 from thinwire.comm.secure.enrol import Enrolment
 from thinwire.comm.secure.frames import MEMBERS, Welcome
 from thinwire.comm.secure.link import HubLink
@@ -101,9 +101,18 @@ class SecureGroup:
         return self._link.uploaded
 
     def post(
-        self, tag: int, send: Mapping[int, Tensor], recv: Mapping[int, Tensor], purpose: str = "packet"
+        self,
+        tag: int,
+        send: Mapping[int, Tensor],
+        recv: Mapping[int, Tensor],
+        purpose: str = "packet",
+        sized: Sized | None = None,
     ) -> _SecureTransfer:
         """See `Group.post`. A tensor that is sent to several peers in one post goes to the hub once."""
+        if sized:
+            raise ConfigurationError(
+                "packets of unknown size over a hub, which takes messages of agreed sizes only; take the codec out of Entropy(...)."
+            )
         send, recv = travelling(self, tag, send), travelling(self, tag, recv)
         due = [("to", peer) for peer in send] + [("from", peer) for peer in recv]
         transfer = _SecureTransfer(self, tag, due)

@@ -1,0 +1,48 @@
+"""What departures say of the bytes that a replica has sent."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thinwire.records.events import Event
+from thinwire.records.sessions import whole
+
+Integers = NDArray[np.int64]
+
+
+def fragment_of(event: Event, names: Mapping[str, int]) -> int:
+    """Its number, which a replica that comes and goes tells by `names`; -1: there is none."""
+    given = event["fragment"]
+    return int(given) if isinstance(given, int | float) and math.isfinite(given) else names.get(str(given), -1)
+
+
+def sent_by(steps: Sequence[int], departs: Sequence[tuple[float, Event]]) -> Integers:
+    """Cumulative bytes after each of `steps`, departures of the same step included."""
+    nbytes = np.cumsum([0, *(whole(event["nbytes"]) for _, event in departs)])
+    at = np.maximum.accumulate([0, *(event["step"] for _, event in departs)])
+    sent: Integers = nbytes[np.searchsorted(at[1:], np.array(steps, dtype=np.int64), side="right")]
+    return sent
+
+
+def as_sent(
+    departs: Sequence[tuple[float, Event]], flights: Sequence[tuple[float, Event]], names: Mapping[str, int]
+) -> list[tuple[float, Event]]:
+    """Departures with the bytes that their flights have sent."""
+    sent = {(fragment_of(event, names), event["round"]): event["nbytes"] for _, event in flights}
+    return [
+        (offset, event | {"nbytes": sent.get((fragment_of(event, names), event["round"]), event["nbytes"])})
+        for offset, event in departs
+    ]
+
+
+def sent_of_each(departs: Sequence[tuple[float, Event]], names: Mapping[str, int]) -> Mapping[int, int]:
+    """Bytes by fragment."""
+    total: Counter[int] = Counter()
+    for _, event in departs:
+        total[fragment_of(event, names)] += whole(event["nbytes"])
+    return total
