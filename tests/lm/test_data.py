@@ -10,12 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from thinwire.errors import ConfigurationError, DataError
 from thinwire.lm import data
-from thinwire.lm.data import Corpus, Permutation
+from thinwire.lm.data import Corpus
 from thinwire.lm.tokens import BPE
 
 
@@ -45,29 +43,6 @@ def counted(tmp_path: Path) -> Corpus:
     path = tmp_path / "count.bin"
     path.write_text("".join(chr(0x800 + n) for n in range(2000)))  # three bytes each
     return Corpus.open([path], cache=tmp_path / "cache")
-
-
-@given(st.integers(1, 3000), st.integers(0, 2**62))
-def test_a_permutation_is_one_to_one(size: int, seed: int) -> None:
-    assert np.array_equal(np.sort(Permutation(size, seed)(np.arange(size))), np.arange(size))
-
-
-@given(st.integers(1, 2**48), st.integers(0, 2**62))
-def test_a_large_permutation_stays_inside_and_apart(size: int, seed: int) -> None:
-    index = np.unique(np.linspace(0, size - 1, 50).astype(np.int64))
-    places = Permutation(size, seed)(index)
-    assert ((places >= 0) & (places < size)).all() and len(np.unique(places)) == len(index)
-
-
-def test_a_permutation_mixes_and_hangs_on_its_seed() -> None:
-    n = 10_000
-    index = np.arange(n)
-    places = Permutation(n, 1)(index)
-    assert abs(np.corrcoef(index, places)[0, 1]) < 0.05
-    assert abs(np.corrcoef(places[:-1], places[1:])[0, 1]) < 0.05
-    assert (places == Permutation(n, 2)(index)).mean() < 0.005
-    one_by_one = np.concatenate([Permutation(n, 1)(index[i : i + 1]) for i in range(20)])
-    assert np.array_equal(one_by_one, places[:20])
 
 
 def windows_read(corpus: Corpus, replica: int, replicas: int, steps: range, batch: int, sequence: int) -> list[bytes]:

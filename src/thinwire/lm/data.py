@@ -34,6 +34,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from thinwire.data_ledger import Order, part_of
 from thinwire.errors import ConfigurationError, DataError
 from thinwire.files import contents, parsed
 from thinwire.lm.tokens import BPE, SUFFIXES, Bytes, Source, Tokenizer, dtype_of, find, pieces, standard_library
@@ -203,47 +204,6 @@ def _sample(sources: list[Source], column: str) -> Iterator[str]:
 # Batches: positions in the tokens, as pure functions
 
 
-@dataclass(frozen=True)
-class Permutation:
-    """A pseudo-random order of 0..size-1 that is computed where it is asked, in constant memory.
-
-    A Feistel network on pairs (l, r) in Z_a x Z_b with a·b just above `size`: l += F(r) mod a, r += F(l) mod b, four
-    times over. Each step can be undone, so the pairs are permuted; an image ≥ `size` is sent through again until it
-    falls inside ("cycle walking", Black & Rogaway 2002), which keeps it one to one.
-
-    >>> sorted(Permutation(5, seed=3)(np.arange(5)).tolist())
-    [0, 1, 2, 3, 4]
-    """
-
-    size: int
-    seed: int
-
-    def __call__(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The places of a one-dimensional array of indices."""
-        place = index.astype(np.uint64)
-        moving = np.ones(len(place), bool)
-        while moving.any():
-            place[moving] = self._turn(place[moving])
-            moving = place >= self.size
-        return place.astype(np.int64)
-
-    def _turn(self, place: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        rows = math.isqrt(max(self.size - 1, 0)) + 1
-        a, b = np.uint64(rows), np.uint64(-(-self.size // rows))
-        left, right = place // b, place % b
-        for turn in range(4):
-            left = (left + self._noise(right, 2 * turn) % a) % a
-            right = (right + self._noise(left, 2 * turn + 1) % b) % b
-        return left * b + right
-
-    def _noise(self, x: NDArray[np.uint64], turn: int) -> NDArray[np.uint64]:
-        """SplitMix64's finisher (Steele et al. 2014) of x and the turn's key, modulo 2^64 as uint64 arrays are."""
-        x = x + np.uint64(derive(self.seed, "turn", turn))
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return x ^ (x >> np.uint64(31))
-
-
 @dataclass(frozen=True, eq=False)
 class Corpus:
     """Tokenised text on disk, cut into windows of `sequence` tokens. Made by `Corpus.open`; never in memory whole."""
@@ -336,20 +296,21 @@ class Corpus:
                 raise ConfigurationError(f"{name}={given} · {low} ≤ {name} < {high} is needed · correct the number")
         if batch % shards:
             raise ConfigurationError(f"batch={batch} on shards={shards} · equal rows are needed · take a multiple")
-        own = (self.windows(sequence) - replica + replicas - 1) // replicas
-        if own < 1:
+        windows = self.windows(sequence)
+        begin, end = part_of(windows, replicas, replica)
+        if begin == end:
             raise DataError(
                 f"{self.manifest.training_tokens} training tokens for {replicas} replicas · each needs a window of "
                 f"{sequence} tokens and one more · give more text, or a shorter sequence"
             )
         rows = batch // shards
-        position = step * batch + shard * rows + np.arange(rows, dtype=np.int64)
-        epoch, index = np.divmod(position, own)
-        window = np.empty_like(index)
-        for turn in np.unique(epoch):
-            order = Permutation(own, derive(seed, "order", replica, int(turn)))
-            window[epoch == turn] = order(index[epoch == turn])
-        return self._cut((window * replicas + replica) * sequence, sequence)
+        count = step * batch + shard * rows + np.arange(rows, dtype=np.int64)
+        epoch, place = np.divmod(count, end - begin)
+        return self.cut(Order(windows, seed, replicas).samples_at(epoch * windows + begin + place), sequence)
+
+    def cut(self, windows: NDArray[np.int64], sequence: int) -> tuple[Tensor, Tensor]:
+        """tokens_BT and targets_BT of these windows."""
+        return self._cut(windows * sequence, sequence)
 
     def held_out(self, batch: int, sequence: int, limit: int | None = None) -> list[tuple[Tensor, Tensor]]:
         """Batches of the held-out text, evenly spread over it, at most `limit`; the same on every replica.

@@ -1,0 +1,21 @@
+"""Which samples a replica reads: an epoch's order, and a ledger of who has which part of it."""
+
+from thinwire.data_ledger.ledger import Claim, DataLedger, Lease, Named, ReadCount, in_order
+from thinwire.data_ledger.order import Order, Permutation, part_of
+from thinwire.data_ledger.reader import FixedReader, LeasedReader, Reader, drawn_for_ever
+
+__all__ = [
+    "Claim",
+    "DataLedger",
+    "FixedReader",
+    "Lease",
+    "LeasedReader",
+    "Named",
+    "Order",
+    "Permutation",
+    "ReadCount",
+    "Reader",
+    "drawn_for_ever",
+    "in_order",
+    "part_of",
+]  # fmt: skip

@@ -1,0 +1,344 @@
+"""Who reads which samples, and which of them are done: a value that all replicas compute alike, commit by commit. No input, no output.
+
+Positions 0, 1, 2, ... are the samples of all epochs in their order (`Order`). A **lease** gives a replica ranges of positions, to
+be read in turn; behind them it has its part of every epoch to come (the *tail*), so that nobody waits for data. What a replica
+has read is a **count** 0, 1, 2, ... along its lease. A delta names the counts behind it (its **claim**), fragment by fragment.
+
+    read, its deltas in no fragment's anchor     in flight
+    its deltas in every fragment's anchor        trained: done, exactly once
+    in some anchors, and in others never         lost with the replica that had it, by name
+
+When a round commits, the claims of the deltas that it counted are landed. Who was absent from `patience` commits in a row loses its
+lease: what nobody has any of is returned, and trained by others; what is in some anchors is named as lost. When members are
+gone or new, what is left is split anew: each keeps what it may have read by the time it hears of it (`ahead` samples), the rest
+is cut into equal parts. A delta of one who had more, or who comes back after its lease was returned, is not admitted: that
+replica goes on from the anchors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thinwire.data_ledger.order import Order, part_of
+
+Range = tuple[int, int]  # begin, end
+FENCES = 64  # re-splits that a claim may be behind
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The counts behind a delta, in ascending order, read along lease `serial` as it was after `version` re-splits."""
+
+    serial: int
+    version: int
+    segments: tuple[Range, ...]
+
+
+@dataclass(frozen=True)
+class ReadCount:
+    """How far a replica has read along its lease: below `count`. A serial of −1: it has none."""
+
+    serial: int = -1
+    version: int = 0
+    count: int = 0
+
+
+@dataclass(frozen=True)
+class Named:
+    """What a commit says of samples beside those that it landed, by position: lost with whom, and returned by whom."""
+
+    lost: tuple[tuple[str, Range], ...] = ()
+    returned: tuple[tuple[str, Range], ...] = ()
+
+
+@dataclass(frozen=True)
+class Lease:
+    """What one replica reads.
+
+    serial    tells it from every other of that name: the commit that gave it
+    first     the first count that is not settled
+    ranges    the positions of the counts from `first` to `tail_at`; from there on it reads its part of the tail
+    landed    by fragment: the counts below are in its anchor, or lost to it
+    holes     counts, from `first` on, that are lost to some fragment
+    fences    the counts from which re-splits have changed what is read, the last FENCES of `version`
+    absent    commits in a row in which the replica took no part
+    """
+
+    name: str
+    serial: int
+    landed: tuple[int, ...]
+    first: int = 0
+    tail_at: int = 0
+    ranges: tuple[Range, ...] = ()
+    holes: tuple[Range, ...] = ()
+    version: int = 0
+    fences: tuple[int, ...] = ()
+    absent: int = 0
+
+    @property
+    def high(self) -> int:
+        """From this count on nothing has landed anywhere."""
+        return max(self.first, *self.landed)
+
+    def reads_alike(self, reading: ReadCount | Claim, end: int) -> bool:
+        """Whether the counts below `end`, as `reading` knew the lease, are the same samples now."""
+        behind = self.version - reading.version
+        if reading.serial != self.serial or not 0 <= behind <= len(self.fences):
+            return False
+        return behind == 0 or end <= min(self.fences[-behind:])
+
+    def land(self, fragment: int, claim: Claim) -> Lease:
+        """A delta of `fragment` with this claim is in the anchor: what it leaves out is lost to the fragment."""
+        holes, at = list(self.holes), self.landed[fragment]
+        for begin, end in claim.segments:
+            holes.append((at, begin))
+            at = end
+        landed = tuple(at if index == fragment else before for index, before in enumerate(self.landed))
+        return replace(self, landed=landed, holes=union(holes))
+
+
+@dataclass(frozen=True)
+class DataLedger:
+    """See the module. All but `number`, `tail_from`, `leases`, `trained` and `lost` is fixed for a run.
+
+    samples    in an epoch
+    lanes      replicas at the start (`Order`)
+    fragments  of a delta
+    ahead      samples that a member may read between a status and the word of its commit
+    patience   commits that a lease outlives its replica
+    number     commits so far
+    tail_from  the position at which the tail begins
+    leases     by name, in `in_order`
+    trained, lost   samples that are settled
+    """
+
+    samples: int
+    seed: int
+    lanes: int
+    fragments: int
+    ahead: int
+    patience: int
+    number: int = 0
+    tail_from: int = 0
+    leases: tuple[Lease, ...] = ()
+    trained: int = 0
+    lost: int = 0
+    _by_name: dict[str, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_by_name", {lease.name: index for index, lease in enumerate(self.leases)})
+
+    @property
+    def order(self) -> Order:
+        return Order(self.samples, self.seed, self.lanes)
+
+    def begin(self, names: Iterable[str]) -> DataLedger:
+        """With a lease for each of `names`: an equal part of every epoch."""
+        zeros = (0,) * self.fragments
+        return replace(self, leases=tuple(Lease(name, 0, zeros) for name in in_order(names)))
+
+    def lease(self, name: str) -> Lease | None:
+        """The lease of `name`, if it has one."""
+        index = self._by_name.get(name)
+        return None if index is None else self.leases[index]
+
+    def positions(self, lease: Lease, begin: int, end: int) -> tuple[Range, ...]:
+        """The positions of the counts `begin` to `end` of `lease`, in the order in which they are read."""
+        return tuple(_joined(self._walk(lease, begin, end)))
+
+    def read(self, lease: Lease, begin: int, end: int) -> NDArray[np.int64]:
+        """The samples of the counts `begin` to `end` of `lease`."""
+        ranges = self.positions(lease, begin, end)
+        places = [np.arange(a, b, dtype=np.int64) for a, b in ranges] or [np.empty(0, np.int64)]
+        return self.order.samples_at(np.concatenate(places))
+
+    def admits(self, name: str, fragment: int, claim: Claim) -> bool:
+        """Whether a delta of `fragment` with this claim may be counted: its samples are `name`'s, and not in the anchor yet."""
+        lease = self.lease(name)
+        if lease is None:
+            return False
+        at = lease.landed[fragment]
+        for begin, end in claim.segments:
+            if not at <= begin < end:
+                return False
+            at = end
+        return lease.reads_alike(claim, at)
+
+    def commit(
+        self, fragment: int, claims: Mapping[str, Claim], present: Mapping[str, ReadCount]
+    ) -> tuple[DataLedger, Named]:
+        """The ledger after a round that counted deltas of `fragment` with these `claims` (admitted ones), while `present` took part."""
+        lost: list[tuple[str, Range]] = []
+        leases, dead, trained, gone = list[Lease](), set[str](), self.trained, self.lost
+        for before in self.leases:
+            name = before.name
+            landed = before.land(fragment, claims[name]) if name in claims else before
+            lease, holes = self._settle(landed)
+            lease = replace(lease, absent=0 if name in present else lease.absent + 1)
+            trained += lease.first - before.first - total(holes)
+            if lease.absent > self.patience:
+                dead.add(name)
+                holes = (*holes, (lease.first, lease.high))
+            gone += total(holes)
+            lost += [(name, positions) for hole in holes for positions in self.positions(landed, *hole)]
+            leases.append(lease)
+        after = replace(self, number=self.number + 1, leases=tuple(leases), trained=trained, lost=gone)
+        new = [name for name in present if self.lease(name) is None]
+        after, returned = after._split(present, dead, new) if dead or new else (after, ())
+        return after, Named(tuple(lost), returned)
+
+    # ---- the parts of a commit
+
+    def _settle(self, lease: Lease) -> tuple[Lease, tuple[Range, ...]]:
+        """Let go of the counts that are in all anchors, or lost; the latter."""
+        low = min(lease.landed)
+        if low <= lease.first:
+            return lease, ()
+        explicit = self.positions(lease, low, max(low, lease.tail_at))
+        holes = tuple((a, min(b, low)) for a, b in lease.holes if a < low)
+        left = tuple((max(a, low), b) for a, b in lease.holes if b > low)
+        return replace(lease, first=low, ranges=explicit, holes=left), holes
+
+    def _split(
+        self, present: Mapping[str, ReadCount], dead: set[str], new: Sequence[str]
+    ) -> tuple[DataLedger, tuple[tuple[str, Range], ...]]:
+        """Split what is left anew; and what the `dead` return."""
+        fence: dict[str, int] = {}
+        for lease in self.leases:
+            if lease.name in present:
+                reading = present[lease.name]
+                known = lease.reads_alike(reading, reading.count)
+                fence[lease.name] = max(lease.high, reading.count if known else 0) + self.ahead
+        tail_from = self._next_tail(fence)
+        kept, pool, back = list[Lease](), list[Range](), list[tuple[str, Range]]()
+        for index, lease in enumerate(self.leases):
+            own, block = self._part(index)
+            tail_at = lease.tail_at + (tail_from - self.tail_from) // block * (own[1] - own[0])
+            if lease.name in dead:
+                left = self.positions(lease, lease.high, tail_at)
+                back += [(lease.name, r) for r in left]
+                pool += left
+                continue
+            at = min(fence.get(lease.name, tail_at), tail_at)  # an absent one keeps what it may be reading
+            at = max(at, lease.high)
+            pool += self.positions(lease, at, tail_at)
+            ranges = self.positions(lease, lease.first, at)
+            fences = (*lease.fences, at)[-FENCES:]
+            kept.append(replace(lease, ranges=ranges, tail_at=at, version=lease.version + 1, fences=fences))
+        zeros = (0,) * self.fragments
+        kept += [Lease(name, self.number, zeros) for name in new]
+        receivers = in_order(present)
+        parts = dict(zip(receivers, _cut(union(pool), len(receivers))))
+        leases = {lease.name: _given(lease, parts.get(lease.name, ())) for lease in kept}
+        ordered = tuple(leases[name] for name in in_order(leases))
+        return replace(self, tail_from=tail_from, leases=ordered), tuple(back)
+
+    def _next_tail(self, fence: Mapping[str, int]) -> int:
+        """Where the new tail begins: with the first epoch that nobody may be reading in yet."""
+        blocks = 0
+        for index, lease in enumerate(self.leases):
+            own, _ = self._part(index)
+            past = max(fence.get(lease.name, 0), lease.high) - lease.tail_at
+            blocks = max(blocks, -(-past // (own[1] - own[0])))
+        return self.tail_from + blocks * self._block
+
+    @property
+    def _block(self) -> int:
+        """Positions of the tail that are split at a time: an epoch, or as many epochs as give everybody a sample."""
+        return self.samples * -(-len(self.leases) // self.samples)
+
+    def _part(self, index: int) -> tuple[Range, int]:
+        """What the lease of this index has of each block of the tail, and the block's length."""
+        block = self._block
+        return part_of(block, len(self.leases), index), block
+
+    def _walk(self, lease: Lease, begin: int, end: int) -> Iterator[Range]:
+        at = lease.first
+        for a, b in lease.ranges:
+            low, high = max(begin, at), min(end, at + b - a)
+            if low < high:
+                yield a + low - at, a + high - at
+            at += b - a
+        (first, last), block = self._part(self._by_name[lease.name])
+        count = max(begin, lease.tail_at)
+        while count < end:
+            number, place = divmod(count - lease.tail_at, last - first)
+            some = min(end - count, last - first - place)
+            position = self.tail_from + number * block + first + place
+            yield position, position + some
+            count += some
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """By name, numbers in them by size.
+
+    >>> in_order(["replica-10", "replica-2", "paris"])
+    ['paris', 'replica-2', 'replica-10']
+    """
+    return sorted(set(names), key=lambda name: ([_key(part) for part in re.split(r"(\d+)", name)], name))
+
+
+def _key(part: str) -> tuple[int, int, str]:
+    return (0, int(part), "") if part.isascii() and part.isdecimal() else (1, 0, part)
+
+
+def union(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """The same numbers in ascending ranges that do not touch.
+
+    >>> union([(5, 7), (0, 2), (2, 3), (4, 4)])
+    ((0, 3), (5, 7))
+    """
+    found: list[Range] = []
+    for begin, end in sorted(ranges):
+        if begin >= end:
+            continue
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((begin, end))
+    return tuple(found)
+
+
+def total(ranges: Iterable[Range]) -> int:
+    """How many numbers there are in `ranges`."""
+    return sum(end - begin for begin, end in ranges)
+
+
+def _joined(ranges: Iterable[Range]) -> Iterator[Range]:
+    """Ranges that follow on each other as one, in the order given."""
+    last: Range | None = None
+    for begin, end in ranges:
+        if last and last[1] == begin:
+            last = last[0], end
+            continue
+        if last:
+            yield last
+        last = begin, end
+    if last:
+        yield last
+
+
+def _cut(ranges: Sequence[Range], parts: int) -> list[tuple[Range, ...]]:
+    """`ranges` in `parts` of equal length, as far as that can be."""
+    whole, found = total(ranges), []
+    for index in range(parts):
+        low, high = part_of(whole, parts, index)
+        at, mine = 0, list[Range]()
+        for begin, end in ranges:
+            a, b = max(low - at, 0), min(high - at, end - begin)
+            if a < b:
+                mine.append((begin + a, begin + b))
+            at += end - begin
+        found.append(tuple(mine))
+    return found
+
+
+def _given(lease: Lease, more: Sequence[Range]) -> Lease:
+    """`lease` with `more` to read before its tail."""
+    ranges = tuple(_joined([*lease.ranges, *more]))
+    return replace(lease, ranges=ranges, tail_at=lease.tail_at + total(more))

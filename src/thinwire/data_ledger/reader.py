@@ -1,0 +1,269 @@
+"""A replica's own place in the data: what it reads next, and what its parameters hold that no anchor has.
+
+`FixedReader` follows from the number of the micro-batch alone. `LeasedReader` follows the ledger that the members of an elastic run
+agree on. Both are one thread's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thinwire.data_ledger.ledger import Claim, DataLedger, Lease, Range, ReadCount, total, union
+from thinwire.errors import DataError
+
+_BLOCK = 256  # samples that are looked up at once
+
+
+class Reader(Protocol):
+    """What a job asks for its samples."""
+
+    turn: int  # another one: what was drawn and not trained is void, and is to be drawn again
+
+    def open(self, samples: int) -> None:
+        """An epoch has so many. Raises `DataError` if it had another number before."""
+
+    def draw(self, number: int) -> NDArray[np.int64]:
+        """The samples that come next."""
+
+    def trained(self, number: int | None = None) -> None:
+        """So many of those drawn, or all, are in the parameters."""
+
+    def restart(self) -> None:
+        """Draw again from the first that is not trained."""
+
+    def micro_batch(self, micro: int, number: int) -> NDArray[np.int64]:
+        """The samples of micro-batch `micro`, of `number` each; they are in the parameters from now on."""
+
+
+class Along:
+    """Samples along a lease, looked up a block at a time."""
+
+    def __init__(self, ledger: DataLedger, lease: Lease) -> None:
+        self.ledger, self.lease = ledger, lease
+        self._begin, self._block = 0, np.empty(0, np.int64)
+
+    def read(self, begin: int, end: int) -> NDArray[np.int64]:
+        """The samples of the counts `begin` to `end`."""
+        if not self._begin <= begin <= end <= self._begin + len(self._block):
+            some = max(end - begin, min(_BLOCK, self.ledger.samples // len(self.ledger.leases)))
+            self._begin, self._block = begin, self.ledger.read(self.lease, begin, begin + some)
+        return self._block[begin - self._begin : end - self._begin]
+
+
+class LeasedReader:
+    """The place of a member of an elastic run, whose driver connects it to the ledger.
+
+    samples, seed  of the data; `samples` may be said later, by `open`
+    replicas       that the run begins with, replica-0 and so on
+    step           samples in an inner step
+
+    `count` is where it is along its lease, `holds` by fragment the counts that are in the parameters and not in the anchor.
+    """
+
+    def __init__(self, seed: int, replicas: int, step: int, samples: int | None = None) -> None:
+        self.seed, self.replicas, self.step, self.samples = seed, replicas, step, samples
+        self.name, self.turn, self.count, self._drawn = "", 0, 0, 0
+        self.holds: list[tuple[Range, ...]] = []
+        self._along: Along | None = None
+        self._fresh: list[Range] = []  # positions, for the record
+        self._wait: Callable[[], None] = lambda: None
+        self._last: tuple[int, NDArray[np.int64]] | None = None
+
+    def template(self, fragments: int, every: int, delay: int) -> DataLedger:
+        """The ledger of a run that has not begun: a re-split leaves a member what it reads in four periods and a flight, and a lease
+        outlives its replica by the rounds of two cycles.
+        """
+        if not self.samples:
+            raise DataError("a reader was given no samples; call open(len(data)) before the Replica is made.")
+        ahead = self.step * (4 * every + delay)
+        return DataLedger(self.samples, self.seed, self.replicas, fragments, ahead, 2 * fragments)
+
+    def connect(self, name: str, fragments: int, wait: Callable[[], None]) -> None:
+        """By the driver: `wait` asks for a lease, and returns when there may be one."""
+        self.name, self._wait, self.holds = name, wait, [()] * fragments
+
+    # ---- what the job asks
+
+    def open(self, samples: int) -> None:
+        """An epoch has so many."""
+        if samples < 1 or self.samples not in (None, samples):
+            raise DataError(f"{samples} samples given, {self.samples or 'some'} needed; give the same data every time.")
+        self.samples = samples
+
+    def draw(self, number: int) -> NDArray[np.int64]:
+        """The samples that come next. Waits where this replica has no lease yet."""
+        while self._along is None:
+            self._wait()
+        self._drawn += number
+        return self._along.read(self._drawn - number, self._drawn)
+
+    def trained(self, number: int | None = None) -> None:
+        """So many of those drawn, or all, are in the parameters."""
+        end = self._drawn if number is None else self.count + number
+        if end > self.count and self._along is not None:
+            self.holds = [union([*held, (self.count, end)]) for held in self.holds]
+            self._fresh += self._along.ledger.positions(self._along.lease, self.count, end)
+            self.count = end
+
+    def restart(self) -> None:
+        """Draw again from the first that is not trained."""
+        self._drawn = self.count
+
+    def micro_batch(self, micro: int, number: int) -> NDArray[np.int64]:
+        """The next ones; the same if asked again for the same micro-batch."""
+        if self._last is None or self._last[0] != micro:
+            self._last = micro, self.draw(number)
+            self.trained(number)
+        return self._last[1]
+
+    # ---- what the driver does
+
+    @property
+    def reading(self) -> ReadCount:
+        """For the status."""
+        lease = self._along.lease if self._along else None
+        return ReadCount(lease.serial, lease.version, self.count) if lease else ReadCount()
+
+    def claim(self, fragment: int) -> Claim:
+        """What a delta of `fragment` that departs now holds."""
+        reading = self.reading
+        return Claim(reading.serial, reading.version, self.holds[fragment])
+
+    def landed(self, fragment: int, claim: Claim) -> None:
+        """A delta with this claim is in the anchor."""
+        end = claim.segments[-1][1] if claim.segments else 0
+        self.holds[fragment] = tuple((max(a, end), b) for a, b in self.holds[fragment] if b > end)
+
+    def returned(self, fragment: int, claim: Claim) -> None:
+        """A delta with this claim was believed to be in the anchor, and is not."""
+        self.holds[fragment] = union([*claim.segments, *self.holds[fragment]])
+
+    def dropped(self, fragment: int) -> None:
+        """Nothing of this replica's own is left in the parameters of `fragment`."""
+        self.holds[fragment] = ()
+
+    def adopt(self, ledger: DataLedger | None) -> None:
+        """Read by `ledger` from now on, if what was read so far is read alike by it."""
+        if ledger is None or (self._along and self._along.ledger is ledger):
+            return
+        lease = ledger.lease(self.name)
+        if self._along is None:
+            if lease is not None:
+                self._begin(ledger, lease)
+            return
+        if lease is None or not lease.reads_alike(self.reading, self.count):
+            return  # the members drop what this replica brings, and then it begins again
+        if not lease.reads_alike(self.reading, self._drawn):
+            self.turn += 1
+            self._drawn = self.count
+        self._along = Along(ledger, lease)
+
+    def begin_again(self, ledger: DataLedger | None) -> None:
+        """All of this replica's own is dropped: read from the first of its samples that nobody has."""
+        self.holds = [()] * len(self.holds)
+        lease = ledger.lease(self.name) if ledger else None
+        self._along = None
+        self.turn += 1
+        if ledger is not None and lease is not None:
+            self._begin(ledger, lease)
+
+    def _begin(self, ledger: DataLedger, lease: Lease) -> None:
+        self._along, self.count = Along(ledger, lease), lease.high
+        self._drawn = self.count
+
+    def fresh(self) -> list[Range]:
+        """The positions read since this was asked last."""
+        read, self._fresh = list(union(self._fresh)), []
+        return read
+
+    @property
+    def in_flight(self) -> int:
+        """Samples that are in the parameters, and not in every anchor."""
+        return total(union(held for one in self.holds for held in one))
+
+    def state(self) -> dict[str, Any]:
+        """For JSON, beside the ledger."""
+        reading = self.reading
+        return {"at": [reading.serial, reading.version, reading.count], "holds": [list(held) for held in self.holds]}
+
+    def load(self, state: Mapping[str, Any], saved: DataLedger | None, known: DataLedger | None) -> bool:
+        """Go on from `state()` and the ledger `saved` with it, where `known` is what the others hold; False: its lease was returned, and
+        what it had trained is not to be counted. Raises `KeyError`, `TypeError`, `ValueError`.
+        """
+        serial, version, count = map(int, state["at"])
+        holds = [union((int(a), int(b)) for a, b in held) for held in state["holds"]]
+        newer = known if known and (saved is None or known.number > saved.number) else saved
+        lease = newer.lease(self.name) if newer else None
+        reading = ReadCount(serial, version, count)
+        self._last = None
+        if newer is None or lease is None or len(holds) != len(self.holds) or not lease.reads_alike(reading, count):
+            self.begin_again(newer)
+            return False
+        self._begin(newer, lease)
+        self.count = self._drawn = max(count, lease.high)
+        self.holds, self.turn = holds, self.turn + 1
+        return True
+
+
+class FixedReader:
+    """The place of a replica of a fixed group: micro-batch m of its lease is the counts from m·n − `offset` on, n its size."""
+
+    def __init__(self, seed: int, names: Sequence[str], name: str) -> None:
+        self._seed, self._names, self._name = seed, names, name
+        self.turn, self.count, self.offset, self._drawn = 0, 0, 0, 0
+        self.ledger: DataLedger | None = None
+        self._along: Along | None = None
+
+    def open(self, samples: int) -> None:
+        """An epoch has so many."""
+        if self.ledger is None:
+            if samples < len(self._names):
+                raise DataError(
+                    f"{samples} samples for {len(self._names)} replicas; each needs one. Give more data, or fewer replicas."
+                )
+            self.use(DataLedger(samples, self._seed, len(self._names), 1, 0, 0).begin(self._names), 0)
+        elif samples != self.ledger.samples:
+            raise DataError(
+                f"{samples} samples given, the run began with {self.ledger.samples}; give the same data every time."
+            )
+
+    def use(self, ledger: DataLedger, offset: int) -> None:
+        """Read by `ledger`; this replica's first sample by it has the count 0 or, if it was one before, what it had."""
+        lease = ledger.lease(self._name)
+        if lease is None:
+            raise DataError(
+                f"{self._name} has no part of the data; it needs one of {len(ledger.leases)}. Resume with the run's own number."
+            )
+        self.ledger, self.offset, self._along = ledger, offset, Along(ledger, lease)
+
+    def draw(self, number: int) -> NDArray[np.int64]:
+        """The samples that come next."""
+        assert self._along is not None, "open comes first"
+        self._drawn += number
+        return self._along.read(self._drawn - number, self._drawn)
+
+    def trained(self, number: int | None = None) -> None:
+        """So many of those drawn, or all, are in the parameters."""
+        self.count = self._drawn if number is None else self.count + number
+
+    def restart(self) -> None:
+        """Draw again from the first that is not trained."""
+        self._drawn = self.count
+
+    def micro_batch(self, micro: int, number: int) -> NDArray[np.int64]:
+        """The samples of micro-batch `micro`, which may be any."""
+        self.count = self._drawn = micro * number - self.offset
+        samples = self.draw(number)
+        self.trained()
+        return samples
+
+
+def drawn_for_ever(reader: Reader) -> Iterator[int]:
+    """One sample after the other, from the first that is not trained."""
+    reader.restart()
+    while True:
+        yield int(reader.draw(1)[0])

@@ -1,0 +1,313 @@
+"""The ledger by itself: members that train, die, come back, freeze and join, drawn at random; every sample once, or named as lost."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from thinwire.data_ledger import Claim, DataLedger, LeasedReader, ReadCount, in_order
+from thinwire.data_ledger.layout import decoded, digest, encoded
+from thinwire.data_ledger.ledger import total, union
+from thinwire.errors import DataError
+
+
+def ledger_of(names: str, samples: int = 20, fragments: int = 1, ahead: int = 2, patience: int = 1) -> DataLedger:
+    return DataLedger(samples, 7, len(names), fragments, ahead, patience).begin(names)
+
+
+def claim(ledger: DataLedger, name: str, begin: int, end: int) -> Claim:
+    lease = ledger.lease(name)
+    assert lease is not None
+    return Claim(lease.serial, lease.version, ((begin, end),))
+
+
+def at(ledger: DataLedger, **counts: int) -> dict[str, ReadCount]:
+    leases = {name: ledger.lease(name) for name in counts}
+    return {
+        name: ReadCount(lease.serial, lease.version, counts[name]) if lease else ReadCount()
+        for name, lease in leases.items()
+    }
+
+
+def test_equal_parts_of_every_epoch_for_ever() -> None:
+    ledger = ledger_of("ab")
+    a, b = ledger.leases
+    assert ledger.positions(a, 0, 25) == ((0, 10), (20, 30), (40, 45))
+    assert ledger.positions(b, 8, 12) == ((18, 20), (30, 32))
+    assert sorted([*ledger.read(a, 0, 10), *ledger.read(b, 0, 10)]) == list(range(20))
+
+
+def test_a_dead_replicas_samples_are_trained_by_the_others() -> None:
+    ledger = ledger_of("ab")
+    ledger, _ = ledger.commit(0, {"a": claim(ledger, "a", 0, 3), "b": claim(ledger, "b", 0, 4)}, at(ledger, a=3, b=4))
+    assert (ledger.trained, ledger.lost) == (7, 0)
+    ledger, named = ledger.commit(0, {"a": claim(ledger, "a", 3, 5)}, at(ledger, a=5))
+    assert not named.returned  # it may come back
+    ledger, named = ledger.commit(0, {"a": claim(ledger, "a", 5, 6)}, at(ledger, a=6))
+    assert named.returned == (("b", (14, 20)),) and not named.lost
+    a = ledger.lease("a")
+    assert a and ledger.lease("b") is None and ledger.positions(a, 6, 16) == ((6, 10), (14, 20)) == a.ranges
+    assert ledger.positions(a, 16, 40) == ((20, 44),)
+    assert not ledger.admits("b", 0, Claim(0, 0, ((4, 6),)))  # what it had trained comes too late
+
+
+def test_a_newcomer_gets_a_part_of_what_is_left() -> None:
+    ledger = ledger_of("ab")
+    present = at(ledger, a=3, b=4) | {"c": ReadCount()}
+    ledger, _ = ledger.commit(0, {"a": claim(ledger, "a", 0, 3)}, present)
+    kept = [ledger.positions(lease, lease.first, lease.tail_at) for lease in ledger.leases]
+    assert [total(r) for r in kept] == [2 + 4, 6 + 4, 3] or sum(total(r) for r in kept) == 17
+    assert union(r for k in kept for r in k) == ((3, 20),)
+    a = ledger.lease("a")
+    assert a and a.fences == (5,) and a.serial == 0 and ledger.lease("c").serial == 1  # type: ignore[union-attr]
+    assert ledger.admits("a", 0, Claim(0, 0, ((3, 5),))) and not ledger.admits("a", 0, Claim(0, 0, ((3, 6),)))
+
+
+def test_what_is_in_some_anchors_only_is_lost_with_who_had_it() -> None:
+    ledger = ledger_of("ab", fragments=2, patience=0)
+    ledger, _ = ledger.commit(0, {"b": claim(ledger, "b", 0, 4)}, at(ledger, a=4, b=4))
+    ledger, _ = ledger.commit(1, {"b": claim(ledger, "b", 0, 3)}, at(ledger, a=4, b=4))
+    assert ledger.trained == 3
+    ledger, named = ledger.commit(0, {"a": claim(ledger, "a", 0, 4)}, at(ledger, a=4))
+    assert named.lost == (("b", (13, 14)),) and named.returned == (("b", (14, 20)),) and ledger.lost == 1
+
+
+def test_a_delta_that_leaves_samples_out_names_them() -> None:
+    ledger = ledger_of("a")
+    ledger, named = ledger.commit(0, {"a": Claim(0, 0, ((0, 2), (5, 7)))}, at(ledger, a=7))
+    assert named.lost == (("a", (2, 5)),) and (ledger.trained, ledger.lost) == (4, 3)
+    assert not ledger.admits("a", 0, Claim(0, 0, ((6, 8),))), "counted twice"
+
+
+@pytest.mark.parametrize("members", [3, 9])
+def test_fewer_samples_than_members(members: int) -> None:
+    names = "abcdefghi"[:members]
+    ledger = ledger_of(names, samples=2)
+    read = [r for lease in ledger.leases for r in ledger.positions(lease, 0, 2)]
+    assert total(union(read)) == 2 * members
+    with pytest.raises(DataError, match="9 samples given, 2 needed"):
+        LeasedReader(0, 1, 1, samples=2).open(9)
+
+
+def test_names_are_in_order_of_their_numbers() -> None:
+    assert in_order(["r-10", "r-9", "r-1b", "oslo"]) == ["oslo", "r-1b", "r-9", "r-10"]
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**32))
+def test_bytes_and_back(seed: int) -> None:
+    ledger = Play(random.Random(seed), commits=6).run()
+    data = encoded(ledger)
+    assert decoded(data) == ledger and digest(decoded(data)) == digest(ledger)
+    chance = random.Random(seed)
+    cut = chance.randrange(len(data))
+    with pytest.raises(DataError, match="cannot be read"):
+        decoded(data[:cut])
+    damaged = bytearray(data)
+    damaged[cut] ^= 1 << chance.randrange(8)
+    with contextlib.suppress(DataError):
+        assert encoded(decoded(bytes(damaged))) == damaged
+
+
+def test_a_length_that_is_a_lie_allocates_nothing() -> None:
+    data = encoded(ledger_of("a"))
+    ranges = len(data) - 8 - 12  # the number of ranges, before that of holes and of fences, and what has landed
+    with pytest.raises(DataError, match="cut short"):
+        decoded(data[:ranges] + b"\xff" * 4 + data[ranges + 4 :])
+
+
+# ---- members at random
+
+
+class Blind(LeasedReader):
+    """Counts what it reads, and does not look up which samples these are."""
+
+    def draw(self, number: int) -> NDArray[np.int64]:
+        self._drawn += number
+        return np.empty(0, np.int64)
+
+
+@dataclass
+class Member:
+    """A replica, reduced to what it read: by fragment the positions that are in its parameters and not in the anchors."""
+
+    reader: LeasedReader
+    inside: list[Counter[int]]
+    waits: dict[int, tuple[Claim, Counter[int]]] = field(default_factory=dict)
+    frozen: int = 0
+    saved: tuple[dict[str, Any], list[Counter[int]], DataLedger] | None = None
+
+
+class Play:
+    """Commits one after another. What is in the anchors is counted by the samples themselves, not by the ledger."""
+
+    def __init__(self, chance: random.Random, commits: int = 60) -> None:
+        self.chance, self.commits = chance, commits
+        self.fragments, self.samples = chance.choice([1, 1, 2, 3]), chance.choice([5, 40, 200])
+        self.step = chance.choice([1, 3])
+        names = ["replica-0", "replica-1", "replica-2"][: chance.randint(1, 3)]
+        self.ledger = DataLedger(
+            self.samples, 1, len(names), self.fragments, 4 * self.step, chance.randint(0, 3)
+        ).begin(names)
+        self.anchors = [Counter[int]() for _ in range(self.fragments)]
+        self.lost, self.returned, self.number = Counter[int](), 0, 0
+        self.members = {name: self.member(name) for name in names}
+        self.dead: dict[str, Member] = {}
+
+    def member(self, name: str) -> Member:
+        reader = Blind(1, 3, self.step, self.samples)
+        reader.connect(name, self.fragments, lambda: None)
+        reader.adopt(self.ledger)
+        return Member(reader, [Counter() for _ in range(self.fragments)])
+
+    def train(self, member: Member) -> None:
+        if member.reader.reading.serial < 0:
+            return
+        member.reader.draw(self.step)
+        member.reader.trained()
+        for begin, end in member.reader.fresh():
+            for inside in member.inside:
+                inside.update(range(begin, end))
+
+    def bring(self, member: Member, fragment: int) -> None:
+        if fragment not in member.waits and member.inside[fragment]:
+            member.waits[fragment] = member.reader.claim(fragment), Counter(member.inside[fragment])
+
+    def begin_again(self, member: Member) -> None:
+        member.waits.clear()
+        member.inside = [Counter() for _ in range(self.fragments)]
+        member.reader.begin_again(self.ledger)
+
+    def die_or_come_back(self) -> None:
+        chance = self.chance
+        if chance.random() < 0.15 and len(self.members) > 1:
+            name = chance.choice(list(self.members))
+            self.dead[name] = self.members.pop(name)
+        if chance.random() < 0.15 and self.dead:
+            name = chance.choice(list(self.dead))
+            saved = self.dead.pop(name).saved
+            back = self.members[name] = self.member(name)
+            if saved is not None and chance.random() < 0.8:
+                state, inside, ledger = saved
+                back.inside = copy.deepcopy(inside)
+                if not back.reader.load(state, ledger, self.ledger):
+                    self.begin_again(back)
+                lease = self.ledger.lease(name)
+                for fragment in range(
+                    self.fragments
+                ):  # counted since its checkpoint: the parameters begin at the anchor
+                    before = ledger.lease(name)
+                    if lease and before and lease.landed[fragment] > before.landed[fragment]:
+                        back.inside[fragment].clear()
+                        back.reader.dropped(fragment)
+                back.saved = saved
+        if chance.random() < 0.06 and len(self.members) + len(self.dead) < 6:
+            name = f"new-{self.number}"
+            self.members[name] = self.member(name)
+        for member in self.members.values():
+            if chance.random() < 0.08:
+                member.frozen = chance.randint(1, 8)
+            if chance.random() < 0.3:
+                member.saved = member.reader.state(), copy.deepcopy(member.inside), self.ledger
+
+    def round(self) -> None:
+        chance, fragment = self.chance, self.number % self.fragments
+        self.number += 1
+        self.die_or_come_back()
+        for member in self.members.values():
+            for _ in range(chance.randint(0, 4)):
+                self.train(member)
+            member.frozen = max(0, member.frozen - 1)
+        here = {name: member for name, member in self.members.items() if not member.frozen}
+        if not here:
+            return
+        for member in here.values():
+            self.bring(member, fragment)
+        statuses = {name: (member.reader.reading, member.waits.get(fragment)) for name, member in here.items()}
+        for member in here.values():  # training goes on meanwhile
+            for _ in range(chance.choice([0, 0, 1, 6])):
+                self.train(member)
+        claims = {
+            n: brought[0]
+            for n, (_, brought) in statuses.items()
+            if brought and self.ledger.admits(n, fragment, brought[0])
+        }
+        if chance.random() < 0.2:  # a failed round changes nothing
+            return
+        for name in claims:
+            member, brought = here[name], statuses[name][1]
+            assert brought is not None
+            self.anchors[fragment] += brought[1]
+            member.inside[fragment] -= brought[1]
+            member.reader.landed(fragment, brought[0])
+        self.ledger, named = self.ledger.commit(
+            fragment, claims, {name: reading for name, (reading, _) in statuses.items()}
+        )
+        for _, (begin, end) in named.lost:
+            self.lost.update(range(begin, end))
+        self.returned += total(r for _, r in named.returned)
+        for name, member in here.items():
+            lease, (reading, brought) = self.ledger.lease(name), statuses[name]
+            refused = brought is not None and name not in claims
+            member.waits.pop(fragment, None)
+            if refused or lease is None or not lease.reads_alike(reading, reading.count):
+                self.begin_again(member)
+            member.reader.adopt(self.ledger)
+
+    def run(self) -> DataLedger:
+        for _ in range(self.commits):
+            self.round()
+            self.check()
+        return self.ledger
+
+    def check(self) -> None:
+        """Against what was really added to the anchors."""
+        ledger = self.ledger
+        assert all(number == 1 for anchor in self.anchors for number in anchor.values()), "trained twice"
+        assert all(number == 1 for number in self.lost.values()), "named twice"
+        kept = Counter[int]()
+        end = ledger.tail_from + 3 * ledger._block
+        for lease in ledger.leases:
+            for begin, stop in ledger.positions(
+                lease, lease.first, lease.tail_at + 3 * (ledger._block // len(ledger.leases) + 1)
+            ):
+                kept.update(range(begin, stop))
+        everywhere = Counter(set.intersection(*(set(anchor) for anchor in self.anchors)))
+        assert all(number == 1 for number in kept.values()), "two have it"
+        settled = set(everywhere) - set(kept)
+        assert not settled & set(self.lost) and ledger.trained == len(settled), "called lost, and is in all anchors"
+        assert ledger.lost == len(self.lost) and not set(self.lost) & set(kept)
+        missing = set(range(end)) - settled - set(self.lost) - set(kept)
+        assert not missing, f"{len(missing)} samples are nobody's"
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_every_sample_once_or_named(seed: int) -> None:
+    Play(random.Random(seed)).run()
+
+
+@pytest.mark.slow
+def test_thousands_of_runs() -> None:
+    lost = trained = returned = 0
+    for seed in range(1000, 3000):
+        play = Play(random.Random(seed))
+        ledger = play.run()
+        lost, trained, returned = lost + ledger.lost, trained + ledger.trained, returned + play.returned
+    assert trained > 100_000 and lost > 1000 and returned > 1000
+
+
+def test_no_process_needs_the_order_in_memory() -> None:
+    ledger = DataLedger(10**12, 3, 3, 4, 100, 8).begin(["a", "b", "c"])
+    lease = ledger.leases[1]
+    found = ledger.read(lease, 10**11, 10**11 + 1000)
+    assert len(np.unique(found)) == 1000 and found.min() >= 0 and found.max() < 10**12 and (found % 3 == 1).all()

@@ -1,0 +1,50 @@
+"""The order of an epoch: a permutation that is computed where it is asked, and its lanes."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire.data_ledger import Order, Permutation, part_of
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**62))
+def test_a_permutation_is_one_to_one(size: int, seed: int) -> None:
+    assert np.array_equal(np.sort(Permutation(size, seed)(np.arange(size))), np.arange(size))
+
+
+@given(st.integers(1, 2**48), st.integers(0, 2**62))
+def test_a_large_permutation_stays_inside_and_apart(size: int, seed: int) -> None:
+    index = np.unique(np.linspace(0, size - 1, 50).astype(np.int64))
+    places = Permutation(size, seed)(index)
+    assert ((places >= 0) & (places < size)).all() and len(np.unique(places)) == len(index)
+
+
+def test_a_permutation_mixes_and_hangs_on_its_seed() -> None:
+    n = 10_000
+    index = np.arange(n)
+    places = Permutation(n, 1)(index)
+    assert abs(np.corrcoef(index, places)[0, 1]) < 0.05
+    assert abs(np.corrcoef(places[:-1], places[1:])[0, 1]) < 0.05
+    assert (places == Permutation(n, 2)(index)).mean() < 0.005
+    one_by_one = np.concatenate([Permutation(n, 1)(index[i : i + 1]) for i in range(20)])
+    assert np.array_equal(one_by_one, places[:20])
+
+
+@given(st.integers(1, 300), st.integers(1, 40), st.integers(0, 2**62))
+def test_every_epoch_has_every_sample_once_in_an_order_of_its_own(samples: int, lanes: int, seed: int) -> None:
+    order = Order(samples, seed, lanes)
+    both = order.samples_at(np.arange(2 * samples))
+    for epoch in (both[:samples], both[samples:]):
+        assert np.array_equal(np.sort(epoch), np.arange(samples))
+    assert samples < 20 * lanes or not np.array_equal(both[:samples], both[samples:])
+    backwards = order.samples_at(np.arange(2 * samples)[::-1])
+    assert np.array_equal(backwards[::-1], both)
+
+
+def test_a_part_of_an_epoch_is_a_lane() -> None:
+    order = Order(11, seed=5, lanes=3)
+    for lane in range(3):
+        begin, end = part_of(11, 3, lane)
+        assert set(order.samples_at(np.arange(begin, end))) == set(range(lane, 11, 3))
