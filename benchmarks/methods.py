@@ -26,9 +26,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import Replica, Strategy, TorchGroup
+from thinwire.catalogue.parsing import parse
 from thinwire.comm import CountedGroup, Ledger, start_torch
 from thinwire.lm.model import SIZES, Transformer
-from thinwire.parsing import parse
 
 TIMEOUT = 300.0  # seconds; nobody dies here
 Facts = Callable[[], dict[str, float]]  # counters that a method keeps; they only grow

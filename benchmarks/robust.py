@@ -76,7 +76,7 @@ def loss(rule: str, attack: str, steps: int) -> tuple[float, int]:
 
 def seconds(rule: str, repeats: int = 5, numel: int = 1 << 20) -> float:
     """The median CPU time in which the deltas of eight replicas become one, range by range, as `Direct` does."""
-    aggregate: Aggregate = tw.parsing.parse(rule)
+    aggregate: Aggregate = tw.catalogue.parsing.parse(rule)
     x = torch.randn(REPLICAS, numel, generator=torch.Generator().manual_seed(0))
     span, taken = 1 << 17, []
     values = [

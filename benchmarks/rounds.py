@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.catalogue.parsing import parse
 from thinwire.codecs import Codec
 from thinwire.comm import CountedGroup, Ledger, TorchGroup, gather, start_torch
 from thinwire.exchange import Exchange, SendContext, once
 from thinwire.packet import HEADER_NBYTES
-from thinwire.parsing import parse
 from thinwire.rng import Key
 
 TIMEOUT = 120.0  # seconds; nobody dies here

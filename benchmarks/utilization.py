@@ -39,8 +39,8 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire import Strategy, data_parallel, diloco, streaming_diloco
+from thinwire.catalogue.parsing import parse
 from thinwire.lm.model import SIZES, Transformer
-from thinwire.parsing import parse
 from thinwire.pieces.partition import BySize, Partition, Strided
 from thinwire.pieces.schedule import short_first
 

@@ -28,7 +28,7 @@ PAGES = {  # beside those of docs/: where in the repository, where in the site
 BESIDE = {  # names that users meet, beside the top level, pieces and recipes
     "thinwire.codecs.base": ("Codec",),
     "thinwire.exchange.base": ("Exchange",),
-    "thinwire.parsing": ("parse",),
+    "thinwire.catalogue.parsing": ("parse",),
     "thinwire.pieces.aggregate": ("Aggregate",),
     "thinwire.pieces.inner_optimizers": ("Inner",),
     "thinwire.pieces.merge": ("Merge",),

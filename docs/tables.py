@@ -19,8 +19,8 @@ from typing import Any
 
 import recipes
 
+from thinwire.catalogue.parsing import PIECES, parse
 from thinwire.comm import parse_link
-from thinwire.parsing import PIECES, parse
 from thinwire.report.charts import ChartState, colour
 from thinwire.report.svg import drawing
 

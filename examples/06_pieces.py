@@ -44,7 +44,7 @@ def main() -> None:
     }
     for name, strategy in variants.items():
         print(f"{name}\n{strategy}\n{strategy.describe(model, options.replicas)}\n")
-        assert tw.parsing.parse(repr(strategy)) == strategy  # what is printed can be read back
+        assert tw.catalogue.parsing.parse(repr(strategy)) == strategy  # what is printed can be read back
 
     try:
         replace(recipe, schedule=tw.pieces.schedule.Staggered(every=30, delay=30))

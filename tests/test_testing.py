@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import thinwire as tw
-from thinwire.parsing import parse
+from thinwire.catalogue.parsing import parse
 from thinwire.testing import BrokenLawError, check
 
 EXAMPLE = Path(__file__).parents[1] / "examples/own_pieces.py"

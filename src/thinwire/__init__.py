@@ -11,13 +11,13 @@ from importlib.util import find_spec as _find_spec
 from thinwire.version import __version__ as __version__
 
 if _typing.TYPE_CHECKING:
+    import thinwire.catalogue
     import thinwire.codecs
     import thinwire.ddp_hook
     import thinwire.diagnosis
     import thinwire.exchange
     import thinwire.membership
     import thinwire.methods
-    import thinwire.parsing
     import thinwire.pieces
     import thinwire.recipes
     import thinwire.testing  # noqa: F401

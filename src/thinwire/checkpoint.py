@@ -37,8 +37,8 @@ from torch import Tensor, nn
 
 from thinwire.comm.group import Group, gather
 from thinwire.errors import CheckpointError, PacketError
-from thinwire.files import contents, opened, parsed, save_file
 from thinwire.pieces.partition import is_sharded, local
+from thinwire.records.files import contents, opened, parsed, save_file
 from thinwire.version import __version__
 
 FORMAT = 3

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from thinwire.codecs import in_full
 from thinwire.comm.group import Group
 from thinwire.errors import CheckpointError, ConfigurationError
-from thinwire.own_files import digests
+from thinwire.pieces.own_files import digests
 from thinwire.pieces.partition import Fragment, Whole, trainable
 from thinwire.runtime.fragment_state import FragmentState, RoundUpdate, hold
 from thinwire.runtime.gradient_driver import Stepped

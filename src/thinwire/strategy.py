@@ -115,7 +115,7 @@ class Strategy:
         ConfigurationError: these pieces cannot work together; the message says which, and what to choose.
 
     >>> from thinwire.codecs import E3M0
-    >>> from thinwire.parsing import parse
+    >>> from thinwire.catalogue.parsing import parse
     >>> from thinwire.pieces.outer import Nesterov
     >>> from thinwire.pieces.partition import Strided
     >>> from thinwire.pieces.schedule import Staggered

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import thinwire as tw
-from thinwire.parsing import PIECES
+from thinwire.catalogue.parsing import PIECES
 from thinwire.testing.toy import adamw, batch, inner_step, journey, sgd, toy
 
 CONFIGURATIONS = {
@@ -299,7 +299,7 @@ CONFIGURATIONS = {
         f"aggregate=MeanOverSenders() is no mean over all replicas: with {tw.pieces.privacy.Privacy()} one replica may count for all; choose Mean().",
     ),
     "unknown name": (
-        lambda: tw.parsing.parse("E9M9"),
+        lambda: tw.catalogue.parsing.parse("E9M9"),
         f"'E9M9' in 'E9M9' is not known; choose from {', '.join(sorted(PIECES))}.",
     ),
 }  # fmt: skip

@@ -67,7 +67,7 @@ SAYS = """
 import thinwire as tw
 from thinwire.testing import check
 from thinwire.codecs.mine import Mine
-from thinwire.parsing import parse
+from thinwire.catalogue.parsing import parse
 assert Mine(2) == parse("Mine(2)")
 strategy = tw.Strategy(codec=tw.codecs.TopK(0.5, Mine()))
 assert parse(repr(strategy)) == strategy
@@ -86,7 +86,7 @@ def test_one_file_and_one_row(tmp_path: Path) -> None:
             shutil.copy(source, target)
     (tmp_path / "docs/methods").mkdir()
     (tmp_path / "src/thinwire/codecs/mine.py").write_text(MINE)
-    with (tmp_path / "src/thinwire/catalogue.py").open("a") as catalogue:
+    with (tmp_path / "src/thinwire/catalogue/__init__.py").open("a") as catalogue:
         catalogue.write(ROW)
 
     def run(*arguments: str) -> str:
@@ -112,4 +112,4 @@ def test_without_its_row_it_is_not_there() -> None:
     import thinwire as tw
 
     with pytest.raises(tw.ConfigurationError, match="'Mine' in 'Mine' is not known"):
-        tw.parsing.parse("Mine")
+        tw.catalogue.parsing.parse("Mine")

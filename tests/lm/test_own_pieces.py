@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 import thinwire as tw
+from thinwire.catalogue.parsing import parse
 from thinwire.cli import main
 from thinwire.comm import run_threads
 from thinwire.lm.run import Run
-from thinwire.own_files import digests, pinned, shortened
-from thinwire.parsing import parse
+from thinwire.pieces.own_files import digests, pinned, shortened
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_pieces.py"
 SMALL = "--text text.txt --model nano --batch 1 --sequence 16 --eval-batches 1".split()  # noqa: SIM905

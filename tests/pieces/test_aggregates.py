@@ -127,10 +127,10 @@ def test_in_training_it_is_what_the_codec_over_senders_is(exchange):
 
 def test_only_another_one_is_named():
     """So checkpoints and replicas of strategies that have none go on to fit."""
-    assert "aggregate" not in repr(tw.Strategy()) and tw.parsing.parse(repr(tw.Strategy())) == tw.Strategy()
+    assert "aggregate" not in repr(tw.Strategy()) and tw.catalogue.parsing.parse(repr(tw.Strategy())) == tw.Strategy()
     other = tw.Strategy(aggregate=tw.pieces.aggregate.MeanOverSenders())
     assert "exchange=Direct(), aggregate=MeanOverSenders(), outer=Average()" in repr(other)
-    assert tw.parsing.parse(repr(other)) == other
+    assert tw.catalogue.parsing.parse(repr(other)) == other
 
 
 def test_replicas_with_different_ones_do_not_train():

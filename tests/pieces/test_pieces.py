@@ -10,7 +10,7 @@ import torch
 from pieces import CODECS, METHODS, OUTERS, SCHEDULES, TABLE
 
 import thinwire as tw
-from thinwire.parsing import PIECES, parse
+from thinwire.catalogue.parsing import PIECES, parse
 from thinwire.recipes import RECIPES
 from thinwire.testing.toy import same_bits
 

@@ -19,7 +19,7 @@ from thinwire.rng import Key
 from thinwire.testing.attacks import Attack, Attacked, attack_of, hidden
 from thinwire.testing.toy import journey, same_bits
 
-parse = tw.parsing.parse
+parse = tw.catalogue.parsing.parse
 PLAIN = [
     "Median()",
     "TrimmedMean(2)",

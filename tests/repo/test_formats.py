@@ -8,7 +8,7 @@ import formats
 import pytest
 from pages import ROOT
 
-from thinwire.parsing import parse
+from thinwire.catalogue.parsing import parse
 
 RESULT = json.loads((ROOT / "benchmarks/results/formats.json").read_text())
 

@@ -14,9 +14,9 @@ import tables
 from pages import ROOT, commands
 
 from thinwire import methods
+from thinwire.catalogue.parsing import PIECES, parse
 from thinwire.cli import options, train
 from thinwire.errors import ConfigurationError
-from thinwire.parsing import PIECES, parse
 from thinwire.recipes import RECIPES
 
 NAMED = recipes.NAMED

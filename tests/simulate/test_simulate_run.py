@@ -182,7 +182,7 @@ def test_it_comes_near_to_what_was_emulated(row):
     1448 of 1514 bytes on the wire are payload. Nothing is fitted; what the simulator does not know of is the CPU that
     encoding takes from training.
     """
-    strategy = tw.parsing.parse(row["how"])
+    strategy = tw.catalogue.parsing.parse(row["how"])
     numels = [fragment.numel for fragment in strategy.partition.fragments(skeleton(Run.of(model="mini")))]
     link = Link(row["megabits_per_second"] * 1e6 * 1448 / 1514)
     outcome = simulate(strategy, numels, Scenario.alike(2, row["inner_step_seconds"], link), 3000)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import thinwire as tw
-from thinwire.parsing import PIECES
+from thinwire.catalogue.parsing import PIECES
 from thinwire.recipes import RECIPES
 
 # ---- the table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import thinwire as tw
-from thinwire.parsing import PIECES, parse
+from thinwire.catalogue.parsing import PIECES, parse
 from thinwire.recipes import RECIPES
 
 PROTOCOLS: dict[str, object] = {

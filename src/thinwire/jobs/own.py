@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import CheckpointError, ConfigurationError, JobError
-from thinwire.files import save_file
 from thinwire.jobs.base import Share
 from thinwire.jobs.batches import Batches, Stream, is_empty, moved, seed_the_rest
 from thinwire.jobs.blame import blaming, where
-from thinwire.own_files import file_of, taken_apart
+from thinwire.pieces.own_files import file_of, taken_apart
+from thinwire.records.files import save_file
 from thinwire.rng import derive
 
 NEEDED = {"model": (), "batches": ("share",), "loss": ("model", "batch")}

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import ConfigurationError, ModelError
-from thinwire.files import save_file
 from thinwire.lm.huggingface import HuggingFace
+from thinwire.records.files import save_file
 
 _FACTOR = re.compile(r"\.lora_([AB])\.default\.weight$")
 

@@ -36,8 +36,8 @@ from torch import Tensor
 
 from thinwire.data_ledger import Order, part_of
 from thinwire.errors import ConfigurationError, DataError
-from thinwire.files import contents, parsed
 from thinwire.lm.tokens import BPE, SUFFIXES, Bytes, Source, Tokenizer, dtype_of, find, pieces, standard_library
+from thinwire.records.files import contents, parsed
 from thinwire.rng import derive
 
 FORMAT = 1  # of the cache; a new number rebuilds every cache

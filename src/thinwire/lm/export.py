@@ -16,12 +16,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from thinwire.errors import CheckpointError, ConfigurationError, ModelError
-from thinwire.files import opened, parsed, save_file
 from thinwire.lm.adapters import merged, save_adapters
 from thinwire.lm.huggingface import HuggingFace, save_model
 from thinwire.lm.model import SIZES, Transformer
 from thinwire.lm.settings import ModelSpec
 from thinwire.lm.tokens import Tokenizer
+from thinwire.records.files import opened, parsed, save_file
 
 
 def described(path: str | Path) -> Mapping[str, Any]:

@@ -19,7 +19,7 @@ from thinwire.lm.launch import Stop, Tick, as_replica, run_processes, stopping, 
 from thinwire.lm.model import SIZES
 from thinwire.lm.place import Place
 from thinwire.lm.run import OF_PIECES, Run
-from thinwire.own_files import shortened
+from thinwire.pieces.own_files import shortened
 from thinwire.records.run_file import read_run_file
 
 _HUB, _TOKEN, _KEYS = "hub", "token", "keys"  # in the run folder: the hub's own folder, and in that its files

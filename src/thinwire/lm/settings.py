@@ -12,13 +12,13 @@ import types
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
+from thinwire.catalogue.parsing import PIECES, nearest, parse, pieces_of
 from thinwire.comm import parse_link
 from thinwire.elastic import driver as elastic
 from thinwire.errors import ConfigurationError
 from thinwire.membership.timeouts import grace_seconds
 from thinwire.methods import METHODS, Method
-from thinwire.own_files import shortened, taken_apart
-from thinwire.parsing import PIECES, nearest, parse, pieces_of
+from thinwire.pieces.own_files import shortened, taken_apart
 from thinwire.pieces.transforms import Clip
 from thinwire.recipes import RECIPES
 from thinwire.strategy import Strategy

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.errors import ConfigurationError, DataError
-from thinwire.files import parsed
+from thinwire.records.files import parsed
 
 END = "<|end|>"  # what stands between two documents
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")  # read in folders; a file given by name may have any

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from thinwire.files import contents
+from thinwire.records.files import contents
 
 
 def remembered(path: Path, make: Callable[[], str]) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 from thinwire.codecs import nested
 from thinwire.errors import ThinwireError
 from thinwire.lm.run import PART_OF, Run
-from thinwire.own_files import shortened
+from thinwire.pieces.own_files import shortened
 from thinwire.plan import cost
 from thinwire.plan.setting import SEARCHED, Setting, Task
 from thinwire.records.run_record import RunRecord

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.errors import DataError
-from thinwire.files import contents, parsed
+from thinwire.records.files import contents, parsed
 
 Form = Literal["power", "constant", "mixed"]
 Floats = NDArray[np.float64]

@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 
 from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
-from thinwire.files import contents, parsed
 from thinwire.plan.quantities import rate, rounded
+from thinwire.records.files import contents, parsed
 
 Pair = tuple[int, int]  # sender, receiver
 _KEYS = {"from", "to", "between", "alone", "together"}

@@ -55,7 +55,7 @@ from types import TracebackType
 from typing import IO, Any, BinaryIO
 
 from thinwire.errors import DataError
-from thinwire.files import opened
+from thinwire.records.files import opened
 
 Event = dict[str, Any]
 

@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from thinwire.files import contents, parsed
+from thinwire.records.files import contents, parsed
 
 
 def read_run_file(path: Path) -> tuple[dict[str, Any], dict[str, str]]:

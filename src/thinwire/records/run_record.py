@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from thinwire.errors import DataError
-from thinwire.files import contents, parsed
+from thinwire.records.files import contents, parsed
 from thinwire.records.membership import CARRIER, Participation, Steps, how_many, merged, numbers, text_of_steps
 from thinwire.records.replica_record import Evaluations, Note, ReplicaRecord, fragments_of
 from thinwire.records.run_file import read_run_file

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from thinwire.comm.group import FINISH, Group, gather
 from thinwire.errors import ConfigurationError, DisagreementError, LinkError, ModelError, PeerError
-from thinwire.own_files import digests
 from thinwire.packet import MOST, VERSION, other_steps
+from thinwire.pieces.own_files import digests
 from thinwire.pieces.partition import Fragment, local
 from thinwire.strategy import Strategy
 from thinwire.version import __version__

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from thinwire.comm.group import Group
 from thinwire.errors import CheckpointError
-from thinwire.files import parsed
 from thinwire.membership.rendezvous import Membership
+from thinwire.records.files import parsed
 from thinwire.runtime.saved_state import passing
 
 _BESIDE = ("passing", "facts", "strategy")

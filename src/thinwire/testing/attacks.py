@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from thinwire.catalogue.parsing import parse
 from thinwire.codecs import Codec, Identity
 from thinwire.comm.emulated import Link
 from thinwire.errors import ConfigurationError
@@ -25,7 +26,6 @@ from thinwire.exchange.chunks import cut
 from thinwire.exchange.round import Round
 from thinwire.exchange.stage import MOST_STAGES, Stage
 from thinwire.packet import payload
-from thinwire.parsing import parse
 from thinwire.pieces.feedback import Feedback
 from thinwire.rng import Key, normals
 from thinwire.state import State

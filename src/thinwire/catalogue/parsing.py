@@ -9,7 +9,7 @@ from typing import Any
 
 from thinwire import catalogue
 from thinwire.errors import ConfigurationError
-from thinwire.own_files import resolved
+from thinwire.pieces.own_files import resolved
 
 PIECES: dict[str, Callable[..., Any]] = {
     name: piece for name, piece in vars(catalogue).items() if isinstance(piece, type)

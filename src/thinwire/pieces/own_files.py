@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from thinwire.errors import ConfigurationError
-from thinwire.files import contents
+from thinwire.records.files import contents
 
 _DIGEST = "__thinwire_digest__"
 _PATH = r"""(?P<path>[^\s'"(),=:@\[\]{}]+\.py)(?:@(?P<digest>[0-9a-f]{32}))?"""

@@ -104,3 +104,5 @@ from thinwire.pieces.privacy import Privacy as Privacy
 from thinwire.strategy import Deltas as Deltas
 from thinwire.strategy import Gradients as Gradients
 from thinwire.strategy import Strategy as Strategy
+
+from thinwire.catalogue import parsing as parsing  # below the rows, which it reads
