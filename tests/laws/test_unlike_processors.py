@@ -31,12 +31,12 @@ FEW = {
 
 
 def few(rank: int) -> dict[str, Journey]:
-    group = tw.TorchGroup.from_world(replicas=2, timeout=60.0)
+    group = tw.TorchGroup.from_world(replicas=2, timeout=600.0)
     return {name: travel(Plan(strategy), group) for name, strategy in FEW.items()}
 
 
 def all_of_them(rank: int) -> dict[str, Journey]:
-    group = tw.TorchGroup.from_world(replicas=4, timeout=60.0)
+    group = tw.TorchGroup.from_world(replicas=4, timeout=600.0)
     return {name: travel(Plan(strategy), group) for name, strategy in FOUR.items()}
 
 

@@ -23,7 +23,7 @@ from thinwire.membership.view import Presence
 from thinwire.version import __version__
 
 SECRET = bytes(range(32))
-QUICK = Timeouts(heartbeat_interval=0.05, heartbeat_timeout=5.0, view=60.0)
+QUICK = Timeouts(heartbeat_interval=0.05, heartbeat_timeout=5.0, view=600.0)
 LIFE = "f" * 16
 LIMIT = 60.0  # ends a hang
 ELDER = Presence("aa", LIFE, 1, views=10**9, facts={"code version": "because I say so"})

@@ -94,7 +94,7 @@ def go_on(tour: Tour, trip: Trip, group: tw.Group, upto: int) -> Trip:
 
 def all_of_them(rank: int) -> dict[str, tuple[Tensor, ...]]:
     """For a world of processes: what each method leaves that all of them have."""
-    group, left = tw.TorchGroup.from_world(replicas=4, timeout=60.0), {}
+    group, left = tw.TorchGroup.from_world(replicas=4, timeout=600.0), {}
     for name, method in LOOPS.items():
         made = Tour(method)
         trip = go_on(made, attach(made, group), group, made.steps)

@@ -31,7 +31,7 @@ def main() -> None:
     torch.set_num_threads(1)
     told: set[str] = set()
     threading.Thread(target=lambda: [told.add(line.strip()) for line in sys.stdin], daemon=True).start()
-    start_torch(rank, size, address, 29500, 60.0)
+    start_torch(rank, size, address, 29500, 600.0)
     group = TorchGroup.from_world(size, timeout=6.0)
     log = EventLog(folder / "events" / f"replica-{rank}.jsonl")
     start = {
