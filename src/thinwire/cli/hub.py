@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import signal
@@ -16,12 +17,12 @@ import tyro
 from rich.console import Console
 
 from thinwire.cli import options
-from thinwire.comm.secure import Hub, invite
-from thinwire.comm.secure.hub import PORT
-from thinwire.comm.secure.invitations import opened_state
-from thinwire.comm.secure.keys import private_folder
 from thinwire.errors import ConfigurationError
 from thinwire.records.printable import printable
+
+PORT = 29530
+# A cipher of TLS 1.2 that a P-256 key cannot serve, so that gRPC speaks TLS 1.3 or nothing.
+_ONLY_TLS13 = "ECDHE-RSA-AES128-GCM-SHA256"
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,15 @@ def main(arguments: Sequence[str]) -> int:
     console = options.console(asked.json)
     if asked.do == "list":
         return _list(asked, console)
+    # gRPC reads this when it is imported, and has no option for it.
+    os.putenv("GRPC_SSL_CIPHER_SUITES", _ONLY_TLS13)
     if asked.do == "invite":
+        from thinwire.comm.secure import invite
+
         return _told(asked, console, str(invite(asked.out, asked.uses, 3600 * asked.hours, asked.name)))
     if asked.do == "revoke":
+        from thinwire.comm.secure.invitations import opened_state
+
         with opened_state(asked.out) as state:
             state.revoke(asked.who or "")
         console.print(f"{asked.who} is revoked: a hub that runs puts it out at once", highlight=False)
@@ -75,6 +82,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(asked: Options, console: Console) -> int:
+    from thinwire.comm.secure import Hub
+    from thinwire.comm.secure.keys import private_folder
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -126,6 +136,8 @@ def _told(asked: Options, console: Console, token: str) -> int:
 
 
 def _list(asked: Options, console: Console) -> int:
+    from thinwire.comm.secure.invitations import opened_state
+
     with opened_state(asked.out) as state:
         members, invitations = state.members(), state.invitations()
     table = options.table("")

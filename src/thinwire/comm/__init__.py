@@ -1,22 +1,35 @@
-"""Who carries bytes between replicas: threads or processes under torch.distributed; counted, or on an emulated link."""
+"""Who carries bytes between replicas: threads, processes under torch.distributed, or a hub over mutual TLS; counted, or on an emulated link.
 
-from thinwire.comm.emulated import Link, LinkedGroup, parse_link
-from thinwire.comm.group import Group, Transfer, gather
-from thinwire.comm.ledger import CountedGroup, Ledger
-from thinwire.comm.threads import ThreadGroup, run_threads
-from thinwire.comm.torch import TorchGroup, start_torch
+The names are loaded at their first use: a hub's own process needs no torch.
+"""
 
-__all__ = [
-    "CountedGroup",
-    "Group",
-    "Ledger",
-    "Link",
-    "LinkedGroup",
-    "ThreadGroup",
-    "TorchGroup",
-    "Transfer",
-    "gather",
-    "parse_link",
-    "run_threads",
-    "start_torch",
-]
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from thinwire.comm.emulated import Link as Link
+    from thinwire.comm.emulated import LinkedGroup as LinkedGroup
+    from thinwire.comm.emulated import parse_link as parse_link
+    from thinwire.comm.group import Group as Group
+    from thinwire.comm.group import Transfer as Transfer
+    from thinwire.comm.group import gather as gather
+    from thinwire.comm.ledger import CountedGroup as CountedGroup
+    from thinwire.comm.ledger import Ledger as Ledger
+    from thinwire.comm.threads import ThreadGroup as ThreadGroup
+    from thinwire.comm.threads import run_threads as run_threads
+    from thinwire.comm.torch import TorchGroup as TorchGroup
+    from thinwire.comm.torch import start_torch as start_torch
+
+_HOMES = {
+    **dict.fromkeys(("Link", "LinkedGroup", "parse_link"), "emulated"),
+    **dict.fromkeys(("Group", "Transfer", "gather"), "group"),
+    **dict.fromkeys(("CountedGroup", "Ledger"), "ledger"),
+    **dict.fromkeys(("ThreadGroup", "run_threads"), "threads"),
+    **dict.fromkeys(("TorchGroup", "start_torch"), "torch"),
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -3,19 +3,39 @@
     with thinwire.comm.secure.join(token, name="oslo", size=2) as group:
         ...                                # a `Group`, as any other
 
-`thinwire hub` starts the hub and prints the token. docs/secure.md says what a stranger, a member and the hub can do.
+`thinwire hub` starts the hub and prints the token. docs/secure.md says what a stranger, a member and the hub can do. The
+names are loaded at their first use: a hub's own process needs no torch.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from thinwire.errors import ConfigurationError
 
-try:
-    from thinwire.comm.secure.group import SecureGroup, admit, join
-    from thinwire.comm.secure.hub import Hub
-    from thinwire.comm.secure.invitations import invite
-    from thinwire.comm.secure.token import Token
-except ModuleNotFoundError as error:
-    raise ConfigurationError(
-        f"thinwire.comm.secure needs {error.name}, which is not installed: pip install 'thinwire[secure]'"
-    ) from None
+if TYPE_CHECKING:
+    from thinwire.comm.secure.group import SecureGroup as SecureGroup
+    from thinwire.comm.secure.group import admit as admit
+    from thinwire.comm.secure.group import join as join
+    from thinwire.comm.secure.hub import Hub as Hub
+    from thinwire.comm.secure.invitations import invite as invite
+    from thinwire.comm.secure.token import Token as Token
 
-__all__ = ["Hub", "SecureGroup", "Token", "admit", "invite", "join"]
+_HOMES = {
+    **dict.fromkeys(("SecureGroup", "admit", "join"), "group"),
+    "Hub": "hub",
+    "invite": "invitations",
+    "Token": "token",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name not in ("grpc", "cryptography"):
+            raise
+        raise ConfigurationError(
+            f"{__name__} needs {error.name}, which is not installed: pip install 'thinwire[secure]'"
+        ) from None

@@ -9,6 +9,7 @@ from pathlib import Path
 
 LONGEST = 300  # characters of one text
 FILE_NBYTES = 4 << 20  # of one file; the one before it is kept, too
+STRANGERS_LINES, STRANGERS_SECONDS = 50, 10.0  # lines about strangers in so much time; the others are counted
 
 
 def plain(text: object) -> str:
@@ -26,6 +27,7 @@ class AuditLog:
     def __init__(self, path: Path, say: Callable[[str], object] = lambda line: None) -> None:
         self._path, self._say, self._lock = path, say, threading.Lock()
         path.touch(0o600)
+        self._since, self._lines, self._left_out = 0.0, 0, 0
 
     def __call__(self, event: str, who: object, why: object = "") -> None:
         """Write a line: what happened, to whom, and why."""
@@ -37,3 +39,16 @@ class AuditLog:
             with self._path.open("a") as file:
                 file.write(time.strftime("%Y-%m-%dT%H:%M:%SZ ", time.gmtime()) + line + "\n")
         self._say(line)
+
+    def stranger(self, event: str, who: object, why: object = "") -> None:
+        """The same of somebody unknown, who may come as often as it likes: few lines are written, the rest is counted."""
+        now = time.monotonic()
+        if now - self._since > STRANGERS_SECONDS:
+            left_out, self._since, self._lines, self._left_out = self._left_out, now, 0, 0
+            if left_out:
+                self("refused", "others unknown", f"{left_out} more")
+        self._lines += 1
+        if self._lines <= STRANGERS_LINES:
+            self(event, who, why)
+        else:
+            self._left_out += 1

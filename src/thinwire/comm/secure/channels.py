@@ -37,13 +37,7 @@ _SERVER: Options = (
     ("grpc.so_reuseport", 0),
 )
 OF_MEMBERS: Options = (*_SERVER, ("grpc.max_receive_message_length", LIMIT_NBYTES))
-OF_JOINERS: Options = (  # strangers among them: few at a time, and none for long
-    *_SERVER,
-    ("grpc.max_receive_message_length", JOIN_NBYTES),
-    ("grpc.max_connection_age_ms", 20_000),
-    ("grpc.max_connection_age_grace_ms", 5_000),
-    ("grpc.max_allowed_incoming_connections", 64),
-)
+OF_JOINERS: Options = (*_SERVER, ("grpc.max_receive_message_length", JOIN_NBYTES))
 
 
 def server_credentials(own: Callable[[], Credentials], members_only: bool) -> grpc.ServerCredentials:
@@ -51,9 +45,9 @@ def server_credentials(own: Callable[[], Credentials], members_only: bool) -> gr
     authority gets no further than that.
     """
 
-    def configured(identity: Credentials) -> grpc.ServerCertificateConfiguration:
-        authorities = identity.authorities if members_only else None
-        return grpc.ssl_server_certificate_configuration([(identity.key, identity.certificate)], authorities)
+    def configured(own: Credentials) -> grpc.ServerCertificateConfiguration:
+        authorities = own.authorities if members_only else None
+        return grpc.ssl_server_certificate_configuration([(own.key, own.certificate)], authorities)
 
     now = own()
 

@@ -35,15 +35,15 @@ class Refused(LinkError):
 
 @dataclass(frozen=True)
 class Admitted:
-    """What a member got: its identity, and the run file that the hub keeps for its members ("" if it has none)."""
+    """What a member got: its key with certificates, and the run file that the hub keeps for its members ("" if it has none)."""
 
-    identity: Credentials
+    credentials: Credentials
     run: str
 
     @property
     def due(self) -> float:
         """When to renew: half-way through the life of the certificate, in seconds since the epoch."""
-        certificate = x509.load_pem_x509_certificate(self.identity.certificate)
+        certificate = x509.load_pem_x509_certificate(self.credentials.certificate)
         begin, end = certificate.not_valid_before_utc.timestamp(), certificate.not_valid_after_utc.timestamp()
         return max(time.time(), begin) + (end - max(time.time(), begin)) / 2
 
@@ -97,13 +97,13 @@ class Enrolment:
             raise LinkError("the hub's answer cannot be read; run the same Thinwire everywhere")
         rest = raw[ADMITTED.size :]
         both = certificate + authorities
-        identity = Credentials(self._key, rest[:certificate], rest[certificate:both])
+        own = Credentials(self._key, rest[:certificate], rest[certificate:both])
         try:
-            x509.load_pem_x509_certificate(identity.certificate)
+            x509.load_pem_x509_certificate(own.certificate)
             told = rest[both:].decode()
         except ValueError:
             raise LinkError("the hub's answer cannot be read; run the same Thinwire everywhere") from None
-        return Admitted(identity, told)
+        return Admitted(own, told)
 
     async def _authority(self) -> bytes:
         """The authority's certificate as PEM: what was kept, or what the hub shows, if it is the one of the token."""

@@ -12,7 +12,6 @@ import socket
 import struct
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from secrets import randbits
@@ -34,6 +33,7 @@ from thinwire.comm.secure.channels import (
     TLS,
     server_credentials,
 )
+from thinwire.comm.secure.door import Door
 from thinwire.comm.secure.invitations import invite
 from thinwire.comm.secure.keys import (
     Authority,
@@ -51,10 +51,10 @@ from thinwire.comm.secure.streams import Handle, Handlers, Refusing, first, read
 from thinwire.comm.secure.token import Token
 from thinwire.errors import ConfigurationError, LinkError, PacketError
 
-PORT = 29530
 LIFETIME = timedelta(hours=1)  # of a member's certificate
 OWN_LIFETIME = timedelta(days=7)  # of the hub's
 STREAMS = 8  # of bulk, for each connection
+STRANGER_SECONDS = 20.0  # in which a visitor shows who it is, or joins
 LOOK_SECONDS = 0.5  # between two looks at what the commands have changed
 JOIN_HEAD = struct.Struct("<8s16sBH")  # invitation, secret, bytes of the name and of the request
 ADMITTED = struct.Struct("<HHI")  # bytes of the certificate, of the authorities, of the run file
@@ -86,15 +86,18 @@ class Hub:
     ) -> None:
         self.folder, self._lifetime = private_folder(folder), lifetime
         self._authority = Authority(folder)
-        self._own = self._authority.hub_identity(OWN_LIFETIME)
+        self._own = self._authority.hub_credentials(OWN_LIFETIME)
         self._made = time.monotonic()
-        self._as_authority = self._authority.own_identity()
+        self._as_authority = self._authority.own_credentials()
         self._audit = AuditLog(folder / "audit.txt", say)
         self._state = HubState(folder)
         self._relays: dict[int, Relay] = {}
         self._waiting: dict[bytes, dict[str, tuple[Connection, int]]] = {}  # by label and name, with the size
         self._connections: dict[int, Connection] = {}
         self._closed = False
+        self._servers: list[Any] = []
+        self._doors: list[Door] = []
+        self._looking: asyncio.Task[None] | None = None
         for group in self._state.groups():
             self._keep(group)
         self._thread = LoopThread.shared()
@@ -102,6 +105,7 @@ class Hub:
             self.host = host or self._state.meta("listen") or "127.0.0.1"
             self.port, self.join_port = self._thread.run(self._start(self.host, port))
         except BaseException:
+            self._thread.run(self._stop())
             self._state.close()
             self._thread.release()
             raise
@@ -132,40 +136,41 @@ class Hub:
     async def _start(self, host: str, port: int) -> tuple[int, int]:
         before = (self._state.meta("ports") or "0 0").split()
         ports = (port, port + 1) if port else tuple(map(int, before))
-        self._servers, bound = [], []
-        for place, (options, members_only, path) in enumerate(
-            ((OF_MEMBERS, True, "members"), (OF_JOINERS, False, "joiners"))
+        bound = []
+        for place, (options, handlers, own) in enumerate(
+            (
+                (OF_MEMBERS, self._of_members, self._credentials),
+                (OF_JOINERS, {JOIN: unary(self._join)}, lambda: self._as_authority),
+            )
         ):
-            handlers = Handlers(self._of_members if members_only else {JOIN: unary(self._join)})
-            server = grpc.aio.server(handlers=(handlers,), options=options, maximum_concurrent_rpcs=1024)
-            own = self._identity if members_only else lambda: self._as_authority
-            where = f"[{host}]:{ports[place]}" if ":" in host else f"{host}:{ports[place]}"
-            try:
-                bound.append(server.add_secure_port(where, server_credentials(own, members_only)))
-            except RuntimeError:
-                raise LinkError(
-                    f"the hub cannot listen at {where} for {path}. End what holds that port, or choose another with --listen."
-                ) from None
+            members = place == 0
+            server = grpc.aio.server(handlers=(Handlers(handlers),), options=options, maximum_concurrent_rpcs=1024)
+            inner = server.add_secure_port("127.0.0.1:0", server_credentials(own, members))
+            door = Door(self._audit, inner, STRANGER_SECONDS, members)
+            bound.append(await door.open(host, ports[place]))
             self._servers.append(server)
+            self._doors.append(door)
         for server in self._servers:
             await server.start()
         self._looking = asyncio.create_task(self._look())
         return bound[0], bound[1]
 
     async def _stop(self) -> None:
-        self._looking.cancel()
         for connection in self._connections.values():
             connection.end.set()
+        for door in self._doors:
+            await door.close()
         servers, self._servers = self._servers, []  # gRPC's own thread ends with the last of them
         for server in servers:
             await server.stop(0)
-        with suppress(asyncio.CancelledError):
-            await self._looking
+        if self._looking:
+            self._looking.cancel()
+            await asyncio.wait([self._looking])
 
-    def _identity(self) -> Credentials:
+    def _credentials(self) -> Credentials:
         """Of this hub, renewed now and then."""
         if time.monotonic() - self._made > OWN_LIFETIME.total_seconds() / 2:
-            self._own, self._made = self._authority.hub_identity(OWN_LIFETIME), time.monotonic()
+            self._own, self._made = self._authority.hub_credentials(OWN_LIFETIME), time.monotonic()
         return self._own
 
     @property
@@ -184,11 +189,13 @@ class Hub:
             invitation, secret, name, request = _opened_join(raw)
             found = opened_request(request)
             new = self._state.admit(name, key_digest(found), invitation, secret)
+            self._doors[1].known(context.peer())
         except (LinkError, PacketError, ConfigurationError) as error:
-            self._audit("refused to admit", context.peer(), error)
+            self._audit.stranger("refused to admit", self._doors[1].who(context.peer()), error)
+            self._doors[1].told(context.peer())
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"the hub does not admit this machine: {error}")
         if new:
-            self._audit("admitted", name, context.peer())
+            self._audit("admitted", name, f"from {self._doors[1].who(context.peer())}")
         certificate = self._authority.issue(found, f"{name}.member.thinwire", self._lifetime)
         run = self.folder / "run.toml"
         told = run.read_bytes() if run.exists() else b""
@@ -199,7 +206,7 @@ class Hub:
     # Members.
 
     async def _control(self, _: Any, context: Any) -> None:
-        async with Refusing(self._audit, context):
+        async with Refusing(self._audit, context, self._doors[0]):
             name, expires = self._identify(context)
             frame = frames.opened(await first(context), 0, [frames.HELLO])
             process, label, size = frame.fields
@@ -215,7 +222,7 @@ class Hub:
                 self._unseat(connection, label)
 
     async def _bulk(self, _: Any, context: Any) -> None:
-        async with Refusing(self._audit, context):
+        async with Refusing(self._audit, context, self._doors[0]):
             name, _expires = self._identify(context)
             frame = frames.opened(await first(context), 0, [frames.ATTACH])
             connection = self._connections.get(frame.number(0))
@@ -346,6 +353,7 @@ class Hub:
             raise LinkError(f"the name {name} belongs to another key")
         if known.revoked:
             raise LinkError(f"{name} is revoked")
+        self._doors[0].known(context.peer())
         return name, certificate.not_valid_after_utc.timestamp()
 
     def _check_tls(self, context: Any) -> None:

@@ -154,13 +154,13 @@ class Authority:
         )
         return built.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
-    def hub_identity(self, lifetime: timedelta) -> Credentials:
+    def hub_credentials(self, lifetime: timedelta) -> Credentials:
         """A fresh key and certificate for the hub's own end."""
         key = new_key()
         certificate = self.issue(opened_request(request(key, "hub")), HUB, lifetime)
         return Credentials(key, certificate, self.pem)
 
-    def own_identity(self) -> Credentials:
+    def own_credentials(self) -> Credentials:
         """The authority as the end of a connection itself: whoever has its fingerprint knows whom it talks to."""
         key = self._key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()

@@ -157,8 +157,8 @@ class HubLink(Teller):
         admitted = self._admitted
         if admitted is None or time.time() > admitted.due:
             admitted = self._admitted = await self._enrolment.admitted()
-        token, identity = self._enrolment.token, admitted.identity
-        channels = [dialled(token.host, token.port, identity.authorities, identity) for _ in range(1 + CHANNELS)]
+        token, own = self._enrolment.token, admitted.credentials
+        channels = [dialled(token.host, token.port, own.authorities, own) for _ in range(1 + CHANNELS)]
         try:
             control = channels[0].stream_stream(CONTROL)()
             welcome = await self._greeted(control)

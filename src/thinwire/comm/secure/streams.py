@@ -11,6 +11,7 @@ import grpc.aio
 
 from thinwire.comm.secure import frames
 from thinwire.comm.secure.audit import AuditLog
+from thinwire.comm.secure.door import Door
 from thinwire.comm.secure.relay import Pipe, flattened
 from thinwire.errors import LinkError, PacketError
 
@@ -30,24 +31,26 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no typ
 class Refusing:
     """Within: what must not be is written down, and ends the call with the reason."""
 
-    def __init__(self, audit: AuditLog, context: Any) -> None:
-        self._audit, self._context = audit, context
+    def __init__(self, audit: AuditLog, context: Any, door: Door) -> None:
+        self._audit, self._context, self._door = audit, context, door
 
     async def __aenter__(self) -> None:
         pass
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, PacketError | LinkError):
+            self._door.told(self._context.peer())
         if isinstance(error, PacketError):
-            self._audit("refused frames of", self._who(), error)
+            self._audit.stranger("refused frames of", self._who(), error)
             await self._context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         if isinstance(error, LinkError):
-            self._audit("refused", self._who(), error)
+            self._audit.stranger("refused", self._who(), error)
             await self._context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
         return isinstance(error, asyncio.TimeoutError)
 
     def _who(self) -> str:
         names = self._context.auth_context().get("x509_common_name", [])
-        return f"{self._context.peer()} {b' '.join(names).decode(errors='replace')}"
+        return f"{self._door.who(self._context.peer())} {b' '.join(names).decode(errors='replace')}"
 
 
 def unary(method: Callable[[bytes, Any], Awaitable[bytes]]) -> grpc.RpcMethodHandler:

@@ -1,0 +1,149 @@
+"""The door of a hub: strangers are counted, timed and written down before gRPC hears of them.
+
+gRPC does the TLS, behind the door on this machine; the door passes bytes on and reads none of them. It knows a visitor from
+the first call that the hub has identified, and until then it is one of at most `STRANGERS`, for at most `seconds`. When
+too many come, who has been here longest without a word goes: an honest member needs less than a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from thinwire.comm.secure.audit import AuditLog
+from thinwire.errors import LinkError
+
+STRANGERS = 128  # connections at once that have not shown who they are
+_READ_NBYTES = 1 << 16
+_BACKLOG = 1024
+_ENDED = "it ended without showing who it is"
+
+
+class _Visitor:
+    def __init__(self, who: str, task: asyncio.Task[None]) -> None:
+        self.who, self.task = who, task
+        self.known, self.told, self.nbytes, self.ended = False, False, 0, _ENDED
+
+
+class Door:
+    """Listens at a public port, and passes what comes to gRPC's own.
+
+    Args:
+        audit: has a line for who left unknown.
+        inner: gRPC's port on this machine.
+        seconds: in which a visitor shows who it is.
+        stays: whether it may stay then; if not, `seconds` is all it has.
+    """
+
+    def __init__(self, audit: AuditLog, inner: int, seconds: float, stays: bool) -> None:
+        self._audit, self._inner, self._seconds, self._stays = audit, inner, seconds, stays
+        self._by_port: dict[int, _Visitor] = {}  # of this machine, as gRPC sees it
+        self._strangers: dict[_Visitor, None] = {}  # in the order of coming
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def open(self, host: str, port: int) -> int:
+        """Listen; the port. Raises `LinkError`: it is taken."""
+        try:
+            self._server = await asyncio.start_server(self._visited, host, port, limit=_READ_NBYTES, backlog=_BACKLOG)
+        except OSError as error:
+            raise LinkError(
+                f"the hub cannot listen at {host}:{port} ({error.strerror or error}). End what holds that port, or choose "
+                "another with --listen."
+            ) from None
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def close(self) -> None:
+        """Send everybody away."""
+        self._server.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def who(self, peer: str) -> str:
+        """Where the connection comes from that gRPC calls `peer`."""
+        visitor = self._by_port.get(_port(peer))
+        return visitor.who if visitor else peer
+
+    def known(self, peer: str) -> None:
+        """The hub knows who that is."""
+        if visitor := self._by_port.get(_port(peer)):
+            visitor.known = True
+            self._strangers.pop(visitor, None)
+
+    def told(self, peer: str) -> None:
+        """What there is to say of that connection stands in the audit log."""
+        if visitor := self._by_port.get(_port(peer)):
+            visitor.told = True
+
+    async def _visited(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        host, port = writer.get_extra_info("peername")[:2]
+        visitor = _Visitor(f"{host}:{port}", task)
+        if len(self._strangers) >= STRANGERS:
+            self._send_away(next(iter(self._strangers)), f"{STRANGERS} others came, and it did not show who it is")
+        self._strangers[visitor] = None
+        timer = asyncio.get_running_loop().call_later(self._seconds, self._late, visitor)
+        try:
+            await self._pass_on(visitor, reader, writer)
+        except OSError as error:
+            visitor.ended = str(error)
+        except asyncio.CancelledError:
+            pass  # sent away: the task ends here
+        finally:
+            timer.cancel()
+            self._tasks.discard(task)
+            self._forget(visitor)
+            writer.close()
+
+    async def _pass_on(self, visitor: _Visitor, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._inner, limit=_READ_NBYTES)
+        port = far_writer.get_extra_info("sockname")[1]
+        self._by_port[port] = visitor
+        ways = [
+            asyncio.create_task(self._one_way(visitor, reader, far_writer)),
+            asyncio.create_task(self._one_way(None, far_reader, writer)),
+        ]
+        try:
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for way in ways:
+                way.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
+            del self._by_port[port]
+            far_writer.close()
+
+    async def _one_way(
+        self, visitor: _Visitor | None, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        with suppress(OSError):
+            while data := await reader.read(_READ_NBYTES):
+                if visitor:
+                    visitor.nbytes += len(data)
+                writer.write(data)
+                await writer.drain()
+
+    def _late(self, visitor: _Visitor) -> None:
+        if not (visitor.known and self._stays):
+            self._send_away(visitor, f"it did not show who it is in {self._seconds:g} s")
+
+    def _send_away(self, visitor: _Visitor, why: str) -> None:
+        visitor.ended = why
+        visitor.task.cancel()
+        self._forget(visitor)  # now: its task may not run for a while
+
+    def _forget(self, visitor: _Visitor) -> None:
+        if visitor in self._strangers:
+            del self._strangers[visitor]
+            only_looked = (
+                visitor.ended == _ENDED and not self._stays
+            )  # at the authority, as a machine that joins does first
+            if not visitor.told and not only_looked:
+                why = f"{visitor.ended} ({visitor.nbytes} bytes)"
+                self._audit.stranger("refused a connection from", visitor.who, why)
+
+
+def _port(peer: str) -> int:
+    port = peer.rpartition(":")[2]
+    return int(port) if port.isdigit() else -1

@@ -1,0 +1,47 @@
+"""A hub whose audit log a test can wait for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from thinwire.comm.secure import Hub
+
+
+class Lines:
+    """What the audit log said."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, line: str) -> None:
+        with self._changed:
+            self.said.append(line)
+            self._changed.notify_all()
+
+    def wait(self, *parts: str) -> str:
+        """The first line with all `parts`, when it is there."""
+        found: list[str] = []
+
+        def there() -> bool:
+            found[:] = [line for line in self.said if all(part in line for part in parts)]
+            return bool(found)
+
+        with self._changed:
+            assert self._changed.wait_for(there, 600.0), self.said
+        return found[0]
+
+
+@pytest.fixture
+def audit() -> Lines:
+    return Lines()
+
+
+@pytest.fixture
+def hub(tmp_path: Path, audit: Lines) -> Iterator[Hub]:
+    with Hub(tmp_path / "hub", say=audit) as hub:
+        yield hub

@@ -1,0 +1,241 @@
+"""Members that lie, flood or are put out, and a network that garbles: the others' rounds go on, and memory stays bounded."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from group_laws import TIMEOUT, Exchange
+from hub_process import HubProcess
+from raw_member import RawMember, admitted, welcomed
+from secure_groups import run_secure
+from tcp_proxy import Proxy
+
+from thinwire.comm.secure import Hub, frames, join
+from thinwire.comm.secure.messages import BUDGET_NBYTES
+from thinwire.comm.secure.state import HubState
+from thinwire.errors import LinkError
+
+NBYTES = 1_500_000
+
+
+def rounds(group):
+    for what in range(4):
+        small = Exchange(group, 1, what, 100)
+        Exchange(group, 2, what, NBYTES).check()
+        small.check()
+
+
+def flip(data: bytes) -> bytes:
+    place = len(data) // 2
+    return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+
+
+GARBLED = {
+    "flips a bit": flip,
+    "drops bytes": lambda data: data[: len(data) // 2],
+    "repeats bytes": lambda data: data + data,
+    "reorders bytes": lambda data: data[len(data) // 2 :] + data[: len(data) // 2],
+}
+
+
+@pytest.mark.parametrize("kind", GARBLED)
+def test_a_man_in_the_middle(kind, hub, tmp_path):
+    """Whatever he does to a connection ends it; the next one goes on where it was, and what arrives is what was sent."""
+    failures: list[BaseException] = []
+    with Proxy(hub.invite()) as proxy:
+        spoilt = [0, 0]
+
+        def garble(way: int, data: bytes) -> bytes:
+            if spoilt[way] < 2 and len(data) > 20_000 and proxy.forwarded > (1 + 2 * spoilt[way]) * 1_000_000:
+                spoilt[way] += 1
+                return GARBLED[kind](data)
+            return data
+
+        proxy.upwards, proxy.downwards = lambda data: garble(0, data), lambda data: garble(1, data)
+        tokens = [str(hub.invite()), str(proxy.token)]
+
+        def replica(index: int) -> None:
+            try:
+                with join(tokens[index], f"r-{index}", 2, tmp_path / "keys", "", TIMEOUT) as group:
+                    rounds(group)
+            except BaseException as failure:
+                failures.append(failure)
+
+        threads = [threading.Thread(target=replica, args=(index,)) for index in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failures, failures
+    assert sum(spoilt) >= 2
+
+
+SAID = {  # by a member with a right key, as the first frame after its welcome
+    "a frame again": (frames.LEAVE, 0, b"", 0, "frame 0 where 1 was due"),
+    "a frame too early": (frames.LEAVE, 0, b"", 7, "frame 7 where 1 was due"),
+    "an unknown kind": (200, 0, b"", 1, "of kind 200"),
+    "a kind that is the hub's": (frames.GONE, 1, b"\0", 1, "not due here"),
+    "another length": (frames.PULL, 1, b"\0" * 27, 1, "27 bytes"),
+    "a frame for itself": (frames.ACK, 0, bytes(16), 1, "for member 0 of 2"),
+    "a frame for nobody": (frames.ACK, 9, bytes(16), 1, "for member 9 of 2"),
+    "more receivers than bytes": (frames.DATA, 0, bytes(8) + b"\xff\xff", 1, "for 65535 receivers"),
+    "a long chunk with control": (frames.DATA, 0, frames.packed_data(0, [(1, 0)], bytes(9000)), 1, "on the control stream"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SAID)
+def test_what_a_member_must_not_say(kind, hub, audit, tmp_path):
+    """It ends its stream with the reason, and stands in the audit log."""
+    what, rank, body, sequence, why = SAID[kind]
+    liar = admitted(hub.invite(), "a-liar", tmp_path)
+    other = admitted(hub.invite(), "other", tmp_path)
+    with RawMember(hub.invite(), liar) as first, RawMember(hub.invite(), other) as second:
+        stream, there = first.hello(2), second.hello(2)
+        assert welcomed(stream).rank == 0 and welcomed(there).rank == 1
+        stream.put(what, rank, body, sequence)
+        code, told = stream.refusal()
+        assert code is grpc.StatusCode.INVALID_ARGUMENT and why in told
+    assert "a-liar.member.thinwire" in audit.wait("refused frames of 127.0.0.1:", why)
+
+
+def test_frames_that_are_too_long(hub, tmp_path):
+    """gRPC refuses a declared length before it makes room."""
+    with RawMember(hub.invite(), admitted(hub.invite(), "oslo", tmp_path)) as member:
+        stream = member.hello(1)
+        welcomed(stream)
+        stream.raw(bytes(1 << 20))
+        assert stream.refusal()[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def resident(pid: int) -> int:
+    """Bytes of memory that a process has."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+
+
+def test_a_member_that_floods(tmp_path):
+    """It sends what nobody reads, until the hub ends it; the memory of the hub has a bound, and another group trains on."""
+    hub = HubProcess(tmp_path / "hub")
+    try:
+        flooder, sink = (admitted(hub.invite(1), name, tmp_path) for name in ("a-flooder", "sink"))
+        before = resident(hub.process.pid)
+        with RawMember(hub.invite(1), flooder) as first, RawMember(hub.invite(1), sink) as second:
+            control, there = first.hello(2), second.hello(2)
+            connection = welcomed(control).connection
+            welcomed(there)  # and never reads again
+            ended = threading.Event()
+
+            def flood() -> None:
+                bulk = first.bulk()
+                bulk.put(frames.ATTACH, 0, frames.packed(frames.ATTACH, connection))
+                body = frames.packed_data(0, [(1, 0)], bytes(frames.CHUNK_NBYTES))
+                for _ in range(4 * 3 * BUDGET_NBYTES // frames.CHUNK_NBYTES):
+                    bulk.put(frames.DATA, 0, body)
+                code, why = bulk.refusal()
+                assert code is grpc.StatusCode.INVALID_ARGUMENT and "it floods" in why
+                ended.set()
+
+            thread = threading.Thread(target=flood)
+            thread.start()
+            run_secure(hub.invite(2), 2, rounds, tmp_path / "keys", run="others")
+            thread.join()
+            assert ended.is_set()
+            grown = resident(hub.process.pid) - before
+        assert grown < 5 * BUDGET_NBYTES, f"{grown:,} bytes"
+        assert "it floods" in (tmp_path / "hub" / "audit.txt").read_text()
+    finally:
+        hub.close()
+
+
+def test_one_that_is_revoked_is_out(hub, audit, tmp_path):
+    """At once, while it waits; the other is told, and neither its certificate nor its key helps it any more."""
+    joined = threading.Barrier(2)
+    told: dict[str, str] = {}
+
+    def replica(name: str, other: int) -> None:
+        with join(str(hub.invite()), name, 2, tmp_path, "", TIMEOUT) as group:
+            joined.wait()
+            try:
+                group.post(0, {}, {other: torch.zeros(9, dtype=torch.uint8)}).wait()
+            except LinkError as error:
+                told[name] = str(error)
+
+    threads = [threading.Thread(target=replica, args=args) for args in (("bergen", 1), ("oslo", 0))]
+    for thread in threads:
+        thread.start()
+    audit.wait("formed")
+    state = HubState(tmp_path / "hub")  # as the command does, in another process
+    state.revoke("oslo")
+    state.close()
+    for thread in threads:
+        thread.join()
+    assert "replica 1 (oslo) was revoked at the hub" in told["bergen"] and "oslo is revoked" in told["oslo"]
+    audit.wait("gone oslo: was revoked")
+    with pytest.raises(LinkError, match="oslo is revoked"):
+        join(str(hub.invite(5)), "oslo", 1, tmp_path)
+    audit.wait("refused to admit", "oslo is revoked")
+
+
+def test_certificates_are_renewed_on_the_way(tmp_path, audit):
+    """They hold for two seconds, and the rounds take several: nothing is lost."""
+    with Hub(tmp_path / "hub", lifetime=timedelta(seconds=2), say=audit) as hub:
+
+        def renewed(group) -> None:
+            """Rounds until replica 0 has seen six new connections."""
+            more = torch.ones(1, dtype=torch.uint8)
+            while int(more):
+                rounds(group)
+                if group.rank == 0:
+                    more[0] = sum(line.startswith("connected ") for line in list(audit.said)) < 6
+                    group.post(9, {1: more}, {}).wait()
+                else:
+                    group.post(9, {}, {0: more}).wait()
+
+        run_secure(hub, 2, renewed, tmp_path / "keys")
+
+
+def test_a_process_started_again_ends_the_group_of_before(hub, audit, tmp_path):
+    """The others are told at once, and meet it anew."""
+    with RawMember(hub.invite(), admitted(hub.invite(), "oslo", tmp_path)) as first:
+        with RawMember(hub.invite(), admitted(hub.invite(), "lima", tmp_path)) as second:
+            before, there = first.hello(2), second.hello(2)
+            welcomed(before), welcomed(there)
+            with RawMember(hub.invite(), admitted(hub.invite(), "oslo", tmp_path)) as again:
+                stream = again.hello(2)
+                seen = [frames.opened(next(there.call), place, range(12)).kind for place in (1, 2)]
+                assert set(seen) >= {frames.GONE}
+                assert "another process has come as oslo" in before.refusal()[1]
+                audit.wait("gone oslo: was started anew")
+                second.process = bytes(16)
+                assert {name for name in welcomed(second.hello(2)).names} == {name for name in welcomed(stream).names}
+
+
+def test_half_open_connections(tmp_path):
+    """Hundreds that say nothing, or a little now and then: rounds go on, and the hub's open files have a bound."""
+    hub = HubProcess(tmp_path / "hub")
+    opened: list[socket.socket] = []
+    try:
+        token = hub.invite(2)
+        files = Path(f"/proc/{hub.process.pid}/fd")
+        before, most = len(list(files.iterdir())), 0
+        drip = random.Random(0)
+        for number in range(400):
+            one = socket.create_connection((token.host, (token.port, token.join_port)[number % 2]))
+            if number % 3:
+                one.sendall(b"\x16\x03\x01\x02\x00\x01"[: drip.randint(1, 6)])
+            opened.append(one)
+            most = max(most, len(list(files.iterdir())) - before)
+        run_secure(token, 2, rounds, tmp_path / "keys")
+        most = max(most, len(list(files.iterdir())) - before)
+        assert most <= 2 * 3 * 128 + 64, most
+        assert "others came" in (tmp_path / "hub" / "audit.txt").read_text()
+    finally:
+        for one in opened:
+            one.close()
+        hub.close()

@@ -1,0 +1,162 @@
+"""Machines without a right key: none gets in, each leaves one line in the audit log, and rounds of the others go on."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import grpc
+import pytest
+from group_laws import Exchange
+from hub_process import HubProcess
+from raw_member import RawMember, admitted
+from secure_groups import run_secure
+
+from thinwire.comm.secure import Hub, Token, admit, join
+from thinwire.comm.secure.keys import Authority, Credentials, new_key, opened_request, private_folder, request
+from thinwire.errors import ConfigurationError, LinkError
+
+
+def rounds(group):
+    for what in range(3):
+        Exchange(group, 1, what, 300_000).check()
+
+
+def refused(token: Token, own: Credentials) -> None:
+    with RawMember(token, own) as member:
+        assert member.hello(1).refusal()[0] is grpc.StatusCode.UNAVAILABLE
+
+
+def signed(authority: Authority, name: str, lifetime: timedelta, trusted: bytes) -> Credentials:
+    key = new_key()
+    made = authority.issue(opened_request(request(key, name)), f"{name}.member.thinwire", lifetime)
+    return Credentials(key, made, trusted)
+
+
+@pytest.mark.parametrize("kind", ["no certificate", "a foreign authority", "expired", "no TLS"])
+def test_who_has_no_right_certificate(kind, hub, audit, tmp_path):
+    """Refused in the handshake, beside a group whose rounds go on."""
+    token, own = hub.invite(), Authority(tmp_path / "hub")
+    foreign = Authority(private_folder(tmp_path / "foreign"))
+    hour = timedelta(hours=1)
+
+    def knock() -> None:
+        if kind == "no TLS":
+            with socket.create_connection((token.host, token.port)) as one:
+                one.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(range(256)) * 64)
+                while one.recv(4096):
+                    pass
+        elif kind == "no certificate":
+            refused(token, Credentials(b"", b"", own.pem))
+        elif kind == "expired":
+            refused(token, signed(own, "oslo", -timedelta(minutes=1), own.pem))
+        else:
+            refused(token, signed(foreign, "oslo", hour, own.pem))
+
+    thread = threading.Thread(target=knock)
+    thread.start()
+    run_secure(hub, 2, rounds, tmp_path / "keys")
+    thread.join()
+    assert "bytes" in audit.wait("refused a connection from 127.0.0.1:")
+    assert sum("refused" in line for line in audit.said) == 1
+
+
+def test_a_foreign_key_for_a_members_name(hub, audit, tmp_path):
+    """Not by a token, which is not used up, nor by a certificate of another name."""
+    admit(str(hub.invite()), "oslo", tmp_path / "a")
+    token = str(hub.invite())
+    with pytest.raises(LinkError, match="the name oslo belongs to another key"):
+        join(token, "oslo", 1, tmp_path / "b")
+    audit.wait("refused to admit 127.0.0.1:", "the name oslo belongs to another key")
+    with join(token, "lima", 1, tmp_path / "b"):
+        pass
+    own = Authority(tmp_path / "hub")
+    thief = signed(own, "oslo", timedelta(hours=1), own.pem)  # as if the authority had erred
+    with RawMember(hub.invite(), thief) as member:
+        code, why = member.hello(1).refusal()
+        assert code is grpc.StatusCode.PERMISSION_DENIED and "belongs to another key" in why
+    audit.wait("refused 127.0.0.1:", "oslo.member.thinwire", "belongs to another key")
+
+
+def test_a_certificate_of_the_hub_is_no_members(hub, tmp_path):
+    """And a member's key cannot be the hub's: the names differ, and what they are for."""
+    own = Authority(tmp_path / "hub")
+    refused(hub.invite(), own.hub_credentials(timedelta(hours=1)))
+
+
+@pytest.mark.parametrize("kind", ["used up", "expired", "another name", "wrong secret"])
+def test_a_token_that_does_not_hold(kind, hub, audit, tmp_path):
+    token = hub.invite(1, name="oslo" if kind == "another name" else None)
+    if kind == "used up":
+        admit(str(token), "lima", tmp_path / "a")
+    if kind == "expired":
+        token = hub.invite(1, 1e-9)
+    if kind == "wrong secret":
+        token = Token(token.host, token.port, token.join_port, token.authority, token.invitation, bytes(16))
+    why = {"used up": "is used up", "expired": "has expired", "another name": "for another name"}.get(kind, "no such")
+    with pytest.raises(LinkError, match=f"does not admit this machine: .*{why}.*Ask whoever keeps the hub"):
+        join(str(token), "kyoto", 1, tmp_path / "b")
+    audit.wait("refused to admit 127.0.0.1:", why)
+
+
+def test_a_used_token_lets_its_member_come_again(hub, tmp_path):
+    """Who joined before the answer arrived asks again, with the same key; nobody else can."""
+    token = str(hub.invite())
+    for _ in range(2):
+        admit(token, "oslo", tmp_path / "a")
+    kept = tmp_path / "a" / "oslo"
+    assert {path.name: path.stat().st_mode & 0o777 for path in kept.iterdir()} == dict.fromkeys(
+        ("authority.pem", "authority.sha256", "key.pem"), 0o600
+    )
+    files = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "hub").iterdir()}
+    assert set(files.values()) == {0o600} and "authority.key" in files
+
+
+def test_another_hub_in_between_hears_nothing(hub, audit, tmp_path):
+    """A token says by which authority the hub is known: the secret is not told to another."""
+    heard: list[str] = []
+    with Hub(tmp_path / "other", say=heard.append) as other:
+        token = hub.invite()
+        there = Token(other.host, other.port, other.join_port, token.authority, token.invitation, token.secret)
+        with pytest.raises(LinkError, match="is not the hub of this token: its authority has another fingerprint"):
+            admit(str(there), "oslo", tmp_path / "keys")
+        assert not heard
+        admit(str(token), "oslo", tmp_path / "keys")
+        with pytest.raises(ConfigurationError, match="holds the key of oslo at another hub"):
+            admit(str(other.invite()), "oslo", tmp_path / "keys")
+
+
+@pytest.mark.parametrize(
+    "name", ["../oslo", "Oslo", "os lo", "oslo\x1b[31m", "", "a" * 64, "-oslo", "oslo/..", "оslo", "hub.thinwire"]
+)
+def test_names_that_are_none(name, hub, audit, tmp_path):
+    with pytest.raises(ConfigurationError, match="small letters, digits and hyphens"):
+        join(str(hub.invite()), name, 1, tmp_path / "keys")
+    assert not audit.said
+
+
+def test_only_tls_13(tmp_path):
+    """The command speaks nothing older, even to who has a right key."""
+    hub = HubProcess(tmp_path / "hub")
+    try:
+        token = hub.invite(1)
+        own = admitted(token, "oslo", tmp_path / "keys")
+        pem = Path(tmp_path / "own.pem")
+        pem.write_bytes(own.key + own.certificate)
+        for version, works in ((ssl.TLSVersion.TLSv1_2, False), (ssl.TLSVersion.TLSv1_3, True)):
+            context = ssl.create_default_context(cadata=own.authorities.decode())
+            context.maximum_version = version
+            context.load_cert_chain(pem)
+            context.set_alpn_protocols(["h2"])
+            with socket.create_connection((token.host, token.port)) as one:
+                if works:
+                    with context.wrap_socket(one, server_hostname="hub.thinwire") as secured:
+                        assert secured.version() == "TLSv1.3" and secured.recv(9)
+                else:
+                    with pytest.raises(OSError):
+                        context.wrap_socket(one, server_hostname="hub.thinwire")
+    finally:
+        hub.close()

@@ -1,0 +1,97 @@
+"""A member that says what it likes: the right key, and frames by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from thinwire.comm.secure import Token, frames
+from thinwire.comm.secure.channels import BULK, CONTROL
+from thinwire.comm.secure.enrol import Enrolment
+from thinwire.comm.secure.keys import HUB, Credentials
+
+
+class RawStream:
+    """One stream: `put` a frame, read the answers."""
+
+    def __init__(self, channel: grpc.Channel, method: str) -> None:
+        self._frames: queue.Queue[bytes | None] = queue.Queue()
+        self.call: Any = channel.stream_stream(method)(iter(self._frames.get, None))
+        self.sequence = 0
+
+    def put(self, kind: int, rank: int, body: bytes, sequence: int | None = None) -> None:
+        self._frames.put(frames.head(kind, rank, self.sequence if sequence is None else sequence) + body)
+        self.sequence += 1
+
+    def raw(self, data: bytes) -> None:
+        self._frames.put(data)
+
+    def end(self) -> None:
+        self._frames.put(None)
+
+    def refusal(self) -> tuple[grpc.StatusCode, str]:
+        """How the hub ends the stream, after whatever else it says."""
+        try:
+            for _ in self.call:
+                pass
+        except grpc.RpcError as error:
+            return error.code(), error.details()
+        return self.call.code(), self.call.details()
+
+
+class RawMember:
+    """A channel with these credentials; `admitted` makes honest ones."""
+
+    def __init__(self, token: Token, own: Credentials, group: bytes = bytes(32)) -> None:
+        credentials = grpc.ssl_channel_credentials(own.authorities, own.key or None, own.certificate or None)
+        options = [
+            ("grpc.ssl_target_name_override", HUB),
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.enable_retries", 0),
+        ]
+        self.channel = grpc.secure_channel(f"{token.host}:{token.port}", credentials, options)
+        self.group, self.process = group, os.urandom(16)
+        self._streams: list[RawStream] = []
+
+    def control(self) -> RawStream:
+        return self._stream(CONTROL)
+
+    def bulk(self) -> RawStream:
+        return self._stream(BULK)
+
+    def _stream(self, method: str) -> RawStream:
+        self._streams.append(RawStream(self.channel, method))
+        return self._streams[-1]
+
+    def hello(self, size: int) -> RawStream:
+        """A control stream with its first frame."""
+        stream = self.control()
+        stream.put(frames.HELLO, 0, frames.packed(frames.HELLO, self.process, self.group, size))
+        return stream
+
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.end()
+        self.channel.close()
+
+    def __enter__(self) -> RawMember:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def admitted(token: Token, name: str, folder: Path) -> Credentials:
+    """What an honest machine gets."""
+    return asyncio.run(Enrolment(token, name, folder).admitted()).credentials
+
+
+def welcomed(stream: RawStream) -> frames.Welcome:
+    """The hub's answer to `hello`."""
+    raw = next(stream.call)
+    return frames.opened_welcome(frames.opened(raw, 0, [frames.WELCOME]).body)
