@@ -7,13 +7,13 @@ from itertools import combinations
 
 import pytest
 import torch
+from aggregating import aggregated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import thinwire as tw
 from thinwire.codecs import E3M0, Identity
-from thinwire.pieces.aggregate import Aggregate, Values
 from thinwire.pieces.products import inner_products
 from thinwire.rng import Key
 from thinwire.testing.attacks import Attack, Attacked, attack_of, hidden
@@ -55,17 +55,6 @@ each_rule = pytest.mark.parametrize("text", [*PLAIN, *MIXED])
 def drawn(seed: int, size: int = SIZE, numel: int = 40) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(numel, generator=generator) + torch.randn(size, numel, generator=generator)
-
-
-def aggregated(rule: Aggregate, x: Tensor, key: Key = Key(seed=1)) -> Tensor:
-    if rule.needs_products:
-        rule = rule.given(inner_products(x), key)
-    out = torch.zeros(x.shape[1])
-    rule.into(
-        out,
-        [Values(Identity(), row.contiguous().view(torch.uint8), Key(sender=i), len(row)) for i, row in enumerate(x)],
-    )
-    return out
 
 
 # ---- inner products

@@ -1,0 +1,62 @@
+"""Rules and attacks against byzfl 0.0.11's own outputs, recorded by tests/support/record_byzfl.py.
+
+Where byzfl defines a rule in another way it is named here: Krum takes one neighbour more (M − f − 1), MDA takes the first of equally
+narrow subsets. Bulyan, FoolsGold and the Flag Aggregator are not in it.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+from aggregating import aggregated
+
+from thinwire.parsing import parse
+from thinwire.pieces.by_products import krum_scores
+from thinwire.pieces.products import squared_distances
+from thinwire.rng import Key
+from thinwire.testing.attacks import Scene, attack_of
+
+CASES = json.loads(Path(__file__).with_name("byzfl.json").read_text())["cases"]
+OTHERWISE = ("Krum(2)", "MultiKrum(2)", "MDA(2)")
+SAME = [text for text in CASES[0]["rules"] if text not in OTHERWISE]
+
+
+@pytest.mark.parametrize("text", SAME)
+def test_rules_are_byzfls(text):
+    for case in CASES:
+        x, due = torch.tensor(case["vectors"]), torch.tensor(case["rules"][text])
+        found = aggregated(parse(text), x)
+        torch.testing.assert_close(found, due, rtol=2e-6, atol=2e-6)
+
+
+def test_krum_with_one_neighbour_more_is_byzfls():
+    """Its score is a mean of M − f − 1 squared distances: so ours for one liar fewer."""
+    for case in CASES:
+        x = torch.tensor(case["vectors"])
+        scores = krum_scores(squared_distances(x.double() @ x.double().T), range(len(x)), 1)
+        order = sorted(range(len(x)), key=scores.__getitem__)
+        torch.testing.assert_close(x[order[0]], torch.tensor(case["rules"]["Krum(2)"]))
+        torch.testing.assert_close(x[order[:9]].mean(0), torch.tensor(case["rules"]["MultiKrum(2)"]))
+
+
+def test_mda_is_byzfls_up_to_ties():
+    for case in CASES:
+        x = torch.tensor(case["vectors"])
+        squared = squared_distances(x.double() @ x.double().T)
+        widths = {s: max(squared[i][j] for i, j in combinations(s, 2)) for s in combinations(range(len(x)), 9)}
+        least = min(widths.values())
+        means = [x[list(s)].mean(0) for s, width in widths.items() if width <= least * (1 + 1e-9)]
+        for found in (torch.tensor(case["rules"]["MDA(2)"]), aggregated(parse("MDA(2)"), x)):
+            assert any(torch.allclose(found, mean, atol=1e-5) for mean in means)
+
+
+@pytest.mark.parametrize("text", list(CASES[0]["attacks"]))
+def test_attacks_are_byzfls(text):
+    for case in CASES:
+        honest = torch.tensor(case["vectors"])[:-2]
+        said = attack_of(text).says(Scene(honest[0], honest, honest[0], Key(), 11, 2))
+        torch.testing.assert_close(said, torch.tensor(case["attacks"][text]), rtol=1e-5, atol=1e-6)
