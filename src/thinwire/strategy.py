@@ -311,7 +311,8 @@ class Strategy:
 
     def nbytes_per_period(self, fragments: Sequence[int | Shapes], size: int, number: int = LONG_RUN) -> int:
         """Bytes one replica of `size` sends in one period of `every` inner steps, for fragments of so many elements, or of tensors
-        of such shapes (the same but for a codec that needs shapes): in their round `number`, or in the long run. Predicted = counted.
+        of such shapes (the same but for a codec that needs shapes): in their round `number`, or in the long run. Predicted = counted;
+        or the most, where a codec's size depends on the values (see `bound`).
         """
         shaped = [((fragment,),) if isinstance(fragment, int) else fragment for fragment in fragments]
         return sum(self.exchange.nbytes_sent(*self.coded(shapes, number), size) for shapes in shaped)
@@ -324,6 +325,16 @@ class Strategy:
         if number < max((one.full for one in self.filters), default=0):
             return in_full(codec), numel
         return self.policy.at(codec, numel, number, self.policy.init(codec)), numel
+
+    @property
+    def bound(self) -> str:
+        """What to say beside predicted bytes where they are a bound; empty where they are what is counted."""
+        varies = any(codec.varies for codec in self.policy.codecs(self.codec))
+        return (
+            f"sizes of {self.codec} depend on the values; bytes that are predicted are the most it sends"
+            if varies
+            else ""
+        )
 
     def choices(self, fragments: Sequence[Shapes], size: int) -> list[str]:
         """Which exchange was chosen for fragments of tensors of such shapes, and why; empty where there is no choice."""
@@ -364,6 +375,7 @@ class Strategy:
             f"{self.schedule.delay} of them in the air",
             f"{nbytes:,} bytes sent per replica and period: {bits:.4g} bits per parameter and step (predicted)",
         ]
+        lines += [self.bound] if self.bound else []
         if self.aggregate != Mean():
             lines.append(
                 f"aggregate: {self.aggregate}, of {size} replicas {self.aggregate.tolerates(size)} may send anything"

@@ -91,6 +91,15 @@ def test_unlike_machines_and_directions_are_named() -> None:
     assert "asymmetric-link: replica-0 → replica-1" in said and "unequal-machines: all wait for old" in said
 
 
+def test_the_codec_of_a_run_file_is_tried_too_and_a_bound_is_called_one() -> None:
+    planned = task(base=replace(BILLION, method=replace(BILLION.method, codec="Entropy(E3M0())")))
+    found = settings(planned)
+    assert {setting.method for setting in found if setting.strategy.bound} == {"streaming_diloco"}
+    for setting in found:
+        said = any(line.startswith("sizes-vary: sizes of Entropy") for line in explain.warnings(planned, setting))
+        assert said == bool(setting.strategy.bound)
+
+
 def test_memory_decides_the_micro_batch() -> None:
     large, small = (settings(replace(task(), memory_nbytes=limit))[0] for limit in (80 * 10**9, 40 * 10**9))
     assert small.run.data.batch < large.run.data.batch and small.memory_nbytes <= 40 * 10**9

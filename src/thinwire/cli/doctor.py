@@ -271,6 +271,7 @@ def enough(
     nbytes = strategy.nbytes_per_period(fragments, replicas)
     floor = 8 * nbytes / (every * seconds)
     says = f"{text_of_nbytes(nbytes)} in {every} steps of {text_of_seconds(seconds)}: at least {text_of_rate(floor)} up (predicted)"
+    says += f"; {strategy.bound}" if strategy.bound else ""
     if link is None or not floor:  # one replica alone sends nothing
         yield CheckResult("link", "ok", says, "give --link RATE to compare with yours" if floor else "")
         return

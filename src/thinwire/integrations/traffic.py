@@ -19,6 +19,7 @@ def told(strategy: Strategy, replica: Replica, size: int) -> str:
     every = strategy.schedule.every
     nbytes = strategy.nbytes_per_period([fragment.shapes for fragment in replica.fragments], size)
     return (
-        f"{size} replica{'s' * (size > 1)}; each sends {nbytes / every:,.0f} bytes a step on average ({nbytes:,} every {every} steps, predicted), "
+        f"{size} replica{'s' * (size > 1)}; each sends {nbytes / every:,.0f} bytes a step on average ({nbytes:,} every {every} steps, "
+        f"{'at most, ' if strategy.bound else ''}predicted), "
         f"where DistributedDataParallel sends {gradient_nbytes(replica.model, size):,}"
     )

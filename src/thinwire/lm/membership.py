@@ -37,7 +37,7 @@ class MemberSpec:
 
 
 def largest_round(strategy: Strategy, fragments: Sequence[int | Shapes], replicas: int) -> int:
-    """Bytes that one replica sends for the largest fragment."""
+    """Bytes that one replica sends for the largest fragment; the most, where sizes vary."""
     return max(strategy.nbytes_per_period([fragment], replicas) for fragment in fragments)
 
 

@@ -59,7 +59,7 @@ class Timeouts:
         link: Link | None = None,
         grace: str | None = None,
     ) -> Timeouts:
-        """For rounds of `nbytes` (sent by a replica in one round, all peers together) on `link` (None: no matter).
+        """For rounds of `nbytes` (sent by a replica in one round, all peers together; the most, where sizes vary) on `link` (None: no matter).
 
         With H = `every`, τ = `delay`, T = `step_seconds`; air = nbytes on the link; rtt = 2 · its delay;
         queue = 1 MiB of bulk on the link, which may stand before a heartbeat:

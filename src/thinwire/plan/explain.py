@@ -88,6 +88,9 @@ def warnings(task: Task, best: Setting) -> list[str]:
                 f"asymmetric-link: {links.names[a]} → {links.names[b]} carries {text_of_rate(there)} and the way back {text_of_rate(back)}; "
                 "every replica sends as much as it receives, so the slower way counts"
             )
+    said += (
+        [f"sizes-vary: {best.strategy.bound}, and so are times and memory that follow"] if best.strategy.bound else []
+    )
     out = [name for place, name in enumerate(links.names) if place not in chosen]
     if out:
         said.append(f"left-out: {few(out)} would hold the others up more than help")

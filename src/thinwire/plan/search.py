@@ -76,10 +76,11 @@ def _rank(setting: Setting) -> tuple[object, ...]:
 
 
 def _runs(base: Run, methods: Sequence[str], codecs: Mapping[str, tuple[str | None, ...]]) -> Iterator[Run]:
-    """The base run with every method's settings."""
+    """The base run with every method's settings; of its own method with its own codec too."""
     for method in methods:
         taken, run = inspect.signature(RECIPES[method]).parameters, base.with_strategy(method)
-        for codec in codecs.get(method, (None,)):
+        own = base.method.codec if method == base.method.strategy else None
+        for codec in dict.fromkeys((*codecs.get(method, (None,)), *([own] if own else []))):
             for every in EVERY if "every" in taken else (None,):
                 for delay in DELAY if "delay" in taken else (None,):
                     if not (delay and every and 2 * delay > every):

@@ -100,6 +100,8 @@ def main(arguments: Sequence[str]) -> int:
         if recorder is not None:
             recorder.end(outcome, run.optimizer.steps, summary)
     console.print(_table(scenario, outcome, summary))
+    if strategy.bound:
+        console.print(strategy.bound, soft_wrap=True, highlight=False)
     if asked.out is not None:
         (asked.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
         page = write_report([asked.out], asked.out / "report.html")
