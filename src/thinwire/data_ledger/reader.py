@@ -123,14 +123,14 @@ class LeasedReader:
     # ---- what the driver does
 
     @property
-    def reading(self) -> ReadCount:
+    def read_count(self) -> ReadCount:
         """For the status."""
         lease = self._along.lease if self._along else None
         return ReadCount(lease.serial, lease.version, self.count) if lease else ReadCount()
 
     def claim(self, fragment: int) -> Claim:
         """What a delta of `fragment` that departs now holds."""
-        reading = self.reading
+        reading = self.read_count
         return Claim(reading.serial, reading.version, self.holds[fragment])
 
     def landed(self, fragment: int, claim: Claim) -> None:
@@ -155,12 +155,13 @@ class LeasedReader:
             if lease is not None:
                 self._begin(ledger, lease)
             return
-        if lease is None or not lease.reads_alike(self.reading, self.count):
+        if lease is None or not lease.reads_alike(self.read_count, self.count):
             return  # the members drop what this replica brings, and then it begins again
-        if not lease.reads_alike(self.reading, self._drawn):
+        alike = lease.reads_alike(self.read_count, self._drawn)
+        self._along, self.count = Along(ledger, lease), max(self.count, lease.high)
+        if not alike or self._drawn < self.count:  # what was drawn ahead is another's, or has landed before a restart
             self.turn += 1
             self._drawn = self.count
-        self._along = Along(ledger, lease)
 
     def begin_again(self, ledger: DataLedger | None) -> None:
         """All of this replica's own is dropped: read from the first of its samples that nobody has."""
@@ -187,7 +188,7 @@ class LeasedReader:
 
     def state(self) -> dict[str, Any]:
         """For JSON, beside the ledger."""
-        reading = self.reading
+        reading = self.read_count
         return {"at": [reading.serial, reading.version, reading.count], "holds": [list(held) for held in self.holds]}
 
     def load(self, state: Mapping[str, Any], saved: DataLedger | None, known: DataLedger | None) -> bool:
