@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any
 
 import torch
 
 from thinwire import checkpoint
+from thinwire.data_ledger import LeasedReader
 from thinwire.errors import EndedError, LinkError
 from thinwire.lm.membership import AdaptiveTimeouts, RetryReporter, join, make_membership
 from thinwire.lm.place import ElasticPlace
@@ -32,6 +34,9 @@ class ElasticTrainer(Trainer):
         fragments = strategy.partition.fragments(self.model)
         self._log_start(strategy, fragments)  # before the first contact, which may take long
         self._timeouts = AdaptiveTimeouts(strategy, run.placement, fragments, self._time_a_step())
+        reader = self._lease()
+        if reader:
+            facts |= {"samples": f"{reader.samples} in an epoch, {reader.step} in an inner step"}
         reporter = RetryReporter(log.emit)
         saved, times = dict[str, Any](), self._timeouts.timeouts()
         if self.place.resume:
@@ -45,7 +50,7 @@ class ElasticTrainer(Trainer):
         def attach() -> Replica:
             return Replica(
                 strategy, self.model, self.optimizer, self.group,
-                tokens=tokens, observer=log.emit, clock=log.seconds,
+                tokens=tokens, reader=reader, observer=log.emit, clock=log.seconds,
             )  # fmt: skip
 
         try:
@@ -64,6 +69,18 @@ class ElasticTrainer(Trainer):
         torch.autograd.backward(self._loss(0))
         self.optimizer.zero_grad()
         return self.run.data.accumulate * (time.monotonic() - began)
+
+    def _lease(self) -> LeasedReader | None:
+        """A reader that follows what the members agree on, from the beginning; None for a job that reads in a way of its own."""
+        tried, run = self.reader, self.run
+        if tried.samples is None:
+            return None
+        step = tried.count * run.data.accumulate  # one micro-batch was tried
+        reader = LeasedReader(run.seed, run.placement.replicas, step, tried.samples)
+        self.reader = reader
+        self.share = dataclasses.replace(self.share, reader=reader)
+        self.job.begin(self.share)
+        return reader
 
     def _resume(self) -> None:
         """Go on from the newest sound checkpoint of this replica's own, at the step where the others are."""
