@@ -17,6 +17,8 @@ from thinwire.lm.trainer import Trainer
 from thinwire.membership import Membership
 from thinwire.replica import Replica
 
+MOST_NAMED = 1000  # ranges of samples in a summary
+
 
 class ElasticTrainer(Trainer):
     """A member trains at a speed of its own, and goes on from its own newest checkpoint."""
@@ -31,6 +33,7 @@ class ElasticTrainer(Trainer):
 
     def _attach(self, facts: dict[str, Any]) -> Replica:
         run, log, strategy = self.run, self.log, self.run.make_strategy()
+        self._named: dict[str, list[list[Any]]] = {"lost": [], "returned": []}
         fragments = strategy.partition.fragments(self.model)
         self._log_start(strategy, fragments)  # before the first contact, which may take long
         self._timeouts = AdaptiveTimeouts(strategy, run.placement, fragments, self._time_a_step())
@@ -50,7 +53,7 @@ class ElasticTrainer(Trainer):
         def attach() -> Replica:
             return Replica(
                 strategy, self.model, self.optimizer, self.group,
-                tokens=tokens, reader=reader, observer=log.emit, clock=log.seconds,
+                tokens=tokens, reader=reader, observer=self._hear, clock=log.seconds,
             )  # fmt: skip
 
         try:
@@ -69,6 +72,18 @@ class ElasticTrainer(Trainer):
         torch.autograd.backward(self._loss(0))
         self.optimizer.zero_grad()
         return self.run.data.accumulate * (time.monotonic() - began)
+
+    def _hear(self, event: str, step: int, **fields: Any) -> None:
+        if event == "data":
+            for kind, named in self._named.items():
+                named += fields[kind][: MOST_NAMED - len(named)]
+        self.log.emit(event, step, **fields)
+
+    def _summary(self, stopped: bool) -> dict[str, Any]:
+        summary = super()._summary(stopped)
+        if summary["samples"]:
+            summary["samples"] |= {"lost_with": self._named["lost"], "returned_by": self._named["returned"]}
+        return summary
 
     def _lease(self) -> LeasedReader | None:
         """A reader that follows what the members agree on, from the beginning; None for a job that reads in a way of its own."""
