@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.comm.group import Group
+from thinwire.data_ledger import LeasedReader
 from thinwire.elastic.driver import join
+from thinwire.errors import ConfigurationError
 from thinwire.membership.rendezvous import Membership
 from thinwire.observer import Observer
 from thinwire.pieces.partition import Fragment
@@ -29,6 +31,10 @@ def choose(training: Training, fragments: list[Fragment], group: Group | Members
     """The driver that this group and this strategy need, having met the others. Raises as `Replica`."""
     if isinstance(group, Membership):
         return join(training, fragments, group, site)
+    if training.reader is not None:
+        raise ConfigurationError(
+            "reader= with a fixed group: it follows what members agree on; give a Membership, or read a share by rank."
+        )
     kind = GradientDriver if isinstance(training.strategy.signal, Gradients) else DeltaDriver
     return kind(training, fragments, group, site)
 
@@ -59,6 +65,7 @@ class Replica:
             run elastic (docs/elastic.md): `step` then jumps ahead if this replica was behind.
         site: the ranks of this replica, if it has several.
         tokens: tokens per inner step, with a `Membership` only: a delta is then weighted by its tokens. None: all deltas count alike.
+        reader: with a `Membership` only: where this replica reads its samples, each once an epoch in all (docs/data.md).
         observer: is called as `observer(event, step, **fields)` at depart, flight, land, refused, wire (on another thread) and warning.
             Without it, warnings go to Python's `warnings`.
         clock: the time in seconds that events carry.
@@ -93,6 +100,7 @@ class Replica:
         *,
         site: Group | None = None,
         tokens: float | None = None,
+        reader: LeasedReader | None = None,
         observer: Observer = silent,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -100,6 +108,7 @@ class Replica:
         self.strategy, self.model, self.optimizer, self.group = strategy, model, as_one(optimizers), group
         self._finished, self._site, sharded = False, site, site is not None
         self._training, fragments = Training.of(strategy, model, self.optimizer, observer, clock, tokens, sharded)
+        self._training.reader = reader
         self._driver = choose(self._training, fragments, group, site)
         self._inner_steps = InnerSteps(optimizers, self._training, self._driver)
         self._loop_warnings = LoopWarnings(self, model, observer)

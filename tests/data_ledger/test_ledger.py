@@ -171,7 +171,7 @@ class Play:
         return Member(reader, [Counter() for _ in range(self.fragments)])
 
     def train(self, member: Member) -> None:
-        if member.reader.reading.serial < 0:
+        if member.reader.read_count.serial < 0:
             return
         member.reader.draw(self.step)
         member.reader.trained()
@@ -233,7 +233,7 @@ class Play:
             return
         for member in here.values():
             self.bring(member, fragment)
-        statuses = {name: (member.reader.reading, member.waits.get(fragment)) for name, member in here.items()}
+        statuses = {name: (member.reader.read_count, member.waits.get(fragment)) for name, member in here.items()}
         for member in here.values():  # training goes on meanwhile
             for _ in range(chance.choice([0, 0, 1, 6])):
                 self.train(member)

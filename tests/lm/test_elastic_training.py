@@ -28,6 +28,7 @@ from thinwire.membership.testing.cluster import Killed, SimulatedCluster, Thread
 from thinwire.pieces.partition import Fragment
 from thinwire.records.events import read_events
 from thinwire.records.run_record import RunRecord
+from thinwire.report.report import write_report
 
 NAMES = ("replica-0", "replica-1", "replica-2")
 
@@ -112,6 +113,10 @@ def test_all_end_with_the_same_weights_and_the_three_numbers_add_up(
         and record.status == "finished"
     )
     assert (tmp_path / "run/model.safetensors").exists() and not record.remarks
+    read = 3 * run.optimizer.steps * run.data.batch
+    told = (record.summary.samples_trained, record.summary.samples_in_flight, record.summary.samples_lost)
+    assert told == (read, 0, 0) and ("samples trained", f"{read:,}") in record.summary.figures()
+    assert not record.named_samples
     sent = ended["replica-0"]["ledger"]["sent"]["packet"]
     assert sum(count["nbytes"] for count in sent.values()) == record.replicas[0].nbytes_sent  # foreseen = counted
     assert [(s.trained, s.jumped, s.counted) for s in record.steps] == [
@@ -141,6 +146,42 @@ def test_who_was_killed_comes_back_from_its_own_checkpoint_and_reads_nothing_twi
     assert len(read) == len(set(read)), "a replica read a batch twice"
     assert {"away", "back"} <= {note.kind for note in record.notes}
     assert record.status == "finished" and 0 < (record.summary.taking_part or 0) <= 3
+
+
+def test_who_is_killed_for_good_leaves_its_samples_to_the_others(
+    cluster: SimulatedCluster, run: Run, tmp_path: Path
+) -> None:
+    """From the runs' own records: who read what, what landed, what was lost with whom and who read it again."""
+    run, folder = run.changed(steps=96, checkpoint_every=0), tmp_path / "run"
+    cluster.at("replica-1", "post", lambda: cluster.kill("replica-1"), 40)
+
+    def mortal(name: str) -> Any:
+        return launch.train_here(run, ElasticPlace(MemberSpec(ThreadRendezvous(cluster, name), name), folder, False))
+
+    launch.new_folder(run, folder, False)
+    ended = cluster.play(dict.fromkeys(NAMES, mortal))
+    assert isinstance(ended["replica-1"], Killed) and ended["replica-0"]["weights"] == ended["replica-2"]["weights"]
+    logs = {name: read_events(folder / f"events/{name}.jsonl") for name in NAMES}
+    read = {n: [set(range(*r)) for e in log if e["event"] == "read" for r in e["ranges"]] for n, log in logs.items()}
+    said = {
+        kind: [
+            (name, x) for e in logs["replica-0"] if e["event"] == "data" for name, a, b in e[kind] for x in range(a, b)
+        ]
+        for kind in ("trained", "lost", "returned")
+    }
+    trained, lost = [x for _, x in said["trained"]], {x for _, x in said["lost"]}
+    assert len(trained) == len(set(trained)) and not lost & set(trained), "a sample was counted twice"
+    assert all(x in set().union(*read[name]) for name, x in said["trained"]), "trained, and not read by that replica"
+    assert {name for name, _ in said["lost"] + said["returned"]} == {"replica-1"} and len(said["returned"]) > 100
+    again = {x for name, x in said["trained"] if name != "replica-1"} & {x for _, x in said["returned"]}
+    assert again, "what was returned is trained by the others"
+    survivors = [x for name in ("replica-0", "replica-2") for part in read[name] for x in part]
+    assert len(survivors) == len(set(survivors)) and set(survivors) <= set(trained)
+    record = RunRecord.load(folder)
+    assert (record.summary.samples_trained, record.summary.samples_lost) == (len(trained), len(lost))
+    assert "of the order were returned, and others train them, from replica-1" in record.named_samples
+    report = write_report([folder], folder / "report.html").read_text()
+    assert "samples trained" in report and "from replica-1" in report
 
 
 def test_all_go_on_each_from_its_own_newest_sound_checkpoint(

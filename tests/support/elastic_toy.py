@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
+from thinwire.data_ledger import LeasedReader
 from thinwire.elastic.driver import ElasticDriver
 from thinwire.elastic.messages import Outcome, Ready
 from thinwire.elastic.plan import RoundPlan
@@ -77,8 +78,11 @@ class Book:
     commits: dict[str, Committed] = field(default_factory=dict)  # by state_digest
     disk: dict[str, tuple[int, Any, Any]] = field(default_factory=dict)  # the last checkpoint, by name
     events: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
-    trained: list[Tensor] = field(default_factory=lambda: [torch.zeros(n) for n in SIZES])  # by all, in all their lives
+    start: list[Tensor] = field(default_factory=lambda: START)
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.trained = [torch.zeros_like(start) for start in self.start]  # by all, in all their lives
 
     def hear(self, name: str) -> Callable[..., None]:
         def observe(event: str, step: int, **fields: Any) -> None:
@@ -97,9 +101,10 @@ class Book:
 
     def anchors(self, state_digest: str) -> list[Tensor]:
         """What they make of the start: less the weighted mean of each, over all who train."""
-        anchors = [start.clone() for start in START]
+        anchors = [start.clone() for start in self.start]
         for _, fragment, deltas, weights, _, whole in self.history(state_digest):
-            anchors[fragment] -= sum((w * d for w, d in zip(weights, deltas)), torch.zeros(())) / whole
+            if deltas:
+                anchors[fragment] -= sum((w * d for w, d in zip(weights, deltas)), torch.zeros(())) / whole
         return anchors
 
 
@@ -132,13 +137,14 @@ class Toy:
         tokens: float | None = None,
         inner: Callable[[Toy, int], Tensor] | None = None,
         most_steps: int | None = None,
+        reader: LeasedReader | None = None,
     ) -> None:
         self.inner = inner or (lambda toy, fragment: increment(toy.name, toy.step, fragment))
         self.keep = keep
         self.cluster, self.step_seconds, self.save_every, self.restored = cluster, step_seconds, save_every, False
-        self.name, self.book, self.trained = name, book, [torch.zeros(n) for n in SIZES]
+        self.name, self.book, self.trained = name, book, [torch.zeros_like(start) for start in book.start]
         strategy = tw.Strategy(schedule=tw.pieces.schedule.Staggered(every=4, delay=0), outer=tw.pieces.outer.Average())
-        self.parameters = [nn.Parameter(start.clone()) for start in START]
+        self.parameters = [nn.Parameter(start.clone()) for start in book.start]
         fragments = [
             tw.pieces.partition.Fragment(f"part {i}", [(f"part {i}", p)]) for i, p in enumerate(self.parameters)
         ]
@@ -146,6 +152,7 @@ class Toy:
         times = Timeouts(grace=grace)
         membership = cluster.membership(name, least=least, timeouts=times, most_steps=most_steps)
         self.training = training(strategy, self.parameters, self.pieces, book.hear(name), tokens)
+        self.training.reader = self.reader = reader
         self.elastic = ElasticDriver(self.training, membership, thread=Inline())
         self.sent: list[list[Tensor]] = [[], []]  # of its own deltas, those that were counted
         loop = self.elastic.rounds.loop
@@ -156,10 +163,10 @@ class Toy:
                 book.deltas[view.id, name] = ready.delta.clone()
             return fly(view, plan, ready)
 
-        def believed(view: View, plan: RoundPlan, ready: Ready, moved: Any) -> None:
+        def believed(view: View, plan: RoundPlan, ready: Ready, moved: Any, granted: bool = False) -> None:
             before = loop.agreed.state_digest
-            believe(view, plan, ready, moved)
-            if moved is not None:
+            believe(view, plan, ready, moved, granted)
+            if before != loop.agreed.state_digest:
                 with book.lock:
                     deltas = [book.deltas[view.id, view.members[rank].name] for rank in plan.counted]
                     weights = [plan.weights[rank] for rank in plan.counted]
@@ -169,6 +176,7 @@ class Toy:
                     )
 
         def taken_over(outcome: Outcome, anchor: Tensor, step: int) -> None:
+            self.restored = self.restored or outcome.dropped
             if outcome.counted is not None:
                 self.sent[outcome.fragment].append(outcome.counted.delta)
             if outcome.returned is not None:
@@ -228,15 +236,15 @@ class Toy:
     def check_nothing_lost(self) -> None:
         """All that it trained is in the deltas that were counted, or still in the parameters; and these are in the anchors, once."""
         if self.restored:
-            return  # what it trained between the checkpoint and its death is lost
+            return  # what it trained between the checkpoint and its death is lost, or what others have trained again
         history = self.book.history(self.elastic.rounds.loop.agreed.state_digest)
         for index, piece in enumerate(self.pieces):
             left = piece.anchor - self.parameters[index].detach()
-            sent = sum(self.sent[index], torch.zeros(SIZES[index]))
+            sent = sum(self.sent[index], torch.zeros_like(left))
             torch.testing.assert_close(sent + left, -self.trained[index], rtol=1e-5, atol=1e-4)
             mine = [delta for one in history for name, delta in zip(one.names, one.deltas)
                     if one.fragment == index and name == self.name]  # fmt: skip
-            there = sum(mine[len(mine) - len(self.sent[index]) :], torch.zeros(SIZES[index]))  # of this life
+            there = sum(mine[len(mine) - len(self.sent[index]) :], torch.zeros_like(left))  # of this life
             torch.testing.assert_close(sent, there, rtol=1e-5, atol=1e-4)
 
 

@@ -50,8 +50,9 @@ class ReadCount:
 
 @dataclass(frozen=True)
 class Named:
-    """What a commit says of samples beside those that it landed, by position: lost with whom, and returned by whom."""
+    """What a commit says of samples, by position: trained by whom, lost with whom, and returned by whom."""
 
+    trained: tuple[tuple[str, Range], ...] = ()
     lost: tuple[tuple[str, Range], ...] = ()
     returned: tuple[tuple[str, Range], ...] = ()
 
@@ -134,12 +135,20 @@ class DataLedger:
         object.__setattr__(self, "_by_name", {lease.name: index for index, lease in enumerate(self.leases)})
 
     @property
+    def terms(self) -> tuple[int, ...]:
+        """What is fixed for a run, but for the lanes, which are as many as it had replicas at the start."""
+        return self.samples, self.seed, self.fragments, self.ahead, self.patience
+
+    @property
     def order(self) -> Order:
         return Order(self.samples, self.seed, self.lanes)
 
     def begin(self, names: Iterable[str]) -> DataLedger:
-        """With a lease for each of `names`: an equal part of every epoch."""
-        zeros = (0,) * self.fragments
+        """With a lease for each of `names`: an equal part of every epoch. Where these are of replica-0, replica-1, ..., as many as there
+        are lanes, all of them have one, also who comes late.
+        """
+        zeros, numbered = (0,) * self.fragments, {f"replica-{number}" for number in range(self.lanes)}
+        names = numbered if set(names) <= numbered else names
         return replace(self, leases=tuple(Lease(name, 0, zeros) for name in in_order(names)))
 
     def lease(self, name: str) -> Lease | None:
@@ -173,7 +182,7 @@ class DataLedger:
         self, fragment: int, claims: Mapping[str, Claim], present: Mapping[str, ReadCount]
     ) -> tuple[DataLedger, Named]:
         """The ledger after a round that counted deltas of `fragment` with these `claims` (admitted ones), while `present` took part."""
-        lost: list[tuple[str, Range]] = []
+        done, lost = list[tuple[str, Range]](), list[tuple[str, Range]]()
         leases, dead, trained, gone = list[Lease](), set[str](), self.trained, self.lost
         for before in self.leases:
             name = before.name
@@ -181,6 +190,8 @@ class DataLedger:
             lease, holes = self._settle(landed)
             lease = replace(lease, absent=0 if name in present else lease.absent + 1)
             trained += lease.first - before.first - total(holes)
+            sound = _without((before.first, lease.first), holes)
+            done += [(name, positions) for some in sound for positions in self.positions(landed, *some)]
             if lease.absent > self.patience:
                 dead.add(name)
                 holes = (*holes, (lease.first, lease.high))
@@ -190,7 +201,7 @@ class DataLedger:
         after = replace(self, number=self.number + 1, leases=tuple(leases), trained=trained, lost=gone)
         new = [name for name in present if self.lease(name) is None]
         after, returned = after._split(present, dead, new) if dead or new else (after, ())
-        return after, Named(tuple(lost), returned)
+        return after, Named(tuple(done), tuple(lost), returned)
 
     # ---- the parts of a commit
 
@@ -307,6 +318,17 @@ def union(ranges: Iterable[Range]) -> tuple[Range, ...]:
 def total(ranges: Iterable[Range]) -> int:
     """How many numbers there are in `ranges`."""
     return sum(end - begin for begin, end in ranges)
+
+
+def _without(whole: Range, holes: Iterable[Range]) -> Iterator[Range]:
+    """What is left of a range: `holes` are in it, ascending, and do not touch."""
+    at = whole[0]
+    for begin, end in holes:
+        if at < begin:
+            yield at, begin
+        at = end
+    if at < whole[1]:
+        yield at, whole[1]
 
 
 def _joined(ranges: Iterable[Range]) -> Iterator[Range]:

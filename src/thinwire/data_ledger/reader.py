@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from thinwire.data_ledger.layout import decoded, encoded
 from thinwire.data_ledger.ledger import Claim, DataLedger, Lease, Range, ReadCount, total, union
 from thinwire.errors import DataError
 
@@ -22,6 +23,11 @@ class Reader(Protocol):
     """What a job asks for its samples."""
 
     turn: int  # another one: what was drawn and not trained is void, and is to be drawn again
+    count: int  # of samples that are trained
+
+    @property
+    def samples(self) -> int | None:
+        """In an epoch; None where nobody has asked for any."""
 
     def open(self, samples: int) -> None:
         """An epoch has so many. Raises `DataError` if it had another number before."""
@@ -37,6 +43,15 @@ class Reader(Protocol):
 
     def micro_batch(self, micro: int, number: int) -> NDArray[np.int64]:
         """The samples of micro-batch `micro`, of `number` each; they are in the parameters from now on."""
+
+    def facts(self) -> dict[str, int]:
+        """What became of the samples, for a summary: in_an_epoch, trained, lost, in_flight; empty where there are none."""
+
+    def notes(self) -> dict[str, Any]:
+        """What a checkpoint needs beside a driver's own state: JSON."""
+
+    def load_notes(self, notes: Mapping[str, Any]) -> None:
+        """Go on from `notes()`. Raises `DataError`."""
 
 
 class Along:
@@ -123,14 +138,14 @@ class LeasedReader:
     # ---- what the driver does
 
     @property
-    def reading(self) -> ReadCount:
+    def read_count(self) -> ReadCount:
         """For the status."""
         lease = self._along.lease if self._along else None
         return ReadCount(lease.serial, lease.version, self.count) if lease else ReadCount()
 
     def claim(self, fragment: int) -> Claim:
         """What a delta of `fragment` that departs now holds."""
-        reading = self.reading
+        reading = self.read_count
         return Claim(reading.serial, reading.version, self.holds[fragment])
 
     def landed(self, fragment: int, claim: Claim) -> None:
@@ -155,12 +170,13 @@ class LeasedReader:
             if lease is not None:
                 self._begin(ledger, lease)
             return
-        if lease is None or not lease.reads_alike(self.reading, self.count):
+        if lease is None or not lease.reads_alike(self.read_count, self.count):
             return  # the members drop what this replica brings, and then it begins again
-        if not lease.reads_alike(self.reading, self._drawn):
+        alike = lease.reads_alike(self.read_count, self._drawn)
+        self._along, self.count = Along(ledger, lease), max(self.count, lease.high)
+        if not alike or self._drawn < self.count:  # what was drawn ahead is another's, or has landed before a restart
             self.turn += 1
             self._drawn = self.count
-        self._along = Along(ledger, lease)
 
     def begin_again(self, ledger: DataLedger | None) -> None:
         """All of this replica's own is dropped: read from the first of its samples that nobody has."""
@@ -185,9 +201,22 @@ class LeasedReader:
         """Samples that are in the parameters, and not in every anchor."""
         return total(union(held for one in self.holds for held in one))
 
+    def facts(self) -> dict[str, int]:
+        """What became of the samples of all replicas, as far as this one knows; in flight are its own."""
+        ledger = self._along.ledger if self._along else None
+        known = {"trained": ledger.trained, "lost": ledger.lost} if ledger else {}
+        return {"in_an_epoch": self.samples or 0, **known, "in_flight": self.in_flight}
+
+    def notes(self) -> dict[str, Any]:
+        """Nothing: the driver saves this reader with the ledger."""
+        return {}
+
+    def load_notes(self, notes: Mapping[str, Any]) -> None:
+        """Nothing."""
+
     def state(self) -> dict[str, Any]:
         """For JSON, beside the ledger."""
-        reading = self.reading
+        reading = self.read_count
         return {"at": [reading.serial, reading.version, reading.count], "holds": [list(held) for held in self.holds]}
 
     def load(self, state: Mapping[str, Any], saved: DataLedger | None, known: DataLedger | None) -> bool:
@@ -217,6 +246,31 @@ class FixedReader:
         self.turn, self.count, self.offset, self._drawn = 0, 0, 0, 0
         self.ledger: DataLedger | None = None
         self._along: Along | None = None
+
+    @property
+    def samples(self) -> int | None:
+        """In an epoch; None where nobody has asked for any."""
+        return self.ledger.samples if self.ledger else None
+
+    def facts(self) -> dict[str, int]:
+        """What became of the samples of all replicas: each has read as many since there were as many replicas."""
+        if self.ledger is None or self._along is None:
+            return {}
+        ledger, since = self.ledger, self.count - self._along.lease.first
+        return {
+            "in_an_epoch": ledger.samples, "trained": ledger.trained + len(ledger.leases) * since, "lost": ledger.lost,
+            "in_flight": 0,
+        }  # fmt: skip
+
+    def notes(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"ledger": encoded(self.ledger).hex(), "offset": self.offset, "count": self.count} if self.ledger else {}
+
+    def load_notes(self, state: Mapping[str, Any]) -> None:
+        """Go on from `notes()`. Raises `DataError`."""
+        if state:
+            self.use(decoded(bytes.fromhex(state["ledger"])), int(state["offset"]))
+            self.count = self._drawn = int(state["count"])
 
     def open(self, samples: int) -> None:
         """An epoch has so many."""

@@ -20,18 +20,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Executor
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.comm.group import Group
+from thinwire.data_ledger import DataLedger, layout
+from thinwire.elastic.data import note
 from thinwire.elastic.global_state import GlobalState
 from thinwire.elastic.messages import Outcome, Point, Ready
 from thinwire.elastic.plan import MOST_WEIGHT
 from thinwire.elastic.round_thread import RoundThread
 from thinwire.elastic.states import State
-from thinwire.errors import CheckpointError, ConfigurationError, LinkError
+from thinwire.errors import CheckpointError, ConfigurationError, EndedError, LinkError
 from thinwire.membership.rendezvous import Membership
 from thinwire.pieces.partition import Fragment
 from thinwire.pieces.schedule import Schedule
@@ -66,9 +69,14 @@ class ElasticDriver:
         self._owed: set[int] = set()  # fragments that were to depart when they could not
         self._seen: int | None = None  # the last step after which it was looked for what departs
         self._own_steps = 0  # inner steps of this replica
+        self._reader = training.reader
         self._at = Point()  # what the fragments hold
         anchors = [piece.anchor for piece in self.pieces]
-        agreed = GlobalState(anchors, [piece.state for piece in self.pieces], state_digest=digest(anchors).hex())
+        agreed = GlobalState(
+            anchors, [piece.state for piece in self.pieces], state_digest=digest(anchors).hex(), ledger=self._template()
+        )
+        if self._reader:
+            self._reader.connect(membership.name, len(self.pieces), self._ask_for_samples)
         codecs = [piece.codec for piece in self.pieces]
         self.rounds = RoundThread(
             strategy,
@@ -94,7 +102,31 @@ class ElasticDriver:
             self.rounds.close(leave=not isinstance(error, LinkError))
             raise
         self._pick_up(self.training.step)
+        self._adopt(self.rounds.report.ledger)
         self.training.step = max(self.training.step, self.rounds.report.step)
+
+    def _template(self) -> DataLedger | None:
+        """The ledger as it is before the first view."""
+        schedule = self._schedule
+        return self._reader.template(len(self.pieces), schedule.every, schedule.delay) if self._reader else None
+
+    def _ask_for_samples(self) -> None:
+        """Hold one more round: this replica has no lease, because it is new or others have its samples. Raises `EndedError`."""
+        if self.rounds.over or self._stop_requested:
+            raise EndedError("there is nothing left to read: the run has ended, or was asked to stop.")
+        if self.rounds.report.state is State.IN_DOUBT:
+            self.rounds.depart(own_steps=self._own_steps)
+        else:
+            self.rounds.ask(self.training.step)
+        self.rounds.wait(lambda: self.rounds.idle or self._stop_requested)
+        self._pick_up(self.training.step)
+        self._adopt(self.rounds.report.ledger)
+
+    def _adopt(self, ledger: DataLedger | None) -> None:
+        """Before the first outcome, and where there is no lease: later ones come with the outcomes."""
+        if self._reader and (self._at.ledger is None or self._reader.read_count.serial < 0):
+            self._at = replace(self._at, ledger=ledger)
+            self._reader.adopt(ledger)
 
     def before_inner_step(self, closure: bool = False) -> None:
         """Nothing: what counts is the parameters after the step."""
@@ -109,7 +141,7 @@ class ElasticDriver:
             )
         self._trained += tokens_of_step(tokens) if self.by_tokens else 1
         self._own_steps += 1
-        self.rounds.trained(step)
+        self.rounds.trained(step, *((self._reader.turn, self._reader.read_count) if self._reader else ()))
         due = self._schedule.departs(step, len(self.pieces))
         late = [index for index in due if index in self._waiting]
         for index in late:
@@ -119,10 +151,15 @@ class ElasticDriver:
         leaving = dict.fromkeys([*self._missed(step), *due, *made_up])
         brought = [self._bring(index, step) for index in leaving if index not in self._waiting]
         if brought or late:
+            self._tell_what_was_read(step)
             self.rounds.depart(*brought, own_steps=self._own_steps)
         self._seen = step
         self._pick_up(step)
         self.training.step = max(step, self.rounds.report.step)
+
+    def _tell_what_was_read(self, step: int) -> None:
+        if self._reader and (ranges := self._reader.fresh()):
+            self._observe("read", step, ranges=[list(pair) for pair in ranges])
 
     def _missed(self, step: int) -> list[int]:
         """Fragments that were to depart at steps which this replica stepped over, being behind; not what departs now."""
@@ -138,6 +175,7 @@ class ElasticDriver:
         Raises `LinkError` where the others are not heard for long; the anchors hold what was agreed until then.
         """
         step = self.training.step
+        self._tell_what_was_read(step)
         late = step + self.strategy.schedule.delay  # all that has come lands
         while not self.rounds.over:
             self.rounds.wait(lambda: self.rounds.idle or self.rounds.over or self._stop_requested)
@@ -191,6 +229,8 @@ class ElasticDriver:
             "by_tokens": self.by_tokens,
             "trained": self._trained,
             "travelled": self._travelled,
+            "ledger": layout.encoded(self._at.ledger).hex() if self._at.ledger else "",
+            "reader": self._reader.state() if self._reader else {},
         }
 
     def load(self, facts: Mapping[str, Any]) -> None:
@@ -201,10 +241,14 @@ class ElasticDriver:
                 f"the checkpoint is of a run in which a delta counts {ways[facts['by_tokens']]}, here it counts "
                 f"{ways[self.by_tokens]}; resume with the run's own setting."
             )
-        agreed = GlobalState([piece.anchor for piece in self.pieces], [piece.state for piece in self.pieces])
+        states = [piece.state for piece in self.pieces]
+        agreed = GlobalState([piece.anchor for piece in self.pieces], states, ledger=self._template())
         agreed.load(facts)
-        self._at = Point(agreed.round, agreed.state_digest, dict(agreed.counted))
+        self._at = Point(agreed.round, agreed.state_digest, dict(agreed.counted), agreed.ledger)
         self._trained, self._travelled = facts["trained"], list(facts["travelled"])
+        if self._reader and not self._reader.load(facts["reader"], agreed.ledger, self.rounds.report.ledger):
+            self.training.load_anchors()  # others train the samples that were in the parameters
+            self._travelled = [self._trained] * len(self.pieces)
         self.rounds.load(agreed)
         if self.rounds.over:  # what was taken over when it joined is final: no checkpoint is newer
             self._pick_up(self.rounds.report.step)
@@ -217,7 +261,8 @@ class ElasticDriver:
         behind = self._trained - self._travelled[index]
         weight = behind if self.by_tokens else min(1.0, behind)
         delta = piece.delta(torch.empty_like(piece.anchor))
-        ready = Ready(index, delta, weight, step, piece.feedback)
+        claim, turn = (self._reader.claim(index), self._reader.turn) if self._reader else (None, 0)
+        ready = Ready(index, delta, weight, step, piece.feedback, claim, turn)
         self._waiting[index] = ready, self._trained
         self._owed.discard(index)
         self._observe("depart", step, fragment=index, round=piece.rounds, nbytes=0, seconds_spent=0.0)
@@ -245,6 +290,10 @@ class ElasticDriver:
                     self._travelled[outcome.fragment] = departed
                 elif outcome.after.round == outcome.round:  # its turn is still to come
                     self._owed.add(outcome.fragment)
+            if self._reader and outcome.dropped:
+                self._reader.begin_again(outcome.after.ledger)
+            elif self._reader:
+                self._reader.adopt(outcome.after.ledger)
 
     @torch.no_grad()
     def _take_over(self, outcome: Outcome, anchor: Tensor, step: int) -> None:
@@ -253,6 +302,8 @@ class ElasticDriver:
         piece.rounds += 1
         if counted is not None:
             piece.feedback = outcome.feedback
+        if self._reader:
+            note(self._reader, outcome)
         if counted is not None:
             flight, delay = step - counted.step, self.strategy.schedule.delay
             if flight == delay:

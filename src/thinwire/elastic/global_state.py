@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from thinwire.codecs import Codec, check_finite
+from thinwire.data_ledger import Claim, DataLedger, Named, ReadCount, layout
 from thinwire.elastic.plan import MOST_ROUNDS, MemberStatus, next_digest
-from thinwire.errors import CheckpointError
+from thinwire.errors import CheckpointError, DataError
 from thinwire.pieces.partition import Fragment
 from thinwire.runtime.fragment_state import FragmentState
 from thinwire.state import State
@@ -30,6 +32,7 @@ class GlobalState:
         default_factory=dict
     )  # fragment, names, mark; by round
     run: str = ""  # tells this run from any other: the id of its first view
+    ledger: DataLedger | None = None  # who reads which samples; None: the replicas see to their data themselves
 
     def fragment(self, index: int, codec: Codec, feedback: State) -> FragmentState:
         """What all hold alike of a fragment, with this replica's `feedback`, for a round; its parameters are the main thread's."""
@@ -47,10 +50,11 @@ class GlobalState:
             "state_digest": self.state_digest,
             "run": self.run,
             "counted": {str(number): who for number, who in self.counted.items()},
+            "ledger": layout.encoded(self.ledger).hex() if self.ledger else "",
         }
 
     def load(self, facts: Mapping[str, Any]) -> None:
-        """Take round, digest, run and record of `facts()`. Raises `CheckpointError`, and changes nothing then."""
+        """Take round, digest, run, record and ledger of `facts()`. Raises `CheckpointError`, and changes nothing then."""
         try:
             number, state_digest, run = int(facts["round"]), str(facts["state_digest"]), str(facts.get("run", ""))
             counted = {
@@ -59,11 +63,15 @@ class GlobalState:
             }
             if not 0 <= number < MOST_ROUNDS:
                 raise ValueError(f"round {number}")
-        except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
+            text = facts["ledger"]
+            ledger = layout.decoded(bytes.fromhex(text)) if text else None
+            if (ledger and ledger.terms) != (self.ledger and self.ledger.terms):
+                raise ValueError("its data is read in another way")
+        except (DataError, KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
             raise CheckpointError(
                 f"a transferred or saved state cannot be read ({error}); run the same version on every replica."
             ) from None
-        self.round, self.state_digest, self.run, self.counted = number, state_digest, run, counted
+        self.round, self.state_digest, self.run, self.counted, self.ledger = number, state_digest, run, counted, ledger
 
     @property
     def mark(self) -> str:
@@ -76,10 +84,30 @@ class GlobalState:
         return index == fragment and name in who and mark in ("", there)
 
     def commit(self, fragment: int, anchor: Tensor, state: State, who: tuple[str, ...]) -> None:
+        """The anchor and outer state of `fragment` after a round that counted `who`."""
         self.anchors[fragment], self.states[fragment] = anchor, state
         self.state_digest = next_digest(self.state_digest, self.round, fragment, anchor)
         self.counted[self.round] = fragment, who, self.mark
         self.counted.pop(self.round - REMEMBERED, None)
+
+    def begin_data(self, names: Iterable[str]) -> None:
+        """Give the members of the first view their leases, unless that is done."""
+        if self.ledger is not None and not self.ledger.leases:
+            self._set_ledger(self.ledger.begin(names))
+
+    def commit_data(self, fragment: int, claims: Mapping[str, Claim], present: Mapping[str, ReadCount]) -> Named:
+        """The ledger after a round; see `DataLedger.commit`."""
+        assert self.ledger is not None
+        ledger, named = self.ledger.commit(fragment, claims, present)
+        self._set_ledger(ledger)
+        return named
+
+    def _set_ledger(self, ledger: DataLedger) -> None:
+        self.ledger = ledger
+        text = f"{self.state_digest}/{layout.digest(ledger)}"
+        self.state_digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        if self.round in self.counted:  # what `mark` tells of a round is what is agreed after it
+            self.counted[self.round] = *self.counted[self.round][:2], self.mark
 
     def take_over(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], status: MemberStatus) -> None:
         """Become what a sound member holds. Raises `CheckpointError` (and changes nothing) if that is not of this model, or

@@ -15,6 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from thinwire.data_ledger import Claim, DataLedger, ReadCount
 from thinwire.elastic.global_state import GlobalState
 from thinwire.elastic.states import Event, State
 from thinwire.state import State as Tensors
@@ -22,13 +23,17 @@ from thinwire.state import State as Tensors
 
 @dataclass(frozen=True)
 class Ready:
-    """A delta that waits for its round. `step` is the inner step that it departed after."""
+    """A delta that waits for its round. `step` is the inner step that it departed after; `claim` names the samples behind it, read
+    in the `turn` of its reader (data_ledger).
+    """
 
     fragment: int
     delta: Tensor
     weight: float
     step: int
     feedback: Tensors
+    claim: Claim | None = None
+    turn: int = 0
 
 
 NOTHING = Ready(-1, torch.empty(0), 0.0, 0, {})  # to take part without a delta
@@ -90,11 +95,12 @@ Command = Join | Load | Depart | Finish | Meet | Close
 
 @dataclass(frozen=True)
 class Point:
-    """Where the agreed state stood: its round, its digest, and who was counted on the way (`GlobalState.counted`)."""
+    """Where the agreed state stood: its round, its digest, who was counted on the way (`GlobalState.counted`), and who reads what."""
 
     round: int = 0
     state_digest: str = ""
     counted: Mapping[int, tuple[int, tuple[str, ...], str]] = field(default_factory=dict)
+    ledger: DataLedger | None = None
 
 
 @dataclass(frozen=True)
@@ -109,6 +115,7 @@ class Outcome:
     returned   this replica's delta that was believed to be counted, and is not: it is still to travel
     broken     it held NaN or infinity, and was not sent
     anew       nothing of this replica's own progress still is to travel: it goes on from the anchor
+    dropped    so it is for all fragments, since others train its samples: it goes on with what its lease says now
     after      the agreed state that this belongs to
     """
 
@@ -122,6 +129,7 @@ class Outcome:
     returned: Ready | None = None
     broken: bool = False
     anew: bool = False
+    dropped: bool = False
     after: Point = field(default_factory=Point)
 
 
@@ -136,6 +144,7 @@ class Report:
     alone     how often in a row it found no view, and
     reason    why, or why its last round failed; "" if it did not
     failure   what ended the rounds
+    ledger    who reads which samples
     """
 
     state: State
@@ -146,12 +155,14 @@ class Report:
     alone: int = 0
     reason: str = ""
     failure: BaseException | None = None
+    ledger: DataLedger | None = None
 
 
 class Mailbox:
     """What lies between the two threads, beside the queue of commands.
 
     steps      the newest inner step, from the main thread
+    reads      the newest turn of its reader, and how far it has read
     closing    set by the main thread: no command but `Close` is carried out any more
     outcomes   from the loop, in order
     """
@@ -160,6 +171,7 @@ class Mailbox:
 
     def __init__(self) -> None:
         self.steps: deque[int] = deque(maxlen=1)
+        self.reads: tuple[int, ReadCount] = 0, ReadCount()
         self.closing = threading.Event()
         self.outcomes: deque[Outcome] = deque()
         self._changed = threading.Condition()

@@ -11,17 +11,20 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from torch import Tensor
 
+from thinwire.data_ledger import Claim, ReadCount
 from thinwire.errors import PeerError
 
 MOST_ROUNDS = 1 << 31  # a packet's header has 32 bits
 MOST_STEPS = 1 << 40
 MOST_WEIGHT = 1e18
 MOST_RECORD = 8192  # bytes
+MOST_NUMBERS = 512  # in a claim
+_MOST_COUNT = 1 << 60  # of samples
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class MemberStatus:
     brings        what the deltas count that it has ready, by fragment: 1, or the tokens behind them; 0: not at all
     record        what it saw of its last round, as JSON, and
     suspect       whom it would go on without (eviction.py); "" nothing, nobody
+    reads         how far it has read along its lease: serial, version, count (data_ledger); empty: it has none
+    claims        the samples behind the deltas that it has ready, by fragment: serial, version, and counts from, to, from, to, ...
     """
 
     round: int
@@ -50,6 +55,8 @@ class MemberStatus:
     brings: Mapping[str, float] = field(default_factory=dict)
     record: str = ""
     suspect: str = ""
+    reads: Sequence[int] = field(default_factory=list)
+    claims: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def facts(self) -> dict[str, Any]:
         """For JSON."""
@@ -74,6 +81,15 @@ class MemberStatus:
                 key.isascii() and key.isdecimal() and len(key) < 10 and type(w) in (int, float) and 0 <= w < MOST_WEIGHT
                 for key, w in status.brings.items()
             ),
+            "reads": len(status.reads) in (0, 3) and _are_counts(status.reads),
+            "claims": status.claims.keys() <= status.brings.keys()
+            and all(
+                type(numbers) is list
+                and 2 <= len(numbers) <= MOST_NUMBERS
+                and len(numbers) % 2 == 0
+                and _are_counts(numbers)
+                for numbers in status.claims.values()
+            ),
         }
         for what, within in bounds.items():
             if not within:
@@ -81,6 +97,16 @@ class MemberStatus:
                     f"{name} sent a status out of bounds: {what} {getattr(status, what)!r:.60}; check that replica."
                 )
         return status
+
+    @property
+    def read_count(self) -> ReadCount:
+        """`reads`, in words."""
+        return ReadCount(*self.reads) if self.reads else ReadCount()
+
+    def claim(self, fragment: int) -> Claim:
+        """What stands behind its delta of `fragment`; nothing, if it says nothing."""
+        serial, version, *counts = self.claims.get(str(fragment), (0, 0))
+        return Claim(serial, version, tuple(zip(counts[::2], counts[1::2])))
 
     def check(self, name: str, fragments: Collection[int], most: float, most_steps: int | None = None) -> None:
         """Raises `PeerError` if `name` brings what there is not among `fragments`, or one that counts more than `most`; or says that
@@ -100,7 +126,12 @@ class MemberStatus:
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "int": (int,), "str": (str,), "bool": (bool,), "Mapping[str, float]": (dict,),
+    "Sequence[int]": (list,), "Mapping[str, Sequence[int]]": (dict,),
 }  # fmt: skip
+
+
+def _are_counts(numbers: Sequence[object]) -> bool:
+    return all(type(number) is int and 0 <= number < _MOST_COUNT for number in numbers)
 
 
 @dataclass(frozen=True)
@@ -133,6 +164,15 @@ class RoundPlan:
     @property
     def counted(self) -> tuple[int, ...]:
         return tuple(rank for rank, weight in enumerate(self.weights) if weight > 0)
+
+    def without(self, ranks: Collection[int]) -> RoundPlan:
+        """The same round, in which the deltas of `ranks` are not counted."""
+        if not any(rank in ranks for rank in self.counted):
+            return self
+        weights = tuple(0.0 if rank in ranks else weight for rank, weight in enumerate(self.weights))
+        train = self.whole * len(self.counted) / sum(self.weights)
+        counted = sum(weight > 0 for weight in weights)
+        return replace(self, weights=weights, whole=sum(weights) * train / max(1, counted))
 
 
 def reconcile(statuses: Sequence[MemberStatus], order: Sequence[int]) -> RoundPlan:

@@ -18,12 +18,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from thinwire.codecs import Codec
 from thinwire.comm.group import Group
+from thinwire.elastic.data import admitted, commit, grants, is_void, says
 from thinwire.elastic.ending import check_final, keep, level, note_end
 from thinwire.elastic.eviction import EvictionVoter
+from thinwire.elastic.flying import fly
 from thinwire.elastic.global_state import GlobalState
 from thinwire.elastic.messages import (
     NOTHING,
@@ -43,12 +44,10 @@ from thinwire.elastic.messages import (
 from thinwire.elastic.plan import MemberStatus, RoundPlan, reconcile
 from thinwire.elastic.states import Action, Event, State, transition
 from thinwire.errors import CheckpointError, EndedError, LinkError, NonFiniteError, PacketError, UndecidedError
-from thinwire.exchange import Buffers, Round, SendContext
+from thinwire.exchange import SendContext
 from thinwire.membership.rendezvous import Membership
 from thinwire.membership.view import View
 from thinwire.observer import Observer
-from thinwire.packet import REFUSED
-from thinwire.rng import Key
 from thinwire.runtime.fragment_state import RoundUpdate
 from thinwire.state import State as Tensors
 from thinwire.strategy import Strategy
@@ -61,7 +60,7 @@ class RoundLoop:
 
     All of it is one thread's (`RoundThread` in round_thread.py runs it). `agreed` is what this replica holds at the start, and belongs to the
     loop from then on. No member's delta counts more than `most_weight`. `observer(event, step, **fields)` hears round, wire,
-    evicted, caught_up, given, alone, doubt, keeps.
+    evicted, caught_up, given, alone, doubt, keeps, data.
     """
 
     def __init__(
@@ -89,6 +88,7 @@ class RoundLoop:
         self._waiting: dict[int, Ready] = {}  # deltas whose rounds are to come, by fragment
         self._doubt: tuple[int, Ready, Tensors] | None = None  # the round, delta and feedback that it does not know of
         self._believed: tuple[int, Ready, str] | None = None  # a round that counted its delta; only it says so as yet
+        self._turn, self._void = 0, -1  # of its reader: in its last status, and the newest of which nothing counts
         self._context: SendContext | None = None
         self._voter = EvictionVoter(membership, self._observe)
         self._actions: dict[Action, Callable[..., object]] = {
@@ -123,8 +123,8 @@ class RoundLoop:
 
     def _publish(self) -> None:
         alone, reason, failure = self._alone, self._reason, self._failure
-        run, step, next_ = self.agreed.run, self._step, self._next
-        self._mail.publish(Report(self._state, self._done, step, next_, run, alone, reason, failure))
+        run, step, next_, ledger = self.agreed.run, self._step, self._next, self.agreed.ledger
+        self._mail.publish(Report(self._state, self._done, step, next_, run, alone, reason, failure, ledger))
 
     @property
     def _next(self) -> int:
@@ -141,7 +141,7 @@ class RoundLoop:
 
     def _put(self, outcome: Outcome) -> None:
         agreed = self.agreed
-        after = Point(agreed.round, agreed.state_digest, dict(agreed.counted))
+        after = Point(agreed.round, agreed.state_digest, dict(agreed.counted), agreed.ledger)
         self._mail.outcomes.append(replace(outcome, after=after))
 
     def _adopt(self, load: Load) -> None:
@@ -176,8 +176,11 @@ class RoundLoop:
         self._round()
 
     def _await_turn(self, brought: Sequence[Ready]) -> None:
-        """A delta that is no number takes part without being counted."""
+        """A delta that is no number takes part without being counted; one of samples that others train comes back."""
         for ready in brought:
+            if ready.turn <= self._void:
+                self._put(Outcome(ready.fragment, self.agreed.round, ready=ready))
+                continue
             finite = bool(torch.isfinite(ready.delta).all())
             if not finite:
                 self._put(Outcome(ready.fragment, self.agreed.round, broken=True))
@@ -215,7 +218,7 @@ class RoundLoop:
         names = [member.name for member in view.members]
         self._alone = 0
         self._met.update(names)
-        moved, committed = self._hold(view, plan, statuses)
+        plan, moved, committed = self._hold(view, plan, statuses)
         self._observe(
             "round", round=plan.round, fragment=plan.fragment, members=names, counted=[names[rank] for rank in plan.counted],
             committed=committed, foreseen=moved.nbytes if moved else 0, nbytes=moved.nbytes_sent if moved else 0,
@@ -233,32 +236,51 @@ class RoundLoop:
     def _status(self) -> MemberStatus:
         agreed, finishing = self.agreed, self._state in (State.FINISHING, State.SETTLED)
         brings = {str(index): ready.weight for index, ready in self._waiting.items()}
+        self._turn, reads = self._mail.reads
+        data = says(self._turn > self._void, reads, self._waiting) | self._voter.says()
         return MemberStatus(
             agreed.round, agreed.state_digest, self._now(), self._state is State.JOINING, finishing, agreed.run, False, brings,
-            **self._voter.says(),
+            **data,
         )  # fmt: skip
 
     def _hold(
         self, view: View, plan: RoundPlan, statuses: Sequence[MemberStatus]
-    ) -> tuple[RoundUpdate | None, bool | None]:
-        """Level, exchange, decide, believe. What was exchanged, and whether it was committed; None: this one cannot know."""
+    ) -> tuple[RoundPlan, RoundUpdate | None, bool | None]:
+        """Level, exchange, decide, believe. The round as it was held, what was exchanged, and whether it was committed; None: this
+        one cannot know.
+        """
         ready, reason = self._waiting.pop(plan.fragment, NOTHING), ""
+        rank, void, granted = view.group.rank, False, False
         moved: RoundUpdate | None = None
         try:
             self._level(view, plan, statuses)
+            asked, plan = plan.counted, admitted(plan, self.agreed.ledger, view, statuses)
+            granted = not plan.counted and not plan.over and grants(self.agreed.ledger, view)
+            refused = rank in asked and rank not in plan.counted
+            void = is_void(self.agreed.ledger, self.membership.name, statuses[rank], refused)
             if plan.counted:
                 moved = self._fly(view, plan, ready)
         except (LinkError, PacketError, NonFiniteError, CheckpointError) as error:
             reason = f"{type(error).__name__}: {error}"
-        committed = self._decide(view, plan, ready, moved) if plan.counted else False
+        committed = self._decide(view, plan, ready, moved, granted) if plan.counted or granted else False
         if reason:
             view.close()
             self._end_sending()
         self._reason = reason
         if committed is not None:
-            self._believe(view, plan, ready, moved if committed else None)
-            self._on(Event.LAST if committed and plan.last else Event.DECIDED)
-        return moved, committed
+            self._believe(view, plan, ready, moved if committed else None, granted and committed)
+            self._on(Event.LAST if committed and plan.last and moved else Event.DECIDED)
+        if void:
+            self._drop()
+        return plan, moved, committed
+
+    def _drop(self) -> None:
+        """Others train the samples of this replica: it goes on from the anchors, with what its lease says now."""
+        self._void = self._turn
+        self._give_back()
+        last = len(self.agreed.anchors) - 1
+        for index, (anchor, state) in enumerate(zip(self.agreed.anchors, self.agreed.states)):
+            self._put(Outcome(index, self.agreed.round, anchor, state, anew=True, dropped=index == last))
 
     def _level(self, view: View, plan: RoundPlan, statuses: Sequence[MemberStatus]) -> None:
         """Those behind take over what the first sound member holds; after it all stand at the same round."""
@@ -269,6 +291,7 @@ class RoundLoop:
             self._on(Event.LEVEL)
         self.agreed.round, self._saved_at, self._believed = plan.round, NEVER, None
         self.agreed.run = statuses[plan.sound[0]].run or view.id
+        self.agreed.begin_data(member.name for member in view.members)
         self.membership.enter(self.agreed.run)
         self._step = max(self._now(), plan.step)
         self._publish()
@@ -304,39 +327,11 @@ class RoundLoop:
         self._put(Outcome(ready.fragment, number, ready=ready))
 
     def _fly(self, view: View, plan: RoundPlan, ready: Ready) -> RoundUpdate:
-        """Exchange the round's fragment.
-
-        Every delta is sent times weight · M / `RoundPlan.whole`, so that the mean over all M members is the weighted one. What is
-        left at the end of the run is averaged, as in a fixed group: it is less than a period's.
-        """
-        strategy, group, fragment = self.strategy, view.group, plan.fragment
-        anchor, own = self.agreed.anchors[fragment], group.rank in plan.counted
-        share = plan.weights[group.rank] * group.size / plan.whole
-        delta = ready.delta if own else torch.zeros_like(anchor)
+        """Exchange the round's fragment."""
+        fragment, own = plan.fragment, view.group.rank in plan.counted
         held = self.agreed.fragment(fragment, self.codecs[fragment], ready.feedback if own else {})
-        outer = strategy.outer.last if plan.finished else strategy.outer
-        moved = RoundUpdate(held, delta, outer, strategy.feedback if own else None, Buffers())
-
-        def signal(begin: int, end: int) -> Tensor:
-            values = moved.signal(begin, end)
-            return values if share in (0.0, 1.0) else values * share
-
-        def settle(begin: int, mean: Tensor, sent: Callable[[], Tensor]) -> None:
-            moved.settle(begin, mean, sent if share in (0.0, 1.0) else lambda: sent() / share)
-
-        key = Key(strategy.seed, fragment, plan.round, group.rank)
-        round_ = Round(self._sending_over(group), self.codecs[fragment], anchor.numel(), key, signal)
-        with self._voter.watches(round_, view):
-            arrival = strategy.exchange.arrive(strategy.exchange.depart(round_, {}), settle)
-        if any(flags & REFUSED for flags in arrival.flags):
-            who = [view.members[rank].name for rank, flags in enumerate(arrival.flags) if flags & REFUSED]
-            raise PacketError(f"{', '.join(who)} announced finite values and sent none; the round is dropped.")
-        if arrival.void or not moved.finish():
-            raise NonFiniteError("the anchor would not be finite; the round is dropped.")
-        moved.close()
-        moved.nbytes = strategy.exchange.nbytes_sent(round_.codec, round_.numel, group.size, group.rank)
-        moved.nbytes_sent = round_.nbytes_sent
-        return moved
+        context = self._sending_over(view.group)
+        return fly(self.strategy, self.codecs[fragment], held, view, plan, ready, context, self._voter)
 
     def _sending_over(self, group: Group) -> SendContext:
         """Kept as long as the group is."""
@@ -350,27 +345,36 @@ class RoundLoop:
             self._context.close(wait=True)  # its group is closed: what it sends fails at once
         self._context = None
 
-    def _decide(self, view: View, plan: RoundPlan, ready: Ready, moved: RoundUpdate | None) -> bool | None:
+    def _decide(
+        self, view: View, plan: RoundPlan, ready: Ready, moved: RoundUpdate | None, granted: bool
+    ) -> bool | None:
         """Whether all members have all that the round needs; None: this one cannot learn it now, and waits for the next statuses."""
         try:
-            return view.decide(f"round {plan.round}", moved is not None, self.membership.timeouts.vote)
+            return view.decide(f"round {plan.round}", moved is not None or granted, self.membership.timeouts.vote)
         except UndecidedError as error:
-            assert moved is not None
             if view.group.rank in plan.counted:
+                assert moved is not None
                 self._on(Event.UNDECIDED, plan.round, ready, moved.feedback)
             else:
                 self._put(Outcome(ready.fragment, plan.round, ready=ready))
             self._observe("doubt", round=plan.round, reason=str(error))
             return None
 
-    def _believe(self, view: View, plan: RoundPlan, ready: Ready, moved: RoundUpdate | None) -> None:
+    def _believe(
+        self, view: View, plan: RoundPlan, ready: Ready, moved: RoundUpdate | None, granted: bool = False
+    ) -> None:
         own = ready if view.group.rank in plan.counted else None
         if moved is not None:
             names = tuple(view.members[rank].name for rank in plan.counted)
             assert moved.anchor is not None  # it has finished
             self.agreed.commit(plan.fragment, moved.anchor, moved.outer, names)
+        if self.agreed.ledger and (moved is not None or granted):
+            self._observe("data", round=plan.round, **commit(self.agreed, view, plan))
+        if moved is not None:
             self._believed = None if own is None else (plan.round, own, self.agreed.mark)
-        if self.agreed.round == plan.round and plan.fragment >= 0:  # not, if it could not take over what it lacks
+        if self.agreed.round == plan.round and (
+            plan.fragment >= 0 or granted
+        ):  # not, if it could not take over what it lacks
             self.agreed.round += 1
         if moved is not None:
             feedback = moved.feedback if own else {}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 
 from thinwire.codecs import Codec
+from thinwire.data_ledger import ReadCount
 from thinwire.elastic.global_state import GlobalState
 from thinwire.elastic.messages import Close, Command, Depart, Finish, Join, Load, Mailbox, Meet, Outcome, Ready, Report
 from thinwire.elastic.plan import MOST_WEIGHT
@@ -57,13 +58,18 @@ class RoundThread:
         if self.report.reason:
             raise LinkError(f"replica {self.membership.name!r} could not join: {self.report.reason}")
 
+    def ask(self, step: int) -> None:
+        """Hold one round with nothing to bring, for what is agreed in it."""
+        self._tell(Join(step))
+
     def load(self, agreed: GlobalState) -> None:
         """Go on from `agreed`, of a checkpoint. Waits for a round that is in progress."""
         self._tell(Load(agreed))
         self.wait(lambda: self.idle)
 
-    def trained(self, step: int) -> None:
-        """Training has got to `step`."""
+    def trained(self, step: int, turn: int = 0, reads: ReadCount | None = None) -> None:
+        """Training has got to `step`, and in this turn of its reader has read so far."""
+        self._mail.reads = turn, reads or ReadCount()
         self._mail.steps.append(step)
 
     def depart(self, *brought: Ready, own_steps: int) -> None:

@@ -3,24 +3,42 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from thinwire.data_ledger import FixedReader, Reader, drawn_for_ever
 from thinwire.rng import derive
 
 
 @dataclass(frozen=True)
 class Share:
-    """What a replica reads of the data: part `index` of `count`, in an order that follows from `seed`."""
+    """What a replica reads of the data: part `index` of `count`, in an order that follows from `seed`.
+
+    Data that has a length and is read by index is read by `sampler`: then each sample is trained once an epoch, also when replicas
+    come and go, or a run goes on with another number of them (docs/data.md).
+    """
 
     seed: int
     index: int
     count: int
+    reader: Reader | None = field(default=None, repr=False, compare=False)
+
+    def sampler(self, samples: int) -> Sampler:
+        """The indices of this replica's samples, of `samples` in all, for ever: for a DataLoader's `sampler=`, or to be looped over."""
+        reader = self.reading
+        reader.open(samples)
+        return Sampler(reader)
+
+    @property
+    def reading(self) -> Reader:
+        """Where this replica is in its samples."""
+        names = [f"replica-{number}" for number in range(self.count)]
+        return self.reader or FixedReader(self.seed, names, names[self.index])
 
     @classmethod
     def of(cls, seed: int, replicas: int, name: str) -> Share:
@@ -35,6 +53,16 @@ class Share:
         if number and int(number[1]) < replicas:
             return cls(seed, int(number[1]), replicas)
         return cls(derive(seed, f"order of {name}"), 0, 1)
+
+
+class Sampler:
+    """See `Share.sampler`."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+
+    def __iter__(self) -> Iterator[int]:
+        return drawn_for_ever(self._reader)
 
 
 class Job(Protocol):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.data_ledger import LeasedReader
 from thinwire.errors import JobError
 from thinwire.jobs.base import Share
 from thinwire.jobs.blame import blaming
@@ -49,28 +50,41 @@ class Batches:
 
     def __init__(self, path: Path, make: Callable[[Share], Any], share: Share) -> None:
         self._path, self._make, self._share = path, make, share
+        self._iterator: Iterator[Any] | None = None
         self._begin()
 
     def _begin(self, state: object = None) -> None:
-        self.taken = 0
+        self.taken, self._iterator = 0, None
         self._stream = Stream(derive(self._share.seed, "batches", self._share.index))
         with self._user():
             self._source: Any = self._make(self._share)
             if state is not None:
                 self._source.load_state_dict(state)
-            try:
-                self._iterator: Iterator[Any] = iter(self._source)
-            except TypeError:
-                raise JobError(
-                    f"{self._path}: batches(share) returned a {type(self._source).__name__}; something to iterate over is needed. "
-                    "Write it as a generator (yield), or return a DataLoader or a list."
-                ) from None
+            if not isinstance(
+                self._share.reader, LeasedReader
+            ):  # else what reads ahead would ask for samples too early
+                self._iterate()
+
+    def _iterate(self) -> Iterator[Any]:
+        reader = self._share.reader
+        self._turn = reader.turn if reader else 0
+        try:
+            self._iterator = iter(self._source)
+        except TypeError:
+            raise JobError(
+                f"{self._path}: batches(share) returned a {type(self._source).__name__}; something to iterate over is needed. "
+                "Write it as a generator (yield), or return a DataLoader or a list."
+            ) from None
+        return self._iterator
 
     def take(self) -> Any:
         """The next one."""
+        reader = self._share.reader
         with self._user():
+            void = reader is not None and reader.turn != self._turn  # what was read ahead is others' by now
+            iterator = self._iterate() if void or self._iterator is None else self._iterator
             try:
-                value = next(self._iterator)
+                value = next(iterator)
             except StopIteration:
                 value = self._again()
         if is_empty(value):
@@ -79,6 +93,9 @@ class Batches:
                 "sample is needed. Drop what is empty before it is yielded."
             )
         self.taken += 1
+        if reader is not None:
+            ahead = getattr(self._source, "num_workers", 0)  # of these it knows how many there are in a batch
+            reader.trained(getattr(self._source, "batch_size", None) if ahead else None)
         return value
 
     def _again(self) -> Any:
@@ -102,6 +119,8 @@ class Batches:
 
     def state(self) -> dict[str, Any]:
         """For JSON. Raises `JobError` for a state that cannot be saved."""
+        if self._follows:
+            return {"taken": self.taken, "stream": encoded(self._stream.state)}
         if not self._saves_itself:
             return {"taken": self.taken}
         with self._user():
@@ -109,7 +128,12 @@ class Batches:
         return {"taken": self.taken, "source": source, "stream": encoded(self._stream.state)}
 
     def load_state(self, state: Mapping[str, Any]) -> str:
-        """Go on from `state()`; what to tell of it."""
+        """Go on from `state()`; what to tell of it. Where the samples follow the share's reader, that has been set before."""
+        if "stream" in state and "source" not in state:
+            self._begin()
+            self._iterate()
+            self.taken, self._stream.state = int(state["taken"]), decoded(state["stream"])
+            return ""
         if "source" in state:
             self._begin(decoded(state["source"]))
             self.taken, self._stream.state = int(state["taken"]), decoded(state["stream"])
@@ -118,6 +142,11 @@ class Batches:
         for _ in range(int(state["taken"])):
             self.take()
         return f"batches(share) has no state_dict and load_state_dict: {self.taken} of what it yields were read again to go on from there"
+
+    @property
+    def _follows(self) -> bool:
+        """Whether the file reads by `share.sampler`."""
+        return self._share.reader is not None and self._share.reader.samples is not None
 
     @property
     def _saves_itself(self) -> bool:

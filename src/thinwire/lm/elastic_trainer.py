@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any
 
 import torch
 
 from thinwire import checkpoint
+from thinwire.data_ledger import LeasedReader
 from thinwire.errors import EndedError, LinkError
 from thinwire.lm.membership import AdaptiveTimeouts, RetryReporter, join, make_membership
 from thinwire.lm.place import ElasticPlace
 from thinwire.lm.trainer import Trainer
 from thinwire.membership import Membership
 from thinwire.replica import Replica
+
+MOST_NAMED = 1000  # ranges of samples in a summary
 
 
 class ElasticTrainer(Trainer):
@@ -29,9 +33,13 @@ class ElasticTrainer(Trainer):
 
     def _attach(self, facts: dict[str, Any]) -> Replica:
         run, log, strategy = self.run, self.log, self.run.make_strategy()
+        self._named: dict[str, list[list[Any]]] = {"lost": [], "returned": []}
         fragments = strategy.partition.fragments(self.model)
         self._log_start(strategy, fragments)  # before the first contact, which may take long
         self._timeouts = AdaptiveTimeouts(strategy, run.placement, fragments, self._time_a_step())
+        reader = self._lease()
+        if reader:
+            facts |= {"samples": f"{reader.samples} in an epoch, {reader.step} in an inner step"}
         reporter = RetryReporter(log.emit)
         saved, times = dict[str, Any](), self._timeouts.timeouts()
         if self.place.resume:
@@ -45,7 +53,7 @@ class ElasticTrainer(Trainer):
         def attach() -> Replica:
             return Replica(
                 strategy, self.model, self.optimizer, self.group,
-                tokens=tokens, observer=log.emit, clock=log.seconds,
+                tokens=tokens, reader=reader, observer=self._hear, clock=log.seconds,
             )  # fmt: skip
 
         try:
@@ -64,6 +72,30 @@ class ElasticTrainer(Trainer):
         torch.autograd.backward(self._loss(0))
         self.optimizer.zero_grad()
         return self.run.data.accumulate * (time.monotonic() - began)
+
+    def _hear(self, event: str, step: int, **fields: Any) -> None:
+        if event == "data":
+            for kind, named in self._named.items():
+                named += fields[kind][: MOST_NAMED - len(named)]
+        self.log.emit(event, step, **fields)
+
+    def _summary(self, stopped: bool) -> dict[str, Any]:
+        summary = super()._summary(stopped)
+        if summary["samples"]:
+            summary["samples"] |= {"lost_with": self._named["lost"], "returned_by": self._named["returned"]}
+        return summary
+
+    def _lease(self) -> LeasedReader | None:
+        """A reader that follows what the members agree on, from the beginning; None for a job that reads in a way of its own."""
+        tried, run = self.reader, self.run
+        if tried.samples is None:
+            return None
+        step = tried.count * run.data.accumulate  # one micro-batch was tried
+        reader = LeasedReader(run.seed, run.placement.replicas, step, tried.samples)
+        self.reader = reader
+        self.share = dataclasses.replace(self.share, reader=reader)
+        self.job.begin(self.share)
+        return reader
 
     def _resume(self) -> None:
         """Go on from the newest sound checkpoint of this replica's own, at the step where the others are."""

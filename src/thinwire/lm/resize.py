@@ -13,6 +13,7 @@ import itertools
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -20,10 +21,13 @@ from torch import Tensor, nn
 
 from thinwire import checkpoint
 from thinwire.checkpoint import Checkpoint
+from thinwire.data_ledger import Claim, ReadCount
+from thinwire.data_ledger.layout import decoded, encoded
 from thinwire.errors import CheckpointError, ConfigurationError
 from thinwire.lm.run import Run
 from thinwire.lm.trained import at_the_anchors
 from thinwire.pieces.partition import Fragment
+from thinwire.pieces.schedule import Schedule
 from thinwire.records.events import being_written
 from thinwire.rng import derive
 from thinwire.runtime.fragment_state import DROPPED
@@ -56,17 +60,17 @@ def resize(run: Run, folder: Path, model: nn.Module) -> str:
             f"{old} replicas there, {new} given: {run.method.label} remembers what each replica has not sent; resume with {old}."
         )
     shutil.rmtree(made, ignore_errors=True)  # of one that was killed
-    step = _make(made, _newest_set(folder, old), new, strategy, strategy.partition.fragments(model), run.seed)
+    step, data = _make(made, _newest_set(folder, old), new, strategy, strategy.partition.fragments(model), run.seed)
     aside = next(path for n in itertools.count(1) if not (path := folder / f"checkpoints-{n}").exists())
     (folder / "checkpoints").rename(aside)
     made.rename(folder / "checkpoints")
     before.changed(replicas=new).save(folder / "run.toml")
     for rank in range(new, old):  # a log without an end would read as a replica that was killed
         (folder / f"events/replica-{rank}.jsonl").rename(aside / f"replica-{rank}.jsonl")
-    return _line(old, new, step, aside.name)
+    return _line(old, new, step, data, aside.name)
 
 
-def _line(old: int, new: int, step: int, aside: str) -> str:
+def _line(old: int, new: int, step: int, data: str, aside: str) -> str:
     if new > old:
         who = ", ".join(f"replica {rank} with the inner moments of replica {rank % old}" for rank in range(old, new))
         what = f"at the agreed weights begin {who}"
@@ -74,8 +78,8 @@ def _line(old: int, new: int, step: int, aside: str) -> str:
         gone = ", ".join(map(str, range(new, old)))
         what = f"replica {gone} leaves, and what it had trained since its last rounds is lost"
     return (
-        f"from {old} to {new} replicas at step {step}: {what}; rounds in the air are dropped and travel again; the text is split anew, "
-        f"and until each has read its part once some of it may come twice or not at all; the checkpoints of before are in {aside}"
+        f"from {old} to {new} replicas at step {step}: {what}; rounds in the air are dropped and travel again; {data}; the checkpoints of "
+        f"before are in {aside}"
     )
 
 
@@ -105,11 +109,12 @@ def _newest_set(folder: Path, replicas: int) -> list[Checkpoint]:
 
 def _make(
     into: Path, found: Sequence[Checkpoint], new: int, strategy: Strategy, fragments: Sequence[Fragment], seed: int
-) -> int:
-    """Write the set for `new` replicas; its step."""
+) -> tuple[int, str]:
+    """Write the set for `new` replicas; its step, and what became of the data."""
     outer = [load_file(one.path / "outer.safetensors") for one in found]
     _check_memory(strategy, fragments, outer, new)
     gradients = isinstance(strategy.signal, Gradients)
+    samples, data = _samples(found, new, strategy)
     for rank in range(new):
         donor = rank % len(found)
         manifest, facts = dict(found[donor].manifest), dict(found[donor].manifest["facts"])
@@ -119,7 +124,7 @@ def _make(
         state = {name: value for name, value in outer[donor].items() if name.split(".", 1)[1] != "delta"}
         notes = manifest["notes"]
         other = notes.get("other_steps", 0) + (len(found) - new) * found[0].step
-        manifest["notes"] = ({} if rank >= len(found) else notes) | {"other_steps": other}
+        manifest["notes"] = ({} if rank >= len(found) else notes) | {"other_steps": other} | samples[rank]
         if rank >= len(found):
             own = torch.Generator().manual_seed(derive(seed, "random state", rank, found[0].step) % 2**63)
             inner = {n: value for n, value in inner.items() if not n.startswith("random")} | {"random": own.get_state()}
@@ -127,7 +132,54 @@ def _make(
             if not gradients:  # there the weights are equal everywhere, and the anchors those of the start
                 model |= at_the_anchors(model, state, fragments)
         checkpoint.write(into / f"replica-{rank}", manifest, (model, inner, state), keep=1)
-    return found[0].step
+    return found[0].step, data
+
+
+def _samples(found: Sequence[Checkpoint], new: int, strategy: Strategy) -> tuple[list[dict[str, Any]], str]:
+    """Where each of `new` replicas goes on in the data, and what to tell of it: what is left of the epoch is split anew."""
+    notes = [one.manifest["notes"].get("samples") for one in found]
+    if not notes[0]:
+        return [{}] * new, "the job reads its data in a way of its own, so that some of it may come twice or not at all"
+    ledger = decoded(bytes.fromhex(notes[0]["ledger"]))
+    claims, present = dict[str, Claim](), dict[str, ReadCount]()
+    for rank, one in enumerate(found):
+        name = f"replica-{rank}"
+        lease, count, offset = ledger.lease(name), int(notes[rank]["count"]), int(notes[rank]["offset"])
+        assert lease is not None  # every replica of the run has one
+        low = high = count  # what a replica that stays has trained is in its weights
+        if rank >= new:
+            steps, (step, rest) = _landed(one, strategy), divmod(count + offset, one.step)
+            low, high = (lease.first, count) if rest else (max(lease.first, s * step - offset) for s in steps)
+        claims[name] = Claim(lease.serial, lease.version, ((lease.first, low), (high, high)))
+        if rank < new:
+            present[name] = ReadCount(lease.serial, lease.version, count)
+    present |= {f"replica-{rank}": ReadCount() for rank in range(len(found), new)}
+    after, named = ledger.commit(0, claims, present)
+    shared = {"ledger": encoded(after).hex()}
+    told = "what is left of the epoch is split anew" + "".join(
+        f", samples {begin} to {end - 1} of its order are lost with {name}" for name, (begin, end) in named.lost
+    )
+    kept = [{"offset": note["offset"], "count": note["count"]} for note in notes]
+    added = {"offset": int(notes[0]["count"]) + int(notes[0]["offset"]), "count": 0}
+    return [{"samples": shared | (kept[rank] if rank < len(found) else added)} for rank in range(new)], told
+
+
+def _landed(one: Checkpoint, strategy: Strategy) -> tuple[int, int]:
+    """Of a replica that leaves: the inner steps that are in all anchors, and those that are in any."""
+    if isinstance(strategy.signal, Gradients):
+        return one.step, one.step
+    if not isinstance(strategy.schedule, Schedule):
+        return 0, one.step
+    facts, steps = one.manifest["facts"], list[int]()
+    since, flights = facts["since"], facts["flights"]
+    for index, last in enumerate(since):
+        if str(index) in flights:  # it is dropped, and the round before it is the last that landed
+            earlier = range(flights[str(index)][1] - 1, 0, -1)
+            last = next((s for s in earlier if index in strategy.schedule.departs(s, len(since))), 0)
+        if last == DROPPED:
+            return 0, one.step
+        steps.append(last)
+    return min(steps), max(steps)
 
 
 def _check_memory(

@@ -24,8 +24,8 @@ class TextJob:
     def __init__(self, run: Run, folder: Path | None) -> None:
         self._run = run
         self.corpus = open_corpus(run.data, run.model.model, folder)
-        self._share, self._shard, self._shards = Share(run.seed, 0, 1), 0, 1
-        self._flips = False
+        self._shard, self._shards, self._flips = 0, 1, False
+        self.begin(Share(run.seed, 0, 1))
 
     @property
     def facts(self) -> Mapping[str, object]:
@@ -46,16 +46,18 @@ class TextJob:
         return None
 
     def begin(self, share: Share, shard: int = 0, shards: int = 1) -> None:
-        self._share, self._shard, self._shards = share, shard, shards
+        self._reader, self._shard, self._shards = share.reading, shard, shards
         method = self._run.method
         attack = method.liar()
         self._flips = bool(attack and attack.flips_labels) and share.index >= share.count - (method.liars or 1)
+        if windows := self.corpus.windows(self._run.data.sequence):  # without any, `try_out` says what is needed
+            self._reader.open(windows)
 
     def loss(self, model: nn.Module, micro: int, device: torch.device) -> Tensor:
-        share, data = self._share, self._run.data
-        tokens, targets = self.corpus.batch(
-            share.seed, share.index, share.count, micro, data.batch, data.sequence, self._shard, self._shards
-        )
+        data = self._run.data
+        rows = data.batch // self._shards
+        windows = self._reader.micro_batch(micro, data.batch)[self._shard * rows :][:rows]
+        tokens, targets = self.corpus.cut(windows, data.sequence)
         if self._flips:
             targets = self.corpus.vocabulary - 1 - targets
         loss: Tensor = model(tokens.to(device), targets.to(device)).loss

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from thinwire import checkpoint
 from thinwire.comm import CountedGroup, Group, Ledger, LinkedGroup, parse_link
+from thinwire.data_ledger import Reader
 from thinwire.errors import CheckpointError, ConfigurationError, EndedError, LinkError, ThinwireError
 from thinwire.lm.job import open_job
 from thinwire.lm.loops import evaluated, micro_batches
@@ -65,6 +66,8 @@ class Trainer(ABC):
         self.run, self.place, self.log = run, place, log
         self.ledger, self.clock, self.eval_loss = Ledger(), Clock(), math.nan
         self.job, self.share = open_job(run, place.folder), place.share(run.seed, run.placement.replicas)
+        self.reader: Reader = self.share.reading
+        self.share = dataclasses.replace(self.share, reader=self.reader)
         facts = run.shared() | dict(self.job.facts)
         self._agree(facts)
         self.job.keep(place.folder, place.name)
@@ -300,7 +303,7 @@ class Trainer(ABC):
             path = checkpoint.save(
                 self.checkpoints,
                 self.replica,
-                dataclasses.asdict(self._totals()) | {"data": self.job.state()},
+                dataclasses.asdict(self._totals()) | {"data": self.job.state(), "samples": self.reader.notes()},
                 self.run.placement.keep,
             )
         except CheckpointError as error:
@@ -318,6 +321,7 @@ class Trainer(ABC):
         notes = found.manifest["notes"]
         self.clock = Clock(**{item.name: notes[item.name] for item in dataclasses.fields(Clock) if item.name in notes})
         self.ledger.add(self.clock.ledger)
+        self.reader.load_notes(notes.get("samples", {}))
         if told := self.job.load_state(notes.get("data", {})):
             self.log.emit("warning", found.step, message=told)
 
@@ -351,6 +355,7 @@ class Trainer(ABC):
             "wall_seconds": totals.loop_seconds,
             "stall_seconds": totals.stall_seconds,
             "ledger": totals.ledger,
+            "samples": self.reader.facts(),
             "privacy": privacy
             and privacy.spent(releases(self.log, len(self.replica.fragments)), run.placement.replicas),
             "weights": digest(self.replica.anchors()).hex(),  # of the outer ones: equal on all replicas

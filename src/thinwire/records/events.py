@@ -20,6 +20,8 @@ of its kind:
     retry       reason
     back        round path skipped
     evicted     name by reason
+    read        ranges
+    data        round trained lost returned
     eval        loss tokens seconds_spent of
     checkpoint  path nbytes seconds_spent
     resume      from_step path skipped
@@ -31,6 +33,9 @@ of its kind:
 `wire` is what became of a round's messages (diagnosis/records.py). `round` to `evicted` are those of a replica that may come and
 go: rounds.py and elastic.py tell of its rounds; `keeps`, that it has ended and keeps the final state for `late`; `retry` says what
 keeps it from a round; `back`, that it went on from a checkpoint of its own, which knew `round` rounds.
+
+`read` and `data` are positions in the data (docs/data.md): what this replica has read since it said so last, as [begin, end] each; and what
+a round has settled, as [name, begin, end] each.
 
 `nbytes` of a departure are the bytes that this replica foresees to send for it, all peers together, and those of a flight the bytes
 that it has sent: fewer where the codec's size varies, else as many. In a `round` these are `foreseen` and `nbytes`. `begin` and `end` are on the
@@ -80,6 +85,8 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "retry": ("reason",),
     "back": ("round", "path", "skipped"),
     "evicted": ("name", "by", "reason"),
+    "read": ("ranges",),
+    "data": ("round", "trained", "lost", "returned"),
     "eval": ("loss", "tokens", "seconds_spent", "of"),
     "checkpoint": ("path", "nbytes", "seconds_spent"),
     "resume": ("from_step", "path", "skipped"),

@@ -16,6 +16,7 @@ from thinwire.records.files import contents, parsed
 from thinwire.records.membership import CARRIER, Participation, Steps, how_many, merged, numbers, text_of_steps
 from thinwire.records.replica_record import Evaluations, Note, ReplicaRecord, fragments_of
 from thinwire.records.run_file import read_run_file
+from thinwire.records.samples import named, samples_of
 from thinwire.records.sessions import number, whole
 from thinwire.records.units import (
     NOTHING,
@@ -57,6 +58,9 @@ class Summary:
     steps_trained: int | None = None
     steps_jumped: int | None = None
     steps_counted: int | None = None
+    samples_trained: int | None = None
+    samples_in_flight: int | None = None
+    samples_lost: int | None = None
 
     def figures(self) -> list[tuple[str, str]]:
         """(what, value as text), in the order in which they are shown everywhere; all of them are `provenance`."""
@@ -74,6 +78,9 @@ class Summary:
             figures += [("living", f"{self.living:.2f}"), ("taking part", f"{self.taking_part:.2f}")]
             figures += [("rounds committed", str(self.rounds_committed)), ("steps trained", f"{self.steps_trained:,}")]
             figures += [("steps jumped", f"{self.steps_jumped:,}"), ("steps counted", f"{self.steps_counted:,}")]
+        if self.samples_trained is not None:
+            told = (self.samples_trained, self.samples_in_flight, self.samples_lost)
+            figures += [(f"samples {what}", f"{n:,}") for what, n in zip(("trained", "in flight", "lost"), told)]
         return figures
 
 
@@ -133,6 +140,11 @@ class RunRecord:
         said = [replica.end["summary"].get("privacy") for replica in self.replicas if replica.end]
         whole = [one for one in said if isinstance(one, dict) and math.isfinite(number(one.get("epsilon")))]
         return max(whole, key=lambda one: number(one["epsilon"]), default=None)
+
+    @property
+    def named_samples(self) -> str:
+        """Who lost which samples, and whose others train."""
+        return named([replica.end["summary"] for replica in self.replicas if replica.end])
 
     @property
     def steps(self) -> list[Steps]:
@@ -253,7 +265,7 @@ def _overlaid(summary: Summary, said: Mapping[str, object]) -> Summary:
     changed: dict[str, Any] = {}
     for item in fields(Summary):
         value = said.get(item.name)
-        if item.name in ("living", "taking_part", "rounds_committed") or item.name.startswith("steps_"):
+        if item.name in ("living", "taking_part", "rounds_committed") or item.name.startswith(("steps_", "samples_")):
             continue  # nobody can tell them alone
         if item.name == "provenance":
             changed |= {item.name: value} if value in PROVENANCES else {}
@@ -296,6 +308,7 @@ def _computed(replicas: Sequence[ReplicaRecord]) -> Summary:
         stall_seconds=float(np.mean([r.stall_seconds for r in replicas])),
         provenance=_provenance(start),
         **_membership(replicas),
+        **samples_of([replica.end["summary"] for replica in replicas if replica.end]),
     )
 
 

@@ -139,7 +139,7 @@ def _headline(records: Sequence[RunRecord]) -> str:
         shape = _shape(record)
         return (
             f'<header><h1>{escape(record.name)}</h1><p class="soft">{escape(shape)}</p>'
-            f"<p><code>{escape(record.summary.strategy)}</code></p>{_privacy(record)}{_remarks(record)}</header>"
+            f"<p><code>{escape(record.summary.strategy)}</code></p>{_privacy(record)}{_samples(record)}{_remarks(record)}</header>"
             f'<div class="cards" id="headline">{cards}</div>{_steps(record)}'
         )
     labels = list(dict.fromkeys(what for record in records for what, _ in record.summary.figures()))
@@ -154,7 +154,10 @@ def _headline(records: Sequence[RunRecord]) -> str:
         rows.append(
             f"<tr><th>{dot}{escape(record.name)}<br><small class=soft>{escape(_shape(record))}</small></th>{cells}</tr>"
         )
-    remarks = "".join(_steps(r, named=True) + _privacy(r, named=True) + _remarks(r, named=True) for r in records)
+    remarks = "".join(
+        _steps(r, named=True) + _privacy(r, named=True) + _samples(r, named=True) + _remarks(r, named=True)
+        for r in records
+    )
     body = f'<section id="headline">{table(["run", *labels], rows, len(labels))}{remarks}</section>'
     return f"<header><h1>{len(records)} runs side by side</h1></header>{body}"
 
@@ -175,6 +178,11 @@ def _shape(record: RunRecord) -> str:
 def _steps(record: RunRecord, named: bool = False) -> str:
     told = explained(record.steps)
     return f'<p class="soft">{escape((record.name + ": " if named else "") + told)}</p>' if told else ""
+
+
+def _samples(record: RunRecord, named: bool = False) -> str:
+    told = record.named_samples
+    return f'<p class="remark">{escape((record.name + ": " if named else "") + told)}</p>' if told else ""
 
 
 def _privacy(record: RunRecord, named: bool = False) -> str:

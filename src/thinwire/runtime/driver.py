@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from thinwire.data_ledger import LeasedReader
 from thinwire.observer import Observer
 from thinwire.pieces.partition import Fragment, check_optimizer, check_sharding
 from thinwire.pieces.schedule import Calendar
@@ -35,6 +36,7 @@ class Training:
     fragments                    what the replica holds for each fragment; filled in by the driver
     step                         inner steps taken
     stopping                     all replicas stop at this step
+    reader                       where an elastic replica is in its data; None: it sees to its data itself
     stall_seconds                how long the main thread has waited for landings
     """
 
@@ -49,6 +51,7 @@ class Training:
     step: int = 0
     stopping: bool = False
     stall_seconds: float = 0.0
+    reader: LeasedReader | None = None
 
     @classmethod
     def of(

@@ -1,0 +1,46 @@
+"""What became of a run's samples: trained, in flight, lost with whom. As its replicas said when they ended."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from thinwire.records.sessions import number
+
+_KINDS = ("trained", "in_flight", "lost")
+
+
+def samples_of(ends: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """`samples_trained`, `samples_in_flight` and `samples_lost` of a run whose replicas ended with these summaries, for `Summary`; empty
+    for one that has no ledger. All know what is trained and lost; in flight are each replica's own.
+    """
+    told = [one for one in (end.get("samples") for end in ends) if isinstance(one, dict)]
+    known = [one for one in told if all(math.isfinite(number(one.get(kind))) for kind in _KINDS)]
+    if not known:
+        return {}
+    newest = max(known, key=lambda one: number(one["trained"]) + number(one["lost"]))
+    return {
+        "samples_trained": int(number(newest["trained"])),
+        "samples_in_flight": sum(int(number(one["in_flight"])) for one in known),
+        "samples_lost": int(number(newest["lost"])),
+    }
+
+
+def named(ends: Sequence[Mapping[str, Any]]) -> str:
+    """Who lost which samples, by position, and whose were trained by others; empty where there is nothing to tell."""
+    sentences = []
+    for key, says in (("lost_with", "are lost with"), ("returned_by", "were returned, and others train them, from")):
+        found: dict[tuple[str, int, int], None] = {}
+        for end in ends:
+            told = end.get("samples")
+            for entry in told.get(key, ()) if isinstance(told, dict) and isinstance(told.get(key), list) else ():
+                if isinstance(entry, list) and len(entry) == 3 and all(math.isfinite(number(n)) for n in entry[1:]):
+                    found[str(entry[0])[:64], int(number(entry[1])), int(number(entry[2]))] = None
+        by_name: dict[str, list[str]] = {}
+        for name, begin, stop in sorted(found):
+            by_name.setdefault(name, []).append(f"{begin} to {stop - 1}" if stop - begin > 1 else str(begin))
+        sentences += [
+            f"Samples {', '.join(ranges[:50])} of the order {says} {name}." for name, ranges in by_name.items()
+        ]
+    return " ".join(sentences)

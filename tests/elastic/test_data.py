@@ -1,0 +1,84 @@
+"""Elastic rounds and the data ledger, in a time of their own: every sample of an epoch once, or named as lost."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from elastic_toy import Toy, agree, one_thread, order_faults
+from reading_toy import STEP, NotingReader, book, check, inner, train
+
+from thinwire.errors import LinkError
+from thinwire.membership.testing.cluster import Killed, SimulatedCluster
+
+__all__ = ["one_thread"]  # a fixture
+
+
+def test_without_faults_each_reads_its_part() -> None:
+    cluster, held = SimulatedCluster(), book()
+    names = [f"replica-{n}" for n in range(3)]
+    results = cluster.play({name: train(cluster, held, 30, 3, 12) for name in names})
+    agree(results, held)
+    for name in names:
+        ledger, lost = check(held, results[name])
+        assert ledger.trained == 3 * 12 * STEP and not lost
+    assert [lease.version for lease in ledger.leases] == [0, 0, 0], "nothing was split anew"
+
+
+def test_a_dead_replicas_samples_are_read_by_the_others_and_a_newcomer_gets_some() -> None:
+    cluster, held = SimulatedCluster(), book()
+    cluster.at("b", "call", lambda: cluster.kill("b"), 4)
+
+    def mortal(name: str) -> Toy:
+        return Toy(cluster, name, held, inner=inner, reader=NotingReader(3, 2, STEP, 60)).train(40)
+
+    results = cluster.play({"a": mortal, "b": mortal, "c": train(cluster, held, 60, 2, 40, come=25.0)})
+    assert isinstance(results["b"], Killed)
+    ledger, _ = check(held, results["a"])
+    assert [lease.name for lease in ledger.leases] == ["a", "c"]
+    returned = [f["returned"] for n, e, f in held.events if n == "a" and e == "data" and f["returned"]]
+    assert returned and returned[0][0][0] == "b"
+
+
+def play(seed: int) -> tuple[int, int, int]:
+    """A run of faults, joins, resizes and returns at random; samples trained, lost, and returned."""
+    chance = random.Random(seed)
+    cluster, held = SimulatedCluster(), book()
+    begin = [f"replica-{n}" for n in range(chance.choice([2, 3, 3, 4]))]
+    late = ["paris", "oslo"][: chance.choice([0, 0, 1, 2])]
+    said = order_faults(cluster, chance, chance.randint(0, 6), [*begin, *late][:4])
+    samples, steps = chance.choice([12, 40, 100, 500]), 48
+    settings = {"least": len(begin) // 2 + 1, "save_every": chance.choice([0, 3, 10]), "keep": 100.0}
+    paces = {name: chance.choice([1.0, 1.0, 1.0, 2.5]) for name in [*begin, *late]}
+    results = cluster.play(
+        {
+            name: train(
+                cluster, held, samples, len(begin), steps, come=chance.uniform(3, 60) if name in late else 0.0,
+                away=chance.choice([0.0, 0.0, 20.0, 60.0]), step_seconds=paces[name], **settings,
+            )
+            for name in paces
+        }
+    )  # fmt: skip
+    assert all(isinstance(result, Toy | LinkError) for result in results.values()), (seed, said, results)
+    toys = [toy for toy in results.values() if isinstance(toy, Toy)]
+    if not toys:
+        return 0, 0, 0
+    agree(results, held)
+    ledgers = {check(held, toy)[0] for toy in toys}
+    (ledger,) = ledgers
+    returned = {(n, a, b) for _, event, fields in held.events if event == "data" for n, a, b in fields["returned"]}
+    return ledger.trained, ledger.lost, sum(b - a for _, a, b in returned)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_faults_joins_and_returns_at_random(seed: int) -> None:
+    play(seed)
+
+
+@pytest.mark.slow
+def test_thousands_of_schedules() -> None:
+    trained = lost = returned = 0
+    for seed in range(1000, 3000):
+        a, b, c = play(seed)
+        trained, lost, returned = trained + a, lost + b, returned + c
+    assert trained > 100_000 and lost > 1000 and returned > 1000, (trained, lost, returned)
