@@ -115,8 +115,13 @@ class DeltaDriver:
         training, merge = self.training, self.training.strategy.merge
         landed = self._flights.land(update)
         if update.good:
+            departed = (
+                fragment.anchor - update.delta if merge.keeps_flight and update.departed < training.step else None
+            )
             update.commit()
-            if not merge.whole_period:
+            if departed is not None:
+                fragment.carry_over(departed)
+            elif not merge.whole_period:
                 for part, values in fragment.slices(fragment.anchor):
                     merge.into(part, values.to(part.device))
             fragment.since = training.step if merge.forgets else fragment.since
