@@ -18,8 +18,9 @@ from thinwire.errors import (
     PeerError,
     ThinwireError,
 )
-from thinwire.recipes.deltas import diloco, finetune, local_sgd, streaming_diloco
+from thinwire.recipes.deltas import diloco, local_sgd
 from thinwire.recipes.gradients import data_parallel
+from thinwire.recipes.streaming import finetune, streaming_diloco, streaming_sign
 from thinwire.replica import Replica
 from thinwire.strategy import Strategy
 
@@ -46,4 +47,5 @@ __all__ = [
     "local_sgd",
     "run_threads",
     "streaming_diloco",
+    "streaming_sign",
 ]

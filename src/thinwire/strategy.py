@@ -240,6 +240,8 @@ class Strategy:
             reason = f"{self.merge} counts the own delta as it was before clip and noise; choose Mix()"
         elif self.merge.whole_period:
             reason = f"{self.merge} sends again what was in a dropped round; choose Mix()"
+        elif self.merge.keeps_flight:
+            reason = f"{self.merge} takes the noise of a delta out again with the next; choose Mix()"
         elif self.filters:
             reason = f"{self.filters} may say more of older deltas than one clip allows; leave filters=()"
         elif not self.policy.constant:

@@ -73,10 +73,10 @@ def test_a_run_file_works_from_anywhere_and_says_what_its_recipe_decided(
     assert train("run", "--codec", "E2M1", "--json") == 0
     summary = json.loads(capsys.readouterr().out)
     written = Path("run/run.toml").read_text()
-    assert tomllib.loads(written)["data"]["text"] == [str(here / "text.txt")] and "# every: 30\n# delay: 5\n" in written
+    assert tomllib.loads(written)["data"]["text"] == [str(here / "text.txt")] and "# every: 7\n# delay: 1\n" in written
     assert "every" not in tomllib.loads(written)  # another strategy may be chosen on top of it
     made_of = summary["made_of"]
-    assert (made_of["every"], made_of["delay"], made_of["fragments"]) == (30, 5, 4)
+    assert (made_of["every"], made_of["delay"], made_of["fragments"]) == (7, 1, 4)
     assert made_of["codec"].startswith("E2M1(") and made_of["composition"].startswith("Strategy(")
     page = Path("run/report.html").read_text()
     assert "made of.every" in page and "made of.fragments" in page

@@ -76,7 +76,7 @@ def test_what_the_system_refuses_is_said_without_a_traceback(
         ({"lr": float("inf")}, "lr=inf: more than 0"),
         ({"lr": float("nan")}, "lr=nan: more than 0"),
         ({"weight_decay": float("nan")}, "weight_decay=nan: 0 or more"),
-        ({"strategy": "streaming"}, r"strategy='streaming' is no recipe \(did you mean streaming_diloco\?\); one of"),
+        ({"strategy": "streaming"}, r"strategy='streaming' is no recipe \(did you mean streaming_sign\?\); one of"),
         ({"strategy": "zzz"}, r"strategy='zzz' is no recipe; one of"),
         ({"codec": "E5M9"}, r"not known \(did you mean E5M2\?\); choose from Cast, [A-Za-z0-9, ]+, TopK\.$"),
         ({"optimizer": "adamw"}, r"not known \(did you mean AdamW\?\); choose from AdamW, Muon, SGD\.$"),
@@ -112,7 +112,7 @@ def test_the_clip_of_a_run_is_the_gradients() -> None:
 
 
 def test_compare_gives_each_strategy_the_settings_it_takes() -> None:
-    run = Run.of(every=20, delay=3, merge=0.25, steps=7)
+    run = Run.of(strategy="streaming_diloco", every=20, delay=3, merge=0.25, steps=7)
     assert run.with_strategy("data-parallel") == Run.of(strategy="data-parallel", steps=7)
     assert run.with_strategy("diloco") == Run.of(strategy="diloco", every=20, steps=7)
     assert run.with_strategy("streaming_diloco") == run

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 import zstandard
+from thinwire.parsing import parse
 
 import thinwire as tw
 from thinwire.codecs import E3M0, TopK, nested
 from thinwire.codecs.base import Places
 from thinwire.exchange.chunks import cut
 from thinwire.kernels import rice
-from thinwire.parsing import parse
 from thinwire.rng import Key
 from thinwire.testing.toy import same_bits
 from thinwire.testing.values import gaussian, roundtrip

@@ -128,6 +128,7 @@ REFERENCES = {
     "diloco": of_deltas(0.7, 0.9),
     "muloco": of_deltas(0.7, 0.9),
     "streaming_diloco": of_deltas(0.4, 0.9),  # one fragment, no delay, no mixing
+    "streaming_sign": of_deltas(1.0, 0.0),  # the same
     "finetune": of_deltas(1.0, 0.3),  # the same
 }
 ELSEWHERE = {
@@ -149,7 +150,7 @@ def plain(name):
     strategy = dataclasses.replace(
         unclipped(METHODS[name]), codec=tw.codecs.Identity(), policy=tw.pieces.policy.Constant()
     )
-    if name in ("streaming_diloco", "finetune"):
+    if name in ("streaming_diloco", "streaming_sign", "finetune"):
         strategy = dataclasses.replace(
             strategy,
             schedule=tw.pieces.schedule.Every(6),

@@ -66,7 +66,7 @@ def test_the_real_command_trains_with_them(here: Path) -> None:
     record = Run.load(Path("run/run.toml"))
     assert (
         record.method.label
-        == "streaming_diloco(every=4, delay=1, codec=own.py:Truncated(2), exchange=own.py:DirectBelow(1000))"
+        == "streaming_sign(every=4, delay=1, codec=own.py:Truncated(2), exchange=own.py:DirectBelow(1000))"
     )
 
 

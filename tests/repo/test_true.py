@@ -59,7 +59,7 @@ def test_the_table_of_the_header():
 
 
 def test_what_start_says_of_the_demo():
-    text, strategy, model = page("docs/start.md"), thinwire.streaming_diloco(), Transformer(SIZES[DEMO.model.model])
+    text, strategy, model = page("docs/start.md"), thinwire.streaming_sign(), Transformer(SIZES[DEMO.model.model])
     count = len(strategy.partition.fragments(model))
     landing = (
         next(t for t in range(1, DEMO.optimizer.steps) if strategy.schedule.departs(t, fragments=count))
@@ -68,7 +68,7 @@ def test_what_start_says_of_the_demo():
     parameters = sum(parameter.numel() for parameter in model.parameters())
     assert (
         DEMO.placement.replicas == 2
-        and DEMO.method.strategy == "streaming_diloco"
+        and DEMO.method.strategy == "streaming_sign"
         and DEMO.placement.link == "5mbit,30ms"
     )
     assert f"transformer of {parameters / 1e6:.1f} million parameters" in text
@@ -78,12 +78,12 @@ def test_what_start_says_of_the_demo():
 
 
 def test_what_pages_say_of_defaults():
-    strategy = thinwire.streaming_diloco()
+    strategy = thinwire.streaming_sign()
     assert f"`every={strategy.schedule.every}, delay={strategy.schedule.delay}` is the default" in page("docs/how.md")
     bits = strategy.codec.nbytes(1 << 20) * 8 / (1 << 20)
     every = strategy.schedule.every
     assert f"{bits:.2f} / {every} = {bits / every:.3f} bits per parameter and step (predicted)" in page("README.md")
-    assert f"the default {strategy.outer.lr}" in page("docs/measured.md")
+    assert f"the default {thinwire.streaming_diloco().outer.lr}" in page("docs/measured.md")
     assert f"so many are needed for a round ({Placement.least})" in page("docs/elastic.md")
 
 

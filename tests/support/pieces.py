@@ -240,6 +240,7 @@ MERGES = [
     row(tw.pieces.merge.Mix()),
     row(tw.pieces.merge.Mix(0.5)),
     row(tw.pieces.merge.Mix(1.0)),
+    row(tw.pieces.merge.Keep()),
     row(tw.pieces.merge.Eager()),
     row(tw.pieces.merge.Reset()),
 ]
@@ -323,6 +324,7 @@ METHODS: dict[str, tw.Strategy] = {
     "local_sgd": RECIPES["local_sgd"](every=3),
     "diloco": RECIPES["diloco"](every=4),
     "streaming_diloco": RECIPES["streaming_diloco"](every=6, fragments=2, delay=2),
+    "streaming_sign": RECIPES["streaming_sign"](every=6, fragments=2, delay=2, codec=tw.codecs.Sign(block=16)),
     "finetune": RECIPES["finetune"](every=6, fragments=2, delay=1),
     "eager_diloco": RECIPES["eager_diloco"](every=4, fragments=2),
     "sparse_loco": RECIPES["sparse_loco"](every=4, codec=tw.codecs.ChunkedTopK(32, 4, tw.codecs.Sign(block=4))),

@@ -89,6 +89,7 @@ from thinwire.pieces.outer import Nesterov as Nesterov
 
 # How the anchor reaches a replica.
 from thinwire.pieces.merge import Eager as Eager
+from thinwire.pieces.merge import Keep as Keep
 from thinwire.pieces.merge import Mix as Mix
 from thinwire.pieces.merge import Reset as Reset
 

@@ -37,7 +37,7 @@ class Options:
 
     run_settings: Run
     """The settings of all runs. Settings of a recipe, such as --every, go to the strategies that accept them."""
-    strategies: tuple[str, ...] = ("data_parallel", "diloco", "streaming_diloco")
+    strategies: tuple[str, ...] = ("data_parallel", "diloco", "streaming_diloco", "streaming_sign")
     """Recipes, or calls of them such as "streaming_diloco(every=60)", which ignore the options of the command line."""
     seeds: int = 1
     """Number of seeds for every strategy, from --seed on."""

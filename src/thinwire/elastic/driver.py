@@ -39,7 +39,7 @@ from thinwire.membership.rendezvous import Membership
 from thinwire.pieces.partition import Fragment
 from thinwire.pieces.schedule import Schedule
 from thinwire.runtime.driver import Training
-from thinwire.runtime.fragment_state import FragmentState, hold
+from thinwire.runtime.fragment_state import hold
 from thinwire.runtime.handshake import check_start, digest, introduction
 from thinwire.runtime.recovery import start_again
 from thinwire.strategy import Strategy
@@ -306,11 +306,14 @@ class ElasticDriver:
             note(self._reader, outcome)
         if counted is not None:
             flight, delay = step - counted.step, self.strategy.schedule.delay
-            if flight == delay:
+            if flight and merge.keeps_flight:
+                piece.carry_over(before - counted.delta)
+            elif flight == delay:
                 for part, values in piece.slices(anchor):
                     merge.into(part, values.to(part.device))
-            else:
-                _land_late(piece, before - counted.delta, merge.alpha, delay / flight)
+            else:  # as `Mix(alpha)` for the share of the flight that was to be; what was trained later is kept whole
+                kept = 1 - (1 - merge.alpha) * delay / flight
+                piece.carry_over(before - counted.delta, merge.alpha, kept)
             return
         if outcome.anew:
             piece.load_into_parameters(anchor)
@@ -342,17 +345,6 @@ def join(
     driver = ElasticDriver(training, membership)
     driver.join()
     return driver
-
-
-@torch.no_grad()
-def _land_late(piece: FragmentState, departed: Tensor, alpha: float, due: float) -> None:
-    """θ ← anchor + α·(departed − anchor) + κ·(θ − departed), κ = 1 − (1 − α)·due: as `Mix(alpha)` for the share `due` of the flight
-    that was to be, and what was trained later is kept whole. `departed`: the parameters as they were then.
-    """
-    kept = 1 - (1 - alpha) * due
-    rest = torch.lerp(piece.anchor, departed, alpha) - kept * departed
-    for part, values in piece.slices(rest):
-        part.copy_(kept * part.to(values) + values)
 
 
 def in_turn(schedule: Schedule, fragments: int) -> list[int]:

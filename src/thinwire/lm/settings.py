@@ -61,8 +61,8 @@ class MethodSpec(_Part):
 
     at_least_one: ClassVar[tuple[str, ...]] = ("liars",)
 
-    strategy: str = "streaming_diloco"
-    """A recipe (data_parallel, local_sgd, diloco, streaming_diloco, dgc, one_bit_adam, ...), a method with its own loop
+    strategy: str = "streaming_sign"
+    """A recipe (data_parallel, local_sgd, diloco, streaming_diloco, streaming_sign, dgc, one_bit_adam, ...), a method with its own loop
     (just_one_byte, fedavg, scaffold, scallion, scafcom, flasc), or a whole Strategy(...) in Python; thinwire docs strategies helps to choose."""
     every: int | None = None
     """H: inner steps between two rounds of one fragment. Default of this and the next options: the recipe's own."""

@@ -37,6 +37,11 @@ class Merge(Protocol):
         return False
 
     @property
+    def keeps_flight(self) -> bool:
+        """What was trained during the flight stays whole: `into` is asked only where nothing was."""
+        return False
+
+    @property
     def needs_fixed_group(self) -> str:
         """Why the same replicas are needed in every round; empty: they may come and go, and `alpha` is declared."""
         return "needs rounds that take a whole period, no more and no less" if self.whole_period else _NOT_SAID
@@ -91,6 +96,26 @@ class Mix(Merge):
             parameter.copy_(anchor)
         elif self.alpha < 1:
             parameter.copy_(torch.lerp(anchor, parameter.to(anchor), self.alpha))
+
+
+@dataclass(frozen=True)
+class Keep(Merge):
+    """θ ← anchor + (θ − what θ was at the departure): take the anchor, and on it the steps of the flight, whole.
+
+    `Mix(0)` throws these steps away, which costs τ of every H; `Mix(½)` keeps half of them, and half of where the replica was apart
+    from the others. With `delay` 0 it is `Mix(0)`. For short flights: the steps were taken from another
+    point, so a long flight costs loss (docs/log.md, 2026-11-22). What departed is anchor − Δ, so it needs no memory.
+
+    >>> Keep()
+    Keep()
+    """
+
+    keeps_flight: ClassVar[bool] = True
+    needs_fixed_group: ClassVar[str] = ""
+
+    @torch.no_grad()
+    def into(self, parameter: Tensor, anchor: Tensor) -> None:
+        parameter.copy_(anchor)
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,14 @@
-"""Methods as compositions, each as its paper describes it."""
+"""Methods as compositions, each as its paper describes it; `streaming_sign` and the rates of `finetune` are ours."""
 
 from thinwire.recipes.deltas import (
     co2,
     diloco,
-    eager_diloco,
-    finetune,
     l_greco,
     local_sgd,
     muloco,
     outer_dgc,
     qsr,
     sparse_loco,
-    streaming_diloco,
 )
 from thinwire.recipes.gradients import (
     cgx,
@@ -25,11 +22,12 @@ from thinwire.recipes.gradients import (
     power_sgd,
     qsgd,
 )
+from thinwire.recipes.streaming import eager_diloco, finetune, streaming_diloco, streaming_sign
 
 RECIPES = {
     f.__name__: f
     for f in (
-        *(data_parallel, local_sgd, diloco, streaming_diloco, finetune, eager_diloco, sparse_loco),
+        *(data_parallel, local_sgd, diloco, streaming_diloco, streaming_sign, finetune, eager_diloco, sparse_loco),
         *(qsr, co2, l_greco),
         *(dgc, outer_dgc, one_bit_adam, ef14, ef21, econtrol, power_sgd, qsgd, cgx, demo, muloco),
     )
@@ -58,4 +56,5 @@ __all__ = [
     "qsr",
     "sparse_loco",
     "streaming_diloco",
+    "streaming_sign",
 ]

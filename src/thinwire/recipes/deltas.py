@@ -1,19 +1,18 @@
-"""Methods that exchange deltas now and then, as compositions. No logic here: a recipe that needs an `if` lacks a piece."""
+"""Methods that exchange the deltas of the whole model now and then, as compositions. No logic here: a recipe that needs an `if` lacks a piece."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from thinwire.codecs import E3M0, ChunkedTopK, Codec, Each, Identity, Sign, TopK
+from thinwire.codecs import ChunkedTopK, Codec, Each, Identity, Sign, TopK
 from thinwire.exchange import Direct, Exchange
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.inner_optimizers import Muon
 from thinwire.pieces.lgreco import LGreCo
-from thinwire.pieces.merge import Eager, Mix, Reset
+from thinwire.pieces.merge import Reset
 from thinwire.pieces.outer import HeavyBall, Nesterov
-from thinwire.pieces.partition import Partition, Strided
 from thinwire.pieces.policy import DensityWarmup, Policy
-from thinwire.pieces.schedule import Every, Quadratic, Staggered
+from thinwire.pieces.schedule import Every, Quadratic
 from thinwire.pieces.transforms import Momentum
 from thinwire.strategy import Strategy
 
@@ -63,139 +62,6 @@ def diloco(
         outer=Nesterov(outer_lr, outer_momentum),
         codec=codec,
         exchange=exchange,
-        anchors=anchors,
-    )
-
-
-def streaming_diloco(
-    *,
-    every: int = 30,
-    fragments: int | None = None,
-    delay: int = 5,
-    merge: float = 0.5,
-    outer_lr: float = 0.4,
-    outer_momentum: float = 0.9,
-    codec: Codec = E3M0(),
-    partition: Partition | None = None,
-    offsets: tuple[int, ...] | None = None,
-    exchange: Exchange = Direct(),
-    anchors: Literal["host", "device"] = "host",
-) -> Strategy:
-    """Streaming DiLoCo (Douillard et al., arXiv 2501.18512): exchange fragments in turn, in 4 bits, during `delay`
-    steps of training.
-
-    `fragments` counts those of layers (strided); what is outside the layers is one more. By default a fragment has
-    three layers, as in the paper, or fewer, so that none has more than delay / every of them: on a link that just
-    carries the average, a fragment of that size flies for `delay` steps. `partition` replaces both.
-
-    Args:
-        every: H, inner steps between two rounds of a fragment.
-        fragments: P, number of fragments of layers; None: as above.
-        partition: another way to cut the model, in place of `fragments`.
-        delay: τ, inner steps from departure to landing; less than `every`.
-        merge: α, the share of its own values that a replica keeps at a landing, 0 to 1.
-        outer_lr: η, the learning rate of the outer step.
-        outer_momentum: μ, its momentum, in [0, 1).
-        offsets: the inner step at which each fragment first departs; None: one period, spread evenly.
-        codec, exchange: how deltas become bytes; how packets become their mean.
-        anchors: where anchors and outer state are kept, in "host" memory or on the model's "device".
-
-    Raises:
-        ConfigurationError: a setting cannot work; the message says what is needed.
-
-    >>> streaming_diloco(every=100).schedule
-    Staggered(every=100, delay=5, offsets=None)
-    """
-    return Strategy(
-        schedule=Staggered(every, delay, offsets),
-        partition=partition or Strided(fragments, share=delay / every),
-        codec=codec,
-        exchange=exchange,
-        outer=Nesterov(outer_lr, outer_momentum),
-        merge=Mix(merge),
-        anchors=anchors,
-    )
-
-
-def finetune(
-    *,
-    every: int = 20,
-    fragments: int | None = None,
-    delay: int = 2,
-    merge: float = 0.0,
-    outer_lr: float = 1.0,
-    outer_momentum: float = 0.3,
-    codec: Codec = E3M0(),
-    exchange: Exchange = Direct(),
-    anchors: Literal["host", "device"] = "host",
-) -> Strategy:
-    """Streaming DiLoCo for short runs, as of adapters: outer rates that need no long run.
-
-    The rates are ours; docs/log.md has the experiment.
-
-    Args:
-        every: H, inner steps between two rounds of a fragment.
-        fragments: P, number of fragments of layers; None: as of `streaming_diloco`.
-        delay: τ, inner steps from departure to landing; less than `every`.
-        merge: α, the share of its own values that a replica keeps at a landing, 0 to 1.
-        outer_lr: η, the learning rate of the outer step.
-        outer_momentum: μ, its momentum, in [0, 1).
-        codec, exchange, anchors: as of `streaming_diloco`.
-
-    Raises:
-        ConfigurationError: a setting that cannot work, with what is needed.
-
-    >>> finetune().outer
-    Nesterov(lr=1.0, momentum=0.3)
-    """
-    return streaming_diloco(
-        every=every,
-        fragments=fragments,
-        delay=delay,
-        merge=merge,
-        outer_lr=outer_lr,
-        outer_momentum=outer_momentum,
-        codec=codec,
-        exchange=exchange,
-        anchors=anchors,
-    )
-
-
-def eager_diloco(
-    *,
-    every: int = 30,
-    fragments: int | None = None,
-    outer_lr: float = 0.4,
-    outer_momentum: float = 0.9,
-    codec: Codec = E3M0(),
-    partition: Partition | None = None,
-    exchange: Exchange = Direct(),
-    anchors: Literal["host", "device"] = "host",
-) -> Strategy:
-    """Eager updates (Kale et al., arXiv 2502.12996) on streaming fragments: a round takes a whole period; the own delta counts at once.
-
-    Args:
-        every: H, inner steps between two rounds of a fragment.
-        fragments: P, number of fragments of layers; None: three layers each.
-        partition: another way to cut the model, in place of `fragments`.
-        outer_lr: η, the learning rate of the outer step.
-        outer_momentum: μ, its momentum, in [0, 1).
-        codec, exchange: how deltas become bytes; how packets become their mean.
-        anchors: where anchors and outer state are kept, in "host" memory or on the model's "device".
-
-    Raises:
-        ConfigurationError: a setting cannot work; the message says what is needed.
-
-    >>> eager_diloco().merge
-    Eager()
-    """
-    return Strategy(
-        schedule=Staggered(every, delay=every),
-        partition=partition or Strided(fragments),
-        codec=codec,
-        exchange=exchange,
-        outer=Nesterov(outer_lr, outer_momentum),
-        merge=Eager(),
         anchors=anchors,
     )
 

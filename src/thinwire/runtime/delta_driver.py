@@ -118,10 +118,14 @@ class DeltaDriver:
         landed = self._flights.land(update)
         left_out = self._group.rank in update.refused_by
         if update.good:
+            kept = merge.keeps_flight and update.departed < training.step and not left_out
+            departed = fragment.anchor - update.delta if kept else None
             if left_out:  # before the merge, which would hide what is not finite
                 start_again(training, self._site)
             update.commit()
-            if not merge.whole_period:
+            if departed is not None:
+                fragment.carry_over(departed)
+            elif not merge.whole_period:
                 for part, values in fragment.slices(fragment.anchor):
                     merge.into(part, values.to(part.device))
             fragment.since = training.step if merge.forgets else fragment.since

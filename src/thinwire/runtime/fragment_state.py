@@ -125,6 +125,13 @@ class FragmentState:
         for part, values in self.slices(flat):
             part.copy_(values)
 
+    @torch.no_grad()
+    def carry_over(self, departed: Tensor, alpha: float = 0.0, kept: float = 1.0) -> None:
+        """θ ← anchor + alpha·(departed − anchor) + kept·(θ − departed), where the parameters were `departed` when a round left."""
+        rest = torch.lerp(self.anchor, departed, alpha) - kept * departed
+        for part, values in self.slices(rest):
+            part.copy_(kept * part.to(values) + values)
+
     def begin_next(self, delta: Tensor, strategy: Strategy, share: float, buffers: Buffers) -> None:
         """Where a round takes a whole period and `delta` is about to depart: from where the next inner steps go on."""
         if strategy.merge.eager:
