@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 import zstandard
-from thinwire.parsing import parse
 
 import thinwire as tw
+from thinwire.catalogue.parsing import parse
 from thinwire.codecs import E3M0, TopK, nested
 from thinwire.codecs.base import Places
 from thinwire.exchange.chunks import cut

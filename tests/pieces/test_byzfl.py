@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from aggregating import aggregated
-from thinwire.parsing import parse
 
+from thinwire.catalogue.parsing import parse
 from thinwire.pieces.by_products import krum_scores
 from thinwire.pieces.products import squared_distances
 from thinwire.rng import Key
