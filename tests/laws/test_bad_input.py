@@ -528,7 +528,7 @@ def test_another_order():
             f'"9{tw.__version__[1:]}"'.encode(),
             f"code version: 9{tw.__version__[1:]} there, {tw.__version__} on",
         ),
-        (b'"wire format": 3', b'"wire format": 7', "wire format: 7 there, 3 on replica 0"),
+        (b'"wire format": 4', b'"wire format": 7', "wire format: 7 there, 4 on replica 0"),
         (b"{", b"[", "sent settings that cannot be read"),
     ],
 )

@@ -48,7 +48,7 @@ def join_for(run: Run, token: str, name: str, keys: Path, word: str, timeout: fl
     """Join the hub of `token` for `run`, and wait for the other replicas: those who say the same `word`."""
     link = parse_link(run.placement.uplink)
     group = join(token, name, run.placement.replicas, keys, word, timeout, link.bits_per_second if link else None)
-    group.timeout = run.placement.timeout
+    group.use_timeout(run.placement.timeout)
     return group
 
 

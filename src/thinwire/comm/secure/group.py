@@ -109,15 +109,11 @@ class SecureGroup:
         sized: Sized | None = None,
     ) -> _SecureTransfer:
         """See `Group.post`. A tensor that is sent to several peers in one post goes to the hub once."""
-        if sized:
-            raise ConfigurationError(
-                "packets of unknown size over a hub, which takes messages of agreed sizes only; take the codec out of Entropy(...)."
-            )
         send, recv = travelling(self, tag, send), travelling(self, tag, recv)
         due = [("to", peer) for peer in send] + [("from", peer) for peer in recv]
         transfer = _SecureTransfer(self, tag, due)
         for peer, buffer in recv.items():
-            transfer.receives.append(_receive(transfer, peer, tag, buffer))
+            transfer.receives.append(_receive(transfer, peer, tag, buffer, sized))
         same: dict[tuple[int, int], tuple[memoryview, list[int]]] = {}
         for peer, message in send.items():
             key = message.data_ptr(), message.numel()
@@ -137,6 +133,10 @@ class SecureGroup:
             if due:
                 self._thread.loop.call_soon_threadsafe(posted)
         return transfer
+
+    def use_timeout(self, seconds: float) -> None:
+        """From now on a `wait` lasts at most so long."""
+        self.timeout = seconds
 
     def close(self) -> None:
         """See `Group.close`. Returns when those who asked for a message of this replica have it, if they can be reached."""
@@ -164,8 +164,9 @@ class SecureGroup:
         return LinkError(f"the group of replica {self.rank} is closed. Post and wait before closing it.")
 
 
-def _receive(transfer: _SecureTransfer, peer: int, tag: int, buffer: Tensor) -> Receive:
-    return Receive(peer, tag, buffer.numel(), _view(buffer), lambda error: transfer.settled("from", peer, error))
+def _receive(transfer: _SecureTransfer, peer: int, tag: int, buffer: Tensor, sized: Sized | None) -> Receive:
+    told = (lambda: sized(buffer)) if sized else None
+    return Receive(peer, tag, buffer.numel(), _view(buffer), lambda error: transfer.settled("from", peer, error), told)
 
 
 def _view(message: Tensor) -> memoryview:

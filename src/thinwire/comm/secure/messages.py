@@ -21,6 +21,7 @@ from thinwire.comm.secure.frames import CHUNK_NBYTES, SMALL_NBYTES
 from thinwire.errors import LinkError, PacketError, ThinwireError
 
 BUDGET_NBYTES = 16 << 20  # of one member's chunks that are sent and not acknowledged, over all receivers
+AT_MOST = 1 << 63  # added to the bytes of a PULL whose message may be shorter
 PULLS = 4096  # of one receiver that may wait for a message to be posted
 
 
@@ -30,7 +31,7 @@ def window_nbytes(size: int) -> int:
 
 
 class Pull(NamedTuple):
-    """A receiver asks for a message, from `offset` on."""
+    """A receiver asks for a message of `nbytes`, or of `AT_MOST` so many, from `offset` on."""
 
     receive: int
     tag: int
@@ -49,13 +50,16 @@ class Chunk(NamedTuple):
 
 @dataclass(eq=False)
 class Receive:
-    """A buffer that waits for its message. `buffer` is None when nobody wants it any more."""
+    """A buffer that waits for its message. `buffer` is None when nobody wants it any more. With `sized` the message may be shorter;
+    `sized` tells its bytes when its first chunk is there.
+    """
 
     peer: int
     tag: int
     nbytes: int
     buffer: memoryview | None
     settled: Callable[[ThinwireError | None], None]
+    sized: Callable[[], int] | None = None
     here: bytearray = field(init=False)  # a byte for each chunk
     prefix: int = 0  # chunks before the first that is missing
     told: int = 0  # bytes that were acknowledged
@@ -69,6 +73,11 @@ class Receive:
         """Bytes before the first that is missing."""
         return min(self.nbytes, self.prefix * CHUNK_NBYTES)
 
+    @property
+    def asked(self) -> int:
+        """The bytes of its PULL."""
+        return self.nbytes | AT_MOST if self.sized else self.nbytes
+
     def abandon(self) -> None:
         """The buffer is its owner's again: nothing is written into it any more. From any thread."""
         with self.lock:
@@ -76,7 +85,8 @@ class Receive:
 
     def take(self, offset: int, data: memoryview) -> None:
         """Keep a chunk, unless it is here already. Raises `PacketError`."""
-        if offset % CHUNK_NBYTES or len(data) != min(CHUNK_NBYTES, self.nbytes - offset):
+        due = min(CHUNK_NBYTES, self.nbytes - offset)
+        if offset % CHUNK_NBYTES or not (0 < len(data) <= due if self.sized else len(data) == due):
             raise PacketError(f"{len(data)} bytes at {offset} of a message of {self.nbytes}")
         place = offset // CHUNK_NBYTES
         if self.here[place]:
@@ -85,8 +95,17 @@ class Receive:
         with self.lock:
             if self.buffer is not None:
                 self.buffer[offset : offset + len(data)] = data
+        if self.sized and offset == 0:
+            self._end_at(min(self.nbytes, self.sized()), len(data))
         missing = self.here.find(0, self.prefix)
         self.prefix = len(self.here) if missing < 0 else missing
+
+    def _end_at(self, nbytes: int, first: int) -> None:
+        """The message has `nbytes`, by what it says in its first chunk of `first` bytes. Raises `PacketError`."""
+        if first != min(CHUNK_NBYTES, nbytes):
+            raise PacketError(f"{first} bytes at the beginning of a message of {nbytes}")
+        self.nbytes = nbytes
+        del self.here[-(-nbytes // CHUNK_NBYTES) :]
 
 
 @dataclass(eq=False)
@@ -139,7 +158,7 @@ class InFlight:
             return
         number, self._next_receive = self._next_receive, self._next_receive + 1
         self.receives[number] = receive
-        self._tell.pull(receive.peer, Pull(number, receive.tag, receive.nbytes, 0))
+        self._tell.pull(receive.peer, Pull(number, receive.tag, receive.asked, 0))
 
     def send(
         self, tag: int, data: memoryview, peers: Sequence[int], settled: Callable[[int, ThinwireError | None], None]
@@ -255,7 +274,7 @@ class InFlight:
     def open_pulls(self, peer: int) -> list[Pull]:
         """What is still to come from `peer`, for a sync."""
         return [
-            Pull(number, one.tag, one.nbytes, one.offset) for number, one in self.receives.items() if one.peer == peer
+            Pull(number, one.tag, one.asked, one.offset) for number, one in self.receives.items() if one.peer == peer
         ]
 
     def leave(self, peer: int, error: LinkError) -> None:
@@ -299,12 +318,13 @@ class InFlight:
 
     def _seek(self, message: Posted, peer: int, pull: Pull) -> None:
         """Go on at the offset that was asked for."""
-        if pull.nbytes != len(message.data):
-            self._refused.setdefault(peer, {})[pull.receive] = len(message.data)
-            self._tell.refuse(peer, pull.receive, len(message.data))
+        nbytes, most = len(message.data), pull.nbytes & ~AT_MOST
+        if nbytes > most or (nbytes < most and not pull.nbytes & AT_MOST):
+            self._refused.setdefault(peer, {})[pull.receive] = nbytes
+            self._tell.refuse(peer, pull.receive, nbytes)
             self._arrived(message, peer)
             return
-        cursor, offset = message.cursors[peer], min(pull.offset, pull.nbytes)
+        cursor, offset = message.cursors[peer], min(pull.offset, nbytes)
         offset -= offset % CHUNK_NBYTES
         self._in_flight[peer] -= cursor.sent - cursor.acknowledged
         cursor.sent = cursor.acknowledged = offset
