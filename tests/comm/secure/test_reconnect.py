@@ -14,6 +14,7 @@ from tcp_proxy import Proxy
 import thinwire as tw
 from thinwire.comm.secure import Hub, join
 from thinwire.comm.secure.messages import BUDGET_NBYTES
+from thinwire.errors import LinkError
 from thinwire.runtime.handshake import digest
 
 NBYTES = 4_000_000
@@ -131,3 +132,27 @@ def test_a_hub_that_is_killed_and_started_again(tmp_path, kills):
         hub.close()
     assert not failures, failures
     assert ended == tw.run_threads(2, trained)
+
+
+def test_a_replica_that_says_nothing_ends_the_group_by_its_timeout(tmp_path):
+    """With its name and what there is to do; who waits for another message is told at once."""
+
+    def replica(group):
+        if group.rank:
+            over.wait()
+            return ""
+        group.timeout = 0.5
+        early = group.post(1, {}, {1: torch.zeros(9, dtype=torch.uint8)})
+        late = group.post(2, {1: torch.zeros(9, dtype=torch.uint8)}, {})
+        with pytest.raises(
+            LinkError, match=r"from replica 1 \(tag 1\) did not arrive within 0\.5 s; this replica is connected"
+        ):
+            early.wait()
+        group.timeout = TIMEOUT
+        with pytest.raises(LinkError, match="did not arrive within"):
+            late.wait()
+        over.set()
+
+    over = threading.Event()
+    with Hub(tmp_path / "hub") as hub:
+        run_secure(hub, 2, replica, tmp_path)
