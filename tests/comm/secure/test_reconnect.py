@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 
 import pytest
@@ -156,3 +157,55 @@ def test_a_replica_that_says_nothing_ends_the_group_by_its_timeout(tmp_path):
     over = threading.Event()
     with Hub(tmp_path / "hub") as hub:
         run_secure(hub, 2, replica, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_many_faults_at_random(tmp_path, seed):
+    """Messages of all sizes under a few tags from three replicas, while links are cut and the hub stops and starts again."""
+    size, messages, faults = 3, 150, 25
+    draw = random.Random(seed)
+    hub = Hub(tmp_path / "hub")
+    proxies = [Proxy(hub.invite()) for _ in range(size)]
+    done, failures = threading.Event(), []
+    plan = [(draw.randrange(4), draw.choice((1, 50, 9_000, 200_000, 700_000))) for _ in range(messages)]
+
+    def replica(index: int) -> None:
+        try:
+            with join(str(proxies[index].token), f"r-{index}", size, tmp_path / "keys", "", TIMEOUT) as group:
+                own = random.Random(f"{seed} {index}")
+                open_ones = []
+                for what, (tag, nbytes) in enumerate(plan):
+                    open_ones.append(Exchange(group, tag, what, nbytes))
+                    while len(open_ones) > own.randrange(1, 8):
+                        open_ones.pop(own.randrange(len(open_ones))).check()
+                for exchange in open_ones:
+                    exchange.check()
+        except BaseException as failure:
+            failures.append(failure)
+
+    def spoil() -> None:
+        nonlocal hub
+        for _ in range(faults):
+            done.wait(draw.random() * 0.5)
+            if draw.random() < 0.3:
+                hub.close()
+                hub = Hub(tmp_path / "hub")
+            else:
+                proxy = draw.choice(proxies)
+                proxy.cut()
+                done.wait(draw.random() * 0.3)
+                proxy.mend()
+
+    threads = [threading.Thread(target=replica, args=(index,)) for index in range(size)]
+    spoiler = threading.Thread(target=spoil)
+    for thread in (*threads, spoiler):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    done.set()
+    spoiler.join()
+    for proxy in proxies:
+        proxy.close()
+    hub.close()
+    assert not failures, failures
