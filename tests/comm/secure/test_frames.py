@@ -12,7 +12,7 @@ from thinwire.comm.secure import Token, frames
 from thinwire.comm.secure.audit import AuditLog, plain
 from thinwire.comm.secure.hub import _opened_join
 from thinwire.comm.secure.keys import opened_request
-from thinwire.comm.secure.messages import Pull
+from thinwire.comm.secure.posted import Pull
 from thinwire.comm.secure.relay import natural
 from thinwire.errors import ConfigurationError, LinkError, PacketError
 

@@ -15,7 +15,7 @@ from thinwire.comm.secure.enrol import Enrolment
 from thinwire.comm.secure.frames import MEMBERS, Welcome
 from thinwire.comm.secure.link import HubLink
 from thinwire.comm.secure.loop import LoopThread
-from thinwire.comm.secure.messages import Receive
+from thinwire.comm.secure.posted import Receive
 from thinwire.comm.secure.token import Token
 from thinwire.errors import ConfigurationError, LinkError, ThinwireError
 
