@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 
 import pytest
@@ -14,6 +15,7 @@ from tcp_proxy import Proxy
 import thinwire as tw
 from thinwire.comm.secure import Hub, join
 from thinwire.comm.secure.messages import BUDGET_NBYTES
+from thinwire.errors import LinkError
 from thinwire.runtime.handshake import digest
 
 NBYTES = 4_000_000
@@ -131,3 +133,79 @@ def test_a_hub_that_is_killed_and_started_again(tmp_path, kills):
         hub.close()
     assert not failures, failures
     assert ended == tw.run_threads(2, trained)
+
+
+def test_a_replica_that_says_nothing_ends_the_group_by_its_timeout(tmp_path):
+    """With its name and what there is to do; who waits for another message is told at once."""
+
+    def replica(group):
+        if group.rank:
+            over.wait()
+            return ""
+        group.timeout = 0.5
+        early = group.post(1, {}, {1: torch.zeros(9, dtype=torch.uint8)})
+        late = group.post(2, {1: torch.zeros(9, dtype=torch.uint8)}, {})
+        with pytest.raises(
+            LinkError, match=r"from replica 1 \(tag 1\) did not arrive within 0\.5 s; this replica is connected"
+        ):
+            early.wait()
+        group.timeout = TIMEOUT
+        with pytest.raises(LinkError, match="did not arrive within"):
+            late.wait()
+        over.set()
+
+    over = threading.Event()
+    with Hub(tmp_path / "hub") as hub:
+        run_secure(hub, 2, replica, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_many_faults_at_random(tmp_path, seed):
+    """Messages of all sizes under a few tags from three replicas, while links are cut and the hub stops and starts again."""
+    size, messages, faults = 3, 150, 25
+    draw = random.Random(seed)
+    hub = Hub(tmp_path / "hub")
+    proxies = [Proxy(hub.invite()) for _ in range(size)]
+    done, failures = threading.Event(), []
+    plan = [(draw.randrange(4), draw.choice((1, 50, 9_000, 200_000, 700_000))) for _ in range(messages)]
+
+    def replica(index: int) -> None:
+        try:
+            with join(str(proxies[index].token), f"r-{index}", size, tmp_path / "keys", "", TIMEOUT) as group:
+                own = random.Random(f"{seed} {index}")
+                open_ones = []
+                for what, (tag, nbytes) in enumerate(plan):
+                    open_ones.append(Exchange(group, tag, what, nbytes))
+                    while len(open_ones) > own.randrange(1, 8):
+                        open_ones.pop(own.randrange(len(open_ones))).check()
+                for exchange in open_ones:
+                    exchange.check()
+        except BaseException as failure:
+            failures.append(failure)
+
+    def spoil() -> None:
+        nonlocal hub
+        for _ in range(faults):
+            done.wait(draw.random() * 0.5)
+            if draw.random() < 0.3:
+                hub.close()
+                hub = Hub(tmp_path / "hub")
+            else:
+                proxy = draw.choice(proxies)
+                proxy.cut()
+                done.wait(draw.random() * 0.3)
+                proxy.mend()
+
+    threads = [threading.Thread(target=replica, args=(index,)) for index in range(size)]
+    spoiler = threading.Thread(target=spoil)
+    for thread in (*threads, spoiler):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    done.set()
+    spoiler.join()
+    for proxy in proxies:
+        proxy.close()
+    hub.close()
+    assert not failures, failures

@@ -13,7 +13,8 @@ from contextlib import suppress
 from thinwire.comm.secure.audit import AuditLog
 from thinwire.errors import LinkError
 
-STRANGERS = 128  # connections at once that have not shown who they are
+STRANGERS = 256  # connections at once that have not shown who they are: 64 members come back with three each
+CLOSING = 64  # beside them, those that were sent away and are not closed yet
 _READ_NBYTES = 1 << 16
 _BACKLOG = 1024
 _ENDED = "it ended without showing who it is"
@@ -40,6 +41,7 @@ class Door:
         self._by_port: dict[int, _Visitor] = {}  # of this machine, as gRPC sees it
         self._strangers: dict[_Visitor, None] = {}  # in the order of coming
         self._tasks: set[asyncio.Task[None]] = set()
+        self._members = 0  # of them, those who are known
 
     async def open(self, host: str, port: int) -> int:
         """Listen; the port. Raises `LinkError`: it is taken."""
@@ -67,6 +69,7 @@ class Door:
     def known(self, peer: str) -> None:
         """The hub knows who that is."""
         if visitor := self._by_port.get(_port(peer)):
+            self._members += not visitor.known
             visitor.known = True
             self._strangers.pop(visitor, None)
 
@@ -78,9 +81,13 @@ class Door:
     async def _visited(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._tasks.add(task)
-        host, port = writer.get_extra_info("peername")[:2]
+        host, port = (writer.get_extra_info("peername") or ("nobody", 0))[:2]
         visitor = _Visitor(f"{host}:{port}", task)
+        if len(self._tasks) - self._members >= STRANGERS + CLOSING:
+            self._audit.stranger("refused a connection from", visitor.who, "too many others come and go")
+            writer.transport.abort()
+            return
+        self._tasks.add(task)
         if len(self._strangers) >= STRANGERS:
             self._send_away(next(iter(self._strangers)), f"{STRANGERS} others came, and it did not show who it is")
         self._strangers[visitor] = None
@@ -94,6 +101,7 @@ class Door:
         finally:
             timer.cancel()
             self._tasks.discard(task)
+            self._members -= visitor.known
             self._forget(visitor)
             writer.close()
 

@@ -15,7 +15,7 @@ from thinwire.comm.secure.enrol import Enrolment
 from thinwire.comm.secure.frames import MEMBERS, Welcome
 from thinwire.comm.secure.link import HubLink
 from thinwire.comm.secure.loop import LoopThread
-from thinwire.comm.secure.messages import Receive
+from thinwire.comm.secure.posted import Receive
 from thinwire.comm.secure.token import Token
 from thinwire.errors import ConfigurationError, LinkError, ThinwireError
 
@@ -63,6 +63,7 @@ class _SecureTransfer:
                 f"{self._group.state}. See what the others are doing, or allow a longer timeout."
             )
             error.peer = due[0][1]
+            self._group._give_up(error)
             raise error
 
 
@@ -70,7 +71,8 @@ class SecureGroup:
     """One replica's view of a group whose replicas meet at a hub: over mutual TLS, dialled from inside, behind any NAT.
 
     A connection that breaks is made again, and a hub that was killed is waited for: messages go on where they were. Only a
-    replica that has left, was revoked or was started anew ends a transfer, or `timeout`. `join` makes one.
+    replica that has left, was revoked or was started anew ends a transfer, or `timeout`. After a time-out the group cannot
+    be used any more: leave it and resume from a checkpoint. `join` makes one.
 
     Args:
         link: the connection to the hub, which has a place in the group.
@@ -159,6 +161,12 @@ class SecureGroup:
             receive.settled(self._error())
         await self._link.leave(FAREWELL_SECONDS)
         self._link.messages.fail(self._error())
+
+    def _give_up(self, error: LinkError) -> None:
+        """A transfer came too late: nothing goes on after it, and whoever waits for another is told now."""
+        with self._lock:
+            if not self._closed:
+                self._thread.loop.call_soon_threadsafe(self._link.messages.fail, error)
 
     def _error(self) -> LinkError:
         return LinkError(f"the group of replica {self.rank} is closed. Post and wait before closing it.")

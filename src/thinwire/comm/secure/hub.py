@@ -145,13 +145,12 @@ class Hub:
         ):
             members = place == 0
             server = grpc.aio.server(handlers=(Handlers(handlers),), options=options, maximum_concurrent_rpcs=1024)
+            self._servers.append(server)
             inner = server.add_secure_port("127.0.0.1:0", server_credentials(own, members))
+            await server.start()
             door = Door(self._audit, inner, STRANGER_SECONDS, members)
             bound.append(await door.open(host, ports[place]))
-            self._servers.append(server)
             self._doors.append(door)
-        for server in self._servers:
-            await server.start()
         self._looking = asyncio.create_task(self._look())
         return bound[0], bound[1]
 

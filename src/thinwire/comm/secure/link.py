@@ -20,7 +20,8 @@ from thinwire.comm.secure import frames
 from thinwire.comm.secure.channels import BULK, CONTROL, dialled
 from thinwire.comm.secure.enrol import Admitted, Enrolment, Refused
 from thinwire.comm.secure.frames import Frame, Welcome
-from thinwire.comm.secure.messages import Chunk, InFlight, Pull, Teller
+from thinwire.comm.secure.messages import InFlight, Teller
+from thinwire.comm.secure.posted import Chunk, Pull
 from thinwire.errors import LinkError, PacketError
 
 CHANNELS = 2  # for bulk

@@ -11,120 +11,20 @@ the whole list of the receives that are open. A sender goes on at the offsets in
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from thinwire.comm.secure.frames import CHUNK_NBYTES, SMALL_NBYTES
+from thinwire.comm.secure.posted import Chunk, Cursor, Posted, Pull, Receive
 from thinwire.errors import LinkError, PacketError, ThinwireError
 
 BUDGET_NBYTES = 16 << 20  # of one member's chunks that are sent and not acknowledged, over all receivers
-AT_MOST = 1 << 63  # added to the bytes of a PULL whose message may be shorter
 PULLS = 4096  # of one receiver that may wait for a message to be posted
 
 
 def window_nbytes(size: int) -> int:
     """Of them, for each receiver in a group of `size`."""
     return max(2 * CHUNK_NBYTES, BUDGET_NBYTES // max(1, size - 1))
-
-
-class Pull(NamedTuple):
-    """A receiver asks for a message of `nbytes`, or of `AT_MOST` so many, from `offset` on."""
-
-    receive: int
-    tag: int
-    nbytes: int
-    offset: int
-
-
-class Chunk(NamedTuple):
-    """A part of a message, to be sent to each of `receivers` (rank, receive)."""
-
-    offset: int
-    receivers: list[tuple[int, int]]
-    data: memoryview
-    small: bool  # of a message that travels with control
-
-
-@dataclass(eq=False)
-class Receive:
-    """A buffer that waits for its message. `buffer` is None when nobody wants it any more. With `sized` the message may be shorter;
-    `sized` tells its bytes when its first chunk is there.
-    """
-
-    peer: int
-    tag: int
-    nbytes: int
-    buffer: memoryview | None
-    settled: Callable[[ThinwireError | None], None]
-    sized: Callable[[], int] | None = None
-    here: bytearray = field(init=False)  # a byte for each chunk
-    prefix: int = 0  # chunks before the first that is missing
-    told: int = 0  # bytes that were acknowledged
-    lock: threading.Lock = field(default_factory=threading.Lock)  # of the buffer
-
-    def __post_init__(self) -> None:
-        self.here = bytearray(-(-self.nbytes // CHUNK_NBYTES))
-
-    @property
-    def offset(self) -> int:
-        """Bytes before the first that is missing."""
-        return min(self.nbytes, self.prefix * CHUNK_NBYTES)
-
-    @property
-    def asked(self) -> int:
-        """The bytes of its PULL."""
-        return self.nbytes | AT_MOST if self.sized else self.nbytes
-
-    def abandon(self) -> None:
-        """The buffer is its owner's again: nothing is written into it any more. From any thread."""
-        with self.lock:
-            self.buffer = None
-
-    def take(self, offset: int, data: memoryview) -> None:
-        """Keep a chunk, unless it is here already. Raises `PacketError`."""
-        due = min(CHUNK_NBYTES, self.nbytes - offset)
-        if offset % CHUNK_NBYTES or not (0 < len(data) <= due if self.sized else len(data) == due):
-            raise PacketError(f"{len(data)} bytes at {offset} of a message of {self.nbytes}")
-        place = offset // CHUNK_NBYTES
-        if self.here[place]:
-            return
-        self.here[place] = 1
-        with self.lock:
-            if self.buffer is not None:
-                self.buffer[offset : offset + len(data)] = data
-        if self.sized and offset == 0:
-            self._end_at(min(self.nbytes, self.sized()), len(data))
-        missing = self.here.find(0, self.prefix)
-        self.prefix = len(self.here) if missing < 0 else missing
-
-    def _end_at(self, nbytes: int, first: int) -> None:
-        """The message has `nbytes`, by what it says in its first chunk of `first` bytes. Raises `PacketError`."""
-        if first != min(CHUNK_NBYTES, nbytes):
-            raise PacketError(f"{first} bytes at the beginning of a message of {nbytes}")
-        self.nbytes = nbytes
-        del self.here[-(-nbytes // CHUNK_NBYTES) :]
-
-
-@dataclass(eq=False)
-class _Cursor:
-    """How far one receiver is with a message."""
-
-    receive: int | None = None  # None: it has not asked
-    sent: int = 0
-    acknowledged: int = 0
-
-
-@dataclass(eq=False)
-class Posted:
-    """What was posted under one tag, for one or more receivers. `settled` is called once with each receiver."""
-
-    tag: int
-    data: memoryview
-    settled: Callable[[int, ThinwireError | None], None]
-    cursors: dict[int, _Cursor]  # by rank: those who do not have it yet
 
 
 class InFlight:
@@ -140,6 +40,7 @@ class InFlight:
         self._next_receive = 0
         self.receives: dict[int, Receive] = {}
         self._posted: list[Posted] = []  # not arrived everywhere, in the order of posting
+        self._leaving: list[Posted] = []  # of those, the ones whose last chunk is being sent
         self._unasked: dict[tuple[int, int], deque[Posted]] = {}  # by peer and tag
         self._pulls: dict[tuple[int, int], deque[Pull]] = {}  # asked for, not posted yet
         self._asked: dict[int, dict[int, Posted]] = {}  # by peer and receive
@@ -164,7 +65,7 @@ class InFlight:
         self, tag: int, data: memoryview, peers: Sequence[int], settled: Callable[[int, ThinwireError | None], None]
     ) -> None:
         """Send `data` to each of `peers` as soon as it asks."""
-        message = Posted(tag, data, settled, {peer: _Cursor() for peer in peers if peer not in self.gone})
+        message = Posted(tag, data, settled, {peer: Cursor() for peer in peers if peer not in self.gone})
         self._posted.append(message)
         for peer in peers:
             if error := self.gone.get(peer):
@@ -176,11 +77,15 @@ class InFlight:
 
     def chunk(self, late: bool) -> Chunk | None:
         """The next chunk that may be sent; those of small messages first. Of a message that a receiver in reach has not asked
-        for yet, none, unless the others have waited long (`late`).
+        for yet, none, unless the others have waited long (`late`). To ask for the next one says that the one before was sent.
         """
+        leaving, self._leaving = self._leaving, []
+        for message in leaving:
+            if message.sent and not message.copied:
+                message.copy()
         for small in (True, False):
             for message in self._posted:
-                if (len(message.data) <= SMALL_NBYTES) is small and (made := self._chunk_of(message, small, late)):
+                if (message.nbytes <= SMALL_NBYTES) is small and (made := self._chunk_of(message, small, late)):
                     return made
         return None
 
@@ -232,12 +137,12 @@ class InFlight:
         if message is None:
             return
         cursor = message.cursors[peer]
-        if not cursor.acknowledged <= nbytes <= len(message.data):
+        if not cursor.acknowledged <= nbytes <= message.nbytes:
             return
         sent = max(cursor.sent, nbytes)
         self._in_flight[peer] += (sent - cursor.sent) - (nbytes - cursor.acknowledged)
         cursor.sent, cursor.acknowledged = sent, nbytes
-        if nbytes == len(message.data):
+        if nbytes == message.nbytes:
             self._arrived(message, peer)
 
     def data(self, peer: int, receive: int, offset: int, data: memoryview) -> None:
@@ -289,7 +194,7 @@ class InFlight:
         for message in list(self._posted):
             if peer in message.cursors:
                 del message.cursors[peer]
-                message.settled(peer, error)
+                message.settle(peer, error)
                 self._tidy(message)
         for keyed in (self._unasked, self._pulls):
             for key in [key for key in keyed if key[0] == peer]:
@@ -318,14 +223,13 @@ class InFlight:
 
     def _seek(self, message: Posted, peer: int, pull: Pull) -> None:
         """Go on at the offset that was asked for."""
-        nbytes, most = len(message.data), pull.nbytes & ~AT_MOST
-        if nbytes > most or (nbytes < most and not pull.nbytes & AT_MOST):
-            self._refused.setdefault(peer, {})[pull.receive] = nbytes
-            self._tell.refuse(peer, pull.receive, nbytes)
+        if not pull.fits(message.nbytes):
+            self._refused.setdefault(peer, {})[pull.receive] = message.nbytes
+            self._tell.refuse(peer, pull.receive, message.nbytes)
             self._arrived(message, peer)
             return
-        cursor, offset = message.cursors[peer], min(pull.offset, nbytes)
-        offset -= offset % CHUNK_NBYTES
+        cursor, offset = message.cursors[peer], min(pull.offset, message.nbytes)
+        offset = max(message.begin, offset - offset % CHUNK_NBYTES)
         self._in_flight[peer] -= cursor.sent - cursor.acknowledged
         cursor.sent = cursor.acknowledged = offset
 
@@ -344,7 +248,7 @@ class InFlight:
         assert cursor.receive is not None
         del self._asked[peer][cursor.receive]
         self._in_flight[peer] -= cursor.sent - cursor.acknowledged
-        message.settled(peer, None)
+        message.settle(peer, None)
         self._tidy(message)
 
     def _tidy(self, message: Posted) -> None:
@@ -361,13 +265,13 @@ class InFlight:
             if cursor.receive is not None
             and peer not in self.away
             and peer not in self._syncing
-            and cursor.sent < len(message.data)
+            and cursor.sent < message.nbytes
             and (small or self._in_flight[peer] + CHUNK_NBYTES <= self._window)
         ]
         if not room:
             return None
         offset = min(room)[0]
-        data = message.data[offset : offset + CHUNK_NBYTES]
+        data = message.data[offset - message.begin : offset - message.begin + CHUNK_NBYTES]
         receivers = []
         for sent, peer, cursor in room:
             if sent == offset:
@@ -375,6 +279,8 @@ class InFlight:
                 receivers.append((peer, cursor.receive))
                 cursor.sent += len(data)
                 self._in_flight[peer] += len(data)
+        if message.sent:
+            self._leaving.append(message)
         return Chunk(offset, receivers, data, small)
 
 

@@ -18,6 +18,8 @@ from thinwire.comm.secure.state import Grouped
 from thinwire.errors import PacketError
 
 CONTROL_NBYTES = 1 << 20  # that one member may have waiting for another
+_STUCK_NBYTES = 64 << 20  # that wait with control for one who reads nothing, before it is sent away
+_SAID_AGAIN = (*frames.PASSED_ON, frames.DATA)
 _RESENT = 3  # windows: after a reconnect chunks are sent again while older ones still wait
 
 
@@ -45,6 +47,16 @@ class Pipe:
         self._waiting[frame.rank] = waiting
         self._frames.append(frame)
         self._ready.set()
+
+    @property
+    def nbytes(self) -> int:
+        """Of all frames that wait."""
+        return self._waiting.total()
+
+    def forget(self, rank: int) -> None:
+        """Drop what the member `rank` sent: it has broken off, and says it again."""
+        self._frames = deque(frame for frame in self._frames if frame.rank != rank or frame.kind not in _SAID_AGAIN)
+        self._waiting[rank] = sum(len(frame.body) + frames.HEADER.size for frame in self._frames if frame.rank == rank)
 
     async def get(self) -> PassedOn:
         """The next one, when there is one."""
@@ -83,7 +95,7 @@ class Relay:
         """`rank` is here, by a connection of its own; an older one of it ends."""
         if old := self.connections.pop(rank, None):
             old.end.set()
-        self._synced = {pair for pair in self._synced if rank not in pair}
+        self._break_off(rank)
         present = [(other, there.number) for other, there in self.connections.items()]
         names = [name for name, _ in self.group.members]
         connection.relay, connection.rank = self, rank
@@ -99,7 +111,7 @@ class Relay:
         rank = connection.rank
         if self.connections.get(rank) is connection:
             del self.connections[rank]
-            self._synced = {pair for pair in self._synced if rank not in pair}
+            self._break_off(rank)
             self._tell(PassedOn(frames.AWAY, rank, b""))
 
     def leave(self, rank: int, reason: int) -> None:
@@ -113,7 +125,8 @@ class Relay:
         """What `rank` said on its control stream. Raises `PacketError`."""
         if frame.kind == frames.LEAVE:
             self.leave(rank, frames.LEFT)
-            self.connections[rank].end.set()
+            if connection := self.connections.get(rank):
+                connection.end.set()
             return
         if frame.kind == frames.DATA:
             self.data(rank, frame, small=True)
@@ -143,10 +156,19 @@ class Relay:
         if other == rank or not 0 <= other < self.size:
             raise PacketError(f"a frame of member {rank} for member {other} of {self.size}")
 
+    def _break_off(self, rank: int) -> None:
+        """What `rank` said to others, and they to it, is said again when both are there."""
+        self._synced = {pair for pair in self._synced if rank not in pair}
+        for connection in self.connections.values():
+            connection.control.forget(rank)
+            connection.bulk.forget(rank)
+
     def _tell(self, frame: PassedOn) -> None:
         for rank, connection in self.connections.items():
             if rank != frame.rank:
                 connection.control.put(frame)
+            if connection.control.nbytes > _STUCK_NBYTES:
+                connection.end.set()
 
 
 def flattened(frame: PassedOn, sequence: int) -> bytes:

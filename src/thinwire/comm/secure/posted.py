@@ -1,0 +1,139 @@
+"""What one member has posted: buffers that wait for a message, and messages with how far each receiver is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from thinwire.comm.secure.frames import CHUNK_NBYTES
+from thinwire.errors import PacketError, ThinwireError
+
+
+AT_MOST = 1 << 63  # added to the bytes of a PULL whose message may be shorter
+
+
+class Pull(NamedTuple):
+    """A receiver asks for a message of `nbytes`, or of `AT_MOST` so many, from `offset` on."""
+
+    receive: int
+    tag: int
+    nbytes: int
+    offset: int
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether a message of `nbytes` may answer it."""
+        return nbytes <= self.nbytes & ~AT_MOST if self.nbytes & AT_MOST else nbytes == self.nbytes
+
+
+class Chunk(NamedTuple):
+    """A part of a message, to be sent to each of `receivers` (rank, receive)."""
+
+    offset: int
+    receivers: list[tuple[int, int]]
+    data: memoryview
+    small: bool  # of a message that travels with control
+
+
+@dataclass(eq=False)
+class Receive:
+    """A buffer that waits for its message. `buffer` is None when nobody wants it any more. With `sized` the message may be shorter;
+    `sized` tells its bytes when its first chunk is there.
+    """
+
+    peer: int
+    tag: int
+    nbytes: int
+    buffer: memoryview | None
+    settled: Callable[[ThinwireError | None], None]
+    sized: Callable[[], int] | None = None
+    here: bytearray = field(init=False)  # a byte for each chunk
+    prefix: int = 0  # chunks before the first that is missing
+    told: int = 0  # bytes that were acknowledged
+    lock: threading.Lock = field(default_factory=threading.Lock)  # of the buffer
+
+    def __post_init__(self) -> None:
+        self.here = bytearray(-(-self.nbytes // CHUNK_NBYTES))
+
+    @property
+    def offset(self) -> int:
+        """Bytes before the first that is missing."""
+        return min(self.nbytes, self.prefix * CHUNK_NBYTES)
+
+    @property
+    def asked(self) -> int:
+        """The bytes of its PULL."""
+        return self.nbytes | AT_MOST if self.sized else self.nbytes
+
+    def abandon(self) -> None:
+        """The buffer is its owner's again: nothing is written into it any more. From any thread."""
+        with self.lock:
+            self.buffer = None
+
+    def take(self, offset: int, data: memoryview) -> None:
+        """Keep a chunk, unless it is here already. Raises `PacketError`."""
+        due = min(CHUNK_NBYTES, self.nbytes - offset)
+        if offset % CHUNK_NBYTES or not (0 < len(data) <= due if self.sized else len(data) == due):
+            raise PacketError(f"{len(data)} bytes at {offset} of a message of {self.nbytes}")
+        place = offset // CHUNK_NBYTES
+        if self.here[place]:
+            return
+        self.here[place] = 1
+        with self.lock:
+            if self.buffer is not None:
+                self.buffer[offset : offset + len(data)] = data
+        if self.sized and offset == 0:
+            self._end_at(min(self.nbytes, self.sized()), len(data))
+        missing = self.here.find(0, self.prefix)
+        self.prefix = len(self.here) if missing < 0 else missing
+
+    def _end_at(self, nbytes: int, first: int) -> None:
+        """The message has `nbytes`, by what it says in its first chunk of `first` bytes. Raises `PacketError`."""
+        if first != min(CHUNK_NBYTES, nbytes):
+            raise PacketError(f"{first} bytes at the beginning of a message of {nbytes}")
+        self.nbytes = nbytes
+        del self.here[-(-nbytes // CHUNK_NBYTES) :]
+
+
+@dataclass(eq=False)
+class Cursor:
+    """How far one receiver is with a message."""
+
+    receive: int | None = None  # None: it has not asked
+    sent: int = 0
+    acknowledged: int = 0
+
+
+@dataclass(eq=False)
+class Posted:
+    """What was posted under one tag, for one or more receivers. `settled` is called once with each receiver."""
+
+    tag: int
+    data: memoryview
+    settled: Callable[[int, ThinwireError | None], None]
+    cursors: dict[int, Cursor]  # by rank: those who do not have it yet
+    nbytes: int = field(init=False)
+    begin: int = 0  # where `data` begins in the message
+    copied: bool = False  # all of it has been sent, what may have to be sent again is a copy, and all are settled
+
+    def __post_init__(self) -> None:
+        self.nbytes = len(self.data)
+
+    @property
+    def sent(self) -> bool:
+        """Whether its last byte has been sent to each receiver."""
+        return all(cursor.receive is not None and cursor.sent == self.nbytes for cursor in self.cursors.values())
+
+    def settle(self, peer: int, error: ThinwireError | None) -> None:
+        """It has arrived at `peer`, or will not."""
+        if not self.copied:
+            self.settled(peer, error)
+
+    def copy(self) -> None:
+        """Give the buffer back to whoever posted it: only what was not acknowledged may be asked for again."""
+        begin = min((cursor.acknowledged for cursor in self.cursors.values()), default=self.nbytes)
+        self.data, self.begin = memoryview(bytes(self.data[begin:])), begin
+        for peer in self.cursors:
+            self.settled(peer, None)
+        self.copied = True

@@ -1,0 +1,98 @@
+"""Frames, tokens and requests from anybody: each is what it says, or refused by name; nothing else is raised, nothing is allocated from a length."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire.comm.secure import Token, frames
+from thinwire.comm.secure.audit import AuditLog, plain
+from thinwire.comm.secure.hub import _opened_join
+from thinwire.comm.secure.keys import opened_request
+from thinwire.comm.secure.posted import Pull
+from thinwire.comm.secure.relay import natural
+from thinwire.errors import ConfigurationError, LinkError, PacketError
+
+ALL = range(12)
+
+
+def test_frames_come_out_as_they_went_in():
+    pull = Pull(7, 3, 1 << 40, 1 << 20)
+    raw = frames.head(frames.PULL, 5, 9) + frames.packed(frames.PULL, *pull)
+    frame = frames.opened(raw, 9, [frames.PULL])
+    assert (frame.kind, frame.rank, frame.fields) == (frames.PULL, 5, tuple(pull))
+    welcome = frames.packed_welcome(3, 4, 1, ["oslo", "lima"], [(0, 77)])
+    assert frames.opened_welcome(welcome) == frames.Welcome(3, 4, 1, ("oslo", "lima"), ((0, 77),))
+    offset, receivers, chunk = frames.opened_data(frames.packed_data(1 << 33, [(1, 2), (3, 4)], b"abc"))
+    assert (offset, receivers, bytes(chunk)) == (1 << 33, [(1, 2), (3, 4)], b"abc")
+    assert frames.opened_passed(frames.packed_passed(2, 5, memoryview(b"abc"))) == (2, 5, b"abc")
+
+
+@given(st.binary(max_size=200), st.integers(0, 11))
+def test_any_bytes_are_a_frame_or_refused(raw, kind):
+    tracemalloc.start()
+    try:
+        for given_bytes in (raw, bytes([kind, frames.VERSION]) + raw):
+            try:
+                frame = frames.opened(given_bytes, 0, ALL)
+            except PacketError:
+                continue
+            assert frame.kind in ALL
+        for read in (frames.opened_welcome, frames.opened_data, frames.opened_passed):
+            try:
+                read(raw)
+            except PacketError:
+                continue
+        assert tracemalloc.get_traced_memory()[1] < 1 << 18
+    finally:
+        tracemalloc.stop()
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_a_request_or_refused(raw):
+    for read in (_opened_join, opened_request):
+        with pytest.raises((PacketError, ConfigurationError, LinkError)):
+            read(raw)
+
+
+@given(st.text(max_size=200))
+def test_any_text_is_a_token_or_refused(text):
+    for given_text in (text, "tw1." + text):
+        with pytest.raises(ConfigurationError, match="join token of"):
+            Token.read(given_text)
+
+
+def test_a_token_hides_its_secret():
+    token = Token("hub.example", 1, 2, bytes(32), bytes(8), b"\x07" * 16)
+    assert Token.read(f" {token}\n") == token and "7" not in repr(token) and str(token)[4:] not in repr(token)
+
+
+@given(st.text())
+def test_a_line_of_the_log_is_one_plain_line(text):
+    line = plain(text)
+    assert line.isascii() and line.isprintable() and len(line) <= 10 * 300
+
+
+def test_strangers_cannot_fill_the_log(tmp_path):
+    log = AuditLog(tmp_path / "audit.txt")
+    for number in range(5000):
+        log.stranger("refused", f"192.0.2.{number % 250}\x1b[2J", "x" * 1000)
+    lines = (tmp_path / "audit.txt").read_text().splitlines()
+    assert len(lines) == 50 and all(len(line) < 500 and line.isprintable() for line in lines)
+
+
+def test_names_are_in_the_order_of_their_numbers():
+    names = ["replica-10", "replica-2", "oslo", "lima-2", "lima-10", "replica-2-a", "2", "10"]
+    assert sorted(names, key=natural) == [
+        "2",
+        "10",
+        "lima-2",
+        "lima-10",
+        "oslo",
+        "replica-2",
+        "replica-2-a",
+        "replica-10",
+    ]

@@ -1,0 +1,108 @@
+"""What a hub keeps: tokens count exactly, also when several ask at once, and everything is there after a kill."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from thinwire.comm.secure import Hub, invite
+from thinwire.comm.secure.keys import Authority, write_private
+from thinwire.comm.secure.state import HubState
+from thinwire.errors import ConfigurationError, LinkError
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from thinwire.comm.secure.state import HubState
+state = HubState(Path(sys.argv[1]))
+number, secret = state.invite(2, 1000.0, None)
+state.admit("oslo", b"a" * 32, number, secret)
+group = state.form(b"l" * 32, (("oslo", b"p" * 16), ("lima", b"q" * 16)))
+state.gone(group.number, 1, 2)
+state.revoke("oslo")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_kill_loses_nothing(tmp_path):
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False, timeout=600)
+    assert done.returncode == -signal.SIGKILL
+    state = HubState(tmp_path)
+    (member,), (group,), (open_one,) = state.members(), state.groups(), state.invitations()
+    assert (member.name, member.key, member.revoked) == ("oslo", b"a" * 32, True) and open_one[0] == 1
+    assert group.members == (("oslo", b"p" * 16), ("lima", b"q" * 16)) and group.gone == {1: 2}
+    state.gone(group.number, 0, 0)
+    assert state.groups() == []  # nobody is left
+    state.close()
+
+
+def test_a_token_is_used_as_often_as_it_says(tmp_path):
+    """By forty at once, over several connections, as two processes would have."""
+    states = [HubState(tmp_path) for _ in range(4)]
+    number, secret = states[0].invite(7, 1000.0, None)
+    admitted: list[str] = []
+    refused: list[str] = []
+
+    def ask(index: int) -> None:
+        for more in range(10):
+            name = f"m-{index}-{more}"
+            try:
+                states[index].admit(name, name.encode(), number, secret)
+                admitted.append(name)
+            except LinkError as error:
+                refused.append(str(error))
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(admitted) == 7 and set(refused) == {"the invitation is used up"} and len(refused) == 33
+    assert sorted(member.name for member in states[1].members()) == sorted(admitted)
+    for state in states:
+        state.close()
+
+
+def test_secrets_are_not_kept(tmp_path):
+    """Only their hash is: a thief of the file cannot join by an invitation that is still open."""
+    state = HubState(tmp_path)
+    _, secret = state.invite(1, 1000.0, None)
+    state.close()
+    assert secret not in (tmp_path / "hub.sqlite").read_bytes()
+    assert (tmp_path / "hub.sqlite").stat().st_mode & 0o777 == 0o600
+
+
+def test_files_are_written_whole_for_their_owner_alone(tmp_path, monkeypatch):
+    write_private(tmp_path / "key", b"old")
+
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no space"):
+        write_private(tmp_path / "key", b"new")
+    assert (tmp_path / "key").read_bytes() == b"old" and [path.name for path in tmp_path.iterdir()] == ["key"]
+    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
+
+
+def test_an_authority_is_made_once(tmp_path):
+    """Also when the first try was killed before its certificate was there."""
+    write_private(tmp_path / "authority.key", b"half")
+    assert Authority(tmp_path).fingerprint == Authority(tmp_path).fingerprint
+
+
+def test_there_is_a_hub_to_invite_to(tmp_path):
+    with pytest.raises(ConfigurationError, match="holds no hub"):
+        invite(tmp_path / "none")
+    with Hub(tmp_path / "hub") as hub:
+        with pytest.raises(ConfigurationError, match="at least one use"):
+            hub.invite(0)
+        with pytest.raises(LinkError, match=r"the hub cannot listen at 127\.0\.0\.1"):
+            Hub(tmp_path / "another", port=hub.port)
+    with Hub(tmp_path / "hub") as again:
+        assert (again.port, again.join_port) == (hub.port, hub.join_port)

@@ -1,0 +1,114 @@
+"""Runs over a hub: what a hub may say, and the same bytes as any other carrier."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from hub_process import HubProcess
+
+from thinwire.cli import main
+from thinwire.errors import ConfigurationError
+from thinwire.lm.run import Run
+from thinwire.lm.secure import run_of_hub
+from thinwire.records.events import read_events
+
+SMALL = dict(steps=12, every=4, delay=2, batch=2, sequence=32, eval_batches=2, checkpoint_every=5, model="nano")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'text = ["/etc/passwd"]',
+        'job = "/tmp/job.py"',
+        'model = "/home/me/model.safetensors"',
+        'model = "hf:some/model"',
+        'tokenizer = "bpe:/tmp/words.json"',
+        'tokenizer = "hf:some/model"',
+        'strategy = "/tmp/evil.py:Strategy()"',
+        'codec = "evil.py:Codec"',
+        "optimizer = '\"/tmp/a b.py\":Inner(1)'",
+    ],
+)
+def test_a_hub_names_no_files_of_this_machine(line, tmp_path):
+    """Reading, sending or running them would be somebody else's decision."""
+    (tmp_path / "run.toml").write_text(line + "\n")
+    with pytest.raises(ConfigurationError, match="the hub's run file names files or models in"):
+        run_of_hub(tmp_path / "run.toml")
+
+
+def test_a_hub_may_send_a_run(tmp_path):
+    Run.of(**SMALL, codec="E3M0(block=32)", tokenizer="bpe:500").save(tmp_path / "run.toml")
+    assert run_of_hub(tmp_path / "run.toml").data.tokenizer == "bpe:500"
+    (tmp_path / "run.toml").write_text("[[[")
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        run_of_hub(tmp_path / "run.toml")
+
+
+def arguments(**more: object) -> list[str]:
+    given = [(f"--{name.replace('_', '-')}", str(value)) for name, value in (SMALL | more).items()]
+    return ["train", *(word for pair in given for word in pair)]
+
+
+@pytest.mark.slow
+def test_all_on_this_machine(tmp_path, capsys):
+    """Stopped and resumed, too."""
+    assert main(arguments(carrier="threads", out=tmp_path / "threads")) == 0
+    assert main(arguments(carrier="secure", out=tmp_path / "secure")) == 0
+    model = (tmp_path / "threads/model.safetensors").read_bytes()
+    assert (tmp_path / "secure/model.safetensors").read_bytes() == model
+    for folder in ("hub", "hub/keys/replica-0"):
+        assert all(
+            not file.stat().st_mode & 0o077 for file in (tmp_path / "secure" / folder).iterdir() if file.is_file()
+        )
+
+
+def joiner(token: str, name: str, folder: Path, *more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "thinwire", "join", token, "--name", name, "--out", str(folder / name)]
+    command += ["--keys", str(folder / "keys"), *more]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+
+
+@pytest.mark.slow
+def test_the_commands(tmp_path, capsys):
+    """`thinwire hub`, twice `thinwire join`; the hub is killed on the way; then one replica is, and all resume."""
+    steps = {"steps": 60}
+    assert main(arguments(carrier="threads", out=tmp_path / "threads", **steps)) == 0
+    Run.of(**SMALL | steps).save(tmp_path / "run.toml")
+    hub = HubProcess(tmp_path / "hub", "--run-file", str(tmp_path / "run.toml"))
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        token = str(hub.invite(2))
+        processes = [joiner(token, name, tmp_path) for name in ("oslo", "bergen")]
+        reached(tmp_path / "oslo", 8)
+        hub.kill()
+        hub.restart()
+        reached(tmp_path / "oslo", 20)
+        for process in processes:
+            process.kill()
+            process.communicate()
+        processes = [joiner(token, name, tmp_path, "--resume") for name in ("oslo", "bergen")]
+        said = [process.communicate()[0] for process in processes]
+        assert [process.returncode for process in processes] == [0, 0], said
+        assert "replica 1 of 2: bergen, oslo" in said[0] and re.search("status +finished", said[0])
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+        hub.close()
+    model = (tmp_path / "threads/model.safetensors").read_bytes()
+    assert {(tmp_path / name / "model.safetensors").read_bytes() for name in ("oslo", "bergen")} == {model}
+
+
+def reached(folder: Path, step: int) -> None:
+    """Wait until the replica in `folder` is there."""
+    while not any(event["step"] >= step for path in folder.glob("events/*.jsonl") for event in read_events(path)):
+        threading.Event().wait(0.05)
