@@ -10,7 +10,6 @@ from typing import NamedTuple
 from thinwire.comm.secure.frames import CHUNK_NBYTES
 from thinwire.errors import PacketError, ThinwireError
 
-
 AT_MOST = 1 << 63  # added to the bytes of a PULL whose message may be shorter
 
 
