@@ -27,7 +27,7 @@ from thinwire.report.svg import drawing
 ROOT = Path(__file__).parents[1]
 PAGES = (
     *("README.md", "benchmarks/README.md", "docs/formats.md", "docs/family.md", "docs/measured.md"),
-    *("docs/strategies.md", "docs/pieces.md"),
+    *("docs/strategies.md", "docs/pieces.md", "docs/robust.md"),
     *(page.relative_to(ROOT).as_posix() for page in sorted(ROOT.glob("docs/methods/*.md"))),
 )
 HEADLINE = ("Thinwire streaming_diloco", "torchft DiLoCo, streaming (fp32)", "torch DDP (fp32)")
@@ -334,6 +334,34 @@ def codecs(result: Result) -> tuple[list[str], list[list[str]]]:
     return heads, rows
 
 
+def robust(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Rows of benchmarks/robust.py: an attack a row, a rule a column; last what a rule costs."""
+    rules, attacks = ([*dict.fromkeys(row[of] for row in result["rows"])] for of in ("rule", "attack"))
+    losses = {(row["attack"], row["rule"]): row for row in result["rows"]}
+    short = {"NearestNeighbourMixing": "NNM", "()": "", "CenteredClipping": "Clipping", "GeometricMedian": "GeoMedian"}
+
+    def shown(attack: str, rule: str) -> str:
+        row = losses.get((attack, rule))
+        if row is None:
+            return "–"
+        return (
+            "no rounds"
+            if row["refused"] > result["setting"]["steps"] / result["setting"]["every"] / 2
+            else f"{row['loss']:.3f}"
+        )
+
+    rows = [
+        [f"`{attack}`" if attack != "none" else "nobody lies", *(shown(attack, rule) for rule in rules)]
+        for attack in attacks
+    ]
+    costs = result["costs"]
+    rows.append(["CPU time of the rule, of the mean's", *(f"{costs[rule] / costs['Mean()']:.1f}" for rule in rules)])
+    names = list(rules)
+    for long, brief in short.items():
+        names = [name.replace(long, brief) for name in names]
+    return ["attack", *names], rows
+
+
 def _share(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
 
@@ -350,6 +378,7 @@ TABLES: dict[str, Callable[[Result], tuple[list[str], list[list[str]]]]] = {
     "family": family,
     "calibration": calibration,
     "elastic": elastic,
+    "robust": robust,
 }
 PICTURES: dict[str, Callable[[Result], str]] = {"family": family_picture}
 

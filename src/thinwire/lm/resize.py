@@ -190,6 +190,10 @@ def _check_memory(
         prefix = f"{index}.exchange."
         held = [{n.removeprefix(prefix): t for n, t in one.items() if n.startswith(prefix)} for one in outer]
         alike = all(one.keys() == held[0].keys() and all(torch.equal(one[n], held[0][n]) for n in one) for one in held)
+        if any(name.startswith(f"{index}.aggregate.") for one in outer for name in one):
+            raise ConfigurationError(
+                f"{new} replicas given, {len(outer)} there: {strategy.aggregate} remembers what each replica has sent; resume with {len(outer)}."
+            )
         codec = strategy.codec.fitted(fragment.shapes)
         due = [strategy.exchange.init(codec, fragment.numel, rank, new) for rank in range(new)]
         fits = all({n: t.numel() for n, t in one.items()} == {n: t.numel() for n, t in held[0].items()} for one in due)

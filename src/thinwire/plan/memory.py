@@ -147,6 +147,9 @@ def kept_nbytes(parameters: int, strategy: Strategy, numels: Sequence[int], repl
         owned += _exchange_nbytes(strategy.exchange, strategy.codec, numel, replicas)  # type: ignore[arg-type]  # frozen values hash
     if owned:
         kept["exchange"] = owned
+    remembered = sum(_aggregate_nbytes(strategy, numel, replicas) for numel in numels) if replicas > 1 else 0
+    if remembered:
+        kept["aggregate"] = remembered
     return kept
 
 
@@ -155,6 +158,13 @@ def _exchange_nbytes(exchange: Exchange, codec: Codec, numel: int, replicas: int
     """What the exchange remembers of a fragment: an owner's residual."""
     with torch.device("meta"):  # sizes alone
         state = exchange.init(codec, numel, 0, replicas)
+    return sum(tensor.nbytes for tensor in state.values())
+
+
+def _aggregate_nbytes(strategy: Strategy, numel: int, replicas: int) -> int:
+    """What the aggregate remembers of a fragment, or of the shard of it that is aggregated here."""
+    with torch.device("meta"):
+        state = strategy.aggregate.init(strategy.exchange.owns(strategy.codec, numel, 0, replicas), replicas)
     return sum(tensor.nbytes for tensor in state.values())
 
 
