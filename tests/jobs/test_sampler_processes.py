@@ -48,23 +48,8 @@ def loss(model, batch):
 def test_one_is_killed_and_every_sample_is_trained_once_or_named(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)
     (tmp_path / "kill").touch()
-    asked = [
-        "--elastic",
-        "--replicas",
-        "3",
-        "--least",
-        "2",
-        "--steps",
-        "200",
-        "--batch",
-        "2",
-        "--every",
-        "10",
-        "--delay",
-        "2",
-        "--checkpoint-every",
-        "20",
-    ]
+    asked = ["--elastic", "--replicas", "3", "--least", "2", "--steps", "200", "--batch", "2"]
+    asked += ["--every", "10", "--delay", "2", "--checkpoint-every", "20"]
     command = [sys.executable, "-m", "thinwire", "train", "--job", "job.py", "--out", "run", *asked]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and not (tmp_path / "kill").exists(), done.stdout[-2000:] + done.stderr[-3000:]
