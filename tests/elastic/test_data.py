@@ -70,15 +70,16 @@ def play(seed: int) -> tuple[int, int, int]:
     return ledger.trained, ledger.lost, sum(b - a for _, a, b in returned)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(5))
 def test_faults_joins_and_returns_at_random(seed: int) -> None:
     play(seed)
 
 
 @pytest.mark.slow
-def test_thousands_of_schedules() -> None:
+def test_hundreds_of_schedules() -> None:
+    """With thousands of the ledger alone in tests/data_ledger; another range of seeds is another soak."""
     trained = lost = returned = 0
-    for seed in range(1000, 3000):
+    for seed in range(1000, 1300):
         a, b, c = play(seed)
         trained, lost, returned = trained + a, lost + b, returned + c
-    assert trained > 100_000 and lost > 1000 and returned > 1000, (trained, lost, returned)
+    assert trained > 10_000 and lost > 50 and returned > 50, (trained, lost, returned)

@@ -200,6 +200,12 @@ def test_all_go_on_each_from_its_own_newest_sound_checkpoint(
     assert RunRecord.load(folder).summary.steps == 36
 
 
+def test_each_with_a_text_of_its_own_has_no_ledger(cluster: SimulatedCluster, run: Run, tmp_path: Path) -> None:
+    ended = played(cluster, run.changed(own_text=True, steps=12), tmp_path / "run")
+    assert all(summary["samples"] == {} for summary in ended.values())
+    assert RunRecord.load(tmp_path / "run").summary.samples_trained is None
+
+
 def test_deltas_by_tokens_and_rules_for_who_holds_the_others_up(
     cluster: SimulatedCluster, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

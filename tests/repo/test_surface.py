@@ -27,8 +27,8 @@ from thinwire.lm.run import PART_OF, PARTS, Run
 RUN = """
 strategy replicas steps seed every delay fragments merge codec partition offsets exchange outer_lr outer_momentum anchors privacy carrier
 aggregate attack liars
-least grace weigh evict link uplink timeout model job lora positions text column tokenizer batch sequence accumulate optimizer lr warmup weight_decay
-clip precision eval_every eval_batches checkpoint_every keep
+least grace weigh evict link uplink timeout model job lora positions text own_text column tokenizer batch sequence accumulate optimizer lr warmup
+weight_decay clip precision eval_every eval_batches checkpoint_every keep
 """
 OPTIONS = {
     "train": "run_settings out resume from_start run elastic lighthouse name secret log json",

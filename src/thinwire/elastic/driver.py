@@ -72,10 +72,9 @@ class ElasticDriver:
         self._reader = training.reader
         self._at = Point()  # what the fragments hold
         anchors = [piece.anchor for piece in self.pieces]
-        agreed = GlobalState(
-            anchors, [piece.state for piece in self.pieces], state_digest=digest(anchors).hex(), ledger=self._template()
-        )
-        if self._reader:
+        agreed = GlobalState(anchors, [piece.state for piece in self.pieces], state_digest=digest(anchors).hex())
+        if self._reader and (template := self._template()):
+            agreed.set_ledger(template)
             self._reader.connect(membership.name, len(self.pieces), self._ask_for_samples)
         codecs = [piece.codec for piece in self.pieces]
         self.rounds = RoundThread(

@@ -93,16 +93,17 @@ class GlobalState:
     def begin_data(self, names: Iterable[str]) -> None:
         """Give the members of the first view their leases, unless that is done."""
         if self.ledger is not None and not self.ledger.leases:
-            self._set_ledger(self.ledger.begin(names))
+            self.set_ledger(self.ledger.begin(names))
 
     def commit_data(self, fragment: int, claims: Mapping[str, Claim], present: Mapping[str, ReadCount]) -> Named:
         """The ledger after a round; see `DataLedger.commit`."""
         assert self.ledger is not None
         ledger, named = self.ledger.commit(fragment, claims, present)
-        self._set_ledger(ledger)
+        self.set_ledger(ledger)
         return named
 
-    def _set_ledger(self, ledger: DataLedger) -> None:
+    def set_ledger(self, ledger: DataLedger) -> None:
+        """Hold `ledger`, in the state digest too: members with other ones are not level."""
         self.ledger = ledger
         text = f"{self.state_digest}/{layout.digest(ledger)}"
         self.state_digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -51,6 +51,7 @@ class Batches:
     def __init__(self, path: Path, make: Callable[[Share], Any], share: Share) -> None:
         self._path, self._make, self._share = path, make, share
         self._iterator: Iterator[Any] | None = None
+        self._turn = 0  # of the share's reader
         self._begin()
 
     def _begin(self, state: object = None) -> None:

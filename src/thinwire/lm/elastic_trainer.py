@@ -81,14 +81,14 @@ class ElasticTrainer(Trainer):
 
     def _summary(self, stopped: bool) -> dict[str, Any]:
         summary = super()._summary(stopped)
-        if summary["samples"]:
+        if isinstance(self.reader, LeasedReader):
             summary["samples"] |= {"lost_with": self._named["lost"], "returned_by": self._named["returned"]}
-        return summary
+        return summary | ({} if isinstance(self.reader, LeasedReader) else {"samples": {}})
 
     def _lease(self) -> LeasedReader | None:
-        """A reader that follows what the members agree on, from the beginning; None for a job that reads in a way of its own."""
+        """A reader that follows what the members agree on, from the beginning; None where each reads in a way of its own."""
         tried, run = self.reader, self.run
-        if tried.samples is None:
+        if tried.samples is None or run.data.own_text:
             return None
         step = tried.count * run.data.accumulate  # one micro-batch was tried
         reader = LeasedReader(run.seed, run.placement.replicas, step, tried.samples)

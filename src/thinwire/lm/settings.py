@@ -186,6 +186,8 @@ class DataSpec(_Part):
 
     text: tuple[str, ...] = ()
     """Files and folders (.txt, .jsonl, .parquet, ...). Default: the sources of Python's standard library."""
+    own_text: bool = False
+    """Elastic runs: the text of each replica is its own. Default: all have the same, and share it out."""
     column: str = "text"
     """Name of the text column in .jsonl and .parquet files."""
     tokenizer: str | None = None
