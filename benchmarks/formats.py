@@ -111,9 +111,9 @@ def real(steps: int) -> dict[str, list[tuple[Tensor, Shapes]]]:
     return {"outer gradient": outer.kept[: steps // EVERY], "gradient": gradients.kept[-ROUNDS:]}
 
 
-def train(strategy: tw.Strategy, steps: int) -> None:
+def train(strategy: tw.Strategy, steps: int, of: Run = RUN) -> None:
     """The main job's loop without its log: the same model, batches, optimizer and learning rate."""
-    run = RUN.changed(steps=steps)
+    run = of.changed(steps=steps)
     corpus = open_corpus(run.data, run.model.model)
 
     def replica(group: tw.Group) -> None:

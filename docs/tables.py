@@ -12,9 +12,10 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import recipes
@@ -173,6 +174,27 @@ def attach(result: Result) -> tuple[list[str], list[list[str]]]:
         ratio = f"{case['ratio']:.4f} ({low:.4f} … {high:.4f})"
         rows.append([name, f"{case['bare_seconds'] * 1e3:.4g}", ratio, f"{case['control_ratio']:.4f}"])
     return ["model", "bare step, ms", "attached / bare (quartiles)", "bare / bare"], rows
+
+
+def entropy(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Rows of benchmarks/entropy.py: bytes of a run without and with Entropy, beside the symbols' entropy; GB/s of fp32."""
+    rows = []
+    for codec in dict.fromkeys(row["codec"] for row in result["rows"]):
+        runs = [row for row in result["rows"] if row["codec"] == codec]
+        saved = [row["coded"] / row["nbytes"] - 1 for row in runs]
+        over = [row["coded"] / row["entropy"] - 1 for row in runs]
+        speeds = [
+            " → ".join(f"{median(row[how][what] for row in runs):.1f}" for how in ("alone", "with_entropy"))
+            for what in ("encode", "decode")
+        ]
+        nbytes = [f"{median(row[name] for row in runs):,.0f}" for name in ("nbytes", "coded")]
+        rows.append([f"`{_short(codec)}`", *nbytes, _span(saved), _span(over), *speeds])
+    return ["codec", "bytes", "with `Entropy`", "saved", "beside the entropy", "encode", "decode"], rows
+
+
+def _span(shares: Sequence[float]) -> str:
+    low, high = (f"{share:+.1%}".replace("-", "−") for share in (min(shares), max(shares)))
+    return f"{low} … {high}"
 
 
 def formats(result: Result) -> tuple[list[str], list[list[str]]]:
@@ -371,6 +393,7 @@ TABLES: dict[str, Callable[[Result], tuple[list[str], list[list[str]]]]] = {
     "quality": quality,
     "attach": attach,
     "formats": formats,
+    "entropy": entropy,
     "exchange": exchange,
     "simulate": simulate,
     "memory": memory,

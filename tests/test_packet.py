@@ -13,7 +13,18 @@ from hypothesis import strategies as st
 from pieces import CODECS, EXCHANGES
 
 import thinwire as tw
-from thinwire.packet import HEADER_NBYTES, REFUSED, STOP, Header, empty_packet, identity, open_packet, payload, seal
+from thinwire.packet import (
+    HEADER_NBYTES,
+    REFUSED,
+    STOP,
+    Header,
+    empty_packet,
+    identity,
+    open_packet,
+    payload,
+    said_nbytes,
+    seal,
+)
 from thinwire.testing.toy import Journey, Plan, journey, same_bits, toy, travel, weights
 
 DUE = Header(codec=identity(tw.codecs.E3M0()), sender=3, fragment=2, round=77, part=5, numel=90, nbytes=46, step=1234)
@@ -135,6 +146,24 @@ def test_other_steps_are_a_disagreement():
         open_packet(sealed(replace(DUE, step=1235)), DUE)
     with pytest.raises(tw.PacketError, match="replica 3 sent step 1234, 0 was due"):
         open_packet(sealed(DUE), replace(DUE, step=0))
+
+
+def test_a_packet_may_be_shorter_where_that_is_agreed():
+    """Its buffer has room for the most; how much of that counts it says itself, and may lie."""
+    for nbytes in (10, 30, DUE.nbytes):
+        packet = sealed(replace(DUE, nbytes=nbytes), nbytes=nbytes)
+        room = torch.cat([packet, torch.full((DUE.nbytes - nbytes,), 0xA5, dtype=torch.uint8)])
+        assert said_nbytes(room) == packet.numel() and open_packet(room[: said_nbytes(room)], DUE, least=10) == 0
+        if nbytes < DUE.nbytes:
+            for wrong, least in ((packet, None), (packet, nbytes + 1), (room, 10)):
+                with pytest.raises(tw.PacketError):
+                    open_packet(wrong, DUE, least)
+    for claimed in (0, 9, DUE.nbytes + 1, (1 << 64) - 1):
+        lying = sealed(replace(DUE, nbytes=claimed))
+        assert HEADER_NBYTES <= said_nbytes(lying) <= lying.numel()
+        with pytest.raises(tw.PacketError):
+            open_packet(lying[: said_nbytes(lying)], DUE, least=10)
+    assert said_nbytes(sealed()[:20]) == 20
 
 
 def test_what_is_said():

@@ -14,6 +14,8 @@ import thinwire as tw
 from thinwire.catalogue.parsing import parse
 from thinwire.codecs import E3M0, TopK, nested
 from thinwire.codecs.base import Places
+from thinwire.codecs.bits import pack
+from thinwire.codecs.streams import Reader, places_coded, places_decoded
 from thinwire.exchange.chunks import cut
 from thinwire.kernels import rice
 from thinwire.rng import Key
@@ -63,6 +65,25 @@ def test_places_come_within_two_percent_of_their_entropy(chunk, count):
     code, back = np.zeros(rice.nbytes(places, count, k) + 3, np.uint8), torch.empty_like(places)
     rice.encode(places, count, k, code[:-3])
     assert rice.decode(code, chunk, count, NUMEL, k, back) == len(code) - 3 and torch.equal(places, back)
+    plain = pack(places, of.width).numpy()
+    reader = Reader(places_coded(plain, of))
+    assert (
+        len(reader.data) <= len(code) - 2 and np.array_equal(places_decoded(reader, of), plain) and not len(reader.data)
+    )
+
+
+def test_gaps_that_come_again_are_coded_otherwise():
+    """Large values in the same columns of a matrix, as real ones are: a Rice code is far from their entropy. Some gaps are longer than
+    a byte says."""
+    random = np.random.default_rng(6)
+    gaps = np.where(random.random(60_000) < 0.7, random.choice([15, 63, 127], 60_000), random.geometric(1 / 64, 60_000))
+    places = np.cumsum(gaps + 1) - 1
+    of = Places(int(places[-1]) + 1, int(places[-1]) + 1, len(places))
+    plain = pack(torch.from_numpy(places), of.width).numpy()
+    reader = Reader(places_coded(plain, of))
+    assert gaps.max() > 255 and len(reader.data) < 0.85 * rice.nbytes(torch.from_numpy(places), len(places), 5)
+    assert 8 * len(reader.data) < 1.06 * bits(gaps)  # whole bits a symbol
+    assert np.array_equal(places_decoded(reader, of), plain)
 
 
 def test_what_is_sparse_gets_a_quarter_smaller():
@@ -109,30 +130,53 @@ def refused(codec: tw.codecs.Codec, payload: bytes, numel: int) -> str:
     return str(told.value)
 
 
+def framed(data: bytes, **settings) -> bytearray:
+    form = zstandard.FORMAT_ZSTD1_MAGICLESS
+    made = zstandard.ZstdCompressionParameters.from_level(1, format=form, **settings)
+    return bytearray(zstandard.ZstdCompressor(compression_params=made).compress(data))
+
+
+def behind_length(frame: bytes) -> bytes:
+    """As a payload has it: coded, by a frame."""
+    return b"\1\1" + struct.pack("<I", len(frame)) + bytes(frame)
+
+
 def test_a_frame_that_says_another_size_is_not_unpacked():
     due, codec = E3M0().nbytes(4096), Entropy(E3M0())
-    for said, data in ((1 << 30, bytes(1 << 20)), (due + 1, bytes(due + 1)), (due - 1, bytes(due - 1))):
-        frame = bytearray(zstandard.ZstdCompressor(level=1).compress(data))
-        if said == 1 << 30:  # a bomb: a megabyte in few bytes that says a gigabyte
-            frame[4:9] = bytes([0xA0 | frame[4] & 4]) + struct.pack("<I", said)
-        assert "were due" in refused(codec, b"\2" + bytes(frame), 4096)
-    honest = zstandard.ZstdCompressor(level=1).compress(bytes(due))
-    assert "damaged" in refused(codec, b"\2" + honest[:-1], 4096)
-    lying = zstandard.ZstdCompressor(level=1, write_content_size=False).compress(bytes(due))
-    assert "were due" in refused(codec, b"\2" + lying, 4096)
+    bomb = framed(bytes(1 << 20))  # a megabyte in few bytes, which says that it is a gigabyte
+    bomb[:5] = bytes([0xA0]) + struct.pack("<I", 1 << 30)
+    for frame in (bomb, framed(bytes(due + 1)), framed(bytes(due - 1)), framed(bytes(due), write_content_size=False)):
+        assert "were due" in refused(codec, behind_length(frame), 4096)
+    honest = framed(bytes(due))
+    assert "damaged" in refused(codec, behind_length(honest[:-1]), 4096)
+    assert "more were due" in refused(codec, behind_length(honest)[:-1], 4096)
+    assert "more were due" in refused(codec, b"\1\1\xff\xff\xff\xff" + bytes(honest), 4096)
+    assert "no encoding makes" in refused(codec, b"\1\2" + bytes(honest), 4096)
     out = torch.zeros(4096)
-    codec.decode_add(torch.frombuffer(bytearray(b"\2" + honest + b"more"), dtype=torch.uint8), out, Key())
+    codec.decode_add(torch.frombuffer(bytearray(behind_length(honest) + b"more"), dtype=torch.uint8), out, Key())
     assert not out.any()
 
 
 @pytest.mark.parametrize(
-    ("k", "byte"), [(0, 0xFF), (5, 0x55), (5, 0xFF), (32, 0x00), (32, 0xFF), (33, 0x00), (255, 0x55)]
+    ("k", "byte"), [(0, 0xFF), (5, 0x55), (5, 0xFF), (32, 0x00), (32, 0xFF), (33, 0x00), (127, 0x55), (255, 0x55)]
 )
 def test_places_that_no_encoding_makes(k, byte):
     """Gaps that lead out of the tensor, codes that end too early, and a k that there is not."""
     codec, numel = Entropy(TopK(0.5)), 1000
     payload = bytes([1, k]) + bytes([byte]) * (codec.nbytes(numel) - 2)
     assert "coded places" in refused(codec, payload, numel)
+
+
+@pytest.mark.parametrize(
+    "high",
+    [bytes([2]) * 500, bytes(499) + bytes([255]), bytes(501), bytes([255]) * 500],
+    ids=["beyond the tensor", "no last gap", "a gap too many", "no gap"],
+)
+def test_frames_of_gaps_that_no_encoding_makes(high):
+    codec, numel = Entropy(TopK(0.5)), 1000
+    assert "coded places" in refused(codec, b"\1\x80" + behind_length(framed(high))[2:], numel)
+    assert "were due" in refused(codec, b"\1\x80" + behind_length(framed(bytes(1 << 16)))[2:], numel)
+    assert "coded places" in refused(codec, b"\1\xff" + behind_length(framed(bytes(500)))[2:], numel)
 
 
 def test_the_size_may_vary_outermost_only():

@@ -144,6 +144,23 @@ def test_packing(width):
 
 
 @everything
+def test_add_sent(data):
+    """Few values, and all of them; the values are zeros afterwards."""
+    for n in SIZES:
+        found = []
+        for kernels_ in (cpu, reference):
+            _draw.manual_seed(5)
+            total, counted = torch.zeros(n + 1)[1:], torch.zeros(n)
+            for turn in range(3):
+                values = DATA[data](n).nan_to_num() * (torch.arange(n) * 2654435761 % 97 < (5, 97, 1)[turn])
+                kernels_.add_sent(values, total, counted, (0.5, 0.3, 1.0)[turn])
+                assert same_bits(values, torch.zeros(n))
+            kernels_.divide_sent(total, counted)
+            found.append((total, counted))
+        assert same_bits(found[0][1], found[1][1]) and same_bits(found[0][0], found[1][0])
+
+
+@everything
 @over("threshold", [-1.0, 0.0, 1e-40, 0.5, 1.7, 3.5e38, float("inf"), float("nan")])
 def test_select_above(data, threshold):
     for n in SIZES:

@@ -29,6 +29,9 @@ from thinwire.lm import job, launch, watch
 from thinwire.lm.place import Place
 from thinwire.lm.run import Run
 from thinwire.records.events import EventLog, read_events
+from thinwire.records.run_record import RunRecord
+from thinwire.records.units import text_of_nbytes
+from thinwire.report.report import write_report
 from thinwire.simulate.replicas import simulate
 from thinwire.simulate.scenario import Scenario
 
@@ -172,6 +175,26 @@ def test_the_last_round_is_left_out_where_nothing_was_trained(
 def test_threads_and_processes_train_the_same_bytes(whole: Path, tmp_path: Path, text: str) -> None:
     run_in(tmp_path / "processes", small_run(text, carrier="processes"))
     assert model_of(tmp_path / "processes") == model_of(whole)
+
+
+def test_an_entropy_stage_changes_bytes_only(whole: Path, tmp_path: Path, text: str) -> None:
+    """The same weights, also over gloo, and when resumed with rounds in the air; fewer bytes than foreseen, and the run says both."""
+    coded, killed = tmp_path / "coded", tmp_path / "killed"
+    run_in(coded, small_run(text, codec="Entropy(E3M0(128))"))
+    cut_back(coded, killed, 10)
+    run_in(killed, small_run(text, codec="Entropy(E3M0(128))"), resume=True)
+    run_in(tmp_path / "gloo", small_run(text, codec="Entropy(E3M0(128))", carrier="processes"))
+    assert model_of(coded) == model_of(killed) == model_of(tmp_path / "gloo") == model_of(whole)
+    for folder in (coded, tmp_path / "gloo"):
+        record = RunRecord.load(folder)
+        [counted] = events_of(folder, "end")[0]["summary"]["ledger"]["sent"]["packet"].values()  # type: ignore[index]
+        foreseen = sum(event["nbytes"] for event in events_of(folder, "depart"))  # type: ignore[misc]
+        assert (
+            record.replicas[0].nbytes_sent == counted["nbytes"] < 0.95 * foreseen == 0.95 * record.replicas[0].foreseen
+        )
+        assert ("foreseen at most", text_of_nbytes(record.summary.wire_bytes_foreseen)) in record.summary.figures()
+    page = write_report([coded], tmp_path / "report.html").read_text()
+    assert "the codec's sizes depend on the values, and the most they can be was foreseen" in page
 
 
 def test_files_that_run_out_are_told_before_they_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from aggregating import aggregated
 from torch import Tensor
 
-from thinwire.parsing import parse
+from thinwire.catalogue.parsing import parse
 from thinwire.rng import Key
 from thinwire.testing.attacks import Scene, attack_of
 

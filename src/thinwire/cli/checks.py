@@ -29,6 +29,7 @@ EXTRAS = {
     "pyarrow": "parquet",
     "transformers": "hf",
     "tensorboard": "tensorboard",
+    "zstandard": "zstd",
 }  # module: extra
 ROUND_TRIP_LIMIT = 2.0  # seconds for the self-test of gloo
 

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, kernels_for, not_finite
+from thinwire.codecs.base import Codec, Part, Symbols, kernels_for, not_finite
 from thinwire.codecs.bits import packed_nbytes
 from thinwire.errors import ConfigurationError
 from thinwire.kernels import Grid, Scale
@@ -67,6 +67,10 @@ class Blocks(Codec, ABC):
 
     def nbytes(self, numel: int) -> int:
         return packed_nbytes(numel, self.grid.bits) + -(-numel // self.block) * _SCALE_NBYTES[self.scale]
+
+    def layout(self, numel: int) -> tuple[Part, ...]:
+        each = _SCALE_NBYTES[self.scale]
+        return Symbols(packed_nbytes(numel, self.grid.bits)), Symbols(-(-numel // self.block) * each, each)
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
         stream = key.own("rounding") if self.rounding == "stochastic" else None

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, kernels_for, not_finite
+from thinwire.codecs.base import Codec, Part, Symbols, kernels_for, not_finite
 from thinwire.codecs.bits import packed_nbytes
 from thinwire.errors import ConfigurationError
 from thinwire.rng import Key
@@ -57,6 +57,9 @@ class Sign(Codec):
 
     def nbytes(self, numel: int) -> int:
         return packed_nbytes(numel, 1) + 4 * -(-numel // self._block(numel))
+
+    def layout(self, numel: int) -> tuple[Part, ...]:
+        return Symbols(packed_nbytes(numel, 1)), Symbols(4 * -(-numel // self._block(numel)), 4)
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
         if not kernels_for(self, x, payload).encode_signs(x, payload, self._block(x.numel()), self.scale):

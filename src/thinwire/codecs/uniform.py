@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, check_finite, check_fit
+from thinwire.codecs.base import Codec, Part, Symbols, check_finite, check_fit
 from thinwire.codecs.bits import pack, packed_nbytes, unpack
 from thinwire.codecs.exact import saturated
 from thinwire.errors import ConfigurationError
@@ -61,6 +61,9 @@ class Levels(Codec):
 
     def nbytes(self, numel: int) -> int:
         return packed_nbytes(numel, self.bits) + 8 * -(-numel // self.block)
+
+    def layout(self, numel: int) -> tuple[Part, ...]:
+        return Symbols(packed_nbytes(numel, self.bits)), Symbols(8 * -(-numel // self.block), 4)
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
         check_fit(self, x, payload)

@@ -77,6 +77,14 @@ class Kernels(Protocol):
         `index` has room for, ascending.
         """
 
+    def add_sent(self, values: Tensor, total: Tensor, counted: Tensor, weight: float) -> None:
+        """Where a value is not zero: `total` += value·weight and `counted` += weight, each product and sum rounded to fp32; then all
+        of `values` are +0. `total` begins at +0.
+        """
+
+    def divide_sent(self, total: Tensor, counted: Tensor) -> None:
+        """`total` /= `counted` where that is not zero."""
+
     def nesterov(
         self,
         anchor: Tensor,

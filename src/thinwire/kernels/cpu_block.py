@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from thinwire.kernels.cpu_dense import add_floats, add_signs, encode_floats, encode_signs, nesterov
-from thinwire.kernels.cpu_sparse import pack, select_above, select_drawn, select_largest, unpack
+from thinwire.kernels.cpu_sparse import add_sent, divide_sent, pack, select_above, select_drawn, select_largest, unpack
 from thinwire.kernels.grid import Grid, Scale
 from thinwire.kernels.numba_support import (
     INFINITE,
@@ -39,7 +39,9 @@ from thinwire.kernels.numba_support import (
 __all__ = [
     "add_blocks",
     "add_floats",
+    "add_sent",
     "add_signs",
+    "divide_sent",
     "encode_blocks",
     "encode_floats",
     "encode_signs",

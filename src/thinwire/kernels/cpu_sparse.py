@@ -35,6 +35,17 @@ def unpack(packed: Tensor, numbers: Tensor, width: int) -> None:
     _unpack(packed.numpy(), numbers.numpy(), u64(width))
 
 
+def add_sent(values: Tensor, total: Tensor, counted: Tensor, weight: float) -> None:
+    """Of sixteen values that are all +0, none is looked at."""
+    given = values.numpy()
+    pairs = given[: len(given) & ~1].view(np.uint64)
+    _add_sent(given, pairs, total.numpy(), counted.numpy(), np.float32(weight))
+
+
+def divide_sent(total: Tensor, counted: Tensor) -> None:
+    _divide_sent(total.numpy(), counted.numpy())
+
+
 def select_above(x: Tensor, threshold: float, index: Tensor) -> int:
     return int(_select_above(_bits(x), _threshold(threshold), index.numpy())[0])
 
@@ -118,6 +129,36 @@ def _unpack(packed: Any, numbers: Any, width: Any) -> None:
             bits, place = bits + u64(8), place + ONE
         numbers[i] = np.int64(held & ((ONE << width) - ONE))
         held, bits = held >> width, bits - width
+
+
+@inlined
+def _add_these(values: Any, total: Any, counted: Any, weight: Any, begin: Any, end: Any) -> None:
+    for i in range(begin, end):
+        value = values[i]
+        if value != np.float32(0.0):
+            total[i] += np.float32(value * weight)
+            counted[i] += weight
+        values[i] = np.float32(0.0)
+
+
+@compiled
+def _add_sent(values: Any, pairs: Any, total: Any, counted: Any, weight: Any) -> None:
+    """`pairs` are the bits of two values each."""
+    n = u64(values.size)
+    for j in range(n >> u64(4)):
+        at = u64(j) << u64(3)
+        some = pairs[at] | pairs[at + ONE] | pairs[at + u64(2)] | pairs[at + u64(3)]
+        some |= pairs[at + u64(4)] | pairs[at + u64(5)] | pairs[at + u64(6)] | pairs[at + u64(7)]
+        if some != ZERO:
+            _add_these(values, total, counted, weight, at << ONE, (at << ONE) + u64(16))
+    _add_these(values, total, counted, weight, n & ~u64(15), n)
+
+
+@compiled
+def _divide_sent(total: Any, counted: Any) -> None:
+    for i in range(u64(total.size)):
+        count = counted[i]
+        total[i] /= count if count != np.float32(0.0) else np.float32(1.0)
 
 
 @inlined

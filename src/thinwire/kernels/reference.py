@@ -179,6 +179,16 @@ def select_drawn(stream: int, numel: int, index: Tensor) -> None:
     index.copy_(draw(stream, 0, numel).topk(len(index), largest=False).indices.sort().values)
 
 
+def add_sent(values: Tensor, total: Tensor, counted: Tensor, weight: float) -> None:
+    counted.add_((values != 0).float().mul_(weight))
+    total.add_(values.mul_(weight))
+    values.zero_()
+
+
+def divide_sent(total: Tensor, counted: Tensor) -> None:
+    total.div_(counted.masked_fill(counted == 0, 1.0))
+
+
 def _largest(rows: Tensor, count: int) -> Tensor:
     """Where the `count` largest magnitudes of each row are, ascending."""
     return rows.abs().sort(descending=True, stable=True).indices[:, :count].sort().values.reshape(-1)

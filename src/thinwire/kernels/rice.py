@@ -24,15 +24,15 @@ def parameter(places: Tensor, count: int) -> int:
     """The k with the shortest code, of those near the mean gap."""
     if not len(places):
         return 0
-    gaps = _gaps(places.numpy(), count)
-    guess = max(1, int(gaps.mean() * 0.69) + 1).bit_length() - 1  # ln 2 of the mean, for geometric gaps
+    between = gaps(places, count)
+    guess = max(1, int(between.mean() * 0.69) + 1).bit_length() - 1  # ln 2 of the mean, for geometric gaps
     near = range(max(0, guess - 2), min(MOST, guess + 2) + 1)
-    return min(near, key=lambda k: int((gaps >> k).sum()) + k * len(gaps))
+    return min(near, key=lambda k: int((between >> k).sum()) + k * len(between))
 
 
 def nbytes(places: Tensor, count: int, k: int) -> int:
     """Bytes of the code."""
-    return -(-int((_gaps(places.numpy(), count) >> k).sum() + (k + 1) * len(places)) // 8)
+    return -(-int((gaps(places, count) >> k).sum() + (k + 1) * len(places)) // 8)
 
 
 def encode(places: Tensor, count: int, k: int, out: NDArray[np.uint8]) -> None:
@@ -47,11 +47,11 @@ def decode(code: NDArray[np.uint8], chunk: int, count: int, numel: int, k: int, 
     return int(_decode(code, u64(chunk), u64(count), u64(numel), u64(k), places.numpy()))
 
 
-def _gaps(places: Any, count: int) -> Any:
+def gaps(places: Tensor, count: int) -> NDArray[np.int64]:
     """What lies between each of `places` and the one before it in its chunk."""
-    gaps = np.diff(places, prepend=-1) - 1
-    gaps[::count] = places[::count]
-    return gaps
+    found: NDArray[np.int64] = np.diff(places.numpy(), prepend=-1) - 1
+    found[::count] = places.numpy()[::count]
+    return found
 
 
 @compiled

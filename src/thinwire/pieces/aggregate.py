@@ -129,7 +129,7 @@ class MeanOverSenders(Aggregate):
     that sends a
     zero has not sent it. For a mean in a codec's own basis, as DeMo takes it, wrap that codec in `OverSenders` and leave this at `Mean()`.
 
-    On the wire: nothing. Cost: three passes a packet.
+    On the wire: nothing. Cost: one pass a packet.
 
     >>> from thinwire.codecs import Identity
     >>> packets = [Values(Identity(), torch.tensor([x, 8.0]).view(torch.uint8), Key(), 2) for x in (0.0, 3.0)]

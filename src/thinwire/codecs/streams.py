@@ -1,0 +1,171 @@
+"""Bytes coded once more: a stream of symbols by zstd, and ascending places by what lies between them.
+
+What is read back is a peer's and may be any bytes: they are refused, or decode to as many as were due, in memory that the
+receiver knows beforehand.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from thinwire.codecs.base import Places
+from thinwire.codecs.bits import pack, packed_nbytes, unpack
+from thinwire.errors import PacketError
+
+Bytes = NDArray[np.uint8]
+Gaps = NDArray[np.int64]
+LEVEL = 1  # of zstd: higher ones take longer, and find no more in codes of a few bits
+REPEAT = "Run the same strategy and version of Thinwire on every replica."
+_PLAIN, _FRAME = 0, 1  # the first byte of symbols
+_FRAMED = 0x80  # of the first byte of places: the gaps are a frame, not a Rice code
+_MORE = 255  # in a frame of gaps: so many, and those of the next byte
+_LENGTH = struct.Struct("<I")
+_LEAST_WINDOW = 1 << 10  # of a zstd frame
+
+
+class Reader:
+    """Takes from the front of `data`. Raises `PacketError` where that ends too early."""
+
+    def __init__(self, data: Bytes) -> None:
+        self.data = data
+
+    def take(self, count: int) -> Bytes:
+        if len(self.data) < count:
+            raise PacketError(f"a coded payload ends after {len(self.data)} bytes, {count} more were due. {REPEAT}")
+        taken, self.data = self.data[:count], self.data[count:]
+        return taken
+
+
+# ---- symbols
+
+
+def symbols_coded(symbols: Bytes) -> Bytes:
+    """A byte that says how, then a zstd frame (RFC 8878, level 1, without its magic number) behind its length in four bytes; or
+    `symbols` as they are, where that is shorter.
+    """
+    frame = _framed(symbols)
+    return _joined(_PLAIN, symbols) if len(frame) >= len(symbols) else _joined(_FRAME, frame)
+
+
+def symbols_decoded(reader: Reader, count: int) -> Bytes:
+    """The next `count` symbols. Raises `PacketError`."""
+    kind = int(reader.take(1)[0])
+    if kind not in (_PLAIN, _FRAME):
+        raise PacketError(f"coded symbols begin with {kind}, which no encoding makes. {REPEAT}")
+    return reader.take(count) if kind == _PLAIN else _unframed(reader, count, count)
+
+
+def _framed(data: Bytes) -> Bytes:
+    zstandard = _zstandard()
+    settings = zstandard.ZstdCompressionParameters.from_level(LEVEL, format=zstandard.FORMAT_ZSTD1_MAGICLESS)
+    frame = zstandard.ZstdCompressor(compression_params=settings).compress(np.ascontiguousarray(data).data)
+    return np.frombuffer(_LENGTH.pack(len(frame)) + frame, np.uint8)
+
+
+def _unframed(reader: Reader, least: int, most: int) -> Bytes:
+    """What the next frame holds, `least` to `most` bytes. Its size is looked at before anything is allocated."""
+    zstandard = _zstandard()
+    frame = reader.take(_LENGTH.unpack(reader.take(_LENGTH.size).tobytes())[0])
+    try:
+        said = zstandard.get_frame_parameters(frame.data, format=zstandard.FORMAT_ZSTD1_MAGICLESS)
+        if least <= said.content_size <= most and said.window_size <= max(most, _LEAST_WINDOW):
+            unpacker = zstandard.ZstdDecompressor(format=zstandard.FORMAT_ZSTD1_MAGICLESS)
+            return np.frombuffer(unpacker.decompress(frame.data), np.uint8)
+    except zstandard.ZstdError as error:
+        raise PacketError(f"a coded payload is damaged ({error}). {REPEAT}") from None
+    raise PacketError(
+        f"a coded payload says that it has {said.content_size} bytes, {least} to {most} were due. {REPEAT}"
+    )
+
+
+# ---- ascending places
+
+
+def places_coded(plain: Bytes, of: Places) -> Bytes:
+    """The shorter of two codes of the gaps between packed places.
+
+    A byte k, then their Rice code, gaps of 2^k (kernels/rice.py): the shortest for gaps that are drawn. Or a byte 0x80 + s, then the s
+    low bits of all gaps, and a frame of their high parts, a byte each: the shortest where some gaps come again and again, as in real
+    deltas, whose large values are in the same columns of a matrix. A high part from 255 on is a byte 255 and the rest of it.
+    """
+    from thinwire.kernels import rice  # a compiler takes its time
+
+    places = unpack(torch.from_numpy(plain), of.kept, of.width)
+    k, gaps = rice.parameter(places, of.count), rice.gaps(places, of.count)
+    found = min(
+        (_gaps_framed(gaps, shift) for shift in {0, max(0, k - 5)}), key=len
+    )  # 5: most high parts are below 255
+    nbytes = rice.nbytes(places, of.count, k)
+    if len(found) <= nbytes:
+        return found
+    code = np.empty(nbytes, np.uint8)
+    rice.encode(places, of.count, k, code)
+    return _joined(k, code)
+
+
+def _gaps_framed(gaps: Gaps, shift: int) -> Bytes:
+    low = pack(torch.from_numpy(gaps & ((1 << shift) - 1)), shift).numpy() if shift else np.empty(0, np.uint8)
+    whole, rest = np.divmod(gaps >> shift, _MORE)
+    high = np.full(len(gaps) + int(whole.sum()), _MORE, np.uint8)
+    high[np.cumsum(whole + 1) - 1] = rest
+    return _joined(_FRAMED | shift, low, _framed(high))
+
+
+def places_decoded(reader: Reader, of: Places) -> Bytes:
+    """The next places, packed. Raises `PacketError`."""
+    from thinwire.kernels import rice
+
+    kind = int(reader.take(1)[0])
+    if kind & _FRAMED:
+        places = torch.from_numpy(_summed(_gaps(reader, kind ^ _FRAMED, of), of))
+    else:
+        places = torch.empty(of.kept, dtype=torch.int64)
+        used = rice.decode(reader.data, of.chunk, of.count, of.numel, kind, places)
+        if used < 0:
+            raise _not_ascending(of)
+        reader.take(used)
+    return np.asarray(pack(places, of.width).numpy())
+
+
+def _gaps(reader: Reader, shift: int, of: Places) -> Gaps:
+    if shift > of.width:
+        raise _not_ascending(of)
+    low = reader.take(packed_nbytes(of.kept, shift)) if shift else None
+    high = _unframed(reader, of.kept, of.kept + (of.numel >> shift) // _MORE)
+    ends = np.flatnonzero(high != _MORE)
+    if len(ends) != of.kept or (len(high) and high[-1] == _MORE):
+        raise _not_ascending(of)
+    gaps: Gaps = np.diff(np.cumsum(high, dtype=np.int64)[ends], prepend=0) << shift
+    if low is not None:
+        gaps |= unpack(torch.from_numpy(low), of.kept, shift).numpy()
+    return gaps
+
+
+def _summed(gaps: Gaps, of: Places) -> Gaps:
+    """The places behind `gaps`, chunk by chunk."""
+    places, whole = gaps + 1, of.numel // of.chunk * of.count
+    for part, limit in ((places[:whole].reshape(-1, of.count), of.chunk), (places[None, whole:], of.numel % of.chunk)):
+        np.cumsum(part, axis=1, out=part)
+        if part.size and part[:, -1].max() > limit:
+            raise _not_ascending(of)
+    places -= 1
+    return places
+
+
+def _not_ascending(of: Places) -> PacketError:
+    return PacketError(f"coded places are not {of.kept} ascending ones below {of.numel}. {REPEAT}")
+
+
+def _joined(first: int, *parts: Bytes) -> Bytes:
+    return np.concatenate([np.array([first], np.uint8), *parts])
+
+
+def _zstandard() -> Any:
+    import zstandard  # the extra zstd
+
+    return zstandard
