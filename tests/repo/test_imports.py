@@ -22,6 +22,7 @@ def loaded(code: str) -> set[str]:
     [
         ("import thinwire", set()),
         ("import thinwire; thinwire.Replica; thinwire.streaming_diloco()", {"torch", "numba"}),
+        ("from thinwire.comm.secure import Hub", {"grpc", "cryptography"}),  # a hub's machine needs no more
         ("import thinwire.comm, thinwire.codecs, thinwire.strategy", {"torch", "numba"}),
     ],
 )

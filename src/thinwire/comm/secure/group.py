@@ -19,7 +19,7 @@ from thinwire.comm.secure.posted import Receive
 from thinwire.comm.secure.token import Token
 from thinwire.errors import ConfigurationError, LinkError, ThinwireError
 
-FAREWELL_SECONDS = 20.0  # for which a group that closes waits for what others have asked for
+FAREWELL_SECONDS = 30.0  # for which a group that closes waits for what others have asked for
 
 
 class _SecureTransfer:

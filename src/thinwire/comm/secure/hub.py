@@ -262,6 +262,8 @@ class Hub:
         for error in told:
             if isinstance(error, PacketError):
                 raise error
+            if isinstance(error, Exception):
+                self._audit("lost a stream of", connection.name, repr(error))
 
     def _seat(self, connection: Connection, label: bytes, size: int) -> None:
         """Give a process its place in a group, or let it wait for the others. Raises `LinkError`."""

@@ -108,11 +108,11 @@ class HubLink(Teller):
         """Say good-bye, when all that was asked for has arrived; for at most `seconds`. Nothing goes on after it."""
         try:
             async with asyncio.timeout(seconds):
-                while self._place and (self.messages.unfinished or self._control):
+                while self._place and self._going and (self.messages.unfinished or self._control):
                     self._flushed.clear()
                     self._woken.set()
                     await self._flushed.wait()
-                if self._place and self._task:
+                if self._place and self._task and self._going:
                     self._leaving = True
                     self._say(frames.LEAVE, 0)
                     await asyncio.wait([self._task])  # the hub ends the streams when it has heard
@@ -121,6 +121,10 @@ class HubLink(Teller):
         if self._task:
             self._task.cancel()
             await asyncio.wait([self._task])
+
+    @property
+    def _going(self) -> bool:
+        return self._task is not None and not self._task.done()
 
     def _lose(self, error: LinkError) -> None:
         """The hub has said no, for good."""
