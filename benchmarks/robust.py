@@ -40,7 +40,6 @@ RULES = (
 )
 ATTACKS = (
     *("none", "SignFlip()", "IPM(2.0)", "ALIE(1.5)", "NotFinite('nan')", "Gaussian(0.1)", "LabelFlip()", "IPM(0.1)"),
-    *("Mimic()", "Replay()"),
 )
 
 
