@@ -37,7 +37,7 @@ def test_the_summary_has_the_keys_of_a_real_run(capsys):
     assert summary["provenance"] == "simulated" and summary["eval_loss"] is None
     assert summary["tokens"] == 60 * 2 * 8 * 128 and summary["wall_seconds"] > 60 * 0.2
     assert summary["compute_utilization"] == pytest.approx(12 / summary["wall_seconds"], rel=1e-6)
-    strategy = tw.streaming_diloco(every=12, delay=3)
+    strategy = tw.streaming_sign(every=12, delay=3)
     numels = [f.numel for f in strategy.partition.fragments(skeleton(Run.of(model="nano")))]
     assert summary["parameters"] == sum(numels)
     assert summary["wire_bytes_sent"] == pytest.approx(5 * strategy.nbytes_per_period(numels, 2), rel=0.1)
