@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.data_ledger import Order, Permutation, part_of
+from thinwire.data_ledger import DataLedger, FixedReader, Order, Permutation, part_of
+from thinwire.rng import derive
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**62))
@@ -48,3 +49,24 @@ def test_a_part_of_an_epoch_is_a_lane() -> None:
     for lane in range(3):
         begin, end = part_of(11, 3, lane)
         assert set(order.samples_at(np.arange(begin, end))) == set(range(lane, 11, 3))
+
+
+@given(st.integers(8, 200), st.integers(1, 5), st.integers(0, 2**31), st.integers(0, 60))
+def test_a_run_without_events_reads_what_earlier_versions_read(
+    samples: int, replicas: int, seed: int, step: int
+) -> None:
+    """Replica m has the samples m, m + replicas, ... in an order of its own for every epoch."""
+    names = [f"replica-{m}" for m in range(replicas)]
+    ledger = DataLedger(samples, seed, replicas, 2, 8, 4).begin(names)
+    for m, name in enumerate(names):
+        own = len(range(m, samples, replicas))
+        due = []
+        for count in range(step * 3, step * 3 + 3):
+            epoch, place = divmod(count, own)
+            order = Permutation(own, derive(seed, "order", m, epoch))
+            due.append(int(order(np.array([place]))[0]) * replicas + m)
+        fixed = FixedReader(seed, names, name)
+        fixed.open(samples)
+        assert fixed.micro_batch(step, 3).tolist() == due
+        lease = ledger.lease(name)
+        assert lease is not None and ledger.read(lease, step * 3, step * 3 + 3).tolist() == due

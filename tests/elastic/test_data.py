@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from elastic_toy import Toy, agree, one_thread, order_faults
 from reading_toy import STEP, NotingReader, book, check, inner, train
 
-from thinwire.errors import LinkError
+from thinwire.elastic.plan import MemberStatus
+from thinwire.errors import LinkError, PeerError
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster
 
 __all__ = ["one_thread"]  # a fixture
@@ -83,3 +85,18 @@ def test_hundreds_of_schedules() -> None:
         a, b, c = play(seed)
         trained, lost, returned = trained + a, lost + b, returned + c
     assert trained > 10_000 and lost > 50 and returned > 50, (trained, lost, returned)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"reads": [0, 1]}, {"reads": [0, 1, -1]}, {"reads": [0, 1, 1 << 60]}, {"reads": [0, 1, 2.5]}, {"reads": "abc"},
+        {"claims": {"0": [0]}}, {"claims": {"0": [0, 1, 2]}}, {"claims": {"0": [0, 1] * 300}}, {"claims": {"0": {}}},
+        {"claims": {"1": [0, 1]}}, {"claims": {"0": [0, True]}}, {"claims": []},
+    ],
+)  # fmt: skip
+def test_a_status_that_claims_what_cannot_be_is_refused(said: dict[str, Any]) -> None:
+    facts = MemberStatus(3, "d", brings={"0": 1.0}, reads=[0, 1, 8], claims={"0": [0, 1, 2, 8]}).facts()
+    assert MemberStatus.of(facts, "oslo").claim(0).segments == ((2, 8),)
+    with pytest.raises(PeerError, match="oslo sent a status"):
+        MemberStatus.of(facts | said, "oslo")
