@@ -15,7 +15,7 @@ from thinwire.catalogue.parsing import parse
 from thinwire.codecs import E3M0, TopK, nested
 from thinwire.codecs.base import Places
 from thinwire.codecs.bits import pack
-from thinwire.codecs.streams import Reader, places_coded, places_decoded
+from thinwire.codecs.streams import PayloadReader, places_coded, places_decoded
 from thinwire.exchange.chunks import cut
 from thinwire.kernels import rice
 from thinwire.rng import Key
@@ -66,7 +66,7 @@ def test_places_come_within_two_percent_of_their_entropy(chunk, count):
     rice.encode(places, count, k, code[:-3])
     assert rice.decode(code, chunk, count, NUMEL, k, back) == len(code) - 3 and torch.equal(places, back)
     plain = pack(places, of.width).numpy()
-    reader = Reader(places_coded(plain, of))
+    reader = PayloadReader(places_coded(plain, of))
     assert (
         len(reader.data) <= len(code) - 2 and np.array_equal(places_decoded(reader, of), plain) and not len(reader.data)
     )
@@ -80,7 +80,7 @@ def test_gaps_that_come_again_are_coded_otherwise():
     places = np.cumsum(gaps + 1) - 1
     of = Places(int(places[-1]) + 1, int(places[-1]) + 1, len(places))
     plain = pack(torch.from_numpy(places), of.width).numpy()
-    reader = Reader(places_coded(plain, of))
+    reader = PayloadReader(places_coded(plain, of))
     assert gaps.max() > 255 and len(reader.data) < 0.85 * rice.nbytes(torch.from_numpy(places), len(places), 5)
     assert 8 * len(reader.data) < 1.06 * bits(gaps)  # whole bits a symbol
     assert np.array_equal(places_decoded(reader, of), plain)

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.base import Codec, Part, Places, Said, Shapes, check_fit
-from thinwire.codecs.streams import REPEAT, Bytes, Reader, places_coded, places_decoded, symbols_coded, symbols_decoded
+from thinwire.codecs.streams import (
+    REPEAT,
+    Bytes,
+    PayloadReader,
+    places_coded,
+    places_decoded,
+    symbols_coded,
+    symbols_decoded,
+)
 from thinwire.errors import ConfigurationError, PacketError
 from thinwire.rng import Key
 
@@ -95,7 +103,7 @@ class Entropy(Codec):
         nbytes = self.codec.nbytes(numel)
         if not nbytes:
             return payload[:0]
-        reader = Reader(payload.contiguous().numpy())
+        reader = PayloadReader(payload.contiguous().numpy())
         kind = int(reader.take(1)[0])
         if kind not in (_PLAIN, _CODED):
             raise PacketError(f"a coded payload begins with {kind}, which no encoding makes. {REPEAT}")
@@ -164,7 +172,7 @@ def _coded(plain: Bytes, layout: tuple[Part, ...]) -> Bytes:
 
 def _decoded(coded: Bytes, layout: tuple[Part, ...]) -> Bytes:
     """The reverse. Raises `PacketError`; what is allocated depends on `layout` only."""
-    reader, plain = Reader(coded), np.empty(sum(part.nbytes for part in layout), np.uint8)
+    reader, plain = PayloadReader(coded), np.empty(sum(part.nbytes for part in layout), np.uint8)
     due: dict[_Stream, list[Bytes]] = {}
     for part, of in zip(layout, _split(plain, layout)):
         if isinstance(part, Places):
@@ -173,7 +181,7 @@ def _decoded(coded: Bytes, layout: tuple[Part, ...]) -> Bytes:
         for plane, own in enumerate(of.reshape(-1, part.stride).T):
             due.setdefault((part.stride, plane), []).append(own)
     for each in sorted(due):
-        symbols = Reader(symbols_decoded(reader, sum(map(len, due[each]))))
+        symbols = PayloadReader(symbols_decoded(reader, sum(map(len, due[each]))))
         for own in due[each]:
             own[:] = symbols.take(len(own))
     return plain

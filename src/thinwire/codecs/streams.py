@@ -28,7 +28,7 @@ _LENGTH = struct.Struct("<I")
 _LEAST_WINDOW = 1 << 10  # of a zstd frame
 
 
-class Reader:
+class PayloadReader:
     """Takes from the front of `data`. Raises `PacketError` where that ends too early."""
 
     def __init__(self, data: Bytes) -> None:
@@ -52,7 +52,7 @@ def symbols_coded(symbols: Bytes) -> Bytes:
     return _joined(_PLAIN, symbols) if len(frame) >= len(symbols) else _joined(_FRAME, frame)
 
 
-def symbols_decoded(reader: Reader, count: int) -> Bytes:
+def symbols_decoded(reader: PayloadReader, count: int) -> Bytes:
     """The next `count` symbols. Raises `PacketError`."""
     kind = int(reader.take(1)[0])
     if kind not in (_PLAIN, _FRAME):
@@ -67,7 +67,7 @@ def _framed(data: Bytes) -> Bytes:
     return np.frombuffer(_LENGTH.pack(len(frame)) + frame, np.uint8)
 
 
-def _unframed(reader: Reader, least: int, most: int) -> Bytes:
+def _unframed(reader: PayloadReader, least: int, most: int) -> Bytes:
     """What the next frame holds, `least` to `most` bytes. Its size is looked at before anything is allocated."""
     zstandard = _zstandard()
     frame = reader.take(_LENGTH.unpack(reader.take(_LENGTH.size).tobytes())[0])
@@ -116,7 +116,7 @@ def _gaps_framed(gaps: Gaps, shift: int) -> Bytes:
     return _joined(_FRAMED | shift, low, _framed(high))
 
 
-def places_decoded(reader: Reader, of: Places) -> Bytes:
+def places_decoded(reader: PayloadReader, of: Places) -> Bytes:
     """The next places, packed. Raises `PacketError`."""
     from thinwire.kernels import rice
 
@@ -132,7 +132,7 @@ def places_decoded(reader: Reader, of: Places) -> Bytes:
     return np.asarray(pack(places, of.width).numpy())
 
 
-def _gaps(reader: Reader, shift: int, of: Places) -> Gaps:
+def _gaps(reader: PayloadReader, shift: int, of: Places) -> Gaps:
     if shift > of.width:
         raise _not_ascending(of)
     low = reader.take(packed_nbytes(of.kept, shift)) if shift else None
