@@ -128,3 +128,31 @@ def test_compare_goes_on_without_a_method_that_fails(here: Path, capsys: Capture
     assert (out / "report.html").exists()
     (out / "diloco-seed-0").unlink()
     assert main([*asked, *strategies]) == 0
+
+
+def test_only_compare_has_replicas_that_lie(capsys: Capture):
+    assert main(["train", *SMALL, "--attack", "alie"]) == 2
+    assert "only `thinwire compare` has them" in capsys.readouterr().err
+    assert main(["compare", *SMALL, "--text", "text.txt", "--strategies", "diloco", "--liars", "1"]) == 2
+    assert "liars=1 without an attack" in capsys.readouterr().err
+    few = ["--replicas", "3", "--aggregate", "TrimmedMean(2)", "--attack", "SignFlip", "--liars", "1"]
+    assert main(["compare", *SMALL, "--text", "text.txt", "--strategies", "diloco", *few]) == 2
+    assert "2·2 + 1 = 5 are needed" in capsys.readouterr().err
+    asked = [
+        "--replicas",
+        "3",
+        "--steps",
+        "4",
+        "--aggregate",
+        "Median",
+        "--attack",
+        "label-flip",
+        "--liars",
+        "1",
+    ]
+    assert (
+        main(["compare", *SMALL, "--text", "text.txt", "--strategies", "diloco(every=2)", "--out", "tried", *asked])
+        == 0
+    )
+    begun = tomllib.loads(next(Path("tried").glob("*/run.toml")).read_text())["method"]
+    assert (begun["aggregate"], begun["attack"], begun["liars"]) == ("Median", "label-flip", 1)
