@@ -34,7 +34,7 @@ from thinwire.lm.run import Run
         (["probe", "--link", "50"], "the link '50' was given"),
         (["probe", "nothing.toml"], "nothing.toml cannot be read as a run file"),
         (["doctor", "--step-seconds", "-1"], "more than 0 is needed"),
-        (["docs", "../README"], "'../README' is no page; there are design, "),
+        (["docs", "../README"], "'../README' is no page; there are data, design, "),
     ],
 )
 def test_what_was_asked_wrongly_is_said_in_a_line(

@@ -177,13 +177,17 @@ def test_threads_and_processes_train_the_same_bytes(whole: Path, tmp_path: Path,
     assert model_of(tmp_path / "processes") == model_of(whole)
 
 
-def test_an_entropy_stage_changes_bytes_only(whole: Path, tmp_path: Path, text: str) -> None:
+def test_an_entropy_stage_changes_bytes_only(tmp_path: Path, text: str) -> None:
     """The same weights, also over gloo, and when resumed with rounds in the air; fewer bytes than foreseen, and the run says both."""
+    whole = tmp_path / "whole"
+    run_in(whole, small_run(text, strategy="streaming_diloco"))
     coded, killed = tmp_path / "coded", tmp_path / "killed"
-    run_in(coded, small_run(text, codec="Entropy(E3M0(128))"))
+    run_in(coded, small_run(text, strategy="streaming_diloco", codec="Entropy(E3M0(128))"))
     cut_back(coded, killed, 10)
-    run_in(killed, small_run(text, codec="Entropy(E3M0(128))"), resume=True)
-    run_in(tmp_path / "gloo", small_run(text, codec="Entropy(E3M0(128))", carrier="processes"))
+    run_in(killed, small_run(text, strategy="streaming_diloco", codec="Entropy(E3M0(128))"), resume=True)
+    run_in(
+        tmp_path / "gloo", small_run(text, strategy="streaming_diloco", codec="Entropy(E3M0(128))", carrier="processes")
+    )
     assert model_of(coded) == model_of(killed) == model_of(tmp_path / "gloo") == model_of(whole)
     for folder in (coded, tmp_path / "gloo"):
         record = RunRecord.load(folder)

@@ -92,7 +92,9 @@ def test_unlike_machines_and_directions_are_named() -> None:
 
 
 def test_the_codec_of_a_run_file_is_tried_too_and_a_bound_is_called_one() -> None:
-    planned = task(base=replace(BILLION, method=replace(BILLION.method, codec="Entropy(E3M0())")))
+    planned = task(
+        base=replace(BILLION, method=replace(BILLION.method, strategy="streaming_diloco", codec="Entropy(E3M0())"))
+    )
     found = settings(planned)
     assert {setting.method for setting in found if setting.strategy.bound} == {"streaming_diloco"}
     for setting in found:

@@ -99,7 +99,7 @@ class Oracle:
         eager = self.strategy.merge.whole_period
         flying: dict[int, tuple[int, int]] = {}
         rounds, counted = [0] * len(self.numels), [0] * len(self.numels)
-        throws_away = not eager and self.strategy.merge.alpha == 0  # what was trained in flight
+        throws_away = not eager and self.strategy.merge.forgets  # what was trained in flight
         now = yield ("until", 0.0)
 
         def depart(p: int, step: int) -> None:
