@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from thinwire.cli import checks as machine
 from thinwire.cli import main
+from thinwire.cli.train import of_stalls
 from thinwire.records.events import read_events
+from thinwire.records.run_record import RunRecord
 
 SMALL = ["--model", "nano", "--batch", "1", "--sequence", "16", "--eval-batches", "1", "--carrier", "threads"]
 TEXT = "".join(f"line {i}: {i * i % 97} thin wires carry {i % 13} packets\n" for i in range(2000))
@@ -156,3 +160,12 @@ def test_only_compare_has_replicas_that_lie(capsys: Capture):
     )
     begun = tomllib.loads(next(Path("tried").glob("*/run.toml")).read_text())["method"]
     assert (begun["aggregate"], begun["attack"], begun["liars"]) == ("Median", "label-flip", 1)
+
+
+def test_a_run_that_waited_says_what_to_ask(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    thin, wide = make_run(tmp_path / "thin", rate=2e5), make_run(tmp_path / "wide", rate=1e9)
+    told = of_stalls(RunRecord.load(thin), thin)
+    assert re.fullmatch(
+        r"replicas waited for rounds for \d\d% of the time; thinwire doctor \S+/thin/run.toml says .+", told
+    )
+    assert of_stalls(RunRecord.load(wide), wide) == ""

@@ -240,12 +240,23 @@ def finish(
     except DataError as error:  # the run is whole without
         drawn = f"no report: {error}"
     console.print(drawn, soft_wrap=True, highlight=False)
+    if told := of_stalls(record, folder):
+        console.print(told, soft_wrap=True, highlight=False)
     stopped = record.status.startswith("stopped")
     if stopped:
         console.print(f"to go on: thinwire {verb} --resume --out {folder}{options}", soft_wrap=True, highlight=False)
     if as_json:
         print(json.dumps(summary))
     return stop.exit_code if stopped or (stop.is_set() and record.status != "finished") else 0
+
+
+def of_stalls(record: RunRecord, folder: Path) -> str:
+    """What to do about a run that waited for rounds for over a tenth of its time; empty for others."""
+    share = record.summary.stall_seconds / record.summary.wall_seconds if record.summary.wall_seconds else 0.0
+    if not share > 0.1:
+        return ""
+    advice = f"thinwire doctor {folder / 'run.toml'} says which --delay would not wait"
+    return f"replicas waited for rounds for {share:.0%} of the time; {advice}"
 
 
 def summary_of(record: RunRecord) -> dict[str, Any]:
