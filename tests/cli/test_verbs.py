@@ -88,7 +88,7 @@ def test_what_the_system_refuses_is_said_without_a_traceback(
         ({"strategy": "dgc", "optimizer": "AdamW"}, "that method needs its own inner optimizer, SGD"),
         ({"optimizer": "Average()"}, r"optimizer='Average\(\)': AdamW, SGD\(...\) or Muon is needed"),
         ({"optimizer": "Adam"}, "'Adam' in 'Adam' is not known"),
-        ({"strategy": "dgc", "outer_lr": 0.1}, "dgc takes no outer_lr; it takes"),
+        ({"strategy": "dgc", "outer_lr": 0.1}, "Choose --strategy diloco or streaming_diloco or finetune for it."),
         ({"codec": "E3M0(block=1+x)"}, r"'1 \+ x' in .* is no plain value"),
     ],
 )

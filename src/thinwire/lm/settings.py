@@ -142,7 +142,11 @@ class MethodSpec(_Part):
             taken = list(inspect.signature(NAMED[name]).parameters)
             foreign = [key for key in given if key not in taken]
             if foreign:
-                raise ConfigurationError(f"{name} takes no {', '.join(foreign)}; it takes {', '.join(taken)}.")
+                others = [
+                    other for other, recipe in NAMED.items() if {*given} <= {*inspect.signature(recipe).parameters}
+                ]
+                advice = f" Choose --strategy {' or '.join(others[:3])} for it." if others else ""
+                raise ConfigurationError(f"{name} takes no {', '.join(foreign)}; it takes {', '.join(taken)}.{advice}")
             made = NAMED[name](**given)
             if isinstance(made, Strategy) and any(isinstance(one, Clip) for one in made.filters):
                 return NAMED[name](**(given | {"clip": clip}))
