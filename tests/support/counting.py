@@ -90,9 +90,9 @@ def watch(replica: tw.Replica, diary: Diary, name: str) -> None:
             diary.write("brings", id=view.id, steps=-float(ready.delta[own]) / UNIT)
         return fly(view, plan, ready)
 
-    def believed(view: Any, plan: Any, ready: Any, moved: Any) -> None:
+    def believed(view: Any, plan: Any, ready: Any, moved: Any, granted: bool = False) -> None:
         before = loop.agreed.state_digest
-        believe(view, plan, ready, moved)
+        believe(view, plan, ready, moved, granted)
         if moved is not None:
             names = [view.members[rank].name for rank in plan.counted]
             diary.write(
