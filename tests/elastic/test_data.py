@@ -50,7 +50,8 @@ def play(seed: int) -> tuple[int, int, int]:
     late = ["paris", "oslo"][: chance.choice([0, 0, 1, 2])]
     said = order_faults(cluster, chance, chance.randint(0, 6), [*begin, *late][:4])
     samples, steps = chance.choice([12, 40, 100, 500]), 48
-    settings = {"least": len(begin) // 2 + 1, "save_every": chance.choice([0, 3, 10]), "keep": 100.0}
+    most = (len(begin) + len(late)) // 2 + 1  # or late ones, who find nobody, are a run of their own
+    settings = {"least": most, "save_every": chance.choice([0, 3, 10]), "keep": 100.0}
     paces = {name: chance.choice([1.0, 1.0, 1.0, 2.5]) for name in [*begin, *late]}
     results = cluster.play(
         {
