@@ -28,9 +28,6 @@ class ElasticTrainer(Trainer):
     group: Membership
     replica: Replica
 
-    def _agree(self, facts: dict[str, Any]) -> None:
-        """Nothing: the membership compares facts whenever a view is found."""
-
     def _attach(self, facts: dict[str, Any]) -> Replica:
         run, log, strategy = self.run, self.log, self.run.make_strategy()
         self._named: dict[str, list[list[Any]]] = {"lost": [], "returned": []}

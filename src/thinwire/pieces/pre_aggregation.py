@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -28,9 +29,9 @@ class Before(RobustRule):
                 f"{self}: a robust rule is needed to go on with, such as Median(); see `thinwire docs robust`."
             )
 
+    @abstractmethod
     def first(self, products: Tensor, key: Key) -> Tensor:
         """P [K, M] in fp64."""
-        raise NotImplementedError
 
     def tolerates(self, size: int) -> int:
         return self.rule.tolerates(size)
