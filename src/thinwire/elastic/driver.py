@@ -133,7 +133,7 @@ class ElasticDriver(Driver):
             )
         self._trained += tokens_of_step(tokens) if self.by_tokens else 1
         self._own_steps += 1
-        self.rounds.trained(step, *((self._reader.turn, self._reader.read_count) if self._reader else ()))
+        self.rounds.trained(step, *((self._reader.generation, self._reader.read_count) if self._reader else ()))
         due = self._schedule.departs(step, len(self.pieces))
         late = [index for index in due if index in self._waiting]
         for index in late:
@@ -247,8 +247,8 @@ class ElasticDriver(Driver):
         behind = self._trained - self._travelled[index]
         weight = behind if self.by_tokens else min(1.0, behind)
         delta = piece.delta(torch.empty_like(piece.anchor))
-        claim, turn = (self._reader.claim(index), self._reader.turn) if self._reader else (None, 0)
-        ready = Ready(index, delta, weight, step, piece.feedback, claim, turn)
+        claim, generation = (self._reader.claim(index), self._reader.generation) if self._reader else (None, 0)
+        ready = Ready(index, delta, weight, step, piece.feedback, claim, generation)
         self._waiting[index] = ready, self._trained
         self._owed.discard(index)
         self._observe("depart", step, fragment=index, round=piece.rounds, nbytes=0, seconds_spent=0.0)
