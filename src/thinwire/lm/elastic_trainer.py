@@ -114,7 +114,7 @@ class ElasticTrainer(Trainer):
     def _wait_for_others(self) -> None:
         """Keep the final state for members that are missing, until they have it, the time is over or a stop is asked for."""
         while not self.group.closed and not self.place.stop.is_set():
-            time.sleep(0.05)
+            time.sleep(0.05)  # not stop.wait: see `join` in lm/membership.py
 
     @property
     def counted_steps(self) -> int:
