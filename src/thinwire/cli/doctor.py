@@ -276,7 +276,7 @@ def enough(
         yield CheckResult("link", "ok", says, "give --link RATE to compare with yours" if floor else "")
         return
     share = link.bits_per_second / floor
-    advice = f"at most {min(share, 1):.0%} of the time would be training: larger --every, fewer bits (--codec), or a larger --batch"
+    advice = f"at most {min(share, 1):.0%} of the time would be training (predicted): larger --every, fewer bits (--codec), or a larger --batch"
     yield warn_unless(share >= 1, "link", f"{says}; {link} is given", advice)
     flight = link.seconds(membership.largest_round(strategy, fragments, replicas))
     says = f"the largest fragment flies {text_of_seconds(flight)}, {delay} steps last {text_of_seconds(delay * seconds)} (predicted)"

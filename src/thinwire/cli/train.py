@@ -256,7 +256,7 @@ def of_stalls(record: RunRecord, folder: Path) -> str:
     if not share > 0.1:
         return ""
     advice = f"thinwire doctor {folder / 'run.toml'} says which --delay would not wait"
-    return f"replicas waited for rounds for {share:.0%} of the time; {advice}"
+    return f"replicas waited for rounds for {share:.0%} of the time ({record.summary.provenance}); {advice}"
 
 
 def summary_of(record: RunRecord) -> dict[str, Any]:

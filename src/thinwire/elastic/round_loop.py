@@ -88,7 +88,10 @@ class RoundLoop:
         self._waiting: dict[int, Ready] = {}  # deltas whose rounds are to come, by fragment
         self._doubt: tuple[int, Ready, Tensors] | None = None  # the round, delta and feedback that it does not know of
         self._believed: tuple[int, Ready, str] | None = None  # a round that counted its delta; only it says so as yet
-        self._turn, self._void = 0, -1  # of its reader: in its last status, and the newest of which nothing counts
+        self._generation, self._void = (
+            0,
+            -1,
+        )  # of its reader: in its last status, and the newest of which nothing counts
         self._context: SendContext | None = None
         self._voter = EvictionVoter(membership, self._observe)
         self._actions: dict[Action, Callable[..., object]] = {
@@ -178,7 +181,7 @@ class RoundLoop:
     def _await_turn(self, brought: Sequence[Ready]) -> None:
         """A delta that is no number takes part without being counted; one of samples that others train comes back."""
         for ready in brought:
-            if ready.turn <= self._void:
+            if ready.generation <= self._void:
                 self._put(Outcome(ready.fragment, self.agreed.round, ready=ready))
                 continue
             finite = bool(torch.isfinite(ready.delta).all())
@@ -241,8 +244,8 @@ class RoundLoop:
     def _status(self) -> MemberStatus:
         agreed, finishing = self.agreed, self._state is State.FINISHING
         brings = {str(index): ready.weight for index, ready in self._waiting.items()}
-        self._turn, reads = self._mail.reads
-        data = says(self._turn > self._void, reads, self._waiting) | self._voter.says()
+        self._generation, reads = self._mail.reads
+        data = says(self._generation > self._void, reads, self._waiting) | self._voter.says()
         return MemberStatus(
             agreed.round, agreed.state_digest, self._now(), self._state is State.JOINING, finishing, agreed.run, False, brings,
             **data,
@@ -282,7 +285,7 @@ class RoundLoop:
 
     def _drop(self) -> None:
         """Others train the samples of this replica: it goes on from the anchors, with what its lease says now."""
-        self._void = self._turn
+        self._void = self._generation
         self._give_back()
         last = len(self.agreed.anchors) - 1
         for index, (anchor, state) in enumerate(zip(self.agreed.anchors, self.agreed.states)):

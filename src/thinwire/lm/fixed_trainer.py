@@ -51,14 +51,8 @@ class FixedTrainer(Trainer):
         path = str(found.path.relative_to(self.place.folder))
         self.log.emit("resume", found.step, from_step=found.step, path=path, skipped=skipped)
 
-    def _after_step(self, compute_seconds: float) -> None:
-        """Nothing."""
-
     def _survives(self, error: LinkError | EndedError) -> bool:
         return False
-
-    def _wait_for_others(self) -> None:
-        """Nothing: all have ended at the same step."""
 
     @property
     def counted_steps(self) -> int:

@@ -55,8 +55,8 @@ class Clock:
 class Trainer(ABC):
     """One replica's training. `train()` runs it from the first or the resumed step to the last.
 
-    What a fixed group and an elastic run do each in a way of their own: `_agree`, `_attach`, `_resume`, `_after_step`,
-    `_survives`, `_wait_for_others`.
+    What a fixed group and an elastic run do differently: `_agree`, `_attach`, `_resume`, `_after_step`, `_survives`,
+    `_wait_for_others`. Those that are not abstract do nothing here.
     """
 
     who_stops: ClassVar[str]  # when this replica is asked to stop
@@ -98,9 +98,9 @@ class Trainer(ABC):
         self.replica = self._attach(facts)
         self.micros = micro_batches(run.data.accumulate, self.replica)
 
-    @abstractmethod
     def _agree(self, facts: dict[str, Any]) -> None:
-        """Compare `facts` with the other replicas', where they are known before the model is made."""
+        """Compare `facts` with the other replicas', where these are known before the model is made."""
+        return
 
     @abstractmethod
     def _attach(self, facts: dict[str, Any]) -> Replica | Attached:
@@ -110,17 +110,17 @@ class Trainer(ABC):
     def _resume(self) -> None:
         """Go on from a checkpoint."""
 
-    @abstractmethod
     def _after_step(self, compute_seconds: float) -> None:
-        """After an inner step that took so long."""
+        """Called after an inner step that took so long."""
+        return
 
     @abstractmethod
     def _survives(self, error: LinkError | EndedError) -> bool:
         """Whether this replica writes a checkpoint and a summary when it has lost the others by `error`."""
 
-    @abstractmethod
     def _wait_for_others(self) -> None:
-        """After the end of the run."""
+        """Called after the end of the run."""
+        return
 
     @property
     @abstractmethod

@@ -117,7 +117,11 @@ class Driver(Protocol):
     training: Training
 
     def before_inner_step(self, closure: bool = False) -> None:
-        """The gradients are there and the optimizer has not stepped; `closure`: it was given one. May be called twice before one step."""
+        """The gradients are there and the optimizer has not stepped; `closure`: it was given one. May be called twice before one step.
+
+        Does nothing, unless a driver exchanges gradients: what counts is the parameters after the step.
+        """
+        return
 
     def after_inner_step(self) -> None:
         """The optimizer has stepped. May set `training.step` ahead, where others are."""
@@ -136,9 +140,11 @@ class Driver(Protocol):
 
     def anchors(self) -> Sequence[Tensor]:
         """The agreed weights, flat and in fp32, a copy for each fragment."""
+        return [fragment.anchor.clone() for fragment in self.training.fragments]
 
     def load_anchors(self) -> None:
         """Overwrite the model's parameters with the agreed weights, where these may differ."""
+        self.training.load_anchors()
 
     def request_stop(self) -> None:
         """Have all replicas stop at one step: `training.stopping` becomes true then."""

@@ -20,7 +20,7 @@ from thinwire.comm.secure import frames
 from thinwire.comm.secure.channels import BULK, CONTROL, dialled
 from thinwire.comm.secure.enrol import Admitted, Enrolment, Refused
 from thinwire.comm.secure.frames import Frame, Welcome
-from thinwire.comm.secure.messages import InFlight, Teller
+from thinwire.comm.secure.messages import InFlight
 from thinwire.comm.secure.posted import Chunk, Pull
 from thinwire.errors import LinkError, PacketError
 
@@ -33,7 +33,7 @@ class Broken(LinkError):
     """A connection that has ended; the next one goes on."""
 
 
-class HubLink(Teller):
+class HubLink:
     """The one connection of this process to the hub, and what is on the way over it.
 
     Args:
