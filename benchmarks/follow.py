@@ -33,7 +33,7 @@ LAGS = (1, 10, 100)
 RUN = Run.of(model="nano", batch=4, sequence=64, replicas=2)
 RUNS = {
     "streaming_sign, the default, learning rate 6e-3": RUN,
-    "streaming_diloco, learning rate 6e-3": RUN.changed(strategy="streaming_diloco", every=14),
+    "streaming_diloco, learning rate 6e-3": RUN.changed(strategy="streaming_diloco", every=8),
     "streaming_sign, learning rate 1e-5": RUN.changed(lr=1e-5),
 }
 

@@ -111,7 +111,7 @@ def test_what_is_not_as_announced_changes_nothing_and_a_cut_is_gone_on_from(tmp_
     publisher.offer(0, [flat])
     publisher.close()
     source = PublishedFolder(run)
-    (object_,) = [p for p in (run / "published/replica-0/objects").iterdir() if p.stat().st_size == 2 * len(flat)]
+    (object_,) = [p for p in (run / "published/replica-0/objects").iterdir() if p.stat().st_size > 3000]
     good = object_.read_bytes()
     object_.write_bytes(bytes([good[0] ^ 1]) + good[1:])
     follower = Follower(source, out)

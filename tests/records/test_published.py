@@ -9,7 +9,7 @@ import pytest
 
 from thinwire.errors import PacketError
 from thinwire.records.patches import apply_patch, encode_patch
-from thinwire.records.published import Change, FragmentVersion, Layout, Publication, Resource
+from thinwire.records.published import NOTHING, Change, FragmentVersion, Layout, Publication, Resource
 
 ANY = "ab" * 32
 OTHER = "cd" * 32
@@ -40,10 +40,11 @@ def test_the_shortest_way_from_what_is_held() -> None:
         Change(a, b, Resource(ANY, size))
         for a, b, size in [(ANY, OTHER, 60), (OTHER, THIRD, 30), (THIRD, "1" * 64, 30)]
     )
-    one = FragmentVersion("1" * 64, 100, OTHER, steps)
-    assert one.way_from(OTHER) == (None, list(steps[1:])) and one.way_from("1" * 64) == (None, [])
-    assert one.way_from(None) == (Resource(OTHER, 100), list(steps[1:])) == one.way_from("2" * 64)
-    assert one.way_from(ANY) == (None, list(steps))  # 120 bytes, a full copy and what follows 160
+    full = Change(NOTHING, OTHER, Resource(ANY, 100))
+    one = FragmentVersion("1" * 64, 160, full, steps)
+    assert one.way_from(OTHER) == list(steps[1:]) and one.way_from("1" * 64) == []
+    assert one.way_from(None) == [full, *steps[1:]] == one.way_from("2" * 64)
+    assert one.way_from(ANY) == list(steps)  # 120 bytes, a full copy and what follows 160
     read = Publication(3, 9, False, Resource(ANY, 5), (one,))
     assert Publication.read(read.written()) == read
     for wrong in (
@@ -54,7 +55,7 @@ def test_the_shortest_way_from_what_is_held() -> None:
     ):
         with pytest.raises(PacketError):
             Publication.read(json.dumps(json.loads(read.written()) | wrong))
-    torn = FragmentVersion(one.state, 100, OTHER, steps[::-1])
+    torn = FragmentVersion(one.state, 100, full, steps[::-1])
     with pytest.raises(PacketError, match="do not follow"):
         Publication.read(Publication(3, 9, False, Resource(ANY, 5), (torn,)).written())
     with pytest.raises(PacketError):

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from thinwire.errors import ConfigurationError, PacketError
 from thinwire.records.files import save_file
-from thinwire.records.patches import Bits, apply_patch
-from thinwire.records.published import FragmentVersion, Layout, Piece, Publication, Resource, Source
+from thinwire.records.patches import Bits, apply_patch, state_of
+from thinwire.records.published import NOTHING, FragmentVersion, Layout, Piece, Publication, Resource, Source
 
 MODEL, STATES = "model.safetensors", "thinwire-states.json"
 
@@ -94,15 +94,19 @@ class Follower:
 
     def _bring(self, fragment: FragmentVersion, held: tuple[str, Bits] | None) -> tuple[Bits, bool]:
         """A fragment's newest values, and whether a full copy was needed. Raises `PacketError`."""
-        full, changes = fragment.way_from(held[0] if held else None)
-        values = np.frombuffer(self._fetch(full), np.uint16) if full else held[1] if held else np.empty(0, np.uint16)
+        way = fragment.way_from(held[0] if held else None)
+        copied = bool(way) and way[0].base == NOTHING
+        if copied:
+            values = np.zeros(fragment.nbytes // 2, np.uint16)
+        else:
+            values = held[1] if held else np.empty(0, np.uint16)
         if 2 * len(values) != fragment.nbytes:
             raise PacketError(f"a fragment has {2 * len(values)} bytes, {fragment.nbytes} were announced.")
-        for change in changes:
+        for change in way:
             values = apply_patch(values, self._fetch(change.patch))
-        if changes and hashlib.sha256(values.tobytes()).hexdigest() != fragment.state:
+        if way and state_of(values) != fragment.state:
             raise PacketError(f"changes did not lead to the state {fragment.state[:12]} that was announced.")
-        return values, full is not None
+        return values, copied
 
     def _fetch(self, what: Resource) -> bytes:
         """An object, whole and verified; what a cut left of it is not fetched again. Raises `PacketError`, `DataError`."""
@@ -149,7 +153,7 @@ class Follower:
             flat = [value.reshape(-1) for _, value in sorted(own, key=lambda one: one[0])]
             if flat and all(value.dtype == torch.bfloat16 for value in flat):
                 values = torch.cat(flat).view(torch.int16).numpy().view(np.uint16)
-                self._states[index] = hashlib.sha256(values.tobytes()).hexdigest(), values
+                self._states[index] = state_of(values), values
 
     def _write(
         self, publication: Publication, layout: Layout, rest: dict[str, Tensor], states: dict[int, tuple[str, Bits]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import tempfile
 import threading
@@ -24,8 +23,8 @@ from thinwire.lm.run import Run
 from thinwire.methods import Attached
 from thinwire.pieces.partition import Fragment
 from thinwire.records.events import EventLog
-from thinwire.records.patches import Bits, encode_patch
-from thinwire.records.published import Change, FragmentVersion, Layout, Piece, Publication, Store
+from thinwire.records.patches import Bits, encode_patch, state_of
+from thinwire.records.published import NOTHING, Change, FragmentVersion, Layout, Piece, Publication, Store
 from thinwire.replica import Replica
 
 MODEL = "model.safetensors"
@@ -94,8 +93,8 @@ class Publisher:
         states = [value.view(torch.int16).numpy().view(np.uint16) for value in values]
         for index, state in enumerate(states):
             if len(self._versions) <= index:
-                full = self._store.put(state.tobytes())
-                self._versions.append(FragmentVersion(full.digest, full.nbytes, full.digest, ()))
+                full = self._full(state)
+                self._versions.append(FragmentVersion(full.to, state.nbytes, full, ()))
                 self._held.append(state)
             elif not np.array_equal(self._held[index], state):
                 self._versions[index] = self._changed(index, state)
@@ -105,19 +104,20 @@ class Publisher:
         self._store.announce(made, self._layout)
 
     def _changed(self, index: int, state: Bits) -> FragmentVersion:
-        """A patch from the version before; a full copy too when patches since the last one are half as long as it."""
-        known, data = self._versions[index], state.tobytes()
+        """A patch from the version before; a full copy too when patches since the last one are a quarter as long as it."""
+        known, now = self._versions[index], state_of(state)
         patch = self._store.put(encode_patch(self._held[index], state))
-        now = hashlib.sha256(data).hexdigest()
-        changes = [*known.changes, Change(known.state, now, patch)]
+        changes, full = [*known.changes, Change(known.state, now, patch)], known.full
         self._patched[index] += patch.nbytes
-        full = known.full
-        if self._patched[index] > len(data) / 2:
-            full, self._patched[index] = self._store.put(data).digest, 0
+        if 4 * self._patched[index] > full.patch.nbytes:
+            full, self._patched[index] = self._full(state), 0
         # older changes are kept as long as they are less than a full copy together; those after the full copy always are
-        while sum(change.patch.nbytes for change in changes) > len(data) and changes[0].base != full:
+        while sum(change.patch.nbytes for change in changes) > full.patch.nbytes and changes[0].base != full.to:
             del changes[0]
-        return FragmentVersion(now, len(data), full, tuple(changes))
+        return FragmentVersion(now, state.nbytes, full, tuple(changes))
+
+    def _full(self, state: Bits) -> Change:
+        return Change(NOTHING, state_of(state), self._store.put(encode_patch(np.zeros_like(state), state)))
 
 
 @contextmanager

@@ -9,6 +9,7 @@ A patch: the bytes of the first code (uint32, little-endian), the code of the lo
 
 from __future__ import annotations
 
+import hashlib
 import struct
 import zlib
 
@@ -20,6 +21,11 @@ from thinwire.errors import PacketError
 Bits = NDArray[np.uint16]  # patterns of bf16
 
 _HEAD = struct.Struct("<I")
+
+
+def state_of(bits: Bits) -> str:
+    """The name of a state: the SHA-256 of its values."""
+    return hashlib.sha256(bits.tobytes()).hexdigest()
 
 
 def encode_patch(old: Bits, new: Bits) -> bytes:

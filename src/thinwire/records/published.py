@@ -25,6 +25,8 @@ from thinwire.records.files import contents, opened, parsed
 
 FORMAT = 1
 CHUNK_NBYTES = 1 << 20
+NOTHING = ""
+MOST_FOLD = 2100  # of a patch: deflate makes at most 1032 bytes of one, and half of them may be of the high bytes
 _HASH = re.compile("[0-9a-f]{64}")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,100}")
 
@@ -39,7 +41,7 @@ class Resource:
 
 @dataclass(frozen=True)
 class Change:
-    """A patch that makes state `to` of state `base`."""
+    """A patch that makes state `to` of state `base`; of `NOTHING`, which is zeros, where it is a full copy."""
 
     base: str
     to: str
@@ -48,24 +50,20 @@ class Change:
 
 @dataclass(frozen=True)
 class FragmentVersion:
-    """A fragment's newest state, which has `nbytes`; `full` is the state of which there is a copy, `changes` are oldest first."""
+    """A fragment's newest state, which has `nbytes` in bf16; `full` is the newest full copy, `changes` are oldest first."""
 
     state: str
     nbytes: int
-    full: str
+    full: Change
     changes: tuple[Change, ...]
 
-    def way_from(self, held: str | None) -> tuple[Resource | None, list[Change]]:
-        """What to fetch, in the fewest bytes, by one who holds the state `held`: a full copy or None, and the changes after it."""
-        ways: list[tuple[Resource | None, list[Change]]] = [
-            (None, found) for found in [self._since(held)] if found is not None
-        ]
-        ways += [(Resource(self.full, self.nbytes), found) for found in [self._since(self.full)] if found is not None]
+    def way_from(self, held: str | None) -> list[Change]:
+        """What to fetch, in the fewest bytes, by one who holds the state `held`. A full copy comes first, if one is needed."""
+        after = self._since(self.full.to)
+        ways = [way for way in (self._since(held), None if after is None else [self.full, *after]) if way is not None]
         if not ways:
             raise PacketError("a published list leads from no full copy to the newest state; fetch it again.")
-        return min(
-            ways, key=lambda way: (way[0].nbytes if way[0] else 0) + sum(change.patch.nbytes for change in way[1])
-        )
+        return min(ways, key=lambda way: sum(change.patch.nbytes for change in way))
 
     def _since(self, held: str | None) -> list[Change] | None:
         """The changes from the state `held` on; None where they do not lead from there."""
@@ -98,14 +96,15 @@ class Publication:
                 raise ValueError(f"its format is {said['format']!r:.40}, this version reads {FORMAT}")
             fragments = tuple(
                 FragmentVersion(
-                    _hash(one["state"]), _count(one["nbytes"]), _hash(one["full"]),
-                    tuple(Change(_hash(c["base"]), _hash(c["to"]), _resource(c["patch"])) for c in one["changes"]),
+                    _hash(one["state"]), _count(one["nbytes"]), _change(one["full"]), tuple(map(_change, one["changes"])),
                 )
                 for one in said["fragments"]
             )  # fmt: skip
             for one in fragments:
                 states = [*(change.base for change in one.changes), one.state]
-                if [change.to for change in one.changes] != states[1:] or one.full not in states:
+                if one.nbytes > MOST_FOLD * one.full.patch.nbytes:
+                    raise ValueError("a fragment is larger than its full copy can make it")
+                if [change.to for change in one.changes] != states[1:] or one.full.to not in states or one.full.base:
                     raise ValueError("its changes do not follow each other")
             numbers = _count(said["version"]), _count(said["step"])
             return cls(*numbers, said["over"] is True, _resource(said["layout"]), fragments)
@@ -222,7 +221,7 @@ class Store:
         _write(self._folder / "list.json", publication.written())
         named = {publication.layout.digest, layout.rest.digest, *(one.digest for one in layout.files.values())}
         for fragment in publication.fragments:
-            named |= {fragment.full, *(change.patch.digest for change in fragment.changes)}
+            named |= {fragment.full.patch.digest, *(change.patch.digest for change in fragment.changes)}
         for path in self._objects.iterdir():
             if path.name not in named | self._before:
                 path.unlink(missing_ok=True)
@@ -241,6 +240,11 @@ def _hash(value: Any) -> str:
     if not isinstance(value, str) or not _HASH.fullmatch(value):
         raise ValueError(f"{value!r:.40} is no SHA-256")
     return value
+
+
+def _change(value: Any) -> Change:
+    base = value["base"]
+    return Change(base if base == NOTHING else _hash(base), _hash(value["to"]), _resource(value["patch"]))
 
 
 def _count(value: Any) -> int:
