@@ -5,9 +5,9 @@ receiver's clock is ahead. A message takes some time, never less than none. So t
 two clocks from both sides, however unlike they are; what most rounds agree on is an interval d ± w (Marzullo's algorithm, as in NTP:
 a round that was paired wrongly, or came after a clock was set, is outvoted).
 
-The offsets θ of all clocks follow from all pairs by robust least squares (Huber's weights), with that of the first replica 0:
+The offsets θ of all clocks follow from all pairs by robust least squares, with that of the first replica 0:
 
-    min Σ ρ((θ_j − θ_i − d_ij) / w_ij)
+    min Σ ρ((θ_j − θ_i − d_ij) / w_ij),  ρ(x) = x² / (1 + x²/9)  (Geman and McClure), from the least sum of deviations on
 
 It is GNNSync's problem (arXiv 2303.00393) for times, which unlike angles do not wrap. The error bar of an offset is the standard
 error with each w as one deviation, more where pairs contradict each other. A clock is taken to run evenly: drift widens the bars.
@@ -17,17 +17,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from thinwire.diagnosis.measure import SHORTEST, stamps
 from thinwire.diagnosis.records import Record
 from thinwire.errors import PacketError
 from thinwire.records.events import Event
 from thinwire.records.sessions import finite
+from thinwire.records.units import text_of_seconds
 
 ITERATIONS = 50
+TRUSTED = 3.0  # errors of its own by which a pair may be off until it counts for a quarter
 
 
 class Offset(NamedTuple):
@@ -91,18 +94,31 @@ def solve(pairs: Sequence[Pair], first: str) -> dict[str, Offset]:
                 design[row, place[name]] += sign
     seconds = np.array([pair.seconds for pair in pairs])
     precise = 1 / np.maximum(SHORTEST, [pair.error for pair in pairs])
-    trust, theta = np.ones(len(pairs)), np.zeros(len(place))
-    for _ in range(ITERATIONS):
-        root = precise * np.sqrt(trust)
+    root: NDArray[np.float64] = np.ones(len(pairs))
+    theta: NDArray[np.float64] = np.zeros(len(place))
+    off: NDArray[np.floating[Any]] = root
+    for iteration in range(2 * ITERATIONS):
         theta = np.linalg.lstsq(design * root[:, None], seconds * root, rcond=None)[0]
-        off = np.abs(design @ theta - seconds) * precise
-        trust = 1 / np.maximum(1.0, off)  # Huber's: within its error a pair counts in full
-    weighed = design * (precise * np.sqrt(trust))[:, None]
-    contradiction = max(1.0, 1.4826 * float(np.median(off)))
+        off = np.abs(design @ theta - seconds)
+        if iteration < ITERATIONS:  # least sums of deviations: a pair that claims to be precise pulls no harder
+            root = 1 / np.sqrt(np.maximum(SHORTEST, off))
+        else:
+            root = precise / (1 + (off * precise / TRUSTED) ** 2)
+    weighed = design * root[:, None]
+    contradiction = max(1.0, 1.4826 * float(np.median(off * precise)))
     errors = contradiction * np.sqrt(np.diag(np.linalg.pinv(weighed.T @ weighed)))
     return {first: Offset(0.0, 0.0)} | {
         name: Offset(float(theta[index]), float(errors[index])) for name, index in place.items()
     }
+
+
+def text_of_clocks(clocks: Mapping[str, Offset]) -> str:
+    """How far they are apart, in a line; empty for fewer than two."""
+    told = [
+        f"{name} {text_of_seconds(abs(clock.seconds))} {'ahead' if clock.seconds >= 0 else 'behind'} (± {text_of_seconds(clock.error)})"
+        for name, clock in clocks.items()
+    ]
+    return f"Clocks beside that of {next(iter(clocks))}, by messages: {', '.join(told[1:])}." if told[1:] else ""
 
 
 def offsets_of(files: Mapping[str, Sequence[Sequence[Event]]]) -> dict[str, Offset]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from thinwire.errors import DataError
+from thinwire.records.clocks import Offset
 from thinwire.records.files import contents, parsed
 from thinwire.records.membership import CARRIER, Participation, Steps, how_many, merged, numbers, text_of_steps
 from thinwire.records.replica_record import Evaluations, Note, ReplicaRecord, fragments_of
@@ -162,6 +163,11 @@ class RunRecord:
         link = self.replicas[0].start["link"]
         rate = number(link.get("bits_per_second")) if isinstance(link, dict) else math.nan
         return rate if math.isfinite(rate) and rate > 0 else None
+
+    @property
+    def clocks(self) -> dict[str, Offset]:
+        """Of the replicas whose clocks their messages tell, by name: how far each is ahead of the first one's."""
+        return {replica.called: replica.clock for replica in self.replicas if replica.clock}
 
     @property
     def notes(self) -> list[Note]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from thinwire.errors import ConfigurationError, DataError
+from thinwire.records.clocks import text_of_clocks
 from thinwire.records.run_record import RunRecord, explained, text_of_privacy
 from thinwire.records.sessions import finite, whole
 from thinwire.records.units import NOTHING, text_of_count, text_of_nbytes, text_of_rate, text_of_seconds
@@ -209,7 +210,9 @@ def _per_run(records: Sequence[RunRecord], charts: Mapping[str, Chart], kind: st
     places = []
     for index, record in enumerate(records):
         name = f"{kind}-{index}"
-        places.append(_run_title(record, len(records) > 1) + chart_place(name, charts[name]))
+        told = text_of_clocks(record.clocks) if kind == "timeline" else ""
+        clocks = f'<p class="soft">{escape(told)} The rows are corrected for it.</p>' if told else ""
+        places.append(_run_title(record, len(records) > 1) + chart_place(name, charts[name]) + clocks)
     return "".join(places)
 
 
