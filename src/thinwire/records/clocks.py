@@ -95,7 +95,7 @@ def solve(pairs: Sequence[Pair], first: str) -> dict[str, Offset]:
     seconds = np.array([pair.seconds for pair in pairs])
     precise = 1 / np.maximum(SHORTEST, [pair.error for pair in pairs])
     root: NDArray[np.float64] = np.ones(len(pairs))
-    theta: NDArray[np.float64] = np.zeros(len(place))
+    theta: NDArray[np.floating[Any]] = np.zeros(len(place))
     off: NDArray[np.floating[Any]] = root
     for iteration in range(2 * ITERATIONS):
         theta = np.linalg.lstsq(design * root[:, None], seconds * root, rcond=None)[0]
