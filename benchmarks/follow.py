@@ -120,7 +120,7 @@ def main() -> None:
                 f"({row['share']:.1%}), {row['copied']:.0%} of fragments copied, {row['visits']} visits"
             )
     result = {
-        "benchmark": "follow", "provenance": "measured", **provenance(), "seconds": time.monotonic() - began,
+        "benchmark": "follow", "word": "measured", **provenance(), "seconds": time.monotonic() - began,
         "setting": {"steps": asked.steps, "model": "nano", "replicas": 2, "seed": 0}, "rows": rows,
     }  # fmt: skip
     print(save("follow", result, asked.into))
