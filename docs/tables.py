@@ -28,7 +28,7 @@ from thinwire.report.svg import drawing
 ROOT = Path(__file__).parents[1]
 PAGES = (
     *("README.md", "benchmarks/README.md", "docs/formats.md", "docs/family.md", "docs/measured.md"),
-    *("docs/strategies.md", "docs/pieces.md", "docs/robust.md"),
+    *("docs/strategies.md", "docs/pieces.md", "docs/robust.md", "docs/follow.md"),
     *(page.relative_to(ROOT).as_posix() for page in sorted(ROOT.glob("docs/methods/*.md"))),
 )
 HEADLINE = ("Thinwire streaming_diloco", "torchft DiLoCo, streaming (fp32)", "torch DDP (fp32)")
@@ -384,6 +384,23 @@ def robust(result: Result) -> tuple[list[str], list[list[str]]]:
     return ["attack", *names], rows
 
 
+def follow(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Rows of benchmarks/follow.py: a run a row, how often a follower comes a column."""
+    lags = [*dict.fromkeys(row["rounds"] for row in result["rows"])]
+    runs: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for row in result["rows"]:
+        runs.setdefault(row["run"], {})[row["rounds"]] = row
+    rows = [
+        [
+            name,
+            f"{of[lags[0]]['full_nbytes']:,}",
+            *(f"{of[lag]['nbytes']:,.0f} ({_share(of[lag]['share'])})" for lag in lags),
+        ]
+        for name, of in runs.items()
+    ]
+    return ["bytes of a visit", "full copy", *(f"after {lag} round{'s' * (lag > 1)}" for lag in lags)], rows
+
+
 def _share(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
 
@@ -402,6 +419,7 @@ TABLES: dict[str, Callable[[Result], tuple[list[str], list[list[str]]]]] = {
     "calibration": calibration,
     "elastic": elastic,
     "robust": robust,
+    "follow": follow,
 }
 PICTURES: dict[str, Callable[[Result], str]] = {"family": family_picture}
 

@@ -28,7 +28,7 @@ RUN = """
 strategy replicas steps seed every delay fragments merge codec partition offsets exchange outer_lr outer_momentum anchors privacy carrier
 aggregate attack liars
 least grace weigh evict link uplink timeout model job lora positions text own_text column tokenizer batch sequence accumulate optimizer lr warmup
-weight_decay clip precision eval_every eval_batches checkpoint_every keep
+weight_decay clip precision eval_every eval_batches checkpoint_every keep publish
 """
 OPTIONS = {
     "train": "run_settings out resume from_start run elastic lighthouse name secret log json",
@@ -39,6 +39,7 @@ OPTIONS = {
     "top": "run once json",
     "checkpoints": "run verify prune json",
     "sample": "run prompt tokens temperature seed json",
+    "follow": "run out once every json",
     "export": "run to out json",
     "probe": "run what out model job sequence link replicas seconds trips name timeout json",
     "plan": "links machines replicas run model job sequence text tokenizer tokens batch_tokens memory utilization deadline loss methods ranks "

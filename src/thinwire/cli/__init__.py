@@ -22,6 +22,7 @@ VERBS = {
     "top": "all replicas of a run on one screen",
     "checkpoints": "list, verify and prune the checkpoints of a run",
     "sample": "let a run's model go on from a text",
+    "follow": "keep a model folder at a run's newest agreed weights",
     "export": "write a run's model for transformers, or as a file",
     "simulate": "compute what a link carries and which replica waits for which, without training",
     "probe": "measure links and machines, for plan",

@@ -16,7 +16,7 @@ from thinwire.cli.train import summary_of
 from thinwire.errors import ConfigurationError
 from thinwire.metrics.follow import following
 from thinwire.metrics.sinks import SINKS, named
-from thinwire.records.run_record import RunRecord
+from thinwire.records.run_record import RunRecord, best_loss
 from thinwire.report.diagnosis import delay_table, diagnose
 from thinwire.report.progress import compare_table
 
@@ -56,7 +56,9 @@ def main(arguments: Sequence[str]) -> int:
             pass  # all is there: it is told at the end
     console.print(f"report: {page}", soft_wrap=True, highlight=False)
     if asked.json:
-        print(json.dumps({"report": str(page), "runs": [summary_of(record) for record in records]}))
+        best = best_loss(records)
+        runs = [summary_of(record) | {"score": record.score(best).facts()} for record in records]
+        print(json.dumps({"report": str(page), "runs": runs}))
     return 0
 
 

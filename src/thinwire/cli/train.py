@@ -262,6 +262,7 @@ def of_stalls(record: RunRecord, folder: Path) -> str:
 def summary_of(record: RunRecord) -> dict[str, Any]:
     """A run's numbers for JSON, which has no NaN."""
     fields = dataclasses.asdict(record.summary) | {"folder": str(record.folder), "status": record.status}
+    fields |= {"score": record.score().facts()}
     fields |= {"privacy": record.privacy} if record.privacy else {}
     fields |= {"made_of": record.made_of} if record.made_of else {}
     fields |= {

@@ -74,7 +74,7 @@ class ElasticTrainer(Trainer):
         if event == "data":
             for kind, named in self._named.items():
                 named += fields[kind][: MOST_NAMED - len(named)]
-        self.log.emit(event, step, **fields)
+        super()._hear(event, step, **fields)
 
     def _summary(self, stopped: bool) -> dict[str, Any]:
         summary = super()._summary(stopped)

@@ -20,10 +20,10 @@ from thinwire.pieces.inner_optimizers import AdamW, Inner
 from thinwire.pieces.own_files import pinned, pinned_file, taken_apart
 from thinwire.recipes import RECIPES
 from thinwire.records.run_file import read_run_file
-from thinwire.strategy import Strategy
+from thinwire.strategy import Gradients, Strategy
 
 MAY_DIFFER = (
-    *("text", "link", "uplink", "carrier", "timeout", "replicas", "strategy", "model", "job", "keep"),
+    *("text", "link", "uplink", "carrier", "timeout", "replicas", "strategy", "model", "job", "keep", "publish"),
     *OF_THE_RECIPE,
 )  # between replicas, as far as `Run.shared` is asked
 OF_PIECES = ("strategy", "codec", "partition", "exchange", "privacy", "aggregate", "optimizer")  # written as text
@@ -62,6 +62,13 @@ class Run:
             )
         if self.placement.carrier == "elastic":
             self.placement.check_elastic(strategy, self.method.label)
+        if self.placement.publish and (
+            self.model.lora or not isinstance(strategy, Strategy) or isinstance(strategy.signal, Gradients)
+        ):
+            raise ConfigurationError(
+                f"publish with strategy={self.method.label}, lora={self.model.lora}: agreed versions of whole weights are published; "
+                "choose a strategy with rounds of deltas, and leave lora out, or leave publish out."
+            )
 
     @classmethod
     def of(cls, **settings: Any) -> Run:

@@ -302,6 +302,8 @@ class Placement(_Part):
     """Inner steps between checkpoints; 0 writes one at a stop only."""
     keep: int = 3
     """Number of checkpoints that are kept."""
+    publish: bool = False
+    """Publish each version of the agreed weights into the run folder, as lossless changes in bf16, for thinwire follow."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

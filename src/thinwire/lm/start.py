@@ -32,6 +32,7 @@ def start(
         "unit": job.unit,
         "exchanges": composition.choices(shapes, run.placement.replicas) if isinstance(composition, Strategy) else [],
     }
+    on = machine()  # takes time, and the log's clock is placed by `wall_time`
     return {
         "wall_time": time.time(),
         "replica": share.index
@@ -44,7 +45,7 @@ def start(
         "fragments": [{"name": fragment.name, "numel": fragment.numel} for fragment in fragments],
         "link": link and {"bits_per_second": link.bits_per_second, "delay_seconds": link.delay_seconds},
         "carrier": run.placement.carrier,
-        "machine": machine(),
+        "machine": on,
     }
 
 

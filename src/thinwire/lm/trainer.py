@@ -25,6 +25,7 @@ from thinwire.errors import CheckpointError, ConfigurationError, EndedError, Lin
 from thinwire.lm.job import open_job
 from thinwire.lm.loops import evaluated, micro_batches
 from thinwire.lm.place import ElasticPlace, Place, shard
+from thinwire.lm.publish import Publisher, publishing
 from thinwire.lm.releases import releases
 from thinwire.lm.run import Run
 from thinwire.lm.setup import learning_rate
@@ -65,6 +66,8 @@ class Trainer(ABC):
     def __init__(self, run: Run, place: Place | ElasticPlace, log: EventLog) -> None:
         self.run, self.place, self.log = run, place, log
         self.ledger, self.clock, self.eval_loss = Ledger(), Clock(), math.nan
+        self._publisher: Publisher | None = None
+        self._landed = False  # something, since the last version was published
         self.job, self.share = open_job(run, place.folder), place.share(run.seed, run.placement.replicas)
         self.reader: Reader = self.share.reading
         self.share = dataclasses.replace(self.share, reader=self.reader)
@@ -145,10 +148,11 @@ class Trainer(ABC):
         if self.place.resume:
             self._resume()
         try:
-            self._loop()
-            whole = self.replica.step >= run.optimizer.steps
-            if whole:
-                self._finish()
+            with publishing(run, self.place, self.job, self.model, self.replica, log=self.log) as self._publisher:
+                self._loop()
+                whole = self.replica.step >= run.optimizer.steps
+                if whole:
+                    self._finish()
         except (LinkError, EndedError) as error:
             if not self._survives(error):
                 raise
@@ -165,6 +169,11 @@ class Trainer(ABC):
         self._wait_for_others()
         return summary
 
+    def _hear(self, event: str, step: int, **fields: Any) -> None:
+        """What the replica tells of itself, on any thread."""
+        self.log.emit(event, step, **fields)
+        self._landed = self._landed or event in ("land", "round")
+
     def _loop(self) -> None:
         run, replica = self.run, self.replica
         eval_every = run.data.eval_every or max(1, run.optimizer.steps // 10)
@@ -173,6 +182,9 @@ class Trainer(ABC):
                 replica.request_stop()
             before = replica.step
             self._inner_step()
+            if self._publisher and self._landed:
+                self._landed = False
+                self._publisher.offer(replica.step, replica.anchors())
             if _passed(before, replica.step, eval_every) and replica.step < run.optimizer.steps:
                 self._evaluate()
             if _passed(before, replica.step, run.placement.checkpoint_every):

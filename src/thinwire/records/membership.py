@@ -251,12 +251,15 @@ def numbers(rounds: Sequence[RoundSeen], incarnations: Mapping[str, Sequence[Spa
     )
 
 
-def placed(files: Sequence[Sequence[Sequence[Event]]]) -> list[list[float]]:
+def placed(files: Sequence[Sequence[Sequence[Event]]], ahead: Sequence[float] = ()) -> list[list[float]]:
     """When each session of each file began, on one clock: that of the machine, without the time when none was going on.
 
-    Sessions of replicas on several machines are as far apart as their clocks say.
+    Sessions of replicas on several machines are as far apart as their clocks say, each of which is so many seconds `ahead`.
     """
-    walls = [[_wall(session) for session in sessions] for sessions in files]
+    walls = [
+        [_wall(session, seconds) for session in sessions]
+        for sessions, seconds in zip(files, ahead or [0.0] * len(files))
+    ]
     pause, end = 0.0, None
     shifts: dict[tuple[float, float], float] = {}
     for begin, until in sorted({span for spans in walls for span in spans}):
@@ -267,9 +270,9 @@ def placed(files: Sequence[Sequence[Sequence[Event]]]) -> list[list[float]]:
     return [[shifts[span] for span in spans] for spans in walls]
 
 
-def _wall(session: Sequence[Event]) -> tuple[float, float]:
-    """From opening its log to the last line, in seconds of the machine's clock."""
-    opened = finite(session[0]["wall_time"]) - finite(session[0]["seconds"])
+def _wall(session: Sequence[Event], ahead: float) -> tuple[float, float]:
+    """From opening its log to the last line, in seconds of a clock that the machine's is `ahead` of."""
+    opened = finite(session[0]["wall_time"]) - finite(session[0]["seconds"]) - ahead
     return opened, opened + max(max(finite(event["seconds"]), finite(event.get("end"))) for event in session)
 
 

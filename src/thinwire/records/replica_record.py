@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from thinwire.records.clocks import Offset, offsets_of
 from thinwire.records.departures import Integers, as_sent, fragment_of, sent_by, sent_of_each
 from thinwire.records.events import Event, Tail
 from thinwire.records.membership import CARRIER, RoundSeen, Steps, as_flights, placed
@@ -96,6 +97,7 @@ class ReplicaRecord:
     stopped: str | None  # why the last session stopped before its time
     end: Event | None
     damaged: int
+    clock: Offset | None = None  # of its machine, as far as its messages tell
 
     @classmethod
     def load_all(cls, paths: Sequence[Path]) -> list[ReplicaRecord]:
@@ -107,13 +109,18 @@ class ReplicaRecord:
             last = tail.last()
             files.append((tail, split(events if last is None else [*events, last])))
         files = [(tail, sessions) for tail, sessions in files if sessions]
-        if all(sessions[-1][0]["carrier"] == CARRIER for _, sessions in files):
-            offsets: list[list[float]] = placed([sessions for _, sessions in files])
+        clocks = offsets_of({tail.path.stem: sessions for tail, sessions in files})
+        of_each = [clocks.get(tail.path.stem) for tail, _ in files]
+        if all(of_each) or all(sessions[-1][0]["carrier"] == CARRIER for _, sessions in files):
+            ahead = [clock.seconds if clock else 0.0 for clock in of_each]
+            offsets: list[list[float]] = placed([sessions for _, sessions in files], ahead)
         else:
             offsets = [[] for _ in files]
         return [
-            _record(tail.path.stem, join(sessions, at), _steps(tail.path.stem, sessions), tail.damaged)
-            for (tail, sessions), at in zip(files, offsets)
+            replace(
+                _record(tail.path.stem, join(sessions, at), _steps(tail.path.stem, sessions), tail.damaged), clock=clock
+            )
+            for (tail, sessions), at, clock in zip(files, offsets, of_each)
         ]
 
     @property

@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 
 from thinwire.errors import DataError
+from thinwire.records.clocks import Offset
 from thinwire.records.files import contents, parsed
 from thinwire.records.membership import CARRIER, Participation, Steps, how_many, merged, numbers, text_of_steps
 from thinwire.records.replica_record import Evaluations, Note, ReplicaRecord, fragments_of
 from thinwire.records.run_file import read_run_file
 from thinwire.records.samples import named, samples_of
+from thinwire.records.score import Score, score_of
 from thinwire.records.sessions import number, whole
 from thinwire.records.units import (
     NOTHING,
@@ -163,10 +165,27 @@ class RunRecord:
         rate = number(link.get("bits_per_second")) if isinstance(link, dict) else math.nan
         return rate if math.isfinite(rate) and rate > 0 else None
 
+    def score(self, best: float | None = None) -> Score:
+        """One number with named parts; `best` is the least evaluation loss of the runs that it is shown beside."""
+        said = self.summary
+        return score_of(self.replicas, said.bits_per_parameter_per_step, said.taking_part, said.eval_loss, best)
+
+    @property
+    def clocks(self) -> dict[str, Offset]:
+        """Of the replicas whose clocks their messages tell, by name: how far each is ahead of the first one's."""
+        return {replica.called: replica.clock for replica in self.replicas if replica.clock}
+
     @property
     def notes(self) -> list[Note]:
         own = [note for replica in self.replicas for note in replica.notes]
         return sorted([*own, *_membership_notes(self.replicas)], key=lambda note: note.seconds)
+
+
+def best_loss(records: Sequence[RunRecord]) -> float | None:
+    """The least evaluation loss of several runs side by side; None for one alone."""
+    losses = [record.summary.eval_loss for record in records]
+    known = [loss for loss in losses if loss is not None and math.isfinite(loss)]
+    return min(known) if len(known) > 1 else None
 
 
 def text_of_privacy(privacy: Mapping[str, Any] | None) -> str:

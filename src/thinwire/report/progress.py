@@ -23,7 +23,7 @@ from thinwire.records.events import Event, Tail
 from thinwire.records.membership import CARRIER, MembershipLog, Steps, text_of_steps
 from thinwire.records.printable import printable
 from thinwire.records.replica_record import fragments_of
-from thinwire.records.run_record import RunRecord, provenance_of
+from thinwire.records.run_record import RunRecord, best_loss, provenance_of
 from thinwire.records.sessions import number, whole
 from thinwire.records.units import (
     NOTHING,
@@ -269,6 +269,7 @@ def final_table(record: RunRecord) -> Table:
     table = Table(title=Text(record.name), box=None, show_header=False, title_justify="left", pad_edge=False)
     for what, value in record.summary.figures():
         table.add_row(Text(what), Text(value, style="bold"), Text(record.summary.provenance, style="dim"))
+    table.add_row(Text("score"), Text(record.score().text()), Text(record.summary.provenance, style="dim"))
     table.add_row(Text("status"), Text(record.status), "")
     return table
 
@@ -279,8 +280,12 @@ def compare_table(records: Sequence[RunRecord]) -> Table:
     table.add_column("run", overflow="fold", min_width=8)
     for what, _ in records[0].summary.figures() if records else ():
         table.add_column(what, justify="right")
+    table.add_column("score", justify="right")
     table.add_column("numbers are")
+    best = best_loss(records)
     for record in records:
+        score = record.score(best).value
         values = [Text(value) for _, value in record.summary.figures()]
+        values.append(Text(NOTHING if score is None else f"{score:.3f}"))
         table.add_row(Text(record.name), *values, Text(record.summary.provenance))
     return table

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from thinwire.errors import ConfigurationError, DataError
-from thinwire.records.run_record import RunRecord, explained, text_of_privacy
+from thinwire.records.clocks import text_of_clocks
+from thinwire.records.run_record import RunRecord, best_loss, explained, text_of_privacy
 from thinwire.records.sessions import finite, whole
 from thinwire.records.units import NOTHING, text_of_count, text_of_nbytes, text_of_rate, text_of_seconds
 from thinwire.report.charts import Chart, colour, link_chart, loss_chart, typical_window
@@ -137,9 +138,10 @@ def _headline(records: Sequence[RunRecord]) -> str:
             for what, value in record.summary.figures()
         )
         shape = _shape(record)
+        remarks = _score(record, None) + _privacy(record) + _samples(record) + _remarks(record)
         return (
             f'<header><h1>{escape(record.name)}</h1><p class="soft">{escape(shape)}</p>'
-            f"<p><code>{escape(record.summary.strategy)}</code></p>{_privacy(record)}{_samples(record)}{_remarks(record)}</header>"
+            f"<p><code>{escape(record.summary.strategy)}</code></p>{remarks}</header>"
             f'<div class="cards" id="headline">{cards}</div>{_steps(record)}'
         )
     labels = list(dict.fromkeys(what for record in records for what, _ in record.summary.figures()))
@@ -154,8 +156,13 @@ def _headline(records: Sequence[RunRecord]) -> str:
         rows.append(
             f"<tr><th>{dot}{escape(record.name)}<br><small class=soft>{escape(_shape(record))}</small></th>{cells}</tr>"
         )
+    best = best_loss(records)
     remarks = "".join(
-        _steps(r, named=True) + _privacy(r, named=True) + _samples(r, named=True) + _remarks(r, named=True)
+        _score(r, best, named=True)
+        + _steps(r, named=True)
+        + _privacy(r, named=True)
+        + _samples(r, named=True)
+        + _remarks(r, named=True)
         for r in records
     )
     body = f'<section id="headline">{table(["run", *labels], rows, len(labels))}{remarks}</section>'
@@ -185,6 +192,11 @@ def _samples(record: RunRecord, named: bool = False) -> str:
     return f'<p class="remark">{escape((record.name + ": " if named else "") + told)}</p>' if told else ""
 
 
+def _score(record: RunRecord, best: float | None, named: bool = False) -> str:
+    told = f"{record.name + ', ' if named else ''}score {record.score(best).text()}."
+    return f'<p class="remark">{escape(told[0].upper() + told[1:])} {word(record.summary.provenance)}</p>'
+
+
 def _privacy(record: RunRecord, named: bool = False) -> str:
     told = text_of_privacy(record.privacy)
     return (
@@ -209,7 +221,9 @@ def _per_run(records: Sequence[RunRecord], charts: Mapping[str, Chart], kind: st
     places = []
     for index, record in enumerate(records):
         name = f"{kind}-{index}"
-        places.append(_run_title(record, len(records) > 1) + chart_place(name, charts[name]))
+        told = text_of_clocks(record.clocks) if kind == "timeline" else ""
+        clocks = f'<p class="soft">{escape(told)} The rows are corrected for it.</p>' if told else ""
+        places.append(_run_title(record, len(records) > 1) + chart_place(name, charts[name]) + clocks)
     return "".join(places)
 
 

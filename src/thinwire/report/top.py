@@ -13,18 +13,20 @@ from rich.table import Table
 from rich.text import Text
 
 from thinwire.errors import DataError
-from thinwire.records.events import Event, Tail, being_written
+from thinwire.records.clocks import Offset, offsets_of, text_of_clocks
+from thinwire.records.events import Event, Tail, being_written, read_events
 from thinwire.records.membership import CARRIER, Participation, RoundSeen
 from thinwire.records.printable import printable
 from thinwire.records.replica_record import fragments_of
 from thinwire.records.run_record import provenance_of
-from thinwire.records.sessions import number, whole
+from thinwire.records.sessions import number, split, whole
 from thinwire.records.units import NOTHING, text_of_count, text_of_loss, text_of_nbytes, text_of_seconds, text_of_share
 from thinwire.report.diagnosis import Diagnosis, diagnose
 from thinwire.report.progress import SILENT_SECONDS
 from thinwire.report.replica_progress import ReplicaProgress
 
 DIAGNOSED_SECONDS = 10.0  # between two diagnoses, which read all of the logs
+CLOCK_SECONDS = 0.1  # a smaller difference of clocks is not worth a line
 _COLUMNS = (
     *("replica", "state", "step", "loss", "tokens/s", "compute", "stalled", "in the air", "sent", "link", "refused"),
     "checkpoint",
@@ -90,6 +92,7 @@ class Top:
         self._watched: dict[str, _Watched] = {}
         self._circle: Participation | None = None
         self._diagnosis: Diagnosis | None = None
+        self._clocks: dict[str, Offset] = {}
         self._diagnosed = -math.inf
 
     def read(self) -> None:
@@ -107,6 +110,7 @@ class Top:
                 self._diagnosis = diagnose(self.folder)
             except DataError:  # nothing but names of their own, or nothing yet
                 self._diagnosis = None
+            self._clocks = offsets_of({name: split(read_events(one.tail.path)) for name, one in self._watched.items()})
 
     @property
     def over(self) -> bool:
@@ -123,6 +127,7 @@ class Top:
                  "checkpoint": one.saved and one.saved[0]}
                 for one in self._all
             ],
+            "clocks": {name: {"seconds": of.seconds, "error": of.error} for name, of in self._clocks.items()},
             "findings": [finding.facts() for finding in self._diagnosis.findings] if self._diagnosis else [],
         }  # fmt: skip
 
@@ -163,8 +168,9 @@ class Top:
             return one.progress.ended
         if not one.lives():
             return "dead"
-        if now - one.heard > SILENT_SECONDS:
-            return f"silent for {text_of_seconds(now - one.heard)}"
+        silent = now - one.heard + self._ahead(one)
+        if silent > SILENT_SECONDS:
+            return f"silent for {text_of_seconds(silent)}"
         if one.waits:
             return f"waits: {printable(one.waits, 60)}"
         if self._circle and one.name not in self._circle.members:
@@ -172,6 +178,11 @@ class Top:
         if self._circle and one.name in self._circle.idle:
             return "trains, stale: not counted"
         return "trains" if one.progress.recent else "starts"
+
+    def _ahead(self, one: _Watched) -> float:
+        """Seconds by which its clock is ahead of the first replica's, as far as messages tell."""
+        clock = self._clocks.get(one.name)
+        return clock.seconds if clock and abs(clock.seconds) > clock.error else 0.0
 
     def _row(self, one: _Watched, now: float) -> tuple[str, ...]:
         shown = one.progress
@@ -211,6 +222,8 @@ class Top:
             lines.append(
                 f"Slowest against its usual: {sender} to {receiver}, {text_of_seconds(way.seconds)}, else {text_of_seconds(way.usual)}."
             )
+        if any(abs(clock.seconds) > max(CLOCK_SECONDS, clock.error) for clock in self._clocks.values()):
+            lines.append(text_of_clocks(self._clocks))
         return [Text(""), *(Text(printable(line, 400)) for line in lines)]
 
 

@@ -1,0 +1,130 @@
+"""How many bytes does a follower fetch, beside a full copy? Three minutes of one core.
+
+    python benchmarks/follow.py [--steps 360] [--into FILE]
+
+Two replicas train the model nano; one publishes each version of the agreed weights. Followers come after every round, every 10 and every
+100 rounds, and fetch what leads from what they have to the newest version. Bytes are all that they fetch, lists included, in the mean of
+their visits after the first; a full copy is that of the weights in bf16. Each version is checked bit for bit. Measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+import time
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from provenance import provenance, save
+from safetensors.torch import load_file, save_file
+
+import thinwire as tw
+from thinwire.lm.follow import Followed, Follower
+from thinwire.lm.publish import Publisher
+from thinwire.lm.run import Run
+from thinwire.lm.setup import learning_rate, make_model
+from thinwire.lm.tokenizer import open_corpus
+from thinwire.records.published import Publication, PublishedFolder
+
+LAGS = (1, 10, 100)
+RUN = Run.of(model="nano", batch=4, sequence=64, replicas=2)
+RUNS = {
+    "streaming_sign, the default, learning rate 6e-3": RUN,
+    "streaming_diloco, learning rate 6e-3": RUN.changed(strategy="streaming_diloco", every=8),
+    "streaming_sign, learning rate 1e-5": RUN.changed(lr=1e-5),
+}
+
+
+def measure(run: Run, steps: int) -> list[dict[str, Any]]:
+    run = run.changed(steps=steps)
+    corpus = open_corpus(run.data, run.model.model)
+    visits: dict[int, list[Followed]] = {lag: [] for lag in LAGS}
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        followers = {lag: Follower(PublishedFolder(folder), folder / f"every-{lag}") for lag in LAGS}
+
+        def visit(publisher: Publisher, version: int, attached: tw.Replica) -> None:
+            anchors = attached.anchors()
+            publisher.offer(attached.step, anchors)
+            while not (text := PublishedFolder(folder).newest()) or Publication.read(text).version < version:
+                time.sleep(0.001)
+            for lag, follower in followers.items():
+                if (version - 1) % lag == 0:
+                    found = follower.update()
+                    assert found is not None
+                    visits[lag].append(found)
+            here = torch.cat([v.flatten() for v in load_file(folder / "every-1/model.safetensors").values()])
+            due = torch.cat([anchor.bfloat16() for anchor in anchors])
+            assert torch.equal(here.view(torch.int16).sort()[0], due.view(torch.int16).sort()[0])
+
+        def replica(group: tw.Group) -> None:
+            model = make_model(run.model, run.data.sequence, run.seed, corpus.vocabulary)
+            optimizer = run.make_inner().make(model, run.optimizer.lr, run.optimizer.weight_decay)
+            landed: list[int] = []
+
+            def hear(event: str, step: int, **_: object) -> None:
+                landed.extend([step] * (event == "land"))
+
+            with tw.Replica(run.make_strategy(), model, optimizer, group, observer=hear) as attached:
+                publisher, version = None, 1
+                if group.rank == 0:
+                    publisher = Publisher(
+                        folder / "published" / "replica-0",
+                        attached.fragments,
+                        lambda out: save_file(dict(model.named_parameters()), out / "model.safetensors"),
+                        print,
+                    )
+                    visit(publisher, version, attached)
+                for step in range(steps):
+                    optimizer.param_groups[0]["lr"] = learning_rate(run.optimizer, step + 1)
+                    tokens, targets = corpus.batch(run.seed, group.rank, 2, step, run.data.batch, run.data.sequence)
+                    model(tokens, targets).loss.backward()
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), run.optimizer.clip or math.inf)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if publisher and landed:
+                        landed.clear()
+                        version += 1
+                        visit(publisher, version, attached)
+                if publisher:
+                    publisher.close()
+
+        tw.run_threads(2, replica, timeout=600.0)
+    rows = []
+    for lag, seen in visits.items():
+        full, later = seen[0].full_nbytes, seen[1:]
+        nbytes = fmean(one.nbytes for one in later)
+        copies = sum(one.copied for one in later) / sum(one.fragments for one in later)
+        rows.append(
+            {"rounds": lag, "visits": len(later), "nbytes": nbytes, "full_nbytes": full, "share": nbytes / full,
+             "first_nbytes": seen[0].nbytes, "copied": copies}
+        )  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=360, help="inner steps of each run")
+    parser.add_argument("--into", type=Path, help="the file to write")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    began, rows = time.monotonic(), []
+    for name, run in RUNS.items():
+        for row in measure(run, asked.steps):
+            rows.append({"run": name, **row})
+            print(
+                f"{name:<50} {row['rounds']:>4} rounds: {row['nbytes']:>10,.0f} bytes of {row['full_nbytes']:,} "
+                f"({row['share']:.1%}), {row['copied']:.0%} of fragments copied, {row['visits']} visits"
+            )
+    result = {
+        "benchmark": "follow", "word": "measured", **provenance(), "seconds": time.monotonic() - began,
+        "setting": {"steps": asked.steps, "model": "nano", "replicas": 2, "seed": 0}, "rows": rows,
+    }  # fmt: skip
+    print(save("follow", result, asked.into))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""A follower: the newest agreed weights of a run as an ordinary model folder, which is replaced whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load
+from torch import Tensor
+
+from thinwire.errors import ConfigurationError, PacketError
+from thinwire.records.files import save_file
+from thinwire.records.patches import Bits, apply_patch, state_of
+from thinwire.records.published import NOTHING, FragmentVersion, Layout, Piece, Publication, Resource, Source
+
+MODEL, STATES = "model.safetensors", "thinwire-states.json"
+
+
+@dataclass(frozen=True)
+class Followed:
+    """One version that has arrived: `nbytes` were fetched for it, the list included; `full_nbytes` a full copy of its weights has.
+
+    `copied`: fragments of which a full copy was fetched. `first`: none was here before.
+    """
+
+    version: int
+    step: int
+    nbytes: int
+    full_nbytes: int
+    copied: int
+    fragments: int
+    first: bool
+    over: bool
+
+
+class Follower:
+    """Keeps the folder `out` at the newest version that `source` has. `out` is a link to the folder of a version beside it, so that
+    it is replaced at once and as a whole; that of the version before stays until the next one, for who is reading it.
+
+    Begun anew, it goes on from the version that it finds in `out`, and with objects that were fetched in part.
+
+    Raises:
+        ConfigurationError: `out` is something else.
+    """
+
+    def __init__(self, source: Source, out: Path) -> None:
+        self._source, self._out = source, out
+        self._room = out.parent / f".{out.name}.versions"
+        if out.exists() and not out.is_symlink():
+            if not out.is_dir() or any(out.iterdir()):
+                raise ConfigurationError(f"{out} is there already; choose another --out, or remove it.")
+            out.rmdir()
+        self._parts = self._room / "parts"
+        self._parts.mkdir(parents=True, exist_ok=True)
+        self._states: dict[int, tuple[str, Bits]] = {}  # of each fragment: its name and its values
+        self._layout: tuple[Resource, Layout, dict[str, Tensor]] | None = None
+        self._read = b""
+        self._nbytes = 0  # fetched since the last version
+        self._first = True
+
+    def update(self) -> Followed | None:
+        """Fetch what is new, and replace the folder; None where nothing is.
+
+        Raises `DataError` where what the list names is gone (another update reads the list again) and `PacketError` for what is not
+        what its digest says; the folder stays as it was.
+        """
+        text = self._source.newest()
+        if text is None or text == self._read:
+            return None
+        self._nbytes += len(text)
+        publication = Publication.read(text)
+        layout, rest = self._laid_out(publication)
+        if not self._states:
+            self._find_states(layout.pieces, len(publication.fragments))
+        copied, states = 0, dict(self._states)
+        for index, fragment in enumerate(publication.fragments):
+            state, copies = self._bring(fragment, self._states.get(index))
+            states[index], copied = (fragment.state, state), copied + copies
+        self._write(publication, layout, rest, states)
+        full = sum(fragment.nbytes for fragment in publication.fragments)
+        done = Followed(
+            publication.version, publication.step, self._nbytes, full, copied, len(states), self._first, publication.over
+        )  # fmt: skip
+        self._states, self._read, self._nbytes, self._first = states, text, 0, False
+        return done
+
+    def _bring(self, fragment: FragmentVersion, held: tuple[str, Bits] | None) -> tuple[Bits, bool]:
+        """A fragment's newest values, and whether a full copy was needed. Raises `PacketError`."""
+        way = fragment.way_from(held[0] if held else None)
+        copied = bool(way) and way[0].base == NOTHING
+        if copied:
+            values = np.zeros(fragment.nbytes // 2, np.uint16)
+        else:
+            values = held[1] if held else np.empty(0, np.uint16)
+        if 2 * len(values) != fragment.nbytes:
+            raise PacketError(f"a fragment has {2 * len(values)} bytes, {fragment.nbytes} were announced.")
+        for change in way:
+            values = apply_patch(values, self._fetch(change.patch))
+        if way and state_of(values) != fragment.state:
+            raise PacketError(f"changes did not lead to the state {fragment.state[:12]} that was announced.")
+        return values, copied
+
+    def _fetch(self, what: Resource) -> bytes:
+        """An object, whole and verified; what a cut left of it is not fetched again. Raises `PacketError`, `DataError`."""
+        path = self._parts / what.digest
+        with path.open("ab") as file:
+            for chunk in self._source.read(what.digest, file.tell()) if file.tell() < what.nbytes else ():
+                self._nbytes += len(chunk)
+                if file.tell() + len(chunk) > what.nbytes:
+                    break
+                file.write(chunk)
+        data = path.read_bytes()
+        if hashlib.sha256(data).hexdigest() != what.digest:
+            if len(data) >= what.nbytes:
+                path.unlink()
+            raise PacketError(f"object {what.digest[:12]} has not arrived as it was announced; it is fetched again.")
+        path.unlink()
+        return data
+
+    def _laid_out(self, publication: Publication) -> tuple[Layout, dict[str, Tensor]]:
+        if self._layout is None or self._layout[0] != publication.layout:
+            layout = Layout.read(self._fetch(publication.layout))
+            _check(layout.pieces, publication)
+            try:
+                rest = load(self._fetch(layout.rest))
+            except SafetensorError as error:
+                raise PacketError(f"the tensors that are not exchanged cannot be read ({error}).") from None
+            self._files = {name: self._fetch(one) for name, one in layout.files.items()}
+            self._layout = publication.layout, layout, rest
+        return self._layout[1:]
+
+    def _find_states(self, pieces: Sequence[Piece], fragments: int) -> None:
+        """Take the fragments of the version in the folder, as far as it has them; each state is its own hash."""
+        model = self._out / MODEL
+        if not model.is_file():
+            return
+        try:
+            with safe_open(str(model), "pt") as file:
+                parts: list[list[tuple[int, Tensor]]] = [[] for _ in range(fragments)]
+                for piece in pieces:
+                    parts[piece.fragment].append((piece.begin, file.get_tensor(piece.name)))
+        except (SafetensorError, OSError):
+            return
+        for index, own in enumerate(parts):
+            flat = [value.reshape(-1) for _, value in sorted(own, key=lambda one: one[0])]
+            if flat and all(value.dtype == torch.bfloat16 for value in flat):
+                values = torch.cat(flat).view(torch.int16).numpy().view(np.uint16)
+                self._states[index] = state_of(values), values
+
+    def _write(
+        self, publication: Publication, layout: Layout, rest: dict[str, Tensor], states: dict[int, tuple[str, Bits]]
+    ) -> None:
+        """The folder of this version, then the link to it."""
+        tensors = dict(rest)
+        for piece in layout.pieces:
+            count = int(np.prod(piece.shape, dtype=np.int64))
+            part = states[piece.fragment][1][piece.begin : piece.begin + count]
+            values = torch.from_numpy(part.view(np.int16).copy()).view(torch.bfloat16)
+            tensors[piece.name] = values.view(piece.shape)
+        names = "".join(one.state for one in publication.fragments)
+        folder = self._room / f"{publication.version}-{hashlib.sha256(names.encode()).hexdigest()[:12]}"
+        draft = self._room / f"draft-{os.getpid()}"
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir()
+        save_file(tensors, draft / MODEL, layout.metadata)
+        for name, data in self._files.items():
+            (draft / name).write_bytes(data)
+        said = {"version": publication.version, "step": publication.step, "over": publication.over}
+        (draft / STATES).write_text(json.dumps(said | {"states": [one.state for one in publication.fragments]}))
+        shutil.rmtree(folder, ignore_errors=True)
+        draft.replace(folder)
+        before = self._out.readlink().name if self._out.is_symlink() else ""
+        link = self._room / "link"
+        link.unlink(missing_ok=True)
+        link.symlink_to(Path(self._room.name) / folder.name)
+        link.replace(self._out)
+        for old in self._room.iterdir():
+            if old.is_dir() and old.name not in (before, folder.name, "parts"):
+                shutil.rmtree(old, ignore_errors=True)
+
+
+def _check(pieces: Sequence[Piece], publication: Publication) -> None:
+    """Raise `PacketError` where a tensor lies outside its fragment."""
+    for piece in pieces:
+        size = publication.fragments[piece.fragment].nbytes if piece.fragment < len(publication.fragments) else -1
+        if 2 * (piece.begin + int(np.prod(piece.shape, dtype=object))) > size:
+            raise PacketError(f"{piece.name!r:.60} lies outside its fragment.")

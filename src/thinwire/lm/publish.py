@@ -1,0 +1,176 @@
+"""Publish the agreed weights of a replica, beside its training: each version as lossless changes in bf16 since the one before."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from thinwire.errors import ConfigurationError
+from thinwire.jobs.base import Job
+from thinwire.lm.place import ElasticPlace, Place
+from thinwire.lm.run import Run
+from thinwire.methods import Attached
+from thinwire.pieces.partition import Fragment
+from thinwire.records.events import EventLog
+from thinwire.records.patches import Bits, encode_patch, state_of
+from thinwire.records.published import NOTHING, Change, FragmentVersion, Layout, Piece, Publication, Store
+from thinwire.replica import Replica
+
+MODEL = "model.safetensors"
+
+
+class Publisher:
+    """Publishes what `offer` is given, on a thread of its own; what it has no time for is part of the next version.
+
+    Args:
+        folder: into which it publishes.
+        fragments: of the model.
+        write_model: writes the model's folder, with the agreed weights of now: config, tokenizer and what is not exchanged come from it.
+        failed: is told once in a line if publishing fails; then nothing more is published.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        fragments: Sequence[Fragment],
+        write_model: Callable[[Path], object],
+        failed: Callable[[str], object],
+    ) -> None:
+        self._store, self._failed = Store(folder), failed
+        with tempfile.TemporaryDirectory(prefix=".model-", dir=folder) as draft:
+            write_model(Path(draft))
+            self._layout = _layout(self._store, Path(draft), fragments)
+        self._layout_as = self._store.put(self._layout.written())
+        self._held: list[Bits] = []
+        self._versions: list[FragmentVersion] = []
+        self._patched = [0] * len(fragments)  # bytes of patches since each fragment's full copy
+        self._number = 0
+        self._due: tuple[int, list[Tensor], bool] | None = None
+        self._wake, self._closed = threading.Condition(), False
+        self._thread = threading.Thread(target=self._body, name="thinwire-publisher", daemon=True)
+        self._thread.start()
+
+    def offer(self, step: int, anchors: Sequence[Tensor], over: bool = False) -> None:
+        """The agreed weights after `step`, as `Replica.anchors` gives them. Returns at once."""
+        with self._wake:
+            self._due = step, [anchor.to("cpu", torch.bfloat16) for anchor in anchors], over
+            self._wake.notify()
+
+    def close(self) -> None:
+        """Publish what was offered last, and end the thread."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        self._thread.join()
+
+    def _body(self) -> None:
+        with suppress(AttributeError, OSError):  # training goes first
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._due is not None or self._closed)
+                due, self._due = self._due, None
+            if due is None:
+                return
+            try:
+                self._publish(*due)
+            except OSError as error:
+                self._failed(f"publishing has ended: {error}. Followers stay at version {self._number}.")
+                return
+
+    def _publish(self, step: int, values: list[Tensor], over: bool) -> None:
+        states = [value.view(torch.int16).numpy().view(np.uint16) for value in values]
+        for index, state in enumerate(states):
+            if len(self._versions) <= index:
+                full = self._full(state)
+                self._versions.append(FragmentVersion(full.to, state.nbytes, full, ()))
+                self._held.append(state)
+            elif not np.array_equal(self._held[index], state):
+                self._versions[index] = self._changed(index, state)
+                self._held[index] = state
+        self._number += 1
+        made = Publication(self._number, step, over, self._layout_as, tuple(self._versions))
+        self._store.announce(made, self._layout)
+
+    def _changed(self, index: int, state: Bits) -> FragmentVersion:
+        """A patch from the version before; a full copy too when patches since the last one are a quarter as long as it."""
+        known, now = self._versions[index], state_of(state)
+        patch = self._store.put(encode_patch(self._held[index], state))
+        changes, full = [*known.changes, Change(known.state, now, patch)], known.full
+        self._patched[index] += patch.nbytes
+        if 4 * self._patched[index] > full.patch.nbytes:
+            full, self._patched[index] = self._full(state), 0
+        # older changes are kept as long as they are less than a full copy together; those after the full copy always are
+        while sum(change.patch.nbytes for change in changes) > full.patch.nbytes and changes[0].base != full.to:
+            del changes[0]
+        return FragmentVersion(now, state.nbytes, full, tuple(changes))
+
+    def _full(self, state: Bits) -> Change:
+        return Change(NOTHING, state_of(state), self._store.put(encode_patch(np.zeros_like(state), state)))
+
+
+@contextmanager
+def publishing(
+    run: Run, place: Place | ElasticPlace, job: Job, model: nn.Module, replica: Replica | Attached, log: EventLog
+) -> Iterator[Publisher | None]:
+    """Within: what publishes the versions of `replica`, where `run` asks for it; at the end, the last one. Raises `ConfigurationError`."""
+    if not run.placement.publish or not place.writes_the_model or isinstance(replica, Attached):
+        yield None
+        return
+    if place.shards > 1:
+        raise ConfigurationError(
+            f"publish on replicas of {place.shards} ranks: whole replicas are needed; start one process per replica."
+        )
+
+    def write_model(folder: Path) -> None:
+        job.keep(folder, "publisher")
+        job.store(folder, model, replica.export(), "publisher")
+
+    def warn(said: str) -> None:
+        log.emit("warning", replica.step, message=said)
+
+    publisher = Publisher(place.folder / "published" / place.name, replica.fragments, write_model, warn)
+    try:
+        publisher.offer(replica.step, replica.anchors())
+        yield publisher
+        publisher.offer(replica.step, replica.anchors(), over=replica.step >= run.optimizer.steps)
+    finally:
+        publisher.close()
+
+
+def _layout(store: Store, folder: Path, fragments: Sequence[Fragment]) -> Layout:
+    """How the model in `folder` is made of fragments. Raises `ConfigurationError` where it is not made of all of them."""
+    places: dict[str, tuple[int, int, tuple[int, ...]]] = {}
+    for index, fragment in enumerate(fragments):
+        begin = 0
+        for (name, parameter), shape in zip(fragment.parameters, fragment.shapes):
+            places[name.replace("_orig_mod.", "")] = index, begin, shape
+            begin += parameter.numel()
+    pieces, rest, found = [], dict[str, Any](), set[str]()
+    with safe_open(str(folder / MODEL), "pt") as file:
+        metadata = dict(file.metadata() or {})
+        for name in file.keys():  # noqa: SIM118  # it is no mapping
+            own = name if name in places else f"model.{name}"  # as transformers names what is within our wrapper
+            value = file.get_tensor(name)
+            if own in places and places[own][2] == tuple(value.shape):
+                found.add(own)
+                pieces.append(Piece(name, places[own][2], *places[own][:2]))
+            else:
+                rest[name] = value
+    if missing := sorted(places.keys() - found):
+        raise ConfigurationError(
+            f"publish with this model: {', '.join(missing[:3])} is not in its file under that name; leave publish out."
+        )
+    files = {path.name: store.put(path.read_bytes()) for path in sorted(folder.iterdir()) if path.name != MODEL}
+    return Layout(tuple(pieces), store.put(save(rest)), metadata, files)

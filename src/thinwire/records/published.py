@@ -1,0 +1,257 @@
+"""What a replica publishes of the agreed weights, for followers: a list of what there is (ResourceSync's resource list, change list
+and hashes, NISO Z39.99), and objects that are named by their SHA-256.
+
+    RUN/published/replica-0/list.json       the newest version: of each fragment its state, a full copy, and changes since older states
+    RUN/published/replica-0/objects/HASH    full copies, patches (records/patches.py), the layout of the model, the files beside it
+
+A fragment's state is its values in bf16, and the state's name their SHA-256: whoever holds state A can take a change from A, no matter
+which replica has made it. The list is replaced whole, and names nothing that is not there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from thinwire.errors import DataError, PacketError
+from thinwire.records.files import contents, opened, parsed
+
+FORMAT = 1
+CHUNK_NBYTES = 1 << 20
+NOTHING = ""
+MOST_FOLD = 2100  # of a patch: deflate makes at most 1032 bytes of one, and half of them may be of the high bytes
+_HASH = re.compile("[0-9a-f]{64}")
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,100}")
+
+
+@dataclass(frozen=True)
+class Resource:
+    """An object: its SHA-256 and its size in bytes."""
+
+    digest: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Change:
+    """A patch that makes state `to` of state `base`; of `NOTHING`, which is zeros, where it is a full copy."""
+
+    base: str
+    to: str
+    patch: Resource
+
+
+@dataclass(frozen=True)
+class FragmentVersion:
+    """A fragment's newest state, which has `nbytes` in bf16; `full` is the newest full copy, `changes` are oldest first."""
+
+    state: str
+    nbytes: int
+    full: Change
+    changes: tuple[Change, ...]
+
+    def way_from(self, held: str | None) -> list[Change]:
+        """What to fetch, in the fewest bytes, by one who holds the state `held`. A full copy comes first, if one is needed."""
+        after = self._since(self.full.to)
+        ways = [way for way in (self._since(held), None if after is None else [self.full, *after]) if way is not None]
+        if not ways:
+            raise PacketError("a published list leads from no full copy to the newest state; fetch it again.")
+        return min(ways, key=lambda way: sum(change.patch.nbytes for change in way))
+
+    def _since(self, held: str | None) -> list[Change] | None:
+        """The changes from the state `held` on; None where they do not lead from there."""
+        if held == self.state:
+            return []
+        places = [place for place, change in enumerate(self.changes) if change.base == held]
+        return list(self.changes[places[-1] :]) if places else None
+
+
+@dataclass(frozen=True)
+class Publication:
+    """A version of the agreed weights, after inner step `step`; `over`: the run has ended with it. `layout` is a `Layout`."""
+
+    version: int
+    step: int
+    over: bool
+    layout: Resource
+    fragments: tuple[FragmentVersion, ...]
+
+    def written(self) -> bytes:
+        """As JSON."""
+        return json.dumps({"format": FORMAT, **asdict(self)}).encode()
+
+    @classmethod
+    def read(cls, text: str | bytes) -> Publication:
+        """The list that `written` wrote. Raises `PacketError`."""
+        try:
+            said = parsed(json.loads, text)
+            if said["format"] != FORMAT:
+                raise ValueError(f"its format is {said['format']!r:.40}, this version reads {FORMAT}")
+            fragments = tuple(
+                FragmentVersion(
+                    _hash(one["state"]), _count(one["nbytes"]), _change(one["full"]), tuple(map(_change, one["changes"])),
+                )
+                for one in said["fragments"]
+            )  # fmt: skip
+            for one in fragments:
+                states = [*(change.base for change in one.changes), one.state]
+                if one.nbytes > MOST_FOLD * one.full.patch.nbytes:
+                    raise ValueError("a fragment is larger than its full copy can make it")
+                if [change.to for change in one.changes] != states[1:] or one.full.to not in states or one.full.base:
+                    raise ValueError("its changes do not follow each other")
+            numbers = _count(said["version"]), _count(said["step"])
+            return cls(*numbers, said["over"] is True, _resource(said["layout"]), fragments)
+        except (KeyError, TypeError, ValueError) as error:
+            raise PacketError(f"a published list cannot be read ({type(error).__name__}: {error!s:.100}).") from None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where a tensor of the model's file comes from: values of a fragment, from `begin` on."""
+
+    name: str
+    shape: tuple[int, ...]
+    fragment: int
+    begin: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the model's folder is made of fragments: its exchanged tensors, `rest` (a safetensors file of the others), the metadata of
+    the model's file, and the files beside it.
+    """
+
+    pieces: tuple[Piece, ...]
+    rest: Resource
+    metadata: dict[str, str]
+    files: dict[str, Resource]
+
+    def written(self) -> bytes:
+        """As JSON."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def read(cls, text: str | bytes) -> Layout:
+        """What `written` wrote. Raises `PacketError`; file names lead out of no folder."""
+        try:
+            said = parsed(json.loads, text)
+            pieces = tuple(
+                Piece(
+                    str(one["name"]),
+                    tuple(map(_count, one["shape"])),
+                    _count(one["fragment"]),
+                    _count(one["begin"]),
+                )
+                for one in said["pieces"]
+            )
+            files = {name: _resource(one) for name, one in said["files"].items()}
+            if odd := [name for name in files if not _FILE.fullmatch(name)]:
+                raise ValueError(f"{odd[0]!r:.60} is no file name")
+            metadata = {str(name): str(value) for name, value in said["metadata"].items()}
+            return cls(pieces, _resource(said["rest"]), metadata, files)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PacketError(f"a published layout cannot be read ({type(error).__name__}: {error!s:.100}).") from None
+
+
+class Source(Protocol):
+    """Where a follower reads from."""
+
+    def newest(self) -> bytes | None:
+        """The newest list, as it was written; None while there is none."""
+
+    def read(self, digest: str, offset: int) -> Iterator[bytes]:
+        """An object from `offset` on. Raises `DataError` where it is gone: then the list is newer."""
+
+
+class PublishedFolder:
+    """What replicas have published into a run folder: a `Source`, of the replica that is farthest."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+
+    def newest(self) -> bytes | None:
+        """See `Source.newest`. Raises `DataError`."""
+        found: list[tuple[int, bytes]] = []
+        for path in sorted(self._run.glob("published/*/list.json")):
+            try:
+                text = contents(path).encode()
+                found.append((Publication.read(text).step, text))
+            except (OSError, ValueError, PacketError) as error:
+                raise DataError(f"{path} cannot be read ({error}); look who else writes into that folder.") from None
+        return max(found, key=lambda one: one[0])[1] if found else None
+
+    def read(self, digest: str, offset: int) -> Iterator[bytes]:
+        """See `Source.read`."""
+        path = next(iter(self._run.glob(f"published/*/objects/{digest}")), None)
+        try:
+            if path is None:
+                raise FileNotFoundError("no replica has it")
+            with opened(path) as file:
+                file.seek(offset)
+                while chunk := file.read(CHUNK_NBYTES):
+                    yield chunk
+        except OSError as error:
+            raise DataError(f"object {digest[:12]} of {self._run} is gone ({error}); read the list again.") from None
+
+
+class Store:
+    """The folder into which one replica publishes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._objects = folder, folder / "objects"
+        self._objects.mkdir(parents=True, exist_ok=True)
+        self._before: set[str] = set()  # what the list before named: followers may be reading it
+
+    def put(self, data: bytes) -> Resource:
+        """Keep an object."""
+        found = Resource(hashlib.sha256(data).hexdigest(), len(data))
+        if not (self._objects / found.digest).exists():
+            _write(self._objects / found.digest, data)
+        return found
+
+    def announce(self, publication: Publication, layout: Layout) -> None:
+        """Replace the list, then delete what neither it nor the one before names."""
+        _write(self._folder / "list.json", publication.written())
+        named = {publication.layout.digest, layout.rest.digest, *(one.digest for one in layout.files.values())}
+        for fragment in publication.fragments:
+            named |= {fragment.full.patch.digest, *(change.patch.digest for change in fragment.changes)}
+        for path in self._objects.iterdir():
+            if path.name not in named | self._before:
+                path.unlink(missing_ok=True)
+        self._before = named
+
+
+def _write(path: Path, data: bytes) -> None:
+    descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=".")
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+    Path(draft).chmod(0o644)
+    Path(draft).replace(path)
+
+
+def _hash(value: Any) -> str:
+    if not isinstance(value, str) or not _HASH.fullmatch(value):
+        raise ValueError(f"{value!r:.40} is no SHA-256")
+    return value
+
+
+def _change(value: Any) -> Change:
+    base = value["base"]
+    return Change(base if base == NOTHING else _hash(base), _hash(value["to"]), _resource(value["patch"]))
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 48:
+        raise ValueError(f"{value!r:.40} is no number of bytes or steps")
+    return value
+
+
+def _resource(value: Any) -> Resource:
+    return Resource(_hash(value["digest"]), _count(value["nbytes"]))

@@ -1,0 +1,131 @@
+"""A follower of a run that `thinwire train --publish` trains: each version as an ordinary model folder, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from thinwire.cli import main
+from thinwire.errors import PacketError
+from thinwire.lm.follow import Follower
+from thinwire.lm.publish import Publisher
+from thinwire.pieces.partition import Fragment
+from thinwire.records.published import PublishedFolder
+
+SMALL = ["--model", "nano", "--batch", "1", "--sequence", "16", "--eval-batches", "1", "--carrier", "threads"]
+ROUNDS = ["--strategy", "streaming_diloco", "--every", "4", "--fragments", "2", "--delay", "1", "--codec", "E3M0(32)"]
+
+
+class Watched:
+    """A publisher whose versions a follower takes one by one; another comes for every fourth."""
+
+    def __init__(self, run: Path, patch: pytest.MonkeyPatch) -> None:
+        self.each, self.fourth = (Follower(PublishedFolder(run), run.parent / name) for name in ("each", "fourth"))
+        self.seen: list[Any] = []
+        self.exact: list[bool] = []
+
+        def published(publisher: Publisher, step: int, anchors: list[torch.Tensor], over: bool = False) -> None:
+            values = [anchor.bfloat16() for anchor in anchors]
+            publisher._publish(step, values, over)  # not on its thread, which may pass over a version
+            self.seen.append(self.each.update())
+            due = torch.cat([value.view(torch.int16) for value in values]).sort()[0]
+            here = load_file(run.parent / "each" / "model.safetensors").values()
+            assert {value.dtype for value in here} == {torch.bfloat16}
+            self.exact.append(torch.equal(torch.cat([v.view(torch.int16).flatten() for v in here]).sort()[0], due))
+            if len(self.seen) % 4 == 1:
+                self.fourth.update()
+
+        patch.setattr(Publisher, "offer", published)
+
+
+def test_a_follower_has_each_version_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("".join(f"line {i}: {i * i % 97} thin wires carry {i}\n" for i in range(3000)))
+    watched = Watched(tmp_path / "run", monkeypatch)
+    asked = [
+        "train",
+        *SMALL,
+        *ROUNDS,
+        "--steps",
+        "16",
+        "--text",
+        "text.txt",
+        "--publish",
+        "--out",
+        "run",
+        "--seed",
+        "3",
+    ]
+    assert main(asked) == 0
+    assert all(watched.exact) and len(watched.exact) >= 4
+    first, *later = watched.seen
+    assert first.first and first.copied == first.fragments == 3
+    assert not any(one.first or one.copied for one in later) and later[-1].over and later[-1].step == 16
+    assert max(one.nbytes for one in later) < 0.8 * later[-1].full_nbytes
+
+    # the last version is what export writes, in bf16; it loads as a model to be trained further, and another folder is the same
+    capsys.readouterr()
+    assert main(["follow", "run", "--out", "live", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["versions"] == 1 and told["newest"]["first"] and told["newest"]["over"]
+    assert main(["export", "run", "--to", "safetensors", "--out", "exported"]) == 0
+    whole, live = load_file("exported/model.safetensors"), load_file("live/model.safetensors")
+    assert whole.keys() == live.keys() and all(torch.equal(live[name], whole[name].bfloat16()) for name in whole)
+    assert (
+        main(
+            ["train", *SMALL, "--steps", "1", "--text", "text.txt", "--model", "live/model.safetensors", "--out", "on"]
+        )
+        == 0
+    )
+
+    # begun anew it goes on from its folder: all that it fetches is the list and the layout
+    capsys.readouterr()
+    assert main(["follow", "run", "--out", "live", "--once", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)["newest"]
+    assert again["copied"] == 0 and again["nbytes"] < 0.1 * again["full_nbytes"]
+    assert Path("live").is_symlink() and main(["follow", "run", "--out", "exported"]) == 2
+    assert main(["follow", "exported"]) == 2
+
+
+def test_what_is_not_as_announced_changes_nothing_and_a_cut_is_gone_on_from(tmp_path: Path) -> None:
+    run, out = tmp_path / "run", tmp_path / "live"
+    model = torch.nn.Linear(300, 10)
+    fragment = Fragment("all", tuple(model.named_parameters()))
+    failed: list[str] = []
+    publisher = Publisher(
+        run / "published" / "replica-0",
+        [fragment],
+        lambda folder: save_file(model.state_dict(), folder / "model.safetensors"),
+        failed.append,
+    )
+    flat = torch.cat([value.detach().flatten() for _, value in fragment.parameters])
+    publisher.offer(0, [flat])
+    publisher.close()
+    source = PublishedFolder(run)
+    (object_,) = [p for p in (run / "published/replica-0/objects").iterdir() if p.stat().st_size > 3000]
+    good = object_.read_bytes()
+    object_.write_bytes(bytes([good[0] ^ 1]) + good[1:])
+    follower = Follower(source, out)
+    with pytest.raises(PacketError, match="not arrived as it was announced"):
+        follower.update()
+    assert not out.exists()
+    object_.write_bytes(good[:1000])
+    with pytest.raises(PacketError):
+        follower.update()
+    object_.write_bytes(b"\0" * 1000 + good[1000:])  # of which the first part is here already
+    found = Follower(source, out).update()
+    assert found is not None and found.nbytes < len(good) - 1000 + 6000
+    here = load_file(out / "model.safetensors")
+    assert np.array_equal(
+        torch.cat([here["weight"].flatten(), here["bias"]]).view(torch.int16), flat.bfloat16().view(torch.int16)
+    )
+    assert not failed
