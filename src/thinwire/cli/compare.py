@@ -57,8 +57,8 @@ def main(arguments: Sequence[str]) -> int:
         )
     console = options.console(asked.json)
     out = asked.out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
-    base, failed = asked.run_settings.absolute(), dict[str, str]()
-    settings = {strategy: base.with_strategy(strategy) for strategy in asked.strategies}
+    base, failed = asked.run_settings, dict[str, str]()
+    settings = {strategy: base.with_strategy(strategy).absolute() for strategy in asked.strategies}
     with waiting(console, "reading the text"):
         for run in settings.values():  # all, before any trains
             doctor.ready(run, check(run), run.placement.replicas, console)

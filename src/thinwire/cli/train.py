@@ -134,6 +134,7 @@ def main(arguments: Sequence[str]) -> int:
     del model
     launch.new_folder(run, folder, asked.resume, asked.name or "*")
     console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
+    console.print(f"learning rate: {run.lr:g} ({run.lr_origin})", soft_wrap=True, highlight=False)
     if asked.from_start:
         launch.set_aside(folder, asked.name or "*")
     resume, stop = asked.resume and not asked.from_start, launch.Stop()

@@ -176,7 +176,7 @@ class _Search:
     def learning_rate(self, candidate: Candidate, replicas: int) -> float:
         """The joint law's where it was fitted or checked; else the base run's."""
         if not self.within:
-            return self.task.base.optimizer.lr
+            return self.task.base.lr
         law = scaling.predict("learning_rate", self.shape.parameters(), _law_replicas(candidate, replicas), "joint")
         return float(f"{law.value:.3g}")
 
