@@ -100,23 +100,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         asked = options.read(Options, "train", arguments, DESCRIPTION).elastically()
     run, console = asked.run_settings.absolute(), options.console(asked.json)
-    if run.placement.carrier == "elastic":
-        if place is not None:
-            raise ConfigurationError(
-                "carrier='elastic' under torchrun, which starts a fixed group; start it with thinwire train alone."
-            )
-        check_seat(asked.seat)
-    if run.placement.carrier == "secure" and place is not None:
-        raise ConfigurationError(
-            "carrier='secure' under torchrun, which joins the replicas itself; start it with thinwire train or thinwire join."
-        )
-    named(asked.log)
-    if asked.resume and asked.out is None:
-        raise ConfigurationError("--resume: the folder of the run to resume is needed; add --out FOLDER.")
-    if asked.from_start and not asked.resume:
-        raise ConfigurationError(
-            "--from-start without --resume: a new run begins at the first step anyway; leave it out."
-        )
+    _check(asked, run, place)
     folder = asked.out or Path("runs") / f"{_label(run)}-{time.strftime('%Y%m%d-%H%M%S')}"
     if demo:
         console.print(
@@ -155,6 +139,27 @@ def main(arguments: Sequence[str]) -> int:
             with _told(asked, run, folder, console):
                 train(run, folder, resume, console, stop, asked.seat)
         return finish(folder, console, asked.json, stop, _seated(asked.seat))
+
+
+def _check(asked: Options, run: Run, place: tuple[int, int] | None) -> None:
+    """Raise `ConfigurationError` where options do not go together."""
+    if run.placement.carrier == "elastic":
+        if place is not None:
+            raise ConfigurationError(
+                "carrier='elastic' under torchrun, which starts a fixed group; start it with thinwire train alone."
+            )
+        check_seat(asked.seat)
+    if run.placement.carrier == "secure" and place is not None:
+        raise ConfigurationError(
+            "carrier='secure' under torchrun, which joins the replicas itself; start it with thinwire train or thinwire join."
+        )
+    named(asked.log)
+    if asked.resume and asked.out is None:
+        raise ConfigurationError("--resume: the folder of the run to resume is needed; add --out FOLDER.")
+    if asked.from_start and not asked.resume:
+        raise ConfigurationError(
+            "--from-start without --resume: a new run begins at the first step anyway; leave it out."
+        )
 
 
 def other_number(run: Run, folder: Path) -> bool:
