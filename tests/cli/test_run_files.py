@@ -129,10 +129,10 @@ def test_a_flag_that_is_not_known_is_answered_with_the_nearest(capsys: Any) -> N
 @pytest.mark.parametrize(
     ("given", "lr", "origin"),
     [
-        ({"model": "nano"}, 0.02, "the default, 1.28 / width 64"),
-        ({"model": "tiny", "strategy": "data_parallel"}, 0.0133, "the default, 1.28 / width 96"),
-        ({"model": "mini", "optimizer": "AdamW"}, 0.005, "the default, 1.28 / width 256"),
-        ({"model": "mini", "lr": 0.01}, 0.01, "given; the default is 0.005"),
+        ({"model": "nano"}, 0.02, "the default, 10.24 / 64^1.5, by the model's width"),
+        ({"model": "tiny", "strategy": "data_parallel"}, 0.0109, "the default, 10.24 / 96^1.5, by the model's width"),
+        ({"model": "mini", "optimizer": "AdamW"}, 0.0025, "the default, 10.24 / 256^1.5, by the model's width"),
+        ({"model": "mini", "lr": 0.01}, 0.01, "given; the default is 0.0025"),
         ({"model": "nano", "lora": 4}, 0.006, "the default"),
         ({"model": "nano", "optimizer": "SGD(0.9, lr_factor=100)"}, 0.006, "the default"),
         ({"model": "nano", "strategy": "dgc"}, 0.006, "the default"),
@@ -152,9 +152,9 @@ def test_the_learning_rate_follows_the_width_of_a_size(given: dict[str, Any], lr
 def test_a_run_keeps_its_learning_rate_in_its_file() -> None:
     Run.of(model="nano").absolute().save(Path("run.toml"))
     assert "lr = 0.02\n" in (text := Path("run.toml").read_text())
-    assert "# lr: 0.02 (the default, 1.28 / width 64)\n" in text
+    assert "# lr: 0.02 (the default, 10.24 / 64^1.5, by the model's width)\n" in text
     assert (run := Run.load(Path("run.toml"))).optimizer.lr == 0.02
-    assert run.changed(model="mini").lr_origin == "given; the default is 0.005"
+    assert run.changed(model="mini").lr_origin == "given; the default is 0.0025"
 
 
 def test_settings_are_taken_and_given_by_name() -> None:

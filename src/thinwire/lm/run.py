@@ -30,7 +30,7 @@ MAY_DIFFER = (
 )  # between replicas, as far as `Run.shared` is asked
 OF_PIECES = ("strategy", "codec", "partition", "exchange", "privacy", "aggregate", "optimizer")  # written as text
 LR = 6e-3  # peak learning rate where width does not say it
-LR_TIMES_WIDTH = 1.28  # of AdamW on the built-in sizes; docs/log.md has the experiment
+LR_AND_WIDTH = 10.24, 1.5  # of AdamW on the built-in sizes: 10.24 / width^1.5; docs/log.md has the experiment
 OF_A_CHECKPOINT = ("replicas", "seed", "model", "lora", "positions", "tokenizer", "optimizer")  # beside the strategy
 
 
@@ -117,7 +117,7 @@ class Run:
         """Peak learning rate: the one that was given, otherwise the default.
 
         >>> [Run.of(model=size).lr for size in ("nano", "mini", "hf:a/b")]
-        [0.02, 0.005, 0.006]
+        [0.02, 0.0025, 0.006]
         """
         return self._default_lr()[0] if self.optimizer.lr is None else self.optimizer.lr
 
@@ -130,8 +130,10 @@ class Run:
     def _default_lr(self) -> tuple[float, str]:
         by_width = self.model.job is None and self.model.model in SIZES and self.model.lora is None
         if by_width and self.make_method() is None and isinstance(self.make_inner(), AdamW):
-            width = SIZES[self.model.model].width
-            return float(f"{LR_TIMES_WIDTH / width:.3g}"), f"the default, {LR_TIMES_WIDTH:g} / width {width}"
+            width, (factor, power) = SIZES[self.model.model].width, LR_AND_WIDTH
+            return float(
+                f"{factor / width**power:.3g}"
+            ), f"the default, {factor:g} / {width}^{power:g}, by the model's width"
         return LR, "the default"
 
     def make_strategy(self) -> Strategy:

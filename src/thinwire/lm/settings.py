@@ -262,8 +262,8 @@ class OptimizerSpec(_Part):
     optimizer: str | None = None
     """Inner optimizer: AdamW, SGD(0.9, lr_factor=100) or Muon. Default: the strategy's own, or AdamW if it has none."""
     lr: float | None = None
-    """Peak learning rate for AdamW; other inner optimizers multiply it by their own factor. Default: 1.28 / width for a size trained whole with
-    AdamW, otherwise 0.006."""
+    """Peak learning rate for AdamW; other inner optimizers multiply it by their own factor. Default: 10.24 / width^1.5 for a size trained whole
+    with AdamW, otherwise 0.006."""
     warmup: int | None = None
     """Inner steps of linear warm-up, before a cosine to 5 % of the peak. Default: a tenth of all steps, at most 1000."""
     weight_decay: float = 0.1
