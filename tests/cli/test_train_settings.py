@@ -81,6 +81,7 @@ def test_a_run_file_works_from_anywhere_and_says_what_its_recipe_decided(
     assert "every" not in tomllib.loads(written)  # another strategy may be chosen on top of it
     made_of = summary["made_of"]
     assert (made_of["every"], made_of["delay"], made_of["fragments"]) == (7, 1, 4)
+    assert made_of["lr"] == "0.02 (the default, 10.24 / 64^1.5, by the model's width)"
     assert made_of["codec"].startswith("E2M1(") and made_of["composition"].startswith("Strategy(")
     page = Path("run/report.html").read_text()
     assert "made of.every" in page and "made of.fragments" in page

@@ -34,6 +34,7 @@ from thinwire.lm.tokenizer import make_tokenizer, open_corpus
 from thinwire.lm.tokens import Bytes, find
 from thinwire.plan.base import base_nbytes
 from thinwire.plan.compute import timed
+from thinwire.plan.delay import follows_link, with_delay
 from thinwire.plan.machine import BASE_NBYTES
 from thinwire.plan.memory import kept_nbytes, replica_memory
 from thinwire.records.units import text_of_count, text_of_nbytes, text_of_rate, text_of_seconds
@@ -136,6 +137,11 @@ def set_up(file: Path, link: Link | None, step_seconds: float | None) -> Iterato
         step_seconds = measured_step(run, vocabulary)
         yield CheckResult("inner step", "ok", f"{text_of_seconds(step_seconds)} (measured)")
     if step_seconds is not None:
+        if follows_link(run):
+            run, says = with_delay(run, model, step_seconds)
+            strategy = run.make_strategy()
+            fragments = strategy.partition.fragments(model)
+            yield CheckResult("delay of the link", "ok", f"thinwire train takes {says}")
         shapes, wire = [fragment.shapes for fragment in fragments], link or parse_link(run.placement.link)
         yield from enough(strategy, shapes, run.placement.replicas, wire, step_seconds)
         yield timeouts(run.placement, strategy, shapes, wire, step_seconds)
@@ -261,6 +267,11 @@ def measured_step(run: Run, vocabulary: int) -> float:
         return time.perf_counter() - began
     finally:
         torch.set_num_threads(threads)
+
+
+def fitted_to_link(run: Run, model: nn.Module) -> tuple[Run, str]:
+    """`run`, which `follows_link`, with the delay for its link and for an inner step as it takes here; and a line about it."""
+    return with_delay(run, model, measured_step(run, getattr(model, "vocabulary", 0)))
 
 
 def enough(

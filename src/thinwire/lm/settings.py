@@ -48,7 +48,7 @@ class _Part:
             if given.get(name, 1) < 1:
                 raise ConfigurationError(f"{name}={given[name]}: at least 1 is needed.")
         for name in self.positive:
-            if not 0 < given[name] < math.inf:
+            if not 0 < given.get(name, 1) < math.inf:
                 raise ConfigurationError(f"{name}={given[name]}: more than 0 is needed.")
         for name in self.not_negative:
             if not 0 <= given.get(name, 0) < math.inf:
@@ -261,8 +261,9 @@ class OptimizerSpec(_Part):
     """Inner steps of every replica."""
     optimizer: str | None = None
     """Inner optimizer: AdamW, SGD(0.9, lr_factor=100) or Muon. Default: the strategy's own, or AdamW if it has none."""
-    lr: float = 6e-3
-    """Peak learning rate for AdamW; other inner optimizers multiply it by their own factor."""
+    lr: float | None = None
+    """Peak learning rate for AdamW; other inner optimizers multiply it by their own factor. Default: 10.24 / width^1.5 for a size trained whole
+    with AdamW, otherwise 0.006."""
     warmup: int | None = None
     """Inner steps of linear warm-up, before a cosine to 5 % of the peak. Default: a tenth of all steps, at most 1000."""
     weight_decay: float = 0.1

@@ -93,9 +93,9 @@ class Trainer(ABC):
         if own:
             self.optimizer = own
         elif self.method:
-            self.optimizer = self.method.optimizer(self.model, run.optimizer.lr)
+            self.optimizer = self.method.optimizer(self.model, run.lr)
         else:
-            self.optimizer = self.inner.make(self.model, run.optimizer.lr, run.optimizer.weight_decay)
+            self.optimizer = self.inner.make(self.model, run.lr, run.optimizer.weight_decay)
         self.parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         self.checkpoints = place.folder / "checkpoints" / place.name
         self.replica = self._attach(facts)
@@ -251,7 +251,7 @@ class Trainer(ABC):
         """The learning rate of the step that comes, in the optimizer; those of a job's own optimizer stay as they are."""
         if self.own_rates:
             return float(self.optimizer.param_groups[0]["lr"])
-        lr = learning_rate(self.run.optimizer, self.replica.step + 1)
+        lr = learning_rate(self.run, self.replica.step + 1)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * self.lr_factor
         return lr

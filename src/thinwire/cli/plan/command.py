@@ -287,7 +287,7 @@ def _facts(rows: Sequence[Setting], best: Setting, task: Task, path: Path) -> di
                 "replicas": setting.run.placement.replicas,
                 "names": [task.links.names[place] for place in setting.places],
                 "batch": setting.run.data.batch, "accumulate": setting.run.data.accumulate, 
-                "lr": setting.run.optimizer.lr, "steps": setting.run.optimizer.steps,
+                "lr": setting.run.lr, "steps": setting.run.optimizer.steps,
                 "step_seconds": setting.step_seconds, "compute_utilization": setting.pace.utilization,
                 "tokens_per_second": setting.tokens_per_second, "useful_tokens_per_second": setting.useful_tokens_per_second,
                 "bits_per_second": setting.bits_per_second, "period_nbytes": setting.period_nbytes,
