@@ -21,12 +21,22 @@ from thinwire.pieces.own_files import pinned, pinned_file, taken_apart
 from thinwire.recipes import RECIPES
 from thinwire.records.run_file import read_run_file
 from thinwire.strategy import Strategy
+from thinwire.topology import read_edges
 
 MAY_DIFFER = (
     *("text", "link", "uplink", "carrier", "timeout", "replicas", "strategy", "model", "job", "keep"),
     *OF_THE_RECIPE,
 )  # between replicas, as far as `Run.shared` is asked
-OF_PIECES = ("strategy", "codec", "partition", "exchange", "privacy", "aggregate", "optimizer")  # written as text
+OF_PIECES = (
+    "strategy",
+    "codec",
+    "partition",
+    "exchange",
+    "privacy",
+    "aggregate",
+    "topology",
+    "optimizer",
+)  # written as text
 OF_A_CHECKPOINT = ("replicas", "seed", "model", "lora", "positions", "tokenizer", "optimizer")  # beside the strategy
 
 
@@ -60,6 +70,8 @@ class Run:
                 f"text={self.data.text!r:.200}, tokenizer={self.data.tokenizer!r} with job={self.model.job!r}: the job reads its own data; "
                 "leave them out."
             )
+        if isinstance(strategy, Strategy):
+            strategy.exchange.check_size(self.placement.replicas)
         if self.placement.carrier == "elastic":
             self.placement.check_elastic(strategy, self.method.label)
 
@@ -140,6 +152,8 @@ class Run:
         text = tuple(str(Path(path).absolute()) for path in self.data.text)
         given = self.counted_in_samples().settings()
         pieces = {name: pinned(given[name]) for name in OF_PIECES if given[name] is not None}
+        if given["topology"] and given["topology"].endswith(".json"):
+            given["topology"] = repr(read_edges(Path(given["topology"])))
         given |= {"text": text, "model": _absolute(model), "tokenizer": tokenizer and _absolute(tokenizer), **pieces}
         return self.changed(**given)
 
