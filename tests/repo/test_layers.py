@@ -18,7 +18,7 @@ FILES = sorted(path.relative_to(HOUSE).as_posix() for path in HOUSE.rglob("*.py"
 _ORDER = """
 errors version state rng observer data_ledger
 packet kernels comm diagnosis
-codecs membership records
+codecs membership records topology
 metrics
 pieces report
 exchange checkpoint

@@ -23,12 +23,13 @@ from thinwire.pieces.own_files import pinned, pinned_file, taken_apart
 from thinwire.recipes import RECIPES
 from thinwire.records.run_file import read_run_file
 from thinwire.strategy import Gradients, Strategy
+from thinwire.topology import read_edges
 
 MAY_DIFFER = (
     *("text", "link", "uplink", "carrier", "timeout", "replicas", "strategy", "model", "job", "keep", "publish"),
     *OF_THE_RECIPE,
 )  # between replicas, as far as `Run.shared` is asked
-OF_PIECES = ("strategy", "codec", "partition", "exchange", "privacy", "aggregate", "optimizer")  # written as text
+OF_PIECES = ("strategy", "codec", "partition", "exchange", "privacy", "aggregate", "topology", "optimizer")  # as text
 LR = 6e-3  # peak learning rate where width does not say it
 LR_AND_WIDTH = 10.24, 1.5  # of AdamW on the built-in sizes: 10.24 / width^1.5; docs/log.md has the experiment
 OF_A_CHECKPOINT = ("replicas", "seed", "model", "lora", "positions", "tokenizer", "optimizer")  # beside the strategy
@@ -64,6 +65,8 @@ class Run:
                 f"text={self.data.text!r:.200}, tokenizer={self.data.tokenizer!r} with job={self.model.job!r}: the job reads its own data; "
                 "leave them out."
             )
+        if isinstance(strategy, Strategy):
+            strategy.exchange.check_size(self.placement.replicas)
         if self.placement.carrier == "elastic":
             self.placement.check_elastic(strategy, self.method.label)
         if self.placement.publish and (
@@ -175,6 +178,8 @@ class Run:
         text = tuple(str(Path(path).absolute()) for path in self.data.text)
         given = self.counted_in_samples().settings()
         pieces = {name: pinned(given[name]) for name in OF_PIECES if given[name] is not None}
+        if given["topology"] and given["topology"].endswith(".json"):
+            given["topology"] = repr(read_edges(Path(given["topology"])))
         given |= {
             "lr": self.lr,
             "text": text,

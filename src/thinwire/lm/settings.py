@@ -10,6 +10,7 @@ import inspect
 import math
 import types
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from thinwire.catalogue.parsing import PIECES, nearest, parse, pieces_of
@@ -23,10 +24,11 @@ from thinwire.pieces.transforms import Clip
 from thinwire.recipes import RECIPES
 from thinwire.strategy import Strategy
 from thinwire.testing.attacks import Attack, Attacked, attack_of
+from thinwire.topology import read_edges
 
 OF_THE_RECIPE = (
     *("every", "delay", "fragments", "merge", "codec", "partition", "offsets"),
-    *("exchange", "outer_lr", "outer_momentum", "anchors"),
+    *("exchange", "outer_lr", "outer_momentum", "anchors", "topology"),
 )
 NAMED = RECIPES | METHODS
 
@@ -86,6 +88,8 @@ class MethodSpec(_Part):
     """Nesterov momentum of the outer step."""
     anchors: Literal["host", "device"] | None = None
     """Where anchors and outer state are kept."""
+    topology: str | None = None
+    """Gossip: who talks to whom: Ring, RandomPairs, Exponential, Torus, RandomRegular(3), ..., or a JSON file of edges (thinwire docs gossip)."""
     privacy: str | None = None
     """Clip what is sent, add noise, and report epsilon: Privacy(clip=0.5, noise=4.0)."""
     aggregate: str | None = None
@@ -133,6 +137,13 @@ class MethodSpec(_Part):
         for name, room in (("codec", "codecs"), ("partition", "pieces.partition"), ("exchange", "exchange")):
             if name in given:
                 given[name] = parse(given[name], offered=pieces_of(room), own_files=True)
+        if self.topology is not None:
+            file = self.topology.endswith(".json")
+            given["topology"] = (
+                read_edges(Path(self.topology))
+                if file
+                else parse(self.topology, offered=pieces_of("topology"), own_files=True)
+            )
         if self.partition and self.fragments:
             raise ConfigurationError(
                 f"partition={self.partition!r} with fragments={self.fragments}: each says how the model is cut; give one of them."

@@ -1,8 +1,9 @@
 """What drives a replica: one driver a kind of group and signal, chosen once (`replica.choose`).
 
-A driver decides what happens around an inner step. There are three: `DeltaDriver` (deltas in a fixed group), `GradientDriver`
-(gradients in a fixed group) and `ElasticDriver` (deltas among replicas that come and go). No driver tests for another, and none imports another.
-A new one (gossip, asynchronous) is a class with the methods of `Driver` in a file of its own, and one line in `choose`.
+A driver decides what happens around an inner step. There are four: `DeltaDriver` (deltas in a fixed group), `GradientDriver`
+(gradients in a fixed group), `GossipDriver` (weights among neighbours in a fixed group) and `ElasticDriver` (deltas among replicas that
+come and go). No driver tests for another, and none imports another.
+A new one (asynchronous) is a class with the methods of `Driver` in a file of its own, and one line in `choose`.
 """
 
 from __future__ import annotations
