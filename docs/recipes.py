@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from thinwire import Strategy
+from thinwire.decoupled.method import DECOUPLED, Decoupled
 from thinwire.lm.model import SIZES, Transformer
 from thinwire.methods import METHODS, Averaged, ControlVariates, Flasc, Method
 from thinwire.pieces.partition import Fragment
@@ -34,7 +35,7 @@ from thinwire.strategy import Gradients
 ROOT = Path(__file__).parents[1]
 FAMILY, DEFAULTS = "benchmarks/results/family.json", "benchmarks/results/defaults.json"
 MODEL, REPLICAS = "tiny", 2  # those of `thinwire train` when nothing is said
-NAMED: Mapping[str, Callable[..., Strategy | Method]] = RECIPES | METHODS
+NAMED: Mapping[str, Callable[..., Strategy | Method]] = RECIPES | METHODS | DECOUPLED
 BLOCK = re.compile(r"(<!-- (wire|measured|recipes)((?: \w+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
 CONTROL = "data_parallel"
 
@@ -197,6 +198,8 @@ def kept(name: str) -> float:
         return 16 if isinstance(made.rule, Averaged) else 12
     if isinstance(made, Flasc):  # of the hub: s, p and Adam's moments
         return 16
+    if isinstance(made, Decoupled):  # beside the syncer: anchor, outer state, residual and what is in the air
+        return 12 + 4 * len(made.outer.init(torch.zeros(1)))
     if not isinstance(made, Strategy):  # a log, a byte a value
         return 0
     numels = [fragment.numel for fragment in fragments(name)]

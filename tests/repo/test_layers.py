@@ -24,7 +24,7 @@ pieces report
 exchange checkpoint
 strategy catalogue
 recipes runtime
-elastic methods ddp_hook simulate
+elastic methods decoupled ddp_hook simulate
 replica
 testing integrations jobs
 lm plan cli

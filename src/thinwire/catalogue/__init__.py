@@ -105,8 +105,14 @@ from thinwire.pieces.pre_aggregation import ARC as ARC
 
 # How the anchor moves.
 from thinwire.pieces.outer import Average as Average
+from thinwire.pieces.outer import DelayedNesterov as DelayedNesterov
 from thinwire.pieces.outer import HeavyBall as HeavyBall
 from thinwire.pieces.outer import Nesterov as Nesterov
+
+# What a delta counts that comes when it comes.
+from thinwire.pieces.staleness import Alike as Alike
+from thinwire.pieces.staleness import ByTokens as ByTokens
+from thinwire.pieces.staleness import HeLoCo as HeLoCo
 
 # How the anchor reaches a replica.
 from thinwire.pieces.merge import Eager as Eager

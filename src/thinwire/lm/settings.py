@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type
 
 from thinwire.catalogue.parsing import PIECES, nearest, parse, pieces_of
 from thinwire.comm import parse_link
+from thinwire.decoupled.method import DECOUPLED
 from thinwire.elastic import driver as elastic
 from thinwire.errors import ConfigurationError
 from thinwire.membership.timeouts import grace_seconds
@@ -30,7 +31,7 @@ OF_THE_RECIPE = (
     *("every", "delay", "fragments", "merge", "codec", "partition", "offsets"),
     *("exchange", "outer_lr", "outer_momentum", "anchors", "topology"),
 )
-NAMED = RECIPES | METHODS
+NAMED = RECIPES | METHODS | DECOUPLED
 
 
 class _Part:
@@ -65,7 +66,8 @@ class MethodSpec(_Part):
 
     strategy: str = "streaming_sign"
     """A recipe (data_parallel, local_sgd, diloco, streaming_diloco, streaming_sign, dgc, one_bit_adam, ...), a method with its own loop
-    (just_one_byte, fedavg, scaffold, scallion, scafcom, flasc), or a whole Strategy(...) in Python; thinwire docs strategies helps to choose."""
+    (just_one_byte, fedavg, scaffold, scallion, scafcom, flasc), one for replicas of unequal speed (decoupled_diloco, async_local_sgd), or a
+    whole Strategy(...) in Python; thinwire docs strategies helps to choose."""
     every: int | None = None
     """H: inner steps between two rounds of one fragment. Default of this and the next options: the recipe's own."""
     delay: int | None = None
@@ -306,6 +308,8 @@ class Placement(_Part):
     """Elastic: put out a replica that most others find to hold them up (thinwire docs diagnosis)."""
     link: str = "none"
     """Emulate a link of this rate and delay under the carrier, such as 50mbit,30ms."""
+    slow: tuple[float, ...] = ()
+    """Emulate slow machines: replica m takes slow[m] times as long for an inner step, such as 1 2 4, by waiting."""
     uplink: str = "none"
     """Rate at which this replica can really send, such as 100mbit; its connections are paced to share it. none: TCP alone decides."""
     timeout: float = 300.0
@@ -322,6 +326,10 @@ class Placement(_Part):
         parse_link(self.link)
         if self.grace is not None:
             grace_seconds(self.grace, 1.0)
+        if self.slow and (len(self.slow) != self.replicas or not all(1 <= one < math.inf for one in self.slow)):
+            raise ConfigurationError(
+                f"slow={self.slow} with replicas={self.replicas}: one factor of at least 1 is needed for each replica."
+            )
         self._check_uplink()
 
     def check_elastic(self, strategy: Strategy | Method, label: str) -> None:

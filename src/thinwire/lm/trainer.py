@@ -150,7 +150,7 @@ class Trainer(ABC):
         try:
             with publishing(run, self.place, self.job, self.model, self.replica, log=self.log) as self._publisher:
                 self._loop()
-                whole = self.replica.step >= run.optimizer.steps
+                whole = self.progress >= run.optimizer.steps
                 if whole:
                     self._finish()
         except (LinkError, EndedError) as error:
@@ -177,18 +177,24 @@ class Trainer(ABC):
     def _loop(self) -> None:
         run, replica = self.run, self.replica
         eval_every = run.data.eval_every or max(1, run.optimizer.steps // 10)
-        while replica.step < run.optimizer.steps and not replica.stopping:
+        while self.progress < run.optimizer.steps and not replica.stopping:
             if self.place.stop.is_set():
                 replica.request_stop()
-            before = replica.step
+            before, began = replica.step, self.progress
             self._inner_step()
             if self._publisher and self._landed:
                 self._landed = False
                 self._publisher.offer(replica.step, replica.anchors())
-            if _passed(before, replica.step, eval_every) and replica.step < run.optimizer.steps:
+            if _passed(began, self.progress, eval_every) and self.progress < run.optimizer.steps:
                 self._evaluate()
             if _passed(before, replica.step, run.placement.checkpoint_every):
                 self._save()
+
+    @property
+    def progress(self) -> int:
+        """Inner steps of the run: this replica's own, or the mean over all where each takes as many as it can."""
+        replica = self.replica
+        return replica.progress if isinstance(replica, Attached) else replica.step
 
     def _finish(self) -> None:
         """The last rounds. A stop that comes now ends the waiting for the others."""
@@ -251,14 +257,14 @@ class Trainer(ABC):
         """The learning rate of the step that comes, in the optimizer; those of a job's own optimizer stay as they are."""
         if self.own_rates:
             return float(self.optimizer.param_groups[0]["lr"])
-        lr = learning_rate(self.run, self.replica.step + 1)
+        lr = learning_rate(self.run, self.progress + 1)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * self.lr_factor
         return lr
 
     def _descend(self, replica: Replica | Attached) -> tuple[float, float]:
         """Backward, and the optimizer's step: the loss, and the gradient's norm."""
-        run, loss = self.run, 0.0
+        run, loss, begun = self.run, 0.0, time.monotonic()
         if isinstance(replica, Attached) and replica.idle:
             replica.skip()
             return math.nan, math.nan
@@ -278,6 +284,8 @@ class Trainer(ABC):
         if not math.isfinite(norm_value):
             self.optimizer.zero_grad()  # an inner step without update still counts: replicas keep in step
             self.log.emit("skip", replica.step + 1, reason=f"the gradient's norm is {norm_value}")
+        if run.placement.slow and self.share.index < len(run.placement.slow):
+            time.sleep((run.placement.slow[self.share.index] - 1) * (time.monotonic() - begun))
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss, norm_value
@@ -355,7 +363,7 @@ class Trainer(ABC):
         return {
             "strategy": run.method.strategy,
             "replicas": run.placement.replicas,
-            "steps": self.replica.step,
+            "steps": self.progress,
             "stopped": stopped,
             "seed": run.seed,
             "tokens": self._tokens(),
