@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from thinwire.comm.group import Group
-from thinwire.errors import LinkError, PacketError
+from thinwire.errors import DisagreementError, LinkError, PacketError
 from thinwire.membership.channel import ANSWER
 from thinwire.membership.commit import VoteStore
 from thinwire.membership.store import Asks, ChannelVoteStore
@@ -165,7 +165,7 @@ class AskingRendezvous:
                         "forget", keys=[self._unused_keys.pop() for _ in range(min(len(self._unused_keys), 256))]
                     )
                 missed = 0
-            except LinkError as error:
+            except (LinkError, DisagreementError) as error:  # the latter is for who asks for a view
                 channel = None
                 missed += 1
                 if missed == 3:
