@@ -30,7 +30,7 @@ _LONGEST = 1 << 14  # bytes of a certificate, or of the authorities
 
 
 class Refused(LinkError):
-    """The hub has said no; to ask again does not help."""
+    """The hub refused; asking again does not help."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class Enrolment:
     """A member's name and key at one hub, in `folder`/NAME, made when they are missing.
 
     Args:
-        token: the invitation; its secret is used when the hub does not know the key yet.
+        token: the invitation; its secret is used only if the hub does not know the key yet.
         name: of this member.
         folder: keeps the key.
 
     Raises:
-        ConfigurationError: `name` is none, or the folder holds the key for another hub.
+        ConfigurationError: `name` is no valid name, or the folder holds the key for another hub.
     """
 
     def __init__(self, token: Token, name: str, folder: Path) -> None:
@@ -74,7 +74,7 @@ class Enrolment:
         self._key, self._kept = key.read_bytes(), own / "authority.pem"
 
     async def admitted(self) -> Admitted:
-        """A fresh certificate. Raises `Refused`, and `LinkError` while the hub is not there."""
+        """Get a fresh certificate. Raises `Refused`, and `LinkError` while the hub cannot be reached."""
         authority = await self._authority()
         token, asked = self.token, request(self._key, self.name)
         head = JOIN_HEAD.pack(token.invitation, token.secret, len(self.name), len(asked))

@@ -30,17 +30,17 @@ _PAUSES = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0)  # before the next try to connect
 
 
 class Broken(LinkError):
-    """A connection that has ended; the next one goes on."""
+    """The connection has ended; a new one takes over."""
 
 
 class HubLink:
-    """The one connection of this process to the hub, and what is on the way over it.
+    """This process's connection to the hub, and the messages in flight over it.
 
     Args:
         enrolment: who this is.
-        label: SHA-256 of what all of the group must have alike to belong together.
+        label: SHA-256 of what must be the same on all members of a group.
         size: members of the group.
-        bits_per_second: at which chunks leave at most; None: as fast as they go.
+        bits_per_second: the highest rate at which chunks are sent; None: no limit.
     """
 
     def __init__(self, enrolment: Enrolment, label: bytes, size: int, bits_per_second: float | None) -> None:
@@ -63,7 +63,7 @@ class HubLink:
 
     @property
     def run(self) -> str:
-        """The run file of the hub."""
+        """The run file that the hub keeps for its members."""
         return self._admitted.run if self._admitted else ""
 
     async def begin(self) -> None:
@@ -71,7 +71,7 @@ class HubLink:
         self._task = asyncio.create_task(self._serve())
 
     def place(self, seconds: float) -> Welcome:
-        """This member's place in the group, when all are there. From another thread. Raises `LinkError`."""
+        """Wait until all members are there; return this member's place in the group. For another thread. Raises `LinkError`."""
         try:
             return self._placed.result(seconds)
         except TimeoutError:
@@ -100,12 +100,12 @@ class HubLink:
             await asyncio.sleep(_PAUSES[min(failures, len(_PAUSES) - 1)])
 
     def wake(self) -> None:
-        """Something may be sent."""
+        """Look again for something to send."""
         self._flushed.clear()
         self._woken.set()
 
     async def leave(self, seconds: float) -> None:
-        """Say good-bye, when all that was asked for has arrived; for at most `seconds`. Nothing goes on after it."""
+        """Wait at most `seconds` until all that was asked for has arrived, then leave the group for good."""
         try:
             async with asyncio.timeout(seconds):
                 while self._place and self._going and (self.messages.unfinished or self._control):
