@@ -108,7 +108,9 @@ class LeasedReader:
     def open(self, samples: int) -> None:
         """Set the number of samples in an epoch. Raises `DataError` if another number was set before."""
         if samples < 1 or self.samples not in (None, samples):
-            raise DataError(f"{samples} samples given, {self.samples or 'some'} needed; give the same data every time.")
+            raise DataError(
+                f"{samples} samples given, {self.samples or 'at least 1'} needed; give the same data every time."
+            )
         self.samples = samples
 
     def draw(self, number: int) -> NDArray[np.int64]:

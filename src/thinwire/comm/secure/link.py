@@ -30,7 +30,7 @@ _PAUSES = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0)  # before the next try to connect
 
 
 class Broken(LinkError):
-    """The connection has ended; a new one takes over."""
+    """A connection that has ended; the next one goes on."""
 
 
 class HubLink:
@@ -40,7 +40,7 @@ class HubLink:
         enrolment: who this is.
         label: SHA-256 of what must be the same on all members of a group.
         size: members of the group.
-        bits_per_second: the highest rate at which chunks are sent; None: no limit.
+        bits_per_second: at which chunks leave at most; None: as fast as they go.
     """
 
     def __init__(self, enrolment: Enrolment, label: bytes, size: int, bits_per_second: float | None) -> None:
@@ -63,7 +63,7 @@ class HubLink:
 
     @property
     def run(self) -> str:
-        """The run file that the hub keeps for its members."""
+        """The run file of the hub."""
         return self._admitted.run if self._admitted else ""
 
     async def begin(self) -> None:
