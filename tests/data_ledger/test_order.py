@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,6 +32,19 @@ def test_a_permutation_mixes_and_hangs_on_its_seed() -> None:
     assert (places == Permutation(n, 2)(index)).mean() < 0.005
     one_by_one = np.concatenate([Permutation(n, 1)(index[i : i + 1]) for i in range(20)])
     assert np.array_equal(one_by_one, places[:20])
+
+
+@pytest.mark.parametrize(
+    ("size", "seed", "begin"),
+    [
+        (5, 3, [3, 4, 0, 2, 1]),
+        (17, 0, [2, 5, 11, 6, 4, 13, 14, 9, 16, 0]),
+        (1000, 7, [422, 421, 853, 654, 676, 929, 169, 125, 760, 800]),
+    ],
+)
+def test_a_permutation_is_the_same_in_every_version(size: int, seed: int, begin: list[int]) -> None:
+    """A run that goes on from a checkpoint of an older version would else read some samples twice and others never."""
+    assert Permutation(size, seed)(np.arange(len(begin))).tolist() == begin
 
 
 @given(st.integers(1, 300), st.integers(1, 40), st.integers(0, 2**62))

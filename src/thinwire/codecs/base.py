@@ -1,4 +1,4 @@
-"""What a codec is."""
+"""The interface of a codec, and checks that all codecs share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Said = tuple[Tensor, Key, float]  # a packet's payload, its key, and how much it
 
 @dataclass(frozen=True)
 class Symbols:
-    """So many bytes of a payload, `stride` of them a number (1: codes of 8 bits or fewer)."""
+    """`nbytes` bytes of a payload that hold numbers of `stride` bytes each (1: codes of 8 bits or fewer)."""
 
     nbytes: int
     stride: int = 1
@@ -31,7 +31,7 @@ class Symbols:
 
 @dataclass(frozen=True)
 class Places:
-    """Ascending places, packed in `width` bits each: of each `chunk` of `numel` neighbours `count`, of the rest its share, rounded up."""
+    """Ascending places, packed in `width` bits each: `count` in each `chunk` of `numel` neighbours, and a share, rounded up, of the last chunk."""
 
     numel: int
     chunk: int
@@ -39,13 +39,13 @@ class Places:
 
     @property
     def kept(self) -> int:
-        """How many there are."""
+        """The number of places."""
         whole, rest = divmod(self.numel, self.chunk)
         return whole * self.count - (-self.count * rest // self.chunk)
 
     @property
     def width(self) -> int:
-        """Bits of a place in a chunk; a single place needs one all the same."""
+        """Bits of a place in a chunk, 1 at least."""
         return max(1, (self.chunk - 1).bit_length())
 
     @property
@@ -62,20 +62,20 @@ class Codec(Protocol):
 
     A codec is a frozen dataclass; its text is its identity on the wire. What it draws by chance is a pure function of
     the packet's `key`, which both sides know. A subclass writes `nbytes`, `encode` and `decode_add`, and **declares**
-    what else it can do: each declaration below has the answer of a codec that can do nothing special. Nobody asks for a
-    codec's type. Laws (`thinwire.testing.check` runs them): the payload has exactly `nbytes(numel)` bytes, all of them
+    what else it can do: the defaults of the declarations below are those of a codec that can do nothing special. No caller
+    asks for a codec's type. Laws (`thinwire.testing.check` runs them): the payload has exactly `nbytes(numel)` bytes, all of them
     written; decoding depends on bytes and key only; what is claimed holds. Of one that `varies`, fewer bytes may travel.
     """
 
     @abstractmethod
     def nbytes(self, numel: int) -> int:
-        """Bytes of the payload for `numel` elements (`packet_nbytes` adds the header); where it `varies`, the most of them."""
+        """Bytes of the payload for `numel` elements (`packet_nbytes` adds the header); the largest number for a codec that `varies`."""
 
     @abstractmethod
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> int | None:
         """Write flat fp32 `x` into `payload` (uint8, `nbytes(x.numel())`). Raises `NonFiniteError` if `x` holds NaN or infinity.
 
-        None; of one that `varies`, how many bytes at the front of `payload` say all. Zeros follow.
+        Returns None, or for a codec that `varies` how many bytes at the front of `payload` count; zeros follow them.
         """
 
     @abstractmethod
@@ -104,19 +104,19 @@ class Codec(Protocol):
 
     @property
     def any_device(self) -> bool:
-        """It makes the same bytes on every device, by itself; else a delta crosses to the host before it is encoded."""
+        """Whether the codec, without those inside it, makes the same bytes on every device; else a delta crosses to the host first."""
         return False
 
     @property
     def biased(self) -> bool:
-        """What it loses by itself does not average out over the rounds, beyond the rounding of a float. The codecs inside
-        it speak for themselves."""
+        """Whether the codec's error, beyond the rounding of a float, does not average out over the rounds. The codecs inside
+        it declare their own."""
         return True
 
     @property
     def samples(self) -> bool:
-        """It sends values drawn by chance, scaled up: what it loses may exceed what was there, and a mean cannot be coded
-        again."""
+        """Whether it sends values that are drawn by chance and scaled up: the error may exceed the values, and a mean cannot
+        be coded again."""
         return False
 
     @property
@@ -132,25 +132,25 @@ class Codec(Protocol):
 
     @property
     def varies(self) -> bool:
-        """How many bytes travel depends on the values: `nbytes` is the most, which is what is predicted and allocated. Only the
-        outermost codec may; `decode_add` takes a payload with anything behind the bytes that count.
+        """Whether the number of bytes depends on the values: `nbytes` is the most, which is predicted and allocated. Only the
+        outermost codec may vary; its `decode_add` takes a payload with anything behind the bytes that count.
         """
         return False
 
     def layout(self, numel: int) -> tuple[Part, ...]:
-        """What the payload for `numel` elements is made of, one part after another, for a codec that codes it once more."""
+        """The parts of the payload for `numel` elements, in order, for a codec that codes it once more."""
         return (Symbols(self.nbytes(numel)),)
 
     # ---- shapes
 
     @property
     def needs_shapes(self) -> bool:
-        """It makes use of the shapes of the tensors that lie one after another in x. By itself it knows of none and takes x
-        as one vector; a replica fits it to each of its fragments."""
+        """Whether it uses the shapes of the tensors that lie one after another in x. Without shapes it takes x as one vector; a
+        replica calls `fitted` for each of its fragments."""
         return False
 
     def fitted(self, shapes: Shapes) -> Codec:
-        """This codec for tensors of such `shapes`; what they do not cover of x is vectors."""
+        """This codec for tensors of these `shapes`; it takes what they do not cover of x as vectors."""
         return self
 
     def spans_of_rest(self, numel: int) -> tuple[tuple[int, int], ...]:
@@ -161,11 +161,11 @@ class Codec(Protocol):
 
     @property
     def sparse(self) -> bool:
-        """It sends few of the values, and `denser` makes it send more."""
+        """Whether it sends few of the values, and `denser` makes it send more."""
         return False
 
     def denser(self, density: float) -> Codec:
-        """This codec with at least this share of the values, where it is `sparse`."""
+        """For a `sparse` codec: this codec, sending at least the share `density` of the values."""
         return self
 
     def forms(self) -> tuple[Codec, ...]:
@@ -176,7 +176,7 @@ class Codec(Protocol):
 
     @property
     def joint(self) -> bool:
-        """What packets of one round say together is not the mean of what each decodes to: `decode_joint` is asked."""
+        """Whether the estimate is not the mean of the packets' values: then `decode_joint` decodes all packets of a round together."""
         return False
 
     def decode_joint(self, packets: Sequence[Said], numel: int) -> Tensor:
@@ -187,7 +187,7 @@ class Codec(Protocol):
 
     @property
     def linear(self) -> bool:
-        """Its codes may be added on the way, by any all-reduce, and need not be gathered.
+        """Whether its codes may be added on the way, by any all-reduce, instead of being gathered.
 
         It goes in phases, as many as `sizes` are long. In each, every replica makes a code of its own x, given the means of
         the phases before, and the codes are averaged: `codes = [mean over replicas of project(x, tuple(codes), key)]`.
@@ -200,11 +200,11 @@ class Codec(Protocol):
 
     @property
     def all_reduced(self) -> bool:
-        """An all-reduce may carry it: it is `linear`, or a float whose mean is rounded once more at little loss."""
+        """Whether an all-reduce may carry it: it is `linear`, or a float whose mean is rounded once more at little loss."""
         return self.linear
 
     def sizes(self, numel: int) -> tuple[int, ...]:
-        """How many fp32 values each phase adds up."""
+        """How many fp32 values each phase adds."""
         raise unwritten(self, "linear", "sizes")
 
     def project(self, x: Tensor, means: tuple[Tensor, ...], key: Key) -> Tensor:
@@ -216,12 +216,12 @@ class Codec(Protocol):
         raise unwritten(self, "linear", "expand")
 
     def remembered(self, numel: int) -> int | None:
-        """Of a `linear` codec that goes on from its last round (PowerSGD's Q): how many values that are, the first part of
+        """For a `linear` codec that starts from its last round (PowerSGD's Q): how many values it starts from, the first part of
         the last phase's mean code. `AllReduce` remembers them, alike on all replicas. None: it starts anew each round."""
         return None
 
     def warmed(self, last: Tensor) -> Codec:
-        """This codec, going on from the `last` values remembered. Zeros, at first: from chance."""
+        """This codec, starting from the `last` values remembered; from random ones where they are zero, as at first."""
         return self
 
 
@@ -229,7 +229,7 @@ VALUES = frozenset({"exact", "odd", "contractive", "idempotent"})  # claims that
 
 
 def chance(parts: Sequence[Codec], own: Literal["", "unbiased", "drawn"] = "", fair: bool = True) -> frozenset[str]:
-    """What a codec around `parts` claims of chance. `own`: it draws by itself, alike for all senders; `fair`: it is linear in
+    """What a codec around `parts` claims about randomness. `own`: it draws by itself, alike for all senders; `fair`: it is linear in
     what they decode to.
     """
     drawing = [part for part in parts if part.claims & {"unbiased", "drawn"}]
@@ -241,12 +241,12 @@ def chance(parts: Sequence[Codec], own: Literal["", "unbiased", "drawn"] = "", f
 
 
 def unwritten(piece: object, declared: str, member: str) -> ConfigurationError:
-    """What to raise where `piece` declares what it has no `member` for."""
+    """The error for a `piece` that declares something and lacks the `member` for it."""
     return ConfigurationError(f"{piece} declares {declared}, and has no {member}; write it, or do not declare that.")
 
 
 def packet_nbytes(codec: Codec, numel: int) -> int:
-    """What travels for `numel` elements: 48 bytes of header and the payload."""
+    """Bytes of a packet for `numel` elements: 48 of header and the payload."""
     return HEADER_NBYTES + codec.nbytes(numel)
 
 
@@ -261,14 +261,14 @@ def check_finite(x: Tensor) -> None:
 
 
 def not_finite(x: Tensor) -> NonFiniteError:
-    """What to raise where a kernel has found that `x` is not finite."""
+    """The error for an `x` in which a kernel has found NaN or infinity."""
     count = int((~torch.isfinite(x)).sum())
     return NonFiniteError(f"the delta has {count} of {x.numel()} values that are NaN or infinite; it was not sent.")
 
 
 def check_fit(codec: Codec, values: Tensor, payload: Tensor, shorter: bool = False) -> None:
-    """Raise `ConfigurationError` unless `payload` is what `codec` makes of flat fp32 `values`, or may be `shorter`: a kernel looks no
-    further.
+    """Raise `ConfigurationError` unless `payload` has the size that `codec` needs for flat fp32 `values`, or may be `shorter`. Kernels
+    check nothing more.
     """
     due = codec.nbytes(values.numel())
     fits = payload.shape == (due,) or (shorter and payload.dim() == 1 and len(payload) < due)
@@ -285,7 +285,7 @@ def check_fit(codec: Codec, values: Tensor, payload: Tensor, shorter: bool = Fal
 
 
 def kernels_for(codec: Codec, values: Tensor, payload: Tensor) -> Kernels:
-    """The kernels that `codec` runs on these two, once it is sure that they fit."""
+    """The kernels for the device of `values` and `payload`, after `check_fit`."""
     check_fit(codec, values, payload)
     return kernels.of(values, payload)
 
@@ -307,8 +307,8 @@ def rebuilt(codec: Any, change: Callable[[Any], Codec]) -> Codec:
 
 
 def check_inner(codec: object, name: str, inner: object, joint: bool = False) -> None:
-    """Raise `ConfigurationError` unless field `name` of `codec` is a codec that takes any vector, and, without `joint`, one whose
-    packets say together no more than their mean.
+    """Raise `ConfigurationError` unless field `name` of `codec` is a codec that takes any vector and, without `joint`, none whose
+    packets are decoded together.
     """
     given = f"{type(codec).__name__}({name}={inner!r})"
     if not isinstance(inner, Codec) or isinstance(inner, type):
@@ -324,7 +324,7 @@ def check_inner(codec: object, name: str, inner: object, joint: bool = False) ->
 
 
 def check_alone(given: str, inner: Codec) -> None:
-    """Raise `ConfigurationError` if `inner` holds a codec that is `joint`: nested in `given`, it would never be asked."""
+    """Raise `ConfigurationError` if `inner` holds a codec that is `joint`: nested in `given`, its `decode_joint` is never called."""
     if any(one.joint for one in nested(inner)):
         raise ConfigurationError(
             f"{given}: `joint` would never be called inside this codec; make it the outermost one, or put it inside Squares, "

@@ -14,7 +14,7 @@ def packed_nbytes(count: int, width: int) -> int:
 
 
 def pack(numbers: Tensor, width: int) -> Tensor:
-    """Flat int64 below 2^width as bytes; what is left of the last byte is zero."""
+    """Pack flat int64 below 2^width into bytes; unused bits of the last byte are zero."""
     packed = torch.empty(packed_nbytes(numbers.numel(), width), dtype=torch.uint8, device=numbers.device)
     kernels.of(numbers, packed).pack(numbers, packed, width)
     return packed

@@ -1,6 +1,6 @@
 """Formats of a few bits with one scale per block: small floats and small whole numbers.
 
-They are one thing. A code is a sign (its highest bit) and a magnitude that counts upward through the format's grid: in even
+All are coded alike. A code is a sign (its highest bit) and a magnitude that counts upward through the format's grid: in even
 steps from zero to the least normal number, above it in steps that double at each power of two. Whole numbers are the
 format that never gets to its least normal number.
 """
@@ -136,7 +136,7 @@ class E2M1(Floats):
 class E4M3(Floats):
     """8-bit floats with three bits of mantissa, up to 448, and a scale per block. A code is a `torch.float8_e4m3fn`.
 
-    Source: OCP 8-bit floating point 1.0 (E4M3, saturating; the two NaN are never made). A scale there must be: the
+    Source: OCP 8-bit floating point 1.0 (E4M3, saturating; the two NaN are never made). It needs a scale, since the
     format spans 2⁻⁹ … 448, and deltas are smaller. 8 + 8/block bits per parameter, with a one-byte exponent.
 
     Args:

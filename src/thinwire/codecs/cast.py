@@ -42,7 +42,7 @@ class Identity(Codec):
 
 @dataclass(frozen=True)
 class Dense(Codec):
-    """`Identity` in place of a codec of this `grain` for a while: cut, and so remembered by an exchange, where that is."""
+    """fp32 for some rounds, in place of a codec of this `grain`: it is cut at the same places, so the exchange's state fits both."""
 
     grain: int = 1
 
@@ -64,7 +64,7 @@ class Dense(Codec):
 
 
 def in_full(codec: Codec) -> Identity | Dense:
-    """fp32 in place of `codec`, for a round."""
+    """The fp32 codec for a round in place of `codec`."""
     grain = codec.grain or 1
     return Dense(grain) if grain > 1 else Identity()
 

@@ -15,8 +15,8 @@ def runs_anywhere(codec: Codec) -> bool:
 
 
 def encode_from(x: Tensor, codec: Codec, payload: Tensor, key: Key) -> int:
-    """`codec.encode` of an `x` that may be on another device than `payload`: done where `x` is, if the codec can, so that
-    only the packet's bytes cross. How many bytes of `payload` count.
+    """Encode an `x` that may be on another device than `payload`: where `x` is, if the codec can, so that only the
+    packet's bytes cross. Returns how many bytes of `payload` count.
     """
     if x.device == payload.device or not runs_anywhere(codec):
         used = codec.encode(x.to(payload.device), payload, key)

@@ -1,7 +1,7 @@
 """Sums whose bits do not depend on the machine.
 
-What a packet decodes to must be the same on every replica, bit for bit, and a library's matrix product adds in an order
-of its own, which depends on processor, version and number of threads. Here the order cannot matter, or is fixed.
+A packet must decode to the same bits on every replica, but the order in which a library's matrix product adds depends on
+processor, version and number of threads. Here the order is fixed, or does not matter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     """`a @ b` in fp64, for a [n, k] and b [k, m].
 
     The rows of a and the columns of b are first rounded to ⌊(52 − ⌈log₂ k⌉) / 2⌋ bits of their largest (23 for k = 64),
-    so few that all partial sums are whole numbers below 2⁵³: whichever way they are added, nothing is rounded.
+    so few that all partial sums are whole numbers below 2⁵³: in whatever order they are added, nothing is rounded.
     """
     bits = (52 - (max(1, a.shape[1]) - 1).bit_length()) // 2
     (whole_a, scale_a), (whole_b, scale_b) = _whole(a, 1, bits), _whole(b, 0, bits)
@@ -37,7 +37,7 @@ def _whole(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def total(x: Tensor) -> Tensor:
-    """The sum over the first dimension, the second half added to the first until one is left."""
+    """The sum over the first dimension: the second half is added to the first until one row is left."""
     while len(x) > 1:
         half = -(-len(x) // 2)
         first = x[:half].clone()
@@ -101,5 +101,5 @@ def cosines(size: int) -> Tensor:
 
 
 def saturated(x: Tensor) -> Tensor:
-    """fp64 as fp32. What is too large becomes the largest; what is infinite (a hostile peer's) stays so, to be found."""
+    """fp64 to fp32. Values that are too large become the largest fp32; infinities, which a hostile peer may send, stay, so that they are found."""
     return torch.where(x.isinf(), x, x.clamp(-_LARGEST, _LARGEST)).float()

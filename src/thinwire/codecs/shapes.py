@@ -1,4 +1,4 @@
-"""The tensors of known shapes that lie one after another in a flat one."""
+"""The tensors of known shapes that lie one after another in a flat tensor."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ def split(x: Tensor, shapes: Shapes) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def checked(shapes: Shapes) -> Shapes:
-    """As tuples of whole numbers, so that equal shapes are equal values."""
+    """`shapes` as tuples of whole numbers, so that equal shapes are equal values."""
     return tuple(tuple(int(length) for length in shape) for shape in shapes)

@@ -1,7 +1,7 @@
-"""Bytes coded once more: a stream of symbols by zstd, and ascending places by what lies between them.
+"""Codes bytes once more: a stream of symbols by zstd, and ascending places by the gaps between them.
 
-What is read back is a peer's and may be any bytes: they are refused, or decode to as many as were due, in memory that the
-receiver knows beforehand.
+Decoders take any bytes, since a peer sends them: they refuse them, or decode exactly as many as were due, in memory of a
+size that is known beforehand.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LEAST_WINDOW = 1 << 10  # of a zstd frame
 
 
 class PayloadReader:
-    """Takes from the front of `data`. Raises `PacketError` where that ends too early."""
+    """Reads from the front of `data`. Raises `PacketError` if that ends too early."""
 
     def __init__(self, data: Bytes) -> None:
         self.data = data
@@ -45,8 +45,8 @@ class PayloadReader:
 
 
 def symbols_coded(symbols: Bytes) -> Bytes:
-    """A byte that says how, then a zstd frame (RFC 8878, level 1, without its magic number) behind its length in four bytes; or
-    `symbols` as they are, where that is shorter.
+    """A byte that names the form, then either the length in four bytes and a zstd frame (RFC 8878, level 1, without its magic number),
+    or `symbols` unchanged if that is shorter.
     """
     frame = _framed(symbols)
     return _joined(_PLAIN, symbols) if len(frame) >= len(symbols) else _joined(_FRAME, frame)

@@ -64,7 +64,7 @@ class Turned(Rearranged):
     @property
     @abstractmethod
     def size(self) -> int:
-        """Of a whole run."""
+        """Elements of a whole run."""
 
     @abstractmethod
     def runs(self, numel: int) -> Iterator[Run]:
@@ -72,7 +72,7 @@ class Turned(Rearranged):
 
     @abstractmethod
     def turn(self, x: Tensor, inverse: bool, key: Key) -> Tensor:
-        """Each of `x` [runs, rows, columns], fp64, the same bits on every machine."""
+        """Transform each run of `x` [runs, rows, columns], or undo it (`inverse`), in fp64 with the same bits on every machine."""
 
     @property
     def grain(self) -> int | None:
@@ -230,8 +230,8 @@ class Hadamard(Turned):
 class Squares(Rearranged):
     """Cut matrices into squares of side × side, each a run of side² in `codec`; the rest comes last.
 
-    Lets chunks be what they are in SparseLoCo (Sarfi et al., 2025: `Squares(ChunkedTopK(4096, 64, Codebook()))`) and DeMo:
-    neighbours in both directions of a matrix. *Differs*: edges that make no whole square, and vectors, follow behind in
+    With it a chunk holds neighbours in both directions of a matrix, as in SparseLoCo (Sarfi et al., 2025:
+    `Squares(ChunkedTopK(4096, 64, Codebook()))`) and DeMo. *Differs*: edges that make no whole square, and vectors, follow behind in
     their own order; there squares get smaller until they divide the matrix.
 
     On the wire: the codec's bytes; only the order is another. `shapes` are those of the fragment's tensors; a replica fills

@@ -1,4 +1,4 @@
-"""A ledger as bytes, the same on every machine, and back; lengths are checked before anything is made of them.
+"""Writes a ledger as bytes, the same on every machine, and reads it; lengths are checked before anything is allocated.
 
 header    magic, format, leases                              4s H H
           samples, seed, lanes, fragments, ahead, patience   Q q 4Q
@@ -45,7 +45,7 @@ def encoded(ledger: DataLedger) -> bytes:
 
 
 def decoded(data: bytes) -> DataLedger:
-    """The ledger of these bytes, which may be anybody's. Raises `DataError` where `encoded` would not have written them."""
+    """Read a ledger from untrusted bytes. Raises `DataError` for bytes that `encoded` would not have written."""
     try:
         ledger = _read(data)
         if encoded(ledger) != data:
@@ -58,7 +58,7 @@ def decoded(data: bytes) -> DataLedger:
 
 
 def digest(ledger: DataLedger) -> str:
-    """BLAKE2b, 16 bytes, as hexadecimal digits."""
+    """The BLAKE2b digest of the ledger, 16 bytes, as hexadecimal digits."""
     return hashlib.blake2b(encoded(ledger), digest_size=16).hexdigest()
 
 

@@ -1,8 +1,8 @@
-"""Who reads which samples, and which of them are done: a value that all replicas compute alike, commit by commit. No input, no output.
+"""Who reads which samples, and which of them are done: a value that all replicas compute alike, commit by commit. No I/O.
 
 Positions 0, 1, 2, ... are the samples of all epochs in their order (`Order`). A **lease** gives a replica ranges of positions, to
 be read in turn; behind them it has its part of every epoch to come (the *tail*), so that nobody waits for data. What a replica
-has read is a **count** 0, 1, 2, ... along its lease. A delta names the counts behind it (its **claim**), fragment by fragment.
+has read is a **count** 0, 1, 2, ... along its lease. A delta names the counts it was trained on (its **claim**), fragment by fragment.
 
     read, its deltas in no fragment's anchor     in flight
     its deltas in every fragment's anchor        trained: done, exactly once
@@ -41,7 +41,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class ReadCount:
-    """How far a replica has read along its lease: below `count`. A serial of −1: it has none."""
+    """How far a replica has read along its lease: all counts below `count`. A serial of −1: it has no lease."""
 
     serial: int = -1
     version: int = 0
@@ -50,7 +50,7 @@ class ReadCount:
 
 @dataclass(frozen=True)
 class Named:
-    """What a commit says of samples, by position: trained by whom, lost with whom, and returned by whom."""
+    """What a commit did with samples, as names and positions: who trained them, with whom they were lost, who returned them."""
 
     trained: tuple[tuple[str, Range], ...] = ()
     lost: tuple[tuple[str, Range], ...] = ()
@@ -61,10 +61,10 @@ class Named:
 class Lease:
     """What one replica reads.
 
-    serial    tells it from every other of that name: the commit that gave it
+    serial    the number of the commit that gave it, which no other lease of that name has
     first     the first count that is not settled
     ranges    the positions of the counts from `first` to `tail_at`; from there on it reads its part of the tail
-    landed    by fragment: the counts below are in its anchor, or lost to it
+    landed    for each fragment: all counts below are in its anchor, or lost to it
     holes     counts, from `first` on, that are lost to some fragment
     fences    the counts from which re-splits have changed what is read, the last FENCES of `version`
     absent    commits in a row in which the replica took no part
@@ -83,18 +83,18 @@ class Lease:
 
     @property
     def high(self) -> int:
-        """From this count on nothing has landed anywhere."""
+        """From this count on nothing has landed in any fragment."""
         return max(self.first, *self.landed)
 
     def reads_alike(self, reading: ReadCount | Claim, end: int) -> bool:
-        """Whether the counts below `end`, as `reading` knew the lease, are the same samples now."""
+        """Whether the counts below `end` are the same samples now as when `reading` was made."""
         behind = self.version - reading.version
         if reading.serial != self.serial or not 0 <= behind <= len(self.fences):
             return False
         return behind == 0 or end <= min(self.fences[-behind:])
 
     def land(self, fragment: int, claim: Claim) -> Lease:
-        """A delta of `fragment` with this claim is in the anchor: what it leaves out is lost to the fragment."""
+        """The lease after a delta of `fragment` with this claim landed: earlier counts that it leaves out are lost to the fragment."""
         holes, at = list(self.holes), self.landed[fragment]
         for begin, end in claim.segments:
             holes.append((at, begin))
@@ -105,17 +105,19 @@ class Lease:
 
 @dataclass(frozen=True)
 class DataLedger:
-    """See the module. All but `number`, `tail_from`, `leases`, `trained` and `lost` is fixed for a run.
+    """All leases of a run, and how many samples are done; see the module.
+
+    Only `number`, `tail_from`, `leases`, `trained` and `lost` change during a run.
 
     samples    in an epoch
     lanes      replicas at the start (`Order`)
-    fragments  of a delta
-    ahead      samples that a member may read between a status and the word of its commit
-    patience   commits that a lease outlives its replica
+    fragments  of the model
+    ahead      samples that a member may read between sending its status and hearing of the commit
+    patience   commits for which a lease outlives its replica
     number     commits so far
     tail_from  the position at which the tail begins
     leases     by name, in `in_order`
-    trained, lost   samples that are settled
+    trained, lost   number of samples so far
     """
 
     samples: int
@@ -136,7 +138,7 @@ class DataLedger:
 
     @property
     def terms(self) -> tuple[int, ...]:
-        """What is fixed for a run, but for the lanes, which are as many as it had replicas at the start."""
+        """The settings that are fixed for a run; `lanes` is not among them, but the number of replicas at the start."""
         return self.samples, self.seed, self.fragments, self.ahead, self.patience
 
     @property
@@ -144,8 +146,8 @@ class DataLedger:
         return Order(self.samples, self.seed, self.lanes)
 
     def begin(self, names: Iterable[str]) -> DataLedger:
-        """With a lease for each of `names`: an equal part of every epoch. Where these are of replica-0, replica-1, ..., as many as there
-        are lanes, all of them have one, also who comes late.
+        """The ledger with a lease for each of `names`: an equal part of every epoch. If they are some of replica-0, replica-1, ... up to
+        the number of lanes, all of these get one, so that those who come late have theirs.
         """
         zeros, numbered = (0,) * self.fragments, {f"replica-{number}" for number in range(self.lanes)}
         names = numbered if set(names) <= numbered else names
@@ -286,7 +288,7 @@ class DataLedger:
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """By name, numbers in them by size.
+    """Sort names; numbers in them count by size.
 
     >>> in_order(["replica-10", "replica-2", "paris"])
     ['paris', 'replica-2', 'replica-10']
@@ -299,7 +301,7 @@ def _key(part: str) -> tuple[int, int, str]:
 
 
 def union(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """The same numbers in ascending ranges that do not touch.
+    """The numbers in `ranges` as ascending ranges that do not touch.
 
     >>> union([(5, 7), (0, 2), (2, 3), (4, 4)])
     ((0, 3), (5, 7))
@@ -316,7 +318,7 @@ def union(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 
 def total(ranges: Iterable[Range]) -> int:
-    """How many numbers there are in `ranges`."""
+    """How many numbers `ranges` hold."""
     return sum(end - begin for begin, end in ranges)
 
 

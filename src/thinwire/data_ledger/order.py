@@ -1,4 +1,4 @@
-"""The order of an epoch: positions on a line without end, and which sample lies at each. Computed where it is asked, no O(n) memory."""
+"""The order of an epoch: which sample lies at each position 0, 1, 2, ... of all epochs. Computed on demand, without O(n) memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thinwire.rng import derive
 
 @dataclass(frozen=True)
 class Permutation:
-    """A pseudo-random order of 0..size-1 that is computed where it is asked, in constant memory.
+    """A pseudo-random order of 0..size-1, computed on demand in constant memory.
 
     A Feistel network on pairs (l, r) in Z_a x Z_b with a·b just above `size`: l += F(r) mod a, r += F(l) mod b, four
     times over. Each step can be undone, so the pairs are permuted; an image ≥ `size` is sent through again until it

@@ -1,7 +1,7 @@
-"""A replica's own place in the data: what it reads next, and what its parameters hold that no anchor has.
+"""A replica's place in the data: what it reads next, and which samples its parameters hold that no anchor has.
 
-`FixedReader` follows from the number of the micro-batch alone. `LeasedReader` follows the ledger that the members of an elastic run
-agree on. Both are one thread's.
+`FixedReader` computes it from the number of the micro-batch. `LeasedReader` follows the ledger that the members of an elastic run
+agree on. Each is used by one thread only.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ _BLOCK = 256  # samples that are looked up at once
 
 
 class Reader(Protocol):
-    """What a job asks for its samples."""
+    """Gives a job the numbers of its samples."""
 
     generation: int  # counts up whenever what was drawn and not trained is void, and is to be drawn again
     count: int  # of samples that are trained
 
     @property
     def samples(self) -> int | None:
-        """In an epoch; None where nobody has asked for any."""
+        """In an epoch; None before `open`."""
 
     def open(self, samples: int) -> None:
-        """An epoch has so many. Raises `DataError` if it had another number before."""
+        """Set the number of samples in an epoch. Raises `DataError` if another number was set before."""
 
     def draw(self, number: int) -> NDArray[np.int64]:
         """The samples that come next."""
 
     def trained(self, number: int | None = None) -> None:
-        """So many of those drawn, or all, are in the parameters."""
+        """Note that `number` of the samples drawn (None: all) are in the parameters."""
 
     def restart(self) -> None:
         """Draw again from the first that is not trained."""
@@ -48,14 +48,14 @@ class Reader(Protocol):
         """What became of the samples, for a summary: in_an_epoch, trained, lost, in_flight; empty where there are none."""
 
     def notes(self) -> dict[str, Any]:
-        """What a checkpoint needs beside a driver's own state: JSON."""
+        """For JSON: what a checkpoint needs beside a driver's own state."""
 
     def load_notes(self, notes: Mapping[str, Any]) -> None:
         """Go on from `notes()`. Raises `DataError`."""
 
 
 class Along:
-    """Samples along a lease, looked up a block at a time."""
+    """Reads samples along a lease, and looks them up a block at a time."""
 
     def __init__(self, ledger: DataLedger, lease: Lease) -> None:
         self.ledger, self.lease = ledger, lease
@@ -70,13 +70,15 @@ class Along:
 
 
 class LeasedReader:
-    """The place of a member of an elastic run, whose driver connects it to the ledger.
+    """The reader of a member of an elastic run; the driver connects it to the ledger.
 
-    samples, seed  of the data; `samples` may be said later, by `open`
-    replicas       that the run begins with, replica-0 and so on
-    step           samples in an inner step
+    samples   in an epoch; may be set later by `open`
+    seed      of the order
+    replicas  that the run begins with, replica-0 and so on
+    step      samples in an inner step
 
-    `count` is where it is along its lease, `holds` by fragment the counts that are in the parameters and not in the anchor.
+    `count` is how far it has read along its lease; `holds` are, for each fragment, the counts that are in the parameters and not in the
+    anchor.
     """
 
     def __init__(self, seed: int, replicas: int, step: int, samples: int | None = None) -> None:
@@ -89,7 +91,7 @@ class LeasedReader:
         self._last: tuple[int, NDArray[np.int64]] | None = None
 
     def template(self, fragments: int, every: int, delay: int) -> DataLedger:
-        """The ledger of a run that has not begun: a re-split leaves a member what it reads in four periods and a flight, and a lease
+        """The ledger of a run that has not begun. A re-split leaves a member what it reads in four periods and a flight; a lease
         outlives its replica by the rounds of two cycles.
         """
         if not self.samples:
@@ -98,26 +100,28 @@ class LeasedReader:
         return DataLedger(self.samples, self.seed, self.replicas, fragments, ahead, 2 * fragments)
 
     def connect(self, name: str, fragments: int, wait: Callable[[], None]) -> None:
-        """By the driver: `wait` asks for a lease, and returns when there may be one."""
+        """Called by the driver. `wait` asks for a lease, and returns when there may be one."""
         self.name, self._wait, self.holds = name, wait, [()] * fragments
 
     # ---- what the job asks
 
     def open(self, samples: int) -> None:
-        """An epoch has so many."""
+        """Set the number of samples in an epoch. Raises `DataError` if another number was set before."""
         if samples < 1 or self.samples not in (None, samples):
-            raise DataError(f"{samples} samples given, {self.samples or 'some'} needed; give the same data every time.")
+            raise DataError(
+                f"{samples} samples given, {self.samples or 'at least 1'} needed; give the same data every time."
+            )
         self.samples = samples
 
     def draw(self, number: int) -> NDArray[np.int64]:
-        """The samples that come next. Waits where this replica has no lease yet."""
+        """The samples that come next. Waits while this replica has no lease."""
         while self._along is None:
             self._wait()
         self._drawn += number
         return self._along.read(self._drawn - number, self._drawn)
 
     def trained(self, number: int | None = None) -> None:
-        """So many of those drawn, or all, are in the parameters."""
+        """Note that `number` of the samples drawn (None: all) are in the parameters."""
         end = self._drawn if number is None else self.count + number
         if end > self.count and self._along is not None:
             self.holds = [union([*held, (self.count, end)]) for held in self.holds]
@@ -139,30 +143,30 @@ class LeasedReader:
 
     @property
     def read_count(self) -> ReadCount:
-        """For the status."""
+        """How far it has read, for the member's status."""
         lease = self._along.lease if self._along else None
         return ReadCount(lease.serial, lease.version, self.count) if lease else ReadCount()
 
     def claim(self, fragment: int) -> Claim:
-        """What a delta of `fragment` that departs now holds."""
+        """The claim of a delta of `fragment` that departs now."""
         reading = self.read_count
         return Claim(reading.serial, reading.version, self.holds[fragment])
 
     def landed(self, fragment: int, claim: Claim) -> None:
-        """A delta with this claim is in the anchor."""
+        """Called when a delta with this claim is in the anchor."""
         end = claim.segments[-1][1] if claim.segments else 0
         self.holds[fragment] = tuple((max(a, end), b) for a, b in self.holds[fragment] if b > end)
 
     def returned(self, fragment: int, claim: Claim) -> None:
-        """A delta with this claim was believed to be in the anchor, and is not."""
+        """Called when a delta with this claim is not in the anchor after all."""
         self.holds[fragment] = union([*claim.segments, *self.holds[fragment]])
 
     def dropped(self, fragment: int) -> None:
-        """Nothing of this replica's own is left in the parameters of `fragment`."""
+        """Called when the parameters of `fragment` hold nothing that this replica trained."""
         self.holds[fragment] = ()
 
     def adopt(self, ledger: DataLedger | None) -> None:
-        """Read by `ledger` from now on, if what was read so far is read alike by it."""
+        """Read by `ledger` from now on, unless it gives samples that were read already to others."""
         if ledger is None or (self._along and self._along.ledger is ledger):
             return
         lease = ledger.lease(self.name)
@@ -179,7 +183,7 @@ class LeasedReader:
             self._drawn = self.count
 
     def begin_again(self, ledger: DataLedger | None) -> None:
-        """All of this replica's own is dropped: read from the first of its samples that nobody has."""
+        """Drop all that this replica has read; go on from the first of its samples that nobody has."""
         self.holds = [()] * len(self.holds)
         lease = ledger.lease(self.name) if ledger else None
         self._along = None
@@ -192,7 +196,7 @@ class LeasedReader:
         self._drawn = self.count
 
     def fresh(self) -> list[Range]:
-        """The positions read since this was asked last."""
+        """The positions read since the last call."""
         read, self._fresh = list(union(self._fresh)), []
         return read
 
@@ -208,20 +212,20 @@ class LeasedReader:
         return {"in_an_epoch": self.samples or 0, **known, "in_flight": self.in_flight}
 
     def notes(self) -> dict[str, Any]:
-        """Nothing: the driver saves this reader with the ledger."""
+        """Empty: the driver saves this reader with the ledger."""
         return {}
 
     def load_notes(self, notes: Mapping[str, Any]) -> None:
-        """Nothing."""
+        """Does nothing; see `notes`."""
 
     def state(self) -> dict[str, Any]:
-        """For JSON, beside the ledger."""
+        """For JSON, saved beside the ledger."""
         reading = self.read_count
         return {"at": [reading.serial, reading.version, reading.count], "holds": [list(held) for held in self.holds]}
 
     def load(self, state: Mapping[str, Any], saved: DataLedger | None, known: DataLedger | None) -> bool:
-        """Go on from `state()` and the ledger `saved` with it, where `known` is what the others hold; False: its lease was returned, and
-        what it had trained is not to be counted. Raises `KeyError`, `TypeError`, `ValueError`.
+        """Go on from `state()` and the ledger `saved` with it; `known` is the ledger of the others. Returns False if the lease was returned:
+        then what it had trained does not count. Raises `KeyError`, `TypeError`, `ValueError`.
         """
         serial, version, count = map(int, state["at"])
         holds = [union((int(a), int(b)) for a, b in held) for held in state["holds"]]
@@ -239,7 +243,7 @@ class LeasedReader:
 
 
 class FixedReader:
-    """The place of a replica of a fixed group: micro-batch m of its lease is the counts from m·n − `offset` on, n its size."""
+    """The reader of a replica of a fixed group: micro-batch m, of n samples, is the counts of its lease from m·n − `offset` on."""
 
     def __init__(self, seed: int, names: Sequence[str], name: str) -> None:
         self._seed, self._names, self._name = seed, names, name
@@ -249,7 +253,7 @@ class FixedReader:
 
     @property
     def samples(self) -> int | None:
-        """In an epoch; None where nobody has asked for any."""
+        """In an epoch; None before `open`."""
         return self.ledger.samples if self.ledger else None
 
     def facts(self) -> dict[str, int]:
@@ -273,7 +277,7 @@ class FixedReader:
             self.count = self._drawn = int(state["count"])
 
     def open(self, samples: int) -> None:
-        """An epoch has so many."""
+        """Set the number of samples in an epoch. Raises `DataError` if another number was set before."""
         if self.ledger is None:
             if samples < len(self._names):
                 raise DataError(
@@ -286,7 +290,7 @@ class FixedReader:
             )
 
     def use(self, ledger: DataLedger, offset: int) -> None:
-        """Read by `ledger`; this replica's first sample by it has the count 0 or, if it was one before, what it had."""
+        """Read by `ledger`: micro-batch m, of n samples, begins at count m·n − `offset`."""
         lease = ledger.lease(self._name)
         if lease is None:
             raise DataError(
@@ -301,7 +305,7 @@ class FixedReader:
         return self._along.read(self._drawn - number, self._drawn)
 
     def trained(self, number: int | None = None) -> None:
-        """So many of those drawn, or all, are in the parameters."""
+        """Note that `number` of the samples drawn (None: all) are in the parameters."""
         self.count = self._drawn if number is None else self.count + number
 
     def restart(self) -> None:
@@ -309,7 +313,7 @@ class FixedReader:
         self._drawn = self.count
 
     def micro_batch(self, micro: int, number: int) -> NDArray[np.int64]:
-        """The samples of micro-batch `micro`, which may be any."""
+        """The samples of micro-batch `micro`, in any order of calls."""
         self.count = self._drawn = micro * number - self.offset
         samples = self.draw(number)
         self.trained()
@@ -317,7 +321,7 @@ class FixedReader:
 
 
 def drawn_for_ever(reader: Reader) -> Iterator[int]:
-    """One sample after the other, from the first that is not trained."""
+    """Yield one sample after the other for ever, from the first that is not trained."""
     reader.restart()
     while True:
         yield int(reader.draw(1)[0])

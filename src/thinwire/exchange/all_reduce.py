@@ -1,4 +1,4 @@
-"""Sums on the way."""
+"""All-reduce: codes are added on the way."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from thinwire.state import State
 
 @dataclass(frozen=True)
 class AllReduce(Exchange):
-    """Average the codes, not the values: for codecs that declare `all_reduced`: LowRank and RandomK, whose codes are
-    added, and Identity and Cast.
+    """Average the codes, not the decoded values, of codecs that declare `all_reduced`: LowRank, RandomK, Identity and Cast.
 
     A reduce-scatter and an all-gather of point-to-point messages, summed in rank order by the owner of each shard, so that all replicas
     have the same bits on any carrier; gloo's ring pays a round trip for each of its 2(M−1) steps. Each phase of a codec is
@@ -31,8 +30,8 @@ class AllReduce(Exchange):
     this replica has sent. Codes travel in fp32; 2(M−1)/M·(4 bytes a code) sent by each, where `Direct` sends
     (M−1)·nbytes. With Cast the mean is rounded once more, as in `TwoShot`.
 
-    State: of a codec that goes on from its last round (LowRank: 4 bytes a value of Q) what its next round goes on from, alike on all replicas; with a
-    `Membership`, whose replicas need not have seen the last round, nothing.
+    State: for a codec that starts from its last round (LowRank: 4 bytes a value of Q), what the next round starts from, alike on all replicas.
+    None with a `Membership`, whose replicas need not have seen the last round.
 
     Predicted: 2 delays a phase + 8·(bytes sent) / rate.
 

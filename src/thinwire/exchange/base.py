@@ -35,7 +35,7 @@ class Exchange(Protocol):
 
     @property
     def gathers(self) -> bool:
-        """Whether all replicas' values of a range are in one place at once, so that any `Aggregate` can be taken of them; else a linear one."""
+        """Whether all replicas' values of a range are in one place at once, as an `Aggregate` that is not linear needs."""
         return False
 
     @property
@@ -45,11 +45,11 @@ class Exchange(Protocol):
 
     @property
     def multiplies(self) -> bool:
-        """Whether it has the inner products of all replicas' values of a whole fragment before any range of it is settled."""
+        """Whether it computes the inner products of all replicas' values of a whole fragment before it aggregates any range."""
         return False
 
     def owns(self, codec: Codec, numel: int, rank: int, size: int) -> int:
-        """How many elements of a fragment are aggregated at replica `rank` of `size`."""
+        """How many elements of a fragment replica `rank` of `size` aggregates."""
         return numel
 
     @property
@@ -61,12 +61,12 @@ class Exchange(Protocol):
 
     @property
     def feedback(self) -> Feedback | None:
-        """What whoever sends a mean of others' values holds back of it."""
+        """The feedback of replicas that send a mean of others' values; None: they keep none."""
         return None
 
     @property
     def sends_own(self) -> bool:
-        """What travels in the codec are single replicas' values, not sums of them."""
+        """Whether the codec encodes values of single replicas, and not sums of them."""
         return True
 
     def nbytes_products(self, size: int) -> int:
@@ -94,12 +94,12 @@ class Exchange(Protocol):
         return {}
 
     def why(self, fragments: Sequence[tuple[Codec, int]], size: int) -> list[str]:
-        """A line for each choice made for `fragments` (codec and elements of each), where there is one to make."""
+        """A line for each choice made for `fragments` (codec and elements of each); empty for an exchange that chooses nothing."""
         return []
 
     @abstractmethod
     def depart(self, round_: Round, state: State) -> Any:
-        """Start a round; what comes back is for `arrive`. Does not wait for peers."""
+        """Start a round, without waiting for peers; the value returned is for `arrive`."""
 
     @abstractmethod
     def arrive(self, departure: Any, settle: Settle) -> Arrival:

@@ -1,4 +1,4 @@
-"""Buffers that are used again, so that a round in the steady state allocates nothing of a fragment's size."""
+"""Buffers that are reused, so that a round in the steady state allocates nothing of a fragment's size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Buffers:
-    """Lends flat CPU tensors, with what was in them; any thread may take and give.
+    """Lends flat CPU tensors, which are not cleared; for any thread.
 
     A size is rounded up to one of eight in each power of two, so that nearly equal fragments share their buffers.
 
@@ -27,7 +27,7 @@ class Buffers:
         self._lent: dict[int, Tensor] = {}  # by where they lie
 
     def bytes(self, count: int) -> Tensor:
-        """`count` bytes."""
+        """A buffer of `count` bytes."""
         step = max(64, 1 << max(0, (count - 1).bit_length() - 4))
         room = -(-max(1, count) // step) * step
         with self._lock:
@@ -37,15 +37,15 @@ class Buffers:
         return whole[:count]
 
     def floats(self, count: int) -> Tensor:
-        """`count` fp32 values."""
+        """A buffer of `count` fp32 values."""
         return self.bytes(4 * count).view(torch.float32)
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Decoder for what `tensor` holds: flat fp32 where it is; only what is on the CPU is used again."""
+        """A flat fp32 buffer for as many values as `tensor` has, on its device; only those on the CPU are reused."""
         return self.floats(tensor.numel()) if tensor.device.type == "cpu" else torch.empty_like(tensor)
 
     def give(self, *tensors: Tensor) -> None:
-        """Take back, whole, what nobody looks at any more; what was not lent here is let go."""
+        """Take buffers back, which nobody may use any more; tensors that were not lent here are ignored."""
         with self._lock:
             for tensor in tensors:
                 whole = self._lent.pop(_place(tensor), None)
@@ -53,7 +53,7 @@ class Buffers:
                     self._free.setdefault(whole.numel(), []).append(whole)
 
     def swap(self, old: Iterable[Tensor], new: Iterable[Tensor]) -> None:
-        """Take back those of `old` that are not among `new` too."""
+        """Take back those of `old` that are not among `new`."""
         kept = {_place(tensor) for tensor in new}
         self.give(*(tensor for tensor in old if _place(tensor) not in kept))
 

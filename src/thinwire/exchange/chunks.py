@@ -3,7 +3,7 @@
 A vector whose codec has a grain is cut there, so that its parts are encoded, sent, received and decoded at the same
 time; the bytes are the same in sum. A message is a packet (packet.py) of its own, with header and checksum; its
 payload is that of one range after another, and a range fits into the cache. Without a grain a vector is one range of
-one message. A codec that `varies` codes a message as one range: only the last in a packet may be shorter than is known.
+one message. A codec that `varies` codes a message as one range, since only the last range of a packet may be shorter than foreseen.
 
 `MESSAGE_NBYTES`: a message of gloo costs about 50 µs of CPU; smaller ones than this cost throughput, larger ones
 only make the last one's decoding, which nothing hides, longer (docs/log.md, 2026-11-21).

@@ -1,7 +1,7 @@
-"""Where packets become the aggregate of what they say.
+"""Decodes packets and aggregates their values.
 
-An aggregate that `needs_products` is looked at twice: `measure` adds up inner products range by range, `choose` tells it those of the whole
-fragment, and then `mean` is asked. Who has refused counts as one that sent NaN, as long as there are no more than the aggregate tolerates.
+For an aggregate that `needs_products`, `measure` first adds up inner products range by range, `choose` gives it those of the whole
+fragment, and then `mean` is called. A replica that refused counts as one that sent NaN, as long as the aggregate tolerates so many.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from thinwire.rng import Key
 
 
 class Decoder:
-    """Where a round's packets are decoded, a range at a time; what it returns is lent until the next call."""
+    """Decodes a round's packets, a range at a time; a tensor that it returns is valid until the next call."""
 
     def __init__(self, round_: Round, codec: Codec, messages: Iterable[Message]) -> None:
         numel = max((coded.end - coded.begin for message in messages for coded in message.ranges), default=0)
@@ -34,13 +34,13 @@ class Decoder:
         self._tolerates = self._aggregate.tolerates(round_.size)
 
     def void(self, flags: Iterable[int]) -> bool:
-        """Whether more replicas have refused, by all replicas' `flags`, than the aggregate tolerates: then there is none."""
+        """Whether, by all replicas' `flags`, more have refused than the aggregate tolerates, so that there is no estimate."""
         return sum(bool(f & REFUSED) for f in flags) > self._tolerates
 
     def measure(
         self, coded: CodedRange, first: int, packets: Mapping[int, Tensor], key: Key, flags: Sequence[int]
     ) -> None:
-        """Add the inner products of what `packets` say of `coded`; all that is aggregated here begins at `first`."""
+        """Add the inner products of the values of `packets` in the range `coded`; what this replica aggregates begins at `first`."""
         values = torch.stack([one.decoded() for one in self._values(coded, packets, key, flags)])
         begin, end = coded.begin - first, coded.end - first
         before, after = (
@@ -55,7 +55,7 @@ class Decoder:
         return self._products
 
     def choose(self, products: Tensor) -> None:
-        """Go on with what the aggregate makes of the whole fragment's `products`."""
+        """Give the aggregate the whole fragment's `products`; `mean` uses what it returns."""
         self._aggregate = self._aggregate.given(products, replace(self._round.key, sender=0))
 
     def mean(
@@ -66,7 +66,7 @@ class Decoder:
         weights: Mapping[int, float] | None = None,
         flags: Sequence[int] = (),
     ) -> Tensor:
-        """The aggregate of what all `packets` say of `coded`, in the order of their senders' ranks; `weights` add up to 1. `flags`: theirs."""
+        """The aggregate of the range `coded` of all `packets`, in rank order; `weights` add up to 1, `flags` are the senders'."""
         mean = self._mean[: coded.end - coded.begin].zero_()
         values = self._values(coded, packets, key, flags)
         shares = [weights[sender] for sender in sorted(packets)] if weights else None
@@ -78,7 +78,7 @@ class Decoder:
         return mean
 
     def owners(self, coded: CodedRange, owner: int, packet: Tensor, key: Key) -> Tensor:
-        """What the `owner` of `coded` says is the aggregate."""
+        """The aggregate of the range `coded` as its `owner` sent it."""
         if self._joins:
             return self.mean(coded, {owner: packet}, key)
         mean = self._mean[: coded.end - coded.begin].zero_()
@@ -96,7 +96,7 @@ class Decoder:
         ]  # fmt: skip
 
     def sent(self, coded: CodedRange, packet: Tensor, key: Key) -> Tensor:
-        """What the own `packet` says of `coded`."""
+        """The values of the range `coded` in the own `packet`."""
         out = self._sent[: coded.end - coded.begin].zero_()
         self._codec.decode_add(payload(packet)[coded.first : coded.last], out, key)
         return out

@@ -1,4 +1,4 @@
-"""Everybody to everybody."""
+"""Every replica sends to every other."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ class Fastest(Exchange):
     """Choose for each fragment the exchange of `among` with the shortest predicted round, if every uplink is `link` (a rate and
     a one-way delay, as in `--link`); of equal ones the first.
 
-    What is predicted follows from the link, the codec, the number of elements and of replicas: all replicas choose alike, and a
-    strategy with another `link` is another strategy, which first contact finds. Exchanges that the codec does not fit are passed over.
+    The prediction depends on the link, the codec, and the numbers of elements and replicas, so all replicas choose alike; replicas with
+    another `link` have another strategy, which is refused at first contact. Exchanges that the codec does not fit are passed over.
     *Mind* that `TwoShot` rounds twice. `Strategy.describe` says what was chosen and why, and so does a run at its start.
 
     Args:
@@ -101,7 +101,7 @@ class Fastest(Exchange):
         return self.chosen(codec, numel, size).seconds(codec, numel, size, link)
 
     def chosen(self, codec: Codec, numel: int, size: int) -> Exchange:
-        """What carries a fragment of `numel` elements among `size` replicas."""
+        """The exchange chosen for a fragment of `numel` elements among `size` replicas."""
         link = Link.parse(self.link)
         return min(self._fitting(codec), key=lambda exchange: exchange.seconds(codec, numel, size, link))
 

@@ -33,13 +33,13 @@ class Hierarchy(Exchange):
     """Within a site the deltas are averaged in fp32; between sites each site's mean travels once, in the codec.
 
     `sites` are their sizes, in the order of ranks, or the ranks of each: `(2, 2)` is `((0, 1), (2, 3))`. A fragment has as many shards as the
-    smallest site has replicas (one, if the codec has no grain). The k-th replica of a site owns shard k there: it adds up what its
-    site says of it, encodes the mean, and sends it to the k-th of every other site; what it gets from them it
-    passes on within its site as it is. All decode the same bytes and weigh a site by its replicas, so all agree bit for bit.
+    smallest site has replicas (one, if the codec has no grain). The k-th replica of a site owns shard k: it adds up its site's
+    values, encodes their mean, and sends it to the k-th replica of every other site. The packets that it gets from these it
+    passes on within its site unchanged. All decode the same bytes and weigh a site by its replicas, so all agree bit for bit.
 
     Source: the two hops of ZeRO++'s qgZ (arXiv 2306.10209): two sums, one rounding, no average of averages.
-    *Differs*: the first hop is not compressed, the second goes each to all. What a replica says is exact, and what is lost is lost at the
-    owner: so `feedback` stands here and not in the strategy, where it would have nothing to hold back.
+    *Differs*: the first hop is not compressed, the second goes each to all. A replica sends exact values, and only the owner's encoding
+    loses something: so `feedback` stands here and not in the strategy, where it would have nothing to hold back.
 
     Between sites, of all replicas of a site together: (S−1)·nbytes, S the number of sites, for the ledger's purpose "packet"; within,
     for "site": see `nbytes_inside`. Predicted for the link between sites: delay + 8·(what a replica sends between sites) / rate.
@@ -76,7 +76,7 @@ class Hierarchy(Exchange):
 
     @cached_property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
-        """Of each site."""
+        """The ranks of each site."""
         found, begin = [], 0
         for site in self.sites:
             found.append(tuple(range(begin, begin + site)) if isinstance(site, int) else tuple(site))
@@ -130,7 +130,7 @@ class Hierarchy(Exchange):
         return (len(self.ranks) - 1) * packets_nbytes(owned[place], marks=size) if place < len(owned) else 0
 
     def nbytes_inside(self, codec: Codec, numel: int, size: int, rank: int) -> int:
-        """Bytes that replica `rank` sends within its site: fp32 to the owners, and as an owner what all sites say of its shard."""
+        """Bytes that replica `rank` sends within its site: fp32 values to the owners, and as an owner the packets of all sites for its shard."""
         site, owned = self.site_of(rank), self.owned(codec, numel)
         place = site.index(rank)
         dense = sum(packets_nbytes(_dense(messages)) for k, messages in enumerate(owned) if k != place)

@@ -1,4 +1,4 @@
-"""Whoever owns a part of a fragment: it says the mean of what others say, and may hold back what its codec lost."""
+"""The owner of a part of a fragment: it sends the mean of the others' values, and may keep what its codec lost for the next round."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from thinwire.state import State
 
 
 def check_owners(exchange: object, feedback: Feedback | None) -> None:
-    """Raise `ConfigurationError` unless an owner can hold back by `feedback`."""
+    """Raise `ConfigurationError` unless an owner can use `feedback`."""
     name = type(exchange).__name__
     if not isinstance(feedback, Feedback | None):
         raise ConfigurationError(f"{name}(feedback={feedback!r}): Feedback(...) or None is needed.")
@@ -29,7 +29,7 @@ def check_owners(exchange: object, feedback: Feedback | None) -> None:
 
 
 class Owner:
-    """Encodes the means of `messages`, one after another, as `key`'s packets of `stage`; `after` is its next memory."""
+    """Encodes the means of `messages`, one after another, as packets of `stage` with `key`; `after` is the owner's next state."""
 
     def __init__(self, stage: Stage, key: Key, messages: Sequence[Message], feedback: Feedback | None, state: State):
         self._stage, self._key, self._messages, self._feedback, self._state = stage, key, messages, feedback, state
@@ -39,7 +39,7 @@ class Owner:
     def say(
         self, index: int, mean: Callable[[CodedRange], Tensor], marks: Sequence[int], to: Sequence[int], room: Decoder
     ) -> Outgoing:
-        """Encode the mean of message `index` and let it go `to` them. If too many marks say `REFUSED`, there is no mean."""
+        """Encode the mean of message `index` and send it `to` them. If too many `marks` say `REFUSED`, there is no mean."""
         message, void = self._messages[index], room.void(marks)
         means = self._buffers.floats(message.numel)
         for coded in message.ranges:

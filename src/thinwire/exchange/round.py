@@ -1,4 +1,4 @@
-"""A round, as an exchange gets it: what it is to carry, and what it used for that."""
+"""A round as an exchange gets it: what it carries, and the buffers that it uses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from thinwire.state import State
 
 
 class SendContext:
-    """What the rounds of one replica share: the group, the order in which they send, their buffers, and the group's clock."""
+    """What all rounds of one replica share: the group, the order in which they send, their buffers, and the group's clock."""
 
     def __init__(self, group: Group, clock: Callable[[], float] = time.monotonic) -> None:
         self.group, self.send_queue, self.buffers, self.clock = group, SendQueue(group, clock), Buffers(), clock
@@ -45,12 +45,12 @@ class Outgoing:
         self._posted: Future[None] | None = None
 
     def leaves_with(self, posted: Future[None]) -> None:
-        """`posted` is done when the packet is with the carrier; if it is cancelled, nobody will write it either."""
+        """Take `posted`, which is done when the packet is with the carrier; cancelled, the packet is not written either."""
         self._posted = posted
         posted.add_done_callback(lambda done: done.cancelled() and self.written.cancel())
 
     def wait(self) -> Tensor:
-        """The packet, when it is written."""
+        """Wait until the packet is written, and return it."""
         self.written.result()
         return self.packet
 
@@ -65,7 +65,7 @@ class Outgoing:
 
 @dataclass
 class Round:
-    """What an exchange is to do: carry `signal`, `numel` elements of it, coded by `codec`; and what it used for that.
+    """What an exchange is to do: carry `numel` elements of `signal`, coded by `codec`.
 
     `key` names the own packet, `flags` go with it, `order` says whose messages leave first (`SendQueue`); `step` is the inner step after
     which it departs, where that is the same on all replicas; `aggregate` makes one estimate of what all say, and has `remembered` something of
@@ -104,13 +104,13 @@ class Round:
         return [peer for peer in range(self.size) if peer != self.rank]
 
     def remembers(self, before: State) -> State:
-        """Room for what the aggregate remembers next, as large as `before`."""
+        """Buffers for the aggregate's next state, as large as `before`."""
         if not self.after and before:
             self.after = {name: self.context.buffers.floats(kept.numel()) for name, kept in before.items()}
         return self.after
 
     def packet(self, nbytes: int) -> Tensor:
-        """Room for a packet with a payload of `nbytes`."""
+        """A buffer for a packet with a payload of `nbytes`."""
         self.packets.append(self.context.buffers.bytes(HEADER_NBYTES + nbytes))
         return self.packets[-1]
 
@@ -128,7 +128,7 @@ class Round:
         self.packets.clear()
 
     def own_failure(self) -> BaseException | None:
-        """What went wrong in encoding, if anything did: peers that miss a message are only its consequence."""
+        """The error of this replica's own encoding, if there is one; that peers miss a message is only its consequence."""
         for outgoing in self.outgoing:
             if outgoing.written.done() and not outgoing.written.cancelled() and outgoing.written.exception():
                 return outgoing.written.exception()

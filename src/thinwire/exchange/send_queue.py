@@ -1,4 +1,4 @@
-"""In which order a replica's messages leave: of all that wait, those of the round that lands first.
+"""The order in which a replica's messages leave: of all that wait, those of the round that lands first.
 
 What was handed to the carrier cannot be overtaken, so nothing is handed over while `WINDOW_NBYTES` are on the way; enough
 that a link is seldom idle while something waits.
@@ -24,7 +24,7 @@ Order = tuple[int, ...]  # the step of landing, then what departed first
 
 
 class SendQueue:
-    """One thread that does jobs, the least in `order` first, those of equal order as they came."""
+    """One thread that runs jobs, the lowest `order` first, those of equal order as they came."""
 
     def __init__(self, group: Group, clock: Callable[[], float] = time.monotonic) -> None:
         self._group, self._clock = group, clock
@@ -36,7 +36,7 @@ class SendQueue:
         self._closed = False
 
     def put(self, order: Order, job: Callable[[], Any]) -> Future[Any]:
-        """Do `job` when it is its turn."""
+        """Queue `job`."""
         future: Future[Any] = Future()
         with self._lock:
             if self._closed:
@@ -58,8 +58,8 @@ class SendQueue:
         return sent
 
     def close(self, wait: bool = False) -> None:
-        """Forget what waits: whoever waits for it hears `CancelledError`. With `wait` the thread has ended on return, which takes as
-        long as what it sends; close the group first.
+        """Drop all waiting jobs; their futures raise `CancelledError`. With `wait` the thread has ended on return, which takes as long
+        as what it sends; close the group first.
         """
         with self._lock:
             self._closed = True

@@ -107,7 +107,7 @@ class Stage:
                         self.round.trace.lies_there(self.number, peer)
 
     def packet(self, index: int, peer: int) -> Tensor:
-        """What came from `peer`."""
+        """The packet that came from `peer`."""
         return self._expected[index].packets[peer]
 
     def write(
@@ -119,18 +119,18 @@ class Stage:
         return outgoing
 
     def post(self, index: int, packet: Outgoing, to: Sequence[int]) -> None:
-        """Send what is written when it is its turn."""
+        """Queue a packet; it is sent once it is written."""
         packet.leaves_with(self.round.context.send_queue.put(self.round.order, lambda: self._post(packet, index, to)))
 
     def pass_on(self, index: int, message: Message, packet: Tensor, to: Sequence[int]) -> None:
-        """Send another's packet as it is when it is its turn."""
+        """Queue another replica's packet, unchanged."""
         outgoing = Outgoing(message, packet)
         outgoing.written.set_result(None)
         self.round.outgoing.append(outgoing)
         self.post(index, outgoing, to)
 
     def send(self, index: int, message: Message, to: Sequence[int], signal: Signal, key: Key) -> Outgoing:
-        """Encode and send a message of the round's own flags when it is its turn."""
+        """Encode a message with the round's own flags, and queue it."""
         outgoing = self._outgoing(message)
 
         def job() -> None:
@@ -141,7 +141,7 @@ class Stage:
         return outgoing
 
     def send_bytes(self, message: Message, body: Tensor, to: Sequence[int]) -> None:
-        """Send `body`, which is no delta, as the only message of this stage when it is its turn."""
+        """Queue `body`, which is no delta, as the only message of this stage."""
         outgoing = self._outgoing(message)
         payload(outgoing.packet).copy_(body)
         seal(outgoing.packet, self._header(self.round.key, 0, message))
@@ -205,7 +205,7 @@ class Stage:
 
 
 def heard(packet: Tensor, size: int, sender: int) -> list[int]:
-    """What is behind the payload: the flags of each of `size` replicas, a byte each, as the sender has heard them."""
+    """The flags of each of `size` replicas as the sender received them, a byte each, which follow the payload."""
     marks: list[int] = payload(packet)[-size:].tolist()
     if any(mark & ~(REFUSED | STOP) for mark in marks):
         raise PacketError(f"replica {sender} forwarded unknown flags {marks}; run the same version everywhere.")

@@ -1,4 +1,4 @@
-"""A round by itself: for measurements, and to try an exchange out."""
+"""One round without training: for measurements, and to try an exchange out."""
 
 from __future__ import annotations
 

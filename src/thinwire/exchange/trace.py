@@ -20,7 +20,7 @@ class _Noted:
 
 
 class Trace:
-    """Of one round. Any thread may note; what has been noted may be read at any time."""
+    """The stamps of one round. Any thread may add some, and read them at any time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -28,14 +28,14 @@ class Trace:
         self._received: dict[tuple[int, int], _Noted] = {}
 
     def expect(self, stage: int, nbytes: Mapping[int, Sequence[int]], now: float) -> None:
-        """Messages of so many bytes are asked for."""
+        """Note that messages of so many bytes are expected from each peer."""
         with self._lock:
             for peer, sizes in nbytes.items():
                 if sizes:
                     self._received[stage, peer] = _Noted(sum(sizes), len(sizes), begin=now)
 
     def left(self, stage: int, index: int, nbytes: int, to: Collection[int], now: float) -> None:
-        """A message was handed to the carrier, for all of `to`."""
+        """Note that a message for all of `to` was handed to the carrier."""
         with self._lock:
             for peer in to:
                 noted = self._sent.setdefault((stage, peer), _Noted(begin=now))
@@ -44,7 +44,7 @@ class Trace:
                     noted.at[index] = now
 
     def came(self, stage: int, index: int, peers: Sequence[int], began: float, arrivals: Mapping[int, float]) -> None:
-        """Messages of `peers`, looked at in that order from `began` on, were there at `arrivals`."""
+        """Note that messages of `peers`, waited for in that order from `began` on, were there at `arrivals`."""
         with self._lock:
             seen = began
             for peer in peers:
@@ -60,17 +60,17 @@ class Trace:
                 seen = max(seen, at)
 
     def shorter(self, stage: int, peer: int, nbytes: int) -> None:
-        """A message of `peer` has so many bytes less than were asked for."""
+        """Note that a message of `peer` is `nbytes` shorter than expected."""
         with self._lock:
             self._received[stage, peer].nbytes -= nbytes
 
     def lies_there(self, stage: int, peer: int) -> None:
-        """A message of `peer` is there; since when is not known."""
+        """Note that a message of `peer` is there, at an unknown time before now."""
         with self._lock:
             self._received[stage, peer].there += 1
 
     def not_taken(self, peer: int | None) -> None:
-        """What was sent to `peer` (None: to somebody) cannot all be handed over."""
+        """Note that `peer` (None: some peer) cannot take all that was sent to it."""
         with self._lock:
             for (_, to), noted in self._sent.items():
                 if to == peer:
@@ -79,7 +79,7 @@ class Trace:
     def record(
         self, fragment: int, number: int, names: Sequence[str], rank: int, own_seconds: float, over: bool
     ) -> Record:
-        """What has been noted so far, with the replicas' names."""
+        """The notes so far, with the replicas' names."""
         with self._lock:
             sent, received = (
                 tuple(

@@ -40,20 +40,20 @@ _REFUSED = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEG
 
 
 class LocalSGD:
-    """A `Replica` with the face of accelerate's `LocalSGD`: at the end the model holds the outer weights.
+    """A `Replica` with the interface of accelerate's `LocalSGD`. At the end the model holds the outer weights.
 
     `accelerator.save_state` and `load_state`, called within, save and load each replica's own state, bit for bit: weights, inner optimizer,
     anchors and rounds in the air, in `thinwire/replica-r` of the folder. The rest there is accelerate's: of process 0, and random states.
 
     Args:
-        accelerator: that has prepared `model` and its optimizers.
-        model: as `prepare` gave it.
-        local_sgd_steps: H of a plain average, as accelerate's own; or give `strategy`.
-        enabled: False leaves everything as it is without.
+        accelerator: the one that has prepared `model` and its optimizers.
+        model: as `prepare` returned it.
+        local_sgd_steps: H, inner steps between two plain averages, as in accelerate's own; or give `strategy`.
+        enabled: False changes nothing, as in accelerate's own.
         strategy: any, in place of `local_sgd_steps`.
-        group: which replica this is; without one, accelerate's processes under gloo, or one replica alone.
-        timeout: seconds that a replica waits for another at most, without `group`.
-        observer: hears events, as that of `Replica`.
+        group: the replicas that exchange; None: accelerate's processes under gloo, or one replica alone.
+        timeout: without `group`, the most seconds that a replica waits for another.
+        observer: called with each event, as that of `Replica`.
 
     Raises, on entry: `ConfigurationError` (DeepSpeed, FSDP, Megatron-LM, XLA; an optimizer that was not prepared), `ModelError`,
     `DisagreementError`, `LinkError`; `CheckpointError` from `accelerator.load_state`.
@@ -118,7 +118,7 @@ class LocalSGD:
                 self.replica.finish()
 
     def step(self) -> None:
-        """After the optimizer's step and `zero_grad`. Exchange needs no call: this counts a step that a GradScaler has skipped."""
+        """Call it after the optimizer's step and `zero_grad`. It counts a step that a GradScaler skipped; the exchange itself needs no call."""
         if not self.enabled or not self.accelerator.sync_gradients:
             return
         if self.replica.step == self._counted:
@@ -127,11 +127,11 @@ class LocalSGD:
         self._counted = self.replica.step
 
     def state_dict(self) -> dict[str, Any]:
-        """For `accelerator.save_state`, of process 0: at which step it was."""
+        """For `accelerator.save_state`, which saves that of process 0: the inner step."""
         return {"step": self.replica.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """For `accelerator.load_state`, which calls it after all else: go on from this replica's own state."""
+        """For `accelerator.load_state`, which calls it last: go on from this replica's own state."""
         path = self._folder / FOLDER / self._name / f"step-{int(state['step']):08d}"
         if not path.is_dir():
             raise CheckpointError(

@@ -15,14 +15,14 @@ from thinwire.strategy import Gradients, Strategy
 
 
 def world(size: int, seconds: float) -> Group:
-    """The group of all processes of the launcher, each a replica; of one, it alone. `seconds`: how long a wait lasts at most."""
+    """The group of the launcher's `size` processes, each a replica. `seconds`: how long a wait lasts at most."""
     if size == 1:
         return ThreadGroup.create(1)[0]
     return TorchGroup.from_world(size, timeout=float(seconds))
 
 
 def too_short(strategy: Strategy, steps: int) -> str:
-    """What to say of a run of so many inner steps whose outer momentum has no time to build up; empty if it has."""
+    """A warning if `steps` inner steps are too few for the outer momentum to build up, else ""."""
     momentum: float = getattr(strategy.outer, "momentum", 0.0)
     rounds = steps // strategy.schedule.every
     if (
@@ -38,7 +38,7 @@ def too_short(strategy: Strategy, steps: int) -> str:
 
 
 class TrainableState:
-    """Of a replica, what a checkpoint needs: frozen parameters are the trainer's to save."""
+    """The state of a replica that a checkpoint needs, without frozen parameters, which the trainer saves."""
 
     def __init__(self, replica: Replica) -> None:
         self._replica, self.step, self.strategy, self.optimizer = (
@@ -74,11 +74,11 @@ class _Trainable(nn.Module):
 
 
 def count_skipped(optimizer: Any) -> None:
-    """Let a step that the trainer has skipped be an inner step that changes nothing; gradients are None by now."""
+    """Count a step that the trainer skipped as an inner step that changes nothing; the gradients are None by now."""
     if getattr(optimizer, "scaler", None) is None:
         raise ConfigurationError(
-            f"{type(getattr(optimizer, 'optimizer', optimizer)).__name__} was stepped, and told nobody · an optimizer whose `step` calls its "
-            "hooks is needed, as all of torch do · choose another `optim`"
+            f"{type(getattr(optimizer, 'optimizer', optimizer)).__name__} was stepped without a call of its hooks · an optimizer whose `step` "
+            "calls them is needed, as all of torch do · choose another `optim`"
         )
     optimizer.optimizer.step()
     optimizer.optimizer.zero_grad()

@@ -4,8 +4,8 @@
     trainer.train()                       # under torchrun, or any launcher: each process is a replica
 
 Under a launcher accelerate wraps the model in DistributedDataParallel, and averages gradients, losses and metrics over all processes at
-every step. The callback tells accelerate that each process is alone, before anything is wrapped: what is left between the processes is
-Thinwire's. Only training data are still cut into a share for each. Needs the extra: pip install thinwire[hf].
+every step. The callback tells accelerate that each process is alone, before anything is wrapped, so that only Thinwire exchanges between
+the processes. Training data are still divided among them. Needs the extra: pip install thinwire[hf].
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class ThinwireCallback(TrainerCallback, ExportableState):
 
     Args:
         strategy: of all replicas.
-        group: which replica this is; without one, the world of the launcher under gloo, or one replica alone.
+        group: the replicas that exchange; None: the launcher's processes under gloo, or one replica alone.
         weights: what the trainer evaluates and saves: "anchors", on which all replicas agree, or the replica's "own".
-        own_data: every process has training data of its own; without, all have the same and each trains on a share.
-        observer: hears events, as that of `Replica`.
+        own_data: True: every process has training data of its own; False: all have the same, and each trains on a share.
+        observer: called with each event, as that of `Replica`.
 
     Raises, when the trainer is made or begins: `ConfigurationError` (what cannot work, with what to do), `ModelError`, `CheckpointError` (no
     state of this replica where the trainer resumes), `DisagreementError`, `LinkError`.
@@ -83,11 +83,11 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         self._ended = False
 
     def state(self) -> dict[str, Any]:
-        """Whose checkpoint it is, for `trainer_state.json`."""
+        """For `trainer_state.json`: the replica whose checkpoint it is."""
         return {"args": {}, "attributes": {"replica": self._place.rank, "replicas": self._place.size}}
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Let accelerate see one process, but for the shares of the data."""
+        """Let accelerate see one process, except where it divides the data."""
         seen = PartialState()
         rank, size = (self._given.rank, self._given.size) if self._given else (seen.process_index, seen.num_processes)
         self._place = _Place(rank, size, seen.local_process_index, args.save_on_each_node)
@@ -170,7 +170,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         )
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Leave the outer weights in the model, or the best that the trainer has loaded, and part from the others."""
+        """Leave the outer weights in the model, or the best ones if the trainer has loaded these, and leave the group."""
         self._anchored.close()
         replica = self._attached()
         if not self._ended:

@@ -5,8 +5,8 @@
     trainer = Trainer(devices=1, default_root_dir=f"runs/replica-{callback.rank}", callbacks=[callback])
     trainer.fit(module, loader)           # under torchrun: each process is a replica
 
-Under torchrun Lightning takes all processes for one DistributedDataParallel, if `devices` says so, and sends every gradient at every step.
-That is refused by name; with `devices=1` each process is alone, and what is left between them is Thinwire's.
+Under torchrun Lightning runs all processes as one DistributedDataParallel if `devices` says so, which sends every gradient at every step.
+That is refused; with `devices=1` each process is alone, and only Thinwire exchanges between them.
 Needs the extra: pip install thinwire[lightning].
 """
 
@@ -54,10 +54,10 @@ class ThinwireCallback(Callback):
 
     Args:
         strategy: of all replicas; it exchanges deltas.
-        group: which replica this is; without one, the world of torchrun under gloo, or one replica alone.
+        group: the replicas that exchange; None: torchrun's processes under gloo, or one replica alone.
         weights: what the trainer validates and saves: "anchors", on which all replicas agree, or the replica's "own".
-        own_data: every process has training data of its own; without, all have the same and each trains on a share.
-        observer: hears events, as that of `Replica`.
+        own_data: True: every process has training data of its own; False: all have the same, and each trains on a share.
+        observer: called with each event, as that of `Replica`.
 
     Raises, when training begins: `ConfigurationError` (what cannot work, with what to do), `ModelError`, `CheckpointError` (a checkpoint of
     another replica), `DisagreementError`, `LinkError`.
@@ -155,14 +155,14 @@ class ThinwireCallback(Callback):
         self._hide()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Let the checkpoint's weights be the anchors; the own ones are in this callback's state."""
+        """Write the anchors as the checkpoint's weights; this replica's own ones are in this callback's state."""
         if self.weights == "anchors" and self.replica and not self._ended:
             with self.replica.anchored():
                 state = trainer.strategy.lightning_module_state_dict()
                 checkpoint["state_dict"] = {name: _copy(value) for name, value in state.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """All that this replica needs to go on bit for bit; nothing once training has ended, where all models are equal."""
+        """All that this replica needs to go on bit for bit; empty once training has ended and all models are equal."""
         if self.replica is None or self._ended:
             return {}
         tensors, facts = self.replica.state()
@@ -183,7 +183,7 @@ class ThinwireCallback(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Taken over when training begins."""
+        """Keep the state until training begins, which goes on from it."""
         self._loaded = state_dict
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

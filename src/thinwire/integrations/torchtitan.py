@@ -31,7 +31,7 @@ STATE = "thinwire"  # among the states of the checkpointer
 
 
 class Built(Protocol):
-    """What is used of torchtitan's `Trainer`, once it is built."""
+    """The attributes of torchtitan's `Trainer` that are used here, once it is built."""
 
     model_parts: list[nn.Module]
     optimizers: Any
@@ -51,9 +51,9 @@ def attach(
     Args:
         trainer: built, and not trained yet.
         strategy: of all replicas.
-        group: joins this rank with its twins in the other worlds.
-        site: joins the ranks of this world, where torchtitan shards the model over them.
-        observer: hears events, as that of `Replica`.
+        group: the ranks with this rank's number in all worlds.
+        site: the ranks of this world, if torchtitan shards the model over them.
+        observer: called with each event, as that of `Replica`.
 
     Raises:
         ConfigurationError: several model parts (pipeline parallelism).
@@ -74,7 +74,7 @@ def attach(
 
 
 class OwnShare(BaseDataLoader):
-    """Builds another data loader for this replica's share: every replica is so many ranks of one larger world."""
+    """Builds a data loader for this replica's share, as if all replicas' ranks were one larger world."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):

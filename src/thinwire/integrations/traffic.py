@@ -1,4 +1,4 @@
-"""What replicas send, beside what DistributedDataParallel would: said once by every bridge."""
+"""What replicas send, compared with DistributedDataParallel; every bridge logs it once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def gradient_nbytes(model: nn.Module, size: int) -> int:
 
 
 def told(strategy: Strategy, replica: Replica, size: int) -> str:
-    """How much each of `size` replicas sends."""
+    """A sentence on how much each of `size` replicas sends."""
     every = strategy.schedule.every
     nbytes = strategy.nbytes_per_period([fragment.shapes for fragment in replica.fragments], size)
     return (

@@ -29,20 +29,20 @@ class Share:
     reader: Reader | None = field(default=None, repr=False, compare=False)
 
     def sampler(self, samples: int) -> Sampler:
-        """The indices of this replica's samples, of `samples` in all, for ever: for a DataLoader's `sampler=`, or to be looped over."""
+        """Iterates for ever over the indices of this replica's samples, of `samples` in all: for a DataLoader's `sampler=`, or a loop."""
         reader = self.reading
         reader.open(samples)
         return Sampler(reader)
 
     @property
     def reading(self) -> Reader:
-        """Where this replica is in its samples."""
+        """The reader that holds where this replica is in its samples."""
         names = [f"replica-{number}" for number in range(self.count)]
         return self.reader or FixedReader(self.seed, names, names[self.index])
 
     @classmethod
     def of(cls, seed: int, replicas: int, name: str) -> Share:
-        """replica-0, replica-1, ... have shares that never overlap; who has another name reads all of the data in an order of its own.
+        """The share of `name`. Those of replica-0, replica-1, ... never overlap; any other name reads all of the data in an order of its own.
 
         >>> Share.of(0, 3, "replica-1")
         Share(seed=0, index=1, count=3)
@@ -66,40 +66,40 @@ class Sampler:
 
 
 class Job(Protocol):
-    """What a trainer asks for. A replica has one of its own, since a job knows where in the data it is."""
+    """What a trainer needs of a job. Each replica has a job of its own, which keeps its place in the data."""
 
     unit: str  # that the data is counted in: tokens, samples, batches
 
     @property
     def facts(self) -> Mapping[str, object]:
-        """What all replicas must have alike beside the settings of the run."""
+        """What must be the same on all replicas, beside the settings of the run."""
 
     def try_out(self, replicas: int) -> nn.Module:
-        """Raise what would stop each of `replicas`, before any is started; the model, whose values do not count."""
+        """Try model, data and loss before any of `replicas` is started, and raise what fails. Returns the model, whose values do not count."""
 
     def make_model(self) -> nn.Module:
         """The model; its weights are the same bits on every replica."""
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
-        """The inner optimizer, if the job has one of its own; its learning rates stay as they are."""
+        """The job's own inner optimizer, whose learning rates the trainer leaves alone; None: the trainer makes one."""
 
     def begin(self, share: Share, shard: int = 0, shards: int = 1) -> None:
         """Read `share` from its beginning on; a replica of several ranks reads `shard` of `shards` of each batch."""
 
     def loss(self, model: nn.Module, micro: int, device: torch.device) -> Tensor:
-        """Of micro-batch `micro`, counted from 0; asked again with the same number it is of the same micro-batch."""
+        """The loss of micro-batch `micro`, counted from 0; a second call with the same number uses the same micro-batch."""
 
     def evaluation(self, model: nn.Module, device: torch.device) -> float:
-        """The loss by which runs are compared, of `model` as it is: the same on every replica."""
+        """The loss by which runs are compared, on data that are the same on every replica."""
 
     def describe(self) -> Mapping[str, Any]:
         """What the data is, for display."""
 
     def state(self) -> dict[str, Any]:
-        """Where in the data the job is, for JSON."""
+        """For JSON: where in the data the job is."""
 
     def load_state(self, state: Mapping[str, Any]) -> str:
-        """Go on from `state()`; what to tell of how, if anything."""
+        """Go on from `state()`. Returns a warning for the user, or ""."""
 
     def keep(self, folder: Path, writer: str) -> None:
         """Write to the run's folder what a resume and the trained model need, if anything; several replicas may, each as a `writer`."""

@@ -22,13 +22,13 @@ _ONE_GENERATOR = threading.RLock()  # torch's: of replicas that are threads one 
 
 
 def seed_the_rest(seed: int) -> None:
-    """Seed torch's global generator, for what is drawn outside of all streams."""
+    """Seed torch's global generator, for what is drawn outside of any `Stream`."""
     with _ONE_GENERATOR:
         torch.manual_seed(seed % 2**63)
 
 
 class Stream:
-    """A random stream of its own in place of torch's global one: what is drawn within `drawn` moves this one alone."""
+    """A random stream that replaces torch's global one within `drawn`, and leaves that untouched."""
 
     def __init__(self, seed: int) -> None:
         self.state = torch.Generator().manual_seed(seed % 2**63).get_state()
@@ -129,7 +129,7 @@ class Batches:
         return {"taken": self.taken, "source": source, "stream": encoded(self._stream.state)}
 
     def load_state(self, state: Mapping[str, Any]) -> str:
-        """Go on from `state()`; what to tell of it. Where the samples follow the share's reader, that has been set before."""
+        """Go on from `state()`. Returns a warning for the user, or "". A reader of the share must have its state already."""
         if "stream" in state and "source" not in state:
             self._begin()
             self._iterate()
@@ -155,7 +155,7 @@ class Batches:
 
 
 def is_empty(batch: object) -> bool:
-    """Whether nothing is in it: None, no element, or only such as are empty."""
+    """Whether `batch` holds nothing: None, no element, or empty elements only."""
     if isinstance(batch, Tensor):
         return batch.numel() == 0
     if isinstance(batch, Mapping):
@@ -166,7 +166,7 @@ def is_empty(batch: object) -> bool:
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """`batch` with the tensors in it on `device`."""
+    """`batch` with its tensors on `device`."""
     if hasattr(batch, "to"):
         return batch.to(device)
     if isinstance(batch, Mapping):

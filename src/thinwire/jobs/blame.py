@@ -1,4 +1,4 @@
-"""Whose fault an exception is: one that passed through the user's own file is told by its line there."""
+"""Names the line in the user's own file through which an exception passed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from thinwire.errors import JobError, ThinwireError
 
 @contextmanager
 def blaming(path: Path, doing: str = "") -> Iterator[None]:
-    """Within: what passes through the file at `path` is raised as a `JobError`; `doing` is who is to blame where no line of it does."""
+    """Within: an exception that passed through the file at `path` is raised as a `JobError`; with `doing`, any other too, which names `doing`."""
     try:
         yield
     except (ThinwireError, torch.OutOfMemoryError):

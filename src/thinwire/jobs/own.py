@@ -29,7 +29,7 @@ OPTIONAL = {"optimizer": ("model",), "evaluate": ("model",), "collate": ("sample
 
 
 def functions(job: str) -> dict[str, Callable[..., Any]]:
-    """The functions of the job file `path.py` or `path.py@DIGEST`. Raises `JobError` for what is missing or takes other arguments."""
+    """The functions of the job file `path.py` or `path.py@DIGEST`. Raises `JobError` if one is missing or takes other arguments."""
     path = taken_apart(job)[0].absolute()
     try:
         module = file_of(job)
@@ -58,7 +58,7 @@ def functions(job: str) -> dict[str, Callable[..., Any]]:
 
 @contextmanager
 def blaming_job(job: str | None) -> Iterator[None]:
-    """Within: what passes through the file of `job` is raised as a `JobError`."""
+    """Within: an exception that passed through the file of `job` is raised as a `JobError`."""
     if job is None:
         yield
         return
@@ -128,7 +128,7 @@ class OwnJob(Job):
         return self._loss(model, self._last[1])
 
     def trial(self, model: nn.Module, batch: int, device: torch.device) -> Tensor:
-        """The loss of a micro-batch of so many samples, to be timed; of a job that collates nothing, of one of its own."""
+        """The loss of a micro-batch of `batch` samples, to be timed; without `collate`, of one that `batches(share)` yields."""
         if self._batches is None:
             self.begin(Share(self._seed, 0, 1))
         assert self._batches is not None
@@ -161,7 +161,7 @@ class OwnJob(Job):
         return self._batches.load_state(state) if state else ""
 
     def store(self, folder: Path, model: nn.Module, weights: Mapping[str, Tensor], writer: str, mark: str = "") -> None:
-        """A state dict, for `model().load_state_dict(safetensors.torch.load_file(...))`. Raises `CheckpointError`."""
+        """Write the weights for `model().load_state_dict(safetensors.torch.load_file(...))`. Raises `CheckpointError`."""
         path = folder / f"model{mark}.safetensors"
         draft = folder / f".model.{writer}.partial"
         try:

@@ -1,4 +1,4 @@
-"""The state of somebody's data loader as JSON: tensors and bytes in it are spelled out. Reading it runs nothing."""
+"""The state of a data loader as JSON, with tensors and bytes spelled out. Reading it executes no code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BYTES, _TENSOR, _PAIRS = "bytes in base64", "tensor", "pairs"
 
 
 def encoded(value: object) -> Any:
-    """Raises `JobError` for what is neither JSON nor tensor, bytes, tuple or dict."""
+    """`value` as JSON. Raises `JobError` for what is neither JSON nor tensor, bytes, tuple or dict."""
     if value is None or isinstance(value, str | int | float | bool):
         return value
     if isinstance(value, bytes):
@@ -35,7 +35,7 @@ def encoded(value: object) -> Any:
 
 
 def decoded(value: Any) -> Any:
-    """What `encoded` made, a tuple as a list. Raises `CheckpointError` for what it did not make."""
+    """Read what `encoded` made, a tuple as a list. Raises `CheckpointError` for anything else."""
     if isinstance(value, list):
         return [decoded(item) for item in value]
     if not isinstance(value, dict):

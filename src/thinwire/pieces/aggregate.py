@@ -17,8 +17,8 @@ from thinwire.state import State
 
 @dataclass(frozen=True)
 class Values:
-    """What one replica's packet says of a range of `numel` elements, still encoded; `refused`: that it has nothing to say, which counts as
-    values that are not finite.
+    """One replica's encoded values of a range of `numel` elements. With `refused` it sent none, which counts as values that are not
+    finite.
     """
 
     codec: Codec
@@ -44,11 +44,11 @@ class Values:
 class Aggregate(Protocol):
     """How the values of all replicas become one estimate. An exchange calls it range by range, with the replicas in rank order.
 
-    Laws (tests/pieces/test_aggregates.py): of one replica's values it makes these; a range by itself comes out as in the whole; the estimate
+    Laws (tests/pieces/test_aggregates.py): the estimate from one replica is its values; a range alone gives the same as in the whole; the estimate
     depends on values and weights only, so that it has the same bits on all replicas.
 
-    One that `needs_products` is asked before each round what it makes of the inner products of all replicas' values of the whole
-    fragment (`given`); what comes back is then called range by range. It may remember something of each round (`init`, `measured`).
+    An aggregate that `needs_products` gets the inner products of all replicas' values of the whole fragment in each round (`given`), and
+    returns the aggregate that is called range by range. It may keep a state of each round (`init`, `measured`).
     """
 
     @property
@@ -71,7 +71,7 @@ class Aggregate(Protocol):
         return False
 
     def tolerates(self, size: int) -> int:
-        """Of how many of `size` replicas the values may be anything, even not finite, and the estimate stays bounded: its breakdown point."""
+        """Its breakdown point: for how many of `size` replicas the values may be anything, even not finite, and the estimate stays bounded."""
         return 0
 
     def check(self, size: int) -> None:
@@ -79,16 +79,16 @@ class Aggregate(Protocol):
         return
 
     def init(self, numel: int, size: int) -> State:
-        """What is remembered of `numel` elements that are aggregated here, at first: flat fp32 tensors of `numel`."""
+        """The first state for the `numel` elements that this replica aggregates: flat fp32 tensors of `numel`."""
         return {}
 
     def measured(self, values: Tensor, before: State, after: State) -> Tensor:
-        """Of what inner products are taken: one row for each replica. `values` [size, n] are those of a range; writes `after`."""
+        """The rows, one a replica, whose inner products are taken, from the `values` [size, n] of a range. Writes the next state to `after`."""
         return values
 
     def given(self, products: Tensor, key: Key) -> Aggregate:
-        """What to call for the ranges of a round with these inner products [size, size] in fp64; a row that is not finite is one of a replica
-        that sent NaN or infinity. `key` is the round's, alike on all replicas.
+        """The aggregate to call for the ranges of a round with these inner products [size, size] in fp64. A row that is not finite belongs to a
+        replica that sent NaN or infinity. `key` is the round's, the same on all replicas.
         """
         return self
 
@@ -126,8 +126,8 @@ class MeanOverSenders(Aggregate):
 
     For sparse codecs. If replicas choose differently, the mean over all shrinks a value that few have sent. This mean does
     not, so it is *no estimate of the mean delta*, and larger: SparseLoCo's rule (Sarfi et al., 2025, released code). *Differs*: a replica
-    that sends a
-    zero has not sent it. For a mean in a codec's own basis, as DeMo takes it, wrap that codec in `OverSenders` and leave this at `Mean()`.
+    that sends a zero has not sent it.
+    For a mean in a codec's own basis, as DeMo takes it, wrap that codec in `OverSenders` and leave this at `Mean()`.
 
     On the wire: nothing. Cost: one pass a packet.
 

@@ -20,18 +20,18 @@ MOST_SUBSETS = 200_000  # that MDA looks at
 
 
 def as_row(weights: Sequence[float]) -> Tensor:
-    """[1, M] in fp64."""
+    """The weights as a matrix [1, M] in fp64."""
     return torch.tensor([list(weights)], dtype=torch.float64)
 
 
 def selected(ranks: Sequence[int], size: int) -> Tensor:
-    """[1, M]: the mean of those."""
+    """The matrix [1, M] that takes the mean of the replicas `ranks`."""
     return as_row([1 / len(ranks) if rank in ranks else 0.0 for rank in range(size)])
 
 
 def krum_scores(squared: Sequence[Sequence[float]], ranks: Sequence[int], liars: int) -> list[tuple[float, float]]:
-    """Of each of `ranks`: the sum of its |ranks| − f − 2 smallest squared distances to the others (one at least). Of equal ones, as where two
-    are each other's nearest, that of all distances decides.
+    """For each of `ranks` the sum of its |ranks| − f − 2 (at least one) smallest squared distances to the others, and the sum of all, which
+    decides between equal ones, such as two that are each other's nearest.
     """
     count = max(1, len(ranks) - liars - 2)
     squares = [sorted(squared[i][j] for j in ranks if j != i) for i in ranks]
@@ -191,10 +191,10 @@ class GeometricMedian(RobustRule):
 
         z ← Σ w_i·x_i / Σ w_i,   w_i = 1 / max(‖x_i − z‖, ν)      (Weiszfeld, smoothed)
 
-    Source: RFA (Pillutla et al., arXiv 1912.13445, Algorithm 2). It tolerates fewer than half: ⌊(M − 1)/2⌋ liars. *Differs*: from the
-    mean of the narrowest majority on (whose values are nearest to one of them), until no weight moves by 1e-12, at most 1,000 times; ν is
-    1e-6 of that majority's radius. So liars, however far, spoil neither begin nor ν. The released code stops after 4 iterations from the
-    mean, byzfl's default after 3 from 0 with ν = 0.1: they are not there yet.
+    Source: RFA (Pillutla et al., arXiv 1912.13445, Algorithm 2). It tolerates fewer than half: ⌊(M − 1)/2⌋ liars. *Differs*: it starts
+    from the mean of the narrowest majority (the replicas nearest to one of them) and iterates until no weight moves by 1e-12, at most 1,000
+    times; ν is 1e-6 of that majority's radius. So liars, however far away, affect neither the start nor ν. The released code stops after 4
+    iterations from the mean, byzfl's default after 3 from 0 with ν = 0.1, before they have converged.
 
     On the wire and cost: as `Krum`.
 

@@ -1,4 +1,4 @@
-"""What a codec held back is added to what is sent next."""
+"""Error feedback: what a codec lost is added to what is sent next."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Feedback:
         return {name: torch.zeros(numel) for name in names}
 
     def signal(self, delta: Tensor, state: State, out: Tensor | None = None) -> Tensor:
-        """z: what to encode for `delta`. Any range of the two may be given by itself, here and in `settle`."""
+        """z: what to encode for `delta`. Here and in `settle`, delta and state may also be the same range of each."""
         if self.kappa:
             z = torch.sub(delta, state["reference"], out=out).mul_(self.alpha)
         else:

@@ -1,4 +1,4 @@
-"""The inner optimizer, where a method is one with it: what it is, how it is made, and whether another can stand in."""
+"""Inner optimizers that belong to a method: how each is made, and which others may replace it."""
 
 from __future__ import annotations
 

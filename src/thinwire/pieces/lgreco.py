@@ -1,6 +1,6 @@
 """Which matrix gets how many bytes: the codec of each is chosen so that all together lose no more than one codec for all would.
 
-Replica 0 measures and decides, and tells the others before the next round departs; nobody solves anything twice.
+Replica 0 measures, decides, and tells the others before the next round departs.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class LGreCo(Deciding):
     # ---- what replica 0 decides
 
     def tells(self, codec: Codec, number: int) -> int:
-        """How many numbers replica 0 tells the others in round `number`."""
+        """How many numbers replica 0 sends to the others in round `number`."""
         return 0 if number % self.window else len(_each(codec).matrices)
 
     def decide(self, codec: Codec, signal: Callable[[int, int], Tensor], numel: int, key: Key) -> Tensor:
@@ -105,7 +105,7 @@ class LGreCo(Deciding):
         return torch.tensor(choose(errors, sizes, most), dtype=torch.float32)
 
     def told(self, codec: Codec, told: Tensor) -> State:
-        """What is known after replica 0 has told. Raises `PacketError`."""
+        """The next state, from the numbers that replica 0 `told`. Raises `PacketError`."""
         most = len(self._options(_each(codec)))
         if not bool(((told >= 0) & (told < most) & (told == told.floor())).all()):
             raise PacketError(

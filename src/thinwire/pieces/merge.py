@@ -18,27 +18,27 @@ from thinwire.errors import ConfigurationError
 
 @runtime_checkable
 class Merge(Protocol):
-    """How a landed anchor changes the parameters: a frozen dataclass that writes `into`. The declarations' defaults are those of a
-    merge that lands within a period."""
+    """How a landed anchor changes the parameters: a frozen dataclass with the method `into`. The defaults of its declarations are
+    those of a merge that lands within a period."""
 
     @property
     def whole_period(self) -> bool:
-        """A round takes a whole period: `delay` is `every`."""
+        """Whether a round takes a whole period: `delay` is `every`."""
         return False
 
     @property
     def eager(self) -> bool:
-        """With `whole_period`: the own delta counts at once, so the outer step must be linear."""
+        """With `whole_period`: whether the own delta counts at once, so that the outer step must be linear."""
         return False
 
     @property
     def forgets(self) -> bool:
-        """What was trained during the flight is thrown away where it lands."""
+        """Whether a landing throws away what was trained during the flight."""
         return False
 
     @property
     def keeps_flight(self) -> bool:
-        """What was trained during the flight stays whole: `into` is asked only where nothing was."""
+        """Whether a landing keeps all that was trained during the flight; then `into` is called only if nothing was."""
         return False
 
     @property
@@ -48,7 +48,7 @@ class Merge(Protocol):
 
     @property
     def alpha(self) -> float:
-        """The share of the replica's own values that is kept; needed of one that has no fixed group."""
+        """The share of its own values that a replica keeps; a merge that needs no fixed group must declare it."""
         return 0.0
 
     def into(self, parameter: Tensor, anchor: Tensor) -> None:

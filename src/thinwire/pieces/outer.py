@@ -1,7 +1,7 @@
 """The outer step: how the agreed delta moves the anchor.
 
-Nothing is changed in place, so a round that fails half-way has changed nothing: new tensors come back, or are written
-into others.
+Nothing is changed in place, so a round that fails half-way has changed nothing: results are new tensors, or are written
+into given ones.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from thinwire.state import State
 
 @runtime_checkable
 class Outer(Protocol):
-    """A frozen dataclass with the outer step in `step`, or in `step_into` where it declares `elementwise`. The other declarations
-    have the answer of a step without memory that may not be split.
+    """A frozen dataclass with the outer step in `step`, or in `step_into` if it declares `elementwise`. The defaults of the other
+    declarations are those of a step without state that may not be split.
     """
 
     @property
     def linear(self) -> bool:
-        """The anchor's movement is linear in the deltas (eager updates need that)."""
+        """Whether the anchor's movement is linear in the deltas, which eager updates need."""
         return False
 
     @property
     def elementwise(self) -> bool:
-        """It treats every element by itself: any range of a fragment may be stepped alone, by `step_into`, while it is in the
+        """Whether each element is stepped by itself: then `step_into` is called range by range, while a range is in the
         cache.
         """
         return False
 
     @property
     def last(self) -> Outer:
-        """The outer step of the round that ends a training in the middle of a period. It keeps this one's state as it is."""
+        """The outer step for a round that ends training in the middle of a period; it leaves this one's state unchanged."""
         return self
 
     @property
     def needs_whole_period(self) -> bool:
-        """It is for deltas that land a whole period after they departed."""
+        """Whether it needs deltas that land a whole period after they departed."""
         return False
 
     @property
@@ -54,7 +54,7 @@ class Outer(Protocol):
         return ""
 
     def init(self, anchor: Tensor) -> State:
-        """What it remembers of a fragment at first: tensors like `anchor` if it is `elementwise`."""
+        """The first state for a fragment: tensors like `anchor` if it is `elementwise`."""
         return {}
 
     def step(self, anchor: Tensor, delta: Tensor, state: State) -> tuple[Tensor, State]:
@@ -191,7 +191,7 @@ class HeavyBall(Outer):
     knows only of its own; here in what a round moves, which all know alike. (So it is larger where replicas pull apart,
     and holds more: docs/log.md, 2026-11-21.) Their released code takes a constant for Λ, and its clip has no effect.
 
-    State: 4 bytes per parameter, and as much while it steps.
+    State: 4 bytes per parameter, and twice that during the step.
 
     Args:
         lr: η, the learning rate.

@@ -31,7 +31,7 @@ _NAMED = re.compile(
 
 
 def replaced(text: str, change: Callable[[Path, str | None, str], str]) -> str:
-    """`text` with `change(path, digest, name)` in place of each `path.py:name`, but for those inside of a literal."""
+    """`text` with `change(path, digest, name)` in place of each `path.py:name` outside string literals."""
 
     def each(found: re.Match[str]) -> str:
         if found["text"] is not None:
@@ -42,7 +42,7 @@ def replaced(text: str, change: Callable[[Path, str | None, str], str]) -> str:
 
 
 def pinned(text: str) -> str:
-    """`text` with every file of the user's own by its whole path and digest. Raises `ConfigurationError`."""
+    """`text` with each of the user's own files written as its whole path and digest. Raises `ConfigurationError`."""
 
     def pin(path: Path, digest: str | None, name: str) -> str:
         where = f"{path.absolute()}@{digest or _digest(_read(path))}"
@@ -52,12 +52,12 @@ def pinned(text: str) -> str:
 
 
 def shortened(text: str) -> str:
-    """`text` for people: of every file of the user's own its name alone."""
+    """`text` for people: each of the user's own files is written as its name alone."""
     return replaced(text, lambda path, digest, name: f"{path.name}:{name}")
 
 
 def pinned_file(text: str) -> str:
-    """`path.py` as /whole/path.py@DIGEST; one that has a digest keeps it. Raises `ConfigurationError`."""
+    """`path.py` as /whole/path.py@DIGEST; a digest that is there stays. Raises `ConfigurationError`."""
     path, digest = taken_apart(text)
     return f"{path.absolute()}@{digest or _digest(_read(path))}"
 
@@ -77,7 +77,7 @@ def file_of(text: str) -> ModuleType:
 
 
 def resolved(text: str) -> tuple[str, dict[str, Callable[..., Any]]]:
-    """`text` with a plain name in place of each `path.py:name`, and what these names are."""
+    """`text` with a plain name in place of each `path.py:name`, and the objects of these names."""
     names: dict[str, Callable[..., Any]] = {}
 
     def each(path: Path, digest: str | None, name: str) -> str:
@@ -111,7 +111,7 @@ def loaded(path: Path, digest: str | None, name: str) -> Any:
 
 
 def digests(value: object) -> dict[str, str]:
-    """Of a strategy, method or piece: for each piece in it from a user's own file, the digest of that file."""
+    """For each piece from a user's own file in a strategy, method or piece: the digest of that file."""
     return {
         f"own file of {type(piece).__name__}": found
         for piece in _nested(value)

@@ -44,7 +44,7 @@ class Fragment:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of the parameters' local parts, in the order in which they lie in a delta."""
+        """The shapes of the parameters' local parts, in the order in which they lie in a delta."""
         return tuple(tuple(local(parameter).shape) for _, parameter in self.parameters)
 
 
@@ -57,7 +57,7 @@ class Partition(Protocol):
 
 
 def is_sharded(value: Any) -> TypeGuard[DTensor]:
-    """Whether it is a DTensor. There is none before its module is imported, which takes over a second, so asking does not import it."""
+    """Whether `value` is a DTensor. This does not import DTensor's module, which takes over a second: before that there is none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 

@@ -1,7 +1,7 @@
-"""Which codec a round is in: a codec's parameters over time, the same on all replicas.
+"""Which codec a round uses: a codec's parameters over time, the same on all replicas.
 
-A policy is asked when a round departs and answers with a codec, whose text is in every packet's header as ever: replicas
-that went by different answers are found out. The unit of its time is a *round* of one fragment (`number`, from 0), which
+A policy returns a codec when a round departs. Every packet's header identifies its codec, so replicas that use different
+ones find out. The unit of its time is a *round* of one fragment (`number`, from 0), which
 is an inner step where gradients are exchanged.
 """
 
@@ -25,11 +25,11 @@ LONG_RUN = 1 << 40  # a round after all warm-ups
 
 @runtime_checkable
 class Policy(Protocol):
-    """Which codec a round of a fragment has. What it learns is its state: made by `init`, saved, and equal on all replicas."""
+    """Chooses the codec of each round of a fragment. Its state is made by `init`, saved, and equal on all replicas."""
 
     @property
     def constant(self) -> bool:
-        """It gives the strategy's codec in every round, whatever it sees."""
+        """Whether it chooses the strategy's codec in every round."""
         return False
 
     @property
@@ -39,36 +39,36 @@ class Policy(Protocol):
 
     @property
     def changes(self) -> tuple[int, ...]:
-        """The rounds from which on another codec is due, as far as that is known beforehand."""
+        """The rounds from which on another codec is used, as far as these are known beforehand."""
         return ()
 
     @abstractmethod
     def codecs(self, codec: Codec) -> tuple[Codec, ...]:
-        """All that may become of `codec`, the strategy's. Raises `ConfigurationError` if this policy cannot vary it."""
+        """All codecs that may be chosen for the strategy's `codec`. Raises `ConfigurationError` if this policy cannot vary it."""
 
     def init(self, codec: Codec) -> State:
-        """What is known of a fragment at first; `codec` is fitted to it."""
+        """The first state for a fragment; `codec` is fitted to it."""
         return {}
 
     @abstractmethod
     def at(self, codec: Codec, numel: int, number: int, state: State) -> Codec:
-        """What round `number` of a fragment of `numel` elements is coded in, in place of its fitted `codec`."""
+        """The codec of round `number` of a fragment of `numel` elements, in place of its fitted `codec`."""
 
 
 @runtime_checkable
 class Deciding(Policy, Protocol):
-    """A policy that learns from what is encoded. Replica 0 decides, in some rounds, and tells all others with the round itself: so all
-    know before the fragment departs again, and a round that is dropped has changed nothing.
+    """A policy that learns from the values that are encoded. In some rounds replica 0 decides, and sends its decision with the round: all
+    know it before the fragment departs again, and a round that is dropped has changed nothing.
     """
 
     def tells(self, codec: Codec, number: int) -> int:
-        """How many numbers replica 0 tells the others in round `number`."""
+        """How many numbers replica 0 sends to the others in round `number`."""
 
     def decide(self, codec: Codec, signal: Callable[[int, int], Tensor], numel: int, key: Key) -> Tensor:
-        """So many finite fp32 numbers, from what round `key.round` of a fragment of `numel` elements encodes on replica 0."""
+        """Those finite fp32 numbers, from the `signal` that round `key.round` of a fragment of `numel` elements encodes on replica 0."""
 
     def told(self, codec: Codec, told: Tensor) -> State:
-        """The next state. Raises `PacketError` where that cannot have been told."""
+        """The next state, from the numbers that replica 0 `told`. Raises `PacketError` if it cannot have sent them."""
 
 
 @dataclass(frozen=True)

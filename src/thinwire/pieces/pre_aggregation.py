@@ -1,4 +1,4 @@
-"""What is done to all replicas' values before a robust rule: mixed with their nearest, put into buckets, clipped."""
+"""Steps before a robust rule: replicas' values are mixed with their nearest, averaged in buckets, or clipped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from thinwire.rng import Key, draw
 
 @dataclass(frozen=True)
 class Before(RobustRule):
-    """Mixes the values by `first` before `rule` has them. The rule's inner products are those of what is mixed: P·G·Pᵀ."""
+    """Mixes the replicas' values by the matrix `first` before `rule` gets them. The rule's inner products are those of the mixed values: P·G·Pᵀ."""
 
     rule: RobustRule = Median()
 
@@ -32,7 +32,7 @@ class Before(RobustRule):
 
     @abstractmethod
     def first(self, products: Tensor, key: Key) -> Tensor:
-        """P [K, M] in fp64."""
+        """The matrix P [K, M] in fp64 that mixes M replicas' values into K."""
 
     def tolerates(self, size: int) -> int:
         return self.rule.tolerates(size)
@@ -54,7 +54,7 @@ class Before(RobustRule):
 
 @dataclass(frozen=True)
 class BeforeStated(Stated, Before):
-    """One that needs to know how many may lie; `rule` knows it too, if it is for a stated number."""
+    """A pre-aggregation for a stated number of liars; `rule` may have such a number of its own."""
 
     def __post_init__(self) -> None:
         Before.__post_init__(self)

@@ -1,4 +1,4 @@
-"""What a replica's packets may tell of its text: clip, add noise, and account for it."""
+"""Differential privacy of what a replica sends: clip, add noise, and account for it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Privacy:
 
     with C = `clip`, z = `noise`, M replicas. *The unit is a replica*: two runs are neighbours if one replica's delta is there or not
     (a zero in its place), whatever it trained on and for how many inner steps. A fragment's round is one release; several
-    compose. Protecting single examples would need each example's gradient clipped, which this is not.
+    compose. To protect single examples, each example's gradient would have to be clipped, which is not done here.
 
     Who sees the sums alone (the anchors, the trained model) learns what `epsilon(rounds)` says. A peer sees a replica's packet by
     itself, behind 1/M of the noise: `epsilon_of_packets(rounds, M)`. Both by Rényi divergence (extra `privacy`: Google's
@@ -72,11 +72,11 @@ class Privacy:
         return x.add_(gaussian(x.numel()).mul_(share).to(x.device, torch.float32))
 
     def epsilon(self, rounds: int) -> float:
-        """ε at `delta` of all that `rounds` released sums tell. Raises `ConfigurationError` without dp-accounting."""
+        """ε at `delta` of `rounds` released sums. Raises `ConfigurationError` without dp-accounting."""
         return _epsilon(self.noise, rounds, self.delta)
 
     def epsilon_of_packets(self, rounds: int, size: int) -> float:
-        """ε at `delta` of what a peer learns that sees each packet of a replica, among `size`."""
+        """ε at `delta` for a peer that sees every packet of a replica among `size`."""
         return _epsilon(self.noise / math.sqrt(size), rounds, self.delta)
 
     def spent(self, rounds: int, size: int) -> dict[str, Any]:
@@ -93,8 +93,8 @@ class Privacy:
 
 
 def gaussian(count: int) -> Tensor:
-    """Standard normal numbers in fp64 from the operating system's entropy (Box and Muller): not to be foretold from those before, as those
-    of a generator would be.
+    """Standard normal numbers in fp64 from the operating system's entropy (Box and Muller), which earlier ones do not predict, unlike those
+    of a generator.
     """
     pairs = (count + 1) // 2
     words = torch.frombuffer(bytearray(secrets.token_bytes(16 * pairs) or b"\0" * 8), dtype=torch.int64)[: 2 * pairs]

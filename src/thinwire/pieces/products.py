@@ -15,8 +15,8 @@ _RUNS = 16  # at once
 def inner_products(rows: Tensor) -> Tensor:
     """rows·rowsᵀ in fp64 [M, M], of fp32 `rows` [M, n]. The row and column of one that is not finite are NaN.
 
-    A row is split into runs of 2¹², and each run, by its largest, into two whole numbers of 20 bits, so that whichever way a library adds
-    their products, nothing is rounded: what is lost is below 2⁻⁴⁰ of a run's largest.
+    A row is split into runs of 2¹². Relative to its run's largest, each value is split into two whole numbers of 20 bits, so that a library may
+    add their products in any order and nothing is rounded. The error is below 2⁻⁴⁰ of a run's largest.
     """
     size, numel = rows.shape
     sound = torch.isfinite(rows).all(1)
@@ -50,7 +50,7 @@ def times(a: Tensor, b: Tensor) -> Tensor:
 
 
 def squared_distances(products: Tensor) -> list[list[float]]:
-    """‖x_i − x_j‖², of the inner products."""
+    """‖x_i − x_j‖² from the inner products."""
     norms = products.diagonal()
     found: list[list[float]] = (norms[:, None] + norms[None, :] - 2 * products).clamp_(min=0.0).tolist()
     return found

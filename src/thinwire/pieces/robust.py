@@ -1,10 +1,10 @@
 """Estimates that liars cannot move far: what all robust rules share, and those that look at one coordinate at a time.
 
-A rule is two pure functions: `mixing` makes of the inner products of all replicas' values a matrix [K, M], whose rows say how to mix the M
-replicas' values into K; `combine` makes of K rows one, coordinate by coordinate. A rule by coordinates mixes nothing, one by inner products
-makes one row, Bulyan and the rules behind a pre-aggregation (pieces/pre_aggregation.py) do both.
+A rule is two pure functions. `mixing` turns the inner products of all replicas' values into a matrix [K, M], whose rows mix the M replicas'
+values into K; `combine` turns K rows into one, coordinate by coordinate. A rule by coordinates mixes nothing, one by inner products makes one
+row, Bulyan and the rules behind a pre-aggregation (pieces/pre_aggregation.py) do both.
 
-Who is a liar: a replica that says anything at all of its delta. Carrier and owners of shards are honest (docs/robust.md).
+A liar is a replica that may send anything as its delta. Carriers and owners of shards are honest (docs/robust.md).
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _COLUMNS = 1 << 15  # of a block that is sorted at once
 
 
 class RobustRule(Aggregate):
-    """A robust rule. All replicas count alike: a weight is something that a liar would claim.
+    """A robust rule. All replicas count alike, because a liar could claim any weight.
 
-    Values that are not finite count as a liar's: they are left out, and the rule is that for one liar and one replica fewer. Where
-    they are more than it tolerates there is no estimate (NaN), and the round is refused.
+    Values that are not finite count as a liar's: they are left out, and the rule for one liar and one replica fewer is used. If there
+    are more than it tolerates, the estimate is NaN and the round is refused.
     """
 
     def without(self, count: int) -> Self:
-        """The rule for a group of which `count` liars are left out."""
+        """The rule for a group after `count` liars were left out."""
         return self
 
     def mixing(self, products: Tensor, key: Key) -> Tensor:
-        """[K, M] in fp64, of finite `products` [M, M]."""
+        """The matrix [K, M] in fp64 for finite `products` [M, M]."""
         return torch.eye(len(products), dtype=torch.float64)
 
     def combine(self, rows: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class RobustRule(Aggregate):
 
 @dataclass(frozen=True, eq=False)
 class Mixed(Aggregate):
-    """`rule` in one round: it combines the rows of `matrix` times the values."""
+    """`rule` in one round: combines the rows of `matrix` times the values."""
 
     rule: RobustRule
     matrix: Tensor
@@ -100,7 +100,7 @@ def middle(ordered: Tensor) -> Tensor:
 
 
 def mean_of(rows: Tensor) -> Tensor:
-    """Their mean, added from the first to the last, so that its bits do not depend on the machine."""
+    """The mean of the rows, added from first to last, so that its bits do not depend on the machine."""
     total = rows[0].clone()
     for row in rows[1:]:
         total += row

@@ -160,8 +160,8 @@ class Quadratic:
 
     Source: the Quadratic Synchronization Rule (Gu, Lyu, Arora, Zhang, Huang, ICLR 2024), with `every` for H_base, `scale` for α,
     `power` 2 (1 is the linear rule, 0 is `Every`). The last round is cut short by `Replica.finish`, so that training ends
-    agreed. In warm-up, that is in the first round and where η is higher than a round before, H is `every`; *differs*: their
-    code is told how long warm-up is. Their theory is of averaging (`Average`).
+    agreed. In warm-up, that is in the first round and where η is higher than a round before, H is `every`; *differs*: in their
+    code the length of warm-up is a setting. Their theory covers averaging (`Average`).
 
     On the wire: published settings exchange in 7 to 40 % of the rounds of data-parallel training, see docs/methods/qsr.md.
 
@@ -205,8 +205,8 @@ class Quadratic:
 
 
 class Calendar:
-    """A schedule, followed from step to step. `rates` is asked for the learning rate of the step that has just been taken, by an
-    `Adaptive` schedule; what such a one remembers is to be saved.
+    """Follows a schedule from step to step. An `Adaptive` schedule calls `rates` for the learning rate of the step just taken; its state
+    is saved (`facts`).
 
     >>> calendar = Calendar(Quadratic(every=2, scale=0.2), fragments=1, rates=lambda step: 0.1 if step < 5 else 0.05)
     >>> [step for step in range(1, 40) if calendar.departs(step)]
@@ -222,7 +222,7 @@ class Calendar:
         self._lr: float | None = None  # of its first step
 
     def departs(self, step: int) -> tuple[int, ...]:
-        """As `Schedule.departs`; to be asked once after every inner step."""
+        """As `Schedule.departs`; call it once after every inner step."""
         if not isinstance(self.schedule, Adaptive):
             return self.schedule.departs(step, self.fragments)
         if step == self._began + 1:
@@ -234,7 +234,7 @@ class Calendar:
         return tuple(range(self.fragments))
 
     def facts(self) -> dict[str, Any]:
-        """What to save, for JSON."""
+        """For JSON: what to save."""
         return {"began": self._began, "length": self._length, "lr": self._lr}
 
     def load(self, facts: Mapping[str, Any]) -> None:
@@ -243,5 +243,5 @@ class Calendar:
 
 
 def busiest(schedule: Schedule | Adaptive) -> Schedule:
-    """The schedule itself, or the most that an `Adaptive` one ever asks of a link."""
+    """The schedule itself; for an `Adaptive` one, the fixed schedule with its shortest period."""
     return Every(schedule.every, schedule.delay) if isinstance(schedule, Adaptive) else schedule

@@ -1,4 +1,4 @@
-"""What a replica does to its signal before it is coded, and to the estimate after: momentum, clipping, Adam's moments, signs."""
+"""Filters change a replica's signal before it is coded, and the estimate after: momentum, clipping, Adam's moments, signs."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from thinwire.state import State
 
 @runtime_checkable
 class Filter(Protocol):
-    """Stands before `Feedback` and the codec on the way out, and behind them on the way back:
+    """Changes the signal before `Feedback` and the codec, and the estimate after them:
 
         s → signal → (feedback, codec, exchange) → settle → estimate
 
-    Pure, over whole fragments, flat, in fp32, on the CPU: nothing is changed in place (but what is held back, see `settle`), so
-    a refused round leaves the state as it was. A subclass writes `signal` or `settle` or both.
+    Tensors are whole fragments, flat, in fp32, on the CPU. Nothing is changed in place, except `held` in `settle`, so a refused round
+    leaves the state unchanged. A subclass writes `signal` or `settle` or both.
     """
 
     @property
     def momentum(self) -> bool:
-        """It remembers past signals, so nobody else may (exactly one owner)."""
+        """Whether it has momentum: then no other piece may have any."""
         return False
 
     @property
     def needs_whole(self) -> bool:
-        """It measures the whole of a replica's signal: a rank's shard, or a bucket, is not enough."""
+        """Whether it needs the whole of a replica's signal, so that a rank's shard, or a bucket, is not enough."""
         return False
 
     @property
@@ -43,7 +43,7 @@ class Filter(Protocol):
 
     @property
     def full(self) -> int:
-        """The first rounds that travel in fp32, whatever the codec, as far as they are known beforehand (see `dense`)."""
+        """The number of first rounds that travel in fp32, whatever the codec, as far as it is known beforehand (see `dense`)."""
         return 0
 
     def fitted(self, codec: Codec, numel: int, size: int) -> Filter:
@@ -51,7 +51,7 @@ class Filter(Protocol):
         return self
 
     def init(self, numel: int) -> State:
-        """What it remembers of a fragment at first."""
+        """The first state for a fragment."""
         return {}
 
     def dense(self, state: State) -> bool:
@@ -59,14 +59,14 @@ class Filter(Protocol):
         return False
 
     def signal(self, s: Tensor, state: State) -> Tensor:
-        """What to say in place of `s`."""
+        """The signal to send in place of `s`."""
         return s
 
     def settle(self, s: Tensor, sent: Tensor, mean: Tensor, state: State, held: State) -> tuple[Tensor, State]:
-        """The estimate in place of the `mean` of what all have said, and the next state.
+        """The estimate in place of the `mean` of all replicas, and the next state.
 
-        `s` is what `signal` got, `sent` what the own packet says. In `held`, what feedback holds back from now on, values
-        may be made zero.
+        `s` is what `signal` got, `sent` the own packet decoded. In `held`, the next state of feedback, values may be made
+        zero.
         """
         return mean, {}
 
@@ -202,9 +202,9 @@ class Moments(Filter):
     bias correction, as there. The step is the caller's: SGD with decoupled weight decay for gradients, the outer step for deltas.
     Gradients themselves cannot be coded so: v is quadratic in them, and what is held back does not telescope.
 
-    `freeze` is a number of rounds that were not refused, or `Settled()`, a test of v. Where v is zero then, no gradient has ever
-    been (rows of an embedding that no text has touched): nothing is said there, believed, or held back, and nothing moves; a code of
-    one bit cannot say zero, and 0/ε of its noise would. State: 8 bytes a parameter.
+    `freeze` is a number of rounds that were not refused, or `Settled()`, a test of v. Where v is zero by then, there was no gradient
+    so far (rows of an embedding that no text has used): there nothing is sent, taken or kept for later, and nothing moves. A code of
+    one bit cannot represent zero, and its noise divided by ε would move them. State: 8 bytes a parameter.
 
     Args:
         beta1, beta2: Adam's β₁ and β₂, decay per round, in [0, 1).
@@ -312,7 +312,7 @@ def check_filters(filters: Sequence[Filter]) -> None:
 
 
 def said(filters: Sequence[Filter], states: Sequence[State], s: Tensor) -> list[Tensor]:
-    """What each filter gets, from the first to the last; and last what is to be coded."""
+    """The input of each filter, from the first to the last, and then the signal to be coded."""
     inputs = [s]
     for one, state in zip(filters, states, strict=True):
         inputs.append(one.signal(inputs[-1], state))
@@ -327,7 +327,7 @@ def settled(
     mean: Tensor,
     held: State,
 ) -> tuple[Tensor, tuple[State, ...]]:
-    """The estimate, from the last filter back to the first; and all next states."""
+    """The estimate, after all filters from the last back to the first, and their next states."""
     after: list[State] = []
     for one, state, s in reversed(list(zip(filters, states, inputs[:-1], strict=True))):
         mean, following = one.settle(s, sent, mean, state, held)

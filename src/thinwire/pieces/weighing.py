@@ -1,4 +1,4 @@
-"""Rules that weigh replicas by directions: the subspace that most share, and the likeness of what each has sent so far."""
+"""Rules that weigh replicas by directions: by the subspace that most share, or by how alike all is that two have sent so far."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def _rotate(a: Tensor, vectors: Tensor, i: int, j: int) -> None:
 
 @dataclass(frozen=True)
 class FlagAggregator(RobustRule):
-    """The mean of what is left of all directions in the subspace that they share most:  x̂ = s·(1/M)·Y·Yᵀ·Σ_i x_i/‖x_i‖.
+    """The mean of all directions after projection to the subspace that they share most:  x̂ = s·(1/M)·Y·Yᵀ·Σ_i x_i/‖x_i‖.
 
         Y = argmin Σ_i √(1 − ‖Yᵀx_i‖²/‖x_i‖²) over orthonormal Y of ⌈(M + 1)/2⌉ columns;   s = the median of ‖x_i‖
 
     Source: Almasi et al. (arXiv 2302.05865, §3), without its pairwise term (λ = 0, its default), by its iterative weights
     (1 − v_i)^(−1/4), until the objective falls by less than 1e-10. *Differs*: the released code iterates once from a random Y, divides by the
-    columns of Y, and returns the mean of unit vectors; here the median norm gives it a scale. It is blind to signs: values turned round lie in
-    the same subspace. Fewer than half move it only so far, by its scale.
+    columns of Y, and returns the mean of unit vectors; here the median norm gives it a scale. It is blind to signs: negated values lie in
+    the same subspace. Its scale bounds how far fewer than half of the replicas can move it.
 
     On the wire and cost: as `Krum`.
 
@@ -110,14 +110,14 @@ def _column(rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class FoolsGold(RobustRule):
-    """Weigh less whom another resembles in all that both have sent so far: against many replicas of one liar (Sybils), not against one.
+    """Give less weight to replicas that resemble each other in all they have sent: against many replicas of one liar (Sybils), not one.
 
         h_i ← h_i + x_i;   c_ij = cos(h_i, h_j), c_ii = 0;   m_i = max_j c_ij + 1e-5;   c_ij ← c_ij·m_i/m_j where m_i < m_j
         w_i = clip(1 − max_j c_ij, 0, 1), divided by the largest, at most 0.99;   w_i ← clip(ln(w_i/(1 − w_i) + 1e-5) + ½, 0, 1)
         x̂ = Σ_i w_i·x_i / Σ_i w_i
 
     Source: Fung et al. (arXiv 1808.04866, Algorithm 1; the released code's constants). *Differs*: the released code does not divide by the sum of
-    the weights; without that the outer step's rate would depend on likeness. *Only where the replicas' data differ*: of alike data honest replicas
+    the weights; without that the outer step's rate would depend on likeness. *Only where the replicas' data differ*: on similar data honest replicas
     resemble each other and lose all weight, and a liar keeps its own. It tolerates no lone liar, so NaN is refused as with a mean.
 
     On the wire: as `Krum`. State: 4·M bytes a value that is aggregated here: all with `Direct`, a shard with `TwoShot`.
@@ -147,7 +147,7 @@ class FoolsGold(RobustRule):
 
 
 def foolsgold(products: Tensor) -> list[float]:
-    """The weights of the inner products of histories, not divided by their sum."""
+    """The weights that follow from the inner products of histories, not divided by their sum."""
     size, norms = len(products), [math.sqrt(max(0.0, square)) for square in products.diagonal().tolist()]
     likeness = [
         [

@@ -230,9 +230,9 @@ def _membership_notes(replicas: Sequence[ReplicaRecord]) -> list[Note]:
     if not _elastic(replicas):
         return []
     notes: list[Note] = []
-    circle, asked = Participation(1), whole(replicas[0].start["replicas"])
+    participation, asked = Participation(1), whole(replicas[0].start["replicas"])
     for seen in merged(seen for replica in replicas for seen in replica.rounds):
-        joined, left = circle.take(seen)
+        joined, left = participation.take(seen)
         for kind, names in (("joined", joined), ("left", left)):
             if names:
                 there = f"{', '.join(names)}; {how_many(seen.members, asked)}"

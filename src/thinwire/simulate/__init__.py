@@ -1,2 +1,2 @@
-"""Who waits for whom, in virtual time: no tensors, no network, no clock. All figures of this room are *simulated*, those of
+"""Who waits for whom, in virtual time: no tensors, no network, no clock. All figures of this package are *simulated*, those of
 `formulas` *predicted*."""

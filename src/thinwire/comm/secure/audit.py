@@ -13,7 +13,7 @@ STRANGERS_LINES, STRANGERS_SECONDS = 50, 10.0  # lines about strangers in so muc
 
 
 def plain(text: object) -> str:
-    """Text from elsewhere on one line: ASCII alone, everything else spelled out, and not for long.
+    """Text from elsewhere as one short line of ASCII; all other characters are escaped.
 
     >>> print(plain("a\\x1b[31mb\\n"))
     a\\x1b[31mb\\n
@@ -22,7 +22,7 @@ def plain(text: object) -> str:
 
 
 class AuditLog:
-    """Lines in `path`, for its owner alone, and to `say`; at most twice `FILE_NBYTES` are kept."""
+    """Writes lines to `path`, which only its owner can read, and tells `say`. At most twice `FILE_NBYTES` are kept."""
 
     def __init__(self, path: Path, say: Callable[[str], object] = lambda line: None) -> None:
         self._path, self._say, self._lock = path, say, threading.Lock()
@@ -41,7 +41,7 @@ class AuditLog:
         self._say(line)
 
     def stranger(self, event: str, who: object, why: object = "") -> None:
-        """The same of somebody unknown, who may come as often as it likes: few lines are written, the rest is counted."""
+        """Log what somebody unknown did. Strangers may come often, so few lines are written and the rest is counted."""
         now = time.monotonic()
         if now - self._since > STRANGERS_SECONDS:
             left_out, self._since, self._lines, self._left_out = self._left_out, now, 0, 0

@@ -1,8 +1,8 @@
 """The door of a hub: strangers are counted, timed and written down before gRPC hears of them.
 
 gRPC does the TLS, behind the door on this machine; the door passes bytes on and reads none of them. It knows a visitor from
-the first call that the hub has identified, and until then it is one of at most `STRANGERS`, for at most `seconds`. When
-too many come, who has been here longest without a word goes: an honest member needs less than a second.
+the first call that the hub has identified. Until then it is one of at most `STRANGERS`, and stays for at most `seconds`. When
+too many come, the stranger who has been here longest is sent away: an honest member needs less than a second.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class _Visitor:
 
 
 class Door:
-    """Listens at a public port, and passes what comes to gRPC's own.
+    """Listens at a public port, and passes connections on to gRPC's own port.
 
     Args:
-        audit: has a line for who left unknown.
+        audit: logs visitors that left without having shown who they are.
         inner: gRPC's port on this machine.
-        seconds: in which a visitor shows who it is.
-        stays: whether it may stay then; if not, `seconds` is all it has.
+        seconds: within which a visitor must show who it is.
+        stays: whether it may stay after that; if not, its connection lasts for `seconds` at most.
     """
 
     def __init__(self, audit: AuditLog, inner: int, seconds: float, stays: bool) -> None:
@@ -44,7 +44,7 @@ class Door:
         self._members = 0  # of them, those who are known
 
     async def open(self, host: str, port: int) -> int:
-        """Listen; the port. Raises `LinkError`: it is taken."""
+        """Begin to listen, and return the port. Raises `LinkError` if it is taken."""
         try:
             self._server = await asyncio.start_server(self._visited, host, port, limit=_READ_NBYTES, backlog=_BACKLOG)
         except OSError as error:
@@ -62,19 +62,19 @@ class Door:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def who(self, peer: str) -> str:
-        """Where the connection comes from that gRPC calls `peer`."""
+        """The address of the visitor whose connection gRPC calls `peer`."""
         visitor = self._by_port.get(_port(peer))
         return visitor.who if visitor else peer
 
     def known(self, peer: str) -> None:
-        """The hub knows who that is."""
+        """Take `peer` off the list of strangers: the hub has identified it."""
         if visitor := self._by_port.get(_port(peer)):
             self._members += not visitor.known
             visitor.known = True
             self._strangers.pop(visitor, None)
 
     def told(self, peer: str) -> None:
-        """What there is to say of that connection stands in the audit log."""
+        """Log nothing when the connection `peer` ends: the audit log has a line for it already."""
         if visitor := self._by_port.get(_port(peer)):
             visitor.told = True
 

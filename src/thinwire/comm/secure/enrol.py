@@ -46,12 +46,12 @@ class Enrolment:
     """A member's name and key at one hub, in `folder`/NAME, made when they are missing.
 
     Args:
-        token: the invitation; its secret is used when the hub does not know the key yet.
+        token: the invitation; its secret is used only if the hub does not know the key yet.
         name: of this member.
         folder: keeps the key.
 
     Raises:
-        ConfigurationError: `name` is none, or the folder holds the key for another hub.
+        ConfigurationError: `name` is no valid name, or the folder holds the key for another hub.
     """
 
     def __init__(self, token: Token, name: str, folder: Path) -> None:
@@ -69,7 +69,7 @@ class Enrolment:
         self._admitted: Admitted | None = None
 
     async def admitted(self) -> Admitted:
-        """A certificate that is to be renewed later. Raises `Refused`, and `LinkError` while the hub is not there."""
+        """Get a certificate that is not due for renewal. Raises `Refused`, and `LinkError` while the hub is not there."""
         if self._admitted is None or time.time() > self._admitted.due:
             self._admitted = await self._fresh()
         return self._admitted

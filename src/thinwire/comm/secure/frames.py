@@ -82,7 +82,7 @@ class Frame:
 
 
 def packed(kind: int, *fields: int | bytes) -> bytes:
-    """A frame of fixed size, without its header."""
+    """The bytes of a frame of fixed size, without its header."""
     return _FIELDS[kind].pack(*fields)
 
 
@@ -92,7 +92,7 @@ def head(kind: int, rank: int, sequence: int) -> bytes:
 
 
 def opened(raw: bytes, sequence: int, kinds: Sequence[int]) -> Frame:
-    """The frame that `raw` is: the one with this `sequence`, of one of these `kinds`. Raises `PacketError`."""
+    """Check and parse `raw`: a frame with this `sequence`, of one of these `kinds`. Raises `PacketError`."""
     if len(raw) < HEADER.size:
         raise PacketError(f"a frame of {len(raw)} bytes; at least {HEADER.size} are due")
     kind, version, rank, number = HEADER.unpack_from(raw)
@@ -116,7 +116,7 @@ def opened(raw: bytes, sequence: int, kinds: Sequence[int]) -> Frame:
 def packed_welcome(
     connection: int, group: int, rank: int, names: Sequence[str], present: Sequence[tuple[int, int]]
 ) -> bytes:
-    """Who is in the group, and of those who are connected now their rank and connection."""
+    """The body of a WELCOME: who is in the group, then the rank and connection of each member that is connected now."""
     told = b"".join(bytes([len(name)]) + name.encode() for name in names)
     there = b"".join(_RECEIVER.pack(*one) for one in present)
     return _WELCOME.pack(connection, group, rank, len(names)) + told + struct.pack("<H", len(present)) + there
@@ -124,7 +124,7 @@ def packed_welcome(
 
 @dataclass(frozen=True)
 class Welcome:
-    """A member's place in its group. `present`: rank and connection of who is connected."""
+    """A member's place in its group. `present` has the rank and connection of each member that is connected."""
 
     connection: int
     group: int
@@ -154,7 +154,7 @@ def opened_welcome(body: bytes) -> Welcome:
 
 
 def packed_data(offset: int, receivers: Sequence[tuple[int, int]], chunk: bytes | memoryview) -> bytes:
-    """A chunk on its way up, for each of `receivers`: its rank, and the number of its receive."""
+    """The body of a chunk sent to the hub. `receivers` are pairs of a rank and the number of its receive."""
     to = b"".join(_RECEIVER.pack(*one) for one in receivers)
     return b"".join((_DATA_UP.pack(offset, len(receivers)), to, chunk))
 
@@ -172,7 +172,7 @@ def opened_data(body: bytes) -> tuple[int, list[tuple[int, int]], memoryview]:
 
 
 def packed_passed(receive: int, offset: int, chunk: memoryview) -> bytes:
-    """A chunk on its way down, to the one who posted `receive`."""
+    """The body of a chunk that the hub sends to the member that posted `receive`."""
     return b"".join((_DATA_DOWN.pack(receive, offset), chunk))
 
 

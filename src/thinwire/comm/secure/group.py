@@ -69,15 +69,15 @@ class _SecureTransfer:
 
 
 class SecureGroup:
-    """One replica's view of a group whose replicas meet at a hub: over mutual TLS, dialled from inside, behind any NAT.
+    """A `Group` whose replicas meet at a hub: each dials out over mutual TLS, so it may be behind any NAT. `join` makes one.
 
     A connection that breaks is made again, and a hub that was killed is waited for: messages go on where they were. Only a
     replica that has left, was revoked or was started anew ends a transfer, or `timeout`. After a time-out the group cannot
-    be used any more: leave it and resume from a checkpoint. `join` makes one.
+    be used any more: leave it and resume from a checkpoint.
 
     Args:
         link: the connection to the hub, which has a place in the group.
-        thread: in which it runs.
+        thread: runs the link.
         place: this replica's place.
         timeout: seconds that a `wait` lasts at most.
         farewell: seconds that `close` waits for others at most.
@@ -93,7 +93,7 @@ class SecureGroup:
 
     @property
     def state(self) -> str:
-        """Of the connection, for messages: `is connected to the hub`."""
+        """The state of the connection as words for messages, such as `is connected to the hub`."""
         return self._link.state
 
     @property
@@ -103,7 +103,7 @@ class SecureGroup:
 
     @property
     def uploaded(self) -> int:
-        """Bytes that went to the hub, with the headers of frames, without those of gRPC and TLS."""
+        """Bytes sent to the hub, with the headers of frames and without those of gRPC and TLS."""
         return self._link.uploaded
 
     def post(
@@ -141,7 +141,7 @@ class SecureGroup:
         return transfer
 
     def use_timeout(self, seconds: float) -> None:
-        """From now on a `wait` lasts at most so long."""
+        """Let each `wait` from now on last at most `seconds`."""
         self.timeout = seconds
 
     def close(self) -> None:
@@ -200,13 +200,13 @@ def join(
         token: what `thinwire hub` printed.
         name: of this replica: small letters, digits and hyphens. The order of the names is the order of ranks.
         size: number of replicas.
-        folder: keeps the replica's key; with it, the replica may come again without a new token.
-        run: what all must have alike to belong together, such as the name of the run.
+        folder: keeps the replica's key, with which it may join again without a new token.
+        run: must be the same on all replicas of a group, such as the name of the run.
         timeout: seconds that a transfer lasts at most, and that this waits for the others.
         bits_per_second: the rate at which this replica can send, to leave room for small messages; None: no pause between chunks.
 
     Raises:
-        ConfigurationError: the token or the name is none.
+        ConfigurationError: the token or the name is not valid.
         LinkError: the hub refuses, or not all came in time.
     """
     if not 1 <= size <= MEMBERS or not timeout > 0:
@@ -241,7 +241,7 @@ def admit(token: str, name: str, folder: Path | str = ".thinwire") -> Admitted:
         token, name, folder: as for `join`.
 
     Raises:
-        ConfigurationError: the token or the name is none.
+        ConfigurationError: the token or the name is not valid.
         LinkError: the hub refuses, or does not answer.
     """
     enrolment = Enrolment(Token.read(token), name, Path(folder))

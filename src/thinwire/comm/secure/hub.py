@@ -55,17 +55,17 @@ PATIENCE = 60.0  # seconds that a member may be away before the others go on wit
 
 
 class Hub:
-    """A hub that listens, until `close`.
+    """A hub that listens until `close`.
 
     Args:
         folder: its keys and its state, made when missing.
-        host: the address of this machine to listen at; "": the one that this folder had before.
-        port: of members; the next one is for those who join. 0: those that this folder had before, or any free ones.
+        host: the address of this machine to listen at; "": the one that the folder's hub had before.
+        port: where members dial; the next port is for those who join. 0: the ports that the folder's hub had before, or any free ones.
         reached_at: the host that members dial, if it is not `host`.
-        lifetime: of a member's certificate.
+        lifetime: how long a member's certificate is valid.
         patience: seconds after which a member that is not connected counts as gone.
         book: answers what members of elastic runs ask; without, groups are fixed.
-        say: is told each line of the audit log.
+        say: called with each line of the audit log.
 
     Raises:
         LinkError: a port is taken.
@@ -114,7 +114,7 @@ class Hub:
         self._state.keep("ports", f"{self.port} {self.join_port}")
 
     def close(self) -> None:
-        """Stop listening; who is connected finds the hub gone, and waits for it. Idempotent."""
+        """Stop listening. Members that are connected wait for the hub to come back. Idempotent."""
         if not self._closed:
             self._closed = True
             self._thread.run(self._stop())

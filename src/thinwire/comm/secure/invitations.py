@@ -16,9 +16,9 @@ def invite(folder: Path, uses: int = 1, seconds: float = 86_400.0, name: str | N
     """A new invitation of the hub in `folder`, whether it runs or not.
 
     Args:
-        folder: of the hub.
+        folder: the hub's.
         uses: number of members that may join with it.
-        seconds: for which it holds.
+        seconds: how long it is valid.
         name: the one member that may use it; None: any.
 
     Raises:

@@ -31,7 +31,7 @@ _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
 
 
 def check_name(name: str) -> str:
-    """`name`, if a member may have it. Raises `ConfigurationError`."""
+    """Return `name` if it is valid for a member. Raises `ConfigurationError`."""
     if not _NAME.fullmatch(name):
         raise ConfigurationError(
             f"name {ascii(name)[:80]}: 1 to 63 small letters, digits and hyphens are needed, such as oslo-2."
@@ -56,7 +56,7 @@ def new_key() -> bytes:
 
 
 def private(key: bytes) -> ec.EllipticCurvePrivateKey:
-    """The private key of a PEM. Raises `ConfigurationError`."""
+    """The private key in a PEM. Raises `ConfigurationError`."""
     try:
         found = serialization.load_pem_private_key(key, None)
     except (ValueError, TypeError) as error:
@@ -76,7 +76,7 @@ def fingerprint(certificate: x509.Certificate) -> bytes:
 
 
 def key_digest(holder: x509.Certificate | x509.CertificateSigningRequest) -> bytes:
-    """SHA-256 of its public key: what a name is bound to."""
+    """SHA-256 of the public key of `holder`, to which a name is bound."""
     public = holder.public_key()
     return hashlib.sha256(
         public.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
@@ -84,7 +84,7 @@ def key_digest(holder: x509.Certificate | x509.CertificateSigningRequest) -> byt
 
 
 def member_name(certificate: x509.Certificate) -> str:
-    """Of the member that the authority signed it for. Raises `LinkError` for any other certificate."""
+    """The name of the member that the authority signed `certificate` for. Raises `LinkError` for any other certificate."""
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         (dns,) = names.get_values_for_type(x509.DNSName)
@@ -104,7 +104,7 @@ def request(key: bytes, name: str) -> bytes:
 
 
 def opened_request(der: bytes) -> x509.CertificateSigningRequest:
-    """A request whose sender holds the key. Raises `LinkError`."""
+    """Parse a request, and check that its sender holds the key. Raises `LinkError`."""
     try:
         found = x509.load_der_x509_csr(der)
         key = found.public_key()
@@ -132,7 +132,7 @@ class Authority:
         self.fingerprint = fingerprint(self.certificate)
 
     def issue(self, holder: x509.CertificateSigningRequest, dns: str, lifetime: timedelta) -> bytes:
-        """A certificate for the key of `holder` under `dns`, for both ends of a connection, as PEM."""
+        """Sign a certificate for the key of `holder` under the DNS name `dns`, valid for client and server; as PEM."""
         now = datetime.now(UTC)
         common = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, dns)])
         built = (
@@ -155,13 +155,13 @@ class Authority:
         return built.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
     def hub_credentials(self, lifetime: timedelta) -> Credentials:
-        """A fresh key and certificate for the hub's own end."""
+        """A fresh key and certificate for the hub as a server."""
         key = new_key()
         certificate = self.issue(opened_request(request(key, "hub")), HUB, lifetime)
         return Credentials(key, certificate, self.pem)
 
     def own_credentials(self) -> Credentials:
-        """The authority as the end of a connection itself: whoever has its fingerprint knows whom it talks to."""
+        """The authority's own certificate as that of a server: whoever has its fingerprint can check whom it talks to."""
         key = self._key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
@@ -191,7 +191,7 @@ def _authority_certificate(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def private_folder(folder: Path) -> Path:
-    """`folder`, made for its owner alone where it is missing."""
+    """Make `folder`, which only its owner can read, if it is missing; return it."""
     folder.mkdir(parents=True, exist_ok=True)
     with suppress(PermissionError):  # somebody else's: the files in it are private by themselves
         folder.chmod(0o700)
@@ -199,7 +199,7 @@ def private_folder(folder: Path) -> Path:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Write `path` whole or not at all, for its owner alone; it is on the disk on return."""
+    """Write `path` whole or not at all, readable by its owner alone; the data are on the disk on return."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
     file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:

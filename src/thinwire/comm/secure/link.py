@@ -32,11 +32,11 @@ _PAUSES = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0)  # before the next try to connect
 
 
 class HubLink:
-    """The one connection of this process to the hub, and what is on the way over it.
+    """This process's connection to the hub, and the messages in flight over it.
 
     Args:
         enrolment: who this is.
-        label: SHA-256 of what all of the group must have alike to belong together.
+        label: SHA-256 of what must be the same on all members of a group.
         size: members of the group.
         bits_per_second: at which chunks leave at most; None: as fast as they go.
         advice: what to do when a member is gone.
@@ -74,7 +74,7 @@ class HubLink:
         self._task = asyncio.create_task(self._serve())
 
     def place(self, seconds: float) -> Welcome:
-        """This member's place in the group, when all are there. From another thread. Raises `LinkError`."""
+        """Wait until all members are there; return this member's place in the group. For another thread. Raises `LinkError`."""
         try:
             return self._placed.result(seconds)
         except TimeoutError:
@@ -103,12 +103,12 @@ class HubLink:
             await asyncio.sleep(_PAUSES[min(failures, len(_PAUSES) - 1)])
 
     def wake(self) -> None:
-        """Something may be sent."""
+        """Look again for something to send."""
         self._flushed.clear()
         self._woken.set()
 
     async def leave(self, seconds: float) -> None:
-        """Say good-bye, when all that was asked for has arrived; for at most `seconds`. Nothing goes on after it."""
+        """Wait at most `seconds` until all that was asked for has arrived, then leave the group for good."""
         try:
             async with asyncio.timeout(seconds):
                 while self._place and self._going and (self.messages.unfinished or self._control):

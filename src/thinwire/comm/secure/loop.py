@@ -24,7 +24,7 @@ class LoopThread:
 
     @classmethod
     def shared(cls) -> LoopThread:
-        """The loop of this process, for one more user."""
+        """The loop of this process; count one more user of it."""
         with cls._lock:
             if cls._one is None:
                 cls._one = cls()
@@ -32,7 +32,7 @@ class LoopThread:
             return cls._one
 
     def release(self) -> None:
-        """One user less; the thread has ended on return if it was the last."""
+        """Count one user less. After the last one the thread has ended on return."""
         with LoopThread._lock:
             self._users -= 1
             if self._users:

@@ -24,16 +24,16 @@ PULLS = 4096  # of one receiver that may wait for a message to be posted
 
 
 def window_nbytes(size: int) -> int:
-    """Of them, for each receiver in a group of `size`."""
+    """The part of `BUDGET_NBYTES` for each receiver in a group of `size`."""
     return max(2 * CHUNK_NBYTES, BUDGET_NBYTES // max(1, size - 1))
 
 
 class InFlight:
-    """All messages of one member. Only one thread calls it.
+    """All messages of one member that are posted or asked for. Only one thread calls it.
 
     Args:
         size: members of the group.
-        tell: `tell(peer, kind of answer, ...)` is told what goes to a peer at once: see `Teller`.
+        tell: sends what peers are told at once.
     """
 
     def __init__(self, size: int, tell: Teller) -> None:
@@ -54,7 +54,7 @@ class InFlight:
     # What this member does.
 
     def receive(self, receive: Receive) -> None:
-        """Wait for a message."""
+        """Begin to wait for a message."""
         if error := self.gone.get(receive.peer):
             receive.settled(error)
             return
@@ -77,8 +77,8 @@ class InFlight:
         self._tidy(message)
 
     def chunk(self, late: bool) -> Chunk | None:
-        """The next chunk that may be sent; those of small messages first. Of a message that a receiver in reach has not asked
-        for yet, none, unless the others have waited long (`late`). To ask for the next one says that the one before was sent.
+        """The next chunk that may be sent, those of small messages first. A message that a connected receiver has not asked for yet
+        is held back, unless the others have waited long (`late`). A call also says that the chunk before was sent.
         """
         leaving, self._leaving = self._leaving, []
         for message in leaving:
@@ -105,7 +105,7 @@ class InFlight:
     # What a peer says.
 
     def sync(self, peer: int, count: int) -> None:
-        """`peer` begins to say what it waits for: `count` pulls."""
+        """`peer` begins to list the `count` receives that it waits for."""
         for key in [key for key in self._pulls if key[0] == peer]:
             del self._pulls[key]
         self.away.discard(peer)
@@ -147,7 +147,7 @@ class InFlight:
             self._arrived(message, peer)
 
     def data(self, peer: int, receive: int, offset: int, data: memoryview) -> None:
-        """A chunk has come."""
+        """Take a chunk that has arrived from `peer`."""
         open_one = self.receives.get(receive)
         if open_one is None or open_one.peer != peer:
             return  # it came twice
@@ -166,7 +166,7 @@ class InFlight:
             self._tell.acknowledge(peer, receive, done)
 
     def refused(self, peer: int, receive: int, nbytes: int) -> None:
-        """`peer` has another number of bytes for this receive."""
+        """Fail a receive: the message of `peer` has `nbytes`, not what was asked for."""
         found = self.receives.get(receive)
         if found is not None and found.peer == peer:
             del self.receives[receive]
@@ -178,13 +178,13 @@ class InFlight:
             )
 
     def open_pulls(self, peer: int) -> list[Pull]:
-        """What is still to come from `peer`, for a sync."""
+        """The receives that wait for `peer`, for a sync."""
         return [
             Pull(number, one.tag, one.asked, one.offset) for number, one in self.receives.items() if one.peer == peer
         ]
 
     def leave(self, peer: int, error: LinkError) -> None:
-        """`peer` is gone for good."""
+        """Fail all messages from and to `peer`, which will not come back."""
         if peer in self.gone:
             return
         self.gone[peer] = error
@@ -204,7 +204,7 @@ class InFlight:
             by_peer.pop(peer, None)
 
     def fail(self, error: LinkError) -> None:
-        """Nothing goes on: whoever waits is told, and whoever posts."""
+        """Fail all messages, and those still to be posted."""
         for peer in range(self._size):
             self.leave(peer, error)
 

@@ -14,7 +14,7 @@ AT_MOST = 1 << 63  # added to the bytes of a PULL whose message may be shorter
 
 
 class Pull(NamedTuple):
-    """A receiver asks for a message of `nbytes`, or of `AT_MOST` so many, from `offset` on."""
+    """A receiver asks for a message of `nbytes` (of so many at most, with `AT_MOST`), from `offset` on."""
 
     receive: int
     tag: int
@@ -66,12 +66,12 @@ class Receive:
         return self.nbytes | AT_MOST if self.sized else self.nbytes
 
     def abandon(self) -> None:
-        """The buffer is its owner's again: nothing is written into it any more. From any thread."""
+        """Give the buffer back to its owner: nothing more is written into it. For any thread."""
         with self.lock:
             self.buffer = None
 
     def take(self, offset: int, data: memoryview) -> None:
-        """Keep a chunk, unless it is here already. Raises `PacketError`."""
+        """Write a chunk into the buffer, unless it is there already. Raises `PacketError`."""
         due = min(CHUNK_NBYTES, self.nbytes - offset)
         if offset % CHUNK_NBYTES or not (0 < len(data) <= due if self.sized else len(data) == due):
             raise PacketError(f"{len(data)} bytes at {offset} of a message of {self.nbytes}")
@@ -97,7 +97,7 @@ class Receive:
 
 @dataclass(eq=False)
 class Cursor:
-    """How far one receiver is with a message."""
+    """How much of a message one receiver has been sent and has acknowledged."""
 
     receive: int | None = None  # None: it has not asked
     sent: int = 0
@@ -125,12 +125,12 @@ class Posted:
         return all(cursor.receive is not None and cursor.sent == self.nbytes for cursor in self.cursors.values())
 
     def settle(self, peer: int, error: ThinwireError | None) -> None:
-        """It has arrived at `peer`, or will not."""
+        """Tell the poster that the message has arrived at `peer`, or failed with `error`."""
         if not self.copied:
             self.settled(peer, error)
 
     def copy(self) -> None:
-        """Give the buffer back to whoever posted it: only what was not acknowledged may be asked for again."""
+        """Copy what is not acknowledged, which may be asked for again, and give the buffer back to its poster."""
         begin = min((cursor.acknowledged for cursor in self.cursors.values()), default=self.nbytes)
         self.data, self.begin = memoryview(bytes(self.data[begin:])), begin
         for peer in self.cursors:

@@ -41,7 +41,7 @@ class Pipe:
         self._waiting: Counter[int] = Counter()  # bytes by the member from whom they are
 
     def put(self, frame: PassedOn, most: int | None = None) -> None:
-        """Raises `PacketError` if more than `most` bytes of the member `frame.rank` would wait."""
+        """Append a frame. Raises `PacketError` if more than `most` bytes of the member `frame.rank` would wait."""
         waiting = self._waiting[frame.rank] + len(frame.body) + frames.HEADER.size
         if most is not None and waiting > most:
             raise PacketError(f"{waiting} bytes that wait for one receiver, at most {most} are allowed: it floods")
@@ -51,16 +51,16 @@ class Pipe:
 
     @property
     def nbytes(self) -> int:
-        """Of all frames that wait."""
+        """Bytes of all frames that wait."""
         return self._waiting.total()
 
     def forget(self, rank: int) -> None:
-        """Drop what the member `rank` sent: it has broken off, and says it again."""
+        """Drop what the member `rank` sent: its connection broke, and it will send it again."""
         self._frames = deque(frame for frame in self._frames if frame.rank != rank or frame.kind not in _SAID_AGAIN)
         self._waiting[rank] = sum(len(frame.body) + frames.HEADER.size for frame in self._frames if frame.rank == rank)
 
     async def get(self) -> PassedOn:
-        """The next one, when there is one."""
+        """Wait for the next frame, and take it."""
         while not self._frames:
             self._ready.clear()
             await self._ready.wait()
@@ -70,7 +70,7 @@ class Pipe:
 
 
 class Connection:
-    """A member's process that is connected: one control stream, some bulk streams. `end` is set to end them all."""
+    """One connected process: a control stream and some bulk streams. Setting `end` ends them all."""
 
     def __init__(self, number: int, name: str, process: bytes, expires: float) -> None:
         self.number, self.name, self.process, self.expires = number, name, process, expires
@@ -82,7 +82,7 @@ class Connection:
 
 
 class Relay:
-    """A group. `gone` is told when a member will not come again, with the reason."""
+    """A group at the hub. `gone(rank, reason)` is called when a member will not come back."""
 
     def __init__(self, group: Grouped, gone: Callable[[int, int], None]) -> None:
         self.group, self._gone = group, gone
@@ -94,7 +94,7 @@ class Relay:
         self._most = _RESENT * window_nbytes(self.size) + frames.LIMIT_NBYTES
 
     def connect(self, rank: int, connection: Connection) -> None:
-        """`rank` is here, by a connection of its own; an older one of it ends."""
+        """Connect the member `rank`; an older connection of it ends."""
         if old := self.connections.pop(rank, None):
             old.end.set()
         self._break_off(rank)
@@ -110,7 +110,7 @@ class Relay:
         self.away.pop(rank, None)
 
     def disconnect(self, connection: Connection) -> None:
-        """Its streams have ended; its member may come again."""
+        """Drop a connection whose streams have ended; its member may come back."""
         rank = connection.rank
         if self.connections.get(rank) is connection:
             del self.connections[rank]
@@ -119,14 +119,14 @@ class Relay:
             self._tell(PassedOn(frames.AWAY, rank, b""))
 
     def leave(self, rank: int, reason: int) -> None:
-        """`rank` will not come again."""
+        """Remove the member `rank` for good."""
         if rank not in self.gone:
             self.gone[rank] = reason
             self._gone(rank, reason)
             self._tell(PassedOn(frames.GONE, rank, frames.packed(frames.GONE, reason)))
 
     def control(self, rank: int, frame: Frame) -> None:
-        """What `rank` said on its control stream. Raises `PacketError`."""
+        """Handle a frame of the control stream of `rank`. Raises `PacketError`."""
         if frame.kind == frames.LEAVE:
             self.leave(rank, frames.LEFT)
             if connection := self.connections.get(rank):
@@ -146,7 +146,7 @@ class Relay:
             there.control.put(PassedOn(frame.kind, rank, body), CONTROL_NBYTES)
 
     def data(self, rank: int, frame: Frame, small: bool = False) -> None:
-        """A chunk of `rank`'s, for each of its receivers. Raises `PacketError`."""
+        """Pass a chunk of `rank` on to each of its receivers. Raises `PacketError`."""
         offset, receivers, chunk = frames.opened_data(frame.body)
         if small and len(chunk) > frames.SMALL_NBYTES:
             raise PacketError(f"a chunk of {len(chunk)} bytes on the control stream")
@@ -176,12 +176,12 @@ class Relay:
 
 
 def flattened(frame: PassedOn, sequence: int) -> bytes:
-    """As it is written."""
+    """The bytes of the frame, with its header."""
     return frames.head(frame.kind, frame.rank, sequence) + frame.body
 
 
 def natural(name: str) -> tuple[tuple[str, int], ...]:
-    """By which names are put in order: replica-2 before replica-10."""
+    """A key that sorts names with numbers by size: replica-2 before replica-10."""
     parts: list[tuple[str, int]] = []
     text, digits = "", ""
     for letter in name + "\0":

@@ -43,7 +43,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Grouped:
-    """A group that was formed: names and processes in the order of ranks, and who is gone, with the reason."""
+    """A group that was formed: names and processes in the order of ranks, and the reasons of those who are gone."""
 
     number: int
     label: bytes
@@ -67,23 +67,23 @@ class HubState:
 
     @property
     def version(self) -> int:
-        """Changes when another process has changed something."""
+        """A number that changes when another process has changed the state."""
         (number,) = self._base.execute("pragma data_version").fetchone()
         return int(number)
 
     def meta(self, name: str) -> str | None:
-        """A setting that was kept."""
+        """What `keep` has written under this name; None if nothing."""
         found = self._base.execute("select value from meta where name = ?", (name,)).fetchone()
         return None if found is None else str(found[0])
 
     def keep(self, name: str, value: str) -> None:
-        """Keep a setting."""
+        """Write a setting."""
         self._base.execute("insert or replace into meta values (?, ?)", (name, value))
 
     # Members and invitations.
 
     def invite(self, uses: int, seconds: float, name: str | None) -> tuple[bytes, bytes]:
-        """A new invitation: its number and its secret, of which only a hash is kept."""
+        """Make an invitation; return its number and its secret, of which only a hash is kept."""
         number, secret = secrets.token_bytes(8), secrets.token_bytes(16)
         digest = hashlib.sha256(secret).digest()
         self._base.execute("delete from invitation where expires < ?", (time.time(),))
@@ -93,17 +93,17 @@ class HubState:
         return number, secret
 
     def invitations(self) -> list[tuple[int, float, str | None]]:
-        """Of those that are still open: uses that are left, when it ends, and for whom."""
+        """The open invitations: the uses left, when each ends, and for whom."""
         rows = self._base.execute(
             "select uses, expires, name from invitation where uses > 0 and expires > ?", (time.time(),)
         )
         return [(int(uses), float(expires), name) for uses, expires, name in rows]
 
     def admit(self, name: str, key: bytes, invitation: bytes, secret: bytes) -> bool:
-        """Take in `name` with this key, or know it again; whether it is new. Raises `LinkError` saying why not.
+        """Admit `name` with this key; return whether it is new. Raises `LinkError`, which says why not.
 
-        A name that is known with this key needs no invitation: it renews its certificate. One that joined before the hub
-        could answer comes again, and uses the invitation once.
+        A name that is known with this key renews its certificate and needs no invitation. So a member that asks again,
+        because the hub's answer was lost, uses its invitation once.
         """
         self._base.execute("begin immediate")
         try:
@@ -150,7 +150,7 @@ class HubState:
         return [Known(name, key, bool(revoked), joined) for name, key, revoked, joined in rows]
 
     def revoke(self, name: str) -> None:
-        """Nobody with this name is let in any more. Raises `ConfigurationError` if nobody has it."""
+        """Refuse the member `name` from now on. Raises `ConfigurationError` if there is none."""
         if not self._base.execute("update member set revoked = 1 where name = ?", (name,)).rowcount:
             known = ", ".join(member.name for member in self.members()) or "nobody"
             raise ConfigurationError(f"{name}: no member has this name; there is {known}.")
@@ -158,7 +158,7 @@ class HubState:
     # Groups.
 
     def form(self, label: bytes, members: tuple[tuple[str, bytes], ...]) -> Grouped:
-        """Keep a new group."""
+        """Write a new group, and return it."""
         told = json.dumps([[name, process.hex()] for name, process in members])
         made = self._base.execute("insert into grouped (label, members, gone) values (?, ?, '{}')", (label, told))
         assert made.lastrowid is not None
@@ -173,7 +173,7 @@ class HubState:
             self._base.execute("update grouped set gone = ? where id = ?", (json.dumps(told), group))
 
     def groups(self) -> list[Grouped]:
-        """Those that may go on: somebody is left in them."""
+        """The groups in which somebody is left."""
         rows = self._base.execute("select id, label, members, gone from grouped order by id")
         found = [
             Grouped(

@@ -1,4 +1,4 @@
-"""The hub's ends of the streams: frames are read and written in order, and what must not be ends the call."""
+"""The hub's ends of the streams: frames are read and written in order; a frame that is not allowed ends the call."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no typ
 
 
 class Refusing:
-    """Within: what must not be is written down, and ends the call with the reason."""
+    """Within: a `PacketError` or `LinkError` is written to the audit log and ends the call with its text."""
 
     def __init__(self, audit: AuditLog, context: Any, door: Door) -> None:
         self._audit, self._context, self._door = audit, context, door

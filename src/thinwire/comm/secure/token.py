@@ -20,7 +20,7 @@ class Token:
 
     Args:
         host: where the hub is reached.
-        port, join_port: of members, and of those who join.
+        port, join_port: the hub's port for members, and the one for those who join.
         authority: SHA-256 of the certificate of the hub's authority.
         invitation: names the invitation at the hub.
         secret: 16 random bytes.
