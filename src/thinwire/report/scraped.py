@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import importlib
 import math
 import re
 from collections import deque
@@ -76,12 +77,10 @@ class ScrapedTop:
 
     def read(self, now: float) -> None:
         """Look once. Raises `DataError` where nobody has answered yet."""
-        from prometheus_client import parser
-
-        families: Any = parser.text_string_to_metric_families
+        parser: Any = importlib.import_module("prometheus_client.parser")
         values: dict[str, dict[str, float]] = {}
         try:
-            for family in families(self._page()):
+            for family in parser.text_string_to_metric_families(self._page()):
                 for sample in family.samples:
                     name = sample.name.removeprefix("thinwire_").removesuffix("_total")
                     if sample.name != name and "replica" in sample.labels and len(values) < 1024:
