@@ -7,6 +7,7 @@ import importlib
 import math
 import re
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -67,7 +68,7 @@ class ScrapedTop:
             raise ConfigurationError(f"top {address}: a run folder, HOST:PORT or http://HOST:PORT/metrics is needed.")
         self.address, self._path = address, parts.path or "/metrics"
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._connect = lambda: kind(host, port, timeout=TIMEOUT_SECONDS)
+        self._connect: Callable[[], http.client.HTTPConnection] = lambda: kind(host, port, timeout=TIMEOUT_SECONDS)
         self._run, self._seen, self._missed = "", dict[str, _Seen](), 0
 
     @property
