@@ -1,10 +1,11 @@
 """What does each method make of the same tokens, and for how many bits? All that train a model from the start, several seeds.
 
-    python benchmarks/family.py [--seeds 3] [--steps 2000] [--quick] [--out FOLDER] [--into FILE]
+    python benchmarks/family.py [--seeds 3] [--steps 2000] [--only NAME ...] [--quick] [--out FOLDER] [--into FILE]
 
-Two replicas as processes, model, text (Python's standard library), batches and learning rate alike for all: those of quality.py; AdamW
-inside, where a method is not one with another optimizer. Every method is as it stands, with the defaults of its paper or the house; what
-was chosen by trying is named in docs/family.md. Control variates and FedAvg have plain SGD inside and get its rate, as recipes with SGD do.
+Two replicas as processes, model, text (Python's standard library) and batches alike for all: those of quality.py; AdamW inside, where a
+method is not one with another optimizer. Every method is as it stands, with the defaults of its paper or the house, the learning rate too;
+what was chosen by trying is named in docs/family.md. Control variates and FedAvg have plain SGD inside and get its rate, as recipes with SGD do.
+--only: these recipes alone, the control first: `--only data_parallel streaming_sign --steps 500 --into benchmarks/results/defaults.json`.
 Not here: `just_one_byte` and `flasc`, which tune a model that is trained. Broken off, it goes on where it was with the same --out.
 `make tables` writes docs/family.md and its picture from the result.
 --quick: one seed and 100 steps, kept apart: whether all methods run, nothing about their loss.
@@ -17,15 +18,17 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from provenance import provenance, save
 
+from thinwire.lm.run import LR, Run
 from thinwire.methods import METHODS
 from thinwire.recipes import RECIPES
 from thinwire.recipes.gradients import SGD_RATE
 
-SETTINGS = {"model": "nano", "batch": 16, "sequence": 128, "lr": 6e-3, "checkpoint_every": 0}
+SETTINGS = {"model": "nano", "batch": 16, "sequence": 128, "checkpoint_every": 0}
 FEDERATED = ("fedavg", "scaffold", "scallion", "scafcom")
 
 
@@ -33,6 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--only", nargs="+", choices=RECIPES, metavar="NAME")
     parser.add_argument(
         "--quick", action="store_true", help="one seed and 100 steps; the result goes to OUT/family.json"
     )
@@ -44,20 +48,25 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as thrown_away:
         out = asked.out or Path(thrown_away) / "runs"
         into = asked.into or (out / "family.json" if asked.quick else None)
-        rows = compared(tuple(RECIPES), out / "recipes", seeds, steps, SETTINGS["lr"])
-        rows += compared(FEDERATED, out / "federated", seeds, steps, SETTINGS["lr"] * SGD_RATE)
+        rows = compared(asked.only or tuple(RECIPES), out / "recipes", seeds, steps, {})
+        if not asked.only:
+            rows += compared(FEDERATED, out / "federated", seeds, steps, {"lr": LR * SGD_RATE})
         for row in rows:
             row["composition"] = repr((RECIPES | METHODS)[row["strategy"]]())
             print(shown(row, rows[0]))
-        setting = SETTINGS | {"steps": steps, "replicas": 2, "every method": "its defaults"}
-        setting["lr"] = f"{SETTINGS['lr']}, and {SGD_RATE:g} times that for SGD"
+        given = dict.fromkeys(FEDERATED, LR * SGD_RATE)
+        rates = {
+            name: given.get(name, Run.of(model=SETTINGS["model"], strategy=name).lr)
+            for name in (row["strategy"] for row in rows)
+        }
+        setting = SETTINGS | {"steps": steps, "replicas": 2, "every method": "its defaults", "lr": rates}
         result = about | {"benchmark": "family", "word": "measured", "setting": setting, "rows": rows}
         print(f"written: {save('family', result, into)}")
 
 
-def compared(names: tuple[str, ...], out: Path, seeds: int, steps: int, lr: float) -> list[dict]:
+def compared(names: Sequence[str], out: Path, seeds: int, steps: int, more: dict[str, float]) -> list[dict]:
     """The rows of `thinwire compare` for `names`, which goes on where it was broken off."""
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in (SETTINGS | {"steps": steps, "lr": lr}).items()]
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in (SETTINGS | {"steps": steps} | more).items()]
     command = [sys.executable, "-m", "thinwire", "compare", "--strategies", *names, "--seeds", str(seeds)]
     done = subprocess.run(
         [*command, *options, "--out", str(out), "--json"], stdout=subprocess.PIPE, text=True, check=True

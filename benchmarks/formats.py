@@ -118,10 +118,10 @@ def train(strategy: tw.Strategy, steps: int, of: Run = RUN) -> None:
 
     def replica(group: tw.Group) -> None:
         model = make_model(run.model, run.data.sequence, run.seed, corpus.vocabulary)
-        optimizer = tw.pieces.inner_optimizers.AdamW().make(model, run.optimizer.lr, run.optimizer.weight_decay)
+        optimizer = tw.pieces.inner_optimizers.AdamW().make(model, run.lr, run.optimizer.weight_decay)
         with tw.Replica(strategy, model, optimizer, group) as attached:
             for step in range(steps):
-                optimizer.param_groups[0]["lr"] = learning_rate(run.optimizer, step + 1)
+                optimizer.param_groups[0]["lr"] = learning_rate(run, step + 1)
                 tokens, targets = corpus.batch(
                     run.seed, group.rank, run.placement.replicas, step, run.data.batch, run.data.sequence
                 )
@@ -204,7 +204,7 @@ def main() -> None:
         "parameters": data["gradient"][0][0].numel(),
         "batch": RUN.data.batch,
         "sequence": RUN.data.sequence,
-        "lr": RUN.optimizer.lr,
+        "lr": RUN.lr,
     }
     result = about | {"benchmark": "formats", "word": "measured", "setting": setting, "rows": table}
     print(f"written: {save('formats', result, asked.into)}")

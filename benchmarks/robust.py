@@ -53,7 +53,7 @@ def loss(rule: str, attack: str, steps: int) -> tuple[float, int]:
         job, cpu = TextJob(run, None), torch.device("cpu")
         job.begin(Share(run.seed, group.rank, group.size))
         model = job.make_model()
-        optimizer = run.make_inner().make(model, run.optimizer.lr, run.optimizer.weight_decay)
+        optimizer = run.make_inner().make(model, run.lr, run.optimizer.weight_decay)
 
         def observe(event: str, step: int, **fields: object) -> None:
             if event == "refused" and group.rank == 0:
@@ -62,7 +62,7 @@ def loss(rule: str, attack: str, steps: int) -> tuple[float, int]:
         with tw.Replica(run.make_strategy(), model, optimizer, group, observer=observe):
             for step in range(1, steps + 1):
                 for settings in optimizer.param_groups:
-                    settings["lr"] = learning_rate(run.optimizer, step)
+                    settings["lr"] = learning_rate(run, step)
                 optimizer.zero_grad()
                 job.loss(model, step, cpu).backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), run.optimizer.clip)

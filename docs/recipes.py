@@ -3,7 +3,7 @@
 `make tables` fills these blocks, each up to its `<!-- end -->`:
 
     <!-- wire NAME ... -->       bytes in a period, bits a parameter and step, bytes kept, by the strategy's own prediction
-    <!-- measured NAME ... -->   its row in benchmarks/results/family.json, or that there is none yet
+    <!-- measured NAME ... -->   its row in benchmarks/results/family.json or defaults.json, or that there is none yet
     <!-- recipes -->             every recipe and method, with what its docstring says first
 """
 
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from thinwire import Strategy
+from thinwire.decoupled.method import DECOUPLED, Decoupled
 from thinwire.lm.model import SIZES, Transformer
 from thinwire.methods import METHODS, Averaged, ControlVariates, Flasc, Method
 from thinwire.pieces.partition import Fragment
@@ -32,9 +33,9 @@ from thinwire.recipes import RECIPES
 from thinwire.strategy import Gradients
 
 ROOT = Path(__file__).parents[1]
-FAMILY = "benchmarks/results/family.json"
+FAMILY, DEFAULTS = "benchmarks/results/family.json", "benchmarks/results/defaults.json"
 MODEL, REPLICAS = "tiny", 2  # those of `thinwire train` when nothing is said
-NAMED: Mapping[str, Callable[..., Strategy | Method]] = RECIPES | METHODS
+NAMED: Mapping[str, Callable[..., Strategy | Method]] = RECIPES | METHODS | DECOUPLED
 BLOCK = re.compile(r"(<!-- (wire|measured|recipes)((?: \w+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
 CONTROL = "data_parallel"
 
@@ -115,13 +116,13 @@ def wire(names: list[str]) -> str:
 
 
 def measured(names: list[str], root: Path, up: str) -> str:
-    """Rows of benchmarks/family.py, beside the control; a sentence where there is none."""
-    path = root / FAMILY
-    if not path.exists():
+    """Rows of benchmarks/family.py, beside the control of the same run; a sentence where there is none."""
+    results = [json.loads(path.read_text()) for name in (FAMILY, DEFAULTS) if (path := root / name).exists()]
+    if not results:
         return f"*Not measured yet: there is no `{FAMILY}`.*"
-    result = json.loads(path.read_text())
-    found = {row["strategy"]: row for row in result["rows"]}
-    if not found.keys() & set(names):
+    rows_of = [{row["strategy"]: row for row in result["rows"]} for result in results]
+    result, found = next((one for one in zip(results, rows_of) if one[1].keys() & set(names)), (None, {}))
+    if result is None:
         return f"*Not measured yet: `{FAMILY}` has no row of it.*"
     rows = [["", "evaluation loss", f"against {CONTROL}", "bits per parameter and step", "seeds"]]
     rows.append(["---", "---:", "---:", "---:", "---:"])
@@ -197,6 +198,8 @@ def kept(name: str) -> float:
         return 16 if isinstance(made.rule, Averaged) else 12
     if isinstance(made, Flasc):  # of the hub: s, p and Adam's moments
         return 16
+    if isinstance(made, Decoupled):  # beside the syncer: anchor, outer state, residual and what is in the air
+        return 12 + 4 * len(made.outer.init(torch.zeros(1)))
     if not isinstance(made, Strategy):  # a log, a byte a value
         return 0
     numels = [fragment.numel for fragment in fragments(name)]

@@ -32,7 +32,14 @@ PAGES = (
     *(page.relative_to(ROOT).as_posix() for page in sorted(ROOT.glob("docs/methods/*.md"))),
 )
 HEADLINE = ("Thinwire streaming_diloco", "torchft DiLoCo, streaming (fp32)", "torch DDP (fp32)")
-FIRST = ("data_parallel", "diloco", "streaming_diloco", "sparse_loco", "one_bit_adam")  # of the family, in the README
+FIRST = (
+    "data_parallel",
+    "streaming_sign",
+    "diloco",
+    "streaming_diloco",
+    "sparse_loco",
+    "one_bit_adam",
+)  # of the family, in the README
 BLOCK = re.compile(r"(<!-- table: (\S+)( all)? -->\n).*?(<!-- end -->)", re.DOTALL)
 CATALOGUE = re.compile(r"(<!-- catalogue -->\n).*?(<!-- end -->)", re.DOTALL)
 Result = Mapping[str, Any]

@@ -144,3 +144,15 @@ def other_steps(peer: int, does: str, own: int) -> str:
 def empty_packet(nbytes: int) -> Tensor:
     """Room for a packet with a payload of `nbytes`."""
     return torch.empty(HEADER_NBYTES + nbytes, dtype=torch.uint8)
+
+
+def said(packet: Tensor) -> Header:
+    """What `packet` says of itself, which is not to be trusted: for a receiver to whom several may come, before `open_packet`. Raises
+    `PacketError` if it is too short.
+    """
+    if packet.numel() < HEADER_NBYTES:
+        raise PacketError(f"{packet.numel()} bytes came, which is no packet: a header alone has {HEADER_NBYTES}.")
+    _, _, flags, codec, sender, fragment, round_, step, part, numel, nbytes, _ = _LAYOUT.unpack_from(
+        packet.numpy().data
+    )
+    return Header(codec, sender, fragment, round_, part, numel, nbytes, flags, step)

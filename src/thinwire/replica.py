@@ -19,6 +19,7 @@ from thinwire.observer import Observer
 from thinwire.pieces.partition import Fragment
 from thinwire.runtime.delta_driver import DeltaDriver
 from thinwire.runtime.driver import Driver, Training, anchored
+from thinwire.runtime.gossip_driver import GossipDriver
 from thinwire.runtime.gradient_driver import GradientDriver
 from thinwire.runtime.inner_steps import InnerSteps, as_one, listed
 from thinwire.runtime.loop_warnings import LoopWarnings, silent
@@ -35,6 +36,8 @@ def choose(training: Training, fragments: list[Fragment], group: Group | Members
         raise ConfigurationError(
             "reader= with a fixed group: it follows what members agree on; give a Membership, or read a share by rank."
         )
+    if not training.strategy.exchange.agrees:
+        return GossipDriver(training, fragments, group, site)
     kind = GradientDriver if isinstance(training.strategy.signal, Gradients) else DeltaDriver
     return kind(training, fragments, group, site)
 
@@ -135,6 +138,11 @@ class Replica:
     def stopping(self) -> bool:
         """Whether all replicas stop after this step, because one has requested it."""
         return self._training.stopping
+
+    @property
+    def agreed(self) -> bool:
+        """The outer weights are the same on all replicas: always, but for gossip, where each has its own until `finish`."""
+        return self.strategy.exchange.agrees or self._finished
 
     @property
     def seconds(self) -> float:

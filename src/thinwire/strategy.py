@@ -141,13 +141,8 @@ class Strategy:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        protocols: dict[str, Any] = {
-            "schedule": Schedule | Adaptive,
-            "partition": Partition,
-            "codec": Codec,
-            "policy": Policy,
-        }
-        protocols |= {"exchange": Exchange, "aggregate": Aggregate, "outer": Outer, "merge": Merge}
+        protocols: dict[str, Any] = {"schedule": Schedule | Adaptive, "partition": Partition, "codec": Codec}
+        protocols |= {"policy": Policy, "exchange": Exchange, "aggregate": Aggregate, "outer": Outer, "merge": Merge}
         for name, protocol in protocols.items():
             check_piece(name, getattr(self, name), protocol)
         if not isinstance(self.signal, Deltas | Gradients):
@@ -163,6 +158,7 @@ class Strategy:
                 f"{self.policy} with {self.exchange}: what sites send is not what replica 0 could measure; choose Direct()."
             )
         self._check_privacy()
+        self.exchange.check_beside(self)
         if self.anchors not in ("host", "device"):
             raise ConfigurationError(f"anchors={self.anchors!r}: 'host' or 'device' is needed.")
         self._check_period()

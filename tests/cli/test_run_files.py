@@ -15,6 +15,7 @@ from thinwire.cli import main
 from thinwire.cli.options import MOST_USED
 from thinwire.errors import ConfigurationError
 from thinwire.lm.run import PART_OF, PARTS, Run
+from thinwire.lm.setup import learning_rate
 from thinwire.records.run_record import RunRecord
 
 FLAT = """
@@ -123,6 +124,37 @@ def test_a_flag_that_is_not_known_is_answered_with_the_nearest(capsys: Any) -> N
     with pytest.raises(SystemExit) as ended:
         main(["train", "--evry", "3"])
     assert ended.value.code == 2 and "--every" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "lr", "origin"),
+    [
+        ({"model": "nano"}, 0.02, "the default, 10.24 / 64^1.5, by the model's width"),
+        ({"model": "tiny", "strategy": "data_parallel"}, 0.0109, "the default, 10.24 / 96^1.5, by the model's width"),
+        ({"model": "mini", "optimizer": "AdamW"}, 0.0025, "the default, 10.24 / 256^1.5, by the model's width"),
+        ({"model": "mini", "lr": 0.01}, 0.01, "given; the default is 0.0025"),
+        ({"model": "nano", "lora": 4}, 0.006, "the default"),
+        ({"model": "nano", "optimizer": "SGD(0.9, lr_factor=100)"}, 0.006, "the default"),
+        ({"model": "nano", "strategy": "dgc"}, 0.006, "the default"),
+        ({"model": "nano", "strategy": "fedavg"}, 0.006, "the default"),
+        ({"model": "run/model.safetensors"}, 0.006, "the default"),
+        ({"model": "hf:a/b"}, 0.006, "the default"),
+    ],
+    ids=str,
+)
+def test_the_learning_rate_follows_the_width_of_a_size(given: dict[str, Any], lr: float, origin: str) -> None:
+    run = Run.of(**given)
+    assert (run.lr, run.lr_origin) == (lr, origin)
+    assert Run.of(**given, steps=100, warmup=10).shared()["lr"] == lr
+    assert learning_rate(run.changed(steps=100, warmup=10), 10) == pytest.approx(lr)
+
+
+def test_a_run_keeps_its_learning_rate_in_its_file() -> None:
+    Run.of(model="nano").absolute().save(Path("run.toml"))
+    assert "lr = 0.02\n" in (text := Path("run.toml").read_text())
+    assert "# lr: 0.02 (the default, 10.24 / 64^1.5, by the model's width)\n" in text
+    assert (run := Run.load(Path("run.toml"))).optimizer.lr == 0.02
+    assert run.changed(model="mini").lr_origin == "given; the default is 0.0025"
 
 
 def test_settings_are_taken_and_given_by_name() -> None:

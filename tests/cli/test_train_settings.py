@@ -81,6 +81,7 @@ def test_a_run_file_works_from_anywhere_and_says_what_its_recipe_decided(
     assert "every" not in tomllib.loads(written)  # another strategy may be chosen on top of it
     made_of = summary["made_of"]
     assert (made_of["every"], made_of["delay"], made_of["fragments"]) == (7, 1, 4)
+    assert made_of["lr"] == "0.02 (the default, 10.24 / 64^1.5, by the model's width)"
     assert made_of["codec"].startswith("E2M1(") and made_of["composition"].startswith("Strategy(")
     page = Path("run/report.html").read_text()
     assert "made of.every" in page and "made of.fragments" in page
@@ -166,6 +167,7 @@ def test_a_run_that_waited_says_what_to_ask(make_run: Callable[..., Path], tmp_p
     thin, wide = make_run(tmp_path / "thin", rate=2e5), make_run(tmp_path / "wide", rate=1e9)
     told = of_stalls(RunRecord.load(thin), thin)
     assert re.fullmatch(
-        r"replicas waited for rounds for \d\d% of the time; thinwire doctor \S+/thin/run.toml says .+", told
+        r"replicas waited for rounds for \d\d% of the time \(emulated\); thinwire doctor \S+/thin/run.toml says .+",
+        told,
     )
     assert of_stalls(RunRecord.load(wide), wide) == ""

@@ -70,14 +70,14 @@ class Subject:
         if state is State.FINISHING_IN_DOUBT:
             self.unanswered()
             self.rounds.meet(delta())
-        elif state in (State.SETTLED, State.ENDING, State.KEEPING, State.ENDED):
+        elif state in (State.ENDING, State.KEEPING, State.ENDED):
             self.rounds.meet(delta())
         if state is State.ENDED:
             self.rounds.meet()
         elif state is State.FAILED:
             self.fail()
         # ENDING and KEEPING are left before a command is over: their events begin where it is settled
-        assert self.state is {State.ENDING: State.SETTLED, State.KEEPING: State.SETTLED}.get(state, state)
+        assert self.state is {State.ENDING: State.FINISHING, State.KEEPING: State.FINISHING}.get(state, state)
 
     def unanswered(self) -> None:
         """The lighthouse dies in the midst of the next vote."""
@@ -173,7 +173,7 @@ class Subject:
             Event.JOIN: lambda: self.rounds.join(0), Event.LOAD: lambda: self.rounds.load(GlobalState([torch.ones(4)], [{}])),
             Event.DEPART: self.depart, Event.FINISH: lambda: self.rounds.finish(0.0), Event.MEET: self.rounds.meet,
             Event.CLOSE: self.rounds.close, Event.ALONE: self.alone, Event.RUN_ENDED: self.run_ended, Event.LEVEL: self.level,
-            Event.CAUGHT_UP: self.catch_up, Event.DECIDED: self.decide, Event.LAST: lambda: self.rounds.meet(delta()),
+            Event.CAUGHT_UP: self.catch_up, Event.DECIDED: self.decide,
             Event.UNDECIDED: self.undecided, Event.OVER: self.over, Event.NOBODY_LATE: self.round,
             Event.SOMEBODY_LATE: self.somebody_late, Event.KEPT: self.somebody_late, Event.FAILED: self.fail,
         }[event]()  # fmt: skip

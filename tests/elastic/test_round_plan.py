@@ -123,11 +123,11 @@ def test_the_end() -> None:
         "more": reconcile([one, both], ORDER),
         "over": reconcile([none, none], ORDER),
     }
-    assert {name: (end.fragment, end.last, end.over) for name, end in ends.items()} == {
-        "last": (0, True, False), "more": (0, False, False), "over": (-1, True, True),
+    assert {name: (end.fragment, end.over) for name, end in ends.items()} == {
+        "last": (0, False), "more": (0, False), "over": (-1, True),
     }  # fmt: skip
     training = reconcile([one, status(5)], ORDER)
-    assert not training.last and not training.over
+    assert not training.over
     assert not reconcile([none, status(2, "old", brings={}, finishing=True)], ORDER).over  # it may get something back
 
 

@@ -10,7 +10,7 @@ import dataclasses
 
 import pytest
 import torch
-from pieces import METHODS
+from pieces import GOSSIP, METHODS
 
 import thinwire as tw
 from thinwire.recipes import RECIPES
@@ -134,6 +134,7 @@ REFERENCES = {
 ELSEWHERE = {
     "eager_diloco": "test_traces.py: against the paper's recursion, with a delay",
     "co2": "test_late.py: against the paper's recursion, a period late",
+    **dict.fromkeys(GOSSIP.keys() & RECIPES.keys(), "test_gossip.py: there is no anchor that all agree on"),
     "qsr": "test_schedules.py: its rounds are no fixed number of steps; without scale it is local_sgd",
 }
 
@@ -148,7 +149,7 @@ def unclipped(strategy):
 def plain(name):
     """The recipe with a codec that drops nothing, and without what would tell replicas or fragments apart."""
     strategy = dataclasses.replace(
-        unclipped(METHODS[name]), codec=tw.codecs.Identity(), policy=tw.pieces.policy.Constant()
+        unclipped((METHODS | GOSSIP)[name]), codec=tw.codecs.Identity(), policy=tw.pieces.policy.Constant()
     )
     if name in ("streaming_diloco", "streaming_sign", "finetune"):
         strategy = dataclasses.replace(
@@ -185,7 +186,7 @@ NOT_ONE = {
 @pytest.mark.parametrize("name", RECIPES)
 def test_replicas_with_the_same_data_are_one(name):
     """With the method's own codec: the mean of equal values is that value."""
-    strategy = unclipped(METHODS[name])
+    strategy = unclipped((METHODS | GOSSIP)[name])
     (alone,) = journey(strategy, 1, steps=STEPS)
     for one in journey(strategy, 2, steps=STEPS, data=lambda rank: 0):
         close = torch.allclose(one.final, alone.final, rtol=1e-3, atol=1e-4)
@@ -200,7 +201,8 @@ def test_zeros(name):
         for parameter in replica.model.parameters():
             parameter.grad = None if parameter.grad is None else torch.zeros_like(parameter)
 
-    journeys = journey(METHODS[name], 2, steps=STEPS, before_step=silence, optimizer=_without_decay(METHODS[name]))
+    strategy = (METHODS | GOSSIP)[name]
+    journeys = journey(strategy, 2, steps=STEPS, before_step=silence, optimizer=_without_decay(strategy))
     assert all(same_bits(one.final, weights(toy())) for one in journeys)
 
 

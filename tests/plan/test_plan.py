@@ -37,7 +37,12 @@ def found() -> list[Setting]:
 
 @pytest.mark.parametrize(
     ("link", "wins", "replicas"),
-    [("10000gbit", "data_parallel", 4), ("100mbit,50ms", "streaming_diloco", 4), ("10kbit,1s", "diloco", 1)],
+    [
+        ("10000gbit", "data_parallel", 4),
+        ("1gbit,10ms", "streaming_sign", 4),
+        ("100mbit,50ms", "streaming_diloco", 4),
+        ("10kbit,1s", "diloco", 1),
+    ],
 )
 def test_the_winner_suits_the_link(link: str, wins: str, replicas: int) -> None:
     """Where nothing is slow, data-parallel training; on a thin link streaming; on next to none one replica alone."""
@@ -72,6 +77,15 @@ def test_learning_rate_and_batch_are_the_laws_where_they_hold(found: list[Settin
     small = settings(task(base=Run.of(model="tiny", batch=3, accumulate=2, lr=0.005)))[0]
     assert small.run.optimizer.lr == 0.005 and small.run.data.batch * small.run.data.accumulate == 6
     assert "batch-outside-fit" in [warning.name for warning in small.warnings]
+
+
+def test_steps_in_the_air_cost_signs_loss_and_the_plan_says_what_it_takes_them_for(found: list[Setting]) -> None:
+    signs = [setting for setting in found if setting.method == "streaming_sign" and setting.replicas == 4]
+    losses = {setting.run.method.delay: setting.loss.value for setting in signs}
+    assert list(sorted(losses)) == [1, 2, 3] and losses[1] < losses[2] < losses[3]
+    (diloco,) = (s for s in found if s.label == "streaming_diloco(every=30, delay=1)" and s.replicas == 4)
+    assert losses[1] < diloco.loss.value < losses[3]
+    assert {warning.name for warning in signs[0].loss.warnings} >= {"streaming_sign-unfitted"}
 
 
 def test_a_replica_behind_a_thin_wire_is_left_out() -> None:

@@ -18,13 +18,13 @@ FILES = sorted(path.relative_to(HOUSE).as_posix() for path in HOUSE.rglob("*.py"
 _ORDER = """
 errors version state rng observer data_ledger
 packet kernels comm diagnosis
-codecs membership records
+codecs membership records topology
 metrics
 pieces report
 exchange checkpoint
 strategy catalogue
 recipes runtime
-elastic methods ddp_hook simulate
+elastic methods decoupled ddp_hook simulate
 replica
 testing integrations jobs
 lm plan cli

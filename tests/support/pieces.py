@@ -288,6 +288,17 @@ FILTERS = [
     row(tw.pieces.transforms.Moments(beta2=0.5, freeze=tw.pieces.transforms.Settled(0.5, 2)), "agreed"),
     row(tw.pieces.transforms.Signs(), "agreed"),
 ]
+TOPOLOGIES = [
+    *(row(tw.topology.Complete()), row(tw.topology.Ring()), row(tw.topology.Grid()), row(tw.topology.Torus(2))),
+    *(row(tw.topology.Exponential()), row(tw.topology.OnePeerExponential()), row(tw.topology.RandomPairs())),
+    *(row(tw.topology.RandomRegular(3)), row(tw.topology.ErdosRenyi(0.9))),
+    row(tw.topology.Listed(((0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7)))),
+]
+RULES = [
+    *(row(tw.pieces.gossip.AdaptThenCombine()), row(tw.pieces.gossip.CombineThenAdapt())),
+    *(row(tw.pieces.gossip.NoLoCo()), row(tw.pieces.gossip.NoLoCo(0.3, 0.7, 0.5)), row(tw.pieces.gossip.Choco())),
+    *(row(tw.pieces.gossip.PushSum()), row(tw.pieces.gossip.Tracking())),
+]
 INNERS = [
     row(tw.pieces.inner_optimizers.AdamW()),
     row(tw.pieces.inner_optimizers.SGD(0.9, 10.0)),
@@ -298,7 +309,9 @@ INNERS = [
 def missing(table: list[Row], protocol: type) -> list[Row]:
     """A row for each piece of the catalogue that has none in `table`: as it is made without arguments, with what it claims."""
     there = {type(row.piece) for row in table}
-    made = [piece() for piece in PIECES.values() if protocol in piece.__mro__ and piece not in there]
+    made = [
+        piece() for piece in PIECES.values() if protocol in piece.__mro__ and piece not in there | {tw.exchange.Gossip}
+    ]
     return [row(piece, *getattr(piece, "claims", ()), error=None) for piece in made]
 
 
@@ -315,9 +328,33 @@ for table, protocol in (
     table += missing(table, protocol)
 TABLE = [
     *(*POLICIES, *FEEDBACKS, *CODECS, *SCHEDULES, *PARTITIONS, *OUTERS, *MERGES, *EXCHANGES, *AGGREGATES, *SIGNALS),
-    *(*PRIVACIES, *FILTERS, row(tw.pieces.transforms.Settled()), *INNERS),
+    *(*PRIVACIES, *FILTERS, row(tw.pieces.transforms.Settled()), *INNERS, *TOPOLOGIES, *RULES),
+    row(tw.exchange.Gossip(tw.topology.Ring(), tw.pieces.gossip.AdaptThenCombine())),
 ]
 
+_IRREGULAR = tw.topology.Listed(((0, 1), (1, 2), (2, 3), (3, 0), (0, 2)), one_way=True)
+GOSSIP: dict[str, tw.Strategy] = {
+    # the recipes whose replicas do not agree, and what these leave out; for four replicas
+    "noloco": RECIPES["noloco"](every=4),
+    "d_psgd": RECIPES["d_psgd"](),
+    "choco": RECIPES["choco"](codec=tw.codecs.E3M0(4)),
+    "sgp": RECIPES["sgp"](),
+    "gradient_tracking": RECIPES["gradient_tracking"](),
+    "noloco in the air, 4 bits": RECIPES["noloco"](
+        every=6, delay=2, partition=tw.pieces.partition.Strided(2), codec=tw.codecs.E3M0(8)
+    ),
+    "combined, then adapted, in the air": RECIPES["d_psgd"](
+        every=3,
+        delay=2,
+        topology=tw.topology.Torus(2),
+        rule=tw.pieces.gossip.CombineThenAdapt(),
+        partition=tw.pieces.partition.BySize(2),
+    ),
+    "choco, sparse, in the air": RECIPES["choco"](
+        every=2, delay=1, step=0.2, topology=tw.topology.Exponential(), codec=tw.codecs.TopK(0.2)
+    ),
+    "push-sum, one way, unlike degrees": RECIPES["sgp"](every=2, delay=1, topology=_IRREGULAR),
+}
 METHODS: dict[str, tw.Strategy] = {
     # every recipe under its own name, short enough for a test
     "data_parallel": RECIPES["data_parallel"](),

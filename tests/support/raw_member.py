@@ -14,6 +14,7 @@ from thinwire.comm.secure import Token, frames
 from thinwire.comm.secure.channels import BULK, CONTROL
 from thinwire.comm.secure.enrol import Enrolment
 from thinwire.comm.secure.keys import HUB, Credentials
+from thinwire.packet import VERSION
 
 
 class RawStream:
@@ -55,7 +56,7 @@ class RawMember:
             ("grpc.enable_retries", 0),
         ]
         self.channel = grpc.secure_channel(f"{token.host}:{token.port}", credentials, options)
-        self.group, self.process = group, os.urandom(16)
+        self.group, self.process, self.wire = group, os.urandom(16), VERSION
         self._streams: list[RawStream] = []
 
     def control(self) -> RawStream:
@@ -71,7 +72,7 @@ class RawMember:
     def hello(self, size: int) -> RawStream:
         """A control stream with its first frame."""
         stream = self.control()
-        stream.put(frames.HELLO, 0, frames.packed(frames.HELLO, self.process, self.group, size))
+        stream.put(frames.HELLO, 0, frames.packed(frames.HELLO, self.process, self.group, size, 0, self.wire))
         return stream
 
     def close(self) -> None:

@@ -60,8 +60,29 @@ from thinwire.pieces.feedback import Feedback as Feedback
 from thinwire.exchange.all_reduce import AllReduce as AllReduce
 from thinwire.exchange.direct import Direct as Direct
 from thinwire.exchange.fastest import Fastest as Fastest
+from thinwire.exchange.gossip import Gossip as Gossip
 from thinwire.exchange.hierarchy import Hierarchy as Hierarchy
 from thinwire.exchange.two_shot import TwoShot as TwoShot
+
+# Who talks to whom, where not all talk to all.
+from thinwire.topology.fixed import Complete as Complete
+from thinwire.topology.fixed import Ring as Ring
+from thinwire.topology.fixed import Grid as Grid
+from thinwire.topology.fixed import Torus as Torus
+from thinwire.topology.fixed import Exponential as Exponential
+from thinwire.topology.drawn import OnePeerExponential as OnePeerExponential
+from thinwire.topology.drawn import RandomPairs as RandomPairs
+from thinwire.topology.drawn import RandomRegular as RandomRegular
+from thinwire.topology.drawn import ErdosRenyi as ErdosRenyi
+from thinwire.topology.fixed import Listed as Listed
+
+# What a replica makes of what its neighbours say.
+from thinwire.pieces.gossip import NoLoCo as NoLoCo
+from thinwire.pieces.gossip import AdaptThenCombine as AdaptThenCombine
+from thinwire.pieces.gossip import CombineThenAdapt as CombineThenAdapt
+from thinwire.pieces.gossip import Choco as Choco
+from thinwire.pieces.gossip import PushSum as PushSum
+from thinwire.pieces.gossip import Tracking as Tracking
 
 # What is made of what all have sent.
 from thinwire.pieces.aggregate import Mean as Mean
@@ -84,8 +105,14 @@ from thinwire.pieces.pre_aggregation import ARC as ARC
 
 # How the anchor moves.
 from thinwire.pieces.outer import Average as Average
+from thinwire.pieces.outer import DelayedNesterov as DelayedNesterov
 from thinwire.pieces.outer import HeavyBall as HeavyBall
 from thinwire.pieces.outer import Nesterov as Nesterov
+
+# What a delta counts that comes when it comes.
+from thinwire.pieces.staleness import Alike as Alike
+from thinwire.pieces.staleness import ByTokens as ByTokens
+from thinwire.pieces.staleness import HeLoCo as HeLoCo
 
 # How the anchor reaches a replica.
 from thinwire.pieces.merge import Eager as Eager

@@ -24,6 +24,7 @@ from thinwire.errors import ConfigurationError, DataError, ThinwireError
 from thinwire.lm import launch
 from thinwire.lm.job import check
 from thinwire.lm.run import Run
+from thinwire.plan.delay import follows_link
 from thinwire.records.run_record import RunRecord
 from thinwire.records.units import text_of_bits, text_of_loss, text_of_nbytes, text_of_seconds, text_of_share
 from thinwire.report.terminal import waiting
@@ -57,17 +58,24 @@ def main(arguments: Sequence[str]) -> int:
         )
     console = options.console(asked.json)
     out = asked.out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
-    base, failed = asked.run_settings.absolute(), dict[str, str]()
-    settings = {strategy: base.with_strategy(strategy) for strategy in asked.strategies}
+    base, failed = asked.run_settings, dict[str, str]()
+    settings = {strategy: base.with_strategy(strategy).absolute() for strategy in asked.strategies}
     with waiting(console, "reading the text"):
-        for run in settings.values():  # all, before any trains
-            doctor.ready(run, check(run), run.placement.replicas, console)
+        for strategy, run in settings.items():  # all, before any trains
+            doctor.ready(run, model := check(run), run.placement.replicas, console)
+            if follows_link(run):
+                begun = next(iter(sorted(out.glob(f"{_named(strategy)}-seed-*/run.toml"))), None)
+                if begun:
+                    settings[strategy] = run.changed(delay=Run.load(begun).method.delay)
+                else:
+                    settings[strategy], said = doctor.fitted_to_link(run, model)
+                    console.print(f"{strategy}: delay {said}", soft_wrap=True, highlight=False)
     folders: dict[str, list[Path]] = {strategy: [] for strategy in settings}
     stop = launch.Stop()
     with launch.stopping(stop):
         for seed in range(asked.run_settings.seed, asked.run_settings.seed + asked.seeds):
             for strategy, run in settings.items():
-                folder = out / f"{re.sub(r'[^a-zA-Z0-9_.]+', '-', strategy).strip('-')}-seed-{seed}"
+                folder = out / f"{_named(strategy)}-seed-{seed}"
                 try:
                     with suppress(KeyboardInterrupt):  # the second signal; what there is by then is shown
                         _complete(run.changed(seed=seed), folder, console, stop)
@@ -105,6 +113,11 @@ def _told(
     if asked.json:
         print(json.dumps({"strategies": rows + failures, "not_begun": left, "report": page and str(page)}))
     return rows
+
+
+def _named(strategy: str) -> str:
+    """As folders are named."""
+    return re.sub(r"[^a-zA-Z0-9_.]+", "-", strategy).strip("-")
 
 
 def _record(folder: Path) -> RunRecord | None:

@@ -34,6 +34,7 @@ from thinwire.lm.tokenizer import make_tokenizer, open_corpus
 from thinwire.lm.tokens import Bytes, find
 from thinwire.plan.base import base_nbytes
 from thinwire.plan.compute import timed
+from thinwire.plan.delay import follows_link, with_delay
 from thinwire.plan.machine import BASE_NBYTES
 from thinwire.plan.memory import kept_nbytes, replica_memory
 from thinwire.records.units import text_of_count, text_of_nbytes, text_of_rate, text_of_seconds
@@ -136,6 +137,11 @@ def set_up(file: Path, link: Link | None, step_seconds: float | None) -> Iterato
         step_seconds = measured_step(run, vocabulary)
         yield CheckResult("inner step", "ok", f"{text_of_seconds(step_seconds)} (measured)")
     if step_seconds is not None:
+        if follows_link(run):
+            run, says = with_delay(run, model, step_seconds)
+            strategy = run.make_strategy()
+            fragments = strategy.partition.fragments(model)
+            yield CheckResult("delay of the link", "ok", f"thinwire train takes {says}")
         shapes, wire = [fragment.shapes for fragment in fragments], link or parse_link(run.placement.link)
         yield from enough(strategy, shapes, run.placement.replicas, wire, step_seconds)
         yield timeouts(run.placement, strategy, shapes, wire, step_seconds)
@@ -263,6 +269,11 @@ def measured_step(run: Run, vocabulary: int) -> float:
         torch.set_num_threads(threads)
 
 
+def fitted_to_link(run: Run, model: nn.Module) -> tuple[Run, str]:
+    """`run`, which `follows_link`, with the delay for its link and for an inner step as it takes here; and a line about it."""
+    return with_delay(run, model, measured_step(run, getattr(model, "vocabulary", 0)))
+
+
 def enough(
     strategy: Strategy, fragments: Sequence[int | Shapes], replicas: int, link: Link | None, seconds: float
 ) -> Iterator[CheckResult]:
@@ -276,7 +287,7 @@ def enough(
         yield CheckResult("link", "ok", says, "give --link RATE to compare with yours" if floor else "")
         return
     share = link.bits_per_second / floor
-    advice = f"at most {min(share, 1):.0%} of the time would be training: larger --every, fewer bits (--codec), or a larger --batch"
+    advice = f"at most {min(share, 1):.0%} of the time would be training (predicted): larger --every, fewer bits (--codec), or a larger --batch"
     yield warn_unless(share >= 1, "link", f"{says}; {link} is given", advice)
     flight = link.seconds(membership.largest_round(strategy, fragments, replicas))
     says = f"the largest fragment flies {text_of_seconds(flight)}, {delay} steps last {text_of_seconds(delay * seconds)} (predicted)"

@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     console, stop = options.console(asked.json), launch.Stop()
     folder = asked.out or Path("runs") / asked.name
-    told = admit(asked.token, asked.name, asked.keys)
+    told = admit(asked.token, asked.name, asked.keys).run
     console.print(f"the hub has admitted {asked.name}", highlight=False)
     run = _run(asked, told).absolute().changed(carrier="secure")
     with waiting(console, "looking at data and model"):

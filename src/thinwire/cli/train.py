@@ -25,6 +25,7 @@ from thinwire.lm.supervisor import Seat, check_seat, train_elastic
 from thinwire.lm.watch import watching
 from thinwire.metrics.follow import following
 from thinwire.metrics.sinks import named
+from thinwire.plan.delay import follows_link
 from thinwire.records.run_record import RunRecord, explained, text_of_privacy
 from thinwire.report.progress import Progress, final_table
 from thinwire.report.terminal import waiting
@@ -99,6 +100,49 @@ def main(arguments: Sequence[str]) -> int:
     else:
         asked = options.read(Options, "train", arguments, DESCRIPTION).elastically()
     run, console = asked.run_settings.absolute(), options.console(asked.json)
+    _check(asked, run, place)
+    folder = asked.out or Path("runs") / f"{_label(run)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if demo:
+        console.print(
+            f"The demo: {run.placement.replicas} processes train one model over an emulated link of {run.placement.link}, the same as"
+        )
+        console.print(f"  thinwire train --link {run.placement.link}", soft_wrap=True, highlight=False)
+    sharded = place is not None and place[1] > run.placement.replicas
+    here = 0 if sharded else 1 if place or asked.seat else run.placement.replicas
+    delay = ""
+    with waiting(console, "looking at data and model"):
+        model = check(run, asked.out if asked.resume else None)
+        doctor.ready(run, model, here, Console(quiet=True) if place and place[0] else console)
+        if follows_link(run) and not (
+            asked.resume or asked.seat or place
+        ):  # one process decides, in the file that all replicas read
+            run, delay = doctor.fitted_to_link(run, model)
+    if place is not None:
+        return _as_rank(*place, run, asked, folder, console)
+    if asked.resume and not asked.from_start and not asked.seat and other_number(run, folder):
+        console.print(resize(run, folder, model), soft_wrap=True, highlight=False)
+    del model
+    launch.new_folder(run, folder, asked.resume, asked.name or "*")
+    console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
+    if delay:
+        console.print(f"delay: {delay}", soft_wrap=True, highlight=False)
+    console.print(f"learning rate: {run.lr:g} ({run.lr_origin})", soft_wrap=True, highlight=False)
+    if asked.from_start:
+        launch.set_aside(folder, asked.name or "*")
+    resume, stop = asked.resume and not asked.from_start, launch.Stop()
+    with launch.stopping(stop):
+        if resume and complete(run, folder):
+            console.print(
+                f"finished already: all {run.optimizer.steps} steps; to train longer give more --steps", highlight=False
+            )
+        else:
+            with _told(asked, run, folder, console):
+                train(run, folder, resume, console, stop, asked.seat)
+        return finish(folder, console, asked.json, stop, _seated(asked.seat))
+
+
+def _check(asked: Options, run: Run, place: tuple[int, int] | None) -> None:
+    """Raise `ConfigurationError` where options do not go together."""
     if run.placement.carrier == "elastic":
         if place is not None:
             raise ConfigurationError(
@@ -116,36 +160,6 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigurationError(
             "--from-start without --resume: a new run begins at the first step anyway; leave it out."
         )
-    folder = asked.out or Path("runs") / f"{_label(run)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if demo:
-        console.print(
-            f"The demo: {run.placement.replicas} processes train one model over an emulated link of {run.placement.link}, the same as"
-        )
-        console.print(f"  thinwire train --link {run.placement.link}", soft_wrap=True, highlight=False)
-    sharded = place is not None and place[1] > run.placement.replicas
-    here = 0 if sharded else 1 if place or asked.seat else run.placement.replicas
-    with waiting(console, "looking at data and model"):
-        model = check(run, asked.out if asked.resume else None)
-        doctor.ready(run, model, here, Console(quiet=True) if place and place[0] else console)
-    if place is not None:
-        return _as_rank(*place, run, asked, folder, console)
-    if asked.resume and not asked.from_start and not asked.seat and other_number(run, folder):
-        console.print(resize(run, folder, model), soft_wrap=True, highlight=False)
-    del model
-    launch.new_folder(run, folder, asked.resume, asked.name or "*")
-    console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
-    if asked.from_start:
-        launch.set_aside(folder, asked.name or "*")
-    resume, stop = asked.resume and not asked.from_start, launch.Stop()
-    with launch.stopping(stop):
-        if resume and complete(run, folder):
-            console.print(
-                f"finished already: all {run.optimizer.steps} steps; to train longer give more --steps", highlight=False
-            )
-        else:
-            with _told(asked, run, folder, console):
-                train(run, folder, resume, console, stop, asked.seat)
-        return finish(folder, console, asked.json, stop, _seated(asked.seat))
 
 
 def other_number(run: Run, folder: Path) -> bool:
@@ -256,7 +270,7 @@ def of_stalls(record: RunRecord, folder: Path) -> str:
     if not share > 0.1:
         return ""
     advice = f"thinwire doctor {folder / 'run.toml'} says which --delay would not wait"
-    return f"replicas waited for rounds for {share:.0%} of the time; {advice}"
+    return f"replicas waited for rounds for {share:.0%} of the time ({record.summary.provenance}); {advice}"
 
 
 def summary_of(record: RunRecord) -> dict[str, Any]:

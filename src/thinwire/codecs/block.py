@@ -83,7 +83,16 @@ class Blocks(Codec, ABC):
 
 
 @dataclass(frozen=True)
-class E3M0(Blocks):
+class Floats(Blocks):
+    """Small floats, whose `grid` is the class's own."""
+
+    block: int = 128
+    scale: Scale = "exponent"
+    rounding: Rounding = "nearest"
+
+
+@dataclass(frozen=True)
+class E3M0(Floats):
     """4-bit floats: a sign, three bits of exponent, no mantissa, and a scale per block: ±{0, ¼, ½, 1, 2, 4, 8, 16}.
 
     The error is about 3.8 % of the energy whatever the distribution, because the grid is logarithmic.
@@ -101,15 +110,11 @@ class E3M0(Blocks):
     520
     """
 
-    block: int = 128
-    scale: Scale = "exponent"
-    rounding: Rounding = "nearest"
-
     grid = Grid(bits=4, mantissa=0, normal=0.25, top=7)
 
 
 @dataclass(frozen=True)
-class E2M1(Blocks):
+class E2M1(Floats):
     """4-bit floats with one bit of mantissa, and a scale per block: ±{0, ½, 1, 1½, 2, 3, 4, 6}.
 
     Source: OCP Microscaling Formats (MX) 1.0, FP4. Less than half of E3M0's error on light tails with fine blocks
@@ -124,15 +129,11 @@ class E2M1(Blocks):
     576
     """
 
-    block: int = 128
-    scale: Scale = "exponent"
-    rounding: Rounding = "nearest"
-
     grid = Grid(bits=4, mantissa=1, normal=1.0, top=7)
 
 
 @dataclass(frozen=True)
-class E4M3(Blocks):
+class E4M3(Floats):
     """8-bit floats with three bits of mantissa, up to 448, and a scale per block. A code is a `torch.float8_e4m3fn`.
 
     Source: OCP 8-bit floating point 1.0 (E4M3, saturating; the two NaN are never made). A scale there must be: the
@@ -147,15 +148,11 @@ class E4M3(Blocks):
     1032
     """
 
-    block: int = 128
-    scale: Scale = "exponent"
-    rounding: Rounding = "nearest"
-
     grid = Grid(bits=8, mantissa=3, normal=2.0**-6, top=126)
 
 
 @dataclass(frozen=True)
-class E5M2(Blocks):
+class E5M2(Floats):
     """8-bit floats with two bits of mantissa, up to 57344, and a scale per block. A code is a `torch.float8_e5m2`.
 
     Source: OCP 8-bit floating point 1.0 (E5M2, saturating; infinities and NaN are never made). Half the precision of
@@ -169,10 +166,6 @@ class E5M2(Blocks):
     >>> E5M2(block=4096).nbytes(4096)
     4097
     """
-
-    block: int = 128
-    scale: Scale = "exponent"
-    rounding: Rounding = "nearest"
 
     grid = Grid(bits=8, mantissa=2, normal=2.0**-14, top=123)
 

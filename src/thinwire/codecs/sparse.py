@@ -6,6 +6,7 @@ Payload: the values' own payload, then the indices (none where both sides can dr
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -44,8 +45,50 @@ _FACTORS = (
 )  # of a density: fine near 1, or little can be exchanged for little
 
 
+class LargestOfChunks(Codec, ABC):
+    """What `TopK` and `ChunkedTopK` share: the largest values of each chunk in the codec `values`, then their places in the chunk."""
+
+    values: Codec
+
+    any_device: ClassVar[bool] = True
+    sparse: ClassVar[bool] = True
+
+    @abstractmethod
+    def _places(self, numel: int) -> Places: ...
+
+    @property
+    def claims(self) -> frozenset[str]:
+        return (self.values.claims & {"odd", "contractive"}) | {"refuses"} | chance([self.values], fair=False)
+
+    def nbytes(self, numel: int) -> int:
+        places = self._places(numel)
+        return self.values.nbytes(places.kept) + places.nbytes
+
+    def layout(self, numel: int) -> tuple[Part, ...]:
+        places = self._places(numel)
+        return (*self.values.layout(places.kept), places)
+
+    def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
+        places = self._places(x.numel())
+        within = _largest(self, x, payload, places)
+        begin = self.values.nbytes(len(within))
+        self.values.encode(x[_index(within, places)], payload[:begin], key)
+        payload[begin:] = pack(within, places.width)
+
+    def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
+        check_fit(self, out, payload)
+        places = self._places(out.numel())
+        begin = self.values.nbytes(places.kept)
+        within = unpack(payload[begin:], places.kept, places.width)
+        if places.chunk < places.numel:
+            _check_ascending(within[within >= places.chunk], places.chunk)  # none, unless the chunk is no power of two
+        index = _index(within, places)
+        _check_ascending(index, out.numel())
+        out.index_add_(0, index, _decoded(self.values, payload[:begin], places.kept, key, weight))
+
+
 @dataclass(frozen=True)
-class TopK(Codec):
+class TopK(LargestOfChunks):
     """Send exactly the k = ⌈density·n⌉ largest values by magnitude of the whole tensor; of equal ones the first. Found by a
     threshold from a sample where there are many.
 
@@ -66,38 +109,8 @@ class TopK(Codec):
     density: float = 0.01
     values: Codec = Cast("bf16")
 
-    any_device: ClassVar[bool] = True
-    sparse: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         _check(self, self.density, self.values)
-
-    @property
-    def claims(self) -> frozenset[str]:
-        return (self.values.claims & {"odd", "contractive"}) | {"refuses"} | chance([self.values], fair=False)
-
-    def nbytes(self, numel: int) -> int:
-        places = self._places(numel)
-        return self.values.nbytes(places.kept) + places.nbytes
-
-    def layout(self, numel: int) -> tuple[Part, ...]:
-        places = self._places(numel)
-        return (*self.values.layout(places.kept), places)
-
-    def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
-        places = self._places(x.numel())
-        index = _largest(self, x, payload, places)
-        begin = self.values.nbytes(len(index))
-        self.values.encode(x[index], payload[:begin], key)
-        payload[begin:] = pack(index, places.width)
-
-    def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
-        check_fit(self, out, payload)
-        places = self._places(out.numel())
-        begin = self.values.nbytes(places.kept)
-        index = unpack(payload[begin:], places.kept, places.width)
-        _check_ascending(index, out.numel())
-        out.index_add_(0, index, _decoded(self.values, payload[:begin], places.kept, key, weight))
 
     def _places(self, numel: int) -> Places:
         return Places(numel, max(1, numel), math.ceil(self.density * numel))
@@ -110,7 +123,7 @@ class TopK(Codec):
 
 
 @dataclass(frozen=True)
-class ChunkedTopK(Codec):
+class ChunkedTopK(LargestOfChunks):
     """Send the `count` largest values by magnitude of each `chunk` neighbours, so that an index needs few bits.
 
     Source: SparseLoCo (Sarfi et al., 2025) and DeMo (arXiv 2411.19870), which cut matrices into squares of 64 × 64;
@@ -136,44 +149,12 @@ class ChunkedTopK(Codec):
     count: int = 64
     values: Codec = Cast("bf16")
 
-    any_device: ClassVar[bool] = True
-    sparse: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         if not 0 < self.count <= self.chunk:
             raise ConfigurationError(
                 f"ChunkedTopK(chunk={self.chunk}, count={self.count}): 0 < count <= chunk is needed; 64 of 4096 are SparseLoCo's."
             )
         _check(self, 1.0, self.values)
-
-    @property
-    def claims(self) -> frozenset[str]:
-        return (self.values.claims & {"odd", "contractive"}) | {"refuses"} | chance([self.values], fair=False)
-
-    def nbytes(self, numel: int) -> int:
-        places = self._places(numel)
-        return self.values.nbytes(places.kept) + places.nbytes
-
-    def layout(self, numel: int) -> tuple[Part, ...]:
-        places = self._places(numel)
-        return (*self.values.layout(places.kept), places)
-
-    def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
-        places = self._places(x.numel())
-        within = _largest(self, x, payload, places)
-        begin = self.values.nbytes(len(within))
-        self.values.encode(x[within + self._starts(x)], payload[:begin], key)
-        payload[begin:] = pack(within, places.width)
-
-    def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
-        check_fit(self, out, payload)
-        places = self._places(out.numel())
-        begin = self.values.nbytes(places.kept)
-        within = unpack(payload[begin:], places.kept, places.width)
-        _check_ascending(within[within >= self.chunk], self.chunk)  # none, unless the chunk is no power of two
-        index = within + self._starts(out)
-        _check_ascending(index, out.numel())
-        out.index_add_(0, index, _decoded(self.values, payload[:begin], places.kept, key, weight))
 
     def denser(self, density: float) -> ChunkedTopK:
         return replace(self, count=max(math.ceil(density * self.chunk), self.count))
@@ -184,11 +165,6 @@ class ChunkedTopK(Codec):
 
     def _places(self, numel: int) -> Places:
         return Places(numel, self.chunk, self.count)
-
-    def _starts(self, x: Tensor) -> Tensor:
-        """For each value of `x` that travels, where its chunk begins."""
-        kept = self._places(x.numel()).kept
-        return torch.arange(kept, device=x.device).div(self.count, rounding_mode="floor").mul_(self.chunk)
 
 
 @dataclass(frozen=True)
@@ -281,6 +257,14 @@ def _largest(codec: Codec, x: Tensor, payload: Tensor, places: Places) -> Tensor
     if not kernels_for(codec, x, payload).select_largest(x, places.chunk, places.count, index):
         raise not_finite(x)
     return index
+
+
+def _index(within: Tensor, places: Places) -> Tensor:
+    """The indices of the values that travel, of their places in their chunks."""
+    if places.chunk >= places.numel:
+        return within
+    chunks = torch.arange(places.kept, device=within.device).div(places.count, rounding_mode="floor")
+    return within + chunks.mul_(places.chunk)
 
 
 def _check_ascending(index: Tensor, numel: int) -> None:

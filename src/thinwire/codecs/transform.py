@@ -24,15 +24,38 @@ _CHUNK = 1 << 17  # elements worked on at a time, so that intermediates stay in 
 Run = tuple[int, int, int]  # this many rectangles of rows × columns neighbours
 
 
-class Turned(Codec, ABC):
-    """What DCT and Hadamard share: x is cut into runs, each is turned by itself in fp64, and `codec` sees the result.
-
-    A last, shorter run is cut further and turned in its own length, so nothing is padded.
-    """
+class Rearranged(Codec, ABC):
+    """What all here share: `codec` sees the values in another basis or order, on as many bytes."""
 
     codec: Codec
 
     biased: ClassVar[bool] = False
+
+    @abstractmethod
+    def back(self, values: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
+        """Add to `out` what `values` of the codec inside are in x's own basis or order, `weight` times."""
+
+    def nbytes(self, numel: int) -> int:
+        return self.codec.nbytes(numel)
+
+    def layout(self, numel: int) -> tuple[Part, ...]:
+        return self.codec.layout(numel)
+
+    @property
+    def joint(self) -> bool:
+        return self.codec.joint
+
+    def decode_joint(self, packets: Sequence[Said], numel: int) -> Tensor:
+        out = torch.zeros(numel)
+        self.back(self.codec.decode_joint(packets, numel), out, packets[0][1])
+        return out
+
+
+class Turned(Rearranged):
+    """What DCT and Hadamard share: x is cut into runs, each is turned by itself in fp64, and `codec` sees the result.
+
+    A last, shorter run is cut further and turned in its own length, so nothing is padded.
+    """
 
     @property
     def claims(self) -> frozenset[str]:
@@ -55,12 +78,6 @@ class Turned(Codec, ABC):
     def grain(self) -> int | None:
         return self.codec.grain and math.lcm(self.codec.grain, self.size)
 
-    def nbytes(self, numel: int) -> int:
-        return self.codec.nbytes(numel)
-
-    def layout(self, numel: int) -> tuple[Part, ...]:
-        return self.codec.layout(numel)
-
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
         check_fit(self, x, payload)
         check_finite(x)
@@ -76,18 +93,8 @@ class Turned(Codec, ABC):
         self.back(turned, out, key, weight)
 
     def back(self, values: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
-        """Add to `out` what `values` of the codec inside are in x's own basis, `weight` times."""
         for into, part in zip(self._parts(out), self._parts(values)):
             into.add_(saturated(self.turn(part.double(), True, key)).mul_(weight))
-
-    @property
-    def joint(self) -> bool:
-        return self.codec.joint
-
-    def decode_joint(self, packets: Sequence[Said], numel: int) -> Tensor:
-        out = torch.zeros(numel)
-        self.back(self.codec.decode_joint(packets, numel), out, packets[0][1])
-        return out
 
     def _parts(self, x: Tensor) -> Iterator[Tensor]:
         begin = 0
@@ -220,7 +227,7 @@ class Hadamard(Turned):
 
 
 @dataclass(frozen=True)
-class Squares(Codec):
+class Squares(Rearranged):
     """Cut matrices into squares of side × side, each a run of side² in `codec`; the rest comes last.
 
     Lets chunks be what they are in SparseLoCo (Sarfi et al., 2025: `Squares(ChunkedTopK(4096, 64, Codebook()))`) and DeMo:
@@ -248,7 +255,6 @@ class Squares(Codec):
     shapes: Shapes = ()
 
     needs_shapes: ClassVar[bool] = True
-    biased: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_inner(self, "codec", self.codec, joint=True)
@@ -263,12 +269,6 @@ class Squares(Codec):
     def fitted(self, shapes: Shapes) -> Squares:
         return replace(self, shapes=shapes)
 
-    def nbytes(self, numel: int) -> int:
-        return self.codec.nbytes(numel)
-
-    def layout(self, numel: int) -> tuple[Part, ...]:
-        return self.codec.layout(numel)
-
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
         check_fit(self, x, payload)
         self.codec.encode(torch.cat([part.reshape(-1) for part in self._parts(x)]), payload, key)
@@ -279,21 +279,11 @@ class Squares(Codec):
         self.codec.decode_add(payload, values, key, weight)
         self.back(values, out, key)
 
-    def back(self, values: Tensor, out: Tensor, key: Key) -> None:
-        """Add to `out` what `values` of the codec inside are in x's own order."""
+    def back(self, values: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
         begin = 0
         for part in self._parts(out):
-            part.add_(values[begin : begin + part.numel()].view(part.shape))
+            part.add_(values[begin : begin + part.numel()].view(part.shape), alpha=weight)
             begin += part.numel()
-
-    @property
-    def joint(self) -> bool:
-        return self.codec.joint
-
-    def decode_joint(self, packets: Sequence[Said], numel: int) -> Tensor:
-        out = torch.zeros(numel)
-        self.back(self.codec.decode_joint(packets, numel), out, packets[0][1])
-        return out
 
     def _parts(self, x: Tensor) -> list[Tensor]:
         """Views of `x` in the order in which `codec` sees their elements."""

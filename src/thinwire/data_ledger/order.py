@@ -31,22 +31,22 @@ class Permutation:
         place = index.astype(np.uint64)
         moving = np.ones(len(place), bool)
         while moving.any():
-            place[moving] = self._turn(place[moving])
+            place[moving] = self._permuted(place[moving])
             moving = place >= self.size
         return place.astype(np.int64)
 
-    def _turn(self, place: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    def _permuted(self, place: NDArray[np.uint64]) -> NDArray[np.uint64]:
         rows = math.isqrt(max(self.size - 1, 0)) + 1
         a, b = np.uint64(rows), np.uint64(-(-self.size // rows))
         left, right = place // b, place % b
-        for turn in range(4):
-            left = (left + self._noise(right, 2 * turn) % a) % a
-            right = (right + self._noise(left, 2 * turn + 1) % b) % b
+        for i in range(4):
+            left = (left + self._noise(right, 2 * i) % a) % a
+            right = (right + self._noise(left, 2 * i + 1) % b) % b
         return left * b + right
 
-    def _noise(self, x: NDArray[np.uint64], turn: int) -> NDArray[np.uint64]:
-        """SplitMix64's finisher (Steele et al. 2014) of x and the turn's key, modulo 2^64 as uint64 arrays are."""
-        x = x + np.uint64(derive(self.seed, "turn", turn))
+    def _noise(self, x: NDArray[np.uint64], step: int) -> NDArray[np.uint64]:
+        """SplitMix64's finisher (Steele et al. 2014) of x and the key of a step, modulo 2^64 as uint64 arrays are."""
+        x = x + np.uint64(derive(self.seed, "turn", step))
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return x ^ (x >> np.uint64(31))
@@ -73,10 +73,10 @@ class Order:
         found = np.empty_like(place)
         begins = np.array([part_of(self.samples, self.lanes, m)[0] for m in range(self.lanes + 1)])
         lane = np.searchsorted(begins, place, side="right") - 1
-        for turn, m in {(int(e), int(m)) for e, m in zip(epoch, lane)}:
-            here = (epoch == turn) & (lane == m)
+        for e, m in {(int(e), int(m)) for e, m in zip(epoch, lane)}:
+            here = (epoch == e) & (lane == m)
             begin, end = part_of(self.samples, self.lanes, m)
-            order = Permutation(end - begin, derive(self.seed, "order", m, turn))
+            order = Permutation(end - begin, derive(self.seed, "order", m, e))
             found[here] = order(place[here] - begin) * self.lanes + m
         return found
 

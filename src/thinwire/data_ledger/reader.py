@@ -22,7 +22,7 @@ _BLOCK = 256  # samples that are looked up at once
 class Reader(Protocol):
     """What a job asks for its samples."""
 
-    turn: int  # another one: what was drawn and not trained is void, and is to be drawn again
+    generation: int  # counts up whenever what was drawn and not trained is void, and is to be drawn again
     count: int  # of samples that are trained
 
     @property
@@ -81,7 +81,7 @@ class LeasedReader:
 
     def __init__(self, seed: int, replicas: int, step: int, samples: int | None = None) -> None:
         self.seed, self.replicas, self.step, self.samples = seed, replicas, step, samples
-        self.name, self.turn, self.count, self._drawn = "", 0, 0, 0
+        self.name, self.generation, self.count, self._drawn = "", 0, 0, 0
         self.holds: list[tuple[Range, ...]] = []
         self._along: Along | None = None
         self._fresh: list[Range] = []  # positions, for the record
@@ -175,7 +175,7 @@ class LeasedReader:
         alike = lease.reads_alike(self.read_count, self._drawn)
         self._along, self.count = Along(ledger, lease), max(self.count, lease.high)
         if not alike or self._drawn < self.count:  # what was drawn ahead is another's, or has landed before a restart
-            self.turn += 1
+            self.generation += 1
             self._drawn = self.count
 
     def begin_again(self, ledger: DataLedger | None) -> None:
@@ -183,7 +183,7 @@ class LeasedReader:
         self.holds = [()] * len(self.holds)
         lease = ledger.lease(self.name) if ledger else None
         self._along = None
-        self.turn += 1
+        self.generation += 1
         if ledger is not None and lease is not None:
             self._begin(ledger, lease)
 
@@ -234,7 +234,7 @@ class LeasedReader:
             return False
         self._begin(newer, lease)
         self.count = self._drawn = max(count, lease.high)
-        self.holds, self.turn = holds, self.turn + 1
+        self.holds, self.generation = holds, self.generation + 1
         return True
 
 
@@ -243,7 +243,7 @@ class FixedReader:
 
     def __init__(self, seed: int, names: Sequence[str], name: str) -> None:
         self._seed, self._names, self._name = seed, names, name
-        self.turn, self.count, self.offset, self._drawn = 0, 0, 0, 0
+        self.generation, self.count, self.offset, self._drawn = 0, 0, 0, 0
         self.ledger: DataLedger | None = None
         self._along: Along | None = None
 

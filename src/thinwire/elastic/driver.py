@@ -38,7 +38,7 @@ from thinwire.errors import CheckpointError, ConfigurationError, EndedError, Lin
 from thinwire.membership.rendezvous import Membership
 from thinwire.pieces.partition import Fragment
 from thinwire.pieces.schedule import Schedule
-from thinwire.runtime.driver import Training
+from thinwire.runtime.driver import Driver, Training
 from thinwire.runtime.fragment_state import hold
 from thinwire.runtime.handshake import check_start, digest, introduction
 from thinwire.runtime.recovery import start_again
@@ -48,7 +48,7 @@ VIEWS_ALONE = 5  # views in a row that nobody else comes to, at the end of a run
 _MOST_TOKENS = 1e12  # in a step: more is no number of tokens
 
 
-class ElasticDriver:
+class ElasticDriver(Driver):
     """The main thread's side; see `Driver`. Whether a delta counts 1 or the tokens behind it is settled here, on all replicas alike, by
     whether `training` has tokens. `join` is to be called before the first inner step.
     """
@@ -57,12 +57,8 @@ class ElasticDriver:
         strategy = training.strategy
         self._schedule = check(strategy)
         self.by_tokens = counts_tokens(training)
-        self.training, self.strategy, self.pieces, self._observe = (
-            training,
-            strategy,
-            training.fragments,
-            training.observe,
-        )
+        self.training, self.strategy, self.pieces = training, strategy, training.fragments
+        self._observe = training.observe
         self._waiting: dict[int, tuple[Ready, float]] = {}  # by fragment; and what was trained when it departed
         self._trained = 0.0  # by this replica: tokens, or steps
         self._travelled = [0.0] * len(self.pieces)  # of that, what the anchors have, by fragment
@@ -127,9 +123,6 @@ class ElasticDriver:
             self._at = replace(self._at, ledger=ledger)
             self._reader.adopt(ledger)
 
-    def before_inner_step(self, closure: bool = False) -> None:
-        """Nothing: what counts is the parameters after the step."""
-
     def after_inner_step(self) -> None:
         """Depart what is due, and pick up what has come."""
         step, tokens = self.training.step, self.training.tokens
@@ -140,7 +133,7 @@ class ElasticDriver:
             )
         self._trained += tokens_of_step(tokens) if self.by_tokens else 1
         self._own_steps += 1
-        self.rounds.trained(step, *((self._reader.turn, self._reader.read_count) if self._reader else ()))
+        self.rounds.trained(step, *((self._reader.generation, self._reader.read_count) if self._reader else ()))
         due = self._schedule.departs(step, len(self.pieces))
         late = [index for index in due if index in self._waiting]
         for index in late:
@@ -192,12 +185,6 @@ class ElasticDriver:
                 self.rounds.meet(*(self._bring(index, step) for index in left if index not in self._waiting))
         self._pick_up(late)
         return self.rounds.report.state is not State.KEEPING
-
-    def anchors(self) -> list[Tensor]:
-        return [piece.anchor.clone() for piece in self.pieces]
-
-    def load_anchors(self) -> None:
-        self.training.load_anchors()
 
     def request_stop(self) -> None:
         """This replica stops now, and at the end of a run waits for nobody; the others go on without it. From any thread."""
@@ -260,8 +247,8 @@ class ElasticDriver:
         behind = self._trained - self._travelled[index]
         weight = behind if self.by_tokens else min(1.0, behind)
         delta = piece.delta(torch.empty_like(piece.anchor))
-        claim, turn = (self._reader.claim(index), self._reader.turn) if self._reader else (None, 0)
-        ready = Ready(index, delta, weight, step, piece.feedback, claim, turn)
+        claim, generation = (self._reader.claim(index), self._reader.generation) if self._reader else (None, 0)
+        ready = Ready(index, delta, weight, step, piece.feedback, claim, generation)
         self._waiting[index] = ready, self._trained
         self._owed.discard(index)
         self._observe("depart", step, fragment=index, round=piece.rounds, nbytes=0, seconds_spent=0.0)

@@ -41,18 +41,19 @@ def level(
     return ""
 
 
-def note_end(membership: Membership, agreed: GlobalState, keeps: bool, met: set[str], there: Iterable[str]) -> set[str]:
-    """Note the end, and return who is missing `there` of those whom this replica `met`, or whose deltas were counted: nobody, if it
-    is not this one that `keeps` the final state for them.
+def note_end(
+    membership: Membership, agreed: GlobalState, keeps: bool, met: set[str], there: Iterable[str], known: bool
+) -> set[str]:
+    """Note with which state the run has ended, for a member that has not heard how the vote on it went. If those who come
+    late are to be told (`known`): return who is missing `there` of those whom this replica `met`, or whose deltas were counted;
+    nobody, if it is not this one that `keeps` the final state for them.
     """
+    if not known:
+        _note(membership, (agreed.run, agreed.state_digest))
+        return set()
     late = met.union(*(who for _, who, _ in agreed.counted.values())).difference(there) if keeps else set()
-    _note(
-        membership,
-        (),
-        (agreed.run,),
-        (agreed.run, agreed.state_digest),
-        *([(agreed.run, CLOSED)] if keeps and not late else []),
-    )
+    closed = [(agreed.run, CLOSED)] if keeps and not late else []
+    _note(membership, (), (agreed.run,), (agreed.run, agreed.state_digest), *closed)
     return late
 
 
@@ -62,11 +63,17 @@ def _note(membership: Membership, *ends: tuple[str, ...]) -> None:
             membership.note_end(*what)
 
 
+def end_is_noted(membership: Membership, agreed: GlobalState) -> bool:
+    """Whether it is noted that the run has ended with the state that this replica holds; False without a lighthouse."""
+    with suppress(LinkError):
+        return membership.ended(agreed.run, agreed.state_digest)
+    return False
+
+
 def check_final(membership: Membership, agreed: GlobalState, error: EndedError) -> None:
     """Raise `error`, in more words, unless this replica holds the final state all the same."""
-    with suppress(LinkError):
-        if membership.ended(agreed.run, agreed.state_digest):
-            return
+    if end_is_noted(membership, agreed):
+        return
     _, who, _ = agreed.counted[max(agreed.counted)] if agreed.counted else (0, (), "")
     others = ", ".join(name for name in who if name != membership.name) or "the others"
     raise EndedError(f"{error} Take the final weights from where {others} ended.") from error

@@ -24,7 +24,7 @@ from thinwire.state import State as Tensors
 @dataclass(frozen=True)
 class Ready:
     """A delta that waits for its round. `step` is the inner step that it departed after; `claim` names the samples behind it, read
-    in the `turn` of its reader (data_ledger).
+    in the `generation` of its reader (data_ledger).
     """
 
     fragment: int
@@ -33,7 +33,7 @@ class Ready:
     step: int
     feedback: Tensors
     claim: Claim | None = None
-    turn: int = 0
+    generation: int = 0
 
 
 NOTHING = Ready(-1, torch.empty(0), 0.0, 0, {})  # to take part without a delta
@@ -162,7 +162,7 @@ class Mailbox:
     """What lies between the two threads, beside the queue of commands.
 
     steps      the newest inner step, from the main thread
-    reads      the newest turn of its reader, and how far it has read
+    reads      the newest generation of its reader, and how far it has read
     closing    set by the main thread: no command but `Close` is carried out any more
     outcomes   from the loop, in order
     """

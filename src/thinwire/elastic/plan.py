@@ -146,8 +146,8 @@ class RoundPlan:
     weights   what each counts in this round
     whole     what all who train would count together: the round divides by it
     finished  all have trained all their steps: what is left of a period is averaged (`Outer.last`)
-    last      all have finished, and nobody has anything left but of this fragment
-    over      nor of this one; or somebody sound knows that the run has ended
+    over      all have finished, and nobody has anything left: they vote on it; or it has `ended`
+    ended     somebody sound knows that the run has ended
     """
 
     round: int
@@ -158,8 +158,8 @@ class RoundPlan:
     weights: tuple[float, ...]
     whole: float
     finished: bool
-    last: bool
     over: bool
+    ended: bool
 
     @property
     def counted(self) -> tuple[int, ...]:
@@ -216,8 +216,8 @@ def reconcile(statuses: Sequence[MemberStatus], order: Sequence[int]) -> RoundPl
         weights=weights,
         whole=sum(weights) * len(trained) / max(1, counted),
         finished=finished,
-        last=finished and ready <= {fragment},
         over=ended or (finished and not ready and not behind),
+        ended=ended,
     )
 
 

@@ -22,7 +22,7 @@ import torch
 from thinwire.codecs import Codec
 from thinwire.comm.group import Group
 from thinwire.elastic.data import admitted, commit, grants, is_void, says
-from thinwire.elastic.ending import check_final, keep, level, note_end
+from thinwire.elastic.ending import check_final, end_is_noted, keep, level, note_end
 from thinwire.elastic.eviction import EvictionVoter
 from thinwire.elastic.flying import fly
 from thinwire.elastic.global_state import GlobalState
@@ -88,7 +88,10 @@ class RoundLoop:
         self._waiting: dict[int, Ready] = {}  # deltas whose rounds are to come, by fragment
         self._doubt: tuple[int, Ready, Tensors] | None = None  # the round, delta and feedback that it does not know of
         self._believed: tuple[int, Ready, str] | None = None  # a round that counted its delta; only it says so as yet
-        self._turn, self._void = 0, -1  # of its reader: in its last status, and the newest of which nothing counts
+        self._generation, self._void = (
+            0,
+            -1,
+        )  # of its reader: in its last status, and the newest of which nothing counts
         self._context: SendContext | None = None
         self._voter = EvictionVoter(membership, self._observe)
         self._actions: dict[Action, Callable[..., object]] = {
@@ -178,7 +181,7 @@ class RoundLoop:
     def _await_turn(self, brought: Sequence[Ready]) -> None:
         """A delta that is no number takes part without being counted; one of samples that others train comes back."""
         for ready in brought:
-            if ready.turn <= self._void:
+            if ready.generation <= self._void:
                 self._put(Outcome(ready.fragment, self.agreed.round, ready=ready))
                 continue
             finite = bool(torch.isfinite(ready.delta).all())
@@ -211,6 +214,11 @@ class RoundLoop:
             self._on(Event.RUN_ENDED)
             return
         except (LinkError, PacketError) as error:
+            if self._state in (State.FINISHING, State.FINISHING_IN_DOUBT) and end_is_noted(
+                self.membership, self.agreed
+            ):
+                self._on(Event.RUN_ENDED)
+                return
             self._alone, self._reason = self._alone + 1, str(error)
             self._observe("alone", reason=str(error))
             self._on(Event.ALONE)
@@ -224,8 +232,8 @@ class RoundLoop:
             committed=committed, foreseen=moved.nbytes if moved else 0, nbytes=moved.nbytes_sent if moved else 0,
             reason=self._reason, seconds_spent=self._clock() - began,
         )  # fmt: skip
-        if plan.over and not self._reason:
-            self._on(Event.OVER, names, view.group.rank == 0 and not any(status.over for status in statuses))
+        if plan.over and not self._reason and (committed or plan.ended):
+            self._on(Event.OVER, names, not plan.ended and view.group.rank == 0)
 
     def _view(self, status: Callable[[], dict[str, Any]], seconds: float | None = None) -> View:
         def check(said: Any, name: str) -> None:
@@ -234,10 +242,10 @@ class RoundLoop:
         return self.membership.next_view(status, seconds, check)
 
     def _status(self) -> MemberStatus:
-        agreed, finishing = self.agreed, self._state in (State.FINISHING, State.SETTLED)
+        agreed, finishing = self.agreed, self._state is State.FINISHING
         brings = {str(index): ready.weight for index, ready in self._waiting.items()}
-        self._turn, reads = self._mail.reads
-        data = says(self._turn > self._void, reads, self._waiting) | self._voter.says()
+        self._generation, reads = self._mail.reads
+        data = says(self._generation > self._void, reads, self._waiting) | self._voter.says()
         return MemberStatus(
             agreed.round, agreed.state_digest, self._now(), self._state is State.JOINING, finishing, agreed.run, False, brings,
             **data,
@@ -254,29 +262,30 @@ class RoundLoop:
         moved: RoundUpdate | None = None
         try:
             self._level(view, plan, statuses)
-            asked, plan = plan.counted, admitted(plan, self.agreed.ledger, view, statuses)
+            brought, plan = plan.counted, admitted(plan, self.agreed.ledger, view, statuses)
             granted = not plan.counted and not plan.over and grants(self.agreed.ledger, view)
-            refused = rank in asked and rank not in plan.counted
+            refused = rank in brought and rank not in plan.counted
             void = is_void(self.agreed.ledger, self.membership.name, statuses[rank], refused)
             if plan.counted:
                 moved = self._fly(view, plan, ready)
         except (LinkError, PacketError, NonFiniteError, CheckpointError) as error:
             reason = f"{type(error).__name__}: {error}"
-        committed = self._decide(view, plan, ready, moved, granted) if plan.counted or granted else False
+        asked = plan.counted or granted or (plan.over and not plan.ended)
+        committed = self._decide(view, plan, ready, moved, yes=not reason) if asked else False
         if reason:
             view.close()
             self._end_sending()
         self._reason = reason
         if committed is not None:
             self._believe(view, plan, ready, moved if committed else None, granted and committed)
-            self._on(Event.LAST if committed and plan.last and moved else Event.DECIDED)
+            self._on(Event.DECIDED)
         if void:
             self._drop()
         return plan, moved, committed
 
     def _drop(self) -> None:
         """Others train the samples of this replica: it goes on from the anchors, with what its lease says now."""
-        self._void = self._turn
+        self._void = self._generation
         self._give_back()
         last = len(self.agreed.anchors) - 1
         for index, (anchor, state) in enumerate(zip(self.agreed.anchors, self.agreed.states)):
@@ -345,12 +354,10 @@ class RoundLoop:
             self._context.close(wait=True)  # its group is closed: what it sends fails at once
         self._context = None
 
-    def _decide(
-        self, view: View, plan: RoundPlan, ready: Ready, moved: RoundUpdate | None, granted: bool
-    ) -> bool | None:
+    def _decide(self, view: View, plan: RoundPlan, ready: Ready, moved: RoundUpdate | None, yes: bool) -> bool | None:
         """Whether all members have all that the round needs; None: this one cannot learn it now, and waits for the next statuses."""
         try:
-            return view.decide(f"round {plan.round}", moved is not None or granted, self.membership.timeouts.vote)
+            return view.decide(f"round {plan.round}", yes, self.membership.timeouts.vote)
         except UndecidedError as error:
             if view.group.rank in plan.counted:
                 assert moved is not None
@@ -386,9 +393,8 @@ class RoundLoop:
 
     def _note_end(self, there: Sequence[str] = (), keeps: bool = True) -> None:
         """All is agreed, and nothing changes any more. `keeps`: it is this replica's to keep it for those who are not `there`."""
-        if self._keep_seconds:
-            here = {self.membership.name, *there, *self._voter.put_out}
-            self._late = note_end(self.membership, self.agreed, keeps, self._met, here)
+        here = {self.membership.name, *there, *self._voter.put_out}
+        self._late = note_end(self.membership, self.agreed, keeps, self._met, here, bool(self._keep_seconds))
         self._on(Event.SOMEBODY_LATE if self._late else Event.NOBODY_LATE)
 
     def _keep(self) -> None:

@@ -67,9 +67,9 @@ class RoundThread:
         self._tell(Load(agreed))
         self.wait(lambda: self.idle)
 
-    def trained(self, step: int, turn: int = 0, reads: ReadCount | None = None) -> None:
-        """Training has got to `step`, and in this turn of its reader has read so far."""
-        self._mail.reads = turn, reads or ReadCount()
+    def trained(self, step: int, generation: int = 0, reads: ReadCount | None = None) -> None:
+        """Training has got to `step`, and in this generation of its reader has read so far."""
+        self._mail.reads = generation, reads or ReadCount()
         self._mail.steps.append(step)
 
     def depart(self, *brought: Ready, own_steps: int) -> None:

@@ -18,7 +18,6 @@ class State(Enum):
     IN_DOUBT = "voted yes on its own delta, and has not heard the answer"
     FINISHING = "has trained all its steps, and brings what is left"
     FINISHING_IN_DOUBT = "has trained all its steps, and is in doubt about the last delta that it brought"
-    SETTLED = "all members had finished, and the last round left nobody anything to bring"
     ENDING = "notes at the rendezvous that the run has ended"
     KEEPING = "keeps the final state for members that are missing"
     ENDED = "holds the final state"
@@ -40,9 +39,8 @@ class Event(Enum):
     LEVEL = "a view was found, and this replica holds what its members agreed on"
     CAUGHT_UP = "a view was found, and this replica took over what its members agreed on"
     DECIDED = "the round is over: it was committed, or changed nothing"
-    LAST = "the last round was committed: all had finished, and nobody has anything left"
     UNDECIDED = "this replica voted yes on its own delta, and the answer did not come"
-    OVER = "the members agree that the run is over"
+    OVER = "the members voted that the run is over, or one of them says so"
     NOBODY_LATE = "nobody is missing at the end, or another member keeps the final state"
     SOMEBODY_LATE = "members are missing at the end, and this one keeps the final state for them"
     KEPT = "those who were missing have it, or it was kept for as long as was asked for"
@@ -109,7 +107,6 @@ TRANSITIONS: dict[tuple[State, Event], tuple[State, tuple[Action, ...]]] = {
     (S.FINISHING, E.LEVEL): (S.FINISHING, ()),
     (S.FINISHING, E.CAUGHT_UP): (S.FINISHING, (A.TAKE_OVER,)),
     (S.FINISHING, E.DECIDED): (S.FINISHING, ()),
-    (S.FINISHING, E.LAST): (S.SETTLED, ()),
     (S.FINISHING, E.UNDECIDED): (S.FINISHING_IN_DOUBT, (A.REMEMBER,)),
     (S.FINISHING, E.OVER): (S.ENDING, (A.NOTE_END,)),
     (S.FINISHING, E.FAILED): (S.FAILED, ()),
@@ -123,15 +120,6 @@ TRANSITIONS: dict[tuple[State, Event], tuple[State, tuple[Action, ...]]] = {
     (S.FINISHING_IN_DOUBT, E.DECIDED): (S.FINISHING_IN_DOUBT, ()),  # it could not take over what it lacks
     (S.FINISHING_IN_DOUBT, E.FAILED): (S.FAILED, ()),
     (S.FINISHING_IN_DOUBT, E.CLOSE): (S.CLOSED, (A.END_SENDING,)),
-    #
-    (S.SETTLED, E.MEET): (S.SETTLED, (A.HOLD_ONE,)),
-    (S.SETTLED, E.ALONE): (S.ENDING, (A.GIVE_BACK, A.NOTE_END)),  # the others know already, and have left
-    (S.SETTLED, E.RUN_ENDED): (S.ENDED, ()),
-    (S.SETTLED, E.LEVEL): (S.SETTLED, ()),
-    (S.SETTLED, E.CAUGHT_UP): (S.FINISHING, (A.TAKE_OVER,)),
-    (S.SETTLED, E.DECIDED): (S.FINISHING, ()),  # somebody came, or the members are about to agree that it is over
-    (S.SETTLED, E.FAILED): (S.FAILED, ()),
-    (S.SETTLED, E.CLOSE): (S.CLOSED, (A.END_SENDING,)),
     #
     (S.ENDING, E.NOBODY_LATE): (S.ENDED, ()),
     (S.ENDING, E.SOMEBODY_LATE): (S.KEEPING, (A.KEEP,)),
@@ -152,9 +140,9 @@ TRANSITIONS: dict[tuple[State, Event], tuple[State, tuple[Action, ...]]] = {
 def transition(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
     """The state after `event`, and what to do. Raises `AssertionError` for an event that cannot happen in `state`.
 
-    >>> after, actions = transition(State.SETTLED, Event.ALONE)
+    >>> after, actions = transition(State.FINISHING, Event.OVER)
     >>> after.name, [action.name for action in actions]
-    ('ENDING', ['GIVE_BACK', 'NOTE_END'])
+    ('ENDING', ['NOTE_END'])
     """
     if (state, event) not in TRANSITIONS:
         raise AssertionError(f"{event.name} cannot happen in {state.name}: see thinwire/elastic/states.py")

@@ -5,6 +5,7 @@ from thinwire.exchange.base import Arrival, Exchange, Settle
 from thinwire.exchange.buffers import Buffers
 from thinwire.exchange.direct import Direct
 from thinwire.exchange.fastest import Fastest
+from thinwire.exchange.gossip import Gossip
 from thinwire.exchange.hierarchy import Hierarchy
 from thinwire.exchange.round import Round, SendContext
 from thinwire.exchange.testing import once
@@ -17,6 +18,7 @@ __all__ = [
     "Direct",
     "Exchange",
     "Fastest",
+    "Gossip",
     "Hierarchy",
     "Round",
     "SendContext",

@@ -22,7 +22,7 @@ Both tensors are lent until the call returns."""
 
 @runtime_checkable
 class Exchange(Protocol):
-    """How every replica's values of a fragment become one estimate of their mean, the same bits on all.
+    """How every replica's values of a fragment become one estimate of their mean, the same bits on all if it `agrees`.
 
     Two halves, so that several rounds share the link: `depart` starts receiving and sending, `arrive` waits, decodes
     and hands over the estimate range by range. What an exchange remembers of a fragment is its state: `init` makes it,
@@ -37,6 +37,11 @@ class Exchange(Protocol):
     def gathers(self) -> bool:
         """Whether all replicas' values of a range are in one place at once, so that any `Aggregate` can be taken of them; else a linear one."""
         return False
+
+    @property
+    def agrees(self) -> bool:
+        """The estimate has the same bits on all replicas; else each trains weights of its own, which are near each other (`Gossip`)."""
+        return True
 
     @property
     def multiplies(self) -> bool:
@@ -72,6 +77,14 @@ class Exchange(Protocol):
 
     def check(self, codec: Codec, feedback: Feedback | None) -> None:
         """Raise `ConfigurationError` unless this exchange can carry what `codec` makes, under the strategy's `feedback`."""
+        return
+
+    def check_beside(self, strategy: Any) -> None:
+        """Raise `ConfigurationError` unless the other pieces of `strategy` can be beside this exchange."""
+        return
+
+    def check_size(self, size: int) -> None:
+        """Raise `ConfigurationError` if `size` replicas cannot exchange like this; what depends on a fragment, `init` refuses."""
         return
 
     def init(self, codec: Codec, numel: int, rank: int, size: int) -> State:

@@ -119,7 +119,8 @@ class Job(Protocol):
         """Go on from `state()`; what to tell of how, if anything."""
 
     def keep(self, folder: Path, writer: str) -> None:
-        """Write to the run's folder what a resume and the trained model need; several replicas may, each as a `writer`."""
+        """Write to the run's folder what a resume and the trained model need, if anything; several replicas may, each as a `writer`."""
+        return
 
     def store(self, folder: Path, model: nn.Module, weights: Mapping[str, Tensor], writer: str, mark: str = "") -> None:
         """Write `weights` (a state dict of `model`) to folder/model.safetensors; a `mark` such as .stale stands in the name."""

@@ -51,7 +51,7 @@ class Batches:
     def __init__(self, path: Path, make: Callable[[Share], Any], share: Share) -> None:
         self._path, self._make, self._share = path, make, share
         self._iterator: Iterator[Any] | None = None
-        self._turn = 0  # of the share's reader
+        self._generation = 0  # of the share's reader
         self._begin()
 
     def _begin(self, state: object = None) -> None:
@@ -68,7 +68,7 @@ class Batches:
 
     def _iterate(self) -> Iterator[Any]:
         reader = self._share.reader
-        self._turn = reader.turn if reader else 0
+        self._generation = reader.generation if reader else 0
         try:
             self._iterator = iter(self._source)
         except TypeError:
@@ -82,7 +82,7 @@ class Batches:
         """The next one."""
         reader = self._share.reader
         with self._user():
-            void = reader is not None and reader.turn != self._turn  # what was read ahead is others' by now
+            void = reader is not None and reader.generation != self._generation  # what was read ahead is others' by now
             iterator = self._iterate() if void or self._iterator is None else self._iterator
             try:
                 value = next(iterator)

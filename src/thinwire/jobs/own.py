@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import CheckpointError, ConfigurationError, JobError
-from thinwire.jobs.base import Share, Summed, mean_of
+from thinwire.jobs.base import Job, Share, Summed, mean_of
 from thinwire.jobs.batches import Batches, Stream, is_empty, moved, seed_the_rest
 from thinwire.jobs.blame import blaming, where
 from thinwire.pieces.own_files import file_of, taken_apart
@@ -73,7 +73,7 @@ def _spelled(name: str) -> str:
 MOST_TOKENS = 1e12  # in a micro-batch
 
 
-class OwnJob:
+class OwnJob(Job):
     """The job of a file, for one replica; its samples are what `batches(share)` yields."""
 
     def __init__(self, job: str, seed: int, batch: int = 1, eval_batches: int = 1) -> None:
@@ -164,9 +164,6 @@ class OwnJob:
         assert self._batches is not None, "begin comes first"
         self._last = None
         return self._batches.load_state(state) if state else ""
-
-    def keep(self, folder: Path, writer: str) -> None:
-        """Nothing."""
 
     def store(self, folder: Path, model: nn.Module, weights: Mapping[str, Tensor], writer: str, mark: str = "") -> None:
         """A state dict, for `model().load_state_dict(safetensors.torch.load_file(...))`. Raises `CheckpointError`."""

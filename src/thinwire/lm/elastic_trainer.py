@@ -29,9 +29,6 @@ class ElasticTrainer(Trainer):
     group: Membership
     replica: Replica
 
-    def _agree(self, facts: dict[str, Any]) -> None:
-        """Nothing: the membership compares facts whenever a view is found."""
-
     def _attach(self, facts: dict[str, Any]) -> Replica:
         run, log, strategy = self.run, self.log, self.run.make_strategy()
         self._named: dict[str, list[list[Any]]] = {"lost": [], "returned": []}
@@ -118,7 +115,7 @@ class ElasticTrainer(Trainer):
     def _wait_for_others(self) -> None:
         """Keep the final state for members that are missing, until they have it, the time is over or a stop is asked for."""
         while not self.group.closed and not self.place.stop.is_set():
-            time.sleep(0.05)
+            time.sleep(0.05)  # not stop.wait: see `join` in lm/membership.py
 
     @property
     def counted_steps(self) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 
 from thinwire import checkpoint
 from thinwire.comm import Group
+from thinwire.decoupled.driver import Unequal
 from thinwire.errors import CheckpointError, EndedError, LinkError
 from thinwire.lm.place import Place
 from thinwire.lm.trainer import Trainer
@@ -39,7 +40,10 @@ class FixedTrainer(Trainer):
         )  # fmt: skip
 
     def _resume(self) -> None:
-        found, skipped = checkpoint.newest_common(self.checkpoints, self.group, self.place.site)
+        if isinstance(self.replica, Unequal):  # each has checkpoints of steps of its own
+            found, skipped = checkpoint.newest(self.checkpoints)
+        else:
+            found, skipped = checkpoint.newest_common(self.checkpoints, self.group, self.place.site)
         if found is None:
             told = "; ".join(f"{one['path']}: {one['reason']}" for one in skipped)
             raise CheckpointError(
@@ -51,18 +55,12 @@ class FixedTrainer(Trainer):
         path = str(found.path.relative_to(self.place.folder))
         self.log.emit("resume", found.step, from_step=found.step, path=path, skipped=skipped)
 
-    def _after_step(self, compute_seconds: float) -> None:
-        """Nothing."""
-
     def _survives(self, error: LinkError | EndedError) -> bool:
         return False
 
-    def _wait_for_others(self) -> None:
-        """Nothing: all have ended at the same step."""
-
     @property
     def counted_steps(self) -> int:
-        return self.replica.step
+        return self.progress
 
     @property
     def counted_replicas(self) -> int:

@@ -49,7 +49,7 @@ def check(run: Run, folder: Path | None = None) -> nn.Module:
         return model
     strategy = run.make_strategy()
     Calendar(
-        strategy.schedule, len(strategy.partition.fragments(model)), lambda step: learning_rate(run.optimizer, step)
+        strategy.schedule, len(strategy.partition.fragments(model)), lambda step: learning_rate(run, step)
     ).departs(1)
     strategy.exchange.init(strategy.codec, 0, 0, run.placement.replicas)  # sites of another group are refused here
     strategy.aggregate.check(run.placement.replicas)  # and groups with too few for the liars that are stated

@@ -8,6 +8,7 @@ from thinwire.errors import ConfigurationError
 from thinwire.lm.run import Run
 from thinwire.lm.settings import Placement
 from thinwire.methods import Attached, ControlVariates, Federated, Flasc, JustOneByte, Method, ZerothOrder
+from thinwire.replica import Replica
 
 
 def check_method(run: Run, method: Method) -> None:
@@ -39,7 +40,11 @@ def _check_sampled(placement: Placement, label: str, sampled: int, every: int) -
 
 
 def evaluated(replica: object) -> str:
-    """What it holds while it is evaluated: `anchors`, which all agree on, or only `start`, where its round began."""
+    """What it holds while it is evaluated: `anchors`, which all agree on; its `own` weights, in gossip until the end; or only `start`, where its
+    round began.
+    """
+    if isinstance(replica, Replica) and not replica.agreed:
+        return "own"
     return "anchors" if not isinstance(replica, Federated) or replica.informed else "start"
 
 

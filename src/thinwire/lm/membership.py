@@ -146,13 +146,12 @@ def join(attach: Callable[[], T], leave: Callable[[], object], stop: threading.E
         attempt: Future[T] = Future()
         thread = threading.Thread(target=_fulfil, args=(attempt, attach), name="thinwire-join", daemon=True)
         thread.start()
-        while not attempt.done():
+        while thread.is_alive():
             if stop.is_set():
                 leave()
                 thread.join()
                 raise KeyboardInterrupt
-            time.sleep(0.05)  # not stop.wait: a signal handler that sets it in this thread would wait for its lock
-        thread.join()
+            thread.join(0.05)  # not stop.wait: a signal handler that sets it in this thread would wait for its lock
         try:
             return attempt.result()
         except LinkError as error:

@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import tomli_w
 from thinwire.catalogue.parsing import nearest, parse, pieces_of
 from thinwire.errors import ConfigurationError
 from thinwire.jobs.own import functions
+from thinwire.lm.model import SIZES
 from thinwire.lm.settings import OF_THE_RECIPE, DataSpec, MethodSpec, ModelSpec, OptimizerSpec, Placement, fits
 from thinwire.methods import Method
 from thinwire.pieces.inner_optimizers import AdamW, Inner
@@ -21,12 +23,15 @@ from thinwire.pieces.own_files import pinned, pinned_file, taken_apart
 from thinwire.recipes import RECIPES
 from thinwire.records.run_file import read_run_file
 from thinwire.strategy import Gradients, Strategy
+from thinwire.topology import read_edges
 
 MAY_DIFFER = (
     *("text", "link", "uplink", "carrier", "timeout", "replicas", "strategy", "model", "job", "keep", "publish"),
     *OF_THE_RECIPE,
 )  # between replicas, as far as `Run.shared` is asked
-OF_PIECES = ("strategy", "codec", "partition", "exchange", "privacy", "aggregate", "optimizer")  # written as text
+OF_PIECES = ("strategy", "codec", "partition", "exchange", "privacy", "aggregate", "topology", "optimizer")  # as text
+LR = 6e-3  # peak learning rate where width does not say it
+LR_AND_WIDTH = 10.24, 1.5  # of AdamW on the built-in sizes: 10.24 / width^1.5; docs/log.md has the experiment
 OF_A_CHECKPOINT = ("replicas", "seed", "model", "lora", "positions", "tokenizer", "optimizer")  # beside the strategy
 
 
@@ -60,6 +65,8 @@ class Run:
                 f"text={self.data.text!r:.200}, tokenizer={self.data.tokenizer!r} with job={self.model.job!r}: the job reads its own data; "
                 "leave them out."
             )
+        if isinstance(strategy, Strategy):
+            strategy.exchange.check_size(self.placement.replicas)
         if self.placement.carrier == "elastic":
             self.placement.check_elastic(strategy, self.method.label)
         if self.placement.publish and (
@@ -115,6 +122,30 @@ class Run:
             )
         return inner
 
+    @cached_property
+    def lr(self) -> float:
+        """Peak learning rate: the one that was given, otherwise the default.
+
+        >>> [Run.of(model=size).lr for size in ("nano", "mini", "hf:a/b")]
+        [0.02, 0.0025, 0.006]
+        """
+        return self._default_lr()[0] if self.optimizer.lr is None else self.optimizer.lr
+
+    @property
+    def lr_origin(self) -> str:
+        """Where the learning rate is from."""
+        default, origin = self._default_lr()
+        return origin if self.lr == default else f"given; the default is {default:g}"
+
+    def _default_lr(self) -> tuple[float, str]:
+        by_width = self.model.job is None and self.model.model in SIZES and self.model.lora is None
+        if by_width and self.make_method() is None and isinstance(self.make_inner(), AdamW):
+            width, (factor, power) = SIZES[self.model.model].width, LR_AND_WIDTH
+            return float(
+                f"{factor / width**power:.3g}"
+            ), f"the default, {factor:g} / {width}^{power:g}, by the model's width"
+        return LR, "the default"
+
     def make_strategy(self) -> Strategy:
         """The strategy with what was given for its recipe, and with the run's seed. Raises `ConfigurationError` for a method
         that is none.
@@ -140,14 +171,22 @@ class Run:
         return dataclasses.replace(self, method=self.method.with_strategy(strategy))
 
     def absolute(self) -> Run:
-        """This run with the paths of text, model, tokenizer and files of pieces as they are from everywhere."""
+        """This run with the paths of text, model, tokenizer and files of pieces as they are from everywhere, and with its learning rate."""
         model, tokenizer = self.model.model, self.data.tokenizer
         if model.endswith(".safetensors"):
             model = str(Path(model).absolute())
         text = tuple(str(Path(path).absolute()) for path in self.data.text)
         given = self.counted_in_samples().settings()
         pieces = {name: pinned(given[name]) for name in OF_PIECES if given[name] is not None}
-        given |= {"text": text, "model": _absolute(model), "tokenizer": tokenizer and _absolute(tokenizer), **pieces}
+        if given["topology"] and given["topology"].endswith(".json"):
+            given["topology"] = repr(read_edges(Path(given["topology"])))
+        given |= {
+            "lr": self.lr,
+            "text": text,
+            "model": _absolute(model),
+            "tokenizer": tokenizer and _absolute(tokenizer),
+            **pieces,
+        }
         return self.changed(**given)
 
     def counted_in_samples(self) -> Run:
@@ -158,11 +197,11 @@ class Run:
         return self.changed(job=job, sequence=1, batch=self.data.batch if "collate" in functions(job) else 1)
 
     def made_of(self) -> dict[str, Any]:
-        """What the strategy is with all that its recipe decides."""
-        made = self._composition()
+        """What the strategy is with all that its recipe decides, and where the learning rate is from."""
+        made, lr = self._composition(), {"lr": f"{self.lr:g} ({self.lr_origin})"}
         if not isinstance(made, Strategy):
-            return {"every": made.every, "composition": repr(made)}
-        parts = {name: repr(getattr(made, name)) for name in ("partition", "codec", "outer")}
+            return {"every": made.every, **lr, "composition": repr(made)}
+        parts = lr | {name: repr(getattr(made, name)) for name in ("partition", "codec", "outer")}
         return {"every": made.schedule.every, "delay": made.schedule.delay, **parts, "composition": repr(made)}
 
     def unlike(self, other: Run) -> str:
@@ -185,7 +224,7 @@ class Run:
 
     def shared(self) -> dict[str, Any]:
         """What all replicas must have alike beside model and strategy, which `Replica` compares itself."""
-        return {name: value for name, value in self.settings().items() if name not in MAY_DIFFER}
+        return {name: value for name, value in self.settings().items() if name not in MAY_DIFFER} | {"lr": self.lr}
 
     def save(self, path: Path) -> None:
         """Write a run file: a table for each part, and what the recipe decides as a comment; what is None is left out."""

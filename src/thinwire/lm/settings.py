@@ -10,10 +10,12 @@ import inspect
 import math
 import types
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from thinwire.catalogue.parsing import PIECES, nearest, parse, pieces_of
 from thinwire.comm import parse_link
+from thinwire.decoupled.method import DECOUPLED
 from thinwire.elastic import driver as elastic
 from thinwire.errors import ConfigurationError
 from thinwire.membership.timeouts import grace_seconds
@@ -23,12 +25,13 @@ from thinwire.pieces.transforms import Clip
 from thinwire.recipes import RECIPES
 from thinwire.strategy import Strategy
 from thinwire.testing.attacks import Attack, Attacked, attack_of
+from thinwire.topology import read_edges
 
 OF_THE_RECIPE = (
     *("every", "delay", "fragments", "merge", "codec", "partition", "offsets"),
-    *("exchange", "outer_lr", "outer_momentum", "anchors"),
+    *("exchange", "outer_lr", "outer_momentum", "anchors", "topology"),
 )
-NAMED = RECIPES | METHODS
+NAMED = RECIPES | METHODS | DECOUPLED
 
 
 class _Part:
@@ -48,7 +51,7 @@ class _Part:
             if given.get(name, 1) < 1:
                 raise ConfigurationError(f"{name}={given[name]}: at least 1 is needed.")
         for name in self.positive:
-            if not 0 < given[name] < math.inf:
+            if not 0 < given.get(name, 1) < math.inf:
                 raise ConfigurationError(f"{name}={given[name]}: more than 0 is needed.")
         for name in self.not_negative:
             if not 0 <= given.get(name, 0) < math.inf:
@@ -63,7 +66,8 @@ class MethodSpec(_Part):
 
     strategy: str = "streaming_sign"
     """A recipe (data_parallel, local_sgd, diloco, streaming_diloco, streaming_sign, dgc, one_bit_adam, ...), a method with its own loop
-    (just_one_byte, fedavg, scaffold, scallion, scafcom, flasc), or a whole Strategy(...) in Python; thinwire docs strategies helps to choose."""
+    (just_one_byte, fedavg, scaffold, scallion, scafcom, flasc), one for replicas of unequal speed (decoupled_diloco, async_local_sgd), or a
+    whole Strategy(...) in Python; thinwire docs strategies helps to choose."""
     every: int | None = None
     """H: inner steps between two rounds of one fragment. Default of this and the next options: the recipe's own."""
     delay: int | None = None
@@ -86,6 +90,8 @@ class MethodSpec(_Part):
     """Nesterov momentum of the outer step."""
     anchors: Literal["host", "device"] | None = None
     """Where anchors and outer state are kept."""
+    topology: str | None = None
+    """Gossip: who talks to whom: Ring, RandomPairs, Exponential, Torus, RandomRegular(3), ..., or a JSON file of edges (thinwire docs gossip)."""
     privacy: str | None = None
     """Clip what is sent, add noise, and report epsilon: Privacy(clip=0.5, noise=4.0)."""
     aggregate: str | None = None
@@ -133,6 +139,13 @@ class MethodSpec(_Part):
         for name, room in (("codec", "codecs"), ("partition", "pieces.partition"), ("exchange", "exchange")):
             if name in given:
                 given[name] = parse(given[name], offered=pieces_of(room), own_files=True)
+        if self.topology is not None:
+            file = self.topology.endswith(".json")
+            given["topology"] = (
+                read_edges(Path(self.topology))
+                if file
+                else parse(self.topology, offered=pieces_of("topology"), own_files=True)
+            )
         if self.partition and self.fragments:
             raise ConfigurationError(
                 f"partition={self.partition!r} with fragments={self.fragments}: each says how the model is cut; give one of them."
@@ -261,8 +274,9 @@ class OptimizerSpec(_Part):
     """Inner steps of every replica."""
     optimizer: str | None = None
     """Inner optimizer: AdamW, SGD(0.9, lr_factor=100) or Muon. Default: the strategy's own, or AdamW if it has none."""
-    lr: float = 6e-3
-    """Peak learning rate for AdamW; other inner optimizers multiply it by their own factor."""
+    lr: float | None = None
+    """Peak learning rate for AdamW; other inner optimizers multiply it by their own factor. Default: 10.24 / width^1.5 for a size trained whole
+    with AdamW, otherwise 0.006."""
     warmup: int | None = None
     """Inner steps of linear warm-up, before a cosine to 5 % of the peak. Default: a tenth of all steps, at most 1000."""
     weight_decay: float = 0.1
@@ -294,6 +308,8 @@ class Placement(_Part):
     """Elastic: put out a replica that most others find to hold them up (thinwire docs diagnosis)."""
     link: str = "none"
     """Emulate a link of this rate and delay under the carrier, such as 50mbit,30ms."""
+    slow: tuple[float, ...] = ()
+    """Emulate slow machines: replica m takes slow[m] times as long for an inner step, such as 1 2 4, by waiting."""
     uplink: str = "none"
     """Rate at which this replica can really send, such as 100mbit; its connections are paced to share it. none: TCP alone decides."""
     timeout: float = 300.0
@@ -310,6 +326,10 @@ class Placement(_Part):
         parse_link(self.link)
         if self.grace is not None:
             grace_seconds(self.grace, 1.0)
+        if self.slow and (len(self.slow) != self.replicas or not all(1 <= one < math.inf for one in self.slow)):
+            raise ConfigurationError(
+                f"slow={self.slow} with replicas={self.replicas}: one factor of at least 1 is needed for each replica."
+            )
         self._check_uplink()
 
     def check_elastic(self, strategy: Strategy | Method, label: str) -> None:

@@ -15,7 +15,8 @@ from thinwire.lm.adapters import attach
 from thinwire.lm.export import stored_model
 from thinwire.lm.huggingface import HuggingFace, hugging_face, outline
 from thinwire.lm.model import SIZES, Transformer
-from thinwire.lm.settings import ModelSpec, OptimizerSpec
+from thinwire.lm.run import Run
+from thinwire.lm.settings import ModelSpec
 from thinwire.rng import derive
 
 _MAKING = threading.Lock()  # transformers patches all of torch while it loads: one thread at a time
@@ -62,10 +63,11 @@ def _bare_model(
     return Transformer(shape, derive(seed, "weights") % 2**31)
 
 
-def learning_rate(optimizer: OptimizerSpec, step: int) -> float:
+def learning_rate(run: Run, step: int) -> float:
     """Of inner step `step` (from 1): linear warm-up, then a cosine to 5 % of the peak at the last step."""
+    optimizer, peak = run.optimizer, run.lr
     warmup = min(1000, optimizer.steps // 10) if optimizer.warmup is None else optimizer.warmup
     if step <= warmup:
-        return optimizer.lr * step / max(1, warmup)
+        return peak * step / max(1, warmup)
     share = (step - warmup) / max(1, optimizer.steps - warmup)
-    return optimizer.lr * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * min(1.0, share))))
+    return peak * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * min(1.0, share))))

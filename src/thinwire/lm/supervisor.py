@@ -225,7 +225,7 @@ def _watch(replicas: list[_Replica], needed: int, seconds: float | None, tick: T
     with stopping(stop):
         while any(replica.going for replica in replicas):
             tick()
-            time.sleep(0.2)
+            time.sleep(0.2)  # logs and processes tell no event to wait for, and the display is drawn anew anyway
             if stop.is_set() and not passed_on:
                 passed_on = True
                 print(f"\n{STOPPING}", file=sys.stderr)
@@ -315,6 +315,5 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(
-        code
-    )  # gloo's own threads may still wait for a dead peer: what comes back while Python ends aborts the process
+    # No plain exit: gloo's threads may still wait for a dead peer, and one that returns while Python ends aborts the process.
+    os._exit(code)

@@ -29,22 +29,26 @@ from thinwire.strategy import Gradients
 _TOKENS = struct.Struct("<d")
 
 
-def descend(loss: Callable[[int], Tensor | Summed], micros: range) -> tuple[float, float]:
-    """Backward of all micro-batches: the step's loss, and the tokens by which its gradients are to be divided; 0 if they are means already."""
+def descend(
+    model: nn.Module, replica: Replica | Attached, loss: Callable[[int], Tensor | Summed], accumulate: int
+) -> float:
+    """Backward of all micro-batches of the step that comes; the loss of this replica."""
     total = tokens = 0.0
-    for micro in micros:
-        part = loss(micro)
+    for micro in range(accumulate):
+        part = loss(replica.step * accumulate + micro)
         if isinstance(part, Summed):
             tokens, part = tokens + part.tokens, part.total
         else:
-            part = part / len(micros)
+            part = part / accumulate
         torch.autograd.backward(part)
         total += float(part.detach())
-    return (total / tokens if tokens else total), tokens
+    if tokens:
+        _divide_by_tokens(model, replica, tokens)
+    return total / tokens if tokens else total
 
 
 @torch.no_grad()
-def divide_by_tokens(model: nn.Module, replica: Replica | Attached, tokens: float) -> None:
+def _divide_by_tokens(model: nn.Module, replica: Replica | Attached, tokens: float) -> None:
     """Make gradients of a sum those of the mean over all tokens. Collective where gradients are exchanged: 16 bytes to each other replica."""
     if isinstance(replica, Replica) and replica.tokens is not None:
         replica.tokens = tokens  # a delta counts the tokens behind it

@@ -31,7 +31,7 @@ from thinwire.lm.releases import releases
 from thinwire.lm.run import Run
 from thinwire.lm.setup import learning_rate
 from thinwire.lm.start import start
-from thinwire.lm.tokens_mean import descend, divide_by_tokens
+from thinwire.lm.tokens_mean import descend
 from thinwire.lm.watch import watching
 from thinwire.membership import Membership
 from thinwire.methods import Attached, Method, ZerothOrder
@@ -58,8 +58,8 @@ class Clock:
 class Trainer(ABC):
     """One replica's training. `train()` runs it from the first or the resumed step to the last.
 
-    What a fixed group and an elastic run do each in a way of their own: `_agree`, `_attach`, `_resume`, `_after_step`,
-    `_survives`, `_wait_for_others`.
+    What a fixed group and an elastic run do differently: `_agree`, `_attach`, `_resume`, `_after_step`, `_survives`,
+    `_wait_for_others`. Those that are not abstract do nothing here.
     """
 
     who_stops: ClassVar[str]  # when this replica is asked to stop
@@ -95,17 +95,17 @@ class Trainer(ABC):
         if own:
             self.optimizer = own
         elif self.method:
-            self.optimizer = self.method.optimizer(self.model, run.optimizer.lr)
+            self.optimizer = self.method.optimizer(self.model, run.lr)
         else:
-            self.optimizer = self.inner.make(self.model, run.optimizer.lr, run.optimizer.weight_decay)
+            self.optimizer = self.inner.make(self.model, run.lr, run.optimizer.weight_decay)
         self.parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         self.checkpoints = place.folder / "checkpoints" / place.name
         self.replica = self._attach(facts)
         self.micros = micro_batches(run.data.accumulate, self.replica)
 
-    @abstractmethod
     def _agree(self, facts: dict[str, Any]) -> None:
-        """Compare `facts` with the other replicas', where they are known before the model is made."""
+        """Compare `facts` with the other replicas', where these are known before the model is made."""
+        return
 
     @abstractmethod
     def _attach(self, facts: dict[str, Any]) -> Replica | Attached:
@@ -115,17 +115,17 @@ class Trainer(ABC):
     def _resume(self) -> None:
         """Go on from a checkpoint."""
 
-    @abstractmethod
     def _after_step(self, compute_seconds: float) -> None:
-        """After an inner step that took so long."""
+        """Called after an inner step that took so long."""
+        return
 
     @abstractmethod
     def _survives(self, error: LinkError | EndedError) -> bool:
         """Whether this replica writes a checkpoint and a summary when it has lost the others by `error`."""
 
-    @abstractmethod
     def _wait_for_others(self) -> None:
-        """After the end of the run."""
+        """Called after the end of the run."""
+        return
 
     @property
     @abstractmethod
@@ -152,7 +152,7 @@ class Trainer(ABC):
         try:
             with publishing(run, self.place, self.job, self.model, self.replica, log=self.log) as self._publisher:
                 self._loop()
-                whole = self.replica.step >= run.optimizer.steps
+                whole = self.progress >= run.optimizer.steps
                 if whole:
                     self._finish()
         except (LinkError, EndedError) as error:
@@ -179,18 +179,24 @@ class Trainer(ABC):
     def _loop(self) -> None:
         run, replica = self.run, self.replica
         eval_every = run.data.eval_every or max(1, run.optimizer.steps // 10)
-        while replica.step < run.optimizer.steps and not replica.stopping:
+        while self.progress < run.optimizer.steps and not replica.stopping:
             if self.place.stop.is_set():
                 replica.request_stop()
-            before = replica.step
+            before, began = replica.step, self.progress
             self._inner_step()
             if self._publisher and self._landed:
                 self._landed = False
                 self._publisher.offer(replica.step, replica.anchors())
-            if _passed(before, replica.step, eval_every) and replica.step < run.optimizer.steps:
+            if _passed(began, self.progress, eval_every) and self.progress < run.optimizer.steps:
                 self._evaluate()
             if _passed(before, replica.step, run.placement.checkpoint_every):
                 self._save()
+
+    @property
+    def progress(self) -> int:
+        """Inner steps of the run: this replica's own, or the mean over all where each takes as many as it can."""
+        replica = self.replica
+        return replica.progress if isinstance(replica, Attached) else replica.step
 
     def _finish(self) -> None:
         """The last rounds. A stop that comes now ends the waiting for the others."""
@@ -253,22 +259,18 @@ class Trainer(ABC):
         """The learning rate of the step that comes, in the optimizer; those of a job's own optimizer stay as they are."""
         if self.own_rates:
             return float(self.optimizer.param_groups[0]["lr"])
-        lr = learning_rate(self.run.optimizer, self.replica.step + 1)
+        lr = learning_rate(self.run, self.progress + 1)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * self.lr_factor
         return lr
 
     def _descend(self, replica: Replica | Attached) -> tuple[float, float]:
         """Backward, and the optimizer's step: the loss, and the gradient's norm."""
-        run = self.run
+        run, begun = self.run, time.monotonic()
         if isinstance(replica, Attached) and replica.idle:
             replica.skip()
             return math.nan, math.nan
-        loss, tokens = descend(
-            self._loss, range(replica.step * run.data.accumulate, (replica.step + 1) * run.data.accumulate)
-        )
-        if tokens:
-            divide_by_tokens(self.model, replica, tokens)
+        loss = descend(self.model, replica, self._loss, run.data.accumulate)
         replica.exchange_gradients()
         # filters clip by themselves, before the exchange
         by_filters = isinstance(replica, Replica) and bool(replica.strategy.filters)
@@ -281,6 +283,8 @@ class Trainer(ABC):
         if not math.isfinite(norm_value):
             self.optimizer.zero_grad()  # an inner step without update still counts: replicas keep in step
             self.log.emit("skip", replica.step + 1, reason=f"the gradient's norm is {norm_value}")
+        if run.placement.slow and self.share.index < len(run.placement.slow):
+            time.sleep((run.placement.slow[self.share.index] - 1) * (time.monotonic() - begun))
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss, norm_value
@@ -358,7 +362,7 @@ class Trainer(ABC):
         return {
             "strategy": run.method.strategy,
             "replicas": run.placement.replicas,
-            "steps": self.replica.step,
+            "steps": self.progress,
             "stopped": stopped,
             "seed": run.seed,
             "tokens": self._tokens(),

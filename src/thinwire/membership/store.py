@@ -1,4 +1,4 @@
-"""What members write for each other at a lighthouse: ballots, and where they are reached.
+"""What members write for each other at a lighthouse or a hub: ballots, and where they are reached.
 
 What was decided at one lighthouse cannot be asked of the next, so a vote store that failed once is not used again.
 """
@@ -9,6 +9,7 @@ import base64
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any, Protocol
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # exported without saying so
 
@@ -16,10 +17,22 @@ from thinwire.errors import LinkError
 from thinwire.membership.channel import Channel
 
 
-class ChannelVoteStore:
-    """A vote store at a lighthouse, over one connection: after its first failure, none of its answers can be had any more."""
+class Asks(Protocol):
+    """A connection over which questions are asked. After its first `LinkError` it is of no more use."""
 
-    def __init__(self, channel: Channel, unused_keys: list[str]) -> None:
+    heartbeat_timeout: float
+
+    def ask(self, do: str, seconds: float = 0.0, **fields: Any) -> dict[str, Any]:
+        """What is answered; it may take `seconds`, and a little more. Raises `LinkError`."""
+
+    def close(self) -> None:
+        """Idempotent; from any thread: whoever waits hears of it."""
+
+
+class ChannelVoteStore:
+    """A vote store at a lighthouse or a hub, over one connection: after its first failure, none of its answers can be had any more."""
+
+    def __init__(self, channel: Asks, unused_keys: list[str]) -> None:
         self.channel, self._unused_keys = channel, unused_keys
 
     def put(self, key: str) -> None:

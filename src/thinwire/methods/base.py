@@ -174,6 +174,11 @@ class Attached(Participant):
         self.fragments: list[Fragment] = Whole().fragments(model)
         self.parameters = [parameter for _, parameter in trainable(model)]
 
+    @property
+    def progress(self) -> int:
+        """How many inner steps the run has seen; replicas of unequal speed take unlike numbers of it."""
+        return self.step
+
     def skip(self) -> None:
         """A step of a replica that is idle."""
 

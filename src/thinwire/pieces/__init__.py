@@ -3,6 +3,7 @@
 from thinwire.pieces import (
     aggregate,
     feedback,
+    gossip,
     inner_optimizers,
     lgreco,
     merge,
@@ -17,6 +18,7 @@ from thinwire.pieces import (
 __all__ = [
     "aggregate",
     "feedback",
+    "gossip",
     "inner_optimizers",
     "lgreco",
     "merge",

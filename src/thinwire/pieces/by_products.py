@@ -38,8 +38,21 @@ def krum_scores(squared: Sequence[Sequence[float]], ranks: Sequence[int], liars:
     return [(math.fsum(of[:count]), math.fsum(of)) for of in squares]
 
 
+class ByScores(Stated):
+    """A rule that selects by `krum_scores`, which need 3 replicas beside the liars' share."""
+
+    needs_products: ClassVar[bool] = True
+    beside: ClassVar[int] = 3
+
+    def ranked(self, products: Tensor) -> list[int]:
+        """All replicas, those with the least scores first; of equal ones that of lower rank."""
+        ranks = range(len(products))
+        scores = krum_scores(squared_distances(products), ranks, self.liars)
+        return sorted(ranks, key=scores.__getitem__)
+
+
 @dataclass(frozen=True)
-class Krum(Stated):
+class Krum(ByScores):
     """The values of one replica: of the one whose M − f − 2 nearest others are nearest, f = `liars`.
 
         score_i = Σ over the M − f − 2 smallest ‖x_i − x_j‖²;   x̂ = x_i with the least score, of equal ones the first
@@ -60,19 +73,12 @@ class Krum(Stated):
     [[0.0, 1.0, 0.0, 0.0, 0.0]]
     """
 
-    liars: int = 1
-
-    needs_products: ClassVar[bool] = True
-    beside: ClassVar[int] = 3
-
     def mixing(self, products: Tensor, key: Key) -> Tensor:
-        size = len(products)
-        scores = krum_scores(squared_distances(products), range(size), self.liars)
-        return selected([scores.index(min(scores))], size)
+        return selected(self.ranked(products)[:1], len(products))
 
 
 @dataclass(frozen=True)
-class MultiKrum(Stated):
+class MultiKrum(ByScores):
     """The mean of the M − f replicas with the least of `Krum`'s scores, f = `liars`.
 
     Source: Blanchard et al. (NeurIPS 2017, §4), with m = M − f as in byzfl (Garfield takes M − f − 2). It needs 2f + 3 replicas.
@@ -90,19 +96,13 @@ class MultiKrum(Stated):
     [[0.25, 0.25, 0.25, 0.25, 0.0]]
     """
 
-    liars: int = 1
-
-    needs_products: ClassVar[bool] = True
-    beside: ClassVar[int] = 3
-
     def mixing(self, products: Tensor, key: Key) -> Tensor:
         size = len(products)
-        scores = krum_scores(squared_distances(products), range(size), self.liars)
-        return selected(sorted(range(size), key=scores.__getitem__)[: size - self.liars], size)
+        return selected(self.ranked(products)[: size - self.liars], size)
 
 
 @dataclass(frozen=True)
-class Bulyan(Stated):
+class Bulyan(ByScores):
     """Select M − 2f replicas by `Krum`, one after another; then, of each coordinate, the mean of the M − 4f values nearest to the median.
 
     Source: El Mhamdi et al. (arXiv 1802.07927, §4), f = `liars`. Scores are computed again after each selection, from those that are left. It
@@ -120,11 +120,7 @@ class Bulyan(Stated):
     Bulyan(liars=1)
     """
 
-    liars: int = 1
-
-    needs_products: ClassVar[bool] = True
     per_liar: ClassVar[int] = 4
-    beside: ClassVar[int] = 3
 
     def mixing(self, products: Tensor, key: Key) -> Tensor:
         size, squared = len(products), squared_distances(products)
@@ -159,8 +155,6 @@ class MDA(Stated):
     >>> MDA(1).mixing(x @ x.T, Key()).tolist()
     [[0.25, 0.25, 0.25, 0.25, 0.0]]
     """
-
-    liars: int = 1
 
     needs_products: ClassVar[bool] = True
 

@@ -129,6 +129,58 @@ class Nesterov(Outer):
 
 
 @dataclass(frozen=True)
+class DelayedNesterov(Outer):
+    """Every step −η·Δ; momentum only at every N-th:  v ← μ·v + Σ Δ of the last N, and then −η·(Δ + μ·v).
+
+    For deltas that come one by one (`thinwire.decoupled`): momentum at each of them would count the same direction N times.
+    Each Δ is a replica's share of the mean, so N such steps are about one of `Nesterov`; with N = 1 each is.
+
+    Source: Liu et al., *Asynchronous Local-SGD Training for Language Modeling* (arXiv 2401.09135, Algorithm 3, with c = 0).
+    State: 8 bytes per parameter, and a count.
+
+    Args:
+        lr: η, the learning rate.
+        momentum: μ, in [0, 1).
+        updates: N, of how many steps one moves the momentum; the number of replicas is usual.
+
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed.
+
+    >>> outer, x = DelayedNesterov(lr=1.0, momentum=0.5, updates=2), torch.zeros(1)
+    >>> state = outer.init(x)
+    >>> for _ in range(2):
+    ...     x, state = outer.step(x, torch.ones(1), state)
+    >>> x.item(), state["momentum"].item()
+    (-3.0, 2.0)
+    """
+
+    lr: float = 0.4
+    momentum: float = 0.9
+    updates: int = 2
+
+    last: ClassVar[Outer] = Average()
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0 or not 0 <= self.momentum < 1 or type(self.updates) is not int or self.updates < 1:
+            raise ConfigurationError(
+                f"{self}: lr > 0, 0 <= momentum < 1 and a whole number of updates above 0 are needed; 0.4, 0.9 and the number of replicas "
+                "are usual."
+            )
+
+    def init(self, anchor: Tensor) -> State:
+        return {"momentum": torch.zeros_like(anchor), "sum": torch.zeros_like(anchor), "count": torch.zeros(1)}
+
+    def step(self, anchor: Tensor, delta: Tensor, state: State) -> tuple[Tensor, State]:
+        total, count = state["sum"] + delta, int(state["count"]) + 1
+        if count < self.updates:
+            after = {"momentum": state["momentum"].clone(), "sum": total, "count": torch.tensor([float(count)])}
+            return anchor.sub(delta, alpha=self.lr), after
+        momentum = torch.mul(state["momentum"], self.momentum).add_(total)
+        moved = anchor.sub(torch.add(delta, momentum, alpha=self.momentum), alpha=self.lr)
+        return moved, {"momentum": momentum, "sum": torch.zeros_like(total), "count": torch.zeros(1)}
+
+
+@dataclass(frozen=True)
 class HeavyBall(Outer):
     """m ← clip(μ·m + Δ/Λ, ±φ);  anchor ← anchor − η·m     (SlowMo, arXiv 1910.00643; CO2, Sun et al., ICLR 2024)
 

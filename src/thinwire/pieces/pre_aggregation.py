@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -11,14 +12,15 @@ from torch import Tensor
 
 from thinwire.errors import ConfigurationError
 from thinwire.pieces.products import squared_distances, times
-from thinwire.pieces.robust import Median, RobustRule, Stated, check_liars
+from thinwire.pieces.robust import Median, RobustRule, Stated
 from thinwire.rng import Key, draw
 
 
+@dataclass(frozen=True)
 class Before(RobustRule):
     """Mixes the values by `first` before `rule` has them. The rule's inner products are those of what is mixed: P·G·Pᵀ."""
 
-    rule: RobustRule
+    rule: RobustRule = Median()
 
     needs_products: ClassVar[bool] = True
 
@@ -28,9 +30,9 @@ class Before(RobustRule):
                 f"{self}: a robust rule is needed to go on with, such as Median(); see `thinwire docs robust`."
             )
 
+    @abstractmethod
     def first(self, products: Tensor, key: Key) -> Tensor:
         """P [K, M] in fp64."""
-        raise NotImplementedError
 
     def tolerates(self, size: int) -> int:
         return self.rule.tolerates(size)
@@ -39,7 +41,7 @@ class Before(RobustRule):
         self.rule.check(size)
 
     def without(self, count: int) -> Self:
-        return replace(self, rule=self.rule.without(count)) if count else self  # type: ignore[type-var]  # subclasses are dataclasses
+        return replace(self, rule=self.rule.without(count)) if count else self
 
     def mixing(self, products: Tensor, key: Key) -> Tensor:
         mixed = self.first(products, key)
@@ -50,12 +52,13 @@ class Before(RobustRule):
         return self.rule.combine(rows)
 
 
-class BeforeStated(Before, Stated):
+@dataclass(frozen=True)
+class BeforeStated(Stated, Before):
     """One that needs to know how many may lie; `rule` knows it too, if it is for a stated number."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        check_liars(self, self.liars)
+        Before.__post_init__(self)
+        Stated.__post_init__(self)
 
     def tolerates(self, size: int) -> int:
         return min(Stated.tolerates(self, size), self.rule.tolerates(size))
@@ -65,7 +68,7 @@ class BeforeStated(Before, Stated):
         self.rule.check(size)
 
     def without(self, count: int) -> Self:
-        return replace(self, liars=max(0, self.liars - count), rule=self.rule.without(count)) if count else self  # type: ignore[type-var]
+        return replace(self, liars=max(0, self.liars - count), rule=self.rule.without(count)) if count else self
 
 
 @dataclass(frozen=True)
@@ -88,9 +91,6 @@ class NearestNeighbourMixing(BeforeStated):
     >>> NearestNeighbourMixing(liars=1).first(x @ x.T, Key()).tolist()
     [[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.0, 0.5, 0.5]]
     """
-
-    rule: RobustRule = Median()
-    liars: int = 1
 
     def first(self, products: Tensor, key: Key) -> Tensor:
         size, squared = len(products), squared_distances(products)
@@ -122,7 +122,6 @@ class Bucketing(Before):
     [0.5, 0.5, 0.5, 0.5]
     """
 
-    rule: RobustRule = Median()
     each: int = 2
 
     def __post_init__(self) -> None:
@@ -169,7 +168,6 @@ class StaticClipping(Before):
     [[0.5, 0.0], [0.0, 1.0]]
     """
 
-    rule: RobustRule = Median()
     norm: float = 2.0
 
     claims: ClassVar[tuple[str, ...]] = ("clips",)
@@ -199,9 +197,6 @@ class ARC(BeforeStated):
     >>> ARC(liars=1).first(torch.diag(torch.tensor([16.0, 1.0, 4.0], dtype=torch.float64)), Key()).diagonal().tolist()
     [0.5, 1.0, 1.0]
     """
-
-    rule: RobustRule = Median()
-    liars: int = 1
 
     def first(self, products: Tensor, key: Key) -> Tensor:
         size = len(products)

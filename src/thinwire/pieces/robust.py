@@ -23,12 +23,6 @@ from thinwire.rng import Key
 _COLUMNS = 1 << 15  # of a block that is sorted at once
 
 
-def check_liars(rule: object, liars: int) -> None:
-    """Raise `ConfigurationError` unless `liars` is a whole number, 0 or more."""
-    if type(liars) is not int or liars < 0:
-        raise ConfigurationError(f"{rule}: liars is the number of replicas that may lie, a whole number, 0 or more.")
-
-
 class RobustRule(Aggregate):
     """A robust rule. All replicas count alike: a weight is something that a liar would claim.
 
@@ -120,15 +114,20 @@ def nearest(rows: Tensor, count: int) -> Tensor:
     return mean_of(ordered.gather(0, near))
 
 
+@dataclass(frozen=True)
 class Stated(RobustRule):
     """A rule for a stated number of `liars`, which needs at least `per_liar`·liars + `beside` replicas."""
 
-    liars: int
+    liars: int = 1
+
     per_liar: ClassVar[int] = 2
     beside: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        check_liars(self, self.liars)
+        if type(self.liars) is not int or self.liars < 0:
+            raise ConfigurationError(
+                f"{self}: liars is the number of replicas that may lie, a whole number, 0 or more."
+            )
 
     def tolerates(self, size: int) -> int:
         return max(0, min(self.liars, (size - self.beside) // self.per_liar))
@@ -142,7 +141,7 @@ class Stated(RobustRule):
             )
 
     def without(self, count: int) -> Self:
-        return replace(self, liars=max(0, self.liars - count)) if count else self  # type: ignore[type-var]  # subclasses are dataclasses
+        return replace(self, liars=max(0, self.liars - count)) if count else self
 
 
 @dataclass(frozen=True)
@@ -187,8 +186,6 @@ class TrimmedMean(Stated):
     [3.0]
     """
 
-    liars: int = 1
-
     def combine(self, rows: Tensor) -> Tensor:
         return mean_of(rows.sort(0).values[self.liars : len(rows) - self.liars])
 
@@ -210,8 +207,6 @@ class MeaMed(Stated):
     >>> MeaMed(1).combine(torch.tensor([[1.0], [2.0], [3.0], [1e9]])).tolist()
     [2.0]
     """
-
-    liars: int = 1
 
     def combine(self, rows: Tensor) -> Tensor:
         return nearest(rows, len(rows) - self.liars)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from thinwire.codecs import E3M0, Cast, Codec, Identity
+from thinwire.codecs import E3M0, Cast, Codec, Identity, Sign
 from thinwire.errors import ConfigurationError
 from thinwire.jobs.own import OwnJob, functions
 from thinwire.lm.huggingface import outline
@@ -29,7 +29,7 @@ from thinwire.plan.machine import Machine, Step
 from thinwire.plan.outline import Outline, Shape, outline_of, outline_of_job
 from thinwire.rng import Key
 
-CODECS: tuple[Codec, ...] = (E3M0(), Cast("bf16"), Identity())
+CODECS: tuple[Codec, ...] = (E3M0(), Sign(block=512), Cast("bf16"), Identity())
 FRAGMENTS = (1 << 20, 1 << 22, 1 << 25)  # parameters that codecs are timed with: caches hold the first, not the last
 _DISK_NBYTES = 64 << 20
 

@@ -23,6 +23,9 @@ _EAGER = (
     ((35e6, 0.0169), (500e6, 0.0074), (1e9, 0.0080)),
 )
 _DELAY = 10  # steps in the air that cost less than 0.2 %
+# streaming_sign: the share of DiLoCo's distance to data-parallel training that is left, and what a step in the air beyond the first costs, as a
+# share of H; measured with 0.18 M parameters, 500 steps and two replicas (docs/log.md, 2026-11-22)
+_SIGN, _SIGN_DELAY = 0.73, 0.085
 _RATIO = (0.9 * TOKENS_PER_PARAMETER, 250.0)  # tokens per parameter: the laws, and 1 B on Dolma
 _OF_TOKENS = -0.0395  # d ln(loss) / d ln(tokens), 1 B on Dolma, from 25 to 100 and 250 billion tokens
 _OF_COMPUTE = LAWS["loss"][0].exponent / 2  # C = 6·N·20·N: loss ∝ C^(a/2)
@@ -31,7 +34,8 @@ _OF_COMPUTE = LAWS["loss"][0].exponent / 2  # C = 6·N·20·N: loss ∝ C^(a/2)
 def loss(method: str, parameters: float, replicas: int, every: int, delay: int, tokens: float) -> Prediction:
     """Evaluation loss of `method` (a recipe's name) at its best learning rates, in nats per token.
 
-    `sparse_loco` and `local_sgd` have no published law: they are taken for DiLoCo, with a warning by name.
+    `sparse_loco` and `local_sgd` have no published law: they are taken for DiLoCo, with a warning by name. Nor has `streaming_sign`: our
+    own measurement with a small model is taken beside DiLoCo's law.
 
     >>> round(loss("streaming_diloco", 1e9, 2, every=100, delay=5, tokens=20e9).value, 3)
     2.537
@@ -66,6 +70,8 @@ def _of_period(
     method: str, parameters: float, replicas: int, every: int, delay: int
 ) -> tuple[float, tuple[Outside, ...]]:
     """The factor for H and for what is in the air, and what is outside the tables."""
+    if method == "streaming_sign":
+        return _of_signs(parameters, replicas, every, delay)
     cost = _H_COST[2] + (_H_COST[4] - _H_COST[2]) * min(2.0, max(0.0, math.log2(replicas / 2)))
     factor = 1 + cost * max(0.0, math.log(every / _H[0]) / math.log(_H[1] / _H[0]))
     warnings = outside("every", every, *_H)
@@ -79,6 +85,13 @@ def _of_period(
     if method in ("sparse_loco", "local_sgd"):
         warnings += (Outside(f"{method}-unfitted", "no published law; that of DiLoCo is taken"),)
     return factor, warnings
+
+
+def _of_signs(parameters: float, replicas: int, every: int, delay: int) -> tuple[float, tuple[Outside, ...]]:
+    control = predict("loss", parameters, None).value / predict("loss", parameters, replicas).value
+    says = "no published law; DiLoCo's is taken, with what was measured of signs on 0.18 million parameters"
+    factor = control + _SIGN * (1 - control)
+    return factor * (1 + _SIGN_DELAY * max(0, delay - 1) / every), (Outside("streaming_sign-unfitted", says),)
 
 
 def _interpolated(parameters: float, table: Sequence[tuple[float, float]]) -> float:

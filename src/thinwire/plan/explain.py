@@ -85,7 +85,8 @@ def warnings(task: Task, best: Setting) -> list[str]:
         if {a, b} <= chosen and len(chosen) > 1:
             there, back = links.alone[a, b].bits_per_second, links.alone[b, a].bits_per_second
             said.append(
-                f"asymmetric-link: {links.names[a]} → {links.names[b]} carries {text_of_rate(there)} and the way back {text_of_rate(back)}; "
+                f"asymmetric-link: {links.names[a]} → {links.names[b]} carries {text_of_rate(there)}, the way back "
+                f"{text_of_rate(back)} ({links.word}); "
                 "every replica sends as much as it receives, so the slower way counts"
             )
     said += (
@@ -98,7 +99,7 @@ def warnings(task: Task, best: Setting) -> list[str]:
     if max(rates) > 1.2 * min(rates):
         slow = task.machine(best.places[rates.index(min(rates))]).name
         said.append(
-            f"unequal-machines: all wait for {slow} in every round; the fastest idles {100 - 100 * min(rates) / max(rates):.0f} % of the time"
+            f"unequal-machines: all wait for {slow} in every round; the fastest idles {100 - 100 * min(rates) / max(rates):.0f} % (predicted)"
         )
     if best.memory_nbytes > 0.9 * best.memory_limit:
         said.append("memory-is-tight: within a tenth of the limit, which is how far predictions may be off")

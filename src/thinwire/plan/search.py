@@ -40,6 +40,7 @@ CODECS: dict[str, tuple[str | None, ...]] = {
 }  # None: the recipe's own
 EVERY = (15, 30, 50, 100, 200, 500)
 DELAY = (1, 2, 5, 10)
+SIGNS = {"every": (7,), "delay": (1, 2, 3)}  # what of streaming_sign was measured
 BY_LAW = ("diloco", "streaming_diloco")  # whose outer learning rate goes by the number of replicas
 
 
@@ -78,11 +79,12 @@ def _rank(setting: Setting) -> tuple[object, ...]:
 def _runs(base: Run, methods: Sequence[str], codecs: Mapping[str, tuple[str | None, ...]]) -> Iterator[Run]:
     """The base run with every method's settings; of its own method with its own codec too."""
     for method in methods:
+        periods = SIGNS if method == "streaming_sign" else {"every": EVERY, "delay": DELAY}
         taken, run = inspect.signature(RECIPES[method]).parameters, base.with_strategy(method)
         own = base.method.codec if method == base.method.strategy else None
         for codec in dict.fromkeys((*codecs.get(method, (None,)), *([own] if own else []))):
-            for every in EVERY if "every" in taken else (None,):
-                for delay in DELAY if "delay" in taken else (None,):
+            for every in periods["every"] if "every" in taken else (None,):
+                for delay in periods["delay"] if "delay" in taken else (None,):
                     if not (delay and every and 2 * delay > every):
                         outer_lr = None if method in BY_LAW else run.method.outer_lr
                         yield run.changed(codec=codec, every=every, delay=delay, offsets=None, outer_lr=outer_lr)
@@ -176,7 +178,7 @@ class _Search:
     def learning_rate(self, candidate: Candidate, replicas: int) -> float:
         """The joint law's where it was fitted or checked; else the base run's."""
         if not self.within:
-            return self.task.base.optimizer.lr
+            return self.task.base.lr
         law = scaling.predict("learning_rate", self.shape.parameters(), _law_replicas(candidate, replicas), "joint")
         return float(f"{law.value:.3g}")
 

@@ -10,6 +10,7 @@ from thinwire.recipes.deltas import (
     qsr,
     sparse_loco,
 )
+from thinwire.recipes.gossip import choco, d_psgd, gradient_tracking, noloco, sgp
 from thinwire.recipes.gradients import (
     cgx,
     data_parallel,
@@ -30,13 +31,16 @@ RECIPES = {
         *(data_parallel, local_sgd, diloco, streaming_diloco, streaming_sign, finetune, eager_diloco, sparse_loco),
         *(qsr, co2, l_greco),
         *(dgc, outer_dgc, one_bit_adam, ef14, ef21, econtrol, power_sgd, qsgd, cgx, demo, muloco),
+        *(noloco, d_psgd, choco, sgp, gradient_tracking),
     )
 }
 
 __all__ = [
     "RECIPES",
     "cgx",
+    "choco",
     "co2",
+    "d_psgd",
     "data_parallel",
     "demo",
     "dgc",
@@ -46,14 +50,17 @@ __all__ = [
     "ef14",
     "ef21",
     "finetune",
+    "gradient_tracking",
     "l_greco",
     "local_sgd",
     "muloco",
+    "noloco",
     "one_bit_adam",
     "outer_dgc",
     "power_sgd",
     "qsgd",
     "qsr",
+    "sgp",
     "sparse_loco",
     "streaming_diloco",
     "streaming_sign",

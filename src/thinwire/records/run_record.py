@@ -325,7 +325,7 @@ def _computed(replicas: Sequence[ReplicaRecord]) -> Summary:
         compute_utilization=float(np.mean(used)) if used else math.nan,
         wall_seconds=max(r.wall_seconds for r in replicas),
         stall_seconds=float(np.mean([r.stall_seconds for r in replicas])),
-        provenance=_provenance(start),
+        provenance=provenance_of(start),
         **_membership(replicas),
         **samples_of([replica.end["summary"] for replica in replicas if replica.end]),
     )
@@ -344,8 +344,8 @@ def _membership(replicas: Sequence[ReplicaRecord]) -> dict[str, Any]:
     return {"living": seen.living, "taking_part": seen.taking_part, "rounds_committed": seen.committed, **steps}
 
 
-def _provenance(start: Mapping[str, Any]) -> str:
-    """The word a run deserves that did not live to say it itself: a link with a set rate is a shaped one."""
+def provenance_of(start: Mapping[str, Any]) -> str:
+    """What the numbers of the run that began with this event are: "emulated" where its link has a set rate, else "measured"."""
     link = start["link"]
     return "emulated" if isinstance(link, dict) and math.isfinite(number(link.get("bits_per_second"))) else "measured"
 

@@ -18,6 +18,7 @@ from thinwire.diagnosis import Finding, Record, Rules, Seen, Syndrome, Watch, st
 from thinwire.diagnosis.measure import Cell, Reading
 from thinwire.errors import DataError, PacketError
 from thinwire.records.events import Event, Tail, being_written
+from thinwire.records.run_record import provenance_of
 from thinwire.records.sessions import finite, split, whole
 from thinwire.records.units import NOTHING, text_of_seconds
 from thinwire.report.page import table
@@ -44,6 +45,7 @@ class Diagnosis:
     rounds   of which at least two replicas have left a record
     going    whether the run still goes on
     doubts   what could not be looked at, or not be told apart, and why
+    word     what the figures are: "measured", or "emulated" on an emulated link
     """
 
     names: tuple[str, ...]
@@ -53,6 +55,7 @@ class Diagnosis:
     rounds: int = 0
     doubts: tuple[str, ...] = ()
     going: bool = False
+    word: str = "measured"
 
     @property
     def verdict(self) -> str:
@@ -64,7 +67,7 @@ class Diagnosis:
         """For people: every finding with its figures and what to do, then what was before, then the doubts."""
         said = []
         for finding in self.findings:
-            figures = _figures(finding, self.going)
+            figures = f"{_figures(finding, self.going)} ({self.word})."
             said += [f"{finding.syndrome}: {finding.culprit}.", f"  {figures}", f"  {finding.advice}"]
         if not self.findings:
             said.append(f"{self.verdict[0].upper()}{self.verdict[1:]}.")
@@ -106,7 +109,7 @@ def diagnose(folder: str | Path, rules: Rules | None = None) -> Diagnosis:
 def delay_table(diagnosis: Diagnosis) -> Table:
     """The delay matrix: a row a sender, a column a receiver."""
     table = Table(
-        title="Seconds from sender (row) to receiver, and times the usual",
+        title=f"Seconds from sender (row) to receiver, and times the usual ({diagnosis.word})",
         box=None,
         title_justify="left",
         pad_edge=False,
@@ -152,12 +155,12 @@ def _figures(finding: Finding, going: bool) -> str:
     if finding.syndrome in (Syndrome.HUNG_LINK, Syndrome.HUNG_REPLICA):
         waited, usual = text_of_seconds(finding.seconds), text_of_seconds(finding.usual)
         if going:
-            return f"{finding.detail}; for {waited} now (a round takes {usual} otherwise)."
+            return f"{finding.detail}; for {waited} now (a round takes {usual} otherwise)"
         return (
             f"{finding.detail}; {text_of_seconds(finding.began)} after the start. Nothing more came in the {waited} until the logs "
-            f"end (a round takes {usual} otherwise)."
+            f"end (a round takes {usual} otherwise)"
         )
-    return f"{finding.detail}: {text_of_seconds(finding.seconds)}, not {text_of_seconds(finding.usual)}; {when}."
+    return f"{finding.detail}: {text_of_seconds(finding.seconds)}, not {text_of_seconds(finding.usual)}; {when}"
 
 
 @dataclass
@@ -174,6 +177,7 @@ class _Log:
     ended: bool = False
     damaged: int = 0
     going: bool = False
+    word: str = "measured"
 
     @classmethod
     def read(cls, path: Path) -> _Log | None:
@@ -190,7 +194,7 @@ class _Log:
             log._take(event, membership)
         log.now = max((finite(event["seconds"]) for event in events), default=0.0)
         log.ended = any(event["event"] in ("end", "stop") for event in events)
-        log.going = being_written(path)
+        log.going, log.word = being_written(path), provenance_of(start)
         if log.going:
             log.now += max(0.0, time.time() - path.stat().st_mtime)  # silent since then
         return log
@@ -238,7 +242,14 @@ def _diagnosed(logs: Sequence[_Log], rules: Rules) -> Diagnosis:
     findings = (*stuck([log.seen() for log in logs]), *last)
     doubts = _doubts(logs, names, len(rounds), ways, rules)
     return Diagnosis(
-        names, findings, tuple(past.values()), ways, len(rounds), tuple(doubts), any(log.going for log in logs)
+        names,
+        findings,
+        tuple(past.values()),
+        ways,
+        len(rounds),
+        tuple(doubts),
+        any(log.going for log in logs),
+        logs[0].word,
     )
 
 

@@ -23,7 +23,7 @@ from thinwire.records.events import Event, Tail
 from thinwire.records.membership import CARRIER, MembershipLog, Steps, text_of_steps
 from thinwire.records.printable import printable
 from thinwire.records.replica_record import fragments_of
-from thinwire.records.run_record import RunRecord, best_loss
+from thinwire.records.run_record import RunRecord, best_loss, provenance_of
 from thinwire.records.sessions import number, whole
 from thinwire.records.units import (
     NOTHING,
@@ -75,7 +75,7 @@ class Progress:
         self._steps = [Steps(name) for name in self._names]
         self._evaluated: tuple[int, float] | None = None
         self._said: set[str] = set()
-        self._unit = UNITS[0]
+        self._unit, self._provenance = UNITS[0], "measured"
         self._opened = self._spoke = time.monotonic()
         self._spoke_step = 0
         self._live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
@@ -120,7 +120,8 @@ class Progress:
         kind = event["event"]
         if kind == "start":
             self._replicas[index] = ReplicaProgress.of(event)
-            self._replicas[index].heard, self._unit = time.monotonic(), unit_of(event)
+            self._replicas[index].heard = time.monotonic()
+            self._unit, self._provenance = unit_of(event), provenance_of(event)
             if event["carrier"] == CARRIER and self._membership is None:
                 self._membership = MembershipLog(len(fragments_of(event)), whole(event["replicas"]))
             for choice in event["run"].get("exchanges", []) if isinstance(event["run"], dict) else []:
@@ -200,7 +201,8 @@ class Progress:
             self._steps_line(),
             self._troubles(),
             f"{self._elapsed()} elapsed",
-            f"{text_of_seconds(self._seconds_left())} left" if self.step < self.steps else "",
+            f"numbers are {self._provenance}",
+            f"{text_of_seconds(self._seconds_left())} left (predicted)" if self.step < self.steps else "",
         ]
         return " · ".join(part for part in parts if part)
 
@@ -225,11 +227,12 @@ class Progress:
     def _picture(self) -> Group:
         if phase := self._phase():
             return Group(Text(f"{phase} · {self._elapsed()}"))
-        left = f"{text_of_seconds(self._seconds_left())} left" if self.step < self.steps else "done"
+        left = f"{text_of_seconds(self._seconds_left())} left (predicted)" if self.step < self.steps else "done"
         shown = COLUMNS if self.console.width >= WIDE else NARROW
         troubles = "" if shown == COLUMNS else self._troubles()
         said = (
             f"{self._elapsed()} elapsed", left, self._evaluation(), self._membership_line(), self._steps_line(), troubles,
+            f"numbers are {self._provenance}",
         )  # fmt: skip
         head = Table.grid(padding=(0, 2))
         head.add_row(

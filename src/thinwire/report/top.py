@@ -17,6 +17,7 @@ from thinwire.records.events import Event, Tail, being_written, read_events
 from thinwire.records.membership import CARRIER, Participation, RoundSeen
 from thinwire.records.printable import printable
 from thinwire.records.replica_record import fragments_of
+from thinwire.records.run_record import provenance_of
 from thinwire.records.sessions import number, split, whole
 from thinwire.records.units import NOTHING, text_of_count, text_of_loss, text_of_nbytes, text_of_seconds, text_of_share
 from thinwire.report.diagnosis import Diagnosis, diagnose
@@ -204,7 +205,8 @@ class Top:
             f"step {self._step}/{self._steps}", f"{len(living)} of {whole(self._start['replicas'])} live", part,
             f"{text_of_count(speed)} tokens/s" if living else "",
             f"evaluation {text_of_loss(evaluated[1])} at step {evaluated[0]}" if evaluated else "",
-            f"{text_of_seconds(left)} left" if left > 0 else "",
+            f"numbers are {provenance_of(self._start)}",
+            f"{text_of_seconds(left)} left (predicted)" if left > 0 else "",
         )  # fmt: skip
         return [f"{self.folder.name}: {self._start['strategy']}", " · ".join(part for part in parts if part)]
 

@@ -16,14 +16,14 @@ from thinwire.codecs import Identity
 from thinwire.comm.group import Group
 from thinwire.pieces.outer import Average, Outer
 from thinwire.pieces.partition import Fragment
-from thinwire.runtime.driver import Training
+from thinwire.runtime.driver import Driver, Training
 from thinwire.runtime.flights import Flights
 from thinwire.runtime.fragment_state import DROPPED, FragmentState, RoundUpdate
 from thinwire.runtime.handshake import agree_on_resume, digest
 from thinwire.runtime.recovery import start_again
 
 
-class DeltaDriver:
+class DeltaDriver(Driver):
     """Every replica takes the same inner steps and takes part in every round. See `Driver`, `Flights`."""
 
     def __init__(self, training: Training, fragments: list[Fragment], group: Group, site: Group | None) -> None:
@@ -34,9 +34,6 @@ class DeltaDriver:
         plain = (s.outer, s.codec, s.feedback, s.filters, s.privacy) == (Average(), Identity(), None, (), None)
         # One replica that averages with itself is the inner optimizer alone, exactly (law 2): anchor − (anchor − θ) would round.
         self._alone = plain and group.size == 1 and s.schedule.delay == 0 and not s.merge.whole_period
-
-    def before_inner_step(self, closure: bool = False) -> None:
-        """Nothing: what counts is the parameters after the step."""
 
     def after_inner_step(self) -> None:
         training = self.training
@@ -81,12 +78,6 @@ class DeltaDriver:
                 training.strategy, delta, departed, self._flights.buffers, outer=outer, number=number
             )
             self._flights.pipeline.launch(update, training.stall_seconds, scheduled=False)
-
-    def anchors(self) -> list[Tensor]:
-        return [fragment.anchor.clone() for fragment in self.training.fragments]
-
-    def load_anchors(self) -> None:
-        self.training.load_anchors()
 
     def request_stop(self) -> None:
         self._flights.request_stop()

@@ -1,8 +1,9 @@
 """What drives a replica: one driver a kind of group and signal, chosen once (`replica.choose`).
 
-A driver decides what happens around an inner step. There are three: `DeltaDriver` (deltas in a fixed group), `GradientDriver`
-(gradients in a fixed group) and `ElasticDriver` (deltas among replicas that come and go). No driver tests for another, and none imports another.
-A new one (gossip, asynchronous) is a class with the methods of `Driver` in a file of its own, and one line in `choose`.
+A driver decides what happens around an inner step. There are four: `DeltaDriver` (deltas in a fixed group), `GradientDriver`
+(gradients in a fixed group), `GossipDriver` (weights among neighbours in a fixed group) and `ElasticDriver` (deltas among replicas that
+come and go). No driver tests for another, and none imports another.
+A new one (asynchronous) is a class with the methods of `Driver` in a file of its own, and one line in `choose`.
 """
 
 from __future__ import annotations
@@ -117,7 +118,11 @@ class Driver(Protocol):
     training: Training
 
     def before_inner_step(self, closure: bool = False) -> None:
-        """The gradients are there and the optimizer has not stepped; `closure`: it was given one. May be called twice before one step."""
+        """The gradients are there and the optimizer has not stepped; `closure`: it was given one. May be called twice before one step.
+
+        Does nothing, unless a driver exchanges gradients: what counts is the parameters after the step.
+        """
+        return
 
     def after_inner_step(self) -> None:
         """The optimizer has stepped. May set `training.step` ahead, where others are."""
@@ -136,9 +141,11 @@ class Driver(Protocol):
 
     def anchors(self) -> Sequence[Tensor]:
         """The agreed weights, flat and in fp32, a copy for each fragment."""
+        return [fragment.anchor.clone() for fragment in self.training.fragments]
 
     def load_anchors(self) -> None:
         """Overwrite the model's parameters with the agreed weights, where these may differ."""
+        self.training.load_anchors()
 
     def request_stop(self) -> None:
         """Have all replicas stop at one step: `training.stopping` becomes true then."""

@@ -53,7 +53,7 @@ class Flights:
         update.wait()
         stall = training.clock() - began
         training.stall_seconds += stall
-        training.stopping |= update.stop
+        self.heard(update)
         fields = {"fragment": update.of.index, "round": update.number}
         training.observe(
             "flight", training.step, **fields, nbytes=update.nbytes_sent, begin=update.begin, end=update.end,
@@ -63,6 +63,10 @@ class Flights:
             reason = "NaN or infinity in the delta" if update.refused_by else "the anchor would not be finite"
             training.observe("refused", training.step, **fields, by=list(update.refused_by), reason=reason)
         return partial(self._landed, fields, began, stall)
+
+    def heard(self, update: RoundUpdate) -> None:
+        """All have heard in the same round who wants to stop."""
+        self.training.stopping |= update.stop
 
     def _landed(self, fields: dict[str, int], began: float, stall: float) -> None:
         training, spent = self.training, self.training.clock() - began - stall

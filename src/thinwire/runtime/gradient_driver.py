@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from thinwire.comm.group import Group
 from thinwire.errors import ModelError, NonFiniteError
 from thinwire.pieces.partition import Fragment
-from thinwire.runtime.driver import Training
+from thinwire.runtime.driver import Driver, Training
 from thinwire.runtime.flights import Flights
 from thinwire.runtime.fragment_state import RoundUpdate
 from thinwire.runtime.handshake import agree_on_resume, agree_on_weights, digest
@@ -24,7 +24,7 @@ _DRIFTED = (
 )
 
 
-class GradientDriver:
+class GradientDriver(Driver):
     """Replaces every gradient by the mean of all replicas' (fp32, in rank order) before the optimizer steps. See `Driver`, `Flights`.
 
     If any replica's gradient is not finite, all gradients become None on all replicas and the step changes nothing.

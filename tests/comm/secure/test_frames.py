@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.comm.secure import Token, frames
+from thinwire.comm.secure.admission import opened_join
 from thinwire.comm.secure.audit import AuditLog, plain
-from thinwire.comm.secure.hub import _opened_join
 from thinwire.comm.secure.keys import opened_request
 from thinwire.comm.secure.posted import Pull
 from thinwire.comm.secure.relay import natural
 from thinwire.errors import ConfigurationError, LinkError, PacketError
 
-ALL = range(12)
+ALL = range(15)
 
 
 def test_frames_come_out_as_they_went_in():
@@ -31,7 +31,7 @@ def test_frames_come_out_as_they_went_in():
     assert frames.opened_passed(frames.packed_passed(2, 5, memoryview(b"abc"))) == (2, 5, b"abc")
 
 
-@given(st.binary(max_size=200), st.integers(0, 11))
+@given(st.binary(max_size=200), st.integers(0, 14))
 def test_any_bytes_are_a_frame_or_refused(raw, kind):
     tracemalloc.start()
     try:
@@ -53,7 +53,7 @@ def test_any_bytes_are_a_frame_or_refused(raw, kind):
 
 @given(st.binary(max_size=300))
 def test_any_bytes_are_a_request_or_refused(raw):
-    for read in (_opened_join, opened_request):
+    for read in (opened_join, opened_request):
         with pytest.raises((PacketError, ConfigurationError, LinkError)):
             read(raw)
 

@@ -113,7 +113,7 @@ def main(arguments: Sequence[str]) -> int:
     console.print(_table(rows, task))
     for number, setting in enumerate(rows, 1):
         console.print(
-            f"{number}. {setting.run.method.label}, {_who(setting, task)}: {explain.sentence(setting, best)}",
+            f"{number}. {setting.run.method.label}, {_who(setting, task)} (predicted): {explain.sentence(setting, best)}",
             highlight=False,
         )
     if task.ranks > 1:
@@ -212,7 +212,7 @@ def _aside(console: Console, task: Task, best: Setting) -> None:
     for refusal in explain.refused(task, best):
         verdict = "refused" if refusal.utilization < explain.USELESS else "not tried"
         console.print(
-            f"{verdict}: {refusal.what}: {refusal.because}: {text_of_share(refusal.utilization)} of the time would be training",
+            f"{verdict}: {refusal.what}: {refusal.because}: {text_of_share(refusal.utilization)} of the time would be training (predicted)",
             highlight=False,
         )
     for warning in explain.warnings(task, best):
@@ -287,7 +287,7 @@ def _facts(rows: Sequence[Setting], best: Setting, task: Task, path: Path) -> di
                 "replicas": setting.run.placement.replicas,
                 "names": [task.links.names[place] for place in setting.places],
                 "batch": setting.run.data.batch, "accumulate": setting.run.data.accumulate, 
-                "lr": setting.run.optimizer.lr, "steps": setting.run.optimizer.steps,
+                "lr": setting.run.lr, "steps": setting.run.optimizer.steps,
                 "step_seconds": setting.step_seconds, "compute_utilization": setting.pace.utilization,
                 "tokens_per_second": setting.tokens_per_second, "useful_tokens_per_second": setting.useful_tokens_per_second,
                 "bits_per_second": setting.bits_per_second, "period_nbytes": setting.period_nbytes,

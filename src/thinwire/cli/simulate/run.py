@@ -93,7 +93,7 @@ def main(arguments: Sequence[str]) -> int:
     with ExitStack() as stack:
         recorder = stack.enter_context(_recorder(asked, asked.out, scenario, fragments)) if asked.out else None
         outcome = simulate(
-            strategy, shapes, scenario, run.optimizer.steps, recorder, lambda step: learning_rate(run.optimizer, step)
+            strategy, shapes, scenario, run.optimizer.steps, recorder, lambda step: learning_rate(run, step)
         )
         floor = scenario.floor_bits_per_second(strategy, shapes)
         summary = summary_of(run, fragments, outcome) | {"floor_bits_per_second": floor, "scenario": described(asked)}

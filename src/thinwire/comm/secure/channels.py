@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import grpc
 import grpc.aio
 
 from thinwire.comm.secure.frames import LIMIT_NBYTES
 from thinwire.comm.secure.keys import HUB, Credentials
+from thinwire.errors import LinkError
 
 SERVICE = "thinwire.Hub"
-JOIN, CONTROL, BULK = (f"/{SERVICE}/{name}" for name in ("Join", "Control", "Bulk"))
+JOIN, CONTROL, BULK, MEET = (f"/{SERVICE}/{name}" for name in ("Join", "Control", "Bulk", "Meet"))
 TLS = "TLSv1.3"
 JOIN_NBYTES = 8192  # of a request to join
 ADMITTED_NBYTES = 1 << 20  # of the answer, with a run file
+ANSWER_NBYTES = 1 << 23  # of an answer to a member: what all members say of themselves
 _NO_COMPRESSION = 1  # the bit of `identity`
 
 Options = Sequence[tuple[str, int | str]]
 _BOTH: Options = (
-    ("grpc.max_send_message_length", ADMITTED_NBYTES),
+    ("grpc.max_send_message_length", ANSWER_NBYTES),
     ("grpc.compression_enabled_algorithms_bitset", _NO_COMPRESSION),
     ("grpc.max_metadata_size", 8192),
     ("grpc.keepalive_time_ms", 10_000),
@@ -80,3 +83,10 @@ def dialled(
     ]
     target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return grpc.aio.secure_channel(target, credentials, options)
+
+
+def check_tls(context: Any) -> None:
+    """Raises `LinkError` if a call came by anything but TLS 1.3."""
+    (version,) = context.auth_context().get("ssl_tls_version", [b"no TLS"])
+    if version.decode() != TLS:
+        raise LinkError(f"{version.decode()} was spoken; {TLS} is needed")

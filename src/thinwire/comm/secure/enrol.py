@@ -19,8 +19,9 @@ import grpc
 import grpc.aio
 from cryptography import x509
 
+from thinwire.comm.secure.admission import ADMITTED, JOIN_HEAD
+from thinwire.comm.secure.calls import Refused
 from thinwire.comm.secure.channels import ADMITTED_NBYTES, JOIN, dialled
-from thinwire.comm.secure.hub import ADMITTED, JOIN_HEAD
 from thinwire.comm.secure.keys import Credentials, check_name, new_key, private_folder, request, write_private
 from thinwire.comm.secure.token import Token
 from thinwire.errors import ConfigurationError, LinkError
@@ -29,23 +30,16 @@ ANSWER_SECONDS = 30.0  # in which a hub that is there answers
 _LONGEST = 1 << 14  # bytes of a certificate, or of the authorities
 
 
-class Refused(LinkError):
-    """The hub has said no; to ask again does not help."""
-
-
 @dataclass(frozen=True)
 class Admitted:
-    """What a member got: its key with certificates, and the run file that the hub keeps for its members ("" if it has none)."""
+    """What a member got: its key with certificates, the run file that the hub keeps for its members ("" if it has none), and
+    whether replicas come and go in its runs.
+    """
 
     credentials: Credentials
     run: str
-
-    @property
-    def due(self) -> float:
-        """When to renew: half-way through the life of the certificate, in seconds since the epoch."""
-        certificate = x509.load_pem_x509_certificate(self.credentials.certificate)
-        begin, end = certificate.not_valid_before_utc.timestamp(), certificate.not_valid_after_utc.timestamp()
-        return max(time.time(), begin) + (end - max(time.time(), begin)) / 2
+    elastic: bool
+    due: float  # when to renew: half-way from now to the end of the certificate, in seconds since the epoch
 
 
 class Enrolment:
@@ -72,9 +66,20 @@ class Enrolment:
                 f"{own} holds the key of {self.name} at another hub; choose another folder, or remove it if that hub is gone."
             )
         self._key, self._kept = key.read_bytes(), own / "authority.pem"
+        self._admitted: Admitted | None = None
 
     async def admitted(self) -> Admitted:
-        """A fresh certificate. Raises `Refused`, and `LinkError` while the hub is not there."""
+        """A certificate that is to be renewed later. Raises `Refused`, and `LinkError` while the hub is not there."""
+        if self._admitted is None or time.time() > self._admitted.due:
+            self._admitted = await self._fresh()
+        return self._admitted
+
+    @property
+    def run(self) -> str:
+        """The run file of the hub; "" if it has none."""
+        return self._admitted.run if self._admitted else ""
+
+    async def _fresh(self) -> Admitted:
         authority = await self._authority()
         token, asked = self.token, request(self._key, self.name)
         head = JOIN_HEAD.pack(token.invitation, token.secret, len(self.name), len(asked))
@@ -92,18 +97,18 @@ class Enrolment:
     def _opened(self, raw: bytes) -> Admitted:
         if len(raw) < ADMITTED.size:
             raise LinkError("the hub's answer cannot be read; run the same Thinwire everywhere")
-        certificate, authorities, run = ADMITTED.unpack_from(raw)
+        certificate, authorities, run, elastic = ADMITTED.unpack_from(raw)
         if len(raw) != ADMITTED.size + certificate + authorities + run:
             raise LinkError("the hub's answer cannot be read; run the same Thinwire everywhere")
         rest = raw[ADMITTED.size :]
         both = certificate + authorities
         own = Credentials(self._key, rest[:certificate], rest[certificate:both])
         try:
-            x509.load_pem_x509_certificate(own.certificate)
+            end = x509.load_pem_x509_certificate(own.certificate).not_valid_after_utc.timestamp()
             told = rest[both:].decode()
         except ValueError:
             raise LinkError("the hub's answer cannot be read; run the same Thinwire everywhere") from None
-        return Admitted(own, told)
+        return Admitted(own, told, elastic, (time.time() + end) / 2)
 
     async def _authority(self) -> bytes:
         """The authority's certificate as PEM: what was kept, or what the hub shows, if it is the one of the token."""

@@ -22,21 +22,26 @@ from dataclasses import dataclass
 
 from thinwire.errors import PacketError
 
-VERSION = 1
+VERSION = 2
 CHUNK_NBYTES = 1 << 17
 SMALL_NBYTES = 1 << 13  # a message up to this size travels with control
 MEMBERS = 64  # of one group
 LIMIT_NBYTES = CHUNK_NBYTES + 2048  # of one frame
 
-HELLO, WELCOME, BACK, AWAY, GONE, SYNC, PULL, ACK, REFUSE, LEAVE, ATTACH, DATA = range(12)
+HELLO, WELCOME, BACK, AWAY, GONE, SYNC, PULL, ACK, REFUSE, LEAVE, ATTACH, DATA, MEET, ASK, ANSWER = range(15)
 PASSED_ON = (SYNC, PULL, ACK, REFUSE)  # from member to member, as they are
 
-LEFT, REVOKED, REPLACED = range(3)  # why a member is gone
-REASONS = {LEFT: "closed its group", REVOKED: "was revoked at the hub", REPLACED: "was started anew"}
+LEFT, REVOKED, REPLACED, LOST = range(4)  # why a member is gone
+REASONS = {
+    LEFT: "closed its group",
+    REVOKED: "was revoked at the hub",
+    REPLACED: "was started anew",
+    LOST: "has died, or its link is cut",
+}
 
 HEADER = struct.Struct("<BBHQ")
 _FIELDS = {
-    HELLO: struct.Struct("<16s32sH"),  # of this process; of the group's label; members
+    HELLO: struct.Struct("<16s32sHHH"),  # of this process; of the group's label; members; see `seats.Wish`
     BACK: struct.Struct("<Q"),  # the member's connection
     AWAY: struct.Struct("<"),
     GONE: struct.Struct("<B"),  # why
@@ -46,6 +51,7 @@ _FIELDS = {
     REFUSE: struct.Struct("<QQ"),  # receive, bytes of the message that was posted
     LEAVE: struct.Struct("<"),
     ATTACH: struct.Struct("<Q"),  # the member's connection
+    MEET: struct.Struct("<16s"),  # of this process; questions and answers follow, as JSON
 }
 _WELCOME = struct.Struct("<QQHH")  # connection, group, rank, members; then their names, and who is there
 _DATA_UP = struct.Struct("<QH")  # offset, receivers; then each, then the chunk
@@ -68,6 +74,12 @@ class Frame:
         assert isinstance(value, int)
         return value
 
+    def data(self, place: int) -> bytes:
+        """The field at `place`, which is bytes."""
+        value = self.fields[place]
+        assert isinstance(value, bytes)
+        return value
+
 
 def packed(kind: int, *fields: int | bytes) -> bytes:
     """A frame of fixed size, without its header."""
@@ -85,13 +97,16 @@ def opened(raw: bytes, sequence: int, kinds: Sequence[int]) -> Frame:
         raise PacketError(f"a frame of {len(raw)} bytes; at least {HEADER.size} are due")
     kind, version, rank, number = HEADER.unpack_from(raw)
     if version != VERSION:
-        raise PacketError(f"frames of version {version}; {VERSION} is spoken here. Run the same Thinwire everywhere")
+        raise PacketError(
+            f"frames of version {version}; {VERSION} is spoken here. Install the same Thinwire on the hub and on all "
+            "replicas, and start them again"
+        )
     if number != sequence:
         raise PacketError(f"frame {number} where {sequence} was due: repeated, lost or out of order")
     if kind not in kinds:
         raise PacketError(f"a frame of kind {kind}, which is not due here")
     rest = raw[HEADER.size :]
-    if kind in (DATA, WELCOME):
+    if kind in (DATA, WELCOME, ASK, ANSWER):
         return Frame(kind, rank, (), rest)
     if len(rest) != _FIELDS[kind].size:
         raise PacketError(f"a frame of kind {kind} with {len(rest)} bytes; {_FIELDS[kind].size} are due")

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from thinwire.comm.group import Sized, travelling
-from thinwire.comm.secure.enrol import Enrolment
+from thinwire.comm.secure.enrol import Admitted, Enrolment
 from thinwire.comm.secure.frames import MEMBERS, Welcome
 from thinwire.comm.secure.link import HubLink
 from thinwire.comm.secure.loop import LoopThread
@@ -20,6 +20,7 @@ from thinwire.comm.secure.token import Token
 from thinwire.errors import ConfigurationError, LinkError, ThinwireError
 
 FAREWELL_SECONDS = 30.0  # for which a group that closes waits for what others have asked for
+_ADVICE = "Look for its last words, then start all replicas again with --resume."
 
 
 class _SecureTransfer:
@@ -79,10 +80,13 @@ class SecureGroup:
         thread: in which it runs.
         place: this replica's place.
         timeout: seconds that a `wait` lasts at most.
+        farewell: seconds that `close` waits for others at most.
     """
 
-    def __init__(self, link: HubLink, thread: LoopThread, place: Welcome, timeout: float) -> None:
-        self._link, self._thread = link, thread
+    def __init__(
+        self, link: HubLink, thread: LoopThread, place: Welcome, timeout: float, farewell: float = FAREWELL_SECONDS
+    ) -> None:
+        self._link, self._thread, self._farewell = link, thread, farewell
         self.rank, self.size, self.names, self.timeout = place.rank, len(place.names), place.names, timeout
         self._closed: LinkError | None = None
         self._lock = threading.Lock()
@@ -159,7 +163,7 @@ class SecureGroup:
         receives, self._link.messages.receives = self._link.messages.receives, {}
         for receive in receives.values():
             receive.settled(self._error())
-        await self._link.leave(FAREWELL_SECONDS)
+        await self._link.leave(self._farewell)
         self._link.messages.fail(self._error())
 
     def _give_up(self, error: LinkError) -> None:
@@ -211,23 +215,27 @@ def join(
         )
     enrolment = Enrolment(Token.read(token), name, Path(folder))
     label = hashlib.sha256(f"thinwire {size} {run}".encode()).digest()
+    return seated(HubLink(enrolment, label, size, bits_per_second, _ADVICE), timeout, timeout)
+
+
+def seated(link: HubLink, seconds: float, timeout: float, farewell: float = FAREWELL_SECONDS) -> SecureGroup:
+    """The group of a link that has not begun, when all are there. Raises `LinkError`: not all came within `seconds`."""
     thread = LoopThread.shared()
     try:
-        link = HubLink(enrolment, label, size, bits_per_second)
         thread.run(link.begin())
         try:
-            place = link.place(timeout)
+            place = link.place(seconds)
         except BaseException:
             thread.run(link.leave(0.0))
             raise
     except BaseException:
         thread.release()
         raise
-    return SecureGroup(link, thread, place, timeout)
+    return SecureGroup(link, thread, place, timeout, farewell)
 
 
-def admit(token: str, name: str, folder: Path | str = ".thinwire") -> str:
-    """Join the hub of `token` as `name`, without a group: the run file that the hub keeps for its members, "" if it has none.
+def admit(token: str, name: str, folder: Path | str = ".thinwire") -> Admitted:
+    """Join the hub of `token` as `name`, without a group: what the hub tells its members.
 
     Args:
         token, name, folder: as for `join`.
@@ -239,6 +247,6 @@ def admit(token: str, name: str, folder: Path | str = ".thinwire") -> str:
     enrolment = Enrolment(Token.read(token), name, Path(folder))
     thread = LoopThread.shared()
     try:
-        return thread.run(enrolment.admitted()).run
+        return thread.run(enrolment.admitted())
     finally:
         thread.release()

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from secrets import randbits
@@ -22,42 +22,36 @@ import grpc.aio
 from cryptography import x509
 
 from thinwire.comm.secure import frames
+from thinwire.comm.secure.admission import Admission
 from thinwire.comm.secure.audit import AuditLog
 from thinwire.comm.secure.channels import (
     BULK,
     CONTROL,
     JOIN,
-    JOIN_NBYTES,
+    MEET,
     OF_JOINERS,
     OF_MEMBERS,
-    TLS,
+    check_tls,
     server_credentials,
 )
 from thinwire.comm.secure.door import Door
 from thinwire.comm.secure.invitations import invite
-from thinwire.comm.secure.keys import (
-    Authority,
-    Credentials,
-    check_name,
-    key_digest,
-    member_name,
-    opened_request,
-    private_folder,
-)
+from thinwire.comm.secure.keys import Authority, Credentials, key_digest, member_name, private_folder
 from thinwire.comm.secure.loop import LoopThread
-from thinwire.comm.secure.relay import Connection, Pipe, Relay, natural
+from thinwire.comm.secure.questions import Book, HubAsker, answering, looking
+from thinwire.comm.secure.relay import Connection, Pipe
+from thinwire.comm.secure.seats import Seats, Wish
 from thinwire.comm.secure.state import HubState
 from thinwire.comm.secure.streams import Handle, Handlers, Refusing, first, reading, unary, writing
 from thinwire.comm.secure.token import Token
-from thinwire.errors import ConfigurationError, LinkError, PacketError
+from thinwire.errors import LinkError, PacketError
 
 LIFETIME = timedelta(hours=1)  # of a member's certificate
 OWN_LIFETIME = timedelta(days=7)  # of the hub's
 STREAMS = 8  # of bulk, for each connection
 STRANGER_SECONDS = 20.0  # in which a visitor shows who it is, or joins
 LOOK_SECONDS = 0.5  # between two looks at what the commands have changed
-JOIN_HEAD = struct.Struct("<8s16sBH")  # invitation, secret, bytes of the name and of the request
-ADMITTED = struct.Struct("<HHI")  # bytes of the certificate, of the authorities, of the run file
+PATIENCE = 60.0  # seconds that a member may be away before the others go on without it
 
 
 class Hub:
@@ -69,6 +63,8 @@ class Hub:
         port: of members; the next one is for those who join. 0: those that this folder had before, or any free ones.
         reached_at: the host that members dial, if it is not `host`.
         lifetime: of a member's certificate.
+        patience: seconds after which a member that is not connected counts as gone.
+        book: answers what members of elastic runs ask; without, groups are fixed.
         say: is told each line of the audit log.
 
     Raises:
@@ -82,24 +78,26 @@ class Hub:
         port: int = 0,
         reached_at: str | None = None,
         lifetime: timedelta = LIFETIME,
+        patience: float = PATIENCE,
+        book: Book | None = None,
         say: Callable[[str], object] = lambda line: None,
     ) -> None:
-        self.folder, self._lifetime = private_folder(folder), lifetime
+        self.folder, self._book = private_folder(folder), book
         self._authority = Authority(folder)
         self._own = self._authority.hub_credentials(OWN_LIFETIME)
         self._made = time.monotonic()
         self._as_authority = self._authority.own_credentials()
         self._audit = AuditLog(folder / "audit.txt", say)
         self._state = HubState(folder)
-        self._relays: dict[int, Relay] = {}
-        self._waiting: dict[bytes, dict[str, tuple[Connection, int]]] = {}  # by label and name, with the size
+        self._admission = Admission(folder, self._state, self._authority, self._audit, lifetime, book is not None)
+        self._seats = Seats(self._state, self._audit, patience)
         self._connections: dict[int, Connection] = {}
         self._closed = False
         self._servers: list[Any] = []
         self._doors: list[Door] = []
-        self._looking: asyncio.Task[None] | None = None
-        for group in self._state.groups():
-            self._keep(group)
+        self._tasks: list[asyncio.Task[None]] = []
+        if book:
+            book.lost = self._lost
         self._thread = LoopThread.shared()
         try:
             self.host = host or self._state.meta("listen") or "127.0.0.1"
@@ -140,7 +138,7 @@ class Hub:
         for place, (options, handlers, own) in enumerate(
             (
                 (OF_MEMBERS, self._of_members, self._credentials),
-                (OF_JOINERS, {JOIN: unary(self._join)}, lambda: self._as_authority),
+                (OF_JOINERS, {JOIN: unary(self._admission.join)}, lambda: self._as_authority),
             )
         ):
             members = place == 0
@@ -151,7 +149,10 @@ class Hub:
             door = Door(self._audit, inner, STRANGER_SECONDS, members)
             bound.append(await door.open(host, ports[place]))
             self._doors.append(door)
-        self._looking = asyncio.create_task(self._look())
+        self._admission.door = self._doors[1]
+        self._tasks = [asyncio.create_task(self._look())]
+        if self._book:
+            self._tasks.append(asyncio.create_task(looking(self._book)))
         return bound[0], bound[1]
 
     async def _stop(self) -> None:
@@ -162,9 +163,9 @@ class Hub:
         servers, self._servers = self._servers, []  # gRPC's own thread ends with the last of them
         for server in servers:
             await server.stop(0)
-        if self._looking:
-            self._looking.cancel()
-            await asyncio.wait([self._looking])
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _credentials(self) -> Credentials:
         """Of this hub, renewed now and then."""
@@ -177,30 +178,8 @@ class Hub:
         return {
             CONTROL: grpc.stream_stream_rpc_method_handler(self._control),
             BULK: grpc.stream_stream_rpc_method_handler(self._bulk),
+            MEET: grpc.stream_stream_rpc_method_handler(self._meet),
         }
-
-    # Joining.
-
-    async def _join(self, raw: bytes, context: Any) -> bytes:
-        """Admit a member, or renew its certificate."""
-        try:
-            self._check_tls(context)
-            invitation, secret, name, request = _opened_join(raw)
-            found = opened_request(request)
-            new = self._state.admit(name, key_digest(found), invitation, secret)
-            self._doors[1].known(context.peer())
-        except (LinkError, PacketError, ConfigurationError) as error:
-            self._audit.stranger("refused to admit", self._doors[1].who(context.peer()), error)
-            self._doors[1].told(context.peer())
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"the hub does not admit this machine: {error}")
-        if new:
-            self._audit("admitted", name, f"from {self._doors[1].who(context.peer())}")
-        certificate = self._authority.issue(found, f"{name}.member.thinwire", self._lifetime)
-        run = self.folder / "run.toml"
-        told = run.read_bytes() if run.exists() else b""
-        return ADMITTED.pack(len(certificate), len(self._authority.pem), len(told)) + (
-            certificate + self._authority.pem + told
-        )
 
     # Members.
 
@@ -208,17 +187,51 @@ class Hub:
         async with Refusing(self._audit, context, self._doors[0]):
             name, expires = self._identify(context)
             frame = frames.opened(await first(context), 0, [frames.HELLO])
-            process, label, size = frame.fields
-            assert isinstance(process, bytes) and isinstance(label, bytes) and isinstance(size, int)
-            connection = Connection(randbits(64), name, process, expires)
-            self._connections[connection.number] = connection
-            try:
-                self._seat(connection, label, size)
-                await self._serve(context, connection, connection.control, self._said(connection))
-                if connection.refusal:
-                    raise LinkError(connection.refusal)
-            finally:
-                self._unseat(connection, label)
+            process, label = frame.data(0), frame.data(1)
+            with self._connected(name, process, expires) as connection:
+                try:
+                    self._seats.seat(connection, Wish(label, *map(frame.number, (2, 3, 4))))
+                    await self._serve(context, connection, connection.control, self._said(connection))
+                finally:
+                    self._seats.unseat(connection, label)
+
+    async def _meet(self, _: Any, context: Any) -> None:
+        """What a member of an elastic run asks."""
+        async with Refusing(self._audit, context, self._doors[0]):
+            name, expires = self._identify(context)
+            if self._book is None:
+                raise LinkError("groups at this hub are fixed; for elastic runs start it with --elastic")
+            process = frames.opened(await first(context), 0, [frames.MEET]).data(0)
+            with self._connected(name, process, expires) as connection:
+                asker = HubAsker(name, process, self._doors[0].who(context.peer()))
+                try:
+                    await self._until_one_ends(connection, [answering(context, self._book, asker)])
+                finally:
+                    if not any(other.process == process and other is not connection for other in self._meeting(name)):
+                        self._book.gone(asker.incarnation, "its connections have ended")
+
+    @contextmanager
+    def _connected(self, name: str, process: bytes, expires: float) -> Iterator[Connection]:
+        """Within: this one is known. Raises `LinkError` at the end, if it was put out."""
+        connection = Connection(randbits(64), name, process, expires)
+        self._connections[connection.number] = connection
+        try:
+            yield connection
+        finally:
+            del self._connections[connection.number]
+            connection.end.set()
+        if connection.refusal:
+            raise LinkError(connection.refusal)
+
+    def _meeting(self, name: str) -> list[Connection]:
+        """Connections of a member that are in no group."""
+        return [one for one in self._connections.values() if one.name == name and one.relay is None]
+
+    def _lost(self, incarnation: str) -> None:
+        """The book has not heard it for too long: its connections are cut, though nobody has said so."""
+        for connection in self._connections.values():
+            if connection.process == incarnation.encode():
+                connection.end.set()
 
     async def _bulk(self, _: Any, context: Any) -> None:
         async with Refusing(self._audit, context, self._doors[0]):
@@ -248,10 +261,10 @@ class Hub:
 
     async def _serve(self, context: Any, connection: Connection, pipe: Pipe, handles: dict[int, Handle]) -> None:
         """Read and write until the stream or the connection ends. Raises `PacketError` for what must not be said."""
-        tasks = [
-            asyncio.create_task(work)
-            for work in (reading(context, handles), writing(context, pipe), connection.end.wait())
-        ]
+        await self._until_one_ends(connection, [reading(context, handles), writing(context, pipe)])
+
+    async def _until_one_ends(self, connection: Connection, works: list[Coroutine[Any, Any, object]]) -> None:
+        tasks = [asyncio.create_task(work) for work in (*works, connection.end.wait())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -265,65 +278,12 @@ class Hub:
             if isinstance(error, Exception):
                 self._audit("lost a stream of", connection.name, repr(error))
 
-    def _seat(self, connection: Connection, label: bytes, size: int) -> None:
-        """Give a process its place in a group, or let it wait for the others. Raises `LinkError`."""
-        if not 1 <= size <= frames.MEMBERS:
-            raise LinkError(f"a group of {size}; 1 to {frames.MEMBERS} members are possible")
-        name, process = connection.name, connection.process
-        for relay in list(self._relays.values()):
-            for rank, (other, there) in enumerate(relay.group.members):
-                if other != name or relay.group.label != label or rank in relay.gone:
-                    continue
-                if there == process:
-                    self._audit("connected", name)
-                    relay.connect(rank, connection)
-                    return
-                relay.leave(rank, frames.REPLACED)
-                if old := relay.connections.get(rank):
-                    old.refusal = f"another process has come as {name}, with the same key"
-                    old.end.set()
-        waiting = self._waiting.setdefault(label, {})
-        if sizes := {other for _, other in waiting.values()} - {size}:
-            raise LinkError(f"{name} expects a group of {size}, others of this run one of {sizes.pop()}")
-        waiting[name] = connection, size
-        self._audit("waits", name, f"{len(waiting)} of {size} are here")
-        if len(waiting) == size:
-            names = sorted(waiting, key=natural)
-            group = self._state.form(label, tuple((each, waiting[each][0].process) for each in names))
-            del self._waiting[label]
-            relay = self._keep(group)
-            self._audit("formed", f"group {group.number}", " ".join(names))
-            for rank, each in enumerate(names):
-                relay.connect(rank, waiting[each][0])
-
-    def _unseat(self, connection: Connection, label: bytes) -> None:
-        del self._connections[connection.number]
-        connection.end.set()
-        if connection.relay:
-            connection.relay.disconnect(connection)
-            self._audit("disconnected", connection.name)
-            if len(connection.relay.gone) == connection.relay.size:
-                self._relays.pop(connection.relay.group.number, None)
-            return
-        waiting = self._waiting.get(label, {})
-        if waiting.get(connection.name, (None, 0))[0] is connection:
-            del waiting[connection.name]
-            if not waiting:
-                del self._waiting[label]
-
-    def _keep(self, group: Any) -> Relay:
-        def gone(rank: int, reason: int) -> None:
-            self._state.gone(group.number, rank, reason)
-            self._audit("gone", group.members[rank][0], frames.REASONS[reason])
-
-        self._relays[group.number] = relay = Relay(group, gone)
-        return relay
-
     async def _look(self) -> None:
         """Put out who was revoked, and end the connections whose certificates have expired."""
         version = -1
         while True:
             await asyncio.sleep(LOOK_SECONDS)
+            self._seats.look(time.monotonic())
             for connection in list(self._connections.values()):
                 if connection.expires < time.time():
                     self._audit("ended", connection.name, "its certificate has expired")
@@ -335,14 +295,11 @@ class Hub:
                 if connection.name in revoked:
                     connection.refusal = f"{connection.name} is revoked"
                     connection.end.set()
-            for relay in list(self._relays.values()):
-                for rank, (name, _) in enumerate(relay.group.members):
-                    if name in revoked:
-                        relay.leave(rank, frames.REVOKED)
+            self._seats.revoke(revoked)
 
     def _identify(self, context: Any) -> tuple[str, float]:
         """The name of the member that calls, and when its certificate ends. Raises `LinkError`."""
-        self._check_tls(context)
+        check_tls(context)
         (pem,) = context.auth_context().get("x509_pem_cert", [b""])
         try:
             certificate = x509.load_pem_x509_certificate(pem)
@@ -356,19 +313,3 @@ class Hub:
             raise LinkError(f"{name} is revoked")
         self._doors[0].known(context.peer())
         return name, certificate.not_valid_after_utc.timestamp()
-
-    def _check_tls(self, context: Any) -> None:
-        (version,) = context.auth_context().get("ssl_tls_version", [b"no TLS"])
-        if version.decode() != TLS:
-            raise LinkError(f"{version.decode()} was spoken; {TLS} is needed")
-
-
-def _opened_join(raw: bytes) -> tuple[bytes, bytes, str, bytes]:
-    """Invitation, secret, name and request. Raises `PacketError`, `ConfigurationError`."""
-    if not JOIN_HEAD.size < len(raw) <= JOIN_NBYTES:
-        raise PacketError(f"a request to join of {len(raw)} bytes")
-    invitation, secret, name, request = JOIN_HEAD.unpack_from(raw)
-    if len(raw) != JOIN_HEAD.size + name + request:
-        raise PacketError(f"a request to join of {len(raw)} bytes, of which it says others")
-    begin = JOIN_HEAD.size + name
-    return invitation, secret, check_name(raw[JOIN_HEAD.size : begin].decode("ascii", "replace")), raw[begin:]

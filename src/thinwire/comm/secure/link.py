@@ -17,23 +17,21 @@ import grpc
 import grpc.aio
 
 from thinwire.comm.secure import frames
+from thinwire.comm.secure.calls import Broken, Refused, explained, read, written
 from thinwire.comm.secure.channels import BULK, CONTROL, dialled
-from thinwire.comm.secure.enrol import Admitted, Enrolment, Refused
+from thinwire.comm.secure.enrol import Admitted, Enrolment
 from thinwire.comm.secure.frames import Frame, Welcome
-from thinwire.comm.secure.messages import InFlight, Teller
+from thinwire.comm.secure.messages import InFlight
 from thinwire.comm.secure.posted import Chunk, Pull
 from thinwire.errors import LinkError, PacketError
+from thinwire.packet import VERSION
 
 CHANNELS = 2  # for bulk
 LATE_SECONDS = 10.0  # after which those who have asked for a packet get it without those who have not
 _PAUSES = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0)  # before the next try to connect
 
 
-class Broken(LinkError):
-    """A connection that has ended; the next one goes on."""
-
-
-class HubLink(Teller):
+class HubLink:
     """The one connection of this process to the hub, and what is on the way over it.
 
     Args:
@@ -41,13 +39,18 @@ class HubLink(Teller):
         label: SHA-256 of what all of the group must have alike to belong together.
         size: members of the group.
         bits_per_second: at which chunks leave at most; None: as fast as they go.
+        advice: what to do when a member is gone.
+        place: those with smaller ones have the smaller rank; those with the same one are in the order of their names.
+        process: 16 bytes that no other process of this name has; drawn anew unless given.
     """
 
-    def __init__(self, enrolment: Enrolment, label: bytes, size: int, bits_per_second: float | None) -> None:
-        self._enrolment, self._label, self._size = enrolment, label, size
-        self._rate = bits_per_second
-        self._process = os.urandom(16)
-        self._admitted: Admitted | None = None
+    def __init__(
+        self, enrolment: Enrolment, label: bytes, size: int, bits_per_second: float | None = None, advice: str = "",
+        place: int = 0, process: bytes = b"",
+    ) -> None:  # fmt: skip
+        self._advice = advice
+        self._enrolment, self._size, self._rate = enrolment, size, bits_per_second
+        self._hello = frames.packed(frames.HELLO, process or os.urandom(16), label, size, place, VERSION)
         self._place: Welcome | None = None
         self._placed: Future[Welcome] = Future()
         self._task: asyncio.Task[None] | None = None
@@ -64,7 +67,7 @@ class HubLink(Teller):
     @property
     def run(self) -> str:
         """The run file of the hub."""
-        return self._admitted.run if self._admitted else ""
+        return self._enrolment.run
 
     async def begin(self) -> None:
         """Dial, and go on until `leave`."""
@@ -159,9 +162,7 @@ class HubLink(Teller):
 
     async def _connected(self) -> None:
         """From dialling to the end. Raises `LinkError`; returns after `leave`."""
-        admitted = self._admitted
-        if admitted is None or time.time() > admitted.due:
-            admitted = self._admitted = await self._enrolment.admitted()
+        admitted = await self._enrolment.admitted()
         token, own = self._enrolment.token, admitted.credentials
         channels = [dialled(token.host, token.port, own.authorities, own) for _ in range(1 + CHANNELS)]
         try:
@@ -170,19 +171,18 @@ class HubLink(Teller):
             bulk = [channel.stream_stream(BULK)() for channel in channels[1:]]
             for stream in bulk:
                 attach = frames.packed(frames.ATTACH, welcome.connection)
-                await _write(stream, frames.head(frames.ATTACH, 0, 0) + attach)
+                await written(stream, frames.head(frames.ATTACH, 0, 0) + attach)
             await self._until_one_ends(control, bulk, admitted)
         except grpc.aio.AioRpcError as error:
-            raise _explained(error) from None
+            raise explained(error) from None
         finally:
             for channel in channels:
                 await channel.close(None)
 
     async def _greeted(self, control: Any) -> Welcome:
-        hello = frames.packed(frames.HELLO, self._process, self._label, self._size)
-        await _write(control, frames.head(frames.HELLO, 0, 0) + hello)
+        await written(control, frames.head(frames.HELLO, 0, 0) + self._hello)
         self.state = f"waits for the group: {self._size} members are needed"
-        welcome = frames.opened_welcome(frames.opened(await _read(control), 0, [frames.WELCOME]).body)
+        welcome = frames.opened_welcome(frames.opened(await read(control), 0, [frames.WELCOME]).body)
         if len(welcome.names) != self._size:
             raise Refused(f"the hub has a group of {len(welcome.names)}; {self._size} were expected")
         if self._place is not None and (welcome.group, welcome.rank) != (self._place.group, self._place.rank):
@@ -227,7 +227,7 @@ class HubLink(Teller):
         control = sequence > 0  # its first frame was the welcome
         kinds = (*frames.PASSED_ON, frames.BACK, frames.AWAY, frames.GONE, frames.DATA) if control else (frames.DATA,)
         while True:
-            frame = frames.opened(await _read(stream), sequence, kinds)
+            frame = frames.opened(await read(stream), sequence, kinds)
             if not 0 <= frame.rank < self._size:
                 raise PacketError(f"a frame from member {frame.rank} of {self._size}")
             self._heard(frame)
@@ -255,7 +255,7 @@ class HubLink(Teller):
         elif frame.kind == frames.GONE:
             self._connections.pop(peer, None)
             error = LinkError(
-                f"replica {peer} ({self._name(peer)}) {frames.REASONS.get(number(0), 'is gone')}. {_ADVICE}"
+                f"replica {peer} ({self._name(peer)}) {frames.REASONS.get(number(0), 'is gone')}. {self._advice}".strip()
             )
             error.peer = peer
             messages.leave(peer, error)
@@ -306,11 +306,8 @@ class HubLink(Teller):
             await asyncio.sleep(begin - now)
 
     async def _written(self, stream: Any, frame: bytes) -> None:
-        await _write(stream, frame)
+        await written(stream, frame)
         self.uploaded += len(frame)
-
-
-_ADVICE = "Look for its last words, then start all replicas again with --resume."
 
 
 def _data(chunk: Chunk) -> bytes:
@@ -322,28 +319,3 @@ async def _renewal(due: float) -> None:
     while (left := due - time.time()) > 0:
         await asyncio.sleep(min(left, 60.0))
     raise Broken("the certificate is being renewed")
-
-
-async def _read(stream: Any) -> bytes:
-    raw = await stream.read()
-    if raw is grpc.aio.EOF:
-        code, details = await stream.code(), await stream.details()
-        raise _refusal(code, details)
-    return bytes(raw)
-
-
-async def _write(stream: Any, frame: bytes) -> None:
-    try:
-        await stream.write(frame)
-    except asyncio.InvalidStateError:  # the call is over
-        raise _refusal(await stream.code(), await stream.details()) from None
-
-
-def _explained(error: grpc.aio.AioRpcError) -> LinkError:
-    return _refusal(error.code(), error.details())
-
-
-def _refusal(code: grpc.StatusCode, details: str | None) -> LinkError:
-    if code in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.INVALID_ARGUMENT):
-        return Refused(f"the hub has ended the connection: {details}")
-    return Broken(details or "the hub has ended the connection")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from thinwire.comm.secure.frames import CHUNK_NBYTES, SMALL_NBYTES
 from thinwire.comm.secure.posted import Chunk, Cursor, Posted, Pull, Receive
@@ -284,17 +285,14 @@ class InFlight:
         return Chunk(offset, receivers, data, small)
 
 
-class Teller:
-    """Who carries what a member says to one peer."""
+class Teller(Protocol):
+    """Sends what a member says to one peer."""
 
     def pull(self, peer: int, pull: Pull) -> None:
         """Ask `peer` for a message."""
-        raise NotImplementedError
 
     def acknowledge(self, peer: int, receive: int, nbytes: int) -> None:
-        """Tell `peer` how much is here."""
-        raise NotImplementedError
+        """Tell `peer` that its first `nbytes` are here."""
 
     def refuse(self, peer: int, receive: int, nbytes: int) -> None:
-        """Tell `peer` that its buffer has another size."""
-        raise NotImplementedError
+        """Tell `peer` that its buffer has another size than the message, which has `nbytes`."""

@@ -7,6 +7,7 @@ for another are held until that one has taken them, and no more of them than an 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -88,6 +89,7 @@ class Relay:
         self.size = len(group.members)
         self.gone = dict(group.gone)
         self.connections: dict[int, Connection] = {}
+        self.away = dict.fromkeys(range(self.size), time.monotonic())  # since when
         self._synced: set[tuple[int, int]] = set()  # who has told whom what it waits for, since both are connected
         self._most = _RESENT * window_nbytes(self.size) + frames.LIMIT_NBYTES
 
@@ -105,12 +107,14 @@ class Relay:
             connection.control.put(PassedOn(frames.GONE, other, frames.packed(frames.GONE, reason)))
         self._tell(PassedOn(frames.BACK, rank, frames.packed(frames.BACK, connection.number)))
         self.connections[rank] = connection
+        self.away.pop(rank, None)
 
     def disconnect(self, connection: Connection) -> None:
         """Its streams have ended; its member may come again."""
         rank = connection.rank
         if self.connections.get(rank) is connection:
             del self.connections[rank]
+            self.away[rank] = time.monotonic()
             self._break_off(rank)
             self._tell(PassedOn(frames.AWAY, rank, b""))
 

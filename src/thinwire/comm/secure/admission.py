@@ -1,0 +1,73 @@
+"""The hub's port for those who join: who shows the secret of an invitation, or the key of a name, gets a certificate."""
+
+from __future__ import annotations
+
+import struct
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from thinwire.comm.secure.audit import AuditLog
+from thinwire.comm.secure.channels import JOIN_NBYTES, check_tls
+from thinwire.comm.secure.door import Door
+from thinwire.comm.secure.keys import Authority, check_name, key_digest, opened_request
+from thinwire.comm.secure.state import HubState
+from thinwire.errors import ConfigurationError, LinkError, PacketError
+
+JOIN_HEAD = struct.Struct("<8s16sBH")  # invitation, secret, bytes of the name and of the request
+ADMITTED = struct.Struct(
+    "<HHI?"
+)  # bytes of the certificate, of the authorities, of the run file; whether runs are elastic
+
+
+class Admission:
+    """Admits members and renews their certificates.
+
+    Args:
+        folder: of the hub; its `run.toml`, if there is one, is told to who joins.
+        state, authority, audit: of the hub.
+        lifetime: of a certificate.
+        elastic: told to who joins: replicas come and go.
+    """
+
+    def __init__(
+        self, folder: Path, state: HubState, authority: Authority, audit: AuditLog, lifetime: timedelta, elastic: bool
+    ) -> None:
+        self._run, self._state, self.authority, self._audit = folder / "run.toml", state, authority, audit
+        self._lifetime, self._elastic = lifetime, elastic
+        self.door: Door | None = None  # at which they come
+
+    async def join(self, raw: bytes, context: Any) -> bytes:
+        """Admit a member, or renew its certificate."""
+        assert self.door
+        who = self.door.who(context.peer())
+        try:
+            check_tls(context)
+            invitation, secret, name, request = opened_join(raw)
+            found = opened_request(request)
+            new = self._state.admit(name, key_digest(found), invitation, secret)
+            self.door.known(context.peer())
+        except (LinkError, PacketError, ConfigurationError) as error:
+            self._audit.stranger("refused to admit", who, error)
+            self.door.told(context.peer())
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"the hub does not admit this machine: {error}")
+        if new:
+            self._audit("admitted", name, f"from {who}")
+        certificate = self.authority.issue(found, f"{name}.member.thinwire", self._lifetime)
+        trusted = self.authority.pem
+        told = self._run.read_bytes() if self._run.exists() else b""
+        return ADMITTED.pack(len(certificate), len(trusted), len(told), self._elastic) + certificate + trusted + told
+
+
+def opened_join(raw: bytes) -> tuple[bytes, bytes, str, bytes]:
+    """Invitation, secret, name and request. Raises `PacketError`, `ConfigurationError`."""
+    if not JOIN_HEAD.size < len(raw) <= JOIN_NBYTES:
+        raise PacketError(f"a request to join of {len(raw)} bytes")
+    invitation, secret, name, request = JOIN_HEAD.unpack_from(raw)
+    if len(raw) != JOIN_HEAD.size + name + request:
+        raise PacketError(f"a request to join of {len(raw)} bytes, of which it says others")
+    begin = JOIN_HEAD.size + name
+    return invitation, secret, check_name(raw[JOIN_HEAD.size : begin].decode("ascii", "replace")), raw[begin:]

@@ -1,0 +1,47 @@
+"""A member's end of gRPC's streams: frames are read and written whole, and what ends a stream is told in one way."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from thinwire.errors import LinkError
+
+
+class Refused(LinkError):
+    """The hub has said no; to ask again does not help."""
+
+
+class Broken(LinkError):
+    """A connection that has ended; the next one goes on."""
+
+
+async def read(stream: Any) -> bytes:
+    """The next frame. Raises `Refused`, `Broken`."""
+    raw = await stream.read()
+    if raw is grpc.aio.EOF:
+        code, details = await stream.code(), await stream.details()
+        raise _refusal(code, details)
+    return bytes(raw)
+
+
+async def written(stream: Any, frame: bytes) -> None:
+    """Write a frame. Raises `Refused`, `Broken`."""
+    try:
+        await stream.write(frame)
+    except asyncio.InvalidStateError:  # the call is over
+        raise _refusal(await stream.code(), await stream.details()) from None
+
+
+def explained(error: grpc.aio.AioRpcError) -> LinkError:
+    """`Refused` or `Broken`."""
+    return _refusal(error.code(), error.details())
+
+
+def _refusal(code: grpc.StatusCode, details: str | None) -> LinkError:
+    if code in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.INVALID_ARGUMENT):
+        return Refused(f"the hub has ended the connection: {details}")
+    return Broken(details or "the hub has ended the connection")

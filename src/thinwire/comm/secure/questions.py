@@ -1,0 +1,151 @@
+"""What members of elastic runs ask of the hub: questions and answers as JSON, one at a time on a stream of its own.
+
+The hub's end hands them to a `Book`, which knows who is there and what they write for each other (membership/book.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from concurrent.futures import CancelledError
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+
+from thinwire.comm.secure import frames
+from thinwire.comm.secure.calls import explained, read, written
+from thinwire.comm.secure.channels import ANSWER_NBYTES, MEET, dialled
+from thinwire.comm.secure.enrol import ANSWER_SECONDS, Enrolment
+from thinwire.comm.secure.loop import LoopThread
+from thinwire.errors import LinkError, PacketError
+
+TICK = 0.05  # seconds between two looks at the book
+
+
+class HubAsker:
+    """A member that asks. Its incarnation is the name of its process."""
+
+    def __init__(self, name: str, process: bytes, address: str) -> None:
+        self.name, self.incarnation, self.address = name, process.decode("ascii", "replace"), address
+
+    async def came(self, future: asyncio.Future[Any], seconds: float) -> bool:
+        """Whether `future` is done within `seconds`; cancelled when the stream ends."""
+        done, _ = await asyncio.wait({future}, timeout=seconds)
+        return bool(done)
+
+
+class Book(Protocol):
+    """Who answers."""
+
+    lost: Any  # is told the incarnation of one that is not heard any more
+
+    def look(self) -> None:
+        """To be called every `TICK` seconds."""
+
+    def gone(self, incarnation: str, why: str) -> None:
+        """All streams of this one have ended."""
+
+    async def answer(self, asker: HubAsker, said: dict[str, Any]) -> dict[str, Any]:
+        """What there is to answer. Raises `PacketError` for what must not be asked."""
+
+
+async def looking(book: Book) -> None:
+    """The hub's end: look now and then."""
+    while True:
+        book.look()
+        await asyncio.sleep(TICK)
+
+
+async def answering(context: Any, book: Book, asker: HubAsker) -> None:
+    """The hub's end of a stream. Raises `PacketError`."""
+    sequence = 1
+    while (raw := await context.read()) is not grpc.aio.EOF:
+        answer = await book.answer(asker, _opened(frames.opened(raw, sequence, [frames.ASK])))
+        await context.write(frames.head(frames.ANSWER, 0, sequence - 1) + _packed(answer))
+        sequence += 1
+
+
+class HubChannel:
+    """A member's end. For one thread at a time, but `close`; after its first `LinkError` it is of no more use.
+
+    Args:
+        enrolment: who this is.
+        process: 16 letters, drawn anew at every start.
+        thread: in which gRPC runs.
+
+    Raises:
+        Refused: the hub has said no, for good.
+        LinkError: the hub is not there.
+    """
+
+    def __init__(self, enrolment: Enrolment, process: str, thread: LoopThread) -> None:
+        self._thread, self._enrolment, self._sequence = thread, enrolment, 1
+        self._channel: grpc.aio.Channel | None = None
+        self._call: Any = None
+        self._done(self._open(process), ANSWER_SECONDS)
+        self.heartbeat_timeout = float(self.ask("beat")["heartbeat_timeout"])
+
+    def ask(self, do: str, seconds: float = 0.0, **fields: Any) -> dict[str, Any]:
+        """What the hub answers; it may take `seconds`, and a little more."""
+        question = _packed({"do": do, "seconds": seconds, **fields})
+        answer: dict[str, Any] = self._done(self._asked(question), seconds + ANSWER_SECONDS)
+        if "error" in answer:
+            raise LinkError(f"the hub says: {str(answer['error'])[:200]}")
+        return answer
+
+    def close(self) -> None:
+        """Idempotent; from any thread: whoever waits hears of it."""
+        channel, self._channel = self._channel, None
+        if channel:
+            self._thread.run(channel.close(None))
+
+    def _done(self, work: Any, seconds: float) -> Any:
+        try:
+            return self._thread.run(work, seconds)
+        except TimeoutError:
+            self.close()
+            raise LinkError(f"the hub did not answer within {seconds:g} s") from None
+        except grpc.aio.AioRpcError as error:
+            self.close()
+            raise explained(error) from None
+        except PacketError as error:
+            self.close()
+            raise LinkError(str(error)) from None
+        except CancelledError:
+            self.close()
+            raise LinkError("the connection to the hub was closed") from None
+        except LinkError:
+            self.close()
+            raise
+
+    async def _open(self, process: str) -> None:
+        admitted = await self._enrolment.admitted()
+        token, own = self._enrolment.token, admitted.credentials
+        self._channel = dialled(token.host, token.port, own.authorities, own, ANSWER_NBYTES)
+        self._call = self._channel.stream_stream(MEET)()
+        meet = frames.packed(frames.MEET, process.encode("ascii"))
+        await written(self._call, frames.head(frames.MEET, 0, 0) + meet)
+
+    async def _asked(self, question: bytes) -> dict[str, Any]:
+        if self._channel is None:
+            raise LinkError("the connection to the hub is closed")
+        await written(self._call, frames.head(frames.ASK, 0, self._sequence) + question)
+        frame = frames.opened(await read(self._call), self._sequence - 1, [frames.ANSWER])
+        self._sequence += 1
+        return _opened(frame)
+
+
+def _packed(said: dict[str, Any]) -> bytes:
+    return json.dumps(said, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _opened(frame: frames.Frame) -> dict[str, Any]:
+    """Raises `PacketError`."""
+    try:
+        said = json.loads(frame.body)
+    except (ValueError, RecursionError):
+        said = None
+    if not isinstance(said, dict):
+        raise PacketError("words that are no JSON object")
+    return said

@@ -1,0 +1,89 @@
+"""What a method for replicas of unequal speed is made of."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from thinwire.codecs import E3M0, Codec
+from thinwire.decoupled.timeline import Timeline
+from thinwire.errors import ConfigurationError
+from thinwire.pieces.feedback import Feedback
+from thinwire.pieces.outer import Nesterov, Outer
+from thinwire.pieces.partition import Partition, Whole
+from thinwire.pieces.staleness import ByTokens, Correct, HeLoCo, Weigh
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composition:
+    """The pieces, and when rounds are held; a frozen value.
+
+    Args:
+        every: H in the mean over all replicas; each has its own by its speed, so that all report equally often.
+        partition: how the model is cut into fragments.
+        codec, down: how deltas become bytes on their way to the syncer; how the round's estimate does on its way back.
+        feedback: what the codecs lose is added to what is sent next, on both sides. None: it is lost.
+        outer: the outer step, which every replica takes on what the syncer sends.
+        weigh, correct: what a delta counts; what is made of one that is stale (None: nothing).
+        quorum: how many replicas' deltas a round needs at least.
+        grace: how long a round waits for those who are expected, as a share of the time between two reports.
+        slow: run in virtual time, in which an inner step of replica m takes slow[m]; (): in real time, by measured speed.
+        delay: in virtual time, how many mean inner steps a round takes to land.
+        seed: of what codecs draw.
+
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed.
+
+    >>> Composition(slow=(1, 2, 4)).timeline(fragments=1).every
+    [51, 26, 13]
+    """
+
+    every: int = 30
+    partition: Partition = Whole()
+    codec: Codec = E3M0()
+    down: Codec = E3M0()
+    feedback: Feedback | None = Feedback()
+    outer: Outer = Nesterov()
+    weigh: Weigh = ByTokens()
+    correct: Correct | None = HeLoCo()
+    quorum: int = 1
+    grace: float = 0.5
+    slow: tuple[float, ...] = ()
+    delay: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        kinds: dict[str, Any] = {"partition": Partition, "codec": Codec, "down": Codec, "outer": Outer, "weigh": Weigh}
+        kinds |= {"correct": Correct | None, "feedback": Feedback | None}
+        for name, kind in kinds.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind) or isinstance(value, type):
+                raise ConfigurationError(f"{name}={value!r}: that is no such piece; see `thinwire docs pieces`.")
+        counts = {"every": self.every, "quorum": self.quorum}
+        if any(type(number) is not int or number < 1 for number in counts.values()):
+            raise ConfigurationError(f"every={self.every}, quorum={self.quorum}: whole numbers above 0 are needed.")
+        if type(self.delay) is not int or not 0 <= self.delay < self.every or (self.delay and not self.slow):
+            raise ConfigurationError(
+                f"delay={self.delay} with every={self.every}, slow={self.slow}: 0 <= delay < every is needed, and 0 in real time, where a "
+                "round lands when it arrives."
+            )
+        if not 0 <= self.grace < math.inf or not all(0 < one < math.inf for one in self.slow):
+            raise ConfigurationError(
+                f"grace={self.grace}, slow={self.slow}: grace >= 0 and factors above 0 are needed."
+            )
+        if self.feedback and self.feedback != Feedback():
+            raise ConfigurationError(
+                f"feedback={self.feedback}: replicas come to the syncer at different times and keep no common reference; choose Feedback() or None."
+            )
+        for codec in (self.codec, self.down):
+            if self.feedback:
+                self.feedback.check(codec)
+            if codec.joint or codec.varies:
+                raise ConfigurationError(
+                    f"{codec}: a codec whose packets have one size and count by themselves is needed; choose E3M0()."
+                )
+
+    def timeline(self, fragments: int, own: int = -1) -> Timeline:
+        """Of a run in virtual time, for replica `own` or for the syncer."""
+        return Timeline(self.slow, self.every, fragments, self.quorum, self.grace, self.delay, own)

@@ -1,0 +1,377 @@
+"""A replica that waits for nobody: what happens around its inner steps.
+
+It trains; when a fragment is due, its delta goes to the syncer (a thread of replica 0) and training goes on. What the syncer tells is taken
+over after the inner step in which it is there:
+
+    a ← outer step on the estimate                       the same bits on every replica
+    θ ← a + (θ − a_old)                                  its own progress stays
+    θ ← a + (θ − (a_old − Δ))                            where its delta Δ was counted: that is in a now
+
+So each inner step counts once: what is not in an anchor is in θ, and travels with the next delta. A fragment is once in the air at most.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.comm.group import Group
+from thinwire.decoupled.carry import Inlet, Outlet
+from thinwire.decoupled.composition import Composition
+from thinwire.decoupled.host import Heard, Host
+from thinwire.decoupled.messages import COUNTED, DELTA, DOWN, END, LAST, REST, UP, Down, Messages, Of, Up
+from thinwire.decoupled.rounds import Held, Pace, own_every
+from thinwire.decoupled.saved import Flight, resume, state_of, state_of_syncer
+from thinwire.decoupled.syncer import Agreed, Syncer, hold, said_by
+from thinwire.decoupled.timeline import Timeline
+from thinwire.errors import ConfigurationError, DisagreementError, LinkError, PeerError
+from thinwire.methods.base import Attached
+from thinwire.observer import Observer
+from thinwire.rng import Key
+from thinwire.runtime.handshake import agree_on_start, check_start
+from thinwire.runtime.module_state import clear
+
+HOST = 0  # the replica whose thread the syncer is
+
+
+class Unequal(Attached):
+    """`Decoupled` at work on one replica.
+
+    ```python
+    trained = decoupled_diloco(every=30).attach(model, optimizer, group)
+    while trained.progress < steps and not trained.stopping:   # in the mean over all replicas
+        model(next(batches)).loss.backward()
+        optimizer.step()                                       # deltas depart, and rounds land here
+        optimizer.zero_grad()
+    trained.finish()                                           # all hold the same weights
+    ```
+
+    `tokens` is how many an inner step has; set it where replicas differ. Replicas may take any numbers of inner steps in real time; in virtual
+    time all go on until `progress` says that it is enough. A replica that is lost or late holds up nobody; the one that hosts the syncer (replica
+    0) is needed to the end. Over gloo a silence of the group's `timeout` ends the whole group, so that has to be longer than a report takes.
+    """
+
+    strategy: Composition  # type: ignore[assignment]  # the `Decoupled` that attached it
+
+    def __init__(
+        self, method: Composition, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group,
+        observer: Observer, clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        super().__init__(method, model, optimizer, group, None, observer, clock)  # type: ignore[arg-type]
+        self.fragments = method.partition.fragments(model)
+        self.introduce({})
+        self.tokens = 1.0
+        self._states = [hold(method, fragment, index) for index, fragment in enumerate(self.fragments)]
+        if agree_on_start(group, [one.anchor for one in self._states]):
+            observer("warning", 0, message="replicas began with different weights; all start from replica 0's")
+        check_start(self.fragments, [one.anchor for one in self._states])
+        self._load_anchors()
+        numels = [one.anchor.numel() for one in self._states]
+        ups, downs = ([codec.fitted(f.shapes) for f in self.fragments] for codec in (method.codec, method.down))
+        self._messages = Messages(group.size, HOST, numels, ups, downs)
+        self._numbers, self._flying = [0] * len(numels), dict[int, Flight]()
+        self._tokens_since = [0.0] * len(numels)
+        self._pace, self._began_at, self._begun_total = Pace(method.every, len(numels)), 0, 0
+        self._every, self._known = method.every, False
+        self._each: tuple[Of, ...] = (Of(),) * group.size
+        self._heard_at, self._told, self._noticed, self._finished, self._over = clock(), 0, False, False, False
+        self._marks = [(0.0, 0)] * len(numels)  # when each departed last, and after which step
+        self._seconds = 0.0  # an inner step takes here; 0: not known
+        self._line = method.timeline(len(numels), group.rank) if method.slow else None
+        self._inbox: queue.Queue[Heard] = queue.Queue()
+        self._host: Host | None = None
+        self._outlet: Outlet | None = None
+        if group.rank == HOST:
+            syncer = Syncer.of(method, self._states, self._messages)
+            self._host = Host(group, self._messages, syncer, method, clock, self._say)
+            self._inbox = self._host.inbox
+            self._host.start()
+        else:
+            self._outlet = Outlet(group, HOST, UP, lambda _, why: self._inbox.put(why))
+            Inlet(group, HOST, DOWN, lambda: self._messages.room(DOWN), self._hear)
+        self._hook = optimizer.register_step_post_hook(lambda *_: self._after_step())
+
+    def _say(self, event: str, **fields: Any) -> None:
+        self._observe(event, self.step, **fields)
+
+    def _hear(self, _: int, heard: Heard) -> bool:
+        self._inbox.put(heard)
+        if isinstance(heard, PeerError):
+            return True
+        try:
+            down = self._messages.read_down(heard)
+        except PeerError:
+            return True
+        return down.kind == END and not down.stop
+
+    # ---- how far the run is
+
+    @property
+    def progress(self) -> int:
+        """Inner steps that have been taken, in the mean over all replicas; in real time by what was heard of the others last."""
+        size, own = self.group.size, self.step - self._began_at
+        if self._line:
+            done = self._begun_total + self._line.done(self.group.rank, own)
+        else:
+            passed = self._clock() - self._heard_at
+            others = [
+                of.taken + min(of.speed * passed, float(self._every * size))
+                for rank, of in enumerate(self._each)
+                if rank != self.group.rank
+            ]
+            done = int(self.step + sum(others))
+        return max(self._told, done // size)
+
+    # ---- around an inner step
+
+    @torch.no_grad()
+    def _after_step(self) -> None:
+        self.step += 1
+        began = self._clock()
+        if not self._marks[0][1]:  # what the first step compiled is not counted
+            self._marks = [(began, self.step)] * len(self._marks)
+        self._tokens_since = [tokens + self.tokens for tokens in self._tokens_since]
+        if self._line and not self._noticed:
+            self._follow(self._line)
+        elif not self._line:
+            self._go_on()
+        self.seconds += self._clock() - began
+
+    def _follow(self, line: Timeline) -> None:
+        """In virtual time."""
+        actions = line.actions(self.step - self._began_at)
+        for _, held in actions.before:
+            self._await(held)
+        for fragment in actions.departs:
+            self._depart(fragment)
+        for _, held in actions.after:
+            self._await(held)
+
+    def _await(self, held: Held) -> None:
+        """Take over a round that lands now. One that was not held before the run's end will not be."""
+        began = self._clock()
+        while not self._noticed:
+            down = self._next()
+            if down.kind != END:
+                if down.fragment != held.fragment:
+                    raise DisagreementError(
+                        f"a round of fragment {down.fragment} came, one of {held.fragment} was due."
+                    )
+                break
+        self.stall_seconds += self._clock() - began
+
+    def _go_on(self) -> None:
+        """In real time."""
+        while not self._inbox.empty():
+            self._next()
+        for fragment in self._pace.due(self.step - self._began_at, set(self._flying)):
+            self._depart(fragment)
+
+    # ---- up
+
+    def _depart(self, index: int) -> None:
+        one, began = self._states[index], self._clock()
+        delta = one.delta(torch.empty_like(one.anchor))
+        self._pace.departed(index, self.step - self._began_at, self._every)
+        number, since, (marked, step) = self._numbers[index], one.since, self._marks[index]
+        self._seconds = (began - marked) / (self.step - step) if self.step > step else self._seconds
+        self._marks[index] = (began, self.step)
+        before = one.feedback
+        if self._up(DELTA, index, delta):
+            self._flying[index] = Flight(number, delta, self.step, since, began, before)
+        nbytes = self._messages.nbytes(UP, index) if self._host is None else 0
+        self._say("depart", fragment=index, round=number, nbytes=nbytes, seconds_spent=self._clock() - began)
+
+    def _up(self, kind: int, index: int, delta: Tensor) -> bool:
+        """Send a delta; one that is not finite is refused, and this replica starts again from the anchors."""
+        one, method, number = self._states[index], self.strategy, self._numbers[index]
+        key = Key(method.seed, index, number, self.group.rank, kind)
+        up = Up(
+            kind, self.group.rank, index, number, one.rounds, self.step - one.since, self.step,
+            self._tokens_since[index], self._seconds, self._stop_requested,
+        )  # fmt: skip
+        sound = bool(torch.isfinite(delta).all())
+        if sound:
+            signal = method.feedback.signal(delta, one.feedback) if method.feedback else delta
+            body = torch.empty(one.codec.nbytes(delta.numel()), dtype=torch.uint8)
+            one.codec.encode(signal, body, key)
+            if method.feedback:
+                after = {name: torch.empty_like(kept) for name, kept in one.feedback.items()}
+                sent = said_by(one.codec, body, delta.numel(), key)
+                method.feedback.settle(delta, sent, sent.clone(), one.feedback, after)
+                one.feedback = after
+            up = replace(up, body=body)
+        else:
+            up = replace(up, refused=True)
+        self._numbers[index] += 1
+        one.since, self._tokens_since[index] = self.step, 0.0
+        self._send(up)
+        if not sound:
+            self._start_again()
+        return sound
+
+    def _send(self, up: Up) -> None:
+        packet = self._messages.write_up(up)
+        if self._host:
+            self._host.give(packet)
+        elif self._outlet:
+            self._outlet.send(packet)
+
+    def _start_again(self) -> None:
+        self._say("warning", message="this replica's weights were not finite; it starts again from the anchors")
+        for one in self._states:
+            flight = self._flying.get(one.index)
+            one.load_into_parameters(one.anchor - flight.delta if flight else one.anchor)
+        clear(self.model, self.optimizer)
+
+    # ---- down
+
+    def _next(self) -> Down:
+        """Hear the syncer, and take over what it says. Raises `LinkError` where it is lost."""
+        heard = self._inbox.get()
+        if isinstance(heard, PeerError):
+            self._inbox.put(heard)  # whoever asks again hears it again
+            raise LinkError(f"the syncer on replica {HOST} is not heard any more: {heard}") from heard
+        down = self._messages.read_down(heard)
+        if down.kind == END:
+            self._over = not down.stop
+            self._noticed |= down.stop
+            self._told = max(self._told, down.version)
+            self.stopping |= down.stop and not down.version
+            return down
+        self._heard_at, self._each = self._clock(), down.each
+        self._land(down)
+        self._learn(down)
+        return down
+
+    def _land(self, down: Down) -> None:
+        """Take over a round; one that was dropped changes nothing, and what departed for it is on the way no more."""
+        one, began, of = self._states[down.fragment], self._clock(), down.each[self.group.rank]
+        flight = self._flying.pop(one.index, None) if of.fate and down.kind != LAST else None
+        if down.body is not None:
+            known = Agreed(one.anchor, one.state, one.rounds)
+            if down.version != one.rounds or down.digest != known.digest():
+                raise DisagreementError(
+                    f"fragment {one.fragment.name!r}: the syncer moves on from version {down.version} with digest {down.digest.hex()}, this replica "
+                    f"holds {one.rounds} with {known.digest().hex()}; resume all from checkpoints."
+                )
+            outer = self.strategy.outer.last if down.kind == LAST else self.strategy.outer
+            key = Key(self.strategy.seed, one.index, down.version, HOST, down.kind)
+            known.step(outer, said_by(self._messages.down[one.index], down.body, one.anchor.numel(), key))
+            counted = flight is not None and of.fate == COUNTED
+            departed = one.anchor - flight.delta if flight and counted else one.anchor
+            fresh = not counted or flight is None or flight.step < self.step
+            one.anchor, one.state, one.rounds = known.anchor, known.state, known.version
+            if down.kind != LAST:  # at the end all take the anchors
+                if fresh:
+                    one.carry_over(departed)
+                else:
+                    one.load_into_parameters(one.anchor)
+        if flight:
+            self._report(one.index, flight, began)
+
+    def _report(self, index: int, flight: Flight, began: float) -> None:
+        fields = {"fragment": index, "round": flight.number}
+        nbytes = self._messages.nbytes(UP, index) if self._host is None else 0
+        self._say(
+            "flight", **fields, nbytes=nbytes, begin=flight.begin, end=began, queued_seconds=0.0, transfer_seconds=0.0
+        )
+        self._say("land", **fields, begin=began, stall_seconds=0.0, seconds_spent=self._clock() - began)
+
+    def _learn(self, down: Down) -> None:
+        """In real time: how many inner steps to take between two reports, and how much later to report so that all come together."""
+        if self._line or down.kind == LAST:
+            return
+        own, seconds = down.each[self.group.rank], self._seconds
+        speeds = [of.speed for of in down.each if of.speed]
+        if own.speed and seconds:
+            self._every, self._known = own_every(self.strategy.every, own.speed, speeds), True
+        if own.fate and seconds:
+            self._pace.landed(down.fragment, round(own.waited / seconds))
+        elif not self._known and not own.fate and down.fragment not in self._flying:
+            self._pace.next[down.fragment] = 0  # nobody knows yet how slow this replica is: it reports at once
+
+    # ---- the end
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Bring what is left, hear of the last rounds, and leave the agreed weights in the model."""
+        if self._finished:
+            return
+        progress, self._finished = self.progress, True
+        for one in self._states:
+            if one.since < self.step:
+                delta = one.delta(torch.empty_like(one.anchor))
+                if flight := self._flying.get(one.index):
+                    delta.sub_(flight.delta)
+                self._up(REST, one.index, delta)
+        self._send(Up(END, self.group.rank, number=progress, taken=self.step))
+        while not self._over:
+            self._next()
+        self._load_anchors()
+        self.close()
+
+    def close(self) -> None:
+        self._hook.remove()
+        if self._host:
+            self._host.close()
+        elif self._outlet:
+            self._outlet.end()
+            if self._over:
+                self._outlet.wait(60.0)
+
+    # ---- what is agreed
+
+    def anchors(self) -> list[Tensor]:
+        return [one.anchor.clone() for one in self._states]
+
+    @contextmanager
+    def anchored(self) -> Iterator[None]:
+        """Within: the model holds the anchors that this replica knows."""
+        own = [one.snapshot(torch.empty_like(one.anchor)) for one in self._states]
+        self._load_anchors()
+        try:
+            yield
+        finally:
+            for one, kept in zip(self._states, own):
+                one.load_into_parameters(kept)
+
+    def _load_anchors(self) -> None:
+        for one in self._states:
+            one.load_into_parameters(one.anchor)
+
+    # ---- to be saved and to go on
+
+    def meet(self, group: Group, names: Sequence[str] | None = None) -> None:
+        raise ConfigurationError(
+            "replicas of unequal speed keep their group; resume from checkpoints with another one."
+        )
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """With what is in the air, and on replica 0 what the syncer knows; see saved.py for what a resume is."""
+        tensors, facts = state_of(self._states, self._flying, self.step)
+        if self._host:
+            with self._host.lock:
+                agreed, facts["agreed"] = state_of_syncer(self._host.syncer)
+            tensors |= agreed
+        return tensors, facts
+
+    def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """Collective, before the first inner step. Raises `CheckpointError`, `LinkError`."""
+        syncer, self.step = self._host.syncer if self._host else None, int(facts["step"])
+        found = resume(self.group, HOST, syncer, self._states, tensors, facts, self.strategy.outer)
+        self._numbers, self._began_at, self._begun_total = found.numbers, self.step, sum(found.taken)
+        self._each = tuple(Of(taken=taken) for taken in found.taken)
+        if self._host:
+            self._host.taken = found.taken
+        if found.gone:
+            self._say(
+                "warning",
+                message=f"{found.gone} rounds that this replica had seen are not in replica {HOST}'s checkpoint and are gone",
+            )

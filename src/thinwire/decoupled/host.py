@@ -1,0 +1,252 @@
+"""The syncer at work: a thread of replica 0 that hears deltas, holds rounds, and tells all replicas. What it decides is in rounds.py, what it
+computes in syncer.py; here are only queues and the clock.
+
+In real time it takes messages as they come. In virtual time it takes them in the order of the timeline, whatever comes first. The run
+ends when a replica says that it has taken all its steps: the others are told, and are waited for as long as they
+may need for one delta more, by what was seen of them; who is later than that is left out, by name.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from torch import Tensor
+
+from thinwire.comm.group import Group
+from thinwire.decoupled.carry import Inlet, Outlet
+from thinwire.decoupled.composition import Composition
+from thinwire.decoupled.messages import DELTA, DOWN, END, LEFT_OUT, REST, UP, Down, Messages, Of, Up
+from thinwire.decoupled.rounds import Held, Rounds
+from thinwire.decoupled.syncer import Syncer
+from thinwire.decoupled.timeline import Timeline
+from thinwire.errors import PacketError, PeerError
+
+Heard = Tensor | PeerError
+_GAIN = 0.25
+
+
+class Host:
+    """The syncer of `group`, on its replica 0. `tell(event, **fields)` hears, on its thread, what became of deltas.
+
+    `lock` is held while what is agreed changes. `inbox` is where its own replica hears of rounds.
+    """
+
+    def __init__(
+        self, group: Group, messages: Messages, syncer: Syncer, method: Composition,
+        clock: Callable[[], float], tell: Callable[..., None],
+    ) -> None:  # fmt: skip
+        self.group, self.messages, self.syncer = group, messages, syncer
+        self.rounds = Rounds(group.size, method.quorum, method.grace)
+        self.timeline = method.timeline(len(messages.numels)) if method.slow else None
+        self.clock, self.tell, self.lock = clock, tell, threading.Lock()
+        self.inbox: queue.Queue[Heard] = queue.Queue()
+        self.taken, self.seconds = [0] * group.size, [0.0] * group.size
+        self._heard: queue.Queue[tuple[int, Heard] | None] = queue.Queue()
+        self._mail: list[deque[Up]] = [deque() for _ in range(group.size)]
+        self._ended: set[int] = set()
+        self._noticed: float | None = None  # when the others were told that one has finished
+        self._stopped = False
+        self._outlets: dict[int, Outlet] = {}
+        self._thread = threading.Thread(target=self._run, name="thinwire-syncer", daemon=True)
+
+    def start(self) -> None:
+        self.rounds.began = self.clock()
+        for peer in range(1, self.group.size):
+            Inlet(self.group, peer, UP, lambda: self.messages.room(UP), self._deliver)
+            self._outlets[peer] = Outlet(self.group, peer, DOWN, self._lose)
+        self._thread.start()
+
+    def give(self, packet: Tensor) -> None:
+        """A message of its own replica."""
+        self._heard.put((0, packet))
+
+    def close(self) -> None:
+        """End its threads; what is under way to a peer that takes nothing ends with the group."""
+        self._heard.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+        for outlet in self._outlets.values():
+            outlet.end()
+        for rank, outlet in self._outlets.items():
+            if rank in self._ended:
+                outlet.wait(60.0)
+
+    # ---- hearing
+
+    def _deliver(self, peer: int, heard: Heard) -> bool:
+        """Whether this was the last of `peer`."""
+        self._heard.put((peer, heard))
+        if isinstance(heard, PeerError):
+            return True
+        with suppress(PacketError):
+            return self.messages.read_up(heard, peer).kind == END
+        return True
+
+    def _lose(self, peer: int, why: PeerError) -> None:
+        self._heard.put((peer, why))
+
+    def _take(self, block: bool, until: float | None) -> int | None:
+        """Put the next message into its replica's mail: whose it is. None: nothing came until then. Raises `_Closed`."""
+        try:
+            got = self._heard.get(block, None if until is None else max(0.0, until - self.clock()))
+        except queue.Empty:
+            return None
+        if got is None:
+            raise _Closed
+        rank, heard = got
+        if isinstance(heard, PeerError):
+            self._miss(rank, str(heard))
+            return rank
+        try:
+            up = self.messages.read_up(heard, rank)
+        except PacketError as error:
+            self._miss(rank, str(error))
+            return rank
+        self.taken[rank] = up.taken
+        if up.seconds:
+            before = self.seconds[rank]
+            self.seconds[rank] = before + _GAIN * (up.seconds - before) if before else up.seconds
+        self._mail[rank].append(up)
+        return rank
+
+    def _miss(self, rank: int, why: str) -> None:
+        if rank in self.rounds.there and rank not in self._ended:
+            self.rounds.lost(rank)
+            self.tell("warning", message=f"replica {rank} was lost, the others go on: {why}")
+
+    def _read(self, up: Up) -> bool:
+        """Have a delta wait for its round; whether there is one."""
+        if up.stop and not self._stopped:
+            self._stopped = True
+            self._send(Down(END, stop=True))
+        if up.kind == END:
+            self._ended.add(up.sender)
+            self._notice(up.number)
+            return False
+        try:
+            with self.lock:
+                waits = self.syncer.take(up)
+        except PacketError as error:
+            self._miss(up.sender, str(error))
+            return False
+        if not waits:
+            self._refuse(up.fragment, [up.sender])
+        return waits and up.kind == DELTA
+
+    def _notice(self, progress: int) -> None:
+        if self._noticed is None:
+            self._noticed = self.clock()
+            self._send(Down(END, version=max(1, progress), stop=True))
+
+    # ---- telling
+
+    def _hold(self, held: Held, kind: int = DELTA) -> None:
+        there = self.rounds.there - (self._ended if kind == DELTA else set())
+        with self.lock:
+            down, fates = self.syncer.hold(held.fragment, there, kind)
+            waited = dict(held.waited)
+            speeds = [1 / s if s and rank in there else 0.0 for rank, s in enumerate(self.seconds)]
+            each = tuple(
+                Of(fates.get(rank, 0), waited.get(rank, 0.0), self.taken[rank], speeds[rank])
+                for rank in range(self.group.size)
+            )
+            self._send(replace(down, each=each))
+        if left_out := [rank for rank, fate in fates.items() if fate == LEFT_OUT]:
+            self._refuse(held.fragment, left_out)
+
+    def _refuse(self, fragment: int, by: list[int]) -> None:
+        version = self.syncer.agreed[fragment].version
+        self.tell("refused", fragment=fragment, round=version, by=by, reason="NaN or infinity in the delta")
+
+    def _send(self, down: Down) -> None:
+        packet = self.messages.write_down(down)
+        self.inbox.put(packet)
+        for outlet in self._outlets.values():
+            outlet.send(packet)
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        try:
+            if self.timeline:
+                self._in_virtual_time(self.timeline)
+            else:
+                self._in_real_time()
+            self._end()
+        except _Closed:
+            pass
+        except BaseException as error:  # its own replica raises it
+            self.inbox.put(
+                PeerError(f"the syncer has failed: {''.join(traceback.format_exception_only(error)).strip()}")
+            )
+
+    def _in_real_time(self) -> None:
+        while not self._finished():
+            deadlines = [at for at in (self.rounds.deadline(), self._last_call()) if at is not None]
+            rank = self._take(True, min(deadlines, default=None))
+            if rank is not None and self._mail[rank]:
+                up = self._mail[rank].popleft()
+                if self._read(up):
+                    self.rounds.arrived(self.clock(), up.sender, up.fragment)
+            for held in self.rounds.due(self.clock()):
+                self._hold(held)
+
+    def _last_call(self) -> float | None:
+        """Until when those are waited for who have not finished, once one has."""
+        if self._noticed is None:
+            return None
+        late = self.rounds.there - self._ended
+        return max((self.rounds.overdue(rank, self._noticed) for rank in late), default=self._noticed)
+
+    def _finished(self) -> bool:
+        """Whether all have ended, or are late."""
+        if self._noticed is not None:
+            for rank in sorted(self.rounds.there - self._ended):
+                if self.rounds.overdue(rank, self._noticed) <= self.clock():
+                    self._miss(
+                        rank, "it did not finish when the others had, in twice the time that a delta of it takes"
+                    )
+        return self.rounds.there <= self._ended
+
+    def _in_virtual_time(self, timeline: Timeline) -> None:
+        while len(self.rounds.there) == self.group.size:
+            moment = timeline.advance()
+            for rank, _ in moment.departed:
+                up = self._next(rank)
+                if up is None or up.kind != DELTA:  # it has finished; what departs later is not of this run
+                    if up is not None:
+                        self._mail[rank].appendleft(up)
+                    return
+                self._read(up)
+            for held in moment.held:
+                self._hold(held)
+
+    def _next(self, rank: int) -> Up | None:
+        """The next message of `rank`; None: it is lost."""
+        while not self._mail[rank] and rank in self.rounds.there:
+            self._take(True, None)
+        return self._mail[rank].popleft() if self._mail[rank] else None
+
+    def _end(self) -> None:
+        """The rest of what all have trained, and the end of the run."""
+        for rank in range(self.group.size):
+            while rank in self.rounds.there and rank not in self._ended:
+                if (up := self._next(rank)) is not None:
+                    self._read(up)
+        for kind in (DELTA, REST):
+            for fragment in sorted({where for of, where, _ in self.syncer.given if of == kind}):
+                ranks = sorted(rank for of, where, rank in self.syncer.given if (of, where) == (kind, fragment))
+                self._hold(Held(fragment, 0.0, tuple((rank, 0.0) for rank in ranks)), kind)
+        self._send(Down(END))
+        for outlet in self._outlets.values():
+            outlet.end()
+
+
+class _Closed(Exception):
+    """The replica that hosts the syncer has closed."""

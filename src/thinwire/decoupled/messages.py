@@ -1,0 +1,187 @@
+"""What travels between a replica and the syncer: packets (packet.py) whose payload begins with notes.
+
+| up    | notes, then the delta in the codec: `DELTA` when it is due, `REST` at the end; `END`: that was all   |
+| down  | notes, then the estimate in the syncer's codec: `MOVE`, at the end `LAST`; `END`: the run is over   |
+
+`STOP` among the flags, in both directions: stop training. `REFUSED`, up: the delta was not finite and stays where it was.
+`round` is how many messages of this kind this sender has sent of the fragment (up), or the version of the fragment that the
+estimate moves on from (down). All replicas get the same bytes. A packet may be of any fragment, so both sides receive
+into room for the largest and look up in the header what came; nothing is believed before `open_packet` has compared it.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import Codec
+from thinwire.errors import PacketError
+from thinwire.packet import (
+    HEADER_NBYTES,
+    REFUSED,
+    STOP,
+    Header,
+    empty_packet,
+    identity,
+    open_packet,
+    payload,
+    said,
+    seal,
+)
+
+DELTA, REST, MOVE, LAST, END = range(5)  # a message's part
+UP, DOWN = 1, 2  # tags
+_UP = struct.Struct("<IIQdd")
+_DOWN = struct.Struct("<8s")
+_EACH = struct.Struct("<BfQf")
+COUNTED, LEFT_OUT = 1, 2
+
+
+@dataclass(frozen=True)
+class Up:
+    """A delta on its way to the syncer, and what its replica says of itself.
+
+    base       the version of the fragment that it starts from
+    steps      inner steps behind the delta
+    taken      that this replica has taken in all
+    tokens     in these steps
+    seconds    an inner step takes here; 0: not known
+    """
+
+    kind: int
+    sender: int
+    fragment: int = 0
+    number: int = 0
+    base: int = 0
+    steps: int = 0
+    taken: int = 0
+    tokens: float = 0.0
+    seconds: float = 0.0
+    stop: bool = False
+    refused: bool = False
+    body: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Of:
+    """What a down message says of one replica: whether its delta was counted or left out, how long it waited in seconds, how many inner
+    steps the syncer knows of, and how many it takes a second.
+    """
+
+    fate: int = 0
+    waited: float = 0.0
+    taken: int = 0
+    speed: float = 0.0
+
+
+@dataclass(frozen=True)
+class Down:
+    """An estimate on its way to all replicas. `digest`: of the fragment's anchor and outer state before it."""
+
+    kind: int
+    fragment: int = 0
+    version: int = 0
+    digest: bytes = bytes(8)
+    each: tuple[Of, ...] = ()
+    stop: bool = False
+    body: Tensor | None = None
+
+
+class Messages:
+    """Writes and reads the packets of a group of `size` replicas whose fragments have so many elements. `host` is the syncer's rank."""
+
+    def __init__(self, size: int, host: int, numels: Sequence[int], up: Sequence[Codec], down: Sequence[Codec]) -> None:
+        self.size, self.host, self.numels, self.up, self.down = size, host, tuple(numels), tuple(up), tuple(down)
+
+    def room(self, tag: int) -> Tensor:
+        """For the largest message with this tag."""
+        codecs = self.up if tag == UP else self.down
+        largest = max(codec.nbytes(numel) for codec, numel in zip(codecs, self.numels))
+        return empty_packet(self._notes(tag) + largest)
+
+    def nbytes(self, tag: int, fragment: int) -> int:
+        """Of a message with a body, header included."""
+        codec = (self.up if tag == UP else self.down)[fragment]
+        return HEADER_NBYTES + self._notes(tag) + codec.nbytes(self.numels[fragment])
+
+    def write_up(self, up: Up) -> Tensor:
+        notes = _UP.pack(up.base, up.steps, up.taken, up.tokens, up.seconds)
+        flags = STOP * up.stop | REFUSED * up.refused
+        return self._write(UP, up.kind, up.sender, up.fragment, up.number, flags, notes, up.body)
+
+    def write_down(self, down: Down) -> Tensor:
+        each = (_EACH.pack(of.fate, of.waited, of.taken, of.speed) for of in down.each or (Of(),) * self.size)
+        notes = _DOWN.pack(down.digest) + b"".join(each)
+        return self._write(DOWN, down.kind, self.host, down.fragment, down.version, STOP * down.stop, notes, down.body)
+
+    def read_up(self, packet: Tensor, sender: int) -> Up:
+        """Raises `PacketError`."""
+        header, notes, body = self._read(UP, packet, sender, (DELTA, REST, END))
+        base, steps, taken, tokens, seconds = _UP.unpack(notes)
+        if not (0 <= tokens < 1e15 and 0 <= seconds < 1e9 and steps <= taken):
+            raise PacketError(
+                f"replica {sender} sent {tokens} tokens, {seconds} s a step and {steps} of {taken} steps; check that replica."
+            )
+        stop, refused = bool(header.flags & STOP), bool(header.flags & REFUSED)
+        return Up(
+            header.part, sender, header.fragment, header.round, base, steps, taken, tokens, seconds, stop, refused, body
+        )
+
+    def read_down(self, packet: Tensor) -> Down:
+        """Raises `PacketError`."""
+        header, notes, body = self._read(DOWN, packet, self.host, (MOVE, LAST, END))
+        (digest,) = _DOWN.unpack_from(notes)
+        each = tuple(Of(*_EACH.unpack_from(notes, _DOWN.size + place * _EACH.size)) for place in range(self.size))
+        if not all(math.isfinite(of.waited) and 0 <= of.speed < math.inf for of in each):
+            raise PacketError("the syncer sent times that are not finite; check the replica that hosts it.")
+        return Down(header.part, header.fragment, header.round, digest, each, bool(header.flags & STOP), body)
+
+    def _notes(self, tag: int) -> int:
+        return _UP.size if tag == UP else _DOWN.size + self.size * _EACH.size
+
+    def _header(self, tag: int, part: int, sender: int, fragment: int, number: int, flags: int, whole: bool) -> Header:
+        codec, numel = (self.up if tag == UP else self.down)[fragment], self.numels[fragment] if whole else 0
+        nbytes = self._notes(tag) + (codec.nbytes(numel) if whole else 0)
+        return Header(identity(codec), sender, fragment, number, part, numel, nbytes, flags)
+
+    def _write(
+        self,
+        tag: int,
+        part: int,
+        sender: int,
+        fragment: int,
+        number: int,
+        flags: int,
+        notes: bytes,
+        body: Tensor | None,
+    ) -> Tensor:
+        header = self._header(tag, part, sender, fragment, number, flags, body is not None)
+        packet = empty_packet(header.nbytes)
+        inside = payload(packet)
+        inside[: len(notes)] = torch.frombuffer(bytearray(notes), dtype=torch.uint8)
+        if body is not None:
+            inside[len(notes) :] = body
+        seal(packet, header)
+        return packet
+
+    def _read(
+        self, tag: int, packet: Tensor, sender: int, parts: tuple[int, ...]
+    ) -> tuple[Header, bytes, Tensor | None]:
+        told = said(packet)
+        if told.part not in parts or told.fragment >= len(self.numels):
+            raise PacketError(
+                f"replica {sender} sent part {told.part} of fragment {told.fragment}, one of {parts} and of {len(self.numels)} fragments was due. "
+                "Do all replicas run the same strategy?"
+            )
+        whole = told.numel > 0 or (self.numels[told.fragment] == 0 and told.part in (MOVE, LAST, DELTA))
+        due = self._header(tag, told.part, sender, told.fragment, told.round, 0, whole)
+        packet = packet[: HEADER_NBYTES + due.nbytes]
+        flags = open_packet(packet, due)
+        inside = payload(packet)
+        notes = bytes(inside[: self._notes(tag)].numpy().tobytes())
+        return replace(due, flags=flags), notes, inside[self._notes(tag) :] if whole else None

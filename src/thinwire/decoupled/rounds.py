@@ -1,0 +1,171 @@
+"""When a round is held, and with whose deltas: quorum and grace. Pure: times go in, decisions come out.
+
+Deltas of a fragment wait until `quorum` replicas have brought one. Then the round waits for those of the others that are
+expected soon, and for nobody else:
+
+    expected(m) = when m brought this fragment last + mean of its intervals + 2 · their mean deviation
+    the round is held as soon as no expected(m) lies ahead within the grace: `grace` · mean interval of those who are there
+
+Both means are moving ones (as TCP's of the round trip), so that no time is fixed anywhere. A replica that has brought nothing
+yet is expected for as long again as the first delta of the fragment took. One that is dead costs one grace, once: what it is
+expected for lies behind from then on. Nobody trains less meanwhile: replicas go on while a round waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+_GAIN = 0.25
+
+
+@dataclass
+class Interval:
+    """How often a replica brings a fragment."""
+
+    last: float
+    mean: float | None = None
+    deviation: float = 0.0
+
+    def heard(self, now: float) -> None:
+        """It came again."""
+        gap = now - self.last
+        if self.mean is None:
+            self.mean = gap
+        else:
+            self.deviation += _GAIN * (abs(gap - self.mean) - self.deviation)
+            self.mean += _GAIN * (gap - self.mean)
+        self.last = now
+
+    @property
+    def expected(self) -> float | None:
+        """When it comes next, at the latest; None: not known yet."""
+        return None if self.mean is None else self.last + self.mean + 2 * self.deviation
+
+
+@dataclass(frozen=True)
+class Held:
+    """A round: of which fragment, when it was decided, and whose deltas have waited for it how long."""
+
+    fragment: int
+    at: float
+    waited: tuple[tuple[int, float], ...]
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Whose deltas count."""
+        return tuple(rank for rank, _ in self.waited)
+
+
+@dataclass
+class Rounds:
+    """What waits, and who is there.
+
+    >>> rounds = Rounds(size=3, quorum=2, grace=1.0)
+    >>> rounds.arrived(4.0, 0, 0), rounds.due(4.0)
+    (None, [])
+    >>> rounds.arrived(5.0, 1, 0), rounds.due(5.0), rounds.deadline()  # replica 2 may need twice as long as the first, no longer
+    (None, [], 8.0)
+    >>> rounds.due(8.0)
+    [Held(fragment=0, at=8.0, waited=((0, 4.0), (1, 3.0)))]
+    """
+
+    size: int
+    quorum: int
+    grace: float
+    began: float = 0.0
+    there: set[int] = field(default_factory=set)
+    intervals: dict[tuple[int, int], Interval] = field(default_factory=dict)
+    waiting: dict[int, dict[int, float]] = field(default_factory=dict)  # by fragment and replica: since when
+
+    def __post_init__(self) -> None:
+        self.there = self.there or set(range(self.size))
+
+    def arrived(self, now: float, rank: int, fragment: int) -> None:
+        """`rank` has brought a delta of `fragment`."""
+        before = self.intervals.get((rank, fragment))
+        if before is None:
+            self.intervals[rank, fragment] = Interval(now)
+        else:
+            before.heard(now)
+        self.waiting.setdefault(fragment, {})[rank] = now
+
+    def lost(self, rank: int) -> None:
+        """Nothing more is expected of `rank`; what it has brought counts."""
+        self.there.discard(rank)
+
+    def due(self, now: float) -> list[Held]:
+        """The rounds that are to be held now."""
+        ready = [one for one in sorted(self.waiting) if (until := self._until(one)) is not None and until <= now]
+        return [self._held(fragment, now) for fragment in ready]
+
+    def rest(self, now: float) -> list[Held]:
+        """The rounds of all that waits, at the end."""
+        return [self._held(fragment, now) for fragment in sorted(self.waiting)]
+
+    def deadline(self) -> float | None:
+        """When `due` is to be asked again if nothing arrives before; None: not at all."""
+        return min((until for one in self.waiting if (until := self._until(one)) is not None), default=None)
+
+    def overdue(self, rank: int, since: float) -> float:
+        """Until when a last word of `rank` may come that was asked for at `since`: twice as long as a delta of it takes."""
+        longest = [
+            one.mean + 2 * one.deviation
+            for (of, _), one in self.intervals.items()
+            if of == rank and one.mean is not None
+        ]
+        return since + 2 * max(longest, default=since - self.began)
+
+    def _held(self, fragment: int, now: float) -> Held:
+        here = self.waiting.pop(fragment)
+        return Held(fragment, now, tuple((rank, now - here[rank]) for rank in sorted(here)))
+
+    def _until(self, fragment: int) -> float | None:
+        """When the round of `fragment` is held if nobody else comes; None: there is no quorum."""
+        here = self.waiting[fragment]
+        missing = self.there - here.keys()
+        enough = max(1, min(self.quorum, len(self.there)))
+        if len(here) < enough:
+            return None
+        opened = sorted(here.values())[enough - 1]
+        known = [mean for rank in here if (mean := self.intervals[rank, fragment].mean) is not None]
+        period = sum(known) / len(known) if known else min(here.values()) - self.began
+        last = opened + self.grace * period
+        expected = [self._expected(rank, fragment, here) for rank in missing]
+        return max([opened, *(at for at in expected if at <= last)])
+
+    def _expected(self, rank: int, fragment: int, here: dict[int, float]) -> float:
+        known = self.intervals.get((rank, fragment))
+        if known is not None and known.expected is not None:
+            return known.expected
+        first = min(here.values())
+        return first + (first - self.began)
+
+
+def own_every(every: int, own: float, speeds: Sequence[float]) -> int:
+    """H of a replica that takes `own` inner steps a second, among those of such `speeds`: in the mean over all `every`, and as long
+    for each, so that all report equally often.
+
+    >>> [own_every(30, own, [4.0, 2.0, 1.0]) for own in (4.0, 2.0, 1.0)]
+    [51, 26, 13]
+    """
+    return max(1, round(every * len(speeds) * own / sum(speeds)))
+
+
+class Pace:
+    """After which of its own inner steps a replica's fragments depart: staggered at first, H steps apart; and as much later as its
+    last delta has waited for others, so that next time all come together.
+    """
+
+    def __init__(self, every: int, fragments: int) -> None:
+        self.next = [every + place * every // fragments for place in range(fragments)]
+
+    def due(self, step: int, flying: set[int]) -> list[int]:
+        """The fragments that depart after `step`. One that is in the air stays there: its progress travels with the next delta."""
+        return [fragment for fragment, at in enumerate(self.next) if at <= step and fragment not in flying]
+
+    def departed(self, fragment: int, step: int, every: int) -> None:
+        self.next[fragment] = step + every
+
+    def landed(self, fragment: int, steps_waited: int) -> None:
+        self.next[fragment] += steps_waited

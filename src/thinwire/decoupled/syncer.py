@@ -1,0 +1,177 @@
+"""What the syncer makes of deltas: the estimate of a round, its bytes, and what all replicas agree on after it. No I/O, no clock.
+
+w_m  = weigh(tokens, steps, staleness);   Δ_m ← correct(Δ_m, outer momentum, staleness)
+z    = Σ w_m·Δ_m / Σ w  + what was held back          (Σ w over all replicas that are there, so that who comes late takes nothing away)
+c    = what the bytes of z say, on every replica;   held back ← z − c
+anchor, outer state ← outer step on c                 (here and on every replica, the same bits)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import Codec
+from thinwire.decoupled.composition import Composition
+from thinwire.decoupled.messages import COUNTED, DELTA, LAST, LEFT_OUT, MOVE, REST, Down, Messages, Up
+from thinwire.errors import NonFiniteError, PacketError
+from thinwire.pieces.outer import Outer
+from thinwire.pieces.partition import Fragment, local
+from thinwire.rng import Key
+from thinwire.runtime.fragment_state import FragmentState
+from thinwire.runtime.handshake import digest
+from thinwire.state import State
+
+
+@dataclass
+class Agreed:
+    """A fragment as all replicas will hold it once they have heard of every round: its `version`-th."""
+
+    anchor: Tensor
+    state: State
+    version: int = 0
+    residual: Tensor | None = None  # the syncer's own
+
+    def step(self, outer: Outer, estimate: Tensor) -> None:
+        """On to the next version. Raises `NonFiniteError` where that would not be finite; then nothing has changed."""
+        anchor, state = outer.step(self.anchor, estimate, self.state)
+        if not bool(torch.isfinite(anchor).all()):
+            raise NonFiniteError("the anchor would not be finite; the round was dropped.")
+        self.anchor, self.state, self.version = anchor, state, self.version + 1
+
+    def digest(self) -> bytes:
+        """8 bytes: equal bits, equal digest."""
+        return digest([self.anchor, *(self.state[name] for name in sorted(self.state))])[:8]
+
+
+def said_by(codec: Codec, body: Tensor, numel: int, key: Key) -> Tensor:
+    """The values of a message's body."""
+    out = torch.zeros(numel)
+    codec.decode_add(body, out, key)
+    return out
+
+
+def hold(method: Composition, fragment: Fragment, index: int) -> FragmentState:
+    """What a replica holds for `fragment` at first."""
+    anchor = torch.cat([local(p.detach()).reshape(-1).cpu().float() for _, p in fragment.parameters])
+    feedback = method.feedback.init(anchor.numel()) if method.feedback else {}
+    codec = method.codec.fitted(fragment.shapes)
+    return FragmentState(fragment, index, anchor, method.outer.init(anchor), feedback, codec)
+
+
+@dataclass(frozen=True)
+class Given:
+    """A delta that waits for its round; None: it was not finite."""
+
+    up: Up
+    delta: Tensor | None
+
+
+@dataclass
+class Syncer:
+    """The deltas that wait, and what is agreed. `counted` is, by replica and fragment, the number of the next delta that is due."""
+
+    method: Composition
+    agreed: list[Agreed]
+    up: Sequence[Codec]
+    down: Sequence[Codec]
+    host: int
+    given: dict[tuple[int, int, int], Given] = field(default_factory=dict)  # by kind, fragment, replica
+    counted: dict[tuple[int, int], int] = field(default_factory=dict)
+    weights: dict[tuple[int, int], float] = field(
+        default_factory=dict
+    )  # by fragment and replica: what its last delta counted
+
+    @classmethod
+    def of(cls, method: Composition, states: Sequence[FragmentState], messages: Messages) -> Syncer:
+        """One that begins with what a replica holds at first."""
+        agreed = [
+            Agreed(
+                one.anchor.clone(),
+                method.outer.init(one.anchor),
+                0,
+                torch.zeros_like(one.anchor) if method.feedback else None,
+            )
+            for one in states
+        ]
+        return cls(method, agreed, messages.up, messages.down, messages.host)
+
+    def take(self, up: Up) -> bool:
+        """Have a delta wait; whether it says anything. Raises `PacketError` if it is not the next of its replica's."""
+        due = self.counted.get((up.sender, up.fragment), 0)
+        if up.number != due or (up.kind, up.fragment, up.sender) in self.given:
+            raise PacketError(
+                f"replica {up.sender} sent delta {up.number} of fragment {up.fragment}, {due} was due; nothing is counted twice."
+            )
+        self.counted[up.sender, up.fragment] = due + 1
+        if up.body is None:
+            return False
+        numel = self.agreed[up.fragment].anchor.numel()
+        key = Key(self.method.seed, up.fragment, up.number, up.sender, up.kind)
+        delta = said_by(self.up[up.fragment], up.body, numel, key)
+        sound = bool(torch.isfinite(delta).all()) and up.base <= self.agreed[up.fragment].version
+        self.given[up.kind, up.fragment, up.sender] = Given(up, delta if sound else None)
+        return True
+
+    def hold(self, fragment: int, there: set[int], kind: int = DELTA) -> tuple[Down, dict[int, int]]:
+        """The round of all deltas of `fragment` that wait: what to tell all replicas, but for times; and what became of whose delta.
+
+        Of those that are `there` and have brought none, the last delta's weight counts as if it were zero.
+        """
+        agreed, outer = self.agreed[fragment], self.method.outer if kind == DELTA else self.method.outer.last
+        given = {rank: self.given.pop((kind, fragment, rank)) for rank in self._waiting(kind, fragment)}
+        fates = {rank: LEFT_OUT if one.delta is None else COUNTED for rank, one in given.items()}
+        total = self._estimate(fragment, given, there, kind)
+        before = agreed.digest()
+        said = Down(MOVE if kind == DELTA else LAST, fragment, agreed.version, before)
+        if COUNTED not in fates.values():
+            return said, fates
+        try:
+            body, settled = self._coded(fragment, total, kind)
+            key = Key(self.method.seed, fragment, agreed.version, self.host, said.kind)
+            estimate = said_by(self.down[fragment], body, total.numel(), key)
+            agreed.step(outer, estimate)
+        except NonFiniteError:
+            return said, dict.fromkeys(fates, LEFT_OUT)
+        if settled is not None:
+            agreed.residual = settled.sub_(estimate)
+        return Down(said.kind, fragment, said.version, before, body=body), fates
+
+    def _waiting(self, kind: int, fragment: int) -> list[int]:
+        return sorted(rank for of, where, rank in self.given if (of, where) == (kind, fragment))
+
+    def _estimate(self, fragment: int, given: Mapping[int, Given], there: set[int], kind: int) -> Tensor:
+        """Σ w·Δ / Σ w, added in rank order; the plain mean where all are here and count alike."""
+        agreed = self.agreed[fragment]
+        total, weights = torch.zeros_like(agreed.anchor), dict[int, float]()
+        deltas: dict[int, Tensor] = {}
+        for rank, one in given.items():
+            stale = agreed.version - one.up.base
+            weights[rank] = self.method.weigh.weight(one.up.tokens, one.up.steps, stale)
+            if one.delta is not None:
+                deltas[rank] = one.delta
+                if self.method.correct and kind == DELTA:
+                    deltas[rank] = self.method.correct.corrected(one.delta, agreed.state.get("momentum"), stale)
+        absent = there - weights.keys() if kind != REST else set()
+        known = [self.weights[fragment, rank] for rank in absent if (fragment, rank) in self.weights]
+        unknown = len(absent) - len(known)
+        mean = sum(weights.values()) / max(1, len(weights))
+        whole = sum(weights.values()) + sum(known) + unknown * mean
+        self.weights |= {(fragment, rank): weight for rank, weight in weights.items()}
+        alike = not absent and len(deltas) == len(weights) and len(set(weights.values())) == 1
+        for rank in sorted(deltas):
+            total.add_(deltas[rank], alpha=1.0 if alike else weights[rank] / whole if whole else 0.0)
+        return total.div_(len(deltas)) if alike and len(deltas) > 1 else total
+
+    def _coded(self, fragment: int, total: Tensor, kind: int) -> tuple[Tensor, Tensor | None]:
+        """The bytes of an estimate, and what they are to say with what was held back; None: nothing is held back. Raises `NonFiniteError`."""
+        agreed, codec = self.agreed[fragment], self.down[fragment]
+        if agreed.residual is not None:
+            total = total + agreed.residual
+        body = torch.empty(codec.nbytes(total.numel()), dtype=torch.uint8)
+        part = MOVE if kind == DELTA else LAST
+        codec.encode(total, body, Key(self.method.seed, fragment, agreed.version, self.host, part))
+        return body, total if self.method.feedback else None

@@ -1,0 +1,186 @@
+"""Each replica to its neighbours of the round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+from torch import Tensor
+
+from thinwire.codecs import Codec
+from thinwire.comm.emulated import Link
+from thinwire.errors import ConfigurationError, NonFiniteError
+from thinwire.exchange.base import Arrival, Exchange, Settle
+from thinwire.exchange.chunks import Message, cut, packets_nbytes
+from thinwire.exchange.decode import Decoder
+from thinwire.exchange.round import Outgoing, Round
+from thinwire.exchange.stage import Stage
+from thinwire.packet import REFUSED
+from thinwire.pieces.feedback import Feedback
+from thinwire.pieces.gossip import GossipRule
+from thinwire.pieces.schedule import Adaptive
+from thinwire.rng import Key
+from thinwire.state import State
+from thinwire.topology import Topology, check_size
+
+
+@dataclass(frozen=True)
+class _Said:
+    """One vector of a round: where it begins among all that are said, its messages, and its stage."""
+
+    begin: int
+    codec: Codec
+    messages: tuple[Message, ...]
+    stage: Stage
+    own: list[Outgoing]
+
+
+@dataclass(frozen=True)
+class _Departure:
+    round: Round
+    said: list[_Said]
+    shares: Mapping[int, float] | None  # of those that are heard, by rank; None: all alike
+
+
+@dataclass(frozen=True)
+class Gossip(Exchange):
+    """Each replica talks to its neighbours of the round only: nothing waits for all, and no two replicas agree on all bits.
+
+    What is handed over is the mean over a replica's neighbours and itself, weighted as the rule needs it, of each vector that the rule says; one
+    begins where the one before ends.
+
+    Args:
+        topology: who sends to whom, in every round.
+        rule: what replicas say, and what each makes of what it hears.
+
+    Raises:
+        ConfigurationError: the rule is not sound on that topology; the message has the number.
+
+    >>> from thinwire.pieces.gossip import AdaptThenCombine
+    >>> from thinwire.topology import Ring
+    >>> Gossip(Ring(), AdaptThenCombine())
+    Gossip(topology=Ring(), rule=AdaptThenCombine())
+    """
+
+    topology: Topology
+    rule: GossipRule
+
+    agrees: ClassVar[bool] = False
+    needs_fixed_group: ClassVar[str] = "knows its neighbours by their ranks"
+
+    def __post_init__(self) -> None:
+        for name, protocol in (("topology", Topology), ("rule", GossipRule)):
+            value = getattr(self, name)
+            if not isinstance(value, protocol) or isinstance(value, type):
+                raise ConfigurationError(
+                    f"Gossip({name}={value!r}): a topology such as Ring() and a rule such as NoLoCo() are needed."
+                )
+
+    def check(self, codec: Codec, feedback: Feedback | None) -> None:
+        if feedback:
+            raise ConfigurationError(
+                f"{self} with {feedback}: what travels here is no delta of an agreed anchor; choose choco, which keeps what its codec loses."
+            )
+        if codec.joint:
+            raise ConfigurationError(
+                f"{self} over {codec}: neighbours count by their weights; choose the codec inside it."
+            )
+        self.rule.check(self.topology, codec)
+
+    def check_beside(self, strategy: Any) -> None:
+        free = {"schedule", "partition", "codec", "merge", "exchange", "inner", "seed"}
+        for one in fields(strategy):
+            given = getattr(strategy, one.name)
+            if one.name not in free and given != one.default:
+                raise ConfigurationError(
+                    f"{one.name}={given!r} with {self}: there is no anchor that all agree on, and the rule moves each replica's own; leave "
+                    f"{one.name} at {one.default!r}."
+                )
+        if strategy.merge.whole_period or isinstance(strategy.schedule, Adaptive):
+            raise ConfigurationError(
+                f"{strategy.merge} and {strategy.schedule} with {self}: Mix(...) or Keep(), and Every or Staggered, are needed."
+            )
+        if self.rule.tracks and (strategy.schedule.every, strategy.schedule.delay) != (1, 0):
+            raise ConfigurationError(
+                f"{strategy.schedule} with {self.rule}: it replaces every gradient, so a round follows every step; choose Every(1)."
+            )
+
+    def check_size(self, size: int) -> None:
+        check_size(self.topology, size)
+        for number in range(self.topology.rounds(size) or 1):
+            self.rule.weights(self.topology, size, number, 0, 0)
+
+    def init(self, codec: Codec, numel: int, rank: int, size: int) -> State:
+        self.check_size(size)
+        return {}
+
+    def depart(self, round_: Round, state: State) -> _Departure:
+        key, rank, size = round_.key, round_.rank, round_.size
+        weights = self.rule.weights(self.topology, size, key.round, key.fragment, key.seed)
+        sources, targets = _others(weights[rank], rank), _others(weights[:, rank], rank)
+        said, begin = [], 0
+        for number, (codec, numel) in enumerate(self.rule.vectors(round_.codec, round_.numel)):
+            stage, messages = Stage(round_, codec, number), cut(codec, 0, numel)
+            stage.expect(dict.fromkeys(sources, messages))
+            signal = partial(_shifted, round_, begin)
+            own = [stage.send(index, message, targets, signal, key) for index, message in enumerate(messages)]
+            said.append(_Said(begin, codec, messages, stage, own))
+            begin += numel
+        return _Departure(round_, said, _shares(weights[rank], [*sources, rank]))
+
+    def arrive(self, departure: _Departure, settle: Settle) -> Arrival:
+        round_, flags = departure.round, [0] * departure.round.size
+        for one in departure.said:
+            room = Decoder(round_, one.codec, one.messages)
+            for index, message in enumerate(one.messages):
+                heard = one.stage.receive(index)
+                own = one.own[index].wait()
+                for rank, said in (heard | {round_.rank: one.own[index].flags}).items():
+                    flags[rank] |= said
+                _check_sound(flags, round_.key)
+                packets = {peer: one.stage.packet(index, peer) for peer in heard} | {round_.rank: own}
+                for coded in message.ranges:
+                    mean = room.mean(coded, packets, round_.key, departure.shares)
+                    settle(one.begin + coded.begin, mean, partial(room.sent, coded, own, round_.key))
+            room.close()
+        round_.close()
+        return Arrival(tuple(flags), {})
+
+    def nbytes_sent(self, codec: Codec, numel: int, size: int, rank: int | None = None) -> int:
+        vectors = self.rule.vectors(codec, numel)
+        return self.most_neighbours(size, rank) * sum(packets_nbytes(cut(one, 0, n)) for one, n in vectors)
+
+    def most_neighbours(self, size: int, rank: int | None = None) -> int:
+        """To how many replica `rank` sends in a round (without: the one that sends to most)."""
+        sent = np.stack([self.topology.edges(size, n).sum(1) for n in range(self.topology.rounds(size) or 1)])
+        return int(sent.max() if rank is None else sent[:, rank].max())
+
+    def seconds(self, codec: Codec, numel: int, size: int, link: Link) -> float:
+        return link.seconds(self.nbytes_sent(codec, numel, size)) if size > 1 else 0.0
+
+
+def _shifted(round_: Round, first: int, begin: int, end: int) -> Tensor:
+    return round_.signal(first + begin, first + end)
+
+
+def _others(row: np.ndarray, rank: int) -> list[int]:
+    """The ranks with a share in `row`, but for the own."""
+    return [int(other) for other in np.flatnonzero(row) if other != rank]
+
+
+def _shares(row: np.ndarray, ranks: Sequence[int]) -> dict[int, float] | None:
+    """Of those that are heard; None where all count alike and add up to 1, so that the mean is divided once, as in a fixed group."""
+    alike = len({float(row[rank]) for rank in ranks}) == 1 and abs(float(row.sum()) - 1) < 1e-9
+    return None if alike else {rank: float(row[rank]) for rank in ranks}
+
+
+def _check_sound(flags: Sequence[int], key: Key) -> None:
+    refused = [rank for rank, said in enumerate(flags) if said & REFUSED]
+    if refused:
+        raise NonFiniteError(
+            f"what replica {refused[0]} has to say in round {key.round} does not fit its codec: NaN, infinity or more than the codec can hold; "
+            "no other replica can stand in for it. Resume all from the last checkpoint with a smaller learning rate."
+        )

@@ -1,0 +1,192 @@
+"""A rendezvous at somebody who keeps a `Book`: a lighthouse (lighthouse.py) or a hub (hub.py).
+
+It is asked over channels, one question at a time: one channel for views and votes, one for heartbeats. How a channel is
+opened, how a group is built and whether another replica can be reached is for those two to say.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from thinwire.comm.group import Group
+from thinwire.errors import DisagreementError, LinkError, PacketError
+from thinwire.membership.channel import ANSWER
+from thinwire.membership.commit import VoteStore
+from thinwire.membership.store import Asks, ChannelVoteStore
+from thinwire.membership.timeouts import Timeouts
+from thinwire.membership.view import Observe, Presence
+
+PROBE = 2.0  # seconds for a peer, a lighthouse or a hub to answer at all
+
+
+class AskingRendezvous:
+    """What is alike at a lighthouse and at a hub; `where` names it in messages, `advice` is for those who do not find it."""
+
+    where = advice = ""
+
+    def __init__(self) -> None:
+        self._timeouts = Timeouts()
+        self._observe: Observe = lambda kind, fields: None
+        self._name = self._incarnation = ""
+        self._secret = b""
+        self._vote_store: ChannelVoteStore | None = None
+        self._left = threading.Event()
+        self._unused_keys: list[str] = []  # keys for the heartbeat thread to delete
+        self._refused: set[str] = set()
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def address(self) -> str:
+        """See `Rendezvous`."""
+        raise NotImplementedError
+
+    def _channel(self) -> Asks:
+        """A new channel. Raises `LinkError`."""
+        raise NotImplementedError
+
+    def connect(self, epoch: str, members: Sequence[Presence], rank: int) -> Group:
+        """See `Rendezvous`."""
+        raise NotImplementedError
+
+    def reaches(self, other: Presence) -> bool:
+        """See `Rendezvous`."""
+        raise NotImplementedError
+
+    def clock(self) -> float:
+        """See `Rendezvous`."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """See `Rendezvous`."""
+        self._left.wait(seconds)
+
+    def arrive(self, name: str, incarnation: str, secret: bytes, timeouts: Timeouts, observe: Observe) -> None:
+        """See `Rendezvous`."""
+        self._name, self._incarnation, self._secret = name, incarnation, secret
+        self._timeouts, self._observe = timeouts, observe
+        self._begin(self._beat)
+
+    def call(self, presence: Presence, seconds: float) -> tuple[Sequence[Presence], VoteStore]:
+        """See `Rendezvous`."""
+        until = self.clock() + seconds
+        text = presence.to_json()
+        while (left := until - self.clock()) > 0 and not self._left.is_set():
+            vote_store = self._found(left)
+            left = until - self.clock()
+            if left <= 0:
+                break
+            if self._left.is_set():  # this replica left while it was looking for the other end
+                self._lose()
+                raise LinkError(f"this replica has left {self.where}.")
+            try:
+                present = vote_store.channel.ask("call", left, presence=text)["present"]
+            except LinkError as error:
+                self._retry(f"{self.where} has gone ({error})", 0.5)
+                self._lose()
+                continue
+            if present is None:
+                break
+            heard = [self._heard(str(name), str(incarnation), str(text)) for name, incarnation, text in present]
+            return [p for p in heard if p is not None], vote_store
+        if self._left.is_set():
+            raise LinkError(f"replica {self._name!r} has left {self.where}.")
+        raise LinkError(
+            f"no other replica called at {self.where}, or too many are late. Start the others, or wait longer."
+        )
+
+    def leave(self) -> None:
+        """See `Rendezvous`."""
+        self._left.set()
+        for thread in self._threads:
+            thread.join(
+                2 * ANSWER + 2 * PROBE
+            )  # the heartbeat thread may wait for an answer, and says then that it leaves
+        self._lose()
+
+    def _begin(self, body: Callable[[], None]) -> None:
+        self._threads.append(threading.Thread(target=body, name=f"thinwire-{body.__name__.strip('_')}", daemon=True))
+        self._threads[-1].start()
+
+    def _lose(self) -> None:
+        lost, self._vote_store = self._vote_store, None
+        if lost is not None:
+            lost.channel.close()
+
+    def _found(self, seconds: float) -> ChannelVoteStore:
+        """The vote store of one that answers; one that is new is given time to hear the others, too."""
+        if self._vote_store is not None:
+            try:
+                self._vote_store.channel.ask("beat")
+                return self._vote_store
+            except LinkError as error:
+                self._lose()
+                self._retry(f"{self.where} has gone ({error})", 0.0)
+        until, pause = self.clock() + seconds, 0.5
+        while True:
+            try:
+                channel = self._channel()
+                break
+            except LinkError as error:
+                if self._left.is_set() or self.clock() + pause > until:
+                    raise LinkError(f"{error} Waited {seconds:.0f} s. {self.advice}") from None
+                self._retry(str(error), pause)
+            self.sleep(pause)
+            pause = min(2 * pause, 10.0)
+        self._vote_store = ChannelVoteStore(channel, self._unused_keys)
+        self._compare(channel.heartbeat_timeout)
+        self.sleep(2 * self._timeouts.heartbeat_interval)
+        if self._left.is_set():  # meanwhile, on another thread, which could not close what was not there yet
+            self._lose()
+            raise LinkError(f"replica {self._name!r} has left {self.where}.")
+        return self._vote_store
+
+    def _compare(self, there: float) -> None:
+        """One that was started for another run counts other seconds: say so once, and go on."""
+        here = self._timeouts.heartbeat_timeout
+        if not 0.5 * here <= there <= 2 * here:
+            reason = f"{self.where} takes a replica for dead after {there:g} s, this run needs {here:.3g}"
+            self._retry(f"{reason}: start it with --heartbeat-timeout {here:.3g}", 0.0)
+
+    def _beat(self) -> None:
+        """Say that this process is alive: a thread that waits for nothing else."""
+        interval, missed = self._timeouts.heartbeat_interval, 0
+        channel: Asks | None = None
+        while not self._left.wait(interval):
+            if self._vote_store is None and channel is None:
+                continue  # it has not been found yet
+            try:
+                channel = channel or self._channel()
+                channel.ask("beat")
+                if self._unused_keys:
+                    channel.ask(
+                        "forget", keys=[self._unused_keys.pop() for _ in range(min(len(self._unused_keys), 256))]
+                    )
+                missed = 0
+            except (LinkError, DisagreementError) as error:  # the latter is for who asks for a view
+                channel = None
+                missed += 1
+                if missed == 3:
+                    self._retry(f"{self.where} does not hear this replica ({error})", interval)
+        if channel is not None:
+            with suppress(LinkError):
+                channel.ask("leave")
+            channel.close()
+
+    def _heard(self, name: str, incarnation: str, text: str) -> Presence | None:
+        """What a participant says of itself; None, told once, for one whose words are not of this version or not its own."""
+        try:
+            presence = Presence.from_json(text)
+            if (presence.name, presence.incarnation) != (name, incarnation):
+                raise PacketError(f"it calls itself {presence.name}")
+            return presence
+        except PacketError as error:
+            if name not in self._refused:
+                self._refused.add(name)
+                self._retry(f"{name} is not heard: {error}", 0.0)
+            return None
+
+    def _retry(self, reason: str, seconds: float) -> None:
+        self._observe("retry", {"reason": reason, "seconds": seconds})

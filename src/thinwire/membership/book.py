@@ -1,0 +1,217 @@
+"""What a lighthouse or a hub knows of replicas that come and go: who is heard, who calls, and what they write for each other.
+
+No sockets: whoever keeps a `Book` says who asks. It keeps nothing that a round after this one needs, so it may be lost with
+its process: replicas that hold a group keep it and call again. For one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from thinwire.errors import PacketError
+from thinwire.membership.channel import MOST_MEMBERS, MOST_PRESENCE
+
+JOIN = 0.5  # seconds from the first call, after which most are enough; the grace is the memberships' own
+HEARTBEAT_TIMEOUT = 5.0
+TICK = 0.05  # seconds between two looks
+_MOST_KEY, _MOST_VALUE, _MOST_WRITTEN = 256, 1 << 16, 1 << 26  # bytes: a key, what it holds, all together
+_DAY = 86_400.0
+
+
+def quorum(calling: Mapping[str, float], heard: Iterable[str], previous: set[str], now: float, join: float) -> set[str]:
+    """Who is called together, of those `calling` (since when) and `heard`; nobody yet: empty. The rule of torchft 0.2.0.
+
+    All of the previous ones, with whoever else calls; else more than half of those heard, when all of them call or
+    the first has waited for `join`.
+
+    >>> heard, previous = {"a", "b", "c"}, {"a", "b", "c"}
+    >>> sorted(quorum({"a": 0.0, "b": 9.0, "c": 9.0}, heard, previous, now=9.0, join=10.0))
+    ['a', 'b', 'c']
+    >>> sorted(quorum({"a": 0.0, "b": 9.0}, heard, previous, now=9.0, join=10.0))
+    []
+    >>> sorted(quorum({"a": 0.0, "b": 9.0}, heard, previous, now=10.0, join=10.0))
+    ['a', 'b']
+    """
+    heard = set(heard)
+    here = calling.keys() & heard
+    if previous and previous <= here:
+        return here
+    if 2 * len(here) <= len(heard):
+        return set()
+    waited = now - min(calling[incarnation] for incarnation in here) >= join
+    return here if here == heard or waited else set()
+
+
+class Asker(Protocol):
+    """Who asks: a replica's name, which is known to be its own, its incarnation, and where it asks from."""
+
+    name: str
+    incarnation: str
+    address: str
+
+    async def came(self, future: asyncio.Future[Any], seconds: float) -> bool:
+        """Whether `future` is done within `seconds`. Raises, or is cancelled, if the asker goes before."""
+
+
+@dataclass
+class _Replica:
+    """One incarnation of a replica that was heard. `calls`: since when it waits for the others, and what it says of itself."""
+
+    name: str
+    heard: float
+    silent: bool = True
+    calls: tuple[float, str | None] | None = None
+    answer: asyncio.Future[list[list[str]]] | None = None
+
+
+class Book:
+    """Who is there. `say` hears a line for every join and leave; `lost` the incarnation of one that is not heard any more."""
+
+    def __init__(
+        self,
+        heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
+        say: Callable[[str], object] = lambda line: None,
+        lost: Callable[[str], object] = lambda incarnation: None,
+    ) -> None:
+        self.heartbeat_timeout, self.say, self.lost = heartbeat_timeout, say, lost
+        self._replicas: dict[str, _Replica] = {}  # by incarnation
+        self._previous: set[str] = set()
+        self._written: dict[str, str] = {}
+        self._nbytes = 0  # of what is written
+        self._waits: dict[asyncio.Future[None], list[str]] = {}  # for keys
+
+    def hear(self, asker: Asker) -> _Replica:
+        """`asker` is alive. Raises `PacketError`: its incarnation is another's, or there are too many."""
+        if asker.incarnation not in self._replicas and len(self._replicas) >= MOST_MEMBERS:
+            raise PacketError(f"{MOST_MEMBERS} replicas are there already")
+        replica = self._replicas.setdefault(asker.incarnation, _Replica(asker.name, 0.0))
+        if replica.name != asker.name:
+            raise PacketError(f"{asker.name} speaks as an incarnation of {replica.name}")
+        if replica.silent:
+            replica.silent = False
+            self.say(f"joined: {asker.name} at {asker.address}")
+        replica.heard = time.monotonic()
+        return replica
+
+    def full(self, incarnation: str) -> bool:
+        """Whether there is no room for this one."""
+        return incarnation not in self._replicas and len(self._replicas) >= MOST_MEMBERS
+
+    def gone(self, incarnation: str, why: str) -> None:
+        """Nothing more can come from this one, unless it connects again."""
+        if replica := self._replicas.get(incarnation):
+            self._left(incarnation, why)
+            if replica.answer is None:  # else it may only be frozen, and still waits
+                del self._replicas[incarnation]
+
+    def look(self) -> None:
+        """Forget who is silent, and answer those who are called together. To be called every `TICK` seconds."""
+        now = time.monotonic()
+        for incarnation, replica in list(self._replicas.items()):
+            if now - replica.heard >= self.heartbeat_timeout:
+                self.gone(incarnation, f"not heard for {self.heartbeat_timeout:g} s")
+        heard = {incarnation for incarnation, replica in self._replicas.items() if not replica.silent}
+        calling = {incarnation: replica.calls[0] for incarnation, replica in self._replicas.items() if replica.calls}
+        chosen = quorum(calling, heard, self._previous, now, JOIN) if calling else set()
+        if not chosen:
+            return
+        said = [(incarnation, self._replicas[incarnation].calls) for incarnation in sorted(chosen)]
+        present = [
+            [self._replicas[incarnation].name, incarnation, calls[1]]
+            for incarnation, calls in said
+            if calls and calls[1] is not None
+        ]
+        for incarnation in chosen:
+            replica = self._replicas[incarnation]
+            if replica.answer and not replica.answer.done():
+                replica.answer.set_result(present)
+            replica.calls = replica.answer = None
+        self._previous = chosen
+
+    async def answer(self, asker: Asker, said: dict[str, Any]) -> dict[str, Any]:
+        """What there is to answer to a question."""
+        match said:
+            case {"do": "beat"}:
+                self.hear(asker)
+                return {"heartbeat_timeout": self.heartbeat_timeout}
+            case {"do": "leave"}:
+                self.hear(asker)
+                self._left(asker.incarnation, "it said so")
+                del self._replicas[asker.incarnation]
+            case {"do": "here", "who": str(incarnation)}:
+                return {"here": incarnation in self._replicas and not self._replicas[incarnation].silent}
+            case {"do": "call", "presence": str(text), "seconds": int() | float() as seconds}:
+                return await self._call(asker, text, seconds)
+            case {"do": "put", "key": str(key), "value": str(value)}:
+                return self._put(key, value)
+            case {"do": "settle", "key": str(key), "value": str(value)}:
+                refused = {} if key in self._written else self._put(key, value)
+                return refused or {"value": self._written[key]}
+            case {"do": "look", "keys": [*keys], "seconds": int() | float() as seconds} if all(
+                type(k) is str for k in keys
+            ):
+                return await self._look_up(asker, keys, seconds)
+            case {"do": "forget", "keys": [*keys]}:
+                for key in keys:
+                    if type(key) is str and key in self._written:
+                        self._nbytes -= len(key) + len(self._written.pop(key))
+            case _:
+                return {"error": "this is not asked here; run the same version of Thinwire everywhere"}
+        return {}
+
+    def _left(self, incarnation: str, why: str) -> None:
+        replica = self._replicas[incarnation]
+        if not replica.silent:
+            replica.silent = True
+            self.say(f"left: {replica.name} ({why})")
+            self.lost(incarnation)
+
+    async def _call(self, asker: Asker, text: str, seconds: float) -> dict[str, Any]:
+        """Who calls with it, and what they say; none where nobody does in time."""
+        if len(text) > MOST_PRESENCE or not text.isascii():
+            return {
+                "error": f"{len(text)} bytes were said of one replica, at most {MOST_PRESENCE} are allowed, all ASCII"
+            }
+        replica, came = self.hear(asker), asyncio.get_running_loop().create_future()
+        replica.calls, replica.answer = (time.monotonic(), text), came
+        self.look()
+        try:
+            if await asker.came(came, min(max(0.0, seconds), _DAY)):
+                return {"present": came.result()}
+        except BaseException:
+            if replica.answer is came:
+                replica.calls = None
+            raise
+        finally:
+            if replica.answer is came:
+                replica.answer = None
+        if replica.calls:
+            replica.calls = replica.calls[0], None  # it is there, but takes no part
+        return {"present": None}
+
+    def _put(self, key: str, value: str) -> dict[str, Any]:
+        """Write; what was wrong, if anything."""
+        more = len(key) + len(value) - (len(key) + len(self._written[key]) if key in self._written else 0)
+        if len(key) > _MOST_KEY or len(value) > _MOST_VALUE or self._nbytes + more > _MOST_WRITTEN:
+            return {"error": "what was to be written is too large, or all that was written is"}
+        self._written[key], self._nbytes = value, self._nbytes + more
+        for future, keys in self._waits.items():
+            if not future.done() and all(k in self._written for k in keys):
+                future.set_result(None)
+        return {}
+
+    async def _look_up(self, asker: Asker, keys: list[str], seconds: float) -> dict[str, Any]:
+        """What is written under `keys`, as soon as all are; none where they are not in time."""
+        if seconds > 0 and not all(key in self._written for key in keys):
+            future = asyncio.get_running_loop().create_future()
+            self._waits[future] = keys
+            try:
+                await asker.came(future, min(seconds, _DAY))
+            finally:
+                del self._waits[future]
+        values = [self._written.get(key) for key in keys]
+        return {"values": None if None in values else values}

@@ -1,0 +1,80 @@
+"""Replicas that come and go, behind any NAT: they find each other at a hub, and their groups are the hub's (comm/secure).
+
+Who somebody is, its certificate says: the hub tells a presence under the name that the asker has shown, and seats nobody
+under another. The hub keeps the same `Book` as a lighthouse, and decides nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from thinwire.comm.group import Group
+from thinwire.comm.secure.calls import Refused
+from thinwire.comm.secure.enrol import Enrolment
+from thinwire.comm.secure.group import seated
+from thinwire.comm.secure.link import HubLink
+from thinwire.comm.secure.loop import LoopThread
+from thinwire.comm.secure.questions import HubChannel
+from thinwire.errors import DisagreementError, LinkError
+from thinwire.membership.asking import AskingRendezvous
+from thinwire.membership.view import Presence
+
+
+class HubRendezvous(AskingRendezvous):
+    """One replica's view of a hub, which was started with `--elastic`.
+
+    Args:
+        enrolment: this replica's name and key there.
+        bits_per_second: the rate at which it can send; None: no pause between chunks.
+    """
+
+    advice = "Start it with `thinwire hub --elastic`, and check that this machine reaches it."
+
+    def __init__(self, enrolment: Enrolment, bits_per_second: float | None = None) -> None:
+        super().__init__()
+        token = enrolment.token
+        self.where = f"the hub at {token.host}:{token.port}"
+        self._enrolment, self._rate = enrolment, bits_per_second
+        self._thread: LoopThread | None = LoopThread.shared()
+
+    @property
+    def address(self) -> str:
+        """Nobody reaches it there: it is for messages."""
+        return f"hub:{self._enrolment.name}"
+
+    def connect(self, epoch: str, members: Sequence[Presence], rank: int) -> Group:
+        """See `Rendezvous`."""
+        label = hashlib.sha256(f"thinwire elastic {epoch}".encode()).digest()
+        process = self._incarnation.encode()
+        link = HubLink(self._enrolment, label, len(members), self._rate, place=rank, process=process)
+        times = self._timeouts
+        group = seated(link, times.connect, times.transfer, farewell=2 * times.heartbeat_interval)
+        if group.names != tuple(member.name for member in members):
+            group.close()
+            raise LinkError(f"{', '.join(group.names)} came in place of the members of the view")
+        return group
+
+    def reaches(self, other: Presence) -> bool:
+        """Whether the hub hears it."""
+        try:
+            return self._vote_store is not None and bool(
+                self._vote_store.channel.ask("here", who=other.incarnation)["here"]
+            )
+        except LinkError:
+            return False
+
+    def leave(self) -> None:
+        """See `Rendezvous`."""
+        super().leave()
+        thread, self._thread = self._thread, None
+        if thread:
+            thread.release()
+
+    def _channel(self) -> HubChannel:
+        if self._thread is None:
+            raise LinkError(f"this replica has left {self.where}")
+        try:
+            return HubChannel(self._enrolment, self._incarnation, self._thread)
+        except Refused as error:
+            raise DisagreementError(f"replica {self._name!r} cannot take part: {error}") from None

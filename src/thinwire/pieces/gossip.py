@@ -1,0 +1,349 @@
+"""What a replica makes of what its neighbours say: the rules of gossip.
+
+A rule says in vectors (`says`), each coded by itself; every replica gets the mean of each over its neighbours and itself, weighted by the
+topology; and the rule makes of these the replica's next weights (`hears`). Nobody knows the mean over all replicas; what a rule keeps of
+it is its `conserved`, whose sum over all replicas no round changes but by rounding.
+
+Symbols: x_i what replica i held after the round before (its anchor), θ_i what it has trained since, W the weights of the round,
+[v]_i = Σ_j w_ij·v_j the mean over the neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinwire.codecs import Codec, Identity
+from thinwire.errors import ConfigurationError
+from thinwire.state import State
+from thinwire.topology import Topology, mixing, outgoing
+from thinwire.topology.base import Weights
+
+Vector = tuple[Codec, int]  # a vector of so many elements, in this codec
+
+
+@runtime_checkable
+class GossipRule(Protocol):
+    """A frozen dataclass with `says` and `hears`; what it remembers of a fragment is its state, made by `init`."""
+
+    @property
+    def tracks(self) -> bool:
+        """It replaces every gradient, by `tracked`, before the inner step: a round after every step, and none in the air meanwhile."""
+        return False
+
+    def check(self, topology: Topology, codec: Codec) -> None:
+        """Raise `ConfigurationError` if the rule is not sound on `topology`, or cannot carry what `codec` makes."""
+        check_whole(self, codec)
+
+    def weights(self, topology: Topology, size: int, number: int, fragment: int, seed: int) -> Weights:
+        """Of a round. Raises `ConfigurationError` if they cannot be as the rule needs them."""
+        return mixing(topology, size, number, fragment, seed)
+
+    def vectors(self, codec: Codec, numel: int) -> tuple[Vector, ...]:
+        """What is said in a round of a fragment of `numel` elements, whose codec is `codec`."""
+        return ((codec, numel),)
+
+    def init(self, x: Tensor) -> State:
+        """What is remembered at first; flat, in fp32, on the CPU."""
+        return {}
+
+    @abstractmethod
+    def says(self, x: Tensor, theta: Tensor, state: State) -> tuple[Tensor, ...]:
+        """The vectors. Nothing is changed; they are lent to the caller until `hears`."""
+
+    @abstractmethod
+    def hears(
+        self, x: Tensor, theta: Tensor, state: State, heard: Sequence[Tensor], said: Sequence[Tensor]
+    ) -> tuple[Tensor, State]:
+        """The next x and state, of what is heard, [v] of each vector, and what the own packets said, in new tensors."""
+
+    def tracked(self, gradient: Tensor, state: State) -> tuple[Tensor, State]:
+        """What the optimizer gets in place of `gradient`, and the next state."""
+        return gradient, state
+
+    def conserved(self, x: Tensor, state: State) -> Tensor:
+        """What adds up to the same over all replicas before and after a round in which nothing was trained."""
+        return x
+
+
+def check_whole(rule: object, codec: Codec) -> None:
+    """Raise `ConfigurationError` unless weights travel as they are: what a codec lost of them would be lost for good."""
+    if codec != Identity():
+        raise ConfigurationError(
+            f"{rule} over {codec}: weights travel here, and what a codec loses of them no later round brings back; leave the codec at "
+            "Identity(), or choose choco, which sends differences in any codec."
+        )
+
+
+@dataclass(frozen=True)
+class AdaptThenCombine(GossipRule):
+    """x_i ← Σ_j w_ij·θ_j: train, then mix (D-PSGD, Lian et al., arXiv 1705.09056; the order of DFedAvg).
+
+    Says: θ, 4 bytes per parameter. Conserves Σx.
+
+    >>> AdaptThenCombine()
+    AdaptThenCombine()
+    """
+
+    def says(self, x: Tensor, theta: Tensor, state: State) -> tuple[Tensor, ...]:
+        return (theta,)
+
+    def hears(
+        self, x: Tensor, theta: Tensor, state: State, heard: Sequence[Tensor], said: Sequence[Tensor]
+    ) -> tuple[Tensor, State]:
+        return heard[0].clone(), {}
+
+
+@dataclass(frozen=True)
+class CombineThenAdapt(GossipRule):
+    """x_i ← Σ_j w_ij·x_j + (θ_i − x_i): mix the weights from before the inner steps, and take these steps on the mean (D-PSGD's own order).
+
+    Says: x, 4 bytes per parameter. Conserves Σx.
+
+    >>> CombineThenAdapt()
+    CombineThenAdapt()
+    """
+
+    def says(self, x: Tensor, theta: Tensor, state: State) -> tuple[Tensor, ...]:
+        return (x,)
+
+    def hears(
+        self, x: Tensor, theta: Tensor, state: State, heard: Sequence[Tensor], said: Sequence[Tensor]
+    ) -> tuple[Tensor, State]:
+        return heard[0] + (theta - x), {}
+
+
+@dataclass(frozen=True)
+class NoLoCo(GossipRule):
+    """The outer momentum of DiLoCo without a mean over all (NoLoCo, Kolehmainen et al., arXiv 2506.10911).
+
+        δ_i ← α·δ_i + β·[θ − x]_i − γ·(x_i − [x]_i),   x_i ← x_i + δ_i
+
+    Says: θ − x in the strategy's codec, x in fp32. Conserves Σx where δ is 0 and nothing is trained.
+
+    Args:
+        momentum: α, in [0, 1).
+        lr: β, the outer learning rate, above 0.
+        pull: γ, how strongly replicas are drawn together; None: as `lr`, as in the authors' code.
+
+    Raises:
+        ConfigurationError: the settings let the distance between replicas grow; the message has the number (`radius_of_pairs`).
+
+    >>> round(NoLoCo(0.5, 0.7).radius, 3)
+    0.7
+    """
+
+    momentum: float = 0.5
+    lr: float = 0.7
+    pull: float | None = None
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.momentum < 1 and 0 < self.lr < math.inf and 0 < self.gamma < math.inf):
+            raise ConfigurationError(f"{self}: momentum in [0, 1), lr and pull above 0 are needed.")
+
+    @property
+    def gamma(self) -> float:
+        return self.lr if self.pull is None else self.pull
+
+    @property
+    def radius(self) -> float:
+        """By how much the squared distance between randomly paired replicas changes in a round."""
+        return radius_of_pairs(self.momentum, self.gamma)
+
+    def check(self, topology: Topology, codec: Codec) -> None:
+        if topology.pairs and self.radius >= 1:
+            raise ConfigurationError(
+                f"momentum={self.momentum:g} with pull={self.gamma:g} between random pairs: the squared distance between replicas grows by "
+                f"{self.radius:.3f} in every round, and they diverge; below 1 is needed. With this momentum choose a pull (or lr) below "
+                f"{largest_pull(self.momentum):.2f}, or a momentum of 0.5 or less."
+            )
+
+    def weights(self, topology: Topology, size: int, number: int, fragment: int, seed: int) -> Weights:
+        weights = mixing(topology, size, number, fragment, seed)
+        if number == 0 and not topology.pairs:
+            rounds = [mixing(topology, size, one, fragment, seed) for one in range(topology.rounds(size) or 64)]
+            grown = radius_of_rounds(self.momentum, self.gamma, rounds)
+            if grown >= 1:
+                raise ConfigurationError(
+                    f"momentum={self.momentum:g} with pull={self.gamma:g} on {topology}: the distance between {size} replicas grows by "
+                    f"{grown:.3f} in every round, and they diverge; below 1 is needed; choose a smaller momentum or pull."
+                )
+        return weights
+
+    def vectors(self, codec: Codec, numel: int) -> tuple[Vector, ...]:
+        return ((codec, numel), (Identity(), numel))
+
+    def init(self, x: Tensor) -> State:
+        return {"momentum": torch.zeros_like(x)}
+
+    def says(self, x: Tensor, theta: Tensor, state: State) -> tuple[Tensor, ...]:
+        return theta - x, x
+
+    def hears(
+        self, x: Tensor, theta: Tensor, state: State, heard: Sequence[Tensor], said: Sequence[Tensor]
+    ) -> tuple[Tensor, State]:
+        moved, mean = heard
+        momentum = state["momentum"] * self.momentum
+        momentum.add_(moved, alpha=self.lr).sub_(x - mean, alpha=self.gamma)
+        return x + momentum, {"momentum": momentum}
+
+
+def radius_of_pairs(momentum: float, pull: float, size: int = 2) -> float:
+    """Of NoLoCo in groups of `size` drawn anew in each round, in the mean: the spectral radius of what a round makes of the moments E φ²,
+    E φδ and E δ² of the distance φ from the mean. Below 1 is stable.
+
+    >>> [round(radius_of_pairs(alpha, 0.7), 3) for alpha in (0.0, 0.3, 0.5, 0.7, 0.9)]
+    [0.545, 0.553, 0.7, 0.891, 1.098]
+    """
+    c = 1 - 1 / size
+    d = np.array([pull**2 * c, -2 * momentum * pull * c, momentum**2])  # of E φ², E φδ, E δ²
+    x = np.array([-pull * c, momentum, 0.0])
+    v = np.array([1.0, 0.0, 0.0])
+    return float(np.abs(np.linalg.eigvals(np.stack([v + 2 * x + d, x + d, d]))).max())
+
+
+def largest_pull(momentum: float, size: int = 2) -> float:
+    """γ at which randomly drawn groups stop to come together."""
+    low, high = 0.0, 8.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if radius_of_pairs(momentum, middle, size) < 1 else (low, middle)
+    return low
+
+
+def radius_of_rounds(momentum: float, pull: float, rounds: Sequence[Weights]) -> float:
+    """Of NoLoCo where the weights repeat after these `rounds`: how much the distance from the mean changes in a round, in the long run."""
+    size = len(rounds[0])
+    off = np.eye(size) - 1 / size
+    product = np.kron(np.eye(2), off)
+    for weights in rounds:
+        pulled = -pull * (np.eye(size) - weights)
+        product = (
+            np.block([[np.eye(size) + pulled, momentum * np.eye(size)], [pulled, momentum * np.eye(size)]]) @ product
+        )
+    return float(np.abs(np.linalg.eigvals(product)).max() ** (1 / len(rounds)))
+
+
+@dataclass(frozen=True)
+class Choco(GossipRule):
+    """CHOCO (Koloskova et al., arXiv 1902.00340): every replica keeps a public copy x̂ of itself, and sends only what is new, in any codec.
+
+        q_i = codec(θ_i − x̂_i),   x̂_i ← x̂_i + q_i,   s_i ← s_i + Σ_j w_ij·q_j,   x_i ← θ_i + step·(s_i − x̂_i)
+
+    s_i is the mean of the neighbours' copies. The graph must be the same in every round. Says: the difference, in the
+    codec. Conserves Σx whatever the codec. *Differs*: x̂ and s begin at the common start, not at zero, so that it is not sent.
+
+    Args:
+        step: the share of the way to the neighbours' mean that is taken in a round, in (0, 1]. The coarser the codec the smaller.
+
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed.
+
+    >>> Choco()
+    Choco(step=0.3)
+    """
+
+    step: float = 0.3
+
+    def __post_init__(self) -> None:
+        if not 0 < self.step <= 1:
+            raise ConfigurationError(f"{self}: a step above 0 and at most 1 is needed.")
+
+    def check(self, topology: Topology, codec: Codec) -> None:
+        if not topology.fixed:
+            raise ConfigurationError(
+                f"{self} on {topology}: a replica keeps the mean of its neighbours' copies, so these must be the same in every round; choose "
+                "Ring(), Exponential() or another fixed graph."
+            )
+        if codec.samples:
+            raise ConfigurationError(
+                f"{self} over {codec}: a contractive codec is needed, otherwise the copies run away; choose TopK or E3M0."
+            )
+
+    def init(self, x: Tensor) -> State:
+        return {"public": x.clone(), "neighbours": x.clone()}
+
+    def says(self, x: Tensor, theta: Tensor, state: State) -> tuple[Tensor, ...]:
+        return (theta - state["public"],)
+
+    def hears(
+        self, x: Tensor, theta: Tensor, state: State, heard: Sequence[Tensor], said: Sequence[Tensor]
+    ) -> tuple[Tensor, State]:
+        public, neighbours = state["public"] + said[0], state["neighbours"] + heard[0]
+        return torch.add(theta, neighbours - public, alpha=self.step), {"public": public, "neighbours": neighbours}
+
+
+@dataclass(frozen=True)
+class PushSum(GossipRule):
+    """Stochastic gradient push (Assran et al., arXiv 1811.10792): sums travel with a weight, so edges may go one way.
+
+        send p_ji·(w_i·θ_i) and p_ji·w_i to j;   w_i ← Σ_j p_ij·w_j,   x_i ← Σ_j p_ij·w_j·θ_j / w_i,   p_ji = 1 / (1 + out-degree of i)
+
+    *Differs*: p is applied where a sum arrives, which all can know. Says: w·θ, and w as one number. Conserves Σ w·x, and Σ w = M.
+
+    >>> PushSum()
+    PushSum()
+    """
+
+    def weights(self, topology: Topology, size: int, number: int, fragment: int, seed: int) -> Weights:
+        return outgoing(topology.edges(size, number, fragment, seed))
+
+    def vectors(self, codec: Codec, numel: int) -> tuple[Vector, ...]:
+        return ((codec, numel), (Identity(), 1))
+
+    def init(self, x: Tensor) -> State:
+        return {"weight": torch.ones(1)}
+
+    def says(self, x: Tensor, theta: Tensor, state: State) -> tuple[Tensor, ...]:
+        return theta * state["weight"], state["weight"]
+
+    def hears(
+        self, x: Tensor, theta: Tensor, state: State, heard: Sequence[Tensor], said: Sequence[Tensor]
+    ) -> tuple[Tensor, State]:
+        weight = heard[1].clone()
+        return heard[0] / weight, {"weight": weight}
+
+    def conserved(self, x: Tensor, state: State) -> Tensor:
+        return x * state["weight"]
+
+
+@dataclass(frozen=True)
+class Tracking(GossipRule):
+    """Gradient tracking (Di Lorenzo, Scutari, arXiv 1602.00591; DIGing, arXiv 1607.03218): y_i follows the mean gradient of all replicas.
+
+        y_i ← [y]_i + g_i(new) − g_i(old),   θ_i ← the optimizer's step from x_i along y_i,   x_i ← Σ_j w_ij·θ_j
+
+    A round after every inner step. Says: θ and y. Conserves Σx, and Σy = Σg. A gradient that is not finite counts as the one before.
+
+    >>> Tracking()
+    Tracking()
+    """
+
+    tracks: ClassVar[bool] = True
+
+    def vectors(self, codec: Codec, numel: int) -> tuple[Vector, ...]:
+        return ((codec, numel), (codec, numel))
+
+    def init(self, x: Tensor) -> State:
+        return {"direction": torch.zeros_like(x), "gradient": torch.zeros_like(x)}
+
+    def says(self, x: Tensor, theta: Tensor, state: State) -> tuple[Tensor, ...]:
+        return theta, state["direction"]
+
+    def hears(
+        self, x: Tensor, theta: Tensor, state: State, heard: Sequence[Tensor], said: Sequence[Tensor]
+    ) -> tuple[Tensor, State]:
+        return heard[0].clone(), {"direction": heard[1].clone(), "gradient": state["gradient"]}
+
+    def tracked(self, gradient: Tensor, state: State) -> tuple[Tensor, State]:
+        if not bool(torch.isfinite(gradient).all()):
+            return state["direction"].clone(), state
+        direction = state["direction"] + gradient - state["gradient"]
+        return direction.clone(), {"direction": direction, "gradient": gradient}

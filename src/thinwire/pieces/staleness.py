@@ -1,0 +1,103 @@
+"""What a delta counts that comes when it comes: weights by tokens and age, and a correction of those that look back.
+
+A delta is `stale` by as many rounds of its fragment as were held since its replica took over the anchor that it starts from.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import ConfigurationError
+
+
+@runtime_checkable
+class Weigh(Protocol):
+    """What a delta counts: a frozen dataclass. A round's estimate is Σ w·Δ / Σ w over all replicas that are there."""
+
+    def weight(self, tokens: float, steps: int, stale: int) -> float:
+        """w ≥ 0 of a delta of so many `tokens` in so many inner `steps` that is `stale`."""
+
+
+@dataclass(frozen=True)
+class ByTokens(Weigh):
+    """w = (tokens²/steps) · (1 + s)^−p: by tokens and their number in a step, less for each round of age s.
+
+    Source: c_tokens·(c_tokens/c_steps) is Decoupled DiLoCo's (arXiv 2604.21428); the age is ours, `power` 0 turns it off.
+
+    Args:
+        power: p, at least 0.
+
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed.
+
+    >>> [round(ByTokens(0.5).weight(tokens, steps, stale), 3) for tokens, steps, stale in ((40, 4, 0), (20, 2, 0), (40, 4, 3))]
+    [400.0, 200.0, 200.0]
+    """
+
+    power: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.power < math.inf:
+            raise ConfigurationError(f"{self}: power >= 0 is needed; 0 lets age count for nothing.")
+
+    def weight(self, tokens: float, steps: int, stale: int) -> float:
+        return float(tokens * tokens / max(1, steps) * (1 + stale) ** -self.power)
+
+
+@dataclass(frozen=True)
+class Alike(Weigh):
+    """w = 1: every delta counts alike, however many tokens stand behind it.
+
+    >>> Alike().weight(tokens=40, steps=4, stale=3)
+    1.0
+    """
+
+    def weight(self, tokens: float, steps: int, stale: int) -> float:
+        return 1.0
+
+
+@runtime_checkable
+class Correct(Protocol):
+    """What is made of a stale delta before it counts: a frozen dataclass."""
+
+    def corrected(self, delta: Tensor, momentum: Tensor | None, stale: int) -> Tensor:
+        """Flat fp32; `delta` itself stays. `momentum` is the outer step's, None if it keeps none."""
+
+
+@dataclass(frozen=True)
+class HeLoCo(Correct):
+    """Takes out of a stale delta what opposes the outer momentum:  Δ ← Δ − κ·min(0, ⟨Δ, v⟩)/⟨v, v⟩ · v,  κ = strength · s/(1 + s).
+
+    Source: HeLoCo (arXiv 2606.00271) corrects stale deltas that oppose the outer momentum. *Differs*: only its abstract was at hand,
+    so the rule is ours: a projection, of the whole fragment, by the more the older the delta. A fresh delta, or one that looks
+    forward, stays as it is, bit for bit.
+
+    Args:
+        strength: 0 to 1; 0 corrects nothing.
+
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed.
+
+    >>> HeLoCo().corrected(torch.tensor([-2.0, 1.0]), torch.tensor([1.0, 0.0]), stale=1)  # half of −2 is taken out
+    tensor([-1.,  1.])
+    """
+
+    strength: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.strength <= 1:
+            raise ConfigurationError(f"{self}: a strength from 0 to 1 is needed; 0 corrects nothing.")
+
+    def corrected(self, delta: Tensor, momentum: Tensor | None, stale: int) -> Tensor:
+        if not stale or momentum is None or not self.strength:
+            return delta
+        forward = float(torch.dot(delta.double(), momentum.double()))
+        length = float(torch.dot(momentum.double(), momentum.double()))
+        if forward >= 0 or not 0 < length < math.inf:
+            return delta
+        return delta.sub(momentum, alpha=self.strength * stale / (1 + stale) * forward / length)

@@ -1,0 +1,55 @@
+"""The delay that fits a link: the shortest for which a run does not wait. *Predicted*."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from thinwire.comm import Link, parse_link
+from thinwire.lm.run import Run
+from thinwire.lm.settings import recipe_name
+from thinwire.pieces.partition import Fragment
+from thinwire.plan.cost import FragmentSeconds, follow
+from thinwire.records.units import text_of_seconds
+from thinwire.strategy import Strategy
+
+MOST = 10  # inner steps in the air
+_NEARLY = 0.97  # of the utilisation of the best delay: a shorter one learns more
+
+
+def follows_link(run: Run) -> bool:
+    """Whether the run's delay is open, and the link known: the default method without a delay of its own, on an emulated link."""
+    named = recipe_name(run.method.strategy) == "streaming_sign" and run.method.delay is None
+    return named and run.placement.replicas > 1 and parse_link(run.placement.link) is not None
+
+
+def with_delay(run: Run, model: nn.Module, step_seconds: float) -> tuple[Run, str]:
+    """`run`, which `follows_link`, with the delay for inner steps of `step_seconds`; and a line about it."""
+    link = parse_link(run.placement.link)
+    assert link
+    tried = []
+    for delay in range(1, min(MOST, run.make_strategy().schedule.every - 1) + 1):
+        given = run.changed(delay=delay)
+        strategy = given.make_strategy()
+        traffic = _traffic(strategy, strategy.partition.fragments(model), run.placement.replicas, link)
+        tried.append((follow(strategy, step_seconds, traffic).utilization, given, traffic))
+    best = max(utilization for utilization, _, _ in tried)
+    utilization, given, traffic = next(one for one in tried if one[0] >= _NEARLY * best)
+    steps = "1 step" if given.method.delay == 1 else f"{given.method.delay} steps"
+    flight = text_of_seconds(max(fragment.flight_seconds for fragment in traffic))
+    return given, (
+        f"{steps}: a round takes {flight} at {run.placement.link} (predicted), a step {text_of_seconds(step_seconds)} (measured); "
+        f"at most {utilization:.0%} of the time is training"
+    )
+
+
+def _traffic(strategy: Strategy, fragments: Sequence[Fragment], replicas: int, link: Link) -> list[FragmentSeconds]:
+    """Of each fragment."""
+    found = []
+    for fragment in fragments:
+        codec, numel = strategy.coded(fragment.shapes)
+        wire = link.serialisation_seconds(strategy.exchange.nbytes_sent(codec, numel, replicas))
+        way = max(0.0, strategy.exchange.seconds(codec, numel, replicas, link) - wire)
+        found.append(FragmentSeconds(0.0, wire, way, 0.0))
+    return found

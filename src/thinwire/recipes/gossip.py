@@ -1,0 +1,152 @@
+"""Methods in which replicas talk to neighbours only, as compositions. No logic here: a recipe that needs an `if` lacks a piece."""
+
+from __future__ import annotations
+
+from thinwire.codecs import E3M0, Codec, Identity
+from thinwire.exchange import Gossip
+from thinwire.pieces.gossip import AdaptThenCombine, Choco, GossipRule, NoLoCo, PushSum, Tracking
+from thinwire.pieces.inner_optimizers import SGD
+from thinwire.pieces.merge import Keep
+from thinwire.pieces.partition import Partition, Whole
+from thinwire.pieces.schedule import Every, Staggered
+from thinwire.recipes.gradients import SGD_RATE
+from thinwire.strategy import Strategy
+from thinwire.topology import OnePeerExponential, RandomPairs, Ring, Topology
+
+
+def noloco(
+    *,
+    every: int = 30,
+    delay: int = 0,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.5,
+    pull: float | None = None,
+    topology: Topology = RandomPairs(),
+    codec: Codec = Identity(),
+    partition: Partition = Whole(),
+) -> Strategy:
+    """NoLoCo (Kolehmainen et al., arXiv 2506.10911): DiLoCo's outer momentum between two replicas at a time, paired anew in every round.
+
+    Args:
+        every: H, inner steps between two rounds of a fragment.
+        delay: τ, inner steps from departure to landing; less than `every`.
+        outer_lr: β, the learning rate of the outer step.
+        outer_momentum: α, its momentum, in [0, 1).
+        pull: γ, how strongly a replica is drawn to its partner; None: `outer_lr`.
+        topology: who talks to whom.
+        codec: how deltas become bytes; weights travel in fp32.
+        partition: how the model is cut into fragments; each has pairs of its own.
+
+    Raises:
+        ConfigurationError: a setting cannot work, or replicas would diverge; the message has the number.
+
+    >>> noloco(every=50).exchange.rule
+    NoLoCo(momentum=0.5, lr=0.7, pull=None)
+    """
+    return Strategy(
+        schedule=Staggered(every, delay),
+        partition=partition,
+        codec=codec,
+        exchange=Gossip(topology, NoLoCo(outer_momentum, outer_lr, pull)),
+        merge=Keep(),
+    )
+
+
+def d_psgd(
+    *,
+    every: int = 1,
+    delay: int = 0,
+    topology: Topology = Ring(),
+    rule: GossipRule = AdaptThenCombine(),
+    partition: Partition = Whole(),
+) -> Strategy:
+    """D-PSGD (Lian et al., arXiv 1705.09056): train, and take the weighted mean of the neighbours' weights.
+
+    Args:
+        every: H, inner steps between two rounds of a fragment.
+        delay: τ, inner steps from departure to landing; less than `every`.
+        topology: who talks to whom.
+        rule: the order: AdaptThenCombine() or CombineThenAdapt().
+        partition: how the model is cut into fragments.
+
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed.
+
+    >>> d_psgd(every=10).exchange.topology
+    Ring()
+    """
+    return Strategy(
+        schedule=Staggered(every, delay), partition=partition, exchange=Gossip(topology, rule), merge=Keep()
+    )
+
+
+def choco(
+    *,
+    every: int = 1,
+    delay: int = 0,
+    step: float = 0.3,
+    topology: Topology = Ring(),
+    codec: Codec = E3M0(),
+    partition: Partition = Whole(),
+) -> Strategy:
+    """CHOCO-SGD (Koloskova et al., arXiv 1902.00340): neighbours get differences to a public copy, in any codec.
+
+    Args:
+        every: H, inner steps between two rounds of a fragment.
+        delay: τ, inner steps from departure to landing; less than `every`.
+        step: the share of the way to the neighbours that a round takes, in (0, 1]; smaller for coarser codecs.
+        topology: who talks to whom; the same in every round.
+        codec: how differences become bytes.
+        partition: how the model is cut into fragments.
+
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed.
+
+    >>> choco(step=0.2).exchange.rule
+    Choco(step=0.2)
+    """
+    return Strategy(
+        schedule=Staggered(every, delay),
+        partition=partition,
+        codec=codec,
+        exchange=Gossip(topology, Choco(step)),
+        merge=Keep(),
+    )
+
+
+def sgp(
+    *, every: int = 1, delay: int = 0, topology: Topology = OnePeerExponential(), partition: Partition = Whole()
+) -> Strategy:
+    """Stochastic gradient push (Assran et al., arXiv 1811.10792): edges go one way, and a weight travels with the weights.
+
+    Args:
+        every: H, inner steps between two rounds of a fragment.
+        delay: τ, inner steps from departure to landing; less than `every`.
+        topology: who sends to whom.
+        partition: how the model is cut into fragments.
+
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed.
+
+    >>> sgp().exchange
+    Gossip(topology=OnePeerExponential(), rule=PushSum())
+    """
+    return Strategy(
+        schedule=Staggered(every, delay), partition=partition, exchange=Gossip(topology, PushSum()), merge=Keep()
+    )
+
+
+def gradient_tracking(*, topology: Topology = Ring(), momentum: float = 0.9) -> Strategy:
+    """Gradient tracking (Di Lorenzo, Scutari, arXiv 1602.00591): D-PSGD in which every replica follows the mean gradient of all.
+
+    Args:
+        topology: who talks to whom.
+        momentum: of the inner SGD, in [0, 1). Its learning rate is `SGD_RATE` times the run's.
+
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed.
+
+    >>> gradient_tracking().schedule
+    Every(every=1, delay=0)
+    """
+    return Strategy(schedule=Every(1), exchange=Gossip(topology, Tracking()), inner=SGD(momentum, lr_factor=SGD_RATE))

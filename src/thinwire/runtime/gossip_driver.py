@@ -1,0 +1,279 @@
+"""Weights among neighbours in a fixed group: each replica keeps weights of its own, which its neighbours' draw near.
+
+The order around an inner step is that of `runtime/delta_driver.py`. What differs: a round lands on this replica's own anchor, by the rule of the
+`Gossip` exchange; a stop spreads from neighbour to neighbour, and all heed it after the same round; and at the end all take their mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import Identity
+from thinwire.comm.group import Group, Sized, Transfer
+from thinwire.errors import ConfigurationError, ModelError, NonFiniteError
+from thinwire.exchange import Buffers, Gossip, SendContext, TwoShot, once
+from thinwire.pieces.gossip import GossipRule
+from thinwire.pieces.partition import Fragment
+from thinwire.rng import Key
+from thinwire.runtime.driver import Training
+from thinwire.runtime.flights import Flights
+from thinwire.runtime.fragment_state import FragmentState, RoundUpdate
+from thinwire.runtime.handshake import agree_on_resume
+from thinwire.runtime.module_state import gradient
+from thinwire.runtime.recovery import start_again
+from thinwire.state import State
+from thinwire.topology import spread
+
+
+class GossipUpdate(RoundUpdate):
+    """A round of gossip, in which the parameters were `theta` at the departure; that is what is saved of it."""
+
+    def __init__(
+        self,
+        of: FragmentState,
+        theta: Tensor,
+        rule: GossipRule,
+        buffers: Buffers,
+        *,
+        number: int,
+        departed: int,
+        lands: int,
+    ) -> None:
+        super().__init__(of, theta, None, None, buffers, number=number, departed=departed, lands=lands)
+        self._rule = rule
+        self._says: Tensor | None = None  # all vectors, one after another
+        numels = [numel for _, numel in rule.vectors(of.codec, theta.numel())]
+        self._spans = [(sum(numels[:place]), sum(numels[: place + 1])) for place in range(len(numels))]
+        self._heard, self._sent_own = (buffers.floats(sum(numels)) for _ in range(2))
+        self._after: State = {}
+
+    def signal(self, begin: int, end: int) -> Tensor:
+        if self._says is None:
+            self._says = torch.cat(self._rule.says(self.of.anchor, self.delta, self.of.exchange))
+        return self._says[begin:end]
+
+    def settle(self, begin: int, mean: Tensor, sent: Callable[[], Tensor]) -> None:
+        self._heard[begin : begin + mean.numel()] = mean
+        self._sent_own[begin : begin + mean.numel()] = sent()
+
+    def finish(self) -> bool:
+        """Raises `NonFiniteError`: the others go on with what this replica has said."""
+        heard, said = ([flat[begin:end] for begin, end in self._spans] for flat in (self._heard, self._sent_own))
+        self.anchor, self._after = self._rule.hears(self.of.anchor, self.delta, self.of.exchange, heard, said)
+        if not all(bool(torch.isfinite(one).all()) for one in (self.anchor, *self._after.values())):
+            raise NonFiniteError(
+                f"round {self.number} of fragment {self.of.fragment.name!r} makes NaN or infinity of {self._rule}: training diverges. "
+                "Resume from the last checkpoint with a smaller learning rate, or a smaller momentum or step of the rule."
+            )
+        return True
+
+    def close(self) -> None:
+        self._buffers.give(self._heard, self._sent_own)
+        self._says = None
+
+    def commit(self) -> None:
+        assert self.anchor is not None
+        self.of.anchor, self.of.exchange = self.anchor, self._after
+        self._over()
+
+
+class GossipFlights(Flights):
+    """As `Flights`, but a stop takes some rounds to reach all.
+
+    The rounds of the first fragment are cut into windows, each as long as what one replica knows takes to reach all. Who wants to stop says
+    so from the beginning of a window on; who hears it says it too; all stop at the window's end.
+    """
+
+    window = (0, 0)  # the first round, and the first of the next window
+
+    def __init__(self, training: Training, fragments: list[Fragment], group: Group, gossip: Gossip) -> None:
+        super().__init__(training, fragments, group, None)
+        self._gossip, self._asked = gossip, False
+
+    def request_stop(self) -> None:
+        self._asked = True
+
+    def begins(self, number: int) -> None:
+        """Round `number` of the first fragment departs next."""
+        if number >= self.window[1]:
+            rounds = spread(self._gossip.topology, self.group.size, number, 0, self.training.strategy.seed)
+            self.window = number, number + max(1, rounds)
+        if self._asked and number == self.window[0]:
+            self.pipeline.stop_requested = True
+
+    def heard(self, update: RoundUpdate) -> None:
+        if update.of.index == 0:
+            self.pipeline.stop_requested |= update.stop
+            self.training.stopping |= self.pipeline.stop_requested and update.number == self.window[1] - 1
+
+
+class GossipDriver:
+    """Every replica takes the same inner steps, and hears its neighbours only. See `Driver`, `GossipFlights`."""
+
+    def __init__(self, training: Training, fragments: list[Fragment], group: Group, site: Group | None) -> None:
+        gossip = training.strategy.exchange
+        assert isinstance(gossip, Gossip)
+        if site is not None:
+            raise ConfigurationError(
+                f"{gossip} on replicas of {site.size} ranks: a replica's weights are its own there, and must be whole; start one process a replica."
+            )
+        self.training, self._group, self._gossip, self._rule = training, group, gossip, gossip.rule
+        self._flights = GossipFlights(training, fragments, group, gossip)
+        for fragment in training.fragments:
+            fragment.exchange = self._rule.init(fragment.anchor)
+        self._tracked = False  # for the step that comes
+        self._met = False  # the anchors are the mean over all replicas
+
+    @torch.no_grad()
+    def before_inner_step(self, closure: bool = False) -> None:
+        """Where the rule tracks gradients, replace each. Raises `ModelError` if the optimizer was given a closure then."""
+        if not self._rule.tracks or self._tracked:
+            return
+        if closure:
+            raise ModelError(
+                f"step(closure) with {self._rule}: it replaces gradients before the step; call the closure first."
+            )
+        self._tracked = True
+        for fragment in self.training.fragments:
+            flat = torch.empty_like(fragment.anchor)
+            parts = [gradient(parameter) for _, parameter in fragment.fragment.parameters]
+            for part, (_, into) in zip(parts, fragment.slices(flat)):
+                into.copy_(part)
+            followed, fragment.exchange = self._rule.tracked(flat, fragment.exchange)
+            for part, (_, values) in zip(parts, fragment.slices(followed)):
+                part.copy_(values)
+
+    def after_inner_step(self) -> None:
+        self._tracked = False
+        training = self.training
+        for index in training.calendar.departs(training.step):
+            self._depart(training.fragments[index])
+        for fragment in training.fragments:
+            if fragment.flight and fragment.flight.lands == training.step:
+                self._land(fragment, fragment.flight)
+
+    def finish(self, keep_seconds: float) -> bool:
+        """Land what is in the air; then all take the mean of all replicas' weights, in fp32: 8·(M−1)/M bytes per parameter, once."""
+        self._flights.finish()
+        for fragment in self.training.fragments:
+            if fragment.flight:
+                self._land(fragment, fragment.flight)
+        for fragment in self.training.fragments:
+            self._meet(fragment)
+        self._met = True
+        return True
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Flights in the air are kept as the weights that departed; when loaded they depart again, with the same bytes."""
+        tensors, facts = self.training.state()
+        return tensors, facts | {"window": list(self._flights.window)}
+
+    def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        training = self.training
+        training.load_state(tensors, facts)
+        agree_on_resume(self._group, training.step, bytes(16))
+        self._flights.window = (int(facts["window"][0]), int(facts["window"][1]))
+        flights = sorted((departed, int(index), number) for index, (number, departed) in facts["flights"].items())
+        for departed, index, number in flights:
+            self._launch(training.fragments[index], tensors[f"{index}.delta"].clone(), departed, number)
+
+    def anchors(self) -> Sequence[Tensor]:
+        """This replica's own weights; after `finish`, the mean over all."""
+        if self._met:
+            return [fragment.anchor.clone() for fragment in self.training.fragments]
+        return [one.snapshot(torch.empty_like(one.anchor)) for one in self.training.fragments]
+
+    def load_anchors(self) -> None:
+        """Nothing before `finish`: the model holds this replica's own weights."""
+        if self._met:
+            self.training.load_anchors()
+
+    def request_stop(self) -> None:
+        self._flights.request_stop()
+
+    def close(self) -> None:
+        self._flights.close()
+
+    @torch.no_grad()
+    def _depart(self, fragment: FragmentState) -> None:
+        training, began = self.training, self.training.clock()
+        if not fragment.finite():  # nothing of it may leave
+            start_again(training)
+        if fragment.index == 0:
+            self._flights.begins(fragment.rounds)
+        theta = fragment.snapshot(self._flights.buffers.like(fragment.anchor))
+        update = self._launch(fragment, theta, training.step, fragment.rounds)
+        fields = {"fragment": fragment.index, "round": update.number, "nbytes": update.nbytes}
+        training.observe("depart", training.step, **fields, seconds_spent=training.clock() - began)
+        fragment.since = training.step
+
+    def _launch(self, fragment: FragmentState, theta: Tensor, departed: int, number: int) -> GossipUpdate:
+        training = self.training
+        lands = departed + training.strategy.schedule.delay
+        update = GossipUpdate(
+            fragment, theta, self._rule, self._flights.buffers, number=number, departed=departed, lands=lands
+        )
+        fragment.flight, fragment.rounds = update, max(fragment.rounds, number + 1)
+        self._flights.pipeline.launch(update, training.stall_seconds, scheduled=departed == training.step)
+        return update
+
+    @torch.no_grad()
+    def _land(self, fragment: FragmentState, update: RoundUpdate) -> None:
+        merge = self.training.strategy.merge
+        landed = self._flights.land(update)
+        departed = update.delta.clone() if merge.keeps_flight and update.departed < self.training.step else None
+        update.commit()
+        if departed is not None:
+            fragment.carry_over(departed)
+        else:
+            for part, values in fragment.slices(fragment.anchor):
+                merge.into(part, values.to(part.device))
+        landed()
+
+    @torch.no_grad()
+    def _meet(self, fragment: FragmentState) -> None:
+        """Take the mean of what all replicas hold, the same bits on all."""
+        key = Key(self.training.strategy.seed, fragment.index, fragment.rounds, self._group.rank)
+        own = self._rule.conserved(fragment.snapshot(torch.empty_like(fragment.anchor)), fragment.exchange)
+        context = SendContext(_Meeting(self._group))
+        mean, _ = once(TwoShot(), context, Identity(), own, key, {})
+        context.close(wait=True)
+        if mean is None:
+            raise NonFiniteError(
+                "some replica's weights hold NaN or infinity at the end, so there is no mean over all; resume from the last checkpoint "
+                "with a smaller learning rate."
+            )
+        fragment.anchor = mean
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """The group, where all meet in the end: the ledger counts that as "mean"."""
+
+    group: Group
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def size(self) -> int:
+        return self.group.size
+
+    def post(
+        self,
+        tag: int,
+        send: Mapping[int, Tensor],
+        recv: Mapping[int, Tensor],
+        purpose: str = "packet",
+        sized: Sized | None = None,
+    ) -> Transfer:
+        return self.group.post(tag, send, recv, "mean", sized)
+
+    def close(self) -> None:
+        """Nothing: the group is the caller's."""

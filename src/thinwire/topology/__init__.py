@@ -1,0 +1,33 @@
+"""Who sends to whom: graphs of replicas, how much neighbours count, and how fast that brings all together."""
+
+from thinwire.topology.base import Topology, check_size, parts, spread
+from thinwire.topology.drawn import ErdosRenyi, OnePeerExponential, RandomPairs, RandomRegular
+from thinwire.topology.fixed import Complete, Exponential, Grid, Listed, Ring, Torus, read_edges
+from thinwire.topology.spectrum import Spectrum, contraction, second, spectrum
+from thinwire.topology.weights import check_doubly, metropolis, mixing, outgoing
+
+__all__ = [
+    "Complete",
+    "ErdosRenyi",
+    "Exponential",
+    "Grid",
+    "Listed",
+    "OnePeerExponential",
+    "RandomPairs",
+    "RandomRegular",
+    "Ring",
+    "Spectrum",
+    "Topology",
+    "Torus",
+    "check_doubly",
+    "check_size",
+    "contraction",
+    "metropolis",
+    "mixing",
+    "outgoing",
+    "parts",
+    "read_edges",
+    "second",
+    "spectrum",
+    "spread",
+]

@@ -1,0 +1,141 @@
+"""Graphs by chance, and graphs that change from round to round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from thinwire.errors import ConfigurationError
+from thinwire.rng import derive
+from thinwire.topology.base import Edges, Topology, reached
+
+_TRIES = 1000  # draws until a graph is simple and connected
+
+
+@dataclass(frozen=True)
+class OnePeerExponential(Topology):
+    """In round k replica i sends to i + 2^(k mod ⌈log₂ M⌉) only (Assran et al., arXiv 1811.10792; Ying et al., arXiv 2110.13363).
+
+    Where M is a power of two, ⌈log₂ M⌉ rounds are the exact mean. Fragments begin at different distances.
+
+    >>> [int(OnePeerExponential().edges(8, number)[0].argmax()) for number in range(4)]
+    [1, 2, 4, 1]
+    """
+
+    fixed: ClassVar[bool] = False
+
+    def edges(self, size: int, number: int = 0, fragment: int = 0, seed: int = 0) -> Edges:
+        edges = np.zeros((size, size), dtype=bool)
+        if size > 1:
+            distance = 1 << ((number + fragment) % self.rounds(size))
+            edges[np.arange(size), (np.arange(size) + distance) % size] = True
+        return edges
+
+    def rounds(self, size: int) -> int:
+        return max(1, (size - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class RandomPairs(Topology):
+    """In every round the replicas are paired by chance, drawn from seed, round and fragment: every fragment has other pairs.
+
+    Among M replicas the squared distance from the mean shrinks by (M/2 − 1)/(M − 1) in a round, on average.
+
+    >>> RandomPairs().edges(4).sum(1)
+    array([1, 1, 1, 1])
+    """
+
+    fixed: ClassVar[bool] = False
+    pairs: ClassVar[bool] = True
+
+    def edges(self, size: int, number: int = 0, fragment: int = 0, seed: int = 0) -> Edges:
+        if size % 2 and size > 1:
+            raise ConfigurationError(
+                f"{self} among {size} replicas: an even number is needed, else one has no partner; give {size + 1} or {size - 1} replicas, "
+                "or choose another topology, such as Ring()."
+            )
+        order = np.random.default_rng(derive(seed, "pairs", fragment, number)).permutation(size)
+        edges = np.zeros((size, size), dtype=bool)
+        if size > 1:
+            edges[order[::2], order[1::2]] = edges[order[1::2], order[::2]] = True
+        return edges
+
+    def rounds(self, size: int) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class RandomRegular(Topology):
+    """A connected graph in which each replica has `degree` neighbours, drawn once for a run.
+
+    Args:
+        degree: number of neighbours, at least 2; degree times replicas must be even.
+
+    >>> RandomRegular(3).edges(8).sum(1)
+    array([3, 3, 3, 3, 3, 3, 3, 3])
+    """
+
+    degree: int = 3
+
+    def edges(self, size: int, number: int = 0, fragment: int = 0, seed: int = 0) -> Edges:
+        if type(self.degree) is not int or not 2 <= self.degree < size or self.degree * size % 2:
+            raise ConfigurationError(
+                f"{self} among {size} replicas: a degree from 2 to {size - 1} is needed, and an even number of ends of edges, "
+                f"not {self.degree} x {size}."
+            )
+        for attempt in range(_TRIES):
+            ends = np.random.default_rng(derive(seed, "regular", attempt)).permutation(
+                np.repeat(np.arange(size), self.degree)
+            )
+            edges = _repaired(ends.reshape(-1, 2), size, derive(seed, "repair", attempt))
+            if edges is not None and reached(edges).all():
+                return edges
+        raise ConfigurationError(
+            f"{self} among {size} replicas: no connected graph in {_TRIES} draws; choose a larger degree."
+        )
+
+
+@dataclass(frozen=True)
+class ErdosRenyi(Topology):
+    """Every two replicas are neighbours with a probability, drawn once for a run.
+
+    Args:
+        probability: of an edge, in (0, 1]. Below ln M / M the graph is most often not connected, and refused.
+
+    >>> int(ErdosRenyi(1.0).edges(4).sum())
+    12
+    """
+
+    probability: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 < self.probability <= 1:
+            raise ConfigurationError(f"{self}: a probability above 0 and at most 1 is needed.")
+
+    def edges(self, size: int, number: int = 0, fragment: int = 0, seed: int = 0) -> Edges:
+        drawn = np.random.default_rng(derive(seed, "erdos-renyi")).random((size, size)) < self.probability
+        upper = np.triu(drawn, 1)
+        return upper | upper.T
+
+
+def _repaired(pairs: np.ndarray, size: int, seed: int) -> Edges | None:
+    """A simple graph of these pairs; two that are no good swap their ends with others. None where that does not end."""
+    rng, pairs = np.random.default_rng(seed), pairs.copy()
+    for _ in range(20 * len(pairs)):
+        seen: set[tuple[int, int]] = set()
+        bad = None
+        for index, (one, other) in enumerate(pairs):
+            edge = (min(one, other), max(one, other))
+            if one == other or edge in seen:
+                bad = index
+                break
+            seen.add(edge)
+        if bad is None:
+            edges = np.zeros((size, size), dtype=bool)
+            edges[pairs[:, 0], pairs[:, 1]] = edges[pairs[:, 1], pairs[:, 0]] = True
+            return edges
+        swap = int(rng.integers(len(pairs)))
+        pairs[bad, 1], pairs[swap, 1] = pairs[swap, 1], pairs[bad, 1]
+    return None

@@ -1,0 +1,168 @@
+"""Graphs that are the same in every round."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from thinwire.errors import ConfigurationError
+from thinwire.topology.base import Edges, Topology
+
+
+@dataclass(frozen=True)
+class Complete(Topology):
+    """Everybody sends to everybody. The second eigenvalue is 0: one round is the exact mean.
+
+    >>> int(Complete().edges(4).sum())
+    12
+    """
+
+    def edges(self, size: int, number: int = 0, fragment: int = 0, seed: int = 0) -> Edges:
+        return ~np.eye(size, dtype=bool)
+
+
+@dataclass(frozen=True)
+class Ring(Topology):
+    """Each replica sends to those before and behind it. Cheap, and slow to agree: the gap shrinks as 1/M².
+
+    >>> [int(j) for j in Ring().edges(5)[0].nonzero()[0]]
+    [1, 4]
+    """
+
+    def edges(self, size: int, number: int = 0, fragment: int = 0, seed: int = 0) -> Edges:
+        return _undirected(size, [(i, (i + 1) % size) for i in range(size)])
+
+
+@dataclass(frozen=True)
+class Grid(Topology):
+    """Replicas in `rows` rows; each sends to those beside, above and below it.
+
+    Args:
+        rows: number of rows, by which the number of replicas must divide; None: as nearly square as it goes.
+
+    >>> int(Grid(2).edges(4)[0].sum())
+    2
+    """
+
+    rows: int | None = None
+
+    def edges(self, size: int, number: int = 0, fragment: int = 0, seed: int = 0) -> Edges:
+        return _lattice(self, size, self.rows, wrapped=False)
+
+
+@dataclass(frozen=True)
+class Torus(Topology):
+    """A `Grid` whose ends are joined: each replica sends to four.
+
+    Args:
+        rows: as for `Grid`.
+
+    >>> int(Torus(3).edges(9)[0].sum())
+    4
+    """
+
+    rows: int | None = None
+
+    def edges(self, size: int, number: int = 0, fragment: int = 0, seed: int = 0) -> Edges:
+        return _lattice(self, size, self.rows, wrapped=True)
+
+
+@dataclass(frozen=True)
+class Exponential(Topology):
+    """Replica i sends to i + 1, i + 2, i + 4, ...: ⌈log₂ M⌉ neighbours (Ying et al., arXiv 2110.13363). One way: not symmetric.
+
+    For even M the gap is exactly 2 / (1 + ⌈log₂ M⌉).
+
+    >>> [int(j) for j in Exponential().edges(8)[0].nonzero()[0]]
+    [1, 2, 4]
+    """
+
+    def edges(self, size: int, number: int = 0, fragment: int = 0, seed: int = 0) -> Edges:
+        edges = np.zeros((size, size), dtype=bool)
+        for power in range((size - 1).bit_length()):
+            edges[np.arange(size), (np.arange(size) + (1 << power)) % size] = True
+        return edges
+
+
+@dataclass(frozen=True)
+class Listed(Topology):
+    """Edges that are given one by one, such as `read_edges` reads from a file.
+
+    Args:
+        pairs_of_replicas: the edges, as pairs of ranks.
+        one_way: an edge (i, j) lets i send to j only.
+
+    Raises:
+        ConfigurationError: these are no edges.
+
+    >>> Listed(((0, 1), (1, 2))).edges(3).sum(1)
+    array([1, 2, 1])
+    """
+
+    pairs_of_replicas: tuple[tuple[int, int], ...]
+    one_way: bool = False
+
+    def __post_init__(self) -> None:
+        for edge in self.pairs_of_replicas:
+            whole = isinstance(edge, tuple) and len(edge) == 2 and all(type(rank) is int and rank >= 0 for rank in edge)
+            if not whole or edge[0] == edge[1]:
+                raise ConfigurationError(f"{edge} is no edge: two ranks, not the same one twice, are needed: (0, 1).")
+
+    def edges(self, size: int, number: int = 0, fragment: int = 0, seed: int = 0) -> Edges:
+        largest = max((rank for edge in self.pairs_of_replicas for rank in edge), default=0)
+        if largest >= size:
+            raise ConfigurationError(
+                f"an edge of replica {largest} among {size} replicas: ranks go from 0 to {size - 1}; give as many replicas as the "
+                "graph has, or other edges."
+            )
+        edges = np.zeros((size, size), dtype=bool)
+        for one, other in self.pairs_of_replicas:
+            edges[one, other] = True
+        return edges if self.one_way else edges | edges.T
+
+
+def read_edges(path: Path) -> Listed:
+    """From JSON: `[[0, 1], [1, 2]]`, edges that go both ways; or `{"edges": [[0, 1]], "one_way": true}`. Raises `ConfigurationError`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = json.loads(text)
+        given = found if isinstance(found, dict) else {"edges": found}
+        edges = tuple((int(one), int(other)) for one, other in given["edges"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ConfigurationError(
+            f"{path} holds no edges ({error}); JSON such as [[0, 1], [1, 2]] is needed, the ranks of two replicas each."
+        ) from None
+    return Listed(edges, bool(given.get("one_way", False)))
+
+
+def _undirected(size: int, pairs: list[tuple[int, int]]) -> Edges:
+    edges = np.zeros((size, size), dtype=bool)
+    for one, other in pairs:
+        if one != other:
+            edges[one, other] = edges[other, one] = True
+    return edges
+
+
+def _lattice(topology: Topology, size: int, rows: int | None, wrapped: bool) -> Edges:
+    count = next(r for r in range(math.isqrt(size), 0, -1) if size % r == 0) if rows is None else rows
+    if type(count) is not int or count < 1 or size % count:
+        raise ConfigurationError(
+            f"{topology} with {size} replicas: a number of rows by which {size} divides is needed, such as {_divisor(size)}."
+        )
+    columns = size // count
+    pairs = []
+    for i in range(size):
+        row, column = divmod(i, columns)
+        if wrapped or column + 1 < columns:
+            pairs.append((i, row * columns + (column + 1) % columns))
+        if wrapped or row + 1 < count:
+            pairs.append((i, (row + 1) % count * columns + column))
+    return _undirected(size, pairs)
+
+
+def _divisor(size: int) -> int:
+    return next(r for r in range(math.isqrt(size), 0, -1) if size % r == 0)

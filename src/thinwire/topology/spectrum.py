@@ -1,0 +1,61 @@
+"""How fast a topology brings replicas together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from thinwire.topology.base import DRAWN, Topology, Weights
+from thinwire.topology.weights import mixing
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """Of a topology among `size` replicas.
+
+    second      |λ₂|, the second largest eigenvalue of the weights by magnitude; of a time-varying topology that of a whole period, as a mean
+                per round; of one that is drawn anew √ of that of E[WᵀW]
+    factor      by which the distance from the mean shrinks at least in a period: ‖W − J‖₂, or the root of that eigenvalue
+    rounds      of a period
+    """
+
+    second: float
+    factor: float
+    rounds: int
+
+    @property
+    def gap(self) -> float:
+        """1 − |λ₂|."""
+        return 1 - self.second
+
+    @property
+    def halving(self) -> float:
+        """Rounds after which the distance from the mean has halved."""
+        return np.inf if self.second >= 1 else 0.0 if self.second <= 0 else float(-np.log(2) / np.log(self.second))
+
+
+def spectrum(topology: Topology, size: int, seed: int = 0) -> Spectrum:
+    """Raises `ConfigurationError` where the weights cannot be doubly stochastic."""
+    if topology.pairs:  # W is a projection and E[WᵀW] = E[W] = ½·I + ½·(11ᵀ − I)/(M − 1)
+        root = float(np.sqrt(max(0.0, (size / 2 - 1) / (size - 1)))) if size > 1 else 0.0
+        return Spectrum(root, root, 1)
+    matrices = [mixing(topology, size, number, 0, seed) for number in range(topology.rounds(size) or DRAWN)]
+    if topology.rounds(size):
+        product = np.eye(size)
+        for weights in matrices:
+            product = weights @ product
+        return Spectrum(second(product) ** (1 / len(matrices)), contraction(product), len(matrices))
+    squared = second(np.asarray(np.mean([weights.T @ weights for weights in matrices], axis=0)))
+    return Spectrum(float(np.sqrt(squared)), float(np.sqrt(squared)), 1)
+
+
+def second(weights: Weights) -> float:
+    """|λ₂| of a doubly stochastic matrix; what is rounding counts as 0."""
+    found = float(np.abs(np.linalg.eigvals(weights - 1 / len(weights))).max())
+    return 0.0 if found < 1e-7 else found
+
+
+def contraction(weights: Weights) -> float:
+    """‖W − J‖₂: what is left of the distance from the mean, at most."""
+    return float(np.linalg.norm(weights - 1 / len(weights), 2))

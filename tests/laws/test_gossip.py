@@ -1,0 +1,241 @@
+"""What holds of replicas that hear neighbours only: what is conserved, how fast they come together, bytes, arrival order, resuming, stopping."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from pieces import GOSSIP
+
+import thinwire as tw
+from thinwire.comm import CountedGroup, Ledger
+from thinwire.pieces.gossip import AdaptThenCombine, Choco, CombineThenAdapt, NoLoCo, PushSum, Tracking
+from thinwire.testing.strategies import any_order_of_arrival, predicted_is_counted, resumed_is_never_stopped
+from thinwire.testing.toy import batch, inner_step, journey, same_bits, sgd, toy, weights
+from thinwire.topology import Complete, Exponential, Listed, OnePeerExponential, RandomPairs, Ring, Torus, spectrum
+
+named = pytest.mark.parametrize("name", GOSSIP)
+SIZE = 8
+ONE_WAY = Listed((*((i, (i + 1) % SIZE) for i in range(SIZE)), (0, 3), (0, 5), (2, 6)), one_way=True)
+
+
+def gossip(topology, rule, **pieces):
+    return tw.Strategy(exchange=tw.exchange.Gossip(topology, rule), **pieces)
+
+
+def apart(strategy, size, steps, train=0.0):
+    """Replicas with weights of their own; per round each one's x and state, flat, as [replica, numel]."""
+
+    def replica(group):
+        model = toy()
+        optimizer = torch.optim.SGD(model.parameters(), lr=train)
+        seen = []
+        with tw.Replica(strategy, model, optimizer, group) as one:
+            driver = one._driver
+            (fragment,) = driver.training.fragments
+            own = torch.randn(fragment.anchor.numel(), generator=torch.Generator().manual_seed(group.rank))
+            fragment.anchor = own.clone()
+            rule = strategy.exchange.rule
+            # what is public is known to all: nothing, where the starts are not alike
+            fragment.exchange = rule.init(torch.zeros_like(own) if isinstance(rule, Choco) else own)
+            fragment.load_into_parameters(own)
+            for step in range(steps + 1):
+                x, state = fragment.anchor, fragment.exchange
+                seen.append((x.clone(), strategy.exchange.rule.conserved(x, state).clone(), dict(state)))
+                if step < steps:
+                    optimizer.zero_grad()
+                    optimizer.step()
+        return seen, weights(model)
+
+    runs = tw.run_threads(size, replica, timeout=600.0)
+    rounds = list(zip(*(seen for seen, _ in runs)))
+    return (
+        [torch.stack([x for x, _, _ in of]).double() for of in rounds],
+        [torch.stack([kept for _, kept, _ in of]).double() for of in rounds],
+        [[state for _, _, state in of] for of in rounds],
+        [final for _, final in runs],
+    )
+
+
+def distance(x):
+    return float((x - x.mean(0)).norm())
+
+
+# ---- what is conserved, and how fast replicas come together
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        gossip(Ring(), AdaptThenCombine()),
+        gossip(Exponential(), CombineThenAdapt()),
+        gossip(Torus(2), Choco(0.2), codec=tw.codecs.TopK(0.1)),
+        gossip(Ring(), Choco(), codec=tw.codecs.E3M0(8)),
+        gossip(ONE_WAY, PushSum()),
+        gossip(OnePeerExponential(), PushSum()),
+        gossip(Ring(), Tracking()),
+        gossip(RandomPairs(), NoLoCo()),
+    ],
+    ids=lambda one: str(one.exchange),
+)
+def test_the_sum_is_conserved_in_every_round(strategy):
+    """Σx (push-sum: Σw·x, and Σw = M) to rounding, whatever the codec; and that is where all end."""
+    x, kept, states, finals = apart(strategy, SIZE, 40)
+    begun, size = kept[0].sum(0), float(kept[0].abs().max())
+    for number, now in enumerate(kept):
+        assert float((now.sum(0) - begun).abs().max()) < 2e-6 * SIZE * size, number
+    if "weight" in states[0][0]:
+        totals = [sum(float(state["weight"]) for state in of) for of in states]
+        assert all(abs(total - SIZE) < 1e-5 for total in totals)
+        assert all(float(state["weight"]) > 0 for of in states for state in of)
+    assert distance(x[-1]) < 0.75 * distance(x[0])
+    assert all(same_bits(finals[0], other) for other in finals), "at the end all take the mean"
+    torch.testing.assert_close(finals[0].double(), x[0].mean(0), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("topology", [Ring(), Torus(2), Exponential(), Complete()], ids=str)
+def test_consensus_contracts_as_the_spectrum_says(topology):
+    """No slower than ‖W − J‖, and exactly so along the slowest direction; what replicas really exchange, not the matrix."""
+    x, _, _, _ = apart(gossip(topology, AdaptThenCombine()), SIZE, 10)
+    found = spectrum(topology, SIZE)
+    shrunk = [distance(after) / distance(before) for before, after in itertools.pairwise(x) if distance(before) > 1e-3]
+    assert all(ratio <= found.factor + 1e-5 for ratio in shrunk)
+    if found.second:
+        assert shrunk[-1] == pytest.approx(found.second, rel=0.05)
+
+
+def test_one_period_of_one_peer_is_the_exact_mean():
+    x, _, _, _ = apart(gossip(OnePeerExponential(), AdaptThenCombine()), SIZE, 3)
+    assert distance(x[2]) > 0.1 and distance(x[3]) < 2e-6
+
+
+def test_push_sum_is_unbiased_where_degrees_differ_and_one_way_averaging_is_not():
+    """§m.2: without the weight the end is another point."""
+    x, _, _, _ = apart(gossip(ONE_WAY, PushSum()), SIZE, 100)
+    torch.testing.assert_close(x[-1], x[0].mean(0).expand_as(x[-1]), atol=1e-5, rtol=0)
+    with pytest.raises(tw.ConfigurationError, match="add up to"):
+        apart(gossip(ONE_WAY, AdaptThenCombine()), SIZE, 1)
+
+
+def test_noloco_contracts_at_its_radius_and_diloco_s_momentum_would_not():
+    """§m.5: 0.5 and 0.7 shrink the squared distance by 0.7 a round, in the mean; 0.9 and 0.7 are refused."""
+    rounds = 40
+    ratios = []
+    for seed in range(6):
+        x, _, _, _ = apart(gossip(RandomPairs(), NoLoCo(), seed=seed), SIZE, rounds)
+        ratios.append((distance(x[-1]) / distance(x[0])) ** 2)
+    mean = (sum(ratios) / len(ratios)) ** (1 / rounds)
+    assert NoLoCo().radius == pytest.approx(0.7, abs=1e-3) and mean < 0.78
+    with pytest.raises(tw.ConfigurationError, match=r"grows by 1\.098 .* pull \(or lr\) below 0\.38"):
+        tw.recipes.noloco(outer_momentum=0.9)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_complete_graph_and_one_step_are_the_fixed_group_s_bits(size):
+    """Every step, adapt then combine, all to all: local SGD in a fixed group, which sums deltas, to rounding; and all replicas equal, bit for bit."""
+    ours = journey(gossip(Complete(), AdaptThenCombine()), size, steps=8, optimizer=sgd)
+    fixed = journey(tw.recipes.local_sgd(every=1), size, steps=8, optimizer=sgd)
+    for step in range(8):
+        assert all(same_bits(ours[0].weights[step], other.weights[step]) for other in ours)
+        torch.testing.assert_close(ours[0].weights[step], fixed[0].weights[step], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_mean_of_a_round_on_the_complete_graph_has_direct_s_bits(size):
+    from thinwire.exchange import Direct, Gossip, SendContext, once
+    from thinwire.rng import Key
+
+    def replica(group):
+        own = torch.randn(1000, generator=torch.Generator().manual_seed(group.rank))
+        estimates = []
+        for exchange in (Direct(), Gossip(Complete(), AdaptThenCombine())):
+            context = SendContext(group)
+            key = Key(round=len(estimates), sender=group.rank)
+            estimate, _ = once(exchange, context, tw.codecs.Identity(), own, key, {})
+            context.close(wait=True)
+            estimates.append(estimate)
+        return estimates
+
+    for direct, ours in tw.run_threads(size, replica, timeout=600.0):
+        assert same_bits(direct, ours)
+
+
+def test_one_replica_is_the_inner_optimizer_alone():
+    for rule in (AdaptThenCombine(), PushSum()):
+        (one,) = journey(gossip(Complete(), rule), 1, steps=6, optimizer=sgd)
+        model = toy()
+        optimizer = sgd(model)
+        for step in range(1, 7):
+            inner_step(model, optimizer, *batch(0, 0, step))
+            assert same_bits(one.weights[step - 1], weights(model))
+
+
+# ---- the laws of every strategy, where they hold
+
+
+@named
+def test_bytes_are_predicted_and_neighbours_only(name):
+    strategy = GOSSIP[name]
+    predicted_is_counted(strategy, 4)
+    ledgers = [Ledger() for _ in range(4)]
+    journey(strategy, 4, steps=7, wrap=lambda group: CountedGroup(group, ledgers[group.rank]))
+    numels = [fragment.numel for fragment in strategy.partition.fragments(toy())]
+    due = sum(tw.exchange.TwoShot().nbytes_sent(tw.codecs.Identity(), numel, 4, 1) for numel in numels)
+    assert ledgers[1].sent("mean") == due  # once, at the end
+
+
+@named
+def test_saved_and_resumed_is_never_stopped(name):
+    resumed_is_never_stopped(GOSSIP[name], 4, 7)
+
+
+@named
+def test_arrival_order_changes_nothing(name):
+    any_order_of_arrival(GOSSIP[name], 4)
+
+
+@named
+def test_all_end_with_the_same_weights_and_train_apart_before(name):
+    journeys = journey(GOSSIP[name], 4)
+    assert all(torch.isfinite(one.final).all() for one in journeys)
+    assert all(same_bits(journeys[0].final, one.final) for one in journeys)
+    assert not same_bits(journeys[0].weights[-1], journeys[1].weights[-1])
+
+
+@pytest.mark.parametrize("asks", [1, 2, 5, 9])
+@pytest.mark.parametrize("name", ["d_psgd", "sgp", "noloco in the air, 4 bits", "combined, then adapted, in the air"])
+def test_a_stop_spreads_and_all_stop_at_one_step(name, asks):
+    def ask(replica, step):
+        if step == asks and replica.group.rank == 3:
+            replica.request_stop()
+
+    journeys = journey(GOSSIP[name], 4, steps=60, before_step=ask)
+    assert len({one.stopped_at for one in journeys}) == 1 and asks <= journeys[0].stopped_at < 60
+
+
+@named
+def test_weights_that_are_not_finite_never_leave(name):
+    """The replica starts again from what it held after the round before; the others hear nothing of it."""
+
+    def poison(replica, step):
+        if step == 4 and replica.group.rank == 2:
+            next(p for p in replica.model.parameters() if p.grad is not None).grad.fill_(torch.nan)
+
+    journeys = journey(GOSSIP[name], 4, steps=9, before_step=poison)
+    assert all(torch.isfinite(one.final).all() for one in journeys)
+    if not GOSSIP[name].exchange.rule.tracks:
+        assert any("not finite" in event["message"] for event in journeys[2].heard("warning"))
+
+
+@pytest.mark.parametrize(
+    ("size", "name", "said"),
+    [
+        (3, "noloco", "among 3 replicas: an even number is needed"),
+        (5, "push-sum, one way, unlike degrees", "nothing of replica 0 reaches replica 4"),
+        (3, "combined, then adapted, in the air", "by which 3 divides"),
+    ],
+)
+def test_a_group_that_does_not_fit_is_refused_before_anything_is_trained(size, name, said):
+    with pytest.raises(tw.ConfigurationError, match=said):
+        journey(GOSSIP[name], size)

@@ -1,0 +1,85 @@
+"""The delay of the default method follows a link that is known, in `train`, `compare` and `doctor`, and stands in the run file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thinwire.cli import doctor, main
+from thinwire.lm.run import Run
+from thinwire.plan.compute import skeleton
+from thinwire.plan.delay import follows_link, with_delay
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.mark.parametrize(
+    ("link", "step_seconds", "delay"),
+    [
+        ("100mbit,1ms", 0.07, 1),
+        ("20mbit,69ms", 0.07, 1),  # late by less than a twentieth of the time
+        ("20mbit,150ms", 0.07, 3),
+        ("20mbit,150ms", 0.2, 1),
+        ("20mbit,2s", 0.4, 5),
+        ("20mbit,10s", 0.07, 5),  # 6 would hardly wait less: nothing helps much
+        ("10kbit,1ms", 0.07, 1),  # no delay helps a wire that is always busy
+    ],
+)
+def test_the_shortest_delay_that_does_not_wait_is_taken(link: str, step_seconds: float, delay: int) -> None:
+    run = Run.of(model="nano", link=link)
+    given, said = with_delay(run, skeleton(run), step_seconds)
+    assert given == run.changed(delay=delay) and said.startswith(f"{delay} step")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"link": "none"},
+        {"delay": 2},
+        {"strategy": "streaming_diloco"},
+        {"strategy": "streaming_sign()"},
+        {"replicas": 1},
+    ],
+    ids=str,
+)
+def test_only_an_open_delay_on_a_known_link_follows_it(given: dict[str, Any]) -> None:
+    assert follows_link(Run.of(link="20mbit,150ms")) and not follows_link(Run.of(**{"link": "20mbit,150ms"} | given))
+
+
+@pytest.fixture
+def step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[float]:
+    """What a step takes, as it is measured."""
+    (tmp_path / "text.txt").write_text("a line of text that is read again and again\n" * 400)
+    monkeypatch.chdir(tmp_path)
+    taken = [0.07]
+    monkeypatch.setattr(doctor, "measured_step", lambda run, vocabulary: taken[0])
+    return taken
+
+
+def test_a_run_keeps_the_delay_with_which_it_began(step: list[float], capsys: Capture) -> None:
+    small = ["--model", "nano", "--batch", "1", "--sequence", "16", "--eval-batches", "1", "--carrier", "threads"]
+    small += ["--link", "20mbit,150ms", "--text", "text.txt", "--steps", "4"]
+    assert main(["train", *small, "--out", "run"]) == 0
+    assert "delay: 3 steps: a round takes" in capsys.readouterr().out
+    assert Run.load(Path("run/run.toml")).method.delay == 3
+    compare = ["compare", *small, "--strategies", "streaming_sign", "data_parallel", "--out", "both", "--json"]
+    for step[0] in (0.07, 0.2):  # the second time nothing is measured
+        assert main(compare) == 0
+        rows = json.loads(capsys.readouterr().out)["strategies"]
+        assert [row["steps"] for row in rows] == [4, 4]
+    assert Run.load(Path("both/streaming_sign-seed-0/run.toml")).method.delay == 3
+    assert main(["train", "--resume", "--out", "run", "--steps", "6"]) == 0
+    assert Run.load(Path("run/run.toml")).method.delay == 3
+    assert "delay:" not in capsys.readouterr().out
+
+
+def test_doctor_says_which_delay_a_run_will_take(step: list[float], capsys: Capture) -> None:
+    Run.of(model="nano", text=("text.txt",), link="20mbit,150ms").save(Path("run.toml"))
+    main(["doctor", "run.toml", "--json"])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["findings"]
+    said = {finding["what"]: finding for finding in found}
+    assert said["delay of the link"]["says"].startswith("thinwire train takes 3 steps")
+    assert said["delay"]["level"] == "ok"

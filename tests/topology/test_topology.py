@@ -1,0 +1,163 @@
+"""Graphs, weights and spectra against closed forms, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from thinwire.errors import ConfigurationError
+from thinwire.topology import (
+    Complete,
+    ErdosRenyi,
+    Exponential,
+    Grid,
+    Listed,
+    OnePeerExponential,
+    RandomPairs,
+    RandomRegular,
+    Ring,
+    Torus,
+    check_doubly,
+    check_size,
+    contraction,
+    metropolis,
+    mixing,
+    outgoing,
+    read_edges,
+    second,
+    spectrum,
+    spread,
+)
+
+EVERY = [
+    *(Complete(), Ring(), Grid(), Grid(2), Torus(), Exponential(), OnePeerExponential(), RandomPairs()),
+    *(RandomRegular(3), ErdosRenyi(0.7), Listed(((0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7), (0, 7)))),
+]
+
+
+@pytest.mark.parametrize("topology", EVERY, ids=str)
+def test_weights_are_doubly_stochastic_in_every_round(topology):
+    """Nobody sends to itself, all reach all, and a mean over all is left as it was."""
+    check_size(topology, 8)
+    for number in range(20):
+        edges, weights = topology.edges(8, number, 3, 7), mixing(topology, 8, number, 3, 7)
+        assert not edges.diagonal().any() and (weights >= 0).all()
+        np.testing.assert_allclose(weights.sum(0), 1, atol=1e-12)
+        np.testing.assert_allclose(weights.sum(1), 1, atol=1e-12)
+        assert ((weights > 0) == (edges.T | np.eye(8, dtype=bool))).all()
+    assert topology.fixed == all((topology.edges(8, 0, 3, 7) == topology.edges(8, n, 3, 7)).all() for n in range(20))
+
+
+def test_degrees():
+    degrees = {topology: topology.edges(16).sum(1) for topology in (Complete(), Ring(), Torus(), Exponential())}
+    assert [set(map(int, of)) for of in degrees.values()] == [{15}, {2}, {4}, {4}]
+    assert sorted(map(int, set(Grid(4).edges(16).sum(1)))) == [2, 3, 4]
+    assert set(RandomRegular(3).edges(20).sum(1)) == {3}
+    assert {int(RandomPairs().edges(10, n).sum()) for n in range(50)} == {10}
+
+
+def test_spectra_are_the_closed_forms():
+    """specs §b (Metropolis), §m.4 (2 / (1 + τ) exactly for even M), and a ring's 1/3 + 2/3 cos."""
+    for size in (4, 6, 8, 12, 24, 64):
+        tau = int(np.ceil(np.log2(size)))
+        assert spectrum(Exponential(), size).gap == pytest.approx(2 / (1 + tau), abs=1e-9)
+        assert spectrum(Ring(), size).second == pytest.approx((1 + 2 * np.cos(2 * np.pi / size)) / 3, abs=1e-9)
+        assert spectrum(Complete(), size).second == 0.0
+    ring, large, grid = spectrum(Ring(), 16), spectrum(Ring(), 100), spectrum(Grid(10), 100)
+    assert [round(one.second, 4) for one in (ring, large, grid)] == [0.9493, 0.9987, 0.9795]
+    assert [round(one.second**4, 4) for one in (ring, large, grid)] == [0.8119, 0.9947, 0.9204]
+    assert ring.halving == pytest.approx(np.log(2) / -np.log(0.949253), rel=1e-4)
+
+
+def test_one_peer_is_exact_for_powers_of_two_only():
+    def after(size, rounds):
+        product = np.eye(size)
+        for number in range(rounds):
+            product = mixing(OnePeerExponential(), size, number) @ product
+        return contraction(product)
+
+    assert after(8, 3) < 1e-15 and spectrum(OnePeerExponential(), 8).second == 0.0
+    assert after(6, 3) > 0.1 and after(6, 30) == pytest.approx(after(6, 3) ** 10, rel=1e-6)
+
+
+def test_random_pairs_shrink_the_variance_as_their_expectation_says():
+    """(M/2 − 1)/(M − 1) in a round, in the mean over rounds."""
+    size, rng = 8, np.random.default_rng(0)
+    ratios = []
+    for number in range(4000):
+        x = rng.normal(size=size)
+        x -= x.mean()
+        mixed = mixing(RandomPairs(), size, number) @ x
+        ratios.append((mixed**2).sum() / (x**2).sum())
+    assert np.mean(ratios) == pytest.approx(3 / 7, abs=0.01)
+    assert spectrum(RandomPairs(), size).second ** 2 == pytest.approx(3 / 7)
+
+
+def test_pairs_are_drawn_from_seed_round_and_fragment():
+    edges = RandomPairs().edges
+    assert (edges(8, 5, 1, 2) == edges(8, 5, 1, 2)).all()
+    assert all(
+        (edges(32, 5, 1, 2) != other).any() for other in (edges(32, 6, 1, 2), edges(32, 5, 0, 2), edges(32, 5, 1, 3))
+    )
+
+
+def test_push_sum_weights_keep_columns():
+    edges = Listed(((0, 1), (1, 2), (2, 0), (0, 2)), one_way=True).edges(3)
+    weights = outgoing(edges)
+    np.testing.assert_allclose(weights.sum(0), 1)
+    assert weights[2, 0] == pytest.approx(1 / 3) and weights[1, 2] == 0
+
+
+def test_how_many_rounds_a_word_takes():
+    assert [spread(topology, 8) for topology in (Complete(), Ring(), Exponential())] == [1, 4, 3]
+    assert spread(OnePeerExponential(), 8) == 3 and spread(Complete(), 1) == 0
+
+
+def test_where_all_count_alike_weights_are_equal_to_the_bit():
+    for size in range(2, 20):
+        assert len(set(metropolis(Complete().edges(size)).ravel().tolist())) == 1
+
+
+@pytest.mark.parametrize(
+    ("topology", "size", "said"),
+    [
+        (Listed(((0, 1), (2, 3))), 4, "in 2 parts: nothing of replica 0 reaches replica 2"),
+        (Listed(((0, 1), (1, 2)), one_way=True), 3, "in 3 parts"),
+        (Listed(((0, 5),)), 4, "an edge of replica 5 among 4 replicas"),
+        (RandomPairs(), 5, "among 5 replicas: an even number is needed"),
+        (RandomRegular(3), 5, "not 3 x 5"),
+        (RandomRegular(8), 8, "a degree from 2 to 7"),
+        (Grid(3), 8, "a number of rows by which 8 divides is needed"),
+        (ErdosRenyi(0.01), 8, "parts"),
+    ],
+    ids=str,
+)
+def test_refused_for_a_size(topology, size, said):
+    with pytest.raises(ConfigurationError, match=said):
+        check_size(topology, size)
+
+
+def test_weights_that_would_move_the_mean_are_refused_with_the_number():
+    one_way = Listed(((0, 1), (1, 2), (2, 0), (0, 2)), one_way=True)
+    with pytest.raises(ConfigurationError, match=r"replica 2 hears add up to 1\.333 .* with to 1;"):
+        mixing(one_way, 3)
+    bent = mixing(Ring(), 5).copy()
+    bent[3] = np.eye(5)[3]  # a row that does not mix: what §m.1 found to bias the mean
+    with pytest.raises(ConfigurationError, match=r"replica 3 hears add up to 1 .* with to 1\.667"):
+        check_doubly(bent, "a ring")
+
+
+def test_edges_from_a_file(tmp_path):
+    file = tmp_path / "ring.json"
+    file.write_text(json.dumps([[0, 1], [1, 2], [2, 0]]))
+    assert read_edges(file) == Listed(((0, 1), (1, 2), (2, 0))) and second(mixing(read_edges(file), 3)) == 0.0
+    file.write_text(json.dumps({"edges": [[0, 1]], "one_way": True}))
+    assert read_edges(file).one_way
+    for text in ("no json", "[[0, 1], [2]]", '{"kanten": []}', '[["a", 1]]', "[[0, 0]]"):
+        file.write_text(text)
+        with pytest.raises(ConfigurationError, match="edge"):
+            read_edges(file)
+    with pytest.raises(ConfigurationError, match="holds no edges"):
+        read_edges(tmp_path / "none.json")
