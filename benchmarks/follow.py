@@ -22,7 +22,7 @@ from provenance import provenance, save
 from safetensors.torch import load_file, save_file
 
 import thinwire as tw
-from thinwire.lm.follow import Followed, Follower
+from thinwire.lm.follow import Followed, WeightsFollower
 from thinwire.lm.publish import Publisher
 from thinwire.lm.run import Run
 from thinwire.lm.setup import learning_rate, make_model
@@ -44,7 +44,7 @@ def measure(run: Run, steps: int) -> list[dict[str, Any]]:
     visits: dict[int, list[Followed]] = {lag: [] for lag in LAGS}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        followers = {lag: Follower(PublishedFolder(folder), folder / f"every-{lag}") for lag in LAGS}
+        followers = {lag: WeightsFollower(PublishedFolder(folder), folder / f"every-{lag}") for lag in LAGS}
 
         def visit(publisher: Publisher, version: int, attached: tw.Replica) -> None:
             anchors = attached.anchors()

@@ -236,6 +236,6 @@ def test_all_replicas_are_on_one_screen(run: Path, capsys: pytest.CaptureFixture
         going.emit("retry", 7, reason="the lighthouse is silent")
         assert told(capsys, "top", run)[0]["replicas"][1]["state"] == "waits: the lighthouse is silent"
         top = Top(run)
-        top.read()
+        top.read(time.time())
         assert top.facts(time.time() + 3600)["replicas"][1]["state"].startswith("silent for 1 h") and not top.over
     assert main(["top", str(run / "checkpoints")]) == 1 and "holds no run" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from thinwire.cli import main
 from thinwire.errors import PacketError
-from thinwire.lm.follow import Follower
+from thinwire.lm.follow import WeightsFollower
 from thinwire.lm.publish import Publisher
 from thinwire.pieces.partition import Fragment
 from thinwire.records.published import PublishedFolder
@@ -26,7 +26,9 @@ class Watched:
     """A publisher whose versions a follower takes one by one; another comes for every fourth."""
 
     def __init__(self, run: Path, patch: pytest.MonkeyPatch) -> None:
-        self.each, self.fourth = (Follower(PublishedFolder(run), run.parent / name) for name in ("each", "fourth"))
+        self.each, self.fourth = (
+            WeightsFollower(PublishedFolder(run), run.parent / name) for name in ("each", "fourth")
+        )
         self.seen: list[Any] = []
         self.exact: list[bool] = []
 
@@ -114,7 +116,7 @@ def test_what_is_not_as_announced_changes_nothing_and_a_cut_is_gone_on_from(tmp_
     (object_,) = [p for p in (run / "published/replica-0/objects").iterdir() if p.stat().st_size > 3000]
     good = object_.read_bytes()
     object_.write_bytes(bytes([good[0] ^ 1]) + good[1:])
-    follower = Follower(source, out)
+    follower = WeightsFollower(source, out)
     with pytest.raises(PacketError, match="not arrived as it was announced"):
         follower.update()
     assert not out.exists()
@@ -122,7 +124,7 @@ def test_what_is_not_as_announced_changes_nothing_and_a_cut_is_gone_on_from(tmp_
     with pytest.raises(PacketError):
         follower.update()
     object_.write_bytes(b"\0" * 1000 + good[1000:])  # of which the first part is here already
-    found = Follower(source, out).update()
+    found = WeightsFollower(source, out).update()
     assert found is not None and found.nbytes < len(good) - 1000 + 6000
     here = load_file(out / "model.safetensors")
     assert np.array_equal(

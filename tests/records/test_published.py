@@ -60,7 +60,7 @@ def test_the_shortest_way_from_what_is_held() -> None:
         Publication.read(Publication(3, 9, False, Resource(ANY, 5), (torn,)).written())
     with pytest.raises(PacketError):
         Publication.read("[" * 100_000)
-    layout = {"pieces": [], "rest": {"digest": ANY, "nbytes": 1}, "metadata": {}, "files": {}}
+    layout = {"places": [], "rest": {"digest": ANY, "nbytes": 1}, "metadata": {}, "files": {}}
     assert Layout.read(json.dumps(layout)).files == {}
     for name in ("../run.toml", "/etc/passwd", ".hidden", "a/b"):
         with pytest.raises(PacketError):

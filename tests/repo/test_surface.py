@@ -36,7 +36,7 @@ OPTIONS = {
     "compare": "run_settings strategies seeds out run json",
     "new": "file json",
     "report": "runs diagnose out log json",
-    "top": "run once json",
+    "top": "run once page json",
     "checkpoints": "run verify prune json",
     "sample": "run prompt tokens temperature seed json",
     "follow": "run out once every json",

@@ -13,7 +13,7 @@ import tyro
 
 from thinwire.cli import options
 from thinwire.errors import ConfigurationError, DataError, PacketError
-from thinwire.lm.follow import Followed, Follower
+from thinwire.lm.follow import Followed, WeightsFollower
 from thinwire.records.published import PublishedFolder
 from thinwire.records.units import text_of_nbytes
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         )
     console = options.console(asked.json)
     say = options.teller(console)
-    follower, total, versions, newest = Follower(PublishedFolder(asked.run), asked.out), 0, 0, None
+    follower, total, versions, newest = WeightsFollower(PublishedFolder(asked.run), asked.out), 0, 0, None
     failures, waits = 0, False
     while newest is None or not newest.over:
         try:

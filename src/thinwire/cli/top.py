@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
 from collections.abc import Sequence
@@ -9,22 +10,28 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
+from rich.console import Console, RenderableType
 from rich.live import Live
 
 from thinwire.cli import options
+from thinwire.report.scraped import ScrapedTop, is_address
 from thinwire.report.top import Top
 
 FRAME_SECONDS = 1.0
+PAGE_WIDTH = 150  # columns
 
 
 @dataclass(frozen=True)
 class Options:
     """What `thinwire top` takes."""
 
-    run: tyro.conf.Positional[Path] = Path("runs")
-    """A run folder, or one with several: then the run that was written last. One that has ended is shown as it ended."""
+    run: tyro.conf.Positional[str] = "runs"
+    """A run folder, or one with several: then the run that was written last. One that has ended is shown as it ended. Or HOST:PORT of a run
+    with --log prometheus."""
     once: bool = False
     """Print one frame and end; so it is where stdout is no terminal."""
+    page: Path | None = None
+    """Keep this HTML file at the newest frame, until Ctrl-C or the end; a browser that shows it loads it again every two seconds."""
     json: bool = False
     """One frame; stdout ends with one JSON object."""
 
@@ -34,8 +41,19 @@ def main(arguments: Sequence[str]) -> int:
         Options, "top", arguments, "Show all replicas of a run on one screen, until Ctrl-C or its end."
     )
     console = options.console(asked.json)
-    top = Top(asked.run)
-    top.read()
+    elsewhere = is_address(asked.run) and not Path(asked.run).exists()
+    top = ScrapedTop(asked.run) if elsewhere else Top(Path(asked.run))
+    top.read(time.time())
+    if asked.page and not (asked.once or asked.json):
+        console.print(f"page: {asked.page}", soft_wrap=True, highlight=False)
+        while not top.over:
+            _write(asked.page, top.picture(time.time()), live=True)
+            time.sleep(FRAME_SECONDS)
+            top.read(time.time())
+    if asked.page:
+        _write(asked.page, top.picture(time.time()), live=not top.over)
+        if not (asked.once or asked.json):
+            return 0
     if asked.once or asked.json or not console.is_terminal:
         console.print(top.picture(time.time()))
         if asked.json:
@@ -45,6 +63,17 @@ def main(arguments: Sequence[str]) -> int:
         while not top.over:
             live.update(top.picture(time.time()), refresh=True)
             time.sleep(FRAME_SECONDS)
-            top.read()
+            top.read(time.time())
     console.print(top.picture(time.time()))
     return 0
+
+
+def _write(path: Path, picture: RenderableType, live: bool) -> None:
+    """Replace the page by this frame; a `live` one loads itself again."""
+    sheet = Console(file=io.StringIO(), record=True, width=PAGE_WIDTH)
+    sheet.print(picture)
+    text = sheet.export_html(inline_styles=True)
+    refresh = '<meta http-equiv="refresh" content="2">' if live else ""
+    draft = path.with_name(f".{path.name}.part")
+    draft.write_text(text.replace("<head>", f"<head>{refresh}", 1), encoding="utf-8")
+    draft.replace(path)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,23 @@ class Sampler:
         return drawn_for_ever(self._reader)
 
 
+class Summed(NamedTuple):
+    """A loss as a sum over tokens, and their number: what makes means over micro-batches and replicas of unlike sizes exact."""
+
+    total: Tensor
+    tokens: float
+
+    @property
+    def mean(self) -> Tensor:
+        """Of this micro-batch alone."""
+        return self.total / self.tokens
+
+
+def mean_of(loss: Tensor | Summed) -> Tensor:
+    """The loss of one micro-batch by itself."""
+    return loss.mean if isinstance(loss, Summed) else loss
+
+
 class Job(Protocol):
     """What a trainer needs of a job. Each replica has a job of its own, which keeps its place in the data."""
 
@@ -86,7 +103,7 @@ class Job(Protocol):
     def begin(self, share: Share, shard: int = 0, shards: int = 1) -> None:
         """Read `share` from its beginning on; a replica of several ranks reads `shard` of `shards` of each batch."""
 
-    def loss(self, model: nn.Module, micro: int, device: torch.device) -> Tensor:
+    def loss(self, model: nn.Module, micro: int, device: torch.device) -> Tensor | Summed:
         """The loss of micro-batch `micro`, counted from 0; a second call with the same number uses the same micro-batch."""
 
     def evaluation(self, model: nn.Module, device: torch.device) -> float:

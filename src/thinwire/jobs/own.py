@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import CheckpointError, ConfigurationError, JobError
-from thinwire.jobs.base import Job, Share
+from thinwire.jobs.base import Job, Share, Summed, mean_of
 from thinwire.jobs.batches import Batches, Stream, is_empty, moved, seed_the_rest
 from thinwire.jobs.blame import blaming, where
 from thinwire.pieces.own_files import file_of, taken_apart
@@ -68,6 +68,9 @@ def blaming_job(job: str | None) -> Iterator[None]:
 
 def _spelled(name: str) -> str:
     return f"{name}({', '.join((NEEDED | OPTIONAL)[name])})"
+
+
+MOST_TOKENS = 1e12  # in a micro-batch
 
 
 class OwnJob(Job):
@@ -121,7 +124,7 @@ class OwnJob(Job):
         self._batches, self._last = Batches(self._path, self._own["batches"], share), None
         seed_the_rest(derive(share.seed, "loss", share.index))
 
-    def loss(self, model: nn.Module, micro: int, device: torch.device) -> Tensor:
+    def loss(self, model: nn.Module, micro: int, device: torch.device) -> Tensor | Summed:
         if self._last is None or self._last[0] != micro:
             assert self._batches is not None, "begin comes first"
             self._last = micro, moved(self._micro_batch(self._batches, self._collated), device)
@@ -132,7 +135,8 @@ class OwnJob(Job):
         if self._batches is None:
             self.begin(Share(self._seed, 0, 1))
         assert self._batches is not None
-        return self._loss(model, moved(self._micro_batch(self._batches, batch if self.divisible else None), device))
+        of = moved(self._micro_batch(self._batches, batch if self.divisible else None), device)
+        return mean_of(self._loss(model, of))
 
     def evaluation(self, model: nn.Module, device: torch.device) -> float:
         if "evaluate" in self._own:
@@ -146,8 +150,9 @@ class OwnJob(Job):
             share = Share(derive(self._seed, "evaluation"), 0, 1)
             source = Batches(self._path, self._own["batches"], share)
             self._held_out = [self._micro_batch(source, self._collated) for _ in range(self._eval_batches)]
-        losses = [float(self._loss(model, moved(batch, device))) for batch in self._held_out]
-        return sum(losses) / len(losses)
+        losses = [self._loss(model, moved(batch, device)) for batch in self._held_out]
+        of_each = [(float(one.total), one.tokens) if isinstance(one, Summed) else (float(one), 1.0) for one in losses]
+        return sum(total for total, _ in of_each) / sum(tokens for _, tokens in of_each)
 
     def describe(self) -> Mapping[str, Any]:
         return {"job": self._path.name, "digest": self._digest, "counted in": self.unit}
@@ -180,16 +185,28 @@ class OwnJob(Job):
             raise self._wrong("collate", batch, "a batch that is not empty")
         return batch
 
-    def _loss(self, model: nn.Module, batch: Any) -> Tensor:
-        loss = self._call("loss", model, batch)
+    def _loss(self, model: nn.Module, batch: Any) -> Tensor | Summed:
+        said = self._call("loss", model, batch)
+        loss, tokens = said if isinstance(said, tuple) and len(said) == 2 else (said, None)
         if not isinstance(loss, Tensor) or loss.ndim:
-            raise self._wrong("loss", loss, "a scalar tensor, such as a mean,")
+            raise self._wrong("loss", loss, "a scalar tensor, such as a mean, or (sum over tokens, number of tokens)")
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise JobError(
                 f"{self._path}: loss(model, batch) returned a tensor that no parameter has a part in; a loss with a gradient is needed. "
                 "See that nothing detaches it, and that the model has parameters to train."
             )
-        return loss
+        if tokens is None:
+            return loss
+        count = (
+            float(tokens)
+            if isinstance(tokens, int | float) or (isinstance(tokens, Tensor) and not tokens.ndim)
+            else 0.0
+        )
+        if not 0 < count <= MOST_TOKENS:
+            raise self._wrong(
+                "loss", tokens, f"a number of tokens above 0 and at most {MOST_TOKENS:.0e}, beside the sum,"
+            )
+        return Summed(loss, count)
 
     def _call(self, name: str, *given: object) -> Any:
         with blaming(self._path, f"{self._path}, in {_spelled(name)}"):

@@ -11,6 +11,7 @@ import torch
 from thinwire import checkpoint
 from thinwire.data_ledger import LeasedReader
 from thinwire.errors import EndedError, LinkError
+from thinwire.jobs.base import mean_of
 from thinwire.lm.membership import AdaptiveTimeouts, RetryReporter, join, make_membership
 from thinwire.lm.place import ElasticPlace
 from thinwire.lm.trainer import Trainer
@@ -64,9 +65,9 @@ class ElasticTrainer(Trainer):
 
     def _time_a_step(self) -> float:
         """Seconds of an inner step, about; the first one, which allocates and compiles, is not counted."""
-        torch.autograd.backward(self._loss(0))
+        torch.autograd.backward(mean_of(self._loss(0)))
         began = time.monotonic()
-        torch.autograd.backward(self._loss(0))
+        torch.autograd.backward(mean_of(self._loss(0)))
         self.optimizer.zero_grad()
         return self.run.data.accumulate * (time.monotonic() - began)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from thinwire.errors import ConfigurationError, PacketError
 from thinwire.records.files import save_file
 from thinwire.records.patches import Bits, apply_patch, state_of
-from thinwire.records.published import NOTHING, FragmentVersion, Layout, Piece, Publication, Resource, Source
+from thinwire.records.published import NOTHING, FragmentVersion, Layout, Origin, Publication, Resource, TensorPlace
 
 MODEL, STATES = "model.safetensors", "thinwire-states.json"
 
@@ -41,7 +41,7 @@ class Followed:
     over: bool
 
 
-class Follower:
+class WeightsFollower:
     """Keeps the folder `out` at the newest version that `source` has. `out` is a link to the folder of a version beside it, so that
     it is replaced at once and as a whole; that of the version before stays until the next one, for who is reading it.
 
@@ -51,7 +51,7 @@ class Follower:
         ConfigurationError: `out` is something else.
     """
 
-    def __init__(self, source: Source, out: Path) -> None:
+    def __init__(self, source: Origin, out: Path) -> None:
         self._source, self._out = source, out
         self._room = out.parent / f".{out.name}.versions"
         if out.exists() and not out.is_symlink():
@@ -79,7 +79,7 @@ class Follower:
         publication = Publication.read(text)
         layout, rest = self._laid_out(publication)
         if not self._states:
-            self._find_states(layout.pieces, len(publication.fragments))
+            self._find_states(layout.places, len(publication.fragments))
         copied, states = 0, dict(self._states)
         for index, fragment in enumerate(publication.fragments):
             state, copies = self._bring(fragment, self._states.get(index))
@@ -128,7 +128,7 @@ class Follower:
     def _laid_out(self, publication: Publication) -> tuple[Layout, dict[str, Tensor]]:
         if self._layout is None or self._layout[0] != publication.layout:
             layout = Layout.read(self._fetch(publication.layout))
-            _check(layout.pieces, publication)
+            _check(layout.places, publication)
             try:
                 rest = load(self._fetch(layout.rest))
             except SafetensorError as error:
@@ -137,7 +137,7 @@ class Follower:
             self._layout = publication.layout, layout, rest
         return self._layout[1:]
 
-    def _find_states(self, pieces: Sequence[Piece], fragments: int) -> None:
+    def _find_states(self, places: Sequence[TensorPlace], fragments: int) -> None:
         """Take the fragments of the version in the folder, as far as it has them; each state is its own hash."""
         model = self._out / MODEL
         if not model.is_file():
@@ -145,8 +145,8 @@ class Follower:
         try:
             with safe_open(str(model), "pt") as file:
                 parts: list[list[tuple[int, Tensor]]] = [[] for _ in range(fragments)]
-                for piece in pieces:
-                    parts[piece.fragment].append((piece.begin, file.get_tensor(piece.name)))
+                for place in places:
+                    parts[place.fragment].append((place.begin, file.get_tensor(place.name)))
         except (SafetensorError, OSError):
             return
         for index, own in enumerate(parts):
@@ -160,11 +160,11 @@ class Follower:
     ) -> None:
         """The folder of this version, then the link to it."""
         tensors = dict(rest)
-        for piece in layout.pieces:
-            count = int(np.prod(piece.shape, dtype=np.int64))
-            part = states[piece.fragment][1][piece.begin : piece.begin + count]
+        for place in layout.places:
+            count = int(np.prod(place.shape, dtype=np.int64))
+            part = states[place.fragment][1][place.begin : place.begin + count]
             values = torch.from_numpy(part.view(np.int16).copy()).view(torch.bfloat16)
-            tensors[piece.name] = values.view(piece.shape)
+            tensors[place.name] = values.view(place.shape)
         names = "".join(one.state for one in publication.fragments)
         folder = self._room / f"{publication.version}-{hashlib.sha256(names.encode()).hexdigest()[:12]}"
         draft = self._room / f"draft-{os.getpid()}"
@@ -187,9 +187,9 @@ class Follower:
                 shutil.rmtree(old, ignore_errors=True)
 
 
-def _check(pieces: Sequence[Piece], publication: Publication) -> None:
+def _check(places: Sequence[TensorPlace], publication: Publication) -> None:
     """Raise `PacketError` where a tensor lies outside its fragment."""
-    for piece in pieces:
-        size = publication.fragments[piece.fragment].nbytes if piece.fragment < len(publication.fragments) else -1
-        if 2 * (piece.begin + int(np.prod(piece.shape, dtype=object))) > size:
-            raise PacketError(f"{piece.name!r:.60} lies outside its fragment.")
+    for place in places:
+        size = publication.fragments[place.fragment].nbytes if place.fragment < len(publication.fragments) else -1
+        if 2 * (place.begin + int(np.prod(place.shape, dtype=object))) > size:
+            raise PacketError(f"{place.name!r:.60} lies outside its fragment.")

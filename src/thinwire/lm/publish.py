@@ -24,7 +24,7 @@ from thinwire.methods import Attached
 from thinwire.pieces.partition import Fragment
 from thinwire.records.events import EventLog
 from thinwire.records.patches import Bits, encode_patch, state_of
-from thinwire.records.published import NOTHING, Change, FragmentVersion, Layout, Piece, Publication, Store
+from thinwire.records.published import NOTHING, Change, FragmentVersion, Layout, Publication, Store, TensorPlace
 from thinwire.replica import Replica
 
 MODEL = "model.safetensors"
@@ -157,7 +157,7 @@ def _layout(store: Store, folder: Path, fragments: Sequence[Fragment]) -> Layout
         for (name, parameter), shape in zip(fragment.parameters, fragment.shapes):
             places[name.replace("_orig_mod.", "")] = index, begin, shape
             begin += parameter.numel()
-    pieces, rest, found = [], dict[str, Any](), set[str]()
+    tensors, rest, found = [], dict[str, Any](), set[str]()
     with safe_open(str(folder / MODEL), "pt") as file:
         metadata = dict(file.metadata() or {})
         for name in file.keys():  # noqa: SIM118  # it is no mapping
@@ -165,7 +165,7 @@ def _layout(store: Store, folder: Path, fragments: Sequence[Fragment]) -> Layout
             value = file.get_tensor(name)
             if own in places and places[own][2] == tuple(value.shape):
                 found.add(own)
-                pieces.append(Piece(name, places[own][2], *places[own][:2]))
+                tensors.append(TensorPlace(name, places[own][2], *places[own][:2]))
             else:
                 rest[name] = value
     if missing := sorted(places.keys() - found):
@@ -173,4 +173,4 @@ def _layout(store: Store, folder: Path, fragments: Sequence[Fragment]) -> Layout
             f"publish with this model: {', '.join(missing[:3])} is not in its file under that name; leave publish out."
         )
     files = {path.name: store.put(path.read_bytes()) for path in sorted(folder.iterdir()) if path.name != MODEL}
-    return Layout(tuple(pieces), store.put(save(rest)), metadata, files)
+    return Layout(tuple(tensors), store.put(save(rest)), metadata, files)

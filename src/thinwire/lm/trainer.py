@@ -22,6 +22,7 @@ from thinwire import checkpoint
 from thinwire.comm import CountedGroup, Group, Ledger, LinkedGroup, parse_link
 from thinwire.data_ledger import Reader
 from thinwire.errors import CheckpointError, ConfigurationError, EndedError, LinkError, ThinwireError
+from thinwire.jobs.base import Summed, mean_of
 from thinwire.lm.job import open_job
 from thinwire.lm.loops import evaluated, micro_batches
 from thinwire.lm.place import ElasticPlace, Place, shard
@@ -30,6 +31,7 @@ from thinwire.lm.releases import releases
 from thinwire.lm.run import Run
 from thinwire.lm.setup import learning_rate
 from thinwire.lm.start import start
+from thinwire.lm.tokens_mean import descend
 from thinwire.lm.watch import watching
 from thinwire.membership import Membership
 from thinwire.methods import Attached, Method, ZerothOrder
@@ -239,7 +241,7 @@ class Trainer(ABC):
         if isinstance(replica, ZerothOrder):  # forward passes only: there is no gradient whose norm could be told
             self.model.eval()
             first, norm_value = replica.step * replica.samples, math.nan
-            loss = replica.iterate(lambda sample: self._loss(first + sample))
+            loss = replica.iterate(lambda sample: mean_of(self._loss(first + sample)))
         else:
             loss, norm_value = self._descend(replica)
         seconds = time.monotonic() - begun
@@ -264,14 +266,11 @@ class Trainer(ABC):
 
     def _descend(self, replica: Replica | Attached) -> tuple[float, float]:
         """Backward, and the optimizer's step: the loss, and the gradient's norm."""
-        run, loss, begun = self.run, 0.0, time.monotonic()
+        run, begun = self.run, time.monotonic()
         if isinstance(replica, Attached) and replica.idle:
             replica.skip()
             return math.nan, math.nan
-        for micro in range(run.data.accumulate):
-            part = self._loss(replica.step * run.data.accumulate + micro) / run.data.accumulate
-            torch.autograd.backward(part)
-            loss += float(part.detach())
+        loss = descend(self.model, replica, self._loss, run.data.accumulate)
         replica.exchange_gradients()
         # filters clip by themselves, before the exchange
         by_filters = isinstance(replica, Replica) and bool(replica.strategy.filters)
@@ -290,7 +289,7 @@ class Trainer(ABC):
         self.optimizer.zero_grad()
         return loss, norm_value
 
-    def _loss(self, micro: int) -> Tensor:
+    def _loss(self, micro: int) -> Tensor | Summed:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
             return self.job.loss(self.model, micro, self.device)
 

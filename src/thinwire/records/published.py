@@ -113,7 +113,7 @@ class Publication:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPlace:
     """Where a tensor of the model's file comes from: values of a fragment, from `begin` on."""
 
     name: str
@@ -128,7 +128,7 @@ class Layout:
     the model's file, and the files beside it.
     """
 
-    pieces: tuple[Piece, ...]
+    places: tuple[TensorPlace, ...]
     rest: Resource
     metadata: dict[str, str]
     files: dict[str, Resource]
@@ -142,25 +142,25 @@ class Layout:
         """What `written` wrote. Raises `PacketError`; file names lead out of no folder."""
         try:
             said = parsed(json.loads, text)
-            pieces = tuple(
-                Piece(
+            places = tuple(
+                TensorPlace(
                     str(one["name"]),
                     tuple(map(_count, one["shape"])),
                     _count(one["fragment"]),
                     _count(one["begin"]),
                 )
-                for one in said["pieces"]
+                for one in said["places"]
             )
             files = {name: _resource(one) for name, one in said["files"].items()}
             if odd := [name for name in files if not _FILE.fullmatch(name)]:
                 raise ValueError(f"{odd[0]!r:.60} is no file name")
             metadata = {str(name): str(value) for name, value in said["metadata"].items()}
-            return cls(pieces, _resource(said["rest"]), metadata, files)
+            return cls(places, _resource(said["rest"]), metadata, files)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PacketError(f"a published layout cannot be read ({type(error).__name__}: {error!s:.100}).") from None
 
 
-class Source(Protocol):
+class Origin(Protocol):
     """Where a follower reads from."""
 
     def newest(self) -> bytes | None:
@@ -171,13 +171,13 @@ class Source(Protocol):
 
 
 class PublishedFolder:
-    """What replicas have published into a run folder: a `Source`, of the replica that is farthest."""
+    """What replicas have published into a run folder: a `Origin`, of the replica that is farthest."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
 
     def newest(self) -> bytes | None:
-        """See `Source.newest`. Raises `DataError`."""
+        """See `Origin.newest`. Raises `DataError`."""
         found: list[tuple[int, bytes]] = []
         for path in sorted(self._run.glob("published/*/list.json")):
             try:
@@ -188,7 +188,7 @@ class PublishedFolder:
         return max(found, key=lambda one: one[0])[1] if found else None
 
     def read(self, digest: str, offset: int) -> Iterator[bytes]:
-        """See `Source.read`."""
+        """See `Origin.read`."""
         path = next(iter(self._run.glob(f"published/*/objects/{digest}")), None)
         try:
             if path is None:

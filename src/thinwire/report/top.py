@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,8 +94,8 @@ class Top:
         self._clocks: dict[str, Offset] = {}
         self._diagnosed = -math.inf
 
-    def read(self) -> None:
-        """Take what is new in the logs."""
+    def read(self, now: float) -> None:
+        """Take what is new in the logs; `now`: seconds since 1970."""
         rounds = []
         for path in sorted(self.folder.glob("events/*.jsonl")):
             rounds += self._watched.setdefault(path.stem, _Watched(Tail(path))).read()
@@ -104,8 +103,8 @@ class Top:
             self._circle = Participation(len(fragments_of(self._start)))
         for round in sorted(rounds, key=lambda round: round.place) if self._circle else ():
             self._circle.take(round)  # type: ignore[union-attr]
-        if time.monotonic() - self._diagnosed > DIAGNOSED_SECONDS:
-            self._diagnosed = time.monotonic()
+        if now - self._diagnosed > DIAGNOSED_SECONDS:
+            self._diagnosed = now
             try:
                 self._diagnosis = diagnose(self.folder)
             except DataError:  # nothing but names of their own, or nothing yet

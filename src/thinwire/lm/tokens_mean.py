@@ -1,0 +1,71 @@
+"""Gradients of the mean over all tokens of a step, where micro-batches and replicas have unlike numbers of them.
+
+ByteScale (arXiv 2502.21231): the mean of the micro-batches' means weighs a token more, the fewer others are beside it. So a loss may be a
+sum over tokens with their number, and the sum of all gradients is divided by all tokens:
+
+    g = Σ_m Σ_i ∇S_mi / Σ_m Σ_i T_mi
+
+over micro-batches i, and over replicas m where gradients are exchanged; where deltas are, each replica takes its own steps, and
+`--weigh tokens` weighs them.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.comm import Group
+from thinwire.comm.group import gather
+from thinwire.errors import PacketError
+from thinwire.jobs.base import Summed
+from thinwire.methods import Attached
+from thinwire.replica import Replica
+from thinwire.strategy import Gradients
+
+_TOKENS = struct.Struct("<d")
+
+
+def descend(
+    model: nn.Module, replica: Replica | Attached, loss: Callable[[int], Tensor | Summed], accumulate: int
+) -> float:
+    """Backward of all micro-batches of the step that comes; the loss of this replica."""
+    total = tokens = 0.0
+    for micro in range(accumulate):
+        part = loss(replica.step * accumulate + micro)
+        if isinstance(part, Summed):
+            tokens, part = tokens + part.tokens, part.total
+        else:
+            part = part / accumulate
+        torch.autograd.backward(part)
+        total += float(part.detach())
+    if tokens:
+        _divide_by_tokens(model, replica, tokens)
+    return total / tokens if tokens else total
+
+
+@torch.no_grad()
+def _divide_by_tokens(model: nn.Module, replica: Replica | Attached, tokens: float) -> None:
+    """Make gradients of a sum those of the mean over all tokens. Collective where gradients are exchanged: 16 bytes to each other replica."""
+    if isinstance(replica, Replica) and replica.tokens is not None:
+        replica.tokens = tokens  # a delta counts the tokens behind it
+    if isinstance(replica, Replica) and isinstance(replica.strategy.signal, Gradients):
+        tokens = _mean_over_replicas(replica.group, tokens)  # type: ignore[arg-type]  # Gradients need a fixed group
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.div_(tokens)
+
+
+def _mean_over_replicas(group: Group, tokens: float) -> float:
+    told = [_number(said) for said in gather(group, _TOKENS.pack(tokens), _TOKENS.size, "tokens")]
+    return math.fsum(told) / len(told)
+
+
+def _number(said: bytes) -> float:
+    value = _TOKENS.unpack(said)[0] if len(said) == _TOKENS.size else math.nan
+    if not math.isfinite(value) or value <= 0:
+        raise PacketError(f"{said!r} is no number of tokens; does the job's loss give one on every replica?")
+    return float(value)

@@ -1,0 +1,166 @@
+"""One screen for all replicas of a run that is somewhere else, from the endpoint that `--log prometheus` opens there."""
+
+from __future__ import annotations
+
+import http.client
+import importlib
+import math
+import re
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any
+from urllib.parse import urlsplit
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from thinwire.errors import ConfigurationError, DataError
+from thinwire.records.printable import printable
+from thinwire.records.units import NOTHING, text_of_count, text_of_loss, text_of_nbytes, text_of_seconds, text_of_share
+from thinwire.report.progress import SILENT_SECONDS
+
+LONGEST = 16 << 20  # bytes of a page
+MISSED = 5  # looks in a row
+RECENT = 30  # looks over which speeds are taken
+TIMEOUT_SECONDS = 10.0
+_COLUMNS = ("replica", "state", "step", "loss", "tokens/s", "compute", "stalled", "in the air", "sent", "evaluation")
+_LEFT = ("replica", "state")
+
+
+@dataclass
+class _Seen:
+    """One replica: the last looks at its metrics, each with when it was."""
+
+    looks: deque[tuple[float, dict[str, float]]] = field(default_factory=lambda: deque(maxlen=RECENT))
+    moved: float = math.nan  # when it was last seen to have changed
+
+    def take(self, at: float, values: dict[str, float]) -> None:
+        if not self.looks or self.looks[-1][1] != values:
+            self.moved = at
+        self.looks.append((at, values))
+
+    def now(self, name: str) -> float:
+        return self.looks[-1][1].get(name, math.nan)
+
+    def rate(self, name: str) -> float:
+        """Of a counter, a second, over the looks that are kept."""
+        (begin, first), (end, last) = self.looks[0], self.looks[-1]
+        return (last.get(name, math.nan) - first.get(name, 0.0)) / (end - begin) if end > begin else math.nan
+
+
+class ScrapedTop:
+    """The run behind `address`, HOST:PORT or http://HOST:PORT/metrics. Raises `ConfigurationError`, `DataError` where nobody answers."""
+
+    def __init__(self, address: str) -> None:
+        if find_spec("prometheus_client") is None:
+            raise ConfigurationError(
+                f"top {address}: the package prometheus-client is needed; pip install thinwire[prometheus]."
+            )
+        parts = urlsplit(address if "://" in address else f"http://{address}")
+        try:
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            host, port = None, None
+        if parts.scheme not in ("http", "https") or not host:
+            raise ConfigurationError(f"top {address}: a run folder, HOST:PORT or http://HOST:PORT/metrics is needed.")
+        self.address, self._path = address, parts.path or "/metrics"
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._connect: Callable[[], http.client.HTTPConnection] = lambda: kind(host, port, timeout=TIMEOUT_SECONDS)
+        self._run, self._seen, self._missed = "", dict[str, _Seen](), 0
+
+    @property
+    def over(self) -> bool:
+        """Whether nobody answers any more: an endpoint ends with its run."""
+        return self._missed >= MISSED
+
+    def read(self, now: float) -> None:
+        """Look once. Raises `DataError` where nobody has answered yet."""
+        parser: Any = importlib.import_module("prometheus_client.parser")
+        values: dict[str, dict[str, float]] = {}
+        try:
+            for family in parser.text_string_to_metric_families(self._page()):
+                for sample in family.samples:
+                    name = sample.name.removeprefix("thinwire_").removesuffix("_total")
+                    if sample.name != name and "replica" in sample.labels and len(values) < 1024:
+                        self._run = sample.labels.get("run", "")
+                        values.setdefault(sample.labels["replica"], {})[name] = float(sample.value)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            if self._seen:
+                self._missed += 1
+                return
+            raise DataError(
+                f"{self.address} cannot be read ({type(error).__name__}: {error}); a run that goes on with --log prometheus is needed. "
+                "Its endpoint ends with it."
+            ) from None
+        self._missed = 0
+        for name, its in values.items():
+            self._seen.setdefault(name, _Seen()).take(now, its)
+
+    def _page(self) -> str:
+        connection = self._connect()
+        try:
+            connection.request("GET", self._path)
+            answer = connection.getresponse()
+            page = answer.read(LONGEST + 1)
+        finally:
+            connection.close()
+        if answer.status != 200 or len(page) > LONGEST:
+            raise ValueError(f"it answers {answer.status} with {len(page)} bytes")
+        return page.decode()
+
+    def facts(self, now: float) -> dict[str, Any]:
+        """What the screen shows, for JSON."""
+        return {
+            "run": self._run, "address": self.address, "step": self._step,
+            "replicas": [
+                {"name": name, "state": self._state(one, now), "step": _whole(one.now("step")), "loss": _finite(one.now("loss")),
+                 "tokens_per_second": _finite(one.rate("tokens")), "nbytes": _whole(one.now("sent_bytes"))}
+                for name, one in sorted(self._seen.items())
+            ],
+        }  # fmt: skip
+
+    def picture(self, now: float) -> Group:
+        """The screen at `now`, seconds since 1970."""
+        table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1, 0, 0))
+        for name in _COLUMNS:
+            table.add_column(name, justify="left" if name in _LEFT else "right", no_wrap=name != "state")
+        for name, one in sorted(self._seen.items()):
+            compute = one.rate("compute_seconds")
+            table.add_row(
+                *map(
+                    Text,
+                    (
+                        printable(name.removeprefix("replica-"), 40), self._state(one, now), str(_whole(one.now("step"))),
+                        text_of_loss(one.now("loss")), text_of_count(one.rate("tokens")),
+                        text_of_share(compute) if math.isfinite(compute) else NOTHING,
+                        text_of_seconds(one.now("stall_seconds")), text_of_seconds(one.now("flight_seconds")),
+                        text_of_nbytes(_whole(one.now("sent_bytes"))), text_of_loss(one.now("evaluation_loss")),
+                    ),
+                )
+            )  # fmt: skip
+        head = printable(f"{self._run}, {self.address}: step {self._step}, {len(self._seen)} replicas", 400)
+        return Group(Text(head), table, Text("Speeds are those since this began to look.", style="dim"))
+
+    @property
+    def _step(self) -> int:
+        return min((_whole(one.now("step")) for one in self._seen.values()), default=0)
+
+    def _state(self, one: _Seen, now: float) -> str:
+        still = now - one.moved
+        return f"silent for {text_of_seconds(still)}" if still > SILENT_SECONDS else "trains"
+
+
+def is_address(text: str) -> bool:
+    """Whether `text` names an endpoint: HOST:PORT or a URL."""
+    return "://" in text or bool(re.fullmatch(r"[A-Za-z0-9_.-]+:\d{1,5}|\[[0-9A-Fa-f:]+\]:\d{1,5}", text))
+
+
+def _whole(value: float) -> int:
+    return int(value) if math.isfinite(value) else 0
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
