@@ -137,13 +137,16 @@ def set_up(file: Path, link: Link | None, step_seconds: float | None) -> Iterato
         step_seconds = measured_step(run, vocabulary)
         yield CheckResult("inner step", "ok", f"{text_of_seconds(step_seconds)} (measured)")
     if step_seconds is not None:
+        told: set[str] = set()
         if follows_link(run):
+            told.add("delay")
             run, says = with_delay(run, model, step_seconds)
             strategy = run.make_strategy()
             fragments = strategy.partition.fragments(model)
-            yield CheckResult("delay of the link", "ok", f"thinwire train takes {says}")
+            yield CheckResult("delay", "ok", f"thinwire train takes {says}")
         shapes, wire = [fragment.shapes for fragment in fragments], link or parse_link(run.placement.link)
-        yield from enough(strategy, shapes, run.placement.replicas, wire, step_seconds)
+        found = enough(strategy, shapes, run.placement.replicas, wire, step_seconds)
+        yield from (finding for finding in found if finding.what not in told)
         yield timeouts(run.placement, strategy, shapes, wire, step_seconds)
 
 
