@@ -81,7 +81,7 @@ def test_the_kernel_takes_the_rules(capsys):
 
 
 def test_every_finding_that_is_not_ok_says_what_to_do(capsys, tmp_path, text):
-    file = saved(tmp_path, text, steps=10**6, replicas=1000, link="1kbit")
+    file = saved(tmp_path, text, steps=10**6, replicas=1000, link="1kbit", delay=1)
     _, found = ask(capsys, file, "--step-seconds", "0.1", "--master-addr", "nowhere.invalid")
     poor = {what for what, finding in found.items() if finding["level"] != "ok"}
     assert {"replicas", "text", "link", "delay", "rank 0"} <= poor

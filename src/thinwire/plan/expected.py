@@ -87,11 +87,16 @@ def _of_period(
     return factor, warnings
 
 
+def cost_of_delay(every: int, delay: int) -> float:
+    """The factor on the loss of `streaming_sign` for steps in the air."""
+    return 1 + _SIGN_DELAY * max(0, delay - 1) / every
+
+
 def _of_signs(parameters: float, replicas: int, every: int, delay: int) -> tuple[float, tuple[Outside, ...]]:
     control = predict("loss", parameters, None).value / predict("loss", parameters, replicas).value
     says = "no published law; DiLoCo's is taken, with what was measured of signs on 0.18 million parameters"
     factor = control + _SIGN * (1 - control)
-    return factor * (1 + _SIGN_DELAY * max(0, delay - 1) / every), (Outside("streaming_sign-unfitted", says),)
+    return factor * cost_of_delay(every, delay), (Outside("streaming_sign-unfitted", says),)
 
 
 def _interpolated(parameters: float, table: Sequence[tuple[float, float]]) -> float:
