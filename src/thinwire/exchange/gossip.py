@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
@@ -115,7 +116,7 @@ class Gossip(Exchange):
 
     def init(self, codec: Codec, numel: int, rank: int, size: int) -> State:
         self.check_size(size)
-        return {}
+        return self.rule.init(torch.zeros(numel))  # of the right size; what is in it depends on the start
 
     def depart(self, round_: Round, state: State) -> _Departure:
         key, rank, size = round_.key, round_.rank, round_.size
