@@ -23,27 +23,21 @@ from thinwire.topology import Complete, Exponential, Listed, OnePeerExponential,
 
 
 def play(rule, topology, x, rounds, *, train=None, codec=None, state=None, seed=0):
-    """`rounds` of the rule among the rows of x; `train(x, number)` gives θ. What the rows are after each."""
-    states = [rule.init(row) for row in x] if state is None else state
+    """`rounds` of the rule among the rows of x, all at once; `train(x, number)` gives θ. Rows and state after each."""
+    state = rule.init(x) if state is None else state
     for number in range(rounds):
         theta = x if train is None else train(x, number)
         if number == 0 or not topology.fixed:
             weights = torch.from_numpy(rule.weights(topology, len(x), number, 0, seed))
-        said = [rule.says(row, own, memory) for row, own, memory in zip(x, theta, states)]
-        vectors = [torch.stack(of) for of in zip(*said)]
-        vectors[0] = vectors[0] if codec is None else codec(vectors[0])
-        heard = [weights @ vector for vector in vectors]
-        moved = [
-            rule.hears(x[i], theta[i], states[i], [one[i] for one in heard], [one[i] for one in vectors])
-            for i in range(len(x))
-        ]
-        x, states = torch.stack([row for row, _ in moved]), [memory for _, memory in moved]
-        yield x, states
+        said = rule.says(x, theta, state)
+        said = (said[0] if codec is None else codec(said[0]), *said[1:])
+        x, state = rule.hears(x, theta, state, [weights @ vector for vector in said], said)
+        yield x, state
 
 
 def last(steps):
-    *_, (x, states) = steps
-    return x, states
+    *_, end = steps
+    return end
 
 
 def normal(*shape, seed=0):
@@ -121,7 +115,7 @@ def top_tenth(x):
 def test_choco_converges_for_small_steps_only(step, bound):
     """Ring of 16, d = 200, the largest 10 %, 3,000 rounds; the mean stays in all cases that converge."""
     rule, x = Choco(step), normal(16, 200)
-    zeros = [{"public": torch.zeros_like(row), "neighbours": torch.zeros_like(row)} for row in x]
+    zeros = {"public": torch.zeros_like(x), "neighbours": torch.zeros_like(x)}
     for now, _ in play(rule, Ring(), x, 3000, codec=top_tenth, state=zeros):
         if not torch.isfinite(now).all() or spread_of(now) > 1e6:
             break
@@ -180,18 +174,14 @@ def test_a_row_that_does_not_mix_biases_the_mean():
 def test_gradient_tracking_reaches_the_optimum_on_every_replica():
     """The order of a round after each step: y follows the mean gradient, and Σy = Σg at all times."""
     rule, lr, x = Tracking(), 0.05, normal(16, 10)
-    states = [rule.init(row) for row in x]
-    weights = torch.from_numpy(mixing(Ring(), 16))
+    state, weights = rule.init(x), torch.from_numpy(mixing(Ring(), 16))
     for _ in range(1500):
         gradients = x - OPTIMA
-        followed = [rule.tracked(gradient, state) for gradient, state in zip(gradients, states)]
-        theta, states = x - lr * torch.stack([y for y, _ in followed]), [state for _, state in followed]
-        drift = torch.stack([state["direction"] for state in states]).sum(0) - gradients.sum(0)
-        assert float(drift.abs().max()) < 1e-9
-        said = [rule.says(a, b, state) for a, b, state in zip(x, theta, states)]
-        heard = [weights @ torch.stack(of) for of in zip(*said)]
-        moved = [rule.hears(x[i], theta[i], states[i], [one[i] for one in heard], said[i]) for i in range(16)]
-        x, states = torch.stack([row for row, _ in moved]), [state for _, state in moved]
+        direction, state = rule.tracked(gradients, state)
+        assert float((state["direction"].sum(0) - gradients.sum(0)).abs().max()) < 1e-9
+        theta = x - lr * direction
+        said = rule.says(x, theta, state)
+        x, state = rule.hears(x, theta, state, [weights @ vector for vector in said], said)
     assert float((x - OPTIMA.mean(0)).abs().max()) < 1e-10
 
 
@@ -199,9 +189,9 @@ def test_push_sum_finds_the_mean_where_plain_averaging_is_off():
     edges = (*((i, (i + 1) % 8) for i in range(8)), (0, 3), (0, 5), (2, 6))
     topology, x = Listed(edges, one_way=True), normal(8, 10)
     rule = PushSum()
-    end, states = last(play(rule, topology, x, 300))
-    assert float((end - x.mean(0)).abs().max()) < 1e-7  # the number is fp32
-    assert sum(float(state["weight"]) for state in states) == pytest.approx(8, abs=1e-5)
+    end, state = last(play(rule, topology, x, 300, state={"weight": torch.ones(8, 1, dtype=torch.float64)}))
+    assert float((end - x.mean(0)).abs().max()) < 1e-12
+    assert float(state["weight"].sum()) == pytest.approx(8) and bool((state["weight"] > 0).all())
     weights = torch.from_numpy(rule.weights(topology, 8, 0, 0, 0))
     plain = torch.linalg.matrix_power(weights, 300) @ x
     assert float((plain - x.mean(0)).abs().max()) > 0.05
