@@ -162,15 +162,18 @@ def _said(result: Mapping[str, Any]) -> str:
 
 
 def recipes() -> str:
-    """A table of all recipes and methods for docs/strategies.md, in three parts."""
+    """A table of all recipes and methods for docs/strategies.md, in four parts."""
     parts: dict[str, list[str]] = {
         "Deltas, every H steps": [],
         "Gradients, at every step": [],
+        "Weights, among neighbours": [],
         "With a loop of their own": [],
     }
     for name, make in NAMED.items():
         made = make()
-        of = 2 if not isinstance(made, Strategy) else 1 if isinstance(made.signal, Gradients) else 0
+        of = 3
+        if isinstance(made, Strategy):
+            of = 2 if not made.exchange.agrees else 1 if isinstance(made.signal, Gradients) else 0
         list(parts.values())[of].append(name)
     at = homes()
     rows = [["", "what it does", "bits per parameter and step", "bytes kept"], ["---", "---", "---:", "---:"]]

@@ -13,7 +13,7 @@ from thinwire.cli import main
 from thinwire.errors import ConfigurationError
 from thinwire.simulate.overlap import (
     ORDERS,
-    Ring,
+    RingReduction,
     hidden_share,
     memory_traffic,
     overlapped_seconds,
@@ -25,7 +25,7 @@ from thinwire.simulate.overlap import (
 @pytest.mark.parametrize(("c", "overlapped", "serial"), [(0.5, 8, 11.5), (1, 8, 15), (2, 15, 22)])
 def test_the_pins(c, overlapped, serial):
     """Eight ranks, a second a chunk."""
-    ring = Ring(8, 1.0, c)
+    ring = RingReduction(8, 1.0, c)
     assert reduce_scatter(ring, "staggered") == pytest.approx(overlapped, rel=1e-12)
     assert reduce_scatter(ring, "serial") == pytest.approx(serial, rel=1e-12)
     assert (overlapped_seconds(ring), serial_seconds(ring)) == (overlapped, serial)
@@ -34,7 +34,7 @@ def test_the_pins(c, overlapped, serial):
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8, 16, 40])
 def test_simulator_and_closed_form_agree(ranks):
     for c, k in product((0.01, 0.1, 0.3, 0.7, 1, 1.3, 2, 3.1, 20), (0, 0.2, 0.5, 1, 3)):
-        ring = Ring(ranks, 1.0, c, k)
+        ring = RingReduction(ranks, 1.0, c, k)
         assert reduce_scatter(ring, "staggered") == pytest.approx(overlapped_seconds(ring), rel=1e-9)
         assert reduce_scatter(ring, "serial") == pytest.approx(serial_seconds(ring), rel=1e-9)
 
@@ -43,7 +43,7 @@ def test_without_contention_it_is_the_form_of_two_branches():
     """max(N·g, g + (N−1)·c) for c ≥ g, max(N·g, (N−1)·g + c) below."""
     for n, c in product((2, 5, 9), (0.2, 0.9, 1.0, 1.1, 4.0)):
         branches = max(n, 1 + (n - 1) * c) if c >= 1 else max(n, n - 1 + c)
-        assert overlapped_seconds(Ring(n, 1.0, c)) == pytest.approx(branches)
+        assert overlapped_seconds(RingReduction(n, 1.0, c)) == pytest.approx(branches)
 
 
 def test_the_best_gain_is_where_sending_takes_as_long_as_computing():
@@ -51,7 +51,7 @@ def test_the_best_gain_is_where_sending_takes_as_long_as_computing():
         gains = {
             c: serial_seconds(r) / reduce_scatter(r, "staggered")
             for c in (0.5, 0.9, 1.0, 1.1, 2.0)
-            for r in [Ring(n, 1.0, c)]
+            for r in [RingReduction(n, 1.0, c)]
         }
         assert max(gains, key=gains.__getitem__) == 1.0 and gains[1.0] == pytest.approx(float(Fraction(2 * n - 1, n)))
 
@@ -59,12 +59,12 @@ def test_the_best_gain_is_where_sending_takes_as_long_as_computing():
 def test_without_staggering_the_ring_waits():
     """The last rank may send only the last chunk that is computed first of all by nobody: no better than serial."""
     for c in (0.5, 1.0, 2.0):
-        ring = Ring(8, 1.0, c)
+        ring = RingReduction(8, 1.0, c)
         assert reduce_scatter(ring, "same") == pytest.approx(serial_seconds(ring))
 
 
 def test_contention_costs_and_never_more_than_all_the_sending():
-    quiet, busy = Ring(8, 1.0, 0.5), Ring(8, 1.0, 0.5, contention=1.0)
+    quiet, busy = RingReduction(8, 1.0, 0.5), RingReduction(8, 1.0, 0.5, contention=1.0)
     took = reduce_scatter(busy, "staggered")
     assert reduce_scatter(quiet, "staggered") < took == pytest.approx(8 + 7 * 0.25)
     assert reduce_scatter(busy, "serial") == reduce_scatter(quiet, "serial")
@@ -72,7 +72,7 @@ def test_contention_costs_and_never_more_than_all_the_sending():
 
 
 def test_time_scales():
-    ring = Ring(6, 1.0, 1.7, 0.3)
+    ring = RingReduction(6, 1.0, 1.7, 0.3)
     slow = replace(ring, produce_seconds=1e-6, send_seconds=1.7e-6)
     for order in ORDERS:
         assert reduce_scatter(slow, order) == pytest.approx(1e-6 * reduce_scatter(ring, order), rel=1e-9)
@@ -137,4 +137,4 @@ def test_bad_input_is_said_in_a_line(arguments, says, capsys):
 
 def test_an_order_that_does_not_exist():
     with pytest.raises(ConfigurationError, match="order='backwards' is not known"):
-        reduce_scatter(Ring(2, 1.0, 1.0), "backwards")  # type: ignore[arg-type]
+        reduce_scatter(RingReduction(2, 1.0, 1.0), "backwards")  # type: ignore[arg-type]

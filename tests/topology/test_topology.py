@@ -12,8 +12,8 @@ from thinwire.topology import (
     Complete,
     ErdosRenyi,
     Exponential,
-    Grid,
     Listed,
+    Mesh,
     OnePeerExponential,
     RandomPairs,
     RandomRegular,
@@ -32,7 +32,7 @@ from thinwire.topology import (
 )
 
 EVERY = [
-    *(Complete(), Ring(), Grid(), Grid(2), Torus(), Exponential(), OnePeerExponential(), RandomPairs()),
+    *(Complete(), Ring(), Mesh(), Mesh(2), Torus(), Exponential(), OnePeerExponential(), RandomPairs()),
     *(RandomRegular(3), ErdosRenyi(0.7), Listed(((0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7), (0, 7)))),
 ]
 
@@ -53,7 +53,7 @@ def test_weights_are_doubly_stochastic_in_every_round(topology):
 def test_degrees():
     degrees = {topology: topology.edges(16).sum(1) for topology in (Complete(), Ring(), Torus(), Exponential())}
     assert [set(map(int, of)) for of in degrees.values()] == [{15}, {2}, {4}, {4}]
-    assert sorted(map(int, set(Grid(4).edges(16).sum(1)))) == [2, 3, 4]
+    assert sorted(map(int, set(Mesh(4).edges(16).sum(1)))) == [2, 3, 4]
     assert set(RandomRegular(3).edges(20).sum(1)) == {3}
     assert {int(RandomPairs().edges(10, n).sum()) for n in range(50)} == {10}
 
@@ -65,7 +65,7 @@ def test_spectra_are_the_closed_forms():
         assert spectrum(Exponential(), size).gap == pytest.approx(2 / (1 + tau), abs=1e-9)
         assert spectrum(Ring(), size).second == pytest.approx((1 + 2 * np.cos(2 * np.pi / size)) / 3, abs=1e-9)
         assert spectrum(Complete(), size).second == 0.0
-    ring, large, grid = spectrum(Ring(), 16), spectrum(Ring(), 100), spectrum(Grid(10), 100)
+    ring, large, grid = spectrum(Ring(), 16), spectrum(Ring(), 100), spectrum(Mesh(10), 100)
     assert [round(one.second, 4) for one in (ring, large, grid)] == [0.9493, 0.9987, 0.9795]
     assert [round(one.second**4, 4) for one in (ring, large, grid)] == [0.8119, 0.9947, 0.9204]
     assert ring.halving == pytest.approx(np.log(2) / -np.log(0.949253), rel=1e-4)
@@ -129,7 +129,7 @@ def test_where_all_count_alike_weights_are_equal_to_the_bit():
         (RandomPairs(), 5, "among 5 replicas: an even number is needed"),
         (RandomRegular(3), 5, "not 3 x 5"),
         (RandomRegular(8), 8, "a degree from 2 to 7"),
-        (Grid(3), 8, "a number of rows by which 8 divides is needed"),
+        (Mesh(3), 8, "a number of rows by which 8 divides is needed"),
         (ErdosRenyi(0.01), 8, "parts"),
     ],
     ids=str,

@@ -67,7 +67,7 @@ from thinwire.exchange.two_shot import TwoShot as TwoShot
 # Who talks to whom, where not all talk to all.
 from thinwire.topology.fixed import Complete as Complete
 from thinwire.topology.fixed import Ring as Ring
-from thinwire.topology.fixed import Grid as Grid
+from thinwire.topology.fixed import Mesh as Mesh
 from thinwire.topology.fixed import Torus as Torus
 from thinwire.topology.fixed import Exponential as Exponential
 from thinwire.topology.drawn import OnePeerExponential as OnePeerExponential

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
@@ -25,6 +26,7 @@ from thinwire.pieces.schedule import Adaptive
 from thinwire.rng import Key
 from thinwire.state import State
 from thinwire.topology import Topology, check_size
+from thinwire.topology.base import Weights
 
 
 @dataclass(frozen=True)
@@ -115,11 +117,11 @@ class Gossip(Exchange):
 
     def init(self, codec: Codec, numel: int, rank: int, size: int) -> State:
         self.check_size(size)
-        return {}
+        return self.rule.init(torch.zeros(numel))  # of the right size; what is in it depends on the start
 
     def depart(self, round_: Round, state: State) -> _Departure:
         key, rank, size = round_.key, round_.rank, round_.size
-        weights = self.rule.weights(self.topology, size, key.round, key.fragment, key.seed)
+        weights = _weights(self, size, 0 if self.topology.fixed else key.round, key.fragment, key.seed)
         sources, targets = _others(weights[rank], rank), _others(weights[:, rank], rank)
         said, begin = [], 0
         for number, (codec, numel) in enumerate(self.rule.vectors(round_.codec, round_.numel)):
@@ -160,6 +162,11 @@ class Gossip(Exchange):
 
     def seconds(self, codec: Codec, numel: int, size: int, link: Link) -> float:
         return link.seconds(self.nbytes_sent(codec, numel, size)) if size > 1 else 0.0
+
+
+@lru_cache(maxsize=256)
+def _weights(gossip: Gossip, size: int, number: int, fragment: int, seed: int) -> Weights:
+    return gossip.rule.weights(gossip.topology, size, number, fragment, seed)
 
 
 def _shifted(round_: Round, first: int, begin: int, end: int) -> Tensor:

@@ -40,11 +40,11 @@ def _check_sampled(placement: Placement, label: str, sampled: int, every: int) -
 
 
 def evaluated(replica: object) -> str:
-    """What it holds while it is evaluated: `anchors`, which all agree on; its `own` weights, in gossip until the end; or only `start`, where its
-    round began.
+    """What it holds while it is evaluated: `anchors`, which all agree on; in gossip its `own` weights, and at the end the `mean` over all
+    replicas; or only `start`, where its round began.
     """
-    if isinstance(replica, Replica) and not replica.agreed:
-        return "own"
+    if isinstance(replica, Replica) and not replica.strategy.exchange.agrees:
+        return "mean" if replica.agreed else "own"
     return "anchors" if not isinstance(replica, Federated) or replica.informed else "start"
 
 

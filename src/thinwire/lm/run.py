@@ -177,9 +177,9 @@ class Run:
             model = str(Path(model).absolute())
         text = tuple(str(Path(path).absolute()) for path in self.data.text)
         given = self.counted_in_samples().settings()
-        pieces = {name: pinned(given[name]) for name in OF_PIECES if given[name] is not None}
         if given["topology"] and given["topology"].endswith(".json"):
             given["topology"] = repr(read_edges(Path(given["topology"])))
+        pieces = {name: pinned(given[name]) for name in OF_PIECES if given[name] is not None}
         given |= {
             "lr": self.lr,
             "text": text,

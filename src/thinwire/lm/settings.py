@@ -25,7 +25,7 @@ from thinwire.pieces.transforms import Clip
 from thinwire.recipes import RECIPES
 from thinwire.strategy import Strategy
 from thinwire.testing.attacks import Attack, Attacked, attack_of
-from thinwire.topology import read_edges
+from thinwire.topology import Topology, read_edges
 
 OF_THE_RECIPE = (
     *("every", "delay", "fragments", "merge", "codec", "partition", "offsets"),
@@ -140,12 +140,7 @@ class MethodSpec(_Part):
             if name in given:
                 given[name] = parse(given[name], offered=pieces_of(room), own_files=True)
         if self.topology is not None:
-            file = self.topology.endswith(".json")
-            given["topology"] = (
-                read_edges(Path(self.topology))
-                if file
-                else parse(self.topology, offered=pieces_of("topology"), own_files=True)
-            )
+            given["topology"] = topology_of(self.topology)
         if self.partition and self.fragments:
             raise ConfigurationError(
                 f"partition={self.partition!r} with fragments={self.fragments}: each says how the model is cut; give one of them."
@@ -353,6 +348,20 @@ class Placement(_Part):
                 "and carrier='processes' or 'secure'. "
                 "To emulate a link with a delay, use link."
             )
+
+
+def topology_of(text: str) -> Topology:
+    """A graph by its name, in small letters too (`ring`, `random_pairs`), or from a file of edges. Raises `ConfigurationError`."""
+    if text.endswith(".json"):
+        return read_edges(Path(text))
+    known = {name.lower(): name for name in pieces_of("topology")}
+    name = known.get(recipe_name(text).replace("_", "").lower(), text)
+    made = parse(name, offered=sorted(known.values()), own_files=True)
+    if not isinstance(made, Topology):
+        raise ConfigurationError(
+            f"topology={text!r} is a {type(made).__name__}; one of {', '.join(sorted(known.values()))} is needed."
+        )
+    return made
 
 
 def recipe_name(strategy: str) -> str:

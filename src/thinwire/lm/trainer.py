@@ -305,7 +305,7 @@ class Trainer(ABC):
             loss = self.job.evaluation(self.model, self.device)
         self.model.train()
         of = evaluated(self.replica)
-        self.eval_loss = loss if of == "anchors" else math.nan
+        self.eval_loss = loss if of in ("anchors", "mean") else math.nan
         self.log.emit(
             "eval",
             self.replica.step,
@@ -368,6 +368,7 @@ class Trainer(ABC):
             "tokens": self._tokens(),
             "parameters": self.parameters,
             "eval_loss": self.eval_loss,
+            "eval_of": evaluated(self.replica),
             "wire_bytes_sent": self.ledger.sent(),
             "bits_per_parameter_per_step": 8 * self.ledger.sent() / self.parameters / max(1, self.counted_steps),
             "compute_utilization": totals.compute_seconds / max(totals.loop_seconds, 1e-9),

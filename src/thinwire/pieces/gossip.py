@@ -299,7 +299,7 @@ class PushSum(GossipRule):
         return ((codec, numel), (Identity(), 1))
 
     def init(self, x: Tensor) -> State:
-        return {"weight": torch.ones(1)}
+        return {"weight": torch.ones(1, dtype=x.dtype, device=x.device)}
 
     def says(self, x: Tensor, theta: Tensor, state: State) -> tuple[Tensor, ...]:
         return theta * state["weight"], state["weight"]

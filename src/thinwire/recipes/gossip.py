@@ -32,7 +32,7 @@ def noloco(
         delay: τ, inner steps from departure to landing; less than `every`.
         outer_lr: β, the learning rate of the outer step.
         outer_momentum: α, its momentum, in [0, 1).
-        pull: γ, how strongly a replica is drawn to its partner; None: `outer_lr`.
+        pull: γ, the share by which a replica is drawn to its partner, above 0; None: `outer_lr`.
         topology: who talks to whom.
         codec: how deltas become bytes; weights travel in fp32.
         partition: how the model is cut into fragments; each has pairs of its own.

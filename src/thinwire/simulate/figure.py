@@ -11,7 +11,7 @@ from thinwire.report.charts import Chart, ChartState, Json, colour, rounded
 from thinwire.simulate import fabric
 from thinwire.simulate.fabric import POLICIES, Fabric, Pattern
 from thinwire.simulate.layers import Floats
-from thinwire.simulate.overlap import ORDERS, Ring, overlapped_seconds, reduce_scatter, serial_seconds
+from thinwire.simulate.overlap import ORDERS, RingReduction, overlapped_seconds, reduce_scatter, serial_seconds
 from thinwire.simulate.pipeline import (
     Pipeline,
     amp_seconds,
@@ -68,10 +68,10 @@ def pipeline_chart(stages: int, micro_batches: int, forward: float, backward: fl
     return chart(data, x, share_axis("share of the time computing"), "dashed: closed forms (predicted)")
 
 
-def overlap_chart(ring: Ring) -> Chart:
+def overlap_chart(ring: RingReduction) -> Chart:
     """How many times faster than serial, against sending over computing, from a tenth to ten."""
     ratios = np.geomspace(0.1, 10, 81)
-    rings = [Ring(ring.ranks, 1.0, float(ratio), ring.contention) for ratio in ratios]
+    rings = [RingReduction(ring.ranks, 1.0, float(ratio), ring.contention) for ratio in ratios]
     serial = np.array([serial_seconds(each) for each in rings])
     data = [
         curve(

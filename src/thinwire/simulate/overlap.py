@@ -24,7 +24,7 @@ _SAME = 1e-12  # of all the time: two events at once
 
 
 @dataclass(frozen=True)
-class Ring:
+class RingReduction:
     """N ranks that need `produce_seconds` g for a chunk each, and `send_seconds` c for a ring step.
 
     `contention` k: while a rank sends, computing takes 1 + k times as long, since both need the same memory and cores.
@@ -56,7 +56,7 @@ class Ring:
         return (self.ranks - 1) * self.send_seconds
 
 
-def reduce_scatter(ring: Ring, order: Order) -> float:
+def reduce_scatter(ring: RingReduction, order: Order) -> float:
     """Seconds until every rank has computed all chunks and holds its own sum, simulated.
 
     `serial`: nothing is sent before all is computed. `same`: all ranks compute chunks 0, 1, …, so that most wait for
@@ -68,7 +68,7 @@ def reduce_scatter(ring: Ring, order: Order) -> float:
 class _Ranks:
     """Arrays [N]: how many chunks each has made, what is left of the next, sends begun and ended, what it received."""
 
-    def __init__(self, ring: Ring, order: Order) -> None:
+    def __init__(self, ring: RingReduction, order: Order) -> None:
         if order not in ORDERS:
             raise ConfigurationError(f"order={order!r} is not known; choose from {', '.join(ORDERS)}.")
         count = ring.ranks
@@ -109,25 +109,25 @@ class _Ranks:
         self.now = float(now)
 
 
-def serial_seconds(ring: Ring) -> float:
+def serial_seconds(ring: RingReduction) -> float:
     """T = N·g + (N−1)·c, predicted and exact."""
     return ring.work_seconds + ring.traffic_seconds
 
 
-def overlapped_seconds(ring: Ring) -> float:
+def overlapped_seconds(ring: RingReduction) -> float:
     """T = g + (N−1)·max(c, g + c·k/(1+k)), predicted; exact for `staggered`.
 
     Either the link is busy from the first chunk on, or the ranks compute all the time, and lose c·k/(1+k) for every
     message beside it. With k = 0 these are g + (N−1)·c and N·g.
 
-    >>> [overlapped_seconds(Ring(8, 1.0, c)) for c in (0.5, 1.0, 2.0)]
+    >>> [overlapped_seconds(RingReduction(8, 1.0, c)) for c in (0.5, 1.0, 2.0)]
     [8.0, 8.0, 15.0]
     """
     g, c, k = ring.produce_seconds, ring.send_seconds, ring.contention
     return g + (ring.ranks - 1) * max(c, g + c * k / (1 + k))
 
 
-def hidden_share(ring: Ring, seconds: float) -> float:
+def hidden_share(ring: RingReduction, seconds: float) -> float:
     """The overlap's efficiency: how much of the traffic's time hides behind the work. 0 for `serial`."""
     return round(1 - (seconds - ring.work_seconds) / ring.traffic_seconds, 12) + 0.0  # no −0
 

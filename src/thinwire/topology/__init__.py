@@ -2,7 +2,7 @@
 
 from thinwire.topology.base import Topology, check_size, parts, spread
 from thinwire.topology.drawn import ErdosRenyi, OnePeerExponential, RandomPairs, RandomRegular
-from thinwire.topology.fixed import Complete, Exponential, Grid, Listed, Ring, Torus, read_edges
+from thinwire.topology.fixed import Complete, Exponential, Listed, Mesh, Ring, Torus, read_edges
 from thinwire.topology.spectrum import Spectrum, contraction, second, spectrum
 from thinwire.topology.weights import check_doubly, metropolis, mixing, outgoing
 
@@ -10,8 +10,8 @@ __all__ = [
     "Complete",
     "ErdosRenyi",
     "Exponential",
-    "Grid",
     "Listed",
+    "Mesh",
     "OnePeerExponential",
     "RandomPairs",
     "RandomRegular",

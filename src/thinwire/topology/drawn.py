@@ -104,6 +104,9 @@ class ErdosRenyi(Topology):
     Args:
         probability: of an edge, in (0, 1]. Below ln M / M the graph is most often not connected, and refused.
 
+    Raises:
+        ConfigurationError: that is no probability.
+
     >>> int(ErdosRenyi(1.0).edges(4).sum())
     12
     """

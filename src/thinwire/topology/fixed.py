@@ -38,13 +38,13 @@ class Ring(Topology):
 
 
 @dataclass(frozen=True)
-class Grid(Topology):
+class Mesh(Topology):
     """Replicas in `rows` rows; each sends to those beside, above and below it.
 
     Args:
         rows: number of rows, by which the number of replicas must divide; None: as nearly square as it goes.
 
-    >>> int(Grid(2).edges(4)[0].sum())
+    >>> int(Mesh(2).edges(4)[0].sum())
     2
     """
 
@@ -56,10 +56,10 @@ class Grid(Topology):
 
 @dataclass(frozen=True)
 class Torus(Topology):
-    """A `Grid` whose ends are joined: each replica sends to four.
+    """A `Mesh` whose ends are joined: each replica sends to four.
 
     Args:
-        rows: as for `Grid`.
+        rows: number of rows, by which the number of replicas must divide; None: as nearly square as it goes.
 
     >>> int(Torus(3).edges(9)[0].sum())
     4

@@ -18,7 +18,7 @@ from thinwire.records.units import text_of_seconds, text_of_share
 from thinwire.simulate.figure import overlap_chart
 from thinwire.simulate.overlap import (
     ORDERS,
-    Ring,
+    RingReduction,
     hidden_share,
     memory_traffic,
     overlapped_seconds,
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     description = "A ring reduce-scatter beside the computing of what it reduces: T3's schedule (simulated)."
     asked = options.read(Options, "simulate overlap", arguments, description)
     figures.check(asked.plot)
-    ring = Ring(asked.ranks, asked.produce_seconds, _send_seconds(asked), asked.contention)
+    ring = RingReduction(asked.ranks, asked.produce_seconds, _send_seconds(asked), asked.contention)
     found = _facts(ring)
     console = options.console(asked.json)
     console.print(_table(ring, found))
@@ -83,7 +83,7 @@ def _send_seconds(asked: Options) -> float:
     return Link.parse(asked.link).seconds(-(-quantities.nbytes(asked.nbytes) // max(asked.ranks, 1)))
 
 
-def _facts(ring: Ring) -> dict[str, Any]:
+def _facts(ring: RingReduction) -> dict[str, Any]:
     """For programs."""
     seconds = {order: reduce_scatter(ring, order) for order in ORDERS}
     plain, near = memory_traffic(ring.ranks)
@@ -109,7 +109,7 @@ _SAYS = {
 }
 
 
-def _table(ring: Ring, found: dict[str, Any]) -> Table:
+def _table(ring: RingReduction, found: dict[str, Any]) -> Table:
     table = options.table(
         f"{ring.ranks} ranks, {text_of_seconds(ring.produce_seconds)} to compute a chunk, {text_of_seconds(ring.send_seconds)} to send it"
     )

@@ -1,0 +1,110 @@
+"""Gossip through the public command's own path: trained, stopped and resumed; what is saved is the mean over all replicas."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from thinwire.errors import ConfigurationError
+from thinwire.lm import launch
+from thinwire.lm.run import Run
+from thinwire.records.events import read_events
+
+STEPS = 8
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    file = tmp_path / "text.txt"
+    file.write_text("".join(f"line {i}: {i * i % 97} neighbours hear {i % 13} packets\n" for i in range(2000)))
+    return str(file)
+
+
+def small_run(text: str, **changes: object) -> Run:
+    settings: dict[str, object] = dict(
+        text=(text,), strategy="noloco", topology="random_pairs", every=3, delay=1, partition="BySize(2)", replicas=4, steps=STEPS,
+        model="nano", batch=1, sequence=16, checkpoint_every=4, keep=9, eval_batches=1, eval_every=4, carrier="threads", timeout=600.0,
+    )  # fmt: skip
+    return Run.of(**(settings | changes))  # type: ignore[arg-type]
+
+
+def run_in(folder: Path, run: Run, resume: bool = False) -> None:
+    launch.new_folder(run, folder, resume)
+    train = launch.train_threads if run.placement.carrier == "threads" else launch.train_processes
+    train(run, folder, resume, lambda: None)
+
+
+def events_of(folder: Path, kind: str, replica: int = 0) -> list[Any]:
+    found = read_events(folder / "events" / f"replica-{replica}.jsonl")
+    return [event for event in found if event["event"] == kind]
+
+
+def test_a_run_is_resumed_bit_for_bit_and_saves_the_mean(tmp_path: Path, text: str) -> None:
+    whole = tmp_path / "whole"
+    run_in(whole, small_run(text))
+    model = load_file(whole / "model.safetensors")
+
+    # What is saved is the mean of the replicas' own weights of the last step, which differ.
+    own = [load_file(next(whole.glob(f"checkpoints/replica-{r}/step-{STEPS:08d}/model.safetensors"))) for r in range(4)]
+    name = max(model, key=lambda one: model[one].numel())
+    assert not torch.equal(own[0][name], own[1][name])
+    for name, value in model.items():
+        if value.is_floating_point():
+            mean = torch.stack([one[name] for one in own]).double().mean(0)
+            torch.testing.assert_close(value.double(), mean, atol=1e-6, rtol=1e-5)
+
+    # It says so.
+    assert [event["of"] for event in events_of(whole, "eval")] == ["own", "mean"]
+    ends = [events_of(whole, "end", rank)[-1]["summary"] for rank in range(4)]
+    assert {end["eval_of"] for end in ends} == {"mean"} and len({end["weights"] for end in ends}) == 1
+
+    # From the checkpoint in the middle, with a flight in the air, to the same bits.
+    again = tmp_path / "again"
+    shutil.copytree(whole, again)
+    (again / "model.safetensors").unlink()
+    for newer in again.glob(f"checkpoints/*/step-{STEPS:08d}"):
+        shutil.rmtree(newer)
+    facts = json.loads(next(again.glob("checkpoints/replica-0/step-00000004/manifest.json")).read_text())
+    assert "flights" in json.dumps(facts)
+    run_in(again, Run.load(again / "run.toml"), resume=True)
+    assert (again / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_threads_and_processes_train_the_same_bits(tmp_path: Path, text: str) -> None:
+    for carrier in ("threads", "processes"):
+        run_in(tmp_path / carrier, small_run(text, carrier=carrier))
+    models = [(tmp_path / carrier / "model.safetensors").read_bytes() for carrier in ("threads", "processes")]
+    assert models[0] == models[1]
+
+
+def test_edges_from_a_file_travel_with_the_run(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "links.json"
+    file.write_text("[[0, 1], [1, 2], [2, 3]]")
+    given = small_run(text, strategy="d_psgd", topology=str(file))
+    assert given.absolute().method.topology == "Listed(pairs_of_replicas=((0, 1), (1, 2), (2, 3)), one_way=False)"
+    assert given.absolute().make_strategy() == given.make_strategy()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"replicas": 3}, "among 3 replicas: an even number is needed"),
+        ({"outer_momentum": 0.9}, "grows by 1.098"),
+        ({"topology": "rong"}, "did you mean Ring"),
+        ({"topology": "E3M0"}, "is a E3M0; one of"),
+        ({"topology": "Listed(((0, 1), (2, 3)))"}, "is in 2 parts"),
+        ({"topology": "no.json"}, "no.json holds no edges"),
+        ({"strategy": "diloco", "delay": None, "partition": None}, "takes no topology"),
+    ],
+    ids=str,
+)
+def test_refused_before_anything_is_made(text: str, changes: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        small_run(text, **changes)

@@ -1,0 +1,217 @@
+"""The rules of gossip alone, against the numbers of their papers and of simulations: no carrier, fp64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from thinwire.codecs import E3M0, Identity, RandomK, TopK
+from thinwire.errors import ConfigurationError
+from thinwire.pieces.gossip import (
+    AdaptThenCombine,
+    Choco,
+    CombineThenAdapt,
+    NoLoCo,
+    PushSum,
+    Tracking,
+    largest_pull,
+    radius_of_pairs,
+    radius_of_rounds,
+)
+from thinwire.topology import Complete, Exponential, Listed, OnePeerExponential, RandomPairs, Ring, mixing
+
+
+def play(rule, topology, x, rounds, *, train=None, codec=None, state=None, seed=0):
+    """`rounds` of the rule among the rows of x, all at once; `train(x, number)` gives θ. Rows and state after each."""
+    state = rule.init(x) if state is None else state
+    for number in range(rounds):
+        theta = x if train is None else train(x, number)
+        if number == 0 or not topology.fixed:
+            weights = torch.from_numpy(rule.weights(topology, len(x), number, 0, seed))
+        said = rule.says(x, theta, state)
+        said = (said[0] if codec is None else codec(said[0]), *said[1:])
+        x, state = rule.hears(x, theta, state, [weights @ vector for vector in said], said)
+        yield x, state
+
+
+def last(steps):
+    *_, end = steps
+    return end
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def spread_of(x):
+    return float((x - x.mean(0)).square().sum(1).mean())
+
+
+# ---- NoLoCo
+
+
+def test_the_radius_is_the_published_table():
+    alphas = (0.0, 0.3, 0.5, 0.7, 0.9)
+    assert [round(radius_of_pairs(alpha, 0.7), 3) for alpha in alphas] == [0.545, 0.553, 0.7, 0.891, 1.098]
+    assert [round(largest_pull(alpha), 2) for alpha in alphas] == [2.0, 1.82, 1.5, 1.02, 0.38]
+    assert [round(largest_pull(0.9, group), 2) for group in (4, 8)] == [0.69, 1.17]
+
+
+@pytest.mark.parametrize(
+    ("momentum", "pull", "converges"),
+    [(0.9, 0.1, True), (0.9, 0.3, True), (0.9, 0.5, False), (0.9, 0.7, False), (0.5, 0.7, True), (0.5, 2.0, False)],
+)
+def test_pairs_come_together_or_apart_as_the_radius_says(momentum, pull, converges):
+    """Pure consensus, 8 replicas: the rule itself, with what is refused passed by."""
+    rule = NoLoCo(momentum, 0.7, pull)
+    x = normal(8, 20)
+    end, _ = last(play(rule, RandomPairs(), x, 300))
+    assert (spread_of(end) < 0.1 * spread_of(x)) == converges == (rule.radius < 1)
+    if converges:
+        rule.check(RandomPairs(), Identity())
+    else:
+        with pytest.raises(ConfigurationError, match="grows by 1"):
+            rule.check(RandomPairs(), Identity())
+
+
+def test_on_fixed_graphs_the_radius_is_that_of_the_weights():
+    """φ″ = (1 + α − γ(1 − λ))·φ′ − α·φ for each eigenvalue λ."""
+    size, momentum, pull = 8, 0.9, 0.7
+    weights = mixing(Ring(), size)
+    roots = []
+    for eigenvalue in np.sort(np.linalg.eigvalsh(weights))[:-1]:
+        roots += list(np.abs(np.roots([1, -(1 + momentum - pull * (1 - eigenvalue)), momentum])))
+    assert radius_of_rounds(momentum, pull, [weights]) == pytest.approx(max(roots), abs=1e-9)
+    assert max(roots) < 1  # on a ring, which is no random draw, DiLoCo's settings are stable
+    start = normal(size, 30)
+    end, _ = last(play(NoLoCo(momentum, pull), Ring(), start, 300))
+    assert spread_of(end) < 1e-6 * spread_of(start)
+    with pytest.raises(ConfigurationError, match="they diverge"):
+        NoLoCo(0.5, 4.0).weights(Complete(), 4, 0, 0, 0)
+
+
+def test_noloco_with_one_partner_only_is_diloco():
+    """Two replicas are always a pair: their mean takes DiLoCo's heavy-ball steps."""
+    rule, x, momentum = NoLoCo(0.5, 0.7), normal(2, 5), torch.zeros(5, dtype=torch.float64)
+    mean, steps = x.mean(0), [normal(2, 5, seed=seed) for seed in range(6)]
+    for number, (now, _) in enumerate(play(rule, RandomPairs(), x, 6, train=lambda x, n: x + steps[n])):
+        momentum = 0.5 * momentum + 0.7 * steps[number].mean(0)
+        mean = mean + momentum
+        torch.testing.assert_close(now.mean(0), mean)
+
+
+# ---- CHOCO
+
+
+def top_tenth(x):
+    kept = x.abs().topk(x.shape[1] // 10, 1).indices
+    return torch.zeros_like(x).scatter(1, kept, x.gather(1, kept))
+
+
+@pytest.mark.parametrize(
+    ("step", "bound"), [(0.05, 1e-4), (0.1, 1e-10), (0.2, 1e-20), (0.3, 1e-20), (0.5, None), (1.0, None)]
+)
+def test_choco_converges_for_small_steps_only(step, bound):
+    """Ring of 16, d = 200, the largest 10 %, 3,000 rounds; the mean stays in all cases that converge."""
+    rule, x = Choco(step), normal(16, 200)
+    zeros = {"public": torch.zeros_like(x), "neighbours": torch.zeros_like(x)}
+    for now, _ in play(rule, Ring(), x, 3000, codec=top_tenth, state=zeros):
+        if not torch.isfinite(now).all() or spread_of(now) > 1e6:
+            break
+    if bound is None:
+        assert not torch.isfinite(now).all() or spread_of(now) > 100
+    else:
+        assert spread_of(now) < bound and float((now.mean(0) - x.mean(0)).abs().max()) < 1e-11
+
+
+def test_without_the_public_copy_a_sparse_codec_stops_far_away():
+    x, weights = normal(16, 200), torch.from_numpy(mixing(Ring(), 16))
+    now = x
+    for _ in range(1000):
+        sent = top_tenth(now)
+        now = now + 0.3 * (weights @ sent - sent)
+    assert spread_of(now) > 1
+
+
+# ---- D-PSGD, gradient tracking and push-sum on quadratics of unlike optima
+
+
+OPTIMA = normal(16, 10, seed=3)
+
+
+def descend(lr):
+    return lambda x, number: x - lr * (x - OPTIMA)
+
+
+@pytest.mark.parametrize("rule", [AdaptThenCombine(), CombineThenAdapt()], ids=str)
+def test_the_mean_finds_the_optimum_and_the_distance_is_of_the_rate_squared(rule):
+    ends = {}
+    for lr, rounds in ((0.1, 300), (0.01, 3000)):
+        x, _ = last(play(rule, Ring(), normal(16, 10), rounds, train=descend(lr)))
+        assert float((x.mean(0) - OPTIMA.mean(0)).abs().max()) < 1e-12
+        ends[lr] = spread_of(x)
+    # fixed point: (I − W + lr·I)·(x − x̄) = lr·(b − b̄), or W times it where mixing comes last
+    off, weights = OPTIMA - OPTIMA.mean(0), torch.from_numpy(mixing(Ring(), 16))
+    for lr, end in ends.items():
+        eye = torch.eye(16, dtype=torch.float64)
+        inner = eye - weights + lr * eye if rule == CombineThenAdapt() else eye - (1 - lr) * weights
+        due = torch.linalg.solve(inner, lr * (off if rule == CombineThenAdapt() else weights @ off))
+        assert end == pytest.approx(spread_of(due), rel=1e-6)
+    assert 10 < ends[0.1] / ends[0.01] < 100
+
+
+def test_a_row_that_does_not_mix_biases_the_mean():
+    """The classic bug under faults: row-stochastic weights. They are refused where a topology would make them."""
+    weights = torch.from_numpy(mixing(Ring(), 16)).clone()
+    weights[4] = torch.eye(16, dtype=torch.float64)[4]
+    x = normal(16, 10)
+    for _ in range(2000):
+        x = weights @ (x - 0.1 * (x - OPTIMA))
+    assert 0.05 < float((x.mean(0) - OPTIMA.mean(0)).norm()) < 5
+
+
+def test_gradient_tracking_reaches_the_optimum_on_every_replica():
+    """The order of a round after each step: y follows the mean gradient, and Σy = Σg at all times."""
+    rule, lr, x = Tracking(), 0.05, normal(16, 10)
+    state, weights = rule.init(x), torch.from_numpy(mixing(Ring(), 16))
+    for _ in range(1500):
+        gradients = x - OPTIMA
+        direction, state = rule.tracked(gradients, state)
+        assert float((state["direction"].sum(0) - gradients.sum(0)).abs().max()) < 1e-9
+        theta = x - lr * direction
+        said = rule.says(x, theta, state)
+        x, state = rule.hears(x, theta, state, [weights @ vector for vector in said], said)
+    assert float((x - OPTIMA.mean(0)).abs().max()) < 1e-10
+
+
+def test_push_sum_finds_the_mean_where_plain_averaging_is_off():
+    edges = (*((i, (i + 1) % 8) for i in range(8)), (0, 3), (0, 5), (2, 6))
+    topology, x = Listed(edges, one_way=True), normal(8, 10)
+    rule = PushSum()
+    end, state = last(play(rule, topology, x, 300, state={"weight": torch.ones(8, 1, dtype=torch.float64)}))
+    assert float((end - x.mean(0)).abs().max()) < 1e-12
+    assert float(state["weight"].sum()) == pytest.approx(8) and bool((state["weight"] > 0).all())
+    weights = torch.from_numpy(rule.weights(topology, 8, 0, 0, 0))
+    plain = torch.linalg.matrix_power(weights, 300) @ x
+    assert float((plain - x.mean(0)).abs().max()) > 0.05
+
+
+# ---- what does not go together
+
+
+@pytest.mark.parametrize(
+    ("rule", "topology", "codec", "said"),
+    [
+        (AdaptThenCombine(), Ring(), E3M0(), "leave the codec at Identity"),
+        (PushSum(), Ring(), TopK(0.1), "leave the codec at Identity"),
+        (Tracking(), Ring(), E3M0(), "leave the codec at Identity"),
+        (Choco(), OnePeerExponential(), E3M0(), "must be the same in every round"),
+        (Choco(), Exponential(), RandomK(0.1), "contractive"),
+        (NoLoCo(0.9, 0.7), RandomPairs(), Identity(), "1.098"),
+    ],
+    ids=str,
+)
+def test_refused(rule, topology, codec, said):
+    with pytest.raises(ConfigurationError, match=said):
+        rule.check(topology, codec)
