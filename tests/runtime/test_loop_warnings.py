@@ -91,6 +91,8 @@ def test_running_statistics_are_warned_of_once():
         (group,) = tw.ThreadGroup.create(1)
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.Linear(4, 1))
         train(group, tw.local_sgd(every=2), 4, model=model)
+        with tw.Replica(tw.diloco(every=1), model, adamw(model), group, buffers="local") as replica:
+            replica.step = 1
 
     (said,) = heard_by(action)
     assert "2 layers keep running statistics (1, ...)" in said and "GroupNorm" in said

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -80,8 +80,8 @@ class Job(Protocol):
     def make_model(self) -> nn.Module:
         """The model; its weights are the same bits on every replica."""
 
-    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
-        """The inner optimizer, if the job has one of its own; its learning rates stay as they are."""
+    def make_optimizer(self, model: nn.Module) -> Sequence[torch.optim.Optimizer]:
+        """The inner optimizers, if the job has some of its own; their learning rates stay as they are."""
 
     def begin(self, share: Share, shard: int = 0, shards: int = 1) -> None:
         """Read `share` from its beginning on; a replica of several ranks reads `shard` of `shards` of each batch."""
@@ -89,8 +89,8 @@ class Job(Protocol):
     def loss(self, model: nn.Module, micro: int, device: torch.device) -> Tensor:
         """Of micro-batch `micro`, counted from 0; asked again with the same number it is of the same micro-batch."""
 
-    def evaluation(self, model: nn.Module, device: torch.device) -> float:
-        """The loss by which runs are compared, of `model` as it is: the same on every replica."""
+    def evaluation(self, model: nn.Module, device: torch.device) -> Mapping[str, float]:
+        """Losses by name, the lower the better, of `model` as it is: the same on every replica. Runs are compared by the first."""
 
     def describe(self) -> Mapping[str, Any]:
         """What the data is, for display."""

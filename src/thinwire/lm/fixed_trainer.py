@@ -35,7 +35,7 @@ class FixedTrainer(Trainer):
         self._log_start(strategy, strategy.partition.fragments(self.model))  # before kernels are compiled
         return Replica(
             strategy, self.model, self.optimizer, self.group,
-            site=self.place.site, observer=log.emit, clock=log.seconds,
+            site=self.place.site, buffers=self.run.model.buffers, observer=log.emit, clock=log.seconds,
         )  # fmt: skip
 
     def _resume(self) -> None:

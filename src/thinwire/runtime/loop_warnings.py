@@ -28,10 +28,10 @@ def _warn(event: str, step: int, message: str) -> None:
 class LoopWarnings:
     """Of one Replica, the `owner`."""
 
-    def __init__(self, owner: object, model: nn.Module, observe: Callable[..., None]) -> None:
+    def __init__(self, owner: object, model: nn.Module, observe: Callable[..., None], local: bool) -> None:
         self._observe = _warn if observe is silent else observe
         self._unfinished = weakref.finalize(owner, warnings.warn, _UNFINISHED, RuntimeWarning)
-        if said := _kept_apart(model):
+        if local and (said := _kept_apart(model)):
             self._observe("warning", 0, message=said)
 
     def finishes(self, step: int) -> None:
@@ -49,6 +49,6 @@ def _kept_apart(model: nn.Module) -> str:
     if not normed:
         return ""
     return (
-        f"{len(normed)} layers keep running statistics ({normed[0]}, ...): buffers are not exchanged, so each replica evaluates and exports "
-        "with its own. Take a norm without them (LayerNorm, GroupNorm), or average them over the replicas at the end"
+        f"{len(normed)} layers keep running statistics ({normed[0]}, ...) that stay local, so each replica evaluates and exports with its own. "
+        "Take a norm without them (LayerNorm, GroupNorm), or a fixed group with buffers='mean'"
     )
