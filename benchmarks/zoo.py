@@ -1,6 +1,6 @@
 """Does any model train under Thinwire? Every job in examples/workloads with data-parallel training, streaming deltas and compressed gradients.
 
-    python benchmarks/zoo.py [--seeds 3] [--quick] [--only digits speech] [--out FOLDER] [--into FILE]
+    python benchmarks/zoo.py [--seeds 2] [--quick] [--only digits speech] [--out FOLDER] [--into FILE]
 
 Equal samples for all methods: two replicas as threads of one process, so no time of a network is in it; the job's own optimizer and its
 own `evaluate`, whose losses stand side by side. Each method with its defaults: nobody tuned them to these models. Figures are of the agreed
@@ -16,6 +16,7 @@ import io
 import json
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from provenance import HERE, provenance, save
@@ -23,21 +24,23 @@ from provenance import HERE, provenance, save
 from thinwire.cli import main as thinwire
 
 JOBS = HERE.parent / "examples" / "workloads"
-STEPS = {"digits": 240, "speech": 120, "onsets": 240, "experts": 300, "graph": 120, "behaviour": 200, "agents": 200}
-METHODS = ("data_parallel", "streaming_sign", "streaming_diloco", "qsgd")
+STEPS = {"digits": 240, "speech": 120, "onsets": 240, "experts": 300, "graph": 120, "behaviour": 200, "agents": 60}
+FINER = "streaming_sign(codec=Sign(block=64))"
+METHODS = ("data_parallel", "streaming_sign", FINER, "streaming_diloco", "qsgd")
+VARIANTS = {"digits": ("streaming_sign", ("--buffers", "local"))}  # a method with options, beside the others
 
 
-def compared(job: str, steps: int, seeds: int, out: Path) -> list[dict]:
+def compared(job: str, methods: Sequence[str], options: Sequence[str], steps: int, seeds: int, out: Path) -> list[dict]:
     """The rows of `thinwire compare`; raises `SystemExit` with what it said where a method failed."""
-    command = ["compare", "--job", str(JOBS / f"{job}.py"), "--strategies", *METHODS, "--seeds", str(seeds)]
+    command = ["compare", "--job", str(JOBS / f"{job}.py"), "--strategies", *methods, "--seeds", str(seeds), *options]
     command += ["--steps", str(steps), "--eval-every", str(steps), "--checkpoint-every", "0", "--carrier", "threads"]
     told = io.StringIO()
     with contextlib.redirect_stdout(told):
-        code = thinwire([*command, "--out", str(out / job), "--json"])
+        code = thinwire([*command, "--out", str(out), "--json"])
     rows = json.loads(told.getvalue().strip().splitlines()[-1])["strategies"]
     if code:
         raise SystemExit(f"{job}: {rows}")
-    return [{"workload": job, "steps_asked": steps, **row} for row in rows]
+    return [{"workload": job, **row, "strategy": " ".join([row["strategy"], *options])} for row in rows]
 
 
 def shown(row: dict) -> str:
@@ -45,14 +48,14 @@ def shown(row: dict) -> str:
     spread = f" ± {row['eval_loss_spread']:.4f}" if row["eval_loss_spread"] is not None else ""
     first, *rest = (f"{name} {value:.4f}" for name, value in named.items())
     return (
-        f"{row['workload']:<10} {row['strategy']:<17} {row['bits_per_parameter_per_step']:8.3f} bits  "
+        f"{row['workload']:<10} {row['strategy']:<40} {row['bits_per_parameter_per_step']:8.3f} bits  "
         f"{row['wall_seconds']:6.1f} s  {', '.join([first + spread, *rest])}"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="one seed and a tenth of the steps, thrown away")
     parser.add_argument("--only", nargs="+", choices=STEPS, default=list(STEPS), help="these workloads alone")
     parser.add_argument("--out", type=Path, help="keep the runs here; without, they are thrown away")
@@ -63,8 +66,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as thrown_away:
         out = asked.out or Path(thrown_away) / "runs"
         for job in asked.only:
-            rows += compared(job, STEPS[job] // share, seeds, out)
-            print("\n".join(shown(row) for row in rows[-len(METHODS) :]), flush=True)
+            found = compared(job, METHODS, (), STEPS[job] // share, seeds, out / job)
+            if job in VARIANTS:
+                method, options = VARIANTS[job]
+                found += compared(job, [method], options, STEPS[job] // share, seeds, out / f"{job}-variant")
+            print("\n".join(map(shown, found)), flush=True)
+            rows += found
         setting = {"replicas": 2, "carrier": "threads", "seeds": seeds, "methods": "their defaults", "steps": STEPS}
         setting["seconds in all"] = round(time.monotonic() - began)
         result = about | {"benchmark": "zoo", "word": "measured", "setting": setting, "rows": rows}

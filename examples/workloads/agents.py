@@ -1,7 +1,7 @@
 """Agents that learn whom to ask: each sees a part, may hear from one other, and all are paid together (CommFormer, DAMCS).
 
-thinwire train --job examples/workloads/agents.py --steps 300
-thinwire compare --job examples/workloads/agents.py --steps 300
+thinwire train --job examples/workloads/agents.py --steps 100
+thinwire compare --job examples/workloads/agents.py --steps 100
 
 What it tries: on-policy data, which change with the weights: a replica acts with its own, and learns from what it was paid (REINFORCE with
 a baseline). Who hears whom is learned too, as a choice of one link an agent (the budget); messages are bounded: eight numbers in [-1, 1].
@@ -75,10 +75,10 @@ def loss(model, batch):
 def optimizer(model):
     return torch.optim.AdamW(
         [
-            {"params": [model.links], "lr": 5e-2, "weight_decay": 0.0},
+            {"params": [model.links], "lr": 2e-2, "weight_decay": 0.0},
             {"params": [p for name, p in model.named_parameters() if name != "links"]},
         ],
-        lr=1e-2,
+        lr=4e-3,
     )
 
 
