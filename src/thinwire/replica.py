@@ -115,7 +115,7 @@ class Replica:
         self._training.reader = reader
         self._driver = choose(self._training, fragments, group, site)
         self._inner_steps = InnerSteps(optimizers, self._training, self._driver)
-        self._loop_warnings = LoopWarnings(self, model, observer, self._buffers.local)
+        self._loop_warnings = LoopWarnings(self, model, observer, strategy.codec, self._buffers.local)
 
     @property
     def step(self) -> int:

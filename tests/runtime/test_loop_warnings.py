@@ -98,6 +98,25 @@ def test_running_statistics_are_warned_of_once():
     assert "2 layers keep running statistics (1, ...)" in said and "GroupNorm" in said
 
 
+def test_rows_that_a_codec_moves_though_nobody_touched_them_are_warned_of():
+    """And the warning is true: such rows move under signs, and under no codec that has a zero."""
+
+    def action(codec):
+        (group,) = tw.ThreadGroup.create(1)
+        table = nn.Embedding(64, 4, sparse=True)
+        before, optimizer = table.weight.detach().clone(), torch.optim.SGD(table.parameters(), lr=0.1)
+        with tw.Replica(tw.local_sgd(every=1, codec=codec), table, optimizer, group):
+            table(torch.tensor([3, 5])).sum().backward()
+            optimizer.step()
+        moved.append(set((table.weight != before).any(1).nonzero()[:, 0].tolist()))
+
+    moved = []
+    (said,) = heard_by(lambda: action(tw.codecs.Sign(block=64)))
+    assert "1 embeddings have sparse gradients" in said and "Sign(" in said and "E3M0(32)" in said
+    assert heard_by(lambda: action(tw.codecs.E3M0(32))) == heard_by(lambda: action(tw.codecs.TopK(0.1))) == []
+    assert moved[0] > {3, 5} and moved[1] == {3, 5}
+
+
 @pytest.mark.parametrize("steps", [0, 3])
 def test_a_replica_that_nobody_ends_is_warned_of(steps):
     def action():
