@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 SET_UP := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow mutants check docs bench format tables
+.PHONY: help demo test test-slow mutants check docs bench format tables zoo
 
 help:            ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' Makefile | while read verb text; do printf '  make %-11s%s\n' "$$verb" "$$text"; done
@@ -37,6 +37,9 @@ docs: .venv/.docs        ## these pages as a site, build/site, with the API; a b
 format: .venv/.dev       ## write the format that check asks for
 	$(BIN)/ruff check --fix --select I .
 	$(BIN)/ruff format .
+
+zoo: .venv/.demo         ## workloads that nobody tuned for, with four methods, and their table: under ten minutes
+	$(BIN)/python benchmarks/zoo.py --out runs/zoo
 
 tables: .venv/.demo      ## the README's tables anew, from benchmarks/results
 	$(BIN)/python docs/tables.py

@@ -68,7 +68,7 @@ def loss(rule: str, attack: str, steps: int) -> tuple[float, int]:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), run.optimizer.clip)
                 optimizer.step()
         with torch.no_grad():
-            return job.evaluation(model, cpu) if group.rank == 0 else 0.0
+            return job.evaluation(model, cpu)["loss"] if group.rank == 0 else 0.0
 
     return tw.run_threads(REPLICAS, replica, timeout=600.0)[0], len(refused)
 

@@ -28,7 +28,7 @@ from thinwire.report.svg import drawing
 ROOT = Path(__file__).parents[1]
 PAGES = (
     *("README.md", "benchmarks/README.md", "docs/formats.md", "docs/family.md", "docs/measured.md"),
-    *("docs/strategies.md", "docs/pieces.md", "docs/robust.md", "docs/follow.md"),
+    *("docs/strategies.md", "docs/pieces.md", "docs/robust.md", "docs/follow.md", "docs/zoo.md"),
     *(page.relative_to(ROOT).as_posix() for page in sorted(ROOT.glob("docs/methods/*.md"))),
 )
 HEADLINE = ("Thinwire streaming_diloco", "torchft DiLoCo, streaming (fp32)", "torch DDP (fp32)")
@@ -72,7 +72,19 @@ def table(path: Path, name: str, whole: bool, up: str = "") -> str:
 
 
 def _lines(heads: list[str], rows: list[list[str]]) -> list[str]:
-    left = ("method", "attack", "model", "setting", "worst moment", "format", "link, each way", "codec", "exchange")
+    left = (
+        "method",
+        "workload",
+        "other losses",
+        "attack",
+        "model",
+        "setting",
+        "worst moment",
+        "format",
+        "link, each way",
+        "codec",
+        "exchange",
+    )
     align = ["---" if head in left else "---:" for head in heads]
     return [f"| {' | '.join(cells)} |" for cells in (heads, align, *rows)]
 
@@ -171,6 +183,19 @@ def family_picture(result: Result) -> str:
         f"{machine['cpu'].strip()}, commit {(result['commit'] or 'unknown')[:7]}."
     )
     return drawing(ChartState("", data, layout), "Loss against bits, at equal tokens", remark)
+
+
+def zoo(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Rows of benchmarks/zoo.py: a workload's first loss, and the others that it names."""
+    rows, last = [], None
+    for row in result["rows"]:
+        (name, loss), *others = row["losses"].items()
+        spread = "" if row["eval_loss_spread"] is None else f" ± {row['eval_loss_spread']:.4f}"
+        rest = ", ".join(f"{what} {value:.4f}" for what, value in others)
+        shown, last = "" if row["workload"] == last else row["workload"], row["workload"]
+        cost = [f"{row['bits_per_parameter_per_step']:.3g}", f"{row['wall_seconds']:.1f}", str(row["seeds"])]
+        rows.append([shown, f"`{row['strategy']}`", f"{name} {loss:.4f}{spread}", rest, *cost])
+    return ["workload", "method", "first loss", "other losses", "bits per parameter and step", "seconds", "seeds"], rows
 
 
 def attach(result: Result) -> tuple[list[str], list[list[str]]]:
@@ -427,6 +452,7 @@ TABLES: dict[str, Callable[[Result], tuple[list[str], list[list[str]]]]] = {
     "elastic": elastic,
     "robust": robust,
     "follow": follow,
+    "zoo": zoo,
 }
 PICTURES: dict[str, Callable[[Result], str]] = {"family": family_picture}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from thinwire.runtime.gossip_driver import GossipDriver
 from thinwire.runtime.gradient_driver import GradientDriver
 from thinwire.runtime.inner_steps import InnerSteps, as_one, listed
 from thinwire.runtime.loop_warnings import LoopWarnings, silent
+from thinwire.runtime.model_buffers import SharedBuffers
 from thinwire.runtime.module_state import exported
 from thinwire.runtime.stateful import owner, packed, unpacked
 from thinwire.strategy import Gradients, Strategy
@@ -54,7 +55,7 @@ class Replica:
       unchanged. To skip an update, call `step` with all gradients set to None.
 
     Parameters: frozen ones are left alone. Tied ones travel once. Any floating dtype is exchanged as fp32 and written back in its own
-    dtype. Buffers and the state of the inner optimizer stay local. FSDP1 and DDP are not supported.
+    dtype. The state of the inner optimizer stays local. Buffers are no part of a round: see `buffers`. FSDP1 and DDP are not supported.
 
     Cost: 4 bytes per parameter for the anchor, 4 for Nesterov momentum, 4 for rounds in flight; a snapshot at each departure and a
     merge at each landing.
@@ -69,6 +70,8 @@ class Replica:
         site: the ranks of this replica, if it has several.
         tokens: tokens per inner step, with a `Membership` only: a delta is then weighted by its tokens. None: all deltas count alike.
         reader: with a `Membership` only: where this replica reads its samples, each once an epoch in all (docs/data.md).
+        buffers: what becomes of running statistics and other floating buffers: `mean`, the mean over all replicas at the end and within
+            `averaged_buffers` (4 bytes a value each time, if any differ); or `local`. With a `Membership` they stay local.
         observer: is called as `observer(event, step, **fields)` at depart, flight, land, refused, wire (on another thread) and warning.
             Without it, warnings go to Python's `warnings`.
         clock: the time in seconds that events carry.
@@ -104,17 +107,18 @@ class Replica:
         site: Group | None = None,
         tokens: float | None = None,
         reader: LeasedReader | None = None,
+        buffers: Literal["mean", "local"] = "mean",
         observer: Observer = silent,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        optimizers = listed(optimizer)
+        optimizers, self._buffers = listed(optimizer), SharedBuffers(buffers, model, group)
         self.strategy, self.model, self.optimizer, self.group = strategy, model, as_one(optimizers), group
         self._finished, self._site, sharded = False, site, site is not None
         self._training, fragments = Training.of(strategy, model, self.optimizer, observer, clock, tokens, sharded)
         self._training.reader = reader
         self._driver = choose(self._training, fragments, group, site)
         self._inner_steps = InnerSteps(optimizers, self._training, self._driver)
-        self._loop_warnings = LoopWarnings(self, model, observer)
+        self._loop_warnings = LoopWarnings(self, model, observer, strategy.codec, self._buffers.local)
 
     @property
     def step(self) -> int:
@@ -183,6 +187,13 @@ class Replica:
         """A context: inside it the model holds the outer weights; afterwards the replica's own weights again, bit for bit."""
         return anchored(self._driver)
 
+    def averaged_buffers(self) -> AbstractContextManager[None]:
+        """A context: inside it the model's buffers are those that all replicas will end with, afterwards the replica's own again, bit for bit.
+
+        Collective in a fixed group with buffers="mean": all enter it after the same inner step. Else it changes nothing.
+        """
+        return self._buffers.averaged()
+
     def export(self) -> dict[str, Tensor]:
         """The model's state dict with the outer weights (whole tensors, on the CPU). With FSDP all ranks of a site must call it."""
         with self.anchored():
@@ -220,6 +231,7 @@ class Replica:
         self._loop_warnings.finishes(self.step)
         over = self._driver.finish(keep_seconds)
         self._driver.load_anchors()
+        self._buffers.average()
         if over:
             self.close()
 

@@ -91,9 +91,30 @@ def test_running_statistics_are_warned_of_once():
         (group,) = tw.ThreadGroup.create(1)
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.Linear(4, 1))
         train(group, tw.local_sgd(every=2), 4, model=model)
+        with tw.Replica(tw.diloco(every=1), model, adamw(model), group, buffers="local") as replica:
+            replica.step = 1
 
     (said,) = heard_by(action)
     assert "2 layers keep running statistics (1, ...)" in said and "GroupNorm" in said
+
+
+def test_rows_that_a_codec_moves_though_nobody_touched_them_are_warned_of():
+    """And the warning is true: such rows move under signs, and under no codec that has a zero."""
+
+    def action(codec):
+        (group,) = tw.ThreadGroup.create(1)
+        table = nn.Embedding(64, 4, sparse=True)
+        before, optimizer = table.weight.detach().clone(), torch.optim.SGD(table.parameters(), lr=0.1)
+        with tw.Replica(tw.local_sgd(every=1, codec=codec), table, optimizer, group):
+            table(torch.tensor([3, 5])).sum().backward()
+            optimizer.step()
+        moved.append(set((table.weight != before).any(1).nonzero()[:, 0].tolist()))
+
+    moved = []
+    (said,) = heard_by(lambda: action(tw.codecs.Sign(block=64)))
+    assert "1 embeddings have sparse gradients" in said and "Sign(" in said and "E3M0(32)" in said
+    assert heard_by(lambda: action(tw.codecs.E3M0(32))) == heard_by(lambda: action(tw.codecs.TopK(0.1))) == []
+    assert moved[0] > {3, 5} and moved[1] == {3, 5}
 
 
 @pytest.mark.parametrize("steps", [0, 3])

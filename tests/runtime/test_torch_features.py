@@ -333,8 +333,17 @@ def test_optimizers_that_step_unequally_are_refused():
     with pytest.raises(tw.ModelError, match=r"stepped twice while another has not.*equally often"):
         optimizers[0].step()
     replica.close()
-    with pytest.raises(tw.ModelError, match=r"2 optimizers were given with Gradients\(\).*several parameter groups"):
-        attached(tw.data_parallel(), optimizer=two)
+    model, optimizers, replica = attached(tw.data_parallel(), optimizer=two)
+    loss_of(model, *batch(0, 0, 1)).backward()
+    with pytest.raises(tw.ModelError, match=r"2 optimizers with Gradients\(\).*replica.exchange_gradients\(\)"):
+        optimizers[1].step()
+    replica.exchange_gradients()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert replica.step == 1
+    with pytest.raises(tw.ModelError, match=r"2 optimizers with Gradients\(\)"):
+        optimizers[0].step()
+    replica.close()
     with pytest.raises(tw.ModelError, match=r"does not hold 2 of the model's .*embed\.weight"):
         attached(optimizer=lambda model: two(model)[1])
     with pytest.raises(tw.ModelError, match="empty list of optimizers"):

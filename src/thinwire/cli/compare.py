@@ -25,7 +25,7 @@ from thinwire.lm import launch
 from thinwire.lm.job import check
 from thinwire.lm.run import Run
 from thinwire.plan.delay import follows_link
-from thinwire.records.run_record import RunRecord
+from thinwire.records.run_record import RunRecord, Summary
 from thinwire.records.units import text_of_bits, text_of_loss, text_of_nbytes, text_of_seconds, text_of_share
 from thinwire.report.terminal import waiting
 
@@ -161,6 +161,7 @@ def _row(strategy: str, records: list[RunRecord]) -> dict[str, Any]:
         "eval_loss": statistics.fmean(losses) if losses else None,
         "eval_loss_spread": statistics.stdev(losses) if len(losses) > 1 else None,
         "eval_losses": losses,
+        "losses": {name: statistics.fmean(s.losses[name] for s in summaries) for name in _named(summaries)},
         **{
             name: mean(name)
             for name in ("wire_bytes_sent", "bits_per_parameter_per_step", "compute_utilization", "wall_seconds")
@@ -169,6 +170,12 @@ def _row(strategy: str, records: list[RunRecord]) -> dict[str, Any]:
         "status": next((record.status for record in records if record.status != "finished"), "finished"),
         "steps": min(summary.steps for summary in summaries),
     }
+
+
+def _named(summaries: Sequence[Summary]) -> list[str]:
+    """The losses that the evaluations of all name, if they name several."""
+    first = summaries[0].losses
+    return [name for name in first if all(name in s.losses for s in summaries)] if len(first) > 1 else []
 
 
 def _table(rows: list[dict[str, Any]], failed: Iterable[str]) -> Table:
@@ -181,7 +188,8 @@ def _table(rows: list[dict[str, Any]], failed: Iterable[str]) -> Table:
         "training loop",
     )
     table.add_column("strategy", overflow="fold", min_width=16)
-    for head in heads:
+    named = list(dict.fromkeys(name for row in rows for name in row["losses"]))
+    for head in (*(named or heads[:1]), *heads[1:]):
         table.add_column(head, justify="right")
     table.add_column("numbers are")
     for row in rows:
@@ -192,6 +200,7 @@ def _table(rows: list[dict[str, Any]], failed: Iterable[str]) -> Table:
                 + (f" ({row['status'].split(':')[0]} at step {row['steps']})" if row["status"] != "finished" else "")
             ),
             f"{text_of_loss(row['eval_loss'])}{spread}",
+            *(text_of_loss(row["losses"].get(name)) for name in named[1:]),
             text_of_nbytes(row["wire_bytes_sent"]),
             text_of_bits(row["bits_per_parameter_per_step"]),
             text_of_share(row["compute_utilization"]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -97,8 +97,8 @@ class Job(Protocol):
     def make_model(self) -> nn.Module:
         """The model; its weights are the same bits on every replica."""
 
-    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
-        """The job's own inner optimizer, whose learning rates the trainer leaves alone; None: the trainer makes one."""
+    def make_optimizer(self, model: nn.Module) -> Sequence[torch.optim.Optimizer]:
+        """The job's own inner optimizers, whose learning rates the trainer leaves alone; none: the trainer makes one."""
 
     def begin(self, share: Share, shard: int = 0, shards: int = 1) -> None:
         """Read `share` from its beginning on; a replica of several ranks reads `shard` of `shards` of each batch."""
@@ -106,8 +106,8 @@ class Job(Protocol):
     def loss(self, model: nn.Module, micro: int, device: torch.device) -> Tensor | Summed:
         """The loss of micro-batch `micro`, counted from 0; a second call with the same number uses the same micro-batch."""
 
-    def evaluation(self, model: nn.Module, device: torch.device) -> float:
-        """The loss by which runs are compared, on data that are the same on every replica."""
+    def evaluation(self, model: nn.Module, device: torch.device) -> Mapping[str, float]:
+        """Losses by name, the lower the better, on data that are the same on every replica. Runs are compared by the first."""
 
     def describe(self) -> Mapping[str, Any]:
         """What the data is, for display."""

@@ -8,7 +8,7 @@ draws alike on every replica; `batches(share)` has one for each share; `loss` an
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,10 @@ from thinwire.errors import CheckpointError, ConfigurationError, JobError
 from thinwire.jobs.base import Job, Share, Summed, mean_of
 from thinwire.jobs.batches import Batches, Stream, is_empty, moved, seed_the_rest
 from thinwire.jobs.blame import blaming, where
+from thinwire.jobs.several import routed
 from thinwire.pieces.own_files import file_of, taken_apart
 from thinwire.records.files import save_file
+from thinwire.records.run_record import MOST_LOSSES
 from thinwire.rng import derive
 
 NEEDED = {"model": (), "batches": ("share",), "loss": ("model", "batch")}
@@ -85,6 +87,7 @@ class OwnJob(Job):
         self._batches: Batches | None = None
         self._last: tuple[int, Any] | None = None  # the number of a micro-batch, and the micro-batch
         self._held_out: list[Any] = []
+        self._optimizers: list[torch.optim.Optimizer] = []
 
     @property
     def facts(self) -> Mapping[str, object]:
@@ -97,6 +100,7 @@ class OwnJob(Job):
 
     def try_out(self, replicas: int) -> nn.Module:
         model = self.make_model()
+        self.make_optimizer(model)
         self.begin(Share(self._seed, replicas - 1, replicas))
         self.loss(model, 0, torch.device("cpu"))
         return model
@@ -108,13 +112,14 @@ class OwnJob(Job):
             raise self._wrong("model", model, "a torch.nn.Module")
         return model
 
-    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
-        if "optimizer" not in self._own:
-            return None
-        made = self._call("optimizer", model)
-        if not isinstance(made, torch.optim.Optimizer):
-            raise self._wrong("optimizer", made, "a torch.optim.Optimizer")
-        return made
+    def make_optimizer(self, model: nn.Module) -> Sequence[torch.optim.Optimizer]:
+        if "optimizer" in self._own:
+            made = self._call("optimizer", model)
+            several = list(made) if isinstance(made, list | tuple) else [made]
+            if not several or not all(isinstance(one, torch.optim.Optimizer) for one in several):
+                raise self._wrong("optimizer", made, "a torch.optim.Optimizer, or a list of them,")
+            self._optimizers = several
+        return self._optimizers
 
     def begin(self, share: Share, shard: int = 0, shards: int = 1) -> None:
         if shards > 1:
@@ -138,21 +143,29 @@ class OwnJob(Job):
         of = moved(self._micro_batch(self._batches, batch if self.divisible else None), device)
         return mean_of(self._loss(model, of))
 
-    def evaluation(self, model: nn.Module, device: torch.device) -> float:
+    def evaluation(self, model: nn.Module, device: torch.device) -> Mapping[str, float]:
         if "evaluate" in self._own:
-            said = self._call("evaluate", model)
-            if isinstance(said, Tensor) and said.numel() == 1:
-                said = said.item()
-            if not isinstance(said, int | float):
-                raise self._wrong("evaluate", said, "a number (the lower the better)")
-            return float(said)
+            return self._named(self._call("evaluate", model))
         if not self._held_out:
             share = Share(derive(self._seed, "evaluation"), 0, 1)
             source = Batches(self._path, self._own["batches"], share)
             self._held_out = [self._micro_batch(source, self._collated) for _ in range(self._eval_batches)]
         losses = [self._loss(model, moved(batch, device)) for batch in self._held_out]
         of_each = [(float(one.total), one.tokens) if isinstance(one, Summed) else (float(one), 1.0) for one in losses]
-        return sum(total for total, _ in of_each) / sum(tokens for _, tokens in of_each)
+        return {"loss": sum(total for total, _ in of_each) / sum(tokens for _, tokens in of_each)}
+
+    def _named(self, said: object) -> dict[str, float]:
+        """What `evaluate` returned, by name: the first is what runs are compared by."""
+        named = dict(said) if isinstance(said, Mapping) else {"loss": said}
+        losses = {
+            name: one.item() if isinstance(one, Tensor) and one.numel() == 1 else one for name, one in named.items()
+        }
+        if not 0 < len(losses) <= MOST_LOSSES or not all(
+            isinstance(name, str) and isinstance(one, int | float) for name, one in losses.items()
+        ):
+            needed = f"a number (the lower the better), or a dict of names and at most {MOST_LOSSES} numbers,"
+            raise self._wrong("evaluate", said, needed)
+        return {name: float(one) for name, one in losses.items()}  # type: ignore[arg-type]
 
     def describe(self) -> Mapping[str, Any]:
         return {"job": self._path.name, "digest": self._digest, "counted in": self.unit}
@@ -188,6 +201,8 @@ class OwnJob(Job):
     def _loss(self, model: nn.Module, batch: Any) -> Tensor | Summed:
         said = self._call("loss", model, batch)
         loss, tokens = said if isinstance(said, tuple) and len(said) == 2 else (said, None)
+        if isinstance(loss, list):
+            loss = self._several(model, loss)
         if not isinstance(loss, Tensor) or loss.ndim:
             raise self._wrong("loss", loss, "a scalar tensor, such as a mean, or (sum over tokens, number of tokens)")
         if torch.is_grad_enabled() and not loss.requires_grad:
@@ -215,3 +230,14 @@ class OwnJob(Job):
     def _wrong(self, name: str, made: object, needed: str) -> JobError:
         what = f"a tensor of shape {tuple(made.shape)}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
         return JobError(f"{self._path}: {_spelled(name)} returned {what}; {needed} is needed. Mend what it returns.")
+
+    def _several(self, model: nn.Module, losses: Sequence[Any]) -> Tensor:
+        """One for each optimizer; to be compared by, `evaluate` is needed: the losses of a min-max tell nothing of quality."""
+        optimizers = self._optimizers or self.make_optimizer(model)
+        if len(losses) != len(optimizers) or not all(isinstance(one, Tensor) and not one.ndim for one in losses):
+            raise self._wrong("loss", losses, f"a scalar tensor, or one for each of {len(optimizers)} optimizers,")
+        if "evaluate" not in self._own:
+            raise JobError(
+                f"{self._path}: loss(model, batch) returns {len(losses)} losses, and no one number to compare runs by; write evaluate(model)."
+            )
+        return routed(losses, optimizers)

@@ -36,7 +36,7 @@ class FixedTrainer(Trainer):
         self._log_start(strategy, strategy.partition.fragments(self.model))  # before kernels are compiled
         return Replica(
             strategy, self.model, self.optimizer, self.group,
-            site=self.place.site, observer=self._hear, clock=log.seconds,
+            site=self.place.site, buffers=self.run.model.buffers, observer=self._hear, clock=log.seconds,
         )  # fmt: skip
 
     def _resume(self) -> None:

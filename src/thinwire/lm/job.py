@@ -42,7 +42,7 @@ def check(run: Run, folder: Path | None = None) -> nn.Module:
         )
     job = open_job(run, folder)
     model = job.try_out(placement.replicas)
-    if job.make_optimizer(model) is not None:
+    if job.make_optimizer(model):
         _check_own_optimizer(run)
     if method := run.make_method():
         check_method(run, method)

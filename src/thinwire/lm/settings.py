@@ -237,6 +237,8 @@ class ModelSpec(_Part):
     """Rank of LoRA adapters; only they are trained and exchanged. Default: the whole model."""
     positions: Literal["rotary", "learned"] = "rotary"
     """How the model encodes the position of a token."""
+    buffers: Literal["mean", "local"] = "mean"
+    """Running statistics and other buffers of a job's model: the mean of all replicas in evaluations and at the end, or each its own."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Autocast. auto: bf16 on a GPU that supports it, otherwise fp32."""
 

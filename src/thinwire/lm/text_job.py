@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,8 @@ class TextJob:
         run = self._run
         return make_model(run.model, run.data.sequence, run.seed, self.corpus.vocabulary)
 
-    def make_optimizer(self, model: nn.Module) -> None:
-        return None
+    def make_optimizer(self, model: nn.Module) -> Sequence[torch.optim.Optimizer]:
+        return ()
 
     def begin(self, share: Share, shard: int = 0, shards: int = 1) -> None:
         self._reader, self._shard, self._shards = share.reading, shard, shards
@@ -63,11 +63,11 @@ class TextJob:
         loss: Tensor = model(tokens.to(device), targets.to(device)).loss
         return loss
 
-    def evaluation(self, model: nn.Module, device: torch.device) -> float:
+    def evaluation(self, model: nn.Module, device: torch.device) -> Mapping[str, float]:
         data, losses = self._run.data, []
         for tokens, targets in self.corpus.held_out(data.batch, data.sequence, data.eval_batches):
             losses.append(float(model(tokens.to(device), targets.to(device)).loss))
-        return sum(losses) / len(losses)
+        return {"loss": sum(losses) / len(losses)}
 
     def describe(self) -> Mapping[str, Any]:
         return self.corpus.describe()

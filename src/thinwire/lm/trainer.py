@@ -39,7 +39,8 @@ from thinwire.pieces.partition import Fragment
 from thinwire.records.events import EventLog
 from thinwire.replica import Replica
 from thinwire.runtime.handshake import digest
-from thinwire.runtime.module_state import clip_alike
+from thinwire.runtime.inner_steps import as_one
+from thinwire.runtime.module_state import clip_alike, has_sparse
 from thinwire.strategy import Gradients, Strategy
 
 
@@ -67,7 +68,7 @@ class Trainer(ABC):
 
     def __init__(self, run: Run, place: Place | ElasticPlace, log: EventLog) -> None:
         self.run, self.place, self.log = run, place, log
-        self.ledger, self.clock, self.eval_loss = Ledger(), Clock(), math.nan
+        self.ledger, self.clock, self.losses = Ledger(), Clock(), dict[str, float]()
         self._publisher: Publisher | None = None
         self._landed = False  # something, since the last version was published
         self.job, self.share = open_job(run, place.folder), place.share(run.seed, run.placement.replicas)
@@ -91,9 +92,9 @@ class Trainer(ABC):
         self.method, self.inner = run.make_method(), run.make_inner()
         self.lr_factor = 1.0 if self.method else self.inner.lr_factor
         own = self.job.make_optimizer(self.model)
-        self.own_rates = own is not None
+        self.own_rates = bool(own)
         if own:
-            self.optimizer = own
+            self.optimizer = as_one(own)
         elif self.method:
             self.optimizer = self.method.optimizer(self.model, run.lr)
         else:
@@ -275,7 +276,10 @@ class Trainer(ABC):
         # filters clip by themselves, before the exchange
         by_filters = isinstance(replica, Replica) and bool(replica.strategy.filters)
         most = math.inf if by_filters else run.optimizer.clip or math.inf
-        if isinstance(replica, Replica) and isinstance(replica.strategy.signal, Gradients) and self.place.shards == 1:
+        alike = (
+            isinstance(replica, Replica) and isinstance(replica.strategy.signal, Gradients) and self.place.shards == 1
+        )
+        if alike or has_sparse(self.model.parameters()):  # of those torch takes no norm
             norm_value = clip_alike(self.model.parameters(), most)
         else:
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), most)
@@ -299,13 +303,15 @@ class Trainer(ABC):
         self.model.eval()
         with (
             self.replica.anchored(),
+            self.replica.averaged_buffers(),
             torch.no_grad(),
             torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16),
         ):
-            loss = self.job.evaluation(self.model, self.device)
+            losses = self.job.evaluation(self.model, self.device)
         self.model.train()
         of = evaluated(self.replica)
-        self.eval_loss = loss if of in ("anchors", "mean") else math.nan
+        loss = next(iter(losses.values()))
+        self.losses = dict(losses) if of in ("anchors", "mean") else {}
         self.log.emit(
             "eval",
             self.replica.step,
@@ -367,8 +373,9 @@ class Trainer(ABC):
             "seed": run.seed,
             "tokens": self._tokens(),
             "parameters": self.parameters,
-            "eval_loss": self.eval_loss,
+            "eval_loss": next(iter(self.losses.values()), math.nan),
             "eval_of": evaluated(self.replica),
+            "losses": self.losses,
             "wire_bytes_sent": self.ledger.sent(),
             "bits_per_parameter_per_step": 8 * self.ledger.sent() / self.parameters / max(1, self.counted_steps),
             "compute_utilization": totals.compute_seconds / max(totals.loop_seconds, 1e-9),

@@ -10,7 +10,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -189,6 +189,10 @@ class Attached(Participant):
     def anchored(self) -> Iterator[None]:
         """Within: the model holds what all replicas agree on."""
         yield
+
+    def averaged_buffers(self) -> AbstractContextManager[None]:
+        """Nothing: buffers stay local."""
+        return nullcontext()
 
     def anchors(self) -> list[Tensor]:
         """What all agree on, flat and in fp32: one tensor, the whole model."""

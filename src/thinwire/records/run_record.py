@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from thinwire.errors import DataError
 from thinwire.records.clocks import Offset
 from thinwire.records.files import contents, parsed
 from thinwire.records.membership import CARRIER, Participation, Steps, how_many, merged, numbers, text_of_steps
+from thinwire.records.printable import printable
 from thinwire.records.replica_record import Evaluations, Note, ReplicaRecord, fragments_of
 from thinwire.records.run_file import read_run_file
 from thinwire.records.samples import named, samples_of
@@ -30,6 +31,7 @@ from thinwire.records.units import (
     unit_of,
 )
 
+MOST_LOSSES = 32  # that an evaluation may name
 PROVENANCES = ("measured", "emulated", "simulated", "predicted")
 
 
@@ -63,6 +65,9 @@ class Summary:
     samples_trained: int | None = None
     samples_in_flight: int | None = None
     samples_lost: int | None = None
+    losses: Mapping[str, float] = field(
+        default_factory=dict
+    )  # by name, the first is `eval_loss`; where a job names several
 
     def figures(self) -> list[tuple[str, str]]:
         """(what, value as text), in the order in which they are shown everywhere; all of them are `provenance`."""
@@ -74,8 +79,10 @@ class Summary:
             ("training loop", text_of_seconds(self.wall_seconds)),
             ("stalled per replica", text_of_seconds(self.stall_seconds)),
         ]
+        if len(self.losses) > 1:
+            figures[:1] = [(f"evaluation: {name}", text_of_loss(one)) for name, one in self.losses.items()]
         if self.wire_bytes_sent < self.wire_bytes_foreseen:  # sizes depend on the values
-            figures.insert(2, ("foreseen at most", text_of_nbytes(self.wire_bytes_foreseen)))
+            figures.insert(len(figures) - 4, ("foreseen at most", text_of_nbytes(self.wire_bytes_foreseen)))
         if self.living is not None and self.taking_part is not None:
             figures += [("living", f"{self.living:.2f}"), ("taking part", f"{self.taking_part:.2f}")]
             figures += [("rounds committed", str(self.rounds_committed)), ("steps trained", f"{self.steps_trained:,}")]
@@ -286,12 +293,20 @@ def _overlaid(summary: Summary, said: Mapping[str, object]) -> Summary:
         value = said.get(item.name)
         if item.name in ("living", "taking_part", "rounds_committed") or item.name.startswith(("steps_", "samples_")):
             continue  # nobody can tell them alone
-        if item.name == "provenance":
+        if item.name == "losses":
+            changed[item.name] = _named_losses(value)
+        elif item.name == "provenance":
             changed |= {item.name: value} if value in PROVENANCES else {}
         elif item.name != "strategy" and not math.isnan(number(value)):
             whole = isinstance(getattr(summary, item.name), int) and math.isfinite(number(value))
             changed[item.name] = int(number(value)) if whole else number(value)
     return replace(summary, **changed)
+
+
+def _named_losses(said: object) -> dict[str, float]:
+    """The losses that an end names: at most so many as a job may, under short names."""
+    named = list(said.items())[:MOST_LOSSES] if isinstance(said, dict) else []
+    return {printable(name, 40): number(loss) for name, loss in named if not math.isnan(number(loss))}
 
 
 def _summary_file(folder: Path) -> Mapping[str, object]:

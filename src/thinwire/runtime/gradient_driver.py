@@ -15,7 +15,7 @@ from thinwire.runtime.driver import Driver, Training
 from thinwire.runtime.flights import Flights
 from thinwire.runtime.fragment_state import RoundUpdate
 from thinwire.runtime.handshake import agree_on_resume, agree_on_weights, digest
-from thinwire.runtime.module_state import gradient, reshard
+from thinwire.runtime.module_state import gradient, put_gradient, reshard
 
 COMPARED = 100  # steps from one look at weights that should be equal to the next
 _DRIFTED = (
@@ -70,7 +70,7 @@ class GradientDriver(Driver):
             if refused or not bool(values.any()):
                 parameter.grad = None
             else:
-                gradient(parameter).copy_(values)
+                put_gradient(parameter, values)
         if refused:
             update.discard()
         else:

@@ -17,6 +17,8 @@ _ANEW = "Call finish() on all replicas, then attach a new Replica."
 
 def listed(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
     """The optimizers that the loop steps. Raises `ModelError` if there are none."""
+    if isinstance(optimizer, Several):
+        return list(optimizer.parts)
     several = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     if not several:
         raise ModelError("an empty list of optimizers was given; give those that the loop steps.")
@@ -36,6 +38,15 @@ class Several(torch.optim.Optimizer):
     @property
     def state(self) -> dict[Any, Any]:  # type: ignore[override]
         return {parameter: state for part in self.parts for parameter, state in part.state.items()}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # the losses of closures would be several
+        """Each once, in their order."""
+        for part in self.parts:
+            part.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """As one optimizer's: parameters are numbered through."""
@@ -83,12 +94,8 @@ class InnerSteps:
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], training: Training, driver: Driver) -> None:
         self.seconds = 0.0  # of the main thread in departures and landings, stalls included
         self._training, self._driver = training, driver
+        self._exchanged = False  # for the step that comes
         self._gradients = isinstance(training.strategy.signal, Gradients)
-        if self._gradients and len(optimizers) > 1:
-            raise ModelError(
-                f"{len(optimizers)} optimizers were given with Gradients(), which exchanges all gradients before the first steps; give one "
-                "optimizer of several parameter groups, or a strategy that exchanges deltas."
-            )
         self._optimizers, self._count = optimizers, _count(optimizers)
         self._all = frozenset(map(id, optimizers))
         self._due = set(self._all)  # those that have not stepped since the last inner step
@@ -100,6 +107,7 @@ class InnerSteps:
     def exchange_gradients(self, closure: bool = False) -> None:
         """What the driver does before the optimizer steps, now; not again in the step."""
         began = self._training.clock()
+        self._exchanged = True
         self._driver.before_inner_step(closure)
         self.seconds += self._training.clock() - began
 
@@ -134,6 +142,11 @@ class InnerSteps:
                 "a GradScaler leaves the gradients scaled for a fused optimizer, and Gradients() would average those of unlike scales; call "
                 "scaler.unscale_(optimizer) before scaler.step(optimizer)."
             )
+        if self._gradients and len(self._optimizers) > 1 and not self._exchanged:
+            raise ModelError(
+                f"{len(self._optimizers)} optimizers with Gradients(), which exchanges all gradients at once: call "
+                "replica.exchange_gradients() when all are there and none has stepped, or give a strategy that exchanges deltas."
+            )
         self.exchange_gradients(any(map(callable, args[1:])) or kwargs.get("closure") is not None)
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -142,7 +155,7 @@ class InnerSteps:
         self._due.discard(id(optimizer))
         if self._due:
             return
-        self._due = set(self._all)
+        self._due, self._exchanged = set(self._all), False
         began = self._training.clock()
         self._training.step += 1
         self._driver.after_inner_step()

@@ -7,9 +7,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from thinwire.codecs.base import Codec
+from thinwire.rng import Key
+
+PROBED = 256  # values of a delta, of which one is not zero
 _UNFINISHED = (
     "a Replica was neither finished nor closed: what was trained since the last round stays with this replica alone. "
     "Write `with Replica(...):` around the loop, or call finish() at its end"
@@ -28,11 +33,14 @@ def _warn(event: str, step: int, message: str) -> None:
 class LoopWarnings:
     """Of one Replica, the `owner`."""
 
-    def __init__(self, owner: object, model: nn.Module, observe: Callable[..., None]) -> None:
+    def __init__(
+        self, owner: object, model: nn.Module, observe: Callable[..., None], codec: Codec, local: bool
+    ) -> None:
         self._observe = _warn if observe is silent else observe
         self._unfinished = weakref.finalize(owner, warnings.warn, _UNFINISHED, RuntimeWarning)
-        if said := _kept_apart(model):
-            self._observe("warning", 0, message=said)
+        for said in (_kept_apart(model) if local else "", _moved_untouched(model, codec)):
+            if said:
+                self._observe("warning", 0, message=said)
 
     def finishes(self, step: int) -> None:
         self.closes()
@@ -43,12 +51,30 @@ class LoopWarnings:
         self._unfinished.detach()
 
 
+def _moved_untouched(model: nn.Module, codec: Codec) -> str:
+    """Of sparse embeddings under a codec that has no zero; empty if there are none."""
+    tables = [name for name, module in model.named_modules() if getattr(module, "sparse", False) is True]
+    if not tables or codec.needs_shapes or codec.joint:
+        return ""
+    delta, back = torch.zeros(PROBED), torch.zeros(PROBED)
+    delta[0] = 1.0
+    payload = torch.zeros(codec.nbytes(PROBED), dtype=torch.uint8)
+    codec.encode(delta, payload, Key())
+    codec.decode_add(payload, back, Key())
+    if not back[1:].any():
+        return ""
+    return (
+        f"{len(tables)} embeddings have sparse gradients ({tables[0]}, ...) and {codec} has no zero: rows that nobody looked up move a "
+        "little in every round, if their block holds others that were. A codec with a zero leaves them, such as E3M0(32)"
+    )
+
+
 def _kept_apart(model: nn.Module) -> str:
     """Of running statistics; empty if there are none."""
     normed = [name for name, m in model.named_modules() if isinstance(m, _NormBase) and m.running_mean is not None]
     if not normed:
         return ""
     return (
-        f"{len(normed)} layers keep running statistics ({normed[0]}, ...): buffers are not exchanged, so each replica evaluates and exports "
-        "with its own. Take a norm without them (LayerNorm, GroupNorm), or average them over the replicas at the end"
+        f"{len(normed)} layers keep running statistics ({normed[0]}, ...) that stay local, so each replica evaluates and exports with its own. "
+        "Take a norm without them (LayerNorm, GroupNorm), or a fixed group with buffers='mean'"
     )

@@ -31,15 +31,40 @@ def reshard(model: nn.Module) -> None:
 
 
 def gradient(parameter: nn.Parameter) -> Tensor:
-    """This rank's part of the gradient; one that is missing is made, as zeros."""
+    """This rank's part of the gradient, dense; one that is missing is made, as zeros."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
-    return local(parameter.grad)
+    found = local(parameter.grad)
+    return found.to_dense() if found.is_sparse else found
+
+
+def put_gradient(parameter: nn.Parameter, values: Tensor) -> None:
+    """Make `values` the gradient; where it was sparse, of the rows that are not zero: an optimizer for sparse gradients takes no other."""
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        parameter.grad = values.view_as(parameter).to(parameter).to_sparse(1)
+    else:
+        gradient(parameter).copy_(values)
+
+
+def has_sparse(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether any gradient is sparse, as of an embedding of which few rows were looked up."""
+    return any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters)
+
+
+def _values(parameter: nn.Parameter) -> Tensor:
+    """All of a gradient that is not known to be zero; it shares memory with it."""
+    assert parameter.grad is not None
+    if not parameter.grad.is_sparse:
+        return parameter.grad
+    parameter.grad = parameter.grad.coalesce()
+    return parameter.grad._values()
 
 
 def clip_alike(parameters: Iterable[nn.Parameter], most: float) -> float:
-    """As `torch.nn.utils.clip_grad_norm_`, but of gradients that are equal on all replicas, and so in the same bits on any processor."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    """As `torch.nn.utils.clip_grad_norm_`, sparse gradients too; those that are equal on all replicas stay so, in the same bits on any
+    processor.
+    """
+    gradients = [_values(parameter) for parameter in parameters if parameter.grad is not None]
     square = 0.0
     for one in gradients:
         square += energy(one.reshape(-1))

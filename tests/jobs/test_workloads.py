@@ -1,0 +1,84 @@
+"""Every workload of examples/workloads trains by the real command, and goes on bit for bit after a kill."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pages import ROOT
+
+from thinwire.cli import main
+from thinwire.records.run_record import RunRecord
+
+FOLDER = ROOT / "examples" / "workloads"
+WORKLOADS = sorted(path.stem for path in FOLDER.glob("*.py"))
+HARDEST = ("digits", "speech")  # buffers; two models with an optimizer each
+SMALL = ["--every", "3", "--delay", "2", "--checkpoint-every", "4", "--keep", "9", "--eval-every", "4", "--steps", "7"]
+
+
+def train(job: str, out: Path, *arguments: str) -> int:
+    return main(
+        ["train", "--job", str(FOLDER / f"{job}.py"), "--out", str(out), *SMALL, "--carrier", "threads", *arguments]
+    )
+
+
+def resumed(out: Path) -> bytes:
+    """The weights of the run in `out`, gone on from step 4, with a round in the air."""
+    cut = out.with_name("cut")
+    shutil.copytree(out, cut)
+    for path in [*cut.glob("checkpoints/*/step-*"), cut / "model.safetensors"]:
+        if not path.name.endswith("00000004"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert main(["train", "--resume", "--out", str(cut)]) == 0
+    return (cut / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("job", WORKLOADS)
+def test_each_trains(job: str, tmp_path: Path) -> None:
+    """With the default method, and with gradients: the losses that its `evaluate` names are in the record, and finite."""
+    assert len((FOLDER / f"{job}.py").read_text().splitlines()) < 150
+    out = tmp_path / "run"
+    assert train(job, out) == 0
+    record = RunRecord.load(out)
+    assert record.status == "finished" and record.summary.steps == 7
+    named = dict(record.summary.losses)
+    assert len(named) > 1 and next(iter(named.values())) == record.summary.eval_loss
+    assert {f"evaluation: {name}" for name in named} <= {what for what, _ in record.summary.figures()}
+    assert resumed(out) == (out / "model.safetensors").read_bytes()
+    gradients = ["train", "--job", str(FOLDER / f"{job}.py"), "--strategy", "qsgd", "--steps", "3"]
+    assert main([*gradients, "--carrier", "threads", "--out", str(tmp_path / "gradients")]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", HARDEST)
+def test_processes_that_are_killed(job: str, tmp_path: Path) -> None:
+    """kill -9 of both at the sixth batch; what comes of the resume is what threads make that nobody killed."""
+    own = tmp_path / f"{job}.py"
+    text = (FOLDER / f"{job}.py").read_text()
+    seen = "\n\n_seen, _loss = [], loss\n\ndef loss(model, batch):\n    _seen.append(0)\n"
+    seen += f"    if len(_seen) == 6 and Path({str(tmp_path / 'kill')!r}).exists():\n        os.kill(os.getpid(), {int(signal.SIGKILL)})\n"
+    own.write_text("import os\nfrom pathlib import Path\n" + text + seen + "    return _loss(model, batch)\n")
+    command = [sys.executable, "-m", "thinwire", "train"]
+    begin = ["--job", str(own), *SMALL, "--out", str(tmp_path / "killed")]
+    (tmp_path / "kill").touch()
+    quiet = {"capture_output": True, "text": True, "check": False, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
+    killed = subprocess.run([*command, *begin], **quiet)
+    assert killed.returncode == 1 and f"exit code -{int(signal.SIGKILL)}" in killed.stderr, killed.stderr
+    (tmp_path / "kill").unlink()
+    done = subprocess.run([*command, "--resume", "--out", str(tmp_path / "killed")], **quiet)
+    assert done.returncode == 0, done.stdout + done.stderr
+    whole = subprocess.run([*command, *begin[:-1], str(tmp_path / "whole")], **quiet)
+    assert whole.returncode == 0, whole.stderr
+    assert (tmp_path / "killed/model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
+
+
+def test_compare_names_the_losses_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["compare", "--job", str(FOLDER / "graph.py"), "--steps", "4", "--carrier", "threads"]
+    assert main([*command, "--strategies", "data_parallel", "diloco", "--out", str(tmp_path / "runs")]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "strategy error cross entropy" in shown or ("error" in shown and "cross" in shown), shown

@@ -1,0 +1,86 @@
+"""Buffers among replicas: their mean, or each its own; and averages of weights that are buffers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thinwire as tw
+from thinwire.jobs.ema import EMA
+
+REPLICAS = 3
+
+
+class Net(nn.Module):
+    def __init__(self, average: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
+        self.register_buffer("table", torch.tensor([0.1, 1 / 3, 1e30]))  # whose mean in fp32 would round
+        self.register_buffer("passing", torch.ones(2), persistent=False)
+        self.ema = EMA(self.body, 0.9) if average else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.body(x)
+        return out
+
+
+def trained(buffers: str, strategy: tw.Strategy | None = None, average: bool = False) -> list[dict[str, Tensor]]:
+    """What each replica holds at the end: replicas see unlike samples."""
+    models = [Net(average) for _ in range(REPLICAS)]
+
+    def replica(group: tw.Group) -> dict[str, Tensor]:
+        model = models[group.rank]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        samples = torch.Generator().manual_seed(group.rank)
+        with tw.Replica(strategy or tw.diloco(every=2), model, optimizer, group, buffers=buffers) as attached:
+            for step in range(5):
+                x = (1 + group.rank) * torch.randn(8, 4, generator=samples)
+                (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if model.ema:
+                    model.ema.update(model.body)
+                if step == 2:
+                    before = {name: one.clone() for name, one in model.named_buffers()}
+                    with attached.averaged_buffers():
+                        told = model.body[1].running_mean.clone()
+                    assert all(torch.equal(one, before[name]) for name, one in model.named_buffers())
+                    assert torch.equal(told, before["body.1.running_mean"]) == (buffers == "local")
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    return tw.run_threads(REPLICAS, replica, timeout=600.0)
+
+
+@pytest.mark.parametrize("strategy", [tw.diloco(every=2), tw.streaming_diloco(every=3, delay=1), tw.data_parallel()])
+@pytest.mark.filterwarnings("ignore:.*running statistics")
+def test_the_mean_is_that_of_what_each_had(strategy: tw.Strategy) -> None:
+    """And nothing else changes: parameters are the same bits with either policy, and so are buffers that are alike."""
+    local, mean = trained("local", strategy), trained("mean", strategy)
+    for name in local[0]:
+        own = [one[name] for one in local]
+        assert all(torch.equal(one[name], mean[0][name]) for one in mean)
+        if name.startswith("body.1.running"):
+            assert not torch.equal(own[0], own[1])
+            assert torch.equal(mean[0][name], ((own[0] + own[1]) + own[2]) / 3)
+        else:
+            assert all(torch.equal(one, mean[0][name]) for one in own), name
+
+
+@pytest.mark.filterwarnings("ignore:.*running statistics")
+def test_the_mean_of_averages_is_the_average_of_means() -> None:
+    """With data-parallel training all averages are alike; of deltas they differ, and become one."""
+    local, mean = trained("local", average=True), trained("mean", average=True)
+    name = "ema.0|weight"
+    assert not torch.equal(local[0][name], local[1][name]) and torch.equal(mean[0][name], mean[1][name])
+    assert torch.allclose(mean[0][name], torch.stack([one[name] for one in local]).mean(0))
+    alike = trained("local", tw.data_parallel(), average=True)
+    assert torch.equal(alike[0][name], alike[1][name])
+
+
+def test_another_word_is_refused() -> None:
+    (group,) = tw.ThreadGroup.create(1)
+    model = Net()
+    with pytest.raises(tw.ConfigurationError, match=r"buffers='median': 'mean' or 'local'"):
+        tw.Replica(tw.diloco(), model, torch.optim.SGD(model.parameters(), lr=0.1), group, buffers="median")
