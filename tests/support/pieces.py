@@ -232,10 +232,13 @@ OUTERS = [
     row(tw.pieces.outer.Average(), "linear", "stateless"),
     row(tw.pieces.outer.Nesterov(), "linear"),
     row(tw.pieces.outer.Nesterov(2.0, 0.0), "linear", "stateless"),
+    row(tw.pieces.outer.DelayedNesterov(0.7, 0.6, updates=3), "linear"),
     row(tw.pieces.outer.HeavyBall(0.7, 0.6), "linear"),
     row(tw.pieces.outer.HeavyBall(0.7, 0.6, gap=1.0)),
     row(tw.pieces.outer.HeavyBall(clip=0.05)),
 ]
+WEIGHS = [row(tw.pieces.staleness.ByTokens()), row(tw.pieces.staleness.ByTokens(0.0)), row(tw.pieces.staleness.Alike())]
+CORRECTS = [row(tw.pieces.staleness.HeLoCo()), row(tw.pieces.staleness.HeLoCo(0.5))]
 MERGES = [
     row(tw.pieces.merge.Mix()),
     row(tw.pieces.merge.Mix(0.5)),
@@ -328,7 +331,7 @@ for table, protocol in (
     table += missing(table, protocol)
 TABLE = [
     *(*POLICIES, *FEEDBACKS, *CODECS, *SCHEDULES, *PARTITIONS, *OUTERS, *MERGES, *EXCHANGES, *AGGREGATES, *SIGNALS),
-    *(*PRIVACIES, *FILTERS, row(tw.pieces.transforms.Settled()), *INNERS, *TOPOLOGIES, *RULES),
+    *(*PRIVACIES, *FILTERS, *WEIGHS, *CORRECTS, row(tw.pieces.transforms.Settled()), *INNERS, *TOPOLOGIES, *RULES),
     row(tw.exchange.Gossip(tw.topology.Ring(), tw.pieces.gossip.AdaptThenCombine())),
 ]
 

@@ -25,10 +25,10 @@ from thinwire.comm.group import Group
 from thinwire.decoupled.carry import Inlet, Outlet
 from thinwire.decoupled.composition import Composition
 from thinwire.decoupled.host import Heard, Host
-from thinwire.decoupled.messages import COUNTED, DELTA, DOWN, END, LAST, REST, UP, Down, Messages, Of, Up
-from thinwire.decoupled.rounds import Held, Pace, own_every
-from thinwire.decoupled.saved import Flight, resume, state_of, state_of_syncer
-from thinwire.decoupled.syncer import Agreed, Syncer, hold, said_by
+from thinwire.decoupled.messages import COUNTED, DELTA, DOWN, END, LAST, REST, UP, Down, Of, SyncerMessages, Up
+from thinwire.decoupled.rounds import HeldRound, ReportPace, own_every
+from thinwire.decoupled.saved import Departed, resume, state_of, state_of_syncer
+from thinwire.decoupled.syncer import AgreedFragment, Syncer, hold, said_by
 from thinwire.decoupled.timeline import Timeline
 from thinwire.errors import ConfigurationError, DisagreementError, LinkError, PeerError
 from thinwire.methods.base import Attached
@@ -74,10 +74,10 @@ class Unequal(Attached):
         self._load_anchors()
         numels = [one.anchor.numel() for one in self._states]
         ups, downs = ([codec.fitted(f.shapes) for f in self.fragments] for codec in (method.codec, method.down))
-        self._messages = Messages(group.size, HOST, numels, ups, downs)
-        self._numbers, self._flying = [0] * len(numels), dict[int, Flight]()
+        self._messages = SyncerMessages(group.size, HOST, numels, ups, downs)
+        self._numbers, self._flying = [0] * len(numels), dict[int, Departed]()
         self._tokens_since = [0.0] * len(numels)
-        self._pace, self._began_at, self._begun_total = Pace(method.every, len(numels)), 0, 0
+        self._pace, self._began_at, self._begun_total = ReportPace(method.every, len(numels)), 0, 0
         self._every, self._known = method.every, False
         self._each: tuple[Of, ...] = (Of(),) * group.size
         self._heard_at, self._told, self._noticed, self._finished, self._over = clock(), 0, False, False, False
@@ -153,7 +153,7 @@ class Unequal(Attached):
         for _, held in actions.after:
             self._await(held)
 
-    def _await(self, held: Held) -> None:
+    def _await(self, held: HeldRound) -> None:
         """Take over a round that lands now. One that was not held before the run's end will not be."""
         began = self._clock()
         while not self._noticed:
@@ -184,7 +184,7 @@ class Unequal(Attached):
         self._marks[index] = (began, self.step)
         before = one.feedback
         if self._up(DELTA, index, delta):
-            self._flying[index] = Flight(number, delta, self.step, since, began, before)
+            self._flying[index] = Departed(number, delta, self.step, since, began, before)
         nbytes = self._messages.nbytes(UP, index) if self._host is None else 0
         self._say("depart", fragment=index, round=number, nbytes=nbytes, seconds_spent=self._clock() - began)
 
@@ -255,7 +255,7 @@ class Unequal(Attached):
         one, began, of = self._states[down.fragment], self._clock(), down.each[self.group.rank]
         flight = self._flying.pop(one.index, None) if of.fate and down.kind != LAST else None
         if down.body is not None:
-            known = Agreed(one.anchor, one.state, one.rounds)
+            known = AgreedFragment(one.anchor, one.state, one.rounds)
             if down.version != one.rounds or down.digest != known.digest():
                 raise DisagreementError(
                     f"fragment {one.fragment.name!r}: the syncer moves on from version {down.version} with digest {down.digest.hex()}, this replica "
@@ -276,7 +276,7 @@ class Unequal(Attached):
         if flight:
             self._report(one.index, flight, began)
 
-    def _report(self, index: int, flight: Flight, began: float) -> None:
+    def _report(self, index: int, flight: Departed, began: float) -> None:
         fields = {"fragment": index, "round": flight.number}
         nbytes = self._messages.nbytes(UP, index) if self._host is None else 0
         self._say(

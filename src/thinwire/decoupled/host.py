@@ -21,8 +21,8 @@ from torch import Tensor
 from thinwire.comm.group import Group
 from thinwire.decoupled.carry import Inlet, Outlet
 from thinwire.decoupled.composition import Composition
-from thinwire.decoupled.messages import DELTA, DOWN, END, LEFT_OUT, REST, UP, Down, Messages, Of, Up
-from thinwire.decoupled.rounds import Held, Rounds
+from thinwire.decoupled.messages import DELTA, DOWN, END, LEFT_OUT, REST, UP, Down, Of, SyncerMessages, Up
+from thinwire.decoupled.rounds import HeldRound, Quorum
 from thinwire.decoupled.syncer import Syncer
 from thinwire.decoupled.timeline import Timeline
 from thinwire.errors import PacketError, PeerError
@@ -38,11 +38,11 @@ class Host:
     """
 
     def __init__(
-        self, group: Group, messages: Messages, syncer: Syncer, method: Composition,
+        self, group: Group, messages: SyncerMessages, syncer: Syncer, method: Composition,
         clock: Callable[[], float], tell: Callable[..., None],
     ) -> None:  # fmt: skip
         self.group, self.messages, self.syncer = group, messages, syncer
-        self.rounds = Rounds(group.size, method.quorum, method.grace)
+        self.rounds = Quorum(group.size, method.quorum, method.grace)
         self.timeline = method.timeline(len(messages.numels)) if method.slow else None
         self.clock, self.tell, self.lock = clock, tell, threading.Lock()
         self.inbox: queue.Queue[Heard] = queue.Queue()
@@ -146,8 +146,8 @@ class Host:
 
     # ---- telling
 
-    def _hold(self, held: Held, kind: int = DELTA) -> None:
-        there = self.rounds.there - (self._ended if kind == DELTA else set())
+    def _hold(self, held: HeldRound, kind: int = DELTA) -> None:
+        there = self.rounds.there
         with self.lock:
             down, fates = self.syncer.hold(held.fragment, there, kind)
             waited = dict(held.waited)
@@ -242,7 +242,7 @@ class Host:
         for kind in (DELTA, REST):
             for fragment in sorted({where for of, where, _ in self.syncer.given if of == kind}):
                 ranks = sorted(rank for of, where, rank in self.syncer.given if (of, where) == (kind, fragment))
-                self._hold(Held(fragment, 0.0, tuple((rank, 0.0) for rank in ranks)), kind)
+                self._hold(HeldRound(fragment, 0.0, tuple((rank, 0.0) for rank in ranks)), kind)
         self._send(Down(END))
         for outlet in self._outlets.values():
             outlet.end()

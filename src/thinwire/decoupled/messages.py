@@ -92,7 +92,7 @@ class Down:
     body: Tensor | None = None
 
 
-class Messages:
+class SyncerMessages:
     """Writes and reads the packets of a group of `size` replicas whose fragments have so many elements. `host` is the syncer's rank."""
 
     def __init__(self, size: int, host: int, numels: Sequence[int], up: Sequence[Codec], down: Sequence[Codec]) -> None:

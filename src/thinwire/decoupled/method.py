@@ -13,7 +13,7 @@ from thinwire.codecs import E3M0, Codec
 from thinwire.comm.group import Group
 from thinwire.decoupled.composition import Composition
 from thinwire.decoupled.driver import Unequal
-from thinwire.decoupled.messages import DOWN, UP, Messages
+from thinwire.decoupled.messages import DOWN, UP, SyncerMessages
 from thinwire.errors import ConfigurationError
 from thinwire.methods.base import silent
 from thinwire.observer import Observer
@@ -50,7 +50,7 @@ class Decoupled(Composition):
         """Of a replica that does not host the syncer, in a period in which it reports once: predicted = counted. Replica 0 hosts it and sends each
         round to all others.
         """
-        messages = Messages(size, 0, [numel], [self.codec], [self.down])
+        messages = SyncerMessages(size, 0, [numel], [self.codec], [self.down])
         return messages.nbytes(UP, 0) if rank else (size - 1) * messages.nbytes(DOWN, 0)
 
 

@@ -44,7 +44,7 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldRound:
     """A round: of which fragment, when it was decided, and whose deltas have waited for it how long."""
 
     fragment: int
@@ -58,16 +58,16 @@ class Held:
 
 
 @dataclass
-class Rounds:
+class Quorum:
     """What waits, and who is there.
 
-    >>> rounds = Rounds(size=3, quorum=2, grace=1.0)
+    >>> rounds = Quorum(size=3, quorum=2, grace=1.0)
     >>> rounds.arrived(4.0, 0, 0), rounds.due(4.0)
     (None, [])
     >>> rounds.arrived(5.0, 1, 0), rounds.due(5.0), rounds.deadline()  # replica 2 may need twice as long as the first, no longer
     (None, [], 8.0)
     >>> rounds.due(8.0)
-    [Held(fragment=0, at=8.0, waited=((0, 4.0), (1, 3.0)))]
+    [HeldRound(fragment=0, at=8.0, waited=((0, 4.0), (1, 3.0)))]
     """
 
     size: int
@@ -94,12 +94,12 @@ class Rounds:
         """Nothing more is expected of `rank`; what it has brought counts."""
         self.there.discard(rank)
 
-    def due(self, now: float) -> list[Held]:
+    def due(self, now: float) -> list[HeldRound]:
         """The rounds that are to be held now."""
         ready = [one for one in sorted(self.waiting) if (until := self._until(one)) is not None and until <= now]
         return [self._held(fragment, now) for fragment in ready]
 
-    def rest(self, now: float) -> list[Held]:
+    def rest(self, now: float) -> list[HeldRound]:
         """The rounds of all that waits, at the end."""
         return [self._held(fragment, now) for fragment in sorted(self.waiting)]
 
@@ -116,9 +116,9 @@ class Rounds:
         ]
         return since + 2 * max(longest, default=since - self.began)
 
-    def _held(self, fragment: int, now: float) -> Held:
+    def _held(self, fragment: int, now: float) -> HeldRound:
         here = self.waiting.pop(fragment)
-        return Held(fragment, now, tuple((rank, now - here[rank]) for rank in sorted(here)))
+        return HeldRound(fragment, now, tuple((rank, now - here[rank]) for rank in sorted(here)))
 
     def _until(self, fragment: int) -> float | None:
         """When the round of `fragment` is held if nobody else comes; None: there is no quorum."""
@@ -152,7 +152,7 @@ def own_every(every: int, own: float, speeds: Sequence[float]) -> int:
     return max(1, round(every * len(speeds) * own / sum(speeds)))
 
 
-class Pace:
+class ReportPace:
     """After which of its own inner steps a replica's fragments depart: staggered at first, H steps apart; and as much later as its
     last delta has waited for others, so that next time all come together.
     """

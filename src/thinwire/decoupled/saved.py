@@ -27,7 +27,7 @@ from thinwire.state import State
 
 
 @dataclass(frozen=True)
-class Flight:
+class Departed:
     """A delta that has gone to the syncer: after which inner step, since which it was trained, when."""
 
     number: int
@@ -39,7 +39,7 @@ class Flight:
 
 
 def state_of(
-    states: Sequence[FragmentState], flying: Mapping[int, Flight], step: int
+    states: Sequence[FragmentState], flying: Mapping[int, Departed], step: int
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Of a replica."""
     tensors = saved(states)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from thinwire.codecs import Codec
 from thinwire.decoupled.composition import Composition
-from thinwire.decoupled.messages import COUNTED, DELTA, LAST, LEFT_OUT, MOVE, REST, Down, Messages, Up
+from thinwire.decoupled.messages import COUNTED, DELTA, LAST, LEFT_OUT, MOVE, Down, SyncerMessages, Up
 from thinwire.errors import NonFiniteError, PacketError
 from thinwire.pieces.outer import Outer
 from thinwire.pieces.partition import Fragment, local
@@ -27,7 +27,7 @@ from thinwire.state import State
 
 
 @dataclass
-class Agreed:
+class AgreedFragment:
     """A fragment as all replicas will hold it once they have heard of every round: its `version`-th."""
 
     anchor: Tensor
@@ -75,7 +75,7 @@ class Syncer:
     """The deltas that wait, and what is agreed. `counted` is, by replica and fragment, the number of the next delta that is due."""
 
     method: Composition
-    agreed: list[Agreed]
+    agreed: list[AgreedFragment]
     up: Sequence[Codec]
     down: Sequence[Codec]
     host: int
@@ -86,10 +86,10 @@ class Syncer:
     )  # by fragment and replica: what its last delta counted
 
     @classmethod
-    def of(cls, method: Composition, states: Sequence[FragmentState], messages: Messages) -> Syncer:
+    def of(cls, method: Composition, states: Sequence[FragmentState], messages: SyncerMessages) -> Syncer:
         """One that begins with what a replica holds at first."""
         agreed = [
-            Agreed(
+            AgreedFragment(
                 one.anchor.clone(),
                 method.outer.init(one.anchor),
                 0,
@@ -155,7 +155,7 @@ class Syncer:
                 deltas[rank] = one.delta
                 if self.method.correct and kind == DELTA:
                     deltas[rank] = self.method.correct.corrected(one.delta, agreed.state.get("momentum"), stale)
-        absent = there - weights.keys() if kind != REST else set()
+        absent = there - weights.keys()
         known = [self.weights[fragment, rank] for rank in absent if (fragment, rank) in self.weights]
         unknown = len(absent) - len(known)
         mean = sum(weights.values()) / max(1, len(weights))

@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from thinwire.decoupled.rounds import Held, Pace, Rounds, own_every
+from thinwire.decoupled.rounds import HeldRound, Quorum, ReportPace, own_every
 
 
 @dataclass(frozen=True)
 class Actions:
     """What a replica does after an inner step, in this order. Rounds are given with their number among all."""
 
-    before: tuple[tuple[int, Held], ...]
+    before: tuple[tuple[int, HeldRound], ...]
     departs: tuple[int, ...]
-    after: tuple[tuple[int, Held], ...]
+    after: tuple[tuple[int, HeldRound], ...]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Moment:
 
     at: float
     departed: tuple[tuple[int, int], ...]
-    held: tuple[Held, ...]
+    held: tuple[HeldRound, ...]
 
 
 class Timeline:
@@ -37,7 +37,7 @@ class Timeline:
 
     >>> line = Timeline((1.0, 2.0), every=3, fragments=1, quorum=2, grace=0.5, delay=0)
     >>> line.every, [(one.at, one.departed, one.held) for _ in range(6) if (one := line.advance()).departed]
-    ([4, 2], [(4.0, ((0, 0), (1, 0)), (Held(fragment=0, at=4.0, waited=((0, 0.0), (1, 0.0))),))])
+    ([4, 2], [(4.0, ((0, 0), (1, 0)), (HeldRound(fragment=0, at=4.0, waited=((0, 0.0), (1, 0.0))),))])
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class Timeline:
         speeds = [1 / one for one in slow]
         self.slow, self.latency = tuple(slow), delay * len(speeds) / sum(speeds)
         self.every = [own_every(every, speed, speeds) for speed in speeds]
-        self.rounds = Rounds(len(slow), quorum, grace)
+        self.rounds = Quorum(len(slow), quorum, grace)
         self.steps = [0] * len(slow)
-        self._paces = [Pace(own, fragments) for own in self.every]
+        self._paces = [ReportPace(own, fragments) for own in self.every]
         self._flying: list[set[int]] = [set() for _ in slow]
-        self._landing: list[list[tuple[float, int, Held]]] = [[] for _ in slow]
+        self._landing: list[list[tuple[float, int, HeldRound]]] = [[] for _ in slow]
         self._own, self._actions = own, dict[int, Actions]()
         self._held = 0
 
@@ -87,7 +87,7 @@ class Timeline:
         ahead = (step + 1) * self.slow[rank]
         return sum(step if other == rank else _before(ahead, slow) for other, slow in enumerate(self.slow))
 
-    def _hold(self, at: float) -> tuple[Held, ...]:
+    def _hold(self, at: float) -> tuple[HeldRound, ...]:
         held = tuple(self.rounds.due(at))
         for one in held:
             for landing in self._landing:
@@ -95,7 +95,7 @@ class Timeline:
             self._held += 1
         return held
 
-    def _land(self, rank: int, now: float) -> tuple[tuple[int, Held], ...]:
+    def _land(self, rank: int, now: float) -> tuple[tuple[int, HeldRound], ...]:
         landing = self._landing[rank]
         due = [(number, held) for at, number, held in landing if at <= now]
         self._landing[rank] = landing[len(due) :]

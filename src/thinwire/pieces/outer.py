@@ -158,6 +158,7 @@ class DelayedNesterov(Outer):
     momentum: float = 0.9
     updates: int = 2
 
+    linear: ClassVar[bool] = True
     last: ClassVar[Outer] = Average()
 
     def __post_init__(self) -> None:

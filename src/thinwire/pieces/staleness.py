@@ -30,7 +30,7 @@ class ByTokens(Weigh):
     Source: c_tokens·(c_tokens/c_steps) is Decoupled DiLoCo's (arXiv 2604.21428); the age is ours, `power` 0 turns it off.
 
     Args:
-        power: p, at least 0.
+        power: p, a factor's exponent, 0 or more.
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.
