@@ -60,7 +60,7 @@ class Run:
                 f"text={self.data.text!r:.200}, tokenizer={self.data.tokenizer!r} with job={self.model.job!r}: the job reads its own data; "
                 "leave them out."
             )
-        if self.placement.carrier == "elastic":
+        if self.placement.elastic:
             self.placement.check_elastic(strategy, self.method.label)
 
     @classmethod
@@ -170,7 +170,7 @@ class Run:
         if _digest(given["job"]) != _digest(there["job"]):
             said.append(f"job {there['job']!r} there, {given['job']!r} given")
         # checkpoints of the one know of rounds, the others' of flights
-        if (given["carrier"] == "elastic") != (there["carrier"] == "elastic"):
+        if self.placement.elastic != other.placement.elastic:
             said.append(f"carrier {there['carrier']!r} there, {given['carrier']!r} given")
         if self._composition() != other._composition():
             said.append(f"strategy {other.method.label} there, {self.method.label} given")
