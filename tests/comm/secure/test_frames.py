@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.comm.secure import Token, frames
-from thinwire.comm.secure.audit import AuditLog, plain
 from thinwire.comm.secure.admission import opened_join
+from thinwire.comm.secure.audit import AuditLog, plain
 from thinwire.comm.secure.keys import opened_request
 from thinwire.comm.secure.posted import Pull
 from thinwire.comm.secure.relay import natural
