@@ -38,7 +38,7 @@ from thinwire.comm.secure.door import Door
 from thinwire.comm.secure.invitations import invite
 from thinwire.comm.secure.keys import Authority, Credentials, key_digest, member_name, private_folder
 from thinwire.comm.secure.loop import LoopThread
-from thinwire.comm.secure.questions import Book, HubAsker, answering, looking
+from thinwire.comm.secure.questions import Answers, HubAsker, answering, looking
 from thinwire.comm.secure.relay import Connection, Pipe
 from thinwire.comm.secure.seats import Seats, Wish
 from thinwire.comm.secure.state import HubState
@@ -80,7 +80,7 @@ class Hub:
         reached_at: str | None = None,
         lifetime: timedelta = LIFETIME,
         patience: float | None = None,
-        book: Book | None = None,
+        book: Answers | None = None,
         say: Callable[[str], object] = lambda line: None,
     ) -> None:
         self.folder, self._book = private_folder(folder), book
