@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from elastic_toy import Book, Toy, agree, one_thread, order_faults, train
-from stage import Stage
+from stage import HubStage, Stage
 
 from thinwire.errors import LinkError
 from thinwire.membership.testing import SimulatedCluster
@@ -51,9 +51,10 @@ def test_in_virtual_time(capsys: pytest.CaptureFixture[str]) -> None:
         )
 
 
-def test_every_kind_in_turn(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind_of_stage", [Stage, HubStage])
+def test_every_kind_in_turn(kind_of_stage: type[Stage], tmp_path: Path) -> None:
     """After each all take part again; at the end nothing is lost, and what happened was said."""
-    stage, chance = Stage(tmp_path), random.Random(1)
+    stage, chance = kind_of_stage(tmp_path), random.Random(1)
     try:
         stage.begin()
         for kind in KINDS:

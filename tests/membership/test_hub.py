@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from thinwire.comm import gather
 from thinwire.comm.secure import Hub
@@ -18,7 +19,7 @@ from thinwire.membership import Membership, Timeouts
 from thinwire.membership.book import Book
 from thinwire.membership.hub import HubRendezvous
 
-TIMES = Timeouts(
+PATIENT = Timeouts(
     heartbeat_interval=0.1, heartbeat_timeout=600.0, grace=600.0, connect=600.0, transfer=600.0, vote=700.0, view=600.0
 )
 
@@ -31,20 +32,20 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 
 def member(hub: Hub, name: str, tmp_path: Path, **more: Any) -> Membership:
     enrolment = Enrolment(hub.invite(), name, tmp_path / "keys")
-    return Membership(HubRendezvous(enrolment), name, **{"timeouts": TIMES} | more)
+    return Membership(HubRendezvous(enrolment), name, timeouts=PATIENT, **more)
 
 
-def together(bodies: dict[str, Callable[[str], Any]]) -> dict[str, Any]:
+def together(names: list[str], body: Callable[[str], Any]) -> dict[str, Any]:
     """What each returned, or raised of ours."""
     results: dict[str, Any] = {}
 
     def run(name: str) -> None:
         try:
-            results[name] = bodies[name](name)
+            results[name] = body(name)
         except ThinwireError as error:
             results[name] = error
 
-    threads = [threading.Thread(target=run, args=(name,)) for name in bodies]
+    threads = [threading.Thread(target=run, args=(name,)) for name in names]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -53,30 +54,60 @@ def together(bodies: dict[str, Callable[[str], Any]]) -> dict[str, Any]:
 
 
 def test_views_votes_and_a_member_that_goes(hub: Hub, tmp_path: Path) -> None:
-    """Ten members, so that the order of names is not that of numbers; one breaks off in the middle of an exchange."""
+    """Ranks are the view's own, though a hub has names in the order of numbers; who closes in an exchange fails it by name."""
     names = ["replica-10", "replica-2", "replica-3"]
-    gone = threading.Event()
 
     def body(name: str) -> list[Any]:
-        told: list[Any] = []
         with closing(member(hub, name, tmp_path)) as membership:
             view = membership.next_view({"round": 0})
-            told.append([one.name for one in view.members])
+            told: list[Any] = [[one.name for one in view.members]]
             told.append(gather(view.group, name.encode(), 64, "packet"))
-            told.append(view.decide("land", True, TIMES.vote))
+            told.append(view.decide("land", True, PATIENT.vote))
             again = membership.next_view({"round": 1})
             told.append(again.rebuilt)
             if name == "replica-3":
-                membership._rendezvous._vote_store.channel.close()  # as a process that was killed: no word of farewell
                 return told
-            try:
+            with pytest.raises(LinkError) as failed:
                 gather(again.group, name.encode(), 64, "packet")
-            except LinkError as error:
-                told.append(str(error))
             again.close()
-            told.append([one.name for one in membership.next_view({"round": 1}).members])
-            gone.set()
-        return told
+            left = [one.name for one in membership.next_view({"round": 1}).members]
+        return [*told, str(failed.value), left]
 
-    results = together(dict.fromkeys(names, body))
-    print(results)
+    results = together(names, body)
+    alike = [names, [name.encode() for name in names], True, False]
+    assert results["replica-3"] == alike
+    assert (
+        results["replica-10"] == results["replica-2"] == [*alike, "replica 2 (replica-3) closed its group.", names[:2]]
+    )
+
+
+def test_one_that_is_revoked_is_out_and_says_why(hub: Hub, tmp_path: Path) -> None:
+    """The others go on without it."""
+    revoked = threading.Barrier(2)
+
+    def body(name: str) -> list[str]:
+        with closing(member(hub, name, tmp_path, least=1)) as membership:
+            view = membership.next_view({"round": 0})
+            while len(view.members) < 2:
+                view = membership.next_view({"round": 0})
+            if revoked.wait() == 0:
+                state = HubState(tmp_path / "hub")  # as the command does, in another process
+                state.revoke("oslo")
+                state.close()
+            with pytest.raises(LinkError, match=r"\(oslo\) was revoked at the hub|oslo is revoked"):
+                view.group.post(5, {}, {1 - view.group.rank: torch.zeros(9, dtype=torch.uint8)}).wait()
+            view.close()
+            return [one.name for one in membership.next_view({"round": 0}).members]
+
+    results = together(["bergen", "oslo"], body)
+    assert results["bergen"] == ["bergen"]
+    assert isinstance(results["oslo"], DisagreementError) and "oslo is revoked" in str(results["oslo"])
+
+
+def test_a_hub_of_fixed_groups_says_how_to_start_another(tmp_path: Path) -> None:
+    with (
+        Hub(tmp_path / "hub") as hub,
+        closing(member(hub, "oslo", tmp_path)) as membership,
+        pytest.raises(DisagreementError, match="start it with --elastic"),
+    ):
+        membership.next_view({})

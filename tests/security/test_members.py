@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import socket
 import threading
@@ -104,6 +105,59 @@ def test_what_a_member_must_not_say(kind, hub, audit, tmp_path):
         code, told = stream.refusal()
         assert code is grpc.StatusCode.INVALID_ARGUMENT and why in told
     assert "a-liar.member.thinwire" in audit.wait("refused frames of 127.0.0.1:", why)
+
+
+def test_a_member_of_another_version(hub, audit, tmp_path):
+    """It is refused at its first frame, by name and with what to do, beside members whose rounds go on."""
+    run_secure(hub, 2, rounds, tmp_path / "keys")
+    (one, other) = (admitted(hub.invite(), name, tmp_path) for name in ("bergen", "oslo"))
+    with RawMember(hub.invite(), one) as first, RawMember(hub.invite(), other) as second:
+        stream = first.control()
+        hello = frames.packed(frames.HELLO, first.process, first.group, 2, 0, first.wire)
+        stream.raw(bytes([frames.HELLO, frames.VERSION + 1]) + frames.head(frames.HELLO, 0, 0)[2:] + hello)
+        code, told = stream.refusal()
+        assert code is grpc.StatusCode.INVALID_ARGUMENT and f"frames of version {frames.VERSION + 1}" in told
+        assert "bergen" in told and "Install the same Thinwire on the hub and on all replicas" in told
+        audit.wait("refused frames of", "bergen.member.thinwire", "frames of version")
+        first.hello(2)
+        audit.wait("waits bergen")
+        second.wire += 1  # of packets, which the hub does not read
+        code, told = second.hello(2).refusal()
+        assert code is grpc.StatusCode.PERMISSION_DENIED
+        assert f"oslo sends packets of version {second.wire}, bergen of version {first.wire}" in told
+        assert "Install the same Thinwire on both" in told
+    run_secure(hub, 2, rounds, tmp_path / "keys", run="after")
+
+
+def test_who_is_away_for_long_is_gone(tmp_path, audit):
+    """One is killed in an exchange: the other is told its name as soon as the hub has lost patience, long before a time-out."""
+    with Hub(tmp_path / "hub", patience=0.2, say=audit) as hub:
+        oslo = admitted(hub.invite(), "oslo", tmp_path)
+        token, told = hub.invite(), []
+
+        def bergen() -> None:
+            with join(str(token), "bergen", 2, tmp_path, "", 600.0) as group:
+                with pytest.raises(
+                    LinkError, match=r"replica 1 \(oslo\) has died, or its link is cut\. Look for its last"
+                ):
+                    group.post(0, {}, {1: torch.zeros(9, dtype=torch.uint8)}).wait()
+                told.append(group.rank)
+
+        thread = threading.Thread(target=bergen)
+        thread.start()
+        audit.wait("waits bergen")
+        label = hashlib.sha256(b"thinwire 2 ").digest()
+        with RawMember(hub.invite(), oslo, label) as second:
+            welcomed(second.hello(2))
+        thread.join()
+        assert told == [0]
+        audit.wait("gone oslo: has died")
+        with RawMember(hub.invite(), oslo, label) as again:
+            again.process = second.process
+            code, why = again.hello(2).refusal()
+            assert (
+                code is grpc.StatusCode.PERMISSION_DENIED and "oslo has died, or its link is cut, and the others" in why
+            )
 
 
 def test_frames_that_are_too_long(hub, tmp_path):

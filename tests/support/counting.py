@@ -1,5 +1,7 @@
 """One replica whose training is counting, as a process that anything may happen to: ADDRESS NAME FOLDER [MODEL].
 
+ADDRESS is that of a lighthouse, or the token of a hub.
+
 An inner step adds `UNIT` to this replica's own places, and nothing elsewhere; so every anchor says how often each replica was
 counted, and how large the groups were. It writes what it does before anybody else can know, a line at a time; what the kernel has
 taken survives kill -9. Signals: SIGUSR1 damages the next packet, SIGUSR2 leaves the disk no room for the next checkpoint.
@@ -26,6 +28,7 @@ from thinwire import checkpoint
 from thinwire.comm.group import Group, Transfer
 from thinwire.elastic.driver import ElasticDriver
 from thinwire.membership import LighthouseRendezvous, Membership, Timeouts
+from thinwire.membership.rendezvous import Rendezvous
 from thinwire.runtime.handshake import digest
 
 NAMES = "abcd"
@@ -126,6 +129,16 @@ def save(folder: Path, replica: tw.Replica, diary: Diary, full: bool) -> None:
         diary.write("not saved", reason=problem, kept=sorted(folder.glob("step-*")) == there)
 
 
+def rendezvous(address: str, name: str, folder: Path) -> Rendezvous:
+    if not address.startswith("tw1."):
+        return LighthouseRendezvous(address)
+    from thinwire.comm.secure import Token
+    from thinwire.comm.secure.enrol import Enrolment
+    from thinwire.membership.hub import HubRendezvous
+
+    return HubRendezvous(Enrolment(Token.read(address), name, folder / "keys"))
+
+
 def main(address: str, name: str, folder: str, size: str = str(PLACES)) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -144,7 +157,7 @@ def main(address: str, name: str, folder: str, size: str = str(PLACES)) -> None:
         partition=tw.pieces.partition.BySize(2),
         outer=tw.pieces.outer.Average(),
     )
-    membership = Membership(LighthouseRendezvous(address), name, least=2, timeouts=QUICK, wrap=Damaging)
+    membership = Membership(rendezvous(address, name, Path(folder)), name, least=2, timeouts=QUICK, wrap=Damaging)
 
     def observe(event: str, step: int, **fields: Any) -> None:
         diary.write(event, step=step, **{k: v for k, v in fields.items() if not isinstance(v, Tensor)})

@@ -36,6 +36,16 @@ def stand(told: Connection, port: int) -> None:
     signal.pause()
 
 
+def stand_as_hub(told: Connection, folder: Path) -> None:
+    """A hub, until it is killed."""
+    from thinwire.comm.secure import Hub
+    from thinwire.membership.book import Book
+
+    hub = Hub(folder, book=Book(QUICK.heartbeat_timeout))
+    told.send((str(hub.invite(100)), hub.port))
+    signal.pause()
+
+
 def replicate(err: str, *arguments: str) -> None:
     """A replica; what it would write to stderr goes to the file `err`."""
     os.dup2(os.open(err, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
@@ -55,9 +65,14 @@ class Stage:
 
     def light(self) -> None:
         hear, tell = FORKS.Pipe(duplex=False)
-        self.lighthouse = FORKS.Process(target=stand, args=(tell, self.port), daemon=True)
+        self.lighthouse = FORKS.Process(target=self.stands[0], args=(tell, *self.stands[1:]), daemon=True)
         self.lighthouse.start()
         self.address, self.port = hear.recv()
+
+    @property
+    def stands(self) -> tuple[Any, ...]:
+        """What is called in a process of its own."""
+        return stand, self.port
 
     def darken(self) -> None:
         self.lighthouse.kill()
@@ -237,3 +252,11 @@ class Stage:
                 f"{len(back)} returns, counted again after {median(back):.1f} s (median), {max(back):.1f} s at most"
             )
         return "\n".join(text)
+
+
+class HubStage(Stage):
+    """With a hub in place of the lighthouse: the same faults happen to it."""
+
+    @property
+    def stands(self) -> tuple[Any, ...]:
+        return stand_as_hub, self.folder / "hub"

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     console = options.console(asked.json)
     sets, gone = list_checkpoints(asked.run, asked.verify), []
     run = Run.load(asked.run / "run.toml", options.advise)
-    each = run.placement.carrier == "elastic"
+    each = run.placement.elastic
     if asked.prune is not None:
         gone = prune_checkpoints(asked.run, asked.prune, each)
         sets = list_checkpoints(asked.run, hashes=True)

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from thinwire.cli import options
 from thinwire.errors import ConfigurationError
+from thinwire.membership.book import HEARTBEAT_TIMEOUT, Book
 from thinwire.records.printable import printable
 
 PORT = 29530
@@ -45,6 +46,10 @@ class Options:
     """Number of replicas that may join with the token."""
     hours: float = 24.0
     """Hours for which the token holds."""
+    elastic: bool = False
+    """Replicas may die, return and join late (thinwire docs elastic). Default: all replicas of the run file stay from begin to end."""
+    heartbeat_timeout: float = HEARTBEAT_TIMEOUT
+    """Elastic: seconds without a heartbeat after which a replica counts as dead. `thinwire doctor RUN` prints what a run needs."""
     name: str | None = None
     """The one name that may join with the token."""
     json: bool = False
@@ -85,6 +90,10 @@ def _run(asked: Options, console: Console) -> int:
     from thinwire.comm.secure import Hub
     from thinwire.comm.secure.keys import private_folder
 
+    if not 0 < asked.heartbeat_timeout < 86_400:
+        raise ConfigurationError(
+            f"--heartbeat-timeout {asked.heartbeat_timeout}: a positive number of seconds is needed."
+        )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -100,7 +109,8 @@ def _run(asked: Options, console: Console) -> int:
     def say(line: str) -> None:
         console.print(printable(line), soft_wrap=True, highlight=False, markup=False)
 
-    hub = Hub(folder, host, port, asked.address, say=say)
+    book = Book(asked.heartbeat_timeout) if asked.elastic else None
+    hub = Hub(folder, host, port, asked.address, book=book, say=say)
     try:
         say(f"hub at {hub.host}:{hub.port}; who joins needs port {hub.join_port}, too")
         say(f"its keys and its state are in {folder}; what it refuses stands in {folder / 'audit.txt'}")

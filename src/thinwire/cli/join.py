@@ -10,14 +10,16 @@ import tyro
 from rich.console import Console
 
 from thinwire.cli import doctor, options
-from thinwire.cli.train import finish
+from thinwire.cli.train import finish, train
 from thinwire.comm.secure import admit
 from thinwire.comm.secure.keys import private_folder, write_private
 from thinwire.errors import ConfigurationError
 from thinwire.lm import launch
 from thinwire.lm.job import check
+from thinwire.lm.meeting import AtHub
 from thinwire.lm.run import Run
 from thinwire.lm.secure import join_for, run_of_hub, train_member
+from thinwire.lm.supervisor import Seat
 from thinwire.lm.watch import watching
 from thinwire.report.progress import Progress
 from thinwire.report.terminal import waiting
@@ -56,15 +58,19 @@ def main(arguments: Sequence[str]) -> int:
     )
     console, stop = options.console(asked.json), launch.Stop()
     folder = asked.out or Path("runs") / asked.name
-    told = admit(asked.token, asked.name, asked.keys).run
+    told = admit(asked.token, asked.name, asked.keys)
+    if told.elastic and asked.group:
+        raise ConfigurationError(
+            f"--group {asked.group} at a hub of elastic runs: it holds one run; start another hub for another run."
+        )
     console.print(f"the hub has admitted {asked.name}", highlight=False)
-    run = _run(asked, told).absolute().changed(carrier="secure")
+    run = _run(asked, told.run).absolute().changed(carrier="secure-elastic" if told.elastic else "secure")
     with waiting(console, "looking at data and model"):
         doctor.ready(run, check(run, folder if asked.resume else None), 1, console)
-    launch.new_folder(run, folder, asked.resume)
+    launch.new_folder(run, folder, asked.resume, asked.name if told.elastic else "*")
     console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
     with launch.stopping(stop):
-        _train(asked, run, folder, console, stop)
+        (_train_elastic if told.elastic else _train)(asked, run, folder, console, stop)
         again = f" --name {asked.name} --keys {asked.keys}" + (f" --group {asked.group}" if asked.group else "")
         return finish(folder, console, asked.json, stop, again, "join TOKEN")
 
@@ -77,6 +83,12 @@ def _run(asked: Options, told: str) -> Run:
     path = private_folder(asked.keys / asked.name) / "run.toml"
     write_private(path, told.encode())
     return run_of_hub(path)
+
+
+def _train_elastic(asked: Options, run: Run, folder: Path, console: Console, stop: launch.Stop) -> None:
+    token = private_folder(asked.keys / asked.name) / "token"
+    write_private(token, f"{asked.token}\n".encode())
+    train(run, folder, asked.resume, console, stop, Seat(AtHub(token, asked.keys), asked.name))
 
 
 def _train(asked: Options, run: Run, folder: Path, console: Console, stop: launch.Stop) -> None:

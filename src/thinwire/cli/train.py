@@ -19,10 +19,12 @@ from thinwire.cli.pages import write_report
 from thinwire.errors import ConfigurationError, DataError
 from thinwire.lm import launch
 from thinwire.lm.job import check
+from thinwire.lm.meeting import AtLighthouse
 from thinwire.lm.resize import resize
 from thinwire.lm.run import Run
-from thinwire.lm.supervisor import Seat, check_seat, train_elastic
+from thinwire.lm.supervisor import Seat, train_elastic
 from thinwire.lm.watch import watching
+from thinwire.membership.view import Presence
 from thinwire.metrics.follow import following
 from thinwire.metrics.sinks import named
 from thinwire.plan.delay import follows_link
@@ -76,11 +78,18 @@ class Options:
             return self
         if self.run_settings.placement.carrier == "threads":
             raise ConfigurationError("--carrier threads with --elastic: threads die together; choose one of them.")
-        return dataclasses.replace(self, run_settings=self.run_settings.changed(carrier="elastic"))
+        secure = self.run_settings.placement.carrier in ("secure", "secure-elastic")
+        if secure and self.lighthouse:
+            raise ConfigurationError(
+                "--lighthouse with --carrier secure: replicas on several machines meet at a hub then; start it with "
+                "thinwire hub --elastic, and each replica with thinwire join."
+            )
+        carrier = "secure-elastic" if secure else "elastic"
+        return dataclasses.replace(self, run_settings=self.run_settings.changed(carrier=carrier))
 
     @property
     def seat(self) -> Seat | None:
-        return Seat(self.lighthouse, self.name, self.secret) if self.lighthouse and self.name else None
+        return Seat(AtLighthouse(self.lighthouse, self.secret), self.name) if self.lighthouse and self.name else None
 
 
 DESCRIPTION = """Train one language model on several replicas.
@@ -138,17 +147,19 @@ def main(arguments: Sequence[str]) -> int:
         else:
             with _told(asked, run, folder, console):
                 train(run, folder, resume, console, stop, asked.seat)
-        return finish(folder, console, asked.json, stop, _seated(asked.seat))
+        return finish(folder, console, asked.json, stop, _seated(asked))
 
 
 def _check(asked: Options, run: Run, place: tuple[int, int] | None) -> None:
     """Raise `ConfigurationError` where options do not go together."""
-    if run.placement.carrier == "elastic":
+    if run.placement.elastic:
         if place is not None:
             raise ConfigurationError(
-                "carrier='elastic' under torchrun, which starts a fixed group; start it with thinwire train alone."
+                f"carrier={run.placement.carrier!r} under torchrun, which starts a fixed group; start it with thinwire train alone."
             )
-        check_seat(asked.seat)
+        if asked.seat:
+            Presence(asked.seat.name, "", 0)  # a name that cannot be, an address or a secret fails here
+            asked.seat.meeting.member(run, asked.seat.name)
     if run.placement.carrier == "secure" and place is not None:
         raise ConfigurationError(
             "carrier='secure' under torchrun, which joins the replicas itself; start it with thinwire train or thinwire join."
@@ -178,7 +189,7 @@ def train(run: Run, folder: Path, resume: bool, console: Console, stop: launch.S
     """Train with live progress on `console`, until `stop`."""
     with Progress(folder, run.optimizer.steps, [seat.name] if seat else run.placement.replicas, console) as progress:
         progress.pass_over()
-        if run.placement.carrier == "elastic":
+        if run.placement.elastic:
             train_elastic(run, folder, resume, progress.update, progress.say, seat, stop)
         elif run.placement.carrier == "threads":
             launch.train_threads(run, folder, resume, progress.update, stop)
@@ -225,11 +236,12 @@ def _told(asked: Options, run: Run, folder: Path, console: Console) -> Iterator[
             yield
 
 
-def _seated(seat: Seat | None) -> str:
+def _seated(asked: Options) -> str:
     """The options of a replica whose lighthouse stands elsewhere."""
-    if seat is None:
+    if asked.seat is None:
         return ""
-    return f" --lighthouse {seat.lighthouse} --name {seat.name}" + (f" --secret {seat.secret}" if seat.secret else "")
+    held = f" --secret {asked.secret}" if asked.secret else ""
+    return f" --lighthouse {asked.lighthouse} --name {asked.name}{held}"
 
 
 def finish(

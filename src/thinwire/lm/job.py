@@ -30,7 +30,7 @@ def check(run: Run, folder: Path | None = None) -> nn.Module:
     model, whose values do not count. `folder`: the run's, if it is to go on.
     """
     placement = run.placement
-    if placement.carrier != "elastic" and (placement.evict or placement.weigh != "alike" or placement.grace):
+    if not placement.elastic and (placement.evict or placement.weigh != "alike" or placement.grace):
         raise ConfigurationError(
             f"evict={placement.evict}, weigh={placement.weigh!r}, grace={placement.grace!r} with carrier={placement.carrier!r}: these need "
             "an elastic run; add --elastic."

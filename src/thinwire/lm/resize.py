@@ -48,7 +48,7 @@ def resize(run: Run, folder: Path, model: nn.Module) -> str:
         raise ConfigurationError(f"{folder} was begun with other settings: {other}. Resume with the run's own.")
     if any(being_written(path) for path in folder.glob("events/*.jsonl")):
         raise ConfigurationError(f"a run is going on in {folder}; wait until it has stopped.")
-    if run.placement.carrier == "elastic":
+    if run.placement.elastic:
         before.changed(replicas=new).save(folder / "run.toml")
         return f"from {old} to {new} replicas: who is new takes over what the others hold; the text is split anew"
     made = folder / f".checkpoints-of-{new}"

@@ -67,7 +67,7 @@ class Run:
             )
         if isinstance(strategy, Strategy):
             strategy.exchange.check_size(self.placement.replicas)
-        if self.placement.carrier == "elastic":
+        if self.placement.elastic:
             self.placement.check_elastic(strategy, self.method.label)
         if self.placement.publish and (
             self.model.lora or not isinstance(strategy, Strategy) or isinstance(strategy.signal, Gradients)
@@ -216,7 +216,7 @@ class Run:
         if _digest(given["job"]) != _digest(there["job"]):
             said.append(f"job {there['job']!r} there, {given['job']!r} given")
         # checkpoints of the one know of rounds, the others' of flights
-        if (given["carrier"] == "elastic") != (there["carrier"] == "elastic"):
+        if self.placement.elastic != other.placement.elastic:
             said.append(f"carrier {there['carrier']!r} there, {given['carrier']!r} given")
         if self._composition() != other._composition():
             said.append(f"strategy {other.method.label} there, {self.method.label} given")

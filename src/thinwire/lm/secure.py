@@ -16,22 +16,22 @@ from thinwire.comm.secure import Hub, SecureGroup, join
 from thinwire.comm.secure.keys import write_private
 from thinwire.errors import ConfigurationError
 from thinwire.lm.launch import Stop, Tick, as_replica, run_processes, stopping, train_here
+from thinwire.lm.meeting import HUB, KEYS, TOKEN
 from thinwire.lm.model import SIZES
 from thinwire.lm.place import Place
 from thinwire.lm.run import OF_PIECES, Run
 from thinwire.pieces.own_files import shortened
 from thinwire.records.run_file import read_run_file
 
-_HUB, _TOKEN, _KEYS = "hub", "token", "keys"  # in the run folder: the hub's own folder, and in that its files
 _WAIT_SECONDS = 600.0  # for the other replicas of this machine
 
 
 def train_secure(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop | None = None) -> None:
     """All replicas of `run` as processes of this machine, and the hub where they meet in this one. Their output goes to RUN/logs."""
     replicas = run.placement.replicas
-    hub = Hub(folder / _HUB)
+    hub = Hub(folder / HUB)
     try:
-        write_private(folder / _HUB / _TOKEN, f"{hub.invite(replicas)}\n".encode())
+        write_private(folder / HUB / TOKEN, f"{hub.invite(replicas)}\n".encode())
         command = [sys.executable, "-m", "thinwire.lm.secure", str(folder)]
         more = ["--resume"] if resume else []
         run_processes(run, folder, [([*command, str(index), *more], {}) for index in range(replicas)], tick, stop)
@@ -81,10 +81,10 @@ def main() -> int:
     folder, index, resume = Path(sys.argv[1]), int(sys.argv[2]), "--resume" in sys.argv[3:]
 
     def train(stop: Stop) -> None:
-        run, hub = Run.load(folder / "run.toml"), folder / _HUB
+        run, hub = Run.load(folder / "run.toml"), folder / HUB
         with stopping(stop):
-            token = (hub / _TOKEN).read_text()
-            with join_for(run, token, f"replica-{index}", hub / _KEYS, str(folder), _WAIT_SECONDS) as group:
+            token = (hub / TOKEN).read_text()
+            with join_for(run, token, f"replica-{index}", hub / KEYS, str(folder), _WAIT_SECONDS) as group:
                 train_here(run, Place(group, folder, resume, gpu=index % max(1, torch.cuda.device_count()), stop=stop))
 
     return as_replica(train)

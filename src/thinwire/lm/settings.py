@@ -292,9 +292,9 @@ class Placement(_Part):
 
     replicas: int = 2
     """Number of replicas (under torchrun: the world is replicas times the ranks of one replica)."""
-    carrier: Literal["processes", "threads", "elastic", "secure"] = "processes"
+    carrier: Literal["processes", "threads", "elastic", "secure", "secure-elastic"] = "processes"
     """Replicas as processes under torch.distributed, as threads of one process, elastic: as processes that may die, return and join late,
-    or secure: as processes that meet at a hub over mutual TLS (thinwire docs secure)."""
+    secure: as processes that meet at a hub over mutual TLS (thinwire docs secure), or secure-elastic: both."""
     least: int = 2
     """Elastic: number of replicas that a round needs. With fewer they train on and wait. With 1, each may train on alone."""
     grace: str | None = None
@@ -329,11 +329,16 @@ class Placement(_Part):
             )
         self._check_uplink()
 
+    @property
+    def elastic(self) -> bool:
+        """Whether replicas may die, return and join late."""
+        return self.carrier in ("elastic", "secure-elastic")
+
     def check_elastic(self, strategy: Strategy | Method, label: str) -> None:
         """Raise `ConfigurationError` if `strategy`, called `label`, cannot run elastically."""
         if not isinstance(strategy, Strategy):
             raise ConfigurationError(
-                f"strategy={label} with carrier='elastic': a method with its own loop trains in a fixed group; "
+                f"strategy={label} with carrier={self.carrier!r}: a method with its own loop trains in a fixed group; "
                 "leave --elastic out, or choose a recipe."
             )
         elastic.check(strategy)
@@ -344,10 +349,10 @@ class Placement(_Part):
 
     def _check_uplink(self) -> None:
         uplink = parse_link(self.uplink)
-        if uplink and (uplink.delay_seconds or self.carrier not in ("processes", "secure")):
+        if uplink and (uplink.delay_seconds or self.carrier not in ("processes", "secure", "secure-elastic")):
             raise ConfigurationError(
                 f"uplink={self.uplink!r} with carrier={self.carrier!r}: a rate alone is needed, such as 100mbit, "
-                "and carrier='processes' or 'secure'. "
+                "and carrier='processes', 'secure' or 'secure-elastic'. "
                 "To emulate a link with a delay, use link."
             )
 

@@ -17,6 +17,7 @@ from thinwire.jobs.base import Job, Share
 from thinwire.lm.run import Run
 from thinwire.methods import Method
 from thinwire.pieces.partition import Fragment
+from thinwire.records.membership import CARRIER
 from thinwire.strategy import Strategy
 from thinwire.version import __version__
 
@@ -44,7 +45,7 @@ def start(
         "parameters": sum(parameter.numel() for fragment in fragments for _, parameter in fragment.parameters),
         "fragments": [{"name": fragment.name, "numel": fragment.numel} for fragment in fragments],
         "link": link and {"bits_per_second": link.bits_per_second, "delay_seconds": link.delay_seconds},
-        "carrier": run.placement.carrier,
+        "carrier": CARRIER if run.placement.elastic else run.placement.carrier,
         "machine": on,
     }
 

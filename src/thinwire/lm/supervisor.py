@@ -1,6 +1,6 @@
 """Start the replicas of this machine that may die and return: each a process of its own, with a name that it keeps.
 
-    python -m thinwire.lm.supervisor FOLDER NAME LIGHTHOUSE INDEX SECRET [--resume]     one replica, as `train_elastic` starts it
+    python -m thinwire.lm.supervisor FOLDER NAME INDEX begin|resume WORDS     one replica, as `train_elastic` starts it: see `meeting_of`
 
 One that dies is started again, ever later while it dies again at once, and goes on from its own newest checkpoint. One
 that ends with an error that will not be better by trying again (other settings than the others', a full disk) is given
@@ -17,8 +17,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,12 +37,9 @@ from thinwire.lm.launch import (
     stopping,
     train_here,
 )
-from thinwire.lm.membership import MemberSpec, heartbeat_timeout
+from thinwire.lm.meeting import Meeting, meeting_of, own_meeting
 from thinwire.lm.place import ElasticPlace
 from thinwire.lm.run import Run
-from thinwire.membership import Lighthouse, LighthouseRendezvous
-from thinwire.membership.channel import secret_in
-from thinwire.membership.view import Presence
 from thinwire.records.events import Tail
 from thinwire.records.printable import printable_lines
 
@@ -57,26 +54,16 @@ Say = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Seat:
-    """One replica of a run whose lighthouse stands elsewhere."""
+    """One replica of a run whose lighthouse or hub stands elsewhere."""
 
-    lighthouse: str
+    meeting: Meeting
     name: str
-    secret: Path | None = None  # a file with the run secret
-
-
-def check_seat(seat: Seat | None) -> None:
-    """Raises `ConfigurationError` for what is no address, no name, or no run secret."""
-    if seat:
-        Presence(seat.name, "", 0)
-        LighthouseRendezvous(seat.lighthouse)
-        if seat.secret:
-            secret_in(seat.secret)
 
 
 def train_elastic(
     run: Run, folder: Path, resume: bool, tick: Tick, say: Say, seat: Seat | None = None, stop: Stop | None = None
 ) -> None:
-    """All replicas of `run` on this machine, and the lighthouse where they meet; or the one of `seat`. Their output goes to RUN/logs.
+    """All replicas of `run` on this machine, and the lighthouse or hub where they meet; or the one of `seat`. Their output goes to RUN/logs.
 
     Raises `LinkError` saying why, if none of them has finished; `CheckpointError` if none has anything to resume from.
     """
@@ -89,10 +76,9 @@ def train_elastic(
             f"--resume: none of {', '.join(names)} has a complete checkpoint in {folder / 'checkpoints'}. Bring back what is missing, or begin "
             "again at the first step by --resume --from-start."
         )
-    secret = seat.secret if seat else folder / "secret"
-    with _lighthouse(run, seat, secret, folder / "logs" / "lighthouse.txt") as address:
+    with nullcontext(seat.meeting) if seat else own_meeting(run, folder) as meeting:
         shared = sharing_cores(len(names))
-        replicas = [_Replica(folder, name, address, index, shared, secret) for index, name in enumerate(names)]
+        replicas = [_Replica(folder, name, meeting, index, shared) for index, name in enumerate(names)]
         needed = 1 if seat else run.placement.least
         for replica in replicas:
             replica.begin(resume)
@@ -110,37 +96,15 @@ def train_elastic(
         raise LinkError("\n".join([f"All they said is in {folder / 'logs'}.{advice}", *dict.fromkeys(given_up)]))
 
 
-@contextmanager
-def _lighthouse(run: Run, seat: Seat | None, secret: Path | None, log: Path) -> Iterator[str]:
-    """The address of one that stands elsewhere, or of one that this process is until the end, with a secret of its own."""
-    if seat or not secret:
-        yield seat.lighthouse if seat else ""
-        return
-    with log.open("a", buffering=1) as lines:
-        tell = lambda line: lines.write(line + "\n")  # noqa: E731
-        lighthouse = Lighthouse(
-            "127.0.0.1",
-            0,
-            heartbeat_timeout(run.make_strategy().schedule, run.placement.link),
-            secret_in(secret, make=True),
-            tell,
-        )
-        try:
-            yield lighthouse.address
-        finally:
-            lighthouse.close()
-
-
 @dataclass
 class _Replica:
     """One replica of this machine, over all its lives."""
 
     folder: Path
     name: str
-    lighthouse: str
+    meeting: Meeting
     index: int
     variables: dict[str, str]  # of its surroundings
-    secret: Path | None = None
     deaths: int = 0  # in a row
     due: float | None = None  # when it is to be started again
     given_up: str = ""
@@ -167,14 +131,8 @@ class _Replica:
         return self.due is not None or (not self.finished and not self.given_up)
 
     def begin(self, resume: bool) -> None:
-        arguments = [self.folder, self.name, self.lighthouse, self.index, self.secret or ""]
-        command = [
-            sys.executable,
-            "-m",
-            "thinwire.lm.supervisor",
-            *map(str, arguments),
-            *(["--resume"] if resume else []),
-        ]
+        given = [str(self.folder), self.name, str(self.index), "resume" if resume else "begin", *self.meeting.words()]
+        command = [sys.executable, "-m", "thinwire.lm.supervisor", *given]
         with self._output.open("ab") as output:
             self._spoken = output.tell()
             self.process = subprocess.Popen(
@@ -293,16 +251,14 @@ def _signal(number: int) -> str:
 
 def main() -> int:
     """One replica, as `train_elastic` starts it."""
-    folder, (name, lighthouse), index = Path(sys.argv[1]), sys.argv[2:4], int(sys.argv[4])
-    secret, resume = sys.argv[5], "--resume" in sys.argv[6:]
+    folder, name, index, resume = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4] == "resume"
     stop = Stop()
     threading.Thread(target=stop_with_the_launcher, args=(stop,), name="thinwire-launcher-watch", daemon=True).start()
     try:
         with stopping(stop):
-            gpu = index % max(1, torch.cuda.device_count())
-            member = MemberSpec(LighthouseRendezvous(lighthouse), name, secret_in(Path(secret)) if secret else b"")
-            place = ElasticPlace(member, folder, resume, gpu, stop)
-            train_here(Run.load(folder / "run.toml"), place)
+            gpu, run = index % max(1, torch.cuda.device_count()), Run.load(folder / "run.toml")
+            member = meeting_of(sys.argv[5:]).member(run, name)
+            train_here(run, ElasticPlace(member, folder, resume, gpu, stop))
     except ThinwireError as error:
         print(printable_lines(f"{type(error).__name__}: {error}"), file=sys.stderr)
         return FINAL

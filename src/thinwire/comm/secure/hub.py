@@ -38,7 +38,7 @@ from thinwire.comm.secure.door import Door
 from thinwire.comm.secure.invitations import invite
 from thinwire.comm.secure.keys import Authority, Credentials, key_digest, member_name, private_folder
 from thinwire.comm.secure.loop import LoopThread
-from thinwire.comm.secure.questions import Book, HubAsker, answering, looking
+from thinwire.comm.secure.questions import Answers, HubAsker, answering, looking
 from thinwire.comm.secure.relay import Connection, Pipe
 from thinwire.comm.secure.seats import Seats, Wish
 from thinwire.comm.secure.state import HubState
@@ -51,7 +51,8 @@ OWN_LIFETIME = timedelta(days=7)  # of the hub's
 STREAMS = 8  # of bulk, for each connection
 STRANGER_SECONDS = 20.0  # in which a visitor shows who it is, or joins
 LOOK_SECONDS = 0.5  # between two looks at what the commands have changed
-PATIENCE = 60.0  # seconds that a member may be away before the others go on without it
+PATIENCE = 60.0  # seconds that a member may be away before it counts as gone
+ELASTIC_PATIENCE = 2.0  # where it may come back, and little is lost
 
 
 class Hub:
@@ -63,7 +64,7 @@ class Hub:
         port: where members dial; the next port is for those who join. 0: the ports that the folder's hub had before, or any free ones.
         reached_at: the host that members dial, if it is not `host`.
         lifetime: how long a member's certificate is valid.
-        patience: seconds after which a member that is not connected counts as gone.
+        patience: seconds after which a member that is not connected counts as gone; None: `PATIENCE`, or `ELASTIC_PATIENCE` with a book.
         book: answers what members of elastic runs ask; without, groups are fixed.
         say: called with each line of the audit log.
 
@@ -78,8 +79,8 @@ class Hub:
         port: int = 0,
         reached_at: str | None = None,
         lifetime: timedelta = LIFETIME,
-        patience: float = PATIENCE,
-        book: Book | None = None,
+        patience: float | None = None,
+        book: Answers | None = None,
         say: Callable[[str], object] = lambda line: None,
     ) -> None:
         self.folder, self._book = private_folder(folder), book
@@ -90,7 +91,7 @@ class Hub:
         self._audit = AuditLog(folder / "audit.txt", say)
         self._state = HubState(folder)
         self._admission = Admission(folder, self._state, self._authority, self._audit, lifetime, book is not None)
-        self._seats = Seats(self._state, self._audit, patience)
+        self._seats = Seats(self._state, self._audit, patience or (ELASTIC_PATIENCE if book else PATIENCE))
         self._connections: dict[int, Connection] = {}
         self._closed = False
         self._servers: list[Any] = []

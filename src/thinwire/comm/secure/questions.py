@@ -35,7 +35,7 @@ class HubAsker:
         return bool(done)
 
 
-class Book(Protocol):
+class Answers(Protocol):
     """Who answers."""
 
     lost: Any  # is told the incarnation of one that is not heard any more
@@ -50,14 +50,14 @@ class Book(Protocol):
         """What there is to answer. Raises `PacketError` for what must not be asked."""
 
 
-async def looking(book: Book) -> None:
+async def looking(book: Answers) -> None:
     """The hub's end: look now and then."""
     while True:
         book.look()
         await asyncio.sleep(TICK)
 
 
-async def answering(context: Any, book: Book, asker: HubAsker) -> None:
+async def answering(context: Any, book: Answers, asker: HubAsker) -> None:
     """The hub's end of a stream. Raises `PacketError`."""
     sequence = 1
     while (raw := await context.read()) is not grpc.aio.EOF:

@@ -95,13 +95,11 @@ class Seats:
     def _is_back(self, connection: Connection, label: bytes) -> bool:
         """Whether it has a place already. Another process of its name is gone then. Raises `LinkError`: its place is lost."""
         name, process = connection.name, connection.process
+        if reason := self._state.why_gone(label, name, process):
+            raise LinkError(f"{name} {reason}, and the others went on without it")
         for relay in list(self._relays.values()):
             for rank, (other, there) in enumerate(relay.group.members):
-                if other != name or relay.group.label != label:
-                    continue
-                if there == process and rank in relay.gone:
-                    raise LinkError(f"{name} {frames.REASONS[relay.gone[rank]]}, and the others went on without it")
-                if rank in relay.gone:
+                if other != name or relay.group.label != label or rank in relay.gone:
                     continue
                 if there == process:
                     self._audit("connected", name)

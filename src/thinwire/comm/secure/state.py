@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from hmac import compare_digest
 from pathlib import Path
 
+from thinwire.comm.secure.frames import REASONS
 from thinwire.errors import ConfigurationError, LinkError
 
 FILE = "hub.sqlite"
@@ -173,15 +174,24 @@ class HubState:
             self._base.execute("update grouped set gone = ? where id = ?", (json.dumps(told), group))
 
     def groups(self) -> list[Grouped]:
-        """The groups in which somebody is left."""
-        rows = self._base.execute("select id, label, members, gone from grouped order by id")
-        found = [
+        """Those that may go on: somebody is left in them."""
+        found = self._grouped("select id, label, members, gone from grouped order by id")
+        return [group for group in found if len(group.gone) < len(group.members)]
+
+    def why_gone(self, label: bytes, name: str, process: bytes) -> str:
+        """Why this process is gone for good from a group with this label; "" if it is not."""
+        for group in self._grouped("select id, label, members, gone from grouped where label = ?", label):
+            if (name, process) in group.members and (rank := group.members.index((name, process))) in group.gone:
+                return REASONS[group.gone[rank]]
+        return ""
+
+    def _grouped(self, query: str, *values: bytes) -> list[Grouped]:
+        return [
             Grouped(
                 number,
                 label,
                 tuple((name, bytes.fromhex(process)) for name, process in json.loads(members)),
                 {int(rank): int(reason) for rank, reason in json.loads(gone).items()},
             )
-            for number, label, members, gone in rows
+            for number, label, members, gone in self._base.execute(query, values)
         ]
-        return [group for group in found if len(group.gone) < len(group.members)]

@@ -42,15 +42,18 @@ class Refusing:
             self._door.told(self._context.peer())
         if isinstance(error, PacketError):
             self._audit.stranger("refused frames of", self._who(), error)
-            await self._context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            await self._context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{self._name()}: {error}")
         if isinstance(error, LinkError):
             self._audit.stranger("refused", self._who(), error)
             await self._context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
         return isinstance(error, asyncio.TimeoutError)
 
-    def _who(self) -> str:
+    def _name(self) -> str:
         names = self._context.auth_context().get("x509_common_name", [])
-        return f"{self._door.who(self._context.peer())} {b' '.join(names).decode(errors='replace')}"
+        return b" ".join(names).decode(errors="replace")
+
+    def _who(self) -> str:
+        return f"{self._door.who(self._context.peer())} {self._name()}"
 
 
 def unary(method: Callable[[bytes, Any], Awaitable[bytes]]) -> grpc.RpcMethodHandler:

@@ -1,0 +1,95 @@
+"""Where the replicas of an elastic run meet: at a lighthouse or at a hub, told to each process as a few words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from thinwire.comm import parse_link
+from thinwire.lm.membership import MemberSpec, heartbeat_timeout
+from thinwire.lm.run import Run
+from thinwire.membership import Lighthouse, LighthouseRendezvous
+from thinwire.membership.book import Book
+from thinwire.membership.channel import secret_in
+
+HUB, TOKEN, KEYS = "hub", "token", "keys"  # in the run folder: the hub's own folder, and in that its files
+
+
+class Meeting(Protocol):
+    """Where replicas meet."""
+
+    def words(self) -> list[str]:
+        """For the command line of a replica; `meeting_of` reads them."""
+
+    def member(self, run: Run, name: str) -> MemberSpec:
+        """The member called `name`. Raises `ConfigurationError` if it cannot be one."""
+
+
+@dataclass(frozen=True)
+class AtLighthouse:
+    """At `address`, with the run secret in the file `secret`."""
+
+    address: str
+    secret: Path | None = None
+
+    def words(self) -> list[str]:
+        """See `Meeting`."""
+        return ["lighthouse", self.address, *([str(self.secret)] if self.secret else [])]
+
+    def member(self, run: Run, name: str) -> MemberSpec:
+        """See `Meeting`."""
+        return MemberSpec(LighthouseRendezvous(self.address), name, secret_in(self.secret) if self.secret else b"")
+
+
+@dataclass(frozen=True)
+class AtHub:
+    """At the hub whose token is in the file `token`; `keys` keeps the replicas' keys."""
+
+    token: Path
+    keys: Path
+
+    def words(self) -> list[str]:
+        """See `Meeting`."""
+        return ["hub", str(self.token), str(self.keys)]
+
+    def member(self, run: Run, name: str) -> MemberSpec:
+        """See `Meeting`."""
+        from thinwire.comm.secure import Token  # it needs the extra `secure`
+        from thinwire.comm.secure.enrol import Enrolment
+        from thinwire.membership.hub import HubRendezvous
+
+        uplink = parse_link(run.placement.uplink)
+        enrolment = Enrolment(Token.read(self.token.read_text()), name, self.keys)
+        return MemberSpec(HubRendezvous(enrolment, uplink.bits_per_second if uplink else None), name)
+
+
+def meeting_of(words: Sequence[str]) -> Meeting:
+    """What `words()` said."""
+    kind, *rest = words
+    paths = list(map(Path, rest))
+    return AtHub(*paths) if kind == "hub" else AtLighthouse(rest[0], *paths[1:])
+
+
+@contextmanager
+def own_meeting(run: Run, folder: Path) -> Iterator[Meeting]:
+    """Within: this process is the lighthouse or the hub of `run`, whose replicas are all on this machine."""
+    timeout = heartbeat_timeout(run.make_strategy().schedule, run.placement.link)
+    with (folder / "logs" / "lighthouse.txt").open("a", buffering=1) as lines:
+        tell = lambda line: lines.write(line + "\n")  # noqa: E731
+        if run.placement.carrier == "elastic":
+            secret = folder / "secret"
+            lighthouse = Lighthouse("127.0.0.1", 0, timeout, secret_in(secret, make=True), tell)
+            try:
+                yield AtLighthouse(lighthouse.address, secret)
+            finally:
+                lighthouse.close()
+            return
+        from thinwire.comm.secure import Hub
+        from thinwire.comm.secure.keys import write_private
+
+        with Hub(folder / HUB, book=Book(timeout, tell)) as hub:
+            write_private(folder / HUB / TOKEN, f"{hub.invite(run.placement.replicas)}\n".encode())
+            yield AtHub(folder / HUB / TOKEN, folder / HUB / KEYS)
