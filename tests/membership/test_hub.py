@@ -14,7 +14,8 @@ import torch
 from thinwire.comm import gather
 from thinwire.comm.secure import Hub
 from thinwire.comm.secure.enrol import Enrolment
-from thinwire.errors import LinkError, ThinwireError
+from thinwire.comm.secure.state import HubState
+from thinwire.errors import DisagreementError, LinkError, ThinwireError
 from thinwire.membership import Membership, Timeouts
 from thinwire.membership.book import Book
 from thinwire.membership.hub import HubRendezvous

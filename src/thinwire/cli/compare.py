@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
         for strategy, run in settings.items():  # all, before any trains
             doctor.ready(run, model := check(run), run.placement.replicas, console)
             if follows_link(run):
-                begun = next(iter(sorted(out.glob(f"{_named(strategy)}-seed-*/run.toml"))), None)
+                begun = next(iter(sorted(out.glob(f"{_folder_of(strategy)}-seed-*/run.toml"))), None)
                 if begun:
                     settings[strategy] = run.changed(delay=Run.load(begun).method.delay)
                 else:
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
     with launch.stopping(stop):
         for seed in range(asked.run_settings.seed, asked.run_settings.seed + asked.seeds):
             for strategy, run in settings.items():
-                folder = out / f"{_named(strategy)}-seed-{seed}"
+                folder = out / f"{_folder_of(strategy)}-seed-{seed}"
                 try:
                     with suppress(KeyboardInterrupt):  # the second signal; what there is by then is shown
                         _complete(run.changed(seed=seed), folder, console, stop)
@@ -115,8 +115,8 @@ def _told(
     return rows
 
 
-def _named(strategy: str) -> str:
-    """As folders are named."""
+def _folder_of(strategy: str) -> str:
+    """The name of the folders of its runs."""
     return re.sub(r"[^a-zA-Z0-9_.]+", "-", strategy).strip("-")
 
 

@@ -68,6 +68,8 @@ def opened_join(raw: bytes) -> tuple[bytes, bytes, str, bytes]:
         raise PacketError(f"a request to join of {len(raw)} bytes")
     invitation, secret, name, request = JOIN_HEAD.unpack_from(raw)
     if len(raw) != JOIN_HEAD.size + name + request:
-        raise PacketError(f"a request to join of {len(raw)} bytes, where its header says {JOIN_HEAD.size + name + request}")
+        raise PacketError(
+            f"a request to join of {len(raw)} bytes, where its header says {JOIN_HEAD.size + name + request}"
+        )
     begin = JOIN_HEAD.size + name
     return invitation, secret, check_name(raw[JOIN_HEAD.size : begin].decode("ascii", "replace")), raw[begin:]
