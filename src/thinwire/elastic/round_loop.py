@@ -88,10 +88,7 @@ class RoundLoop:
         self._waiting: dict[int, Ready] = {}  # deltas whose rounds are to come, by fragment
         self._doubt: tuple[int, Ready, Tensors] | None = None  # the round, delta and feedback that it does not know of
         self._believed: tuple[int, Ready, str] | None = None  # a round that counted its delta; only it says so as yet
-        self._generation, self._void = (
-            0,
-            -1,
-        )  # of its reader: in its last status, and the newest of which nothing counts
+        self._generation, self._void = 0, -1  # of its reader: in its last status; the newest of which nothing counts
         self._context: SendContext | None = None
         self._voter = EvictionVoter(membership, self._observe)
         self._actions: dict[Action, Callable[..., object]] = {
@@ -214,9 +211,8 @@ class RoundLoop:
             self._on(Event.RUN_ENDED)
             return
         except (LinkError, PacketError) as error:
-            if self._state in (State.FINISHING, State.FINISHING_IN_DOUBT) and end_is_noted(
-                self.membership, self.agreed
-            ):
+            finishing = self._state in (State.FINISHING, State.FINISHING_IN_DOUBT)
+            if finishing and end_is_noted(self.membership, self.agreed):
                 self._on(Event.RUN_ENDED)
                 return
             self._alone, self._reason = self._alone + 1, str(error)
