@@ -97,6 +97,20 @@ def test_a_shift_shifts_and_a_scale_scales(text, seed, shift, scale):
     torch.testing.assert_close(aggregated(rule, x * scale), due * scale, rtol=1e-4, atol=1e-4 * scale)
 
 
+@pytest.mark.parametrize(
+    ("text", "values", "due"),
+    [
+        ("Median()", [9.0, 1.0, 4.0, 2.0], 3.0),
+        ("Median()", [9.0, 1.0, 4.0], 4.0),
+        ("TrimmedMean(1)", [9.0, 1.0, 4.0, 2.0], 3.0),
+        ("MeaMed(1)", [9.0, 1.0, 4.0, 2.0], 7 / 3),  # the median is 3
+        ("MeaMed(1)", [3.0, 1.0, 2.0], 1.5),  # 1 and 3 are equally near to 2: the smaller counts
+    ],
+)
+def test_by_hand(text, values, due):
+    assert aggregated(parse(text), torch.tensor(values)[:, None]).item() == pytest.approx(due)
+
+
 @pytest.mark.parametrize("text", ["CenteredClipping()", "ARC(TrimmedMean(2), 2)", "Median()"])
 def test_rules_that_clip_scale_too(text):
     x, rule = drawn(3), parse(text)

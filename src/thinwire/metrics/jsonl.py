@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from thinwire.metrics.sinks import Sink
 
-class JsonLines:
+
+class JsonLines(Sink):
     """`{"replica": "replica-0", "step": 7, "loss": 3.1, ...}`; what is not finite is null."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], given: str) -> None:
@@ -20,9 +22,6 @@ class JsonLines:
     def write(self, replica: str, step: int, values: Mapping[str, float]) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._file.write(json.dumps({"replica": replica, "step": step, **finite}) + "\n")
-
-    def rewind(self, replica: str, step: int) -> None:
-        """Nothing: a step that is there twice was done again, and the later line counts."""
 
     def flush(self) -> None:
         self._file.flush()

@@ -12,12 +12,13 @@ from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
 from thinwire.metrics.remembered import remembered
+from thinwire.metrics.sinks import Sink
 
 MOST = 1000  # metrics that a store takes at once
 LONGEST = 500  # characters of a setting
 
 
-class Mlflow:
+class Mlflow(Sink):
     """`replica-0/loss` and so on over the inner step, in the experiment `thinwire` or `--log mlflow=EXPERIMENT`."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], given: str) -> None:
@@ -37,9 +38,6 @@ class Mlflow:
     def write(self, replica: str, step: int, values: Mapping[str, float]) -> None:
         now = int(1000 * time.time())
         self._due += [Metric(f"{replica}/{name}", value, now, step) for name, value in values.items()]
-
-    def rewind(self, replica: str, step: int) -> None:
-        """Nothing: a step that is there twice was done again, and the later value counts."""
 
     def flush(self) -> None:
         while self._due:

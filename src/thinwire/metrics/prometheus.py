@@ -10,12 +10,13 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from thinwire.errors import ConfigurationError
+from thinwire.metrics.sinks import Sink
 from thinwire.metrics.table import METRICS
 
 HOST, PORT = "127.0.0.1", 29540
 
 
-class Prometheus:
+class Prometheus(Sink):
     """`thinwire_NAME{run, replica}`, counters with `_total`; `thinwire_step` is the inner step. It listens at this machine alone,
     unless `--log prometheus=HOST:PORT` says otherwise."""
 
@@ -46,12 +47,6 @@ class Prometheus:
                 if name in values:
                     made.add_metric([self._run, replica], values[name])
             yield made
-
-    def rewind(self, replica: str, step: int) -> None:
-        """Nothing: what is scraped is what is now."""
-
-    def flush(self) -> None:
-        """Nothing."""
 
     def close(self) -> None:
         self._server.shutdown()

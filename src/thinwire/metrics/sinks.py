@@ -20,10 +20,12 @@ class Sink(Protocol):
         """Metrics of `replica` (replica-0) as they are after inner step `step`."""
 
     def rewind(self, replica: str, step: int) -> None:
-        """`replica` goes on from `step`: what it had after it is done again."""
+        """`replica` goes on from `step`: later steps are done again. Does nothing by default: of two values at a step the later counts."""
+        return
 
     def flush(self) -> None:
-        """Send what was written; called about once a second."""
+        """Send what was written; called about once a second. Does nothing by default: `write` has sent it."""
+        return
 
     def close(self) -> None:
         """The run has ended."""

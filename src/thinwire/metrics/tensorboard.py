@@ -8,8 +8,10 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
+from thinwire.metrics.sinks import Sink
 
-class TensorBoard:
+
+class TensorBoard(Sink):
     """Steps that a resume does again replace the ones before it."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], given: str) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 import wandb
 
 from thinwire.metrics.remembered import remembered
+from thinwire.metrics.sinks import Sink
 
 
-class Wandb:
+class Wandb(Sink):
     """`replica-0/loss` and so on over `inner_step`; a run that is resumed goes on under its own id."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], given: str) -> None:
@@ -32,12 +33,6 @@ class Wandb:
 
     def write(self, replica: str, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"inner_step": step} | {f"{replica}/{name}": value for name, value in values.items()})
-
-    def rewind(self, replica: str, step: int) -> None:
-        """Nothing: over `inner_step` a later value stands beside the one before."""
-
-    def flush(self) -> None:
-        """Nothing: wandb sends by itself."""
 
     def close(self) -> None:
         self._run.finish()

@@ -132,7 +132,7 @@ class Authority:
         self.fingerprint = fingerprint(self.certificate)
 
     def issue(self, holder: x509.CertificateSigningRequest, dns: str, lifetime: timedelta) -> bytes:
-        """Sign a certificate for the key of `holder` under the DNS name `dns`, valid for client and server; as PEM."""
+        """Sign a certificate for the key of `holder` under the DNS name `dns`, valid at both ends of a connection; as PEM."""
         now = datetime.now(UTC)
         common = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, dns)])
         built = (
