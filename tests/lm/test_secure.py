@@ -158,7 +158,7 @@ def test_an_elastic_run_through_a_hub(tmp_path):
 
 @pytest.mark.slow
 def test_an_elastic_run_with_a_hub_of_its_own(tmp_path, capsys):
-    assert main([*arguments(carrier="secure", replicas=3, out=tmp_path / "run"), "--elastic"]) == 0
+    assert main([*arguments(carrier="secure", replicas=3, least=3, steps=60, out=tmp_path / "run"), "--elastic"]) == 0
     ends = [read_events(path)[-1]["summary"]["weights"] for path in (tmp_path / "run").glob("events/*.jsonl")]
     assert len(ends) == 3 and len(set(ends)) == 1
     assert (tmp_path / "run/hub/audit.txt").stat().st_size > 0
