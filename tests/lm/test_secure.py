@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hub_process import HubProcess
@@ -111,4 +115,62 @@ def test_the_commands(tmp_path, capsys):
 def reached(folder: Path, step: int) -> None:
     """Wait until the replica in `folder` is there."""
     while not any(event["step"] >= step for path in folder.glob("events/*.jsonl") for event in read_events(path)):
+        threading.Event().wait(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("pgrep") is None, reason="pgrep (procps) is not installed")
+def test_an_elastic_run_through_a_hub(tmp_path):
+    """`thinwire hub --elastic`, three times `thinwire join`; a replica is killed and comes back, then the hub is."""
+    Run.of(**SMALL | {"steps": 1500, "replicas": 3, "checkpoint_every": 50}).save(tmp_path / "run.toml")
+    hub = HubProcess(tmp_path / "hub", "--elastic", "--run-file", str(tmp_path / "run.toml"))
+    names, processes = ["bergen", "lima", "oslo"], list[subprocess.Popen[str]]()
+    try:
+        token = str(hub.invite(3))
+        processes = [joiner(token, name, tmp_path) for name in names]
+        together(tmp_path / "lima", names)
+        reached(tmp_path / "lima", 50)
+        asked = ["pgrep", "-f", f"thinwire.lm.supervisor {tmp_path / 'lima'} "]
+        (victim,) = map(int, subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split())
+        seen = len(rounds_of(tmp_path / "lima"))
+        os.kill(victim, signal.SIGKILL)
+        together(tmp_path / "oslo", ["bergen", "oslo"])
+        together(tmp_path / "lima", names, seen)
+        seen = len(rounds_of(tmp_path / "oslo"))
+        hub.kill()
+        hub.restart()
+        together(tmp_path / "oslo", names, seen)
+        said = [process.communicate()[0] for process in processes]
+        assert [process.returncode for process in processes] == [0, 0, 0], said
+        assert "lima died at step" in said[1] and "lima is started again" in said[1]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+        hub.close()
+    assert len({(tmp_path / name / "model.safetensors").read_bytes() for name in names}) == 1
+    for name in ("bergen", "oslo"):  # never killed: all that they trained is in the weights
+        summary = json.loads((tmp_path / name / "summary.json").read_text())
+        assert summary["status"] == "finished" and summary["steps_counted"] == summary["steps_trained"]
+    assert not subprocess.run(["pgrep", "-f", f"thinwire.lm.supervisor {tmp_path}"], capture_output=True).stdout
+
+
+@pytest.mark.slow
+def test_an_elastic_run_with_a_hub_of_its_own(tmp_path, capsys):
+    assert main([*arguments(carrier="secure", replicas=3, least=3, steps=60, out=tmp_path / "run"), "--elastic"]) == 0
+    ends = [read_events(path)[-1]["summary"]["weights"] for path in (tmp_path / "run").glob("events/*.jsonl")]
+    assert len(ends) == 3 and len(set(ends)) == 1
+    assert (tmp_path / "run/hub/audit.txt").stat().st_size > 0
+
+
+def rounds_of(folder: Path) -> list[dict[str, Any]]:
+    """What the replica in `folder` has written of rounds that were held."""
+    events = [event for path in folder.glob("events/*.jsonl") for event in read_events(path)]
+    return [event for event in events if event["event"] == "round" and event["committed"]]
+
+
+def together(folder: Path, names: list[str], after: int = 0) -> None:
+    """Wait until the replica in `folder` has held a round with just these, after so many."""
+    while not any(event["members"] == names for event in rounds_of(folder)[after:]):
         threading.Event().wait(0.05)

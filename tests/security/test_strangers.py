@@ -84,7 +84,7 @@ def test_a_foreign_key_for_a_members_name(hub, audit, tmp_path):
 def test_a_certificate_of_the_hub_is_no_members(hub, tmp_path):
     """And a member's key cannot be the hub's: the names differ, and what they are for."""
     own = Authority(tmp_path / "hub")
-    refused(hub.invite(), own.hub_credentials(timedelta(hours=1)))
+    refused(hub.invite(), own.hub_credentials(timedelta(hours=1), own.pem))
 
 
 @pytest.mark.parametrize("kind", ["used up", "expired", "another name", "wrong secret"])

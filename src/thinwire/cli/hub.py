@@ -30,8 +30,9 @@ _ONLY_TLS13 = "ECDHE-RSA-AES128-GCM-SHA256"
 class Options:
     """What `thinwire hub` takes."""
 
-    do: tyro.conf.Positional[Literal["run", "list", "invite", "revoke"]] = "run"
-    """run: be the hub until interrupted. The others work on its folder, while it runs or not: list its members, invite more, or revoke one."""
+    do: tyro.conf.Positional[Literal["run", "list", "invite", "revoke", "rotate"]] = "run"
+    """run: be the hub until interrupted. The others work on its folder, while it runs or not: list its members, invite more, revoke
+    one, or rotate: begin to replace the hub's authority, and when all members have a certificate of the new one, end the old one."""
     who: tyro.conf.Positional[str | None] = None
     """The name of the member to revoke."""
     out: Path = Path("hub")
@@ -52,6 +53,8 @@ class Options:
     """Elastic: seconds without a heartbeat after which a replica counts as dead. `thinwire doctor RUN` prints what a run needs."""
     name: str | None = None
     """The one name that may join with the token."""
+    now: bool = False
+    """With rotate: end the old authority, though some have no certificate of the new one; they need a new token then."""
     json: bool = False
     """Stdout ends with one JSON object."""
 
@@ -76,6 +79,11 @@ def main(arguments: Sequence[str]) -> int:
         from thinwire.comm.secure import invite
 
         return _told(asked, console, str(invite(asked.out, asked.uses, 3600 * asked.hours, asked.name)))
+    if asked.do == "rotate":
+        from thinwire.comm.secure.invitations import rotate
+
+        console.print(_rotated(*rotate(asked.out, asked.now), asked.out), soft_wrap=True, highlight=False)
+        return 0
     if asked.do == "revoke":
         from thinwire.comm.secure.invitations import opened_state
 
@@ -143,6 +151,19 @@ def _told(asked: Options, console: Console, token: str) -> int:
     if asked.json:
         print(json.dumps({"token": token}), flush=True)
     return 0
+
+
+def _rotated(ended: bool, behind: list[str], folder: Path) -> str:
+    names = ", ".join(behind)
+    if ended:
+        lost = f"; {names} need a new token" if behind else ""
+        return f"the old authority is no more, nor are tokens of before{lost}: thinwire hub invite --out {folder}"
+    if not behind:
+        return f"a new authority is made; to end the old one: thinwire hub rotate --out {folder}"
+    return (
+        f"a new authority is made, and {names} have no certificate of it yet: they get one when they connect. "
+        f"Then, to end the old one: thinwire hub rotate --out {folder} (without them: --now)"
+    )
 
 
 def _list(asked: Options, console: Console) -> int:

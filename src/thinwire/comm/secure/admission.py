@@ -13,7 +13,7 @@ import grpc.aio
 from thinwire.comm.secure.audit import AuditLog
 from thinwire.comm.secure.channels import JOIN_NBYTES, check_tls
 from thinwire.comm.secure.door import Door
-from thinwire.comm.secure.keys import Authority, check_name, key_digest, opened_request
+from thinwire.comm.secure.keys import Authorities, check_name, key_digest, opened_request
 from thinwire.comm.secure.state import HubState
 from thinwire.errors import ConfigurationError, LinkError, PacketError
 
@@ -28,15 +28,21 @@ class Admission:
 
     Args:
         folder: of the hub; its `run.toml`, if there is one, is told to who joins.
-        state, authority, audit: of the hub.
+        state, authorities, audit: of the hub.
         lifetime: of a certificate.
         elastic: told to who joins: replicas come and go.
     """
 
     def __init__(
-        self, folder: Path, state: HubState, authority: Authority, audit: AuditLog, lifetime: timedelta, elastic: bool
+        self,
+        folder: Path,
+        state: HubState,
+        authorities: Authorities,
+        audit: AuditLog,
+        lifetime: timedelta,
+        elastic: bool,
     ) -> None:
-        self._run, self._state, self.authority, self._audit = folder / "run.toml", state, authority, audit
+        self._run, self._state, self.authorities, self._audit = folder / "run.toml", state, authorities, audit
         self._lifetime, self._elastic = lifetime, elastic
         self.door: Door | None = None  # at which they come
 
@@ -56,8 +62,9 @@ class Admission:
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"the hub does not admit this machine: {error}")
         if new:
             self._audit("admitted", name, f"from {who}")
-        certificate = self.authority.issue(found, f"{name}.member.thinwire", self._lifetime)
-        trusted = self.authority.pem
+        issuer, trusted = self.authorities.issuer, self.authorities.trusted
+        certificate = issuer.issue(found, f"{name}.member.thinwire", self._lifetime)
+        self._state.issued(name, issuer.fingerprint)
         told = self._run.read_bytes() if self._run.exists() else b""
         return ADMITTED.pack(len(certificate), len(trusted), len(told), self._elastic) + certificate + trusted + told
 

@@ -19,6 +19,10 @@ class Broken(LinkError):
     """A connection that has ended; the next one goes on."""
 
 
+class Outdated(Broken):
+    """The certificate is of an authority that is being replaced: a fresh one is needed, and nothing is lost."""
+
+
 async def read(stream: Any) -> bytes:
     """The next frame. Raises `Refused`, `Broken`."""
     raw = await stream.read()
@@ -44,4 +48,6 @@ def explained(error: grpc.aio.AioRpcError) -> LinkError:
 def _refusal(code: grpc.StatusCode, details: str | None) -> LinkError:
     if code in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.INVALID_ARGUMENT):
         return Refused(f"the hub has ended the connection: {details}")
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        return Outdated(details)
     return Broken(details or "the hub has ended the connection")

@@ -22,7 +22,15 @@ from cryptography import x509
 from thinwire.comm.secure.admission import ADMITTED, JOIN_HEAD
 from thinwire.comm.secure.calls import Refused
 from thinwire.comm.secure.channels import ADMITTED_NBYTES, JOIN, dialled
-from thinwire.comm.secure.keys import Credentials, check_name, new_key, private_folder, request, write_private
+from thinwire.comm.secure.keys import (
+    Credentials,
+    check_name,
+    fingerprint,
+    new_key,
+    private_folder,
+    request,
+    write_private,
+)
 from thinwire.comm.secure.token import Token
 from thinwire.errors import ConfigurationError, LinkError
 
@@ -58,14 +66,16 @@ class Enrolment:
         self.token, self.name = token, check_name(name)
         own = private_folder(folder / self.name)
         pinned, key = own / "authority.sha256", own / "key.pem"
-        if not pinned.exists():  # the last that is written
+        if not key.exists():
             write_private(key, new_key())
+        if not pinned.exists():
             write_private(pinned, token.authority.hex().encode() + b"\n")
-        if pinned.read_text().strip() != token.authority.hex():
+        if token.authority.hex() not in pinned.read_text().split():
             raise ConfigurationError(
-                f"{own} holds the key of {self.name} at another hub; choose another folder, or remove it if that hub is gone."
+                f"{own} holds the key of {self.name} at another hub; choose another folder, or remove it if that hub is gone. "
+                f"If the hub's authority was replaced while this machine was away, remove {own}/authority.* alone."
             )
-        self._key, self._kept = key.read_bytes(), own / "authority.pem"
+        self._key, self._kept, self._pins = key.read_bytes(), own / "authority.pem", pinned
         self._admitted: Admitted | None = None
 
     async def admitted(self) -> Admitted:
@@ -79,6 +89,10 @@ class Enrolment:
         """The run file of the hub; "" if it has none."""
         return self._admitted.run if self._admitted else ""
 
+    def forget(self) -> None:
+        """The next certificate is a fresh one."""
+        self._admitted = None
+
     async def _fresh(self) -> Admitted:
         authority = await self._authority()
         token, asked = self.token, request(self._key, self.name)
@@ -90,9 +104,20 @@ class Enrolment:
                 if error.code() is grpc.StatusCode.PERMISSION_DENIED:
                     raise Refused(f"{error.details()}. Ask whoever keeps the hub for a new token.") from None
                 raise LinkError(
-                    f"the hub at {token.host}:{token.join_port} does not answer ({error.details()})"
+                    f"the hub at {token.host}:{token.join_port} does not answer ({error.details()}). If its authority was "
+                    "rotated while this machine was away, ask whoever keeps the hub for a new token"
                 ) from None
-        return self._opened(bytes(raw))
+        admitted = self._opened(bytes(raw))
+        if admitted.credentials.authorities != authority:
+            self._learn(admitted.credentials.authorities)
+        return admitted
+
+    def _learn(self, authorities: bytes) -> None:
+        """The hub, which has shown who it is, has another authority, or one more: it is known by that, too, from now on."""
+        found = {fingerprint(one).hex() for one in x509.load_pem_x509_certificates(authorities)}
+        known = self._pins.read_text().split()
+        write_private(self._pins, "".join(f"{one}\n" for one in [*known, *sorted(found.difference(known))]).encode())
+        write_private(self._kept, authorities)
 
     def _opened(self, raw: bytes) -> Admitted:
         if len(raw) < ADMITTED.size:
@@ -113,9 +138,7 @@ class Enrolment:
     async def _authority(self) -> bytes:
         """The authority's certificate as PEM: what was kept, or what the hub shows, if it is the one of the token."""
         try:
-            pem = self._kept.read_bytes()
-            if _pinned(pem, self.token.authority):
-                return pem
+            return self._kept.read_bytes()
         except FileNotFoundError:
             pass
         pem = await _shown(self.token.host, self.token.join_port)

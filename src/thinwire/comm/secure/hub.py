@@ -24,6 +24,7 @@ from cryptography import x509
 from thinwire.comm.secure import frames
 from thinwire.comm.secure.admission import Admission
 from thinwire.comm.secure.audit import AuditLog
+from thinwire.comm.secure.calls import Outdated
 from thinwire.comm.secure.channels import (
     BULK,
     CONTROL,
@@ -36,7 +37,7 @@ from thinwire.comm.secure.channels import (
 )
 from thinwire.comm.secure.door import Door
 from thinwire.comm.secure.invitations import invite
-from thinwire.comm.secure.keys import Authority, Credentials, key_digest, member_name, private_folder
+from thinwire.comm.secure.keys import Authorities, Credentials, key_digest, member_name, private_folder
 from thinwire.comm.secure.loop import LoopThread
 from thinwire.comm.secure.questions import Answers, HubAsker, answering, looking
 from thinwire.comm.secure.relay import Connection, Pipe
@@ -84,13 +85,10 @@ class Hub:
         say: Callable[[str], object] = lambda line: None,
     ) -> None:
         self.folder, self._book = private_folder(folder), book
-        self._authority = Authority(folder)
-        self._own = self._authority.hub_credentials(OWN_LIFETIME)
-        self._made = time.monotonic()
-        self._as_authority = self._authority.own_credentials()
+        self._use(Authorities(folder))
         self._audit = AuditLog(folder / "audit.txt", say)
         self._state = HubState(folder)
-        self._admission = Admission(folder, self._state, self._authority, self._audit, lifetime, book is not None)
+        self._admission = Admission(folder, self._state, self._authorities, self._audit, lifetime, book is not None)
         self._seats = Seats(self._state, self._audit, patience or (ELASTIC_PATIENCE if book else PATIENCE))
         self._connections: dict[int, Connection] = {}
         self._closed = False
@@ -171,8 +169,24 @@ class Hub:
     def _credentials(self) -> Credentials:
         """Of this hub, renewed now and then."""
         if time.monotonic() - self._made > OWN_LIFETIME.total_seconds() / 2:
-            self._own, self._made = self._authority.hub_credentials(OWN_LIFETIME), time.monotonic()
+            self._use(self._authorities)
         return self._own
+
+    def _use(self, authorities: Authorities) -> None:
+        """Show the one in force, and believe all of them."""
+        self._authorities = authorities
+        self._own = authorities.own.hub_credentials(OWN_LIFETIME, authorities.trusted)
+        self._as_authority, self._made = authorities.own.own_credentials(), time.monotonic()
+
+    def _look_at_authorities(self) -> None:
+        """Let all connect anew, if they have changed: `_identify` asks those for a fresh certificate who have none."""
+        found = Authorities(self.folder)
+        if found.trusted != self._authorities.trusted:
+            self._use(found)
+            self._admission.authorities = found
+            self._audit("rotated", "the authority", "members take certificates of the new one")
+            for connection in self._connections.values():
+                connection.end.set()
 
     @property
     def _of_members(self) -> dict[str, grpc.RpcMethodHandler]:
@@ -291,6 +305,7 @@ class Hub:
                     connection.end.set()
             if version == (version := self._state.version):
                 continue
+            self._look_at_authorities()
             revoked = {member.name for member in self._state.members() if member.revoked}
             for connection in list(self._connections.values()):
                 if connection.name in revoked:
@@ -307,6 +322,8 @@ class Hub:
         except ValueError:
             raise LinkError("no certificate was shown") from None
         name = member_name(certificate)
+        if certificate.issuer != self._authorities.issuer.certificate.subject:
+            raise Outdated("the hub has a new authority, which renews this certificate")
         known = self._state.member(name)
         if known is None or known.key != key_digest(certificate):
             raise LinkError(f"the name {name} belongs to another key")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from thinwire.comm.secure.keys import Authority, check_name
+from thinwire.comm.secure.keys import Authorities, Authority, check_name
 from thinwire.comm.secure.state import HubState
 from thinwire.comm.secure.token import Token
 from thinwire.errors import ConfigurationError
@@ -33,6 +34,25 @@ def invite(folder: Path, uses: int = 1, seconds: float = 86_400.0, name: str | N
         number, secret = state.invite(uses, seconds, check_name(name) if name else None)
         port, join_port = map(int, ports.split())
         return Token(host, port, join_port, Authority(folder).fingerprint, number, secret)
+
+
+def rotate(folder: Path, now: bool = False) -> tuple[bool, list[str]]:
+    """Begin to replace the authority of the hub in `folder`, or end it; whether it has ended, and who has no certificate of the new one.
+
+    Members that are connected get one at once. The end waits for the others, unless `now`. Raises `ConfigurationError`: no hub.
+    """
+    with opened_state(folder) as state:
+        authorities = Authorities(folder)
+        if authorities.next is None:
+            authorities = authorities.begun()
+            behind, ended = state.behind(authorities.issuer.fingerprint), False
+        else:
+            behind = state.behind(authorities.issuer.fingerprint)
+            ended = now or not behind
+            if ended:
+                authorities.replaced()
+        state.keep("rotated", str(time.time()))  # a hub that runs looks again
+        return ended, behind
 
 
 @contextmanager

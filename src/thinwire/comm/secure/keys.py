@@ -25,6 +25,7 @@ from thinwire.errors import ConfigurationError, LinkError
 
 HUB = "hub.thinwire"
 AUTHORITY_DAYS = 3650
+IN_FORCE, NEXT = "authority", "authority-next"  # files of the hub's folder, without .key and .pem
 SKEW = timedelta(minutes=5)  # by which the clocks of two machines may differ
 REQUEST_NBYTES = 4096  # the longest request for a certificate
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
@@ -118,10 +119,10 @@ def opened_request(der: bytes) -> x509.CertificateSigningRequest:
 
 
 class Authority:
-    """The hub's authority: its key and its own certificate, in `folder`, made when they are missing."""
+    """An authority of the hub: its key and its own certificate, in `folder`, made when they are missing."""
 
-    def __init__(self, folder: Path) -> None:
-        key, certificate = folder / "authority.key", folder / "authority.pem"
+    def __init__(self, folder: Path, name: str = IN_FORCE) -> None:
+        key, certificate = folder / f"{name}.key", folder / f"{name}.pem"
         if not certificate.exists():  # the last that is written: with it the pair is whole
             made = new_key()
             write_private(key, made)
@@ -154,11 +155,11 @@ class Authority:
         )
         return built.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
-    def hub_credentials(self, lifetime: timedelta) -> Credentials:
-        """A fresh key and certificate for the hub as a server."""
+    def hub_credentials(self, lifetime: timedelta, trusted: bytes) -> Credentials:
+        """A fresh key and certificate for the hub as a server, which believes the authorities `trusted`."""
         key = new_key()
         certificate = self.issue(opened_request(request(key, "hub")), HUB, lifetime)
-        return Credentials(key, certificate, self.pem)
+        return Credentials(key, certificate, trusted)
 
     def own_credentials(self) -> Credentials:
         """The authority's own certificate as that of a server: whoever has its fingerprint can check whom it talks to."""
@@ -166,6 +167,41 @@ class Authority:
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
         return Credentials(key, self.pem, self.pem)
+
+
+class Authorities:
+    """Those of a hub: the one in force, and while that is being replaced the next one, which signs for members already.
+
+    Members get both. The hub shows the one in force, which those know who were away; `replaced` ends it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if (folder / f"{NEXT}.pem").exists() and not (folder / f"{NEXT}.key").exists():
+            (folder / f"{NEXT}.pem").replace(folder / f"{IN_FORCE}.pem")  # killed in the middle of `replaced`
+        self._folder = folder
+        self.own = Authority(folder)
+        self.next = Authority(folder, NEXT) if (folder / f"{NEXT}.pem").exists() else None
+
+    @property
+    def issuer(self) -> Authority:
+        """The one that signs for members."""
+        return self.next or self.own
+
+    @property
+    def trusted(self) -> bytes:
+        """All of them, as PEM."""
+        return self.own.pem + (self.next.pem if self.next else b"")
+
+    def begun(self) -> Authorities:
+        """With a next one."""
+        Authority(self._folder, NEXT)
+        return Authorities(self._folder)
+
+    def replaced(self) -> Authorities:
+        """The next one is in force, and the one before is no more."""
+        for kind in ("key", "pem"):
+            (self._folder / f"{NEXT}.{kind}").replace(self._folder / f"{IN_FORCE}.{kind}")
+        return Authorities(self._folder)
 
 
 def _authority_certificate(key: ec.EllipticCurvePrivateKey) -> bytes:

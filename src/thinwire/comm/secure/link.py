@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 
 from thinwire.comm.secure import frames
-from thinwire.comm.secure.calls import Broken, Refused, explained, read, written
+from thinwire.comm.secure.calls import Broken, Outdated, Refused, explained, read, written
 from thinwire.comm.secure.channels import BULK, CONTROL, dialled
 from thinwire.comm.secure.enrol import Admitted, Enrolment
 from thinwire.comm.secure.frames import Frame, Welcome
@@ -94,6 +94,8 @@ class HubLink:
                 self._lose(LinkError(str(error)))
                 return
             except LinkError as error:
+                if isinstance(error, Outdated):
+                    self._enrolment.forget()
                 self.state = f"is not connected to the hub ({error})"
             finally:
                 self._disconnected()

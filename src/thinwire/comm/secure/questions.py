@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 
 from thinwire.comm.secure import frames
-from thinwire.comm.secure.calls import explained, read, written
+from thinwire.comm.secure.calls import Outdated, explained, read, written
 from thinwire.comm.secure.channels import ANSWER_NBYTES, MEET, dialled
 from thinwire.comm.secure.enrol import ANSWER_SECONDS, Enrolment
 from thinwire.comm.secure.loop import LoopThread
@@ -115,8 +115,10 @@ class HubChannel:
         except CancelledError:
             self.close()
             raise LinkError("the connection to the hub was closed") from None
-        except LinkError:
+        except LinkError as error:
             self.close()
+            if isinstance(error, Outdated):
+                self._enrolment.forget()
             raise
 
     async def _open(self, process: str) -> None:

@@ -27,6 +27,7 @@ create table if not exists member (name text primary key, key blob not null, rev
 create table if not exists invitation (
     id blob primary key, secret blob not null, uses integer not null, expires real not null, name text);
 create table if not exists used (invitation blob not null, name text not null, key blob not null, primary key (invitation, name));
+create table if not exists issued (name text primary key, authority blob not null);
 create table if not exists grouped (
     id integer primary key autoincrement, label blob not null, members text not null, gone text not null);
 """
@@ -149,6 +150,15 @@ class HubState:
         """All that ever joined."""
         rows = self._base.execute("select name, key, revoked, joined from member order by joined")
         return [Known(name, key, bool(revoked), joined) for name, key, revoked, joined in rows]
+
+    def issued(self, name: str, authority: bytes) -> None:
+        """`name` has a certificate of the authority with this fingerprint."""
+        self._base.execute("insert or replace into issued values (?, ?)", (name, authority))
+
+    def behind(self, authority: bytes) -> list[str]:
+        """Who may connect, and has no certificate of this authority."""
+        rows = self._base.execute("select name from issued where authority = ?", (authority,)).fetchall()
+        return [one.name for one in self.members() if not one.revoked and (one.name,) not in rows]
 
     def revoke(self, name: str) -> None:
         """Refuse the member `name` from now on. Raises `ConfigurationError` if there is none."""

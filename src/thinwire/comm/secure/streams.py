@@ -11,6 +11,7 @@ import grpc.aio
 
 from thinwire.comm.secure import frames
 from thinwire.comm.secure.audit import AuditLog
+from thinwire.comm.secure.calls import Outdated
 from thinwire.comm.secure.door import Door
 from thinwire.comm.secure.relay import Pipe, flattened
 from thinwire.errors import LinkError, PacketError
@@ -43,6 +44,8 @@ class Refusing:
         if isinstance(error, PacketError):
             self._audit.stranger("refused frames of", self._who(), error)
             await self._context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{self._name()}: {error}")
+        if isinstance(error, Outdated):
+            await self._context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
         if isinstance(error, LinkError):
             self._audit.stranger("refused", self._who(), error)
             await self._context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))

@@ -1,0 +1,88 @@
+"""A hub's authority is replaced while members train: they take the new one on the way, and who was away is told what to do."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from group_laws import Exchange
+from secure_groups import run_secure
+
+from thinwire.cli import main
+from thinwire.comm.secure import admit
+from thinwire.comm.secure.invitations import rotate
+from thinwire.errors import ConfigurationError, LinkError
+
+
+def test_members_train_on_while_the_authority_is_replaced(hub, audit, tmp_path, capsys):
+    """Neither half of it ends a connection for good; afterwards the old authority and its tokens open nothing."""
+    keys, folder, token = tmp_path / "keys", tmp_path / "hub", hub.invite(3)
+    admit(str(token), "away", keys)
+    begun, renewed, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def replica(group) -> None:
+        what = 0
+
+        def rounds_until(event: threading.Event) -> None:
+            nonlocal what
+            more = torch.ones(1, dtype=torch.uint8)
+            while int(more):
+                Exchange(group, 1, what, 100_000).check()
+                what += 1
+                if group.rank == 0:
+                    more[0] = not event.is_set()
+                    group.post(9, {1: more}, {}).wait()
+                else:
+                    group.post(9, {}, {0: more}).wait()
+
+        rounds_until(begun)
+        rounds_until(ended)
+        Exchange(group, 2, what, 100_000).check()
+
+    def operate() -> None:
+        audit.wait("formed")
+        ended_already, behind = rotate(folder)
+        assert not ended_already and sorted(behind) == ["away", "replica-0", "replica-1"]
+        audit.wait("rotated")
+        begun.set()
+        while rotate(folder)[1] != ["away"]:  # the others take theirs as they connect again
+            renewed.wait(0.05)
+        assert main(["hub", "rotate", "--out", str(folder)]) == 0
+        assert main(["hub", "rotate", "--now", "--out", str(folder)]) == 0
+        seen = len(audit.said)
+        while sum(line.startswith("connected ") for line in list(audit.said)[seen:]) < 2:
+            renewed.wait(0.05)
+        ended.set()
+
+    def operated() -> None:
+        try:
+            operate()
+            done.append(True)
+        finally:
+            begun.set(), ended.set()  # whatever went wrong, the rounds end
+
+    done: list[bool] = []
+    operator = threading.Thread(target=operated)
+    operator.start()
+    run_secure(token, 2, replica, keys)
+    operator.join()
+    assert done
+    said = " ".join(capsys.readouterr().out.split())
+    assert "away have no certificate of it yet" in said and "away need a new token" in said
+    assert not list(folder.glob("authority-next.*"))
+    admit(str(token), "replica-0", keys)  # it knows the new one, by whatever token
+    with pytest.raises(LinkError, match="rotated while this machine was away"):
+        admit(str(token), "away", keys)
+    with pytest.raises(LinkError, match="another fingerprint"):
+        admit(str(token), "late", keys)
+    with pytest.raises(ConfigurationError, match=r"remove .*away/authority\.\* alone"):
+        admit(str(hub.invite()), "away", keys)
+    forget(keys / "away")
+    admit(str(hub.invite()), "away", keys)  # with the key that its name belongs to
+
+
+def forget(own: Path) -> None:
+    for file in own.glob("authority.*"):
+        file.unlink()
