@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from thinwire.errors import ConfigurationError
 from thinwire.lm import launch
+from thinwire.lm.resize import resize
 from thinwire.lm.run import Run
 from thinwire.records.events import read_events
 
@@ -63,6 +64,10 @@ def test_a_run_is_resumed_bit_for_bit_and_saves_the_mean(tmp_path: Path, text: s
     assert [event["of"] for event in events_of(whole, "eval")] == ["own", "mean"]
     ends = [events_of(whole, "end", rank)[-1]["summary"] for rank in range(4)]
     assert {end["eval_of"] for end in ends} == {"mean"} and len({end["weights"] for end in ends}) == 1
+
+    # A replica that is new would have no weights.
+    with pytest.raises(ConfigurationError, match="each replica has weights of its own"):
+        resize(small_run(text, replicas=2), whole, torch.nn.Linear(1, 1))
 
     # From the checkpoint in the middle, with a flight in the air, to the same bits.
     again = tmp_path / "again"

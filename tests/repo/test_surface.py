@@ -46,6 +46,7 @@ OPTIONS = {
     "degrees levels top out frontier rates json",
     "plan fit": "file variables reference draws level json",
     "plan pack": "file ranks capacity model out json",
+    "plan topology": "topologies replicas strategy model explain json",
     "simulate utilization": "parameters layers step_seconds method every delay fragment_layers bits_per_parameter grid plot json",
     "simulate run": "run_settings step_seconds slower step_variation links link_variation sharing loss jitter stragglers outages failures "
     "encode_seconds decode_seconds out run json",

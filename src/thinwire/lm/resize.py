@@ -55,6 +55,11 @@ def resize(run: Run, folder: Path, model: nn.Module) -> str:
     if made.is_dir() and not (folder / "checkpoints").exists():  # killed between the two renames
         made.rename(folder / "checkpoints")
     strategy = None if run.make_method() else run.make_strategy()
+    if strategy is not None and not strategy.exchange.agrees:
+        raise ConfigurationError(
+            f"{old} replicas there, {new} given: with {run.method.label} each replica has weights of its own, and a new one would have none; "
+            f"resume with {old}."
+        )
     if strategy is None or strategy.filters:
         raise ConfigurationError(
             f"{old} replicas there, {new} given: {run.method.label} remembers what each replica has not sent; resume with {old}."

@@ -73,10 +73,10 @@ def trained_model(folder: Path) -> TrainedModel:
 
 
 def agreed_weights(run: Run, saved: Checkpoint, model: nn.Module) -> dict[str, Tensor]:
-    """Of a checkpoint, the weights that all replicas agree on, beside buffers and what is frozen."""
+    """Of a checkpoint, the weights that all replicas agree on, beside buffers and what is frozen; in gossip, which has none, the replica's own."""
     weights: dict[str, Tensor] = load_file(saved.path / "model.safetensors")
     strategy = run.make_strategy()
-    if isinstance(strategy.signal, Gradients):  # there the weights are equal everywhere
+    if isinstance(strategy.signal, Gradients) or not strategy.exchange.agrees:  # equal everywhere, or nowhere
         return weights
     state = load_file(saved.path / "outer.safetensors")
     return weights | at_the_anchors(weights, state, strategy.partition.fragments(model))
