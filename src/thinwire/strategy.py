@@ -353,6 +353,15 @@ class Strategy:
                 f"{self.codec} sends {bits:.3g} bits a parameter here (predicted), {large:.2g} of a large matrix: most tensors of this "
                 "model are too small or too thin for it. Another codec, such as E3M0(), sends 4"
             )
+        numels, block = [math.prod(shape) for shapes in fragments for shape in shapes], self.codec.grain or 0
+        small = [numel for numel in numels if numel < block]
+        if (
+            sum(small) > 0.01 * sum(numels) and self.codec.nbytes(1 << 16) < 1 << 14
+        ):  # in one bit the scale is all that tells sizes apart
+            said.append(
+                f"{len(small)} of {len(numels)} tensors are smaller than a block of {self.codec} and share its scale with others, which may "
+                f"cost loss. Each({self.codec}, Sign(block=64), least={block}) keeps them apart"
+            )
         if isinstance(self.schedule, Adaptive) and self.outer.init(torch.zeros(1)):
             said.append(
                 f"{self.schedule} is made for averaging; under the momentum of {self.outer} a longer round is also a larger outer step. "

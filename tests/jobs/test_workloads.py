@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -10,8 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from pages import ROOT
 
+import thinwire as tw
 from thinwire.cli import main
 from thinwire.records.run_record import RunRecord
 
@@ -75,6 +78,23 @@ def test_processes_that_are_killed(job: str, tmp_path: Path) -> None:
     whole = subprocess.run([*command, *begin[:-1], str(tmp_path / "whole")], **quiet)
     assert whole.returncode == 0, whole.stderr
     assert (tmp_path / "killed/model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
+
+
+def test_tensors_that_share_a_scale_are_warned_of() -> None:
+    """In one bit, and not where most values are in large matrices; what the warning names is not warned of."""
+    layers = torch.nn.Sequential(torch.nn.Conv1d(2, 32, 7), torch.nn.Conv1d(32, 32, 5), torch.nn.Conv1d(32, 1, 7))
+    said = tw.streaming_sign().describe(layers, 2)
+    found = re.search(
+        r"warning: 5 of 6 tensors are smaller than a block of .*loss\. (Each\(.*\)) keeps them apart", said
+    )
+    assert found, said
+    codec = tw.catalogue.parsing.parse(found[1])
+    for strategy, model in (
+        (tw.streaming_sign(codec=codec), layers),
+        (tw.streaming_diloco(), layers),
+        (tw.streaming_sign(), torch.nn.Linear(512, 512)),
+    ):
+        assert "smaller than a block" not in strategy.describe(model, 2)
 
 
 def test_compare_names_the_losses_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
