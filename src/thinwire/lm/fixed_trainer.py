@@ -64,6 +64,12 @@ class FixedTrainer(Trainer):
     def _wait_for_others(self) -> None:
         """Nothing: all have ended at the same step."""
 
+    def _summary(self, stopped: bool) -> dict[str, Any]:
+        unequal = isinstance(
+            self.replica, Unequal
+        )  # each has read as much as it could: no one position says what all have
+        return super()._summary(stopped) | ({"samples": {}} if unequal else {})
+
     @property
     def counted_steps(self) -> int:
         return self.progress
