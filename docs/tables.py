@@ -388,6 +388,30 @@ def codecs(result: Result) -> tuple[list[str], list[list[str]]]:
     return heads, rows
 
 
+def unequal(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Rows of benchmarks/unequal.py: times are steps of the fastest machine (simulated) or wall seconds (emulated)."""
+    heads = ["speeds", "method", "number is", "loss", "against the control", "time", "time to the control's loss"]
+    rows = []
+    for row in result["rows"]:
+        first = [row["speeds"], row["kind"], row["word"]]
+        if "problem" in row:
+            rows.append([*first, row["problem"].splitlines()[-1][:60], "–", "–", "–"])
+            continue
+        unit = " s" if row["word"] == "emulated" else ""
+        change = f"{row['of_control']:+.2%}" if "of_control" in row else "–"
+        reached = row.get("time_to_loss")
+        rows.append(
+            [
+                *first,
+                f"{row['loss']:.4f}",
+                change,
+                f"{row['time']:.0f}{unit}",
+                "–" if reached is None else f"{reached:.0f}",
+            ]
+        )
+    return heads, rows
+
+
 def robust(result: Result) -> tuple[list[str], list[list[str]]]:
     """Rows of benchmarks/robust.py: an attack a row, a rule a column; last what a rule costs."""
     rules, attacks = ([*dict.fromkeys(row[of] for row in result["rows"])] for of in ("rule", "attack"))
@@ -453,6 +477,7 @@ TABLES: dict[str, Callable[[Result], tuple[list[str], list[list[str]]]]] = {
     "robust": robust,
     "follow": follow,
     "zoo": zoo,
+    "unequal": unequal,
 }
 PICTURES: dict[str, Callable[[Result], str]] = {"family": family_picture}
 

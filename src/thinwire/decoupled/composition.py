@@ -44,7 +44,7 @@ class Composition:
     codec: Codec = E3M0()
     down: Codec = E3M0()
     feedback: Feedback | None = Feedback()
-    outer: Outer = Nesterov()
+    outer: Outer = Nesterov(0.7, 0.5)
     weigh: Weigh = ByTokens()
     correct: Correct | None = HeLoCo()
     quorum: int = 1

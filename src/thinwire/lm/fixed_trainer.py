@@ -58,6 +58,10 @@ class FixedTrainer(Trainer):
     def _survives(self, error: LinkError | EndedError) -> bool:
         return False
 
+    def _summary(self, stopped: bool) -> dict[str, Any]:
+        unequal = isinstance(self.replica, Unequal)  # each has read as much as it could: no one position says what all have
+        return super()._summary(stopped) | ({"samples": {}} if unequal else {})
+
     @property
     def counted_steps(self) -> int:
         return self.progress

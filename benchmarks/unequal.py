@@ -1,0 +1,188 @@
+"""What unequal machines cost: time to a given loss and loss at equal tokens, for replicas 1, 2 and 4 times as slow as the fastest.
+
+    python benchmarks/unequal.py [--steps 150] [--seeds 0 1] [--into FILE] [--emulated | --simulated] [--quick]
+
+*Simulated*: replicas are threads, and time is virtual: an inner step of replica m takes slow[m], messages take none. Every run trains
+on the same number of tokens, `steps` inner steps in the mean over its replicas. A fixed group takes as long for a step as its slowest
+machine. "Time to the control's loss" is when a run's agreed weights were first as good as the last of the control's: the same fixed group
+on equal machines (linear between two evaluations). "The fast alone": one replica of the fastest kind trains all tokens.
+
+*Emulated*: three processes of `thinwire train --slow 1 2 4` on this machine, wall seconds of the training loop: our fixed group, our elastic
+mode (whose replicas jump ahead, so that the slow ones train fewer tokens), and the decoupled one. torchft's is named as absent where it
+cannot be imported. --quick: 20 steps of one cell, kept apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from provenance import HERE, installed, provenance, save
+
+import thinwire as tw
+from thinwire.jobs.base import Share
+from thinwire.lm.run import Run
+from thinwire.lm.setup import learning_rate
+from thinwire.lm.text_job import TextJob
+
+EVERY, LR, MOMENTUM = 15, 0.7, 0.5
+SETTINGS = {"model": "nano", "batch": 4, "sequence": 64, "lr": 6e-3}
+FIXED = f"diloco(every={EVERY}, outer_lr={LR}, outer_momentum={MOMENTUM}, codec=E3M0())"
+SPEEDS: dict[str, tuple[float, ...]] = {
+    "1:1:1": (1, 1, 1),
+    "1:2:4": (1, 2, 4),
+    "1:1:10": (1, 1, 10),
+    "1:2:4, 8 replicas": (1, 1, 1, 2, 2, 2, 4, 4),
+}
+
+
+def decoupled(slow: tuple[float, ...]) -> str:
+    return f"decoupled_diloco(every={EVERY}, outer_lr={LR}, outer_momentum={MOMENTUM}, slow={slow})"
+
+
+def asynchronous(slow: tuple[float, ...]) -> str:
+    return f"async_local_sgd(every={EVERY}, updates={len(slow)}, outer_lr={LR}, outer_momentum={MOMENTUM}, slow={slow})"
+
+
+def curve(strategy: str, slow: tuple[float, ...], steps: int, seed: int, every: int) -> list[tuple[float, float]]:
+    """The loss of the agreed weights over virtual time, as replica 0 knows them; last after the last round."""
+    run = Run.of(**SETTINGS, strategy=strategy, steps=steps, replicas=len(slow), seed=seed)
+    method, cpu = run.make_method(), torch.device("cpu")
+
+    def replica(group: tw.Group) -> list[tuple[float, float]]:
+        job = TextJob(run, None)
+        job.begin(Share(run.seed, group.rank, group.size))
+        model, told = job.make_model(), []
+        optimizer = run.make_inner().make(model, run.optimizer.lr, run.optimizer.weight_decay)
+        attached: Any = (
+            method.attach(model, optimizer, group)
+            if method
+            else tw.Replica(run.make_strategy(), model, optimizer, group)
+        )
+        pace = slow[group.rank] if method else max(slow)
+
+        def progress() -> int:
+            return int(attached.progress if method else attached.step)
+
+        while (now := progress()) < steps:
+            for settings in optimizer.param_groups:
+                settings["lr"] = learning_rate(run.optimizer, now + 1)
+            optimizer.zero_grad()
+            job.loss(model, attached.step, cpu).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), run.optimizer.clip)
+            optimizer.step()
+            if group.rank == 0 and progress() // every > now // every:
+                with attached.anchored(), torch.no_grad():
+                    told.append((attached.step * pace, float(job.evaluation(model, cpu))))
+        attached.finish()
+        attached.close()
+        with torch.no_grad():
+            return [*told, (attached.step * pace, float(job.evaluation(model, cpu)))] if group.rank == 0 else []
+
+    torch.set_num_threads(1)
+    return tw.run_threads(len(slow), replica, timeout=600.0)[0]
+
+
+def when(told: list[tuple[float, float]], loss: float) -> float:
+    """When `told` first came down to `loss`; infinite: never."""
+    for (before, high), (after, low) in pairwise([(0.0, math.inf), *told]):
+        if low <= loss:
+            return after if not math.isfinite(high) else before + (after - before) * (high - loss) / (high - low)
+    return math.inf
+
+
+def simulated(steps: int, seeds: list[int], every: int, only: tuple[str, ...]) -> list[dict[str, Any]]:
+    rows = []
+    for speeds in only:
+        slow = SPEEDS[speeds]
+        count = len(slow)
+        kinds: dict[str, Callable[[int], list[tuple[float, float]]]] = {
+            "control": lambda seed, count=count: curve(FIXED, (1.0,) * count, steps, seed, every),
+            "fixed group": lambda seed, slow=slow: curve(FIXED, slow, steps, seed, every),
+            "decoupled_diloco": lambda seed, slow=slow: curve(decoupled(slow), slow, steps, seed, every),
+            "async_local_sgd": lambda seed, slow=slow: curve(asynchronous(slow), slow, steps, seed, every),
+        }
+        if speeds == "1:2:4":
+            kinds["the fast alone"] = lambda seed, count=count: curve(FIXED, (1.0,), steps * count, seed, every * count)
+        curves: dict[str, list[list[tuple[float, float]]]] = {}
+        for kind, run in kinds.items():
+            if kind == "fixed group":  # the control's values, on slower machines
+                curves[kind] = [[(at * max(slow), loss) for at, loss in one] for one in curves["control"]]
+            else:
+                curves[kind] = [run(seed) for seed in seeds]
+            due = [one[-1][1] for one in curves["control"]]
+            losses = [one[-1][1] for one in curves[kind]]
+            reached = [when(one, loss) for one, loss in zip(curves[kind], due)]
+            row = {
+                "word": "simulated", "speeds": speeds, "kind": kind, "losses": losses, "loss": statistics.fmean(losses),
+                "of_control": statistics.fmean(a / b for a, b in zip(losses, due)) - 1,
+                "time": statistics.fmean(one[-1][0] for one in curves[kind]),
+                "time_to_loss": statistics.fmean(reached) if all(map(math.isfinite, reached)) else None,
+            }  # fmt: skip
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    return rows
+
+
+def emulated(steps: int, seed: int) -> list[dict[str, Any]]:
+    rows = []
+    common = ["--replicas", "3", "--steps", str(steps), "--seed", str(seed), "--checkpoint-every", "0", "--json"]
+    common += [f"--{name}={value}" for name, value in SETTINGS.items()]
+    real = f"decoupled_diloco(every={EVERY}, outer_lr={LR}, outer_momentum={MOMENTUM})"
+    for kind, more in {
+        "fixed group, equal": ["--strategy", FIXED],
+        "fixed group": ["--strategy", FIXED, "--slow", "1", "2", "4"],
+        "elastic": ["--strategy", FIXED, "--slow", "1", "2", "4", "--elastic", "--weigh", "tokens"],
+        "decoupled_diloco": ["--strategy", real, "--slow", "1", "2", "4"],
+    }.items():
+        with tempfile.TemporaryDirectory() as folder:
+            done = subprocess.run(
+                [sys.executable, "-m", "thinwire", "train", *common, *more, "--out", f"{folder}/run"],
+                capture_output=True, text=True, timeout=400,
+            )  # fmt: skip
+        if done.returncode:
+            rows.append({"word": "emulated", "speeds": "1:2:4", "kind": kind, "problem": done.stderr.strip()[-200:]})
+        else:
+            told = json.loads(done.stdout.strip().splitlines()[-1])
+            row = {"word": "emulated", "speeds": "1:1:1" if kind.endswith("equal") else "1:2:4", "kind": kind}
+            rows.append(row | {"loss": told["eval_loss"], "time": told["wall_seconds"], "tokens": told.get("tokens")})
+        print(json.dumps(rows[-1]), flush=True)
+    if installed("torchft") is None:
+        rows.append({"word": "emulated", "speeds": "1:2:4", "kind": "torchft", "problem": "torchft is not installed"})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--into", type=Path)
+    parser.add_argument("--emulated", action="store_true")
+    parser.add_argument("--simulated", action="store_true")
+    parser.add_argument("--quick", action="store_true")
+    asked = parser.parse_args()
+    result = provenance() | {"benchmark": "unequal", "word": "simulated and emulated"}
+    steps = 20 if asked.quick else asked.steps
+    result |= {"setting": SETTINGS | {"steps": steps, "seeds": asked.seeds, "fixed": FIXED}}
+    rows: list[dict[str, Any]] = []
+    if not asked.emulated:
+        only = ("1:2:4",) if asked.quick else tuple(SPEEDS)
+        rows += simulated(steps, asked.seeds[:1] if asked.quick else asked.seeds, max(1, steps // 15), only)
+    if not asked.simulated and not asked.quick:
+        rows += emulated(steps, asked.seeds[0])
+    into = asked.into or (HERE / "results" / "unequal-quick.json" if asked.quick else None)
+    print(save("unequal", result | {"rows": rows}, into))
+
+
+if __name__ == "__main__":
+    main()
