@@ -39,7 +39,7 @@ OPTIONS = {
     "top": "run once page json",
     "checkpoints": "run verify prune json",
     "sample": "run prompt tokens temperature seed json",
-    "follow": "run out once every json",
+    "follow": "run out once every name keys json",
     "export": "run to out json",
     "probe": "run what out model job sequence link replicas seconds trips name timeout json",
     "plan": "links machines replicas run model job sequence text tokenizer tokens batch_tokens memory utilization deadline loss methods ranks "
@@ -54,7 +54,7 @@ OPTIONS = {
     "simulate fabric": "leaves spines hosts flows nbytes rate failed pattern policy draws seed plot json",
     "simulate overlap": "ranks produce_seconds send_seconds nbytes link contention plot json",
     "lighthouse": "host port heartbeat_timeout secret json",
-    "hub": "do who out listen address run_file uses hours name json",
+    "hub": "do who out listen address run_file published uses hours name json",
     "join": "token run name out resume keys group timeout json",
     "doctor": "run link step_seconds master_addr master_port firewall runs json",
     "docs": "page json",

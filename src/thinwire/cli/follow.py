@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -12,9 +14,11 @@ from typing import Annotated
 import tyro
 
 from thinwire.cli import options
-from thinwire.errors import ConfigurationError, DataError, PacketError
+from thinwire.cli.hub import ONLY_TLS13
+from thinwire.comm.secure.token import Token
+from thinwire.errors import ConfigurationError, DataError, LinkError, PacketError
 from thinwire.lm.follow import Followed, WeightsFollower
-from thinwire.records.published import PublishedFolder
+from thinwire.records.published import Origin, PublishedFolder
 from thinwire.records.units import text_of_nbytes
 
 
@@ -22,52 +26,84 @@ from thinwire.records.units import text_of_nbytes
 class Options:
     """What `thinwire follow` takes."""
 
-    run: tyro.conf.Positional[Path]
-    """The folder of a run that was started with --publish, here or on a disk that machines share."""
+    run: tyro.conf.Positional[str]
+    """The folder of a run that was started with --publish, here or on a disk that machines share; or a token of the run's hub."""
     out: Path = Path("live")
     """The model folder to keep: a link to the newest version, which is replaced at once and as a whole."""
     once: bool = False
     """Bring the newest version and end. Without: go on until the run ends."""
     every: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 1.0
     """Seconds between two looks."""
+    name: str | None = None
+    """With a token: this follower's name. One that begins with follower- can only receive."""
+    keys: Path = Path(".thinwire")
+    """With a token: the folder that keeps this follower's key and its certificate."""
     json: bool = False
     """Stdout ends with one JSON object."""
 
 
 def main(arguments: Sequence[str]) -> int:
     asked = options.read(Options, "follow", arguments, "Keep a model folder at a run's newest agreed weights.")
-    if not (asked.run / "run.toml").exists():
+    say = options.teller(options.console(asked.json))
+    with _origin(asked) as (origin, final):
+        newest, total, versions = _follow(asked, WeightsFollower(origin, asked.out), final, say)
+    if newest is None:
+        raise ConfigurationError("nothing is published there; train with --publish, or follow without --once.")
+    if asked.json:
+        print(json.dumps({"out": str(asked.out), "versions": versions, "nbytes": total, "newest": asdict(newest)}))
+    return 0
+
+
+@contextmanager
+def _origin(asked: Options) -> Iterator[tuple[Origin, type[Exception]]]:
+    """Where the versions are, and what it raises when it will not give them."""
+    if Token.is_one(asked.run):
+        if asked.name is None:
+            raise ConfigurationError(
+                "a token without --name; write --name follower-oslo, or the name that the token is for."
+            )
+        os.putenv("GRPC_SSL_CIPHER_SUITES", ONLY_TLS13)  # gRPC reads it when it is imported, and has no option for it
+        from thinwire.comm.secure import PublishedAtHub
+        from thinwire.comm.secure.calls import Refused
+
+        with PublishedAtHub(asked.run, asked.name, asked.keys) as at_hub:
+            yield at_hub, Refused
+        return
+    folder = Path(asked.run)
+    if not (folder / "run.toml").exists():
         raise ConfigurationError(
-            f"{asked.run} holds no run: there is no run.toml in it. Give the folder that `thinwire train --publish` wrote."
+            f"{folder} holds no run: there is no run.toml in it. Give the folder that `thinwire train --publish` wrote, or a hub's token."
         )
-    console = options.console(asked.json)
-    say = options.teller(console)
-    follower, total, versions, newest = WeightsFollower(PublishedFolder(asked.run), asked.out), 0, 0, None
-    failures, waits = 0, False
+    yield PublishedFolder(folder), ConfigurationError
+
+
+def _follow(
+    asked: Options, follower: WeightsFollower, final: type[Exception], say: Callable[[str], object]
+) -> tuple[Followed | None, int, int]:
+    """The newest version, the bytes and the number of all."""
+    newest, total, versions, failures, waits = None, 0, 0, 0, False
     while newest is None or not newest.over:
+        found = None
         try:
             found = follower.update()
             failures = 0
-        except (DataError, PacketError):
-            failures += 1  # the list was replaced meanwhile, or a file was cut
-            if failures > 2:
+        except (DataError, PacketError, LinkError) as error:  # the list was replaced meanwhile, a file was cut, a link
+            failures += 1
+            if isinstance(error, final) or (failures > 2 and (asked.once or not isinstance(error, LinkError))):
                 raise
-            continue
+            if failures == 3:
+                say(f"{error}; trying on")
         if found:
             newest, total, versions = found, total + found.nbytes, versions + 1
             say(told(found))
-        if asked.once:
+        if asked.once and not failures:
             break
-        if found is None and newest is None and not waits:
-            say(f"{asked.run} has no published version yet (thinwire train --publish); waiting")
+        if found is None and newest is None and not (waits or failures):
+            say("nothing is published yet (thinwire train --publish); waiting")
             waits = True
         if newest is None or not newest.over:
             time.sleep(asked.every)
-    if asked.once and newest is None:
-        raise ConfigurationError(f"{asked.run} has published nothing; train with --publish, or follow without --once.")
-    if asked.json and newest:
-        print(json.dumps({"out": str(asked.out), "versions": versions, "nbytes": total, "newest": asdict(newest)}))
-    return 0
+    return newest, total, versions
 
 
 def told(found: Followed) -> str:

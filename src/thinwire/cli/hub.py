@@ -20,10 +20,11 @@ from thinwire.cli import options
 from thinwire.errors import ConfigurationError
 from thinwire.membership.book import HEARTBEAT_TIMEOUT, Book
 from thinwire.records.printable import printable
+from thinwire.records.published import PublishedFolder
 
 PORT = 29530
 # A cipher of TLS 1.2 that a P-256 key cannot serve, so that gRPC speaks TLS 1.3 or nothing.
-_ONLY_TLS13 = "ECDHE-RSA-AES128-GCM-SHA256"
+ONLY_TLS13 = "ECDHE-RSA-AES128-GCM-SHA256"
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Options:
     """The host that replicas dial, where it is not the one of --listen: a public name or address."""
     run_file: Path | None = None
     """A run file for those who join without one of their own."""
+    published: Path | None = None
+    """A run folder on this machine, trained with --publish, whose versions members and followers may fetch (thinwire follow)."""
     uses: int = 1
     """Number of replicas that may join with the token."""
     hours: float = 24.0
@@ -74,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
     if asked.do == "list":
         return _list(asked, console)
     # gRPC reads this when it is imported, and has no option for it.
-    os.putenv("GRPC_SSL_CIPHER_SUITES", _ONLY_TLS13)
+    os.putenv("GRPC_SSL_CIPHER_SUITES", ONLY_TLS13)
     if asked.do == "invite":
         from thinwire.comm.secure import invite
 
@@ -118,7 +121,8 @@ def _run(asked: Options, console: Console) -> int:
         console.print(printable(line), soft_wrap=True, highlight=False, markup=False)
 
     book = Book(asked.heartbeat_timeout) if asked.elastic else None
-    hub = Hub(folder, host, port, asked.address, book=book, say=say)
+    published = PublishedFolder(asked.published) if asked.published else None
+    hub = Hub(folder, host, port, asked.address, book=book, published=published, say=say)
     try:
         say(f"hub at {hub.host}:{hub.port}; who joins needs port {hub.join_port}, too")
         say(f"its keys and its state are in {folder}; what it refuses stands in {folder / 'audit.txt'}")

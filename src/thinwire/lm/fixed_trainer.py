@@ -59,7 +59,9 @@ class FixedTrainer(Trainer):
         return False
 
     def _summary(self, stopped: bool) -> dict[str, Any]:
-        unequal = isinstance(self.replica, Unequal)  # each has read as much as it could: no one position says what all have
+        unequal = isinstance(
+            self.replica, Unequal
+        )  # each has read as much as it could: no one position says what all have
         return super()._summary(stopped) | ({"samples": {}} if unequal else {})
 
     @property

@@ -21,6 +21,7 @@ from thinwire.lm.model import SIZES
 from thinwire.lm.place import Place
 from thinwire.lm.run import OF_PIECES, Run
 from thinwire.pieces.own_files import shortened
+from thinwire.records.published import PublishedFolder
 from thinwire.records.run_file import read_run_file
 
 _WAIT_SECONDS = 600.0  # for the other replicas of this machine
@@ -29,7 +30,7 @@ _WAIT_SECONDS = 600.0  # for the other replicas of this machine
 def train_secure(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop | None = None) -> None:
     """All replicas of `run` as processes of this machine, and the hub where they meet in this one. Their output goes to RUN/logs."""
     replicas = run.placement.replicas
-    hub = Hub(folder / HUB)
+    hub = Hub(folder / HUB, published=PublishedFolder(folder))
     try:
         write_private(folder / HUB / TOKEN, f"{hub.invite(replicas)}\n".encode())
         command = [sys.executable, "-m", "thinwire.lm.secure", str(folder)]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import http.client
 import importlib
 import math
 import re
+import urllib.request
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -56,19 +55,15 @@ class ScrapedTop:
 
     def __init__(self, address: str) -> None:
         if find_spec("prometheus_client") is None:
-            raise ConfigurationError(
-                f"top {address}: the package prometheus-client is needed; pip install thinwire[prometheus]."
-            )
+            raise ConfigurationError(f"top {address}: Prometheus' package is needed; pip install thinwire[prometheus].")
         parts = urlsplit(address if "://" in address else f"http://{address}")
         try:
-            host, port = parts.hostname, parts.port
+            wrong = parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0
         except ValueError:
-            host, port = None, None
-        if parts.scheme not in ("http", "https") or not host:
+            wrong = True
+        if wrong:
             raise ConfigurationError(f"top {address}: a run folder, HOST:PORT or http://HOST:PORT/metrics is needed.")
-        self.address, self._path = address, parts.path or "/metrics"
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._connect: Callable[[], http.client.HTTPConnection] = lambda: kind(host, port, timeout=TIMEOUT_SECONDS)
+        self.address, self._url = address, parts._replace(path=parts.path or "/metrics").geturl()
         self._run, self._seen, self._missed = "", dict[str, _Seen](), 0
 
     @property
@@ -87,7 +82,7 @@ class ScrapedTop:
                     if sample.name != name and "replica" in sample.labels and len(values) < 1024:
                         self._run = sample.labels.get("run", "")
                         values.setdefault(sample.labels["replica"], {})[name] = float(sample.value)
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except Exception as error:  # whatever HTTP, or a page of something else, raises
             if self._seen:
                 self._missed += 1
                 return
@@ -100,13 +95,8 @@ class ScrapedTop:
             self._seen.setdefault(name, _Seen()).take(now, its)
 
     def _page(self) -> str:
-        connection = self._connect()
-        try:
-            connection.request("GET", self._path)
-            answer = connection.getresponse()
-            page = answer.read(LONGEST + 1)
-        finally:
-            connection.close()
+        with urllib.request.urlopen(self._url, timeout=TIMEOUT_SECONDS) as answer:
+            page: bytes = answer.read(LONGEST + 1)
         if answer.status != 200 or len(page) > LONGEST:
             raise ValueError(f"it answers {answer.status} with {len(page)} bytes")
         return page.decode()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from thinwire.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from thinwire.comm.secure.fetch import PublishedAtHub as PublishedAtHub
     from thinwire.comm.secure.group import SecureGroup as SecureGroup
     from thinwire.comm.secure.group import admit as admit
     from thinwire.comm.secure.group import join as join
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     **dict.fromkeys(("SecureGroup", "admit", "join"), "group"),
+    "PublishedAtHub": "fetch",
     "Hub": "hub",
     "invite": "invitations",
     "Token": "token",

@@ -13,7 +13,7 @@ from thinwire.comm.secure.keys import HUB, Credentials
 from thinwire.errors import LinkError
 
 SERVICE = "thinwire.Hub"
-JOIN, CONTROL, BULK, MEET = (f"/{SERVICE}/{name}" for name in ("Join", "Control", "Bulk", "Meet"))
+JOIN, CONTROL, BULK, MEET, FOLLOW = (f"/{SERVICE}/{name}" for name in ("Join", "Control", "Bulk", "Meet", "Follow"))
 TLS = "TLSv1.3"
 JOIN_NBYTES = 8192  # of a request to join
 ADMITTED_NBYTES = 1 << 20  # of the answer, with a run file

@@ -28,6 +28,7 @@ from thinwire.comm.secure.calls import Outdated
 from thinwire.comm.secure.channels import (
     BULK,
     CONTROL,
+    FOLLOW,
     JOIN,
     MEET,
     OF_JOINERS,
@@ -36,6 +37,7 @@ from thinwire.comm.secure.channels import (
     server_credentials,
 )
 from thinwire.comm.secure.door import Door
+from thinwire.comm.secure.fetch import FOLLOWER, Published, served
 from thinwire.comm.secure.invitations import invite
 from thinwire.comm.secure.keys import Authorities, Credentials, key_digest, member_name, private_folder
 from thinwire.comm.secure.loop import LoopThread
@@ -45,7 +47,7 @@ from thinwire.comm.secure.seats import Seats, Wish
 from thinwire.comm.secure.state import HubState
 from thinwire.comm.secure.streams import Handle, Handlers, Refusing, first, reading, unary, writing
 from thinwire.comm.secure.token import Token
-from thinwire.errors import LinkError, PacketError
+from thinwire.errors import DataError, LinkError, PacketError
 
 LIFETIME = timedelta(hours=1)  # of a member's certificate
 OWN_LIFETIME = timedelta(days=7)  # of the hub's
@@ -66,6 +68,7 @@ class Hub:
         reached_at: the host that members dial, if it is not `host`.
         lifetime: how long a member's certificate is valid.
         patience: seconds after which a member that is not connected counts as gone; None: `PATIENCE`, or `ELASTIC_PATIENCE` with a book.
+        published: what followers may fetch; without, they are refused.
         book: answers what members of elastic runs ask; without, groups are fixed.
         say: called with each line of the audit log.
 
@@ -82,9 +85,10 @@ class Hub:
         lifetime: timedelta = LIFETIME,
         patience: float | None = None,
         book: Answers | None = None,
+        published: Published | None = None,
         say: Callable[[str], object] = lambda line: None,
     ) -> None:
-        self.folder, self._book = private_folder(folder), book
+        self.folder, self._book, self._published = private_folder(folder), book, published
         self._use(Authorities(folder))
         self._audit = AuditLog(folder / "audit.txt", say)
         self._state = HubState(folder)
@@ -194,13 +198,14 @@ class Hub:
             CONTROL: grpc.stream_stream_rpc_method_handler(self._control),
             BULK: grpc.stream_stream_rpc_method_handler(self._bulk),
             MEET: grpc.stream_stream_rpc_method_handler(self._meet),
+            FOLLOW: grpc.unary_stream_rpc_method_handler(self._follow),
         }
 
     # Members.
 
     async def _control(self, _: Any, context: Any) -> None:
         async with Refusing(self._audit, context, self._doors[0]):
-            name, expires = self._identify(context)
+            name, expires = self._trainer(context)
             frame = frames.opened(await first(context), 0, [frames.HELLO])
             process, label = frame.data(0), frame.data(1)
             with self._connected(name, process, expires) as connection:
@@ -213,7 +218,7 @@ class Hub:
     async def _meet(self, _: Any, context: Any) -> None:
         """What a member of an elastic run asks."""
         async with Refusing(self._audit, context, self._doors[0]):
-            name, expires = self._identify(context)
+            name, expires = self._trainer(context)
             if self._book is None:
                 raise LinkError("groups at this hub are fixed; for elastic runs start it with --elastic")
             process = frames.opened(await first(context), 0, [frames.MEET]).data(0)
@@ -224,6 +229,25 @@ class Hub:
                 finally:
                     if not any(other.process == process and other is not connection for other in self._meeting(name)):
                         self._book.gone(asker.incarnation, "its connections have ended")
+
+    async def _follow(self, question: bytes, context: Any) -> None:
+        """What a follower asks; it is heard anew each time, so one that was revoked gets nothing more."""
+        async with Refusing(self._audit, context, self._doors[0]):
+            _name, expires = self._identify(context)
+            if self._published is None or expires < time.time():
+                raise LinkError("this hub has nothing for followers; start it with --published RUN")
+            try:
+                async for chunk in served(question, self._published):
+                    await context.write(chunk)
+            except DataError as error:
+                await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+
+    def _trainer(self, context: Any) -> tuple[str, float]:
+        """As `_identify`, for what followers must not do."""
+        name, expires = self._identify(context)
+        if name.startswith(FOLLOWER):
+            raise LinkError(f"{name} is a follower, which receives only")
+        return name, expires
 
     @contextmanager
     def _connected(self, name: str, process: bytes, expires: float) -> Iterator[Connection]:
@@ -250,7 +274,7 @@ class Hub:
 
     async def _bulk(self, _: Any, context: Any) -> None:
         async with Refusing(self._audit, context, self._doors[0]):
-            name, _expires = self._identify(context)
+            name, _expires = self._trainer(context)
             frame = frames.opened(await first(context), 0, [frames.ATTACH])
             connection = self._connections.get(frame.number(0))
             if connection is None or connection.name != name or connection.relay is None:

@@ -45,6 +45,11 @@ class Token:
         return f"Token({self.host}:{self.port})"  # the secret belongs in no log
 
     @classmethod
+    def is_one(cls, text: str) -> bool:
+        """Whether `text` looks like a token."""
+        return text.strip().startswith(_PREFIX)
+
+    @classmethod
     def read(cls, text: str) -> Token:
         """Raises `ConfigurationError`."""
         text = text.strip()

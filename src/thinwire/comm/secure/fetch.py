@@ -1,0 +1,133 @@
+"""What a hub has for followers, which receive only: the newest list of published versions, and objects by their SHA-256.
+
+A question is one byte and what it is about; the answer is a stream of bytes. Who has a name that begins with `FOLLOWER` has no
+place in a group; every member may ask.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import struct
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+
+from thinwire.comm.secure.calls import explained
+from thinwire.comm.secure.channels import ANSWER_NBYTES, FOLLOW, dialled
+from thinwire.comm.secure.enrol import ANSWER_SECONDS, Enrolment
+from thinwire.comm.secure.loop import LoopThread
+from thinwire.comm.secure.token import Token
+from thinwire.errors import DataError, PacketError
+
+FOLLOWER = "follower-"
+LIST, OBJECT = b"L", b"O"
+LIST_NBYTES = 64 << 20
+_OBJECT = struct.Struct("<32sQ")  # its SHA-256, the offset from which on it is wanted
+
+
+class Published(Protocol):
+    """What is published, on the hub's machine."""
+
+    def newest(self) -> bytes | None:
+        """The newest list. Raises `DataError`."""
+
+    def read(self, digest: str, offset: int) -> Iterator[bytes]:
+        """An object from `offset` on. Raises `DataError` where it is gone."""
+
+
+async def served(question: bytes, published: Published) -> AsyncIterator[bytes]:
+    """The hub's answer. Raises `PacketError` for what is no question, `DataError` for what is gone."""
+    if question[:1] == LIST and len(question) == 33:
+        text = await asyncio.to_thread(published.newest) or b""
+        if hashlib.sha256(text).digest() != question[1:]:
+            for begin in range(0, len(text), 1 << 20):
+                yield text[begin : begin + (1 << 20)]
+    elif question[:1] == OBJECT and len(question) == 1 + _OBJECT.size:
+        digest, offset = _OBJECT.unpack(question[1:])
+        if offset >= 1 << 62:
+            raise PacketError(f"an object from byte {offset} on")
+        chunks = published.read(digest.hex(), offset)
+        while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
+            yield chunk
+    else:
+        raise PacketError(f"a follower's question of {len(question)} bytes, which is none")
+
+
+class PublishedAtHub:
+    """What the hub of `token` has for followers. For one thread; to be closed.
+
+    Args:
+        token: an invitation, best for this one name: thinwire hub invite --name follower-oslo.
+        name: of this follower; one that begins with follower- can do nothing else at the hub.
+        folder: keeps its key.
+
+    Raises:
+        ConfigurationError: the token or the name is none.
+    """
+
+    def __init__(self, token: str, name: str, folder: Path) -> None:
+        self._enrolment = Enrolment(Token.read(token), name, folder)
+        self._thread, self._list = LoopThread.shared(), b""
+        self._channel: grpc.aio.Channel | None = None
+        self._used: object = None  # the certificate of the channel
+
+    def newest(self) -> bytes | None:
+        """The newest list; what has not changed is not sent again. Raises `LinkError`."""
+        text = b"".join(self._answer(LIST + hashlib.sha256(self._list).digest(), LIST_NBYTES))
+        self._list = text or self._list
+        return self._list or None
+
+    def read(self, digest: str, offset: int) -> Iterator[bytes]:
+        """An object from `offset` on. Raises `DataError` where it is gone, `LinkError` where the connection breaks."""
+        return self._answer(OBJECT + _OBJECT.pack(bytes.fromhex(digest), offset), 1 << 62)
+
+    def close(self) -> None:
+        """Hang up."""
+        channel, self._channel = self._channel, None
+        if channel:
+            self._thread.run(channel.close(None))
+        self._thread.release()
+
+    def __enter__(self) -> PublishedAtHub:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _answer(self, question: bytes, most: int) -> Iterator[bytes]:
+        call, nbytes = self._thread.run(self._asked(question)), 0
+        try:
+            while (chunk := self._thread.run(_next(call))) is not None:
+                nbytes += len(chunk)
+                if nbytes > most:
+                    raise PacketError(f"the hub's list has more than {most} bytes")
+                yield chunk
+        finally:
+            self._thread.loop.call_soon_threadsafe(call.cancel)
+
+    async def _asked(self, question: bytes) -> Any:
+        admitted = await self._enrolment.admitted()
+        if self._channel is None or self._used is not admitted:
+            if self._channel:
+                await self._channel.close(None)
+            token, own = self._enrolment.token, admitted.credentials
+            self._channel = dialled(token.host, token.port, own.authorities, own, ANSWER_NBYTES)
+            self._used = admitted
+        return self._channel.unary_stream(FOLLOW)(question)
+
+
+async def _next(call: Any) -> bytes | None:
+    """The next chunk; None at the end. Raises `DataError`, `LinkError`."""
+    try:
+        chunk = await asyncio.wait_for(call.read(), ANSWER_SECONDS)
+    except TimeoutError:
+        raise DataError(f"the hub did not go on for {ANSWER_SECONDS:g} s") from None
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.NOT_FOUND:
+            raise DataError(f"the hub says: {error.details()}") from None
+        raise explained(error) from None
+    return None if chunk is grpc.aio.EOF else bytes(chunk)

@@ -1,0 +1,67 @@
+"""Followers at a hub: they receive what is published, whole, and can do nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+pytest.importorskip("grpc")
+
+from thinwire.cli import main
+from thinwire.comm.secure import Hub, PublishedAtHub, join
+from thinwire.comm.secure.invitations import opened_state
+from thinwire.errors import DataError, LinkError
+from thinwire.lm.publish import Publisher
+from thinwire.pieces.partition import Fragment
+from thinwire.records.published import PublishedFolder
+
+
+def published(run: Path) -> torch.Tensor:
+    """Two versions of a model of more than one chunk; the values of the newest."""
+    model = nn.Linear(1200, 1200)
+    fragment = Fragment("all", tuple(model.named_parameters()))
+
+    def write(folder: Path) -> None:
+        save_file(model.state_dict(), folder / "model.safetensors")
+
+    publisher = Publisher(run / "published" / "replica-0", [fragment], write, pytest.fail)
+    flat = torch.cat([value.detach().flatten() for _, value in fragment.parameters])
+    publisher.offer(0, [flat])
+    publisher.offer(7, [flat + 1e-3], over=True)
+    publisher.close()
+    return (flat + 1e-3).bfloat16()
+
+
+def test_a_follower_receives_and_does_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, keys = tmp_path / "run", tmp_path / "keys"
+    due = published(run)
+    with Hub(tmp_path / "hub", published=PublishedFolder(run)) as hub:
+        token = str(hub.invite(name="follower-oslo"))
+        asked = ["--name", "follower-oslo", "--keys", str(keys), "--out", str(tmp_path / "live"), "--json"]
+        assert main(["follow", token, *asked]) == 0
+        newest = json.loads(capsys.readouterr().out)["newest"]
+        assert newest["over"] and newest["step"] == 7 and newest["nbytes"] < newest["full_nbytes"]
+        here = load_file(tmp_path / "live/model.safetensors")
+        flat = torch.cat([here["weight"].flatten(), here["bias"]])
+        assert torch.equal(flat.view(torch.int16), due.view(torch.int16))
+        with PublishedAtHub(token, "follower-oslo", keys) as origin:
+            first = origin.newest()
+            assert first and first == origin.newest() == PublishedFolder(run).newest()
+            with pytest.raises(DataError, match="is gone"):
+                list(origin.read("00" * 32, 0))
+            with pytest.raises(LinkError, match="receives only"):
+                join(token, "follower-oslo", 2, keys, "run", 60.0)
+            with opened_state(tmp_path / "hub") as state:
+                state.revoke("follower-oslo")
+            with pytest.raises(LinkError, match="revoked"):
+                origin.newest()
+        assert main(["follow", token, *asked]) == 1 and "revoked" in capsys.readouterr().err
+    with Hub(tmp_path / "other") as hub, PublishedAtHub(str(hub.invite()), "paris", tmp_path / "more") as origin:
+        with pytest.raises(LinkError, match="nothing for followers"):
+            origin.newest()
+    assert main(["follow", token]) == 2 and "--name" in capsys.readouterr().err
