@@ -54,7 +54,7 @@ OPTIONS = {
     "simulate fabric": "leaves spines hosts flows nbytes rate failed pattern policy draws seed plot json",
     "simulate overlap": "ranks produce_seconds send_seconds nbytes link contention plot json",
     "lighthouse": "host port heartbeat_timeout secret json",
-    "hub": "do who out listen address run_file published uses hours name json",
+    "hub": "do who out listen address run_file published uses hours elastic heartbeat_timeout name now json",
     "join": "token run name out resume keys group timeout json",
     "doctor": "run link step_seconds master_addr master_port firewall runs json",
     "docs": "page json",
