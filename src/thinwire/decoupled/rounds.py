@@ -99,10 +99,6 @@ class Quorum:
         ready = [one for one in sorted(self.waiting) if (until := self._until(one)) is not None and until <= now]
         return [self._held(fragment, now) for fragment in ready]
 
-    def rest(self, now: float) -> list[HeldRound]:
-        """The rounds of all that waits, at the end."""
-        return [self._held(fragment, now) for fragment in sorted(self.waiting)]
-
     def deadline(self) -> float | None:
         """When `due` is to be asked again if nothing arrives before; None: not at all."""
         return min((until for one in self.waiting if (until := self._until(one)) is not None), default=None)
