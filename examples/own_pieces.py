@@ -18,7 +18,7 @@ from thinwire.codecs import check_finite
 from thinwire.comm import Link
 from thinwire.exchange import Arrival, Round, Settle
 from thinwire.rng import Key
-from thinwire.state import State
+from thinwire.types import State
 
 
 @dataclass(frozen=True)

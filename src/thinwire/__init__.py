@@ -13,7 +13,6 @@ from thinwire.version import __version__ as __version__
 if _typing.TYPE_CHECKING:
     import thinwire.catalogue
     import thinwire.codecs
-    import thinwire.ddp_hook
     import thinwire.diagnosis
     import thinwire.exchange
     import thinwire.membership

@@ -5,7 +5,6 @@ All else is in modules, which are there after the same import: `tw.recipes` (the
 """
 
 from thinwire.comm import Group, ThreadGroup, TorchGroup, run_threads
-from thinwire.ddp_hook import GradientHook
 from thinwire.errors import (
     CheckpointError,
     ConfigurationError,
@@ -18,6 +17,7 @@ from thinwire.errors import (
     PeerError,
     ThinwireError,
 )
+from thinwire.methods.ddp_hook import GradientHook
 from thinwire.recipes.deltas import diloco, local_sgd
 from thinwire.recipes.gradients import data_parallel
 from thinwire.recipes.streaming import finetune, streaming_diloco, streaming_sign

@@ -15,7 +15,6 @@ from thinwire.data_ledger import LeasedReader
 from thinwire.elastic.driver import join
 from thinwire.errors import ConfigurationError
 from thinwire.membership.rendezvous import Membership
-from thinwire.observer import Observer
 from thinwire.pieces.partition import Fragment
 from thinwire.runtime.delta_driver import DeltaDriver
 from thinwire.runtime.driver import Driver, Training, anchored
@@ -27,6 +26,7 @@ from thinwire.runtime.model_buffers import SharedBuffers
 from thinwire.runtime.module_state import exported
 from thinwire.runtime.stateful import owner, packed, unpacked
 from thinwire.strategy import Gradients, Strategy
+from thinwire.types import Observer
 
 
 def choose(training: Training, fragments: list[Fragment], group: Group | Membership, site: Group | None) -> Driver:

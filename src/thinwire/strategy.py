@@ -341,23 +341,18 @@ class Strategy:
     def warnings(self, fragments: Sequence[Shapes] = (), size: int = 2) -> list[str]:
         """What works, but not as its source has it, or is of no use for fragments of tensors of such shapes."""
         said = []
-        bits, large = (
-            8
-            * self.nbytes_per_period(of, size)
-            / max(1, sum(math.prod(shape) for shapes in of for shape in shapes))
-            / max(1, size - 1)
-            for of in (fragments, [((1024, 1024),)])
-        )
+        of_both = [
+            (of, max(1, sum(math.prod(s) for shapes in of for s in shapes))) for of in (fragments, [((1024, 1024),)])
+        ]
+        bits, large = (8 * self.nbytes_per_period(of, size) / numel / max(1, size - 1) for of, numel in of_both)
         if bits >= 16 and bits > 2 * large:  # half of fp32, for shapes that this codec is not made for
             said.append(
                 f"{self.codec} sends {bits:.3g} bits a parameter here (predicted), {large:.2g} of a large matrix: most tensors of this "
                 "model are too small or too thin for it. Another codec, such as E3M0(), sends 4"
             )
         numels, block = [math.prod(shape) for shapes in fragments for shape in shapes], self.codec.grain or 0
-        small = [numel for numel in numels if numel < block]
-        if (
-            sum(small) > 0.01 * sum(numels) and self.codec.nbytes(1 << 16) < 1 << 14
-        ):  # in one bit the scale is all that tells sizes apart
+        small, few_bits = [numel for numel in numels if numel < block], self.codec.nbytes(1 << 16) < 1 << 14
+        if few_bits and sum(small) > 0.01 * sum(numels):  # in one bit the scale is all that tells sizes apart
             said.append(
                 f"{len(small)} of {len(numels)} tensors are smaller than a block of {self.codec} and share its scale with others, which may "
                 f"cost loss. Each({self.codec}, Sign(block=64), least={block}) keeps them apart"

@@ -16,7 +16,7 @@ FILES = sorted(path.relative_to(HOUSE).as_posix() for path in HOUSE.rglob("*.py"
 
 # From the ground up: a room imports only from rooms before it, and files of one room from each other.
 _ORDER = """
-errors version state rng observer data_ledger
+errors version types rng data_ledger
 packet kernels comm diagnosis
 codecs membership records topology
 metrics
@@ -24,7 +24,7 @@ pieces report
 exchange checkpoint
 strategy catalogue
 recipes runtime
-elastic methods decoupled ddp_hook simulate
+elastic methods decoupled simulate
 replica
 testing integrations jobs
 lm plan cli

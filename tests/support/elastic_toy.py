@@ -28,10 +28,10 @@ from thinwire.exchange import send_queue
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster
 from thinwire.membership.timeouts import Timeouts
 from thinwire.membership.view import View
-from thinwire.observer import Observer
 from thinwire.pieces.schedule import Calendar
 from thinwire.runtime.driver import Training
 from thinwire.runtime.fragment_state import FragmentState, hold
+from thinwire.types import Observer
 
 SIZES = (5, 3)
 START = [torch.arange(5.0), torch.full((3,), 7.0)]

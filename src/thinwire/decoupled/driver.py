@@ -32,10 +32,10 @@ from thinwire.decoupled.syncer import AgreedFragment, Syncer, hold, said_by
 from thinwire.decoupled.timeline import Timeline
 from thinwire.errors import ConfigurationError, DisagreementError, LinkError, PeerError
 from thinwire.methods.base import Attached
-from thinwire.observer import Observer
 from thinwire.rng import Key
 from thinwire.runtime.handshake import agree_on_start, check_start
 from thinwire.runtime.module_state import clear
+from thinwire.types import Observer
 
 HOST = 0  # the replica whose thread the syncer is
 

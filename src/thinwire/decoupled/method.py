@@ -16,10 +16,10 @@ from thinwire.decoupled.driver import Unequal
 from thinwire.decoupled.messages import DOWN, UP, SyncerMessages
 from thinwire.errors import ConfigurationError
 from thinwire.methods.base import silent
-from thinwire.observer import Observer
 from thinwire.pieces.inner_optimizers import AdamW
 from thinwire.pieces.outer import DelayedNesterov, Nesterov
 from thinwire.pieces.partition import Strided, Whole
+from thinwire.types import Observer
 
 
 @dataclass(frozen=True, kw_only=True)

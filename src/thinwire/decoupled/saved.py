@@ -23,7 +23,7 @@ from thinwire.errors import CheckpointError
 from thinwire.pieces.outer import Outer
 from thinwire.runtime.fragment_state import FragmentState
 from thinwire.runtime.saved_state import restore, saved
-from thinwire.state import State
+from thinwire.types import State
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from thinwire.pieces.partition import Fragment, local
 from thinwire.rng import Key
 from thinwire.runtime.fragment_state import FragmentState
 from thinwire.runtime.handshake import digest
-from thinwire.state import State
+from thinwire.types import State
 
 
 @dataclass

@@ -15,7 +15,7 @@ from thinwire.elastic.plan import MOST_ROUNDS, MemberStatus, next_digest
 from thinwire.errors import CheckpointError, DataError
 from thinwire.pieces.partition import Fragment
 from thinwire.runtime.fragment_state import FragmentState
-from thinwire.state import State
+from thinwire.types import State
 
 REMEMBERED = 1024  # rounds of which a replica can tell who was counted
 

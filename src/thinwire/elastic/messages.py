@@ -18,7 +18,7 @@ from torch import Tensor
 from thinwire.data_ledger import Claim, DataLedger, ReadCount
 from thinwire.elastic.global_state import GlobalState
 from thinwire.elastic.states import Event, State
-from thinwire.state import State as Tensors
+from thinwire.types import State as Tensors
 
 
 @dataclass(frozen=True)

@@ -47,10 +47,10 @@ from thinwire.errors import CheckpointError, EndedError, LinkError, NonFiniteErr
 from thinwire.exchange import SendContext
 from thinwire.membership.rendezvous import Membership
 from thinwire.membership.view import View
-from thinwire.observer import Observer
 from thinwire.runtime.fragment_state import RoundUpdate
-from thinwire.state import State as Tensors
 from thinwire.strategy import Strategy
+from thinwire.types import Observer
+from thinwire.types import State as Tensors
 
 NEVER = 1 << 62
 

@@ -15,8 +15,8 @@ from thinwire.elastic.round_loop import RoundLoop
 from thinwire.elastic.states import State
 from thinwire.errors import LinkError
 from thinwire.membership.rendezvous import Membership
-from thinwire.observer import Observer
 from thinwire.strategy import Strategy
+from thinwire.types import Observer
 
 
 class RoundThread:

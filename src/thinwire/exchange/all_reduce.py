@@ -17,7 +17,7 @@ from thinwire.exchange.chunks import PIECE_NUMEL
 from thinwire.exchange.round import Round
 from thinwire.exchange.two_shot import Reduction, reduction_nbytes
 from thinwire.pieces.feedback import Feedback
-from thinwire.state import State
+from thinwire.types import State
 
 
 @dataclass(frozen=True)

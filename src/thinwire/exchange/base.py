@@ -13,7 +13,7 @@ from thinwire.codecs import Codec
 from thinwire.comm.emulated import Link
 from thinwire.exchange.round import Round
 from thinwire.pieces.feedback import Feedback
-from thinwire.state import State
+from thinwire.types import State
 
 Settle = Callable[[int, Tensor, Callable[[], Tensor]], None]
 """Takes the estimate of the elements from the first number on; the last gives what this replica's own packets say of them.

@@ -15,7 +15,7 @@ from thinwire.exchange.chunks import Message, cut, packets_nbytes
 from thinwire.exchange.decode import Decoder
 from thinwire.exchange.round import Outgoing, Round
 from thinwire.exchange.stage import Stage
-from thinwire.state import State
+from thinwire.types import State
 
 
 @dataclass(frozen=True)

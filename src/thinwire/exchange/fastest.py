@@ -15,7 +15,7 @@ from thinwire.exchange.direct import Direct
 from thinwire.exchange.round import Round
 from thinwire.exchange.two_shot import TwoShot
 from thinwire.pieces.feedback import Feedback
-from thinwire.state import State
+from thinwire.types import State
 
 
 class _Departure(NamedTuple):

@@ -24,9 +24,9 @@ from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.gossip import GossipRule
 from thinwire.pieces.schedule import Adaptive
 from thinwire.rng import Key
-from thinwire.state import State
 from thinwire.topology import Topology, check_size
 from thinwire.topology.base import Weights
+from thinwire.types import State
 
 
 @dataclass(frozen=True)

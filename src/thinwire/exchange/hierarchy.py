@@ -22,7 +22,7 @@ from thinwire.exchange.stage import MOST_STAGES, Stage, heard
 from thinwire.packet import REFUSED, flags_of, payload
 from thinwire.pieces.feedback import Feedback
 from thinwire.rng import Key
-from thinwire.state import State
+from thinwire.types import State
 
 INSIDE = "site"  # the ledger's word for what stays within a site
 MOST_SITES = MOST_STAGES - 2

@@ -14,7 +14,7 @@ from thinwire.exchange.stage import Stage
 from thinwire.packet import REFUSED
 from thinwire.pieces.feedback import Feedback
 from thinwire.rng import Key
-from thinwire.state import State
+from thinwire.types import State
 
 
 def check_owners(exchange: object, feedback: Feedback | None) -> None:

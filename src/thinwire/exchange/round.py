@@ -20,7 +20,7 @@ from thinwire.exchange.trace import Trace
 from thinwire.packet import HEADER_NBYTES
 from thinwire.pieces.aggregate import Aggregate, Mean
 from thinwire.rng import Key
-from thinwire.state import State
+from thinwire.types import State
 
 
 class SendContext:

@@ -12,7 +12,7 @@ from thinwire.exchange.base import Arrival, Exchange
 from thinwire.exchange.round import Round, SendContext
 from thinwire.packet import REFUSED
 from thinwire.rng import Key
-from thinwire.state import State
+from thinwire.types import State
 
 
 def once(

@@ -22,7 +22,7 @@ from thinwire.exchange.stage import MOST_STAGES, Stage, heard
 from thinwire.packet import HEADER_NBYTES, REFUSED, payload
 from thinwire.pieces.feedback import Feedback
 from thinwire.rng import Key
-from thinwire.state import State
+from thinwire.types import State
 
 
 @dataclass(frozen=True)

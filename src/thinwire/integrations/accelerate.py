@@ -29,11 +29,11 @@ from thinwire.comm import Group
 from thinwire.errors import CheckpointError, ConfigurationError
 from thinwire.integrations.attached import TrainableState, count_skipped, world
 from thinwire.integrations.traffic import told
-from thinwire.observer import Observer
 from thinwire.recipes import local_sgd
 from thinwire.replica import Replica
 from thinwire.runtime.loop_warnings import silent
 from thinwire.strategy import Strategy
+from thinwire.types import Observer
 
 FOLDER = "thinwire"  # within a state that accelerate saves
 _REFUSED = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)

@@ -30,12 +30,12 @@ from thinwire.comm import Group
 from thinwire.errors import CheckpointError, ConfigurationError
 from thinwire.integrations.attached import TrainableState, count_skipped, too_short, world
 from thinwire.integrations.traffic import told
-from thinwire.observer import Observer
 from thinwire.pieces.partition import trainable
 from thinwire.replica import Replica
 from thinwire.runtime.handshake import compare_settings
 from thinwire.runtime.loop_warnings import silent
 from thinwire.strategy import Gradients, Strategy
+from thinwire.types import Observer
 
 FOLDER = "thinwire"  # within a checkpoint of the trainer
 _REFUSED = (

@@ -33,12 +33,12 @@ from thinwire.comm import Group, ThreadGroup, TorchGroup, start_torch
 from thinwire.comm.group import gather
 from thinwire.errors import CheckpointError, ConfigurationError
 from thinwire.integrations.traffic import gradient_nbytes, told
-from thinwire.observer import Observer
 from thinwire.pieces.partition import trainable
 from thinwire.replica import Replica
 from thinwire.runtime.handshake import compare_settings
 from thinwire.runtime.loop_warnings import silent
 from thinwire.strategy import Gradients, Strategy
+from thinwire.types import Observer
 
 _TIMEOUT = 1800.0  # seconds, as torch.distributed's own
 _FOLDERS = 1 << 16  # bytes of one replica's list of folders

@@ -22,10 +22,10 @@ from thinwire.comm import Group
 from thinwire.errors import ConfigurationError
 from thinwire.integrations.traffic import told
 from thinwire.membership.rendezvous import Membership
-from thinwire.observer import Observer
 from thinwire.replica import Replica
 from thinwire.runtime.loop_warnings import silent
 from thinwire.strategy import Strategy
+from thinwire.types import Observer
 
 STATE = "thinwire"  # among the states of the checkpointer
 

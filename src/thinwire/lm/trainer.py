@@ -40,7 +40,7 @@ from thinwire.records.events import EventLog
 from thinwire.replica import Replica
 from thinwire.runtime.handshake import digest
 from thinwire.runtime.inner_steps import as_one
-from thinwire.runtime.module_state import clip_alike, has_sparse
+from thinwire.runtime.module_state import clip
 from thinwire.strategy import Gradients, Strategy
 
 
@@ -57,11 +57,7 @@ class Clock:
 
 
 class Trainer(ABC):
-    """One replica's training. `train()` runs it from the first or the resumed step to the last.
-
-    What a fixed group and an elastic run do differently: `_agree`, `_attach`, `_resume`, `_after_step`, `_survives`,
-    `_wait_for_others`. Those that are not abstract do nothing here.
-    """
+    """One replica's training. `train()` runs it from the first or the resumed step to the last."""
 
     who_stops: ClassVar[str]  # when this replica is asked to stop
     group: Group | Membership
@@ -273,17 +269,11 @@ class Trainer(ABC):
             return math.nan, math.nan
         loss = descend(self.model, replica, self._loss, run.data.accumulate)
         replica.exchange_gradients()
-        # filters clip by themselves, before the exchange
-        by_filters = isinstance(replica, Replica) and bool(replica.strategy.filters)
+        strategy = replica.strategy if isinstance(replica, Replica) else None
+        by_filters = strategy and strategy.filters  # before the exchange
         most = math.inf if by_filters else run.optimizer.clip or math.inf
-        alike = (
-            isinstance(replica, Replica) and isinstance(replica.strategy.signal, Gradients) and self.place.shards == 1
-        )
-        if alike or has_sparse(self.model.parameters()):  # of those torch takes no norm
-            norm_value = clip_alike(self.model.parameters(), most)
-        else:
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), most)
-            norm_value = float(getattr(norm, "full_tensor", lambda: norm)())
+        alike = strategy is not None and isinstance(strategy.signal, Gradients) and self.place.shards == 1
+        norm_value = clip(list(self.model.parameters()), most, alike)
         if not math.isfinite(norm_value):
             self.optimizer.zero_grad()  # an inner step without update still counts: replicas keep in step
             self.log.emit("skip", replica.step + 1, reason=f"the gradient's norm is {norm_value}")

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from thinwire.comm.group import TAGS, Group, gather
 from thinwire.errors import ConfigurationError, DisagreementError
-from thinwire.observer import Observer
 from thinwire.packet import HEADER_NBYTES, STOP, VERSION, Header, empty_packet, open_packet, payload, seal
 from thinwire.pieces.own_files import digests
 from thinwire.pieces.partition import Fragment, Whole, check_optimizer, check_sharding, local, trainable
 from thinwire.rng import derive
 from thinwire.runtime.handshake import compare_settings, digest
 from thinwire.runtime.module_state import exported
+from thinwire.types import Observer
 from thinwire.version import __version__
 
 TAG = TAGS >> 1  # of every message here: messages of a pair are matched in the order of posting

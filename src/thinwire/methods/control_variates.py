@@ -35,11 +35,11 @@ from thinwire.comm.state_transfer import give, take
 from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError, ModelError
 from thinwire.methods.base import Attached, check_rounds, drawn, nbytes_to_all, silent
 from thinwire.methods.control_rules import Rule
-from thinwire.observer import Observer
 from thinwire.packet import REFUSED, Header, identity
 from thinwire.rng import Key
 from thinwire.runtime.handshake import agree_on_start, digest
 from thinwire.runtime.module_state import gradient
+from thinwire.types import Observer
 
 
 @dataclass(frozen=True, kw_only=True)

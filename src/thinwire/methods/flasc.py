@@ -32,10 +32,10 @@ from thinwire.comm.group import Group, gather
 from thinwire.comm.state_transfer import give, take
 from thinwire.errors import CheckpointError, ConfigurationError, ModelError
 from thinwire.methods.base import TAG, Attached, check_rounds, drawn, silent
-from thinwire.observer import Observer
 from thinwire.packet import HEADER_NBYTES, REFUSED, STOP, Header, empty_packet, identity, open_packet, payload, seal
 from thinwire.rng import Key
 from thinwire.runtime.handshake import digest
+from thinwire.types import Observer
 
 UP, DOWN, FINAL = range(3)  # a message's part of its round
 

@@ -34,10 +34,10 @@ from thinwire.comm.state_transfer import give, take
 from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError, ModelError, NonFiniteError
 from thinwire.methods.base import Participant, nbytes_to_all, silent
 from thinwire.methods.control_rules import check_unbiased
-from thinwire.observer import Observer
 from thinwire.packet import REFUSED, VERSION, Header, identity
 from thinwire.rng import Key, derive
 from thinwire.runtime.handshake import agree_on_start, compare_settings, digest
+from thinwire.types import Observer
 from thinwire.version import __version__
 
 Operator = Callable[[Tensor], Tensor]  # flat z -> flat F_m(z), of one replica

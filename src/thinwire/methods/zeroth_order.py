@@ -35,10 +35,10 @@ from thinwire.comm.state_transfer import give, take
 from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError, ModelError
 from thinwire.methods.base import Attached, nbytes_to_all, silent
 from thinwire.methods.perturbed import Shifted, begins
-from thinwire.observer import Observer
 from thinwire.packet import Header, identity
 from thinwire.rng import derive, normals, quantiles
 from thinwire.runtime.handshake import agree_on_start, digest
+from thinwire.types import Observer
 
 LOSSES = Callable[[int], Tensor]
 _CHUNK = 1 << 18  # elements whose update is made at once

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thinwire.codecs import Codec, mean_over_senders
 from thinwire.rng import Key
-from thinwire.state import State
+from thinwire.types import State
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from thinwire.codecs import Codec, nested
 from thinwire.errors import ConfigurationError
-from thinwire.state import State
+from thinwire.types import State
 
 
 @dataclass(frozen=True)

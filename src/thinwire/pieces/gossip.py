@@ -22,9 +22,9 @@ from torch import Tensor
 
 from thinwire.codecs import Codec, Identity
 from thinwire.errors import ConfigurationError
-from thinwire.state import State
 from thinwire.topology import Topology, mixing, outgoing
 from thinwire.topology.base import Weights
+from thinwire.types import State
 
 Vector = tuple[Codec, int]  # a vector of so many elements, in this codec
 

@@ -17,7 +17,7 @@ from thinwire.codecs import Codec, Each, encode_from
 from thinwire.errors import ConfigurationError, PacketError
 from thinwire.pieces.policy import Deciding
 from thinwire.rng import Key
-from thinwire.state import State
+from thinwire.types import State
 
 BUCKETS = 10_000  # of the error, in the table
 

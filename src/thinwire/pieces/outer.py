@@ -17,7 +17,7 @@ from thinwire import kernels
 from thinwire.codecs import unwritten
 from thinwire.codecs.exact import energy
 from thinwire.errors import ConfigurationError
-from thinwire.state import State
+from thinwire.types import State
 
 
 @runtime_checkable

@@ -87,7 +87,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ModelError(
             "the model is wrapped in DistributedDataParallel, which exchanges every gradient already; a plain model, or one sharded by "
-            "fully_shard within each replica, is needed. Take the wrapper off, or keep it and use thinwire.ddp_hook (docs/own-loop.md)."
+            "fully_shard within each replica, is needed. Take the wrapper off, or keep it and use thinwire.methods.ddp_hook (docs/own-loop.md)."
         )
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     missing = [name for name, parameter in trainable(model) if id(parameter) not in held]

@@ -18,7 +18,7 @@ from torch import Tensor
 from thinwire.codecs import Codec, Identity, nested, rebuilt
 from thinwire.errors import ConfigurationError
 from thinwire.rng import Key
-from thinwire.state import State
+from thinwire.types import State
 
 LONG_RUN = 1 << 40  # a round after all warm-ups
 

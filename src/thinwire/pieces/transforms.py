@@ -13,7 +13,7 @@ from torch import Tensor
 from thinwire.codecs import Codec
 from thinwire.codecs.exact import root, summed
 from thinwire.errors import ConfigurationError
-from thinwire.state import State
+from thinwire.types import State
 
 
 @runtime_checkable

@@ -14,7 +14,7 @@ from thinwire.pieces.by_products import as_row
 from thinwire.pieces.products import times
 from thinwire.pieces.robust import RobustRule
 from thinwire.rng import Key
-from thinwire.state import State
+from thinwire.types import State
 
 _SWEEPS = 30
 _EXACT = Context(prec=30)

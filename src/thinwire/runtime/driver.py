@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.data_ledger import LeasedReader
-from thinwire.observer import Observer
 from thinwire.pieces.partition import Fragment, check_optimizer, check_sharding
 from thinwire.pieces.schedule import Calendar
 from thinwire.runtime.fragment_state import FragmentState
 from thinwire.runtime.module_state import reshard
 from thinwire.runtime.saved_state import restore, saved
 from thinwire.strategy import Strategy
+from thinwire.types import Observer
 
 
 @dataclass

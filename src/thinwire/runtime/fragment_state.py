@@ -20,8 +20,8 @@ from thinwire.pieces.outer import Outer
 from thinwire.pieces.partition import Fragment, local
 from thinwire.pieces.policy import Policy
 from thinwire.pieces.transforms import Filter, said, settled
-from thinwire.state import State
 from thinwire.strategy import Strategy
+from thinwire.types import State
 
 DROPPED = -1
 

@@ -26,8 +26,8 @@ from thinwire.runtime.fragment_state import FragmentState, RoundUpdate
 from thinwire.runtime.handshake import agree_on_resume
 from thinwire.runtime.module_state import gradient
 from thinwire.runtime.recovery import start_again
-from thinwire.state import State
 from thinwire.topology import spread
+from thinwire.types import State
 
 
 class GossipUpdate(RoundUpdate):

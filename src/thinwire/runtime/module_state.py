@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +72,14 @@ def clip_alike(parameters: Iterable[nn.Parameter], most: float) -> float:
     for one in gradients if norm > most else []:
         one.mul_(most / (norm + 1e-6))
     return norm
+
+
+def clip(parameters: Sequence[nn.Parameter], most: float, alike: bool) -> float:
+    """The norm of all gradients, which is `most` at most afterwards; `alike`: they are equal on all replicas, and stay so."""
+    if alike or has_sparse(parameters):  # of those torch takes no norm
+        return clip_alike(parameters, most)
+    norm = torch.nn.utils.clip_grad_norm_(parameters, most)
+    return float(getattr(norm, "full_tensor", lambda: norm)())
 
 
 def clear(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from thinwire.errors import CheckpointError
 from thinwire.pieces.outer import Outer
 from thinwire.runtime.fragment_state import FragmentState
-from thinwire.state import State
+from thinwire.types import State
 
 _OUTER, _DEVIATION_OUTER, _FEEDBACK, _EXCHANGE = "outer.", "deviation_outer.", "feedback.", "exchange."
 _AGGREGATE, _FILTER, _POLICY = "aggregate.", "filter.", "policy."  # the second with its place

@@ -28,7 +28,7 @@ from thinwire.exchange.stage import MOST_STAGES, Stage
 from thinwire.packet import payload
 from thinwire.pieces.feedback import Feedback
 from thinwire.rng import Key, normals
-from thinwire.state import State
+from thinwire.types import State
 
 
 @dataclass(frozen=True)

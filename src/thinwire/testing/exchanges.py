@@ -13,9 +13,9 @@ from thinwire.errors import ConfigurationError
 from thinwire.exchange import Exchange, Round, SendContext
 from thinwire.packet import REFUSED
 from thinwire.rng import Key
-from thinwire.state import State
 from thinwire.testing.codecs import law
 from thinwire.testing.toy import Shuffled, same_bits
+from thinwire.types import State
 
 Wrap = Callable[[Group], Group]
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from thinwire.pieces.outer import Outer
-from thinwire.state import State
 from thinwire.testing.codecs import law
 from thinwire.testing.toy import same_bits
+from thinwire.types import State
 
 
 def is_a_value(piece: Any) -> None:
