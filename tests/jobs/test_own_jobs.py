@@ -427,7 +427,7 @@ def batches(share):
 
 def loss(model, batch):
     worth = model["y"](torch.tanh(model["x"](batch))).mean()
-    return worth + model["x"].weight.square().sum(), model["y"].weight.square().sum() - worth
+    return [worth + model["x"].weight.square().sum(), model["y"].weight.square().sum() - worth]
 
 def optimizer(model):
     return [torch.optim.SGD(model["x"].parameters(), lr=0.1), torch.optim.Adam(model["y"].parameters(), lr=0.1)]

@@ -151,18 +151,19 @@ class WithBatchNorm(nn.Module):
         return self.layers(x)
 
 
-def test_buffers_stay_local():
-    """Running statistics are each replica's own, before and after finishing; affine weights are exchanged."""
+@pytest.mark.parametrize("buffers", ["mean", "local"])
+def test_buffers(buffers):
+    """Running statistics are each replica's own until it finishes; then the mean over all, unless they stay local."""
 
     def replica(group):
-        model, optimizer, attached = attach(group, tw.diloco(every=3), fill(WithBatchNorm()))
+        model, optimizer, attached = attach(group, tw.diloco(every=3), fill(WithBatchNorm()), buffers=buffers)
         with attached:
             for step in range(1, 8):
                 inner_step(model, optimizer, *batch(0, group.rank, step))
         return weights(model), model.layers[1].running_mean.clone(), int(model.layers[1].num_batches_tracked)
 
     (a, mean_a, count), (b, mean_b, _) = tw.run_threads(2, replica)
-    assert same_bits(a, b) and not same_bits(mean_a, mean_b) and count == 7
+    assert same_bits(a, b) and same_bits(mean_a, mean_b) == (buffers == "mean") and count == 7
 
 
 def test_tied_and_frozen():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -22,7 +23,7 @@ from thinwire.membership.view import Observe, Presence
 PROBE = 2.0  # seconds for a peer, a lighthouse or a hub to answer at all
 
 
-class AskingRendezvous:
+class AskingRendezvous(ABC):
     """What is alike at a lighthouse and at a hub; `where` names it in messages, `advice` is for those who do not find it."""
 
     where = advice = ""
@@ -39,21 +40,21 @@ class AskingRendezvous:
         self._threads: list[threading.Thread] = []
 
     @property
+    @abstractmethod
     def address(self) -> str:
         """See `Rendezvous`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _channel(self) -> Asks:
         """A new channel. Raises `LinkError`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def connect(self, epoch: str, members: Sequence[Presence], rank: int) -> Group:
         """See `Rendezvous`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reaches(self, other: Presence) -> bool:
         """See `Rendezvous`."""
-        raise NotImplementedError
 
     def clock(self) -> float:
         """See `Rendezvous`."""
