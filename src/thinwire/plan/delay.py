@@ -18,7 +18,7 @@ from thinwire.strategy import Strategy
 MOST = 10  # inner steps in the air
 _OF_TOKENS = (
     -0.118
-)  # d ln(loss) / d ln(tokens) of data-parallel training, from 500 to 2,000 steps: family.json and quality.json
+)  # d ln(loss) / d ln(tokens) of data-parallel training, 500 to 2,000 steps: family.json, quality.json
 
 
 def follows_link(run: Run) -> bool:
