@@ -28,6 +28,7 @@ class Composition:
         weigh, correct: what a delta counts; what is made of one that is stale (None: nothing).
         quorum: how many replicas' deltas a round needs at least.
         grace: how long a round waits for those who are expected, as a share of the time between two reports.
+        patience: seconds that a replica has at least for its last delta, when another has taken all steps; who is later is left out.
         slow: run in virtual time, in which an inner step of replica m takes slow[m]; (): in real time, by measured speed.
         delay: in virtual time, how many mean inner steps a round takes to land.
         seed: of what codecs draw.
@@ -49,6 +50,7 @@ class Composition:
     correct: Correct | None = HeLoCo()
     quorum: int = 1
     grace: float = 0.5
+    patience: float = 60.0
     slow: tuple[float, ...] = ()
     delay: int = 0
     seed: int = 0
@@ -68,10 +70,10 @@ class Composition:
                 f"delay={self.delay} with every={self.every}, slow={self.slow}: 0 <= delay < every is needed, and 0 in real time, where a "
                 "round lands when it arrives."
             )
-        if not 0 <= self.grace < math.inf or not all(0 < one < math.inf for one in self.slow):
-            raise ConfigurationError(
-                f"grace={self.grace}, slow={self.slow}: grace >= 0 and factors above 0 are needed."
-            )
+        if not 0 <= self.grace < math.inf or not 0 <= self.patience < math.inf:
+            raise ConfigurationError(f"grace={self.grace}, patience={self.patience}: 0 or more is needed.")
+        if not all(0 < one < math.inf for one in self.slow):
+            raise ConfigurationError(f"slow={self.slow}: factors above 0 are needed.")
         if self.feedback and self.feedback != Feedback():
             raise ConfigurationError(
                 f"feedback={self.feedback}: replicas come to the syncer at different times and keep no common reference; choose Feedback() or None."

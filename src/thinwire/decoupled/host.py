@@ -42,7 +42,7 @@ class Host:
         clock: Callable[[], float], tell: Callable[..., None],
     ) -> None:  # fmt: skip
         self.group, self.messages, self.syncer = group, messages, syncer
-        self.rounds = Quorum(group.size, method.quorum, method.grace)
+        self.rounds = Quorum(group.size, method.quorum, method.grace, method.patience)
         self.timeline = method.timeline(len(messages.numels)) if method.slow else None
         self.clock, self.tell, self.lock = clock, tell, threading.Lock()
         self.inbox: queue.Queue[Heard] = queue.Queue()
@@ -73,9 +73,8 @@ class Host:
             self._thread.join()
         for outlet in self._outlets.values():
             outlet.end()
-        for rank, outlet in self._outlets.items():
-            if rank in self._ended:
-                outlet.wait(60.0)
+        for outlet in self._outlets.values():
+            outlet.wait(self.rounds.patience)  # one that was left out hears of the end, too, if it can
 
     # ---- hearing
 

@@ -73,6 +73,7 @@ class Quorum:
     size: int
     quorum: int
     grace: float
+    patience: float = 0.0
     began: float = 0.0
     there: set[int] = field(default_factory=set)
     intervals: dict[tuple[int, int], Interval] = field(default_factory=dict)
@@ -104,13 +105,15 @@ class Quorum:
         return min((until for one in self.waiting if (until := self._until(one)) is not None), default=None)
 
     def overdue(self, rank: int, since: float) -> float:
-        """Until when a last word of `rank` may come that was asked for at `since`: twice as long as a delta of it takes."""
+        """Until when a last word of `rank` may come that was asked for at `since`: twice as long as a delta of it takes, and
+        not less than `patience`.
+        """
         longest = [
             one.mean + 2 * one.deviation
             for (of, _), one in self.intervals.items()
             if of == rank and one.mean is not None
         ]
-        return since + 2 * max(longest, default=since - self.began)
+        return since + max(self.patience, 2 * max(longest, default=since - self.began))
 
     def _held(self, fragment: int, now: float) -> HeldRound:
         here = self.waiting.pop(fragment)

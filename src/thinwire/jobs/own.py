@@ -235,7 +235,9 @@ class OwnJob(Job):
         """One for each optimizer; to be compared by, `evaluate` is needed: the losses of a min-max tell nothing of quality."""
         optimizers = self._optimizers or self.make_optimizer(model)
         if len(losses) != len(optimizers) or not all(isinstance(one, Tensor) and not one.ndim for one in losses):
-            raise self._wrong("loss", losses, f"a scalar tensor, or a list of {len(optimizers)}, one for each optimizer,")
+            raise self._wrong(
+                "loss", losses, f"a scalar tensor, or a list of {len(optimizers)}, one for each optimizer,"
+            )
         if "evaluate" not in self._own:
             raise JobError(
                 f"{self._path}: loss(model, batch) returns {len(losses)} losses, and no one number to compare runs by; write evaluate(model)."
