@@ -202,7 +202,9 @@ def test_a_member_that_floods(tmp_path):
             thread.join()
             assert ended.is_set()
             grown = resident(hub.process.pid) - before
-        assert grown < 5 * BUDGET_NBYTES, f"{grown:,} bytes"
+        assert grown < 8 * BUDGET_NBYTES, (
+            f"{grown:,} bytes"
+        )  # of 12 that were sent; gRPC and the allocator have their part
         assert "it floods" in (tmp_path / "hub" / "audit.txt").read_text()
     finally:
         hub.close()

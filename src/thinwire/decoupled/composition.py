@@ -71,7 +71,9 @@ class Composition:
                 "round lands when it arrives."
             )
         if not 0 <= self.grace < math.inf or not 0 <= self.patience < math.inf:
-            raise ConfigurationError(f"grace={self.grace}, patience={self.patience}: 0 or more is needed.")
+            raise ConfigurationError(
+                f"grace={self.grace}, patience={self.patience}: grace >= 0 and patience >= 0 are needed."
+            )
         if not all(0 < one < math.inf for one in self.slow):
             raise ConfigurationError(f"slow={self.slow}: factors above 0 are needed.")
         if self.feedback and self.feedback != Feedback():

@@ -93,7 +93,7 @@ class Unequal(Attached):
             self._inbox = self._host.inbox
             self._host.start()
         else:
-            self._outlet = Outlet(group, HOST, UP, lambda _, why: self._inbox.put(why))
+            self._outlet = Outlet(group, HOST, UP, lambda *_: None)  # the inlet hears of it, behind all that was said
             Inlet(group, HOST, DOWN, lambda: self._messages.room(DOWN), self._hear)
         self._hook = optimizer.register_step_post_hook(lambda *_: self._after_step())
 
@@ -168,7 +168,7 @@ class Unequal(Attached):
 
     def _go_on(self) -> None:
         """In real time."""
-        while not self._inbox.empty():
+        while not self.stopping and not self._inbox.empty():  # behind a stop there may be no syncer any more
             self._next()
         for fragment in self._pace.due(self.step - self._began_at, set(self._flying)):
             self._depart(fragment)
