@@ -23,17 +23,17 @@ class Lines:
             self.said.append(line)
             self._changed.notify_all()
 
-    def wait(self, *parts: str) -> str:
-        """The first line with all `parts`, when it is there."""
+    def wait(self, *parts: str, nth: int = 1) -> str:
+        """The nth line with all `parts`, when it is there."""
         found: list[str] = []
 
         def there() -> bool:
             found[:] = [line for line in self.said if all(part in line for part in parts)]
-            return bool(found)
+            return len(found) >= nth
 
         with self._changed:
             assert self._changed.wait_for(there, 600.0), self.said
-        return found[0]
+        return found[nth - 1]
 
 
 @pytest.fixture

@@ -51,7 +51,8 @@ def test_members_train_on_while_the_authority_is_replaced(hub, audit, tmp_path, 
             renewed.wait(0.05)
         assert main(["hub", "rotate", "--out", str(folder)]) == 0
         assert main(["hub", "rotate", "--now", "--out", str(folder)]) == 0
-        seen = len(audit.said)
+        audit.wait("rotated", nth=2)  # the hub has seen that the old one ended, and lets all connect anew
+        seen = [number for number, line in enumerate(audit.said) if "rotated" in line][1]
         while sum(line.startswith("connected ") for line in list(audit.said)[seen:]) < 2:
             renewed.wait(0.05)
         ended.set()
