@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from contextlib import suppress
 
 import pytest
 from group_laws import run_processes
@@ -23,9 +24,13 @@ def pair() -> tuple[socket.socket, socket.socket]:
         return one, server.accept()[0]
 
 
-def paced_to(file: int) -> int:
-    with socket.socket(fileno=os.dup(file)) as one:
-        return one.getsockopt(socket.SOL_SOCKET, PACING)
+def paced_to(files: set[int]) -> list[int]:
+    """The rates of those that are connections still: torch's store has some for a moment, while a group is made."""
+    rates = []
+    for file in sorted(files):
+        with suppress(OSError), socket.socket(fileno=os.dup(file)) as one:
+            rates.append(one.getsockopt(socket.SOL_SOCKET, PACING))
+    return rates
 
 
 def test_only_connections_are_found(tmp_path):
@@ -61,7 +66,7 @@ def paced_group(rank, size):
     for refused in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ConfigurationError, match="a positive rate"):
             TorchGroup.from_world(size, uplink=refused)
-    rates = [[paced_to(file) for file in files] for files in (plain, paced)]
+    rates = [paced_to(files) for files in (plain, paced)]
     group.close()
     return rates
 
@@ -69,4 +74,4 @@ def paced_group(rank, size):
 def test_a_group_paces_its_own_connections_and_no_others(tmp_path):
     share = int(SHARE * 80e6 / 8 / 2)
     for plain, paced in run_processes(paced_group, 3, tmp_path):
-        assert paced == [share, share] and len(plain) == 2 and share not in plain
+        assert paced.count(share) == 2 <= len(plain) and share not in plain
