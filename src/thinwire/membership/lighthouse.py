@@ -14,15 +14,15 @@ from contextlib import suppress
 from thinwire.comm.group import Group
 from thinwire.comm.torch import TorchGroup, connected
 from thinwire.errors import ConfigurationError, LinkError
-from thinwire.membership.asking import PROBE, AskingRendezvous
 from thinwire.membership.channel import PORT, Channel, at, family
+from thinwire.membership.remote_rendezvous import PROBE, RemoteRendezvous
 from thinwire.membership.server import Lighthouse as Lighthouse
 from thinwire.membership.store import AddressBook
 from thinwire.membership.timeouts import Timeouts
 from thinwire.membership.view import Observe, Presence
 
 
-class LighthouseRendezvous(AskingRendezvous):
+class LighthouseRendezvous(RemoteRendezvous):
     """One replica's view of a lighthouse at `address` (host:port).
 
     `host` is this machine's address, at which the others reach it; without, the one from which it reaches the
@@ -62,15 +62,15 @@ class LighthouseRendezvous(AskingRendezvous):
         """See `Rendezvous`."""
         seconds, timeout = self._timeouts.connect, self._timeouts.transfer
         self._unused_keys.extend(self._addresses)  # of an epoch that is over
-        book = AddressBook(self._channel(), epoch, seconds)
-        self._addresses = book.own
+        addresses = AddressBook(self._channel(), epoch, seconds)
+        self._addresses = addresses.own
         try:
-            return TorchGroup(connected(book, rank, len(members), self._host, seconds), timeout)
+            return TorchGroup(connected(addresses, rank, len(members), self._host, seconds), timeout)
         except LinkError as error:
             others = ", ".join(p.name for p in members if p.incarnation != self._incarnation)
             raise LinkError(f"connecting to {others}: {error}") from error
         finally:
-            book.close()
+            addresses.close()
 
     def reaches(self, other: Presence) -> bool:
         """See `Rendezvous`."""

@@ -215,10 +215,10 @@ def join(
         )
     enrolment = Enrolment(Token.read(token), name, Path(folder))
     label = hashlib.sha256(f"thinwire {size} {run}".encode()).digest()
-    return seated(HubLink(enrolment, label, size, bits_per_second, _ADVICE), timeout, timeout)
+    return connected_group(HubLink(enrolment, label, size, bits_per_second, _ADVICE), timeout, timeout)
 
 
-def seated(link: HubLink, seconds: float, timeout: float, farewell: float = FAREWELL_SECONDS) -> SecureGroup:
+def connected_group(link: HubLink, seconds: float, timeout: float, farewell: float = FAREWELL_SECONDS) -> SecureGroup:
     """The group of a link that has not begun, when all are there. Raises `LinkError`: not all came within `seconds`."""
     thread = LoopThread.shared()
     try:
