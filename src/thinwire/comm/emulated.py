@@ -150,12 +150,7 @@ class LinkedGroup:
         return self._uplink.busy_seconds
 
     def post(
-        self,
-        tag: int,
-        send: Mapping[int, Tensor],
-        recv: Mapping[int, Tensor],
-        purpose: str = "packet",
-        sized: Sized | None = None,
+        self, tag: int, send: Messages, recv: Messages, purpose: str = "packet", sized: Sized | None = None
     ) -> Transfer:
         """See `Group.post`. Receives are posted at once, sends when they are due."""
         send = travelling(self, tag, send)

@@ -66,12 +66,7 @@ class Group(Protocol):
     def size(self) -> int: ...
 
     def post(
-        self,
-        tag: int,
-        send: Mapping[int, Tensor],
-        recv: Mapping[int, Tensor],
-        purpose: str = "packet",
-        sized: Sized | None = None,
+        self, tag: int, send: Messages, recv: Messages, purpose: str = "packet", sized: Sized | None = None
     ) -> Transfer:
         """Start sending `send[peer]` and receiving into `recv[peer]`; do not block.
 

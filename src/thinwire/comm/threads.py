@@ -152,12 +152,7 @@ class ThreadGroup:
         return [cls(hub, rank, size, timeout) for rank in range(size)]
 
     def post(
-        self,
-        tag: int,
-        send: Mapping[int, Tensor],
-        recv: Mapping[int, Tensor],
-        purpose: str = "packet",
-        sized: Sized | None = None,
+        self, tag: int, send: Messages, recv: Messages, purpose: str = "packet", sized: Sized | None = None
     ) -> _ThreadTransfer:
         """See `Group.post`."""
         send, recv = travelling(self, tag, send), travelling(self, tag, recv)

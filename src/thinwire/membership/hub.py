@@ -1,7 +1,7 @@
 """Replicas that come and go, behind any NAT: they find each other at a hub, and their groups are the hub's (comm/secure).
 
-Who somebody is, its certificate says: the hub tells a presence under the name that the requester has shown, and seats nobody
-under another. The hub keeps the same `MemberRegistry` as a lighthouse, and decides nothing else.
+A certificate proves a member's name: the hub passes a presence on under that name, and adds a process to a group under no other.
+The hub keeps the same `MemberRegistry` as a lighthouse, and decides nothing else.
 """
 
 from __future__ import annotations

@@ -107,12 +107,7 @@ class SecureGroup:
         return self._link.uploaded
 
     def post(
-        self,
-        tag: int,
-        send: Mapping[int, Tensor],
-        recv: Mapping[int, Tensor],
-        purpose: str = "packet",
-        sized: Sized | None = None,
+        self, tag: int, send: Messages, recv: Messages, purpose: str = "packet", sized: Sized | None = None
     ) -> _SecureTransfer:
         """See `Group.post`. A tensor that is sent to several peers in one post goes to the hub once."""
         send, recv = travelling(self, tag, send), travelling(self, tag, recv)
