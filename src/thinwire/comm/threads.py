@@ -9,12 +9,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TypeVar
 
 from torch import Tensor
 
-from thinwire.comm.group import Sized, travelling
+from thinwire.comm.group import Messages, Sized, travelling
 from thinwire.errors import ConfigurationError, LinkError, PacketError
 
 T = TypeVar("T")

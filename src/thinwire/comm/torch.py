@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # exported without saying so
 
 from thinwire.comm.address import CheckedAddresses
-from thinwire.comm.group import FINISH, Sized, Transfer, travelling
+from thinwire.comm.group import FINISH, Messages, Sized, Transfer, travelling
 from thinwire.comm.pacing import connections, pace
 from thinwire.comm.sockets import listen, listening, loopback, only_here, shut, shut_new
 from thinwire.errors import ConfigurationError, LinkError

@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor
 
-from thinwire.comm.group import Sized, travelling
+from thinwire.comm.group import Messages, Sized, travelling
 from thinwire.comm.secure.enrol import Admitted, Enrolment
 from thinwire.comm.secure.frames import MEMBERS, Welcome
 from thinwire.comm.secure.link import HubLink
