@@ -3,7 +3,7 @@
     python benchmarks/family.py [--seeds 3] [--steps 2000] [--only NAME ...] [--quick] [--out FOLDER] [--into FILE]
 
 Two replicas as processes, model, text (Python's standard library) and batches alike for all: those of quality.py; AdamW inside, where a
-method is not one with another optimizer. Every method is as it stands, with the defaults of its paper or the house, the learning rate too;
+method is not one with another optimizer. Every method is as it stands, with the defaults of its paper or Thinwire's own, the learning rate too;
 what was chosen by trying is named in docs/family.md. Control variates and FedAvg have plain SGD inside and get its rate, as recipes with SGD do.
 --only: these recipes alone, the control first: `--only data_parallel streaming_sign --steps 500 --into benchmarks/results/defaults.json`.
 Not here: `just_one_byte` and `flasc`, which tune a model that is trained. Broken off, it goes on where it was with the same --out.

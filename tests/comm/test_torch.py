@@ -114,8 +114,8 @@ def test_shards_talk_with_their_twins_and_their_site(tmp_path):
         assert heard["neighbour"] == 2 * replica + (1 - shard)
 
 
-def doors(rank, size):
-    """Where this rank listens, how many of three knocks at each door are answered, and that the group works on."""
+def own_listeners(rank, size):
+    """Where this rank listens, how many of three connections to each port are accepted, and that the group works on."""
     group = TorchGroup.from_world(size)
     knocks = []
     for place in set(listening().values()):
@@ -132,7 +132,7 @@ def doors(rank, size):
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists what a process listens at, and shuts a port")
 def test_only_loopback_listens_and_gloo_to_nobody_once_all_are_connected(tmp_path):
     """Rank 0's address book alone stays open: at the address that was given."""
-    for rank, said in enumerate(run_processes(doors, 2, tmp_path)):
+    for rank, said in enumerate(run_processes(own_listeners, 2, tmp_path)):
         assert set(said["listens"]) == {"127.0.0.1"}, said
         assert said["answered"] == (3 if rank == 0 else 0), said
 

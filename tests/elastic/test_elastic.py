@@ -309,8 +309,8 @@ def test_no_clock_that_somebody_may_set() -> None:
     """Whatever a machine's clock says, and however it jumps: waiting is counted in monotonic time, or the cluster's. Certificates
     and invitations have dates, so comm/secure needs the calendar.
     """
-    house = Path(tw.__file__).parent
-    paths = [*house.glob("comm/*.py"), *house.rglob("membership/**/*.py"), *house.rglob("elastic/**/*.py")]
+    source = Path(tw.__file__).parent
+    paths = [*source.glob("comm/*.py"), *source.rglob("membership/**/*.py"), *source.rglob("elastic/**/*.py")]
     assert len(paths) > 20
     for path in paths:
         assert not re.search(

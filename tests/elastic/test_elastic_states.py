@@ -258,9 +258,9 @@ def written(path: Path) -> set[str]:
 
 
 def test_nobody_writes_what_is_the_loops_or_the_memberships() -> None:
-    house = Path(tw.__file__).parent
-    paths = [*house.glob("elastic/*.py"), *house.glob("lm/*.py"), *house.glob("*.py")]
-    assert "self._state" in written(house / "elastic" / "round_loop.py")
+    source = Path(tw.__file__).parent
+    paths = [*source.glob("elastic/*.py"), *source.glob("lm/*.py"), *source.glob("*.py")]
+    assert "self._state" in written(source / "elastic" / "round_loop.py")
     others = re.compile(r"\b(rounds|loop|membership|voter|agreed|group)\.\w+$")
     for path in paths:
         wrong = {name for name in written(path) if others.search(name)}

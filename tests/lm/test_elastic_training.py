@@ -334,8 +334,12 @@ def test_what_cannot_be_elastic_is_refused(change: dict[str, Any], says: str) ->
 def test_the_flags_spell_out_the_carrier() -> None:
     assert Options(Run(), elastic=True).elastically().run_settings == Run.of(carrier="elastic")
     joined = Options(Run(), lighthouse="10.0.0.1", name="oslo").elastically()
-    assert joined.run_settings.placement.carrier == "elastic" and joined.seat is not None and joined.seat.name == "oslo"
-    assert Options(Run()).elastically().run_settings == Run() and Options(Run()).seat is None
+    assert (
+        joined.run_settings.placement.carrier == "elastic"
+        and joined.joining is not None
+        and joined.joining.name == "oslo"
+    )
+    assert Options(Run()).elastically().run_settings == Run() and Options(Run()).joining is None
     for wrong in (Options(Run(), lighthouse="10.0.0.1"), Options(Run(), name="oslo")):
         with pytest.raises(ConfigurationError, match="--lighthouse HOST:PORT --name NAME"):
             wrong.elastically()
@@ -348,16 +352,16 @@ def test_an_elastic_run_is_not_gone_on_with_as_another() -> None:
     assert not Run.of(carrier="threads").unlike(Run())
 
 
-def seats(cluster: SimulatedCluster, run: Run, tmp_path: Path) -> dict[str, Callable[[str], Any]]:
+def all_take_part(cluster: SimulatedCluster, run: Run, tmp_path: Path) -> dict[str, Callable[[str], Any]]:
     """Replicas on machines of their own, each with a folder; what ended one is what it comes to."""
 
     def replica(name: str) -> Any:
-        return seat(cluster, run, tmp_path, name)
+        return take_part(cluster, run, tmp_path, name)
 
     return {f"replica-{index}": replica for index in range(run.placement.replicas)}
 
 
-def seat(cluster: SimulatedCluster, run: Run, tmp_path: Path, name: str, resume: bool = False) -> Any:
+def take_part(cluster: SimulatedCluster, run: Run, tmp_path: Path, name: str, resume: bool = False) -> Any:
     launch.new_folder(run, tmp_path / name, resume)
     try:
         return launch.train_here(
@@ -395,20 +399,20 @@ def test_who_comes_while_the_end_is_kept_gets_it(cluster: SimulatedCluster, run:
 
     def back_late(name: str) -> Any:
         try:
-            return seat(cluster, run, tmp_path, name)
+            return take_part(cluster, run, tmp_path, name)
         except Killed:
             cluster.revive(name)
         wait_until(cluster, name, 110.0)
-        return seat(cluster, run, tmp_path, name, resume=True)
+        return take_part(cluster, run, tmp_path, name, resume=True)
 
     def new(name: str) -> Any:
         wait_until(cluster, name, 90.0)
-        return seat(cluster, run, tmp_path, name)
+        return take_part(cluster, run, tmp_path, name)
 
     cluster.at("replica-2", "put", freeze_for(cluster, "replica-2", 100.0), 5)
     cluster.at("replica-1", "put", lambda: cluster.kill("replica-1"), 4)
     others = {"replica-1": back_late, "rome": new}
-    ended = cluster.play(seats(cluster, run, tmp_path) | others)
+    ended = cluster.play(all_take_part(cluster, run, tmp_path) | others)
     assert len(ended) == 5 and all(isinstance(end, dict) and not end["stopped"] for end in ended.values()), ended
     assert len({end["weights"] for end in ended.values()}) == 1 and cluster.time.now < 150
     assert len(models(tmp_path)) == 5 and len(set(models(tmp_path).values())) == 1
@@ -435,12 +439,12 @@ def test_who_comes_when_the_end_is_kept_no_longer_is_told_so_and_leaves_no_model
     def twice(name: str) -> list[Any]:
         ends = []
         for resume in (False, True):
-            ends.append(seat(cluster, run, tmp_path, name, resume))
+            ends.append(take_part(cluster, run, tmp_path, name, resume))
             came.append(cluster.time.now)
         return ends
 
     cluster.at("replica-2", "put", freeze_for(cluster, "replica-2", 300.0), 5)
-    ended = cluster.play(seats(cluster, run, tmp_path) | {"replica-2": twice})
+    ended = cluster.play(all_take_part(cluster, run, tmp_path) | {"replica-2": twice})
     for error in ended["replica-2"]:
         assert isinstance(error, EndedError) and "the run has ended without replica 'replica-2'" in str(error), error
     assert "where replica-0, replica-1 ended" in str(ended["replica-2"][0])
@@ -457,17 +461,17 @@ def test_who_cannot_hear_the_others_at_the_end_says_so_and_goes_on_when_they_are
 
     def dies_and_returns(name: str) -> Any:
         try:
-            return seat(cluster, run, tmp_path, name)
+            return take_part(cluster, run, tmp_path, name)
         except Killed:
             cluster.revive(name)
         wait_until(cluster, name, 500.0)
-        return seat(cluster, run, tmp_path, name, resume=True)
+        return take_part(cluster, run, tmp_path, name, resume=True)
 
     def stays(name: str) -> list[Any]:
-        ends = [seat(cluster, run, tmp_path, name)]
+        ends = [take_part(cluster, run, tmp_path, name)]
         assert list(models(tmp_path)) == [] and (tmp_path / name / "model.stale.safetensors").exists()
         wait_until(cluster, name, 500.0)
-        return [*ends, seat(cluster, run, tmp_path, name, resume=True)]
+        return [*ends, take_part(cluster, run, tmp_path, name, resume=True)]
 
     cluster.at("replica-1", "put", lambda: cluster.kill("replica-1"), 4)
     ended = cluster.play({"replica-0": stays, "replica-1": dies_and_returns})

@@ -17,8 +17,8 @@ from thinwire.comm.secure.enrol import Enrolment
 from thinwire.comm.secure.state import HubState
 from thinwire.errors import DisagreementError, LinkError, ThinwireError
 from thinwire.membership import Membership, Timeouts
-from thinwire.membership.book import Book
 from thinwire.membership.hub import HubRendezvous
+from thinwire.membership.registry import MemberRegistry
 
 PATIENT = Timeouts(
     heartbeat_interval=0.1, heartbeat_timeout=600.0, grace=600.0, connect=600.0, transfer=600.0, vote=700.0, view=600.0
@@ -27,7 +27,7 @@ PATIENT = Timeouts(
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
-    with Hub(tmp_path / "hub", patience=0.2, book=Book(600.0)) as made:
+    with Hub(tmp_path / "hub", patience=0.2, registry=MemberRegistry(600.0)) as made:
         yield made
 
 

@@ -276,8 +276,8 @@ def test_no_lighthouse_is_said_with_what_to_do():
 
 
 def test_something_else_at_the_port():
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        (told,) = meet(f"127.0.0.1:{door.getsockname()[1]}", ("a", {}), seconds=2.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        (told,) = meet(f"127.0.0.1:{listener.getsockname()[1]}", ("a", {}), seconds=2.0)
     assert isinstance(told, LinkError) and "does not answer as a lighthouse" in str(told)
 
 

@@ -285,7 +285,7 @@ def test_a_late_one_is_waited_for_within_the_grace_and_not_beyond(late, members,
 
 
 def test_a_dead_one_is_not_waited_for():
-    """Its door is closed, whatever the lighthouse still believes."""
+    """It accepts no connections, although the lighthouse still lists it."""
     cluster = SimulatedCluster()
 
     def run(name):

@@ -8,7 +8,7 @@ import re
 import textwrap
 
 import pytest
-from public_names import DOCUMENTED
+from public_names import COMPOSED, DOCUMENTED
 
 # A unit, what is counted, or the range of a plain number.
 UNIT = re.compile(
@@ -78,6 +78,19 @@ def raises(thing: object) -> bool:
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_public_docstrings_have_their_sections(name):
     assert not gaps(DOCUMENTED[name]), f"the docstring of {name} lacks {sorted(gaps(DOCUMENTED[name]))}: {gaps.__doc__}"
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_methods_have_equation_difference_and_bytes(name):
+    """A name of `--strategy` says what it computes, what is not the paper's, what it sends, and predicts the bytes in its example."""
+    text = inspect.getdoc(COMPOSED[name]) or ""
+    before = text.partition("\nArgs:\n")[0]
+    assert re.search(r"^    .*(?:[←=≤]|Δ\()", before, re.MULTILINE), "no equation, set off by four spaces"
+    assert re.search(r"^\*Differs\*", before, re.MULTILINE), "no *Differs*"
+    assert re.search(r"^\*Wire\*[:,](?:.|\n(?!\n))*?(?:bytes|as `)", before, re.MULTILINE), "no *Wire*"
+    assert f">>> {name}(" in text and re.search(r"\.nbytes_per_period\(.*# bytes", text), (
+        "no example that predicts bytes"
+    )
 
 
 def test_gaps_are_found():

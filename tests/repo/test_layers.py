@@ -1,4 +1,4 @@
-"""The house keeps its order: who imports whom, how long a file is, which words are used. Read from the source, not run."""
+"""The package's order: who imports whom, how long a file is, which words are used. Read from the source, not run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 
 import thinwire
 
-HOUSE = Path(thinwire.__file__).parent
-FILES = sorted(path.relative_to(HOUSE).as_posix() for path in HOUSE.rglob("*.py"))
+SOURCE = Path(thinwire.__file__).parent
+FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
 
-# From the ground up: a room imports only from rooms before it, and files of one room from each other.
+# From the ground up: a package imports only from packages before it, and files of one package from each other.
 _ORDER = """
 errors version types rng data_ledger
 packet kernels comm diagnosis
@@ -30,7 +30,7 @@ testing integrations jobs
 lm plan cli
 public
 """
-ROOMS = _ORDER.split()
+PACKAGES = _ORDER.split()
 
 # Longer than 400 lines, with the reason and how long at most.
 LONG_FILES: dict[str, tuple[int, str]] = {}
@@ -39,11 +39,11 @@ ENVIRONMENT = "lm/launch.py"  # what torchrun says is read there
 
 
 def tree(file: str) -> ast.Module:
-    return ast.parse((HOUSE / file).read_text(encoding="utf-8"))
+    return ast.parse((SOURCE / file).read_text(encoding="utf-8"))
 
 
-def room(module: str) -> str:
-    """The room of `codecs/block.py` or of `thinwire.codecs.block`; the root itself is ''."""
+def package(module: str) -> str:
+    """The package of `codecs/block.py` or of `thinwire.codecs.block`; the root itself is ''."""
     parts = module.removesuffix(".py").replace("/", ".").removeprefix("thinwire").strip(".").split(".")
     return "" if parts[0] in ("__init__", "__main__") else parts[0]
 
@@ -65,8 +65,8 @@ def test_there_are_files():
     assert len(FILES) > 30 and "replica.py" in FILES and "codecs/block.py" in FILES
 
 
-def test_every_room_has_its_place():
-    assert {room(file) for file in FILES} - {""} <= set(ROOMS)
+def test_every_package_has_its_place():
+    assert {package(file) for file in FILES} - {""} <= set(PACKAGES)
     assert not {"utils", "common", "helpers", "helper", "manager", "misc", "base_classes"} & {
         p for f in FILES for p in Path(f).with_suffix("").parts
     }
@@ -74,20 +74,20 @@ def test_every_room_has_its_place():
 
 @pytest.mark.parametrize("file", FILES)
 def test_imports_go_down(file):
-    own = room(file)
+    own = package(file)
     if own == "":
-        return  # the front door names everything
+        return  # the root names everything
     for module in imports(file):
         if module.split(".")[0] != "thinwire":
             continue
-        other = room(module)
-        assert other in ROOMS, f"{file} imports the house itself, not a room"
-        assert ROOMS.index(other) <= ROOMS.index(own), f"{file} imports {module}, which is above it"
+        other = package(module)
+        assert other in PACKAGES, f"{file} imports thinwire itself, not a package in it"
+        assert PACKAGES.index(other) <= PACKAGES.index(own), f"{file} imports {module}, which is above it"
 
 
-def test_the_house_is_small():
+def test_the_tree_is_small():
     """Packages and modules at the top level, and the longest way down from one to the ground."""
-    assert len(ROOMS) <= 34 and len(set(code_map.floors(code_map.imports()).values())) <= 13
+    assert len(PACKAGES) <= 34 and len(set(code_map.floors(code_map.imports()).values())) <= 13
 
 
 def test_no_circle_of_files():
@@ -103,7 +103,7 @@ def test_no_circle_of_files():
 
 @pytest.mark.parametrize("file", FILES)
 def test_nothing_that_runs_code_from_bytes(file):
-    text = (HOUSE / file).read_text(encoding="utf-8")
+    text = (SOURCE / file).read_text(encoding="utf-8")
     assert not {module.split(".")[0] for module in imports(file)} & {
         "pickle",
         "dill",
@@ -118,12 +118,12 @@ def test_nothing_that_runs_code_from_bytes(file):
 
 @pytest.mark.parametrize("file", FILES)
 def test_the_environment_is_read_in_one_place(file):
-    assert file == ENVIRONMENT or not re.search(r"\benviron\b|\bgetenv", (HOUSE / file).read_text(encoding="utf-8"))
+    assert file == ENVIRONMENT or not re.search(r"\benviron\b|\bgetenv", (SOURCE / file).read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_files_are_short(file):
-    lines = len((HOUSE / file).read_text(encoding="utf-8").splitlines())
+    lines = len((SOURCE / file).read_text(encoding="utf-8").splitlines())
     most, _ = LONG_FILES.get(file, (400, ""))
     assert lines <= most, f"{file} has {lines} lines"
     assert file not in LONG_FILES or lines > 400, f"{file} has become short: take it off the list"
@@ -131,7 +131,7 @@ def test_files_are_short(file):
 
 def test_replica_is_a_face():
     """What happens around an inner step is in a driver, chosen once."""
-    text = (HOUSE / "replica.py").read_text(encoding="utf-8")
+    text = (SOURCE / "replica.py").read_text(encoding="utf-8")
     docstrings = [
         node
         for node in ast.walk(tree("replica.py"))
@@ -155,14 +155,14 @@ def test_functions_are_short(file):
 def test_one_word_for_one_idea(file):
     """A replica is a replica."""
     words = re.findall(
-        r"\b(?:worker|node|client|island|learner)s?\b", (HOUSE / file).read_text(encoding="utf-8"), re.IGNORECASE
+        r"\b(?:worker|node|client|island|learner)s?\b", (SOURCE / file).read_text(encoding="utf-8"), re.IGNORECASE
     )
     assert not words, f"{file} says {sorted(set(words))}; see the words in docs/design.md"
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_files_say_what_they_are(file):
-    text = (HOUSE / file).read_text(encoding="utf-8")
+    text = (SOURCE / file).read_text(encoding="utf-8")
     assert not text.strip() or ast.get_docstring(tree(file)), f"{file} has no docstring"
 
 
@@ -176,7 +176,7 @@ streaming_diloco streaming_sign
 def test_what_is_public():
     """The names that `import thinwire as tw` gives: none is added or lost by accident."""
     public = {name for name in dir(thinwire) if not name.startswith("_")}
-    modules = {path.stem for path in HOUSE.iterdir()} | {"annotations"}
+    modules = {path.stem for path in SOURCE.iterdir()} | {"annotations"}
     assert public - modules == set(PUBLIC.split())
 
 

@@ -25,6 +25,10 @@ BANNED = {
     r"company(?![a-z])": "membership",
     r"comings(?![a-z])": "member events",
     r"hearts?(?![a-z])": "heartbeat",
+    r"doors?(?![a-z])": "proxy, listener, or port",
+    r"seat(?:s|ed)?(?![a-z])": "member, rank, or place",
+    r"visitors?(?![a-z])": "connection",
+    r"houses?(?![a-z])": "package",
 }
 # Names of classes that are gone: as such names only, for their small letters are plain English.
 GONE = ["Held", "Moved", "Landed", "Air", "Ticket", "Coming", "Circle", "Hindrances", "Standin", "Jury", "Crew"]

@@ -19,8 +19,8 @@ from secure_groups import run_secure
 from tcp_proxy import Proxy
 
 from thinwire.comm.secure import Hub, frames, join
-from thinwire.comm.secure.door import CLOSING, STRANGERS
 from thinwire.comm.secure.messages import BUDGET_NBYTES
+from thinwire.comm.secure.proxy import CLOSING, STRANGERS
 from thinwire.comm.secure.state import HubState
 from thinwire.errors import LinkError
 

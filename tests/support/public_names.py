@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import thinwire as tw
 from thinwire.catalogue.parsing import PIECES, parse
+from thinwire.decoupled.method import DECOUPLED
+from thinwire.methods import METHODS
 from thinwire.recipes import RECIPES
 
 PROTOCOLS: dict[str, object] = {
@@ -21,7 +23,10 @@ PROTOCOLS: dict[str, object] = {
         tw.pieces.transforms.Filter,
     )
 }
+COMPOSED: dict[str, object] = RECIPES | METHODS | DECOUPLED  # what `--strategy` takes
 BESIDE: dict[str, object] = {
     each.__name__: each for each in (tw.pieces.partition.Fragment, tw.pieces.schedule.short_first, parse)
 }
-DOCUMENTED: dict[str, object] = {name: getattr(tw, name) for name in tw.__all__} | RECIPES | PIECES | PROTOCOLS | BESIDE
+DOCUMENTED: dict[str, object] = (
+    {name: getattr(tw, name) for name in tw.__all__} | COMPOSED | PIECES | PROTOCOLS | BESIDE
+)

@@ -39,7 +39,7 @@ def stand(told: Connection, port: int) -> None:
 def stand_as_hub(told: Connection, folder: Path) -> None:
     """A hub, until it is killed."""
     from thinwire.comm.secure import Hub
-    from thinwire.membership.book import Book
+    from thinwire.membership.registry import Book
 
     hub = Hub(folder, book=Book(QUICK.heartbeat_timeout))
     told.send((str(hub.invite(100)), hub.port))

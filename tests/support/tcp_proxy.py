@@ -30,11 +30,11 @@ class Proxy:
         self._cut = False
         self._open: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
-        self._doors = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
-        ports = [door.getsockname()[1] for door in self._doors]
+        self._listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+        ports = [listener.getsockname()[1] for listener in self._listeners]
         self.token = dataclasses.replace(token, host="127.0.0.1", port=ports[0], join_port=ports[1])
-        for door, port in zip(self._doors, (token.port, token.join_port)):
-            self._begin(self._accept, door, (token.host, port), port == token.port)
+        for listener, port in zip(self._listeners, (token.port, token.join_port)):
+            self._begin(self._accept, listener, (token.host, port), port == token.port)
 
     def cut(self) -> None:
         """End all connections, and let none through until `mend`."""
@@ -57,10 +57,10 @@ class Proxy:
         """End everything."""
         self.cut()
         self.held.set()
-        for door in self._doors:
+        for listener in self._listeners:
             with suppress(OSError):
-                door.shutdown(socket.SHUT_RDWR)
-            door.close()
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
         for thread in self._threads:
             thread.join()
         for one in self._open:
@@ -77,10 +77,10 @@ class Proxy:
         self._threads.append(thread)
         thread.start()
 
-    def _accept(self, door: socket.socket, target: tuple[str, int], counted: bool) -> None:
+    def _accept(self, listener: socket.socket, target: tuple[str, int], counted: bool) -> None:
         while True:
             try:
-                near, _ = door.accept()
+                near, _ = listener.accept()
             except OSError:
                 return
             with self.changed:

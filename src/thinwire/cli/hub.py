@@ -18,7 +18,7 @@ from rich.console import Console
 
 from thinwire.cli import options
 from thinwire.errors import ConfigurationError
-from thinwire.membership.book import HEARTBEAT_TIMEOUT, Book
+from thinwire.membership.registry import HEARTBEAT_TIMEOUT, MemberRegistry
 from thinwire.records.printable import printable
 from thinwire.records.published import PublishedFolder
 
@@ -120,9 +120,9 @@ def _run(asked: Options, console: Console) -> int:
     def say(line: str) -> None:
         console.print(printable(line), soft_wrap=True, highlight=False, markup=False)
 
-    book = Book(asked.heartbeat_timeout) if asked.elastic else None
+    registry = MemberRegistry(asked.heartbeat_timeout) if asked.elastic else None
     published = PublishedFolder(asked.published) if asked.published else None
-    hub = Hub(folder, host, port, asked.address, book=book, published=published, say=say)
+    hub = Hub(folder, host, port, asked.address, registry=registry, published=published, say=say)
     try:
         say(f"hub at {hub.host}:{hub.port}; who joins needs port {hub.join_port}, too")
         say(f"its keys and its state are in {folder}; what it refuses stands in {folder / 'audit.txt'}")

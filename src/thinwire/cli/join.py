@@ -19,7 +19,7 @@ from thinwire.lm.job import check
 from thinwire.lm.meeting import AtHub
 from thinwire.lm.run import Run
 from thinwire.lm.secure import join_for, run_of_hub, train_member
-from thinwire.lm.supervisor import Seat
+from thinwire.lm.supervisor import JoiningReplica
 from thinwire.lm.watch import watching
 from thinwire.report.progress import Progress
 from thinwire.report.terminal import waiting
@@ -88,7 +88,7 @@ def _run(asked: Options, told: str) -> Run:
 def _train_elastic(asked: Options, run: Run, folder: Path, console: Console, stop: launch.Stop) -> None:
     token = private_folder(asked.keys / asked.name) / "token"
     write_private(token, f"{asked.token}\n".encode())
-    train(run, folder, asked.resume, console, stop, Seat(AtHub(token, asked.keys), asked.name))
+    train(run, folder, asked.resume, console, stop, JoiningReplica(AtHub(token, asked.keys), asked.name))
 
 
 def _train(asked: Options, run: Run, folder: Path, console: Console, stop: launch.Stop) -> None:

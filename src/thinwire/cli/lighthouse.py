@@ -15,8 +15,8 @@ import tyro
 
 from thinwire.cli import options
 from thinwire.errors import ConfigurationError
-from thinwire.membership.book import HEARTBEAT_TIMEOUT
 from thinwire.membership.channel import PORT, secret_in
+from thinwire.membership.registry import HEARTBEAT_TIMEOUT
 from thinwire.membership.server import Lighthouse
 
 

@@ -22,7 +22,7 @@ from thinwire.lm.job import check
 from thinwire.lm.meeting import AtLighthouse
 from thinwire.lm.resize import resize
 from thinwire.lm.run import Run
-from thinwire.lm.supervisor import Seat, train_elastic
+from thinwire.lm.supervisor import JoiningReplica, train_elastic
 from thinwire.lm.watch import watching
 from thinwire.membership.view import Presence
 from thinwire.metrics.follow import following
@@ -88,8 +88,12 @@ class Options:
         return dataclasses.replace(self, run_settings=self.run_settings.changed(carrier=carrier))
 
     @property
-    def seat(self) -> Seat | None:
-        return Seat(AtLighthouse(self.lighthouse, self.secret), self.name) if self.lighthouse and self.name else None
+    def joining(self) -> JoiningReplica | None:
+        return (
+            JoiningReplica(AtLighthouse(self.lighthouse, self.secret), self.name)
+            if self.lighthouse and self.name
+            else None
+        )
 
 
 DESCRIPTION = """Train one language model on several replicas.
@@ -117,18 +121,18 @@ def main(arguments: Sequence[str]) -> int:
         )
         console.print(f"  thinwire train --link {run.placement.link}", soft_wrap=True, highlight=False)
     sharded = place is not None and place[1] > run.placement.replicas
-    here = 0 if sharded else 1 if place or asked.seat else run.placement.replicas
+    here = 0 if sharded else 1 if place or asked.joining else run.placement.replicas
     delay = ""
     with waiting(console, "looking at data and model"):
         model = check(run, asked.out if asked.resume else None)
         doctor.ready(run, model, here, Console(quiet=True) if place and place[0] else console)
         if follows_link(run) and not (
-            asked.resume or asked.seat or place
+            asked.resume or asked.joining or place
         ):  # one process decides, in the file that all replicas read
             run, delay = doctor.fitted_to_link(run, model)
     if place is not None:
         return _as_rank(*place, run, asked, folder, console)
-    if asked.resume and not asked.from_start and not asked.seat and other_number(run, folder):
+    if asked.resume and not asked.from_start and not asked.joining and other_number(run, folder):
         console.print(resize(run, folder, model), soft_wrap=True, highlight=False)
     del model
     launch.new_folder(run, folder, asked.resume, asked.name or "*")
@@ -146,8 +150,8 @@ def main(arguments: Sequence[str]) -> int:
             )
         else:
             with _told(asked, run, folder, console):
-                train(run, folder, resume, console, stop, asked.seat)
-        return finish(folder, console, asked.json, stop, _seated(asked))
+                train(run, folder, resume, console, stop, asked.joining)
+        return finish(folder, console, asked.json, stop, _membership_options(asked))
 
 
 def _check(asked: Options, run: Run, place: tuple[int, int] | None) -> None:
@@ -157,9 +161,9 @@ def _check(asked: Options, run: Run, place: tuple[int, int] | None) -> None:
             raise ConfigurationError(
                 f"carrier={run.placement.carrier!r} under torchrun, which starts a fixed group; start it with thinwire train alone."
             )
-        if asked.seat:
-            Presence(asked.seat.name, "", 0)  # a name that cannot be, an address or a secret fails here
-            asked.seat.meeting.member(run, asked.seat.name)
+        if asked.joining:
+            Presence(asked.joining.name, "", 0)  # a name that cannot be, an address or a secret fails here
+            asked.joining.meeting.member(run, asked.joining.name)
     if run.placement.carrier == "secure" and place is not None:
         raise ConfigurationError(
             "carrier='secure' under torchrun, which joins the replicas itself; start it with thinwire train or thinwire join."
@@ -185,12 +189,16 @@ def complete(run: Run, folder: Path) -> bool:
     return begun and RunRecord.load(folder).summary.steps >= run.optimizer.steps
 
 
-def train(run: Run, folder: Path, resume: bool, console: Console, stop: launch.Stop, seat: Seat | None = None) -> None:
+def train(
+    run: Run, folder: Path, resume: bool, console: Console, stop: launch.Stop, joining: JoiningReplica | None = None
+) -> None:
     """Train with live progress on `console`, until `stop`."""
-    with Progress(folder, run.optimizer.steps, [seat.name] if seat else run.placement.replicas, console) as progress:
+    with Progress(
+        folder, run.optimizer.steps, [joining.name] if joining else run.placement.replicas, console
+    ) as progress:
         progress.pass_over()
         if run.placement.elastic:
-            train_elastic(run, folder, resume, progress.update, progress.say, seat, stop)
+            train_elastic(run, folder, resume, progress.update, progress.say, joining, stop)
         elif run.placement.carrier == "threads":
             launch.train_threads(run, folder, resume, progress.update, stop)
         elif run.placement.carrier == "secure":
@@ -236,9 +244,9 @@ def _told(asked: Options, run: Run, folder: Path, console: Console) -> Iterator[
             yield
 
 
-def _seated(asked: Options) -> str:
+def _membership_options(asked: Options) -> str:
     """The options of a replica whose lighthouse stands elsewhere."""
-    if asked.seat is None:
+    if asked.joining is None:
         return ""
     held = f" --secret {asked.secret}" if asked.secret else ""
     return f" --lighthouse {asked.lighthouse} --name {asked.name}{held}"

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from thinwire.comm.group import Group, Sized, Transfer, travelling
+from thinwire.comm.group import Group, Messages, Sized, Transfer, WrappedGroup, travelling
 from thinwire.comm.ledger import Ledger
 from thinwire.errors import ConfigurationError, LinkError
 
@@ -120,7 +120,7 @@ class _Departure(NamedTuple):
     transfer: _LinkedTransfer
 
 
-class LinkedGroup:
+class LinkedGroup(WrappedGroup):
     """`group` as it would be if this replica's uplink were `link`.
 
     Shape the uplink of every replica. `busy_seconds` is how long the uplink was (or is booked to be) occupied, all
@@ -130,7 +130,8 @@ class LinkedGroup:
     """
 
     def __init__(self, group: Group, link: Link, ledger: Ledger | None = None) -> None:
-        self.group, self.link, self.ledger = group, link, ledger
+        super().__init__(group)
+        self.link, self.ledger = link, ledger
         self._uplink = Uplink(link)
         # In order of arrival too: one delay for all, so a message that leaves later arrives later.
         self._departures: deque[_Departure] = deque()
@@ -138,24 +139,11 @@ class LinkedGroup:
         self._closed = self._carrying = False
 
     @property
-    def rank(self) -> int:
-        return self.group.rank
-
-    @property
-    def size(self) -> int:
-        return self.group.size
-
-    @property
     def busy_seconds(self) -> float:
         return self._uplink.busy_seconds
 
     def post(
-        self,
-        tag: int,
-        send: Mapping[int, Tensor],
-        recv: Mapping[int, Tensor],
-        purpose: str = "packet",
-        sized: Sized | None = None,
+        self, tag: int, send: Messages, recv: Messages, purpose: str = "packet", sized: Sized | None = None
     ) -> Transfer:
         """See `Group.post`. Receives are posted at once, sends when they are due."""
         send = travelling(self, tag, send)

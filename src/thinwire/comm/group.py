@@ -21,6 +21,7 @@ TAGS = 1 << 30  # carriers take tags below this; `gather` uses the two just abov
 FINISH = TAGS + 2  # of the messages with the purpose "finish"
 
 
+Messages = Mapping[int, Tensor]  # by the rank of the peer
 Sized = Callable[[Tensor], int]  # how many bytes of a buffer the message in it has, by what it says of itself
 
 
@@ -66,12 +67,7 @@ class Group(Protocol):
     def size(self) -> int: ...
 
     def post(
-        self,
-        tag: int,
-        send: Mapping[int, Tensor],
-        recv: Mapping[int, Tensor],
-        purpose: str = "packet",
-        sized: Sized | None = None,
+        self, tag: int, send: Messages, recv: Messages, purpose: str = "packet", sized: Sized | None = None
     ) -> Transfer:
         """Start sending `send[peer]` and receiving into `recv[peer]`; do not block.
 
@@ -86,7 +82,26 @@ class Group(Protocol):
         """Leave. Idempotent; whoever waits, here or for us, gets a `LinkError`. Wait for what you posted first."""
 
 
-def travelling(group: Group, tag: int, messages: Mapping[int, Tensor]) -> dict[int, Tensor]:
+class WrappedGroup:
+    """A `Group` that carries its messages over another one: a subclass writes `post`."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def size(self) -> int:
+        return self.group.size
+
+    def close(self) -> None:
+        """See `Group.close`."""
+        self.group.close()
+
+
+def travelling(group: Group, tag: int, messages: Messages) -> dict[int, Tensor]:
     """Those of `messages` that travel (empty ones do not, on any carrier); all are checked first."""
     if not 0 <= tag <= FINISH:
         raise ConfigurationError(f"tag {tag} was given; a tag is needed in 0..{TAGS - 1}.")

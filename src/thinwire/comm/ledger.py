@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from thinwire.comm.group import Group, Sized, Transfer, travelling
+from thinwire.comm.group import Group, Messages, Sized, Transfer, WrappedGroup, travelling
 
 
 @dataclass
@@ -121,27 +121,15 @@ class Ledger:
             )
 
 
-class CountedGroup:
+class CountedGroup(WrappedGroup):
     """A group that writes into `ledger` what passes through it."""
 
     def __init__(self, group: Group, ledger: Ledger) -> None:
-        self.group, self.ledger = group, ledger
-
-    @property
-    def rank(self) -> int:
-        return self.group.rank
-
-    @property
-    def size(self) -> int:
-        return self.group.size
+        super().__init__(group)
+        self.ledger = ledger
 
     def post(
-        self,
-        tag: int,
-        send: Mapping[int, Tensor],
-        recv: Mapping[int, Tensor],
-        purpose: str = "packet",
-        sized: Sized | None = None,
+        self, tag: int, send: Messages, recv: Messages, purpose: str = "packet", sized: Sized | None = None
     ) -> Transfer:
         """See `Group.post`."""
         posted = time.monotonic()
@@ -150,10 +138,6 @@ class CountedGroup:
             self.ledger.add_sent(purpose, peer, message.numel())
         due = travelling(self, tag, recv)
         return _CountedTransfer(transfer, self.ledger, purpose, due, sized or Tensor.numel, posted)
-
-    def close(self) -> None:
-        """See `Group.close`."""
-        self.group.close()
 
 
 class _CountedTransfer:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TypeVar
 
 from torch import Tensor
 
-from thinwire.comm.group import Sized, travelling
+from thinwire.comm.group import Messages, Sized, travelling
 from thinwire.errors import ConfigurationError, LinkError, PacketError
 
 T = TypeVar("T")
@@ -152,12 +152,7 @@ class ThreadGroup:
         return [cls(hub, rank, size, timeout) for rank in range(size)]
 
     def post(
-        self,
-        tag: int,
-        send: Mapping[int, Tensor],
-        recv: Mapping[int, Tensor],
-        purpose: str = "packet",
-        sized: Sized | None = None,
+        self, tag: int, send: Messages, recv: Messages, purpose: str = "packet", sized: Sized | None = None
     ) -> _ThreadTransfer:
         """See `Group.post`."""
         send, recv = travelling(self, tag, send), travelling(self, tag, recv)

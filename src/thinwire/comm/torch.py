@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # exported without saying so
 
 from thinwire.comm.address import CheckedAddresses
-from thinwire.comm.group import FINISH, Sized, Transfer, travelling
+from thinwire.comm.group import FINISH, Messages, Sized, Transfer, travelling
 from thinwire.comm.pacing import connections, pace
 from thinwire.comm.sockets import listen, listening, loopback, only_here, shut, shut_new
 from thinwire.errors import ConfigurationError, LinkError
@@ -199,12 +199,7 @@ class TorchGroup:
         return cls(twins[shard], timeout, shard, shards, site)
 
     def post(
-        self,
-        tag: int,
-        send: Mapping[int, Tensor],
-        recv: Mapping[int, Tensor],
-        purpose: str = "packet",
-        sized: Sized | None = None,
+        self, tag: int, send: Messages, recv: Messages, purpose: str = "packet", sized: Sized | None = None
     ) -> Transfer:
         """See `Group.post`."""
         send, recv = travelling(self, tag, send), travelling(self, tag, recv)
@@ -369,8 +364,8 @@ def _address_book(rank: int, world_size: int | None, host: str, port: int, timeo
     """The store of all ranks. Without `world_size` somebody else keeps it, else rank 0 does. Raises `OSError`."""
     if only_here(host) and (interface := loopback()):
         os.putenv("GLOO_SOCKET_IFNAME", interface)  # for gloo, which has no other way to be told
-    door = listen(host, port) if rank == 0 and world_size is not None else None
-    keeps_it, file = rank == 0 and world_size is not None, door.detach() if door else None
+    listener = listen(host, port) if rank == 0 and world_size is not None else None
+    keeps_it, file = rank == 0 and world_size is not None, listener.detach() if listener else None
     return TCPStore(host, port, world_size, is_master=keeps_it, timeout=timeout, master_listen_fd=file)
 
 

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.comm.group import Group
-from thinwire.decoupled.carry import Inlet, Outlet
 from thinwire.decoupled.composition import Composition
 from thinwire.decoupled.host import Heard, Host
 from thinwire.decoupled.messages import COUNTED, DELTA, DOWN, END, LAST, REST, UP, Down, Of, SyncerMessages, Up
+from thinwire.decoupled.peer_streams import PeerReceiver, PeerSender
 from thinwire.decoupled.rounds import HeldRound, ReportPace, own_every
 from thinwire.decoupled.saved import Departed, resume, state_of, state_of_syncer
 from thinwire.decoupled.syncer import AgreedFragment, Syncer, hold, said_by
@@ -86,15 +86,17 @@ class Unequal(Attached):
         self._line = method.timeline(len(numels), group.rank) if method.slow else None
         self._inbox: queue.Queue[Heard] = queue.Queue()
         self._host: Host | None = None
-        self._outlet: Outlet | None = None
+        self._outlet: PeerSender | None = None
         if group.rank == HOST:
             syncer = Syncer.of(method, self._states, self._messages)
             self._host = Host(group, self._messages, syncer, method, clock, self._say)
             self._inbox = self._host.inbox
             self._host.start()
         else:
-            self._outlet = Outlet(group, HOST, UP, lambda *_: None)  # the inlet hears of it, behind all that was said
-            Inlet(group, HOST, DOWN, lambda: self._messages.room(DOWN), self._hear)
+            self._outlet = PeerSender(
+                group, HOST, UP, lambda *_: None
+            )  # the inlet hears of it, behind all that was said
+            PeerReceiver(group, HOST, DOWN, lambda: self._messages.room(DOWN), self._hear)
         self._hook = optimizer.register_step_post_hook(lambda *_: self._after_step())
 
     def _say(self, event: str, **fields: Any) -> None:

@@ -19,9 +19,9 @@ from dataclasses import replace
 from torch import Tensor
 
 from thinwire.comm.group import Group
-from thinwire.decoupled.carry import Inlet, Outlet
 from thinwire.decoupled.composition import Composition
 from thinwire.decoupled.messages import DELTA, DOWN, END, LEFT_OUT, REST, UP, Down, Of, SyncerMessages, Up
+from thinwire.decoupled.peer_streams import PeerReceiver, PeerSender
 from thinwire.decoupled.rounds import HeldRound, Quorum
 from thinwire.decoupled.syncer import Syncer
 from thinwire.decoupled.timeline import Timeline
@@ -52,14 +52,14 @@ class Host:
         self._ended: set[int] = set()
         self._noticed: float | None = None  # when the others were told that one has finished
         self._stopped = False
-        self._outlets: dict[int, Outlet] = {}
+        self._outlets: dict[int, PeerSender] = {}
         self._thread = threading.Thread(target=self._run, name="thinwire-syncer", daemon=True)
 
     def start(self) -> None:
         self.rounds.began = self.clock()
         for peer in range(1, self.group.size):
-            Inlet(self.group, peer, UP, lambda: self.messages.room(UP), self._deliver)
-            self._outlets[peer] = Outlet(self.group, peer, DOWN, self._lose)
+            PeerReceiver(self.group, peer, UP, lambda: self.messages.room(UP), self._deliver)
+            self._outlets[peer] = PeerSender(self.group, peer, DOWN, self._lose)
         self._thread.start()
 
     def give(self, packet: Tensor) -> None:

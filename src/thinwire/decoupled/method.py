@@ -66,7 +66,34 @@ def decoupled_diloco(
     slow: tuple[float, ...] = (),
     delay: int = 0,
 ) -> Decoupled:
-    """Decoupled DiLoCo (arXiv 2604.21428): unequal replicas report at their own pace; a syncer waits for a quorum, and shortly for those expected."""
+    """Decoupled DiLoCo (arXiv 2604.21428): unequal replicas report at their own pace; a syncer waits for a quorum, and shortly for those expected.
+
+        Δ_m = a − θ_m,   w_m = tokens²/steps·(1 + s_m)^−½,   z = Σ w_m·Δ_m / Σ w_m + e,   c = decode(encode(z)),   e ← z − c
+        a ← outer step on c,   θ_m ← θ_m + (a − a_old) + Δ_m          on every replica; + Δ_m where it was counted
+
+    s_m is the staleness of a delta: how many rounds its fragment has had since the delta's anchor. A stale delta is corrected by `HeLoCo`.
+    *Differs*: the estimate travels back in the codec and not the new anchor in bf16; the grace follows arrivals; the syncer is a
+    thread of replica 0.
+    *Wire*: 80 + nbytes(codec) bytes from each replica every H_m of its own steps; 56 + 17·M + nbytes(codec) bytes a round from replica 0 to
+    each other one. Deltas and estimates are fp32 before the codec.
+
+    Args:
+        every: H, inner steps between two deltas of a fragment, in the mean over all replicas; H_m follows the speed of replica m.
+        fragments: number of fragments; 1: the whole model.
+        quorum: number of replicas whose deltas a round needs at least.
+        grace: how long a round waits for other replicas that are expected, as a share of the time between two deltas; 0 or more.
+        outer_lr: η, the learning rate of the outer step.
+        outer_momentum: μ, its momentum, in [0, 1).
+        codec: how deltas and estimates become bytes.
+        slow: factor of the duration of an inner step on each replica, in virtual time; (): real time.
+        delay: τ, inner steps in the mean over all replicas from departure to landing; in virtual time only.
+
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed.
+
+    >>> decoupled_diloco(every=50, quorum=2).nbytes_per_period(1_000_000, size=3, rank=1)  # bytes
+    507893
+    """
     return Decoupled(
         every=every,
         partition=Strided(fragments) if fragments > 1 else Whole(),
@@ -90,7 +117,29 @@ def async_local_sgd(
     slow: tuple[float, ...] = (),
     delay: int = 0,
 ) -> Decoupled:
-    """Asynchronous Local-SGD (arXiv 2401.09135): every delta counts as it comes, momentum at every N-th; own H by speed."""
+    """Asynchronous Local-SGD (arXiv 2401.09135): every delta counts as it comes, momentum at every N-th; own H by speed.
+
+        a delta comes:             a ← a − η·Δ/M,   S ← S + Δ/M
+        at every N-th, instead:    v ← μ·v + S,   a ← a − η·(Δ/M + μ·v),   S ← 0
+
+    *Differs*: deltas have weights by tokens and age, the paper's are alike; 4 bits both ways, with feedback on both sides.
+    *Wire*: as `decoupled_diloco`, and every delta is a round of its own.
+
+    Args:
+        every: H, inner steps between two deltas, in the mean over all replicas; each has its own by its speed.
+        updates: N, number of deltas after which the momentum changes.
+        outer_lr: η, the learning rate of the outer step.
+        outer_momentum: μ, its momentum, in [0, 1).
+        codec: how deltas and estimates become bytes.
+        slow: factor of the duration of an inner step on each replica, in virtual time; (): real time.
+        delay: τ, inner steps in the mean over all replicas from departure to landing; in virtual time only.
+
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed.
+
+    >>> async_local_sgd().nbytes_per_period(1_000_000, size=3, rank=0)  # bytes, from the replica that hosts the syncer
+    1015840
+    """
     return Decoupled(
         every=every,
         codec=codec,

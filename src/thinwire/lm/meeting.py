@@ -12,8 +12,8 @@ from thinwire.comm import parse_link
 from thinwire.lm.membership import MemberSpec, heartbeat_timeout
 from thinwire.lm.run import Run
 from thinwire.membership import Lighthouse, LighthouseRendezvous
-from thinwire.membership.book import Book
 from thinwire.membership.channel import secret_in
+from thinwire.membership.registry import MemberRegistry
 
 HUB, TOKEN, KEYS = "hub", "token", "keys"  # in the run folder: the hub's own folder, and in that its files
 
@@ -90,6 +90,6 @@ def own_meeting(run: Run, folder: Path) -> Iterator[Meeting]:
         from thinwire.comm.secure import Hub
         from thinwire.comm.secure.keys import write_private
 
-        with Hub(folder / HUB, book=Book(timeout, tell)) as hub:
+        with Hub(folder / HUB, registry=MemberRegistry(timeout, tell)) as hub:
             write_private(folder / HUB / TOKEN, f"{hub.invite(run.placement.replicas)}\n".encode())
             yield AtHub(folder / HUB / TOKEN, folder / HUB / KEYS)

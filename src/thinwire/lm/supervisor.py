@@ -53,37 +53,43 @@ Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
-class Seat:
-    """One replica of a run whose lighthouse or hub stands elsewhere."""
+class JoiningReplica:
+    """One replica of a run whose lighthouse or hub runs elsewhere."""
 
     meeting: Meeting
     name: str
 
 
 def train_elastic(
-    run: Run, folder: Path, resume: bool, tick: Tick, say: Say, seat: Seat | None = None, stop: Stop | None = None
+    run: Run,
+    folder: Path,
+    resume: bool,
+    tick: Tick,
+    say: Say,
+    joining: JoiningReplica | None = None,
+    stop: Stop | None = None,
 ) -> None:
-    """All replicas of `run` on this machine, and the lighthouse or hub where they meet; or the one of `seat`. Their output goes to RUN/logs.
+    """All replicas of `run` on this machine, and the lighthouse or hub where they meet; or only the replica `joining`. Their output goes to RUN/logs.
 
     Raises `LinkError` saying why, if none of them has finished; `CheckpointError` if none has anything to resume from.
     """
     open_job(run, folder)  # once, before all of them want its text tokenised; a mistake in it shows here
     (folder / "logs").mkdir(exist_ok=True)
-    names = [seat.name] if seat else [f"replica-{index}" for index in range(run.placement.replicas)]
-    # with a seat the others, elsewhere, may hold what is agreed
-    if resume and not seat and not any(newest(folder / "checkpoints" / name)[0] for name in names):
+    names = [joining.name] if joining else [f"replica-{index}" for index in range(run.placement.replicas)]
+    # the other replicas, elsewhere, may hold what is agreed
+    if resume and not joining and not any(newest(folder / "checkpoints" / name)[0] for name in names):
         raise CheckpointError(
             f"--resume: none of {', '.join(names)} has a complete checkpoint in {folder / 'checkpoints'}. Bring back what is missing, or begin "
             "again at the first step by --resume --from-start."
         )
-    with nullcontext(seat.meeting) if seat else own_meeting(run, folder) as meeting:
+    with nullcontext(joining.meeting) if joining else own_meeting(run, folder) as meeting:
         shared = sharing_cores(len(names))
         replicas = [_Replica(folder, name, meeting, index, shared) for index, name in enumerate(names)]
-        needed = 1 if seat else run.placement.least
+        needed = 1 if joining else run.placement.least
         for replica in replicas:
             replica.begin(resume)
         try:
-            _watch(replicas, needed, None if seat else run.placement.timeout, tick, say, stop or Stop())
+            _watch(replicas, needed, None if joining else run.placement.timeout, tick, say, stop or Stop())
         except BaseException:
             end([replica.process for replica in replicas])
             raise

@@ -1,7 +1,7 @@
 """Replicas that come and go, behind any NAT: they find each other at a hub, and their groups are the hub's (comm/secure).
 
-Who somebody is, its certificate says: the hub tells a presence under the name that the asker has shown, and seats nobody
-under another. The hub keeps the same `Book` as a lighthouse, and decides nothing else.
+A certificate proves a member's name: the hub passes a presence on under that name, and adds a process to a group under no other.
+The hub keeps the same `MemberRegistry` as a lighthouse, and decides nothing else.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from thinwire.comm.group import Group
 from thinwire.comm.secure.calls import Refused
 from thinwire.comm.secure.enrol import Enrolment
-from thinwire.comm.secure.group import seated
+from thinwire.comm.secure.group import connected_group
 from thinwire.comm.secure.link import HubLink
 from thinwire.comm.secure.loop import LoopThread
-from thinwire.comm.secure.questions import HubChannel
+from thinwire.comm.secure.requests import HubChannel
 from thinwire.errors import DisagreementError, LinkError
-from thinwire.membership.asking import AskingRendezvous
+from thinwire.membership.remote_rendezvous import RemoteRendezvous
 from thinwire.membership.view import Presence
 
 
-class HubRendezvous(AskingRendezvous):
+class HubRendezvous(RemoteRendezvous):
     """One replica's view of a hub, which was started with `--elastic`.
 
     Args:
@@ -49,7 +49,7 @@ class HubRendezvous(AskingRendezvous):
         process = self._incarnation.encode()
         link = HubLink(self._enrolment, label, len(members), self._rate, place=rank, process=process)
         times = self._timeouts
-        group = seated(link, times.connect, times.transfer, farewell=2 * times.heartbeat_interval)
+        group = connected_group(link, times.connect, times.transfer, farewell=2 * times.heartbeat_interval)
         if group.names != tuple(member.name for member in members):
             group.close()
             raise LinkError(f"{', '.join(group.names)} came in place of the members of the view")

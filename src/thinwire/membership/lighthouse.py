@@ -14,15 +14,15 @@ from contextlib import suppress
 from thinwire.comm.group import Group
 from thinwire.comm.torch import TorchGroup, connected
 from thinwire.errors import ConfigurationError, LinkError
-from thinwire.membership.asking import PROBE, AskingRendezvous
 from thinwire.membership.channel import PORT, Channel, at, family
+from thinwire.membership.remote_rendezvous import PROBE, RemoteRendezvous
 from thinwire.membership.server import Lighthouse as Lighthouse
 from thinwire.membership.store import AddressBook
 from thinwire.membership.timeouts import Timeouts
 from thinwire.membership.view import Observe, Presence
 
 
-class LighthouseRendezvous(AskingRendezvous):
+class LighthouseRendezvous(RemoteRendezvous):
     """One replica's view of a lighthouse at `address` (host:port).
 
     `host` is this machine's address, at which the others reach it; without, the one from which it reaches the
@@ -39,7 +39,7 @@ class LighthouseRendezvous(AskingRendezvous):
         self._host = host or _own_address(self._lighthouse, self._port)
         self._address = self._host  # with the port, as soon as it listens
         self._addresses: list[str] = []  # keys of the last group's
-        self._door: socket.socket | None = None
+        self._listener: socket.socket | None = None
 
     @property
     def address(self) -> str:
@@ -49,12 +49,12 @@ class LighthouseRendezvous(AskingRendezvous):
     def arrive(self, name: str, incarnation: str, secret: bytes, timeouts: Timeouts, observe: Observe) -> None:
         """See `Rendezvous`. Raises `LinkError`: there is no such address here."""
         try:
-            self._door = socket.create_server((self._host, 0), family=family(self._host))
+            self._listener = socket.create_server((self._host, 0), family=family(self._host))
         except OSError as error:
             raise LinkError(
                 f"cannot listen at {self._host} ({error}). Give the address of this machine that the others reach."
             ) from None
-        self._address = at(self._host, self._door.getsockname()[1])
+        self._address = at(self._host, self._listener.getsockname()[1])
         super().arrive(name, incarnation, secret, timeouts, observe)
         self._begin(self._answer)
 
@@ -62,15 +62,15 @@ class LighthouseRendezvous(AskingRendezvous):
         """See `Rendezvous`."""
         seconds, timeout = self._timeouts.connect, self._timeouts.transfer
         self._unused_keys.extend(self._addresses)  # of an epoch that is over
-        book = AddressBook(self._channel(), epoch, seconds)
-        self._addresses = book.own
+        addresses = AddressBook(self._channel(), epoch, seconds)
+        self._addresses = addresses.own
         try:
-            return TorchGroup(connected(book, rank, len(members), self._host, seconds), timeout)
+            return TorchGroup(connected(addresses, rank, len(members), self._host, seconds), timeout)
         except LinkError as error:
             others = ", ".join(p.name for p in members if p.incarnation != self._incarnation)
             raise LinkError(f"connecting to {others}: {error}") from error
         finally:
-            book.close()
+            addresses.close()
 
     def reaches(self, other: Presence) -> bool:
         """See `Rendezvous`."""
@@ -85,21 +85,21 @@ class LighthouseRendezvous(AskingRendezvous):
     def leave(self) -> None:
         """See `Rendezvous`."""
         self._left.set()
-        if self._door is not None:
+        if self._listener is not None:
             with suppress(OSError):
-                self._door.shutdown(socket.SHUT_RDWR)  # or who waits at it would not hear that it closes
-            self._door.close()
+                self._listener.shutdown(socket.SHUT_RDWR)  # else a thread blocked in accept() would not return
+            self._listener.close()
         super().leave()
 
     def _channel(self) -> Channel:
         return Channel(self._lighthouse, self._port, self._name, self._incarnation, self._secret, PROBE)
 
     def _answer(self) -> None:
-        """Tell whoever knocks who is here."""
-        assert self._door is not None
+        """Send this process's incarnation to each that connects."""
+        assert self._listener is not None
         while True:
             try:
-                line, _ = self._door.accept()
+                line, _ = self._listener.accept()
             except OSError:
                 if self._left.wait(0.1):
                     return

@@ -288,7 +288,7 @@ class Membership:
         own = next((out for out in verdict.left_out if out.presence.incarnation == self._incarnation), None)
         if own is not None:
             namesakes = {p.incarnation: p.calls for p in verdict.members if p.name == self.name}
-            # One that died while it called is still in the book once; one that calls again is alive.
+            # One that died while it called is still in the registry once; one that calls again is alive.
             alive = any(self._namesakes.get(incarnation, calls) != calls for incarnation, calls in namesakes.items())
             self._namesakes = namesakes
             if alive and self._views == 0:

@@ -1,6 +1,6 @@
 """The lighthouse: where replicas that come and go find each other. One process, one port; needs no torch.
 
-It keeps a `Book` (book.py): who is heard, who calls, and what they write for each other (ballots, and how a group is
+It keeps a `MemberRegistry` (registry.py): who is heard, who calls, and what they write for each other (ballots, and how a group is
 connected). Packets never pass through it, and it may die and start again. What it hears has a MAC (channel.py): of one
 without the run secret it reads 152 bytes, for five seconds at most, and tells once that it was there.
 """
@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from thinwire.errors import LinkError, PacketError
-from thinwire.membership.book import HEARTBEAT_TIMEOUT, TICK, Book
 from thinwire.membership.channel import (
     ANSWER,
     FRAME,
@@ -45,6 +44,7 @@ from thinwire.membership.channel import (
     mac,
     same,
 )
+from thinwire.membership.registry import HEARTBEAT_TIMEOUT, TICK, MemberRegistry
 
 _MOST_STRANGERS = 64  # connections that have not shown the secret yet; of one address a quarter
 _MOST_CONNECTIONS = 4  # of one replica
@@ -106,7 +106,7 @@ class Lighthouse:
             ) from None
         self.host, self.port = host, int(listener.getsockname()[1])
         self._secret, self._tell = secret, tell
-        self._book = Book(heartbeat_timeout, self._say)
+        self._registry = MemberRegistry(heartbeat_timeout, self._say)
         self._strangers: dict[asyncio.Task[Any], str] = {}  # oldest first, with their addresses
         self._lines: dict[str, list[asyncio.Task[Any]]] = {}  # by incarnation, oldest first
         self._told: OrderedDict[str, None] = OrderedDict()
@@ -134,7 +134,7 @@ class Lighthouse:
     async def _shine(self, listener: socket.socket) -> None:
         server = await asyncio.start_server(self._serve, sock=listener)
         while not self._stop.is_set():
-            self._book.look()
+            self._registry.tick()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), TICK)
         server.close()
@@ -167,7 +167,7 @@ class Lighthouse:
                 if length > MOST_ASKED:
                     raise PacketError(f"a message of {length:,} bytes, at most {MOST_ASKED:,} are allowed")
                 said = line.hears.open(tag, await reader.readexactly(length))
-                await line.send(line.says.pack(await self._book.answer(line, said)))
+                await line.send(line.says.pack(await self._registry.answer(line, said)))
         except (_Refused, PacketError, TimeoutError) as error:
             self._refuse(line, str(error) or f"it said nothing, or read nothing, for {ANSWER:g} s")
         except (OSError, EOFError, asyncio.CancelledError):  # it has gone; or made room for another, or for the end
@@ -217,11 +217,11 @@ class Lighthouse:
         if not NAME.fullmatch(called) or not INCARNATION.fullmatch(born):
             raise _Refused("its name is not allowed")
         line.name, line.incarnation = called, born
-        if self._book.full(born):
+        if self._registry.full(born):
             await line.send(WELCOME.pack(FULL, 0.0, bytes(PROOF)))
             raise _Refused(f"{MOST_MEMBERS} replicas are there already")
         talk = hello + said[:-PROOF]
         line.says, line.hears = Seal(self._secret, "lighthouse", talk), Seal(self._secret, "replica", talk)
-        self._book.hear(line)
-        welcome = struct.pack("<Id", TAKEN, self._book.heartbeat_timeout)
+        self._registry.hear(line)
+        welcome = struct.pack("<Id", TAKEN, self._registry.heartbeat_timeout)
         await line.send(welcome + mac(self._secret, "lighthouse", hello, said[:-PROOF], welcome))

@@ -17,7 +17,7 @@ from thinwire.errors import LinkError
 from thinwire.membership.channel import Channel
 
 
-class Asks(Protocol):
+class RequestChannel(Protocol):
     """A connection over which questions are asked. After its first `LinkError` it is of no more use."""
 
     heartbeat_timeout: float
@@ -32,7 +32,7 @@ class Asks(Protocol):
 class ChannelVoteStore:
     """A vote store at a lighthouse or a hub, over one connection: after its first failure, none of its answers can be had any more."""
 
-    def __init__(self, channel: Asks, unused_keys: list[str]) -> None:
+    def __init__(self, channel: RequestChannel, unused_keys: list[str]) -> None:
         self.channel, self._unused_keys = channel, unused_keys
 
     def put(self, key: str) -> None:
@@ -73,7 +73,7 @@ class AddressBook(Store):
             raise LinkError(f"the address of a member cannot be read ({key})") from None
 
     def wait(self, keys: Sequence[str], seconds: timedelta | None = None) -> None:
-        """Until this book's own deadline: others may come later than gloo would wait for a connection."""
+        """Until this registry's own deadline: others may come later than gloo would wait for a connection."""
         self._values(keys, max(0.001, self._until - time.monotonic()))
 
     def check(self, keys: Sequence[str]) -> bool:

@@ -12,7 +12,7 @@ from math import isfinite
 
 from thinwire.comm.emulated import Link
 from thinwire.errors import ConfigurationError
-from thinwire.membership.book import HEARTBEAT_TIMEOUT
+from thinwire.membership.registry import HEARTBEAT_TIMEOUT
 
 BUFFERED = 1 << 20  # bytes of bulk that may stand in buffers before a heartbeat, measured: docs/log.md
 

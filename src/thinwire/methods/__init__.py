@@ -26,19 +26,72 @@ _TENTH, _HUNDREDTH = RandomK(0.1), TopK(0.01)
 
 
 def just_one_byte(*, samples: int = 4, radius: float = 1e-3) -> JustOneByte:
-    """Just One Byte (Zelikman et al., 2023): fine-tune with forward passes only, a byte a value on the wire."""
+    """Just One Byte (Zelikman et al., 2023): fine-tune with forward passes only, a byte a value on the wire.
+
+        ρ = (L(x + εz) − L(x − εz)) / 2ε,   x ← x − lr/√n·Σ ρ·z          z = N(0, I), drawn from (iteration, replica, sample)
+
+    *Differs*: one byte really travels, the paper's code sends text; no copy of the weights is made and restored.
+    *Wire*: (M−1)·(48 + J) bytes an iteration from each of M replicas, whatever the number of parameters.
+
+    Args:
+        samples: J, the number of values of ρ that a replica sends in an iteration, two forward passes each.
+        radius: ε, the factor of the normal numbers by which the weights are shifted; above 0.
+
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed.
+
+    >>> just_one_byte(samples=8).nbytes_per_period(1_000_000, size=2)  # bytes
+    56
+    """
     return JustOneByte(samples=samples, radius=radius)
 
 
 def fedavg(
     *, every: int = 10, sampled: int | None = None, outer_lr: float = 1.0, codec: Codec = Identity()
 ) -> ControlVariates:
-    """FedAvg (McMahan et al., arXiv 1602.05629): `sampled` replicas train alone, their mean is taken."""
+    """FedAvg (McMahan et al., arXiv 1602.05629): `sampled` replicas train alone, their mean is taken.
+
+        x ← x − η_g·(mean of the S sampled x − y_i)          y_i: x after H inner steps on replica i
+
+    *Differs*: there is no server; every replica computes x from the packets, in rank order.
+    *Wire*: (M−1)·(48 + nbytes(codec)) bytes every H steps from each of the S sampled replicas, none from the others; deltas in fp32
+    before the codec.
+
+    Args:
+        every: H, inner steps between two rounds.
+        sampled: S, number of replicas that train in a round, drawn alike on all; None: all.
+        outer_lr: η_g, the learning rate of the outer step.
+        codec: how a delta becomes bytes.
+
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed.
+
+    >>> fedavg(every=20).nbytes_per_period(1_000_000, size=2)  # bytes
+    4000048
+    """
     return ControlVariates(rule=Plain(), every=every, sampled=sampled, outer_lr=outer_lr, codec=codec)
 
 
 def scaffold(*, every: int = 10, sampled: int | None = None, outer_lr: float = 1.0) -> ControlVariates:
-    """SCAFFOLD (Karimireddy et al., arXiv 1910.06378), in one vector a round: control variates take out the drift."""
+    """SCAFFOLD (Karimireddy et al., arXiv 1910.06378), in one vector a round: control variates take out the drift.
+
+        y ← y − η·(g + c − c_i),   a_i = (x − y_i)/Ση,   s_i = a_i − c
+        x ← x − η_g·Ση·(mean of the S s_i + c),   c_i ← c_i + s_i,   c ← c + (1/M)·Σ s_i
+
+    *Differs*: one vector travels where the paper's algorithm sends two, which is the same; there is no server.
+    *Wire*: (M−1)·(48 + 4·N) bytes every H steps from each of the S sampled replicas, for N parameters in fp32; none from the others.
+
+    Args:
+        every: H, inner steps between two rounds.
+        sampled: S, number of replicas that train in a round, drawn alike on all; None: all.
+        outer_lr: η_g, the learning rate of the outer step.
+
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed.
+
+    >>> scaffold().nbytes_per_period(1_000_000, size=2)  # bytes
+    4000048
+    """
     return ControlVariates(rule=Gain(1.0), every=every, sampled=sampled, outer_lr=outer_lr)
 
 
@@ -50,7 +103,26 @@ def scallion(
     alpha: float = 0.1,
     codec: Codec = _TENTH,
 ) -> ControlVariates:
-    """SCALLION (Huang, Li, Li, ICLR 2024): SCAFFOLD through any unbiased codec."""
+    """SCALLION (Huang, Li, Li, ICLR 2024): SCAFFOLD through any unbiased codec.
+
+        s_i = α·(a_i − c),   d_i = decode(encode(s_i))          a_i, c and what follows as in `scaffold`, with d_i for s_i
+
+    *Differs*: there is no server, so nothing is compressed on a way down.
+    *Wire*: (M−1)·(48 + nbytes(codec)) bytes every H steps from each of the S sampled replicas, none from the others.
+
+    Args:
+        every: H, inner steps between two rounds.
+        sampled: S, number of replicas that train in a round, drawn alike on all; None: all.
+        outer_lr: η_g, the learning rate of the outer step.
+        alpha: α, the share of the control variate's change that is sent, in (0, 1].
+        codec: how s_i becomes bytes; unbiased.
+
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed.
+
+    >>> scallion().nbytes_per_period(1_000_000, size=2)  # bytes
+    200048
+    """
     return ControlVariates(rule=Gain(alpha), every=every, sampled=sampled, outer_lr=outer_lr, codec=codec)
 
 
@@ -62,7 +134,26 @@ def scafcom(
     beta: float = 0.2,
     codec: Codec = _HUNDREDTH,
 ) -> ControlVariates:
-    """SCAFCOM (Huang, Li, Li, ICLR 2024): SCAFFOLD with momentum through any contractive codec."""
+    """SCAFCOM (Huang, Li, Li, ICLR 2024): SCAFFOLD with momentum through any contractive codec.
+
+        v_i ← (1−β)·v_i + β·(a_i + c_i − c),   s_i = v_i − c_i          what follows as in `scallion`
+
+    *Differs*: there is no server, so nothing is compressed on a way down.
+    *Wire*: (M−1)·(48 + nbytes(codec)) bytes every H steps from each of the S sampled replicas, none from the others.
+
+    Args:
+        every: H, inner steps between two rounds.
+        sampled: S, number of replicas that train in a round, drawn alike on all; None: all.
+        outer_lr: η_g, the learning rate of the outer step.
+        beta: β, the share of the new value in v_i, in (0, 1].
+        codec: how s_i becomes bytes; contractive.
+
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed.
+
+    >>> scafcom().nbytes_per_period(1_000_000, size=2)  # bytes
+    45048
+    """
     return ControlVariates(rule=Averaged(beta), every=every, sampled=sampled, outer_lr=outer_lr, codec=codec)
 
 
@@ -75,7 +166,29 @@ def flasc(
     outer_lr: float = 1e-2,
     codec: Codec = Identity(),
 ) -> Flasc:
-    """FLASC (Kuo et al., arXiv 2406.05233): adapters around a hub, sparse up and down; at densities of 1 FedAdam."""
+    """FLASC (Kuo et al., arXiv 2406.05233): adapters around a hub, sparse up and down; at densities of 1 FedAdam.
+
+        s = the `down` largest of |p|,   y_i: s after H inner steps,   d_i = the `up` largest of |s − y_i|
+        p ← Adam(p, mean of d_i)                                       on replica 0, the hub
+
+    *Differs*: the first round begins with all of p, which all replicas know; H inner steps and not an epoch; `outer_lr` is ten times the
+    authors'.
+    *Wire*, in a round: 48 + nbytes(up) bytes from each sampled replica; from the hub 48 + nbytes(down) to each that the next round
+    samples, and 48 to each other one.
+
+    Args:
+        every: H, inner steps between two rounds.
+        up, down: share of the values that travel to the hub, and from it, in (0, 1]; 1 sends all, without indices.
+        sampled: number of replicas that train in a round, drawn alike on all; None: all.
+        outer_lr: the learning rate of the hub's Adam.
+        codec: how the values become bytes; indices take ⌈log₂ n⌉ bits of n values.
+
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed.
+
+    >>> flasc().nbytes_per_period(1_000_000, size=2, rank=1)  # bytes
+    1625048
+    """
     return Flasc(up=up, down=down, every=every, sampled=sampled, outer_lr=outer_lr, codec=codec)
 
 

@@ -72,13 +72,13 @@ def pairings(size: int) -> list[list[Pair]]:
     >>> pairings(4)
     [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
     """
-    seats = list(range(size)) + ([-1] if size % 2 else [])
+    places = list(range(size)) + ([-1] if size % 2 else [])
     rounds = []
-    for _ in range(len(seats) - 1):
-        half = len(seats) // 2
-        met = [(min(a, b), max(a, b)) for a, b in zip(seats[:half], reversed(seats[half:])) if min(a, b) >= 0]
+    for _ in range(len(places) - 1):
+        half = len(places) // 2
+        met = [(min(a, b), max(a, b)) for a, b in zip(places[:half], reversed(places[half:])) if min(a, b) >= 0]
         rounds.append(sorted(met))
-        seats = [seats[0], seats[-1], *seats[1:-1]]
+        places = [places[0], places[-1], *places[1:-1]]
     return rounds
 
 

@@ -20,6 +20,12 @@ from thinwire.strategy import Strategy
 def local_sgd(*, every: int = 30, codec: Codec = Identity(), exchange: Exchange = Direct()) -> Strategy:
     """Local SGD (Stich, arXiv 1805.09767): average the parameters every `every` steps.
 
+        anchor ← anchor − (1/M)·Σ_m Δ_m,   θ_m ← anchor          Δ_m = anchor − θ_m
+
+    *Differs*: deltas travel, not parameters, which is the same mean up to rounding; any inner optimizer works, and
+    its state stays with the replica.
+    *Wire*: (M−1)·(4·N + 48) bytes every H steps from each of M replicas, for N parameters in fp32.
+
     Args:
         every: H, inner steps between two rounds of a fragment.
         codec, exchange: how deltas become bytes; how packets become their mean.
@@ -29,6 +35,8 @@ def local_sgd(*, every: int = 30, codec: Codec = Identity(), exchange: Exchange 
 
     >>> local_sgd(every=8).schedule
     Every(every=8, delay=0)
+    >>> local_sgd().nbytes_per_period([((1000, 1000),)], size=2)  # bytes
+    4000384
     """
     return Strategy(schedule=Every(every), codec=codec, exchange=exchange)
 
@@ -44,6 +52,12 @@ def diloco(
 ) -> Strategy:
     """DiLoCo (Douillard et al., arXiv 2311.08105): an outer Nesterov step on the mean delta of the whole model.
 
+        v ← μ·v + Δ,   Δ = (1/M)·Σ_m (anchor − θ_m)
+        anchor ← anchor − η·(Δ + μ·v),   θ_m ← anchor
+
+    *Differs*: H is 30, the paper's is 500; η and μ are the paper's.
+    *Wire*: (M−1)·(4·N + 48) bytes every H steps from each of M replicas, for N parameters in fp32.
+
     Args:
         every: H, inner steps between two rounds of a fragment.
         outer_lr: η, the learning rate of the outer step.
@@ -56,6 +70,8 @@ def diloco(
 
     >>> diloco(every=100).outer
     Nesterov(lr=0.7, momentum=0.9)
+    >>> diloco().nbytes_per_period([((1000, 1000),)], size=2)  # bytes
+    4000384
     """
     return Strategy(
         schedule=Every(every),
@@ -76,6 +92,14 @@ def sparse_loco(
 ) -> Strategy:
     """SparseLoCo (Sarfi et al., 2025): send 64 of 4096 values; a decaying residual replaces outer momentum.
 
+        e_m ← β·e_m + Δ_m,   c_m = the largest 64 of each 4096 values of e_m,   e_m ← e_m − c_m
+        anchor ← anchor − (1/M)·Σ_m c_m,   θ_m ← anchor
+
+    *Differs*: a value is a sign and the mean magnitude of its chunk, where the paper has two bits; chunks are runs
+    of the model, not squares of each matrix. `codec=Squares(ChunkedTopK(4096, 64, Codebook()))` is the paper's.
+    *Wire*: (M−1)·(48 + N·(64/4096)·(1 + 32/64 + 12)/8) bytes every H steps from each of M replicas, for N
+    parameters.
+
     Args:
         every: H, inner steps between two rounds of a fragment.
         decay: β, the share of the residual that is kept per round, in [0, 1].
@@ -87,6 +111,8 @@ def sparse_loco(
 
     >>> sparse_loco(decay=0.9).feedback.beta
     0.9
+    >>> sparse_loco().nbytes_per_period([((1000, 1000),)], size=2)  # bytes
+    26420
     """
     return Strategy(
         schedule=Every(every),
@@ -108,6 +134,13 @@ def qsr(
 ) -> Strategy:
     """The Quadratic Synchronization Rule (Gu et al., ICLR 2024): average the parameters, less often as the learning rate falls.
 
+        H = max(every, ⌊(scale / η)^power⌋)                                η: the learning rate at the round's first inner step
+        anchor ← anchor − (1/M)·Σ_m Δ_m,   θ_m ← anchor
+
+    *Differs*: warm-up is detected and not configured: H is `every` in the first round and while η rises. The
+    defaults are the paper's for ViT-B.
+    *Wire*: (M−1)·(4·N + 48) bytes a round from each of M replicas, for N parameters in fp32.
+
     Args:
         every: the fewest inner steps between two rounds.
         scale, power: a round takes (scale / learning rate)^power inner steps, if that is more than `every`.
@@ -119,6 +152,8 @@ def qsr(
 
     >>> qsr(every=8).schedule
     Quadratic(every=8, scale=0.0175, power=2.0, delay=0)
+    >>> qsr().nbytes_per_period([((1000, 1000),)], size=2)  # bytes
+    4000384
     """
     return Strategy(schedule=Quadratic(every, scale, power), codec=codec, exchange=exchange, anchors=anchors)
 
@@ -136,6 +171,13 @@ def co2(
 ) -> Strategy:
     """CO2 (Sun et al., ICLR 2024): a round takes a whole period; old deltas are damped by how far the anchor has moved.
 
+        Λ = 1 + gap·‖x_t − x_(t−1)‖ / ‖Δ‖,   Δ: the mean delta of the round before
+        v ← clip(μ·v + Δ / Λ, ±φ),   x_(t+1) ← x_t − η·v,   θ_m ← x_(t+1)
+
+    *Differs*: Λ is measured in the length of a round, which all replicas know, and not in lengths of inner steps; φ
+    acts on each element.
+    *Wire*: (M−1)·(4·N + 48) bytes every H steps from each of M replicas, for N parameters in fp32.
+
     Args:
         every: H, inner steps between two rounds of a fragment.
         outer_lr: η, the learning rate of the outer step.
@@ -150,6 +192,8 @@ def co2(
 
     >>> co2().merge
     Reset()
+    >>> co2().nbytes_per_period([((1000, 1000),)], size=2)  # bytes
+    4000384
     """
     return Strategy(
         schedule=Every(every, delay=every),
@@ -173,6 +217,13 @@ def l_greco(
 ) -> Strategy:
     """L-GreCo (Markov et al., arXiv 2210.17357): choose a density for each matrix, with no more loss than one density for all.
 
+        minimise Σ_l bytes(c_l)   subject to   Σ_l ‖z_l − q(z_l; c_l)‖ ≤ alpha·Σ_l ‖z_l − q(z_l; codec)‖
+
+    *Differs*: z_l, the delta and residual of matrix l, is replica 0's in one round, not a mean of ten; the paper
+    compresses gradients.
+    *Wire*: at most (M−1) times the bytes of `codec` every H steps from each of M replicas; in a round that decides,
+    replica 0 sends 48 + 4 bytes per matrix more to each other one.
+
     Args:
         every: H, inner steps between two rounds of a fragment.
         codec: of each matrix, before anything is measured.
@@ -186,6 +237,8 @@ def l_greco(
 
     >>> l_greco(alpha=0.5).policy.alpha
     0.5
+    >>> l_greco().nbytes_per_period([((1000, 1000),)], size=2)  # bytes
+    225048
     """
     return Strategy(
         schedule=Every(every),
@@ -209,6 +262,13 @@ def outer_dgc(
 ) -> Strategy:
     """Deep Gradient Compression (arXiv 1712.01887) on deltas: each replica keeps the outer momentum itself, before the exchange.
 
+        u ← m·u + Δ_m,   v ← v + u,   s_m = the largest of v;   v ← v − s_m;   u ← 0 where something was sent
+        anchor ← anchor − (1/M)·Σ_m s_m,   θ_m ← anchor
+
+    *Differs*: the paper compresses gradients, and clips them; the use on deltas and the density of 1 % are ours.
+    *Wire*: (M−1)·(48 + N·density·(16 + ⌈log₂ n⌉)/8) bytes every H steps from each of M replicas, for N parameters
+    in matrices of n; more in the first rounds of `policy`.
+
     Args:
         every: H, inner steps between two rounds of a fragment.
         density: share of a matrix's values that travel, in (0, 1].
@@ -223,6 +283,8 @@ def outer_dgc(
 
     >>> outer_dgc(every=50).schedule
     Every(every=50, delay=0)
+    >>> outer_dgc().nbytes_per_period([((1000, 1000),)], size=2)  # bytes
+    45048
     """
     return Strategy(
         schedule=Every(every),
@@ -247,6 +309,13 @@ def muloco(
 ) -> Strategy:
     """MuLoCo (Thérien et al., arXiv 2505.23725): DiLoCo with Muon as inner optimizer.
 
+        inner:   B ← β·B + g,   θ ← θ − lr·0.2·√max(n, m)·orthogonal(g + β·B)          matrices of layers; AdamW for all others
+        outer:   as `diloco`
+
+    *Differs*: μ is DiLoCo's 0.9, the paper's best for Muon is 0.6; deltas travel in fp32. `codec=Int(2, 64),
+    feedback=Feedback()` is the paper's in two bits.
+    *Wire*: (M−1)·(4·N + 48) bytes every H steps from each of M replicas, for N parameters in fp32.
+
     Args:
         every: H, inner steps between two rounds of a fragment.
         outer_lr: η, the learning rate of the outer step.
@@ -260,6 +329,8 @@ def muloco(
 
     >>> muloco().inner
     Muon(momentum=0.95)
+    >>> muloco().nbytes_per_period([((1000, 1000),)], size=2)  # bytes
+    4000384
     """
     return Strategy(
         schedule=Every(every),

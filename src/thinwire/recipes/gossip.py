@@ -27,6 +27,14 @@ def noloco(
 ) -> Strategy:
     """NoLoCo (Kolehmainen et al., arXiv 2506.10911): DiLoCo's outer momentum between two replicas at a time, paired anew in every round.
 
+        δ_i ← α·δ_i + β·[θ − x]_i − γ·(x_i − [x]_i),   x_i ← x_i + δ_i,   θ_i ← x_i          [v]_i = (v_i + v_j) / 2
+
+    *Differs*: j is replica i's partner in this round, another one for every fragment; with another topology [v] is
+    the weighted mean of the neighbours. The step is in heavy-ball form, as in the released code; H is 30, the
+    paper's is 50.
+    *Wire*: 2·(4·N + 48) bytes every H steps from each replica, for N parameters in fp32 and any number of replicas;
+    at the end the mean of all.
+
     Args:
         every: H, inner steps between two rounds of a fragment.
         delay: τ, inner steps from departure to landing; less than `every`.
@@ -42,6 +50,8 @@ def noloco(
 
     >>> noloco(every=50).exchange.rule
     NoLoCo(momentum=0.5, lr=0.7, pull=None)
+    >>> noloco().nbytes_per_period([((1000, 1000),)], size=4)  # bytes
+    8000768
     """
     return Strategy(
         schedule=Staggered(every, delay),
@@ -62,6 +72,13 @@ def d_psgd(
 ) -> Strategy:
     """D-PSGD (Lian et al., arXiv 1705.09056): train, and take the weighted mean of the neighbours' weights.
 
+        AdaptThenCombine:   x_i ← Σ_j w_ij·θ_j
+        CombineThenAdapt:   x_i ← Σ_j w_ij·x_j + (θ_i − x_i)          θ_i ← x_i
+
+    *Differs*: the default trains first and then combines, which keeps replicas closer; the paper's order is
+    `rule=CombineThenAdapt()`.
+    *Wire*: 4·N + 48 bytes to each neighbour every H steps, for N parameters in fp32; at the end the mean of all.
+
     Args:
         every: H, inner steps between two rounds of a fragment.
         delay: τ, inner steps from departure to landing; less than `every`.
@@ -74,6 +91,8 @@ def d_psgd(
 
     >>> d_psgd(every=10).exchange.topology
     Ring()
+    >>> d_psgd().nbytes_per_period([((1000, 1000),)], size=4)  # bytes
+    8000768
     """
     return Strategy(
         schedule=Staggered(every, delay), partition=partition, exchange=Gossip(topology, rule), merge=Keep()
@@ -91,6 +110,14 @@ def choco(
 ) -> Strategy:
     """CHOCO-SGD (Koloskova et al., arXiv 1902.00340): neighbours get differences to a public copy, in any codec.
 
+        q_i = codec(θ_i − x̂_i),   x̂_i ← x̂_i + q_i,   s_i ← s_i + Σ_j w_ij·q_j
+        x_i ← θ_i + step·(s_i − x̂_i),   θ_i ← x_i
+
+    *Differs*: the public copy x̂ and its mean s begin at the common start, not at zero; `step` suits four bits, the
+    paper's are 0.4 to 0.9, by codec.
+    *Wire*: one packet of the codec and 48 bytes to each neighbour every H steps; at the end the mean of all, in
+    fp32.
+
     Args:
         every: H, inner steps between two rounds of a fragment.
         delay: τ, inner steps from departure to landing; less than `every`.
@@ -104,6 +131,8 @@ def choco(
 
     >>> choco(step=0.2).exchange.rule
     Choco(step=0.2)
+    >>> choco().nbytes_per_period([((1000, 1000),)], size=4)  # bytes
+    1015818
     """
     return Strategy(
         schedule=Staggered(every, delay),
@@ -119,6 +148,14 @@ def sgp(
 ) -> Strategy:
     """Stochastic gradient push (Assran et al., arXiv 1811.10792): edges go one way, and a weight travels with the weights.
 
+        send p_ji·w_i·θ_i and p_ji·w_i to j
+        w_i ← Σ_j p_ij·w_j,   x_i ← (Σ_j p_ij·w_j·θ_j) / w_i,   θ_i ← x_i          p_ji = 1 / (1 + out-degree of i)
+
+    *Differs*: p is applied by the receiver, because all replicas know the graph; with `delay` the steps of the
+    flight stay whole.
+    *Wire*: 4·N + 48 and 4 + 48 bytes to each neighbour every H steps, for N parameters in fp32; at the end the mean
+    of all.
+
     Args:
         every: H, inner steps between two rounds of a fragment.
         delay: τ, inner steps from departure to landing; less than `every`.
@@ -130,6 +167,8 @@ def sgp(
 
     >>> sgp().exchange
     Gossip(topology=OnePeerExponential(), rule=PushSum())
+    >>> sgp().nbytes_per_period([((1000, 1000),)], size=4)  # bytes
+    4000436
     """
     return Strategy(
         schedule=Staggered(every, delay), partition=partition, exchange=Gossip(topology, PushSum()), merge=Keep()
@@ -138,6 +177,14 @@ def sgp(
 
 def gradient_tracking(*, topology: Topology = Ring(), momentum: float = 0.9) -> Strategy:
     """Gradient tracking (Di Lorenzo, Scutari, arXiv 1602.00591): D-PSGD in which every replica follows the mean gradient of all.
+
+        y_i ← Σ_j w_ij·y_j + g_i(new) − g_i(old)
+        θ_i ← the inner optimizer's step from x_i along y_i,   x_i ← Σ_j w_ij·θ_j
+
+    *Differs*: y is mixed before the new gradient is added, so that weights and y travel in one round; the inner
+    optimizer has momentum, and its factor `SGD_RATE` is ours.
+    *Wire*: 2·(4·N + 48) bytes to each neighbour at every step, for N parameters in fp32; at the end the mean of
+    all.
 
     Args:
         topology: who talks to whom.
@@ -148,5 +195,7 @@ def gradient_tracking(*, topology: Topology = Ring(), momentum: float = 0.9) -> 
 
     >>> gradient_tracking().schedule
     Every(every=1, delay=0)
+    >>> gradient_tracking().nbytes_per_period([((1000, 1000),)], size=4)  # bytes
+    16001536
     """
     return Strategy(schedule=Every(1), exchange=Gossip(topology, Tracking()), inner=SGD(momentum, lr_factor=SGD_RATE))

@@ -35,6 +35,15 @@ def streaming_diloco(
     three layers, as in the paper, or fewer, so that none has more than delay / every of them: on a link that just
     carries the average, a fragment of that size flies for `delay` steps. `partition` replaces both.
 
+        departs:   Δ_(m,p) = anchor_p − θ_(m,p)(t)          where (t − t_p) mod H = 0, encoded in 4 bits
+        lands:     v_p ← μ·v_p + Δ_p,   anchor_p ← anchor_p − η·(Δ_p + μ·v_p)          Δ_p = (1/M)·Σ_m Δ_(m,p)
+                   θ_(m,p) ← α·θ_(m,p)(t + τ) + (1 − α)·anchor_p
+
+    *Differs*: fragments have three layers or fewer (above); τ is 5, in most of the paper's runs it is 1; 128
+    neighbours share a scale, which the paper leaves open. The outer step starts from the anchor, not from the
+    replica's own value of H steps ago.
+    *Wire*: (M−1)·(b·N/8 + 48·(P + 1)) bytes every H steps from each of M replicas, for N parameters; b = 4 + 8/128.
+
     Args:
         every: H, inner steps between two rounds of a fragment.
         fragments: P, number of fragments of layers; None: as above.
@@ -52,6 +61,8 @@ def streaming_diloco(
 
     >>> streaming_diloco(every=100).schedule
     Staggered(every=100, delay=5, offsets=None)
+    >>> streaming_diloco().nbytes_per_period([((1000, 1000),)], size=2)  # bytes
+    507909
     """
     return Strategy(
         schedule=Staggered(every, delay, offsets),
@@ -81,6 +92,14 @@ def streaming_sign(
     The default of `thinwire train`. The composition is ours, its parts are known: fragments in turn (Streaming DiLoCo, arXiv
     2501.18512), signs with error feedback (arXiv 1901.09847), averages (Local SGD, arXiv 1805.09767). docs/log.md has the experiment.
 
+        departs:   z_m = anchor_p − θ_(m,p)(t) + e_m,   c_m = sign(z_m)·mean|z_m|,   e_m ← z_m − c_m
+        lands:     anchor_p ← anchor_p − (1/M)·Σ_m c_m,   θ_(m,p) ← anchor_p + (θ_(m,p)(t + τ) − θ_(m,p)(t))
+
+    *Differs*: from `streaming_diloco`: one bit and feedback, H = 7, no outer momentum, and a landing keeps the
+    steps of the flight.
+    *Wire*: (M−1)·(b·N/8 + 48·(P + 1)) bytes every H steps from each of M replicas, for N parameters; b = 1 +
+    32/512.
+
     Args:
         every: H, inner steps between two rounds of a fragment.
         fragments: P, number of fragments of layers; None: as of `streaming_diloco`.
@@ -94,6 +113,8 @@ def streaming_sign(
 
     >>> streaming_sign().merge
     Keep()
+    >>> streaming_sign().nbytes_per_period([((1000, 1000),)], size=2)  # bytes
+    132864
     """
     return Strategy(
         schedule=Staggered(every, delay, offsets),
@@ -122,6 +143,12 @@ def finetune(
 
     The rates are ours; docs/log.md has the experiment.
 
+        lands:     v_p ← μ·v_p + Δ_p,   anchor_p ← anchor_p − η·(Δ_p + μ·v_p),   θ_(m,p) ← α·θ_(m,p) + (1 − α)·anchor_p
+
+    *Differs*: from `streaming_diloco` (arXiv 2501.18512): η, μ, H, τ and α alone.
+    *Wire*: (M−1)·(b·N/8 + 48·(P + 1)) bytes every H steps from each of M replicas, for N trained parameters; b = 4
+    + 8/128.
+
     Args:
         every: H, inner steps between two rounds of a fragment.
         fragments: P, number of fragments of layers; None: as of `streaming_diloco`.
@@ -136,6 +163,8 @@ def finetune(
 
     >>> finetune().outer
     Nesterov(lr=1.0, momentum=0.3)
+    >>> finetune().nbytes_per_period([((1000, 1000),)], size=2)  # bytes
+    507909
     """
     return streaming_diloco(
         every=every,
@@ -163,6 +192,12 @@ def eager_diloco(
 ) -> Strategy:
     """Eager updates (Kale et al., arXiv 2502.12996) on streaming fragments: a round takes a whole period; the own delta counts at once.
 
+        the outer step is taken on   Δ(k−1) + (Δ_m(k) − Δ_m(k−1)) / M          k: the number of the round
+
+    *Differs*: the step is taken in two parts: the one on Δ moves the anchor, the rest is each replica's own
+    deviation from it; fragments in turn and 4 bits are of `streaming_diloco`.
+    *Wire*: (M−1)·(b·N/8 + 48·(P + 1)) bytes every H steps from each of M replicas, for N parameters; b = 4 + 8/128.
+
     Args:
         every: H, inner steps between two rounds of a fragment.
         fragments: P, number of fragments of layers; None: three layers each.
@@ -177,6 +212,8 @@ def eager_diloco(
 
     >>> eager_diloco().merge
     Eager()
+    >>> eager_diloco().nbytes_per_period([((1000, 1000),)], size=2)  # bytes
+    507909
     """
     return Strategy(
         schedule=Staggered(every, delay=every),

@@ -7,14 +7,13 @@ The order around an inner step is that of `runtime/delta_driver.py`. What differ
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.codecs import Identity
-from thinwire.comm.group import Group, Sized, Transfer
+from thinwire.comm.group import Group, Messages, Sized, Transfer, WrappedGroup
 from thinwire.errors import ConfigurationError, ModelError, NonFiniteError
 from thinwire.exchange import Buffers, Gossip, SendContext, TwoShot, once
 from thinwire.pieces.gossip import GossipRule
@@ -240,7 +239,7 @@ class GossipDriver:
         """Take the mean of what all replicas hold, the same bits on all."""
         key = Key(self.training.strategy.seed, fragment.index, fragment.rounds, self._group.rank)
         own = self._rule.conserved(fragment.snapshot(torch.empty_like(fragment.anchor)), fragment.exchange)
-        context = SendContext(_Meeting(self._group))
+        context = SendContext(_CountedAsMean(self._group))
         mean, _ = once(TwoShot(), context, Identity(), own, key, {})
         context.close(wait=True)
         if mean is None:
@@ -251,29 +250,11 @@ class GossipDriver:
         fragment.anchor = mean
 
 
-@dataclass(frozen=True)
-class _Meeting:
-    """The group, where all meet in the end: the ledger counts that as "mean"."""
-
-    group: Group
-
-    @property
-    def rank(self) -> int:
-        return self.group.rank
-
-    @property
-    def size(self) -> int:
-        return self.group.size
+class _CountedAsMean(WrappedGroup):
+    """The same group, over which the replicas take their mean at the end: the ledger has a purpose for these messages."""
 
     def post(
-        self,
-        tag: int,
-        send: Mapping[int, Tensor],
-        recv: Mapping[int, Tensor],
-        purpose: str = "packet",
-        sized: Sized | None = None,
+        self, tag: int, send: Messages, recv: Messages, purpose: str = "packet", sized: Sized | None = None
     ) -> Transfer:
+        """See `Group.post`."""
         return self.group.post(tag, send, recv, "mean", sized)
-
-    def close(self) -> None:
-        """Nothing: the group is the caller's."""

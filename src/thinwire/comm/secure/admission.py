@@ -12,8 +12,8 @@ import grpc.aio
 
 from thinwire.comm.secure.audit import AuditLog
 from thinwire.comm.secure.channels import JOIN_NBYTES, check_tls
-from thinwire.comm.secure.door import Door
 from thinwire.comm.secure.keys import Authorities, check_name, key_digest, opened_request
+from thinwire.comm.secure.proxy import TcpProxy
 from thinwire.comm.secure.state import HubState
 from thinwire.errors import ConfigurationError, LinkError, PacketError
 
@@ -44,21 +44,21 @@ class Admission:
     ) -> None:
         self._run, self._state, self.authorities, self._audit = folder / "run.toml", state, authorities, audit
         self._lifetime, self._elastic = lifetime, elastic
-        self.door: Door | None = None  # at which they come
+        self.proxy: TcpProxy | None = None  # through which requests to join come; set by the hub
 
     async def join(self, raw: bytes, context: Any) -> bytes:
         """Admit a member, or renew its certificate."""
-        assert self.door
-        who = self.door.who(context.peer())
+        assert self.proxy
+        who = self.proxy.remote_address(context.peer())
         try:
             check_tls(context)
             invitation, secret, name, request = opened_join(raw)
             found = opened_request(request)
             new = self._state.admit(name, key_digest(found), invitation, secret)
-            self.door.known(context.peer())
+            self.proxy.authenticated(context.peer())
         except (LinkError, PacketError, ConfigurationError) as error:
             self._audit.stranger("refused to admit", who, error)
-            self.door.told(context.peer())
+            self.proxy.logged(context.peer())
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"the hub does not admit this machine: {error}")
         if new:
             self._audit("admitted", name, f"from {who}")

@@ -41,7 +41,7 @@ REASONS = {
 
 HEADER = struct.Struct("<BBHQ")
 _FIELDS = {
-    HELLO: struct.Struct("<16s32sHHH"),  # of this process; of the group's label; members; see `seats.Wish`
+    HELLO: struct.Struct("<16s32sHHH"),  # of this process; of the group's label; members; see `grouping.GroupRequest`
     BACK: struct.Struct("<Q"),  # the member's connection
     AWAY: struct.Struct("<"),
     GONE: struct.Struct("<B"),  # why

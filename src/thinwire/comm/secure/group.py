@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor
 
-from thinwire.comm.group import Sized, travelling
+from thinwire.comm.group import Messages, Sized, travelling
 from thinwire.comm.secure.enrol import Admitted, Enrolment
 from thinwire.comm.secure.frames import MEMBERS, Welcome
 from thinwire.comm.secure.link import HubLink
@@ -107,12 +106,7 @@ class SecureGroup:
         return self._link.uploaded
 
     def post(
-        self,
-        tag: int,
-        send: Mapping[int, Tensor],
-        recv: Mapping[int, Tensor],
-        purpose: str = "packet",
-        sized: Sized | None = None,
+        self, tag: int, send: Messages, recv: Messages, purpose: str = "packet", sized: Sized | None = None
     ) -> _SecureTransfer:
         """See `Group.post`. A tensor that is sent to several peers in one post goes to the hub once."""
         send, recv = travelling(self, tag, send), travelling(self, tag, recv)
@@ -215,10 +209,10 @@ def join(
         )
     enrolment = Enrolment(Token.read(token), name, Path(folder))
     label = hashlib.sha256(f"thinwire {size} {run}".encode()).digest()
-    return seated(HubLink(enrolment, label, size, bits_per_second, _ADVICE), timeout, timeout)
+    return connected_group(HubLink(enrolment, label, size, bits_per_second, _ADVICE), timeout, timeout)
 
 
-def seated(link: HubLink, seconds: float, timeout: float, farewell: float = FAREWELL_SECONDS) -> SecureGroup:
+def connected_group(link: HubLink, seconds: float, timeout: float, farewell: float = FAREWELL_SECONDS) -> SecureGroup:
     """The group of a link that has not begun, when all are there. Raises `LinkError`: not all came within `seconds`."""
     thread = LoopThread.shared()
     try:

@@ -36,14 +36,14 @@ from thinwire.comm.secure.channels import (
     check_tls,
     server_credentials,
 )
-from thinwire.comm.secure.door import Door
 from thinwire.comm.secure.fetch import FOLLOWER, Published, served
+from thinwire.comm.secure.grouping import GroupRequest, HubGroups
 from thinwire.comm.secure.invitations import invite
 from thinwire.comm.secure.keys import Authorities, Credentials, key_digest, member_name, private_folder
 from thinwire.comm.secure.loop import LoopThread
-from thinwire.comm.secure.questions import Answers, HubAsker, answering, looking
+from thinwire.comm.secure.proxy import TcpProxy
 from thinwire.comm.secure.relay import Connection, Pipe
-from thinwire.comm.secure.seats import Seats, Wish
+from thinwire.comm.secure.requests import HubRequester, RequestHandler, serving_requests, ticking
 from thinwire.comm.secure.state import HubState
 from thinwire.comm.secure.streams import Handle, Handlers, Refusing, first, reading, unary, writing
 from thinwire.comm.secure.token import Token
@@ -52,7 +52,7 @@ from thinwire.errors import DataError, LinkError, PacketError
 LIFETIME = timedelta(hours=1)  # of a member's certificate
 OWN_LIFETIME = timedelta(days=7)  # of the hub's
 STREAMS = 8  # of bulk, for each connection
-STRANGER_SECONDS = 20.0  # in which a visitor shows who it is, or joins
+STRANGER_SECONDS = 20.0  # in which a connection authenticates, or joins
 LOOK_SECONDS = 0.5  # between two looks at what the commands have changed
 PATIENCE = 60.0  # seconds that a member may be away before it counts as gone
 ELASTIC_PATIENCE = 2.0  # where it may come back, and little is lost
@@ -67,9 +67,9 @@ class Hub:
         port: where members dial; the next port is for those who join. 0: the ports that the folder's hub had before, or any free ones.
         reached_at: the host that members dial, if it is not `host`.
         lifetime: how long a member's certificate is valid.
-        patience: seconds after which a member that is not connected counts as gone; None: `PATIENCE`, or `ELASTIC_PATIENCE` with a book.
+        patience: seconds after which a member that is not connected counts as gone; None: `PATIENCE`, or `ELASTIC_PATIENCE` with a registry.
         published: what followers may fetch; without, they are refused.
-        book: answers what members of elastic runs ask; without, groups are fixed.
+        registry: answers what members of elastic runs ask; without, groups are fixed.
         say: called with each line of the audit log.
 
     Raises:
@@ -84,23 +84,23 @@ class Hub:
         reached_at: str | None = None,
         lifetime: timedelta = LIFETIME,
         patience: float | None = None,
-        book: Answers | None = None,
+        registry: RequestHandler | None = None,
         published: Published | None = None,
         say: Callable[[str], object] = lambda line: None,
     ) -> None:
-        self.folder, self._book, self._published = private_folder(folder), book, published
+        self.folder, self._registry, self._published = private_folder(folder), registry, published
         self._use(Authorities(folder))
         self._audit = AuditLog(folder / "audit.txt", say)
         self._state = HubState(folder)
-        self._admission = Admission(folder, self._state, self._authorities, self._audit, lifetime, book is not None)
-        self._seats = Seats(self._state, self._audit, patience or (ELASTIC_PATIENCE if book else PATIENCE))
+        self._admission = Admission(folder, self._state, self._authorities, self._audit, lifetime, registry is not None)
+        self._groups = HubGroups(self._state, self._audit, patience or (ELASTIC_PATIENCE if registry else PATIENCE))
         self._connections: dict[int, Connection] = {}
         self._closed = False
         self._servers: list[Any] = []
-        self._doors: list[Door] = []
+        self._proxies: list[TcpProxy] = []
         self._tasks: list[asyncio.Task[None]] = []
-        if book:
-            book.lost = self._lost
+        if registry:
+            registry.lost = self._lost
         self._thread = LoopThread.shared()
         try:
             self.host = host or self._state.meta("listen") or "127.0.0.1"
@@ -149,20 +149,20 @@ class Hub:
             self._servers.append(server)
             inner = server.add_secure_port("127.0.0.1:0", server_credentials(own, members))
             await server.start()
-            door = Door(self._audit, inner, STRANGER_SECONDS, members)
-            bound.append(await door.open(host, ports[place]))
-            self._doors.append(door)
-        self._admission.door = self._doors[1]
+            proxy = TcpProxy(self._audit, inner, STRANGER_SECONDS, members)
+            bound.append(await proxy.open(host, ports[place]))
+            self._proxies.append(proxy)
+        self._admission.proxy = self._proxies[1]
         self._tasks = [asyncio.create_task(self._look())]
-        if self._book:
-            self._tasks.append(asyncio.create_task(looking(self._book)))
+        if self._registry:
+            self._tasks.append(asyncio.create_task(ticking(self._registry)))
         return bound[0], bound[1]
 
     async def _stop(self) -> None:
         for connection in self._connections.values():
             connection.end.set()
-        for door in self._doors:
-            await door.close()
+        for proxy in self._proxies:
+            await proxy.close()
         servers, self._servers = self._servers, []  # gRPC's own thread ends with the last of them
         for server in servers:
             await server.stop(0)
@@ -204,35 +204,35 @@ class Hub:
     # Members.
 
     async def _control(self, _: Any, context: Any) -> None:
-        async with Refusing(self._audit, context, self._doors[0]):
+        async with Refusing(self._audit, context, self._proxies[0]):
             name, expires = self._trainer(context)
             frame = frames.opened(await first(context), 0, [frames.HELLO])
             process, label = frame.data(0), frame.data(1)
             with self._connected(name, process, expires) as connection:
                 try:
-                    self._seats.seat(connection, Wish(label, *map(frame.number, (2, 3, 4))))
+                    self._groups.join(connection, GroupRequest(label, *map(frame.number, (2, 3, 4))))
                     await self._serve(context, connection, connection.control, self._said(connection))
                 finally:
-                    self._seats.unseat(connection, label)
+                    self._groups.leave(connection, label)
 
     async def _meet(self, _: Any, context: Any) -> None:
         """What a member of an elastic run asks."""
-        async with Refusing(self._audit, context, self._doors[0]):
+        async with Refusing(self._audit, context, self._proxies[0]):
             name, expires = self._trainer(context)
-            if self._book is None:
+            if self._registry is None:
                 raise LinkError("groups at this hub are fixed; for elastic runs start it with --elastic")
             process = frames.opened(await first(context), 0, [frames.MEET]).data(0)
             with self._connected(name, process, expires) as connection:
-                asker = HubAsker(name, process, self._doors[0].who(context.peer()))
+                requester = HubRequester(name, process, self._proxies[0].remote_address(context.peer()))
                 try:
-                    await self._until_one_ends(connection, [answering(context, self._book, asker)])
+                    await self._until_one_ends(connection, [serving_requests(context, self._registry, requester)])
                 finally:
                     if not any(other.process == process and other is not connection for other in self._meeting(name)):
-                        self._book.gone(asker.incarnation, "its connections have ended")
+                        self._registry.gone(requester.incarnation, "its connections have ended")
 
     async def _follow(self, question: bytes, context: Any) -> None:
         """What a follower asks; it is heard anew each time, so one that was revoked gets nothing more."""
-        async with Refusing(self._audit, context, self._doors[0]):
+        async with Refusing(self._audit, context, self._proxies[0]):
             _name, expires = self._identify(context)
             if self._published is None or expires < time.time():
                 raise LinkError("this hub has nothing for followers; start it with --published RUN")
@@ -267,13 +267,13 @@ class Hub:
         return [one for one in self._connections.values() if one.name == name and one.relay is None]
 
     def _lost(self, incarnation: str) -> None:
-        """The book has not heard it for too long: its connections are cut, though nobody has said so."""
+        """The registry has not heard it for too long: its connections are cut, though nobody has said so."""
         for connection in self._connections.values():
             if connection.process == incarnation.encode():
                 connection.end.set()
 
     async def _bulk(self, _: Any, context: Any) -> None:
-        async with Refusing(self._audit, context, self._doors[0]):
+        async with Refusing(self._audit, context, self._proxies[0]):
             name, _expires = self._trainer(context)
             frame = frames.opened(await first(context), 0, [frames.ATTACH])
             connection = self._connections.get(frame.number(0))
@@ -322,7 +322,7 @@ class Hub:
         version = -1
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            self._seats.look(time.monotonic())
+            self._groups.remove_absent(time.monotonic())
             for connection in list(self._connections.values()):
                 if connection.expires < time.time():
                     self._audit("ended", connection.name, "its certificate has expired")
@@ -335,7 +335,7 @@ class Hub:
                 if connection.name in revoked:
                     connection.refusal = f"{connection.name} is revoked"
                     connection.end.set()
-            self._seats.revoke(revoked)
+            self._groups.revoke(revoked)
 
     def _identify(self, context: Any) -> tuple[str, float]:
         """The name of the member that calls, and when its certificate ends. Raises `LinkError`."""
@@ -353,5 +353,5 @@ class Hub:
             raise LinkError(f"the name {name} belongs to another key")
         if known.revoked:
             raise LinkError(f"{name} is revoked")
-        self._doors[0].known(context.peer())
+        self._proxies[0].authenticated(context.peer())
         return name, certificate.not_valid_after_utc.timestamp()

@@ -12,7 +12,7 @@ import grpc.aio
 from thinwire.comm.secure import frames
 from thinwire.comm.secure.audit import AuditLog
 from thinwire.comm.secure.calls import Outdated
-from thinwire.comm.secure.door import Door
+from thinwire.comm.secure.proxy import TcpProxy
 from thinwire.comm.secure.relay import Pipe, flattened
 from thinwire.errors import LinkError, PacketError
 
@@ -32,15 +32,15 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no typ
 class Refusing:
     """Within: a `PacketError` or `LinkError` is written to the audit log and ends the call with its text."""
 
-    def __init__(self, audit: AuditLog, context: Any, door: Door) -> None:
-        self._audit, self._context, self._door = audit, context, door
+    def __init__(self, audit: AuditLog, context: Any, proxy: TcpProxy) -> None:
+        self._audit, self._context, self._proxy = audit, context, proxy
 
     async def __aenter__(self) -> None:
         pass
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if isinstance(error, PacketError | LinkError):
-            self._door.told(self._context.peer())
+            self._proxy.logged(self._context.peer())
         if isinstance(error, PacketError):
             self._audit.stranger("refused frames of", self._who(), error)
             await self._context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{self._name()}: {error}")
@@ -56,7 +56,7 @@ class Refusing:
         return b" ".join(names).decode(errors="replace")
 
     def _who(self) -> str:
-        return f"{self._door.who(self._context.peer())} {self._name()}"
+        return f"{self._proxy.remote_address(self._context.peer())} {self._name()}"
 
 
 def unary(method: Callable[[bytes, Any], Awaitable[bytes]]) -> grpc.RpcMethodHandler:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from thinwire.errors import LinkError
-from thinwire.membership.book import JOIN, quorum
+from thinwire.membership.registry import JOIN, quorum
 from thinwire.membership.testing.clock import VirtualTime
 from thinwire.membership.view import Presence
 

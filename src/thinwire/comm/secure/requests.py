@@ -1,6 +1,6 @@
-"""What members of elastic runs ask of the hub: questions and answers as JSON, one at a time on a stream of its own.
+"""Requests of members of elastic runs to the hub, and its responses: JSON, one at a time on a gRPC stream for them alone.
 
-The hub's end hands them to a `Book`, which knows who is there and what they write for each other (membership/book.py).
+The hub passes them to a `MemberRegistry` (membership/registry.py), which knows the members and keeps what they write for each other.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from thinwire.comm.secure.enrol import ANSWER_SECONDS, Enrolment
 from thinwire.comm.secure.loop import LoopThread
 from thinwire.errors import LinkError, PacketError
 
-TICK = 0.05  # seconds between two looks at the book
+TICK = 0.05  # seconds between two calls of `tick`
 
 
-class HubAsker:
-    """A member that asks. Its incarnation is the name of its process."""
+class HubRequester:
+    """The member behind a request. Its incarnation is the name of its process."""
 
     def __init__(self, name: str, process: bytes, address: str) -> None:
         self.name, self.incarnation, self.address = name, process.decode("ascii", "replace"), address
@@ -35,48 +35,48 @@ class HubAsker:
         return bool(done)
 
 
-class Answers(Protocol):
-    """Who answers."""
+class RequestHandler(Protocol):
+    """Answers the requests."""
 
-    lost: Any  # is told the incarnation of one that is not heard any more
+    lost: Any  # called with the incarnation of a member whose heartbeats have stopped
 
-    def look(self) -> None:
-        """To be called every `TICK` seconds."""
+    def tick(self) -> None:
+        """Call this every `TICK` seconds."""
 
     def gone(self, incarnation: str, why: str) -> None:
-        """All streams of this one have ended."""
+        """All streams of this incarnation have ended."""
 
-    async def answer(self, asker: HubAsker, said: dict[str, Any]) -> dict[str, Any]:
-        """What there is to answer. Raises `PacketError` for what must not be asked."""
+    async def answer(self, requester: HubRequester, said: dict[str, Any]) -> dict[str, Any]:
+        """The response. Raises `PacketError` for a request that is not allowed."""
 
 
-async def looking(book: Answers) -> None:
-    """The hub's end: look now and then."""
+async def ticking(registry: RequestHandler) -> None:
+    """Run on the hub: call `tick` regularly."""
     while True:
-        book.look()
+        registry.tick()
         await asyncio.sleep(TICK)
 
 
-async def answering(context: Any, book: Answers, asker: HubAsker) -> None:
-    """The hub's end of a stream. Raises `PacketError`."""
+async def serving_requests(context: Any, registry: RequestHandler, requester: HubRequester) -> None:
+    """Run on the hub for each stream of requests. Raises `PacketError`."""
     sequence = 1
     while (raw := await context.read()) is not grpc.aio.EOF:
-        answer = await book.answer(asker, _opened(frames.opened(raw, sequence, [frames.ASK])))
+        answer = await registry.answer(requester, _opened(frames.opened(raw, sequence, [frames.ASK])))
         await context.write(frames.head(frames.ANSWER, 0, sequence - 1) + _packed(answer))
         sequence += 1
 
 
 class HubChannel:
-    """A member's end. For one thread at a time, but `close`; after its first `LinkError` it is of no more use.
+    """A member's end of the stream. For one thread at a time, except `close`. After its first `LinkError` make a new one.
 
     Args:
-        enrolment: who this is.
+        enrolment: this replica's name and key at the hub.
         process: 16 letters, drawn anew at every start.
         thread: in which gRPC runs.
 
     Raises:
-        Refused: the hub has said no, for good.
-        LinkError: the hub is not there.
+        Refused: the hub refuses this replica for good.
+        LinkError: the hub does not answer.
     """
 
     def __init__(self, enrolment: Enrolment, process: str, thread: LoopThread) -> None:
@@ -87,7 +87,7 @@ class HubChannel:
         self.heartbeat_timeout = float(self.ask("beat")["heartbeat_timeout"])
 
     def ask(self, do: str, seconds: float = 0.0, **fields: Any) -> dict[str, Any]:
-        """What the hub answers; it may take `seconds`, and a little more."""
+        """The hub's response to a request that may take `seconds`. Raises `LinkError`."""
         question = _packed({"do": do, "seconds": seconds, **fields})
         answer: dict[str, Any] = self._done(self._asked(question), seconds + ANSWER_SECONDS)
         if "error" in answer:
@@ -95,7 +95,7 @@ class HubChannel:
         return answer
 
     def close(self) -> None:
-        """Idempotent; from any thread: whoever waits hears of it."""
+        """Idempotent; may be called from any thread. A request that waits then raises `LinkError`."""
         channel, self._channel = self._channel, None
         if channel:
             self._thread.run(channel.close(None))

@@ -15,7 +15,7 @@ from thinwire.packet import said_nbytes
 MOST_WAITING = 64  # messages to a peer that takes none; one that is so far behind counts as lost
 
 
-class Inlet:
+class PeerReceiver:
     """Receives from `peer` into `room()` until `deliver(peer, packet)` says that it was the last. An error is delivered, and is the last."""
 
     def __init__(
@@ -41,7 +41,7 @@ class Inlet:
                 return
 
 
-class Outlet:
+class PeerSender:
     """Sends to `peer`, in order, without keeping anybody waiting; `lost(peer, why)` hears when it cannot."""
 
     def __init__(self, group: Group, peer: int, tag: int, lost: Callable[[int, PeerError], object]) -> None:

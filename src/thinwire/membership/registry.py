@@ -1,6 +1,6 @@
 """What a lighthouse or a hub knows of replicas that come and go: who is heard, who calls, and what they write for each other.
 
-No sockets: whoever keeps a `Book` says who asks. It keeps nothing that a round after this one needs, so it may be lost with
+No sockets: whoever keeps a `MemberRegistry` says who asks. It keeps nothing that a round after this one needs, so it may be lost with
 its process: replicas that hold a group keep it and call again. For one event loop.
 """
 
@@ -46,7 +46,7 @@ def quorum(calling: Mapping[str, float], heard: Iterable[str], previous: set[str
     return here if here == heard or waited else set()
 
 
-class Asker(Protocol):
+class Requester(Protocol):
     """Who asks: a replica's name, which is known to be its own, its incarnation, and where it asks from."""
 
     name: str
@@ -54,7 +54,7 @@ class Asker(Protocol):
     address: str
 
     async def came(self, future: asyncio.Future[Any], seconds: float) -> bool:
-        """Whether `future` is done within `seconds`. Raises, or is cancelled, if the asker goes before."""
+        """Whether `future` is done within `seconds`. Raises, or is cancelled, if the requester goes before."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ class _Replica:
     answer: asyncio.Future[list[list[str]]] | None = None
 
 
-class Book:
+class MemberRegistry:
     """Who is there. `say` hears a line for every join and leave; `lost` the incarnation of one that is not heard any more."""
 
     def __init__(
@@ -84,16 +84,16 @@ class Book:
         self._nbytes = 0  # of what is written
         self._waits: dict[asyncio.Future[None], list[str]] = {}  # for keys
 
-    def hear(self, asker: Asker) -> _Replica:
-        """`asker` is alive. Raises `PacketError`: its incarnation is another's, or there are too many."""
-        if asker.incarnation not in self._replicas and len(self._replicas) >= MOST_MEMBERS:
+    def hear(self, requester: Requester) -> _Replica:
+        """`requester` is alive. Raises `PacketError`: its incarnation is another's, or there are too many."""
+        if requester.incarnation not in self._replicas and len(self._replicas) >= MOST_MEMBERS:
             raise PacketError(f"{MOST_MEMBERS} replicas are there already")
-        replica = self._replicas.setdefault(asker.incarnation, _Replica(asker.name, 0.0))
-        if replica.name != asker.name:
-            raise PacketError(f"{asker.name} speaks as an incarnation of {replica.name}")
+        replica = self._replicas.setdefault(requester.incarnation, _Replica(requester.name, 0.0))
+        if replica.name != requester.name:
+            raise PacketError(f"{requester.name} speaks as an incarnation of {replica.name}")
         if replica.silent:
             replica.silent = False
-            self.say(f"joined: {asker.name} at {asker.address}")
+            self.say(f"joined: {requester.name} at {requester.address}")
         replica.heard = time.monotonic()
         return replica
 
@@ -108,7 +108,7 @@ class Book:
             if replica.answer is None:  # else it may only be frozen, and still waits
                 del self._replicas[incarnation]
 
-    def look(self) -> None:
+    def tick(self) -> None:
         """Forget who is silent, and answer those who are called together. To be called every `TICK` seconds."""
         now = time.monotonic()
         for incarnation, replica in list(self._replicas.items()):
@@ -132,20 +132,20 @@ class Book:
             replica.calls = replica.answer = None
         self._previous = chosen
 
-    async def answer(self, asker: Asker, said: dict[str, Any]) -> dict[str, Any]:
+    async def answer(self, requester: Requester, said: dict[str, Any]) -> dict[str, Any]:
         """What there is to answer to a question."""
         match said:
             case {"do": "beat"}:
-                self.hear(asker)
+                self.hear(requester)
                 return {"heartbeat_timeout": self.heartbeat_timeout}
             case {"do": "leave"}:
-                self.hear(asker)
-                self._left(asker.incarnation, "it said so")
-                del self._replicas[asker.incarnation]
+                self.hear(requester)
+                self._left(requester.incarnation, "it said so")
+                del self._replicas[requester.incarnation]
             case {"do": "here", "who": str(incarnation)}:
                 return {"here": incarnation in self._replicas and not self._replicas[incarnation].silent}
             case {"do": "call", "presence": str(text), "seconds": int() | float() as seconds}:
-                return await self._call(asker, text, seconds)
+                return await self._call(requester, text, seconds)
             case {"do": "put", "key": str(key), "value": str(value)}:
                 return self._put(key, value)
             case {"do": "settle", "key": str(key), "value": str(value)}:
@@ -154,7 +154,7 @@ class Book:
             case {"do": "look", "keys": [*keys], "seconds": int() | float() as seconds} if all(
                 type(k) is str for k in keys
             ):
-                return await self._look_up(asker, keys, seconds)
+                return await self._look_up(requester, keys, seconds)
             case {"do": "forget", "keys": [*keys]}:
                 for key in keys:
                     if type(key) is str and key in self._written:
@@ -170,17 +170,17 @@ class Book:
             self.say(f"left: {replica.name} ({why})")
             self.lost(incarnation)
 
-    async def _call(self, asker: Asker, text: str, seconds: float) -> dict[str, Any]:
+    async def _call(self, requester: Requester, text: str, seconds: float) -> dict[str, Any]:
         """Who calls with it, and what they say; none where nobody does in time."""
         if len(text) > MOST_PRESENCE or not text.isascii():
             return {
                 "error": f"{len(text)} bytes were said of one replica, at most {MOST_PRESENCE} are allowed, all ASCII"
             }
-        replica, came = self.hear(asker), asyncio.get_running_loop().create_future()
+        replica, came = self.hear(requester), asyncio.get_running_loop().create_future()
         replica.calls, replica.answer = (time.monotonic(), text), came
-        self.look()
+        self.tick()
         try:
-            if await asker.came(came, min(max(0.0, seconds), _DAY)):
+            if await requester.came(came, min(max(0.0, seconds), _DAY)):
                 return {"present": came.result()}
         except BaseException:
             if replica.answer is came:
@@ -204,13 +204,13 @@ class Book:
                 future.set_result(None)
         return {}
 
-    async def _look_up(self, asker: Asker, keys: list[str], seconds: float) -> dict[str, Any]:
+    async def _look_up(self, requester: Requester, keys: list[str], seconds: float) -> dict[str, Any]:
         """What is written under `keys`, as soon as all are; none where they are not in time."""
         if seconds > 0 and not all(key in self._written for key in keys):
             future = asyncio.get_running_loop().create_future()
             self._waits[future] = keys
             try:
-                await asker.came(future, min(seconds, _DAY))
+                await requester.came(future, min(seconds, _DAY))
             finally:
                 del self._waits[future]
         values = [self._written.get(key) for key in keys]

@@ -1,4 +1,4 @@
-"""A rendezvous at somebody who keeps a `Book`: a lighthouse (lighthouse.py) or a hub (hub.py).
+"""A rendezvous at somebody who keeps a `MemberRegistry`: a lighthouse (lighthouse.py) or a hub (hub.py).
 
 It is asked over channels, one question at a time: one channel for views and votes, one for heartbeats. How a channel is
 opened, how a group is built and whether another replica can be reached is for those two to say.
@@ -16,14 +16,14 @@ from thinwire.comm.group import Group
 from thinwire.errors import DisagreementError, LinkError, PacketError
 from thinwire.membership.channel import ANSWER
 from thinwire.membership.commit import VoteStore
-from thinwire.membership.store import Asks, ChannelVoteStore
+from thinwire.membership.store import ChannelVoteStore, RequestChannel
 from thinwire.membership.timeouts import Timeouts
 from thinwire.membership.view import Observe, Presence
 
 PROBE = 2.0  # seconds for a peer, a lighthouse or a hub to answer at all
 
 
-class AskingRendezvous(ABC):
+class RemoteRendezvous(ABC):
     """What is alike at a lighthouse and at a hub; `where` names it in messages, `advice` is for those who do not find it."""
 
     where = advice = ""
@@ -45,7 +45,7 @@ class AskingRendezvous(ABC):
         """See `Rendezvous`."""
 
     @abstractmethod
-    def _channel(self) -> Asks:
+    def _channel(self) -> RequestChannel:
         """A new channel. Raises `LinkError`."""
 
     @abstractmethod
@@ -154,7 +154,7 @@ class AskingRendezvous(ABC):
     def _beat(self) -> None:
         """Say that this process is alive: a thread that waits for nothing else."""
         interval, missed = self._timeouts.heartbeat_interval, 0
-        channel: Asks | None = None
+        channel: RequestChannel | None = None
         while not self._left.wait(interval):
             if self._vote_store is None and channel is None:
                 continue  # it has not been found yet

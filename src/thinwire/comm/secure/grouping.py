@@ -1,4 +1,4 @@
-"""Who sits in which group of a hub, who waits for the others, and who is away for too long. No I/O but the hub's state."""
+"""Which members form which group at a hub, who waits for the others, and who is absent for too long. No I/O except the hub's state."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from thinwire.comm.secure.state import Grouped, HubState
 from thinwire.errors import LinkError
 
 
-class Wish(NamedTuple):
-    """What a process asks for: a place in the group with this label. Those with the smaller `place` have the smaller rank."""
+class GroupRequest(NamedTuple):
+    """A process asks to join the group with this label. Ranks follow `place`, then the name."""
 
     label: bytes
     size: int
@@ -21,7 +21,7 @@ class Wish(NamedTuple):
     wire: int  # version of the packets that it sends to the others
 
 
-class Seats:
+class HubGroups:
     """All groups of a hub.
 
     Args:
@@ -33,43 +33,43 @@ class Seats:
     def __init__(self, state: HubState, audit: AuditLog, patience: float) -> None:
         self._state, self._audit, self._patience = state, audit, patience
         self._relays: dict[int, Relay] = {}
-        self._waiting: dict[bytes, dict[str, tuple[Connection, Wish]]] = {}  # by label and name
+        self._waiting: dict[bytes, dict[str, tuple[Connection, GroupRequest]]] = {}  # by label and name
         for group in state.groups():
-            self._keep(group)
+            self._add_relay(group)
 
-    def seat(self, connection: Connection, wish: Wish) -> None:
-        """Give a process its place in a group, or let it wait for the others. Raises `LinkError`."""
-        if not 1 <= wish.size <= frames.MEMBERS:
-            raise LinkError(f"a group of {wish.size}; 1 to {frames.MEMBERS} members are possible")
-        if self._is_back(connection, wish.label):
+    def join(self, connection: Connection, request: GroupRequest) -> None:
+        """Add a process to its group, or let it wait until all members are there. Raises `LinkError`."""
+        if not 1 <= request.size <= frames.MEMBERS:
+            raise LinkError(f"a group of {request.size}; 1 to {frames.MEMBERS} members are possible")
+        if self._reconnects(connection, request.label):
             return
-        name, waiting = connection.name, self._waiting.get(wish.label, {})
+        name, waiting = connection.name, self._waiting.get(request.label, {})
         for other, (_, theirs) in waiting.items():
-            if theirs.size != wish.size:
-                raise LinkError(f"{name} expects a group of {wish.size}, others of this run one of {theirs.size}")
-            if theirs.wire != wish.wire:
+            if theirs.size != request.size:
+                raise LinkError(f"{name} expects a group of {request.size}, others of this run one of {theirs.size}")
+            if theirs.wire != request.wire:
                 raise LinkError(
-                    f"{name} sends packets of version {wish.wire}, {other} of version {theirs.wire}. Install the same "
+                    f"{name} sends packets of version {request.wire}, {other} of version {theirs.wire}. Install the same "
                     "Thinwire on both, and start them again"
                 )
-        waiting = self._waiting.setdefault(wish.label, waiting)
-        waiting[name] = connection, wish
-        self._audit("waits", name, f"{len(waiting)} of {wish.size} are here")
-        if len(waiting) == wish.size:
+        waiting = self._waiting.setdefault(request.label, waiting)
+        waiting[name] = connection, request
+        self._audit("waits", name, f"{len(waiting)} of {request.size} are here")
+        if len(waiting) == request.size:
             names = sorted(waiting, key=lambda each: (waiting[each][1].place, natural(each)))
-            group = self._state.form(wish.label, tuple((each, waiting[each][0].process) for each in names))
-            del self._waiting[wish.label]
-            relay = self._keep(group)
+            group = self._state.form(request.label, tuple((each, waiting[each][0].process) for each in names))
+            del self._waiting[request.label]
+            relay = self._add_relay(group)
             self._audit("formed", f"group {group.number}", " ".join(names))
             for rank, each in enumerate(names):
                 relay.connect(rank, waiting[each][0])
 
-    def unseat(self, connection: Connection, label: bytes) -> None:
-        """Its streams have ended."""
+    def leave(self, connection: Connection, label: bytes) -> None:
+        """The streams of this connection have ended."""
         if connection.relay:
             connection.relay.disconnect(connection)
             self._audit("disconnected", connection.name)
-            self._tidy(connection.relay)
+            self._drop_if_empty(connection.relay)
             return
         waiting = self._waiting.get(label, {})
         if connection.name in waiting and waiting[connection.name][0] is connection:
@@ -78,22 +78,24 @@ class Seats:
                 del self._waiting[label]
 
     def revoke(self, names: Collection[str]) -> None:
-        """Those with these names are gone."""
-        self._leave(frames.REVOKED, lambda relay, rank: relay.group.members[rank][0] in names)
+        """Remove the members with these names for good."""
+        self._remove(frames.REVOKED, lambda relay, rank: relay.group.members[rank][0] in names)
 
-    def look(self, now: float) -> None:
-        """Who is away for too long is gone."""
-        self._leave(frames.LOST, lambda relay, rank: now - relay.away.get(rank, now) > self._patience)
+    def remove_absent(self, now: float) -> None:
+        """Remove for good who has been disconnected for longer than `patience`."""
+        self._remove(frames.LOST, lambda relay, rank: now - relay.away.get(rank, now) > self._patience)
 
-    def _leave(self, reason: int, who: Callable[[Relay, int], bool]) -> None:
+    def _remove(self, reason: int, who: Callable[[Relay, int], bool]) -> None:
         for relay in list(self._relays.values()):
             for rank in range(relay.size):
                 if who(relay, rank):
                     relay.leave(rank, reason)
-            self._tidy(relay)
+            self._drop_if_empty(relay)
 
-    def _is_back(self, connection: Connection, label: bytes) -> bool:
-        """Whether it has a place already. Another process of its name is gone then. Raises `LinkError`: its place is lost."""
+    def _reconnects(self, connection: Connection, label: bytes) -> bool:
+        """Whether this process is a member already, and connects again. A new process under the name of a member replaces it: then the old
+        process is removed. Raises `LinkError`: this process was removed before.
+        """
         name, process = connection.name, connection.process
         if reason := self._state.why_gone(label, name, process):
             raise LinkError(f"{name} {reason}, and the others went on without it")
@@ -111,7 +113,7 @@ class Seats:
                     old.end.set()
         return False
 
-    def _keep(self, group: Grouped) -> Relay:
+    def _add_relay(self, group: Grouped) -> Relay:
         def gone(rank: int, reason: int) -> None:
             self._state.gone(group.number, rank, reason)
             self._audit("gone", group.members[rank][0], frames.REASONS[reason])
@@ -119,6 +121,6 @@ class Seats:
         self._relays[group.number] = relay = Relay(group, gone)
         return relay
 
-    def _tidy(self, relay: Relay) -> None:
+    def _drop_if_empty(self, relay: Relay) -> None:
         if len(relay.gone) == relay.size and not relay.connections:
             self._relays.pop(relay.group.number, None)

@@ -1,0 +1,157 @@
+"""A TCP proxy in front of the hub's gRPC server: it bounds and logs connections that have not been authenticated.
+
+gRPC listens on this machine only and does the TLS; the proxy forwards bytes and does not read them. A connection counts as
+authenticated from the first call that the hub has identified. There are at most `STRANGERS` others, for at most `seconds` each.
+When one more arrives, the oldest of them is closed: an honest member needs less than a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from thinwire.comm.secure.audit import AuditLog
+from thinwire.errors import LinkError
+
+STRANGERS = 256  # connections at once without authentication: 64 members reconnect with three each
+CLOSING = 64  # more connections: those that this proxy is closing
+_READ_NBYTES = 1 << 16
+_BACKLOG = 1024
+_ENDED = "it ended without showing who it is"
+
+
+class _Proxied:
+    def __init__(self, address: str, task: asyncio.Task[None]) -> None:
+        self.address, self.task = address, task
+        self.authenticated, self.logged, self.nbytes, self.reason = False, False, 0, _ENDED
+
+
+class TcpProxy:
+    """Listens at a public port, and forwards connections to gRPC's own port.
+
+    Args:
+        audit: logs connections that ended without authentication.
+        inner: gRPC's port on this machine.
+        seconds: a connection must authenticate within this time.
+        stays: whether a connection may last longer after that; if not, it lasts for `seconds` at most.
+    """
+
+    def __init__(self, audit: AuditLog, inner: int, seconds: float, stays: bool) -> None:
+        self._audit, self._inner, self._seconds, self._stays = audit, inner, seconds, stays
+        self._by_port: dict[int, _Proxied] = {}  # by the local port that gRPC sees
+        self._strangers: dict[_Proxied, None] = {}  # not authenticated yet, oldest first
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._authenticated = 0  # how many tasks serve authenticated connections
+
+    async def open(self, host: str, port: int) -> int:
+        """Begin to listen, and return the port. Raises `LinkError` if it is taken."""
+        try:
+            self._server = await asyncio.start_server(self._accept, host, port, limit=_READ_NBYTES, backlog=_BACKLOG)
+        except OSError as error:
+            raise LinkError(
+                f"the hub cannot listen at {host}:{port} ({error.strerror or error}). End what holds that port, or choose "
+                "another with --listen."
+            ) from None
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def close(self) -> None:
+        """Close the port and all connections."""
+        self._server.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def remote_address(self, peer: str) -> str:
+        """The remote address of the connection that gRPC calls `peer`."""
+        connection = self._by_port.get(_port(peer))
+        return connection.address if connection else peer
+
+    def authenticated(self, peer: str) -> None:
+        """Count `peer` as authenticated: the hub has identified it."""
+        if connection := self._by_port.get(_port(peer)):
+            self._authenticated += not connection.authenticated
+            connection.authenticated = True
+            self._strangers.pop(connection, None)
+
+    def logged(self, peer: str) -> None:
+        """Log nothing when the connection `peer` ends: the audit log has its line."""
+        if connection := self._by_port.get(_port(peer)):
+            connection.logged = True
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        host, port = (writer.get_extra_info("peername") or ("nobody", 0))[:2]
+        connection = _Proxied(f"{host}:{port}", task)
+        if len(self._tasks) - self._authenticated >= STRANGERS + CLOSING:
+            self._audit.stranger("refused a connection from", connection.address, "too many others come and go")
+            writer.transport.abort()
+            return
+        self._tasks.add(task)
+        if len(self._strangers) >= STRANGERS:
+            self._evict(next(iter(self._strangers)), f"{STRANGERS} others came, and it did not show who it is")
+        self._strangers[connection] = None
+        timer = asyncio.get_running_loop().call_later(self._seconds, self._late, connection)
+        try:
+            await self._forward(connection, reader, writer)
+        except OSError as error:
+            connection.reason = str(error)
+        except asyncio.CancelledError:
+            pass  # closed by this proxy: the task ends here
+        finally:
+            timer.cancel()
+            self._tasks.discard(task)
+            self._authenticated -= connection.authenticated
+            self._forget(connection)
+            writer.close()
+
+    async def _forward(self, connection: _Proxied, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._inner, limit=_READ_NBYTES)
+        port = far_writer.get_extra_info("sockname")[1]
+        self._by_port[port] = connection
+        ways = [
+            asyncio.create_task(self._copy(connection, reader, far_writer)),
+            asyncio.create_task(self._copy(None, far_reader, writer)),
+        ]
+        try:
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for way in ways:
+                way.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
+            del self._by_port[port]
+            far_writer.close()
+
+    async def _copy(
+        self, connection: _Proxied | None, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        with suppress(OSError):
+            while data := await reader.read(_READ_NBYTES):
+                if connection:
+                    connection.nbytes += len(data)
+                writer.write(data)
+                await writer.drain()
+
+    def _late(self, connection: _Proxied) -> None:
+        if not (connection.authenticated and self._stays):
+            self._evict(connection, f"it did not show who it is in {self._seconds:g} s")
+
+    def _evict(self, connection: _Proxied, why: str) -> None:
+        connection.reason = why
+        connection.task.cancel()
+        self._forget(connection)  # now: its task may not run for a while
+
+    def _forget(self, connection: _Proxied) -> None:
+        if connection in self._strangers:
+            del self._strangers[connection]
+            only_handshake = (
+                connection.reason == _ENDED and not self._stays
+            )  # it fetched the authority's certificate, as a machine that joins does first
+            if not connection.logged and not only_handshake:
+                why = f"{connection.reason} ({connection.nbytes} bytes)"
+                self._audit.stranger("refused a connection from", connection.address, why)
+
+
+def _port(peer: str) -> int:
+    port = peer.rpartition(":")[2]
+    return int(port) if port.isdigit() else -1
