@@ -10,7 +10,7 @@ from thinwire.exchange.buffers import Buffers
 
 @pytest.mark.parametrize(
     ("count", "room"),
-    [(0, 64), (1, 64), (64, 64), (65, 128), (512, 512), (1000, 1024), (1025, 1152), (2048, 2048), (2049, 2304), (1 << 20, 1 << 20)],
+    [(0, 64), (1, 64), (64, 64), (65, 128), (512, 512), (1000, 1024), (1025, 1152), (2048, 2048), (2049, 2304)],
 )  # fmt: skip
 def test_sizes_are_rounded_up_to_one_of_eight_in_each_power_of_two(count, room):
     lent = Buffers().bytes(count)

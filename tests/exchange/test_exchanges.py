@@ -141,6 +141,7 @@ def test_power_sgd_is_that_of_the_mean():
     for (went,) in seen:
         torch.testing.assert_close(went.estimate, alone.estimate, rtol=1e-4, atol=1e-5)
         assert torch.linalg.matrix_rank(went.estimate[:600].view(20, 30), rtol=1e-4) == 2
+        assert same_bits(went.state["last"], seen[0][0].state["last"]) and went.state["last"].any()
     torch.testing.assert_close(
         torch.stack([went.sent for (went,) in seen]).mean(0), alone.estimate, rtol=1e-4, atol=1e-5
     )

@@ -51,7 +51,7 @@ PRELOADED = (
     "xdist",
 )
 # Tests elsewhere that try modules of a package, beside those of tests/<package>.
-ALSO = {"exchange": ("laws/test_gossip.py", "laws/test_traces.py", "pieces/test_aggregates.py")}
+ALSO = {"exchange": ("laws/test_gossip.py", "pieces/test_aggregates.py")}
 EXPLAINED = TESTS / "mutants.toml"
 TOLD = os.fdopen(os.dup(1), "w", buffering=1)  # the output, also in forks that write into a log
 RESULT = defaultdict(lambda: "killed", {0: "survived", None: "late"})  # of the status of a fork
@@ -294,26 +294,29 @@ def digest(*paths: Path) -> str:
 
 
 @cache
-def reach(package: str) -> dict[str, Any]:
-    """What `Watched` saw of the tests of a package as they are, one file at a time; they must pass."""
+def reach(package: str, given: tuple[str, ...]) -> dict[str, Any]:
+    """What `Watched` saw of the tests of a package, or of those given, as they are, one file at a time; they must pass."""
     import pytest
 
+    files = sorted((TESTS / package).rglob("test_*.py")) + [TESTS / also for also in ALSO.get(package, ())]
     whole: dict[str, Any] = {"seconds": {}, "reached": {}}
-    for tests in [*sorted((TESTS / package).rglob("test_*.py")), *(TESTS / also for also in ALSO.get(package, ()))]:
-        path = RESULTS / f"{package}-{tests.stem}-{digest(tests, *(SOURCE / package).rglob('*.py'))}.json"
+    for tests in given or [str(path.relative_to(ROOT)) for path in files]:
+        own = ROOT / tests.split("::")[0]
+        name = f"{package}-{re.sub('[^a-z_]+', '-', tests)}-{digest(own, *(SOURCE / package).rglob('*.py'))}.json"
+        path = RESULTS / name
         if not path.exists():
-            print(f"{tests.relative_to(ROOT)} as it is ...", flush=True)
+            print(f"{tests} as it is ...", flush=True)
 
-            def watched(path: Path = path, tests: Path = tests) -> int:
+            def watched(path: Path = path, tests: str = tests) -> int:
                 watch = Watched(package)
-                status = int(pytest.main(["-q", "-p", "no:cacheprovider", str(tests)], plugins=[watch]))
+                status = int(pytest.main(["-q", "-p", "no:cacheprovider", str(ROOT / tests)], plugins=[watch]))
                 if status in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
                     watch.save(path)
                     return 0
                 return status
 
             if forked(watched, log := RESULTS / f"{package}.log", 3600.0):
-                sys.exit(f"the tests of {tests} fail without a mutant, see {log}")
+                sys.exit(f"{tests} fails without a mutant, see {log}")
         seen = json.loads(path.read_text())
         whole["seconds"] |= seen["seconds"]
         for file, lines in seen["reached"].items():
@@ -335,23 +338,29 @@ def statement(text: str, line: int) -> range:
 
 
 def reaching(seen: dict[str, Any], path: Path, lines: range) -> tuple[set[str], bool]:
-    """The tests that reach one of these lines; whether an import does: then they are all that reach the module."""
+    """The tests that reach one of these lines; whether an import does: then they are all, which may read
+    what a class declares and run no line of its module.
+    """
     reached = seen["reached"].get(str(path.relative_to(ROOT)), {})
     ids = {i for line in lines for i in reached.get(str(line), [])}
     imported = "" in ids
-    return ({i for each in reached.values() for i in each} if imported else ids) - {""}, imported
+    return set(seen["seconds"]) if imported else ids - {""}, imported
 
 
-def ordered(seen: dict[str, Any], ids: set[str], seconds: float) -> tuple[list[str], float]:
-    """Of each function the quickest case first, then the second of each, for at most `seconds`; and how long they take."""
+def ordered(seen: dict[str, Any], ids: set[str], stem: str, seconds: float) -> tuple[list[str], float]:
+    """Those of the module's own file first; of each function the quickest case, then the second of each, for at most `seconds`; and
+    how long they take.
+    """
     cases: dict[str, list[str]] = defaultdict(list)
     for name in sorted(ids, key=lambda name: seen["seconds"].get(name, 0.0)):
         cases[name.split("[")[0]].append(name)
     turns = sorted(
-        (turn, seen["seconds"].get(name, 0.0), name) for names in cases.values() for turn, name in enumerate(names)
+        (f"/test_{stem}.py" not in name, turn, seen["seconds"].get(name, 0.0), name)
+        for names in cases.values()
+        for turn, name in enumerate(names)
     )
     spent, first = 0.0, []
-    for _, duration, name in turns:
+    for *_, duration, name in turns:
         if not first or spent + duration <= seconds:
             spent += duration
             first.append(name)
@@ -382,7 +391,7 @@ def examine(module: str, options: argparse.Namespace) -> tuple[int, dict[str, st
     file = RESULTS / f"{module.replace('/', '.')}-{digest(path)}.txt"
     lines = [line.split("\t") for line in file.read_text().splitlines()] if file.exists() else []
     known = {key: result for key, result, *_ in lines}
-    seen = reach(module.split("/")[0])
+    seen = reach(module.split("/")[0], tuple(options.tests))
 
     def told(mutant: Mutant, result: str, took: float) -> None:
         with file.open("a") as out:
@@ -405,7 +414,7 @@ def examine(module: str, options: argparse.Namespace) -> tuple[int, dict[str, st
         if key in known and not (options.again and known[key] == "survived"):
             continue
         ids, imported = reaching(seen, path, statement(text, one.line))
-        tests, spent = ordered(seen, ids, options.seconds)
+        tests, spent = ordered(seen, ids, path.stem, options.seconds)
         limit, now = 30.0 + 10 * spent, compiled(one.source, path)
         if not tests:
             told(one, "survived", 0.0)
@@ -449,6 +458,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=20.0, help="of tests that a mutant meets at most")
     parser.add_argument("--again", action="store_true", help="run those that survived anew")
+    parser.add_argument("--tests", nargs="*", default=[], help="these files or tests alone, in place of the package's")
     options = parser.parse_args()
     RESULTS.mkdir(parents=True, exist_ok=True)
     for name in PRELOADED:
