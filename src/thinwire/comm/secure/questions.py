@@ -18,6 +18,7 @@ from thinwire.comm.secure.calls import Outdated, explained, read, written
 from thinwire.comm.secure.channels import ANSWER_NBYTES, MEET, dialled
 from thinwire.comm.secure.enrol import ANSWER_SECONDS, Enrolment
 from thinwire.comm.secure.loop import LoopThread
+from thinwire.comm.secure.state import HubState
 from thinwire.errors import LinkError, PacketError
 
 TICK = 0.05  # seconds between two looks at the book
@@ -39,6 +40,9 @@ class Answers(Protocol):
     """Who answers."""
 
     lost: Any  # is told the incarnation of one that is not heard any more
+
+    def remember(self, kept: HubState) -> None:
+        """Go on from what is kept in the hub's state, and keep what changes there."""
 
     def look(self) -> None:
         """To be called every `TICK` seconds."""
