@@ -6,10 +6,10 @@ import asyncio
 from typing import Any
 
 import pytest
+from thinwire.membership.book import Book, quorum
 
 from thinwire.errors import PacketError
 from thinwire.membership import book as module
-from thinwire.membership.book import Book, quorum
 
 
 class Asks:
