@@ -89,6 +89,17 @@ def test_robust_regression(tmp_path):
     assert robust < 0.9 * plain and clean < robust
 
 
+@pytest.mark.slow
+def test_experts(tmp_path):
+    """Each text is found to be of its own domain, and the mixture is near to the expert for it."""
+    out = run("13_experts.py", "--out", str(tmp_path), "--steps", "40")
+    rows = re.findall(
+        r"/(easy|medium|hard)\.txt +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+) .*?(\w+) [\d.]+ %$", out, re.MULTILINE
+    )
+    assert [name for name, *_ in rows] == [expert for *_, expert in rows] == ["easy", "medium", "hard"]
+    assert all(float(mixed) < min(map(float, alone)) + 0.0173 for _, mixed, *alone, _ in rows)
+
+
 def test_own_loop_over_a_hub():
     sums = re.findall(r"replica-\d: sum of \|weights\| ([\d.]+)", run("12_own_loop_over_a_hub.py", "--steps", "25"))
     assert len(sums) == 2 and sums[0] == sums[1]

@@ -41,6 +41,8 @@ OPTIONS = {
     "sample": "run prompt tokens temperature seed json",
     "follow": "run out once every name keys json",
     "export": "run to out json",
+    "evaluate": "run text prior batch sequence eval_batches column json",
+    "branch": "run_settings run domain out flops trained json",
     "probe": "run what out model job sequence link replicas seconds trips name timeout json",
     "plan": "links machines replicas run model job sequence text tokenizer tokens batch_tokens memory utilization deadline loss methods ranks "
     "degrees levels top out frontier rates json",
