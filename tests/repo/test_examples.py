@@ -49,6 +49,13 @@ def test_fsdp_inside_a_replica():
     assert len(sums) == 4 and len(set(sums)) == 1
 
 
+@pytest.mark.slow
+def test_tensor_parallel_inside_a_replica():
+    out = run("13_tensor_parallel_inside_a_replica.py", "--steps", "12")
+    sums = re.findall(r"([\d,]+) of ([\d,]+) parameters, loss .*, sum of \|weights\| ([\d.]+)", out)
+    assert len(sums) == 4 and len(set(sums)) == 1 and sums[0][0] < sums[0][1]
+
+
 def test_thin_link():
     out = run("05_thin_link.py", "--steps", "21", "--link", "1mbit", "--delays", "0", "5")
     waited = {int(d): float(w) for d, w in re.findall(r"(\d+)\s*│\s*[\d.]+\s*│\s*([\d.]+)", out)}

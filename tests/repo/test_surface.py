@@ -49,6 +49,7 @@ OPTIONS = {
     "plan fit": "file variables reference draws level json",
     "plan pack": "file ranks capacity model out json",
     "plan topology": "topologies replicas strategy model explain json",
+    "plan tp": "model ranks explain link machine batch sequence json",
     "simulate utilization": "parameters layers step_seconds method every delay fragment_layers bits_per_parameter grid plot json",
     "simulate run": "run_settings step_seconds slower step_variation links link_variation sharing loss jitter stragglers outages failures "
     "encode_seconds decode_seconds out run json",
