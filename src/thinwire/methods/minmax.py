@@ -245,6 +245,7 @@ class Saddle(Participant):
         DisagreementError, LinkError: replicas differ, or one is gone.
 
     >>> from thinwire import run_threads
+    >>> from thinwire.methods import saddle
     >>> def replica(group):
     ...     at = Saddle(Masha1(step=0.3, codec=RandomK(0.5)), saddle(lambda x, y: (x * y).sum(), 2), torch.ones(4), group)
     ...     for _ in range(400):
