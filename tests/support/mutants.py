@@ -51,7 +51,10 @@ PRELOADED = (
     "xdist",
 )
 # Tests elsewhere that try modules of a package, beside those of tests/<package>.
-ALSO = {"exchange": ("laws/test_gossip.py", "pieces/test_aggregates.py")}
+ALSO = {
+    "exchange": ("laws/test_gossip.py", "pieces/test_aggregates.py"),
+    "runtime": ("laws/test_gossip.py", "laws/test_unlike_processors.py"),
+}
 EXPLAINED = TESTS / "mutants.toml"
 TOLD = os.fdopen(os.dup(1), "w", buffering=1)  # the output, also in forks that write into a log
 RESULT = defaultdict(lambda: "killed", {0: "survived", None: "late"})  # of the status of a fork
