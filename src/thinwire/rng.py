@@ -27,10 +27,15 @@ def derive(seed: int, purpose: str, *indices: int) -> int:
 
 @dataclass(frozen=True)
 class Key:
-    """Names one packet, and so the random streams of its encoding: the run's seed, fragment, round and sender.
+    """Names one packet, and so the random streams of its encoding.
 
-    `own(purpose)` is a stream of this sender, `shared(purpose)` one that all senders of the round have alike. Where a
-    round codes several vectors, each by itself, `part` tells them apart.
+    `own(purpose)` is a stream of this sender, `shared(purpose)` one that all senders of the round have alike.
+
+    Args:
+        seed: of the run; an integer number.
+        fragment, round: number of the fragment and of its round.
+        sender: number of the replica that encodes, 0 to M − 1.
+        part: number that tells several vectors of a round apart, where each is coded by itself.
 
     >>> Key(seed=1, sender=0).shared("which") == Key(seed=1, sender=5).shared("which")
     True

@@ -14,7 +14,8 @@ from torch import Tensor
 import thinwire as tw
 from thinwire.comm import CountedGroup, Ledger
 from thinwire.methods import Extragradient, Free, Masha1, Masha2, Saddle, Simplexes, nbytes_sent, saddle
-from thinwire.methods.minmax import Prox, Saddling, coin
+from thinwire.methods.minmax import Saddling, coin
+from thinwire.methods.saddle_points import Prox
 from thinwire.testing.toy import Shuffled, same_bits
 
 N, RHO = 8, 0.2

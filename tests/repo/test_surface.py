@@ -78,8 +78,10 @@ def test_public_names_are_documented(name):
     """By a docstring of their own (not one that `dataclass` made), and somewhere in the docs."""
     text = inspect.getdoc(DOCUMENTED[name]) or ""
     assert text and not text.startswith(f"{name}("), f"{name} has no docstring"
-    pages = "".join(page.read_text() for page in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
-    assert re.search(rf"\b{name}\b", pages), f"{name} is in no page of docs/"
+    pages = "".join(
+        page.read_text() for page in [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.py")]
+    )
+    assert re.search(rf"\b{name}\b", pages), f"{name} is in no page of docs/ and in no example"
 
 
 def fields(kind: type) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import thinwire as tw
 from thinwire.catalogue.parsing import PIECES, parse
 from thinwire.decoupled.method import DECOUPLED
@@ -27,6 +29,36 @@ COMPOSED: dict[str, object] = RECIPES | METHODS | DECOUPLED  # what `--strategy`
 BESIDE: dict[str, object] = {
     each.__name__: each for each in (tw.pieces.partition.Fragment, tw.pieces.schedule.short_first, parse)
 }
+
+# Outside the table of pieces: what pages and examples tell users to import.
+MODULES = {
+    "thinwire.codecs": "check_finite",
+    "thinwire.comm": "CountedGroup Link LinkedGroup gather start_torch",
+    "thinwire.comm.secure": "Hub admit invite join",
+    "thinwire.diagnosis": "Rules",
+    "thinwire.exchange": "Arrival",
+    "thinwire.integrations.accelerate": "LocalSGD",
+    "thinwire.integrations.huggingface": "ThinwireCallback",
+    "thinwire.integrations.torchtitan": "attach",
+    "thinwire.jobs.ema": "EMA",
+    "thinwire.membership": "LighthouseRendezvous Membership",
+    "thinwire.membership.timeouts": "Timeouts",
+    "thinwire.methods": "Extragradient Masha1 Masha2 Saddle Simplexes nbytes_sent saddle",
+    "thinwire.rng": "Key",
+    "thinwire.testing": "check",
+    "thinwire.topology": "spectrum",
+}
+IMPORTED: dict[str, object] = {
+    name: getattr(import_module(module), name) for module, names in MODULES.items() for name in names.split()
+}
+# Their examples need processes or a hub: they run from these files.
+EXAMPLES = {
+    "start_torch": "examples/02_processes.py",
+    **dict.fromkeys(("Hub", "admit", "invite", "join"), "examples/12_own_loop_over_a_hub.py"),
+    "ThinwireCallback": "examples/10_hugging_face_trainer.py",
+    "LocalSGD": "docs/integrations/accelerate.md",
+    "attach": "docs/integrations/torchtitan.md",
+}
 DOCUMENTED: dict[str, object] = (
-    {name: getattr(tw, name) for name in tw.__all__} | COMPOSED | PIECES | PROTOCOLS | BESIDE
+    {name: getattr(tw, name) for name in tw.__all__} | COMPOSED | PIECES | PROTOCOLS | BESIDE | IMPORTED
 )

@@ -253,8 +253,15 @@ def packet_nbytes(codec: Codec, numel: int) -> int:
 def check_finite(x: Tensor) -> None:
     """Raise `NonFiniteError` if `x` holds NaN or infinity.
 
-    One pass: a sum of squares in fp32 can overflow for finite input, so only a suspicious sum is looked at element
-    by element.
+    One pass over `x`: a sum of squares in fp32 can overflow for finite input, so only where that sum is not finite each element is looked at.
+
+    Args:
+        x: fp32, of any shape.
+
+    Raises:
+        NonFiniteError: `x` holds NaN or infinity.
+
+    >>> check_finite(torch.tensor([1.0, 3e38]))
     """
     if not torch.isfinite(torch.dot(x, x)) and not bool(torch.isfinite(x).all()):
         raise not_finite(x)

@@ -127,8 +127,21 @@ def travelling(group: Group, tag: int, messages: Messages) -> dict[int, Tensor]:
 def gather(group: Group, payload: bytes, limit: int, purpose: str) -> list[bytes]:
     """Everybody's `payload` in rank order, on every replica.
 
-    Lengths travel first (8 bytes each) and are checked against `limit` before anything is allocated. Every gather
-    uses the same two tags: at most one at a time in a group. Raises `LinkError`.
+    Lengths travel first (8 bytes each) and are checked against `limit` before anything is allocated. Every gather uses the same two tags: at
+    most one at a time in a group.
+
+    Args:
+        group: the replicas; all call this.
+        payload: what this replica says, of any length up to `limit`.
+        limit: bytes that one payload may have.
+        purpose: a word for the ledger and for messages.
+
+    Raises:
+        LinkError: a peer is gone or too late, or a payload is longer than `limit`.
+
+    >>> from thinwire import run_threads
+    >>> run_threads(2, lambda group: gather(group, b"abc"[: 1 + group.rank], limit=100, purpose="names"))
+    [[b'a', b'ab'], [b'a', b'ab']]
     """
     if len(payload) > limit:
         raise LinkError(f"{purpose}: {len(payload)} bytes to send, at most {limit} are allowed; send less.")

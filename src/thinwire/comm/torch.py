@@ -327,17 +327,22 @@ def start_torch(
     backend: str = "gloo",
     book: str | None = None,
 ) -> None:
-    """Join `world_size` processes into a torch.distributed world; rank 0 keeps the address book at `master_port`.
+    """Join `world_size` processes into a torch.distributed world; rank 0 keeps the rendezvous store at `master_port`.
 
-    Where somebody else keeps it (torchrun's agent does), `book` is the name of our prefixed in it.
+    The store listens at `master_addr` alone, if that is an address of this machine. With one such as 127.0.0.1 all ranks are on this
+    machine, and gloo listens there, too. Between machines, gloo listens at the address that this machine's name resolves to. If the others
+    cannot reach that address, name the interface in GLOO_SOCKET_IFNAME, which gloo itself reads. End with
+    `torch.distributed.destroy_process_group()`.
 
-    The address book listens at `master_addr` alone, if that is an address of this machine. With one such as 127.0.0.1
-    all ranks are on this machine, and gloo listens there, too. Between machines, gloo listens at the address that this
-    machine's name resolves to; if that is not the one the others can reach, name the interface in GLOO_SOCKET_IFNAME,
-    which gloo itself reads.
+    Args:
+        rank, world_size: rank of this process and number of processes; ranks begin at 0.
+        master_addr, master_port: address and port number of rank 0's store.
+        timeout_seconds: seconds within which all must come.
+        backend: as for `torch.distributed.init_process_group`.
+        book: the prefix of our names in a store that somebody else keeps, such as torchrun's agent; None: rank 0 keeps one.
 
-    End with `torch.distributed.destroy_process_group()`. Raises `LinkError` if the port is taken, the host does not
-    answer, or not everybody came within `timeout_seconds`.
+    Raises:
+        LinkError: the port is taken, the host does not answer, or not all came in time.
     """
     timeout = timedelta(seconds=timeout_seconds)
     where = f"{master_addr}:{master_port}"

@@ -41,11 +41,21 @@ STEP = 1e-3  # seconds: a smaller difference between inner steps is chance
 
 @dataclass(frozen=True)
 class Rules:
-    """When something is worth telling; what they mean is at the top of this file.
+    """When a finding is reported. The top of this file has the tests.
 
-    rounds   that showed it
-    known    rounds of a fragment after which it is known what is usual
-    lasting  seconds from the first to the last of the rounds that showed it
+    Args:
+        ratio: factor by which something must be slower than usual.
+        score: number of mean deviations by which it must be slower than usual.
+        seconds: seconds by which it must be slower than usual.
+        rounds: number of rounds that must show it.
+        known: number of rounds of a fragment after which it is known what is usual.
+        lasting: seconds from the first to the last of the rounds that show it.
+
+    Raises:
+        ConfigurationError: a number is out of its range.
+
+    >>> Rules(rounds=12).rounds
+    12
     """
 
     ratio: float = 2.0

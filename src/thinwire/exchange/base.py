@@ -116,8 +116,17 @@ class Exchange(Protocol):
 
 @dataclass(frozen=True)
 class Arrival:
-    """The end of a round: every replica's flags, and the exchange's next state. `void`, or more that have `REFUSED` than the aggregate
-    tolerates: there is no estimate, whatever was handed over. `void` alone is nobody's fault: a sum has overflowed.
+    """The end of a round.
+
+    There is no estimate, whatever was handed over, if it is `void` or if more flags have `REFUSED` than the aggregate tolerates.
+
+    Args:
+        flags: every replica's, in rank order; a number each.
+        state: the exchange's next state of the fragment.
+        void: the estimate has overflowed; no replica is at fault.
+
+    >>> Arrival(flags=(0, 0), state={}).void
+    False
     """
 
     flags: tuple[int, ...]

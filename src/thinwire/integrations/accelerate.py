@@ -55,8 +55,10 @@ class LocalSGD:
         timeout: without `group`, the most seconds that a replica waits for another.
         observer: called with each event, as that of `Replica`.
 
-    Raises, on entry: `ConfigurationError` (DeepSpeed, FSDP, Megatron-LM, XLA; an optimizer that was not prepared), `ModelError`,
-    `DisagreementError`, `LinkError`; `CheckpointError` from `accelerator.load_state`.
+    Raises:
+        ConfigurationError: on entry; DeepSpeed, FSDP, Megatron-LM, XLA, or an optimizer that was not prepared.
+        ModelError, DisagreementError, LinkError: on entry, as `Replica`.
+        CheckpointError: from `accelerator.load_state`.
     """
 
     def __init__(

@@ -60,8 +60,10 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         own_data: True: every process has training data of its own; False: all have the same, and each trains on a share.
         observer: called with each event, as that of `Replica`.
 
-    Raises, when the trainer is made or begins: `ConfigurationError` (what cannot work, with what to do), `ModelError`, `CheckpointError` (no
-    state of this replica where the trainer resumes), `DisagreementError`, `LinkError`.
+    Raises:
+        ConfigurationError: when the trainer is made or begins: a setting that cannot work; the message says what to do.
+        CheckpointError: the trainer resumes where no state of this replica is.
+        ModelError, DisagreementError, LinkError: when training begins, as `Replica`.
     """
 
     def __init__(

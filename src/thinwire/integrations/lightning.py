@@ -59,8 +59,10 @@ class ThinwireCallback(Callback):
         own_data: True: every process has training data of its own; False: all have the same, and each trains on a share.
         observer: called with each event, as that of `Replica`.
 
-    Raises, when training begins: `ConfigurationError` (what cannot work, with what to do), `ModelError`, `CheckpointError` (a checkpoint of
-    another replica), `DisagreementError`, `LinkError`.
+    Raises:
+        ConfigurationError: when training begins: a setting that cannot work; the message says what to do.
+        CheckpointError: a checkpoint of another replica.
+        ModelError, DisagreementError, LinkError: when training begins, as `Replica`.
     """
 
     def __init__(

@@ -7,15 +7,21 @@ from torch import Tensor, nn
 
 
 class EMA(nn.Module):
-    """a ← d·a + (1 − d)·θ at every `update`, with d = min(decay, (1 + n)/(10 + n)) after n updates (as in TensorFlow's).
+    """Averages a model's weights: a ← d·a + (1 − d)·θ at every `update`, d = min(decay, (1 + n)/(10 + n)) after n updates (as in TensorFlow's).
 
-    Of a replica's own weights. Where buffers are averaged (`Replica(buffers="mean")`) the averages of all replicas become their mean,
-    which is the average of the replicas' mean weights: the update is linear. Costs 4 bytes a parameter, and as many on the wire in each
-    evaluation.
+    The averages are this module's buffers: make it a part of the model. Each replica averages its own weights. Where buffers are averaged
+    (`Replica(buffers="mean")`) the averages of all replicas become their mean, which is the average of the replicas' mean weights: the
+    update is linear. Costs 4 bytes a parameter, and as many on the wire in each evaluation.
 
     Args:
         model: its parameters that require gradients are averaged, in their own dtype.
         decay: in [0, 1).
+
+    >>> model = torch.nn.Linear(1, 1, bias=False)
+    >>> average = EMA(model, decay=0.9)
+    >>> average.update(model)
+    >>> torch.equal(average.weights()["weight"], model.weight)
+    True
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999) -> None:

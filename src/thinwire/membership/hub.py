@@ -26,7 +26,7 @@ class HubRendezvous(RemoteRendezvous):
 
     Args:
         enrolment: this replica's name and key there.
-        bits_per_second: the rate at which it can send; None: no pause between chunks.
+        bits_per_second: how many bits it can send in a second; None: chunks are not spaced.
     """
 
     advice = "Start it with `thinwire hub --elastic`, and check that this machine reaches it."

@@ -23,10 +23,19 @@ from thinwire.membership.view import Observe, Presence
 
 
 class LighthouseRendezvous(RemoteRendezvous):
-    """One replica's view of a lighthouse at `address` (host:port).
+    """One replica's connection to a lighthouse, at which the members of an elastic run find each other.
 
-    `host` is this machine's address, at which the others reach it; without, the one from which it reaches the
-    lighthouse. Behind a NAT there is no such address: use a hub (`membership/hub.py`), or a tunnel.
+    Args:
+        address: the lighthouse's, as HOST:PORT.
+        host: this machine's address, at which the other replicas reach it; None: the one from which it reaches the lighthouse. Behind a NAT
+            there is no such address: use a hub (`membership/hub.py`), or a tunnel.
+
+    Raises:
+        ConfigurationError: `address` is not of this form.
+        LinkError: this machine has no address from which the lighthouse can be reached.
+
+    >>> LighthouseRendezvous("10.0.0.1:29510", host="10.0.0.2").where
+    'the lighthouse at 10.0.0.1:29510'
     """
 
     def __init__(self, address: str, host: str | None = None) -> None:

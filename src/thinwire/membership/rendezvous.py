@@ -82,18 +82,32 @@ class _Past(NamedTuple):
 
 
 class Membership:
-    """One replica's view of who is there. For one thread; but `close` and `use_timeouts` may be called from any.
+    """One replica's membership of an elastic run: it agrees with the others on views. For one thread; `close` and `use_timeouts` may be called
+    from any.
 
-    With a `secret` (bytes, the same on all and at the lighthouse) nobody is heard who does not hold it. A replica that
-    was a member once is ended by nobody's facts or name: those that differ are left out.
+    With a `secret` only replicas that hold it are heard. The facts and the name of another replica never end a replica that was a member
+    once: replicas with other facts are left out.
 
-    `name` must be one that no other replica has, and stay with the replica when it comes back. `facts` (texts) must
-    be equal on all members; the code version and the wire format are among them. Fewer than `least` members are no
-    view, unless the status of one says that the run is `over`. `run` is the one that this replica's checkpoint is of, if
-    any. With `evict`, rounds go on without a member that most find to hold them up by these rules (elastic/eviction.py).
-    A member whose status claims more than `most_steps` inner steps, those of the whole run, is left out (None: not known).
-    `wrap` goes around every group that is built (counters, an emulated link). `observe` is told, as kind and fields:
-    retry, call, connect, view, ballot, decided.
+    Args:
+        rendezvous: where the replicas find each other: a lighthouse, a hub, or a simulated cluster.
+        name: no other replica has it, and this replica keeps it when it comes back.
+        facts: texts that must be equal on all members; the code version and the wire format are added.
+        least: number of members that a view needs, unless the status of one says that the run is `over`.
+        secret: the same bytes on all replicas and at the lighthouse; empty: anybody is heard.
+        run: the run that this replica's checkpoint is of; empty: it has none.
+        timeouts: seconds for each wait; None: the defaults.
+        evict: rules by which rounds go on without a member that most find to delay them (elastic/eviction.py); None: never.
+        most_steps: number of inner steps of the whole run; a member that claims more is left out. None: not known.
+        wrap: goes around every group that is built, to count or to emulate a link.
+        observe: is told, as kind and fields: retry, call, connect, view, ballot, decided.
+
+    Raises:
+        ConfigurationError: a name or a number that cannot be.
+
+    >>> from thinwire.membership.testing import SimulatedCluster
+    >>> cluster = SimulatedCluster()
+    >>> cluster.play({name: lambda name: len(cluster.membership(name).next_view({"round": 0}).members) for name in ("oslo", "paris")})["oslo"]
+    2
     """
 
     def __init__(

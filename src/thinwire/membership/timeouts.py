@@ -21,9 +21,20 @@ BUFFERED = 1 << 20  # bytes of bulk that may stand in buffers before a heartbeat
 class Timeouts:
     """All in seconds. Take `Timeouts.of(...)`, and `dataclasses.replace` to override one.
 
-    `heartbeat_interval`, `heartbeat_timeout`: a replica that was not heard for so long is taken for dead.
-    `grace`: how long the others wait for a replica that is alive and late. `connect`: to build a group. `transfer`:
-    for one message of a round. `vote`: for everybody's ballot. `view`: until who is there is found.
+    Args:
+        heartbeat_interval: seconds between two heartbeats of a replica.
+        heartbeat_timeout: seconds without a heartbeat after which a replica counts as dead.
+        grace: seconds that the others wait for a replica that is alive and late.
+        connect: seconds to build a group.
+        transfer: seconds for one message of a round.
+        vote: seconds for everybody's ballot.
+        view: seconds until the members have found each other.
+
+    Raises:
+        ConfigurationError: numbers that do not fit together.
+
+    >>> Timeouts().heartbeat_timeout
+    5.0
     """
 
     heartbeat_interval: float = 1.0

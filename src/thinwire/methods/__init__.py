@@ -9,17 +9,8 @@ from thinwire.methods.base import Attached, Method
 from thinwire.methods.control_rules import Averaged, Gain, Plain, Rule
 from thinwire.methods.control_variates import Controlled, ControlVariates
 from thinwire.methods.flasc import Federated, Flasc
-from thinwire.methods.minmax import (
-    Extragradient,
-    Free,
-    Masha1,
-    Masha2,
-    Saddle,
-    Saddling,
-    Simplexes,
-    nbytes_sent,
-    saddle,
-)
+from thinwire.methods.minmax import Extragradient, Masha1, Masha2, Saddle, Saddling, nbytes_sent
+from thinwire.methods.saddle_points import Free, Simplexes, saddle
 from thinwire.methods.zeroth_order import JustOneByte, Log, ZerothOrder
 
 _TENTH, _HUNDREDTH = RandomK(0.1), TopK(0.01)

@@ -34,75 +34,12 @@ from thinwire.comm.state_transfer import give, take
 from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError, ModelError, NonFiniteError
 from thinwire.methods.base import Participant, nbytes_to_all, silent
 from thinwire.methods.control_rules import check_unbiased
+from thinwire.methods.saddle_points import Free, Operator, Prox
 from thinwire.packet import REFUSED, VERSION, Header, identity
 from thinwire.rng import Key, derive
 from thinwire.runtime.handshake import agree_on_start, compare_settings, digest
 from thinwire.types import Observer
 from thinwire.version import __version__
-
-Operator = Callable[[Tensor], Tensor]  # flat z -> flat F_m(z), of one replica
-
-
-def saddle(objective: Callable[[Tensor, Tensor], Tensor], minimised: int) -> Operator:
-    """The operator of min over x, max over y of `objective`(x, y): z is x (`minimised` numbers), then y.
-
-    >>> F = saddle(lambda x, y: (x * y).sum(), minimised=1)
-    >>> F(torch.tensor([2.0, 3.0]))
-    tensor([ 3., -2.])
-    """
-
-    def operator(z: Tensor) -> Tensor:
-        with torch.enable_grad():
-            z = z.detach().requires_grad_()
-            (gradient,) = torch.autograd.grad(objective(z[:minimised], z[minimised:]), z)
-        return torch.cat([gradient[:minimised], -gradient[minimised:]])
-
-    return operator
-
-
-# ---- constraints
-
-
-@runtime_checkable
-class Prox(Protocol):
-    """argmin over v of h(v) + ‖v − z‖²/2: for a set, the nearest point in it."""
-
-    def __call__(self, z: Tensor) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class Free:
-    """No constraint: h = 0."""
-
-    def __call__(self, z: Tensor) -> Tensor:
-        return z
-
-
-@dataclass(frozen=True)
-class Simplexes:
-    """Consecutive parts of z, of these `sizes`, are each non-negative with sum 1: the mixed strategies of a matrix game.
-
-    >>> Simplexes((2, 2))(torch.tensor([0.6, 0.0, 5.0, 1.0]))
-    tensor([0.8000, 0.2000, 1.0000, 0.0000])
-    """
-
-    sizes: tuple[int, ...]
-
-    def __call__(self, z: Tensor) -> Tensor:
-        if sum(self.sizes) != z.numel() or min(self.sizes, default=0) < 1:
-            raise ConfigurationError(f"{self} for {z.numel()} numbers: sizes above 0 with that sum are needed.")
-        return torch.cat([_on_simplex(part) for part in torch.split(z, list(self.sizes))])
-
-
-def _on_simplex(v: Tensor) -> Tensor:
-    """Duchi et al., ICML 2008, figure 1; sums in double."""
-    down = v.double().sort(descending=True).values
-    over = (down.cumsum(0) - 1) / torch.arange(1, len(v) + 1, device=v.device)
-    last = int((down > over).sum()) - 1
-    return (v.double() - over[last]).clamp_(min=0.0).to(v.dtype)
-
-
-# ---- the methods
 
 
 class Next(NamedTuple):
@@ -134,9 +71,22 @@ class Saddling(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Masha1:
-    """MASHA1. `step`: γ, about √p / (L·√(q/M + 1)) for a codec with E‖C(v)‖² ≤ q‖v‖²; `refresh`: p, about the share that travels.
+    """MASHA1: unbiased compression of differences, with a reference point w. The equations are at the top of this file.
 
-    *Wire*: (M−1)·(48 + nbytes(codec)) an iteration from each replica, and with probability p (M−1)·(48 + 4n).
+    *Wire*: (M−1)·(48 + nbytes(codec)) bytes an iteration from each of M replicas, and with probability p (M−1)·(48 + 4·n) for n fp32 values.
+
+    Args:
+        step: γ, the learning rate, about √p / (L·√(q/M + 1)) for a codec with E‖C(v)‖² ≤ q‖v‖².
+        codec: unbiased.
+        refresh: p, the probability that w moves; about the share of the values that travels, in (0, 1].
+        prox: the projection onto the constraint.
+        seed: of the shared random numbers; an integer number.
+
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed.
+
+    >>> Masha1(step=0.3).refresh
+    0.2
     """
 
     step: float
@@ -162,9 +112,21 @@ class Masha1:
 
 @dataclass(frozen=True, kw_only=True)
 class Masha2:
-    """MASHA2: any contractive codec, with error feedback; no constraint. `step` must be far smaller, about p·δ/L.
+    """MASHA2: any contractive codec, with error feedback; no constraint. The equations are at the top of this file.
 
-    *Wire*: as MASHA1. With probability p dense.
+    *Wire*: as `Masha1`.
+
+    Args:
+        step: γ, the learning rate; far smaller than that of `Masha1`, about p·δ/L.
+        codec: contractive.
+        refresh: p, the probability that w moves, in (0, 1].
+        seed: of the shared random numbers; an integer number.
+
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed.
+
+    >>> Masha2(step=0.01).refresh
+    0.2
     """
 
     step: float
@@ -192,10 +154,22 @@ class Masha2:
 
 @dataclass(frozen=True, kw_only=True)
 class Extragradient:
-    """u = prox(z − γ·F(z)), z ← prox(z − γ·F(u)): the control. With a codec that loses anything F_m itself is
-    compressed, which leaves an error that does not vanish at the solution.
+    """The control: u = prox(z − γ·F(z)), z ← prox(z − γ·F(u)).
 
-    *Wire*: 2·(M−1)·(48 + nbytes(codec)) an iteration.
+    With a codec that loses anything, F_m itself is compressed, which leaves an error that does not vanish at the solution.
+    *Wire*: 2·(M−1)·(48 + nbytes(codec)) bytes an iteration from each of M replicas.
+
+    Args:
+        step: γ, the learning rate.
+        codec: how F_m becomes bytes.
+        prox: the projection onto the constraint.
+        seed: of what the codec draws; an integer number.
+
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed.
+
+    >>> Extragradient(step=0.1).codec
+    Identity()
     """
 
     step: float
@@ -221,7 +195,17 @@ class Extragradient:
 
 
 def nbytes_sent(method: Saddling, numel: int, size: int, iterations: int) -> int:
-    """What one replica of `size` sends in packets, from the first meeting on, for z of `numel` numbers. Predicted = counted."""
+    """Bytes that one replica sends in packets, from the first meeting on: predicted = counted.
+
+    Args:
+        method: the method, whose seed decides when w moves.
+        numel: how many elements z has.
+        size: number of replicas.
+        iterations: number of iterations.
+
+    >>> nbytes_sent(Extragradient(step=0.1), numel=1000, size=2, iterations=1)  # two fp32 vectors, two headers
+    8096
+    """
     coded = iterations * method.messages() * nbytes_to_all(method.codec.nbytes(numel), size)
     dense = (1 + sum(coin(method, t) for t in range(iterations))) if method.refresh else 0
     return coded + dense * nbytes_to_all(4 * numel, size)
@@ -243,12 +227,25 @@ class Told(NamedTuple):
 
 
 class Saddle(Participant):
-    """A method at work: `iterate()` moves `z`, flat fp32, which is the same on all replicas.
+    """A method at work on one replica: `iterate()` moves `z`, which is the same on all replicas.
 
-    `operator` is this replica's F_m, `z` where all begin (replica 0's counts). Who is in the group makes up F: when the
-    members change, F(w) is made anew.
+    The members of the group make up F: when they change, F(w) is made anew.
+
+    Args:
+        method: `Masha1`, `Masha2` or `Extragradient`.
+        operator: this replica's F_m: takes z and returns as many values.
+        z: flat fp32, where all begin; replica 0's counts.
+        group: the replicas that exchange.
+        names: of the replicas, in rank order; None: their ranks.
+        observer: called with each event, as that of `Replica`.
+        clock: gives the time in seconds.
+
+    Raises:
+        ConfigurationError, ModelError: z or the group does not fit the method.
+        DisagreementError, LinkError: replicas differ, or one is gone.
 
     >>> from thinwire import run_threads
+    >>> from thinwire.methods import saddle
     >>> def replica(group):
     ...     at = Saddle(Masha1(step=0.3, codec=RandomK(0.5)), saddle(lambda x, y: (x * y).sum(), 2), torch.ones(4), group)
     ...     for _ in range(400):

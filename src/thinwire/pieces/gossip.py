@@ -210,7 +210,15 @@ def radius_of_pairs(momentum: float, pull: float, size: int = 2) -> float:
 
 
 def largest_pull(momentum: float, size: int = 2) -> float:
-    """γ at which randomly drawn groups stop to come together."""
+    """The γ of `NoLoCo` at which replicas in randomly drawn groups stop to approach each other.
+
+    Args:
+        momentum: α, in [0, 1).
+        size: number of replicas in a drawn group.
+
+    >>> round(largest_pull(0.9), 2)
+    0.38
+    """
     low, high = 0.0, 8.0
     for _ in range(50):
         middle = (low + high) / 2

@@ -119,9 +119,17 @@ class LGreCo(Deciding):
 
 
 def choose(errors: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], most: float) -> list[int]:
-    """For each layer an option, so that Σ sizes is least with Σ errors ≤ `most`; option 0 for all if nothing is smaller.
+    """An option for each layer, so that Σ sizes is least with Σ errors ≤ `most`; option 0 for all layers if nothing is smaller.
 
-    A knapsack in steps of most / 10,000, to which errors are rounded up: what it finds is feasible, and hardly larger than the best.
+    A knapsack in steps of most / 10,000, to which errors are rounded up: the result is feasible, and hardly larger than the best.
+
+    Args:
+        errors: a number for each layer and option.
+        sizes: bytes for each layer and option.
+        most: the number that the sum of the errors may reach.
+
+    >>> choose([[0.0, 1.0], [0.0, 5.0]], [[100, 10], [100, 10]], most=2.0)
+    [1, 0]
     """
     uniform = [0] * len(errors)
     if not errors or not 0 < most < math.inf:

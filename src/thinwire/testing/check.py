@@ -37,10 +37,15 @@ class Checked:
 def check(piece: Codec | Outer | Exchange | Strategy, claims: frozenset[str] | None = None) -> Checked:
     """Try all laws that apply to `piece`; a few seconds, in threads of this process.
 
-    `claims` are those of a codec, in place of what it declares: see `CLAIMS`. What a piece says of the groups and strategies that
-    it is for (`check`, `init`, `needs_whole_period`) is respected: laws are tried where it may be used.
+    What a piece says of the groups and strategies that it is for (`check`, `init`, `needs_whole_period`) is respected: laws are tried where it
+    may be used. What the piece itself raises has a note that names the law.
 
-    Raises `BrokenLawError`, which names the law and says what broke it; what the piece itself raises has a note that names the law.
+    Args:
+        piece: a codec, an outer step, an exchange or a strategy.
+        claims: those of a codec, in place of what it declares: see `CLAIMS`.
+
+    Raises:
+        BrokenLawError: names the law and says what broke it.
 
     >>> from thinwire.pieces.outer import Average
     >>> print(check(Average()))  # doctest: +ELLIPSIS

@@ -11,7 +11,16 @@ _EXACT = 1e-9  # how far rounding may take a sum from 1
 
 
 def metropolis(edges: Edges) -> Weights:
-    """w_ij = 1 / (1 + max(d_i, d_j)) between neighbours, the rest is one's own: symmetric and doubly stochastic on any undirected graph."""
+    """Metropolis weights, symmetric and doubly stochastic on any undirected graph.
+
+        w_ij = 1 / (1 + max(d_i, d_j)) for neighbours i and j of degree d,   w_ii = 1 − Σ_j w_ij
+
+    Args:
+        edges: a boolean matrix: whether replica j sends to replica i.
+
+    >>> metropolis(np.array([[False, True], [True, False]])).tolist()
+    [[0.5, 0.5], [0.5, 0.5]]
+    """
     degrees = edges.sum(1)
     weights = np.where(edges, 1.0 / (1.0 + np.maximum.outer(degrees, degrees)), 0.0)
     # Where all neighbours count like oneself, the own weight is theirs, to the last bit.

@@ -197,7 +197,8 @@ def join(
         folder: keeps the replica's key, with which it may join again without a new token.
         run: must be the same on all replicas of a group, such as the name of the run.
         timeout: seconds that a transfer lasts at most, and that this waits for the others.
-        bits_per_second: the rate at which this replica can send, to leave room for small messages; None: no pause between chunks.
+        bits_per_second: how many bits this replica can send in a second: chunks are spaced so that small messages need not wait; None: they
+            are not spaced.
 
     Raises:
         ConfigurationError: the token or the name is not valid.

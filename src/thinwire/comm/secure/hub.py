@@ -64,7 +64,7 @@ class Hub:
     Args:
         folder: its keys and its state, made when missing.
         host: the address of this machine to listen at; "": the one that the folder's hub had before.
-        port: where members dial; the next port is for those who join. 0: the ports that the folder's hub had before, or any free ones.
+        port: number of the port where members dial; those who join dial the next one. 0: the ports of before, or any that are free.
         reached_at: the host that members dial, if it is not `host`.
         lifetime: how long a member's certificate is valid.
         patience: seconds after which a member that is not connected counts as gone; None: `PATIENCE`, or `ELASTIC_PATIENCE` with a registry.

@@ -19,7 +19,7 @@ def invite(folder: Path, uses: int = 1, seconds: float = 86_400.0, name: str | N
     Args:
         folder: the hub's.
         uses: number of members that may join with it.
-        seconds: how long it is valid.
+        seconds: seconds for which it is valid.
         name: the one member that may use it; None: any.
 
     Raises:

@@ -31,7 +31,10 @@ class Killed(BaseException):
 
 
 class SimulatedCluster:
-    """The place where threads meet, and where faults are ordered. Names are those of the memberships.
+    """Replicas as threads in virtual time, with faults on order. Names are those of the memberships.
+
+    Args:
+        heartbeat_timeout: seconds of virtual time without a heartbeat after which a replica counts as dead.
 
     >>> cluster = SimulatedCluster()
     >>> def replica(name):
