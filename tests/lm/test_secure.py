@@ -15,8 +15,11 @@ from typing import Any
 
 import pytest
 from hub_process import HubProcess
+from namespaces import Namespaces, missing
+from nat import CLOUD, DEVICE, ROUTERS, Masquerade
 
 from thinwire.cli import main
+from thinwire.comm.secure import invite
 from thinwire.errors import ConfigurationError
 from thinwire.lm.run import Run
 from thinwire.lm.secure import run_of_hub
@@ -72,11 +75,18 @@ def test_all_on_this_machine(tmp_path, capsys):
         )
 
 
-def joiner(token: str, name: str, folder: Path, *more: str) -> subprocess.Popen[str]:
+def joining(token: str, name: str, folder: Path, *more: str) -> list[str]:
     command = [sys.executable, "-m", "thinwire", "join", token, "--name", name, "--out", str(folder / name)]
-    command += ["--keys", str(folder / "keys"), *more]
+    return [*command, "--keys", str(folder / "keys"), *more]
+
+
+def joiner(token: str, name: str, folder: Path, *more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        joining(token, name, folder, *more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
 
 
@@ -110,6 +120,45 @@ def test_the_commands(tmp_path, capsys):
         hub.close()
     model = (tmp_path / "threads/model.safetensors").read_bytes()
     assert {(tmp_path / name / "model.safetensors").read_bytes() for name in ("oslo", "bergen")} == {model}
+
+
+NO_NAT = missing() or (None if Path(DEVICE).exists() else f"no {DEVICE} here")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NO_NAT is not None, reason=f"no network namespaces: {NO_NAT}")
+def test_two_homes_behind_nat_and_a_cloud(tmp_path, capsys):
+    """The cloud has no route into a home. The address of each home changes while they train, and no step is lost."""
+    steps = {"steps": 60}
+    assert main(arguments(carrier="threads", out=tmp_path / "threads", **steps)) == 0
+    Run.of(**SMALL | steps).save(tmp_path / "run.toml")
+    names, nat, folder = ("bergen", "oslo"), Masquerade(), tmp_path / "hub"
+    with Namespaces(3, nat) as space:
+        hung = threading.Timer(600.0, space.end_processes)
+        hung.start()
+        try:
+            told = ["--listen", f"{CLOUD}:29530", "--run-file", str(tmp_path / "run.toml")]
+            hub = space.start(0, [sys.executable, "-m", "thinwire", "hub", "--out", str(folder), *told])
+            assert hub.stdout and any("a replica comes with" in line for line in hub.stdout)
+            hub.stdout.close()  # a hub whose lines nobody reads goes on
+            unasked = (
+                f"import socket; one = socket.socket(); one.setblocking(False); one.connect_ex(('{ROUTERS}.1', 22))"
+            )
+            space.start(0, [sys.executable, "-c", unasked]).wait()
+            for home in (1, 2):
+                nat.move_after(home, 150_000 * home)  # of 440,000 in all
+            token = str(invite(folder, 2))
+            homes = [space.start(1 + place, joining(token, name, tmp_path)) for place, name in enumerate(names)]
+            said = [home.communicate()[0] for home in homes]
+            assert [home.returncode for home in homes] == [0, 0], said
+        finally:
+            hung.cancel()
+            hung.join()
+    assert nat.dropped and nat.moves == {1: 1, 2: 1}
+    audit = (folder / "audit.txt").read_text()
+    assert all(f"connected {name}" in audit for name in names)
+    model = (tmp_path / "threads/model.safetensors").read_bytes()
+    assert {(tmp_path / name / "model.safetensors").read_bytes() for name in names} == {model}
 
 
 def reached(folder: Path, step: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -16,6 +17,7 @@ from tcp_proxy import Proxy
 from thinwire.comm import gather
 from thinwire.comm.secure import Hub
 from thinwire.comm.secure.enrol import Enrolment
+from thinwire.comm.secure.requests import HubRequester
 from thinwire.comm.secure.state import HubState
 from thinwire.comm.secure.token import Token
 from thinwire.errors import DisagreementError, EndedError, LinkError, PeerError, ThinwireError
@@ -188,6 +190,25 @@ def test_a_hub_that_is_killed_knows_who_is_in_the_run_and_that_it_ended(tmp_path
             late.next_view({"round": 0})
     finally:
         hub.end()
+
+
+def test_who_began_anew_while_the_hub_was_away_is_not_waited_for(tmp_path: Path) -> None:
+    """Its life of before does not count any more; those of the others do."""
+
+    def here(incarnation: str) -> bool:
+        asked = {"do": "here", "who": incarnation}
+        return bool(asyncio.run(registry.answer(HubRequester("lima", b"b" * 16, ""), asked))["here"])
+
+    state = HubState(tmp_path)
+    for names in (("oslo", b"a" * 16), ("lima", b"b" * 16)), (("oslo", b"c" * 16),):
+        registry = MemberRegistry(600.0)
+        registry.remember(state)
+        for name, process in names:
+            registry.hear(HubRequester(name, process, ""))
+        registry.tick()
+        assert not here("d" * 16) and here("b" * 16)
+    state.close()
+    assert here("c" * 16) and not here("a" * 16)
 
 
 def emptied(folder: Path) -> None:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -118,7 +119,8 @@ def _run(asked: Options, console: Console) -> int:
     host, port = _listen(asked, fresh)
 
     def say(line: str) -> None:
-        console.print(printable(line), soft_wrap=True, highlight=False, markup=False)
+        with suppress(SystemExit):  # rich's, when nobody reads its lines any more: the hub goes on
+            console.print(printable(line), soft_wrap=True, highlight=False, markup=False)
 
     registry = MemberRegistry(asked.heartbeat_timeout) if asked.elastic else None
     published = PublishedFolder(asked.published) if asked.published else None

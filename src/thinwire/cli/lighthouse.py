@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,7 +59,8 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(number, lambda told, _: ended.append(told))
 
     def say(line: str) -> None:
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
+        with suppress(SystemExit):  # rich's, when nobody reads its lines any more: the lighthouse goes on
+            console.print(line, soft_wrap=True, highlight=False, markup=False)
 
     lighthouse = Lighthouse(asked.host, asked.port, asked.heartbeat_timeout, secret, say)
     held = f" --secret {asked.secret}" if asked.secret else ""

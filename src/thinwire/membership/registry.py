@@ -77,11 +77,14 @@ class Kept(Protocol):
 
 @dataclass
 class _Replica:
-    """One incarnation of a replica that was heard. `calls`: since when it waits for the others, and what it says of itself."""
+    """One incarnation of a replica that was heard. `calls`: since when it waits for the others, and what it says of itself.
+    `kept`: it was there when the process before this one ended, and was not heard since.
+    """
 
     name: str
     heard: float
     silent: bool = True
+    kept: bool = False
     calls: tuple[float, str | None] | None = None
     answer: asyncio.Future[list[list[str]]] | None = None
 
@@ -107,8 +110,8 @@ class MemberRegistry:
     def remember(self, kept: Kept) -> None:
         """Go on from what is kept, and keep what changes. Called before all else.
 
-        Who was there when the process before this one ended counts as heard now: until it is back, or was silent for too long,
-        nobody takes the others for the whole run.
+        Who was there when the process before this one ended counts as heard now: until it is back, began anew, or was silent
+        for too long, nobody takes the others for the whole run.
         """
         self._kept = kept
         for key in kept.notes():
@@ -117,20 +120,24 @@ class MemberRegistry:
         if self._present:
             there, previous = json.loads(self._present)
             now = time.monotonic()
-            self._replicas = {incarnation: _Replica(name, now, silent=False) for incarnation, name in there.items()}
+            self._replicas = {incarnation: _Replica(name, now, False, True) for incarnation, name in there.items()}
             self._previous = set(previous)
 
     def hear(self, requester: Requester) -> _Replica:
         """`requester` is alive. Raises `PacketError`: its incarnation is another's, or there are too many."""
         if requester.incarnation not in self._replicas and len(self._replicas) >= MOST_MEMBERS:
             raise PacketError(f"{MOST_MEMBERS} replicas are there already")
+        if requester.incarnation not in self._replicas:
+            for other, replica in list(self._replicas.items()):
+                if replica.kept and replica.name == requester.name:
+                    self.gone(other, "it has begun anew")
         replica = self._replicas.setdefault(requester.incarnation, _Replica(requester.name, 0.0))
         if replica.name != requester.name:
             raise PacketError(f"{requester.name} speaks as an incarnation of {replica.name}")
         if replica.silent:
             replica.silent = False
             self.say(f"joined: {requester.name} at {requester.address}")
-        replica.heard = time.monotonic()
+        replica.heard, replica.kept = time.monotonic(), False
         return replica
 
     def full(self, incarnation: str) -> bool:

@@ -1,0 +1,132 @@
+"""Homes behind routers that masquerade, and a cloud that has no route into any of them: the wires between network namespaces.
+
+    nat = Masquerade()
+    with Namespaces(3, nat) as space: ...    # namespace 0 is the cloud, at CLOUD; the others are homes, all at HOME
+
+A TUN device in each namespace, and one thread that carries TCP over IPv4 between them. What leaves a home has its router's
+address and a port of it; what comes to a port that nothing has left from is dropped. As with Linux's own masquerading, packets
+of a connection that the router has forgotten open a new port; the other end knows no such connection, and resets it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import socket
+import struct
+import subprocess
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+
+CLOUD, HOME, ROUTERS = "198.51.100.1", "192.168.1.2", "203.0.113"  # two of them are of RFC 5737, for documents
+DEVICE = "/dev/net/tun"
+MTU = 1500
+_TUNSETIFF, _TUN_WITHOUT_HEADER = 0x400454CA, 0x1001
+_TCP, _SOURCE, _TARGET = 6, 12, 16  # the number of the protocol; where the two addresses are
+
+
+class Masquerade:
+    """Carries packets until `close`. `dropped` counts what came to a home unasked, `moves` how often each home's address changed."""
+
+    def __init__(self) -> None:
+        self.dropped, self.moves = 0, Counter[int]()
+        self.routers: list[bytes] = []  # their addresses now; the first is unused
+        self._ports: dict[tuple[int, int], int] = {}  # of a home and a port there: the one of its router
+        self._back: dict[tuple[bytes, int], tuple[int, int]] = {}  # of a router and a port of it: the home's
+        self._left: Counter[int] = Counter()  # bytes that left each home
+        self._move_at: dict[int, int] = {}
+        self._devices: list[int] = []
+        self._wake: tuple[int, ...] = ()
+        self._thread: threading.Thread | None = None
+
+    def connect(self, namespaces: Sequence[str], interfaces: Sequence[str], addresses: Sequence[str]) -> None:
+        """Make the devices, and begin to carry; `addresses` are not used."""
+        self._wake = os.pipe()
+        for place, (namespace, interface) in enumerate(zip(namespaces, interfaces)):
+            file = os.open(DEVICE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+            self._devices.append(file)
+            fcntl.ioctl(file, _TUNSETIFF, struct.pack("16sH22x", interface.encode(), _TUN_WITHOUT_HEADER))
+            for command in (
+                f"ip link set {interface} netns {namespace}",
+                f"ip -n {namespace} link set {interface} mtu {MTU} txqueuelen 1000 up",
+                f"ip -n {namespace} address add {HOME if place else CLOUD}/32 dev {interface}",
+                f"ip -n {namespace} route add {'default' if place else f'{ROUTERS}.0/24'} dev {interface}",
+            ):
+                subprocess.run(command.split(), check=True)
+            self.routers.append(socket.inet_aton(f"{ROUTERS}.{place}"))
+        self._thread = threading.Thread(target=self._carry)
+        self._thread.start()
+
+    def move_after(self, home: int, nbytes: int) -> None:
+        """Once `nbytes` have left `home`, its router has a new address and remembers no connection. Before any have left."""
+        self._move_at[home] = nbytes
+
+    def close(self) -> None:
+        """End the thread; the devices go with it."""
+        if self._thread:
+            os.write(self._wake[1], b"x")
+            self._thread.join()
+        for file in (*self._devices, *self._wake):
+            os.close(file)
+        self._devices, self._wake, self._thread = [], (), None
+
+    def _carry(self) -> None:
+        while True:
+            readable, _, _ = select.select([*self._devices, self._wake[0]], [], [])
+            if self._wake[0] in readable:
+                return
+            for file in readable:
+                place = self._devices.index(file)
+                with suppress(BlockingIOError):
+                    packet = bytearray(os.read(file, MTU))
+                    if packet[0] >> 4 == 4 and packet[9] == _TCP:
+                        self._into_home(packet) if place == 0 else self._out_of_home(place, packet)
+
+    def _out_of_home(self, home: int, packet: bytearray) -> None:
+        self._left[home] += len(packet)
+        if self._left[home] > self._move_at.get(home, 1 << 62):
+            del self._move_at[home]
+            self._move(home)
+        (port,) = struct.unpack_from("!H", packet, ports := 4 * (packet[0] & 15))
+        if (home, port) not in self._ports:
+            self._ports[home, port] = 20_000 + len(self._back)
+            self._back[self.routers[home], self._ports[home, port]] = home, port
+        _rewrite(packet, _SOURCE, self.routers[home], ports, self._ports[home, port])
+        self._hand_over(0, packet)
+
+    def _into_home(self, packet: bytearray) -> None:
+        ports = 4 * (packet[0] & 15) + 2
+        router, (port,) = bytes(packet[_TARGET : _TARGET + 4]), struct.unpack_from("!H", packet, ports)
+        if (router, port) not in self._back or router not in self.routers:
+            self.dropped += 1
+            return
+        home, port = self._back[router, port]
+        _rewrite(packet, _TARGET, socket.inet_aton(HOME), ports, port)
+        self._hand_over(home, packet)
+
+    def _hand_over(self, place: int, packet: bytearray) -> None:
+        with suppress(OSError):  # a namespace that is going takes nothing
+            os.write(self._devices[place], packet)
+
+    def _move(self, home: int) -> None:
+        self.moves[home] += 1
+        self.routers[home] = socket.inet_aton(f"{ROUTERS}.{100 * self.moves[home] + home}")
+        self._ports = {key: port for key, port in self._ports.items() if key[0] != home}
+
+
+def _rewrite(packet: bytearray, at: int, address: bytes, port_at: int, port: int) -> None:
+    """Another address and port in a packet, with both checksums as they must be then (RFC 1624)."""
+    tcp = 4 * (packet[0] & 15) + 16
+    old, new = bytes(packet[at : at + 4] + packet[port_at : port_at + 2]), address + struct.pack("!H", port)
+    packet[at : at + 4], packet[port_at : port_at + 2] = new[:4], new[4:]
+    for check, words in ((10, 2), (tcp, 3)):
+        total = sum(struct.unpack_from(f"!{words}H", new))
+        total += sum(
+            0xFFFF ^ word for word in (*struct.unpack_from(f"!{words}H", old), *struct.unpack_from("!H", packet, check))
+        )
+        while total >> 16:
+            total = (total & 0xFFFF) + (total >> 16)
+        struct.pack_into("!H", packet, check, 0xFFFF ^ total)
