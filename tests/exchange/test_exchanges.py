@@ -141,6 +141,7 @@ def test_power_sgd_is_that_of_the_mean():
     for (went,) in seen:
         torch.testing.assert_close(went.estimate, alone.estimate, rtol=1e-4, atol=1e-5)
         assert torch.linalg.matrix_rank(went.estimate[:600].view(20, 30), rtol=1e-4) == 2
+        assert same_bits(went.state["last"], seen[0][0].state["last"]) and went.state["last"].any()
     torch.testing.assert_close(
         torch.stack([went.sent for (went,) in seen]).mean(0), alone.estimate, rtol=1e-4, atol=1e-5
     )
@@ -316,6 +317,8 @@ def test_seconds_are_bytes_over_rate_and_delays():
         (tw.exchange.Hierarchy((2, 2)), 0.5 * 1.0 + 0.5),
     ]:
         assert exchange.seconds(codec, numel, 4, link) == pytest.approx(seconds, rel=1e-3)
+    for exchange in (tw.exchange.Direct(), tw.exchange.TwoShot(), tw.exchange.AllReduce(), tw.exchange.Hierarchy((1,))):
+        assert exchange.seconds(codec, numel, 1, link) == 0.0
 
 
 def test_a_choice_is_told():
@@ -408,10 +411,12 @@ def test_messages_longer_than_the_window_go_on_each_others_heels(monkeypatch):
             return type("Transfer", (), {"wait": lambda _: told.append(f"wait {tag}")})()
 
     box = send_queue.SendQueue(Told())
-    for tag in range(4):
-        box.send(tag, {1: torch.zeros(8, dtype=torch.uint8)}, "packet")
+    sent = [box.send(tag, {1: torch.zeros(8, dtype=torch.uint8)}, "packet") for tag in range(4)]
     box.close()
     assert told == ["post 0", "post 1", "wait 0", "post 2", "wait 1", "post 3"]
+    sent[0].wait()  # again, and not of the carrier
+    assert told[-1] == "post 3"
+    assert box.put((0,), lambda: told.append("after the end")).cancelled()
 
 
 def test_chunks_overlap(small):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
 from thinwire.membership import Timeouts
+from thinwire.membership.timeouts import grace_seconds
 
 plans = st.fixed_dictionaries(
     {
@@ -58,10 +59,21 @@ def test_without_a_link_it_is_the_floor():
     assert (d.heartbeat_timeout, d.grace, d.connect, d.transfer, d.vote) == (5.0, 2.0, 10.0, 10.0, 15.0)
 
 
+def figures(*plan, grace=None):
+    d = Timeouts.of(*plan, grace=grace)
+    return d.heartbeat_timeout, d.grace, d.connect, d.transfer, d.vote, d.view
+
+
 def test_figures_as_the_docstring_has_them():
-    d = Timeouts.of(100, 20, 1.0, 12_500_000, Link.parse("10mbit,100ms"))  # 10 s in the air; rtt 0.2, queue 0.84
-    assert d.grace == 10.0 and d.heartbeat_timeout == pytest.approx(3 * (1 + 0.8388608 + 0.2))
-    assert d.transfer == pytest.approx(4 * 10.3) and d.vote == pytest.approx(4 * 10.3 + 5)
+    link = Link.parse("10mbit,100ms")  # 12.5 MB are 10 s in the air, and 0.1; rtt 0.2, queue 0.8388608
+    assert Timeouts.of(1, 0, 1.0, 0).heartbeat_interval == 1.0
+    due = (3 * 2.0388608, 20 - 10.1 - 2, 10.5165824, 4 * 10.3, 4 * 10.3 + 5)
+    assert figures(60, 20, 1.0, 12_500_000, link) == pytest.approx((*due, 60 + due[0] + due[1] + 2 * due[2]))
+    assert figures(200, 20, 1.0, 12_500_000, link)[1] == 20.0  # a tenth of the period
+    far = Link.parse("10mbit,1s")  # rtt 2, queue as before
+    due = (3 * 3.8388608, 2.0, 82.5165824, 12.0, 30.5165824)
+    assert figures(4, 1, 0.5, 0, far) == pytest.approx((*due, 2 + due[0] + due[1] + 2 * due[2]))
+    assert figures(4, 1, 0.5, 0, None, grace="20 steps")[1] == 10.0
 
 
 @pytest.mark.parametrize(
@@ -79,3 +91,11 @@ def test_one_place_to_override_and_it_refuses_nonsense(change):
 def test_plans_that_cannot_be(change):
     with pytest.raises(ConfigurationError, match=next(iter(change))):
         Timeouts.of(**{"every": 1, "delay": 0, "step_seconds": 1.0, "nbytes": 1} | change)
+
+
+def test_a_grace_in_words():
+    said = [grace_seconds(text, 0.5) for text in ("5s", "1.5 s", "500ms", "20 steps", "1 step")]
+    assert said == [5.0, 1.5, 0.5, 10.0, 0.5]
+    for text in ("", "5", "0s", "-1s", "5 h", "s"):
+        with pytest.raises(ConfigurationError, match="a time or a number of steps is needed"):
+            grace_seconds(text, 0.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import thinwire as tw
@@ -46,3 +47,43 @@ def test_without_a_flight_it_is_the_anchor():
     """Bit for bit as `Mix(0)`."""
     for (a, _), (b, _) in zip(rounds(tw.pieces.merge.Keep(), 0), rounds(tw.pieces.merge.Mix(0.0), 0)):
         assert all(torch.equal(x, y) for x, y in zip(a, b))
+
+
+class Least(tw.pieces.merge.Merge):
+    """Only what must be written."""
+
+    def __repr__(self):
+        return "Least()"
+
+
+DECLARED = [  # whole_period, eager, forgets, keeps_flight, and whether replicas may come and go
+    (Least(), (False, False, False, False, False)),
+    (tw.pieces.merge.Mix(), (False, False, True, False, True)),
+    (tw.pieces.merge.Mix(0.5), (False, False, False, False, True)),
+    (tw.pieces.merge.Keep(), (False, False, False, True, True)),
+    (tw.pieces.merge.Eager(), (True, True, False, False, False)),
+    (tw.pieces.merge.Reset(), (True, False, False, False, False)),
+]
+
+
+@pytest.mark.parametrize(("merge", "declared"), DECLARED, ids=str)
+def test_what_it_declares(merge, declared):
+    open_ = merge.needs_fixed_group == ""
+    assert (merge.whole_period, merge.eager, merge.forgets, merge.keeps_flight, open_) == declared
+
+
+def test_why_replicas_may_not_come_and_go():
+    assert tw.pieces.merge.Reset().needs_fixed_group.startswith("needs rounds that take a whole period")
+    assert Least().needs_fixed_group.startswith("does not declare") and Least().alpha == 0.0
+    with pytest.raises(tw.ConfigurationError, match="has no into"):
+        Least().into(torch.zeros(1), torch.zeros(1))
+
+
+def test_a_mix_by_hand():
+    for alpha, due in ((0.0, [5.0, 6.0]), (0.25, [4.0, 5.0]), (1.0, [1.0, 2.0])):
+        parameter, anchor = torch.tensor([1.0, 2.0], dtype=torch.bfloat16), torch.tensor([5.0, 6.0])
+        tw.pieces.merge.Mix(alpha).into(parameter, anchor)
+        assert parameter.tolist() == due and parameter.dtype == torch.bfloat16 and anchor.tolist() == [5.0, 6.0]
+    for alpha in (-0.01, 1.01):
+        with pytest.raises(tw.ConfigurationError, match="between 0"):
+            tw.pieces.merge.Mix(alpha)

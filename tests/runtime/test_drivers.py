@@ -28,6 +28,7 @@ def test_a_strategy_chooses_in_a_fixed_group(name):
     with tw.Replica(METHODS[name], model, adamw(model), group) as replica:
         due = GradientDriver if isinstance(METHODS[name].signal, tw.strategy.Gradients) else DeltaDriver
         assert type(replica._driver) is due
+        assert (replica._driver.training.step, replica._driver.training.stall_seconds) == (0, 0.0)
         inner_step(model, replica.optimizer, *batch(0, 0, 1))
 
 
@@ -51,7 +52,7 @@ class Alone:
         self.training, self.heard = training, []
         training.fragments += [hold(training.strategy, one, i, 0, 1) for i, one in enumerate(fragments)]
 
-    def before_inner_step(self, closure: bool = False) -> None:
+    def before_inner_step(self, closure: bool) -> None:
         self.heard.append(f"before {self.training.step + 1}")
 
     def after_inner_step(self) -> None:

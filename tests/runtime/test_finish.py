@@ -45,6 +45,7 @@ def test_right_after_a_round_nothing_moves(name):
     for one in whole:
         assert same_bits(one.final, one.weights[-1])
         assert [e["step"] for e in one.heard("depart")] == [3, 6, 9]
+        assert [e["scheduled"] for e in one.heard("wire")] == [True] * 3
 
     def resumed(group):
         model = toy()

@@ -117,7 +117,7 @@ class Driver(Protocol):
 
     training: Training
 
-    def before_inner_step(self, closure: bool = False) -> None:
+    def before_inner_step(self, closure: bool) -> None:
         """The gradients are there and the optimizer has not stepped; `closure`: it was given one. May be called twice before one step.
 
         Does nothing, unless a driver exchanges gradients: what counts is the parameters after the step.

@@ -129,7 +129,7 @@ class GossipDriver:
         self._met = False  # the anchors are the mean over all replicas
 
     @torch.no_grad()
-    def before_inner_step(self, closure: bool = False) -> None:
+    def before_inner_step(self, closure: bool) -> None:
         """Where the rule tracks gradients, replace each. Raises `ModelError` if the optimizer was given a closure then."""
         if not self._rule.tracks or self._tracked:
             return

@@ -37,7 +37,7 @@ class GradientDriver(Driver):
         self._exchanged = False  # for the step that comes
 
     @torch.no_grad()
-    def before_inner_step(self, closure: bool = False) -> None:
+    def before_inner_step(self, closure: bool) -> None:
         """Raises `ModelError` if the optimizer was given a closure, `NonFiniteError` if own weights are not finite."""
         if closure:  # it would compute new gradients after the exchange, and the replicas would drift apart
             raise ModelError(

@@ -1,0 +1,58 @@
+"""What exchanges declare, by hand: strategies are refused or laid out by it."""
+
+from __future__ import annotations
+
+import pytest
+
+import thinwire as tw
+from thinwire.exchange import Exchange
+
+
+class Least(Exchange):
+    """Only what must be written."""
+
+    def __repr__(self):
+        return "Least()"
+
+    def depart(self, round_, state):
+        raise NotImplementedError
+
+    def arrive(self, departure, settle):
+        raise NotImplementedError
+
+    def nbytes_sent(self, codec, numel, size, rank=None):
+        return 0
+
+    def seconds(self, codec, numel, size, link):
+        return 0.0
+
+
+BOTH = tw.exchange.Direct(), tw.exchange.TwoShot()
+DECLARED = [  # gathers, agrees, multiplies, sends_own, and whether replicas may come and go
+    (Least(), (False, True, False, True, False)),
+    (tw.exchange.Direct(), (True, True, True, True, True)),
+    (tw.exchange.TwoShot(), (True, True, True, True, True)),
+    (tw.exchange.TwoShot(tw.pieces.feedback.Feedback()), (True, True, True, True, False)),
+    (tw.exchange.AllReduce(), (False, True, False, True, True)),
+    (tw.exchange.Hierarchy((2, 1)), (False, True, False, False, False)),
+    (tw.exchange.Fastest("1mbit"), (False, True, False, True, False)),
+    (tw.exchange.Fastest("1mbit", BOTH), (True, True, True, True, False)),
+]
+
+
+@pytest.mark.parametrize(("exchange", "declared"), DECLARED, ids=str)
+def test_what_it_declares(exchange, declared):
+    open_ = exchange.needs_fixed_group == ""
+    assert (exchange.gathers, exchange.agrees, exchange.multiplies, exchange.sends_own, open_) == declared
+
+
+def test_what_is_not_declared_is_none():
+    least, codec = Least(), tw.codecs.Identity()
+    assert (least.owns(codec, 10, 1, 2), least.nbytes_products(3), least.feedback) == (10, 0, None)
+    assert (least.init(codec, 10, 0, 2), least.why([(codec, 10)], 2)) == ({}, [])
+
+
+@pytest.mark.parametrize("among", [(), (tw.exchange.Direct,), (tw.exchange.Direct(), "TwoShot()")], ids=str)
+def test_a_choice_needs_exchanges(among):
+    with pytest.raises(tw.ConfigurationError, match=r"exchanges are needed, such as \(Direct\(\), TwoShot\(\)\)"):
+        tw.exchange.Fastest("20mbit,40ms", among)

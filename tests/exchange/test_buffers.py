@@ -1,0 +1,27 @@
+"""What buffers share, by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from thinwire.exchange.buffers import Buffers
+
+
+@pytest.mark.parametrize(
+    ("count", "room"),
+    [(0, 64), (1, 64), (64, 64), (65, 128), (512, 512), (1000, 1024), (1025, 1152), (2048, 2048), (2049, 2304)],
+)  # fmt: skip
+def test_sizes_are_rounded_up_to_one_of_eight_in_each_power_of_two(count, room):
+    lent = Buffers().bytes(count)
+    assert len(lent) == count and lent.untyped_storage().nbytes() == room
+
+
+def test_only_what_was_lent_and_is_given_back_is_lent_again():
+    buffers, own = Buffers(), torch.zeros(100)
+    first, second = buffers.floats(100), buffers.like(own)
+    assert first.data_ptr() != second.data_ptr() and second.shape == (100,)
+    buffers.give(own)
+    buffers.swap([first, second], [second[:50]])
+    assert buffers.floats(99).data_ptr() == first.data_ptr()
+    assert buffers.floats(100).data_ptr() not in (own.data_ptr(), first.data_ptr(), second.data_ptr())

@@ -1,0 +1,55 @@
+"""What a round says of itself, by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+import thinwire as tw
+from thinwire.comm import Group
+from thinwire.exchange import Round, SendContext
+from thinwire.exchange.chunks import Message
+from thinwire.exchange.round import Outgoing
+from thinwire.rng import Key
+
+
+def a_round(group: Group, clock=lambda: 10.0) -> Round:
+    return Round(SendContext(group, clock), tw.codecs.Identity(), 4, Key(), lambda begin, end: torch.zeros(end - begin))
+
+
+def outgoing() -> Outgoing:
+    return Outgoing(Message(0, 0, ()), torch.empty(0))
+
+
+def test_the_own_failure_is_found_among_what_is_written_is_not_and_never_will_be():
+    def replica(group):
+        round_, failure = a_round(group), ValueError("of the encoder")
+        pending, cancelled, written, failed = (outgoing() for _ in range(4))
+        cancelled.written.cancel()
+        written.written.set_result(None)
+        round_.outgoing += [pending, cancelled, written]
+        assert round_.own_failure() is None
+        failed.written.set_exception(failure)
+        round_.outgoing.append(failed)
+        assert round_.own_failure() is failure
+        round_.context.close()
+
+    tw.run_threads(1, replica)
+
+
+def test_times_are_of_what_the_carrier_timed():
+    def sent(posted, queued, seconds):
+        return SimpleNamespace(posted=posted, transfer=SimpleNamespace(queued_seconds=queued, transfer_seconds=seconds))
+
+    def replica(group):
+        round_ = a_round(group)
+        round_.outgoing += [outgoing() for _ in range(4)]
+        round_.outgoing[1].sent = sent(11.0, 0.0, 0.0)  # by a carrier that does not know
+        assert round_.times() == (0.0, 0.0)
+        round_.outgoing[2].sent, round_.outgoing[3].sent = sent(12.0, 3.0, 4.0), sent(13.0, 1.0, 2.0)
+        assert round_.times() == (4.0, 5.0)  # the first bit left at 14, the last was there at 19
+        assert (round_.rank, round_.size, round_.peers) == (0, 1, [])
+        round_.context.close()
+
+    tw.run_threads(1, replica)

@@ -1,0 +1,24 @@
+"""One round by itself."""
+
+from __future__ import annotations
+
+import torch
+
+import thinwire as tw
+from thinwire.exchange import SendContext
+from thinwire.exchange.testing import once
+from thinwire.packet import REFUSED
+from thinwire.rng import Key
+
+
+def test_once_gives_the_mean_or_none_where_one_refuses():
+    def replica(group):
+        context, rank, own = SendContext(group), group.rank, torch.tensor([1.0, 3.0]) * group.rank
+        estimate, arrival = once(tw.exchange.Direct(), context, tw.codecs.Identity(), own, Key(sender=rank), {})
+        refused, other = once(
+            tw.exchange.Direct(), context, tw.codecs.Identity(), own, Key(0, 0, 1, rank), {}, rank * REFUSED
+        )
+        context.close()
+        return estimate.tolist(), arrival.flags, refused, other.flags
+
+    assert tw.run_threads(2, replica) == [([0.5, 1.5], (0, 0), None, (0, REFUSED))] * 2
