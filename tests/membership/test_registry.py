@@ -1,0 +1,125 @@
+"""What a lighthouse and a hub know, without sockets: requests and responses by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from thinwire.errors import PacketError
+from thinwire.membership import registry as module
+from thinwire.membership.registry import MemberRegistry, quorum
+
+
+class Requester:
+    """A replica that asks, and whose waits end as told: at once, or when what it waits for is there."""
+
+    def __init__(self, name: str, incarnation: str = "", patient: bool = True) -> None:
+        self.name, self.incarnation, self.address, self.patient = (
+            name,
+            incarnation or f"{name}-1",
+            f"at {name}",
+            patient,
+        )
+
+    async def came(self, future: asyncio.Future[Any], seconds: float) -> bool:
+        if self.patient:
+            await asyncio.wait([future])
+        return future.done()
+
+
+def ask(registry: MemberRegistry, requester: Requester, do: str, **fields: Any) -> dict[str, Any]:
+    return asyncio.run(registry.answer(requester, {"do": do, **fields}))
+
+
+def test_who_is_called_together():
+    calling = {"a": 0.0, "b": 9.0, "c": 9.5}
+    assert quorum(calling, "abc", set(), 9.5, 10.0) == {"a", "b", "c"}
+    assert quorum(calling, "abcd", set(), 9.9, 10.0) == set()  # d is heard and does not call: the first waits for it
+    assert quorum(calling, "abcd", set(), 10.0, 10.0) == {"a", "b", "c"}
+    assert quorum(calling, "abcd", {"a", "c"}, 9.5, 10.0) == {"a", "b", "c"}
+    assert quorum(calling, "abcdef", set(), 99.0, 10.0) == set()  # half is not more than half
+    assert quorum(calling, "ab", {"c"}, 9.5, 10.0) == {"a", "b"}
+
+
+def test_what_is_written_is_looked_up_settled_once_and_forgotten(monkeypatch):
+    registry, a = MemberRegistry(), Requester("a", patient=False)
+    assert ask(registry, a, "put", key="k", value="1") == {} and ask(registry, a, "settle", key="k", value="2") == {
+        "value": "1"
+    }
+    assert ask(registry, a, "settle", key="l", value="3") == {"value": "3"}
+    assert ask(registry, a, "look", keys=["l", "k"], seconds=0.0) == {"values": ["3", "1"]}
+    assert ask(registry, a, "look", keys=["k", "m"], seconds=1.0) == {"values": None} and not registry._waits
+    assert ask(registry, a, "put", key="k", value="123") == {} and registry._nbytes == len("k123" + "l3")
+    ask(registry, a, "forget", keys=["k", "m", 7])
+    assert ask(registry, a, "look", keys=["k"], seconds=0) == {"values": None} and registry._nbytes == len("l3")
+    assert "error" in ask(registry, a, "look", keys=["l", 7], seconds=0) and "error" in ask(registry, a, "dance")
+    monkeypatch.setattr(module, "_MOST_WRITTEN", 9)
+    assert ask(registry, a, "put", key="m", value="123456") == {}  # 9 bytes: all that is allowed
+    assert "too large" in ask(registry, a, "put", key="n", value="")["error"]
+    assert ask(registry, a, "put", key="m", value="654321") == {}  # in place of as much
+    monkeypatch.setattr(module, "_MOST_KEY", 1)
+    monkeypatch.setattr(module, "_MOST_VALUE", 1)
+    assert ask(registry, a, "put", key="l", value="4") == {}
+    for key, value in (("ll", ""), ("m", "12")):
+        assert "too large" in ask(registry, a, "put", key=key, value=value)["error"]
+
+
+def test_a_look_ends_when_all_is_written():
+    async def play() -> list[dict[str, Any]]:
+        registry = MemberRegistry()
+        looks = [
+            asyncio.ensure_future(registry.answer(Requester("a"), {"do": "look", "keys": list(keys), "seconds": 9}))
+            for keys in ("k", "kl")
+        ]
+        await asyncio.sleep(0)
+        await registry.answer(Requester("b"), {"do": "put", "key": "k", "value": "1"})
+        first, *rest = await asyncio.wait_for(looks[0], 600.0), looks[1].done()
+        assert rest == [False]
+        await registry.answer(Requester("b"), {"do": "put", "key": "l", "value": "2"})
+        return [first, await asyncio.wait_for(looks[1], 600.0)]
+
+    assert asyncio.run(play()) == [{"values": ["1"]}, {"values": ["1", "2"]}]
+
+
+def test_who_is_there_is_said_once_and_who_calls_is_answered(monkeypatch):
+    lines, lost, now = list[str](), list[str](), [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(module, "MOST_MEMBERS", 3)
+    registry = MemberRegistry(5.0, lines.append, lost.append)
+    a, b = Requester("a"), Requester("b")
+
+    async def play() -> None:
+        for one in (a, b, a):
+            assert await registry.answer(one, {"do": "beat"}) == {"heartbeat_timeout": 5.0}
+        calls = [
+            asyncio.ensure_future(registry.answer(one, {"do": "call", "presence": f"of {one.name}", "seconds": 9}))
+            for one in (b, a)
+        ]
+        said = await asyncio.wait_for(asyncio.gather(*calls), 600.0)
+        assert said == [{"present": [["a", "a-1", "of a"], ["b", "b-1", "of b"]]}] * 2
+        hasty = Requester("c", patient=False)
+        assert await registry.answer(hasty, {"do": "call", "presence": "of c", "seconds": 0}) == {"present": None}
+        assert "all ASCII" in (await registry.answer(hasty, {"do": "call", "presence": "é", "seconds": 0}))["error"]
+        now[0] += 4.0
+        assert await registry.answer(b, {"do": "here", "who": "a-1"}) == {"here": True}
+        await registry.answer(b, {"do": "beat"})
+        now[0] += 1.0  # a and c are silent for 5 s, b for one
+        registry.tick()
+        assert await registry.answer(b, {"do": "here", "who": "a-1"}) == {"here": False}
+        assert await registry.answer(b, {"do": "here", "who": "b-1"}) == {"here": True}
+        await registry.answer(b, {"do": "leave"})
+
+    asyncio.run(play())
+    assert lines[:3] == ["joined: a at at a", "joined: b at at b", "joined: c at at c"]
+    assert sorted(lines[3:5]) == ["left: a (not heard for 5 s)", "left: c (not heard for 5 s)"]
+    assert lines[5:] == ["left: b (it said so)"] and sorted(lost[:2]) == ["a-1", "c-1"] and lost[2:] == ["b-1"]
+    for name in "abc":
+        assert not registry.full(f"{name}-2")
+        registry.hear(Requester(name, f"{name}-2"))
+    assert registry.full("d-1") and not registry.full("a-2")
+    with pytest.raises(PacketError, match="3 replicas are there already"):
+        registry.hear(Requester("d"))
+    with pytest.raises(PacketError, match="b speaks as an incarnation of a"):
+        registry.hear(Requester("b", "a-2"))
