@@ -17,7 +17,7 @@ demo: .venv/.demo        ## two replicas train one model over an emulated 5 Mbit
 	$(BIN)/thinwire train
 
 test: .venv/.dev         ## all tests that take seconds, by four workers
-	$(BIN)/python -m pytest -n 4
+	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 test-slow: .venv/.dev    ## the other tests: minutes each
 	$(BIN)/python -m pytest -m slow

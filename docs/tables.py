@@ -28,7 +28,7 @@ from thinwire.report.svg import drawing
 ROOT = Path(__file__).parents[1]
 PAGES = (
     *("README.md", "benchmarks/README.md", "docs/formats.md", "docs/family.md", "docs/measured.md"),
-    *("docs/strategies.md", "docs/pieces.md", "docs/robust.md", "docs/follow.md", "docs/zoo.md"),
+    *("docs/strategies.md", "docs/pieces.md", "docs/robust.md", "docs/follow.md", "docs/zoo.md", "docs/experts.md"),
     *(page.relative_to(ROOT).as_posix() for page in sorted(ROOT.glob("docs/methods/*.md"))),
 )
 HEADLINE = ("Thinwire streaming_diloco", "torchft DiLoCo, streaming (fp32)", "torch DDP (fp32)")
@@ -75,6 +75,7 @@ def _lines(heads: list[str], rows: list[list[str]]) -> list[str]:
     left = (
         "method",
         "workload",
+        "texts",
         "other losses",
         "attack",
         "model",
@@ -196,6 +197,21 @@ def zoo(result: Result) -> tuple[list[str], list[list[str]]]:
         cost = [f"{row['bits_per_parameter_per_step']:.3g}", f"{row['wall_seconds']:.1f}", str(row["seeds"])]
         rows.append([shown, f"`{row['strategy']}`", f"{name} {loss:.4f}{spread}", rest, *cost])
     return ["workload", "method", "first loss", "other losses", "bits per parameter and step", "seconds", "seeds"], rows
+
+
+def experts(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Rows of benchmarks/experts.py: the loss on each domain, and their mean."""
+    rows, last = [], None
+    for row in result["rows"]:
+        losses = [f"{loss:.4f}" for loss in row["losses"].values()]
+        losses = [
+            shown + ("" if spread is None else f" ± {spread:.4f}")
+            for shown, spread in zip(losses, row["spread"].values())
+        ]
+        mean = sum(row["losses"].values()) / len(row["losses"])
+        shown, last = "" if row["texts"] == last else row["texts"], row["texts"]
+        rows.append([shown, row["model"], *losses, f"{mean:.4f}", str(row["seeds"])])
+    return ["texts", "model", *result["rows"][0]["losses"], "mean", "seeds"], rows
 
 
 def attach(result: Result) -> tuple[list[str], list[list[str]]]:
@@ -477,6 +493,7 @@ TABLES: dict[str, Callable[[Result], tuple[list[str], list[list[str]]]]] = {
     "robust": robust,
     "follow": follow,
     "zoo": zoo,
+    "experts": experts,
     "unequal": unequal,
 }
 PICTURES: dict[str, Callable[[Result], str]] = {"family": family_picture}

@@ -18,7 +18,7 @@ from thinwire.lm.run import Run
     [
         (
             ["tarin"],
-            "'tarin' is no verb; there are train, resume, new, compare, report, top, checkpoints, sample, follow, export, simulate, probe,",
+            "'tarin' is no verb; there are train, resume, new, compare, report, top, checkpoints, sample, follow, export, evaluate, branch,",
         ),
         (["report"], "no run folder was given"),
         (["report", "nothing"], "nothing does not exist"),

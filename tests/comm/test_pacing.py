@@ -12,6 +12,7 @@ from group_laws import run_processes
 
 from thinwire.comm import TorchGroup
 from thinwire.comm.pacing import SHARE, connections, pace
+from thinwire.comm.sockets import SocketFile, opened
 from thinwire.errors import ConfigurationError
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pacing is Linux's")
@@ -24,11 +25,15 @@ def pair() -> tuple[socket.socket, socket.socket]:
         return one, server.accept()[0]
 
 
-def paced_to(files: set[int]) -> list[int]:
+def file_of(one: socket.socket) -> SocketFile:
+    return SocketFile(one.fileno(), os.fstat(one.fileno()).st_ino)
+
+
+def paced_to(files: set[SocketFile]) -> list[int]:
     """The rates of those that are connections still: torch's store has some for a moment, while a group is made."""
     rates = []
     for file in sorted(files):
-        with suppress(OSError), socket.socket(fileno=os.dup(file)) as one:
+        with suppress(OSError), opened(file) as one:
             rates.append(one.getsockopt(socket.SOL_SOCKET, PACING))
     return rates
 
@@ -41,19 +46,21 @@ def test_only_connections_are_found(tmp_path):
         assert alone.fileno() > 0 and connections() == before
         one, other = pair()
         with one, other:
-            assert connections() - before == {one.fileno(), other.fileno()}
+            assert connections() - before == {file_of(one), file_of(other)}
     assert connections() == before
 
 
 def test_connections_share_the_rate_and_what_is_gone_is_passed_over():
     one, other = pair()
-    with one, other, socket.socket() as gone:
-        closed = gone.fileno()
-        gone.close()
-        assert pace({one.fileno(), other.fileno()}, 8e6) == 2
+    gone = socket.socket()
+    closed = file_of(gone)
+    gone.close()
+    with one, other, socket.socket() as later:
+        assert later.fileno() == closed.number, "the system gives the number again"
+        assert pace({file_of(one), file_of(other)}, 8e6) == 2
         assert {each.getsockopt(socket.SOL_SOCKET, PACING) for each in (one, other)} == {int(SHARE * 8e6 / 8 / 2)}
         assert pace({closed}, 8e6) == 0 == pace(set(), 8e6)
-        assert pace({one.fileno()}, 0.1) == 1  # slower than a byte a second
+        assert pace({file_of(one)}, 0.1) == 1  # slower than a byte a second
         assert one.getsockopt(socket.SOL_SOCKET, PACING) == 1
 
 

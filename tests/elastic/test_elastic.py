@@ -268,7 +268,10 @@ def test_frozen_at_any_phase_until_the_end_it_takes_over_what_the_others_ended_w
     joined = any(name == "d" and event == "round" for name, event, _ in book.events)
     assert all(isinstance(results[name], Toy) for name in ("abcd" if joined else "abc")), results
     kept = [(name, fields["late"]) for name, event, fields in book.events if event == "keeps"]
-    assert kept == ([("a", ["d"])] if frozen and joined else [])
+    missed = any(event == "round" and "d" not in fields["members"] for _, event, fields in book.events)
+    assert kept == (
+        [("a", ["d"])] if frozen and joined and (missed or kept) else []
+    )  # else it froze in the vote on the end
     assert cluster.time.now < 220  # 150, and what it had to do before or after that
 
 

@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from stage import FORKS, stand_as_hub
+from tcp_proxy import Proxy
 
 from thinwire.comm import gather
 from thinwire.comm.secure import Hub
 from thinwire.comm.secure.enrol import Enrolment
 from thinwire.comm.secure.state import HubState
-from thinwire.errors import DisagreementError, LinkError, ThinwireError
+from thinwire.comm.secure.token import Token
+from thinwire.errors import DisagreementError, EndedError, LinkError, PeerError, ThinwireError
 from thinwire.membership import Membership, Timeouts
 from thinwire.membership.hub import HubRendezvous
 from thinwire.membership.registry import MemberRegistry
@@ -31,8 +34,8 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
         yield made
 
 
-def member(hub: Hub, name: str, tmp_path: Path, **more: Any) -> Membership:
-    enrolment = Enrolment(hub.invite(), name, tmp_path / "keys")
+def member(hub: Hub | Token, name: str, tmp_path: Path, **more: Any) -> Membership:
+    enrolment = Enrolment(hub.invite() if isinstance(hub, Hub) else hub, name, tmp_path / "keys")
     return Membership(HubRendezvous(enrolment), name, timeouts=PATIENT, **more)
 
 
@@ -84,14 +87,17 @@ def test_views_votes_and_a_member_that_goes(hub: Hub, tmp_path: Path) -> None:
 
 def test_one_that_is_revoked_is_out_and_says_why(hub: Hub, tmp_path: Path) -> None:
     """The others go on without it."""
-    revoked = threading.Barrier(2)
+    there = threading.Event()
 
     def body(name: str) -> list[str]:
         with closing(member(hub, name, tmp_path, least=1)) as membership:
             view = membership.next_view({"round": 0})
             while len(view.members) < 2:
                 view = membership.next_view({"round": 0})
-            if revoked.wait() == 0:
+            if name == "oslo":
+                there.set()
+            else:
+                assert there.wait(600.0)
                 state = HubState(tmp_path / "hub")  # as the command does, in another process
                 state.revoke("oslo")
                 state.close()
@@ -112,3 +118,85 @@ def test_a_hub_of_fixed_groups_says_how_to_start_another(tmp_path: Path) -> None
         pytest.raises(DisagreementError, match="start it with --elastic"),
     ):
         membership.next_view({})
+
+
+class KilledHub:
+    """A hub in a process of its own, which a test can kill; in the same folder, at the same ports."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.begin()
+
+    def begin(self) -> None:
+        hear, tell = FORKS.Pipe(duplex=False)
+        with hear, tell:
+            self.process = FORKS.Process(target=stand_as_hub, args=(tell, self.folder, 600.0), daemon=True)
+            self.process.start()
+            self.token = Token.read(hear.recv()[0])
+
+    def end(self) -> None:
+        """As a power cut would."""
+        self.process.kill()
+        self.process.join()
+        self.process.close()
+
+    def again(self) -> None:
+        self.end()
+        self.begin()
+
+
+def test_a_hub_that_is_killed_knows_who_is_in_the_run_and_that_it_ended(tmp_path: Path) -> None:
+    """Who is back first waits for those who are not yet, and is not the whole run; who comes after the end hears of it."""
+    names, hub = ["bergen", "lima", "oslo"], KilledHub(tmp_path / "hub")
+    all_there, begun_again = threading.Barrier(3), threading.Event()
+    try:
+        with Proxy(hub.token) as proxy:
+
+            def body(name: str) -> list[str]:
+                token = hub.token if name == "oslo" else proxy.token
+                with closing(member(token, name, tmp_path, least=1)) as membership:
+                    while len(membership.next_view({"round": 0}).members) < 3:
+                        pass
+                    all_there.wait(600.0)
+                    if name == "oslo":
+                        alone(membership)
+                    begun_again.wait(600.0)
+                    members = [one.name for one in membership.next_view({"round": 1}).members]
+                    membership.note_end("the run")
+                    return members
+
+            def alone(membership: Membership) -> None:
+                """At the hub that has begun again. Raises `LinkError` if it is in a view."""
+                try:
+                    hub.end()
+                    proxy.cut()  # before it begins again, after it could see that
+                    hub.begin()
+                    reason = ""
+                    while "no other replica called" not in reason:  # else the hub was not reached yet
+                        try:
+                            raise PeerError(str(membership.next_view({"round": 1}, seconds=1.0)))
+                        except LinkError as error:
+                            reason = str(error)
+                finally:
+                    proxy.mend()
+                    begun_again.set()
+
+            assert together(names, body) == dict.fromkeys(names, names)
+        emptied(tmp_path / "hub")
+        hub.again()
+        with closing(member(hub.token, "late", tmp_path, least=1, run="the run")) as late, pytest.raises(EndedError):
+            late.next_view({"round": 0})
+    finally:
+        hub.end()
+
+
+def emptied(folder: Path) -> None:
+    """Wait until the hub has written down that nobody is there."""
+    state = HubState(folder)
+    for _ in range(12_000):
+        if (state.meta("present") or "").startswith("[{}"):
+            break
+        threading.Event().wait(0.05)
+    else:
+        pytest.fail("the hub has not seen for ten minutes that all have left")
+    state.close()

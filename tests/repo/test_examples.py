@@ -49,6 +49,13 @@ def test_fsdp_inside_a_replica():
     assert len(sums) == 4 and len(set(sums)) == 1
 
 
+@pytest.mark.slow
+def test_tensor_parallel_inside_a_replica():
+    out = run("13_tensor_parallel_inside_a_replica.py", "--steps", "12")
+    sums = re.findall(r"([\d,]+) of ([\d,]+) parameters, loss .*, sum of \|weights\| ([\d.]+)", out)
+    assert len(sums) == 4 and len(set(sums)) == 1 and sums[0][0] < sums[0][1]
+
+
 def test_thin_link():
     out = run("05_thin_link.py", "--steps", "21", "--link", "1mbit", "--delays", "0", "5")
     waited = {int(d): float(w) for d, w in re.findall(r"(\d+)\s*│\s*[\d.]+\s*│\s*([\d.]+)", out)}
@@ -87,6 +94,17 @@ def test_robust_regression(tmp_path):
         map(float, ends) for ends in re.findall(r"square ([\d.]+), with the worst shift ([\d.]+)", again)
     ]
     assert robust < 0.9 * plain and clean < robust
+
+
+@pytest.mark.slow
+def test_experts(tmp_path):
+    """Each text is found to be of its own domain, and the mixture is near to the expert for it."""
+    out = run("13_experts.py", "--out", str(tmp_path), "--steps", "40")
+    rows = re.findall(
+        r"/(easy|medium|hard)\.txt +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+) .*?(\w+) [\d.]+ %$", out, re.MULTILINE
+    )
+    assert [name for name, *_ in rows] == [expert for *_, expert in rows] == ["easy", "medium", "hard"]
+    assert all(float(mixed) < min(map(float, alone)) + 0.0173 for _, mixed, *alone, _ in rows)
 
 
 def test_own_loop_over_a_hub():

@@ -41,12 +41,15 @@ OPTIONS = {
     "sample": "run prompt tokens temperature seed json",
     "follow": "run out once every name keys json",
     "export": "run to out json",
+    "evaluate": "run text prior batch sequence eval_batches column json",
+    "branch": "run_settings run domain out flops trained json",
     "probe": "run what out model job sequence link replicas seconds trips name timeout json",
     "plan": "links machines replicas run model job sequence text tokenizer tokens batch_tokens memory utilization deadline loss methods ranks "
     "degrees levels top out frontier rates json",
     "plan fit": "file variables reference draws level json",
     "plan pack": "file ranks capacity model out json",
     "plan topology": "topologies replicas strategy model explain json",
+    "plan tp": "model ranks explain link machine batch sequence json",
     "simulate utilization": "parameters layers step_seconds method every delay fragment_layers bits_per_parameter grid plot json",
     "simulate run": "run_settings step_seconds slower step_variation links link_variation sharing loss jitter stragglers outages failures "
     "encode_seconds decode_seconds out run json",

@@ -212,12 +212,12 @@ def test_a_member_that_floods(tmp_path):
 
 def test_one_that_is_revoked_is_out(hub, audit, tmp_path):
     """At once, while it waits; the other is told, and neither its certificate nor its key helps it any more."""
-    joined = threading.Barrier(2)
+    joined = {"bergen": threading.Event(), "oslo": threading.Event()}
     told: dict[str, str] = {}
 
     def replica(name: str, other: int) -> None:
         with join(str(hub.invite()), name, 2, tmp_path, "", TIMEOUT) as group:
-            joined.wait()
+            joined[name].set()
             try:
                 group.post(0, {}, {other: torch.zeros(9, dtype=torch.uint8)}).wait()
             except LinkError as error:
@@ -226,7 +226,7 @@ def test_one_that_is_revoked_is_out(hub, audit, tmp_path):
     threads = [threading.Thread(target=replica, args=args) for args in (("bergen", 1), ("oslo", 0))]
     for thread in threads:
         thread.start()
-    audit.wait("formed")
+    assert all(event.wait(600.0) for event in joined.values())  # the hub's line comes before a member's join is through
     state = HubState(tmp_path / "hub")  # as the command does, in another process
     state.revoke("oslo")
     state.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ def test_members_train_on_while_the_authority_is_replaced(hub, audit, tmp_path, 
     """Neither half of it ends a connection for good; afterwards the old authority and its tokens open nothing."""
     keys, folder, token = tmp_path / "keys", tmp_path / "hub", hub.invite(3)
     admit(str(token), "away", keys)
-    begun, renewed, ended = threading.Event(), threading.Event(), threading.Event()
+    begun, ended, over = threading.Event(), threading.Event(), threading.Event()
 
     def replica(group) -> None:
         what = 0
@@ -41,20 +42,22 @@ def test_members_train_on_while_the_authority_is_replaced(hub, audit, tmp_path, 
         rounds_until(ended)
         Exchange(group, 2, what, 100_000).check()
 
+    def until(true: Callable[[], bool]) -> None:
+        while not true():
+            assert not over.wait(0.05), audit.said
+
     def operate() -> None:
         audit.wait("formed")
         ended_already, behind = rotate(folder)
         assert not ended_already and sorted(behind) == ["away", "replica-0", "replica-1"]
         audit.wait("rotated")
         begun.set()
-        while rotate(folder)[1] != ["away"]:  # the others take theirs as they connect again
-            renewed.wait(0.05)
+        until(lambda: rotate(folder)[1] == ["away"])  # the others take theirs as they connect again
         assert main(["hub", "rotate", "--out", str(folder)]) == 0
         assert main(["hub", "rotate", "--now", "--out", str(folder)]) == 0
         audit.wait("rotated", nth=2)  # the hub has seen that the old one ended, and lets all connect anew
         seen = [number for number, line in enumerate(audit.said) if "rotated" in line][1]
-        while sum(line.startswith("connected ") for line in list(audit.said)[seen:]) < 2:
-            renewed.wait(0.05)
+        until(lambda: sum(line.startswith("connected ") for line in list(audit.said)[seen:]) >= 2)
         ended.set()
 
     def operated() -> None:
@@ -67,8 +70,11 @@ def test_members_train_on_while_the_authority_is_replaced(hub, audit, tmp_path, 
     done: list[bool] = []
     operator = threading.Thread(target=operated)
     operator.start()
-    run_secure(token, 2, replica, keys)
-    operator.join()
+    try:
+        run_secure(token, 2, replica, keys)
+    finally:
+        over.set()
+        operator.join()
     assert done
     said = " ".join(capsys.readouterr().out.split())
     assert "away have no certificate of it yet" in said and "away need a new token" in said

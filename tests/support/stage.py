@@ -36,12 +36,12 @@ def stand(told: Connection, port: int) -> None:
     signal.pause()
 
 
-def stand_as_hub(told: Connection, folder: Path) -> None:
+def stand_as_hub(told: Connection, folder: Path, heartbeat_timeout: float = QUICK.heartbeat_timeout) -> None:
     """A hub, until it is killed."""
     from thinwire.comm.secure import Hub
     from thinwire.membership.registry import Book
 
-    hub = Hub(folder, book=Book(QUICK.heartbeat_timeout))
+    hub = Hub(folder, book=Book(heartbeat_timeout))
     told.send((str(hub.invite(100)), hub.port))
     signal.pause()
 

@@ -7,7 +7,6 @@ exchanges and answers with the bytes that its packets should have.
 from __future__ import annotations
 
 import json
-import os
 import socket
 import struct
 import sys
@@ -19,6 +18,7 @@ import torch
 from thinwire.codecs import Identity
 from thinwire.comm import CountedGroup, Ledger, TorchGroup, gather, start_torch
 from thinwire.comm.pacing import connections
+from thinwire.comm.sockets import SocketFile, opened
 from thinwire.exchange import Direct, SendContext, once
 from thinwire.rng import Key
 
@@ -32,17 +32,17 @@ INFO = (
 )  # fmt: skip
 
 
-def counted(files: set[int]) -> dict[str, int]:
+def counted(files: set[SocketFile]) -> dict[str, int]:
     """What the kernel counts of these connections: bytes without any header, segments with those that only acknowledge."""
     total: Counter[str] = Counter()
     for file in files:
-        with socket.socket(fileno=os.dup(file)) as one:
+        with opened(file) as one:
             info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         total.update({name: struct.unpack_from(form, info, offset)[0] for name, offset, form in INFO})
     return dict(total)
 
 
-def settled(files: set[int]) -> dict[str, int]:
+def settled(files: set[SocketFile]) -> dict[str, int]:
     """The same, when the peers have acknowledged all that was sent."""
     while (now := counted(files))["unacked"] or now["notsent"]:
         time.sleep(0.01)

@@ -130,6 +130,7 @@ def test_where_all_count_alike_weights_are_equal_to_the_bit():
         (RandomRegular(3), 5, "not 3 x 5"),
         (RandomRegular(8), 8, "a degree from 2 to 7"),
         (Mesh(3), 8, "a number of rows by which 8 divides is needed"),
+        (Torus(), 5, "a prime number, has one row alone"),
         (ErdosRenyi(0.01), 8, "parts"),
     ],
     ids=str,

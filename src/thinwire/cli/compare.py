@@ -78,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
                 folder = out / f"{_folder_of(strategy)}-seed-{seed}"
                 try:
                     with suppress(KeyboardInterrupt):  # the second signal; what there is by then is shown
-                        _complete(run.changed(seed=seed), folder, console, stop)
+                        train.train_to_the_end(run.changed(seed=seed), folder, console, stop)
                     folders[strategy].append(folder)
                 except (ThinwireError, OSError) as error:
                     failed.setdefault(strategy, str(error))
@@ -126,23 +126,6 @@ def _record(folder: Path) -> RunRecord | None:
         return RunRecord.load(folder)
     except DataError:
         return None
-
-
-def _complete(run: Run, folder: Path, console: Console, stop: launch.Stop) -> None:
-    """Train, unless `folder` holds this very run complete or `stop` is set; one that was broken off goes on from its checkpoint."""
-    begun = (folder / "events").exists()
-    if begun and Run.load(folder / "run.toml").absolute() != run:
-        raise ConfigurationError(
-            f"{folder} holds a run with other settings; choose another --out, or the same settings."
-        )
-    if train.complete(run, folder):
-        console.print(f"{folder}: complete", soft_wrap=True, highlight=False)
-        return
-    if stop.is_set():
-        return
-    console.print(f"{folder}", soft_wrap=True, highlight=False)
-    launch.new_folder(run, folder, resume=begun)
-    train.train(run, folder, any(folder.glob("checkpoints/*/step-*")), console, stop)
 
 
 def _row(strategy: str, records: list[RunRecord]) -> dict[str, Any]:

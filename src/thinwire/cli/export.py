@@ -13,10 +13,11 @@ import tyro
 from thinwire.cli import options
 from thinwire.errors import ConfigurationError
 from thinwire.lm.apertus import save_as_apertus
+from thinwire.lm.ensemble import Ensemble
 from thinwire.lm.export import draft_folder, store
 from thinwire.lm.model import Transformer
 from thinwire.lm.tokenizer import keep_tokenizer
-from thinwire.lm.trained import trained_model
+from thinwire.lm.trained import TrainedModel, trained_model
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Options:
     """What `thinwire export` takes."""
 
     run: tyro.conf.Positional[Path]
-    """The run folder. Of a run that goes on, the newest checkpoint is taken."""
+    """The run folder. Of a run that goes on, the newest checkpoint is taken; of an ensemble, the mean of its experts' weights."""
     to: Literal["hf", "safetensors"] = "hf"
     """hf: a folder for transformers' from_pretrained, model and tokenizer; a bundled model is an Apertus there. safetensors: under the
     names that the model has here, for --model."""
@@ -36,7 +37,8 @@ class Options:
 
 def main(arguments: Sequence[str]) -> int:
     asked = options.read(Options, "export", arguments, "Write a run's model for use elsewhere.")
-    trained, out = trained_model(asked.run), asked.out or asked.run / f"exported-{asked.to}"
+    trained = _mean(asked.run) if Ensemble.is_one(asked.run) else trained_model(asked.run)
+    out = asked.out or asked.run / f"exported-{asked.to}"
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigurationError(f"{out} is there already; choose another --out, or remove it.")
     out.mkdir(parents=True, exist_ok=True)
@@ -60,3 +62,16 @@ def main(arguments: Sequence[str]) -> int:
         files = sorted(path.name for path in out.iterdir())
         print(json.dumps({"out": str(out), "files": files, "step": trained.step}))
     return 0
+
+
+def _mean(folder: Path) -> TrainedModel:
+    """What an ensemble can be written as: one model, whose weights are the mean of all experts'."""
+    found = Ensemble.read(folder)
+    mean = found.mean()
+    if mean is None:
+        raise ConfigurationError(
+            f"{folder} has experts of unlike shapes, {', '.join(f'{one.domain} {one.parameters:,}' for one in found.experts)} parameters: "
+            "only equal ones have a mean. Use it as it is, with thinwire sample and evaluate, or export one expert's folder."
+        )
+    options.advise(f"{folder}: the mean of the weights of {len(found.experts)} experts")
+    return mean

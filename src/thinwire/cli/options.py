@@ -39,7 +39,7 @@ _GROUPS = {
 
 def read(kind: type[T], verb: str, arguments: Sequence[str], description: str) -> T:
     """The options of `verb`. Where it takes a `Run`, its settings are options too, in groups; a run file (the first
-    argument), or the one in `--out` when resuming, gives the defaults.
+    argument), or the one in `--out` when resuming, gives the defaults; or `kind.base(arguments)` does.
 
     Of its own options, `kind.MOST_USED` names those that stand in the first group.
     """
@@ -49,7 +49,7 @@ def read(kind: type[T], verb: str, arguments: Sequence[str], description: str) -
         return asked
     from thinwire.lm.run import PART_OF, Run
 
-    default: Any = kind(run_settings=_base(arguments))  # type: ignore[call-arg]
+    default: Any = kind(run_settings=getattr(kind, "base", _base)(arguments))  # type: ignore[call-arg]
     given = _grouped(kind, default, prog, arguments, description)
     file = given["run"]
     if file is not None and str(file) != arguments[0]:

@@ -1,4 +1,4 @@
-"""`thinwire sample`: what a run's model writes."""
+"""`thinwire sample`: what a run's model writes, or an ensemble."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import tyro
 
 from thinwire.cli import options
+from thinwire.lm.ensemble import Ensemble
 from thinwire.lm.model import generate
 from thinwire.lm.trained import trained_model
 
@@ -20,7 +22,7 @@ class Options:
     """What `thinwire sample` takes."""
 
     run: tyro.conf.Positional[Path]
-    """The run folder. Of a run that goes on, the newest checkpoint is taken."""
+    """The run folder, or an ensemble's. Of a run that goes on, the newest checkpoint is taken."""
     prompt: tyro.conf.Positional[str] = ""
     """The text to go on from. Without: the beginning of a text."""
     tokens: int = 200
@@ -34,19 +36,28 @@ class Options:
 
 
 def main(arguments: Sequence[str]) -> int:
-    asked = options.read(Options, "sample", arguments, "Let a run's model go on from a text.")
-    trained = trained_model(asked.run)
-    if trained.step is not None:
-        options.advise(f"the run has not ended: this is the model of step {trained.step}")
-    tokenizer, model = trained.tokenizer, trained.model
+    asked = options.read(Options, "sample", arguments, "Let a run's model, or an ensemble, go on from a text.")
+    ensemble = Ensemble.read(asked.run) if Ensemble.is_one(asked.run) else None
+    language_model: Any
+    if ensemble:
+        tokenizer, language_model, step = ensemble.tokenizer, ensemble.mixture(), None
+    else:
+        trained = trained_model(asked.run)
+        tokenizer, language_model, step = trained.tokenizer, trained.model, trained.step
+    if step is not None:
+        options.advise(f"the run has not ended: this is the model of step {step}")
     prompt = [int(token) for token in tokenizer.encode(asked.prompt)]
-    language_model: Any = model
     written = generate(language_model, prompt or [tokenizer.end], asked.tokens, asked.temperature, asked.seed)
     if tokenizer.end in written:
         written = written[: written.index(tokenizer.end)]
     text = tokenizer.decode([*prompt, *written])  # together: a token may end within a letter
     if asked.json:
-        print(json.dumps({"text": text, "tokens": len(written), "step": trained.step}))
+        print(json.dumps({"text": text, "tokens": len(written), "step": step}))
     else:
         options.console(False).print(text, soft_wrap=True, highlight=False, markup=False)
+    if ensemble:
+        read = torch.tensor([(prompt or [tokenizer.end]) + written][-language_model.context :])
+        after = language_model.posterior(language_model.scores(read[:, :-1], read[:, 1:]))[:, 0, -1].exp()
+        told = ", ".join(f"{one.domain} {share:.1%}" for one, share in zip(ensemble.experts, after.tolist()))
+        options.advise(f"posterior over experts at the end: {told}")
     return 0

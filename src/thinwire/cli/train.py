@@ -232,6 +232,23 @@ def _as_rank(rank: int, world: int, run: Run, asked: Options, folder: Path, cons
         return finish(folder, console, asked.json, stop)
 
 
+def train_to_the_end(run: Run, folder: Path, console: Console, stop: launch.Stop) -> None:
+    """Train, unless `folder` holds this very run complete or `stop` is set; one that was broken off goes on from its checkpoint."""
+    begun = (folder / "events").exists()
+    if begun and Run.load(folder / "run.toml").absolute() != run:
+        raise ConfigurationError(
+            f"{folder} holds a run with other settings; choose another --out, or the same settings."
+        )
+    if complete(run, folder):
+        console.print(f"{folder}: complete", soft_wrap=True, highlight=False)
+        return
+    if stop.is_set():
+        return
+    console.print(f"{folder}", soft_wrap=True, highlight=False)
+    launch.new_folder(run, folder, resume=begun)
+    train(run, folder, any(folder.glob("checkpoints/*/step-*")), console, stop)
+
+
 @contextmanager
 def _told(asked: Options, run: Run, folder: Path, console: Console) -> Iterator[None]:
     """Within: the trackers of --log are told what is new, about once a second, by a thread beside."""

@@ -20,25 +20,20 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from thinwire.comm.sockets import opened
+from thinwire.comm.sockets import SocketFile, opened, socket_files
 
 SHARE = 0.95  # of the rate is for what is sent; the rest for the headers of TCP, IP and Ethernet, and for ACKs
 
-_FILES = Path("/proc/self/fd")
 _AFTER_IDLE = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
 _SO_MAX_PACING_RATE = 47  # Linux; Python gives it no name before 3.12
 
 
-def connections() -> set[int]:
-    """Files of this process that are connected TCP sockets; none where the system does not list them."""
-    try:
-        files = [int(path.name) for path in _FILES.iterdir()]
-    except OSError:  # not Linux
-        return set()
-    return {file for file in files if _connected(file)}
+def connections() -> set[SocketFile]:
+    """The connected TCP sockets of this process; none where the system does not list them."""
+    return {file for file in socket_files() if _connected(file)}
 
 
-def _connected(file: int) -> bool:
+def _connected(file: SocketFile) -> bool:
     try:
         with opened(file) as one:
             one.getpeername()  # raises for one that listens
@@ -47,7 +42,7 @@ def _connected(file: int) -> bool:
         return False
 
 
-def pace(files: set[int], bits_per_second: float) -> int:
+def pace(files: set[SocketFile], bits_per_second: float) -> int:
     """Let the connections `files` share `bits_per_second` evenly; how many could be told so."""
     if not sys.platform.startswith("linux"):
         return 0

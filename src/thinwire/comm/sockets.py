@@ -18,6 +18,7 @@ import struct
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 _FILES = Path("/proc/self/fd")
 _SO_ATTACH_FILTER = 26  # Linux; Python gives it no name
@@ -26,33 +27,48 @@ _DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # one instruction of a classic BPF f
 Address = tuple[str, int]
 
 
-def opened(file: int) -> socket.socket:
-    """The socket that `file` is, by a file of its own, which is to be closed. Raises `OSError`: closed meanwhile, or none."""
-    if not stat.S_ISSOCK(os.fstat(file).st_mode):
-        raise OSError(errno.ENOTSOCK, "no socket")
-    own = os.dup(file)
+class SocketFile(NamedTuple):
+    """A socket among this process's files. Its inode tells it from a later one to which the system gives the same number."""
+
+    number: int
+    inode: int
+
+
+def socket_files() -> list[SocketFile]:
+    """All sockets of this process; none where the system does not list them."""
+    found: list[SocketFile] = []
+    with suppress(OSError):  # not Linux
+        for path in list(_FILES.iterdir()):
+            with suppress(OSError):  # closed meanwhile
+                status = os.fstat(int(path.name))
+                if stat.S_ISSOCK(status.st_mode):
+                    found.append(SocketFile(int(path.name), status.st_ino))
+    return found
+
+
+def opened(file: SocketFile) -> socket.socket:
+    """The socket by a file of its own, which is to be closed. Raises `OSError`: it was closed meanwhile."""
+    own = os.dup(file.number)
     try:
+        if os.fstat(own).st_ino != file.inode:
+            raise OSError(errno.EBADF, "another file has its number")
         return socket.socket(fileno=own)
     except OSError:
         os.close(own)
         raise
 
 
-def listening() -> dict[int, Address]:
-    """Files of this process that are listening TCP sockets; none where the system does not list them."""
-    found: dict[int, Address] = {}
-    try:
-        files = [int(path.name) for path in _FILES.iterdir()]
-    except OSError:  # not Linux
-        return found
-    for file in files:
+def listening() -> dict[SocketFile, Address]:
+    """The listening TCP sockets of this process; none where the system does not list them."""
+    found: dict[SocketFile, Address] = {}
+    for file in socket_files():
         with suppress(OSError), opened(file) as one:
             if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 found[file] = one.getsockname()[:2]
     return found
 
 
-def shut(file: int) -> None:
+def shut(file: SocketFile) -> None:
     """Nobody can connect to this listening socket any more; who is connected stays. On Linux."""
     if sys.platform != "linux":
         return
@@ -61,7 +77,7 @@ def shut(file: int) -> None:
         one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(program)))
 
 
-def shut_new(before: set[int], connected: set[int], expected: int) -> None:
+def shut_new(before: set[SocketFile], connected: set[SocketFile], expected: int) -> None:
     """Shut what gloo listens at, when it has made the connections `connected`: all that were `expected`, or it waits for
     more. `before`: what listened before it began. It listens at the address from which it connects.
     """

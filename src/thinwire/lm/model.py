@@ -195,7 +195,7 @@ class Attention(nn.Module):
 
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
-        width, self.heads = architecture.width, architecture.heads
+        width, self.head_width = architecture.width, architecture.head_width
         self.rotary = architecture.positions == "rotary"
         self.context = architecture.context
         self.qkv = Linear(width, 3 * width)
@@ -216,8 +216,8 @@ class Attention(nn.Module):
         self.sin_TK.copy_(angle_TK.sin())
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        B, T, D = x_BTD.shape
-        qkv = self.qkv(x_BTD).view(B, T, 3, self.heads, D // self.heads)
+        B, T, _ = x_BTD.shape
+        qkv = self.qkv(x_BTD).view(B, T, 3, -1, self.head_width)  # of tensor-parallel ranks each has some of the heads
         qk, v_BTHK = qkv[:, :, :2], qkv[:, :, 2]
         qk = F.rms_norm(qk.float(), qk.shape[-1:], None, EPS) * self.qk_scale.float().view(2, 1, -1)
         if self.rotary:
@@ -228,7 +228,7 @@ class Attention(nn.Module):
         y_BHTK = F.scaled_dot_product_attention(
             q_BTHK.transpose(1, 2), k_BTHK.transpose(1, 2), v_BTHK.transpose(1, 2), is_causal=True
         )
-        out: Tensor = self.out(y_BHTK.transpose(1, 2).reshape(B, T, D))
+        out: Tensor = self.out(y_BHTK.transpose(1, 2).reshape(B, T, -1))
         return out
 
 

@@ -1,12 +1,13 @@
 """What a lighthouse or a hub knows of replicas that come and go: who is heard, who calls, and what they write for each other.
 
-No sockets: whoever keeps a `MemberRegistry` says who asks. It keeps nothing that a round after this one needs, so it may be lost with
-its process: replicas that hold a group keep it and call again. For one event loop.
+No sockets: whoever has a `MemberRegistry` says who asks. It holds nothing that a round after this one needs, so a lighthouse's is
+lost with its process: replicas that hold a group keep it and call again. A hub's is on its disk (`Kept`). For one event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ HEARTBEAT_TIMEOUT = 5.0
 TICK = 0.05  # seconds between two looks
 _MOST_KEY, _MOST_VALUE, _MOST_WRITTEN = 256, 1 << 16, 1 << 26  # bytes: a key, what it holds, all together
 _DAY = 86_400.0
+NOTE = "end/"  # how the keys begin that outlive the registry's process: notes that a run has ended
 
 
 def quorum(calling: Mapping[str, float], heard: Iterable[str], previous: set[str], now: float, join: float) -> set[str]:
@@ -57,6 +59,22 @@ class Requester(Protocol):
         """Whether `future` is done within `seconds`. Raises, or is cancelled, if the requester goes before."""
 
 
+class Kept(Protocol):
+    """What a registry must not forget, on a disk."""
+
+    def meta(self, name: str) -> str | None:
+        """What `keep` has written under this name; None if nothing."""
+
+    def keep(self, name: str, value: str) -> None:
+        """Write it; it is on the disk when this returns."""
+
+    def note(self, key: str) -> None:
+        """Write one of the last notes; it is on the disk when this returns."""
+
+    def notes(self) -> list[str]:
+        """The last ones that were written."""
+
+
 @dataclass
 class _Replica:
     """One incarnation of a replica that was heard. `calls`: since when it waits for the others, and what it says of itself."""
@@ -83,6 +101,24 @@ class MemberRegistry:
         self._written: dict[str, str] = {}
         self._nbytes = 0  # of what is written
         self._waits: dict[asyncio.Future[None], list[str]] = {}  # for keys
+        self._kept: Kept | None = None
+        self._present = ""  # who is there, as it was kept last
+
+    def remember(self, kept: Kept) -> None:
+        """Go on from what is kept, and keep what changes. Called before all else.
+
+        Who was there when the process before this one ended counts as heard now: until it is back, or was silent for too long,
+        nobody takes the others for the whole run.
+        """
+        self._kept = kept
+        for key in kept.notes():
+            self._put(key, "1")
+        self._present = kept.meta("present") or ""
+        if self._present:
+            there, previous = json.loads(self._present)
+            now = time.monotonic()
+            self._replicas = {incarnation: _Replica(name, now, silent=False) for incarnation, name in there.items()}
+            self._previous = set(previous)
 
     def hear(self, requester: Requester) -> _Replica:
         """`requester` is alive. Raises `PacketError`: its incarnation is another's, or there are too many."""
@@ -114,6 +150,15 @@ class MemberRegistry:
         for incarnation, replica in list(self._replicas.items()):
             if now - replica.heard >= self.heartbeat_timeout:
                 self.gone(incarnation, f"not heard for {self.heartbeat_timeout:g} s")
+        self._call_together(now)
+        if self._kept:
+            there = {incarnation: each.name for incarnation, each in self._replicas.items() if not each.silent}
+            present = json.dumps([there, sorted(self._previous)])
+            if present != self._present:
+                self._present = present
+                self._kept.keep("present", present)
+
+    def _call_together(self, now: float) -> None:
         heard = {incarnation for incarnation, replica in self._replicas.items() if not replica.silent}
         calling = {incarnation: replica.calls[0] for incarnation, replica in self._replicas.items() if replica.calls}
         chosen = quorum(calling, heard, self._previous, now, JOIN) if calling else set()
@@ -147,7 +192,10 @@ class MemberRegistry:
             case {"do": "call", "presence": str(text), "seconds": int() | float() as seconds}:
                 return await self._call(requester, text, seconds)
             case {"do": "put", "key": str(key), "value": str(value)}:
-                return self._put(key, value)
+                refused = self._put(key, value)
+                if self._kept and not refused and key.startswith(NOTE):
+                    self._kept.note(key)
+                return refused
             case {"do": "settle", "key": str(key), "value": str(value)}:
                 refused = {} if key in self._written else self._put(key, value)
                 return refused or {"value": self._written[key]}
@@ -157,7 +205,7 @@ class MemberRegistry:
                 return await self._look_up(requester, keys, seconds)
             case {"do": "forget", "keys": [*keys]}:
                 for key in keys:
-                    if type(key) is str and key in self._written:
+                    if type(key) is str and key in self._written and not key.startswith(NOTE):
                         self._nbytes -= len(key) + len(self._written.pop(key))
             case _:
                 return {"error": "this is not asked here; run the same version of Thinwire everywhere"}

@@ -32,6 +32,7 @@ from thinwire.diagnosis import Rules
 from thinwire.errors import ConfigurationError, DisagreementError, EndedError, LinkError, PacketError, PeerError
 from thinwire.membership.channel import mac
 from thinwire.membership.commit import VoteStore
+from thinwire.membership.registry import NOTE
 from thinwire.membership.timeouts import Timeouts
 from thinwire.membership.view import LeftOut, Member, Observe, Presence, Verdict, View, difference, judge
 from thinwire.packet import VERSION
@@ -223,7 +224,7 @@ class Membership:
 
     def _end_of(self, *what: str) -> str:
         said = json.dumps([sorted(self.facts.items()), what]).encode()
-        return f"end/{hashlib.blake2b(said, digest_size=16).hexdigest()}"
+        return f"{NOTE}{hashlib.blake2b(said, digest_size=16).hexdigest()}"
 
     def _past_the_end(self, verdict: Verdict, reason: str) -> str:
         """`reason` why this is no view, or another: this run has ended. Raises `EndedError` if nobody keeps its final state."""

@@ -153,6 +153,11 @@ def _lattice(topology: Topology, size: int, rows: int | None, wrapped: bool) -> 
         raise ConfigurationError(
             f"{topology} with {size} replicas: a number of rows by which {size} divides is needed, such as {_divisor(size)}."
         )
+    if rows is None and count == 1 and size > 3:
+        raise ConfigurationError(
+            f"{topology} with {size} replicas, a prime number, has one row alone: take Ring(), or {type(topology).__name__}(1) "
+            "if one row is meant, or another number of replicas."
+        )
     columns = size // count
     pairs = []
     for i in range(size):

@@ -104,13 +104,17 @@ def test_a_hub_that_is_killed_and_started_again(tmp_path, kills):
 
     def replica(group):
         Exchange(group, 1, 0, 1000).check()
-        for what in range(rounds):
-            if what % 4 == 1:
-                exchange = Exchange(group, 2, what, NBYTES)
-                ready.wait()  # the hub is killed now
-                exchange.check()
-            else:
-                Exchange(group, 2, what, NBYTES // 10).check()
+        try:
+            for what in range(rounds):
+                if what % 4 == 1:
+                    exchange = Exchange(group, 2, what, NBYTES)
+                    ready.wait()  # the hub is killed now
+                    exchange.check()
+                else:
+                    Exchange(group, 2, what, NBYTES // 10).check()
+        except BaseException:
+            ready.abort()  # nobody waits for one that has failed
+            raise
         return trained(group)
 
     def kill() -> None:
@@ -142,17 +146,19 @@ def test_a_replica_that_says_nothing_ends_the_group_by_its_timeout(tmp_path):
         if group.rank:
             over.wait()
             return ""
-        group.timeout = 0.5
-        early = group.post(1, {}, {1: torch.zeros(9, dtype=torch.uint8)})
-        late = group.post(2, {1: torch.zeros(9, dtype=torch.uint8)}, {})
-        with pytest.raises(
-            LinkError, match=r"from replica 1 \(tag 1\) did not arrive within 0\.5 s; this replica is connected"
-        ):
-            early.wait()
-        group.timeout = TIMEOUT
-        with pytest.raises(LinkError, match="did not arrive within"):
-            late.wait()
-        over.set()
+        try:
+            group.timeout = 0.5
+            early = group.post(1, {}, {1: torch.zeros(9, dtype=torch.uint8)})
+            late = group.post(2, {1: torch.zeros(9, dtype=torch.uint8)}, {})
+            with pytest.raises(
+                LinkError, match=r"from replica 1 \(tag 1\) did not arrive within 0\.5 s; this replica is connected"
+            ):
+                early.wait()
+            group.timeout = TIMEOUT
+            with pytest.raises(LinkError, match="did not arrive within"):
+                late.wait()
+        finally:
+            over.set()
 
     over = threading.Event()
     with Hub(tmp_path / "hub") as hub:

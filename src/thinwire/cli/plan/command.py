@@ -1,4 +1,4 @@
-"""`thinwire plan`: measured links and machines in, a ranked list of settings with reasons out. `plan fit`, `plan pack` and `plan topology` beside."""
+"""`thinwire plan`: measured links and machines in, a ranked list of settings with reasons out. `plan fit`, `pack`, `topology` and `tp` beside."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from thinwire.report.charts import Chart
 BESIDE = {
     "fit": "a ladder of your own runs -> exponents, joint laws, training density",
     "pack": "sequences of mixed lengths -> balanced micro-steps",
+    "tp": "a model -> how the ranks of a site would split it, with the rule of each parameter",
     "topology": "graphs for gossip -> neighbours, spectrum, bytes on a link",
 }
 

@@ -101,6 +101,7 @@ class Hub:
         self._tasks: list[asyncio.Task[None]] = []
         if registry:
             registry.lost = self._lost
+            registry.remember(self._state)
         self._thread = LoopThread.shared()
         try:
             self.host = host or self._state.meta("listen") or "127.0.0.1"
@@ -159,6 +160,10 @@ class Hub:
         return bound[0], bound[1]
 
     async def _stop(self) -> None:
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:  # first: the registry must not keep that all are gone because this hub ends
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for connection in self._connections.values():
             connection.end.set()
         for proxy in self._proxies:
@@ -166,9 +171,6 @@ class Hub:
         servers, self._servers = self._servers, []  # gRPC's own thread ends with the last of them
         for server in servers:
             await server.stop(0)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _credentials(self) -> Credentials:
         """Of this hub, renewed now and then."""

@@ -18,6 +18,7 @@ from thinwire.comm.secure.calls import Outdated, explained, read, written
 from thinwire.comm.secure.channels import ANSWER_NBYTES, MEET, dialled
 from thinwire.comm.secure.enrol import ANSWER_SECONDS, Enrolment
 from thinwire.comm.secure.loop import LoopThread
+from thinwire.comm.secure.state import HubState
 from thinwire.errors import LinkError, PacketError
 
 TICK = 0.05  # seconds between two calls of `tick`
@@ -39,6 +40,9 @@ class RequestHandler(Protocol):
     """Answers the requests."""
 
     lost: Any  # called with the incarnation of a member whose heartbeats have stopped
+
+    def remember(self, kept: HubState) -> None:
+        """Go on from what is kept in the hub's state, and keep what changes there."""
 
     def tick(self) -> None:
         """Call this every `TICK` seconds."""

@@ -1,4 +1,4 @@
-"""What a hub must not forget: its members and their keys, invitations, and who is in which group.
+"""What a hub must not forget: its members and their keys, invitations, who is in which group, and which elastic runs have ended.
 
 One SQLite file, for its owner alone; every change is one transaction that is on the disk before anybody is told. The
 commands `thinwire hub list | invite | revoke` change it while the hub runs.
@@ -21,6 +21,7 @@ from thinwire.errors import ConfigurationError, LinkError
 
 FILE = "hub.sqlite"
 MEMBERS = 10_000  # that a hub keeps
+NOTES = 10_000  # of ends of runs, of which each writes four
 _TABLES = """
 create table if not exists meta (name text primary key, value text not null);
 create table if not exists member (name text primary key, key blob not null, revoked integer not null, joined real not null);
@@ -30,6 +31,7 @@ create table if not exists used (invitation blob not null, name text not null, k
 create table if not exists issued (name text primary key, authority blob not null);
 create table if not exists grouped (
     id integer primary key autoincrement, label blob not null, members text not null, gone text not null);
+create table if not exists note (id integer primary key autoincrement, key text not null unique);
 """
 
 
@@ -81,6 +83,16 @@ class HubState:
     def keep(self, name: str, value: str) -> None:
         """Write a setting."""
         self._base.execute("insert or replace into meta values (?, ?)", (name, value))
+
+    def note(self, key: str) -> None:
+        """Keep `key` among the last ones."""
+        made = self._base.execute("insert or ignore into note (key) values (?)", (key,))
+        if made.rowcount:
+            self._base.execute("delete from note where id <= ?", ((made.lastrowid or 0) - NOTES,))
+
+    def notes(self) -> list[str]:
+        """The last keys that `note` was given, oldest first."""
+        return [str(key) for (key,) in self._base.execute("select key from note order by id")]
 
     # Members and invitations.
 

@@ -1,0 +1,158 @@
+"""`thinwire branch`: an expert for a domain, from a run's model, into an ensemble."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rich.table import Table
+
+from thinwire.cli import doctor, options, train
+from thinwire.errors import ConfigurationError
+from thinwire.lm import launch
+from thinwire.lm.ensemble import DOMAIN, Ensemble, enter, flops_per_token, model_in, sha256_of
+from thinwire.lm.job import check
+from thinwire.lm.run import Run
+from thinwire.records.run_record import RunRecord
+from thinwire.records.units import text_of_share
+
+LR_SHARE = 0.1  # of the run's learning rate, for an expert; the paper's seed has 6e-4, its experts 6e-5
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `thinwire branch` takes, beside every option of a run."""
+
+    MOST_USED: ClassVar[tuple[str, ...]] = ("domain", "out", "flops")
+
+    run_settings: Run
+    """The settings of the expert's training. Default: those of RUN, with a tenth of its learning rate."""
+    run: Path | None = None
+    """The folder of the run to branch from, which has ended; an expert's own folder, too."""
+    domain: str | None = None
+    """Name of the domain, which is the name of the expert's folder: letters, digits, - and _."""
+    out: Path = Path("experts")
+    """The ensemble: a folder with a folder for each expert. Experts that are there are not touched."""
+    flops: float | None = None
+    """Train for as many inner steps as so many floating-point operations pay for, in place of --steps: equal compute for unequal sizes."""
+    trained: bool = False
+    """Take RUN's model as the expert, as it is: RUN was trained on the domain already, here or elsewhere."""
+    json: bool = False
+    """Progress goes to stderr; stdout ends with one JSON object."""
+
+    @staticmethod
+    def base(arguments: Sequence[str]) -> Run:
+        """The settings that are not given: those of the run to branch from."""
+        folder = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else None
+        if folder is None or not (folder / "run.toml").exists():
+            return Run()
+        seed = Run.load(folder / "run.toml", options.advise)
+        if seed.model.job:
+            return seed
+        model = model_in(folder) if (folder / "model.safetensors").exists() else seed.model.model
+        lr = float(f"{LR_SHARE * seed.lr:.3g}")
+        return seed.changed(model=model, lr=lr, text=(), own_text=False, tokenizer=None, publish=False)
+
+
+DESCRIPTION = """Train an expert for a domain, from a run's model, into an ensemble (thinwire docs experts).
+
+thinwire branch runs/seed --domain law --text law.txt --out experts
+
+thinwire evaluate experts --text law.txt maths.txt"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    asked = options.read(Options, "branch", arguments, DESCRIPTION)
+    folder, source, console = _folder(asked), _source(asked), options.console(asked.json)
+    if (folder / "expert.json").exists():
+        raise ConfigurationError(f"{folder} is an expert already; choose another --domain or --out, or remove it.")
+    stop = launch.Stop()
+    if asked.trained:
+        _copy(source, folder)
+        run, parent = Run.load(folder / "run.toml"), ""
+    else:
+        run, parent = _paid_for(asked).absolute(), sha256_of(source)
+        doctor.ready(run, check(run), run.placement.replicas, console)
+        with launch.stopping(stop):
+            train.train_to_the_end(run, folder, console, stop)
+            code = train.finish(folder, console, False, stop)
+        if code or not train.complete(run, folder):
+            console.print(
+                "then repeat this command: the expert is entered when its training has ended", highlight=False
+            )
+            return code
+    expert = enter(folder, run, RunRecord.load(folder).summary.tokens, parent)
+    ensemble = Ensemble.read(asked.out)
+    console.print(_table(ensemble))
+    if asked.json:
+        experts = [dataclasses.asdict(one) for one in ensemble.experts]
+        print(json.dumps({"ensemble": str(asked.out), "domain": expert.domain, "experts": experts}))
+    return 0
+
+
+def _source(asked: Options) -> Path:
+    """The folder to branch from, with a model in it."""
+    if asked.run is None or not (asked.run / "run.toml").exists():
+        raise ConfigurationError(
+            f"{asked.run or 'no folder'} holds no run: give the folder that `thinwire train` wrote first, as in thinwire branch RUN --domain law."
+        )
+    if asked.run_settings.model.job:
+        raise ConfigurationError(
+            f"{asked.run} has trained {asked.run_settings.model.label}: experts are language models; give a run on text."
+        )
+    model_in(asked.run)
+    if not asked.trained and not asked.run_settings.data.text:
+        raise ConfigurationError(f"{asked.domain}: no text of the domain; add --text FILE, or --trained.")
+    if asked.trained and asked.flops is not None:
+        raise ConfigurationError("--flops with --trained: nothing is trained then; leave one of them out.")
+    return asked.run
+
+
+def _folder(asked: Options) -> Path:
+    if not DOMAIN.fullmatch(asked.domain or ""):
+        raise ConfigurationError(
+            f"domain={asked.domain!r:.80}: a name of letters, digits, - and _ is needed, which becomes a folder; add --domain law."
+        )
+    return asked.out / str(asked.domain)
+
+
+def _paid_for(asked: Options) -> Run:
+    """The run with the steps that --flops pays for."""
+    run = asked.run_settings
+    if asked.flops is None:
+        return run
+    step = flops_per_token(check(run), run.data.sequence) * run.data.tokens * run.placement.replicas
+    if not asked.flops >= step:
+        raise ConfigurationError(
+            f"flops={asked.flops:g}: one inner step of all replicas needs {step:g}; give more, or a smaller model."
+        )
+    return run.changed(steps=int(asked.flops // step))
+
+
+def _copy(source: Path, folder: Path) -> None:
+    """The run as it is, without what only its training needs; whole or not at all."""
+    if folder.exists():
+        raise ConfigurationError(f"{folder} is there already; choose another --domain or --out, or remove it.")
+    draft = folder.with_name(f".{folder.name}-draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    without = shutil.ignore_patterns("checkpoints*", "published", "logs", "hub", "expert.json")
+    shutil.copytree(source, draft, ignore=without)
+    draft.rename(folder)
+
+
+def _table(ensemble: Ensemble) -> Table:
+    """What each expert has cost."""
+    table = options.table(f"experts in {ensemble.folder}")
+    for head in ("domain", "parameters", "tokens", "floating-point operations", "share"):
+        table.add_column(head, justify="left" if head == "domain" else "right")
+    total = sum(expert.flops for expert in ensemble.experts)
+    for expert in ensemble.experts:
+        row: tuple[Any, ...] = (f"{expert.parameters:,}", f"{expert.tokens:,}", f"{expert.flops:.3g}")
+        table.add_row(expert.domain, *row, text_of_share(expert.flops / total if total else 0.0))
+    table.caption = f"in all {total:.4g} (predicted from sizes and tokens); nothing was sent between experts"
+    return table

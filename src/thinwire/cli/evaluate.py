@@ -1,0 +1,126 @@
+"""`thinwire evaluate`: the loss of a run's model, or of an ensemble and each of its experts, on text."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from rich.table import Table
+from torch import Tensor, nn
+
+from thinwire.cli import options
+from thinwire.errors import ConfigurationError
+from thinwire.lm.data import Corpus
+from thinwire.lm.ensemble import Ensemble
+from thinwire.lm.mixture import SEQUENCES, cached_prior, scores_of
+from thinwire.lm.run import Run
+from thinwire.lm.tokens import Tokenizer
+from thinwire.lm.trained import trained_model
+from thinwire.records.units import text_of_loss, text_of_share
+
+MIXTURE, MEAN = "mixture", "mean of weights"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `thinwire evaluate` takes."""
+
+    run: tyro.conf.Positional[Path]
+    """The folder of a run, or of an ensemble that `thinwire branch` made."""
+    text: tuple[str, ...] = ()
+    """Files or folders, a row each. Their held-out part is evaluated, which training does not see. Default: the run's own text."""
+    prior: tuple[str, ...] = ()
+    """Of an ensemble: files of development text, from whose first 100 held-out sequences the prior over experts is cached. Default: uniform."""
+    batch: int = 8
+    """Sequences per batch."""
+    sequence: int | None = None
+    """Tokens per sequence. Default: as in training."""
+    eval_batches: int = 16
+    """Batches of each text, at most."""
+    column: str = "text"
+    """Name of the text column in .jsonl and .parquet files."""
+    json: bool = False
+    """Stdout ends with one JSON object."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    asked = options.read(Options, "evaluate", arguments, "Evaluate a run's model, or an ensemble, on text.")
+    if min(asked.batch, asked.eval_batches, asked.sequence or 1) < 1:
+        raise ConfigurationError("batch, sequence and eval_batches: at least 1 of each is needed.")
+    rows = _of_ensemble(asked) if Ensemble.is_one(asked.run) else _of_run(asked)
+    options.console(asked.json).print(_table(rows, asked.run))
+    if asked.json:
+        print(json.dumps({"texts": rows}))
+    return 0
+
+
+def _of_run(asked: Options) -> list[dict[str, Any]]:
+    if asked.prior:
+        raise ConfigurationError(f"prior={asked.prior} with {asked.run}, which is no ensemble: leave --prior out.")
+    trained = trained_model(asked.run)
+    if trained.step is not None:
+        options.advise(f"the run has not ended: this is the model of step {trained.step}")
+    data, rows = Run.load(asked.run / "run.toml").data, list[dict[str, Any]]()
+    texts: list[Sequence[str]] = [[one] for one in asked.text] or [data.text]
+    for text in texts:
+        scores = _scores({"loss": trained.model}, _batches(asked, text, trained.tokenizer, data.sequence))["loss"]
+        rows.append({"text": ", ".join(text) or "standard library", "losses": {"loss": -float(scores.mean())}})
+    return rows
+
+
+def _of_ensemble(asked: Options) -> list[dict[str, Any]]:
+    if not asked.text:
+        raise ConfigurationError(f"{asked.run} is an ensemble: say on which text; add --text FILE FILE, a row each.")
+    ensemble, rows = Ensemble.read(asked.run), list[dict[str, Any]]()
+    domains, mean, mixture = [one.domain for one in ensemble.experts], ensemble.mean(), ensemble.mixture()
+    if asked.prior:
+        given = Options(asked.run, batch=1, eval_batches=SEQUENCES, sequence=asked.sequence, column=asked.column)
+        batches = _batches(given, asked.prior, ensemble.tokenizer, ensemble.sequence)
+        mixture = ensemble.mixture(cached_prior(mixture, batches))
+    alone = dict(zip(domains, ensemble.models)) | ({MEAN: mean.model} if mean else {})
+    for text in asked.text:
+        scores = _scores(alone, _batches(asked, (text,), ensemble.tokenizer, ensemble.sequence))
+        of_experts = torch.stack([scores[domain] for domain in domains])
+        losses = {MIXTURE: mixture.mixed(of_experts)} | scores
+        after = mixture.posterior(of_experts)[..., -1].exp().mean(1)
+        rows.append(
+            {"text": text, "losses": {name: -float(one.mean()) for name, one in losses.items()}}
+            | {"posterior": {domain: float(share) for domain, share in zip(domains, after)}}
+            | {"prior": {domain: float(share) for domain, share in zip(domains, mixture.log_prior_K.exp())}}
+        )
+    return rows
+
+
+def _batches(asked: Options, text: Sequence[str], tokenizer: Tokenizer, sequence: int) -> list[tuple[Tensor, Tensor]]:
+    corpus = Corpus.open(text, tokenizer, column=asked.column)
+    return corpus.held_out(asked.batch, asked.sequence or sequence, asked.eval_batches)
+
+
+def _scores(models: Mapping[str, nn.Module], batches: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """log p of every token by each model alone, BT, of all batches."""
+    return {
+        name: torch.cat([scores_of(model, tokens, targets) for tokens, targets in batches])
+        for name, model in models.items()
+    }
+
+
+def _table(rows: list[dict[str, Any]], folder: Path) -> Table:
+    table = options.table(f"{folder}: loss in nats per token, on held-out text")
+    table.add_column("text", overflow="fold")
+    names = list(rows[0]["losses"])
+    for name in [*names, "perplexity", *(["posterior at the end"] if MIXTURE in names else [])]:
+        table.add_column(name, justify="right")
+    for row in rows:
+        losses: dict[str, float] = row["losses"]
+        best = max(row.get("posterior", {}).items(), key=lambda one: one[1], default=None)
+        told = [f"{best[0]} {text_of_share(best[1])}"] if best else []
+        table.add_row(
+            row["text"], *(text_of_loss(losses[name]) for name in names), f"{math.exp(losses[names[0]]):.4g}", *told
+        )
+    return table

@@ -1,0 +1,195 @@
+"""An ensemble of experts as a folder: ENSEMBLE/DOMAIN is the run of one expert, and has an expert.json beside its model.
+
+Nothing else names the experts. So several can be trained at once, on machines that know nothing of each other, and one that is added
+later changes no file of the others. expert.json is written last: a folder without it is no expert (yet).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import get_type_hints
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.errors import CheckpointError, ConfigurationError
+from thinwire.lm.mixture import Mixture
+from thinwire.lm.model import Transformer
+from thinwire.lm.run import Run
+from thinwire.lm.settings import DataSpec, ModelSpec, fits
+from thinwire.lm.setup import make_model
+from thinwire.lm.tokenizer import make_tokenizer
+from thinwire.lm.tokens import Tokenizer
+from thinwire.lm.trained import TrainedModel
+from thinwire.records.files import contents, opened, parsed
+
+FORMAT = 1  # of expert.json
+FILE = "expert.json"
+DOMAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+
+
+@dataclass(frozen=True)
+class Expert:
+    """What expert.json says. `sha256` is of model.safetensors, `parent` that of the model from which the expert branched, or "".
+
+    `tokens` and `flops` are those of the expert's own training, of all its replicas.
+    """
+
+    domain: str
+    sha256: str
+    parent: str
+    parameters: int
+    sequence: int
+    tokens: int
+    flops: float
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        wrong = [name for name, value in vars(self).items() if not fits(value, hints[name])]
+        if wrong or min(self.parameters, self.sequence) < 1 or self.tokens < 0 or not 0 <= self.flops < math.inf:
+            raise ValueError(f"{', '.join(wrong) or 'a number'} cannot be")
+
+    @classmethod
+    def read(cls, folder: Path) -> Expert:
+        """The expert in `folder`. Raises `CheckpointError`."""
+        try:
+            said = parsed(json.loads, contents(folder / FILE))
+            form = said.pop("format")
+            expert = cls(**said)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{folder / FILE} cannot be read ({type(error).__name__}: {error}); what `thinwire branch` wrote is needed."
+            ) from None
+        if form != FORMAT or expert.domain != folder.name:
+            raise CheckpointError(
+                f"{folder / FILE} is of format {form!r:.40} and domain {expert.domain!r:.80}: format {FORMAT} and the folder's own name are "
+                "needed; keep the name that `thinwire branch` gave to it, or branch again."
+            )
+        return expert
+
+    def write(self, folder: Path) -> None:
+        """Make `folder` an expert of the ensemble above it."""
+        partial = folder / f".{FILE}.{os.getpid()}"
+        partial.write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n")
+        partial.replace(folder / FILE)
+
+
+@dataclass(frozen=True)
+class Ensemble:
+    """The experts of a folder, by name."""
+
+    folder: Path
+    experts: tuple[Expert, ...]
+
+    @classmethod
+    def is_one(cls, folder: Path) -> bool:
+        """Whether an expert lies in `folder`."""
+        return any(folder.glob(f"*/{FILE}"))
+
+    @classmethod
+    def read(cls, folder: Path) -> Ensemble:
+        """What the experts in `folder` say of themselves; their models are not read. Raises `CheckpointError`."""
+        return cls(folder, tuple(Expert.read(file.parent) for file in sorted(folder.glob(f"*/{FILE}"))))
+
+    @cached_property
+    def models(self) -> list[nn.Module]:
+        """All models, in the order of the experts. Raises `CheckpointError` for one that is not what its expert.json says."""
+        vocabulary = self.tokenizer.vocabulary
+        return [self._model(expert, vocabulary) for expert in self.experts]
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The one that all experts have. Raises `ConfigurationError` where they differ."""
+        found = {one.domain: make_tokenizer(DataSpec(), model_in(self.folder / one.domain)) for one in self.experts}
+        prints = {domain: tokenizer.fingerprint for domain, tokenizer in found.items()}
+        if len(set(prints.values())) > 1:
+            raise ConfigurationError(
+                f"{self.folder} has experts of several tokenizers, {prints}: one for all is needed."
+            )
+        return next(iter(found.values()))
+
+    def mixture(self, prior: Sequence[float] | None = None) -> Mixture:
+        """The exact mixture of all experts, for inference."""
+        mixture = Mixture(self.models, prior)
+        return mixture.eval()
+
+    @property
+    def sequence(self) -> int:
+        """The longest that each expert was trained with, in tokens."""
+        return min(expert.sequence for expert in self.experts)
+
+    def mean(self) -> TrainedModel | None:
+        """One model whose weights are the mean of all experts'; None where their shapes differ."""
+        states = [model.state_dict() for model in self.models]
+        shapes = [{name: value.shape for name, value in state.items()} for state in states]
+        heads = {getattr(getattr(model, "architecture", None), "heads", 0) for model in self.models}
+        if len(heads) > 1 or any(shape != shapes[0] for shape in shapes):
+            return None
+        first = model_in(self.folder / self.experts[0].domain)
+        model = make_model(ModelSpec(model=first), self.sequence, 0, self.tokenizer.vocabulary)
+        model.load_state_dict({name: _mean([state[name] for state in states]) for name in states[0]})
+        return TrainedModel(model.eval(), self.tokenizer, ModelSpec(model=first), None)
+
+    def _model(self, expert: Expert, vocabulary: int) -> nn.Module:
+        folder = self.folder / expert.domain
+        if (found := sha256_of(folder)) != expert.sha256:
+            raise CheckpointError(
+                f"{folder / 'model.safetensors'} is not the model that {FILE} names: SHA-256 {found:.16}…, not {expert.sha256:.16}…; "
+                "copy it again, or remove its folder."
+            )
+        return make_model(ModelSpec(model=model_in(folder)), expert.sequence, 0, vocabulary).eval()
+
+
+def enter(folder: Path, run: Run, tokens: int, parent: str) -> Expert:
+    """Make the run in `folder`, which has ended, an expert for the domain of its folder's name, and say what it is."""
+    model = make_model(ModelSpec(model=model_in(folder)), run.data.sequence, 0, _vocabulary(folder))
+    flops, parameters = tokens * flops_per_token(model, run.data.sequence), sum(p.numel() for p in model.parameters())
+    expert = Expert(folder.name, sha256_of(folder), parent, parameters, run.data.sequence, tokens, float(flops))
+    expert.write(folder)
+    return expert
+
+
+def model_in(folder: Path) -> str:
+    """The model of a run that has ended, as `--model` takes it. Raises `ConfigurationError` where there is none."""
+    file = folder / "model.safetensors"
+    if not file.exists():
+        raise ConfigurationError(
+            f"{folder} holds no model.safetensors: a run that has ended is needed; wait for its end, or resume it."
+        )
+    return f"hf:{folder}" if (folder / "config.json").exists() else str(file)
+
+
+def sha256_of(folder: Path) -> str:
+    """Of the model in `folder`. Raises `CheckpointError`."""
+    try:
+        with opened(folder / "model.safetensors") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"the model of an expert cannot be read ({error}); copy it again.") from None
+
+
+def flops_per_token(model: nn.Module, sequence: int) -> int:
+    """Floating-point operations to train on one token: of a built-in size as it counts them, otherwise 6 for each parameter."""
+    if isinstance(model, Transformer):
+        return model.architecture.flops_per_token(sequence)
+    return 6 * sum(parameter.numel() for parameter in model.parameters())
+
+
+def _vocabulary(folder: Path) -> int:
+    return make_tokenizer(DataSpec(), model_in(folder)).vocabulary
+
+
+def _mean(values: Sequence[Tensor]) -> Tensor:
+    """In fp64, rounded once; what is no floating number is the first one's."""
+    if not values[0].is_floating_point():
+        return values[0]
+    return torch.stack([value.double() for value in values]).mean(0).to(values[0].dtype)

@@ -1,0 +1,132 @@
+"""`thinwire branch`, `evaluate`, and `sample` and `export` of an ensemble: experts of two sizes that were trained by the commands."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from thinwire.cli import main
+from thinwire.errors import CheckpointError
+from thinwire.lm.ensemble import Ensemble, Expert
+from thinwire.lm.model import SIZES
+
+SMALL = ["--batch", "1", "--sequence", "16", "--eval-batches", "2", "--carrier", "threads", "--every", "2"]
+STEPS = 4
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[dict[str, Any], str]:
+    """What a verb says: its JSON, and the text for people."""
+    capsys.readouterr()
+    assert main([*map(str, arguments), "--json"]) == 0
+    said = capsys.readouterr()
+    return json.loads(said.out), said.err
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    made = {"sums": "".join(f"{i} + {i} = {2 * i}\n" for i in range(2000)), "words": "a thin wire carries it\n" * 900}
+    for name, text in made.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    return {name: Path(f"{name}.txt") for name in made}
+
+
+def test_experts_are_branched_mixed_added_and_merged(texts, capsys):
+    for size in ("nano", "tiny"):
+        both = ["--text", *map(str, texts.values())]
+        assert main(["train", "--model", size, "--steps", str(STEPS), *SMALL, *both, "--out", f"seed-{size}"]) == 0
+    said, _ = told(capsys, "branch", "seed-nano", "--domain", "sums", "--text", texts["sums"], "--out", "e")
+    per_token = dict.fromkeys(SIZES, 0) | {n: _at_16(n) for n in ("nano", "tiny")}
+    (sums,) = said["experts"]
+    assert (sums["tokens"], sums["flops"]) == (STEPS * 2 * 16, STEPS * 2 * 16 * per_token["nano"])
+    run = (Path("e/sums/run.toml")).read_text()
+    assert 'model = "' in run and "seed-nano/model.safetensors" in run and "lr = 0.002" in run  # a tenth of 0.02
+
+    # Another size, as many steps as the same compute pays for; nothing of the first is touched.
+    before, budget = files(Path("e/sums")), sums["flops"]
+    said, _ = told(
+        *(capsys, "branch", "seed-tiny", "--domain", "words", "--text", texts["words"], "--out", "e", "--flops", budget)
+    )
+    words = next(one for one in said["experts"] if one["domain"] == "words")
+    step = 2 * 16 * per_token["tiny"]
+    assert words["flops"] == budget // step * step and words["tokens"] < sums["tokens"]
+    assert files(Path("e/sums")) == before
+    assert words["parent"] == Ensemble.read(Path("e")).experts[1].parent != sums["parent"]
+
+    rows = {row["text"]: row for row in told(capsys, "evaluate", "e", "--text", *texts.values())[0]["texts"]}
+    for name in texts:
+        losses = rows[f"{name}.txt"]["losses"]
+        assert list(losses) == ["mixture", "sums", "words"]  # unlike shapes have no mean
+        assert losses["mixture"] <= min(losses["sums"], losses["words"]) + math.log(2) / 16 + 1e-6
+    alone = told(capsys, "evaluate", "e/sums")[0]["texts"][0]  # an expert is a run, and knows its text
+    assert alone["losses"]["loss"] == pytest.approx(rows["sums.txt"]["losses"]["sums"], abs=1e-6)
+    cached = told(capsys, "evaluate", "e", "--text", texts["sums"], "--prior", texts["words"])[0]["texts"][0]
+    assert cached["prior"] != {"sums": 0.5, "words": 0.5} and sum(cached["prior"].values()) == pytest.approx(1)
+    said, advice = told(capsys, "sample", "e", "1 + 1", "--tokens", 3)
+    assert said["text"].startswith("1 + 1") and "posterior over experts at the end: sums" in advice
+    assert main(["export", "e"]) == 2 and "only equal ones have a mean" in capsys.readouterr().err
+
+    # Of the nano ones there is one: the run itself, entered as it is.
+    told(capsys, "branch", "e/sums", "--domain", "sums", "--out", "same", "--trained")
+    told(capsys, "branch", "seed-nano", "--domain", "seed", "--out", "same", "--trained")
+    told(capsys, "export", "same", "--to", "safetensors", "--out", "mean")
+    first, second, mean = (load_file(f"{folder}/model.safetensors") for folder in ("same/seed", "same/sums", "mean"))
+    assert all(torch.allclose(mean[name], (first[name] + second[name]) / 2, atol=1e-6) for name in mean)
+    assert "mean of weights" in told(capsys, "evaluate", "same", "--text", texts["sums"])[0]["texts"][0]["losses"]
+
+    _refused(texts, capsys)
+
+
+def _at_16(size: str) -> int:
+    return SIZES[size].flops_per_token(16)
+
+
+def _refused(texts: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    text = ["--text", str(texts["sums"]), "--out", "e"]
+    for arguments, why in {
+        ("branch", "seed-nano", "--domain", "sums", *text): "is an expert already",
+        ("branch", "seed-nano", "--domain", "../sums", *text): "a name of letters",
+        ("branch", "seed-nano", "--domain", "new", "--out", "e"): "no text of the domain",
+        ("branch", "seed-nano", "--domain", "new", *text, "--flops", "10"): "one inner step of all replicas needs",
+        ("branch", "nowhere", "--domain", "new", *text): "holds no run",
+        ("evaluate", "e"): "is an ensemble",
+        ("evaluate", "seed-nano", "--prior", "x"): "is no ensemble",
+    }.items():
+        assert main(list(arguments)) == 2 and why in capsys.readouterr().err
+    assert {path.name for path in Path("e").iterdir()} == {"sums", "words"}
+
+    # What was trained and not entered, as by a kill between the two, is entered by the same command.
+    said, expert = json.loads(Path("e/sums/expert.json").read_text()), Path("e/sums/expert.json")
+    expert.unlink()
+    again = ["branch", "seed-nano", "--domain", "sums", *text]
+    assert main(again) == 0 and json.loads(expert.read_text()) == said
+
+    # A file of another's is hostile until it is checked.
+    for wrong in (
+        {"domain": "words"},
+        {"flops": "1"},
+        {"tokens": -1},
+        {"flops": math.nan},
+        {"sequence": 0},
+        {"format": 2},
+    ):
+        expert.write_text(json.dumps(said | wrong))
+        with pytest.raises(CheckpointError):
+            Expert.read(Path("e/sums"))
+    for wrong_text in ("", "[]", "[" * 100_000, '{"format": 1}'):
+        expert.write_text(wrong_text)
+        with pytest.raises(CheckpointError):
+            Expert.read(Path("e/sums"))
+    expert.write_text(json.dumps(said | {"sha256": "0" * 64}))
+    assert main(["sample", "e", "1", "--tokens", "1"]) == 1 and "is not the model that" in capsys.readouterr().err

@@ -1,0 +1,120 @@
+"""Sequential codes: every job is decoded, exactly and in time, whatever the pattern, as long as it is allowed."""
+
+from fractions import Fraction
+from itertools import chain, combinations, product
+
+import numpy as np
+import pytest
+
+from thinwire.errors import ConfigurationError
+from thinwire.methods.gradient_codes import Cyclic, Repetition, gradient_code
+from thinwire.methods.sequential_codes import Bursty, Coded, Master, Multiplexed, SelectiveRepeat
+
+SCHEMES = [
+    Multiplexed(8, 1, 2, 3), Multiplexed(8, 1, 2, 8), Multiplexed(12, 2, 3, 4), Multiplexed(12, 1, 3, 5), Multiplexed(12, 2, 4, 12),
+    SelectiveRepeat(12, 1, 2, 4), SelectiveRepeat(12, 2, 3, 4), SelectiveRepeat(20, 2, 5, 6), SelectiveRepeat(24, 3, 4, 8),
+    Coded(Cyclic(8, 2)), Coded(Repetition(8, 1)),
+]  # fmt: skip
+JOBS = 24
+
+
+def train(scheme, jobs, pattern, vectors=None):
+    """Run all rounds; `pattern` [round, worker] says who would be late; those who may not be are waited for. How many were late, job by job decoded
+    in time; with `vectors` [job, chunk, d], each job's result too.
+    """
+    master, late_in_all, results, sums = Master(scheme, jobs), 0, {}, {}
+    while master.round < master.rounds:
+        at, tasks = master.round, master.tasks()
+        late = set()
+        for worker in np.flatnonzero(pattern[at]).tolist():
+            late |= {worker} if master.allows(frozenset(late | {worker})) else set()
+        late_in_all += len(late)
+        if vectors is not None:
+            for task in chain.from_iterable(tasks):
+                results[task] = sum(f * vectors[task.job, chunk] for chunk, f in scheme.factors(task.part).items())
+        master.finish(frozenset(late))
+        due = at - scheme.delay
+        if due >= 0:
+            assert scheme.decodes(master.delivered[due]), f"job {due} is not there after round {at}"
+            if vectors is not None:
+                sums[due] = sum(a * results[due, part] for part, a in scheme.weights(master.delivered[due]).items())
+    return late_in_all, sums
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_every_job_is_exact_and_in_time(scheme):
+    """§h of the specification: Bernoulli stragglers through the rule of what is allowed."""
+    seen = 0
+    for seed, p in enumerate((0.02, 0.1, 0.3, 0.3)):
+        draws = np.random.default_rng(seed)
+        vectors = draws.standard_normal((JOBS, len(scheme.shares), 6)) if seed < 2 else None
+        late, sums = train(scheme, JOBS, draws.random((JOBS + scheme.delay, scheme.workers)) < p, vectors)
+        seen += late
+        for job, decoded in sums.items():
+            exact = vectors[job].sum(axis=0)
+            assert np.abs(decoded - exact).max() <= 1e-6 * max(1.0, np.abs(exact).max())
+    assert seen > 0
+
+
+@pytest.mark.parametrize("scheme", [Multiplexed(3, 1, 2, 2), Multiplexed(3, 2, 3, 3), SelectiveRepeat(3, 1, 2, 2)], ids=str)  # fmt: skip
+def test_every_pattern_of_a_small_group(scheme):
+    """All that may happen to three workers in four rounds, and nobody late after that."""
+    several = [frozenset(one) for size in range(4) for one in combinations(range(3), size)]
+    for pattern in product(several, repeat=4):
+        train(scheme, 4, [[worker in late for worker in range(3)] for late in (*pattern, *[()] * scheme.delay)])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES[:9], ids=str)
+def test_no_worker_computes_more_than_its_load(scheme):
+    """Shares of the batch, first attempts and repeats counted once each; the whole batch is covered."""
+    assert sum(scheme.shares) == 1
+    draws, master = np.random.default_rng(3), Master(scheme, JOBS)
+    while master.round < master.rounds:
+        for tasks in master.tasks():
+            assert sum(scheme.shares[chunk] for _, part in tasks for chunk in scheme.factors(part)) <= scheme.load
+        late = frozenset(np.flatnonzero(draws.random(scheme.workers) < 0.2).tolist())
+        master.finish(late if master.allows(late) else frozenset())
+
+
+def test_a_pattern_that_is_not_allowed_would_lose_a_job():
+    scheme = Multiplexed(8, 1, 2, 3)
+    master = Master(scheme, 1)
+    assert not master.allows(frozenset({0, 1, 2, 3}))
+    with pytest.raises(ConfigurationError, match="wait for more"):
+        master.finish(frozenset({0, 1, 2, 3}))
+    parts = {task.part for worker in range(4, 8) for task in master.tasks()[worker]}
+    assert not scheme.decodes(parts)
+    with pytest.raises(ConfigurationError, match="do not suffice"):
+        scheme.weights(parts)
+
+
+def test_loads_of_the_paper():
+    assert float(Coded(gradient_code(256, 15)).load) == 0.0625
+    repeat, multiplexed = SelectiveRepeat(256, 2, 3, 23), Multiplexed(256, 1, 2, 27)
+    assert repeat.code.stragglers == 12 and round(float(repeat.load), 4) == 0.0508 and repeat.delay == 2
+    assert round(float(multiplexed.load), 5) == 0.00754 and multiplexed.delay == 1
+    assert round(float(Coded(gradient_code(256, 0)).load), 4) == 0.0039
+    assert round(float(Multiplexed(12, 2, 3, 4).load), 4) == 0.1389
+    assert round(float(Coded(gradient_code(12, 4)).load), 4) == 0.4167
+    assert Multiplexed(12, 2, 4, 12).load == Fraction(3 + 2, 12 * 3)
+
+
+def test_what_bursty_means():
+    a, none = frozenset({1}), frozenset()
+    pattern = Bursty(burst=2, window=4, stragglers=2)
+    assert pattern.allows([a, a]) and not pattern.allows([a, a, a]) and not pattern.allows([a, none, a])
+    assert not pattern.allows([a, none, none, a]) and pattern.allows([a, none, none, none, a])
+    assert not pattern.allows([a, frozenset({2}), frozenset({3})])
+    assert pattern.allows([a, none, none, none, frozenset({2, 3})])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SelectiveRepeat(12, 2, 4, 3), lambda: SelectiveRepeat(12, 2, 2, 3), lambda: Multiplexed(12, 0, 3, 3),
+        lambda: Multiplexed(12, 2, 3, 13), lambda: Multiplexed(12, 2.0, 3, 3),
+    ],
+)  # fmt: skip
+def test_bad_parameters_are_refused(make):
+    with pytest.raises(ConfigurationError, match=r"\d"):
+        make()
