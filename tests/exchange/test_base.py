@@ -11,6 +11,9 @@ from thinwire.exchange import Exchange
 class Least(Exchange):
     """Only what must be written."""
 
+    def __repr__(self):
+        return "Least()"
+
     def depart(self, round_, state):
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""What a lighthouse and a hub know, without sockets: questions and answers by hand."""
+"""What a lighthouse and a hub know, without sockets: requests and responses by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from thinwire.membership import registry as module
 from thinwire.membership.registry import MemberRegistry, quorum
 
 
-class Asks:
+class Requester:
     """A replica that asks, and whose waits end as told: at once, or when what it waits for is there."""
 
     def __init__(self, name: str, incarnation: str = "", patient: bool = True) -> None:
@@ -29,7 +29,7 @@ class Asks:
         return future.done()
 
 
-def ask(registry: MemberRegistry, requester: Asks, do: str, **fields: Any) -> dict[str, Any]:
+def ask(registry: MemberRegistry, requester: Requester, do: str, **fields: Any) -> dict[str, Any]:
     return asyncio.run(registry.answer(requester, {"do": do, **fields}))
 
 
@@ -44,7 +44,7 @@ def test_who_is_called_together():
 
 
 def test_what_is_written_is_looked_up_settled_once_and_forgotten(monkeypatch):
-    registry, a = MemberRegistry(), Asks("a", patient=False)
+    registry, a = MemberRegistry(), Requester("a", patient=False)
     assert ask(registry, a, "put", key="k", value="1") == {} and ask(registry, a, "settle", key="k", value="2") == {
         "value": "1"
     }
@@ -70,14 +70,14 @@ def test_a_look_ends_when_all_is_written():
     async def play() -> list[dict[str, Any]]:
         registry = MemberRegistry()
         looks = [
-            asyncio.ensure_future(registry.answer(Asks("a"), {"do": "look", "keys": list(keys), "seconds": 9}))
+            asyncio.ensure_future(registry.answer(Requester("a"), {"do": "look", "keys": list(keys), "seconds": 9}))
             for keys in ("k", "kl")
         ]
         await asyncio.sleep(0)
-        await registry.answer(Asks("b"), {"do": "put", "key": "k", "value": "1"})
+        await registry.answer(Requester("b"), {"do": "put", "key": "k", "value": "1"})
         first, *rest = await asyncio.wait_for(looks[0], 600.0), looks[1].done()
         assert rest == [False]
-        await registry.answer(Asks("b"), {"do": "put", "key": "l", "value": "2"})
+        await registry.answer(Requester("b"), {"do": "put", "key": "l", "value": "2"})
         return [first, await asyncio.wait_for(looks[1], 600.0)]
 
     assert asyncio.run(play()) == [{"values": ["1"]}, {"values": ["1", "2"]}]
@@ -88,7 +88,7 @@ def test_who_is_there_is_said_once_and_who_calls_is_answered(monkeypatch):
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(module, "MOST_MEMBERS", 3)
     registry = MemberRegistry(5.0, lines.append, lost.append)
-    a, b = Asks("a"), Asks("b")
+    a, b = Requester("a"), Requester("b")
 
     async def play() -> None:
         for one in (a, b, a):
@@ -99,7 +99,7 @@ def test_who_is_there_is_said_once_and_who_calls_is_answered(monkeypatch):
         ]
         said = await asyncio.wait_for(asyncio.gather(*calls), 600.0)
         assert said == [{"present": [["a", "a-1", "of a"], ["b", "b-1", "of b"]]}] * 2
-        hasty = Asks("c", patient=False)
+        hasty = Requester("c", patient=False)
         assert await registry.answer(hasty, {"do": "call", "presence": "of c", "seconds": 0}) == {"present": None}
         assert "all ASCII" in (await registry.answer(hasty, {"do": "call", "presence": "é", "seconds": 0}))["error"]
         now[0] += 4.0
@@ -117,9 +117,9 @@ def test_who_is_there_is_said_once_and_who_calls_is_answered(monkeypatch):
     assert lines[5:] == ["left: b (it said so)"] and sorted(lost[:2]) == ["a-1", "c-1"] and lost[2:] == ["b-1"]
     for name in "abc":
         assert not registry.full(f"{name}-2")
-        registry.hear(Asks(name, f"{name}-2"))
+        registry.hear(Requester(name, f"{name}-2"))
     assert registry.full("d-1") and not registry.full("a-2")
     with pytest.raises(PacketError, match="3 replicas are there already"):
-        registry.hear(Asks("d"))
+        registry.hear(Requester("d"))
     with pytest.raises(PacketError, match="b speaks as an incarnation of a"):
-        registry.hear(Asks("b", "a-2"))
+        registry.hear(Requester("b", "a-2"))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
 from thinwire.membership import Timeouts
+from thinwire.membership.timeouts import grace_seconds
 
 plans = st.fixed_dictionaries(
     {
@@ -90,3 +91,11 @@ def test_one_place_to_override_and_it_refuses_nonsense(change):
 def test_plans_that_cannot_be(change):
     with pytest.raises(ConfigurationError, match=next(iter(change))):
         Timeouts.of(**{"every": 1, "delay": 0, "step_seconds": 1.0, "nbytes": 1} | change)
+
+
+def test_a_grace_in_words():
+    said = [grace_seconds(text, 0.5) for text in ("5s", "1.5 s", "500ms", "20 steps", "1 step")]
+    assert said == [5.0, 1.5, 0.5, 10.0, 0.5]
+    for text in ("", "5", "0s", "-1s", "5 h", "s"):
+        with pytest.raises(ConfigurationError, match="a time or a number of steps is needed"):
+            grace_seconds(text, 0.5)

@@ -128,7 +128,7 @@ def test_statuses_that_cannot_travel(status):
     "change",
     [
         {"name": "no name"}, {"name": 3}, {"incarnation": None}, {"calls": "1"}, {"calls": True}, {"calls": -1}, {"views": 0.5},
-        {"views": 1 << 60}, {"facts": []},
+        {"views": 1 << 53}, {"calls": 1 << 53}, {"facts": []},
         {"facts": {"a": 1}}, {"status": "x"}, {"unreachable": {}}, {"unreachable": [1]}, {"expects": [1]}, {"address": 1}, {"more": 1},
         {"status": {"x": "y" * LIMIT}},
     ],

@@ -52,6 +52,9 @@ def test_without_a_flight_it_is_the_anchor():
 class Least(tw.pieces.merge.Merge):
     """Only what must be written."""
 
+    def __repr__(self):
+        return "Least()"
+
 
 DECLARED = [  # whole_period, eager, forgets, keeps_flight, and whether replicas may come and go
     (Least(), (False, False, False, False, False)),

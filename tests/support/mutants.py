@@ -57,7 +57,9 @@ ALSO = {
 }
 EXPLAINED = TESTS / "mutants.toml"
 TOLD = os.fdopen(os.dup(1), "w", buffering=1)  # the output, also in forks that write into a log
-RESULT = defaultdict(lambda: "killed", {0: "survived", None: "late"})  # of the status of a fork
+RESULT = defaultdict(
+    lambda: "killed", {0: "survived", 5: "survived", None: "late"}
+)  # of the status of a fork; 5: no tests
 
 
 class Instead(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
@@ -96,7 +98,7 @@ class Only:
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         of = {item.nodeid: item for item in items}
-        items[:] = [of[name] for name in self.ids]
+        items[:] = [of[name] for name in self.ids if name in of]
 
 
 class InPlace(Only):
@@ -123,7 +125,7 @@ class InPlace(Only):
                     for old, new in pairs:
                         if function.__code__ == old:
                             function.__code__ = new
-                items = [of[name] for name in tests]
+                items = [of[name] for name in tests if name in of]
                 for item, following in zip(items, [*items[1:], None]):
                     item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
                     if session.testsfailed or session.shouldfail or session.shouldstop:

@@ -39,9 +39,9 @@ def stand(told: Connection, port: int) -> None:
 def stand_as_hub(told: Connection, folder: Path, heartbeat_timeout: float = QUICK.heartbeat_timeout) -> None:
     """A hub, until it is killed."""
     from thinwire.comm.secure import Hub
-    from thinwire.membership.registry import Book
+    from thinwire.membership.registry import MemberRegistry
 
-    hub = Hub(folder, book=Book(heartbeat_timeout))
+    hub = Hub(folder, registry=MemberRegistry(heartbeat_timeout))
     told.send((str(hub.invite(100)), hub.port))
     signal.pause()
 

@@ -17,7 +17,7 @@ from thinwire.pieces.staleness import ByTokens, Correct, HeLoCo, Weigh
 
 @dataclass(frozen=True, kw_only=True)
 class Composition:
-    """The pieces, and when rounds are held; a frozen value.
+    """The pieces and the timing of rounds; a frozen value.
 
     Args:
         every: H in the mean over all replicas; each has its own by its speed, so that all report equally often.
@@ -25,10 +25,10 @@ class Composition:
         codec, down: how deltas become bytes on their way to the syncer; how the round's estimate does on its way back.
         feedback: what the codecs lose is added to what is sent next, on both sides. None: it is lost.
         outer: the outer step, which every replica takes on what the syncer sends.
-        weigh, correct: what a delta counts; what is made of one that is stale (None: nothing).
+        weigh, correct: the weight of a delta; the correction of a stale one (None: none).
         quorum: how many replicas' deltas a round needs at least.
-        grace: how long a round waits for those who are expected, as a share of the time between two reports.
-        patience: seconds that a replica has at least for its last delta, when another has taken all steps; who is later is left out.
+        grace: how long a round waits for replicas that are expected, as a share of the time between two deltas.
+        patience: seconds that a replica has at least for its last delta after another has taken all steps; a later one is left out.
         slow: run in virtual time, in which an inner step of replica m takes slow[m]; (): in real time, by measured speed.
         delay: in virtual time, how many mean inner steps a round takes to land.
         seed: of what codecs draw.
@@ -89,5 +89,5 @@ class Composition:
                 )
 
     def timeline(self, fragments: int, own: int = -1) -> Timeline:
-        """Of a run in virtual time, for replica `own` or for the syncer."""
+        """The timeline of a run in virtual time, for replica `own` or for the syncer."""
         return Timeline(self.slow, self.every, fragments, self.quorum, self.grace, self.delay, own)

@@ -1,13 +1,14 @@
 """A replica that waits for nobody: what happens around its inner steps.
 
-It trains; when a fragment is due, its delta goes to the syncer (a thread of replica 0) and training goes on. What the syncer tells is taken
-over after the inner step in which it is there:
+When a fragment is due, its delta goes to the syncer (a thread of replica 0), and training continues. The syncer's estimate is applied after
+the inner step during which it arrives:
 
-    a ← outer step on the estimate                       the same bits on every replica
-    θ ← a + (θ − a_old)                                  its own progress stays
-    θ ← a + (θ − (a_old − Δ))                            where its delta Δ was counted: that is in a now
+    a ← outer step on the estimate                       the anchor: the same bits on every replica
+    θ ← a + (θ − a_old)                                  the replica keeps its own progress
+    θ ← a + (θ − (a_old − Δ))                            if its delta Δ was counted, because a contains Δ now
 
-So each inner step counts once: what is not in an anchor is in θ, and travels with the next delta. A fragment is once in the air at most.
+So each inner step counts once: progress that is not in an anchor is in θ, and travels with the next delta. A fragment has at most one delta
+in flight.
 """
 
 from __future__ import annotations
@@ -24,7 +25,19 @@ from torch import Tensor, nn
 from thinwire.comm.group import Group
 from thinwire.decoupled.composition import Composition
 from thinwire.decoupled.host import Heard, Host
-from thinwire.decoupled.messages import COUNTED, DELTA, DOWN, END, LAST, REST, UP, Down, Of, SyncerMessages, Up
+from thinwire.decoupled.messages import (
+    COUNTED,
+    DELTA,
+    DOWN,
+    END,
+    LAST,
+    REST,
+    UP,
+    Down,
+    ReplicaReport,
+    SyncerMessages,
+    Up,
+)
 from thinwire.decoupled.peer_streams import PeerReceiver, PeerSender
 from thinwire.decoupled.rounds import HeldRound, ReportPace, own_every
 from thinwire.decoupled.saved import Departed, resume, state_of, state_of_syncer
@@ -41,7 +54,7 @@ HOST = 0  # the replica whose thread the syncer is
 
 
 class Unequal(Attached):
-    """`Decoupled` at work on one replica.
+    """The loop of `Decoupled` on one replica.
 
     ```python
     trained = decoupled_diloco(every=30).attach(model, optimizer, group)
@@ -52,9 +65,10 @@ class Unequal(Attached):
     trained.finish()                                           # all hold the same weights
     ```
 
-    `tokens` is how many an inner step has; set it where replicas differ. Replicas may take any numbers of inner steps in real time; in virtual
-    time all go on until `progress` says that it is enough. A replica that is lost or late holds up nobody; the one that hosts the syncer (replica
-    0) is needed to the end. Over gloo a silence of the group's `timeout` ends the whole group, so that has to be longer than a report takes.
+    `tokens` is the number of tokens in an inner step; set it where replicas differ. In real time replicas may take any numbers of inner steps;
+    in virtual time each trains until `progress` reaches the end. A replica that is lost or late does not delay the others; replica 0, which hosts
+    the syncer, is needed to the end. Over gloo a silence of the group's `timeout` ends the whole group: it must be longer than the time between
+    two deltas.
     """
 
     strategy: Composition  # type: ignore[assignment]  # the `Decoupled` that attached it
@@ -79,24 +93,24 @@ class Unequal(Attached):
         self._tokens_since = [0.0] * len(numels)
         self._pace, self._began_at, self._begun_total = ReportPace(method.every, len(numels)), 0, 0
         self._every, self._known = method.every, False
-        self._each: tuple[Of, ...] = (Of(),) * group.size
+        self._each: tuple[ReplicaReport, ...] = (ReplicaReport(),) * group.size
         self._heard_at, self._told, self._noticed, self._finished, self._over = clock(), 0, False, False, False
         self._marks = [(0.0, 0)] * len(numels)  # when each departed last, and after which step
         self._seconds = 0.0  # an inner step takes here; 0: not known
         self._line = method.timeline(len(numels), group.rank) if method.slow else None
         self._inbox: queue.Queue[Heard] = queue.Queue()
         self._host: Host | None = None
-        self._outlet: PeerSender | None = None
+        self._sender: PeerSender | None = None
         if group.rank == HOST:
             syncer = Syncer.of(method, self._states, self._messages)
             self._host = Host(group, self._messages, syncer, method, clock, self._say)
             self._inbox = self._host.inbox
             self._host.start()
         else:
-            self._outlet = PeerSender(
+            self._sender = PeerSender(
                 group, HOST, UP, lambda *_: None
-            )  # the inlet hears of it, behind all that was said
-            PeerReceiver(group, HOST, DOWN, lambda: self._messages.room(DOWN), self._hear)
+            )  # the receiver reports it, after all messages that came before
+            PeerReceiver(group, HOST, DOWN, lambda: self._messages.buffer(DOWN), self._hear)
         self._hook = optimizer.register_step_post_hook(lambda *_: self._after_step())
 
     def _say(self, event: str, **fields: Any) -> None:
@@ -156,7 +170,7 @@ class Unequal(Attached):
             self._await(held)
 
     def _await(self, held: HeldRound) -> None:
-        """Take over a round that lands now. One that was not held before the run's end will not be."""
+        """Wait for a round that lands now, and apply it; return without it if the run has ended."""
         began = self._clock()
         while not self._noticed:
             down = self._next()
@@ -170,7 +184,7 @@ class Unequal(Attached):
 
     def _go_on(self) -> None:
         """In real time."""
-        while not self.stopping and not self._inbox.empty():  # behind a stop there may be no syncer any more
+        while not self.stopping and not self._inbox.empty():  # after a stop the syncer may have ended
             self._next()
         for fragment in self._pace.due(self.step - self._began_at, set(self._flying)):
             self._depart(fragment)
@@ -222,8 +236,8 @@ class Unequal(Attached):
         packet = self._messages.write_up(up)
         if self._host:
             self._host.give(packet)
-        elif self._outlet:
-            self._outlet.send(packet)
+        elif self._sender:
+            self._sender.send(packet)
 
     def _start_again(self) -> None:
         self._say("warning", message="this replica's weights were not finite; it starts again from the anchors")
@@ -235,10 +249,10 @@ class Unequal(Attached):
     # ---- down
 
     def _next(self) -> Down:
-        """Hear the syncer, and take over what it says. Raises `LinkError` where it is lost."""
+        """Wait for the syncer's next message and apply it. Raises `LinkError` if the syncer is lost."""
         heard = self._inbox.get()
         if isinstance(heard, PeerError):
-            self._inbox.put(heard)  # whoever asks again hears it again
+            self._inbox.put(heard)  # the next call raises it again
             raise LinkError(f"the syncer on replica {HOST} is not heard any more: {heard}") from heard
         down = self._messages.read_down(heard)
         if down.kind == END:
@@ -253,9 +267,9 @@ class Unequal(Attached):
         return down
 
     def _land(self, down: Down) -> None:
-        """Take over a round; one that was dropped changes nothing, and what departed for it is on the way no more."""
+        """Apply a round's estimate. A round that was dropped changes nothing, and ends the flight of this replica's delta."""
         one, began, of = self._states[down.fragment], self._clock(), down.each[self.group.rank]
-        flight = self._flying.pop(one.index, None) if of.fate and down.kind != LAST else None
+        flight = self._flying.pop(one.index, None) if of.outcome and down.kind != LAST else None
         if down.body is not None:
             known = AgreedFragment(one.anchor, one.state, one.rounds)
             if down.version != one.rounds or down.digest != known.digest():
@@ -266,7 +280,7 @@ class Unequal(Attached):
             outer = self.strategy.outer.last if down.kind == LAST else self.strategy.outer
             key = Key(self.strategy.seed, one.index, down.version, HOST, down.kind)
             known.step(outer, said_by(self._messages.down[one.index], down.body, one.anchor.numel(), key))
-            counted = flight is not None and of.fate == COUNTED
+            counted = flight is not None and of.outcome == COUNTED
             departed = one.anchor - flight.delta if flight and counted else one.anchor
             fresh = not counted or flight is None or flight.step < self.step
             one.anchor, one.state, one.rounds = known.anchor, known.state, known.version
@@ -294,9 +308,9 @@ class Unequal(Attached):
         speeds = [of.speed for of in down.each if of.speed]
         if own.speed and seconds:
             self._every, self._known = own_every(self.strategy.every, own.speed, speeds), True
-        if own.fate and seconds:
+        if own.outcome and seconds:
             self._pace.landed(down.fragment, round(own.waited / seconds))
-        elif not self._known and not own.fate and down.fragment not in self._flying:
+        elif not self._known and not own.outcome and down.fragment not in self._flying:
             self._pace.next[down.fragment] = 0  # nobody knows yet how slow this replica is: it reports at once
 
     # ---- the end
@@ -323,10 +337,10 @@ class Unequal(Attached):
         self._hook.remove()
         if self._host:
             self._host.close()
-        elif self._outlet:
-            self._outlet.end()
+        elif self._sender:
+            self._sender.end()
             if self._over:
-                self._outlet.wait(60.0)
+                self._sender.wait(60.0)
 
     # ---- what is agreed
 
@@ -369,7 +383,7 @@ class Unequal(Attached):
         syncer, self.step = self._host.syncer if self._host else None, int(facts["step"])
         found = resume(self.group, HOST, syncer, self._states, tensors, facts, self.strategy.outer)
         self._numbers, self._began_at, self._begun_total = found.numbers, self.step, sum(found.taken)
-        self._each = tuple(Of(taken=taken) for taken in found.taken)
+        self._each = tuple(ReplicaReport(taken=taken) for taken in found.taken)
         if self._host:
             self._host.taken = found.taken
         if found.gone:

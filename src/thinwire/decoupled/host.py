@@ -1,9 +1,9 @@
-"""The syncer at work: a thread of replica 0 that hears deltas, holds rounds, and tells all replicas. What it decides is in rounds.py, what it
-computes in syncer.py; here are only queues and the clock.
+"""The syncer's thread on replica 0: it receives deltas, holds rounds, and sends estimates to all replicas. rounds.py decides when, syncer.py
+computes; here are only queues and the clock.
 
-In real time it takes messages as they come. In virtual time it takes them in the order of the timeline, whatever comes first. The run
-ends when a replica says that it has taken all its steps: the others are told, and are waited for as long as they
-may need for one delta more, by what was seen of them; who is later than that is left out, by name.
+In real time it takes messages as they arrive. In virtual time it takes them in the order of the timeline, in whatever order they arrive. The
+run ends when one replica has taken all its steps: the syncer tells the others and waits for each as long as one more delta of it should
+take, by its own arrivals. A replica that is later is left out, by name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from thinwire.comm.group import Group
 from thinwire.decoupled.composition import Composition
-from thinwire.decoupled.messages import DELTA, DOWN, END, LEFT_OUT, REST, UP, Down, Of, SyncerMessages, Up
+from thinwire.decoupled.messages import DELTA, DOWN, END, LEFT_OUT, REST, UP, Down, ReplicaReport, SyncerMessages, Up
 from thinwire.decoupled.peer_streams import PeerReceiver, PeerSender
 from thinwire.decoupled.rounds import HeldRound, Quorum
 from thinwire.decoupled.syncer import Syncer
@@ -32,9 +32,9 @@ _GAIN = 0.25
 
 
 class Host:
-    """The syncer of `group`, on its replica 0. `tell(event, **fields)` hears, on its thread, what became of deltas.
+    """The syncer of `group`, on its replica 0. It calls `tell(event, **fields)` on its thread with the outcome of deltas.
 
-    `lock` is held while what is agreed changes. `inbox` is where its own replica hears of rounds.
+    `lock` is held while the agreed state changes. `inbox` has the messages to replica 0 itself.
     """
 
     def __init__(
@@ -50,20 +50,20 @@ class Host:
         self._heard: queue.Queue[tuple[int, Heard] | None] = queue.Queue()
         self._mail: list[deque[Up]] = [deque() for _ in range(group.size)]
         self._ended: set[int] = set()
-        self._noticed: float | None = None  # when the others were told that one has finished
+        self._noticed: float | None = None  # when the others were told that one replica has finished
         self._stopped = False
-        self._outlets: dict[int, PeerSender] = {}
+        self._senders: dict[int, PeerSender] = {}
         self._thread = threading.Thread(target=self._run, name="thinwire-syncer", daemon=True)
 
     def start(self) -> None:
         self.rounds.began = self.clock()
         for peer in range(1, self.group.size):
-            PeerReceiver(self.group, peer, UP, lambda: self.messages.room(UP), self._deliver)
-            self._outlets[peer] = PeerSender(self.group, peer, DOWN, self._lose)
+            PeerReceiver(self.group, peer, UP, lambda: self.messages.buffer(UP), self._deliver)
+            self._senders[peer] = PeerSender(self.group, peer, DOWN, self._lose)
         self._thread.start()
 
     def give(self, packet: Tensor) -> None:
-        """A message of its own replica."""
+        """Take a message of replica 0 itself."""
         self._heard.put((0, packet))
 
     def close(self) -> None:
@@ -71,10 +71,10 @@ class Host:
         self._heard.put(None)
         if self._thread.is_alive():
             self._thread.join()
-        for outlet in self._outlets.values():
-            outlet.end()
-        for outlet in self._outlets.values():
-            outlet.wait(self.rounds.patience)  # one that was left out hears of the end, too, if it can
+        for sender in self._senders.values():
+            sender.end()
+        for sender in self._senders.values():
+            sender.wait(self.rounds.patience)  # one that was left out hears of the end, too, if it can
 
     # ---- hearing
 
@@ -148,15 +148,15 @@ class Host:
     def _hold(self, held: HeldRound, kind: int = DELTA) -> None:
         there = self.rounds.there
         with self.lock:
-            down, fates = self.syncer.hold(held.fragment, there, kind)
+            down, outcomes = self.syncer.hold(held.fragment, there, kind)
             waited = dict(held.waited)
             speeds = [1 / s if s and rank in there else 0.0 for rank, s in enumerate(self.seconds)]
             each = tuple(
-                Of(fates.get(rank, 0), waited.get(rank, 0.0), self.taken[rank], speeds[rank])
+                ReplicaReport(outcomes.get(rank, 0), waited.get(rank, 0.0), self.taken[rank], speeds[rank])
                 for rank in range(self.group.size)
             )
             self._send(replace(down, each=each))
-        if left_out := [rank for rank, fate in fates.items() if fate == LEFT_OUT]:
+        if left_out := [rank for rank, outcome in outcomes.items() if outcome == LEFT_OUT]:
             self._refuse(held.fragment, left_out)
 
     def _refuse(self, fragment: int, by: list[int]) -> None:
@@ -166,8 +166,8 @@ class Host:
     def _send(self, down: Down) -> None:
         packet = self.messages.write_down(down)
         self.inbox.put(packet)
-        for outlet in self._outlets.values():
-            outlet.send(packet)
+        for sender in self._senders.values():
+            sender.send(packet)
 
     # ---- the thread
 
@@ -243,8 +243,8 @@ class Host:
                 ranks = sorted(rank for of, where, rank in self.syncer.given if (of, where) == (kind, fragment))
                 self._hold(HeldRound(fragment, 0.0, tuple((rank, 0.0) for rank in ranks)), kind)
         self._send(Down(END))
-        for outlet in self._outlets.values():
-            outlet.end()
+        for sender in self._senders.values():
+            sender.end()
 
 
 class _Closed(Exception):

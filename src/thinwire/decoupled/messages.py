@@ -1,12 +1,12 @@
-"""What travels between a replica and the syncer: packets (packet.py) whose payload begins with notes.
+"""The messages between a replica and the syncer: packets (packet.py) whose payload begins with a fixed-size record (the notes).
 
 | up    | notes, then the delta in the codec: `DELTA` when it is due, `REST` at the end; `END`: that was all   |
 | down  | notes, then the estimate in the syncer's codec: `MOVE`, at the end `LAST`; `END`: the run is over   |
 
-`STOP` among the flags, in both directions: stop training. `REFUSED`, up: the delta was not finite and stays where it was.
+The flag `STOP`, in both directions: stop training. The flag `REFUSED`, up: the delta was not finite, and the replica keeps it.
 `round` is how many messages of this kind this sender has sent of the fragment (up), or the version of the fragment that the
-estimate moves on from (down). All replicas get the same bytes. A packet may be of any fragment, so both sides receive
-into room for the largest and look up in the header what came; nothing is believed before `open_packet` has compared it.
+estimate is applied to (down). All replicas get the same bytes. A packet may be of any fragment, so both sides receive into a
+buffer for the largest and read from the header which one came; nothing is used before `open_packet` has checked it.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ COUNTED, LEFT_OUT = 1, 2
 
 @dataclass(frozen=True)
 class Up:
-    """A delta on its way to the syncer, and what its replica says of itself.
+    """A delta on its way to the syncer, and its replica's own measurements.
 
-    base       the version of the fragment that it starts from
-    steps      inner steps behind the delta
-    taken      that this replica has taken in all
+    base       version of the fragment's anchor that the delta starts from
+    steps      inner steps in which the delta was trained
+    taken      inner steps of this replica in all
     tokens     in these steps
-    seconds    an inner step takes here; 0: not known
+    seconds    of an inner step on this replica; 0: not known
     """
 
     kind: int
@@ -68,12 +68,16 @@ class Up:
 
 
 @dataclass(frozen=True)
-class Of:
-    """What a down message says of one replica: whether its delta was counted or left out, how long it waited in seconds, how many inner
-    steps the syncer knows of, and how many it takes a second.
+class ReplicaReport:
+    """What a down message says of one replica.
+
+    outcome    of its delta: `COUNTED`, `LEFT_OUT`, or 0 where the round had none of it
+    waited     seconds that the delta waited for the round
+    taken      inner steps of this replica in all, as far as the syncer knows
+    speed      inner steps per second; 0: not known
     """
 
-    fate: int = 0
+    outcome: int = 0
     waited: float = 0.0
     taken: int = 0
     speed: float = 0.0
@@ -87,7 +91,7 @@ class Down:
     fragment: int = 0
     version: int = 0
     digest: bytes = bytes(8)
-    each: tuple[Of, ...] = ()
+    each: tuple[ReplicaReport, ...] = ()
     stop: bool = False
     body: Tensor | None = None
 
@@ -98,14 +102,14 @@ class SyncerMessages:
     def __init__(self, size: int, host: int, numels: Sequence[int], up: Sequence[Codec], down: Sequence[Codec]) -> None:
         self.size, self.host, self.numels, self.up, self.down = size, host, tuple(numels), tuple(up), tuple(down)
 
-    def room(self, tag: int) -> Tensor:
-        """For the largest message with this tag."""
+    def buffer(self, tag: int) -> Tensor:
+        """A buffer for the largest message with this tag."""
         codecs = self.up if tag == UP else self.down
         largest = max(codec.nbytes(numel) for codec, numel in zip(codecs, self.numels))
         return empty_packet(self._notes(tag) + largest)
 
     def nbytes(self, tag: int, fragment: int) -> int:
-        """Of a message with a body, header included."""
+        """Bytes of a message with a body, header included."""
         codec = (self.up if tag == UP else self.down)[fragment]
         return HEADER_NBYTES + self._notes(tag) + codec.nbytes(self.numels[fragment])
 
@@ -115,7 +119,9 @@ class SyncerMessages:
         return self._write(UP, up.kind, up.sender, up.fragment, up.number, flags, notes, up.body)
 
     def write_down(self, down: Down) -> Tensor:
-        each = (_EACH.pack(of.fate, of.waited, of.taken, of.speed) for of in down.each or (Of(),) * self.size)
+        each = (
+            _EACH.pack(of.outcome, of.waited, of.taken, of.speed) for of in down.each or (ReplicaReport(),) * self.size
+        )
         notes = _DOWN.pack(down.digest) + b"".join(each)
         return self._write(DOWN, down.kind, self.host, down.fragment, down.version, STOP * down.stop, notes, down.body)
 
@@ -136,7 +142,9 @@ class SyncerMessages:
         """Raises `PacketError`."""
         header, notes, body = self._read(DOWN, packet, self.host, (MOVE, LAST, END))
         (digest,) = _DOWN.unpack_from(notes)
-        each = tuple(Of(*_EACH.unpack_from(notes, _DOWN.size + place * _EACH.size)) for place in range(self.size))
+        each = tuple(
+            ReplicaReport(*_EACH.unpack_from(notes, _DOWN.size + place * _EACH.size)) for place in range(self.size)
+        )
         if not all(math.isfinite(of.waited) and 0 <= of.speed < math.inf for of in each):
             raise PacketError("the syncer sent times that are not finite; check the replica that hosts it.")
         return Down(header.part, header.fragment, header.round, digest, each, bool(header.flags & STOP), body)

@@ -1,4 +1,4 @@
-"""Messages that come and go beside training: a thread for each direction of each peer. What arrives is handed on as it is."""
+"""Messages beside training: a thread for each direction of each peer. Packets are passed on as they arrive, unread."""
 
 from __future__ import annotations
 
@@ -12,26 +12,29 @@ from thinwire.comm.group import Group
 from thinwire.errors import PeerError
 from thinwire.packet import said_nbytes
 
-MOST_WAITING = 64  # messages to a peer that takes none; one that is so far behind counts as lost
+MOST_WAITING = 64  # messages; a peer that leaves so many unreceived counts as lost
 
 
 class PeerReceiver:
-    """Receives from `peer` into `room()` until `deliver(peer, packet)` says that it was the last. An error is delivered, and is the last."""
+    """Receives packets of `peer`, each into a new `buffer()`, until `deliver(peer, packet)` returns True: that was the last one.
+
+    An error is delivered like a packet, and nothing after it.
+    """
 
     def __init__(
         self,
         group: Group,
         peer: int,
         tag: int,
-        room: Callable[[], Tensor],
+        buffer: Callable[[], Tensor],
         deliver: Callable[[int, Tensor | PeerError], bool],
     ) -> None:
-        self._group, self._peer, self._tag, self._room, self._deliver = group, peer, tag, room, deliver
-        threading.Thread(target=self._run, name=f"thinwire-inlet-{peer}", daemon=True).start()
+        self._group, self._peer, self._tag, self._buffer, self._deliver = group, peer, tag, buffer, deliver
+        threading.Thread(target=self._run, name=f"thinwire-receive-{peer}", daemon=True).start()
 
     def _run(self) -> None:
         while True:
-            packet = self._room()
+            packet = self._buffer()
             try:
                 self._group.post(self._tag, {}, {self._peer: packet}, sized=said_nbytes).wait()
             except Exception as error:
@@ -42,13 +45,13 @@ class PeerReceiver:
 
 
 class PeerSender:
-    """Sends to `peer`, in order, without keeping anybody waiting; `lost(peer, why)` hears when it cannot."""
+    """Sends packets to `peer` in order; `send` does not block. Calls `lost(peer, why)` when sending fails."""
 
     def __init__(self, group: Group, peer: int, tag: int, lost: Callable[[int, PeerError], object]) -> None:
         self._group, self._peer, self._tag, self._lost = group, peer, tag, lost
         self._waiting: queue.Queue[Tensor | None] = queue.Queue()
         self._over = False
-        self._thread = threading.Thread(target=self._run, name=f"thinwire-outlet-{peer}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"thinwire-sender-{peer}", daemon=True)
         self._thread.start()
 
     def send(self, packet: Tensor) -> None:
@@ -61,12 +64,12 @@ class PeerSender:
         self._waiting.put(packet)
 
     def end(self) -> None:
-        """Send what waits, and nothing more."""
+        """Send what is queued, then end the thread. Nothing more may be sent."""
         self._over = True
         self._waiting.put(None)
 
     def wait(self, seconds: float) -> None:
-        """Until all is sent."""
+        """Wait until all is sent, for `seconds` at most."""
         self._thread.join(seconds)
 
     def _run(self) -> None:

@@ -1,14 +1,14 @@
 """When a round is held, and with whose deltas: quorum and grace. Pure: times go in, decisions come out.
 
-Deltas of a fragment wait until `quorum` replicas have brought one. Then the round waits for those of the others that are
-expected soon, and for nobody else:
+Deltas of a fragment wait until `quorum` replicas have sent one. Then the round waits for other replicas only if their next delta is
+expected soon:
 
-    expected(m) = when m brought this fragment last + mean of its intervals + 2 · their mean deviation
+    expected(m) = when m sent this fragment last + mean of its intervals + 2 · their mean deviation
     the round is held as soon as no expected(m) lies ahead within the grace: `grace` · mean interval of those who are there
 
-Both means are moving ones (as TCP's of the round trip), so that no time is fixed anywhere. A replica that has brought nothing
-yet is expected for as long again as the first delta of the fragment took. One that is dead costs one grace, once: what it is
-expected for lies behind from then on. Nobody trains less meanwhile: replicas go on while a round waits.
+Both means are moving averages, as those of TCP's round-trip time, so no time is fixed. A replica that has sent nothing yet is waited
+for as long again as the first delta of the fragment took. A dead replica costs one grace, once: its expected time is in the past from
+then on. Replicas train on while a round waits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _GAIN = 0.25
 
 @dataclass
 class Interval:
-    """How often a replica brings a fragment."""
+    """How often a replica sends a fragment."""
 
     last: float
     mean: float | None = None
@@ -59,7 +59,7 @@ class HeldRound:
 
 @dataclass
 class Quorum:
-    """What waits, and who is there.
+    """The deltas that wait, and the replicas that take part.
 
     >>> rounds = Quorum(size=3, quorum=2, grace=1.0)
     >>> rounds.arrived(4.0, 0, 0), rounds.due(4.0)
@@ -83,7 +83,7 @@ class Quorum:
         self.there = self.there or set(range(self.size))
 
     def arrived(self, now: float, rank: int, fragment: int) -> None:
-        """`rank` has brought a delta of `fragment`."""
+        """`rank` has sent a delta of `fragment`."""
         before = self.intervals.get((rank, fragment))
         if before is None:
             self.intervals[rank, fragment] = Interval(now)
@@ -92,7 +92,7 @@ class Quorum:
         self.waiting.setdefault(fragment, {})[rank] = now
 
     def lost(self, rank: int) -> None:
-        """Nothing more is expected of `rank`; what it has brought counts."""
+        """`rank` is gone: no round waits for it; deltas that it has sent count."""
         self.there.discard(rank)
 
     def due(self, now: float) -> list[HeldRound]:

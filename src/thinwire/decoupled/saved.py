@@ -1,9 +1,9 @@
-"""What a replica of unequal speed saves, and how all go on from checkpoints of unlike steps.
+"""What a replica of unequal speed saves, and how all resume from checkpoints of different steps.
 
-Each replica saves after inner steps of its own, so no checkpoint of one is of the moment of another's. What the syncer's replica saved is
-what is agreed. The others take it over and keep their own progress: what had departed and was counted there is taken
-out of the parameters, what was not counted stays in them and travels with the next delta. So nothing is counted twice. A resume is not the
-run that was never stopped, bit for bit; and where the syncer's checkpoint is older than another's, the rounds between are gone.
+Each replica saves after its own inner steps, so two checkpoints are not of one moment. The agreed state is that in the checkpoint of the
+syncer's replica. The others load it and keep their own progress: a delta that was counted there is taken out of the parameters, one that
+was not counted stays in them and travels with the next delta. So nothing is counted twice. A resumed run is not bit for bit the run that was
+never stopped. If the syncer's checkpoint is older than another replica's, the rounds between them are lost.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Departed:
 def state_of(
     states: Sequence[FragmentState], flying: Mapping[int, Departed], step: int
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Of a replica."""
+    """The state of a replica, to be saved."""
     tensors = saved(states)
     for index, flight in flying.items():
         tensors |= {f"{index}.delta": flight.delta}
@@ -56,7 +56,7 @@ def state_of(
 
 
 def state_of_syncer(syncer: Syncer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What is agreed; deltas that wait for a round are not, and depart again."""
+    """The agreed state, to be saved. Deltas that wait for a round are no part of it; they depart again after a resume."""
     tensors: dict[str, Tensor] = {}
     for index, one in enumerate(syncer.agreed):
         kept = {"anchor": one.anchor} | {f"state.{name}": value for name, value in one.state.items()}
@@ -72,7 +72,7 @@ def state_of_syncer(syncer: Syncer) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def load_syncer(syncer: Syncer, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Go on from `state_of_syncer`."""
+    """Load what `state_of_syncer` returned. Raises `CheckpointError`."""
     for index, one in enumerate(syncer.agreed):
         kept = _under(f"agreed.{index}.", tensors)
         if kept["anchor"].numel() != one.anchor.numel():

@@ -119,26 +119,26 @@ class Syncer:
     def hold(self, fragment: int, there: set[int], kind: int = DELTA) -> tuple[Down, dict[int, int]]:
         """The round of all deltas of `fragment` that wait: what to tell all replicas, but for times; and what became of whose delta.
 
-        Of those that are `there` and have brought none, the last delta's weight counts as if it were zero.
+        A replica that is `there` and has sent none counts as a zero delta with the weight of its last one.
         """
         agreed, outer = self.agreed[fragment], self.method.outer if kind == DELTA else self.method.outer.last
         given = {rank: self.given.pop((kind, fragment, rank)) for rank in self._waiting(kind, fragment)}
-        fates = {rank: LEFT_OUT if one.delta is None else COUNTED for rank, one in given.items()}
+        outcomes = {rank: LEFT_OUT if one.delta is None else COUNTED for rank, one in given.items()}
         total = self._estimate(fragment, given, there, kind)
         before = agreed.digest()
         said = Down(MOVE if kind == DELTA else LAST, fragment, agreed.version, before)
-        if COUNTED not in fates.values():
-            return said, fates
+        if COUNTED not in outcomes.values():
+            return said, outcomes
         try:
             body, settled = self._coded(fragment, total, kind)
             key = Key(self.method.seed, fragment, agreed.version, self.host, said.kind)
             estimate = said_by(self.down[fragment], body, total.numel(), key)
             agreed.step(outer, estimate)
         except NonFiniteError:
-            return said, dict.fromkeys(fates, LEFT_OUT)
+            return said, dict.fromkeys(outcomes, LEFT_OUT)
         if settled is not None:
             agreed.residual = settled.sub_(estimate)
-        return Down(said.kind, fragment, said.version, before, body=body), fates
+        return Down(said.kind, fragment, said.version, before, body=body), outcomes
 
     def _waiting(self, kind: int, fragment: int) -> list[int]:
         return sorted(rank for of, where, rank in self.given if (of, where) == (kind, fragment))

@@ -1,9 +1,9 @@
 """Virtual time: who departs, which rounds are held and where they land, from given speeds alone. No tensors, no clock.
 
 Replica m takes its k-th inner step at k·slow[m]. A delta arrives as it departs; a round lands on a replica after the first inner
-step that ends `delay` mean inner steps after it was held, or later. Every replica follows the same timeline by itself, and so
-does the syncer, so nobody has to say when anything was: a run in virtual time depends on speeds and seed, on no carrier
-and no order of arrival.
+step that ends `delay` mean inner steps after it was held, or later. Every replica computes the same timeline, and so does the
+syncer. No message says when something happened: a run in virtual time depends on speeds and seed, not on the carrier and not on
+the order of arrival.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Timeline:
         self._held = 0
 
     def actions(self, step: int) -> Actions:
-        """Of replica `own` after its inner step `step`; each once, in order."""
+        """What replica `own` does after its inner step `step`; ask for each step once, in order."""
         while step not in self._actions:
             self.advance()
         return self._actions.pop(step)

@@ -1,7 +1,7 @@
-"""A rendezvous at somebody who keeps a `MemberRegistry`: a lighthouse (lighthouse.py) or a hub (hub.py).
+"""A rendezvous at a server that keeps a `MemberRegistry`: a lighthouse (lighthouse.py) or a hub (hub.py).
 
-It is asked over channels, one question at a time: one channel for views and votes, one for heartbeats. How a channel is
-opened, how a group is built and whether another replica can be reached is for those two to say.
+Requests go over channels, one at a time: one channel for views and votes, one for heartbeats. The two subclasses open channels,
+build groups, and say whether another replica can be reached.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from thinwire.membership.store import ChannelVoteStore, RequestChannel
 from thinwire.membership.timeouts import Timeouts
 from thinwire.membership.view import Observe, Presence
 
-PROBE = 2.0  # seconds for a peer, a lighthouse or a hub to answer at all
+PROBE = 2.0  # seconds within which a peer, a lighthouse or a hub must answer
 
 
 class RemoteRendezvous(ABC):
-    """What is alike at a lighthouse and at a hub; `where` names it in messages, `advice` is for those who do not find it."""
+    """What is common to a lighthouse and a hub. `where` names the server in messages; `advice` says what to do if it is not found."""
 
     where = advice = ""
 
@@ -79,7 +79,7 @@ class RemoteRendezvous(ABC):
             left = until - self.clock()
             if left <= 0:
                 break
-            if self._left.is_set():  # this replica left while it was looking for the other end
+            if self._left.is_set():  # this replica left while it was looking for the server
                 self._lose()
                 raise LinkError(f"this replica has left {self.where}.")
             try:
@@ -117,7 +117,7 @@ class RemoteRendezvous(ABC):
             lost.channel.close()
 
     def _found(self, seconds: float) -> ChannelVoteStore:
-        """The vote store of one that answers; one that is new is given time to hear the others, too."""
+        """The vote store of a server that answers; a new server gets time to hear the other replicas, too."""
         if self._vote_store is not None:
             try:
                 self._vote_store.channel.ask("beat")
@@ -145,14 +145,14 @@ class RemoteRendezvous(ABC):
         return self._vote_store
 
     def _compare(self, there: float) -> None:
-        """One that was started for another run counts other seconds: say so once, and go on."""
+        """Warn once if the server, started for another run, has another heartbeat timeout."""
         here = self._timeouts.heartbeat_timeout
         if not 0.5 * here <= there <= 2 * here:
             reason = f"{self.where} takes a replica for dead after {there:g} s, this run needs {here:.3g}"
             self._retry(f"{reason}: start it with --heartbeat-timeout {here:.3g}", 0.0)
 
     def _beat(self) -> None:
-        """Say that this process is alive: a thread that waits for nothing else."""
+        """The heartbeat thread, which waits for nothing else."""
         interval, missed = self._timeouts.heartbeat_interval, 0
         channel: RequestChannel | None = None
         while not self._left.wait(interval):
@@ -166,7 +166,7 @@ class RemoteRendezvous(ABC):
                         "forget", keys=[self._unused_keys.pop() for _ in range(min(len(self._unused_keys), 256))]
                     )
                 missed = 0
-            except (LinkError, DisagreementError) as error:  # the latter is for who asks for a view
+            except (LinkError, DisagreementError) as error:  # `call` raises the latter
                 channel = None
                 missed += 1
                 if missed == 3:
@@ -177,7 +177,7 @@ class RemoteRendezvous(ABC):
             channel.close()
 
     def _heard(self, name: str, incarnation: str, text: str) -> Presence | None:
-        """What a participant says of itself; None, told once, for one whose words are not of this version or not its own."""
+        """Another replica's presence; None, with one warning, if it is of another version or under another name."""
         try:
             presence = Presence.from_json(text)
             if (presence.name, presence.incarnation) != (name, incarnation):

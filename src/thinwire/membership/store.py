@@ -1,6 +1,6 @@
-"""What members write for each other at a lighthouse or a hub: ballots, and where they are reached.
+"""What members write for each other at a lighthouse or a hub: ballots, and the addresses at which they are reached.
 
-What was decided at one lighthouse cannot be asked of the next, so a vote store that failed once is not used again.
+Another lighthouse does not know the decisions of this one, so a vote store that failed once is not used again.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from thinwire.membership.channel import Channel
 
 
 class RequestChannel(Protocol):
-    """A connection over which questions are asked. After its first `LinkError` it is of no more use."""
+    """A connection for requests. After its first `LinkError` make a new one."""
 
     heartbeat_timeout: float
 
     def ask(self, do: str, seconds: float = 0.0, **fields: Any) -> dict[str, Any]:
-        """What is answered; it may take `seconds`, and a little more. Raises `LinkError`."""
+        """The response to a request that may take `seconds`. Raises `LinkError`."""
 
     def close(self) -> None:
-        """Idempotent; from any thread: whoever waits hears of it."""
+        """Idempotent; may be called from any thread. A request that waits then raises `LinkError`."""
 
 
 class ChannelVoteStore:
-    """A vote store at a lighthouse or a hub, over one connection: after its first failure, none of its answers can be had any more."""
+    """A vote store at a lighthouse or a hub, over one connection, which is not used after its first failure."""
 
     def __init__(self, channel: RequestChannel, unused_keys: list[str]) -> None:
         self.channel, self._unused_keys = channel, unused_keys
@@ -80,7 +80,7 @@ class AddressBook(Store):
         return self._channel.ask("look", keys=list(map(self._key, keys)))["values"] is not None
 
     def close(self) -> None:
-        """The group is built, or will not be; the connection is of no more use."""
+        """Close the connection: the group is built, or will not be."""
         self._channel.close()
 
     def _key(self, key: str) -> str:

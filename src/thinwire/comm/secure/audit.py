@@ -1,4 +1,4 @@
-"""One line for everything that the hub refuses or that changes who is there: what, who, and why."""
+"""The audit log: a line for each refusal and each change of members, with what happened, to whom, and why."""
 
 from __future__ import annotations
 

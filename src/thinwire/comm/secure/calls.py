@@ -1,4 +1,4 @@
-"""A member's end of gRPC's streams: frames are read and written whole, and what ends a stream is told in one way."""
+"""A member's end of gRPC's streams: frames are read and written whole, and all failures become one of three errors."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from thinwire.errors import LinkError
 
 
 class Refused(LinkError):
-    """The hub has said no; to ask again does not help."""
+    """The hub refuses this member; another attempt does not help."""
 
 
 class Broken(LinkError):
-    """A connection that has ended; the next one goes on."""
+    """The connection has ended; a new one continues where it was."""
 
 
 class Outdated(Broken):
-    """The certificate is of an authority that is being replaced: a fresh one is needed, and nothing is lost."""
+    """The certificate is of an authority that is being replaced: get a new certificate and connect again; nothing is lost."""
 
 
 async def read(stream: Any) -> bytes:

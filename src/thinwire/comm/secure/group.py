@@ -161,7 +161,7 @@ class SecureGroup:
         self._link.messages.fail(self._error())
 
     def _give_up(self, error: LinkError) -> None:
-        """A transfer came too late: nothing goes on after it, and whoever waits for another is told now."""
+        """A transfer was too late: fail all other transfers now; the group cannot be used any more."""
         with self._lock:
             if not self._closed:
                 self._thread.loop.call_soon_threadsafe(self._link.messages.fail, error)
@@ -214,7 +214,7 @@ def join(
 
 
 def connected_group(link: HubLink, seconds: float, timeout: float, farewell: float = FAREWELL_SECONDS) -> SecureGroup:
-    """The group of a link that has not begun, when all are there. Raises `LinkError`: not all came within `seconds`."""
+    """Open `link`, wait until all members are there, and return their group. Raises `LinkError`: not all came within `seconds`."""
     thread = LoopThread.shared()
     try:
         thread.run(link.begin())

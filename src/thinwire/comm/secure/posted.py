@@ -1,4 +1,4 @@
-"""What one member has posted: buffers that wait for a message, and messages with how far each receiver is."""
+"""What one member has posted: receive buffers, and messages with the progress of each receiver."""
 
 from __future__ import annotations
 

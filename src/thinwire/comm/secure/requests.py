@@ -31,7 +31,7 @@ class HubRequester:
         self.name, self.incarnation, self.address = name, process.decode("ascii", "replace"), address
 
     async def came(self, future: asyncio.Future[Any], seconds: float) -> bool:
-        """Whether `future` is done within `seconds`; cancelled when the stream ends."""
+        """Whether `future` is done within `seconds`. Cancelled when the stream ends."""
         done, _ = await asyncio.wait({future}, timeout=seconds)
         return bool(done)
 

@@ -1,4 +1,4 @@
-"""The hub's ends of the streams: frames are read and written in order; a frame that is not allowed ends the call."""
+"""The hub's end of gRPC's streams: frames are read and written in order; a frame that is not allowed ends the call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from thinwire.comm.secure.proxy import TcpProxy
 from thinwire.comm.secure.relay import Pipe, flattened
 from thinwire.errors import LinkError, PacketError
 
-HELLO_SECONDS = 30.0  # in which a member that is known says what it wants
+HELLO_SECONDS = 30.0  # in which an authenticated member sends its first frame
 
 Handle = Callable[[frames.Frame], None]
 
