@@ -64,3 +64,9 @@ def test_what_does_not_fit_is_refused(values, payload):
     check_fit(codec, *GOOD)
     with pytest.raises(ConfigurationError, match=r"^Levels\(bits=4, block=16\): "):
         check_fit(codec, values, payload)
+
+
+def test_bytes_by_hand():
+    sign, codebook = tw.codecs.Sign(block=16), tw.codecs.Codebook()
+    assert [sign.nbytes(numel) for numel in (1, 16, 17)] == [1 + 4, 2 + 4, 3 + 8]
+    assert [codebook.nbytes(numel) for numel in (0, 1, 64)] == [0, 1 + 16, 16 + 16]

@@ -13,7 +13,7 @@ from thinwire.packet import HEADER_NBYTES
     ("codec", "numel", "ranges", "per_message"),
     [
         (tw.codecs.Identity(), 20, 8, 2),
-        (tw.codecs.Sign(block=10), 25, 10, 10),  # a grain is longer than a piece
+        (tw.codecs.E3M0(128), 300, 128, 1),  # a grain is longer than a piece
         (tw.codecs.E3M0(4), 20, 8, 10),
         (tw.codecs.Cast(), 0, 0, 1),
         (tw.codecs.TopK(0.5), 30, 30, 1),  # without a grain
@@ -31,5 +31,6 @@ def test_messages_are_ranges_of_whole_grains_one_after_another(codec, numel, ran
         assert all(r.last - r.first == codec.nbytes(r.end - r.begin) for r in message.ranges)
         assert message.numel == message.end - message.begin
     assert all(r.end - r.begin == ranges for m in messages for r in m.ranges if r.end != numel)
+    assert messages[0].ranges[0].end == min(ranges, numel)
     assert all(len(m.ranges) == per_message for m in messages[:-1])
     assert chunks.packets_nbytes(messages, 3) == sum(HEADER_NBYTES + m.nbytes + 3 for m in messages)
