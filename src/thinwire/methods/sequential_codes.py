@@ -17,21 +17,21 @@ from thinwire.methods.bursty import Bursty, Late
 from thinwire.methods.gradient_codes import GradientCode, gradient_code, load
 
 
-class Part(NamedTuple):
+class JobPart(NamedTuple):
     """Part `number` of a job, as `replica` computes it."""
 
     number: int
     replica: int
 
 
-class Task(NamedTuple):
+class CodedTask(NamedTuple):
     """One vector that a replica computes in a round."""
 
     job: int
-    part: Part
+    part: JobPart
 
 
-Delivered = dict[int, set[Part]]  # by job
+Delivered = dict[int, set[JobPart]]  # by job
 
 
 class Scheme(Protocol):
@@ -52,22 +52,22 @@ class Scheme(Protocol):
     def shares(self) -> tuple[Fraction, ...]:
         """The chunks of a job, each as a share of its batch."""
 
-    def assign(self, round_: int, jobs: int, delivered: Delivered) -> list[list[Task]]:
+    def assign(self, round_: int, jobs: int, delivered: Delivered) -> list[list[CodedTask]]:
         """What each replica computes in a round of a run of `jobs`."""
 
-    def burden(self, round_: int, tasks: Sequence[Sequence[Task]], late: Late) -> Late:
+    def burden(self, round_: int, tasks: Sequence[Sequence[CodedTask]], late: Late) -> Late:
         """Those of `late` that later rounds must make up for."""
 
     def allows(self, burdens: Sequence[Late]) -> bool:
         """Whether all jobs are in time after such rounds, if it was so before the last one."""
 
-    def factors(self, part: Part) -> dict[int, float]:
+    def factors(self, part: JobPart) -> dict[int, float]:
         """The chunks of a part, each with its factor."""
 
-    def decodes(self, parts: Collection[Part]) -> bool:
+    def decodes(self, parts: Collection[JobPart]) -> bool:
         """Whether the sum over a job follows from these parts."""
 
-    def weights(self, parts: Collection[Part]) -> dict[Part, float]:
+    def weights(self, parts: Collection[JobPart]) -> dict[JobPart, float]:
         """The factors of parts in the sum over a job. Raises `ConfigurationError` if they do not suffice."""
 
 
@@ -97,23 +97,23 @@ class Coded:
     def shares(self) -> tuple[Fraction, ...]:
         return (Fraction(1, self.replicas),) * self.replicas
 
-    def assign(self, round_: int, jobs: int, delivered: Delivered) -> list[list[Task]]:
-        return [[Task(round_, Part(0, replica))] if round_ < jobs else [] for replica in range(self.replicas)]
+    def assign(self, round_: int, jobs: int, delivered: Delivered) -> list[list[CodedTask]]:
+        return [[CodedTask(round_, JobPart(0, replica))] if round_ < jobs else [] for replica in range(self.replicas)]
 
-    def burden(self, round_: int, tasks: Sequence[Sequence[Task]], late: Late) -> Late:
+    def burden(self, round_: int, tasks: Sequence[Sequence[CodedTask]], late: Late) -> Late:
         return Late() if self.code.decodes(frozenset(range(self.replicas)) - late) else late
 
     def allows(self, burdens: Sequence[Late]) -> bool:
         return not burdens[-1]
 
-    def factors(self, part: Part) -> dict[int, float]:
+    def factors(self, part: JobPart) -> dict[int, float]:
         return self.code.factors(part.replica)
 
-    def decodes(self, parts: Collection[Part]) -> bool:
+    def decodes(self, parts: Collection[JobPart]) -> bool:
         return self.code.decodes([part.replica for part in parts])
 
-    def weights(self, parts: Collection[Part]) -> dict[Part, float]:
-        return {Part(0, replica): a for replica, a in self.code.weights([part.replica for part in parts]).items()}
+    def weights(self, parts: Collection[JobPart]) -> dict[JobPart, float]:
+        return {JobPart(0, replica): a for replica, a in self.code.weights([part.replica for part in parts]).items()}
 
 
 @dataclass(frozen=True)
@@ -176,29 +176,29 @@ class SelectiveRepeat:
     def shares(self) -> tuple[Fraction, ...]:
         return Coded(self.code).shares
 
-    def assign(self, round_: int, jobs: int, delivered: Delivered) -> list[list[Task]]:
+    def assign(self, round_: int, jobs: int, delivered: Delivered) -> list[list[CodedTask]]:
         old, tasks = round_ - self.burst, Coded(self.code).assign(round_, jobs, delivered)
         if 0 <= old < jobs and not self.decodes(delivered[old]):
             there = {part.replica for part in delivered[old]}
             missing = [replica for replica in range(self.replicas) if replica not in there]
             for replica in missing[: max(0, len(missing) - self._missing)]:
-                tasks[replica] = [Task(old, Part(0, replica))]
+                tasks[replica] = [CodedTask(old, JobPart(0, replica))]
         return tasks
 
-    def burden(self, round_: int, tasks: Sequence[Sequence[Task]], late: Late) -> Late:
+    def burden(self, round_: int, tasks: Sequence[Sequence[CodedTask]], late: Late) -> Late:
         repeats = any(task.job != round_ for own in tasks for task in own)
         return late if repeats else Coded(self.code).burden(round_, tasks, late)
 
     def allows(self, burdens: Sequence[Late]) -> bool:
         return self.pattern.allows(burdens)
 
-    def factors(self, part: Part) -> dict[int, float]:
+    def factors(self, part: JobPart) -> dict[int, float]:
         return self.code.factors(part.replica)
 
-    def decodes(self, parts: Collection[Part]) -> bool:
+    def decodes(self, parts: Collection[JobPart]) -> bool:
         return Coded(self.code).decodes(parts)
 
-    def weights(self, parts: Collection[Part]) -> dict[Part, float]:
+    def weights(self, parts: Collection[JobPart]) -> dict[JobPart, float]:
         return Coded(self.code).weights(parts)
 
 
@@ -262,52 +262,52 @@ class Multiplexed:
         small = Fraction(1, n * (self.burst + self._own * large))
         return (large * small,) * (n * self._own) + (small,) * (n * self.burst)
 
-    def assign(self, round_: int, jobs: int, delivered: Delivered) -> list[list[Task]]:
-        tasks: list[list[Task]] = [[] for _ in range(self.replicas)]
+    def assign(self, round_: int, jobs: int, delivered: Delivered) -> list[list[CodedTask]]:
+        tasks: list[list[CodedTask]] = [[] for _ in range(self.replicas)]
         for job in range(max(0, round_ - self.delay), min(round_ + 1, jobs)):
             for replica in range(self.replicas):
                 number = self._number(replica, round_ - job, delivered[job])
                 if number is not None:
-                    tasks[replica].append(Task(job, Part(number, replica)))
+                    tasks[replica].append(CodedTask(job, JobPart(number, replica)))
         return tasks
 
-    def _number(self, replica: int, slot: int, there: set[Part]) -> int | None:
+    def _number(self, replica: int, slot: int, there: set[JobPart]) -> int | None:
         if slot < self._own:
             return slot
         for number in range(self._own):
-            if Part(number, replica) not in there:
+            if JobPart(number, replica) not in there:
                 return number
         return slot if self.code is not None else None
 
-    def burden(self, round_: int, tasks: Sequence[Sequence[Task]], late: Late) -> Late:
+    def burden(self, round_: int, tasks: Sequence[Sequence[CodedTask]], late: Late) -> Late:
         return late
 
     def allows(self, burdens: Sequence[Late]) -> bool:
         return self.pattern.allows(burdens)
 
-    def factors(self, part: Part) -> dict[int, float]:
+    def factors(self, part: JobPart) -> dict[int, float]:
         if part.number < self._own:
             return {part.replica * self._own + part.number: 1.0}
         assert self.code is not None
         first = self.replicas * part.number  # that of the first group comes after n·(W − 1) others
         return {first + chunk: factor for chunk, factor in self.code.factors(part.replica).items()}
 
-    def decodes(self, parts: Collection[Part]) -> bool:
+    def decodes(self, parts: Collection[JobPart]) -> bool:
         there = self._by_number(parts)
         whole = all(len(there[number]) == self.replicas for number in range(self._own))
         return whole and (self.code is None or all(self.code.decodes(group) for group in there[self._own :]))
 
-    def weights(self, parts: Collection[Part]) -> dict[Part, float]:
+    def weights(self, parts: Collection[JobPart]) -> dict[JobPart, float]:
         if not self.decodes(parts):
             raise ConfigurationError(f"{self}: {len(set(parts))} parts of a job do not suffice for its sum.")
         there = self._by_number(parts)
-        found = {Part(number, replica): 1.0 for number in range(self._own) for replica in there[number]}
+        found = {JobPart(number, replica): 1.0 for number in range(self._own) for replica in there[number]}
         if self.code is not None:
             for number in range(self._own, self._own + self.burst):
-                found |= {Part(number, replica): a for replica, a in self.code.weights(there[number]).items()}
+                found |= {JobPart(number, replica): a for replica, a in self.code.weights(there[number]).items()}
         return found
 
-    def _by_number(self, parts: Collection[Part]) -> list[set[int]]:
+    def _by_number(self, parts: Collection[JobPart]) -> list[set[int]]:
         there: list[set[int]] = [set() for _ in range(self._own + self.burst)]
         for number, replica in parts:
             there[number].add(replica)
@@ -333,7 +333,7 @@ class Master:
         """Of the whole run."""
         return self.jobs + self.scheme.delay
 
-    def tasks(self) -> list[list[Task]]:
+    def tasks(self) -> list[list[CodedTask]]:
         """Of each replica, in this round."""
         return self._tasks
 
@@ -360,5 +360,5 @@ class Master:
         self.round += 1
         self._tasks = self._assign()
 
-    def _assign(self) -> list[list[Task]]:
+    def _assign(self) -> list[list[CodedTask]]:
         return self.scheme.assign(self.round, self.jobs, self.delivered)

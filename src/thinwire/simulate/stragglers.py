@@ -102,7 +102,7 @@ def _check(rounds: int, replicas: int, step_seconds: float, more_seconds: float)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CodedRun:
     """A run of `jobs` batches: when each round ended, how many results were not waited for, and the share of all batches that was lost."""
 
     scheme: Scheme
@@ -117,7 +117,7 @@ class Outcome:
         return self.ends[-1] / self.jobs
 
 
-def simulate(scheme: Scheme, delays: Delays, patience: float = 1.0) -> Outcome:
+def simulate(scheme: Scheme, delays: Delays, patience: float = 1.0) -> CodedRun:
     """As many jobs as these rounds hold, every one of them exact.
 
     The rule of arXiv 2211.13802: whoever takes more than (1 + `patience`) times as long as the first is not waited for, if the pattern
@@ -140,7 +140,7 @@ def simulate(scheme: Scheme, delays: Delays, patience: float = 1.0) -> Outcome:
         master.finish(late)
         now, late_in_all = now + seconds, late_in_all + len(late)
         ends.append(now)
-    return Outcome(scheme, tuple(ends), jobs, late_in_all)
+    return CodedRun(scheme, tuple(ends), jobs, late_in_all)
 
 
 def _end(master: Master, arrivals: Floats, patience: float) -> tuple[float, Late]:
@@ -166,7 +166,7 @@ def _first(most: int, enough: Callable[[int], bool]) -> int:
     return bisect.bisect_left(range(1, most), True, key=enough) + 1
 
 
-def without_the_slowest(delays: Delays, stragglers: int) -> Outcome:
+def without_the_slowest(delays: Delays, stragglers: int) -> CodedRun:
     """No code: the mean of whoever is there first, n − `stragglers` of them; what the others computed is lost."""
     scheme = Coded(Repetition(delays.replicas, 0))
     if not 0 <= stragglers < delays.replicas:
@@ -175,7 +175,7 @@ def without_the_slowest(delays: Delays, stragglers: int) -> Outcome:
         )
     times = np.sort(delays.seconds, axis=1)[:, delays.replicas - stragglers - 1]
     jobs = len(delays.seconds)
-    return Outcome(scheme, tuple(np.cumsum(times).tolist()), jobs, stragglers * jobs, stragglers / delays.replicas)
+    return CodedRun(scheme, tuple(np.cumsum(times).tolist()), jobs, stragglers * jobs, stragglers / delays.replicas)
 
 
 # ---- which parameters

@@ -21,8 +21,8 @@ from thinwire.records.units import text_of_seconds, text_of_share
 from thinwire.simulate.figure import stragglers_chart
 from thinwire.simulate.stragglers import (
     FAMILIES,
+    CodedRun,
     Delays,
-    Outcome,
     gilbert_elliott,
     search,
     shifted_exponential,
@@ -131,7 +131,7 @@ def _recorded(folder: Path, compute_share: float) -> tuple[Delays, str]:
     ), f"delays recorded in {folder}, {text_of_seconds(step)} a step"
 
 
-def _outcomes(asked: Options, probe: Delays, rest: Delays) -> dict[str, Outcome]:
+def _outcomes(asked: Options, probe: Delays, rest: Delays) -> dict[str, CodedRun]:
     replicas = rest.replicas
     found = {"data-parallel": simulate(Coded(gradient_code(replicas, 0)), rest, asked.patience)}
     given = None if asked.stragglers is None else Coded(gradient_code(replicas, asked.stragglers))
@@ -143,7 +143,7 @@ def _outcomes(asked: Options, probe: Delays, rest: Delays) -> dict[str, Outcome]
     return found | {name: simulate(scheme, rest, asked.patience) for name, scheme in schemes.items()}
 
 
-def _row(name: str, outcome: Outcome, control: Outcome) -> dict[str, Any]:
+def _row(name: str, outcome: CodedRun, control: CodedRun) -> dict[str, Any]:
     scheme = outcome.scheme
     return {
         "method": name,
