@@ -39,9 +39,9 @@ def test_rounds_by_hand():
 def test_sequential_rounds_wait_where_the_pattern_is_not_allowed():
     scheme = Multiplexed(4, 1, 2, 1)  # one replica in two rounds, and not twice
     late_once, late_twice = [1, 1, 1, 9], [1, 1, 1, 8]
-    run = simulate(scheme, rounds(late_once, late_twice, [1, 1, 1, 1], late_once))
+    run = simulate(scheme, rounds(late_once, late_twice, [1, 1, 1, 1], late_once), patience=1.0)
     assert run.ends == (2, 10, 11, 13) and run.late == 2
-    two = simulate(scheme, rounds([1, 1, 5, 9], [1, 1, 1, 1]))
+    two = simulate(scheme, rounds([1, 1, 5, 9], [1, 1, 1, 1]), patience=1.0)
     assert two.ends[0] == 5  # not 9: the first further arrival is enough
 
 

@@ -23,6 +23,7 @@ from thinwire.rng import derive
 from thinwire.simulate.layers import Floats
 
 MOST = 4_000_000  # delays: rounds times replicas
+PATIENCE = 0.1
 _LEVELS = 12  # of λ, and of s, that a search tries
 _WINDOWS = 4  # at most: W − 1 of a search
 
@@ -117,11 +118,11 @@ class CodedRun:
         return self.ends[-1] / self.jobs
 
 
-def simulate(scheme: Scheme, delays: Delays, patience: float = 1.0) -> CodedRun:
+def simulate(scheme: Scheme, delays: Delays, patience: float = PATIENCE) -> CodedRun:
     """As many jobs as these rounds hold, every one of them exact.
 
     The rule of arXiv 2211.13802: whoever takes more than (1 + `patience`) times as long as the first is not waited for, if the pattern
-    then is still allowed. *Differs*: where it is not, the round ends with the first further arrival that makes it so, not with the
+    then is still allowed; there `patience` is 1. *Differs*: where it is not, the round ends with the first further arrival that makes it so, not with the
     last of all; and it ends at once where that costs later rounds nothing.
     """
     replicas, extra = delays.replicas, delays.batch_seconds * float(scheme.load - Fraction(1, delays.replicas))
@@ -132,7 +133,9 @@ def simulate(scheme: Scheme, delays: Delays, patience: float = 1.0) -> CodedRun:
             f"{scheme.delay} rounds, are needed."
         )
     if not (isfinite(patience) and patience >= 0):
-        raise ConfigurationError(f"patience={patience}: 0 or more is needed; 1 waits for twice the first one's time.")
+        raise ConfigurationError(
+            f"patience={patience}: 0 or more is needed; 0.1 waits a tenth longer than the first one takes."
+        )
     master, now, late_in_all = Master(scheme, jobs), 0.0, 0
     ends = []
     for arrivals in delays.seconds + extra:
@@ -204,7 +207,7 @@ def _shapes() -> list[tuple[int, int]]:
     return [(window, burst) for window in range(2, _WINDOWS + 2) for burst in range(1, window)]
 
 
-def search(family: str, probe: Delays, patience: float = 1.0) -> Scheme:
+def search(family: str, probe: Delays, patience: float = PATIENCE) -> Scheme:
     """The scheme of a family that would have been fastest in the probed rounds, in which no code was used; of equal ones that with the
     least load.
     """

@@ -21,6 +21,7 @@ from thinwire.records.units import text_of_seconds, text_of_share
 from thinwire.simulate.figure import stragglers_chart
 from thinwire.simulate.stragglers import (
     FAMILIES,
+    PATIENCE,
     CodedRun,
     Delays,
     gilbert_elliott,
@@ -55,7 +56,7 @@ class Options:
     """In place of these: a run folder, whose replicas' own compute times are taken step by step."""
     stragglers: int | None = None
     """Replicas that gradient coding, and ignoring, do without. Default: those of the fastest gradient code in the probed steps."""
-    patience: float = 1.0
+    patience: float = PATIENCE
     """With sequential codes: who takes more than 1 + this times as long as the first is late."""
     probe: int = 50
     """Steps in which parameters are searched for; all figures are of the steps after them."""
