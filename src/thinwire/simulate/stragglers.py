@@ -122,8 +122,8 @@ def simulate(scheme: Scheme, delays: Delays, patience: float = PATIENCE) -> Code
     """As many jobs as these rounds hold, every one of them exact.
 
     The rule of arXiv 2211.13802: whoever takes more than (1 + `patience`) times as long as the first is not waited for, if the pattern
-    then is still allowed; there `patience` is 1. *Differs*: where it is not, the round ends with the first further arrival that makes it so, not with the
-    last of all; and it ends at once where that costs later rounds nothing.
+    then is still allowed; there `patience` is 1. *Differs*: where it is not allowed, the round ends with the first further arrival that
+    makes it so, not with the last of all; and it ends at once where that costs later rounds nothing.
     """
     replicas, extra = delays.replicas, delays.batch_seconds * float(scheme.load - Fraction(1, delays.replicas))
     jobs = len(delays.seconds) - scheme.delay
