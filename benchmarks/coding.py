@@ -110,7 +110,7 @@ def main() -> None:
     asked = arguments.parse_args()
     cases = [case(name, STEPS // 4 if asked.quick else STEPS, 1 if asked.quick else 3) for name in CASES]
     Console(width=120).print(table(cases))
-    save("coding", provenance() | {"benchmark": "coding", "provenance": "simulated", "cases": cases}, asked.out)
+    save("coding", provenance() | {"benchmark": "coding", "word": "simulated", "cases": cases}, asked.out)
 
 
 if __name__ == "__main__":
