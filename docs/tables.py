@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -473,6 +474,19 @@ def follow(result: Result) -> tuple[list[str], list[list[str]]]:
     return ["bytes of a visit", "full copy", *(f"after {lag} round{'s' * (lag > 1)}" for lag in lags)], rows
 
 
+def coding(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Rows of benchmarks/coding.py: a method a row, a case a column; seconds a step, means over seeds."""
+    cases = result["cases"]
+    rows = [
+        [
+            method,
+            *(f"{statistics.fmean(run['seconds_per_step'] for run in case['methods'][method]):.2f}" for case in cases),
+        ]
+        for method in cases[0]["methods"]
+    ]
+    return ["method", *(case["case"] for case in cases)], rows
+
+
 def _share(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
 
@@ -495,6 +509,7 @@ TABLES: dict[str, Callable[[Result], tuple[list[str], list[list[str]]]]] = {
     "zoo": zoo,
     "experts": experts,
     "unequal": unequal,
+    "coding": coding,
 }
 PICTURES: dict[str, Callable[[Result], str]] = {"family": family_picture}
 

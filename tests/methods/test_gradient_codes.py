@@ -17,34 +17,34 @@ CODES = [
 
 def encoded(code, gradients):
     return {
-        worker: sum(gradients.dtype.type(factor) * gradients[chunk] for chunk, factor in code.factors(worker).items())
-        for worker in range(code.workers)
+        replica: sum(gradients.dtype.type(factor) * gradients[chunk] for chunk, factor in code.factors(replica).items())
+        for replica in range(code.replicas)
     }
 
 
 def error(code, gradients, heard):
-    """Relative, of what is decoded from these workers' vectors in the dtype of the gradients."""
+    """Relative, of what is decoded from these replicas' vectors in the dtype of the gradients."""
     sent, exact = encoded(code, gradients), gradients.astype(np.float64).sum(axis=0)
-    decoded = sum(gradients.dtype.type(a) * sent[worker] for worker, a in code.weights(heard).items())
+    decoded = sum(gradients.dtype.type(a) * sent[replica] for replica, a in code.weights(heard).items())
     return float(np.linalg.norm(decoded - exact) / np.linalg.norm(exact))
 
 
 @pytest.mark.parametrize("code", CODES, ids=str)
-def test_any_workers_but_s_decode(code):
-    gradients = np.random.default_rng(0).standard_normal((code.workers, 50))
-    assert load(code) == Fraction(code.stragglers + 1, code.workers)
-    assert all(len(code.factors(worker)) == code.stragglers + 1 for worker in range(code.workers))
-    for late in combinations(range(code.workers), code.stragglers):
-        heard = set(range(code.workers)) - set(late)
+def test_any_replicas_but_s_decode(code):
+    gradients = np.random.default_rng(0).standard_normal((code.replicas, 50))
+    assert load(code) == Fraction(code.stragglers + 1, code.replicas)
+    assert all(len(code.factors(replica)) == code.stragglers + 1 for replica in range(code.replicas))
+    for late in combinations(range(code.replicas), code.stragglers):
+        heard = set(range(code.replicas)) - set(late)
         assert code.decodes(heard) and error(code, gradients, heard) < 1e-6, late
 
 
 @pytest.mark.parametrize("code", CODES, ids=str)
 def test_too_few_are_refused(code):
     if isinstance(code, Cyclic):
-        heard = set(range(code.workers - code.stragglers - 1))
+        heard = set(range(code.replicas - code.stragglers - 1))
     else:
-        heard = set(range(code.workers)) - set(code.factors(0))  # a whole group is late
+        heard = set(range(code.replicas)) - set(code.factors(0))  # a whole group is late
     assert not code.decodes(heard)
     with pytest.raises(ConfigurationError):
         code.weights(heard)
@@ -55,9 +55,9 @@ def test_large_codes_in_fp64_and_in_fp32():
     draws = np.random.default_rng(1)
     lost = {}
     for code in (Cyclic(24, 12), Cyclic(40, 16), Cyclic(24, 11), Cyclic(128, 15), Repetition(128, 15)):
-        gradients = draws.standard_normal((code.workers, 50))
-        for _ in range(200 // code.workers + 1):
-            heard = draws.permutation(code.workers)[code.stragglers :].tolist()
+        gradients = draws.standard_normal((code.replicas, 50))
+        for _ in range(200 // code.replicas + 1):
+            heard = draws.permutation(code.replicas)[code.stragglers :].tolist()
             assert error(code, gradients, heard) < 1e-6
             fp32 = error(code, gradients.astype(np.float32), heard)
             lost[code] = max(fp32, lost.get(code, 0.0))
@@ -70,7 +70,7 @@ def test_repetition_gives_the_same_bits_whoever_is_late():
     gradients = np.random.default_rng(2).standard_normal((8, 50)).astype(np.float32)
     sent = encoded(code, gradients)
     sums = [
-        sum(sent[worker] for worker in code.weights(set(range(8)) - late)) for late in ({0}, {5}, {1, 2, 4, 7}, set())
+        sum(sent[replica] for replica in code.weights(set(range(8)) - late)) for late in ({0}, {5}, {1, 2, 4, 7}, set())
     ]
     assert all(np.array_equal(one, sums[0]) for one in sums)
 

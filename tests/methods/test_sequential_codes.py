@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from thinwire.errors import ConfigurationError
+from thinwire.methods.bursty import Bursty
 from thinwire.methods.gradient_codes import Cyclic, Repetition, gradient_code
-from thinwire.methods.sequential_codes import Bursty, Coded, Master, Multiplexed, SelectiveRepeat
+from thinwire.methods.sequential_codes import Coded, Master, Multiplexed, SelectiveRepeat
 
 SCHEMES = [
     Multiplexed(8, 1, 2, 3), Multiplexed(8, 1, 2, 8), Multiplexed(12, 2, 3, 4), Multiplexed(12, 1, 3, 5), Multiplexed(12, 2, 4, 12),
@@ -19,15 +20,15 @@ JOBS = 24
 
 
 def train(scheme, jobs, pattern, vectors=None):
-    """Run all rounds; `pattern` [round, worker] says who would be late; those who may not be are waited for. How many were late, job by job decoded
+    """Run all rounds; `pattern` [round, replica] says who would be late; those who may not be are waited for. How many were late, job by job decoded
     in time; with `vectors` [job, chunk, d], each job's result too.
     """
     master, late_in_all, results, sums = Master(scheme, jobs), 0, {}, {}
     while master.round < master.rounds:
         at, tasks = master.round, master.tasks()
         late = set()
-        for worker in np.flatnonzero(pattern[at]).tolist():
-            late |= {worker} if master.allows(frozenset(late | {worker})) else set()
+        for replica in np.flatnonzero(pattern[at]).tolist():
+            late |= {replica} if master.allows(frozenset(late | {replica})) else set()
         late_in_all += len(late)
         if vectors is not None:
             for task in chain.from_iterable(tasks):
@@ -48,7 +49,7 @@ def test_every_job_is_exact_and_in_time(scheme):
     for seed, p in enumerate((0.02, 0.1, 0.3, 0.3)):
         draws = np.random.default_rng(seed)
         vectors = draws.standard_normal((JOBS, len(scheme.shares), 6)) if seed < 2 else None
-        late, sums = train(scheme, JOBS, draws.random((JOBS + scheme.delay, scheme.workers)) < p, vectors)
+        late, sums = train(scheme, JOBS, draws.random((JOBS + scheme.delay, scheme.replicas)) < p, vectors)
         seen += late
         for job, decoded in sums.items():
             exact = vectors[job].sum(axis=0)
@@ -58,21 +59,21 @@ def test_every_job_is_exact_and_in_time(scheme):
 
 @pytest.mark.parametrize("scheme", [Multiplexed(3, 1, 2, 2), Multiplexed(3, 2, 3, 3), SelectiveRepeat(3, 1, 2, 2)], ids=str)  # fmt: skip
 def test_every_pattern_of_a_small_group(scheme):
-    """All that may happen to three workers in four rounds, and nobody late after that."""
+    """All that may happen to three replicas in four rounds, and nobody late after that."""
     several = [frozenset(one) for size in range(4) for one in combinations(range(3), size)]
     for pattern in product(several, repeat=4):
-        train(scheme, 4, [[worker in late for worker in range(3)] for late in (*pattern, *[()] * scheme.delay)])
+        train(scheme, 4, [[replica in late for replica in range(3)] for late in (*pattern, *[()] * scheme.delay)])
 
 
 @pytest.mark.parametrize("scheme", SCHEMES[:9], ids=str)
-def test_no_worker_computes_more_than_its_load(scheme):
+def test_no_replica_computes_more_than_its_load(scheme):
     """Shares of the batch, first attempts and repeats counted once each; the whole batch is covered."""
     assert sum(scheme.shares) == 1
     draws, master = np.random.default_rng(3), Master(scheme, JOBS)
     while master.round < master.rounds:
         for tasks in master.tasks():
             assert sum(scheme.shares[chunk] for _, part in tasks for chunk in scheme.factors(part)) <= scheme.load
-        late = frozenset(np.flatnonzero(draws.random(scheme.workers) < 0.2).tolist())
+        late = frozenset(np.flatnonzero(draws.random(scheme.replicas) < 0.2).tolist())
         master.finish(late if master.allows(late) else frozenset())
 
 
@@ -82,7 +83,7 @@ def test_a_pattern_that_is_not_allowed_would_lose_a_job():
     assert not master.allows(frozenset({0, 1, 2, 3}))
     with pytest.raises(ConfigurationError, match="wait for more"):
         master.finish(frozenset({0, 1, 2, 3}))
-    parts = {task.part for worker in range(4, 8) for task in master.tasks()[worker]}
+    parts = {task.part for replica in range(4, 8) for task in master.tasks()[replica]}
     assert not scheme.decodes(parts)
     with pytest.raises(ConfigurationError, match="do not suffice"):
         scheme.weights(parts)

@@ -56,6 +56,8 @@ OPTIONS = {
     "simulate pipeline": "stages micro_batches forward_seconds backward_seconds hop_seconds links activation slower plot json",
     "simulate fabric": "leaves spines hosts flows nbytes rate failed pattern policy draws seed plot json",
     "simulate overlap": "ranks produce_seconds send_seconds nbytes link contention plot json",
+    "simulate stragglers": "replicas step_seconds compute_share pattern pause burst_every burst_steps recorded stragglers patience probe steps "
+    "seed plot json",
     "lighthouse": "host port heartbeat_timeout secret json",
     "hub": "do who out listen address run_file published uses hours elastic heartbeat_timeout name now json",
     "join": "token run name out resume keys group timeout json",

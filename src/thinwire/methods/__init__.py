@@ -9,8 +9,10 @@ from thinwire.methods.base import Attached, Method
 from thinwire.methods.control_rules import Averaged, Gain, Plain, Rule
 from thinwire.methods.control_variates import Controlled, ControlVariates
 from thinwire.methods.flasc import Federated, Flasc
+from thinwire.methods.gradient_codes import Cyclic, Repetition
 from thinwire.methods.minmax import Extragradient, Masha1, Masha2, Saddle, Saddling, nbytes_sent
 from thinwire.methods.saddle_points import Free, Simplexes, saddle
+from thinwire.methods.sequential_codes import Multiplexed, SelectiveRepeat
 from thinwire.methods.zeroth_order import JustOneByte, Log, ZerothOrder
 
 _TENTH, _HUNDREDTH = RandomK(0.1), TopK(0.01)
@@ -193,6 +195,7 @@ __all__ = [
     "Averaged",
     "ControlVariates",
     "Controlled",
+    "Cyclic",
     "Extragradient",
     "Federated",
     "Flasc",
@@ -203,10 +206,13 @@ __all__ = [
     "Masha1",
     "Masha2",
     "Method",
+    "Multiplexed",
     "Plain",
+    "Repetition",
     "Rule",
     "Saddle",
     "Saddling",
+    "SelectiveRepeat",
     "Simplexes",
     "ZerothOrder",
     "fedavg",

@@ -1,7 +1,7 @@
 """Sequential gradient coding: codes over rounds, so that bursts of stragglers cost less work than `GradientCode` alone. Pure.
 
 Source: Krishnan, Ebrahimi, Khisti (arXiv 2211.13802). Job t is one batch of one model; its gradient is there by round t + T at the
-latest. With T > 0, T + 1 independent models take turns. Rounds, jobs and workers count from 0.
+latest. With T > 0, T + 1 independent models take turns. Rounds, jobs and replicas count from 0.
 """
 
 from __future__ import annotations
@@ -13,75 +13,32 @@ from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from thinwire.errors import ConfigurationError
+from thinwire.methods.bursty import Bursty, Late
 from thinwire.methods.gradient_codes import GradientCode, gradient_code, load
 
-Late = frozenset[int]  # the workers whose results of a round are not waited for
 
-
-class Part(NamedTuple):
-    """Part `number` of a job, as `worker` computes it."""
+class JobPart(NamedTuple):
+    """Part `number` of a job, as `replica` computes it."""
 
     number: int
-    worker: int
+    replica: int
 
 
-class Task(NamedTuple):
-    """One vector that a worker computes in a round."""
+class CodedTask(NamedTuple):
+    """One vector that a replica computes in a round."""
 
     job: int
-    part: Part
+    part: JobPart
 
 
-Delivered = dict[int, set[Part]]  # by job
-
-
-@dataclass(frozen=True)
-class Bursty:
-    """(B, W, λ)-bursty stragglers: in any `window` rounds at most `stragglers` workers are ever late, and from the first to the last
-    late round of a worker there are at most `burst`.
-
-    Args:
-        burst: B, rounds.
-        window: W, rounds, more than `burst`.
-        stragglers: λ, workers.
-
-    >>> [Bursty(1, 2, 1).allows([frozenset({0}), frozenset({late})]) for late in (0, 1)]
-    [False, False]
-    >>> Bursty(1, 2, 1).allows([frozenset({0}), frozenset(), frozenset({0})])
-    True
-    """
-
-    burst: int
-    window: int
-    stragglers: int
-
-    def check(self, workers: int) -> None:
-        """Raise `ConfigurationError` unless such stragglers can be among `workers`."""
-        numbers = (workers, self.burst, self.window, self.stragglers)
-        if any(type(number) is not int for number in numbers) or not 1 <= self.burst < self.window or workers < 1:
-            raise ConfigurationError(
-                f"{self} among {workers} workers: whole numbers with 1 <= burst < window are needed."
-            )
-        if not 0 <= self.stragglers <= workers:
-            raise ConfigurationError(f"{self}: 0 <= stragglers <= {workers}, the number of workers, is needed.")
-
-    def allows(self, late: Sequence[Late]) -> bool:
-        """Whether the last `window` of these rounds are such a pattern; so all are, if it was asked after each."""
-        recent = late[-self.window :]
-        if len(frozenset().union(*recent)) > self.stragglers:
-            return False
-        for begin, first in enumerate(recent):
-            for later in recent[begin + self.burst :]:
-                if first & later:
-                    return False
-        return True
+Delivered = dict[int, set[JobPart]]  # by job
 
 
 class Scheme(Protocol):
-    """What workers compute when, and which of them may be late."""
+    """What replicas compute when, and which of them may be late."""
 
     @property
-    def workers(self) -> int: ...
+    def replicas(self) -> int: ...
 
     @property
     def delay(self) -> int:
@@ -89,34 +46,34 @@ class Scheme(Protocol):
 
     @property
     def load(self) -> Fraction:
-        """The share of a batch that one worker computes in a round."""
+        """The share of a batch that one replica computes in a round."""
 
     @property
     def shares(self) -> tuple[Fraction, ...]:
         """The chunks of a job, each as a share of its batch."""
 
-    def assign(self, round_: int, jobs: int, delivered: Delivered) -> list[list[Task]]:
-        """What each worker computes in a round of a run of `jobs`."""
+    def assign(self, round_: int, jobs: int, delivered: Delivered) -> list[list[CodedTask]]:
+        """What each replica computes in a round of a run of `jobs`."""
 
-    def burden(self, round_: int, tasks: Sequence[Sequence[Task]], late: Late) -> Late:
+    def burden(self, round_: int, tasks: Sequence[Sequence[CodedTask]], late: Late) -> Late:
         """Those of `late` that later rounds must make up for."""
 
     def allows(self, burdens: Sequence[Late]) -> bool:
         """Whether all jobs are in time after such rounds, if it was so before the last one."""
 
-    def factors(self, part: Part) -> dict[int, float]:
+    def factors(self, part: JobPart) -> dict[int, float]:
         """The chunks of a part, each with its factor."""
 
-    def decodes(self, parts: Collection[Part]) -> bool:
+    def decodes(self, parts: Collection[JobPart]) -> bool:
         """Whether the sum over a job follows from these parts."""
 
-    def weights(self, parts: Collection[Part]) -> dict[Part, float]:
+    def weights(self, parts: Collection[JobPart]) -> dict[JobPart, float]:
         """The factors of parts in the sum over a job. Raises `ConfigurationError` if they do not suffice."""
 
 
 @dataclass(frozen=True)
 class Coded:
-    """A gradient code by itself: every job in its round, with at most s workers late. T = 0, load (s + 1) / n.
+    """A gradient code by itself: every job in its round, with at most s replicas late. T = 0, load (s + 1) / n.
 
     >>> Coded(gradient_code(8, 1)).load
     Fraction(1, 4)
@@ -125,8 +82,8 @@ class Coded:
     code: GradientCode
 
     @property
-    def workers(self) -> int:
-        return self.code.workers
+    def replicas(self) -> int:
+        return self.code.replicas
 
     @property
     def delay(self) -> int:
@@ -138,60 +95,62 @@ class Coded:
 
     @property
     def shares(self) -> tuple[Fraction, ...]:
-        return (Fraction(1, self.workers),) * self.workers
+        return (Fraction(1, self.replicas),) * self.replicas
 
-    def assign(self, round_: int, jobs: int, delivered: Delivered) -> list[list[Task]]:
-        return [[Task(round_, Part(0, worker))] if round_ < jobs else [] for worker in range(self.workers)]
+    def assign(self, round_: int, jobs: int, delivered: Delivered) -> list[list[CodedTask]]:
+        return [[CodedTask(round_, JobPart(0, replica))] if round_ < jobs else [] for replica in range(self.replicas)]
 
-    def burden(self, round_: int, tasks: Sequence[Sequence[Task]], late: Late) -> Late:
-        return Late() if self.code.decodes(frozenset(range(self.workers)) - late) else late
+    def burden(self, round_: int, tasks: Sequence[Sequence[CodedTask]], late: Late) -> Late:
+        return Late() if self.code.decodes(frozenset(range(self.replicas)) - late) else late
 
     def allows(self, burdens: Sequence[Late]) -> bool:
         return not burdens[-1]
 
-    def factors(self, part: Part) -> dict[int, float]:
-        return self.code.factors(part.worker)
+    def factors(self, part: JobPart) -> dict[int, float]:
+        return self.code.factors(part.replica)
 
-    def decodes(self, parts: Collection[Part]) -> bool:
-        return self.code.decodes([part.worker for part in parts])
+    def decodes(self, parts: Collection[JobPart]) -> bool:
+        return self.code.decodes([part.replica for part in parts])
 
-    def weights(self, parts: Collection[Part]) -> dict[Part, float]:
-        return {Part(0, worker): a for worker, a in self.code.weights([part.worker for part in parts]).items()}
+    def weights(self, parts: Collection[JobPart]) -> dict[JobPart, float]:
+        return {JobPart(0, replica): a for replica, a in self.code.weights([part.replica for part in parts]).items()}
 
 
 @dataclass(frozen=True)
 class SelectiveRepeat:
-    """SR-SGC: an (n, s)-gradient code with s = ⌈B·λ / (W − 1 + B)⌉, less than λ; if v > s results of a job are missing, v − s of these
-    workers compute it B rounds later, in the place of the job that is then due. T = B, load (s + 1) / n.
+    """SR-SGC: an (n, s)-gradient code with s = ⌈B·λ / (W − 1 + B)⌉, less than λ; if v > s results of a job are missing and it does not
+    decode, v − s of these replicas compute it B rounds later, in the place of the job that is then due. T = B, load (s + 1) / n.
 
-    Rounds in which at most s are late and nobody repeats decode by themselves, so they do not count as late.
+    A round in which nobody repeats and whose job decodes at once does not count in the pattern: it asks nothing of later rounds.
 
     Args:
-        workers: n.
+        replicas: n.
         burst, window, stragglers: B, W, λ of `Bursty`; B divides W − 1.
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.
 
-    >>> scheme = SelectiveRepeat(workers=256, burst=2, window=3, stragglers=23)
+    >>> scheme = SelectiveRepeat(replicas=256, burst=2, window=3, stragglers=23)
     >>> scheme.code.stragglers, float(scheme.load)
     (12, 0.05078125)
     """
 
-    workers: int
+    replicas: int
     burst: int
     window: int
     stragglers: int
 
     def __post_init__(self) -> None:
-        self.pattern.check(self.workers)
+        self.pattern.check(self.replicas)
         if (self.window - 1) % self.burst:
             raise ConfigurationError(
                 f"{self}: burst={self.burst} must divide window - 1 = {self.window - 1}; a window of "
                 f"{self.burst * max(1, round((self.window - 1) / self.burst)) + 1} would do."
             )
-        if self._missing >= self.workers:
-            raise ConfigurationError(f"{self}: results of {self._missing} workers would be missing; at most {self.workers - 1} may be.")  # fmt: skip
+        if self._missing >= self.replicas:
+            raise ConfigurationError(
+                f"{self}: {self._missing} of {self.replicas} results would be missing; at most {self.replicas - 1} may be."
+            )
 
     @property
     def pattern(self) -> Bursty:
@@ -203,7 +162,7 @@ class SelectiveRepeat:
 
     @cached_property
     def code(self) -> GradientCode:
-        return gradient_code(self.workers, self._missing)
+        return gradient_code(self.replicas, self._missing)
 
     @property
     def delay(self) -> int:
@@ -217,29 +176,29 @@ class SelectiveRepeat:
     def shares(self) -> tuple[Fraction, ...]:
         return Coded(self.code).shares
 
-    def assign(self, round_: int, jobs: int, delivered: Delivered) -> list[list[Task]]:
+    def assign(self, round_: int, jobs: int, delivered: Delivered) -> list[list[CodedTask]]:
         old, tasks = round_ - self.burst, Coded(self.code).assign(round_, jobs, delivered)
-        if 0 <= old < jobs:
-            there = {part.worker for part in delivered[old]}
-            missing = [worker for worker in range(self.workers) if worker not in there]
-            for worker in missing[: max(0, len(missing) - self._missing)]:
-                tasks[worker] = [Task(old, Part(0, worker))]
+        if 0 <= old < jobs and not self.decodes(delivered[old]):
+            there = {part.replica for part in delivered[old]}
+            missing = [replica for replica in range(self.replicas) if replica not in there]
+            for replica in missing[: max(0, len(missing) - self._missing)]:
+                tasks[replica] = [CodedTask(old, JobPart(0, replica))]
         return tasks
 
-    def burden(self, round_: int, tasks: Sequence[Sequence[Task]], late: Late) -> Late:
+    def burden(self, round_: int, tasks: Sequence[Sequence[CodedTask]], late: Late) -> Late:
         repeats = any(task.job != round_ for own in tasks for task in own)
-        return Late() if len(late) <= self._missing and not repeats else late
+        return late if repeats else Coded(self.code).burden(round_, tasks, late)
 
     def allows(self, burdens: Sequence[Late]) -> bool:
         return self.pattern.allows(burdens)
 
-    def factors(self, part: Part) -> dict[int, float]:
-        return self.code.factors(part.worker)
+    def factors(self, part: JobPart) -> dict[int, float]:
+        return self.code.factors(part.replica)
 
-    def decodes(self, parts: Collection[Part]) -> bool:
+    def decodes(self, parts: Collection[JobPart]) -> bool:
         return Coded(self.code).decodes(parts)
 
-    def weights(self, parts: Collection[Part]) -> dict[Part, float]:
+    def weights(self, parts: Collection[JobPart]) -> dict[JobPart, float]:
         return Coded(self.code).weights(parts)
 
 
@@ -247,32 +206,32 @@ class SelectiveRepeat:
 class Multiplexed:
     """M-SGC: most of a job is computed once, and again only where it failed; the rest is protected by (n, λ)-gradient codes.
 
-    A job has (W − 1)·n chunks of x, each of one worker alone, and B·n chunks of y = x / (λ + 1), in B groups with a code each; all
-    together are the batch. In round j + k a worker computes for job j: for k < W − 1 its k-th own chunk; then, while own chunks
+    A job has (W − 1)·n chunks of x, each of one replica alone, and B·n chunks of y = x / (λ + 1), in B groups with a code each; all
+    together are the batch. In round j + k a replica computes for job j: for k < W − 1 its k-th own chunk; then, while own chunks
     are missing, one of these; else its part of group k − W + 1. T = W − 2 + B;
     load (λ + 1)(W − 1 + B) / (n·(B + (W − 1)(λ + 1))). With λ = n there are no groups, and it is (W − 1 + B) / (n·(W − 1)).
 
-    On the wire: one message a worker and round, with up to W − 1 + B vectors.
+    On the wire: one message a replica and round, with up to W − 1 + B vectors.
 
     Args:
-        workers: n.
+        replicas: n.
         burst, window, stragglers: B, W, λ of `Bursty`.
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.
 
-    >>> scheme = Multiplexed(workers=256, burst=1, window=2, stragglers=27)
+    >>> scheme = Multiplexed(replicas=256, burst=1, window=2, stragglers=27)
     >>> scheme.delay, round(float(scheme.load), 5)
     (1, 0.00754)
     """
 
-    workers: int
+    replicas: int
     burst: int
     window: int
     stragglers: int
 
     def __post_init__(self) -> None:
-        self.pattern.check(self.workers)
+        self.pattern.check(self.replicas)
 
     @property
     def pattern(self) -> Bursty:
@@ -285,7 +244,7 @@ class Multiplexed:
     @cached_property
     def code(self) -> GradientCode | None:
         """Of each group; None if no group is needed, because no chunk is computed once only."""
-        return gradient_code(self.workers, self.stragglers) if self.stragglers < self.workers else None
+        return gradient_code(self.replicas, self.stragglers) if self.stragglers < self.replicas else None
 
     @property
     def delay(self) -> int:
@@ -297,61 +256,61 @@ class Multiplexed:
 
     @cached_property
     def shares(self) -> tuple[Fraction, ...]:
-        n, large = self.workers, self.stragglers + 1
+        n, large = self.replicas, self.stragglers + 1
         if self.code is None:
             return (Fraction(1, n * self._own),) * (n * self._own)
         small = Fraction(1, n * (self.burst + self._own * large))
         return (large * small,) * (n * self._own) + (small,) * (n * self.burst)
 
-    def assign(self, round_: int, jobs: int, delivered: Delivered) -> list[list[Task]]:
-        tasks: list[list[Task]] = [[] for _ in range(self.workers)]
+    def assign(self, round_: int, jobs: int, delivered: Delivered) -> list[list[CodedTask]]:
+        tasks: list[list[CodedTask]] = [[] for _ in range(self.replicas)]
         for job in range(max(0, round_ - self.delay), min(round_ + 1, jobs)):
-            for worker in range(self.workers):
-                number = self._number(worker, round_ - job, delivered[job])
+            for replica in range(self.replicas):
+                number = self._number(replica, round_ - job, delivered[job])
                 if number is not None:
-                    tasks[worker].append(Task(job, Part(number, worker)))
+                    tasks[replica].append(CodedTask(job, JobPart(number, replica)))
         return tasks
 
-    def _number(self, worker: int, slot: int, there: set[Part]) -> int | None:
+    def _number(self, replica: int, slot: int, there: set[JobPart]) -> int | None:
         if slot < self._own:
             return slot
         for number in range(self._own):
-            if Part(number, worker) not in there:
+            if JobPart(number, replica) not in there:
                 return number
         return slot if self.code is not None else None
 
-    def burden(self, round_: int, tasks: Sequence[Sequence[Task]], late: Late) -> Late:
+    def burden(self, round_: int, tasks: Sequence[Sequence[CodedTask]], late: Late) -> Late:
         return late
 
     def allows(self, burdens: Sequence[Late]) -> bool:
         return self.pattern.allows(burdens)
 
-    def factors(self, part: Part) -> dict[int, float]:
+    def factors(self, part: JobPart) -> dict[int, float]:
         if part.number < self._own:
-            return {part.worker * self._own + part.number: 1.0}
+            return {part.replica * self._own + part.number: 1.0}
         assert self.code is not None
-        first = self.workers * part.number  # that of the first group comes after n·(W − 1) others
-        return {first + chunk: factor for chunk, factor in self.code.factors(part.worker).items()}
+        first = self.replicas * part.number  # that of the first group comes after n·(W − 1) others
+        return {first + chunk: factor for chunk, factor in self.code.factors(part.replica).items()}
 
-    def decodes(self, parts: Collection[Part]) -> bool:
+    def decodes(self, parts: Collection[JobPart]) -> bool:
         there = self._by_number(parts)
-        whole = all(len(there[number]) == self.workers for number in range(self._own))
+        whole = all(len(there[number]) == self.replicas for number in range(self._own))
         return whole and (self.code is None or all(self.code.decodes(group) for group in there[self._own :]))
 
-    def weights(self, parts: Collection[Part]) -> dict[Part, float]:
+    def weights(self, parts: Collection[JobPart]) -> dict[JobPart, float]:
         if not self.decodes(parts):
             raise ConfigurationError(f"{self}: {len(set(parts))} parts of a job do not suffice for its sum.")
         there = self._by_number(parts)
-        found = {Part(number, worker): 1.0 for number in range(self._own) for worker in there[number]}
+        found = {JobPart(number, replica): 1.0 for number in range(self._own) for replica in there[number]}
         if self.code is not None:
             for number in range(self._own, self._own + self.burst):
-                found |= {Part(number, worker): a for worker, a in self.code.weights(there[number]).items()}
+                found |= {JobPart(number, replica): a for replica, a in self.code.weights(there[number]).items()}
         return found
 
-    def _by_number(self, parts: Collection[Part]) -> list[set[int]]:
+    def _by_number(self, parts: Collection[JobPart]) -> list[set[int]]:
         there: list[set[int]] = [set() for _ in range(self._own + self.burst)]
-        for number, worker in parts:
-            there[number].add(worker)
+        for number, replica in parts:
+            there[number].add(replica)
         return there
 
 
@@ -374,13 +333,13 @@ class Master:
         """Of the whole run."""
         return self.jobs + self.scheme.delay
 
-    def tasks(self) -> list[list[Task]]:
-        """Of each worker, in this round."""
+    def tasks(self) -> list[list[CodedTask]]:
+        """Of each replica, in this round."""
         return self._tasks
 
     def burden(self, late: Late) -> Late:
         """Those whom later rounds must make up for; whoever has no task is not late."""
-        busy = frozenset(worker for worker in late if self._tasks[worker])
+        busy = frozenset(replica for replica in late if self._tasks[replica])
         return self.scheme.burden(self.round, self._tasks, busy)
 
     def allows(self, late: Late) -> bool:
@@ -391,15 +350,15 @@ class Master:
         """End the round: all results are there but those of `late`. Raises `ConfigurationError` if that is not allowed."""
         if not self.allows(late):
             raise ConfigurationError(
-                f"round {self.round} without workers {sorted(late)}: a job would not be in time; wait for more of them."
+                f"round {self.round} without replicas {sorted(late)}: a job would not be in time; wait for more of them."
             )
         self._burdens.append(self.burden(late))
-        for worker, tasks in enumerate(self._tasks):
+        for replica, tasks in enumerate(self._tasks):
             for job, part in tasks:
-                if worker not in late:
+                if replica not in late:
                     self.delivered[job].add(part)
         self.round += 1
         self._tasks = self._assign()
 
-    def _assign(self) -> list[list[Task]]:
+    def _assign(self) -> list[list[CodedTask]]:
         return self.scheme.assign(self.round, self.jobs, self.delivered)

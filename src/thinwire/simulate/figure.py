@@ -110,6 +110,21 @@ def fabric_chart(given: Fabric, pattern: Pattern, seed: int) -> Chart:
     return chart(data, x, y, "split, wrap and spray lie on one another")
 
 
+def stragglers_chart(runs: Mapping[str, tuple[Sequence[float], int]]) -> Chart:
+    """Steps completed against time; `runs`: when each round ended, and how many steps there were, by name."""
+    data = [
+        curve(
+            np.array([0.0, *ends]),
+            np.minimum(np.maximum(np.arange(len(ends) + 1) - (len(ends) - jobs), 0), jobs).astype(np.float64),
+            name,
+            number,
+            "%{y} steps after %{x:.0f} s",
+        )
+        for number, (name, (ends, jobs)) in enumerate(runs.items())
+    ]
+    return chart(data, {"title": {"text": "seconds (simulated)"}}, {"title": {"text": "steps"}})
+
+
 def _busiest(given: Fabric, policy: fabric.Policy, pattern: Pattern, flows: int, random: Random) -> float:
     draws = DRAWS if policy in fabric.BY_CHANCE else 1
     best = fabric.even_load(given, pattern, flows)

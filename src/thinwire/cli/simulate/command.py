@@ -13,6 +13,7 @@ STUDIES = {
     "pipeline": "stages joined by slow hops: one step of 1F1B, and what closed forms make of it",
     "fabric": "flows through leaves and spines: chance (ECMP), splitting, spraying, spines that fail",
     "overlap": "a reduce-scatter that begins while what it reduces is still computed (T3)",
+    "stragglers": "replicas that are late now and then: waiting, ignoring them, gradient codes, sequential codes",
 }
 
 _USAGE = "\n".join(

@@ -1,0 +1,219 @@
+"""Who is late, and what waiting, codes and doing without them cost: rounds of gradients in virtual time.
+
+In a round every replica computes its share of a batch and sends one message to all who need it; the round ends when they no longer
+wait. *Not simulated*: the wire; a late replica's work beyond the round, for it is cut off and begins the next round with the others.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import product
+from math import isfinite
+
+import numpy as np
+
+from thinwire.errors import ConfigurationError
+from thinwire.methods.bursty import Late
+from thinwire.methods.gradient_codes import Repetition, gradient_code
+from thinwire.methods.sequential_codes import Coded, Master, Multiplexed, Scheme, SelectiveRepeat
+from thinwire.rng import derive
+from thinwire.simulate.layers import Floats
+
+MOST = 4_000_000  # delays: rounds times replicas
+PATIENCE = 0.1
+_LEVELS = 12  # of λ, and of s, that a search tries
+_WINDOWS = 4  # at most: W − 1 of a search
+
+
+@dataclass(frozen=True, eq=False)
+class Delays:
+    """Seconds from the beginning of a round until each replica's result is there, if it computes 1/n of the batch [round, replica].
+
+    A replica that computes the share L takes `batch_seconds`·(L − 1/n) longer (§F of arXiv 2211.13802: linear in the load).
+    """
+
+    seconds: Floats
+    batch_seconds: float
+
+    def __post_init__(self) -> None:
+        _check_size(*self.seconds.shape)
+        if not bool(np.isfinite(self.seconds).all() and (self.seconds > 0).all()) or not 0 <= self.batch_seconds < 1e9:
+            raise ConfigurationError(
+                f"delays from {self.seconds.min()} to {self.seconds.max()} s, batch_seconds={self.batch_seconds}: positive, finite times are needed."
+            )
+
+    @property
+    def replicas(self) -> int:
+        return int(self.seconds.shape[1])
+
+    def part(self, begin: int, end: int | None = None) -> Delays:
+        """Some of the rounds."""
+        return Delays(self.seconds[begin:end], self.batch_seconds)
+
+
+def gilbert_elliott(
+    rounds: int, replicas: int, step_seconds: float, pause_seconds: float, every: float, length: float, seed: int
+) -> Floats:
+    """Bursts: a replica takes `step_seconds`, and `pause_seconds` more while it is in its bad state, which it enters once in `every` rounds
+    of its good one and leaves after `length` rounds, both on average (a Markov chain of two states, begun in its steady one).
+
+    >>> gilbert_elliott(3, 2, 1.0, 5.0, every=1e9, length=1, seed=0).tolist()
+    [[1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]
+    """
+    _check(rounds, replicas, step_seconds, pause_seconds)
+    if not (isfinite(every) and every >= 1 and isfinite(length) and length >= 1):
+        raise ConfigurationError(
+            f"bursts of {length} rounds every {every} rounds: both are means, at least 1 round each."
+        )
+    draws = np.random.default_rng(derive(seed, "bursts"))
+    bad = draws.random(replicas) < length / (length + every)
+    rows = []
+    for _ in range(rounds):
+        rows.append(bad)
+        drawn = draws.random(replicas)
+        bad = np.where(bad, drawn >= 1 / length, drawn < 1 / every)
+    found: Floats = step_seconds + pause_seconds * np.array(rows, dtype=np.float64)
+    return found
+
+
+def shifted_exponential(rounds: int, replicas: int, step_seconds: float, mean_seconds: float, seed: int) -> Floats:
+    """Every replica takes `step_seconds` and something drawn from an exponential distribution with the mean `mean_seconds`."""
+    _check(rounds, replicas, step_seconds, mean_seconds)
+    draws = np.random.default_rng(derive(seed, "exponential"))
+    found: Floats = step_seconds + draws.exponential(1.0, (rounds, replicas)) * mean_seconds
+    return found
+
+
+def _check_size(rounds: int, replicas: int) -> None:
+    if rounds < 1 or replicas < 2 or rounds * replicas > MOST:
+        raise ConfigurationError(
+            f"{rounds} rounds of {replicas} replicas: at least 1 round, 2 replicas, and at most {MOST:,} delays are needed."
+        )
+
+
+def _check(rounds: int, replicas: int, step_seconds: float, more_seconds: float) -> None:
+    _check_size(rounds, replicas)
+    if not (isfinite(step_seconds) and step_seconds > 0 and isfinite(more_seconds) and more_seconds >= 0):
+        raise ConfigurationError(
+            f"step_seconds={step_seconds}, delays of {more_seconds} s: a positive time and one that is not negative are needed."
+        )
+
+
+@dataclass(frozen=True)
+class CodedRun:
+    """A run of `jobs` batches: when each round ended, how many results were not waited for, and the share of all batches that was lost."""
+
+    scheme: Scheme
+    ends: tuple[float, ...]
+    jobs: int
+    late: int
+    lost: float = 0.0
+
+    @property
+    def seconds_per_job(self) -> float:
+        """The rounds at the end, in which late jobs are completed, included."""
+        return self.ends[-1] / self.jobs
+
+
+def simulate(scheme: Scheme, delays: Delays, patience: float = PATIENCE) -> CodedRun:
+    """As many jobs as these rounds hold, every one of them exact.
+
+    The rule of arXiv 2211.13802: whoever takes more than (1 + `patience`) times as long as the first is not waited for, if the pattern
+    then is still allowed; there `patience` is 1. *Differs*: where it is not allowed, the round ends with the first further arrival that
+    makes it so, not with the last of all; and it ends at once where that costs later rounds nothing.
+    """
+    replicas, extra = delays.replicas, delays.batch_seconds * float(scheme.load - Fraction(1, delays.replicas))
+    jobs = len(delays.seconds) - scheme.delay
+    if scheme.replicas != replicas or jobs < 1:
+        raise ConfigurationError(
+            f"{scheme} over {len(delays.seconds)} rounds of {replicas} replicas: delays of as many replicas, and more than "
+            f"{scheme.delay} rounds, are needed."
+        )
+    if not (isfinite(patience) and patience >= 0):
+        raise ConfigurationError(
+            f"patience={patience}: 0 or more is needed; 0.1 waits a tenth longer than the first one takes."
+        )
+    master, now, late_in_all = Master(scheme, jobs), 0.0, 0
+    ends = []
+    for arrivals in delays.seconds + extra:
+        seconds, late = _end(master, arrivals, patience)
+        master.finish(late)
+        now, late_in_all = now + seconds, late_in_all + len(late)
+        ends.append(now)
+    return CodedRun(scheme, tuple(ends), jobs, late_in_all)
+
+
+def _end(master: Master, arrivals: Floats, patience: float) -> tuple[float, Late]:
+    """When a round ends, and without whom."""
+    order = np.argsort(arrivals, kind="stable").tolist()
+    times = arrivals[order]
+
+    def late(heard: int) -> Late:
+        return frozenset(order[heard:])
+
+    free = _first(len(order), lambda heard: not master.burden(late(heard)))
+    deadline = (1 + patience) * float(times[0])
+    by_then = int(np.searchsorted(times, deadline, side="right"))
+    allowed = max(by_then, _first(len(order), lambda heard: master.allows(late(heard))))
+    waited = float(times[-1]) if allowed == len(order) else max(deadline, float(times[allowed - 1]))
+    if float(times[free - 1]) <= waited:
+        return float(times[free - 1]), late(free)
+    return waited, late(allowed)
+
+
+def _first(most: int, enough: Callable[[int], bool]) -> int:
+    """The least number heard, 1 to `most`, that is enough; more are then enough too."""
+    return bisect.bisect_left(range(1, most), True, key=enough) + 1
+
+
+def without_the_slowest(delays: Delays, stragglers: int) -> CodedRun:
+    """No code: the mean of whoever is there first, n − `stragglers` of them; what the others computed is lost."""
+    scheme = Coded(Repetition(delays.replicas, 0))
+    if not 0 <= stragglers < delays.replicas:
+        raise ConfigurationError(
+            f"stragglers={stragglers} of {delays.replicas} replicas: at least one must be left; at most {delays.replicas - 1} are possible."
+        )
+    times = np.sort(delays.seconds, axis=1)[:, delays.replicas - stragglers - 1]
+    jobs = len(delays.seconds)
+    return CodedRun(scheme, tuple(np.cumsum(times).tolist()), jobs, stragglers * jobs, stragglers / delays.replicas)
+
+
+# ---- which parameters
+
+
+FAMILIES: tuple[str, ...] = ("gradient coding", "SR-SGC", "M-SGC")
+
+
+def candidates(family: str, replicas: int) -> Iterator[Scheme]:
+    """The schemes of a family that a search tries: B < W ≤ 5, and up to 12 values of λ, or of s, from 1 to n."""
+    levels = sorted({round(float(value)) for value in np.geomspace(1, replicas, min(_LEVELS, replicas))})
+    for (window, burst), stragglers in product(_shapes(), levels):
+        try:
+            if family == "gradient coding" and window == 2:
+                yield Coded(gradient_code(replicas, stragglers))
+            elif family == "SR-SGC":
+                yield SelectiveRepeat(replicas, burst, window, stragglers)
+            elif family == "M-SGC":
+                yield Multiplexed(replicas, burst, window, stragglers)
+        except ConfigurationError:  # B does not divide W − 1, or s = n
+            continue
+
+
+def _shapes() -> list[tuple[int, int]]:
+    """(W, B)"""
+    return [(window, burst) for window in range(2, _WINDOWS + 2) for burst in range(1, window)]
+
+
+def search(family: str, probe: Delays, patience: float = PATIENCE) -> Scheme:
+    """The scheme of a family that would have been fastest in the probed rounds, in which no code was used; of equal ones that with the
+    least load.
+    """
+    if family not in FAMILIES:
+        raise ConfigurationError(f"family={family!r} is not known; there are {', '.join(FAMILIES)}.")
+    tried: Sequence[Scheme] = [s for s in candidates(family, probe.replicas) if s.delay < len(probe.seconds)]
+    if not tried:
+        raise ConfigurationError(f"{len(probe.seconds)} rounds to probe: at least 10 are needed for a search.")
+    return min(tried, key=lambda scheme: (simulate(scheme, probe, patience).seconds_per_job, scheme.load))
