@@ -12,8 +12,9 @@ from random import Random
 import pytest
 
 from thinwire.cli import main
+from thinwire.data_ledger.packs import attention_cost
 from thinwire.errors import ConfigurationError, DataError
-from thinwire.plan.packing import Packing, attention_cost, in_order, pack
+from thinwire.plan.packing import Packing, in_order, pack
 
 COST = attention_cost(256)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.data_ledger import FixedReader, Reader, drawn_for_ever
+from thinwire.data_ledger.packs import attention_cost, packs
 from thinwire.rng import derive
 
 
@@ -33,6 +34,17 @@ class Share:
         reader = self.reading
         reader.open(samples)
         return Sampler(reader)
+
+    def packed(self, lengths: Sequence[int], capacity: int, width: int) -> Packed:
+        """Iterates for ever over this replica's batches, each a list of indices of documents with at most `capacity` tokens together: for a
+        loop, or a DataLoader's `batch_sampler=`. Batches have about equal cost in a model of `width`, but unlike numbers of tokens: the
+        job's loss must be a sum and its tokens. Documents must not see each other.
+
+        `lengths`, in tokens, must be the same on every replica. Raises `DataError` for a document longer than `capacity`.
+        """
+        batches, reader = packs(lengths, capacity, attention_cost(width)), self.reading
+        reader.open(len(batches))
+        return Packed(reader, batches)
 
     @property
     def reading(self) -> Reader:
@@ -63,6 +75,16 @@ class Sampler:
 
     def __iter__(self) -> Iterator[int]:
         return drawn_for_ever(self._reader)
+
+
+class Packed:
+    """See `Share.packed`. To the data ledger a batch is one sample."""
+
+    def __init__(self, reader: Reader, batches: Sequence[Sequence[int]]) -> None:
+        self._reader, self._batches = reader, batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (list(self._batches[number]) for number in drawn_for_ever(self._reader))
 
 
 class Summed(NamedTuple):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from thinwire.data_ledger import LeasedReader
 from thinwire.errors import JobError
-from thinwire.jobs.base import Share
+from thinwire.jobs.base import Packed, Share
 from thinwire.jobs.blame import blaming
 from thinwire.jobs.portable import decoded, encoded
 from thinwire.rng import derive
@@ -95,9 +95,14 @@ class Batches:
             )
         self.taken += 1
         if reader is not None:
-            ahead = getattr(self._source, "num_workers", 0)  # of these it knows how many there are in a batch
-            reader.trained(getattr(self._source, "batch_size", None) if ahead else None)
+            reader.trained(self._drawn_for_one if getattr(self._source, "num_workers", 0) else None)
         return value
+
+    @property
+    def _drawn_for_one(self) -> int | None:
+        """How many were drawn for a batch of a loader that reads ahead."""
+        packed = isinstance(getattr(self._source, "batch_sampler", None), Packed)
+        return 1 if packed else getattr(self._source, "batch_size", None)
 
     def _again(self) -> Any:
         if self._iterator is self._source:

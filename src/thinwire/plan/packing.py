@@ -15,24 +15,15 @@ gathers of weights that are sharded over these ranks, they would wait after all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heapify, heapreplace
 
+from thinwire.data_ledger.packs import Cost
 from thinwire.errors import ConfigurationError, DataError
 
-Cost = Callable[[int], float]
 MicroBatch = tuple[int, ...]  # indices of sequences; one that is on several ranks is divided evenly among them
-
-
-def attention_cost(width: int) -> Cost:
-    """Forward operations of a sequence in one layer of that width.
-
-    >>> attention_cost(1024)(2048) / attention_cost(1024)(1024)
-    2.1538461538461537
-    """
-    return lambda length: 24.0 * length * width**2 + 2.0 * length**2 * width
 
 
 @dataclass(frozen=True)

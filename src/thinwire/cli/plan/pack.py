@@ -11,9 +11,10 @@ import tyro
 from rich.table import Table
 
 from thinwire.cli import options
+from thinwire.data_ledger.packs import attention_cost
 from thinwire.errors import ConfigurationError, DataError
 from thinwire.lm.model import SIZES
-from thinwire.plan.packing import Packing, attention_cost, in_order, pack
+from thinwire.plan.packing import Packing, in_order, pack
 from thinwire.records.units import text_of_count
 
 

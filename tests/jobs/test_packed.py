@@ -1,0 +1,140 @@
+"""Documents packed into batches: each in one, of about equal cost, read by the ledger; and a loss over all tokens."""
+
+from __future__ import annotations
+
+import json
+import random
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from pages import ROOT
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from thinwire.data_ledger import DataLedger, FixedReader, LeasedReader
+from thinwire.data_ledger.packs import attention_cost, packs
+from thinwire.errors import DataError
+from thinwire.jobs.base import Share, Summed
+from thinwire.jobs.batches import Batches
+from thinwire.jobs.own import OwnJob
+
+CAPACITY, WIDTH = 256, 64
+
+
+def mixed(count: int = 5000) -> list[int]:
+    """Most short, few long."""
+    drawn = random.Random(3)
+    return [min(CAPACITY, 1 + int(drawn.lognormvariate(3.0, 1.0))) for _ in range(count)]
+
+
+def test_each_document_is_in_one_batch_that_fits_and_costs_are_alike():
+    lengths, cost = mixed(), attention_cost(WIDTH)
+    found = packs(lengths, CAPACITY, cost)
+    assert sorted(row for batch in found for row in batch) == list(range(len(lengths)))
+    tokens = [sum(lengths[row] for row in batch) for batch in found]
+    assert max(tokens) <= CAPACITY and sum(tokens) > 0.9 * CAPACITY * len(found)
+    costs = [sum(cost(lengths[row]) for row in batch) for batch in found]
+    in_turn: list[list[int]] = [[]]
+    for length in lengths:  # as many as fit, as they come
+        in_turn += [[]] if sum(in_turn[-1]) + length > CAPACITY else []
+        in_turn[-1].append(length)
+    before = [sum(map(cost, batch)) for batch in in_turn]
+    assert max(costs) / (sum(costs) / len(costs)) < 1.25 < 1.35 < max(before) / (sum(before) / len(before))
+    assert len(found) < len(in_turn)
+    for bad in ([], [3, 0], [CAPACITY + 1]):
+        with pytest.raises(DataError, match=f"each of 1 to {CAPACITY} tokens"):
+            packs(bad, CAPACITY, cost)
+
+
+def test_replicas_read_every_document_once_an_epoch_and_go_on_where_they_were():
+    lengths = mixed(300)
+    whole = packs(lengths, CAPACITY, attention_cost(WIDTH))
+    names = ["replica-0", "replica-1"]
+
+    def made(share: Share) -> object:
+        return share.packed(lengths, CAPACITY, WIDTH)
+
+    def reading(index: int) -> tuple[FixedReader, Batches]:
+        reader = FixedReader(0, names, names[index])
+        return reader, Batches(Path("job.py"), made, Share(0, index, 2, reader))
+
+    replicas = [reading(index) for index in (0, 1)]
+    half = len(whole) // 2
+    read = [one.take() for _, one in replicas for _ in range(half)]
+    assert len(whole) % 2 or sorted(row for rows in read for row in rows) == list(range(300))
+    assert len({row for rows in read for row in rows}) == sum(map(len, read))
+    saved = json.loads(json.dumps([(reader.notes(), one.state()) for reader, one in replicas]))
+    for index, (notes, state) in enumerate(saved):
+        reader, again = reading(index)
+        reader.load_notes(notes)
+        assert again.load_state(state) == ""
+        assert [again.take() for _ in range(3)] == [replicas[index][1].take() for _ in range(3)]
+
+
+def test_what_a_loader_reads_ahead_is_not_trained():
+    """A DataLoader with workers draws batches before they are asked for: one batch is one sample of the ledger."""
+    lengths = mixed(300)
+    reader = LeasedReader(0, 1, 1)
+    share = Share(0, 0, 1, reader)
+    batches = Batches(Path("job.py"), lambda one: Ahead(one.packed(lengths, CAPACITY, WIDTH)), share)
+    reader.connect("replica-0", 1, lambda: None)
+    reader.adopt(DataLedger(reader.samples or 0, 0, 1, 1, 9, 9).begin(["replica-0"]))
+    for count in (1, 2, 3):
+        batches.take()
+        assert reader.count == count
+    loader = DataLoader(range(300), batch_sampler=share.packed(lengths, CAPACITY, WIDTH), collate_fn=list)  # type: ignore[arg-type,var-annotated]
+    assert sum(lengths[row] for row in next(iter(loader))) <= CAPACITY
+
+
+class Ahead:
+    """As a DataLoader with a worker and a `batch_sampler`."""
+
+    num_workers, batch_size = 1, None
+
+    def __init__(self, sampler: object) -> None:
+        self.batch_sampler = sampler
+
+    def __iter__(self):
+        drawn = iter(self.batch_sampler)  # type: ignore[call-overload]
+        ready = [next(drawn) for _ in range(4)]
+        while True:
+            ready.append(next(drawn))
+            yield ready.pop(0)
+
+
+def test_the_loss_is_over_all_tokens_of_all_replicas():
+    """The example's epoch on two replicas has the gradient of its documents one by one. The mean of means is biased: it is not."""
+    jobs = [OwnJob(str(ROOT / "examples/jobs/documents.py"), 0) for _ in range(2)]
+    model, cpu = jobs[0].make_model(), torch.device("cpu")
+    names = ["replica-0", "replica-1"]
+    losses: list[Summed] = []
+    for index, job in enumerate(jobs):
+        reader = FixedReader(0, names, names[index])
+        job.begin(Share(0, index, 2, reader))
+        losses.append(summed(job.loss(model, 0, cpu)))
+        losses += [summed(job.loss(model, micro, cpu)) for micro in range(1, (reader.samples or 0) // 2)]
+    tokens = sum(one.tokens for one in losses)
+    exact = gradient(sum(one.total for one in losses) / tokens, model)
+    biased = gradient(sum(one.mean for one in losses) / len(losses), model)
+    documents = runpy.run_path(str(ROOT / "examples/jobs/documents.py"))["corpus"]()
+    alone = torch.zeros(())
+    for one in documents:
+        places, document = torch.arange(len(one) - 1), torch.zeros(len(one) - 1)
+        alone = alone + nn.functional.cross_entropy(model(one[:-1], places, document), one[1:], reduction="sum")
+    assert tokens == sum(len(one) - 1 for one in documents)
+    expected = gradient(alone / tokens, model)
+    torch.testing.assert_close(exact, expected, rtol=0, atol=1e-6)
+    assert (biased - expected).abs().max() > 1e-4
+
+
+def summed(loss: Tensor | Summed) -> Summed:
+    assert isinstance(loss, Summed)
+    return loss
+
+
+def gradient(loss: Tensor | float, model: nn.Module) -> Tensor:
+    assert isinstance(loss, Tensor)
+    found = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    return torch.cat([one.flatten() for one in found])
