@@ -17,6 +17,7 @@ from thinwire.lm.ensemble import Ensemble, Expert
 from thinwire.lm.model import SIZES
 
 SMALL = ["--batch", "1", "--sequence", "16", "--eval-batches", "2", "--carrier", "threads", "--every", "2"]
+SMALL += ["--checkpoint-every", "0", "--eval-every", "4"]
 STEPS = 4
 
 
@@ -99,6 +100,7 @@ def _refused(texts: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None
         ("branch", "seed-nano", "--domain", "../sums", *text): "a name of letters",
         ("branch", "seed-nano", "--domain", "new", "--out", "e"): "no text of the domain",
         ("branch", "seed-nano", "--domain", "new", *text, "--flops", "10"): "one inner step of all replicas needs",
+        ("branch", "seed-nano", "--domain", "new", *text, "--model", "tiny"): "begins with that run's model",
         ("branch", "nowhere", "--domain", "new", *text): "holds no run",
         ("evaluate", "e"): "is an ensemble",
         ("evaluate", "seed-nano", "--prior", "x"): "is no ensemble",
