@@ -76,6 +76,8 @@ def test_experts_are_branched_mixed_added_and_merged(texts, capsys):
     assert cached["prior"] != {"sums": 0.5, "words": 0.5} and sum(cached["prior"].values()) == pytest.approx(1)
     said, advice = told(capsys, "sample", "e", "1 + 1", "--tokens", 3)
     assert said["text"].startswith("1 + 1") and "posterior over experts at the end: sums" in advice
+    longer = "1 + 1 = 2\n" * 120  # than the context
+    assert told(capsys, "sample", "e", longer, "--tokens", 1, "--prior", texts["words"])[0]["text"].startswith(longer)
     assert main(["export", "e"]) == 2 and "only equal ones have a mean" in capsys.readouterr().err
 
     # Of the nano ones there is one: the run itself, entered as it is.
@@ -104,6 +106,7 @@ def _refused(texts: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None
         ("branch", "nowhere", "--domain", "new", *text): "holds no run",
         ("evaluate", "e"): "is an ensemble",
         ("evaluate", "seed-nano", "--prior", "x"): "is no ensemble",
+        ("sample", "seed-nano", "--prior", "x"): "is no ensemble",
     }.items():
         assert main(list(arguments)) == 2 and why in capsys.readouterr().err
     assert {path.name for path in Path("e").iterdir()} == {"sums", "words"}
