@@ -17,6 +17,7 @@ from thinwire.lm.ensemble import Ensemble, Expert
 from thinwire.lm.model import SIZES
 
 SMALL = ["--batch", "1", "--sequence", "16", "--eval-batches", "2", "--carrier", "threads", "--every", "2"]
+SMALL += ["--checkpoint-every", "0", "--eval-every", "4"]
 STEPS = 4
 
 
@@ -75,6 +76,8 @@ def test_experts_are_branched_mixed_added_and_merged(texts, capsys):
     assert cached["prior"] != {"sums": 0.5, "words": 0.5} and sum(cached["prior"].values()) == pytest.approx(1)
     said, advice = told(capsys, "sample", "e", "1 + 1", "--tokens", 3)
     assert said["text"].startswith("1 + 1") and "posterior over experts at the end: sums" in advice
+    longer = "1 + 1 = 2\n" * 120  # than the context
+    assert told(capsys, "sample", "e", longer, "--tokens", 1, "--prior", texts["words"])[0]["text"].startswith(longer)
     assert main(["export", "e"]) == 2 and "only equal ones have a mean" in capsys.readouterr().err
 
     # Of the nano ones there is one: the run itself, entered as it is.
@@ -99,9 +102,11 @@ def _refused(texts: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None
         ("branch", "seed-nano", "--domain", "../sums", *text): "a name of letters",
         ("branch", "seed-nano", "--domain", "new", "--out", "e"): "no text of the domain",
         ("branch", "seed-nano", "--domain", "new", *text, "--flops", "10"): "one inner step of all replicas needs",
+        ("branch", "seed-nano", "--domain", "new", *text, "--model", "tiny"): "begins with that run's model",
         ("branch", "nowhere", "--domain", "new", *text): "holds no run",
         ("evaluate", "e"): "is an ensemble",
         ("evaluate", "seed-nano", "--prior", "x"): "is no ensemble",
+        ("sample", "seed-nano", "--prior", "x"): "is no ensemble",
     }.items():
         assert main(list(arguments)) == 2 and why in capsys.readouterr().err
     assert {path.name for path in Path("e").iterdir()} == {"sums", "words"}

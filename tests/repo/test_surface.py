@@ -38,7 +38,7 @@ OPTIONS = {
     "report": "runs diagnose out log json",
     "top": "run once page json",
     "checkpoints": "run verify prune json",
-    "sample": "run prompt tokens temperature seed json",
+    "sample": "run prompt tokens temperature seed prior json",
     "follow": "run out once every name keys json",
     "export": "run to out json",
     "evaluate": "run text prior batch sequence eval_batches column json",

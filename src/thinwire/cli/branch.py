@@ -18,6 +18,8 @@ from thinwire.lm import launch
 from thinwire.lm.ensemble import DOMAIN, Ensemble, enter, flops_per_token, model_in, sha256_of
 from thinwire.lm.job import check
 from thinwire.lm.run import Run
+from thinwire.lm.settings import DataSpec
+from thinwire.lm.tokenizer import make_tokenizer
 from thinwire.records.run_record import RunRecord
 from thinwire.records.units import text_of_share
 
@@ -105,7 +107,17 @@ def _source(asked: Options) -> Path:
         raise ConfigurationError(
             f"{asked.run} has trained {asked.run_settings.model.label}: experts are language models; give a run on text."
         )
-    model_in(asked.run)
+    model, given = model_in(asked.run), asked.run_settings.model.model
+    if given != model:
+        raise ConfigurationError(
+            f"model={given!r} with {asked.run}: an expert begins with that run's model; leave --model out, or branch from another run."
+        )
+    if Ensemble.is_one(asked.out):
+        there, here = Ensemble.read(asked.out).tokenizer.fingerprint, make_tokenizer(DataSpec(), model).fingerprint
+        if there != here:
+            raise ConfigurationError(
+                f"{asked.run} has the tokenizer {here}, the experts in {asked.out} have {there}: one for all is needed; choose another --out."
+            )
     if not asked.trained and not asked.run_settings.data.text:
         raise ConfigurationError(f"{asked.domain}: no text of the domain; add --text FILE, or --trained.")
     if asked.trained and asked.flops is not None:

@@ -18,7 +18,7 @@ from thinwire.cli import options
 from thinwire.errors import ConfigurationError
 from thinwire.lm.data import Corpus
 from thinwire.lm.ensemble import Ensemble
-from thinwire.lm.mixture import SEQUENCES, cached_prior, scores_of
+from thinwire.lm.mixture import scores_of
 from thinwire.lm.run import Run
 from thinwire.lm.tokens import Tokenizer
 from thinwire.lm.trained import trained_model
@@ -78,11 +78,9 @@ def _of_ensemble(asked: Options) -> list[dict[str, Any]]:
     if not asked.text:
         raise ConfigurationError(f"{asked.run} is an ensemble: say on which text; add --text FILE FILE, a row each.")
     ensemble, rows = Ensemble.read(asked.run), list[dict[str, Any]]()
-    domains, mean, mixture = [one.domain for one in ensemble.experts], ensemble.mean(), ensemble.mixture()
-    if asked.prior:
-        given = Options(asked.run, batch=1, eval_batches=SEQUENCES, sequence=asked.sequence, column=asked.column)
-        batches = _batches(given, asked.prior, ensemble.tokenizer, ensemble.sequence)
-        mixture = ensemble.mixture(cached_prior(mixture, batches))
+    domains, mean = [one.domain for one in ensemble.experts], ensemble.mean()
+    prior = ensemble.cached_prior(asked.prior, asked.column, asked.sequence) if asked.prior else None
+    mixture = ensemble.mixture(prior)
     alone = dict(zip(domains, ensemble.models)) | ({MEAN: mean.model} if mean else {})
     for text in asked.text:
         scores = _scores(alone, _batches(asked, (text,), ensemble.tokenizer, ensemble.sequence))

@@ -12,6 +12,7 @@ import torch
 import tyro
 
 from thinwire.cli import options
+from thinwire.errors import ConfigurationError
 from thinwire.lm.ensemble import Ensemble
 from thinwire.lm.model import generate
 from thinwire.lm.trained import trained_model
@@ -31,6 +32,8 @@ class Options:
     """0 takes the best token each time; more is more various."""
     seed: int = 0
     """Of what is drawn: the same seed gives the same text."""
+    prior: tuple[str, ...] = ()
+    """Of an ensemble: files of development text, from whose first 100 held-out sequences the prior over experts is cached. Default: uniform."""
     json: bool = False
     """Stdout ends with one JSON object."""
 
@@ -40,7 +43,10 @@ def main(arguments: Sequence[str]) -> int:
     ensemble = Ensemble.read(asked.run) if Ensemble.is_one(asked.run) else None
     language_model: Any
     if ensemble:
-        tokenizer, language_model, step = ensemble.tokenizer, ensemble.mixture(), None
+        prior = ensemble.cached_prior(asked.prior) if asked.prior else None
+        tokenizer, language_model, step = ensemble.tokenizer, ensemble.mixture(prior), None
+    elif asked.prior:
+        raise ConfigurationError(f"prior={asked.prior} with {asked.run}, which is no ensemble: leave --prior out.")
     else:
         trained = trained_model(asked.run)
         tokenizer, language_model, step = trained.tokenizer, trained.model, trained.step
@@ -56,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         options.console(False).print(text, soft_wrap=True, highlight=False, markup=False)
     if ensemble:
-        read = torch.tensor([(prompt or [tokenizer.end]) + written][-language_model.context :])
+        read = torch.tensor([[*(prompt or [tokenizer.end]), *written][-language_model.context :]])
         after = language_model.posterior(language_model.scores(read[:, :-1], read[:, 1:]))[:, 0, -1].exp()
         told = ", ".join(f"{one.domain} {share:.1%}" for one, share in zip(ensemble.experts, after.tolist()))
         options.advise(f"posterior over experts at the end: {told}")

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import CheckpointError, ConfigurationError
-from thinwire.lm.mixture import Mixture
+from thinwire.lm.data import Corpus
+from thinwire.lm.mixture import SEQUENCES, Mixture, cached_prior
 from thinwire.lm.model import Transformer
 from thinwire.lm.run import Run
 from thinwire.lm.settings import DataSpec, ModelSpec, fits
@@ -121,6 +122,11 @@ class Ensemble:
         """The exact mixture of all experts, for inference."""
         mixture = Mixture(self.models, prior)
         return mixture.eval()
+
+    def cached_prior(self, text: Sequence[str], column: str = "text", sequence: int | None = None) -> list[float]:
+        """The prior from the first sequences of the held-out part of `text` (files and folders)."""
+        corpus = Corpus.open(text, self.tokenizer, column=column)
+        return cached_prior(self.mixture(), corpus.held_out(1, sequence or self.sequence, SEQUENCES))
 
     @property
     def sequence(self) -> int:
