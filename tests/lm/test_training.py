@@ -56,9 +56,9 @@ def no_thread_is_left() -> Iterator[None]:
             assert not thread.is_alive(), thread
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> str:
-    file = tmp_path / "text.txt"
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("text") / "text.txt"
     file.write_text("".join(f"line {i}: {i * i % 97} thin wires carry {i % 13} packets\n" for i in range(2000)))
     return str(file)
 
@@ -88,12 +88,17 @@ def events_of(folder: Path, kind: str, replica: int = 0) -> list[dict[str, objec
     return [event for event in read_events(folder / f"events/replica-{replica}.jsonl") if event["event"] == kind]
 
 
-@pytest.fixture
-def whole(tmp_path: Path, text: str) -> Path:
-    """A run that was never stopped."""
-    folder = tmp_path / "whole"
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, text: str) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "whole"
     run_in(folder, small_run(text))
     return folder
+
+
+@pytest.fixture
+def whole(trained: Path, tmp_path: Path) -> Path:
+    """A run that was never stopped: a copy of it for each test."""
+    return shutil.copytree(trained, tmp_path / "whole")
 
 
 def cut_back(folder: Path, copy: Path, step: int) -> Path:
