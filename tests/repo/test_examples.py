@@ -51,7 +51,7 @@ def test_fsdp_inside_a_replica():
 
 @pytest.mark.slow
 def test_tensor_parallel_inside_a_replica():
-    out = run("14_tensor_parallel_inside_a_replica.py", "--steps", "12")
+    out = run("14_tensor_parallel.py", "--steps", "12")
     sums = re.findall(r"([\d,]+) of ([\d,]+) parameters, loss .*, sum of \|weights\| ([\d.]+)", out)
     assert len(sums) == 4 and len(set(sums)) == 1 and sums[0][0] < sums[0][1]
 

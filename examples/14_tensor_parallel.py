@@ -1,7 +1,7 @@
 """Two replicas of two ranks each: tensor parallelism inside a replica, by a plan derived from names; Thinwire between the replicas.
 
-    python examples/14_tensor_parallel_inside_a_replica.py                                    # starts four gloo processes here
-    torchrun --standalone --nproc-per-node 4 examples/14_tensor_parallel_inside_a_replica.py  # the same, by hand
+    python examples/14_tensor_parallel.py                                    # starts four gloo processes here
+    torchrun --standalone --nproc-per-node 4 examples/14_tensor_parallel.py  # the same, by hand
 
 World rank r is rank r % 2 of replica r // 2. The ranks of a replica read the same batches, and lie side by side: `thinwire plan tp`
 shows the plan, and what a link costs. With GPUs: `init_device_mesh("cuda", ...)`, and start_torch(..., backend="cpu:gloo,cuda:nccl").
