@@ -259,7 +259,7 @@ def test_events_are_counted_and_memory_does_not_grow_with_them():
         tracemalloc.stop()
         assert outcome.rounds == 3 * (steps // 12)  # of the two that depart in mid-period the last one ends the run
         assert outcome.events == replicas * (steps + 3 * outcome.rounds)
-    assert peaks[1] < 1.2 * peaks[0]
+    assert peaks[1] < 2 * peaks[0]  # ten times as many rounds
 
 
 def test_only_steps_in_which_something_happens_cost_arrays(monkeypatch):
