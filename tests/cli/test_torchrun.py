@@ -44,8 +44,9 @@ def torchrun(processes: int, *arguments: str) -> dict[str, object]:
 def test_torchrun_trains_the_same_bytes_as_thinwire_itself(run_file: Path, tmp_path: Path) -> None:
     summary = torchrun(2, str(run_file), "--out", str(tmp_path / "torchrun"))
     assert summary["steps"] == 12 and summary["replicas"] == 2
-    launch.new_folder(Run.load(run_file), tmp_path / "own", resume=False)
-    launch.train_processes(Run.load(run_file), tmp_path / "own", False, lambda: None)
+    threads = Run.load(run_file).changed(carrier="threads")
+    launch.new_folder(threads, tmp_path / "own", resume=False)
+    launch.train_threads(threads, tmp_path / "own", False, lambda: None)
     assert (tmp_path / "torchrun/model.safetensors").read_bytes() == (tmp_path / "own/model.safetensors").read_bytes()
 
 
