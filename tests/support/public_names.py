@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 
 import thinwire as tw
 from thinwire.catalogue.parsing import PIECES, parse
@@ -48,8 +49,12 @@ MODULES = {
     "thinwire.testing": "check",
     "thinwire.topology": "spectrum",
 }
+NEEDS = {"thinwire.integrations.torchtitan": "torchtitan"}  # is not in the extra `dev`
 IMPORTED: dict[str, object] = {
-    name: getattr(import_module(module), name) for module, names in MODULES.items() for name in names.split()
+    name: getattr(import_module(module), name)
+    for module, names in MODULES.items()
+    if module not in NEEDS or find_spec(NEEDS[module])
+    for name in names.split()
 }
 # Their examples need processes or a hub: they run from these files.
 EXAMPLES = {
