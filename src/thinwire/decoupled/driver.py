@@ -137,7 +137,7 @@ class Unequal(Attached):
         else:
             passed = self._clock() - self._heard_at
             others = [
-                of.taken + min(of.speed * passed, float(self._every * size))
+                of.taken + min(of.speed * passed, float(self.strategy.every * size))
                 for rank, of in enumerate(self._each)
                 if rank != self.group.rank
             ]
