@@ -13,6 +13,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -162,12 +163,14 @@ def shaping() -> CheckResult:
     why = ""
     try:
         for command in (f"ip netns add {name}", tbf):
-            done = subprocess.run(command.split(), capture_output=True, text=True, check=False, timeout=5)
+            done = subprocess.run(command.split(), capture_output=True, text=True, check=False, timeout=60)
             if done.returncode:
                 why = why or (done.stderr.strip().splitlines() or [f"{command} ended with {done.returncode}"])[0]
-        subprocess.run(f"ip netns del {name}".split(), capture_output=True, check=False, timeout=5)
     except (OSError, subprocess.TimeoutExpired) as error:
         why = str(error)
+    finally:
+        with suppress(OSError, subprocess.TimeoutExpired):
+            subprocess.run(f"ip netns del {name}".split(), capture_output=True, check=False, timeout=60)
     return warn_unless(
         not why,
         "shaped links",
