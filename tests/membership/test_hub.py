@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -14,11 +15,12 @@ import torch
 from stage import FORKS, stand_as_hub
 from tcp_proxy import Proxy
 
+from thinwire.cli import main
 from thinwire.comm import gather
-from thinwire.comm.secure import Hub
+from thinwire.comm.secure import Hub, admit
 from thinwire.comm.secure.enrol import Enrolment
 from thinwire.comm.secure.requests import HubRequester
-from thinwire.comm.secure.state import HubState
+from thinwire.comm.secure.state import RUNS, HubState
 from thinwire.comm.secure.token import Token
 from thinwire.errors import DisagreementError, EndedError, LinkError, PeerError, ThinwireError
 from thinwire.membership import Membership, Timeouts
@@ -32,13 +34,13 @@ PATIENT = Timeouts(
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
-    with Hub(tmp_path / "hub", patience=0.2, registry=MemberRegistry(600.0)) as made:
+    with Hub(tmp_path / "hub", patience=0.2, registry=lambda: MemberRegistry(600.0)) as made:
         yield made
 
 
-def member(hub: Hub | Token, name: str, tmp_path: Path, **more: Any) -> Membership:
+def member(hub: Hub | Token, name: str, tmp_path: Path, at: str = "", **more: Any) -> Membership:
     enrolment = Enrolment(hub.invite() if isinstance(hub, Hub) else hub, name, tmp_path / "keys")
-    return Membership(HubRendezvous(enrolment), name, timeouts=PATIENT, **more)
+    return Membership(HubRendezvous(enrolment, at), name, timeouts=PATIENT, **more)
 
 
 def together(names: list[str], body: Callable[[str], Any]) -> dict[str, Any]:
@@ -111,6 +113,51 @@ def test_one_that_is_revoked_is_out_and_says_why(hub: Hub, tmp_path: Path) -> No
     results = together(["bergen", "oslo"], body)
     assert results["bergen"] == ["bergen"]
     assert isinstance(results["oslo"], DisagreementError) and "oslo is revoked" in str(results["oslo"])
+
+
+def test_runs_at_one_hub_do_not_touch_each_other(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their members, settings, votes and ends are their own, also of one that is in both; a member begins so many at most."""
+    runs = {"red": ["bergen", "oslo"], "blue": ["lima", "oslo"]}
+    tokens, listed = {name: hub.invite() for name in ("bergen", "lima", "oslo")}, list[list[Any]]()
+    barrier = threading.Barrier(4)
+    for name, token in tokens.items():
+        admit(str(token), name, tmp_path / "keys")  # the two of oslo have one key
+
+    def body(who: str) -> list[Any]:
+        run, name = who.split()
+        with closing(member(tokens[name], name, tmp_path, at=run, facts={"lr": run})) as membership:
+            try:
+                view = membership.next_view({"round": 0})
+                told: list[Any] = [[one.name for one in view.members]]
+                told.append(view.decide("land", who != "blue lima", PATIENT.vote))
+                told.append(gather(view.group, who.encode(), 64, "packet"))
+                if run == "red":
+                    membership.note_end("the end")
+                barrier.wait(600.0)
+                told.append(membership.ended("the end"))
+                if who == "red oslo":
+                    capsys.readouterr()
+                    main(["hub", "list", "--json", "--out", str(tmp_path / "hub")])
+                    listed.append(json.loads(capsys.readouterr().out)["runs"])
+                barrier.wait(600.0)
+                return told
+            except BaseException:
+                barrier.abort()
+                raise
+
+    results = together([f"{run} {name}" for run, names in runs.items() for name in names], body)
+    for run, names in runs.items():
+        alike = [names, run == "red", [f"{run} {name}".encode() for name in names], run == "red"]
+        assert [results[f"{run} {name}"] for name in names] == [alike] * 2
+    assert {run["name"]: run["present"] for run in listed[0]} == runs
+    state = HubState(tmp_path / "hub")
+    for number in range(RUNS + 1):
+        state.use_run(f"run-{number}", "kyoto", [])
+    assert {run.name for run in state.runs() if run.begun_by == "kyoto"} == {f"run-{n}" for n in range(1, RUNS + 1)}
+    with pytest.raises(LinkError, match=f"kyoto began {RUNS} runs that go on"):
+        state.use_run("one-more", "kyoto", [run.name for run in state.runs()])
+    state.use_run("one-more", "lima", [run.name for run in state.runs()])
+    state.close()
 
 
 def test_a_hub_of_fixed_groups_says_how_to_start_another(tmp_path: Path) -> None:
@@ -200,9 +247,10 @@ def test_who_began_anew_while_the_hub_was_away_is_not_waited_for(tmp_path: Path)
         return bool(asyncio.run(registry.answer(HubRequester("lima", b"b" * 16, ""), asked))["here"])
 
     state = HubState(tmp_path)
+    state.use_run("", "oslo", [])
     for names in (("oslo", b"a" * 16), ("lima", b"b" * 16)), (("oslo", b"c" * 16),):
         registry = MemberRegistry(600.0)
-        registry.remember(state)
+        registry.remember(state.kept_run(""))
         for name, process in names:
             registry.hear(HubRequester(name, process, ""))
         registry.tick()
@@ -215,7 +263,7 @@ def emptied(folder: Path) -> None:
     """Wait until the hub has written down that nobody is there."""
     state = HubState(folder)
     for _ in range(12_000):
-        if (state.meta("present") or "").startswith("[{}"):
+        if not state.kept_run("").present():
             break
         threading.Event().wait(0.05)
     else:

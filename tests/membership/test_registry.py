@@ -84,10 +84,10 @@ def test_a_look_ends_when_all_is_written():
 
 
 def test_who_is_there_is_said_once_and_who_calls_is_answered(monkeypatch):
-    lines, lost, now = list[str](), list[str](), [100.0]
+    lines, lost, now = list[str](), list[tuple[str, str]](), [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(module, "MOST_MEMBERS", 3)
-    registry = MemberRegistry(5.0, lines.append, lost.append)
+    registry = MemberRegistry(5.0, lines.append, lambda *who: lost.append(who))
     a, b = Requester("a"), Requester("b")
 
     async def play() -> None:
@@ -114,7 +114,11 @@ def test_who_is_there_is_said_once_and_who_calls_is_answered(monkeypatch):
     asyncio.run(play())
     assert lines[:3] == ["joined: a at at a", "joined: b at at b", "joined: c at at c"]
     assert sorted(lines[3:5]) == ["left: a (not heard for 5 s)", "left: c (not heard for 5 s)"]
-    assert lines[5:] == ["left: b (it said so)"] and sorted(lost[:2]) == ["a-1", "c-1"] and lost[2:] == ["b-1"]
+    assert (
+        lines[5:] == ["left: b (it said so)"]
+        and sorted(lost[:2]) == [("a", "a-1"), ("c", "c-1")]
+        and lost[2:] == [("b", "b-1")]
+    )
     for name in "abc":
         assert not registry.full(f"{name}-2")
         registry.hear(Requester(name, f"{name}-2"))

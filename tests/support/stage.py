@@ -41,7 +41,7 @@ def stand_as_hub(told: Connection, folder: Path, heartbeat_timeout: float = QUIC
     from thinwire.comm.secure import Hub
     from thinwire.membership.registry import MemberRegistry
 
-    hub = Hub(folder, registry=MemberRegistry(heartbeat_timeout))
+    hub = Hub(folder, registry=lambda: MemberRegistry(heartbeat_timeout))
     told.send((str(hub.invite(100)), hub.port))
     signal.pause()
 

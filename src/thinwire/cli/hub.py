@@ -33,7 +33,7 @@ class Options:
     """What `thinwire hub` takes."""
 
     do: tyro.conf.Positional[Literal["run", "list", "invite", "revoke", "rotate"]] = "run"
-    """run: be the hub until interrupted. The others work on its folder, while it runs or not: list its members, invite more, revoke
+    """run: be the hub until interrupted. The others work on its folder, while it runs or not: list its members and elastic runs, invite more, revoke
     one, or rotate: begin to replace the hub's authority, and when all members have a certificate of the new one, end the old one."""
     who: tyro.conf.Positional[str | None] = None
     """The name of the member to revoke."""
@@ -122,7 +122,7 @@ def _run(asked: Options, console: Console) -> int:
         with suppress(SystemExit):  # rich's, when nobody reads its lines any more: the hub goes on
             console.print(printable(line), soft_wrap=True, highlight=False, markup=False)
 
-    registry = MemberRegistry(asked.heartbeat_timeout) if asked.elastic else None
+    registry = (lambda: MemberRegistry(asked.heartbeat_timeout)) if asked.elastic else None
     published = PublishedFolder(asked.published) if asked.published else None
     hub = Hub(folder, host, port, asked.address, registry=registry, published=published, say=say)
     try:
@@ -176,7 +176,7 @@ def _list(asked: Options, console: Console) -> int:
     from thinwire.comm.secure.invitations import opened_state
 
     with opened_state(asked.out) as state:
-        members, invitations = state.members(), state.invitations()
+        members, invitations, runs = state.members(), state.invitations(), state.runs()
     table = options.table("")
     for column in ("member", "key", "joined", "state"):
         table.add_column(column)
@@ -184,6 +184,9 @@ def _list(asked: Options, console: Console) -> int:
         joined = time.strftime("%Y-%m-%d %H:%M", time.gmtime(one.joined))
         table.add_row(one.name, one.key.hex()[:16], joined, "revoked" if one.revoked else "may connect")
     console.print(table)
+    for run in runs:
+        there = ", ".join(run.names) or "nobody"
+        console.print(f"elastic run {run.name or 'without a name'}: {there}", soft_wrap=True, highlight=False)
     console.print(
         f"{len(invitations)} tokens are open, for {sum(one[0] for one in invitations)} more members", highlight=False
     )
@@ -195,6 +198,7 @@ def _list(asked: Options, console: Console) -> int:
             json.dumps(
                 {
                     "members": rows,
+                    "runs": [{"name": run.name, "begun_by": run.begun_by, "present": run.names} for run in runs],
                     "open": [{"uses": uses, "expires": at, "name": name} for uses, at, name in invitations],
                 }
             )

@@ -12,7 +12,7 @@ from rich.console import Console
 from thinwire.cli import doctor, options
 from thinwire.cli.train import finish, train
 from thinwire.comm.secure import admit
-from thinwire.comm.secure.keys import private_folder, write_private
+from thinwire.comm.secure.keys import check_name, private_folder, write_private
 from thinwire.errors import ConfigurationError
 from thinwire.lm import launch
 from thinwire.lm.job import check
@@ -42,7 +42,8 @@ class Options:
     keys: Path = Path(".thinwire")
     """The folder that keeps this replica's key and its certificate."""
     group: str = ""
-    """Replicas that give the same word train together; needed where several runs meet at one hub."""
+    """Replicas that give the same word train together; needed where several runs meet at one hub. At a hub of elastic runs it is the
+    name of the run, as thinwire hub list shows it."""
     timeout: float = 86_400.0
     """Seconds to wait until all replicas are there."""
     json: bool = False
@@ -60,9 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     folder = asked.out or Path("runs") / asked.name
     told = admit(asked.token, asked.name, asked.keys)
     if told.elastic and asked.group:
-        raise ConfigurationError(
-            f"--group {asked.group} at a hub of elastic runs: it holds one run; start another hub for another run."
-        )
+        check_name(asked.group)
     console.print(f"the hub has admitted {asked.name}", highlight=False)
     run = _run(asked, told.run).absolute().changed(carrier="secure-elastic" if told.elastic else "secure")
     with waiting(console, "looking at data and model"):
@@ -88,7 +87,7 @@ def _run(asked: Options, told: str) -> Run:
 def _train_elastic(asked: Options, run: Run, folder: Path, console: Console, stop: launch.Stop) -> None:
     token = private_folder(asked.keys / asked.name) / "token"
     write_private(token, f"{asked.token}\n".encode())
-    train(run, folder, asked.resume, console, stop, JoiningReplica(AtHub(token, asked.keys), asked.name))
+    train(run, folder, asked.resume, console, stop, JoiningReplica(AtHub(token, asked.keys, asked.group), asked.name))
 
 
 def _train(asked: Options, run: Run, folder: Path, console: Console, stop: launch.Stop) -> None:

@@ -46,14 +46,15 @@ class AtLighthouse:
 
 @dataclass(frozen=True)
 class AtHub:
-    """At the hub whose token is in the file `token`; `keys` keeps the replicas' keys."""
+    """At the hub whose token is in the file `token`, in the run called `run` there; `keys` keeps the replicas' keys."""
 
     token: Path
     keys: Path
+    run: str = ""
 
     def words(self) -> list[str]:
         """See `Meeting`."""
-        return ["hub", str(self.token), str(self.keys)]
+        return ["hub", str(self.token), str(self.keys), self.run]
 
     def member(self, run: Run, name: str) -> MemberSpec:
         """See `Meeting`."""
@@ -63,14 +64,15 @@ class AtHub:
 
         uplink = parse_link(run.placement.uplink)
         enrolment = Enrolment(Token.read(self.token.read_text()), name, self.keys)
-        return MemberSpec(HubRendezvous(enrolment, uplink.bits_per_second if uplink else None), name)
+        return MemberSpec(HubRendezvous(enrolment, self.run, uplink.bits_per_second if uplink else None), name)
 
 
 def meeting_of(words: Sequence[str]) -> Meeting:
     """What `words()` said."""
     kind, *rest = words
-    paths = list(map(Path, rest))
-    return AtHub(*paths) if kind == "hub" else AtLighthouse(rest[0], *paths[1:])
+    if kind == "hub":
+        return AtHub(Path(rest[0]), Path(rest[1]), rest[2])
+    return AtLighthouse(rest[0], *map(Path, rest[1:]))
 
 
 @contextmanager
@@ -90,6 +92,6 @@ def own_meeting(run: Run, folder: Path) -> Iterator[Meeting]:
         from thinwire.comm.secure import Hub
         from thinwire.comm.secure.keys import write_private
 
-        with Hub(folder / HUB, registry=MemberRegistry(timeout, tell)) as hub:
+        with Hub(folder / HUB, registry=lambda: MemberRegistry(timeout, tell)) as hub:
             write_private(folder / HUB / TOKEN, f"{hub.invite(run.placement.replicas)}\n".encode())
             yield AtHub(folder / HUB / TOKEN, folder / HUB / KEYS)

@@ -13,6 +13,7 @@ from thinwire.comm.group import Group
 from thinwire.comm.secure.calls import Refused
 from thinwire.comm.secure.enrol import Enrolment
 from thinwire.comm.secure.group import connected_group
+from thinwire.comm.secure.keys import check_name
 from thinwire.comm.secure.link import HubLink
 from thinwire.comm.secure.loop import LoopThread
 from thinwire.comm.secure.requests import HubChannel
@@ -26,16 +27,17 @@ class HubRendezvous(RemoteRendezvous):
 
     Args:
         enrolment: this replica's name and key there.
+        run: name of the run, if it has one; runs with other names meet at the same hub.
         bits_per_second: how many bits it can send in a second; None: chunks are not spaced.
     """
 
     advice = "Start it with `thinwire hub --elastic`, and check that this machine reaches it."
 
-    def __init__(self, enrolment: Enrolment, bits_per_second: float | None = None) -> None:
+    def __init__(self, enrolment: Enrolment, run: str = "", bits_per_second: float | None = None) -> None:
         super().__init__()
         token = enrolment.token
         self.where = f"the hub at {token.host}:{token.port}"
-        self._enrolment, self._rate = enrolment, bits_per_second
+        self._enrolment, self._rate, self._run = enrolment, bits_per_second, check_name(run) if run else ""
         self._thread: LoopThread | None = LoopThread.shared()
 
     @property
@@ -45,7 +47,7 @@ class HubRendezvous(RemoteRendezvous):
 
     def connect(self, epoch: str, members: Sequence[Presence], rank: int) -> Group:
         """See `Rendezvous`."""
-        label = hashlib.sha256(f"thinwire elastic {epoch}".encode()).digest()
+        label = hashlib.sha256(f"thinwire elastic {self._run} {epoch}".encode()).digest()
         process = self._incarnation.encode()
         link = HubLink(self._enrolment, label, len(members), self._rate, place=rank, process=process)
         times = self._timeouts
@@ -75,6 +77,6 @@ class HubRendezvous(RemoteRendezvous):
         if self._thread is None:
             raise LinkError(f"this replica has left {self.where}")
         try:
-            return HubChannel(self._enrolment, self._incarnation, self._thread)
+            return HubChannel(self._enrolment, self._incarnation, self._run, self._thread)
         except Refused as error:
             raise DisagreementError(f"replica {self._name!r} cannot take part: {error}") from None

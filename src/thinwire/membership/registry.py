@@ -62,11 +62,11 @@ class Requester(Protocol):
 class Kept(Protocol):
     """What a registry must not forget, on a disk."""
 
-    def meta(self, name: str) -> str | None:
-        """What `keep` has written under this name; None if nothing."""
+    def present(self) -> str:
+        """What `keep` has written; "" if nothing, or nobody is there."""
 
-    def keep(self, name: str, value: str) -> None:
-        """Write it; it is on the disk when this returns."""
+    def keep(self, present: str) -> None:
+        """Write who is there; it is on the disk when this returns."""
 
     def note(self, key: str) -> None:
         """Write one of the last notes; it is on the disk when this returns."""
@@ -90,13 +90,15 @@ class _Replica:
 
 
 class MemberRegistry:
-    """Who is there. `say` hears a line for every join and leave; `lost` the incarnation of one that is not heard any more."""
+    """Who is there. `say` hears a line for every join and leave; `lost` the name and the incarnation of one
+    that is not heard any more.
+    """
 
     def __init__(
         self,
         heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
         say: Callable[[str], object] = lambda line: None,
-        lost: Callable[[str], object] = lambda incarnation: None,
+        lost: Callable[[str, str], object] = lambda name, incarnation: None,
     ) -> None:
         self.heartbeat_timeout, self.say, self.lost = heartbeat_timeout, say, lost
         self._replicas: dict[str, _Replica] = {}  # by incarnation
@@ -116,7 +118,7 @@ class MemberRegistry:
         self._kept = kept
         for key in kept.notes():
             self._put(key, "1")
-        self._present = kept.meta("present") or ""
+        self._present = kept.present()
         if self._present:
             there, previous = json.loads(self._present)
             now = time.monotonic()
@@ -140,6 +142,11 @@ class MemberRegistry:
         replica.heard, replica.kept = time.monotonic(), False
         return replica
 
+    @property
+    def empty(self) -> bool:
+        """Whether nobody is there, or is waited for."""
+        return not self._replicas
+
     def full(self, incarnation: str) -> bool:
         """Whether there is no room for this one."""
         return incarnation not in self._replicas and len(self._replicas) >= MOST_MEMBERS
@@ -160,10 +167,10 @@ class MemberRegistry:
         self._call_together(now)
         if self._kept:
             there = {incarnation: each.name for incarnation, each in self._replicas.items() if not each.silent}
-            present = json.dumps([there, sorted(self._previous)])
+            present = json.dumps([there, sorted(self._previous)]) if there else ""
             if present != self._present:
                 self._present = present
-                self._kept.keep("present", present)
+                self._kept.keep(present)
 
     def _call_together(self, now: float) -> None:
         heard = {incarnation for incarnation, replica in self._replicas.items() if not replica.silent}
@@ -223,7 +230,7 @@ class MemberRegistry:
         if not replica.silent:
             replica.silent = True
             self.say(f"left: {replica.name} ({why})")
-            self.lost(incarnation)
+            self.lost(replica.name, incarnation)
 
     async def _call(self, requester: Requester, text: str, seconds: float) -> dict[str, Any]:
         """Who calls with it, and what they say; none where nobody does in time."""

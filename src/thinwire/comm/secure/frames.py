@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from thinwire.errors import PacketError
 
-VERSION = 2
+VERSION = 3
 CHUNK_NBYTES = 1 << 17
 SMALL_NBYTES = 1 << 13  # a message up to this size travels with control
 MEMBERS = 64  # of one group
@@ -51,7 +51,9 @@ _FIELDS = {
     REFUSE: struct.Struct("<QQ"),  # receive, bytes of the message that was posted
     LEAVE: struct.Struct("<"),
     ATTACH: struct.Struct("<Q"),  # the member's connection
-    MEET: struct.Struct("<16s"),  # of this process; questions and answers follow, as JSON
+    MEET: struct.Struct(
+        "<16s64s"
+    ),  # of this process; name of the run, filled up with zeros; questions and answers follow, as JSON
 }
 _WELCOME = struct.Struct("<QQHH")  # connection, group, rank, members; then their names, and who is there
 _DATA_UP = struct.Struct("<QH")  # offset, receivers; then each, then the chunk

@@ -43,7 +43,8 @@ from thinwire.comm.secure.keys import Authorities, Credentials, key_digest, memb
 from thinwire.comm.secure.loop import LoopThread
 from thinwire.comm.secure.proxy import TcpProxy
 from thinwire.comm.secure.relay import Connection, Pipe
-from thinwire.comm.secure.requests import HubRequester, RequestHandler, serving_requests, ticking
+from thinwire.comm.secure.requests import HubRequester, RequestHandler, opened_meet, serving_requests
+from thinwire.comm.secure.runs import HubRuns
 from thinwire.comm.secure.state import HubState
 from thinwire.comm.secure.streams import Handle, Handlers, Refusing, first, reading, unary, writing
 from thinwire.comm.secure.token import Token
@@ -69,7 +70,7 @@ class Hub:
         lifetime: how long a member's certificate is valid.
         patience: seconds after which a member that is not connected counts as gone; None: `PATIENCE`, or `ELASTIC_PATIENCE` with a registry.
         published: what followers may fetch; without, they are refused.
-        registry: answers what members of elastic runs ask; without, groups are fixed.
+        registry: makes what answers the members of an elastic run, for each such run; without, groups are fixed.
         say: called with each line of the audit log.
 
     Raises:
@@ -84,11 +85,11 @@ class Hub:
         reached_at: str | None = None,
         lifetime: timedelta = LIFETIME,
         patience: float | None = None,
-        registry: RequestHandler | None = None,
+        registry: Callable[[], RequestHandler] | None = None,
         published: Published | None = None,
         say: Callable[[str], object] = lambda line: None,
     ) -> None:
-        self.folder, self._registry, self._published = private_folder(folder), registry, published
+        self.folder, self._published = private_folder(folder), published
         self._use(Authorities(folder))
         self._audit = AuditLog(folder / "audit.txt", say)
         self._state = HubState(folder)
@@ -99,9 +100,7 @@ class Hub:
         self._servers: list[Any] = []
         self._proxies: list[TcpProxy] = []
         self._tasks: list[asyncio.Task[None]] = []
-        if registry:
-            registry.lost = self._lost
-            registry.remember(self._state)
+        self._runs = HubRuns(registry, self._state, self._audit, self._lost) if registry else None
         self._thread = LoopThread.shared()
         try:
             self.host = host or self._state.meta("listen") or "127.0.0.1"
@@ -155,13 +154,13 @@ class Hub:
             self._proxies.append(proxy)
         self._admission.proxy = self._proxies[1]
         self._tasks = [asyncio.create_task(self._look())]
-        if self._registry:
-            self._tasks.append(asyncio.create_task(ticking(self._registry)))
+        if self._runs:
+            self._tasks.append(asyncio.create_task(self._runs.ticking()))
         return bound[0], bound[1]
 
     async def _stop(self) -> None:
         tasks, self._tasks = self._tasks, []
-        for task in tasks:  # first: the registry must not keep that all are gone because this hub ends
+        for task in tasks:  # first: no registry may keep that all are gone because this hub ends
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for connection in self._connections.values():
@@ -221,16 +220,17 @@ class Hub:
         """What a member of an elastic run asks."""
         async with Refusing(self._audit, context, self._proxies[0]):
             name, expires = self._trainer(context)
-            if self._registry is None:
+            if self._runs is None:
                 raise LinkError("groups at this hub are fixed; for elastic runs start it with --elastic")
-            process = frames.opened(await first(context), 0, [frames.MEET]).data(0)
-            with self._connected(name, process, expires) as connection:
+            process, run = opened_meet(frames.opened(await first(context), 0, [frames.MEET]))
+            with self._runs.used(run, name) as registry, self._connected(name, process, expires, run) as connection:
                 requester = HubRequester(name, process, self._proxies[0].remote_address(context.peer()))
                 try:
-                    await self._until_one_ends(connection, [serving_requests(context, self._registry, requester)])
+                    await self._until_one_ends(connection, [serving_requests(context, registry, requester)])
                 finally:
-                    if not any(other.process == process and other is not connection for other in self._meeting(name)):
-                        self._registry.gone(requester.incarnation, "its connections have ended")
+                    alike = [one for one in self._connections.values() if (one.name, one.process) == (name, process)]
+                    if not any(one.run == run and one is not connection for one in alike):
+                        registry.gone(requester.incarnation, "its connections have ended")
 
     async def _follow(self, question: bytes, context: Any) -> None:
         """What a follower asks; it is heard anew each time, so one that was revoked gets nothing more."""
@@ -252,9 +252,9 @@ class Hub:
         return name, expires
 
     @contextmanager
-    def _connected(self, name: str, process: bytes, expires: float) -> Iterator[Connection]:
+    def _connected(self, name: str, process: bytes, expires: float, run: str | None = None) -> Iterator[Connection]:
         """Within: this one is known. Raises `LinkError` at the end, if it was put out."""
-        connection = Connection(randbits(64), name, process, expires)
+        connection = Connection(randbits(64), name, process, expires, run)
         self._connections[connection.number] = connection
         try:
             yield connection
@@ -264,14 +264,10 @@ class Hub:
         if connection.refusal:
             raise LinkError(connection.refusal)
 
-    def _meeting(self, name: str) -> list[Connection]:
-        """Connections of a member that are in no group."""
-        return [one for one in self._connections.values() if one.name == name and one.relay is None]
-
-    def _lost(self, incarnation: str) -> None:
-        """The registry has not heard it for too long: its connections are cut, though nobody has said so."""
+    def _lost(self, name: str, incarnation: str) -> None:
+        """A registry has not heard it for too long: its connections are cut, though nobody has said so."""
         for connection in self._connections.values():
-            if connection.process == incarnation.encode():
+            if (connection.name, connection.process) == (name, incarnation.encode()):
                 connection.end.set()
 
     async def _bulk(self, _: Any, context: Any) -> None:

@@ -70,10 +70,12 @@ class Pipe:
 
 
 class Connection:
-    """One connected process: a control stream and some bulk streams. Setting `end` ends them all."""
+    """One connected process: a control stream and some bulk streams. Setting `end` ends them all. `run`: it is the stream of what
+    this process asks in the elastic run of this name.
+    """
 
-    def __init__(self, number: int, name: str, process: bytes, expires: float) -> None:
-        self.number, self.name, self.process, self.expires = number, name, process, expires
+    def __init__(self, number: int, name: str, process: bytes, expires: float, run: str | None = None) -> None:
+        self.number, self.name, self.process, self.expires, self.run = number, name, process, expires, run
         self.control, self.bulk, self.end = Pipe(), Pipe(), asyncio.Event()
         self.streams = 0  # of bulk
         self.refusal = ""  # why it must not come again

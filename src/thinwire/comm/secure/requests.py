@@ -17,11 +17,10 @@ from thinwire.comm.secure import frames
 from thinwire.comm.secure.calls import Outdated, explained, read, written
 from thinwire.comm.secure.channels import ANSWER_NBYTES, MEET, dialled
 from thinwire.comm.secure.enrol import ANSWER_SECONDS, Enrolment
+from thinwire.comm.secure.keys import check_name
 from thinwire.comm.secure.loop import LoopThread
-from thinwire.comm.secure.state import HubState
-from thinwire.errors import LinkError, PacketError
-
-TICK = 0.05  # seconds between two calls of `tick`
+from thinwire.comm.secure.state import KeptRun
+from thinwire.errors import ConfigurationError, LinkError, PacketError
 
 
 class HubRequester:
@@ -39,26 +38,23 @@ class HubRequester:
 class RequestHandler(Protocol):
     """Answers the requests."""
 
-    lost: Any  # called with the incarnation of a member whose heartbeats have stopped
+    lost: Any  # called with the name and the incarnation of a member whose heartbeats have stopped
 
-    def remember(self, kept: HubState) -> None:
+    @property
+    def empty(self) -> bool:
+        """Whether nobody is there, or is waited for."""
+
+    def remember(self, kept: KeptRun) -> None:
         """Go on from what is kept in the hub's state, and keep what changes there."""
 
     def tick(self) -> None:
-        """Call this every `TICK` seconds."""
+        """Called regularly."""
 
     def gone(self, incarnation: str, why: str) -> None:
         """All streams of this incarnation have ended."""
 
     async def answer(self, requester: HubRequester, said: dict[str, Any]) -> dict[str, Any]:
         """The response. Raises `PacketError` for a request that is not allowed."""
-
-
-async def ticking(registry: RequestHandler) -> None:
-    """Run on the hub: call `tick` regularly."""
-    while True:
-        registry.tick()
-        await asyncio.sleep(TICK)
 
 
 async def serving_requests(context: Any, registry: RequestHandler, requester: HubRequester) -> None:
@@ -70,12 +66,22 @@ async def serving_requests(context: Any, registry: RequestHandler, requester: Hu
         sequence += 1
 
 
+def opened_meet(frame: frames.Frame) -> tuple[bytes, str]:
+    """The process, and the name of its run. Raises `PacketError`."""
+    try:
+        run = frame.data(1).rstrip(b"\0").decode("ascii")
+        return frame.data(0), check_name(run) if run else ""
+    except (UnicodeDecodeError, ConfigurationError):
+        raise PacketError("a run whose name is not allowed") from None
+
+
 class HubChannel:
     """A member's end of the stream. For one thread at a time, except `close`. After its first `LinkError` make a new one.
 
     Args:
         enrolment: this replica's name and key at the hub.
         process: 16 letters, drawn anew at every start.
+        run: name of the run; "" for the one without.
         thread: in which gRPC runs.
 
     Raises:
@@ -83,11 +89,11 @@ class HubChannel:
         LinkError: the hub does not answer.
     """
 
-    def __init__(self, enrolment: Enrolment, process: str, thread: LoopThread) -> None:
+    def __init__(self, enrolment: Enrolment, process: str, run: str, thread: LoopThread) -> None:
         self._thread, self._enrolment, self._sequence = thread, enrolment, 1
         self._channel: grpc.aio.Channel | None = None
         self._call: Any = None
-        self._done(self._open(process), ANSWER_SECONDS)
+        self._done(self._open(process, run), ANSWER_SECONDS)
         self.heartbeat_timeout = float(self.ask("beat")["heartbeat_timeout"])
 
     def ask(self, do: str, seconds: float = 0.0, **fields: Any) -> dict[str, Any]:
@@ -125,12 +131,12 @@ class HubChannel:
                 self._enrolment.forget()
             raise
 
-    async def _open(self, process: str) -> None:
+    async def _open(self, process: str, run: str) -> None:
         admitted = await self._enrolment.admitted()
         token, own = self._enrolment.token, admitted.credentials
         self._channel = dialled(token.host, token.port, own.authorities, own, ANSWER_NBYTES)
         self._call = self._channel.stream_stream(MEET)()
-        meet = frames.packed(frames.MEET, process.encode("ascii"))
+        meet = frames.packed(frames.MEET, process.encode("ascii"), run.encode("ascii"))
         await written(self._call, frames.head(frames.MEET, 0, 0) + meet)
 
     async def _asked(self, question: bytes) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a hub must not forget: its members and their keys, invitations, who is in which group, and which elastic runs have ended.
+"""What a hub must not forget: its members and their keys, invitations, who is in which group, and the elastic runs, with those that have ended.
 
 One SQLite file, for its owner alone; every change is one transaction that is on the disk before anybody is told. The
 commands `thinwire hub list | invite | revoke` change it while the hub runs.
@@ -12,6 +12,7 @@ import os
 import secrets
 import sqlite3
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from hmac import compare_digest
 from pathlib import Path
@@ -21,7 +22,8 @@ from thinwire.errors import ConfigurationError, LinkError
 
 FILE = "hub.sqlite"
 MEMBERS = 10_000  # that a hub keeps
-NOTES = 10_000  # of ends of runs, of which each writes four
+NOTES = 10_000  # of the ends of runs of one name, of which each writes four
+RUNS = 8  # that one member began and a hub keeps
 _TABLES = """
 create table if not exists meta (name text primary key, value text not null);
 create table if not exists member (name text primary key, key blob not null, revoked integer not null, joined real not null);
@@ -31,7 +33,9 @@ create table if not exists used (invitation blob not null, name text not null, k
 create table if not exists issued (name text primary key, authority blob not null);
 create table if not exists grouped (
     id integer primary key autoincrement, label blob not null, members text not null, gone text not null);
-create table if not exists note (id integer primary key autoincrement, key text not null unique);
+create table if not exists run (name text primary key, begun_by text not null, used real not null, present text not null);
+create table if not exists note (
+    id integer primary key autoincrement, run text not null, key text not null, unique (run, key));
 """
 
 
@@ -53,6 +57,48 @@ class Grouped:
     label: bytes
     members: tuple[tuple[str, bytes], ...]
     gone: dict[int, int]
+
+
+@dataclass(frozen=True)
+class KnownRun:
+    """An elastic run that the hub knows, and what its registry keeps of who is there (`KeptRun`)."""
+
+    name: str
+    begun_by: str
+    used: float
+    present: str  # "": nobody is there; else JSON, which begins with the names by their incarnations
+
+    @property
+    def names(self) -> list[str]:
+        """Who is there, or was when the hub ended."""
+        return sorted(json.loads(self.present)[0].values()) if self.present else []
+
+
+class KeptRun:
+    """What the registry of the run `name` must not forget: see `membership.registry.Kept`."""
+
+    def __init__(self, base: sqlite3.Connection, name: str) -> None:
+        self._base, self._name = base, name
+
+    def present(self) -> str:
+        """What `keep` has written; "" if nothing."""
+        found = self._base.execute("select present from run where name = ?", (self._name,)).fetchone()
+        return str(found[0]) if found else ""
+
+    def keep(self, present: str) -> None:
+        """Write who is there."""
+        self._base.execute("update run set present = ? where name = ?", (present, self._name))
+
+    def note(self, key: str) -> None:
+        """Keep `key` among the last ones."""
+        self._base.execute("insert or ignore into note (run, key) values (?, ?)", (self._name, key))
+        last = "select id from note where run = ? order by id desc limit 1 offset ?"
+        self._base.execute(f"delete from note where run = ? and id <= ({last})", (self._name, self._name, NOTES))
+
+    def notes(self) -> list[str]:
+        """The last keys that `note` was given, oldest first."""
+        found = self._base.execute("select key from note where run = ? order by id", (self._name,))
+        return [str(key) for (key,) in found]
 
 
 class HubState:
@@ -84,15 +130,9 @@ class HubState:
         """Write a setting."""
         self._base.execute("insert or replace into meta values (?, ?)", (name, value))
 
-    def note(self, key: str) -> None:
-        """Keep `key` among the last ones."""
-        made = self._base.execute("insert or ignore into note (key) values (?)", (key,))
-        if made.rowcount:
-            self._base.execute("delete from note where id <= ?", ((made.lastrowid or 0) - NOTES,))
-
-    def notes(self) -> list[str]:
-        """The last keys that `note` was given, oldest first."""
-        return [str(key) for (key,) in self._base.execute("select key from note order by id")]
+    def kept_run(self, name: str) -> KeptRun:
+        """What the registry of this run keeps."""
+        return KeptRun(self._base, name)
 
     # Members and invitations.
 
@@ -177,6 +217,29 @@ class HubState:
         if not self._base.execute("update member set revoked = 1 where name = ?", (name,)).rowcount:
             known = ", ".join(member.name for member in self.members()) or "nobody"
             raise ConfigurationError(f"{name}: no member has this name; there is {known}.")
+
+    # Elastic runs.
+
+    def runs(self) -> list[KnownRun]:
+        """Those that are kept, the one that was begun or begun again last at the end."""
+        rows = self._base.execute("select name, begun_by, used, present from run order by used")
+        return [KnownRun(name, begun_by, used, present) for name, begun_by, used, present in rows]
+
+    def use_run(self, name: str, member: str, busy: Collection[str]) -> None:
+        """`member` begins the run `name`, or begins it again. Of too many that one member began the one is forgotten that was
+        used longest ago, unless it is among `busy`. Raises `LinkError`: all of them are.
+        """
+        runs = {run.name: run for run in self.runs()}
+        if name not in runs:
+            own = [run.name for run in runs.values() if run.begun_by == member]
+            idle = [each for each in own if each not in busy]
+            if len(own) >= RUNS and not idle:
+                raise LinkError(f"{member} began {len(own)} runs that go on, at most {RUNS} are possible")
+            for each in idle[: max(0, len(own) - RUNS + 1)]:
+                self._base.execute("delete from note where run = ?", (each,))
+                self._base.execute("delete from run where name = ?", (each,))
+            self._base.execute("insert into run values (?, ?, 0, '')", (name, member))
+        self._base.execute("update run set used = ? where name = ?", (time.time(), name))
 
     # Groups.
 

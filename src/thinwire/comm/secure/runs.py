@@ -1,0 +1,74 @@
+"""The elastic runs that meet at one hub: each has a name, and a registry of its own, which knows nothing of the others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from thinwire.comm.secure.audit import AuditLog
+from thinwire.comm.secure.requests import RequestHandler
+from thinwire.comm.secure.state import HubState
+from thinwire.errors import LinkError
+
+TICK = 0.05  # seconds between two ticks of a registry
+RUNS = 64  # that go on at one hub
+
+
+class HubRuns:
+    """The registries of the runs in which somebody is, or was when the hub's process before this one ended.
+
+    Args:
+        make: makes the registry of a run.
+        state: keeps the runs.
+        audit: has a line for each run that begins.
+        lost: called with the name and the incarnation of a member whose heartbeats have stopped.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], RequestHandler],
+        state: HubState,
+        audit: AuditLog,
+        lost: Callable[[str, str], object],
+    ) -> None:
+        self._make, self._state, self._audit, self._lost = make, state, audit, lost
+        self._registries: dict[str, RequestHandler] = {}
+        self._streams: dict[str, int] = {}  # that use each of them
+        for run in state.runs():
+            if run.present:
+                self._open(run.name)
+
+    @contextmanager
+    def used(self, run: str, member: str) -> Iterator[RequestHandler]:
+        """Within: the registry of `run`, which begins if nobody was in it. Raises `LinkError`: there are too many runs."""
+        if run not in self._registries:
+            if len(self._registries) >= RUNS:
+                raise LinkError(f"{len(self._registries)} runs go on at this hub, at most {RUNS} are possible")
+            self._state.use_run(run, member, self._registries)
+            self._open(run)
+            self._audit("began", f"the run {run}".strip(), f"by {member}")
+        self._streams[run] += 1
+        try:
+            yield self._registries[run]
+        finally:
+            self._streams[run] -= 1
+
+    async def ticking(self) -> None:
+        """Call `tick` of each registry regularly, and drop those of runs in which nobody is any more."""
+        while True:
+            for registry in self._registries.values():
+                registry.tick()
+            self._drop_empty()
+            await asyncio.sleep(TICK)
+
+    def _open(self, run: str) -> None:
+        self._registries[run] = registry = self._make()
+        self._streams[run] = 0
+        registry.lost = self._lost
+        registry.remember(self._state.kept_run(run))
+
+    def _drop_empty(self) -> None:
+        for run, registry in list(self._registries.items()):
+            if registry.empty and not self._streams[run]:
+                del self._registries[run], self._streams[run]
