@@ -5,7 +5,8 @@
 
 A TUN device in each namespace, and one thread that carries TCP over IPv4 between them. What leaves a home has its router's
 address and a port of it; what comes to a port that nothing has left from is dropped. As with Linux's own masquerading, packets
-of a connection that the router has forgotten open a new port; the other end knows no such connection, and resets it.
+of a connection that the router has forgotten open a new port; the other end knows no such connection, and resets it. A `silent`
+router drops them instead, as firewalls do that know of connections, so that neither end hears of it.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ DEVICE = "/dev/net/tun"
 MTU = 1500
 _TUNSETIFF, _TUN_WITHOUT_HEADER = 0x400454CA, 0x1001
 _TCP, _SOURCE, _TARGET = 6, 12, 16  # the number of the protocol; where the two addresses are
+_FLAGS, _SYN = 13, 2  # where TCP's flags are in its header; the one that opens a connection
 
 
 class Masquerade:
     """Carries packets until `close`. `dropped` counts what came to a home unasked, `moves` how often each home's address changed."""
 
-    def __init__(self) -> None:
+    def __init__(self, silent: bool = False) -> None:
+        self._silent, self.unknown = silent, 0  # packets of forgotten connections that were dropped
         self.dropped, self.moves = 0, Counter[int]()
         self.routers: list[bytes] = []  # their addresses now; the first is unused
         self._ports: dict[tuple[int, int], int] = {}  # of a home and a port there: the one of its router
@@ -92,6 +95,9 @@ class Masquerade:
             self._move(home)
         (port,) = struct.unpack_from("!H", packet, ports := 4 * (packet[0] & 15))
         if (home, port) not in self._ports:
+            if self._silent and not packet[ports + _FLAGS] & _SYN:
+                self.unknown += 1
+                return
             self._ports[home, port] = 20_000 + len(self._back)
             self._back[self.routers[home], self._ports[home, port]] = home, port
         _rewrite(packet, _SOURCE, self.routers[home], ports, self._ports[home, port])

@@ -29,6 +29,7 @@ class Proxy:
         self.changed = threading.Condition()
         self._cut = False
         self._open: set[socket.socket] = set()
+        self._forgotten: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
         self._listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
         ports = [listener.getsockname()[1] for listener in self._listeners]
@@ -42,6 +43,11 @@ class Proxy:
             self._cut = True
             for one in list(self._open):
                 self._end(one)
+
+    def forget(self) -> None:
+        """Drop what comes over the connections that are open now, without a word, as a router does that has begun again."""
+        with self.changed:
+            self._forgotten |= self._open
 
     def mend(self) -> None:
         """Let connections through again."""
@@ -102,6 +108,8 @@ class Proxy:
         with suppress(OSError):
             while data := source.recv(65536):
                 self.held.wait()
+                if source in self._forgotten:
+                    continue
                 target.sendall((self.upwards if up else self.downwards)(data))
                 if counted:
                     with self.changed:

@@ -49,8 +49,10 @@ class HubRendezvous(RemoteRendezvous):
         """See `Rendezvous`."""
         label = hashlib.sha256(f"thinwire elastic {self._run} {epoch}".encode()).digest()
         process = self._incarnation.encode()
-        link = HubLink(self._enrolment, label, len(members), self._rate, place=rank, process=process)
         times = self._timeouts
+        link = HubLink(
+            self._enrolment, label, len(members), self._rate, "", rank, process, silent=times.heartbeat_timeout
+        )
         group = connected_group(link, times.connect, times.transfer, farewell=2 * times.heartbeat_interval)
         if group.names != tuple(member.name for member in members):
             group.close()
@@ -77,6 +79,7 @@ class HubRendezvous(RemoteRendezvous):
         if self._thread is None:
             raise LinkError(f"this replica has left {self.where}")
         try:
-            return HubChannel(self._enrolment, self._incarnation, self._run, self._thread)
+            silent = self._timeouts.heartbeat_timeout
+            return HubChannel(self._enrolment, self._incarnation, self._run, self._thread, silent)
         except Refused as error:
             raise DisagreementError(f"replica {self._name!r} cannot take part: {error}") from None

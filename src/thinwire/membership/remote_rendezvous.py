@@ -155,7 +155,7 @@ class RemoteRendezvous(ABC):
         """The heartbeat thread, which waits for nothing else."""
         interval, missed = self._timeouts.heartbeat_interval, 0
         channel: RequestChannel | None = None
-        while not self._left.wait(interval):
+        while not self._left.wait(0.0 if missed == 1 else interval):  # a connection may have been forgotten on the way
             if self._vote_store is None and channel is None:
                 continue  # it has not been found yet
             try:

@@ -14,6 +14,9 @@ from tcp_proxy import Proxy
 
 import thinwire as tw
 from thinwire.comm.secure import Hub, join
+from thinwire.comm.secure.enrol import Enrolment
+from thinwire.comm.secure.group import connected_group
+from thinwire.comm.secure.link import HubLink
 from thinwire.comm.secure.messages import BUDGET_NBYTES
 from thinwire.errors import LinkError
 from thinwire.runtime.handshake import digest
@@ -63,6 +66,57 @@ def test_a_link_that_is_cut_and_mended(tmp_path, cuts):
         assert proxy.refused >= cuts
         payload = rounds * 2 * NBYTES  # each packet differs for its receiver
         assert payload < uploaded[0] < payload + cuts * BUDGET_NBYTES
+
+
+def test_connections_that_were_forgotten_on_the_way(tmp_path):
+    """No end hears that a router drops what it does not know. The control stream notices by its own bound, and all goes on."""
+    said, changed, failures = list[str](), threading.Condition(), list[BaseException]()
+
+    def say(line: str) -> None:
+        with changed:
+            said.append(line)
+            changed.notify_all()
+
+    def until(what: str, times: int) -> None:
+        with changed:
+            assert changed.wait_for(lambda: sum(line.startswith(what) for line in said) >= times or failures, 600.0)
+            assert not failures, failures
+
+    with Hub(tmp_path / "hub", say=say) as hub, Proxy(hub.invite(2)) as proxy:
+        tokens = {"fast": (proxy.token, 1.0), "near": (hub.invite(), 600.0), "slow": (proxy.token, 600.0)}
+        began, forgotten = threading.Barrier(4), threading.Event()
+
+        def replica(name: str) -> None:
+            token, silent = tokens[name]
+            try:
+                link = HubLink(Enrolment(token, name, tmp_path / "keys"), bytes(32), 3, silent=silent)
+                with connected_group(link, TIMEOUT, TIMEOUT) as group:
+                    Exchange(group, 1, 0, 1_000_000).check()
+                    began.wait(600.0)
+                    assert forgotten.wait(600.0)
+                    Exchange(group, 1, 1, 1_000_000).check()
+            except BaseException as failure:
+                failures.append(failure)
+                began.abort()
+                with changed:
+                    changed.notify_all()
+
+        threads = [threading.Thread(target=replica, args=(name,)) for name in tokens]
+        for thread in threads:
+            thread.start()
+        try:
+            began.wait(600.0)
+            proxy.forget()
+            forgotten.set()
+            until("connected fast", 1)
+            assert not any(line.startswith("connected slow") for line in said)  # its own bound is ten minutes
+        finally:
+            proxy.cut()
+            proxy.mend()
+            forgotten.set()
+            for thread in threads:
+                thread.join()
+        assert not failures, failures
 
 
 def test_a_packet_for_all_goes_up_once(tmp_path):

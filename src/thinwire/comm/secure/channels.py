@@ -25,18 +25,34 @@ _BOTH: Options = (
     ("grpc.max_send_message_length", ANSWER_NBYTES),
     ("grpc.compression_enabled_algorithms_bitset", _NO_COMPRESSION),
     ("grpc.max_metadata_size", 8192),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )
+_PATIENT: Options = (  # gRPC gives a connection up after a minute, if the kernel does not before
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+
+
+def _impatient(seconds: float) -> Options:
+    """Give a connection up well within `seconds`. A ping is sent only when nothing has come for a fifth of that; its answer may take
+    half, which `Timeouts.of` makes long enough for bulk that stands in buffers before it.
+    """
+    answer = int(1000 * seconds / 2)
+    return (
+        ("grpc.keepalive_time_ms", int(1000 * seconds / 5)),
+        ("grpc.keepalive_timeout_ms", answer),
+        ("grpc.http2.ping_timeout_ms", answer),  # a minute by default, whatever `keepalive_timeout_ms` says
+    )
+
+
 _SERVER: Options = (
     *_BOTH,
+    *_PATIENT,
     ("grpc.max_concurrent_streams", 16),
     ("grpc.max_connection_idle_ms", 30_000),
     ("grpc.server_handshake_timeout_ms", 10_000),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 200),
     ("grpc.so_reuseport", 0),
 )
 OF_MEMBERS: Options = (*_SERVER, ("grpc.max_receive_message_length", LIMIT_NBYTES))
@@ -65,9 +81,19 @@ def server_credentials(own: Callable[[], Credentials], members_only: bool) -> gr
 
 
 def dialled(
-    host: str, port: int, authorities: bytes, own: Credentials | None, most_nbytes: int = LIMIT_NBYTES
+    host: str,
+    port: int,
+    authorities: bytes,
+    own: Credentials | None,
+    most_nbytes: int = LIMIT_NBYTES,
+    silent: float | None = None,
 ) -> grpc.aio.Channel:
-    """A connection of its own to the hub, which must show a certificate of `authorities`."""
+    (
+        """A connection of its own to the hub, which must show a certificate of `authorities`. With `silent` it ends
+    within so many seconds when nothing comes through any more, though nobody says so.
+    """
+        ""
+    )
     credentials = (
         grpc.ssl_channel_credentials(authorities, own.key, own.certificate)
         if own
@@ -75,6 +101,7 @@ def dialled(
     )
     options = [
         *_BOTH,
+        *(_impatient(silent) if silent else _PATIENT),
         ("grpc.max_receive_message_length", most_nbytes),
         ("grpc.ssl_target_name_override", HUB),
         ("grpc.use_local_subchannel_pool", 1),

@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 
 from thinwire.comm.secure import frames
-from thinwire.comm.secure.calls import Broken, Outdated, Refused, explained, read, written
+from thinwire.comm.secure.calls import Broken, Outdated, Refused, begun, explained, read, written
 from thinwire.comm.secure.channels import BULK, CONTROL, dialled
 from thinwire.comm.secure.enrol import Admitted, Enrolment
 from thinwire.comm.secure.frames import Frame, Welcome
@@ -27,6 +27,7 @@ from thinwire.errors import LinkError, PacketError
 from thinwire.packet import VERSION
 
 CHANNELS = 2  # for bulk
+SILENT_SECONDS = 20.0  # see `HubLink`; where the run does not say
 LATE_SECONDS = 10.0  # after which those who have asked for a packet get it without those who have not
 _PAUSES = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0)  # before the next try to connect
 
@@ -42,14 +43,15 @@ class HubLink:
         advice: what to do when a member is gone.
         place: those with smaller ones have the smaller rank; those with the same one are in the order of their names.
         process: 16 bytes that no other process of this name has; drawn anew unless given.
+        silent: seconds within which it is noticed that nothing comes through to the hub, though no connection has ended.
     """
 
     def __init__(
         self, enrolment: Enrolment, label: bytes, size: int, bits_per_second: float | None = None, advice: str = "",
-        place: int = 0, process: bytes = b"",
+        place: int = 0, process: bytes = b"", silent: float = SILENT_SECONDS,
     ) -> None:  # fmt: skip
         self._advice = advice
-        self._enrolment, self._size, self._rate = enrolment, size, bits_per_second
+        self._enrolment, self._size, self._rate, self._silent = enrolment, size, bits_per_second, silent
         self._hello = frames.packed(frames.HELLO, process or os.urandom(16), label, size, place, VERSION)
         self._place: Welcome | None = None
         self._placed: Future[Welcome] = Future()
@@ -166,7 +168,9 @@ class HubLink:
         """From dialling to the end. Raises `LinkError`; returns after `leave`."""
         admitted = await self._enrolment.admitted()
         token, own = self._enrolment.token, admitted.credentials
-        channels = [dialled(token.host, token.port, own.authorities, own) for _ in range(1 + CHANNELS)]
+        of_hub = token.host, token.port, own.authorities, own
+        # Control alone notices soon for all: in its own buffers no bulk stands before a ping.
+        channels = [dialled(*of_hub, silent=self._silent), *(dialled(*of_hub) for _ in range(CHANNELS))]
         try:
             control = channels[0].stream_stream(CONTROL)()
             welcome = await self._greeted(control)
@@ -182,7 +186,7 @@ class HubLink:
                 await channel.close(None)
 
     async def _greeted(self, control: Any) -> Welcome:
-        await written(control, frames.head(frames.HELLO, 0, 0) + self._hello)
+        await begun(control, frames.head(frames.HELLO, 0, 0) + self._hello, self._silent)
         self.state = f"waits for the group: {self._size} members are needed"
         welcome = frames.opened_welcome(frames.opened(await read(control), 0, [frames.WELCOME]).body)
         if len(welcome.names) != self._size:

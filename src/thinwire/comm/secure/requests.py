@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 
 from thinwire.comm.secure import frames
-from thinwire.comm.secure.calls import Outdated, explained, read, written
+from thinwire.comm.secure.calls import Outdated, begun, explained, read, written
 from thinwire.comm.secure.channels import ANSWER_NBYTES, MEET, dialled
 from thinwire.comm.secure.enrol import ANSWER_SECONDS, Enrolment
 from thinwire.comm.secure.keys import check_name
@@ -83,17 +83,18 @@ class HubChannel:
         process: 16 letters, drawn anew at every start.
         run: name of the run; "" for the one without.
         thread: in which gRPC runs.
+        silent: seconds within which it ends when nothing comes through any more.
 
     Raises:
         Refused: the hub refuses this replica for good.
         LinkError: the hub does not answer.
     """
 
-    def __init__(self, enrolment: Enrolment, process: str, run: str, thread: LoopThread) -> None:
+    def __init__(self, enrolment: Enrolment, process: str, run: str, thread: LoopThread, silent: float) -> None:
         self._thread, self._enrolment, self._sequence = thread, enrolment, 1
         self._channel: grpc.aio.Channel | None = None
         self._call: Any = None
-        self._done(self._open(process, run), ANSWER_SECONDS)
+        self._done(self._open(process, run, silent), ANSWER_SECONDS)
         self.heartbeat_timeout = float(self.ask("beat")["heartbeat_timeout"])
 
     def ask(self, do: str, seconds: float = 0.0, **fields: Any) -> dict[str, Any]:
@@ -131,13 +132,13 @@ class HubChannel:
                 self._enrolment.forget()
             raise
 
-    async def _open(self, process: str, run: str) -> None:
+    async def _open(self, process: str, run: str, silent: float) -> None:
         admitted = await self._enrolment.admitted()
         token, own = self._enrolment.token, admitted.credentials
-        self._channel = dialled(token.host, token.port, own.authorities, own, ANSWER_NBYTES)
+        self._channel = dialled(token.host, token.port, own.authorities, own, ANSWER_NBYTES, silent)
         self._call = self._channel.stream_stream(MEET)()
         meet = frames.packed(frames.MEET, process.encode("ascii"), run.encode("ascii"))
-        await written(self._call, frames.head(frames.MEET, 0, 0) + meet)
+        await begun(self._call, frames.head(frames.MEET, 0, 0) + meet, silent)
 
     async def _asked(self, question: bytes) -> dict[str, Any]:
         if self._channel is None:
