@@ -9,6 +9,7 @@ import pytest
 
 from thinwire.errors import PacketError
 from thinwire.membership import registry as module
+from thinwire.membership import shared_keys
 from thinwire.membership.registry import MemberRegistry, quorum
 
 
@@ -30,7 +31,7 @@ class Requester:
 
 
 def ask(registry: MemberRegistry, requester: Requester, do: str, **fields: Any) -> dict[str, Any]:
-    return asyncio.run(registry.answer(requester, {"do": do, **fields}))
+    return asyncio.run(registry.answer(requester, {"do": do, "members": [], **fields}))
 
 
 def test_who_is_called_together():
@@ -43,41 +44,32 @@ def test_who_is_called_together():
     assert quorum(calling, "ab", {"c"}, 9.5, 10.0) == {"a", "b"}
 
 
-def test_what_is_written_is_looked_up_settled_once_and_forgotten(monkeypatch):
+def test_what_is_written_is_looked_up_and_forgotten(monkeypatch):
     registry, a = MemberRegistry(), Requester("a", patient=False)
-    assert ask(registry, a, "put", key="k", value="1") == {} and ask(registry, a, "settle", key="k", value="2") == {
-        "value": "1"
-    }
-    assert ask(registry, a, "settle", key="l", value="3") == {"value": "3"}
-    assert ask(registry, a, "look", keys=["l", "k"], seconds=0.0) == {"values": ["3", "1"]}
-    assert ask(registry, a, "look", keys=["k", "m"], seconds=1.0) == {"values": None} and not registry._waits
-    assert ask(registry, a, "put", key="k", value="123") == {} and registry._nbytes == len("k123" + "l3")
-    ask(registry, a, "forget", keys=["k", "m", 7])
-    assert ask(registry, a, "look", keys=["k"], seconds=0) == {"values": None} and registry._nbytes == len("l3")
+    assert ask(registry, a, "put", key="group/k", value="1") == {}
+    assert ask(registry, a, "look", keys=["group/k"], seconds=0.0) == {"values": ["1"]}
+    assert ask(registry, a, "look", keys=["group/k", "m"], seconds=1.0) == {"values": None} and not registry._waits
+    ask(registry, a, "forget", keys=["group/k", "m", 7])
+    assert ask(registry, a, "look", keys=["group/k"], seconds=0) == {"values": None}
     assert "error" in ask(registry, a, "look", keys=["l", 7], seconds=0) and "error" in ask(registry, a, "dance")
-    monkeypatch.setattr(module, "_MOST_WRITTEN", 9)
-    assert ask(registry, a, "put", key="m", value="123456") == {}  # 9 bytes: all that is allowed
-    assert "too large" in ask(registry, a, "put", key="n", value="")["error"]
-    assert ask(registry, a, "put", key="m", value="654321") == {}  # in place of as much
-    monkeypatch.setattr(module, "_MOST_KEY", 1)
-    monkeypatch.setattr(module, "_MOST_VALUE", 1)
-    assert ask(registry, a, "put", key="l", value="4") == {}
-    for key, value in (("ll", ""), ("m", "12")):
-        assert "too large" in ask(registry, a, "put", key=key, value=value)["error"]
+    monkeypatch.setattr(shared_keys, "_MOST_OF_ONE", 9)
+    assert "too large" in ask(registry, a, "put", key="group/k", value="123")["error"]
 
 
 def test_a_look_ends_when_all_is_written():
     async def play() -> list[dict[str, Any]]:
         registry = MemberRegistry()
         looks = [
-            asyncio.ensure_future(registry.answer(Requester("a"), {"do": "look", "keys": list(keys), "seconds": 9}))
+            asyncio.ensure_future(
+                registry.answer(Requester("a"), {"do": "look", "keys": [f"group/{key}" for key in keys], "seconds": 9})
+            )
             for keys in ("k", "kl")
         ]
         await asyncio.sleep(0)
-        await registry.answer(Requester("b"), {"do": "put", "key": "k", "value": "1"})
+        await registry.answer(Requester("b"), {"do": "put", "key": "group/k", "value": "1", "members": []})
         first, *rest = await asyncio.wait_for(looks[0], 600.0), looks[1].done()
         assert rest == [False]
-        await registry.answer(Requester("b"), {"do": "put", "key": "l", "value": "2"})
+        await registry.answer(Requester("b"), {"do": "put", "key": "group/l", "value": "2", "members": []})
         return [first, await asyncio.wait_for(looks[1], 600.0)]
 
     assert asyncio.run(play()) == [{"values": ["1"]}, {"values": ["1", "2"]}]

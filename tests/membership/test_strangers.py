@@ -16,7 +16,17 @@ import pytest
 
 from thinwire.errors import ConfigurationError, DisagreementError, LinkError
 from thinwire.membership import Lighthouse, LighthouseRendezvous, Membership, Timeouts
-from thinwire.membership.channel import FRAME, HELLO, INTRODUCTION, OTHER_SECRET, WELCOME, Channel, secret_in
+from thinwire.membership.channel import (
+    FRAME,
+    HELLO,
+    INTRODUCTION,
+    MAGIC,
+    OTHER_SECRET,
+    VERSION,
+    WELCOME,
+    Channel,
+    secret_in,
+)
 from thinwire.membership.testing import SimulatedCluster
 from thinwire.membership.testing.cluster import ThreadRendezvous
 from thinwire.membership.view import Presence
@@ -228,7 +238,7 @@ def test_a_lighthouse_without_the_secret_is_not_believed(lit):
         def pretend():
             line, _ = false.accept()
             with line:
-                line.sendall(HELLO.pack(b"TWLH", 1, bytes(32)))
+                line.sendall(HELLO.pack(MAGIC, VERSION, bytes(32)))
                 line.recv(INTRODUCTION.size, socket.MSG_WAITALL)
                 line.sendall(WELCOME.pack(0, 5.0, bytes(32)))
 

@@ -40,7 +40,7 @@ MOST_ANSWERED = 3 * MOST_MEMBERS * MOST_PRESENCE  # and from it: everybody's pre
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 INCARNATION = re.compile(r"[0-9a-f]{16}")
 
-MAGIC, VERSION = b"TWLH", 1
+MAGIC, VERSION = b"TWLH", 2
 HELLO = struct.Struct("<4sI32s")
 INTRODUCTION = struct.Struct("<4sI64s16s32s32s")
 WELCOME = struct.Struct("<Id32s")

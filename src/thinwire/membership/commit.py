@@ -15,15 +15,29 @@ that cannot reach the vote store after casting its ballot does not know: `Undeci
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 YES, NO = b"yes", b"no"
+
+_RANK = re.compile("0|[1-9][0-9]{0,4}")
+Electorate = Sequence[tuple[str, str, int]]  # the members of a view in rank order: name, incarnation, and calls so far
+
+
+def view_id(members: Electorate) -> str:
+    """The name of the view of these members, and of no other."""
+    return hashlib.blake2b(json.dumps(members).encode(), digest_size=16).hexdigest()
 
 
 class VoteStore(Protocol):
     """Where members write and read. Every call may raise `LinkError`; then the vote store is never used again."""
+
+    def of(self, members: Electorate) -> VoteStore:
+        """This store, for votes of the view of these members: who is none of them, or votes for another, is refused."""
 
     def put(self, key: str) -> None:
         """Write `key`; again is as once."""
@@ -38,7 +52,7 @@ class VoteStore(Protocol):
         """What `key` holds, as soon as it was settled; None after `seconds`."""
 
     def forget(self, keys: Sequence[str]) -> None:
-        """Nobody will ask for `keys` again. Does not wait, and never raises."""
+        """This member will not ask again about the questions of these ballots, its own. Does not wait, and never raises."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +84,23 @@ Step = Put | All | Settle | Wait
 def keys_of(question: str, size: int) -> tuple[str, tuple[str, ...]]:
     """The key of the outcome, and those of the ballots in rank order."""
     return f"{question}/outcome", tuple(f"{question}/{rank}" for rank in range(size))
+
+
+class Ballot(NamedTuple):
+    """Of which question a ballot is, and of which rank."""
+
+    question: str
+    rank: int
+
+
+def ballot_of(key: str) -> Ballot | None:
+    """The reverse of `keys_of`; None if `key` is no ballot.
+
+    >>> ballot_of("land/2")
+    Ballot(question='land', rank=2)
+    """
+    question, slash, rank = key.rpartition("/")
+    return Ballot(question, int(rank)) if slash and _RANK.fullmatch(rank) else None
 
 
 def ballot(question: str, rank: int, size: int, yes: bool) -> Generator[Step, Any, bool]:

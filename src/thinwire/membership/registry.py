@@ -15,13 +15,12 @@ from typing import Any, Protocol
 
 from thinwire.errors import PacketError
 from thinwire.membership.channel import MOST_MEMBERS, MOST_PRESENCE
+from thinwire.membership.shared_keys import NOTE, SharedKeys, TooMuchError
 
 JOIN = 0.5  # seconds from the first call, after which most are enough; the grace is the memberships' own
 HEARTBEAT_TIMEOUT = 5.0
 TICK = 0.05  # seconds between two looks
-_MOST_KEY, _MOST_VALUE, _MOST_WRITTEN = 256, 1 << 16, 1 << 26  # bytes: a key, what it holds, all together
 _DAY = 86_400.0
-NOTE = "end/"  # how the keys begin that outlive the registry's process: notes that a run has ended
 
 
 def quorum(calling: Mapping[str, float], heard: Iterable[str], previous: set[str], now: float, join: float) -> set[str]:
@@ -103,8 +102,7 @@ class MemberRegistry:
         self.heartbeat_timeout, self.say, self.lost = heartbeat_timeout, say, lost
         self._replicas: dict[str, _Replica] = {}  # by incarnation
         self._previous: set[str] = set()
-        self._written: dict[str, str] = {}
-        self._nbytes = 0  # of what is written
+        self._keys = SharedKeys()
         self._waits: dict[asyncio.Future[None], list[str]] = {}  # for keys
         self._kept: Kept | None = None
         self._present = ""  # who is there, as it was kept last
@@ -117,7 +115,7 @@ class MemberRegistry:
         """
         self._kept = kept
         for key in kept.notes():
-            self._put(key, "1")
+            self._keys.note(key)
         self._present = kept.present()
         if self._present:
             there, previous = json.loads(self._present)
@@ -132,7 +130,7 @@ class MemberRegistry:
         if requester.incarnation not in self._replicas:
             for other, replica in list(self._replicas.items()):
                 if replica.kept and replica.name == requester.name:
-                    self.gone(other, "it has begun anew")
+                    self.gone(replica.name, other, "it has begun anew")
         replica = self._replicas.setdefault(requester.incarnation, _Replica(requester.name, 0.0))
         if replica.name != requester.name:
             raise PacketError(f"{requester.name} speaks as an incarnation of {replica.name}")
@@ -151,9 +149,9 @@ class MemberRegistry:
         """Whether there is no room for this one."""
         return incarnation not in self._replicas and len(self._replicas) >= MOST_MEMBERS
 
-    def gone(self, incarnation: str, why: str) -> None:
-        """Nothing more can come from this one, unless it connects again."""
-        if replica := self._replicas.get(incarnation):
+    def gone(self, name: str, incarnation: str, why: str) -> None:
+        """Nothing more can come from this incarnation of `name`, if there is one, unless it connects again."""
+        if (replica := self._replicas.get(incarnation)) and replica.name == name:
             self._left(incarnation, why)
             if replica.answer is None:  # else it may only be frozen, and still waits
                 del self._replicas[incarnation]
@@ -163,7 +161,7 @@ class MemberRegistry:
         now = time.monotonic()
         for incarnation, replica in list(self._replicas.items()):
             if now - replica.heard >= self.heartbeat_timeout:
-                self.gone(incarnation, f"not heard for {self.heartbeat_timeout:g} s")
+                self.gone(replica.name, incarnation, f"not heard for {self.heartbeat_timeout:g} s")
         self._call_together(now)
         if self._kept:
             there = {incarnation: each.name for incarnation, each in self._replicas.items() if not each.silent}
@@ -205,22 +203,16 @@ class MemberRegistry:
                 return {"here": incarnation in self._replicas and not self._replicas[incarnation].silent}
             case {"do": "call", "presence": str(text), "seconds": int() | float() as seconds}:
                 return await self._call(requester, text, seconds)
-            case {"do": "put", "key": str(key), "value": str(value)}:
-                refused = self._put(key, value)
-                if self._kept and not refused and key.startswith(NOTE):
-                    self._kept.note(key)
-                return refused
-            case {"do": "settle", "key": str(key), "value": str(value)}:
-                refused = {} if key in self._written else self._put(key, value)
-                return refused or {"value": self._written[key]}
+            case {"do": "put" | "settle" as do, "key": str(key), "value": str(value), "members": members}:
+                return self._write(requester, do, key, value, members)
             case {"do": "look", "keys": [*keys], "seconds": int() | float() as seconds} if all(
                 type(k) is str for k in keys
             ):
                 return await self._look_up(requester, keys, seconds)
             case {"do": "forget", "keys": [*keys]}:
                 for key in keys:
-                    if type(key) is str and key in self._written and not key.startswith(NOTE):
-                        self._nbytes -= len(key) + len(self._written.pop(key))
+                    if type(key) is str:
+                        self._keys.forget(requester, key)
             case _:
                 return {"error": "this is not asked here; run the same version of Thinwire everywhere"}
         return {}
@@ -255,25 +247,29 @@ class MemberRegistry:
             replica.calls = replica.calls[0], None  # it is there, but takes no part
         return {"present": None}
 
-    def _put(self, key: str, value: str) -> dict[str, Any]:
-        """Write; what was wrong, if anything."""
-        more = len(key) + len(value) - (len(key) + len(self._written[key]) if key in self._written else 0)
-        if len(key) > _MOST_KEY or len(value) > _MOST_VALUE or self._nbytes + more > _MOST_WRITTEN:
-            return {"error": "what was to be written is too large, or all that was written is"}
-        self._written[key], self._nbytes = value, self._nbytes + more
+    def _write(self, requester: Requester, do: str, key: str, value: str, members: object) -> dict[str, Any]:
+        try:
+            if do == "settle":
+                told = {"value": self._keys.settle(requester, key, value, members)}
+            else:
+                told = {}
+                self._keys.put(requester, key, value, members)
+                if self._kept and key.startswith(NOTE):
+                    self._kept.note(key)
+        except TooMuchError as error:
+            return {"error": str(error)}
         for future, keys in self._waits.items():
-            if not future.done() and all(k in self._written for k in keys):
+            if not future.done() and self._keys.read(keys) is not None:
                 future.set_result(None)
-        return {}
+        return told
 
     async def _look_up(self, requester: Requester, keys: list[str], seconds: float) -> dict[str, Any]:
         """What is written under `keys`, as soon as all are; none where they are not in time."""
-        if seconds > 0 and not all(key in self._written for key in keys):
+        if seconds > 0 and self._keys.read(keys) is None:
             future = asyncio.get_running_loop().create_future()
             self._waits[future] = keys
             try:
                 await requester.came(future, min(seconds, _DAY))
             finally:
                 del self._waits[future]
-        values = [self._written.get(key) for key in keys]
-        return {"values": None if None in values else values}
+        return {"values": self._keys.read(keys)}

@@ -32,7 +32,7 @@ from thinwire.diagnosis import Rules
 from thinwire.errors import ConfigurationError, DisagreementError, EndedError, LinkError, PacketError, PeerError
 from thinwire.membership.channel import mac
 from thinwire.membership.commit import VoteStore
-from thinwire.membership.registry import NOTE
+from thinwire.membership.shared_keys import NOTE
 from thinwire.membership.timeouts import Timeouts
 from thinwire.membership.view import LeftOut, Member, Observe, Presence, Verdict, View, difference, judge
 from thinwire.packet import VERSION
@@ -334,6 +334,7 @@ class Membership:
             rebuilt=rebuilt,
             left_out=tuple(f"{out.presence.name}: {out.reason}" for out in verdict.left_out),
             vote_store=vote_store,
+            electorate=verdict.electorate,
             _observe=self._observe,
             _end=partial(self._let_go, group),
         )

@@ -15,6 +15,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # exported wi
 
 from thinwire.errors import LinkError
 from thinwire.membership.channel import Channel
+from thinwire.membership.commit import Electorate
+from thinwire.membership.shared_keys import GROUP
 
 
 class RequestChannel(Protocol):
@@ -32,17 +34,20 @@ class RequestChannel(Protocol):
 class ChannelVoteStore:
     """A vote store at a lighthouse or a hub, over one connection, which is not used after its first failure."""
 
-    def __init__(self, channel: RequestChannel, unused_keys: list[str]) -> None:
-        self.channel, self._unused_keys = channel, unused_keys
+    def __init__(self, channel: RequestChannel, unused_keys: list[str], members: Electorate = ()) -> None:
+        self.channel, self._unused_keys, self._members = channel, unused_keys, members
+
+    def of(self, members: Electorate) -> ChannelVoteStore:
+        return ChannelVoteStore(self.channel, self._unused_keys, members)
 
     def put(self, key: str) -> None:
-        self.channel.ask("put", key=key, value="1")
+        self.channel.ask("put", key=key, value="1", members=self._members)
 
     def all(self, keys: Sequence[str]) -> bool:
         return self.channel.ask("look", keys=list(keys))["values"] is not None
 
     def settle(self, key: str, value: bytes) -> bytes:
-        return str(self.channel.ask("settle", key=key, value=value.decode())["value"]).encode()
+        return str(self.channel.ask("settle", key=key, value=value.decode(), members=self._members)["value"]).encode()
 
     def wait(self, key: str, seconds: float) -> bytes | None:
         values = self.channel.ask("look", max(seconds, 0.001), keys=[key])["values"]
@@ -63,7 +68,7 @@ class AddressBook(Store):
     def set(self, key: str, value: bytes | str) -> None:
         text = value.encode() if isinstance(value, str) else value
         self.own.append(self._key(key))
-        self._channel.ask("put", key=self._key(key), value=base64.b64encode(text).decode())
+        self._channel.ask("put", key=self._key(key), value=base64.b64encode(text).decode(), members=[])
 
     def get(self, key: str) -> bytes:
         (value,) = self._values([key], max(0.001, self._until - time.monotonic()))
@@ -84,7 +89,7 @@ class AddressBook(Store):
         self._channel.close()
 
     def _key(self, key: str) -> str:
-        return f"group/{self._epoch}/{key}"
+        return f"{GROUP}{self._epoch}/{key}"
 
     def _values(self, keys: Sequence[str], seconds: float) -> list[str]:
         values = self._channel.ask("look", seconds, keys=list(map(self._key, keys)))["values"]

@@ -6,7 +6,6 @@ answer. What a replica says travels as JSON, and is believed only in form: sizes
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +18,7 @@ from thinwire.membership.channel import (
     MOST_PRESENCE as LIMIT,  # bytes of one replica's presence as JSON: status, facts and all
 )
 from thinwire.membership.channel import NAME
-from thinwire.membership.commit import VoteStore, ballot, carry_out, keys_of
+from thinwire.membership.commit import Electorate, VoteStore, ballot, carry_out, keys_of, view_id
 
 Observe = Callable[[str, Mapping[str, Any]], None]
 _MOST = 1 << 53  # calls and views
@@ -104,11 +103,20 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`members` in rank order, and who is left out; `id` names this view and no other."""
+    """`members` in rank order, and who is left out."""
 
     members: tuple[Presence, ...]
     left_out: tuple[LeftOut, ...]
-    id: str
+
+    @property
+    def electorate(self) -> Electorate:
+        """Who votes."""
+        return [(p.name, p.incarnation, p.calls) for p in self.members]
+
+    @property
+    def id(self) -> str:
+        """Names this view and no other."""
+        return view_id(self.electorate)
 
 
 def judge(present: Iterable[Presence], facts: Mapping[str, str]) -> Verdict:
@@ -135,8 +143,7 @@ def judge(present: Iterable[Presence], facts: Mapping[str, str]) -> Verdict:
         members.remove(worst)
         left_out.append(LeftOut(worst, f"no link between it and {', '.join(others)}"))
     members.sort(key=lambda p: p.name)
-    signature = json.dumps([[p.incarnation, p.calls] for p in members]).encode()
-    return Verdict(tuple(members), tuple(left_out), hashlib.blake2b(signature, digest_size=8).hexdigest())
+    return Verdict(tuple(members), tuple(left_out))
 
 
 def _broken_links(members: Sequence[Presence]) -> set[frozenset[str]]:
@@ -184,6 +191,7 @@ class View:
     rebuilt: bool
     left_out: tuple[str, ...]
     vote_store: VoteStore = field(repr=False)
+    electorate: Electorate = field(repr=False)
     _observe: Observe = field(repr=False)
     _end: Callable[[], None] = field(repr=False)
     _cast: dict[str, bool] = field(repr=False, default_factory=dict)
@@ -201,7 +209,7 @@ class View:
         self._observe("ballot", {"question": question, "yes": first})
         steps = ballot(f"{self.id}/{question}", self.group.rank, len(self.members), first)
         try:
-            answer = carry_out(steps, self.vote_store, seconds)
+            answer = carry_out(steps, self.vote_store.of(self.electorate), seconds)
         except LinkError as error:
             if not first:
                 return False
@@ -217,7 +225,6 @@ class View:
         self._end()
 
     def written(self) -> list[str]:
-        """The keys that are this member's to remove: its ballots, and the first member's the outcomes, too."""
+        """The ballots of this member."""
         keys = [keys_of(f"{self.id}/{question}", len(self.members)) for question in self._cast]
-        rank = self.group.rank
-        return [ballots[rank] for _, ballots in keys] + [outcome for outcome, _ in keys if rank == 0]
+        return [ballots[self.group.rank] for _, ballots in keys]

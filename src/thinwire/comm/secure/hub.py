@@ -230,7 +230,7 @@ class Hub:
                 finally:
                     alike = [one for one in self._connections.values() if (one.name, one.process) == (name, process)]
                     if not any(one.run == run and one is not connection for one in alike):
-                        registry.gone(requester.incarnation, "its connections have ended")
+                        registry.gone(name, requester.incarnation, "its connections have ended")
 
     async def _follow(self, question: bytes, context: Any) -> None:
         """What a follower asks; it is heard anew each time, so one that was revoked gets nothing more."""

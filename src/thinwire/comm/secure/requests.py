@@ -50,8 +50,8 @@ class RequestHandler(Protocol):
     def tick(self) -> None:
         """Called regularly."""
 
-    def gone(self, incarnation: str, why: str) -> None:
-        """All streams of this incarnation have ended."""
+    def gone(self, name: str, incarnation: str, why: str) -> None:
+        """All streams of what `name` says is its incarnation have ended."""
 
     async def answer(self, requester: HubRequester, said: dict[str, Any]) -> dict[str, Any]:
         """The response. Raises `PacketError` for a request that is not allowed."""

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from thinwire.errors import LinkError
+from thinwire.membership.commit import Electorate, ballot_of, keys_of
 from thinwire.membership.registry import JOIN, quorum
 from thinwire.membership.testing.clock import VirtualTime
 from thinwire.membership.view import Presence
@@ -120,6 +121,9 @@ class SimulatedVoteStore:
     def __init__(self, lighthouse: SimulatedLighthouse, cluster: Cluster, name: str) -> None:
         self._lighthouse, self._cluster, self._name, self._epoch = lighthouse, cluster, name, lighthouse.epoch
 
+    def of(self, members: Electorate) -> SimulatedVoteStore:
+        return self
+
     def put(self, key: str) -> None:
         self._cluster.passing(self._name, "put")
         with self._cluster.time:
@@ -147,6 +151,10 @@ class SimulatedVoteStore:
         with self._cluster.time, suppress(LinkError):
             for key in keys:
                 self._written().pop(key, None)
+                if (voted := ballot_of(key)) and not any(
+                    other and other.question == voted.question for other in map(ballot_of, self._written())
+                ):
+                    self._written().pop(keys_of(voted.question, 0)[0], None)
 
     def _gone(self) -> bool:
         return self._epoch != self._lighthouse.epoch

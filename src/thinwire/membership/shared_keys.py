@@ -1,0 +1,131 @@
+"""What the members of a run write for each other at a lighthouse or a hub: ballots, outcomes, addresses, and notes that a run has ended.
+
+A member votes for itself alone. The name of a view is a digest of its members (`commit.view_id`), who are shown with each vote: a
+ballot is written only by the member of that rank, and yes only when the ballots of all members are there. So whoever asks, and
+whatever it says of the others, an outcome is yes only if all members of the view voted for it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
+
+from thinwire.errors import PacketError
+from thinwire.membership.channel import MOST_MEMBERS
+from thinwire.membership.commit import NO, YES, ballot_of, keys_of, view_id
+
+NOTE, GROUP = "end/", "group/"  # how keys begin that are no votes: notes of ends of runs, and addresses of a group
+_NOTED = re.compile(f"{NOTE}[0-9a-f]{{32}}")
+_MOST_KEY, _MOST_VALUE = 256, 1 << 16  # bytes
+_MOST_WRITTEN, _MOST_OF_ONE = 1 << 26, 1 << 19  # bytes: by all, by one of them
+
+
+class Writer(Protocol):
+    """Who writes: a name, which is known to be its own, and its incarnation."""
+
+    name: str
+    incarnation: str
+
+
+class TooMuchError(Exception):
+    """This is not written: there is no room."""
+
+
+class SharedKeys:
+    """The keys of one run. No I/O."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, tuple[str, str]] = {}  # by key: what was written, and by whom
+        self._nbytes: Counter[str] = Counter()  # by name
+        self._ballots: Counter[str] = Counter()  # by question: how many are written
+
+    def note(self, key: str) -> None:
+        """A run has ended; it was noted before."""
+        self._write("", key, "1")
+
+    def read(self, keys: Sequence[str]) -> list[str] | None:
+        """What is written under `keys`; None if not all are."""
+        found = [self._values[key][0] for key in keys if key in self._values]
+        return found if len(found) == len(keys) else None
+
+    def put(self, writer: Writer, key: str, value: str, members: object) -> None:
+        """Write a key; a ballot of a view with these `members`. Raises `PacketError`: it must not; `TooMuchError`."""
+        if key.startswith(NOTE) and not _NOTED.fullmatch(key):
+            raise PacketError("a note that cannot be read")
+        if key.startswith((NOTE, GROUP)):
+            owner = self._values[key][1] if key in self._values else writer.name
+            if owner != writer.name and not key.startswith(NOTE):
+                raise PacketError(f"this key was written by {owner}")
+            self._write(owner, key, value)
+            return
+        voted = ballot_of(key)
+        if voted is None or voted.rank >= len(_electorate(key, members)):
+            raise PacketError("this is no ballot")
+        if _electorate(key, members)[voted.rank][:2] != (writer.name, writer.incarnation):
+            raise PacketError(f"{writer.name} votes for another member")
+        if key not in self._values:
+            self._write(writer.name, key, value)
+            self._ballots[voted.question] += 1
+
+    def settle(self, writer: Writer, key: str, value: str, members: object) -> str:
+        """What the outcome is: what was proposed first. Raises `PacketError`: it must not; `TooMuchError`."""
+        view = _electorate(key, members)
+        outcome, ballots = keys_of(key.rpartition("/")[0], len(view))
+        if key != outcome or value.encode() not in (YES, NO):
+            raise PacketError("this is no outcome")
+        if (writer.name, writer.incarnation) not in [who[:2] for who in view]:
+            raise PacketError(f"{writer.name} is no member of the view that votes")
+        if key not in self._values:
+            voted = self.read(ballots) is not None  # a ballot that was withdrawn is a no
+            self._write(writer.name, key, value if voted else NO.decode())
+        return self._values[key][0]
+
+    def forget(self, writer: Writer, key: str) -> None:
+        """Delete a key that this one wrote. With the last ballot on a question its outcome goes, which nobody can ask for any more."""
+        if key.startswith(NOTE):
+            return
+        voted = None if key.startswith(GROUP) else ballot_of(key)
+        if key in self._values and self._values[key][1] == writer.name and (voted or key.startswith(GROUP)):
+            self._delete(key)
+            if voted:
+                self._ballots[voted.question] -= 1
+        if voted and not self._ballots[voted.question]:
+            del self._ballots[voted.question]
+            self._delete(keys_of(voted.question, 0)[0])
+
+    def _write(self, name: str, key: str, value: str) -> None:
+        """Raises `TooMuchError`."""
+        more = len(key) + len(value)
+        if key in self._values:
+            more -= len(key) + len(self._values[key][0])
+        if len(key) > _MOST_KEY or len(value) > _MOST_VALUE:
+            raise TooMuchError("what was to be written is too large")
+        if self._nbytes[name] + more > _MOST_OF_ONE or self._nbytes.total() + more > _MOST_WRITTEN:
+            raise TooMuchError("all that was written is too large")
+        self._values[key] = value, name
+        self._nbytes[name] += more
+
+    def _delete(self, key: str) -> None:
+        if key in self._values:
+            value, name = self._values.pop(key)
+            self._nbytes[name] -= len(key) + len(value)
+            if not self._nbytes[name]:
+                del self._nbytes[name]
+
+
+def _electorate(key: str, members: object) -> list[tuple[str, str, int]]:
+    """The members of the view whose vote `key` is of: name, incarnation and calls, in rank order. Raises `PacketError`."""
+    if not isinstance(members, list) or len(members) > MOST_MEMBERS:
+        raise PacketError("a vote without the members of its view; run the same version of Thinwire everywhere")
+    view = []
+    for one in members:
+        match one:
+            case [str(name), str(incarnation), int(calls)]:
+                view.append((name, incarnation, calls))
+            case _:
+                raise PacketError("members that cannot be read")
+    if view_id(view) != key.partition("/")[0]:
+        raise PacketError("the view of this vote has other members")
+    return view

@@ -1,0 +1,82 @@
+"""What members write for each other: each for itself alone, so much at most, and nobody changes what was decided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from thinwire.errors import PacketError
+from thinwire.membership import shared_keys as module
+from thinwire.membership.commit import keys_of, view_id
+from thinwire.membership.shared_keys import SharedKeys, TooMuchError
+
+
+@dataclass(frozen=True)
+class Writer:
+    name: str
+    incarnation: str
+
+
+A, B, C = (Writer(name, f"{name}-1") for name in "abc")
+VIEW = [["a", "a-1", 4], ["b", "b-1", 7]]
+OUTCOME, BALLOTS = keys_of(f"{view_id([('a', 'a-1', 4), ('b', 'b-1', 7)])}/land", 2)
+
+
+def refused(message: str, do: object, *given: object) -> None:
+    with pytest.raises(PacketError, match=message):
+        do(*given)  # type: ignore[operator]
+
+
+def test_a_member_votes_for_itself_alone():
+    keys = SharedKeys()
+    refused("a votes for another member", keys.put, A, BALLOTS[1], "1", VIEW)
+    refused("b votes for another", keys.put, Writer("b", "b-2"), BALLOTS[1], "1", VIEW)  # another life of it
+    refused("c votes for another", keys.put, Writer("c", "b-1"), BALLOTS[1], "1", VIEW)  # under another's incarnation
+    refused("has other members", keys.put, C, BALLOTS[1], "1", [VIEW[0], ["c", "c-1", 7]])
+    refused("no ballot", keys.put, A, BALLOTS[0][:-1] + "2", "1", VIEW)
+    refused("no ballot", keys.put, A, OUTCOME, "yes", VIEW)
+    refused("without the members", keys.put, A, BALLOTS[0], "1", None)
+    refused("cannot be read", keys.put, A, BALLOTS[0], "1", [["a", 1, 4]])
+    refused("c is no member", keys.settle, C, OUTCOME, "no", VIEW)
+    refused("no outcome", keys.settle, A, BALLOTS[0], "no", VIEW)
+    refused("no outcome", keys.settle, A, OUTCOME, "maybe", VIEW)
+    refused("a note that cannot be read", keys.put, A, "end/" + "a" * 99, "1", [])
+    assert keys.read([OUTCOME]) is None and keys.read(BALLOTS) is None
+
+
+def test_yes_needs_all_ballots_and_stands_until_nobody_can_ask():
+    keys = SharedKeys()
+    keys.put(A, BALLOTS[0], "1", VIEW)
+    keys.put(B, BALLOTS[1], "1", VIEW)
+    assert keys.settle(B, OUTCOME, "yes", VIEW) == "yes" == keys.settle(A, OUTCOME, "no", VIEW)
+    for writer, key in ((B, OUTCOME), (B, BALLOTS[0]), (C, BALLOTS[1]), (B, BALLOTS[1])):
+        keys.forget(writer, key)
+        assert keys.settle(B, OUTCOME, "no", VIEW) == "yes"
+    assert keys.read(BALLOTS[:1]) == ["1"] and keys.read(BALLOTS) is None
+    keys.forget(A, BALLOTS[0])
+    assert keys.read([OUTCOME]) is None and not keys._values and not +keys._nbytes and not +keys._ballots
+    keys.put(A, BALLOTS[0], "1", VIEW)
+    assert keys.settle(A, OUTCOME, "yes", VIEW) == "no"  # b has not voted
+    keys.put(B, BALLOTS[1], "1", VIEW)
+    assert keys.settle(B, OUTCOME, "yes", VIEW) == "no"
+
+
+def test_one_writes_so_much_and_never_over_another(monkeypatch):
+    keys = SharedKeys()
+    monkeypatch.setattr(module, "_MOST_OF_ONE", 20)
+    monkeypatch.setattr(module, "_MOST_WRITTEN", 30)
+    keys.put(A, "group/1", "3456789012345", [])  # 20 bytes: all that is allowed
+    keys.put(A, "group/1", "5432109876543", [])  # in place of as much
+    refused("written by a", keys.put, B, "group/1", "x", [])
+    with pytest.raises(TooMuchError, match="all that was written"):
+        keys.put(A, "group/2", "", [])
+    with pytest.raises(TooMuchError, match="all that was written"):
+        keys.put(B, "group/2", "6789", [])  # 31 bytes of both
+    keys.put(B, "group/2", "678", [])
+    keys.forget(B, "group/1")
+    keys.forget(B, "group/2")
+    assert keys.read(["group/1"]) == ["5432109876543"] and keys.read(["group/2"]) is None
+    monkeypatch.setattr(module, "_MOST_KEY", 6)
+    with pytest.raises(TooMuchError, match="what was to be written"):
+        keys.put(B, "group/3", "", [])

@@ -1,0 +1,58 @@
+"""A member of an elastic run, with a right key, that votes for others: it is refused by name, and the outcome is the honest one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import pytest
+
+from thinwire.comm.secure import Hub
+from thinwire.comm.secure.enrol import Enrolment
+from thinwire.comm.secure.loop import LoopThread
+from thinwire.comm.secure.requests import HubChannel
+from thinwire.errors import LinkError
+from thinwire.membership.commit import Electorate, ballot, carry_out, keys_of, view_id
+from thinwire.membership.registry import MemberRegistry
+from thinwire.membership.store import ChannelVoteStore
+
+PROCESSES = {"bergen": "b" * 16, "liar": "e" * 16, "oslo": "f" * 16, "stranger": "9" * 16}  # the last one is in no view
+VIEW: Electorate = [(name, PROCESSES[name], 3) for name in ("bergen", "liar", "oslo")]
+QUESTION = f"{view_id(VIEW)}/land"
+OUTCOME, BALLOTS = keys_of(QUESTION, 3)
+FORGERIES = [
+    ("liar", "put", BALLOTS[2], "1", VIEW, "liar votes for another member"),
+    ("liar", "put", BALLOTS[2], "1", [*VIEW[:2], ("liar", "e" * 16, 3)], "the view of this vote has other members"),
+    ("stranger", "put", BALLOTS[0], "1", VIEW, "stranger votes for another member"),
+    ("stranger", "settle", OUTCOME, "no", VIEW, "stranger is no member of the view that votes"),
+]
+
+
+def test_a_member_that_votes_for_others(tmp_path, audit):
+    with Hub(tmp_path / "hub", registry=lambda: MemberRegistry(600.0), say=audit) as hub:
+        enrolments = {name: Enrolment(hub.invite(), name, tmp_path / "keys") for name in PROCESSES}
+        thread = LoopThread.shared()
+
+        @contextmanager
+        def dialled(name: str, process: str = "") -> Iterator[HubChannel]:
+            process = process or PROCESSES[name]
+            with closing(HubChannel(enrolments[name], process, "", thread, 600.0)) as channel:
+                yield channel
+
+        try:
+            with dialled("bergen") as bergen, dialled("oslo") as oslo:
+                for who, do, key, value, members, why in FORGERIES:
+                    with dialled(who) as channel, pytest.raises(LinkError, match=why):
+                        channel.ask(do, key=key, value=value, members=members)
+                    audit.wait("refused frames of", f"{who}.member.thinwire", why)
+                with pytest.raises(LinkError, match="liar speaks as an incarnation of oslo"), dialled("liar", "f" * 16):
+                    pass  # its first request is a heartbeat
+                with dialled("liar") as liar:
+                    first, second, third = (ChannelVoteStore(one, [], VIEW) for one in (bergen, liar, oslo))
+                    first.put(BALLOTS[0]), second.put(BALLOTS[1])
+                    assert not first.all(BALLOTS)  # oslo has not voted, whatever was said in its name
+                    assert carry_out(ballot(QUESTION, 2, 3, True), third, 600.0)
+                    liar.ask("forget", keys=[OUTCOME, *BALLOTS])
+                    assert second.settle(OUTCOME, b"no") == b"yes" == first.wait(OUTCOME, 600.0)
+        finally:
+            thread.release()
