@@ -187,6 +187,8 @@ def test_an_elastic_run_through_a_hub(tmp_path, capsys):
         token = str(hub.invite(3))
         processes = [joiner(token, name, tmp_path, "--group", "red") for name in names]
         together(tmp_path / "lima", names)
+        assert main(["hub", "list", "--out", str(tmp_path / "hub")]) == 0
+        assert "elastic run red: bergen, lima, oslo" in capsys.readouterr().out
         reached(tmp_path / "lima", 50)
         asked = ["pgrep", "-f", f"thinwire.lm.supervisor {tmp_path / 'lima'} "]
         (victim,) = map(int, subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split())
@@ -198,8 +200,6 @@ def test_an_elastic_run_through_a_hub(tmp_path, capsys):
         hub.kill()
         hub.restart()
         together(tmp_path / "oslo", names, seen)
-        assert main(["hub", "list", "--out", str(tmp_path / "hub")]) == 0
-        assert "elastic run red: bergen, lima, oslo" in capsys.readouterr().out
         said = [process.communicate()[0] for process in processes]
         assert [process.returncode for process in processes] == [0, 0, 0], said
         assert "lima died at step" in said[1] and "lima is started again" in said[1]

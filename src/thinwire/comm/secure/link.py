@@ -29,7 +29,7 @@ from thinwire.packet import VERSION
 CHANNELS = 2  # for bulk
 SILENT_SECONDS = 20.0  # see `HubLink`; where the run does not say
 LATE_SECONDS = 10.0  # after which those who have asked for a packet get it without those who have not
-_PAUSES = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0)  # before the next try to connect
+_PAUSES = (0.0, 0.1, 0.2, 0.5, 1.0)  # before the next try to connect; a hub that is back waits for `ELASTIC_PATIENCE`
 
 
 class HubLink:
