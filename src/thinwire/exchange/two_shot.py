@@ -72,7 +72,7 @@ class TwoShot(Exchange):
         if codec.needs_shapes:
             raise ConfigurationError(
                 f"{self} with {codec}: a codec that can encode any part of a fragment is needed, this one needs the shapes "
-                "of whole tensors; choose AllReduce() for LowRank, otherwise Direct()."
+                "of whole tensors; choose AllReduce() for LowRank, otherwise Direct(), or a codec without shapes, such as Sign(block=512)."
             )
         if any(inner.samples for inner in nested(codec)):
             raise ConfigurationError(

@@ -54,8 +54,9 @@ class LoopWarnings:
 def _moved_untouched(model: nn.Module, codec: Codec) -> str:
     """Of sparse embeddings under a codec that has no zero; empty if there are none."""
     tables = [name for name, module in model.named_modules() if getattr(module, "sparse", False) is True]
-    if not tables or codec.needs_shapes or codec.joint:
+    if not tables or codec.joint:
         return ""
+    codec = codec.fitted(((PROBED // 16, 16),))
     delta, back = torch.zeros(PROBED), torch.zeros(PROBED)
     delta[0] = 1.0
     payload = torch.zeros(codec.nbytes(PROBED), dtype=torch.uint8)
