@@ -72,13 +72,18 @@ class Along:
 class LeasedReader:
     """The reader of a member of an elastic run; the driver connects it to the ledger.
 
-    samples   in an epoch; may be set later by `open`
-    seed      of the order
-    replicas  that the run begins with, replica-0 and so on
-    step      samples in an inner step
+    `count` is how far it has read along its lease. `holds` has, for each fragment, the counts that are in the parameters and not
+    in the anchor.
 
-    `count` is how far it has read along its lease; `holds` are, for each fragment, the counts that are in the parameters and not in the
-    anchor.
+    Args:
+        seed: of the order; an integer number.
+        replicas: number of replicas with which the run begins: replica-0 and so on.
+        step: number of samples in an inner step.
+        samples: number of samples in an epoch; `open` may set it later.
+
+    >>> reader = LeasedReader(seed=0, replicas=2, step=8, samples=1000)
+    >>> reader.template(fragments=4, every=30, delay=5).ahead
+    1000
     """
 
     def __init__(self, seed: int, replicas: int, step: int, samples: int | None = None) -> None:
@@ -243,7 +248,18 @@ class LeasedReader:
 
 
 class FixedReader:
-    """The reader of a replica of a fixed group: micro-batch m, of n samples, is the counts of its lease from m·n − `offset` on."""
+    """The reader of a replica of a fixed group: micro-batch m, of n samples, begins at count m·n − `offset` of its lease.
+
+    Args:
+        seed: of the order; an integer number.
+        names: of all replicas.
+        name: of this one.
+
+    >>> reader = FixedReader(seed=0, names=["0", "1"], name="1")
+    >>> reader.open(samples=4)
+    >>> sorted([*reader.micro_batch(0, 2).tolist()])
+    [1, 3]
+    """
 
     def __init__(self, seed: int, names: Sequence[str], name: str) -> None:
         self._seed, self._names, self._name = seed, names, name
@@ -321,7 +337,17 @@ class FixedReader:
 
 
 def drawn_for_ever(reader: Reader) -> Iterator[int]:
-    """Yield one sample after the other for ever, from the first that is not trained."""
+    """Yield one sample after the other without end, from the first that is not trained.
+
+    Args:
+        reader: of this replica, opened.
+
+    >>> reader = FixedReader(seed=0, names=["0"], name="0")
+    >>> reader.open(samples=3)
+    >>> samples = drawn_for_ever(reader)
+    >>> sorted(next(samples) for _ in range(3))
+    [0, 1, 2]
+    """
     reader.restart()
     while True:
         yield int(reader.draw(1)[0])

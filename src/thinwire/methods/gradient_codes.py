@@ -57,8 +57,8 @@ class Repetition:
     All factors are 1, so nothing is amplified, and if the results of a group have equal bits, so has the sum, whoever is late.
 
     Args:
-        replicas: n, a multiple of s + 1.
-        stragglers: s.
+        replicas: number n of replicas, and of chunks; a multiple of s + 1.
+        stragglers: number s of replicas that may be missing.
 
     Raises:
         ConfigurationError: s + 1 does not divide n.
@@ -106,9 +106,9 @@ class Cyclic:
     code's by far more (docs/methods/gradient_coding.md): encode in fp32 or fp64, never in bf16.
 
     Args:
-        replicas: n.
-        stragglers: s, less than n.
-        seed: of the drawn code.
+        replicas: number n of replicas, and of chunks.
+        stragglers: number s of replicas that may be missing, less than n.
+        seed: of the drawn code; an integer number.
 
     Raises:
         ConfigurationError: a setting cannot work.

@@ -124,8 +124,8 @@ class SelectiveRepeat:
     A round in which nobody repeats and whose job decodes at once does not count in the pattern: it asks nothing of later rounds.
 
     Args:
-        replicas: n.
-        burst, window, stragglers: B, W, λ of `Bursty`; B divides W − 1.
+        replicas: number n of replicas.
+        burst, window, stragglers: numbers B, W and λ of `Bursty`; B divides W − 1.
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.
@@ -214,8 +214,8 @@ class Multiplexed:
     On the wire: one message a replica and round, with up to W − 1 + B vectors.
 
     Args:
-        replicas: n.
-        burst, window, stragglers: B, W, λ of `Bursty`.
+        replicas: number n of replicas.
+        burst, window, stragglers: numbers B, W and λ of `Bursty`.
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.

@@ -43,7 +43,19 @@ class Topology(Protocol):
 
 
 def check_size(topology: Topology, size: int, seed: int = 0) -> None:
-    """Raise `ConfigurationError` unless what one of `size` replicas knows reaches all others in the course of a period."""
+    """Check that what one of `size` replicas knows reaches all others in the course of a period.
+
+    Args:
+        topology: who sends to whom.
+        size: number of replicas.
+        seed: of what the topology draws; an integer number.
+
+    Raises:
+        ConfigurationError: the graph falls into parts, so that the replicas would train several models.
+
+    >>> from thinwire.topology import Ring
+    >>> check_size(Ring(), size=8)
+    """
     union = np.zeros((size, size), dtype=bool)
     for number in range(topology.rounds(size) or DRAWN):
         union |= topology.edges(size, number, 0, seed)
@@ -67,14 +79,33 @@ def reached(edges: Edges) -> Edges:
 
 
 def parts(edges: Edges) -> list[list[int]]:
-    """The replicas that reach each other, part by part."""
+    """The replicas that reach each other, part by part.
+
+    Args:
+        edges: boolean [size, size]; [i, j]: replica i sends to replica j.
+
+    >>> parts(np.array([[False, True, False], [True, False, False], [False, False, False]]))
+    [[0, 1], [2]]
+    """
     near = reached(edges)
     both = near & near.T
     return [[int(j) for j in np.flatnonzero(row)] for i, row in enumerate(both) if not row[:i].any()]
 
 
 def spread(topology: Topology, size: int, number: int = 0, fragment: int = 0, seed: int = 0) -> int:
-    """How many rounds from `number` on it takes until what any replica knew reaches all."""
+    """The number of rounds, starting with round `number`, after which what any replica knew has reached all.
+
+    Args:
+        topology: who sends to whom.
+        size: number of replicas.
+        number: number of the first round.
+        fragment: number of the fragment.
+        seed: of what the topology draws; an integer number.
+
+    >>> from thinwire.topology import Complete, Ring
+    >>> spread(Complete(), size=8), spread(Ring(), size=8)
+    (1, 4)
+    """
     near, count = np.eye(size, dtype=np.float32), 0
     while not near.all():
         edges = topology.edges(size, number + count, fragment, seed) | np.eye(size, dtype=bool)

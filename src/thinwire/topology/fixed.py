@@ -126,7 +126,21 @@ class Listed(Topology):
 
 
 def read_edges(path: Path) -> Listed:
-    """From JSON: `[[0, 1], [1, 2]]`, edges that go both ways; or `{"edges": [[0, 1]], "one_way": true}`. Raises `ConfigurationError`."""
+    """A topology from a JSON file: `[[0, 1], [1, 2]]`, edges that go both ways; or `{"edges": [[0, 1]], "one_way": true}`.
+
+    Args:
+        path: the file.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or holds no edges.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder, "edges.json")
+    ...     _ = path.write_text("[[0, 1], [1, 2]]")
+    ...     read_edges(path).edges(size=3).sum()
+    np.int64(4)
+    """
     try:
         text = path.read_text(encoding="utf-8")
         found = json.loads(text)

@@ -230,7 +230,7 @@ def connected_group(link: HubLink, seconds: float, timeout: float, farewell: flo
 
 
 def admit(token: str, name: str, folder: Path | str = ".thinwire") -> Admitted:
-    """Join the hub of `token` as `name`, without a group: what the hub tells its members.
+    """Join the hub of `token` as `name`, without a group: the hub issues a certificate and says what it tells its members.
 
     Args:
         token, name, folder: as for `join`.
@@ -238,6 +238,15 @@ def admit(token: str, name: str, folder: Path | str = ".thinwire") -> Admitted:
     Raises:
         ConfigurationError: the token or the name is not valid.
         LinkError: the hub refuses, or does not answer.
+
+    >>> import tempfile
+    >>> from thinwire.comm.secure import Hub
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     hub = Hub(Path(folder, "hub"))
+    ...     told = admit(str(hub.invite()), "oslo", folder)
+    ...     hub.close()
+    >>> told.elastic
+    False
     """
     enrolment = Enrolment(Token.read(token), name, Path(folder))
     thread = LoopThread.shared()
