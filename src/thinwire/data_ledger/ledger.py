@@ -111,7 +111,7 @@ class Lease:
 
     @property
     def high(self) -> int:
-        """From this count on nothing has landed in any fragment."""
+        """The count from which on nothing has landed in any fragment."""
         return max(self.first, *self.landed)
 
     def reads_alike(self, reading: ReadCount | Claim, end: int) -> bool:
@@ -175,8 +175,8 @@ class DataLedger:
         return Order(self.samples, self.seed, self.lanes)
 
     def begin(self, names: Iterable[str]) -> DataLedger:
-        """The ledger with a lease for each of `names`: an equal part of every epoch. If they are some of replica-0, replica-1, ... up to
-        the number of lanes, all of these get one, so that those who come late have theirs.
+        """The ledger with a lease for each of `names`: an equal part of every epoch. If `names` are some of replica-0, replica-1, ... up to
+        the number of lanes, all of these get a lease, so that a replica that starts late has one.
         """
         zeros, numbered = (0,) * self.fragments, {f"replica-{number}" for number in range(self.lanes)}
         names = numbered if set(names) <= numbered else names
@@ -237,7 +237,7 @@ class DataLedger:
     # ---- the parts of a commit
 
     def _settle(self, lease: Lease) -> tuple[Lease, tuple[Range, ...]]:
-        """Let go of the counts that are in all anchors, or lost; the latter."""
+        """Advance `first` past the counts that are in all anchors or lost; return the lease, and the lost counts."""
         low = min(lease.landed)
         if low <= lease.first:
             return lease, ()
@@ -249,7 +249,7 @@ class DataLedger:
     def _split(
         self, present: Mapping[str, ReadCount], dead: set[str], new: Sequence[str]
     ) -> tuple[DataLedger, tuple[tuple[str, Range], ...]]:
-        """Split what is left anew; and what the `dead` return."""
+        """Split what is left anew; return the ledger, and the ranges that the `dead` replicas return."""
         fence: dict[str, int] = {}
         for lease in self.leases:
             if lease.name in present:
@@ -281,7 +281,7 @@ class DataLedger:
         return replace(self, tail_from=tail_from, leases=ordered), tuple(back)
 
     def _next_tail(self, fence: Mapping[str, int]) -> int:
-        """Where the new tail begins: with the first epoch that nobody may be reading in yet."""
+        """Where the new tail begins: the first epoch in which no replica may be reading yet."""
         blocks = 0
         for index, lease in enumerate(self.leases):
             own, _ = self._part(index)
@@ -291,7 +291,7 @@ class DataLedger:
 
     @property
     def _block(self) -> int:
-        """Positions of the tail that are split at a time: an epoch, or as many epochs as give everybody a sample."""
+        """Positions of the tail that are split at a time: an epoch, or as many epochs as give every replica a sample."""
         return self.samples * -(-len(self.leases) // self.samples)
 
     def _part(self, index: int) -> tuple[Range, int]:

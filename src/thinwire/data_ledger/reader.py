@@ -1,4 +1,4 @@
-"""A replica's place in the data: what it reads next, and which samples its parameters hold that no anchor has.
+"""A replica's place in the data: what it reads next, and which samples are in its parameters and in no anchor.
 
 `FixedReader` computes it from the number of the micro-batch. `LeasedReader` follows the ledger that the members of an elastic run
 agree on. Each is used by one thread only.
@@ -138,7 +138,7 @@ class LeasedReader:
         self._drawn = self.count
 
     def micro_batch(self, micro: int, number: int) -> NDArray[np.int64]:
-        """The next ones; the same if asked again for the same micro-batch."""
+        """The next samples; the same again for the same micro-batch."""
         if self._last is None or self._last[0] != micro:
             self._last = micro, self.draw(number)
             self.trained(number)
@@ -171,7 +171,7 @@ class LeasedReader:
         self.holds[fragment] = ()
 
     def adopt(self, ledger: DataLedger | None) -> None:
-        """Read by `ledger` from now on, unless it gives samples that were read already to others."""
+        """Read by `ledger` from now on, unless it gives samples to other replicas that this one has read."""
         if ledger is None or (self._along and self._along.ledger is ledger):
             return
         lease = ledger.lease(self.name)
@@ -188,7 +188,7 @@ class LeasedReader:
             self._drawn = self.count
 
     def begin_again(self, ledger: DataLedger | None) -> None:
-        """Drop all that this replica has read; go on from the first of its samples that nobody has."""
+        """Discard all that this replica has read, and continue at the first of its samples that is in no anchor."""
         self.holds = [()] * len(self.holds)
         lease = ledger.lease(self.name) if ledger else None
         self._along = None
@@ -229,8 +229,8 @@ class LeasedReader:
         return {"at": [reading.serial, reading.version, reading.count], "holds": [list(held) for held in self.holds]}
 
     def load(self, state: Mapping[str, Any], saved: DataLedger | None, known: DataLedger | None) -> bool:
-        """Go on from `state()` and the ledger `saved` with it; `known` is the ledger of the others. Returns False if the lease was returned:
-        then what it had trained does not count. Raises `KeyError`, `TypeError`, `ValueError`.
+        """Restore `state()` and the ledger `saved` with it; `known` is the ledger of the other members. Returns False if the lease was
+        returned meanwhile: then what this replica had trained does not count. Raises `KeyError`, `TypeError`, `ValueError`.
         """
         serial, version, count = map(int, state["at"])
         holds = [union((int(a), int(b)) for a, b in held) for held in state["holds"]]
@@ -273,7 +273,7 @@ class FixedReader:
         return self.ledger.samples if self.ledger else None
 
     def facts(self) -> dict[str, int]:
-        """What became of the samples of all replicas: each has read as many since there were as many replicas."""
+        """What became of the samples of all replicas; all of them have read equally many since the group has this size."""
         if self.ledger is None or self._along is None:
             return {}
         ledger, since = self.ledger, self.count - self._along.lease.first

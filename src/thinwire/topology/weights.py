@@ -1,4 +1,4 @@
-"""How much a replica counts what each of its neighbours sends: from edges to a matrix, and what is wrong with one."""
+"""Mixing weights: how much a replica counts what each of its neighbours sends."""
 
 from __future__ import annotations
 

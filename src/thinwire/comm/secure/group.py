@@ -71,7 +71,7 @@ class SecureGroup:
     """A `Group` whose replicas meet at a hub: each dials out over mutual TLS, so it may be behind any NAT. `join` makes one.
 
     A connection that breaks is made again, and a hub that was killed is waited for: messages go on where they were. Only a
-    replica that has left, was revoked or was started anew ends a transfer, or `timeout`. After a time-out the group cannot
+    replica that has left, was revoked or has restarted ends a transfer, or `timeout`. After a time-out the group cannot
     be used any more: leave it and resume from a checkpoint.
 
     Args:
