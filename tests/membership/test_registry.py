@@ -114,7 +114,7 @@ def test_who_is_there_is_said_once_and_who_calls_is_answered(monkeypatch):
     asyncio.run(play())
     assert lines[:3] == ["joined: a at at a", "joined: b at at b", "joined: c at at c"]
     assert sorted(lines[3:5]) == ["left: a (not heard for 5 s)", "left: c (not heard for 5 s)"]
-    assert lines[5:] == ["left: b (it said so)"] and sorted(lost[:2]) == ["a-1", "c-1"] and lost[2:] == ["b-1"]
+    assert lines[5:] == ["left: b (it closed)"] and sorted(lost[:2]) == ["a-1", "c-1"] and lost[2:] == ["b-1"]
     for name in "abc":
         assert not registry.full(f"{name}-2")
         registry.hear(Requester(name, f"{name}-2"))

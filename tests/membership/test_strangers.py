@@ -117,7 +117,7 @@ def test_who_does_not_hold_the_secret_is_not_heard(lit):
         "refused: somebody at 127.0.0.1 (it speaks another protocol)",
     ]
     assert sorted(line.split(" ", 2)[2] for line in told if line not in refused and "refused" not in line) == sorted(
-        f"{what}" for name in "bc" for what in (f"joined: {name} at 127.0.0.1", f"left: {name} (it said so)")
+        f"{what}" for name in "bc" for what in (f"joined: {name} at 127.0.0.1", f"left: {name} (it closed)")
     )
 
 

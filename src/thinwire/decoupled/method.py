@@ -1,4 +1,4 @@
-"""Methods for replicas of unequal speed, as compositions: a frozen value that says what is exchanged and how it counts."""
+"""Asynchronous methods as compositions: frozen values that say what is exchanged and how it counts."""
 
 from __future__ import annotations
 

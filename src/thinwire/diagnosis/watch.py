@@ -119,7 +119,10 @@ class _Lasting(NamedTuple):
 
 
 class Watch:
-    """Reads one round after another. What it remembers does not grow with the run.
+    """Finds slow links and slow replicas, round after round. What it remembers does not grow with the run.
+
+    Args:
+        rules: when a finding is reported; None: the defaults.
 
     >>> watch = Watch()
     >>> watch.add([Record("0", 0, 0, 0.1, True), Record("1", 0, 0, 0.1, True)])

@@ -37,9 +37,16 @@ OF_A_CHECKPOINT = ("replicas", "seed", "model", "lora", "positions", "tokenizer"
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A training run. Raises `ConfigurationError` when made, if its parts do not go together.
+    """A training run: every setting, in five parts.
 
     `of`, `changed` and `settings` take and give settings by their own names, whatever part they belong to.
+
+    Raises:
+        ConfigurationError: a setting is of the wrong type or out of range, or the parts do not go together.
+
+    >>> run = Run.of(every=50, lr=0.01)
+    >>> run.method.every, run.optimizer.lr, run.placement.replicas
+    (50, 0.01, 2)
     """
 
     seed: int = 0

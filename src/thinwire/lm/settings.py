@@ -224,7 +224,14 @@ class DataSpec(_Part):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec(_Part):
-    """The model that is trained."""
+    """The model that is trained.
+
+    Raises:
+        ConfigurationError: a setting is of the wrong type or out of range, or does not go with `job`.
+
+    >>> ModelSpec(model="nano", lora=8).label
+    'nano'
+    """
 
     at_least_one: ClassVar[tuple[str, ...]] = ("lora",)
 

@@ -103,12 +103,22 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 class EventLog:
     """Appends events to one replica's file; safe to call from any thread.
 
-    A file has one writer at a time, so that two runs cannot share a folder. Each line is one unbuffered write, so that
-    whatever was emitted before a kill -9 is in the file. A disk that is full, or gone, never stops training: the first
-    lost event is announced on stderr, all are counted in `lost`. `clock` is monotonic time, or a simulation's.
+    A file has one writer at a time, so that two runs cannot share a folder. Each line is one unbuffered write, so whatever
+    was emitted before a kill -9 is in the file. A full or missing disk never stops training: the first lost event is
+    announced on stderr, and `lost` counts all.
 
-    >>> with EventLog(folder / "events" / "replica-0.jsonl") as log:   # doctest: +SKIP
+    Args:
+        path: the file; its folder is made.
+        clock: seconds, monotonic; or a simulation's.
+
+    Raises:
+        DataError: the file cannot be opened, or another run writes to it.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, EventLog(Path(folder, "replica-0.jsonl")) as log:
     ...     log.emit("warning", step=3, message="the link is slow")
+    ...     len(log.path.read_text().splitlines())
+    1
     """
 
     def __init__(self, path: str | Path, clock: Callable[[], float] = time.monotonic) -> None:

@@ -36,7 +36,22 @@ from thinwire.strategy import Gradients, Strategy
 
 @dataclass(eq=False)
 class SimulatedRound:
-    """One exchange of one fragment, as all replicas see it: arrays [M]."""
+    """One exchange of one fragment, as all M replicas see it.
+
+    Args:
+        fragment: number of the fragment, from 0.
+        number: number of the fragment's round.
+        step: number of the inner step after which it departed.
+        departed: seconds at which each replica's packet departed, float64 [M].
+        messages: what each replica sends.
+        further_seconds: seconds of the delays after the first, in an exchange with several hops.
+        noticed: seconds until which the round waited for packets that did not come.
+        landed: seconds at which every replica has received and decoded all packets, float64 [M]; None until then.
+
+    >>> now = np.zeros(2)
+    >>> SimulatedRound(0, 0, 30, now, Messages.of(now, nbytes=500), 0.0, 0.0).nbytes
+    500
+    """
 
     fragment: int
     number: int
@@ -68,8 +83,22 @@ class SimulationObserver(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class SimulationResult:
-    """What came out: arrays [M], but for the wires' `busy_seconds` [W]. `events` counts departures, arrivals and
-    landings of all replicas, and their inner steps.
+    """What a simulated run of M replicas over W wires took.
+
+    Args:
+        wall_seconds: seconds of each replica, float64 [M].
+        compute_seconds: those in inner steps, float64 [M].
+        stall_seconds: those in which a landing waited for its round, float64 [M].
+        nbytes_sent: bytes that each replica sent, int64 [M].
+        steps: inner steps of each replica, int64 [M].
+        busy_seconds: seconds in which each wire carried something, float64 [W].
+        rounds: number of rounds of all fragments.
+        failures: number of deaths of replicas.
+        events: number of inner steps, departures, arrivals and landings of all replicas.
+
+    >>> times, counts = np.array([10.0, 10.0]), np.array([100, 100])
+    >>> SimulationResult(times, times / 2, times / 2, counts, counts, times, 3, 0, 212).compute_utilization
+    0.5
     """
 
     wall_seconds: Floats
@@ -96,8 +125,24 @@ def simulate(
     observer: SimulationObserver | None = None,
     rates: Rates = lambda step: 1.0,
 ) -> SimulationResult:
-    """Train for `steps` inner steps, and finish as `Replica.finish` does; `fragments` of so many elements, or of tensors of
-    such shapes, as for `Strategy.nbytes_per_period`. `rates` is the learning rate of an inner step, for a schedule that follows it.
+    """Train in virtual time, and finish as `Replica.finish` does.
+
+    Args:
+        strategy: the composition that would train; its schedule, exchange and codec are asked.
+        fragments: number of elements of each fragment, or the shapes of its tensors, as for `Strategy.nbytes_per_period`.
+        scenario: the replicas, their wires, and what goes wrong.
+        steps: inner steps of the run.
+        observer: hears of every departure and landing.
+        rates: the learning rate of an inner step, for a schedule that follows it.
+
+    Raises:
+        ConfigurationError: no step or no fragment was given.
+
+    >>> import thinwire as tw
+    >>> scenario = Scenario.alike(replicas=2, step_seconds=0.1, link=Link(1e6))
+    >>> result = simulate(tw.diloco(every=10), [100_000], scenario, steps=100)
+    >>> result.rounds, bool(result.compute_utilization < 0.5)
+    (10, True)
     """
     if steps < 1 or not fragments:
         raise ConfigurationError(f"steps={steps}, {len(fragments)} fragments: at least 1 of each is needed.")
@@ -107,7 +152,19 @@ def simulate(
 
 
 def delays(exchange: Exchange, codec: Codec, numel: int, size: int) -> int:
-    """How many one-way delays a round takes, one after the other: 2 for `TwoShot`. The exchange itself is asked."""
+    """How many one-way delays of the link a round takes, one after the other. The exchange itself is asked.
+
+    Args:
+        exchange: how the packets travel.
+        codec: what they are encoded with.
+        numel: number of elements.
+        size: number of replicas.
+
+    >>> from thinwire.codecs import E3M0
+    >>> from thinwire.exchange import Direct, TwoShot
+    >>> delays(Direct(), E3M0(), 1000, 4), delays(TwoShot(), E3M0(), 1000, 4)
+    (1, 2)
+    """
     return max(1, round(exchange.seconds(codec, numel, size, _INSTANT)))
 
 
@@ -139,9 +196,8 @@ class _Fleet:
         self.flying: dict[int, SimulatedRound] = {}  # by fragment
         self.waiting: list[SimulatedRound] = []  # to be settled, in order of departure
         self.rounds = [0] * len(fragments)
-        self.since = [0] * len(
-            fragments
-        )  # the inner step after which nothing trained has departed, as in `FragmentState`
+        # the inner step after which nothing trained has departed, as in `FragmentState`
+        self.since = [0] * len(fragments)
         self.events = self.failed = 0
         self.away = np.zeros(count, dtype=bool)
         self.fails_at, self.returns_at = np.full(count, np.inf), np.full(count, np.inf)

@@ -1,4 +1,4 @@
-"""Who sends to whom: graphs of replicas, how much neighbours count, and how fast that brings all together."""
+"""Topologies: which replica sends to which, with what weights, and how fast gossip over them brings replicas together."""
 
 from thinwire.topology.base import Topology, check_size, parts, spread
 from thinwire.topology.drawn import ErdosRenyi, OnePeerExponential, RandomPairs, RandomRegular

@@ -1,4 +1,4 @@
-"""Graphs by chance, and graphs that change from round to round."""
+"""Random graphs, and graphs that change from round to round."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class OnePeerExponential(Topology):
 
 @dataclass(frozen=True)
 class RandomPairs(Topology):
-    """In every round the replicas are paired by chance, drawn from seed, round and fragment: every fragment has other pairs.
+    """In every round the replicas are paired at random, drawn from seed, round and fragment: every fragment has other pairs.
 
     Among M replicas the squared distance from the mean shrinks by (M/2 − 1)/(M − 1) in a round, on average.
 
@@ -124,7 +124,7 @@ class ErdosRenyi(Topology):
 
 
 def _repaired(pairs: np.ndarray, size: int, seed: int) -> Edges | None:
-    """A simple graph of these pairs; two that are no good swap their ends with others. None where that does not end."""
+    """A simple graph from these pairs: a loop or a double edge swaps one end with another pair. None if 20 swaps per pair do not suffice."""
     rng, pairs = np.random.default_rng(seed), pairs.copy()
     for _ in range(20 * len(pairs)):
         seen: set[tuple[int, int]] = set()

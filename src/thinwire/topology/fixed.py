@@ -15,7 +15,7 @@ from thinwire.topology.base import Edges, Topology
 
 @dataclass(frozen=True)
 class Complete(Topology):
-    """Everybody sends to everybody. The second eigenvalue is 0: one round is the exact mean.
+    """Every replica sends to every other. The second eigenvalue is 0: one round is the exact mean.
 
     >>> int(Complete().edges(4).sum())
     12
@@ -27,7 +27,7 @@ class Complete(Topology):
 
 @dataclass(frozen=True)
 class Ring(Topology):
-    """Each replica sends to those before and behind it. Cheap, and slow to agree: the gap shrinks as 1/M².
+    """Each replica sends to the one before it and the one after it. Few bytes, slow agreement: the gap shrinks as 1/M².
 
     >>> [int(j) for j in Ring().edges(5)[0].nonzero()[0]]
     [1, 4]
@@ -126,7 +126,21 @@ class Listed(Topology):
 
 
 def read_edges(path: Path) -> Listed:
-    """From JSON: `[[0, 1], [1, 2]]`, edges that go both ways; or `{"edges": [[0, 1]], "one_way": true}`. Raises `ConfigurationError`."""
+    """A topology from a JSON file: `[[0, 1], [1, 2]]`, edges that go both ways; or `{"edges": [[0, 1]], "one_way": true}`.
+
+    Args:
+        path: the file.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or holds no edges.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder, "edges.json")
+    ...     _ = path.write_text("[[0, 1], [1, 2]]")
+    ...     read_edges(path).edges(size=3).sum()
+    np.int64(4)
+    """
     try:
         text = path.read_text(encoding="utf-8")
         found = json.loads(text)
