@@ -52,7 +52,9 @@ PRELOADED = (
 )
 # Tests elsewhere that try modules of a package, beside those of tests/<package>.
 ALSO = {
+    "codecs": ("laws/test_recorded.py", "pieces/test_aggregates.py", "pieces/test_pieces.py"),
     "exchange": ("laws/test_gossip.py", "pieces/test_aggregates.py"),
+    "pieces": ("lm/test_own_pieces.py",),
     "runtime": ("laws/test_gossip.py", "laws/test_recorded.py", "laws/test_unlike_processors.py", "test_checkpoint.py"),
 }
 EXPLAINED = TESTS / "mutants.toml"
