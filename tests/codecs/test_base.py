@@ -66,6 +66,13 @@ def test_what_does_not_fit_is_refused(values, payload):
         check_fit(codec, values, payload)
 
 
+def test_the_parts_of_a_payload_are_all_of_it():
+    for row in CODECS:
+        for codec in nested(row.piece):
+            for numel in (1, 7, 64, 1000) if not codec.varies else ():
+                assert sum(part.nbytes for part in codec.layout(numel)) == codec.nbytes(numel), (codec, numel)
+
+
 def test_bits_of_a_place():
     """As many as the last place of a chunk needs."""
     assert [Places(64, chunk, 1).width for chunk in (1, 2, 3, 4, 5, 8, 9)] == [1, 1, 2, 2, 3, 3, 4]
