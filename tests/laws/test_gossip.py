@@ -162,8 +162,10 @@ def test_the_mean_of_a_round_on_the_complete_graph_has_direct_s_bits(size):
 
 
 def test_one_replica_is_the_inner_optimizer_alone():
-    for rule in (AdaptThenCombine(), PushSum()):
-        (one,) = journey(gossip(Complete(), rule), 1, steps=6, optimizer=sgd)
+    """Also with rounds in the air: it keeps the steps of the flight."""
+    late = {"schedule": tw.pieces.schedule.Every(3, delay=1), "merge": tw.pieces.merge.Keep()}
+    for rule, pieces in ((AdaptThenCombine(), {}), (PushSum(), {}), (AdaptThenCombine(), late)):
+        (one,) = journey(gossip(Complete(), rule, **pieces), 1, steps=6, optimizer=sgd)
         model = toy()
         optimizer = sgd(model)
         for step in range(1, 7):

@@ -13,7 +13,7 @@ from thinwire.membership.registry import MemberRegistry, quorum
 
 
 class Requester:
-    """A replica that asks, and whose waits end as told: at once, or when what it waits for is there."""
+    """A replica that asks, and whose waits end as told: at once, or when what it waits for is there. `waits` says how long they may be."""
 
     def __init__(self, name: str, incarnation: str = "", patient: bool = True) -> None:
         self.name, self.incarnation, self.address, self.patient = (
@@ -22,8 +22,10 @@ class Requester:
             f"at {name}",
             patient,
         )
+        self.waits = list[float]()
 
     async def came(self, future: asyncio.Future[Any], seconds: float) -> bool:
+        self.waits.append(seconds)
         if self.patient:
             await asyncio.wait([future])
         return future.done()
@@ -50,7 +52,9 @@ def test_what_is_written_is_looked_up_settled_once_and_forgotten(monkeypatch):
     }
     assert ask(registry, a, "settle", key="l", value="3") == {"value": "3"}
     assert ask(registry, a, "look", keys=["l", "k"], seconds=0.0) == {"values": ["3", "1"]}
+    assert ask(registry, a, "look", keys=["k", "m"], seconds=0) == {"values": None} and a.waits == []
     assert ask(registry, a, "look", keys=["k", "m"], seconds=1.0) == {"values": None} and not registry._waits
+    assert ask(registry, a, "look", keys=["k", "m"], seconds=1e9) == {"values": None} and a.waits == [1.0, 86_400.0]
     assert ask(registry, a, "put", key="k", value="123") == {} and registry._nbytes == len("k123" + "l3")
     ask(registry, a, "forget", keys=["k", "m", 7])
     assert ask(registry, a, "look", keys=["k"], seconds=0) == {"values": None} and registry._nbytes == len("l3")

@@ -209,6 +209,19 @@ def test_sizes_are_bounded(lit):
 
 
 @closed
+def test_a_replica_s_oldest_connection_makes_room_for_a_fifth(lit):
+    lighthouse, secret, told = lit
+    lines = [channel(lighthouse, secret) for _ in range(5)]
+    lines[4].ask("beat")  # answered after it was taken in
+    with pytest.raises(LinkError):
+        lines[0].ask("beat")
+    assert all(line.ask("beat") == {"heartbeat_timeout": 5.0} for line in lines[1:])
+    for line in lines:
+        line.close()
+    assert [line.split(" ", 2)[2] for line in told] == ["joined: aa at 127.0.0.1"]
+
+
+@closed
 def test_many_silent_strangers_keep_nobody_out(lit):
     lighthouse, secret, _ = lit
     with ExitStack() as lines:

@@ -66,6 +66,11 @@ def test_right_after_a_round_nothing_moves(name):
         assert rounds == [3] and same_bits(ended, one.final)
 
 
+def test_one_step_is_exchanged():
+    first, second = journey(tw.diloco(every=9), 2, steps=1)
+    assert same_bits(first.final, second.final) and not same_bits(first.final, first.weights[-1])
+
+
 OUTERS = [tw.pieces.outer.Nesterov(0.7, 0.9), tw.pieces.outer.HeavyBall(0.8, 0.6), tw.pieces.outer.Average()]
 
 

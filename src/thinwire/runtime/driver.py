@@ -84,7 +84,6 @@ class Training:
         """Each trained parameter, this rank's part of it, in the order of the fragments."""
         return [part for fragment in self.fragments for part, _ in fragment.slices(fragment.anchor)]
 
-    @torch.no_grad()
     def load_anchors(self) -> None:
         """Overwrite the model's parameters with the anchors."""
         for fragment in self.fragments:

@@ -63,21 +63,19 @@ class FragmentState:
         return policy.at(self.codec, self.anchor.numel(), number, self.policy)
 
     def slices(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each parameter's local part with its slice of `flat`, in the same shape."""
+        """Each parameter's local part, detached, with its slice of `flat`, in the same shape."""
         begin = 0
         for _, parameter in self.fragment.parameters:
             part = local(parameter.detach())
             yield part, flat[begin : begin + part.numel()].view(part.shape)
             begin += part.numel()
 
-    @torch.no_grad()
     def snapshot(self, into: Tensor) -> Tensor:
         """The replica's own parameters, flat, in fp32, where the anchor lives."""
         for part, slice_ in self.slices(into):
             slice_.copy_(part)
         return into
 
-    @torch.no_grad()
     def delta(self, into: Tensor) -> Tensor:
         """base − parameters, in one pass."""
         for (part, slice_), (_, base) in zip(self.slices(into), self.slices(self.base)):
@@ -119,13 +117,11 @@ class FragmentState:
         self.rounds = max(self.rounds, number + 1)
         return self.flight
 
-    @torch.no_grad()
     def load_into_parameters(self, flat: Tensor) -> None:
         """Overwrite the replica's own parameters."""
         for part, values in self.slices(flat):
             part.copy_(values)
 
-    @torch.no_grad()
     def carry_over(self, departed: Tensor, alpha: float = 0.0, kept: float = 1.0) -> None:
         """θ ← anchor + alpha·(departed − anchor) + kept·(θ − departed), where the parameters were `departed` when a round left."""
         rest = torch.lerp(self.anchor, departed, alpha) - kept * departed

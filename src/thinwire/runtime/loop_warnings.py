@@ -54,7 +54,7 @@ class LoopWarnings:
 def _moved_untouched(model: nn.Module, codec: Codec) -> str:
     """Of sparse embeddings under a codec that has no zero; empty if there are none."""
     tables = [name for name, module in model.named_modules() if getattr(module, "sparse", False) is True]
-    if not tables or codec.joint:
+    if not tables:
         return ""
     codec = codec.fitted(((PROBED // 16, 16),))
     delta, back = torch.zeros(PROBED), torch.zeros(PROBED)

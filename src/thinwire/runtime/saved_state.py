@@ -32,7 +32,7 @@ def restore(
         raise CheckpointError(
             f"the checkpoint has {len(rounds)} fragments, this strategy makes {len(fragments)}; resume with the run's own strategy."
         )
-    for one, number, since in zip(fragments, rounds, facts.get("since", [0] * len(fragments))):
+    for one, number, since in zip(fragments, rounds, facts["since"]):
         _load(one, _under(f"{one.index}.", tensors), outer)
         one.rounds, one.since = number, since
 
