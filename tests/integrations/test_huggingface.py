@@ -145,9 +145,9 @@ def test_saved_rotated_and_resumed(world):
 def test_a_trainer_that_joins_late_goes_on_where_the_others_are(tmp_path):
     """It takes their weights, their step and its learning rate, and trains samples that nobody else trains."""
     facts = {"the trainer's max_steps": str(STEPS)}
-    with beside(STREAMING, model(), facts=facts, steps=STEPS, alone=6, samples=64) as (other, trained):
+    with beside(STREAMING, model(), facts=facts, steps=STEPS, alone=6, samples=512) as (other, trained):
         callback = ThinwireCallback(STREAMING, membership(other.address, "trainer"))
-        data = Tokens()
+        data = Tokens(512)
         given = arguments(tmp_path, save_steps=5)
         trainer = Trainer(model(), given, train_dataset=callback.share(data), callbacks=[callback, Then(other.go)])
         trainer.train()

@@ -61,7 +61,7 @@ class Other:
                         rounds = replica._driver.rounds
                         while not self.go.is_set():  # rounds to which it brings nothing: somebody may join in one
                             rounds.ask(replica.step)
-                            rounds.wait(lambda: rounds.idle)
+                            rounds.wait(lambda rounds=rounds: rounds.idle)
         finally:
             self.ahead.set()
         return self.module

@@ -46,7 +46,7 @@ class MemberSampler(Sampler[int]):
     """
 
     def __init__(self, samples: int, seed: int, membership: Membership, before: Callable[[], None]) -> None:
-        """`before` is called before the reader may change the model's parameters."""
+        """`before` is called before anything is read: then this replica must have joined, and reading may change its parameters."""
         self.samples, self.seed, self.ended = samples, seed, False
         self._replicas, self._before = membership.least, before
         self._ahead: deque[int] = deque()  # the era in which each sample was drawn that no step has had
@@ -63,6 +63,7 @@ class MemberSampler(Sampler[int]):
         return {"samples": f"{self.samples} in an epoch, {batch} in an inner step", "seed of the data": str(self.seed)}
 
     def __iter__(self) -> Iterator[int]:
+        self._before()  # a trainer may read its first batch before it calls its callbacks
         reader = self._begun()
         self._ahead.clear()
         self._anew(reader)
