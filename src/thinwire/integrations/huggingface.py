@@ -29,7 +29,7 @@ from thinwire import checkpoint
 from thinwire.comm import Group
 from thinwire.errors import CheckpointError, ConfigurationError
 from thinwire.integrations.attached import TrainableState, count_skipped, too_short
-from thinwire.integrations.huggingface_checks import Place, check, check_hidden, check_member, check_share, facts
+from thinwire.integrations.huggingface_checks import ProcessPlace, check, check_hidden, check_member, check_share, facts
 from thinwire.integrations.members import MemberSampler, meet, refuse
 from thinwire.integrations.traffic import told
 from thinwire.membership.rendezvous import Membership
@@ -87,7 +87,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         self._jumped = self._logged = (
             0  # steps that were not trained since the last loss was logged, and the step of that
         )
-        self._place = Place(0, 1)
+        self._place = ProcessPlace(0, 1)
         self._anchored = ExitStack()
         self._ended = False
 
@@ -119,7 +119,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         elif self._member:
             rank, size = 0, 1
             check_member(args, self._member, self._sampler)
-        self._place = Place(rank, size, seen.local_process_index, args.save_on_each_node)
+        self._place = ProcessPlace(rank, size, seen.local_process_index, args.save_on_each_node)
         check(args, size, self.own_data, self.weights)
         self._place.hide(shares=1 if self.own_data else size)
         if rank or self._member:

@@ -24,7 +24,7 @@ _REFUSED = (
 
 
 @dataclass
-class Place:
+class ProcessPlace:
     """Which replica this process is, and what accelerate and the trainer see of it."""
 
     rank: int
@@ -122,7 +122,7 @@ def check_hidden() -> None:
         )
 
 
-def check_share(loader: Any, place: Place) -> None:
+def check_share(loader: Any, place: ProcessPlace) -> None:
     """Refuse data of which this replica does not read its own share."""
     if place.size == 1:
         return
