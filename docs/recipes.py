@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from thinwire import Strategy
+from thinwire.codistill.method import CODISTILL
 from thinwire.decoupled.method import DECOUPLED, Decoupled
 from thinwire.lm.model import SIZES, Transformer
 from thinwire.methods import METHODS, Averaged, ControlVariates, Flasc, Method
@@ -35,7 +36,7 @@ from thinwire.strategy import Gradients
 ROOT = Path(__file__).parents[1]
 FAMILY, DEFAULTS = "benchmarks/results/family.json", "benchmarks/results/defaults.json"
 MODEL, REPLICAS = "tiny", 2  # those of `thinwire train` when nothing is said
-NAMED: Mapping[str, Callable[..., Strategy | Method]] = RECIPES | METHODS | DECOUPLED
+NAMED: Mapping[str, Callable[..., Strategy | Method]] = RECIPES | METHODS | DECOUPLED | CODISTILL
 BLOCK = re.compile(r"(<!-- (wire|measured|recipes)((?: \w+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
 CONTROL = "data_parallel"
 

@@ -24,7 +24,7 @@ pieces report
 exchange checkpoint
 strategy catalogue
 recipes runtime
-elastic methods decoupled simulate
+elastic methods decoupled codistill simulate
 replica
 testing integrations jobs
 lm plan cli

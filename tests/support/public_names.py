@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import thinwire as tw
 from thinwire.catalogue.parsing import PIECES, parse
+from thinwire.codistill.method import CODISTILL
 from thinwire.decoupled.method import DECOUPLED
 from thinwire.methods import METHODS
 from thinwire.recipes import RECIPES
@@ -26,7 +27,7 @@ PROTOCOLS: dict[str, object] = {
         tw.pieces.transforms.Filter,
     )
 }
-COMPOSED: dict[str, object] = RECIPES | METHODS | DECOUPLED  # what `--strategy` takes
+COMPOSED: dict[str, object] = RECIPES | METHODS | DECOUPLED | CODISTILL  # what `--strategy` takes
 BESIDE: dict[str, object] = {
     each.__name__: each for each in (tw.pieces.partition.Fragment, tw.pieces.schedule.short_first, parse)
 }

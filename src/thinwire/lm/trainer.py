@@ -301,7 +301,7 @@ class Trainer(ABC):
         self.model.train()
         of = evaluated(self.replica)
         loss = next(iter(losses.values()))
-        self.losses = dict(losses) if of in ("anchors", "mean") else {}
+        self.losses = dict(losses) if of in ("anchors", "mean", "each") else {}
         self.log.emit(
             "eval",
             self.replica.step,
@@ -381,10 +381,18 @@ class Trainer(ABC):
         }
 
     def _export(self, mark: str = "") -> Path:
-        """RUN/model.safetensors: the outer weights, which are the trained model; with a `mark`, those that may not be the last."""
-        weights, path = self.replica.export(), self.place.folder / f"model{mark}.safetensors"
-        if self.place.writes_the_model:
-            self.job.store(self.place.folder, self.model, weights, self.place.name, mark)
+        """RUN/model.safetensors: the outer weights, which are the trained model; with a `mark`, those that may not be the last. Where each
+        replica has another model: all in folders of their own, as runs.
+        """
+        each, folder = evaluated(self.replica) == "each", self.place.folder
+        if each and not self.place.alone:
+            folder = folder / "models" / self.place.name
+            folder.mkdir(parents=True, exist_ok=True)
+            self.run.save(folder / "run.toml")
+            self.job.keep(folder, self.place.name)
+        weights, path = self.replica.export(), folder / f"model{mark}.safetensors"
+        if self.place.writes_the_model or each:
+            self.job.store(folder, self.model, weights, self.place.name, mark)
         if not mark:
             path.with_name("model.stale.safetensors").unlink(missing_ok=True)
         return path

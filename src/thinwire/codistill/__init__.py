@@ -1,0 +1,1 @@
+"""Replicas of unlike models that learn from each other's predictions."""
