@@ -1,0 +1,109 @@
+"""Do three replicas of unlike size learn more when they tell each other what they predict? Beside each of them alone, at equal steps.
+
+    python benchmarks/codistill.py [--seeds 3] [--steps 200] [--quick] [--out FOLDER] [--into FILE]
+
+Replicas of 0.5, 2 and 7 million parameters train on shares of Python's standard library, as threads of one process, with the defaults of
+`codistill` but for probe and warm-up, which are set for so short a run. Three arms at equal steps, each replica with the same text, order
+and first weights in all of them:
+
+- alone: λ = 0, which is each model by itself, bit for bit (tests/codistill holds that)
+- talking: codistill
+- alone, larger batch: λ = 0, and as many sequences more as talking costs: its probe set is run forward twice and backward once, so two
+  windows cost 2.67 sequences. Equal compute and not equal text.
+
+--quick: one seed and few steps, thrown away: whether all run, nothing about their loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from provenance import provenance, save
+
+from thinwire.cli import main as thinwire
+from thinwire.codistill.method import codistill
+from thinwire.records.run_record import RunRecord
+
+MODELS = ("tiny", "2m", "mini")
+SEQUENCE, BATCH, PROBE = 64, 4, 128
+LARGER = BATCH + round(PROBE / SEQUENCE * 4 / 3)
+
+
+def arms(steps: int) -> dict[str, tuple[str, int]]:
+    """The strategy and the batch of each."""
+    settings = f"probe={PROBE}, warmup={steps // 5}"
+    return {
+        "alone": (f"codistill({settings}, weight=0)", BATCH),
+        "talking": (f"codistill({settings})", BATCH),
+        "alone, larger batch": (f"codistill({settings}, weight=0)", LARGER),
+    }
+
+
+def one_run(strategy: str, batch: int, steps: int, seed: int, out: Path) -> tuple[list[float], int]:
+    """The evaluation loss of each replica, and the bytes that one has sent."""
+    command = ["train", "--strategy", strategy, "--models", *MODELS, "--replicas", len(MODELS), "--carrier", "threads"]
+    command += ["--batch", batch, "--sequence", SEQUENCE, "--steps", steps, "--eval-every", steps, "--eval-batches", 32]
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
+        code = thinwire([*map(str, command), "--seed", str(seed), "--checkpoint-every", "0", "--out", str(out)])
+    if code:
+        raise SystemExit(f"{command}: {shown.getvalue()[-2000:]}")
+    record = RunRecord.load(out)
+    return list(record.summary.losses.values()), record.summary.wire_bytes_sent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--quick", action="store_true", help="one seed and few steps, thrown away")
+    parser.add_argument("--out", type=Path, help="keep the runs here; without, they are thrown away")
+    parser.add_argument("--into", type=Path, help="where the result goes; without, benchmarks/results/codistill.json")
+    asked = parser.parse_args()
+    seeds, steps, about = (1, 20, provenance()) if asked.quick else (asked.seeds, asked.steps, provenance())
+    began, found = time.monotonic(), {arm: list[tuple[list[float], int]]() for arm in arms(steps)}
+    with tempfile.TemporaryDirectory() as thrown_away:
+        out = asked.out or Path(thrown_away) / "runs"
+        for seed in range(seeds):
+            for arm, (strategy, batch) in arms(steps).items():
+                found[arm].append(one_run(strategy, batch, steps, seed, out / f"{arm}-{seed}"))
+                print(f"seed {seed}, {arm}: {found[arm][-1]}", file=sys.stderr, flush=True)
+        rows = [row for arm in found for row in rows_of(arm, found[arm], found["alone"], steps)]
+        setting = {"models": MODELS, "carrier": "threads", "steps": steps, "sequence": SEQUENCE, "batch": BATCH}
+        setting |= {"larger batch": LARGER, "strategy": arms(steps)["talking"][0]}
+        setting |= {"most bytes in a round": codistill(probe=PROBE).nbytes_per_period(0, len(MODELS))}
+        setting |= {"seconds in all": round(time.monotonic() - began)}
+        result = about | {"benchmark": "codistill", "word": "measured", "setting": setting, "rows": rows}
+        into = asked.into or (Path(thrown_away) / "codistill.json" if asked.quick else None)
+        for row in rows:
+            print(f"{row['model']:<6} {row['arm']:<20} {row['eval_loss']:.4f} ± {row['eval_loss_spread'] or 0:.4f}")
+        print(f"written: {save('codistill', result, into)}")
+
+
+def rows_of(arm: str, runs: list[tuple[list[float], int]], alone: list[tuple[list[float], int]], steps: int) -> list:
+    """A row of each model: its losses, and the differences to itself alone, seed by seed."""
+    rows = []
+    for number, model in enumerate(MODELS):
+        losses = [each[number] for each, _ in runs]
+        change = [loss / each[number] - 1 for loss, (each, _) in zip(losses, alone)]
+        rows.append(
+            {
+                "model": model, "arm": arm, "seeds": len(runs), "eval_losses": losses, "eval_loss": statistics.fmean(losses),
+                "eval_loss_spread": statistics.stdev(losses) if len(losses) > 1 else None,
+                "against alone": statistics.fmean(change),
+                "against alone, spread": statistics.stdev(change) if len(change) > 1 else None,
+                "bytes sent a step": statistics.fmean(nbytes for _, nbytes in runs) / steps,
+            }
+        )  # fmt: skip
+    return rows
+
+
+if __name__ == "__main__":
+    main()
