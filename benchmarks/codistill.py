@@ -11,6 +11,7 @@ and first weights in all of them:
 - alone, larger batch: λ = 0, and as many sequences more as talking costs: its probe set is run forward twice and backward once, so two
   windows cost 2.67 sequences. Equal compute and not equal text.
 
+Broken off, it goes on where it was with the same --out.
 --quick: one seed and few steps, thrown away: whether all run, nothing about their loss.
 """
 
@@ -19,10 +20,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import shutil
 import statistics
 import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 
 from provenance import provenance, save
@@ -50,13 +53,19 @@ def one_run(strategy: str, batch: int, steps: int, seed: int, out: Path) -> tupl
     """The evaluation loss of each replica, and the bytes that one has sent."""
     command = ["train", "--strategy", strategy, "--models", *MODELS, "--replicas", len(MODELS), "--carrier", "threads"]
     command += ["--batch", batch, "--sequence", SEQUENCE, "--steps", steps, "--eval-every", steps, "--eval-batches", 32]
+    if not (out / "summary.json").exists():
+        shutil.rmtree(out, ignore_errors=True)  # broken off
+        train(command, seed, out)
+    record = RunRecord.load(out)
+    return list(record.summary.losses.values()), record.summary.wire_bytes_sent
+
+
+def train(command: list, seed: int, out: Path) -> None:
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
         code = thinwire([*map(str, command), "--seed", str(seed), "--checkpoint-every", "0", "--out", str(out)])
     if code:
         raise SystemExit(f"{command}: {shown.getvalue()[-2000:]}")
-    record = RunRecord.load(out)
-    return list(record.summary.losses.values()), record.summary.wire_bytes_sent
 
 
 def main() -> None:
@@ -71,10 +80,10 @@ def main() -> None:
     began, found = time.monotonic(), {arm: list[tuple[list[float], int]]() for arm in arms(steps)}
     with tempfile.TemporaryDirectory() as thrown_away:
         out = asked.out or Path(thrown_away) / "runs"
-        for seed in range(seeds):
-            for arm, (strategy, batch) in arms(steps).items():
-                found[arm].append(one_run(strategy, batch, steps, seed, out / f"{arm}-{seed}"))
-                print(f"seed {seed}, {arm}: {found[arm][-1]}", file=sys.stderr, flush=True)
+        for seed, arm in sorted(product(range(seeds), found), key=lambda each: each[1] == "alone, larger batch"):
+            strategy, batch = arms(steps)[arm]
+            found[arm].append(one_run(strategy, batch, steps, seed, out / f"{arm}-{seed}"))
+            print(f"seed {seed}, {arm}: {found[arm][-1]}", file=sys.stderr, flush=True)
         rows = [row for arm in found for row in rows_of(arm, found[arm], found["alone"], steps)]
         setting = {"models": MODELS, "carrier": "threads", "steps": steps, "sequence": SEQUENCE, "batch": BATCH}
         setting |= {"larger batch": LARGER, "strategy": arms(steps)["talking"][0]}
