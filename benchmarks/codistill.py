@@ -6,7 +6,7 @@ Replicas of 0.5, 2 and 7 million parameters train on shares of Python's standard
 `codistill` but for probe and warm-up, which are set for so short a run. Three arms at equal steps, each replica with the same text, order
 and first weights in all of them:
 
-- alone: λ = 0, which is each model by itself, bit for bit (tests/codistill holds that)
+- alone: λ = 0, which is each model by itself, bit for bit (tests/methods/test_codistill.py holds that)
 - talking: codistill
 - alone, larger batch: λ = 0, and as many sequences more as talking costs: its probe set is run forward twice and backward once, so two
   windows cost 2.67 sequences. Equal compute and not equal text.
@@ -31,7 +31,7 @@ from pathlib import Path
 from provenance import provenance, save
 
 from thinwire.cli import main as thinwire
-from thinwire.codistill.method import codistill
+from thinwire.methods import codistill
 from thinwire.records.run_record import RunRecord
 
 MODELS = ("tiny", "2m", "mini")

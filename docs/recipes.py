@@ -22,10 +22,9 @@ from typing import Any
 import torch
 
 from thinwire import Strategy
-from thinwire.codistill.method import CODISTILL
 from thinwire.decoupled.method import DECOUPLED, Decoupled
 from thinwire.lm.model import SIZES, Transformer
-from thinwire.methods import METHODS, Averaged, ControlVariates, Flasc, Method
+from thinwire.methods import CODISTILL, METHODS, Averaged, ControlVariates, Flasc, Method
 from thinwire.pieces.partition import Fragment
 from thinwire.pieces.policy import Deciding
 from thinwire.pieces.schedule import Adaptive

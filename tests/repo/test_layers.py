@@ -24,7 +24,7 @@ pieces report
 exchange checkpoint
 strategy catalogue
 recipes runtime
-elastic methods decoupled codistill simulate
+elastic methods decoupled simulate
 replica
 testing integrations jobs
 lm plan cli

@@ -7,9 +7,8 @@ from importlib.util import find_spec
 
 import thinwire as tw
 from thinwire.catalogue.parsing import PIECES, parse
-from thinwire.codistill.method import CODISTILL
 from thinwire.decoupled.method import DECOUPLED
-from thinwire.methods import METHODS
+from thinwire.methods import CODISTILL, METHODS
 from thinwire.recipes import RECIPES
 
 PROTOCOLS: dict[str, object] = {

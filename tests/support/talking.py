@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thinwire.codistill.driver import Talking
-from thinwire.codistill.method import Codistill, codistill
 from thinwire.comm import Group
+from thinwire.methods import Codistill, codistill
+from thinwire.methods.codistill import Talking
 from thinwire.testing.toy import fill, weights
 
 VOCABULARY, PROBE = 12, 6

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from thinwire import checkpoint
-from thinwire.codistill.method import Codistill
 from thinwire.comm import Group
 from thinwire.decoupled.driver import Unequal
 from thinwire.errors import CheckpointError, EndedError, LinkError
 from thinwire.lm.place import Place
 from thinwire.lm.text_job import TextJob, TextProbe
 from thinwire.lm.trainer import Trainer
-from thinwire.methods import Attached
+from thinwire.methods import Attached, Codistill
 from thinwire.replica import Replica
 from thinwire.runtime.handshake import compare_settings
 

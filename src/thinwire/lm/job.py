@@ -6,7 +6,6 @@ from pathlib import Path
 
 from torch import nn
 
-from thinwire.codistill.method import Codistill
 from thinwire.errors import ConfigurationError
 from thinwire.jobs.base import Job
 from thinwire.jobs.own import OwnJob
@@ -14,6 +13,7 @@ from thinwire.lm.loops import check_method
 from thinwire.lm.run import Run
 from thinwire.lm.setup import learning_rate
 from thinwire.lm.text_job import TextJob
+from thinwire.methods import Codistill
 from thinwire.pieces.schedule import Calendar
 
 

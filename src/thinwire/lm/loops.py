@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
-from thinwire.codistill.driver import Talking
-from thinwire.codistill.method import Codistill
 from thinwire.errors import ConfigurationError
+from thinwire.jobs.base import Job
+from thinwire.lm.place import ElasticPlace, Place
 from thinwire.lm.run import Run
 from thinwire.lm.settings import Placement
-from thinwire.methods import Attached, ControlVariates, Federated, Flasc, JustOneByte, Method, ZerothOrder
+from thinwire.methods import Attached, Codistill, ControlVariates, Federated, Flasc, JustOneByte, Method, ZerothOrder
+from thinwire.methods.codistill import Talking
 from thinwire.replica import Replica
 
 
@@ -61,6 +63,17 @@ def evaluated(replica: object) -> str:
     if isinstance(replica, Replica) and not replica.strategy.exchange.agrees:
         return "mean" if replica.agreed else "own"
     return "anchors" if not isinstance(replica, Federated) or replica.informed else "start"
+
+
+def model_folder(run: Run, job: Job, place: Place | ElasticPlace, replica: object) -> Path:
+    """Where the trained model goes: into the run's folder; where every replica has another model, each into a folder of its own, as a run."""
+    if not isinstance(replica, Talking) or place.alone:
+        return place.folder
+    folder = place.folder / "models" / place.name
+    folder.mkdir(parents=True, exist_ok=True)
+    run.save(folder / "run.toml")
+    job.keep(folder, place.name)
+    return folder
 
 
 def micro_batches(accumulate: int, replica: object) -> float:

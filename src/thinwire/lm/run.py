@@ -13,12 +13,11 @@ from typing import Any
 import tomli_w
 
 from thinwire.catalogue.parsing import nearest, parse, pieces_of
-from thinwire.codistill.method import Codistill
 from thinwire.errors import ConfigurationError
 from thinwire.jobs.own import functions
 from thinwire.lm.model import SIZES
 from thinwire.lm.settings import OF_THE_RECIPE, DataSpec, MethodSpec, ModelSpec, OptimizerSpec, Placement, fits
-from thinwire.methods import Method
+from thinwire.methods import Codistill, Method
 from thinwire.pieces.inner_optimizers import AdamW, Inner
 from thinwire.pieces.own_files import pinned, pinned_file, taken_apart
 from thinwire.recipes import RECIPES

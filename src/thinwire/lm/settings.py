@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from thinwire.catalogue.parsing import PIECES, nearest, parse, pieces_of
-from thinwire.codistill.method import CODISTILL
 from thinwire.comm import parse_link
 from thinwire.decoupled.method import DECOUPLED
 from thinwire.elastic import driver as elastic
 from thinwire.errors import ConfigurationError
 from thinwire.membership.timeouts import grace_seconds
-from thinwire.methods import METHODS, Method
+from thinwire.methods import CODISTILL, METHODS, Method
 from thinwire.pieces.own_files import shortened, taken_apart
 from thinwire.pieces.transforms import Clip
 from thinwire.recipes import RECIPES

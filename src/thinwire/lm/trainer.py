@@ -24,7 +24,7 @@ from thinwire.data_ledger import Reader
 from thinwire.errors import CheckpointError, ConfigurationError, EndedError, LinkError, ThinwireError
 from thinwire.jobs.base import Summed, mean_of
 from thinwire.lm.job import open_job
-from thinwire.lm.loops import evaluated, micro_batches
+from thinwire.lm.loops import evaluated, micro_batches, model_folder
 from thinwire.lm.place import ElasticPlace, Place, shard
 from thinwire.lm.publish import Publisher, publishing
 from thinwire.lm.releases import releases
@@ -381,17 +381,10 @@ class Trainer(ABC):
         }
 
     def _export(self, mark: str = "") -> Path:
-        """RUN/model.safetensors: the outer weights, which are the trained model; with a `mark`, those that may not be the last. Where each
-        replica has another model: all in folders of their own, as runs.
-        """
-        each, folder = evaluated(self.replica) == "each", self.place.folder
-        if each and not self.place.alone:
-            folder = folder / "models" / self.place.name
-            folder.mkdir(parents=True, exist_ok=True)
-            self.run.save(folder / "run.toml")
-            self.job.keep(folder, self.place.name)
+        """RUN/model.safetensors: the outer weights, which are the trained model; with a `mark`, those that may not be the last."""
+        folder = model_folder(self.run, self.job, self.place, self.replica)
         weights, path = self.replica.export(), folder / f"model{mark}.safetensors"
-        if self.place.writes_the_model or each:
+        if self.place.writes_the_model or folder != self.place.folder:
             self.job.store(folder, self.model, weights, self.place.name, mark)
         if not mark:
             path.with_name("model.stale.safetensors").unlink(missing_ok=True)

@@ -30,6 +30,7 @@ from thinwire.records.units import (
     text_of_share,
     unit_of,
 )
+from thinwire.records.unlike import losses_of_each, unlike
 
 MOST_LOSSES = 32  # that an evaluation may name
 PROVENANCES = ("measured", "emulated", "simulated", "predicted")
@@ -276,27 +277,11 @@ def _summary(folder: Path, replicas: Sequence[ReplicaRecord]) -> tuple[Summary, 
     for key in ("wire_bytes_sent", "bits_per_parameter_per_step"):
         if key in means:  # every shard of a replica sends its own
             means[key] = number(means[key]) * len(replicas) / computed.replicas
-    if _unlike(said):  # each has evaluated its own model
-        means["losses"] = _losses_of_each(replicas)
+    if unlike(replicas):
+        means["losses"] = losses_of_each(replicas)
     if elastic:  # each told of itself alone
         means |= {"tokens": computed.tokens, "steps": computed.steps}
     return _overlaid(computed, {**_summary_file(folder), **means}), []
-
-
-def _unlike(said: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether every replica has trained a model of its own, by what they said at the end."""
-    return bool(said) and all(one.get("eval_of") == "each" for one in said)
-
-
-def _losses_of_each(replicas: Sequence[ReplicaRecord]) -> dict[str, object]:
-    """The evaluation loss of each replica, by its name and model."""
-    losses: dict[str, object] = {}
-    for replica in replicas:
-        run = replica.start["run"]
-        model = run.get("model") if isinstance(run, dict) else None
-        if replica.end:
-            losses[f"{replica.called} ({model})"] = replica.end["summary"].get("eval_loss")
-    return losses
 
 
 def _mean(values: Sequence[object]) -> object:
@@ -390,8 +375,7 @@ def _remarks(replicas: Sequence[ReplicaRecord]) -> list[str]:
     if math.isfinite(expected) and count < expected and not _elastic(replicas):
         remarks.append(f"{count} of {int(expected)} replicas left an event log.")
     weights = {replica.end["summary"].get("weights") for replica in replicas if replica.end and replica.stopped is None}
-    unlike = _unlike([replica.end["summary"] for replica in replicas if replica.end])
-    if len(weights) > 1 and len(replicas) == count and not unlike:
+    if len(weights) > 1 and len(replicas) == count and not unlike(replicas):
         remarks.append("The replicas ended with different outer weights: at least one had not heard the last rounds.")
     damaged = sum(replica.damaged for replica in replicas)
     if damaged:

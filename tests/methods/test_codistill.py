@@ -12,11 +12,11 @@ from talking import METHOD, PROBE, VOCABULARY, ChainProbe, alone, attached, chai
 
 import thinwire as tw
 from thinwire import checkpoint
-from thinwire.codistill.method import codistill
-from thinwire.codistill.predictions import PredictionCoder
 from thinwire.comm import CountedGroup, Ledger, run_threads
 from thinwire.comm.secure import Hub
 from thinwire.errors import ConfigurationError, DisagreementError
+from thinwire.methods import codistill
+from thinwire.methods.predictions import PredictionCoder
 from thinwire.packet import HEADER_NBYTES
 from thinwire.testing.toy import Shuffled, same_bits
 

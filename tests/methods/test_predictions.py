@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from thinwire.codistill.predictions import (
+from thinwire.errors import PacketError
+from thinwire.methods.predictions import (
     STEP,
     PredictionCoder,
     Predictions,
@@ -16,7 +17,6 @@ from thinwire.codistill.predictions import (
     most_probable,
     weights_by_quality,
 )
-from thinwire.errors import PacketError
 
 P, V, K = 40, 50, 5
 CODER = PredictionCoder(P, V, K)

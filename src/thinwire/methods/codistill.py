@@ -10,14 +10,19 @@ No weights are exchanged, and replicas agree on nothing but the step: each keeps
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from thinwire.codistill.predictions import (
+from thinwire.comm.group import Group, Transfer
+from thinwire.errors import CheckpointError, ConfigurationError, PacketError
+from thinwire.methods.base import TAG, Attached, nbytes_to_all, silent
+from thinwire.methods.predictions import (
     PredictionCoder,
     Predictions,
     cross_entropy,
@@ -25,9 +30,6 @@ from thinwire.codistill.predictions import (
     most_probable,
     weights_by_quality,
 )
-from thinwire.comm.group import Group, Transfer
-from thinwire.errors import CheckpointError, ConfigurationError, PacketError
-from thinwire.methods.base import TAG, Attached, nbytes_to_all
 from thinwire.packet import (
     REFUSED,
     STOP,
@@ -41,16 +43,16 @@ from thinwire.packet import (
     said_nbytes,
     seal,
 )
+from thinwire.pieces.inner_optimizers import AdamW
 from thinwire.pieces.own_files import digests
 from thinwire.runtime.handshake import agree_on_resume, compare_settings, digest
 from thinwire.types import Observer
 from thinwire.version import __version__
 
-if TYPE_CHECKING:
-    from thinwire.codistill.method import Codistill
+BYTES = 256  # the vocabulary of the tokenizer that is the default
 
 
-class Probe(Protocol):
+class ProbeSet(Protocol):
     """The probe set, in parts that are numbered from 0 on: alike on all replicas, without an end."""
 
     @property
@@ -62,6 +64,73 @@ class Probe(Protocol):
 
     def logits(self, number: int) -> Tensor:
         """What the replica's own model says in their place, [P, V]; with gradients, if these are on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codistill:
+    """Each replica has a model of its own, and learns from what the others predict on a shared probe set. See `codistill`.
+
+    >>> Codistill(every=10, probe=128).nbytes_per_period(1_000_000, size=2)
+    20209
+    """
+
+    every: int = 10
+    delay: int = 2
+    probe: int = 256
+    top: int = 8
+    weight: float = 0.5
+    warmup: int = 100
+    temperature: float = 1.0
+    sharpness: float = 5.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        whole = (self.every, self.delay, self.probe, self.top, self.warmup)
+        if any(type(number) is not int for number in whole) or min(self.every, self.probe, self.top) < 1:
+            raise ConfigurationError(f"{self}: whole numbers are needed, of every, probe and top above 0.")
+        if not 0 <= self.delay < self.every or self.warmup < 0:
+            raise ConfigurationError(f"{self}: 0 <= delay < every is needed, and a warmup of 0 or more.")
+        positive = (self.temperature, 1.0 + self.weight, 1.0 + self.sharpness)
+        if not all(0 < number < math.inf for number in positive) or min(self.weight, self.sharpness) < 0:
+            raise ConfigurationError(
+                f"{self}: a temperature above 0 is needed, and weight and sharpness of 0 or more, all finite."
+            )
+
+    def weight_at(self, step: int) -> float:
+        """What the others' predictions count in inner step `step`, counted from 1.
+
+        >>> [Codistill(weight=0.5, warmup=100).weight_at(step) for step in (100, 150, 200, 300)]
+        [0.0, 0.25, 0.5, 0.5]
+        """
+        return self.weight * min(1.0, max(0.0, (step - self.warmup) / self.warmup)) if self.warmup else self.weight
+
+    def told(self, round_: int) -> bool:
+        """Whether the predictions of a round are ever of use; else it carries none."""
+        return self.weight_at((round_ + 1) * self.every + self.delay) > 0
+
+    def nbytes(self, round_: int, vocabulary: int) -> int:
+        """The most bytes of a packet's payload."""
+        return PredictionCoder(self.probe * self.every, vocabulary, self.top).nbytes if self.told(round_) else 0
+
+    def optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+        return AdamW().make(model, lr, 0.1)
+
+    def attach(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, *,
+        probe: ProbeSet | None = None, observer: Observer = silent, clock: Callable[[], float] = time.monotonic,
+    ) -> Talking:  # fmt: skip
+        """Join this method with what it trains, and `probe`, which makes the model's predictions. Collective. Raises `ModelError`,
+        `ConfigurationError`, `DisagreementError`, `LinkError`.
+        """
+        if probe is None:
+            raise ConfigurationError(f"{self} without a probe: what the model is to predict is needed; give probe=.")
+        return Talking(self, model, optimizer, group, probe, observer, clock)
+
+    def nbytes_per_period(self, numel: int, size: int, rank: int = 0, period: int | None = None) -> int:
+        """The most that a replica sends in the round at the end of `period` (None: after the warm-up), at a vocabulary of bytes.
+        The size of the model has no part in it.
+        """
+        return nbytes_to_all(self.nbytes(1 + (2 * self.warmup if period is None else period), BYTES), size)
 
 
 @dataclass
@@ -105,7 +174,7 @@ class Talking(Attached):
     strategy: Codistill
 
     def __init__(
-        self, method: Codistill, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, probe: Probe,
+        self, method: Codistill, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, probe: ProbeSet,
         observer: Observer, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         super().__init__(method, model, optimizer, group, None, observer, clock)

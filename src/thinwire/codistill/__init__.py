@@ -1,1 +1,0 @@
-"""Replicas of unlike models that learn from each other's predictions."""
