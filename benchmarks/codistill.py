@@ -1,6 +1,6 @@
 """Do three replicas of unlike size learn more when they tell each other what they predict? Beside each of them alone, at equal steps.
 
-    python benchmarks/codistill.py [--seeds 3] [--steps 200] [--quick] [--out FOLDER] [--into FILE]
+    python benchmarks/codistill.py [--seeds 3] [--steps 120] [--quick] [--out FOLDER] [--into FILE]
 
 Replicas of 0.5, 2 and 7 million parameters train on shares of Python's standard library, as threads of one process, with the defaults of
 `codistill` but for probe and warm-up, which are set for so short a run. Three arms at equal steps, each replica with the same text, order
@@ -27,6 +27,7 @@ import tempfile
 import time
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 from provenance import provenance, save
 
@@ -49,15 +50,24 @@ def arms(steps: int) -> dict[str, tuple[str, int]]:
     }
 
 
-def one_run(strategy: str, batch: int, steps: int, seed: int, out: Path) -> tuple[list[float], int]:
-    """The evaluation loss of each replica, and the bytes that one has sent."""
+class Run(NamedTuple):
+    """The evaluation loss of each replica, the bytes that one has sent, and the commit."""
+
+    losses: list[float]
+    nbytes: int
+    commit: str
+
+
+def one_run(strategy: str, batch: int, steps: int, seed: int, out: Path) -> Run:
+    """Train, unless `out` holds this run already."""
     command = ["train", "--strategy", strategy, "--models", *MODELS, "--replicas", len(MODELS), "--carrier", "threads"]
     command += ["--batch", batch, "--sequence", SEQUENCE, "--steps", steps, "--eval-every", steps, "--eval-batches", 32]
     if not (out / "summary.json").exists():
         shutil.rmtree(out, ignore_errors=True)  # broken off
         train(command, seed, out)
     record = RunRecord.load(out)
-    return list(record.summary.losses.values()), record.summary.wire_bytes_sent
+    commit = str(record.replicas[0].start["machine"]["commit"])
+    return Run(list(record.summary.losses.values()), record.summary.wire_bytes_sent, commit)
 
 
 def train(command: list, seed: int, out: Path) -> None:
@@ -71,44 +81,50 @@ def train(command: list, seed: int, out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--quick", action="store_true", help="one seed and few steps, thrown away")
     parser.add_argument("--out", type=Path, help="keep the runs here; without, they are thrown away")
     parser.add_argument("--into", type=Path, help="where the result goes; without, benchmarks/results/codistill.json")
     asked = parser.parse_args()
     seeds, steps, about = (1, 20, provenance()) if asked.quick else (asked.seeds, asked.steps, provenance())
-    began, found = time.monotonic(), {arm: list[tuple[list[float], int]]() for arm in arms(steps)}
+    began, found = time.monotonic(), {arm: list[Run]() for arm in arms(steps)}
     with tempfile.TemporaryDirectory() as thrown_away:
         out = asked.out or Path(thrown_away) / "runs"
+        into = asked.into or (Path(thrown_away) / "codistill.json" if asked.quick else None)
         for seed, arm in sorted(product(range(seeds), found), key=lambda each: each[1] == "alone, larger batch"):
             strategy, batch = arms(steps)[arm]
             found[arm].append(one_run(strategy, batch, steps, seed, out / f"{arm}-{seed}"))
             print(f"seed {seed}, {arm}: {found[arm][-1]}", file=sys.stderr, flush=True)
-        rows = [row for arm in found for row in rows_of(arm, found[arm], found["alone"], steps)]
-        setting = {"models": MODELS, "carrier": "threads", "steps": steps, "sequence": SEQUENCE, "batch": BATCH}
-        setting |= {"larger batch": LARGER, "strategy": arms(steps)["talking"][0]}
-        setting |= {"most bytes in a round": codistill(probe=PROBE).nbytes_per_period(0, len(MODELS))}
-        setting |= {"seconds in all": round(time.monotonic() - began)}
-        result = about | {"benchmark": "codistill", "word": "measured", "setting": setting, "rows": rows}
-        into = asked.into or (Path(thrown_away) / "codistill.json" if asked.quick else None)
+            rows = [
+                row
+                for arm, runs in found.items()
+                for row in (rows_of(arm, runs, found["alone"], steps) if runs else [])
+            ]
+            setting = {"models": MODELS, "carrier": "threads", "steps": steps, "sequence": SEQUENCE, "batch": BATCH}
+            setting |= {"larger batch": LARGER, "strategy": arms(steps)["talking"][0]}
+            setting |= {"most bytes in a round": codistill(probe=PROBE).nbytes_per_period(0, len(MODELS))}
+            setting |= {"trained at": sorted({run.commit for runs in found.values() for run in runs})}
+            setting |= {"seconds of this process": round(time.monotonic() - began)}
+            result = about | {"benchmark": "codistill", "word": "measured", "setting": setting, "rows": rows}
+            written = save("codistill", result, into)  # after every run: what is broken off has what was done
         for row in rows:
             print(f"{row['model']:<6} {row['arm']:<20} {row['eval_loss']:.4f} ± {row['eval_loss_spread'] or 0:.4f}")
-        print(f"written: {save('codistill', result, into)}")
+        print(f"written: {written}")
 
 
-def rows_of(arm: str, runs: list[tuple[list[float], int]], alone: list[tuple[list[float], int]], steps: int) -> list:
+def rows_of(arm: str, runs: list[Run], alone: list[Run], steps: int) -> list[dict]:
     """A row of each model: its losses, and the differences to itself alone, seed by seed."""
-    rows = []
+    rows = list[dict]()
     for number, model in enumerate(MODELS):
-        losses = [each[number] for each, _ in runs]
-        change = [loss / each[number] - 1 for loss, (each, _) in zip(losses, alone)]
+        losses = [run.losses[number] for run in runs]
+        change = [loss / run.losses[number] - 1 for loss, run in zip(losses, alone)]
         rows.append(
             {
                 "model": model, "arm": arm, "seeds": len(runs), "eval_losses": losses, "eval_loss": statistics.fmean(losses),
                 "eval_loss_spread": statistics.stdev(losses) if len(losses) > 1 else None,
                 "against alone": statistics.fmean(change),
                 "against alone, spread": statistics.stdev(change) if len(change) > 1 else None,
-                "bytes sent a step": statistics.fmean(nbytes for _, nbytes in runs) / steps,
+                "bytes sent a step": statistics.fmean(run.nbytes for run in runs) / steps,
             }
         )  # fmt: skip
     return rows

@@ -212,10 +212,10 @@ def codistill(
         delay: τ, inner steps for which a round is in flight, fewer than `every`.
         probe: positions of the probe set that a replica predicts and learns from in each inner step.
         top: K, number of tokens of which the probability is told.
-        weight: λ in the long run, 0 or more; 0: each replica trains alone.
+        weight: λ, the factor of the divergence beside the own loss after the warm-up; 0: each replica trains alone.
         warmup: inner steps through which λ is 0; in as many more it rises to `weight`.
-        temperature: T, by which logits are divided; above 0.
-        sharpness: s, per nat, 0 or more: how much less a replica counts whose predictions are worse.
+        temperature: T, the number by which logits are divided; above 0.
+        sharpness: s, a number per nat, 0 or more: how much less a replica counts whose predictions are worse.
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.
