@@ -24,7 +24,7 @@ import torch
 from thinwire import Strategy
 from thinwire.decoupled.method import DECOUPLED, Decoupled
 from thinwire.lm.model import SIZES, Transformer
-from thinwire.methods import METHODS, Averaged, ControlVariates, Flasc, Method
+from thinwire.methods import CODISTILL, METHODS, Averaged, ControlVariates, Flasc, Method
 from thinwire.pieces.partition import Fragment
 from thinwire.pieces.policy import Deciding
 from thinwire.pieces.schedule import Adaptive
@@ -35,7 +35,7 @@ from thinwire.strategy import Gradients
 ROOT = Path(__file__).parents[1]
 FAMILY, DEFAULTS = "benchmarks/results/family.json", "benchmarks/results/defaults.json"
 MODEL, REPLICAS = "tiny", 2  # those of `thinwire train` when nothing is said
-NAMED: Mapping[str, Callable[..., Strategy | Method]] = RECIPES | METHODS | DECOUPLED
+NAMED: Mapping[str, Callable[..., Strategy | Method]] = RECIPES | METHODS | DECOUPLED | CODISTILL
 BLOCK = re.compile(r"(<!-- (wire|measured|recipes)((?: \w+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
 CONTROL = "data_parallel"
 

@@ -215,6 +215,20 @@ def experts(result: Result) -> tuple[list[str], list[list[str]]]:
     return ["texts", "model", *result["rows"][0]["losses"], "mean", "seeds"], rows
 
 
+def codistill(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Rows of benchmarks/codistill.py: each model in each arm, and the differences to itself alone, seed by seed."""
+    rows, order = [], result["setting"]["models"]
+    for row in sorted(result["rows"], key=lambda row: order.index(row["model"])):
+        spreads = [
+            "" if spread is None else f" ± {spread:{form}}"
+            for spread, form in ((row["eval_loss_spread"], ".4f"), (row["against alone, spread"], ".2%"))
+        ]
+        against = "control" if row["arm"] == "alone" else f"{row['against alone']:+.2%}{spreads[1]}"
+        loss = f"{row['eval_loss']:.4f}{spreads[0]}"
+        rows.append([row["model"], row["arm"], loss, against, f"{row['bytes sent a step']:,.0f}", str(row["seeds"])])
+    return ["model", "arm", "evaluation loss", "against alone", "bytes sent a step", "seeds"], rows
+
+
 def attach(result: Result) -> tuple[list[str], list[list[str]]]:
     """Cases of benchmarks/attach.py."""
     rows = []
@@ -508,6 +522,7 @@ TABLES: dict[str, Callable[[Result], tuple[list[str], list[list[str]]]]] = {
     "follow": follow,
     "zoo": zoo,
     "experts": experts,
+    "codistill": codistill,
     "unequal": unequal,
     "coding": coding,
 }

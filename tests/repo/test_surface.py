@@ -28,7 +28,7 @@ RUN = """
 strategy replicas steps seed every delay fragments merge codec partition offsets exchange outer_lr outer_momentum anchors privacy carrier
 aggregate attack liars topology buffers
 least grace weigh evict link uplink timeout model job lora positions text own_text column tokenizer batch sequence accumulate optimizer lr warmup
-weight_decay clip precision eval_every eval_batches checkpoint_every keep publish slow
+weight_decay clip precision models eval_every eval_batches checkpoint_every keep publish slow
 """
 OPTIONS = {
     "train": "run_settings out resume from_start run elastic lighthouse name secret log json",

@@ -15,7 +15,7 @@ from pages import PAGES, ROOT, blocks
 import thinwire as tw
 from thinwire.catalogue.parsing import PIECES, parse
 from thinwire.decoupled.method import DECOUPLED
-from thinwire.methods import METHODS
+from thinwire.methods import CODISTILL, METHODS
 from thinwire.recipes import RECIPES
 
 PROTOCOLS: dict[str, object] = {
@@ -33,7 +33,7 @@ PROTOCOLS: dict[str, object] = {
         tw.pieces.transforms.Filter,
     )
 }
-COMPOSED: dict[str, object] = RECIPES | METHODS | DECOUPLED  # what `--strategy` takes
+COMPOSED: dict[str, object] = RECIPES | METHODS | DECOUPLED | CODISTILL  # what `--strategy` takes
 BESIDE: dict[str, object] = {
     each.__name__: each for each in (tw.pieces.partition.Fragment, tw.pieces.schedule.short_first, parse)
 }

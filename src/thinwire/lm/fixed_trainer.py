@@ -9,8 +9,9 @@ from thinwire.comm import Group
 from thinwire.decoupled.driver import Unequal
 from thinwire.errors import CheckpointError, EndedError, LinkError
 from thinwire.lm.place import Place
+from thinwire.lm.text_job import TextJob, TextProbe
 from thinwire.lm.trainer import Trainer
-from thinwire.methods import Attached
+from thinwire.methods import Attached, Codistill
 from thinwire.replica import Replica
 from thinwire.runtime.handshake import compare_settings
 
@@ -28,6 +29,14 @@ class FixedTrainer(Trainer):
 
     def _attach(self, facts: dict[str, Any]) -> Replica | Attached:
         log = self.log
+        if isinstance(self.method, Codistill):
+            assert isinstance(self.job, TextJob), "`check` refuses others"
+            probe = TextProbe(self.job, self.model, self.method.probe, self.device, self.bf16)
+            talking = self.method.attach(
+                self.model, self.optimizer, self.group, probe=probe, observer=log.emit, clock=log.seconds
+            )
+            self._log_start(talking.strategy, talking.fragments)
+            return talking
         if self.method:
             attached = self.method.attach(self.model, self.optimizer, self.group, observer=log.emit, clock=log.seconds)
             self._log_start(attached.strategy, attached.fragments)

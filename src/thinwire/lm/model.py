@@ -121,6 +121,7 @@ def _paper(layers: int, heads: int) -> Architecture:
 SIZES: dict[str, Architecture] = {
     "nano": Architecture(layers=3, width=64, heads=2),  # many runs in an hour on a laptop
     "tiny": Architecture(layers=4, width=96, heads=3),  # learns to spell in two minutes on one CPU core
+    "2m": Architecture(layers=6, width=160, heads=5),  # between tiny and mini
     "mini": Architecture(layers=9, width=256, heads=4),  # what the benchmarks carry
     "35m": _paper(layers=6, heads=8),
     "100m": _paper(layers=9, heads=12),

@@ -54,6 +54,7 @@ class ElasticPlace:
     gpu: int = 0
     stop: threading.Event = field(default_factory=threading.Event)
 
+    alone: ClassVar[bool] = False
     shard: ClassVar[int] = 0
     shards: ClassVar[int] = 1
 

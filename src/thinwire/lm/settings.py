@@ -19,7 +19,7 @@ from thinwire.decoupled.method import DECOUPLED
 from thinwire.elastic import driver as elastic
 from thinwire.errors import ConfigurationError
 from thinwire.membership.timeouts import grace_seconds
-from thinwire.methods import METHODS, Method
+from thinwire.methods import CODISTILL, METHODS, Method
 from thinwire.pieces.own_files import shortened, taken_apart
 from thinwire.pieces.transforms import Clip
 from thinwire.recipes import RECIPES
@@ -31,7 +31,7 @@ OF_THE_RECIPE = (
     *("every", "delay", "fragments", "merge", "codec", "partition", "offsets"),
     *("exchange", "outer_lr", "outer_momentum", "anchors", "topology"),
 )
-NAMED = RECIPES | METHODS | DECOUPLED
+NAMED = RECIPES | METHODS | DECOUPLED | CODISTILL
 
 
 class _Part:
@@ -66,8 +66,8 @@ class MethodSpec(_Part):
 
     strategy: str = "streaming_sign"
     """A recipe (data_parallel, local_sgd, diloco, streaming_diloco, streaming_sign, dgc, one_bit_adam, ...), a method with its own loop
-    (just_one_byte, fedavg, scaffold, scallion, scafcom, flasc), one for replicas of unequal speed (decoupled_diloco, async_local_sgd), or a
-    whole Strategy(...) in Python; thinwire docs strategies helps to choose."""
+    (just_one_byte, fedavg, scaffold, scallion, scafcom, flasc), one for replicas of unequal speed (decoupled_diloco, async_local_sgd) or of
+    unlike models (codistill), or a whole Strategy(...) in Python; thinwire docs strategies helps to choose."""
     every: int | None = None
     """H: inner steps between two rounds of one fragment. Default of this and the next options: the recipe's own."""
     delay: int | None = None
@@ -236,8 +236,10 @@ class ModelSpec(_Part):
     at_least_one: ClassVar[tuple[str, ...]] = ("lora",)
 
     model: str = "tiny"
-    """A size (nano, tiny, mini, 35m, 100m, 200m, 300m, 500m, 1b, 4b), RUN/model.safetensors to train a model further, or
+    """A size (nano, tiny, 2m, mini, 35m, 100m, 200m, 300m, 500m, 1b, 4b), RUN/model.safetensors to train a model further, or
     hf:FOLDER_OR_NAME for a Hugging Face causal LM."""
+    models: tuple[str, ...] = ()
+    """codistill: the model of each replica, such as tiny 2m mini, in place of one for all. All need the same tokenizer."""
     job: str | None = None
     """A file of your own, my_job.py, with model(), batches(share) and loss(model, batch): in place of the language model and its text."""
     lora: int | None = None
@@ -252,14 +254,16 @@ class ModelSpec(_Part):
     @property
     def label(self) -> str:
         """The model as a person would name it."""
-        return taken_apart(self.job)[0].name if self.job else self.model
+        return taken_apart(self.job)[0].name if self.job else ", ".join(self.models) or self.model
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.models and self.model != type(self).model:
+            raise ConfigurationError(f"model={self.model!r} with models={self.models}: give one of them.")
         if self.job is None:
             return
         taken_apart(self.job)
-        for name in ("model", "lora", "positions"):
+        for name in ("model", "models", "lora", "positions"):
             if (given := getattr(self, name)) != type(self).__dataclass_fields__[name].default:
                 raise ConfigurationError(
                     f"{name}={given!r} with job={self.job!r}: the job makes its own model; leave {name} out."

@@ -55,6 +55,9 @@ def trained_model(folder: Path) -> TrainedModel:
         hf = run.model.model.startswith("hf:")
         model: nn.Module = hugging_face(folder) if hf else stored_model(file, tokenizer.vocabulary, run.data.sequence)
         return TrainedModel(model.eval(), tokenizer, spec, None)
+    if models := sorted(folder.glob("models/*/model.safetensors")):
+        named = ", ".join(str(path.parent) for path in models)
+        raise ConfigurationError(f"{folder} holds a model of each replica: give one of {named}.")
     found = [one for own in sorted(folder.glob("checkpoints/*")) if (one := newest(own)[0]) and "shard" not in own.name]
     if not found or run.make_method():
         raise ConfigurationError(

@@ -24,7 +24,7 @@ from thinwire.data_ledger import Reader
 from thinwire.errors import CheckpointError, ConfigurationError, EndedError, LinkError, ThinwireError
 from thinwire.jobs.base import Summed, mean_of
 from thinwire.lm.job import open_job
-from thinwire.lm.loops import evaluated, micro_batches
+from thinwire.lm.loops import evaluated, micro_batches, model_folder
 from thinwire.lm.place import ElasticPlace, Place, shard
 from thinwire.lm.publish import Publisher, publishing
 from thinwire.lm.releases import releases
@@ -301,7 +301,7 @@ class Trainer(ABC):
         self.model.train()
         of = evaluated(self.replica)
         loss = next(iter(losses.values()))
-        self.losses = dict(losses) if of in ("anchors", "mean") else {}
+        self.losses = dict(losses) if of in ("anchors", "mean", "each") else {}
         self.log.emit(
             "eval",
             self.replica.step,
@@ -382,9 +382,10 @@ class Trainer(ABC):
 
     def _export(self, mark: str = "") -> Path:
         """RUN/model.safetensors: the outer weights, which are the trained model; with a `mark`, those that may not be the last."""
-        weights, path = self.replica.export(), self.place.folder / f"model{mark}.safetensors"
-        if self.place.writes_the_model:
-            self.job.store(self.place.folder, self.model, weights, self.place.name, mark)
+        folder = model_folder(self.run, self.job, self.place, self.replica)
+        weights, path = self.replica.export(), folder / f"model{mark}.safetensors"
+        if self.place.writes_the_model or folder != self.place.folder:
+            self.job.store(folder, self.model, weights, self.place.name, mark)
         if not mark:
             path.with_name("model.stale.safetensors").unlink(missing_ok=True)
         return path

@@ -30,6 +30,7 @@ from thinwire.records.units import (
     text_of_share,
     unit_of,
 )
+from thinwire.records.unlike import losses_of_each, unlike
 
 MOST_LOSSES = 32  # that an evaluation may name
 PROVENANCES = ("measured", "emulated", "simulated", "predicted")
@@ -67,7 +68,7 @@ class Summary:
     samples_lost: int | None = None
     losses: Mapping[str, float] = field(
         default_factory=dict
-    )  # by name, the first is `eval_loss`; where a job names several
+    )  # by name, the first is `eval_loss`; where a job names several, or replicas have unlike models
 
     def figures(self) -> list[tuple[str, str]]:
         """(what, value as text), in the order in which they are shown everywhere; all of them are `provenance`."""
@@ -276,6 +277,8 @@ def _summary(folder: Path, replicas: Sequence[ReplicaRecord]) -> tuple[Summary, 
     for key in ("wire_bytes_sent", "bits_per_parameter_per_step"):
         if key in means:  # every shard of a replica sends its own
             means[key] = number(means[key]) * len(replicas) / computed.replicas
+    if unlike(replicas):
+        means["losses"] = losses_of_each(replicas)
     if elastic:  # each told of itself alone
         means |= {"tokens": computed.tokens, "steps": computed.steps}
     return _overlaid(computed, {**_summary_file(folder), **means}), []
@@ -372,7 +375,7 @@ def _remarks(replicas: Sequence[ReplicaRecord]) -> list[str]:
     if math.isfinite(expected) and count < expected and not _elastic(replicas):
         remarks.append(f"{count} of {int(expected)} replicas left an event log.")
     weights = {replica.end["summary"].get("weights") for replica in replicas if replica.end and replica.stopped is None}
-    if len(weights) > 1 and len(replicas) == count:
+    if len(weights) > 1 and len(replicas) == count and not unlike(replicas):
         remarks.append("The replicas ended with different outer weights: at least one had not heard the last rounds.")
     damaged = sum(replica.damaged for replica in replicas)
     if damaged:
