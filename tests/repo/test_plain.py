@@ -73,7 +73,7 @@ def test_no_sentence_is_a_puzzle(page):
 # Code whose docstrings are held to the same: patterns below src/thinwire.
 CODE = """
 checkpoint.py data_ledger/*.py exchange/gossip.py methods/bursty.py methods/gradient_codes.py methods/sequential_codes.py
-records/patches.py records/published.py simulate/*.py topology/*.py
+records/*.py simulate/*.py topology/*.py
 """
 
 
