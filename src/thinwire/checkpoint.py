@@ -103,7 +103,7 @@ def save(folder: Path, replica: Trained, notes: Mapping[str, Any], keep: int = 3
 
 
 def write(folder: Path, manifest: dict[str, Any], contents: Sequence[Mapping[str, Tensor]], keep: int) -> Path:
-    """Write the checkpoint with this `manifest`, but for its checksums, and these `contents` of its three files. As `save`."""
+    """Write the checkpoint with this `manifest`, without its checksums, and these `contents` of its three files. As `save`."""
     final = folder / f"step-{manifest['step']:08d}"
     partial = hidden(final, "partial")
     try:
@@ -226,7 +226,7 @@ def found_in(folder: Path) -> list[Path]:
 
 
 def _problem(path: Path, manifest: Mapping[str, Any], hashes: bool) -> str:
-    """In what the files differ from their manifest, or that from its folder's name; empty if in nothing."""
+    """How the files differ from their manifest, or the manifest from its folder's name; empty if they do not."""
     if odd := [name for name, kind in _MANIFEST.items() if type(manifest[name]) is not kind]:
         return f"its manifest has no sound {', '.join(odd)}"
     if step_of(path) != manifest["step"]:
@@ -307,8 +307,8 @@ def _sound(folder: Path) -> tuple[dict[int, Checkpoint], list[dict[str, str]]]:
 
 
 def set_aside_later(folder: Path, step: int) -> None:
-    """Rename what is of later steps than `step`, from which this replica goes on, to passed-over-N: it is not of this run's
-    future, and must not be taken for a part of it if another replica has a checkpoint of the same step one day.
+    """Rename checkpoints of later steps than `step`, from which this replica resumes, to passed-over-N. They belong to another
+    future of this run, and must not count if another replica writes a checkpoint of the same step.
     """
     for path in found_in(folder):
         if step_of(path) > step:

@@ -1,4 +1,4 @@
-"""The order of an epoch: which sample lies at each position 0, 1, 2, ... of all epochs. Computed on demand, without O(n) memory."""
+"""The order of samples: which one lies at which position of all epochs. Computed on demand, without O(n) memory."""
 
 from __future__ import annotations
 

@@ -45,13 +45,13 @@ class Reader(Protocol):
         """The samples of micro-batch `micro`, of `number` each; they are in the parameters from now on."""
 
     def facts(self) -> dict[str, int]:
-        """What became of the samples, for a summary: in_an_epoch, trained, lost, in_flight; empty where there are none."""
+        """Counts of samples for a summary: in_an_epoch, trained, lost, in_flight; empty if nothing is counted."""
 
     def notes(self) -> dict[str, Any]:
-        """For JSON: what a checkpoint needs beside a driver's own state."""
+        """What a checkpoint needs beside a driver's own state, for JSON."""
 
     def load_notes(self, notes: Mapping[str, Any]) -> None:
-        """Go on from `notes()`. Raises `DataError`."""
+        """Restore `notes()`. Raises `DataError`."""
 
 
 class Along:
@@ -287,7 +287,7 @@ class FixedReader:
         return {"ledger": encoded(self.ledger).hex(), "offset": self.offset, "count": self.count} if self.ledger else {}
 
     def load_notes(self, state: Mapping[str, Any]) -> None:
-        """Go on from `notes()`. Raises `DataError`."""
+        """Restore `notes()`. Raises `DataError`."""
         if state:
             self.use(decoded(bytes.fromhex(state["ledger"])), int(state["offset"]))
             self.count = self._drawn = int(state["count"])

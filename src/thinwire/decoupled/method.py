@@ -47,7 +47,7 @@ class Decoupled(Composition):
         return Unequal(self, model, optimizer, group, observer, clock)
 
     def nbytes_per_period(self, numel: int, size: int, rank: int = 1, period: int = 0) -> int:
-        """Of a replica that does not host the syncer, in a period in which it reports once: predicted = counted. Replica 0 hosts it and sends each
+        """Predicted bytes in a period in which a replica reports once; they equal the counted ones. Replica 0 hosts the syncer and sends each
         round to all others.
         """
         messages = SyncerMessages(size, 0, [numel], [self.codec], [self.down])

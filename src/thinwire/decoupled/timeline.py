@@ -1,4 +1,4 @@
-"""Virtual time: who departs, which rounds are held and where they land, from given speeds alone. No tensors, no clock.
+"""Virtual time: which deltas depart when, which rounds are held and where they land, from given speeds. No tensors, no clock.
 
 Replica m takes its k-th inner step at k·slow[m]. A delta arrives as it departs; a round lands on a replica after the first inner
 step that ends `delay` mean inner steps after it was held, or later. Every replica computes the same timeline, and so does the

@@ -1,7 +1,7 @@
-"""Who is missing: rounds that were begun and do not end.
+"""Hangs: rounds that were begun and do not end, and which replica or link holds them up.
 
-Rounds have numbers, so no clock is needed: at the first round that is not over everywhere, either somebody never began it, and
-the others wait for that one; or all began it, and the messages that have not come tell between whom.
+Rounds have numbers, so no clock is needed. At the first round that has not ended everywhere, either a replica never began it, and
+the others wait for it; or all began it, and the missing messages tell between which replicas.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class Record:
 
     @property
     def group(self) -> set[str]:
-        """Who took part, as far as this replica's messages tell."""
+        """The replicas that took part, as far as this replica's messages tell."""
         return {self.name} | {flow.peer for flow in self.sent + self.received}
 
     def facts(self) -> dict[str, Any]:

@@ -233,7 +233,7 @@ def run_processes(
 
 
 def threads_each(replicas: int) -> int:
-    """Of `replicas` processes on this machine: what OMP_NUM_THREADS says, or their share of the cores."""
+    """Threads of each of `replicas` processes on this machine: OMP_NUM_THREADS, or an equal share of the cores."""
     return torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else max(1, (os.cpu_count() or 1) // replicas)
 
 

@@ -77,7 +77,7 @@ def model_folder(run: Run, job: Job, place: Place | ElasticPlace, replica: objec
 
 
 def micro_batches(accumulate: int, replica: object) -> float:
-    """Of an inner step, in the mean over all replicas."""
+    """Micro-batches of an inner step, in the mean over all replicas."""
     if isinstance(replica, ZerothOrder):
         return replica.samples
     return accumulate * (replica.share if isinstance(replica, Attached) else 1.0)

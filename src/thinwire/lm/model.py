@@ -348,13 +348,9 @@ class Transformer(nn.Module):
 def generate(
     model: LanguageModel, prompt: Sequence[int], count: int, temperature: float = 0.8, seed: int = 0
 ) -> list[int]:
-    """`count` tokens that go on from `prompt`, drawn with softmax(logits / temperature); temperature 0 takes the
-    best.
+    """Generate `count` tokens after `prompt`, drawn with softmax(logits / temperature); temperature 0 takes the most probable one.
 
-    The whole context is read again for every token: fit for looking at a model, not for serving one.
-
-    >>> len(generate(Transformer(Architecture(layers=1, width=32, heads=1)), prompt=[72, 105], count=5))
-    5
+    The whole context is read again for every token: suited to look at a model, not to serve one.
     """
     if not prompt or temperature < 0:
         raise ConfigurationError(

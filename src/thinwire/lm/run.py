@@ -139,7 +139,7 @@ class Run:
         return {name: getattr(getattr(self, part) if part else self, name) for name, part in PART_OF.items()}
 
     def make_inner(self) -> Inner:
-        """The inner optimizer: the one that was asked for, else the strategy's own, else AdamW."""
+        """The inner optimizer: the one that is set, otherwise the strategy's own, otherwise AdamW."""
         made = self._composition()
         own = made.inner if isinstance(made, Strategy) else None
         asked = self.optimizer.optimizer
@@ -235,7 +235,7 @@ class Run:
         return self.changed(**given)
 
     def counted_in_samples(self) -> Run:
-        """Of a job in a file, which is pinned: a sequence is one sample, and a batch without `collate` is one too."""
+        """This run with lengths in samples, if its job is a file: a sequence is one sample, and so is a batch without `collate`."""
         if self.model.job is None:
             return self
         job = pinned_file(self.model.job)

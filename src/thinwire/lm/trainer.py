@@ -110,7 +110,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def _resume(self) -> None:
-        """Go on from a checkpoint."""
+        """Resume from a checkpoint."""
 
     def _after_step(self, compute_seconds: float) -> None:
         """Called after an inner step that took so long."""
@@ -214,8 +214,8 @@ class Trainer(ABC):
         return self.place.stop.is_set()
 
     def _stop(self, gone: LinkError | EndedError | None) -> ThinwireError | None:
-        """Leave what this run, or this replica, goes on from. What is to be raised: the others were not heard, or have ended without it;
-        or what was trained since the checkpoint before is lost.
+        """Save a checkpoint for a resume. Returns the error to raise, if the other replicas were lost or have ended without this one, or if
+        what was trained since the last checkpoint is lost.
         """
         replica, asked = self.replica, gone is None or self.place.stop.is_set()
         unsaved = None if isinstance(gone, EndedError) else self._save()
@@ -348,7 +348,7 @@ class Trainer(ABC):
         )
 
     def _tokens(self) -> int:
-        """Of all replicas; of an elastic member, its own."""
+        """Tokens that all replicas trained, or those of an elastic member alone."""
         steps = self.counted_steps * self.counted_replicas + self.clock.other_steps
         return round(steps * self.run.data.batch * self.run.data.sequence * self.micros)
 

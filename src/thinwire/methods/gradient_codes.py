@@ -171,7 +171,7 @@ class Cyclic:
 
 
 def gradient_code(replicas: int, stragglers: int) -> GradientCode:
-    """`Repetition` where s + 1 divides n, else `Cyclic`.
+    """`Repetition` if s + 1 divides n, otherwise `Cyclic`.
 
     >>> gradient_code(4, 1), gradient_code(5, 1)
     (Repetition(replicas=4, stragglers=1), Cyclic(replicas=5, stragglers=1, seed=0))

@@ -208,7 +208,7 @@ class Multiplexed:
 
     A job has (W − 1)·n chunks of x, each of one replica alone, and B·n chunks of y = x / (λ + 1), in B groups with a code each; all
     together are the batch. In round j + k a replica computes for job j: for k < W − 1 its k-th own chunk; then, while own chunks
-    are missing, one of these; else its part of group k − W + 1. T = W − 2 + B;
+    are missing, one of these; otherwise its part of group k − W + 1. T = W − 2 + B;
     load (λ + 1)(W − 1 + B) / (n·(B + (W − 1)(λ + 1))). With λ = n there are no groups, and it is (W − 1 + B) / (n·(W − 1)).
 
     On the wire: one message a replica and round, with up to W − 1 + B vectors.

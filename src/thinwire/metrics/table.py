@@ -41,7 +41,7 @@ METRICS = (
         "flight",
         "gauge",
         lambda event: finite(event["end"]) - finite(event["begin"]),
-        "of a round in the air",
+        "of a round in flight",
     ),
     Metric("rounds_landed", "land", "counter", lambda event: 1.0, "rounds that took effect"),
     Metric("stall_seconds", "land", "counter", _field("stall_seconds"), "that training waited for rounds"),

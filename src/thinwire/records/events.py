@@ -30,15 +30,15 @@ of its kind:
     warning     message
     end         summary
 
-`wire` is what became of a round's messages (diagnosis/records.py). `round` to `evicted` are those of a replica that may come and
-go: rounds.py and elastic.py tell of its rounds; `keeps`, that it has ended and keeps the final state for `late`; `retry` says what
-keeps it from a round; `back`, that it went on from a checkpoint of its own, which knew `round` rounds.
+`wire` has the messages of a round (diagnosis/records.py). The kinds from `round` to `evicted` are those of an elastic run. A member
+with `keeps` has ended and keeps the final state for `late`; `retry` says what keeps it from a round; after `back` it has resumed from
+its own checkpoint, which knew `round` rounds.
 
-`read` and `data` are positions in the data (docs/data.md): what this replica has read since it said so last, as [begin, end] each; and what
-a round has settled, as [name, begin, end] each.
+`read` and `data` have positions in the data (docs/data.md): `read` those that this replica has read since the last such event, as
+[begin, end]; `data` those that a round has settled, as [name, begin, end].
 
-`nbytes` of a departure are the bytes that this replica foresees to send for it, all peers together, and those of a flight the bytes
-that it has sent: fewer where the codec's size varies, else as many. In a `round` these are `foreseen` and `nbytes`. `begin` and `end` are on the
+`nbytes` of a departure are the bytes that this replica foresees to send for it, to all peers together; `nbytes` of a flight are those
+that it has sent, fewer only if the codec's size varies. In a `round` they are `foreseen` and `nbytes`. `begin` and `end` are on the
 clock of `seconds`. NaN and the infinities, which JSON lacks, are written as the strings "NaN", "Infinity" and
 "-Infinity"; reading restores them. A process killed in the middle of a line leaves it torn; readers pass over it. A
 run that resumes appends to the same file with a new `start` and a `resume`.

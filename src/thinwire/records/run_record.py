@@ -141,7 +141,7 @@ class RunRecord:
 
     @property
     def evaluations(self) -> Evaluations:
-        """Of the first replica that evaluated: the anchors are the same on all."""
+        """The evaluations of the first replica that evaluated: the anchors are the same on all."""
         return next((r.evaluations for r in self.replicas if len(r.evaluations.step)), self.replicas[0].evaluations)
 
     @property
@@ -153,12 +153,12 @@ class RunRecord:
 
     @property
     def named_samples(self) -> str:
-        """Who lost which samples, and whose others train."""
+        """Which samples were lost with which replica, and which went to others."""
         return named([replica.end["summary"] for replica in self.replicas if replica.end])
 
     @property
     def steps(self) -> list[Steps]:
-        """Of each replica, where they come and go: else every step is trained by all."""
+        """The steps of each replica of an elastic run; empty for a fixed group, in which every replica takes every step."""
         return [replica.steps for replica in self.replicas] if _elastic(self.replicas) else []
 
     @property
@@ -180,7 +180,7 @@ class RunRecord:
 
     @property
     def clocks(self) -> dict[str, Offset]:
-        """Of the replicas whose clocks their messages tell, by name: how far each is ahead of the first one's."""
+        """How far replicas' clocks are ahead of the first one's, by name. A replica whose messages do not tell is left out."""
         return {replica.called: replica.clock for replica in self.replicas if replica.clock}
 
     @property
@@ -234,7 +234,7 @@ def _elastic(replicas: Sequence[ReplicaRecord]) -> bool:
 
 
 def _membership_notes(replicas: Sequence[ReplicaRecord]) -> list[Note]:
-    """Who came and went, and which rounds were dropped, among replicas that come and go."""
+    """Notes on an elastic run: which replicas joined and left, and which rounds were dropped."""
     if not _elastic(replicas):
         return []
     notes: list[Note] = []
@@ -363,7 +363,7 @@ def _membership(replicas: Sequence[ReplicaRecord]) -> dict[str, Any]:
 
 
 def provenance_of(start: Mapping[str, Any]) -> str:
-    """What the numbers of the run that began with this event are: "emulated" where its link has a set rate, else "measured"."""
+    """The provenance of a run's numbers, from its `start` event: "emulated" if its link has a set rate, otherwise "measured"."""
     link = start["link"]
     return "emulated" if isinstance(link, dict) and math.isfinite(number(link.get("bits_per_second"))) else "measured"
 

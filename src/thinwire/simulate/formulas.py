@@ -1,8 +1,8 @@
-"""Closed forms beside the simulator: what they give is *predicted*, each within the range that it states.
+"""Closed forms beside the simulator. Their results are *predicted*, each within the range that it states.
 
-Throughout, `load` is c = κ·b·N / (B·T): how many steps the link needs for one exchange of the whole model, where N are
-the parameters, b the bits of one on the wire, B the rate, T the seconds of an inner step, and κ what the collective
-sends for one message (`ring_factor`, or M − 1 where everybody sends to everybody). For two replicas all κ are 1.
+In all of them `load` is c = κ·b·N / (B·T): the number of steps that the link needs for one exchange of the whole model. N are the
+parameters, b the bits of one on the wire, B the rate, T the seconds of an inner step. κ is what the collective sends for one
+message: `ring_factor`, or M − 1 if every replica sends to every other. For two replicas all κ are 1.
 """
 
 from __future__ import annotations

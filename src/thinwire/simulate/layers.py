@@ -1,10 +1,10 @@
-"""Inside a step: layers, forward and backward, against one link, for many rates of that link at once.
+"""Layer by layer: forward and backward passes of one replica against one link, for many rates of that link at once.
 
 The model is that of Streaming DiLoCo's study of compute utilisation (arXiv 2501.18512, §3.1 and appendix): replicas
 are alike, so one stands for all. Layers are equal; a forward pass takes a third of the step, a backward pass the rest.
-A layer that is due is sent when its backward pass ends, over a link that carries one message at a time, first in
-first out, without latency; its forward pass in step t + 1 + τ waits until it has arrived. Which fragments depart
-after which step says the strategy's own schedule, which layers they hold its own partition.
+A layer that is due is sent when its backward pass ends. The link carries one message at a time, first in first out, without
+latency. The layer's forward pass in step t + 1 + τ waits until it has arrived. The strategy's own schedule says which fragments
+depart after which step, its own partition which layers they hold.
 """
 
 from __future__ import annotations

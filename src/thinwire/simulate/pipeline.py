@@ -1,8 +1,8 @@
-"""A pipeline of stages over links: 1F1B, operation by operation, and the closed forms of one step beside it.
+"""Pipeline parallelism over links: 1F1B simulated operation by operation, and closed forms of one step.
 
 A stage does its passes in a fixed order: stage i of p first min(n, p − 1 − i) forward passes, then one forward, one
-backward in turn, then the backward passes that are left. Sending is asynchronous: a stage goes on at once, and what it
-sent is there `hop_seconds` later. A hop is a delay: messages on it do not queue.
+backward in turn, then the backward passes that are left. Sending is asynchronous: a stage continues at once, and what it
+sent arrives `hop_seconds` later. A hop is a delay: messages on it do not queue.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Pipeline:
         cls, stages: int, micro_batches: int, forward: float, backward: float,
         hops: Sequence[float] = (0.0,), slower: Sequence[float] = (1.0,),
     ) -> Pipeline:  # fmt: skip
-        """Equal stages but for the factors `slower`; `slower` and `hops` are repeated as often as needed."""
+        """Equal stages, except for the factors `slower`. `slower` and `hops` are repeated as often as needed."""
         if not 1 <= stages <= OPERATIONS or not hops or not slower:
             raise ConfigurationError(
                 f"{stages} stages, {len(hops)} hops, {len(slower)} factors: at least 1 of each is needed."
@@ -86,7 +86,7 @@ class Pipeline:
 
     @property
     def work_seconds(self) -> tuple[float, ...]:
-        """Of each stage in a step [p]."""
+        """Seconds of work of each stage in a step [p]."""
         pairs = zip(self.forward_seconds, self.backward_seconds, strict=True)
         return tuple(self.micro_batches * (forward + backward) for forward, backward in pairs)
 

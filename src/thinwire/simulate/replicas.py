@@ -1,16 +1,17 @@
-"""Between steps: all replicas of a run, their rounds and their wires, in virtual time.
+"""The replicas of a run, their rounds and their wires, in virtual time.
 
-The order of things is `Replica`'s, and what decides is asked of the strategy that trains: its schedule says which
-fragments depart after which inner step and how long they may fly, its exchange and codec how many bytes that is.
-Time is what the pieces leave open. An inner step takes its replica's time; a departure goes through the exchange
-thread and then over the uplink (both first in, first out; an exchange of several hops is one message of as many bytes,
-with their delays one after the other); a round is complete when the last byte of the last replica has arrived, since a
-replica also waits for its own bytes to leave; a landing waits for that, and only landings wait.
+The order of events is that of `Replica`. The strategy that trains decides: its schedule says which fragments depart after which
+inner step and how long they may fly, its exchange and codec how many bytes that is. The rest is time:
 
-All replicas take the same inner steps, so one event is handled for all of them at once, in arrays [M], in the order of
-the steps and not of time: nothing that happens later in a replica's life can change what came before, so both orders
-give the same times. Wires that are shared are the exception, and are booked in the order of time (`uplinks.send`).
-Cost: a few operations on [M] for every departure and landing, none for a step in which nothing departs or lands.
+- an inner step takes its replica's time;
+- a departure goes through the exchange thread, then over the uplink, both first in first out; an exchange of several hops is one
+  message of as many bytes, with the delays one after the other;
+- a round is complete when the last byte of the last replica has arrived, because a replica waits for its own bytes, too;
+- a landing waits for its round, and nothing else waits.
+
+All replicas take the same inner steps, so one event is handled for all of them at once, in arrays [M]. Events follow the order of
+steps and not of time. Nothing that happens later to a replica changes what came before, so both orders give the same times. Shared
+wires are the exception: they are booked in the order of time (`uplinks.send`). Cost: a few operations on [M] an event.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class SimulationObserver(Protocol):
     """Hears what happens, as arrays [M]; `away` replicas take no part."""
 
     def stepped(self, first: int, done: Integers, begin: Floats, end: Floats) -> None:
-        """Each replica's `done` inner steps from `first` on; who died did fewer than the others, and who is away none."""
+        """Each replica has taken `done` inner steps, starting with step `first`: fewer if it died, none if it is away."""
 
     def departed(self, round_: SimulatedRound, away: Flags) -> None: ...
 
@@ -138,9 +139,8 @@ def simulate(
     Raises:
         ConfigurationError: no step or no fragment was given.
 
-    >>> import thinwire as tw
-    >>> scenario = Scenario.alike(replicas=2, step_seconds=0.1, link=Link(1e6))
-    >>> result = simulate(tw.diloco(every=10), [100_000], scenario, steps=100)
+    >>> from thinwire import diloco
+    >>> result = simulate(diloco(every=10), [100_000], Scenario.alike(2, 0.1, Link(1e6)), steps=100)
     >>> result.rounds, bool(result.compute_utilization < 0.5)
     (10, True)
     """
@@ -264,7 +264,7 @@ class _Fleet:
             self.observer.stepped(first, done, begin, self.clock)
 
     def _seconds(self, steps: int) -> Floats:
-        """What `steps` inner steps take: sums of independent draws, drawn at once; of pauses, all replicas' together."""
+        """Seconds of `steps` inner steps: sums of independent draws; pauses of all replicas are drawn together."""
         seconds, scenario = steps * self.step_seconds, self.scenario
         if scenario.jitter:
             variance = scenario.jitter**2
@@ -366,7 +366,7 @@ class _Fleet:
             self.observer.changed(failed, step, self.fails_at[failed], "this replica dies")
 
     def _go_on_alone(self, step: int, undone: Integers) -> None:
-        """All have died: who is back first goes on from its own checkpoint with the steps that it has not done."""
+        """All replicas have died: the first that returns continues from its own checkpoint with the steps that are not done."""
         while self.away.all():
             first = int(self.returns_at.argmin())
             now = float(self.returns_at[first])

@@ -1,4 +1,4 @@
-"""Where a strategy runs: how fast the replicas are, which wires join them, and what goes wrong."""
+"""The setting of a simulated run: how fast the replicas are, which wires join them, and what goes wrong."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Who is late, and what waiting, codes and doing without them cost: rounds of gradients in virtual time.
+"""Stragglers in virtual time: what waiting for them, ignoring them, and codes cost, in rounds of gradients.
 
-In a round every replica computes its share of a batch and sends one message to all who need it; the round ends when they no longer
-wait. *Not simulated*: the wire; a late replica's work beyond the round, for it is cut off and begins the next round with the others.
+In a round every replica computes its share of a batch and sends one message to all that need it; the round ends when they stop
+waiting. *Not simulated*: the wire; a late replica's work after the round, because it stops and begins the next round with the
+others.
 """
 
 from __future__ import annotations
@@ -294,7 +295,7 @@ def _shapes() -> list[tuple[int, int]]:
 
 
 def search(family: str, probe: Delays, patience: float = PATIENCE) -> Scheme:
-    """The scheme of a family that would have been fastest in the probed rounds; of equally fast ones that with the least load.
+    """The scheme of a family that would have been fastest in the probed rounds. If several are equally fast: the one with the least load.
 
     No code was used in the probed rounds.
 

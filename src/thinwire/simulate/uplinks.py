@@ -1,4 +1,4 @@
-"""The wires of all replicas at once: who is sent when, first in first out, also where a wire is shared or goes down."""
+"""The wires of all replicas: which message leaves when, first in first out, also on wires that are shared or go down."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class Study:
         return floor_bits_per_second(self.stack.parameters, self.bits(method), every, self.stack.step_seconds)
 
     def convention(self) -> str:
-        """What the volumes mean, in words for whoever reads a figure of this study."""
+        """What the bits per parameter mean, for the caption of a figure."""
         bits = self.bits_per_parameter
         meant = {16.0: f"bf16 as it is; the paper's table follows from {PAPER_BITS:g}"}
         meant[PAPER_BITS] = "gives the paper's table, which itself names 16"
@@ -111,8 +111,8 @@ class Study:
         return compute_utilization(self.stack, self.strategy(method), self.bits(method), bits_per_second)
 
     def paper_rates(self, method: str, targets: Sequence[float] = TARGETS) -> list[float | None]:
-        """As the paper reads them: for each target the first rate of its grid that reaches it in a run of whole cycles
-        and at least 300 steps, the last transfer included; None if none does.
+        """The rates as the paper reads them: for each target the first rate of its grid that reaches it, None if none does. The run has whole
+        cycles and at least 300 steps, the last transfer included.
         """
         strategy = self.strategy(method)
         steps = -(-PAPER_STEPS // strategy.schedule.every) * strategy.schedule.every

@@ -178,7 +178,7 @@ class InFlight:
             )
 
     def open_pulls(self, peer: int) -> list[Pull]:
-        """The receives that wait for `peer`, for a sync."""
+        """The open receives from `peer`, for a sync."""
         return [
             Pull(number, one.tag, one.asked, one.offset) for number, one in self.receives.items() if one.peer == peer
         ]

@@ -42,7 +42,7 @@ class RequestHandler(Protocol):
     lost: Any  # called with the incarnation of a member whose heartbeats have stopped
 
     def remember(self, kept: HubState) -> None:
-        """Go on from what is kept in the hub's state, and keep what changes there."""
+        """Load what the hub's state holds, and write changes to it."""
 
     def tick(self) -> None:
         """Call this every `TICK` seconds."""
