@@ -68,7 +68,7 @@ class Replica:
         group: the replicas of a fixed group; with FSDP2 this rank and the same ranks of the other replicas. A `Membership` makes the
             run elastic (docs/elastic.md): `step` then jumps ahead if this replica was behind.
         site: the ranks of this replica, if it has several.
-        tokens: tokens per inner step, with a `Membership` only: a delta is then weighted by its tokens. None: all deltas count alike.
+        tokens: tokens per inner step: a delta is then weighted by its tokens. None: all deltas count alike.
         reader: with a `Membership` only: where this replica reads its samples, each once an epoch in all (docs/data.md).
         buffers: what becomes of running statistics and other floating buffers: `mean`, the mean over all replicas at the end and within
             `averaged_buffers` (4 bytes a value each time, if any differ); or `local`. With a `Membership` they stay local.

@@ -124,13 +124,6 @@ def test_a_checkpoint_of_the_other_way_is_refused() -> None:
     replica.close(), other.close()
 
 
-def test_a_fixed_group_counts_alike() -> None:
-    model = nn.Linear(2, 2)
-    (group,) = tw.ThreadGroup.create(1)
-    with pytest.raises(ConfigurationError, match="give a Membership"):
-        tw.Replica(tw.diloco(every=4), model, torch.optim.SGD(model.parameters(), lr=0.1), group, tokens=8)
-
-
 def test_replicas_that_count_differently_are_told() -> None:
     cluster = SimulatedCluster()
 

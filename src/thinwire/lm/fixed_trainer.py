@@ -43,8 +43,9 @@ class FixedTrainer(Trainer):
             return attached
         strategy = self.run.make_strategy()
         self._log_start(strategy, strategy.partition.fragments(self.model))  # before kernels are compiled
+        tokens = self.run.data.tokens if self.run.placement.weigh == "tokens" else None
         return Replica(
-            strategy, self.model, self.optimizer, self.group,
+            strategy, self.model, self.optimizer, self.group, tokens=tokens,
             site=self.place.site, buffers=self.run.model.buffers, observer=self._hear, clock=log.seconds,
         )  # fmt: skip
 

@@ -15,6 +15,7 @@ from thinwire.lm.setup import learning_rate
 from thinwire.lm.text_job import TextJob
 from thinwire.methods import Codistill
 from thinwire.pieces.schedule import Calendar
+from thinwire.runtime.weighing import check_weighing
 
 
 def open_job(run: Run, folder: Path | None = None) -> Job:
@@ -45,10 +46,9 @@ def check(run: Run, folder: Path | None = None) -> nn.Module:
 def _check(run: Run, folder: Path | None) -> nn.Module:
     """Of one model."""
     placement = run.placement
-    if not placement.elastic and (placement.evict or placement.weigh != "alike" or placement.grace):
+    if not placement.elastic and (placement.evict or placement.grace):
         raise ConfigurationError(
-            f"evict={placement.evict}, weigh={placement.weigh!r}, grace={placement.grace!r} with carrier={placement.carrier!r}: these need "
-            "an elastic run; add --elastic."
+            f"evict={placement.evict}, grace={placement.grace!r} with carrier={placement.carrier!r}: these need an elastic run; add --elastic."
         )
     attack = run.method.liar()
     if run.model.job and attack and attack.flips_labels:
@@ -59,7 +59,12 @@ def _check(run: Run, folder: Path | None) -> nn.Module:
     model = job.try_out(placement.replicas)
     if job.make_optimizer(model):
         _check_own_optimizer(run)
+    weighs = placement.weigh == "tokens" and not placement.elastic
     if method := run.make_method():
+        if weighs:
+            raise ConfigurationError(
+                f"weigh='tokens' with {run.method.label}, which weighs replicas itself: leave one of them out."
+            )
         check_method(run, method)
         if isinstance(method, Codistill) and isinstance(job, TextJob) and method.top >= job.corpus.vocabulary:
             raise ConfigurationError(
@@ -67,6 +72,8 @@ def _check(run: Run, folder: Path | None) -> nn.Module:
             )
         return model
     strategy = run.make_strategy()
+    if weighs:
+        check_weighing(strategy)
     Calendar(
         strategy.schedule, len(strategy.partition.fragments(model)), lambda step: learning_rate(run, step)
     ).departs(1)

@@ -311,7 +311,7 @@ class Placement(_Part):
     grace: str | None = None
     """Elastic: how long a round waits for a late replica, such as 5s or '20 steps'. Default: the schedule's slack."""
     weigh: Literal["alike", "tokens"] = "alike"
-    """Elastic: all deltas count alike, or by their number of tokens if replicas differ in speed."""
+    """All deltas count alike, or by their number of tokens: if replicas differ in speed, or a job's steps in tokens."""
     evict: bool = False
     """Elastic: put out a replica that most others find to hold them up (thinwire docs diagnosis)."""
     link: str = "none"

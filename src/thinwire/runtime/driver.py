@@ -39,6 +39,7 @@ class Training:
     stopping                     all replicas stop at this step
     reader                       where an elastic replica is in its data; None: it sees to its data itself
     stall_seconds                how long the main thread has waited for landings
+    trained                      tokens in all, if they are counted
     """
 
     strategy: Strategy
@@ -53,6 +54,7 @@ class Training:
     stopping: bool = False
     stall_seconds: float = 0.0
     reader: LeasedReader | None = None
+    trained: float = 0.0
 
     @classmethod
     def of(
@@ -98,6 +100,9 @@ class Training:
             "flights": {str(f.index): [f.flight.number, f.flight.departed] for f in self.fragments if f.flight},
             "calendar": self.calendar.facts(),
         }
+        if self.tokens is not None:
+            departed = {str(f.index): f.flight.trained for f in self.fragments if f.flight}
+            facts["tokens"] = [self.trained, [fragment.counted for fragment in self.fragments], departed]
         return saved(self.fragments), facts
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
@@ -105,6 +110,9 @@ class Training:
         self.step = facts["step"]
         self.calendar.load(facts["calendar"])
         restore(self.fragments, tensors, facts, self.strategy.outer)
+        self.trained, counted, _ = facts.get("tokens", (0.0, [0.0] * len(self.fragments), {}))
+        for fragment, tokens in zip(self.fragments, counted):
+            fragment.counted = tokens
 
 
 class Driver(Protocol):

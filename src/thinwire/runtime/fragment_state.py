@@ -45,6 +45,7 @@ class FragmentState:
     filtered: tuple[State, ...] = ()  # what each remembers; on the CPU
     rounds: int = 0
     since: int = 0  # the inner step after which nothing trained has departed; DROPPED if what departed was dropped
+    counted: float = 0.0  # tokens trained when the last delta departed that counted, if they are counted
     flight: RoundUpdate | None = None
     own: Tensor | None = None  # where a round takes a whole period: the own delta that is in the air
     # eager updates only: what this replica is ahead of the anchor
@@ -200,6 +201,7 @@ class RoundUpdate:
     ) -> None:
         self.of, self.delta = of, delta
         self.number, self.departed, self.lands, self.codec = number, departed, lands, codec or of.codec
+        self.trained, self.share = 0.0, 1.0  # tokens when it departed, if they are counted; by what the delta is scaled
         self.anchor = given
         self.outer: State = {}
         self.feedback: State = {}

@@ -23,12 +23,13 @@ from thinwire.errors import LinkError, PeerError
 from thinwire.exchange import Round, SendContext
 from thinwire.exchange.chunks import cut
 from thinwire.exchange.round import Outgoing
-from thinwire.exchange.stage import MOST_STAGES, Stage
+from thinwire.exchange.stage import MOST_STAGES, Stage, tag_of
 from thinwire.packet import REFUSED, STOP, payload
 from thinwire.pieces.policy import Deciding
 from thinwire.rng import Key
 from thinwire.runtime.fragment_state import RoundUpdate
 from thinwire.runtime.handshake import Finished
+from thinwire.runtime.weighing import TokenCount, weighed
 from thinwire.strategy import Gradients, Strategy
 
 Observe = Callable[..., None]
@@ -93,10 +94,14 @@ class RoundPipeline:
         begin, group = self.clock(), self.context.group
         update.begin = begin
         update.nbytes = self.exchange.nbytes_sent(update.codec, update.delta.numel(), group.size, group.rank)
+        counts = None
+        if update.trained and group.size > 1:
+            key = Key(self.seed, update.of.index, update.number, group.rank)
+            counts = TokenCount(group, tag_of(key, MOST_STAGES - 2), update.trained - update.of.counted)
         order = (update.lands, self._launched)
         own = self._step_timer.departs(update.departed, begin - stalled)
         self._launched += 1
-        departure = self.context.send_queue.put(order, lambda: self._depart(update, order))
+        departure = self.context.send_queue.put(order, lambda: self._depart(update, order, counts))
         update.arrival = self._inbound.submit(self._arrive, departure, update, own, scheduled)
 
     def close(self) -> None:
@@ -105,7 +110,15 @@ class RoundPipeline:
         self._inbound.shutdown(wait=False, cancel_futures=True)
 
     @torch.no_grad()
-    def _depart(self, update: RoundUpdate, order: tuple[int, int]) -> tuple[Round, Any, PolicyMessage | None]:
+    def _depart(
+        self, update: RoundUpdate, order: tuple[int, int], counts: TokenCount | None
+    ) -> tuple[Round, Any, PolicyMessage | None]:
+        if counts:
+            try:
+                update.share = counts.share()
+            except LinkError as error:
+                raise self.finished.explained(error, update.departed) from error
+        signal, _ = weighed(update, update.share)
         key = Key(self.seed, update.of.index, update.number, self.context.group.rank)
         flags = STOP if self.stop_requested else 0
         numel = update.delta.numel()
@@ -114,7 +127,7 @@ class RoundPipeline:
             update.codec,
             numel,
             key,
-            update.signal,
+            signal,
             flags,
             order,
             update.departed,
@@ -142,7 +155,8 @@ class RoundPipeline:
         round_, departure, notice = departed.result()
         over = False
         try:
-            arrival = self.exchange.arrive(departure, update.settle)
+            _, settle = weighed(update, update.share)
+            arrival = self.exchange.arrive(departure, settle)
             if notice and isinstance(self.policy, Deciding):
                 update.policy = self.policy.told(update.of.codec, notice.arrive())
             over = True
