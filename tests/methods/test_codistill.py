@@ -153,9 +153,10 @@ def test_replicas_that_cannot_talk_are_refused_by_name():
 def test_all_stop_at_the_same_step():
     def replica(group: tw.Group) -> int:
         trip = attached(replace(METHOD, weight=0.0), group)
-        if group.rank == 1:
-            go_on(trip, 1, 5)
+        if group.rank == group.size - 1:
+            go_on(trip, group.rank, 5)
             trip.at_work.request_stop()
         return go_on(trip, group.rank, 40).at_work.step
 
+    assert run_threads(1, replica) == [6]
     assert run_threads(2, replica) == [10, 10]  # said with round 2, after step 8, and heard two steps later

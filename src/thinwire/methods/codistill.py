@@ -228,6 +228,7 @@ class Talking(Attached):
         self.step += 1
         self._learned = False
         if self.group.size == 1:
+            self.stopping |= self._stop_requested
             return
         round_, since = divmod(self.step, self.strategy.every)
         if round_ and not since:
