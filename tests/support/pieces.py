@@ -331,7 +331,17 @@ for table, protocol in (
     table += missing(table, protocol)
 TABLE = [
     *(*POLICIES, *FEEDBACKS, *CODECS, *SCHEDULES, *PARTITIONS, *OUTERS, *MERGES, *EXCHANGES, *AGGREGATES, *SIGNALS),
-    *(*PRIVACIES, *FILTERS, *WEIGHS, *CORRECTS, row(tw.pieces.transforms.Settled()), *INNERS, *TOPOLOGIES, *RULES),
+    *(
+        row(tw.pieces.guard.Guard()),
+        *PRIVACIES,
+        *FILTERS,
+        *WEIGHS,
+        *CORRECTS,
+        row(tw.pieces.transforms.Settled()),
+        *INNERS,
+        *TOPOLOGIES,
+        *RULES,
+    ),
     row(tw.exchange.Gossip(tw.topology.Ring(), tw.pieces.gossip.AdaptThenCombine())),
 ]
 

@@ -125,7 +125,8 @@ from thinwire.pieces.inner_optimizers import AdamW as AdamW
 from thinwire.pieces.inner_optimizers import Muon as Muon
 from thinwire.pieces.inner_optimizers import SGD as SGD
 
-# What packets may tell.
+# What is not let into a packet, and what packets may tell.
+from thinwire.pieces.guard import Guard as Guard
 from thinwire.pieces.privacy import Privacy as Privacy
 
 # What is exchanged, and the whole.
