@@ -17,6 +17,7 @@ from thinwire.codecs.cast import Cast as Cast
 from thinwire.codecs.cast import Identity as Identity
 from thinwire.codecs.codebook import Codebook as Codebook
 from thinwire.codecs.entropy import Entropy as Entropy
+from thinwire.codecs.levelled import Levelled as Levelled
 from thinwire.codecs.lowrank import LowRank as LowRank
 from thinwire.codecs.over_senders import OverSenders as OverSenders
 from thinwire.codecs.per_tensor import Each as Each
