@@ -32,7 +32,7 @@ from thinwire.runtime.fragment_state import RoundUpdate
 from thinwire.runtime.pipeline import RoundPipeline
 from thinwire.simulate.deadlines import Choose, Played, RateTrace, fixed, observed, oracle, play
 
-LEVELS = Levelled((Int(8), E3M0(32), Int(2), Sign(block=512)))
+LEVELS = Levelled((Int(8), E3M0(32), Sign(block=512)))
 STEPS, STEP_SECONDS = 300, 0.1
 RUN = Run.of(model="nano", batch=4, sequence=128, replicas=2, steps=STEPS)
 STRATEGY = tw.streaming_sign(codec=LEVELS)
