@@ -501,6 +501,25 @@ def coding(result: Result) -> tuple[list[str], list[list[str]]]:
     return ["method", *(case["case"] for case in cases)], rows
 
 
+def deadlines(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Rows of benchmarks/deadlines.py: a way a row, a trace a column; seconds stalled, utilisation, mean held-out loss."""
+    of: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for row in result["rows"]:
+        of.setdefault(row["way"], {})[row["trace"]] = row
+    traces = [*dict.fromkeys(row["trace"] for row in result["rows"])]
+    rows = [
+        [
+            f"`{re.sub(r', (scale|rounding)=[^,)]*|(scale|rounding)=[^,)]*, ', '', way)}`" if "(" in way else way,
+            *(
+                f"{one['stall_seconds']:.1f} s, {one['utilization']:.1%}, {statistics.fmean(one['losses']):.4f}"
+                for one in (found[trace] for trace in traces)
+            ),
+        ]
+        for way, found in of.items()
+    ]
+    return ["sent in", *traces], rows
+
+
 def _share(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
 
@@ -525,6 +544,7 @@ TABLES: dict[str, Callable[[Result], tuple[list[str], list[list[str]]]]] = {
     "codistill": codistill,
     "unequal": unequal,
     "coding": coding,
+    "deadlines": deadlines,
 }
 PICTURES: dict[str, Callable[[Result], str]] = {"family": family_picture}
 

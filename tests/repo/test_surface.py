@@ -25,7 +25,7 @@ from thinwire.lm.run import PART_OF, PARTS, Run
 
 # Of a run: options of train and compare, and what a run file holds.
 RUN = """
-strategy replicas steps seed every delay fragments merge codec partition offsets exchange outer_lr outer_momentum anchors privacy carrier
+strategy replicas steps seed every delay fragments merge codec partition offsets exchange outer_lr outer_momentum anchors privacy guard carrier
 aggregate attack liars topology buffers
 least grace weigh evict link uplink timeout model job lora positions text own_text column tokenizer batch sequence accumulate optimizer lr warmup
 weight_decay clip precision models eval_every eval_batches checkpoint_every keep publish slow

@@ -190,6 +190,18 @@ CODECS = [
         error=1.0,
     ),
     *(
+        row(tw.codecs.Levelled(codecs, level), *claims, error=error)
+        for codecs, level, claims, error in (
+            (
+                (tw.codecs.Int(8), tw.codecs.E3M0(32)),
+                0,
+                ("odd", "contractive", "idempotent"),
+                grid_error(tw.codecs.Int(8)),
+            ),
+            ((tw.codecs.Cast(), tw.codecs.E3M0(), tw.codecs.Sign(block=64)), 2, ("contractive",), 1.0),
+        )
+    ),
+    *(
         row(tw.codecs.Entropy(inner), "refuses", *claims, error=error)
         for inner, claims, error in (
             (tw.codecs.Identity(), ("exact", "odd", "contractive", "idempotent"), 0.0),
@@ -331,7 +343,17 @@ for table, protocol in (
     table += missing(table, protocol)
 TABLE = [
     *(*POLICIES, *FEEDBACKS, *CODECS, *SCHEDULES, *PARTITIONS, *OUTERS, *MERGES, *EXCHANGES, *AGGREGATES, *SIGNALS),
-    *(*PRIVACIES, *FILTERS, *WEIGHS, *CORRECTS, row(tw.pieces.transforms.Settled()), *INNERS, *TOPOLOGIES, *RULES),
+    *(
+        row(tw.pieces.guard.Guard()),
+        *PRIVACIES,
+        *FILTERS,
+        *WEIGHS,
+        *CORRECTS,
+        row(tw.pieces.transforms.Settled()),
+        *INNERS,
+        *TOPOLOGIES,
+        *RULES,
+    ),
     row(tw.exchange.Gossip(tw.topology.Ring(), tw.pieces.gossip.AdaptThenCombine())),
 ]
 

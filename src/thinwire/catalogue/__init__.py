@@ -17,6 +17,7 @@ from thinwire.codecs.cast import Cast as Cast
 from thinwire.codecs.cast import Identity as Identity
 from thinwire.codecs.codebook import Codebook as Codebook
 from thinwire.codecs.entropy import Entropy as Entropy
+from thinwire.codecs.levelled import Levelled as Levelled
 from thinwire.codecs.lowrank import LowRank as LowRank
 from thinwire.codecs.over_senders import OverSenders as OverSenders
 from thinwire.codecs.per_tensor import Each as Each
@@ -125,7 +126,8 @@ from thinwire.pieces.inner_optimizers import AdamW as AdamW
 from thinwire.pieces.inner_optimizers import Muon as Muon
 from thinwire.pieces.inner_optimizers import SGD as SGD
 
-# What packets may tell.
+# What is not let into a packet, and what packets may tell.
+from thinwire.pieces.guard import Guard as Guard
 from thinwire.pieces.privacy import Privacy as Privacy
 
 # What is exchanged, and the whole.

@@ -172,6 +172,12 @@ class Codec(Protocol):
         """Finer and coarser forms of this codec, to choose from; none if they are not known."""
         return ()
 
+    def within(self, share: float, numel: int) -> Codec:
+        """For a codec with levels: this codec, at the finest level that makes at most `share` of its `nbytes(numel)`, or at the coarsest. On the
+        wire, and to whom it is sent, they are one codec.
+        """
+        return self
+
     # ---- packets together
 
     @property
@@ -389,5 +395,8 @@ def warm_up(codec: Codec) -> None:
     codec = codec.fitted(((1 << 8, 1 << 8),))
     x = torch.ones(1 << 16)  # so many that all ways are taken
     payload = torch.empty(codec.nbytes(x.numel()), dtype=torch.uint8)
-    codec.encode(x, payload, Key())
-    codec.decode_add(payload, x, Key())
+    for eighths in range(9):
+        if eighths == 8 or codec.within(eighths / 8, x.numel()) is not codec:
+            form = codec.within(eighths / 8, x.numel())
+            form.encode(x, payload, Key())
+            form.decode_add(payload, x, Key())

@@ -247,6 +247,8 @@ class ElasticDriver(Driver):
         behind = self._trained - self._travelled[index]
         weight = behind if self.by_tokens else min(1.0, behind)
         delta = piece.delta(torch.empty_like(piece.anchor))
+        if self.strategy.guards:
+            self.training.guard(piece, delta, behind / (self.training.tokens or 1.0))
         claim, generation = (self._reader.claim(index), self._reader.generation) if self._reader else (None, 0)
         ready = Ready(index, delta, weight, step, piece.feedback, claim, generation)
         self._waiting[index] = ready, self._trained

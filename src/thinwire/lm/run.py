@@ -29,7 +29,17 @@ MAY_DIFFER = (
     *("text", "link", "uplink", "carrier", "timeout", "replicas", "strategy", "model", "job", "keep", "publish"),
     *OF_THE_RECIPE,
 )  # between replicas, as far as `Run.shared` is asked
-OF_PIECES = ("strategy", "codec", "partition", "exchange", "privacy", "aggregate", "topology", "optimizer")  # as text
+OF_PIECES = (
+    "strategy",
+    "codec",
+    "partition",
+    "exchange",
+    "privacy",
+    "guard",
+    "aggregate",
+    "topology",
+    "optimizer",
+)  # as text
 LR = 6e-3  # peak learning rate where width does not say it
 LR_AND_WIDTH = 10.24, 1.5  # of AdamW on the built-in sizes: 10.24 / width^1.5; docs/log.md has the experiment
 OF_A_CHECKPOINT = (

@@ -94,6 +94,8 @@ class MethodSpec(_Part):
     """Gossip: who talks to whom: Ring, RandomPairs, Exponential, Torus, RandomRegular(3), ..., or a JSON file of edges (thinwire docs gossip)."""
     privacy: str | None = None
     """Clip what is sent, add noise, and report epsilon: Privacy(clip=0.5, noise=4.0)."""
+    guard: str | None = None
+    """off does not clip deltas that are out of all proportion; Guard(z=10) clips fewer of them. Default: Guard()."""
     aggregate: str | None = None
     """How the deltas of all replicas become one: Mean, or a robust rule such as TrimmedMean(2) or GeometricMedian (thinwire docs robust)."""
     attack: str | None = None
@@ -109,12 +111,15 @@ class MethodSpec(_Part):
                 raise ConfigurationError(
                     f"privacy={self.privacy!r} with {self.label}: deltas of a Strategy can be clipped and made noisy; choose a recipe."
                 )
-            if self.aggregate is not None or attack:
+            if self.aggregate is not None or self.guard is not None or attack:
                 raise ConfigurationError(
-                    f"aggregate={self.aggregate!r}, attack={self.attack!r} with {self.label}: a method with a loop of its own has neither; choose "
-                    "a recipe."
+                    f"aggregate={self.aggregate!r}, guard={self.guard!r}, attack={self.attack!r} with {self.label}: a method with a loop of its "
+                    "own has none of them; choose a recipe."
                 )
             return made
+        if self.guard is not None:
+            guard = None if self.guard == "off" else parse(self.guard, offered=("off", "Guard"))
+            made = dataclasses.replace(made, guard=guard)
         if self.aggregate is not None:
             rule = parse(
                 self.aggregate, offered=pieces_of("pieces.aggregate") + pieces_of("pieces.robust"), own_files=True
@@ -185,7 +190,7 @@ class MethodSpec(_Part):
     @property
     def label(self) -> str:
         """The strategy as a person would write it: its name and its settings."""
-        named = (*OF_THE_RECIPE, "aggregate", "attack", "liars")
+        named = (*OF_THE_RECIPE, "aggregate", "guard", "attack", "liars")
         given = [f"{name}={getattr(self, name)}" for name in named if getattr(self, name) is not None]
         return shortened(self.strategy + (f"({', '.join(given)})" if given else ""))
 

@@ -9,6 +9,7 @@ of its kind:
     flight      fragment round nbytes begin end queued_seconds transfer_seconds
     land        fragment round begin stall_seconds seconds_spent
     refused     fragment round by reason
+    clipped     fragment round norm limit
     wire        name fragment round own_seconds over sent received scheduled
     round       round fragment members counted committed foreseen nbytes seconds_spent reason
     given       to nbytes
@@ -74,6 +75,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "flight": ("fragment", "round", "nbytes", "begin", "end", "queued_seconds", "transfer_seconds"),
     "land": ("fragment", "round", "begin", "stall_seconds", "seconds_spent"),
     "refused": ("fragment", "round", "by", "reason"),
+    "clipped": ("fragment", "round", "norm", "limit"),
     "wire": ("name", "fragment", "round", "own_seconds", "over", "sent", "received", "scheduled"),
     "round": ("round", "fragment", "members", "counted", "committed", "foreseen", "nbytes", "seconds_spent", "reason"),
     "given": ("to", "nbytes"),

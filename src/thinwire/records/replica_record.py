@@ -84,6 +84,7 @@ class ReplicaRecord:
     departed: Mapping[int, int]  # fragment -> rounds
     landed: Mapping[int, int]
     refused: Mapping[int, int]
+    clipped: int  # deltas, by the guard
     sent: Mapping[int, int]  # fragment -> bytes
     foreseen: int
     skipped: int
@@ -249,6 +250,7 @@ def _record(called: str, joined: Joined, own_steps: Steps, damaged: int) -> Repl
         departed=_rounds(departs, names),
         landed=_rounds(landed, names),
         refused=_rounds(dropped, names),
+        clipped=len(of.get("clipped", [])),
         sent=sent_of_each(departs, names),
         foreseen=sum(whole(event["nbytes"]) for _, event in of.get("depart", [])),
         skipped=len(of.get("skip", [])),

@@ -40,7 +40,7 @@ PROVENANCES = ("measured", "emulated", "simulated", "predicted")
 class Summary:
     """The numbers of a run: bytes, utilisation and stalls are the replicas' means, wall is the slowest one's.
 
-    `tokens` are all replicas' together. The fields are the keys of an `end` event's summary and of `summary.json`. The last
+    `tokens` and `deltas_clipped` are all replicas' together. The fields are the keys of an `end` event's summary and of `summary.json`. The last
     six are of replicas that come and go (`membership.py`): means over the run, rounds, and sums over the replicas of this folder.
     """
 
@@ -57,6 +57,7 @@ class Summary:
     stall_seconds: float
     provenance: str
     wire_bytes_foreseen: int = 0
+    deltas_clipped: int = 0
     living: float | None = None
     taking_part: float | None = None
     rounds_committed: int | None = None
@@ -84,6 +85,8 @@ class Summary:
             figures[:1] = [(f"evaluation: {name}", text_of_loss(one)) for name, one in self.losses.items()]
         if self.wire_bytes_sent < self.wire_bytes_foreseen:  # sizes depend on the values
             figures.insert(len(figures) - 4, ("foreseen at most", text_of_nbytes(self.wire_bytes_foreseen)))
+        if self.deltas_clipped:
+            figures.append(("deltas clipped", f"{self.deltas_clipped:,}"))
         if self.living is not None and self.taking_part is not None:
             figures += [("living", f"{self.living:.2f}"), ("taking part", f"{self.taking_part:.2f}")]
             figures += [("rounds committed", str(self.rounds_committed)), ("steps trained", f"{self.steps_trained:,}")]
@@ -294,7 +297,9 @@ def _overlaid(summary: Summary, said: Mapping[str, object]) -> Summary:
     changed: dict[str, Any] = {}
     for item in fields(Summary):
         value = said.get(item.name)
-        if item.name in ("living", "taking_part", "rounds_committed") or item.name.startswith(("steps_", "samples_")):
+        if item.name in ("living", "taking_part", "rounds_committed", "deltas_clipped") or item.name.startswith(
+            ("steps_", "samples_")
+        ):
             continue  # nobody can tell them alone
         if item.name == "losses":
             changed[item.name] = _named_losses(value)
@@ -339,6 +344,7 @@ def _computed(replicas: Sequence[ReplicaRecord]) -> Summary:
         eval_loss=float(evaluated[-1]) if evaluated is not None else None,
         wire_bytes_sent=round(nbytes),
         wire_bytes_foreseen=round(sum(r.foreseen for r in replicas) / count),
+        deltas_clipped=sum(r.clipped for r in replicas),
         bits_per_parameter_per_step=8 * nbytes / (parameters * steps) if parameters and steps else math.nan,
         compute_utilization=float(np.mean(used)) if used else math.nan,
         wall_seconds=max(r.wall_seconds for r in replicas),

@@ -108,6 +108,10 @@ class DeltaDriver(Driver):
         training, buffers, strategy = self.training, self._flights.buffers, self.training.strategy
         began = training.clock()
         delta = fragment.delta(buffers.like(fragment.anchor))
+        if (
+            strategy.guards and fragment.since != DROPPED and not self._alone
+        ):  # else the delta is of nobody knows how many steps
+            training.guard(fragment, delta, training.step - fragment.since)
         given = fragment.snapshot(buffers.like(fragment.anchor)) if self._alone else None
         if strategy.merge.whole_period:
             self._turn_over(fragment, delta)

@@ -6,6 +6,7 @@ fragment keeps its own until `commit`. Only what a `FragmentState` offers for it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from torch import Tensor
 from thinwire.codecs import Codec, in_full
 from thinwire.exchange import Buffers
 from thinwire.pieces.feedback import Feedback
+from thinwire.pieces.guard import Guard, Judged, norm_of
 from thinwire.pieces.outer import Outer
 from thinwire.pieces.partition import Fragment, local
 from thinwire.pieces.policy import Policy
@@ -43,6 +45,7 @@ class FragmentState:
     policy: State = field(default_factory=dict)  # what the strategy's policy knows of this fragment; on the CPU
     filters: tuple[Filter, ...] = ()  # as well
     filtered: tuple[State, ...] = ()  # what each remembers; on the CPU
+    guard: State = field(default_factory=dict)  # what the strategy's guard knows of this replica's norms; on the CPU
     rounds: int = 0
     since: int = 0  # the inner step after which nothing trained has departed; DROPPED if what departed was dropped
     counted: float = 0.0  # tokens trained when the last delta departed that counted, if they are counted
@@ -82,6 +85,21 @@ class FragmentState:
         for (part, slice_), (_, base) in zip(self.slices(into), self.slices(self.base)):
             torch.sub(base, part.to(base.device), out=slice_)
         return into
+
+    @torch.no_grad()
+    def guarded(self, guard: Guard, delta: Tensor, periods: float) -> tuple[float, Judged] | None:
+        """Have `guard` judge `delta`, trained for so many `periods`. If it clips, `delta` is shorter now and the parameters have gone back along
+        it; returns the norm that it had, and what the guard said.
+        """
+        norm = norm_of(delta)
+        if not math.isfinite(norm):  # refused elsewhere
+            return None
+        judged = guard.judged(norm, periods, self.guard)
+        self.guard = judged.state
+        if judged.scale == 1:
+            return None
+        self.load_into_parameters(self.base - delta.mul_(judged.scale))
+        return norm, judged
 
     def finite(self) -> bool:
         """Whether all of the replica's own parameters are."""
@@ -168,7 +186,10 @@ def hold(strategy: Strategy, fragment: Fragment, index: int, rank: int, size: in
     filters = tuple(one.fitted(codec, anchor.numel(), size) for one in strategy.filters)
     filtered = tuple(one.init(anchor.numel()) for one in filters)
     policy, state = strategy.policy.init(codec), strategy.outer.init(anchor)
-    return FragmentState(fragment, index, anchor, state, feedback, codec, memory, aggregated, policy, filters, filtered)
+    guard = strategy.guard.init() if strategy.guard and strategy.guards else {}
+    return FragmentState(
+        fragment, index, anchor, state, feedback, codec, memory, aggregated, policy, filters, filtered, guard
+    )
 
 
 class RoundUpdate:

@@ -27,6 +27,7 @@ from thinwire.exchange.stage import MOST_STAGES, Stage, tag_of
 from thinwire.packet import REFUSED, STOP, payload
 from thinwire.pieces.policy import Deciding
 from thinwire.rng import Key
+from thinwire.runtime.deadlines import Deadlines
 from thinwire.runtime.fragment_state import RoundUpdate
 from thinwire.runtime.handshake import Finished
 from thinwire.runtime.weighing import TokenCount, weighed
@@ -81,7 +82,7 @@ class RoundPipeline:
         self.finished = Finished(group)
         self._ahead = int(isinstance(strategy.signal, Gradients))  # a gradient is of the step that comes
         self.stop_requested = False
-        self._step_timer = StepTimer()
+        self._step_timer, self._deadlines = StepTimer(), Deadlines()
         self._inbound = ThreadPoolExecutor(1, "thinwire-inbound")
         self._launched = 0
 
@@ -101,8 +102,23 @@ class RoundPipeline:
         order = (update.lands, self._launched)
         own = self._step_timer.departs(update.departed, begin - stalled)
         self._launched += 1
+        self._set_level(update, begin, (update.lands - update.departed) * own if scheduled else 0.0)
         departure = self.context.send_queue.put(order, lambda: self._depart(update, order, counts))
         update.arrival = self._inbound.submit(self._arrive, departure, update, own, scheduled)
+
+    def _set_level(self, update: RoundUpdate, now: float, seconds: float) -> None:
+        """Of a codec with levels, take the finest with which `update` arrives within `seconds`; 0: there is no deadline."""
+        codec, numel = update.codec, update.delta.numel()
+        if not numel or codec.within(0.0, numel) is codec:
+            return
+        share = self._deadlines.share(now, update.nbytes, now + seconds) if seconds > 0 else 1.0
+        update.codec = codec.within(share, numel)
+        nbytes = sum(part.nbytes for part in update.codec.layout(numel))
+        self._deadlines.departed(now, round(update.nbytes * nbytes / codec.nbytes(numel)))
+
+    def landed(self, update: RoundUpdate) -> None:
+        """Learn from what `update` has taken: on the link where that is known, else in all."""
+        self._deadlines.landed(update.nbytes_sent, update.transfer_seconds or update.end - update.begin)
 
     def close(self) -> None:
         """Forget what has not been started; flights in progress end with the group."""
