@@ -1,8 +1,8 @@
 """Who sends to whom: graphs of replicas, how much neighbours count, and how fast that brings all together."""
 
 from thinwire.topology.base import Topology, check_size, parts, spread
-from thinwire.topology.drawn import ErdosRenyi, OnePeerExponential, RandomPairs, RandomRegular
-from thinwire.topology.fixed import Complete, Exponential, Listed, Mesh, Ring, Torus, read_edges
+from thinwire.topology.drawn import ErdosRenyi, OnePeerExponential, RandomGroups, RandomPairs, RandomRegular
+from thinwire.topology.fixed import Complete, Exponential, Listed, Mesh, MoshpitGrid, Ring, Torus, read_edges
 from thinwire.topology.spectrum import Spectrum, contraction, second, spectrum
 from thinwire.topology.weights import check_doubly, metropolis, mixing, outgoing
 
@@ -12,7 +12,9 @@ __all__ = [
     "Exponential",
     "Listed",
     "Mesh",
+    "MoshpitGrid",
     "OnePeerExponential",
+    "RandomGroups",
     "RandomPairs",
     "RandomRegular",
     "Ring",

@@ -29,9 +29,14 @@ class Topology(Protocol):
         return True
 
     @property
-    def pairs(self) -> bool:
-        """In every round each replica has one neighbour, drawn anew, and both send."""
-        return False
+    def drawn(self) -> int:
+        """In every round the replicas are parted into groups of so many, drawn anew, in which all send to all; 0: they are not."""
+        return 0
+
+    @property
+    def grouped(self) -> bool:
+        """In every round the replicas are parted into groups in which all send to all, and count alike."""
+        return self.drawn > 0
 
     @abstractmethod
     def edges(self, size: int, number: int = 0, fragment: int = 0, seed: int = 0) -> Edges:
