@@ -1,1 +1,1 @@
-"""Replicas of unequal speed that wait for nobody: each trains and reports at its own pace, a syncer holds rounds of what has come."""
+"""Replicas of unequal speed that do not wait for all: a syncer holds rounds of what has come, or neighbours meet two at a time."""

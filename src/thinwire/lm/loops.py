@@ -7,7 +7,7 @@ import math
 from thinwire.errors import ConfigurationError
 from thinwire.lm.run import Run
 from thinwire.lm.settings import Placement
-from thinwire.methods import Attached, ControlVariates, Federated, Flasc, JustOneByte, Method, ZerothOrder
+from thinwire.methods import Attached, ControlVariates, Flasc, JustOneByte, Method, ZerothOrder
 from thinwire.replica import Replica
 
 
@@ -43,9 +43,11 @@ def evaluated(replica: object) -> str:
     """What it holds while it is evaluated: `anchors`, which all agree on; in gossip its `own` weights, and at the end the `mean` over all
     replicas; or only `start`, where its round began.
     """
+    if isinstance(replica, Attached):
+        return replica.evaluated
     if isinstance(replica, Replica) and not replica.strategy.exchange.agrees:
         return "mean" if replica.agreed else "own"
-    return "anchors" if not isinstance(replica, Federated) or replica.informed else "start"
+    return "anchors"
 
 
 def micro_batches(accumulate: int, replica: object) -> float:

@@ -1,16 +1,19 @@
 """Who sends to whom: graphs of replicas, how much neighbours count, and how fast that brings all together."""
 
 from thinwire.topology.base import Topology, check_size, parts, spread
+from thinwire.topology.clocks import Clocks, Meeting, meeting_rates, resistances
 from thinwire.topology.drawn import ErdosRenyi, OnePeerExponential, RandomGroups, RandomPairs, RandomRegular
 from thinwire.topology.fixed import Complete, Exponential, Listed, Mesh, MoshpitGrid, Ring, Torus, read_edges
 from thinwire.topology.spectrum import Spectrum, contraction, second, spectrum
 from thinwire.topology.weights import check_doubly, metropolis, mixing, outgoing
 
 __all__ = [
+    "Clocks",
     "Complete",
     "ErdosRenyi",
     "Exponential",
     "Listed",
+    "Meeting",
     "Mesh",
     "MoshpitGrid",
     "OnePeerExponential",
@@ -24,11 +27,13 @@ __all__ = [
     "check_doubly",
     "check_size",
     "contraction",
+    "meeting_rates",
     "metropolis",
     "mixing",
     "outgoing",
     "parts",
     "read_edges",
+    "resistances",
     "second",
     "spectrum",
     "spread",
