@@ -11,7 +11,8 @@ from core_processes import run_world
 
 import thinwire as tw
 from thinwire.comm import CountedGroup, Ledger, ThreadGroup, run_threads
-from thinwire.decoupled.pairs import AcceleratedPairs, Mixing, Pairs, a2cid2, ad_psgd
+from thinwire.decoupled.pair_composition import Mixing
+from thinwire.decoupled.pairs import AcceleratedPairs, Pairs, a2cid2, ad_psgd
 from thinwire.errors import ConfigurationError, NonFiniteError
 from thinwire.pieces.partition import BySize
 from thinwire.testing.toy import same_bits

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from thinwire.codecs import Identity
 from thinwire.comm.group import Group, gather
+from thinwire.decoupled.pair_composition import PairComposition
 from thinwire.errors import CheckpointError, NonFiniteError
 from thinwire.methods.base import TAG, Attached
 from thinwire.packet import (
@@ -43,18 +44,15 @@ from thinwire.runtime.consensus import mean_of_all
 from thinwire.runtime.fragment_state import FragmentState
 from thinwire.runtime.handshake import agree_on_start, check_start
 from thinwire.runtime.module_state import clear
-from thinwire.topology import Clocks, Meeting
+from thinwire.topology import Clocks, PairEvent
 from thinwire.types import Observer
-
-if TYPE_CHECKING:
-    from thinwire.decoupled.pairs import Pairs
 
 END = (1 << 32) - 1  # a message's part: its sender has ended
 _CODEC = identity(Identity())
 
 
 class Pairing(Attached):
-    """The loop of `Pairs` on one replica.
+    """The loop of a method of pairs on one replica.
 
     ```python
     trained = a2cid2(topology=Ring()).attach(model, optimizer, group)
@@ -66,13 +64,13 @@ class Pairing(Attached):
     ```
     """
 
-    strategy: Pairs  # the method that attached it
+    strategy: PairComposition  # type: ignore[assignment]  # the method that attached it
 
     def __init__(
-        self, method: Pairs, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group,
+        self, method: PairComposition, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group,
         observer: Observer, clock: Callable[[], float],
     ) -> None:  # fmt: skip
-        super().__init__(method, model, optimizer, group, None, observer, clock)
+        super().__init__(method, model, optimizer, group, None, observer, clock)  # type: ignore[arg-type]
         self.fragments = method.partition.fragments(model)
         self._clocks: Clocks = method.clocks(group.size, len(self.fragments))
         self._mixing = method.mixing(group.size)
@@ -156,7 +154,7 @@ class Pairing(Attached):
 
     # ---- a meeting
 
-    def _meet(self, meeting: Meeting) -> None:
+    def _meet(self, meeting: PairEvent) -> None:
         rank = self.group.rank
         if rank not in (meeting.one, meeting.other):
             return
@@ -183,7 +181,7 @@ class Pairing(Attached):
         one.load_into_parameters(x)  # which has flowed, whatever was heard
 
     def _swap(
-        self, packets: Mapping[int, Tensor], one: FragmentState, meeting: Meeting | None
+        self, packets: Mapping[int, Tensor], one: FragmentState, meeting: PairEvent | None
     ) -> dict[int, Tensor | None]:
         """Send to each and hear its next message, x; None: it has ended. Raises `LinkError`, `PacketError`."""
         began, number = self._clock(), one.rounds
@@ -205,7 +203,7 @@ class Pairing(Attached):
             self._observe("land", self.step, **fields, begin=began, stall_seconds=waited, seconds_spent=0.0)
         return heard
 
-    def _opened(self, peer: int, room: Tensor, meeting: Meeting | None) -> Tensor | None:
+    def _opened(self, peer: int, room: Tensor, meeting: PairEvent | None) -> Tensor | None:
         """What came from `peer`; None where it has ended, or where this replica has."""
         packet = room[: said_nbytes(room)]
         if meeting is None or said(packet).part == END:
@@ -218,7 +216,7 @@ class Pairing(Attached):
         x.view(torch.uint8).copy_(payload(packet))
         return x
 
-    def _header(self, meeting: Meeting, sender: int, flags: int = 0) -> Header:
+    def _header(self, meeting: PairEvent, sender: int, flags: int = 0) -> Header:
         numel = self._states[meeting.fragment].anchor.numel()
         return Header(_CODEC, sender, meeting.fragment, meeting.unit, meeting.number, numel, 4 * numel, flags)
 

@@ -8,84 +8,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from thinwire.comm.group import Group
+from thinwire.decoupled.pair_composition import Mixing, PairComposition
 from thinwire.decoupled.pair_driver import Pairing
-from thinwire.decoupled.timeline import done
 from thinwire.errors import ConfigurationError
 from thinwire.methods.base import silent
 from thinwire.packet import HEADER_NBYTES
 from thinwire.pieces.inner_optimizers import AdamW
 from thinwire.pieces.partition import Partition, Whole
-from thinwire.topology import Clocks, Ring, Topology, meeting_rates, resistances
+from thinwire.topology import Ring, Topology, resistances
 from thinwire.types import Observer
 
 
-@dataclass(frozen=True)
-class Mixing:
-    """How a replica's x and its momentum x̃ move, between events and when two meet.
-
-        d(x, x̃)/dt = η·(x̃ − x, x − x̃),    m = x_i − x_j:   x_i ← x_i − m/2,   x̃_i ← x̃_i − α̃·m
-
-    Args:
-        eta: η; 0: there is no momentum.
-        pull: α̃.
-
-    >>> x, ahead = Mixing(eta=0.5).flowed(torch.zeros(1), torch.ones(1), math.log(2))
-    >>> x.item(), ahead.item()
-    (0.25, 0.75)
-    """
-
-    eta: float = 0.0
-    pull: float = 0.5
-
-    def flowed(self, x: Tensor, ahead: Tensor, seconds: float) -> tuple[Tensor, Tensor]:
-        """x and x̃ after a time without events; their sum is as it was."""
-        moved = (ahead - x) * (-math.expm1(-2 * self.eta * seconds) / 2)
-        return x + moved, ahead - moved
-
-    def met(self, x: Tensor, ahead: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-        """x and x̃ after a meeting with a neighbour whose x is `other`; over both, the sums are as they were."""
-        apart = x - other
-        return x - apart / 2, ahead - apart * self.pull
-
-
 @dataclass(frozen=True, kw_only=True)
-class Pairs:
+class Pairs(PairComposition):
     """Each replica trains by itself; neighbours meet by chance, in virtual time, and take the mean of their weights (AD-PSGD).
-
-    Args:
-        every: H, inner steps between two meetings of a replica over a fragment, in the mean over all replicas.
-        topology: who meets whom; the same all the time.
-        partition: how the model is cut into fragments; each has meetings of its own.
-        slow: an inner step of replica m takes slow[m]; (): all take the same time.
-        seed: of who meets whom, and when.
-
-    Raises:
-        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> Pairs(every=5).nbytes_per_period(1_000_000, size=8)
     4000048
     """
-
-    every: int = 1
-    topology: Topology = Ring()
-    partition: Partition = Whole()
-    slow: tuple[float, ...] = ()
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, kind in (("topology", Topology), ("partition", Partition)):
-            value = getattr(self, name)
-            if not isinstance(value, kind) or isinstance(value, type):
-                raise ConfigurationError(f"{name}={value!r}: that is no such piece; see `thinwire docs pieces`.")
-        if type(self.every) is not int or self.every < 1:
-            raise ConfigurationError(f"every={self.every}: at least 1 inner step between two meetings is needed.")
-        if not all(0 < one < math.inf for one in self.slow):
-            raise ConfigurationError(f"slow={self.slow}: factors above 0 are needed.")
-        if not self.topology.fixed:
-            meeting_rates(self.topology, 2, 1.0)
 
     def optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
         return AdamW().make(model, lr, 0.1)
@@ -99,22 +42,6 @@ class Pairs:
             raise ConfigurationError(f"slow={self.slow} for {group.size} replicas: one factor for each is needed.")
         return Pairing(self, model, optimizer, group, observer, clock)
 
-    def mixing(self, size: int) -> Mixing:
-        """Among `size` replicas. Raises `ConfigurationError` if the topology does not fit."""
-        return Mixing()
-
-    def clocks(self, size: int, fragments: int = 1) -> Clocks:
-        """Of meetings, in mean inner steps. Raises `ConfigurationError` if the topology does not fit."""
-        return Clocks(meeting_rates(self.topology, size, 1 / self.every), fragments, self.seed)
-
-    def step_time(self, rank: int, size: int) -> float:
-        """How long an inner step of replica `rank` takes, in mean inner steps."""
-        return self.slow[rank] * sum(1 / one for one in self.slow) / size if self.slow else 1.0
-
-    def progress(self, rank: int, size: int, step: int) -> int:
-        """Inner steps that all have taken, in their mean, before `rank` could take one more after its `step`-th."""
-        return done(self.slow or (1.0,) * size, rank, step) // size
-
     def nbytes_per_period(self, numel: int, size: int, rank: int = 0, period: int = 0) -> int:
         """On average: who meets whom is drawn."""
         return HEADER_NBYTES + 4 * numel if size > 1 else 0
@@ -124,8 +51,8 @@ class Pairs:
 class AcceleratedPairs(Pairs):
     """As `Pairs`, with a momentum whose η and α̃ follow from the graph (A²CiD²).
 
-    >>> AcceleratedPairs().mixing(16)
-    Mixing(eta=0.14247450471274764, pull=1.8716988906556157)
+    >>> round(AcceleratedPairs().mixing(16).eta, 4), round(AcceleratedPairs().mixing(16).pull, 3)
+    (0.1425, 1.872)
     """
 
     def mixing(self, size: int) -> Mixing:
@@ -173,8 +100,9 @@ def a2cid2(
         replicas i and j meet:     m = x_i − x_j,   x_i ← x_i − m/2,   x̃_i ← x̃_i − α̃·m,   the same with −m at j
         η = 1 / (2·√(χ₁·χ₂)),   α̃ = ½·√(χ₁/χ₂)
 
-    χ₁ and χ₂ are the graph's, at its rate of meetings. *Differs*: both flow before they send, the paper's code sends
-    first; who meets whom is drawn in virtual time as in `ad_psgd`; both step by any inner optimizer's step.
+    χ₁ and χ₂ are the graph's, at its rate of meetings.
+    *Differs*: both flow before they send, the paper's code sends first; who meets whom is drawn in virtual time as in
+    `ad_psgd`; any inner optimizer's step.
     *Wire*: as `ad_psgd`. x̃ stays where it is.
 
     Args:

@@ -1,7 +1,7 @@
 """Who sends to whom: graphs of replicas, how much neighbours count, and how fast that brings all together."""
 
 from thinwire.topology.base import Topology, check_size, parts, spread
-from thinwire.topology.clocks import Clocks, Meeting, meeting_rates, resistances
+from thinwire.topology.clocks import Clocks, PairEvent, meeting_rates, resistances
 from thinwire.topology.drawn import ErdosRenyi, OnePeerExponential, RandomGroups, RandomPairs, RandomRegular
 from thinwire.topology.fixed import Complete, Exponential, Listed, Mesh, MoshpitGrid, Ring, Torus, read_edges
 from thinwire.topology.spectrum import Spectrum, contraction, second, spectrum
@@ -13,10 +13,10 @@ __all__ = [
     "ErdosRenyi",
     "Exponential",
     "Listed",
-    "Meeting",
     "Mesh",
     "MoshpitGrid",
     "OnePeerExponential",
+    "PairEvent",
     "RandomGroups",
     "RandomPairs",
     "RandomRegular",
