@@ -8,6 +8,7 @@ from thinwire.codecs import Codec, Identity, RandomK, TopK
 from thinwire.methods.base import Attached, Method
 from thinwire.methods.control_rules import Averaged, Gain, Plain, Rule
 from thinwire.methods.control_variates import Controlled, ControlVariates
+from thinwire.methods.dadao import Dadao
 from thinwire.methods.flasc import Federated, Flasc
 from thinwire.methods.gradient_codes import Cyclic, Repetition
 from thinwire.methods.minmax import Extragradient, Masha1, Masha2, Saddle, Saddling, nbytes_sent
@@ -196,6 +197,7 @@ __all__ = [
     "ControlVariates",
     "Controlled",
     "Cyclic",
+    "Dadao",
     "Extragradient",
     "Federated",
     "Flasc",
