@@ -140,7 +140,7 @@ class Dadao:
         if not least * (1 - 1e-9) <= rate < math.inf:
             chi1, chi2 = resistances(self._rates(size, rate)) if rate > 0 else (math.inf, math.inf)
             raise ConfigurationError(
-                f"rate={rate:g} on {self.topology} among {size} replicas: χ₁·χ₂ is {chi1 * chi2:.3g}, at most 1/2 is needed, else the replicas diverge; "
+                f"rate={rate:g} on {self.topology} among {size} replicas: χ₁·χ₂ is {chi1 * chi2:.3g}, at most 1/2 is needed, else all diverge; "
                 f"give a rate of at least {least:.3f}, or None."
             )
         return Clocks(self._rates(size, rate), 1, self.seed)
