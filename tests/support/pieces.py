@@ -295,7 +295,7 @@ TOPOLOGIES = [
     *(row(tw.topology.Complete()), row(tw.topology.Ring()), row(tw.topology.Mesh()), row(tw.topology.Torus(2))),
     *(row(tw.topology.Exponential()), row(tw.topology.OnePeerExponential()), row(tw.topology.RandomPairs())),
     *(row(tw.topology.RandomGroups(4)), row(tw.topology.MoshpitGrid(2)), row(tw.topology.MoshpitGrid())),
-    *(row(tw.topology.RandomRegular(3)), row(tw.topology.ErdosRenyi(0.9))),
+    *(row(tw.topology.RandomRegular(3)), row(tw.topology.ErdosRenyi(0.9)), row(tw.topology.BarabasiAlbert(2))),
     row(tw.topology.Listed(((0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7)))),
 ]
 RULES = [

@@ -9,6 +9,7 @@ import pytest
 
 from thinwire.errors import ConfigurationError
 from thinwire.topology import (
+    BarabasiAlbert,
     Complete,
     ErdosRenyi,
     Exponential,
@@ -36,7 +37,12 @@ from thinwire.topology import (
 EVERY = [
     *(Complete(), Ring(), Mesh(), Mesh(2), Torus(), Exponential(), OnePeerExponential(), RandomPairs()),
     *(MoshpitGrid(), MoshpitGrid(2), MoshpitGrid(3), RandomGroups(4), RandomGroups(2)),
-    *(RandomRegular(3), ErdosRenyi(0.7), Listed(((0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7), (0, 7)))),
+    *(
+        BarabasiAlbert(2),
+        RandomRegular(3),
+        ErdosRenyi(0.7),
+        Listed(((0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7), (0, 7))),
+    ),
 ]
 
 

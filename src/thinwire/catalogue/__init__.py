@@ -76,6 +76,7 @@ from thinwire.topology.drawn import RandomGroups as RandomGroups
 from thinwire.topology.fixed import MoshpitGrid as MoshpitGrid
 from thinwire.topology.drawn import RandomRegular as RandomRegular
 from thinwire.topology.drawn import ErdosRenyi as ErdosRenyi
+from thinwire.topology.drawn import BarabasiAlbert as BarabasiAlbert
 from thinwire.topology.fixed import Listed as Listed
 
 # What a replica makes of what its neighbours say.

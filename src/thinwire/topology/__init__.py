@@ -2,12 +2,20 @@
 
 from thinwire.topology.base import Topology, check_size, parts, spread
 from thinwire.topology.clocks import Clocks, PairEvent, meeting_rates, resistances
-from thinwire.topology.drawn import ErdosRenyi, OnePeerExponential, RandomGroups, RandomPairs, RandomRegular
+from thinwire.topology.drawn import (
+    BarabasiAlbert,
+    ErdosRenyi,
+    OnePeerExponential,
+    RandomGroups,
+    RandomPairs,
+    RandomRegular,
+)
 from thinwire.topology.fixed import Complete, Exponential, Listed, Mesh, MoshpitGrid, Ring, Torus, read_edges
 from thinwire.topology.spectrum import Spectrum, contraction, second, spectrum
 from thinwire.topology.weights import check_doubly, metropolis, mixing, outgoing
 
 __all__ = [
+    "BarabasiAlbert",
     "Clocks",
     "Complete",
     "ErdosRenyi",

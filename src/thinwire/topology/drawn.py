@@ -167,6 +167,43 @@ class ErdosRenyi(Topology):
         return upper | upper.T
 
 
+@dataclass(frozen=True)
+class BarabasiAlbert(Topology):
+    """Replicas come one after another, and each joins `attach` that are there, with chances as many as these have neighbours: few hubs.
+
+    The first `attach` + 1 are a star (Barabási, Albert, Science 286, 1999). Always connected; drawn once for a run.
+
+    Args:
+        attach: neighbours that each one brings, at least 1.
+
+    Raises:
+        ConfigurationError: that is no number of neighbours.
+
+    >>> int(BarabasiAlbert(2).edges(10).sum()) // 2
+    16
+    """
+
+    attach: int = 2
+
+    def __post_init__(self) -> None:
+        if type(self.attach) is not int or self.attach < 1:
+            raise ConfigurationError(f"{self}: at least 1 neighbour for each that comes is needed.")
+
+    def edges(self, size: int, number: int = 0, fragment: int = 0, seed: int = 0) -> Edges:
+        if size <= self.attach:
+            raise ConfigurationError(f"{self} among {size} replicas: more than {self.attach} are needed.")
+        rng, edges = np.random.default_rng(derive(seed, "barabasi-albert")), np.zeros((size, size), dtype=bool)
+        edges[0, 1 : self.attach + 1] = edges[1 : self.attach + 1, 0] = True
+        for newcomer in range(self.attach + 1, size):
+            ends = np.repeat(np.arange(newcomer), edges[:newcomer].sum(1))  # each as often as it has neighbours
+            chosen: set[int] = set()
+            while len(chosen) < self.attach:
+                chosen.add(int(ends[rng.integers(len(ends))]))
+            for other in chosen:
+                edges[newcomer, other] = edges[other, newcomer] = True
+        return edges
+
+
 def _repaired(pairs: np.ndarray, size: int, seed: int) -> Edges | None:
     """A simple graph of these pairs; two that are no good swap their ends with others. None where that does not end."""
     rng, pairs = np.random.default_rng(seed), pairs.copy()
