@@ -73,8 +73,11 @@ from thinwire.topology.fixed import Torus as Torus
 from thinwire.topology.fixed import Exponential as Exponential
 from thinwire.topology.drawn import OnePeerExponential as OnePeerExponential
 from thinwire.topology.drawn import RandomPairs as RandomPairs
+from thinwire.topology.drawn import RandomGroups as RandomGroups
+from thinwire.topology.fixed import MoshpitGrid as MoshpitGrid
 from thinwire.topology.drawn import RandomRegular as RandomRegular
 from thinwire.topology.drawn import ErdosRenyi as ErdosRenyi
+from thinwire.topology.drawn import BarabasiAlbert as BarabasiAlbert
 from thinwire.topology.fixed import Listed as Listed
 
 # What a replica makes of what its neighbours say.

@@ -1,1 +1,1 @@
-"""Asynchronous training: each replica trains and reports at its own pace, and a syncer holds rounds of the deltas that have arrived."""
+"""Asynchronous training: each replica trains at its own pace. A syncer holds rounds of the deltas that have arrived, or neighbours meet in pairs."""

@@ -71,6 +71,7 @@ class Unequal(Attached):
     two deltas.
     """
 
+    own_steps = True
     strategy: Composition  # type: ignore[assignment]  # the `Decoupled` that attached it
 
     def __init__(

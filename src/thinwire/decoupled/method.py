@@ -14,8 +14,9 @@ from thinwire.comm.group import Group
 from thinwire.decoupled.composition import Composition
 from thinwire.decoupled.driver import Unequal
 from thinwire.decoupled.messages import DOWN, UP, SyncerMessages
+from thinwire.decoupled.pairs import a2cid2, ad_psgd
 from thinwire.errors import ConfigurationError
-from thinwire.methods.base import silent
+from thinwire.methods.base import Method, silent
 from thinwire.pieces.inner_optimizers import AdamW
 from thinwire.pieces.outer import DelayedNesterov, Nesterov
 from thinwire.pieces.partition import Strided, Whole
@@ -152,4 +153,6 @@ def async_local_sgd(
     )
 
 
-DECOUPLED: dict[str, Callable[..., Decoupled]] = {f.__name__: f for f in (decoupled_diloco, async_local_sgd)}
+DECOUPLED: dict[str, Callable[..., Method]] = {
+    f.__name__: f for f in (decoupled_diloco, async_local_sgd, ad_psgd, a2cid2)
+}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache, partial
 from typing import Any, ClassVar
@@ -19,6 +19,7 @@ from thinwire.exchange.chunks import Message, cut, packets_nbytes
 from thinwire.exchange.decode import Decoder
 from thinwire.exchange.round import Outgoing, Round
 from thinwire.exchange.stage import Stage
+from thinwire.exchange.two_shot import Reduction, reduction_nbytes
 from thinwire.packet import REFUSED
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.gossip import GossipRule
@@ -41,9 +42,17 @@ class _Said:
 
 
 @dataclass(frozen=True)
+class _Reduced:
+    """One vector whose mean a group takes together: where it begins among all that are said, and that mean."""
+
+    begin: int
+    mean: Reduction
+
+
+@dataclass(frozen=True)
 class _Departure:
     round: Round
-    said: list[_Said]
+    said: list[_Said | _Reduced]
     shares: Mapping[int, float] | None  # the weights of the packets, by rank; None: equal
 
 
@@ -52,7 +61,8 @@ class Gossip(Exchange):
     """Each replica exchanges with its neighbours of the round only. It waits for no others, and replicas do not agree on all bits.
 
     The rule names the vectors that a replica sends. For each, the exchange returns the mean over the replica's neighbours and itself, with the
-    rule's weights. The vectors follow each other in one flat estimate.
+    rule's weights. The vectors follow each other in one flat estimate. A group of more than two
+    in which all weights are equal takes the mean as `TwoShot` does.
 
     Args:
         topology: who sends to whom, in every round.
@@ -123,8 +133,17 @@ class Gossip(Exchange):
         key, rank, size = round_.key, round_.rank, round_.size
         weights = _weights(self, size, 0 if self.topology.fixed else key.round, key.fragment, key.seed)
         sources, targets = _others(weights[rank], rank), _others(weights[:, rank], rank)
-        said, begin = [], 0
+        members = _group(self, weights, rank)
+        said: list[_Said | _Reduced] = []
+        begin = 0
         for number, (codec, numel) in enumerate(self.rule.vectors(round_.codec, round_.numel)):
+            if members:
+                mean = Reduction(round_, codec, numel, 2 * number, members=members)
+                mean.expect()
+                mean.send(partial(_shifted, round_, begin))
+                said.append(_Reduced(begin, mean))
+                begin += numel
+                continue
             stage, messages = Stage(round_, codec, number), cut(codec, 0, numel)
             stage.expect(dict.fromkeys(sources, messages))
             signal = partial(_shifted, round_, begin)
@@ -136,6 +155,10 @@ class Gossip(Exchange):
     def arrive(self, departure: _Departure, settle: Settle) -> Arrival:
         round_, flags = departure.round, [0] * departure.round.size
         for one in departure.said:
+            if isinstance(one, _Reduced):
+                flags = [a | b for a, b in zip(flags, one.mean.arrive(partial(_settled, settle, one.begin)).flags)]
+                _check_sound(flags, round_.key)
+                continue
             room = Decoder(round_, one.codec, one.messages)
             for index, message in enumerate(one.messages):
                 heard = one.stage.receive(index)
@@ -152,8 +175,18 @@ class Gossip(Exchange):
         return Arrival(tuple(flags), {})
 
     def nbytes_sent(self, codec: Codec, numel: int, size: int, rank: int | None = None) -> int:
+        """At most, where the groups of a topology have unlike sizes."""
         vectors = self.rule.vectors(codec, numel)
-        return self.most_neighbours(size, rank) * sum(packets_nbytes(cut(one, 0, n)) for one, n in vectors)
+        ranks = range(size) if rank is None else (rank,)
+        if not self.topology.grouped:
+            return self.most_neighbours(size, rank) * sum(packets_nbytes(cut(one, 0, n)) for one, n in vectors)
+        places = {self._place(size, number, one) for number in range(self.topology.rounds(size) or 1) for one in ranks}
+        return max(sum(_nbytes_in_group(one, n, size, *place) for one, n in vectors) for place in places)
+
+    def _place(self, size: int, number: int, rank: int) -> tuple[int, int]:
+        """Of a replica in its group: how large that is, and how many are before it."""
+        row = self.topology.edges(size, number)[rank]
+        return int(row.sum()) + 1, int(row[:rank].sum())
 
     def most_neighbours(self, size: int, rank: int | None = None) -> int:
         """The number of replicas to which replica `rank` sends in a round; without `rank`: the largest of all replicas."""
@@ -167,6 +200,22 @@ class Gossip(Exchange):
 @lru_cache(maxsize=256)
 def _weights(gossip: Gossip, size: int, number: int, fragment: int, seed: int) -> Weights:
     return gossip.rule.weights(gossip.topology, size, number, fragment, seed)
+
+
+def _group(gossip: Gossip, weights: Weights, rank: int) -> list[int]:
+    """The group of `rank`, where more than two take their mean together."""
+    members = [int(one) for one in np.flatnonzero(weights[rank])]
+    return members if gossip.topology.grouped and len(members) > 2 else []
+
+
+def _nbytes_in_group(codec: Codec, numel: int, size: int, members: int, place: int) -> int:
+    if members > 2:
+        return reduction_nbytes(codec, numel, members, place, marks=size)
+    return (members - 1) * packets_nbytes(cut(codec, 0, numel))
+
+
+def _settled(settle: Settle, first: int, begin: int, mean: Tensor, sent: Callable[[], Tensor]) -> None:
+    settle(first + begin, mean, sent)
 
 
 def _shifted(round_: Round, first: int, begin: int, end: int) -> Tensor:

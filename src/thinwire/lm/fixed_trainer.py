@@ -6,7 +6,6 @@ from typing import Any
 
 from thinwire import checkpoint
 from thinwire.comm import Group
-from thinwire.decoupled.driver import Unequal
 from thinwire.errors import CheckpointError, EndedError, LinkError
 from thinwire.lm.place import Place
 from thinwire.lm.text_job import TextJob, TextProbe
@@ -50,7 +49,7 @@ class FixedTrainer(Trainer):
         )  # fmt: skip
 
     def _resume(self) -> None:
-        if isinstance(self.replica, Unequal):  # each has checkpoints of steps of its own
+        if isinstance(self.replica, Attached) and self.replica.own_steps:
             found, skipped = checkpoint.newest(self.checkpoints)
         else:
             found, skipped = checkpoint.newest_common(self.checkpoints, self.group, self.place.site)
@@ -69,9 +68,8 @@ class FixedTrainer(Trainer):
         return False
 
     def _summary(self, stopped: bool) -> dict[str, Any]:
-        unequal = isinstance(
-            self.replica, Unequal
-        )  # each has read as much as it could: no one position says what all have
+        # Where each has read as much as it could, no one position says what all have.
+        unequal = isinstance(self.replica, Attached) and self.replica.own_steps
         return super()._summary(stopped) | ({"samples": {}} if unequal else {})
 
     @property

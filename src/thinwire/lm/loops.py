@@ -10,7 +10,7 @@ from thinwire.jobs.base import Job
 from thinwire.lm.place import ElasticPlace, Place
 from thinwire.lm.run import Run
 from thinwire.lm.settings import Placement
-from thinwire.methods import Attached, Codistill, ControlVariates, Federated, Flasc, JustOneByte, Method, ZerothOrder
+from thinwire.methods import Attached, Codistill, ControlVariates, Flasc, JustOneByte, Method, ZerothOrder
 from thinwire.methods.codistill import Talking
 from thinwire.replica import Replica
 
@@ -58,11 +58,11 @@ def evaluated(replica: object) -> str:
     """What it holds while it is evaluated: `anchors`, which all agree on; in gossip its `own` weights, and at the end the `mean` over all
     replicas; `each` where every replica has another model; or only `start`, where its round began.
     """
-    if isinstance(replica, Talking):
-        return "each"
+    if isinstance(replica, Attached):
+        return replica.evaluated
     if isinstance(replica, Replica) and not replica.strategy.exchange.agrees:
         return "mean" if replica.agreed else "own"
-    return "anchors" if not isinstance(replica, Federated) or replica.informed else "start"
+    return "anchors"
 
 
 def model_folder(run: Run, job: Job, place: Place | ElasticPlace, replica: object) -> Path:

@@ -9,6 +9,7 @@ from thinwire.methods.base import Attached, Method
 from thinwire.methods.codistill import Codistill, Talking
 from thinwire.methods.control_rules import Averaged, Gain, Plain, Rule
 from thinwire.methods.control_variates import Controlled, ControlVariates
+from thinwire.methods.dadao import Dadao
 from thinwire.methods.flasc import Federated, Flasc
 from thinwire.methods.gradient_codes import Cyclic, Repetition
 from thinwire.methods.minmax import Extragradient, Masha1, Masha2, Saddle, Saddling, nbytes_sent
@@ -242,6 +243,7 @@ __all__ = [
     "ControlVariates",
     "Controlled",
     "Cyclic",
+    "Dadao",
     "Extragradient",
     "Federated",
     "Flasc",

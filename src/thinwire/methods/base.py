@@ -185,6 +185,7 @@ class Attached(Participant):
     [10, 10]
     """
 
+    own_steps = False  # each replica takes as many as it can, and has checkpoints of steps of its own
     idle = False  # a replica that is idle takes no part in this step's work; its loop calls `skip` instead
     share = 1.0  # of the replicas that are not idle
 
@@ -198,6 +199,11 @@ class Attached(Participant):
         self.strategy, self.model, self.optimizer = method, model, optimizer
         self.fragments: list[Fragment] = Whole().fragments(model)
         self.parameters = [parameter for _, parameter in trainable(model)]
+
+    @property
+    def evaluated(self) -> str:
+        """What the model holds in evaluations: `anchors`, `own` weights, the `mean` of all replicas', or only `start`, where a round began."""
+        return "anchors"
 
     @property
     def progress(self) -> int:

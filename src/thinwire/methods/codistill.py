@@ -201,6 +201,11 @@ class Talking(Attached):
             optimizer.register_step_post_hook(lambda *_: self._after_step()),
         ]
 
+    @property
+    def evaluated(self) -> str:
+        """`each`: every replica has a model of its own."""
+        return "each"
+
     # ---- around an inner step
 
     def exchange_gradients(self) -> None:

@@ -161,6 +161,10 @@ class Federated(Attached):
         """Whether it knows p: the hub does, at the end all do."""
         return self._finished or self.name == self.hub
 
+    @property
+    def evaluated(self) -> str:
+        return "anchors" if self.informed else "start"
+
     def skip(self) -> None:
         """A step of a replica that is idle."""
         self._after_step()

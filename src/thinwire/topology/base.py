@@ -29,9 +29,14 @@ class Topology(Protocol):
         return True
 
     @property
-    def pairs(self) -> bool:
-        """Whether in every round each replica has one neighbour, drawn for that round, and both send."""
-        return False
+    def drawn(self) -> int:
+        """The size of the groups into which the replicas are drawn anew in every round, in which all send to all; 0: there are none."""
+        return 0
+
+    @property
+    def grouped(self) -> bool:
+        """Whether in every round the replicas form groups in which all send to all, with equal weights."""
+        return self.drawn > 0
 
     @abstractmethod
     def edges(self, size: int, number: int = 0, fragment: int = 0, seed: int = 0) -> Edges:

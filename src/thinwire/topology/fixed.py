@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -86,6 +87,46 @@ class Exponential(Topology):
         for power in range((size - 1).bit_length()):
             edges[np.arange(size), (np.arange(size) + (1 << power)) % size] = True
         return edges
+
+
+@dataclass(frozen=True)
+class MoshpitGrid(Topology):
+    """Replicas on a grid of `side` cells along each of d = ⌈log_side M⌉ axes; in round k each row along axis k mod d is a group, in which all
+    send to all (Moshpit, Ryabinin et al., arXiv 2103.03239).
+
+    d rounds are the exact mean where the grid is full, as with M = side^d, or M = n·side^(d−1) with n below side. Fragments begin with
+    different axes.
+
+    Args:
+        side: cells along an axis, and so replicas in a group at most; at least 2.
+
+    Raises:
+        ConfigurationError: that is no side.
+
+    >>> [[int(j) for j in MoshpitGrid(2).edges(4, number)[0].nonzero()[0]] for number in range(2)]
+    [[1], [2]]
+    """
+
+    side: int = 4
+
+    fixed: ClassVar[bool] = False
+    grouped: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if type(self.side) is not int or self.side < 2:
+            raise ConfigurationError(f"{self}: at least 2 cells along an axis are needed.")
+
+    def edges(self, size: int, number: int = 0, fragment: int = 0, seed: int = 0) -> Edges:
+        power = self.side ** ((number + fragment) % self.rounds(size))
+        ranks = np.arange(size)
+        row = ranks - ranks // power % self.side * power  # the rank with 0 along this axis
+        return np.asarray((row[:, None] == row) & ~np.eye(size, dtype=bool))
+
+    def rounds(self, size: int) -> int:
+        count = 1
+        while self.side**count < size:
+            count += 1
+        return count
 
 
 @dataclass(frozen=True)
