@@ -23,8 +23,9 @@ import torch
 
 from thinwire import Strategy
 from thinwire.decoupled.method import DECOUPLED, Decoupled
+from thinwire.decoupled.pairs import AcceleratedPairs, Pairs
 from thinwire.lm.model import SIZES, Transformer
-from thinwire.methods import METHODS, Averaged, ControlVariates, Flasc, Method
+from thinwire.methods import CODISTILL, METHODS, Averaged, ControlVariates, Flasc, Method
 from thinwire.pieces.partition import Fragment
 from thinwire.pieces.policy import Deciding
 from thinwire.pieces.schedule import Adaptive
@@ -35,7 +36,7 @@ from thinwire.strategy import Gradients
 ROOT = Path(__file__).parents[1]
 FAMILY, DEFAULTS = "benchmarks/results/family.json", "benchmarks/results/defaults.json"
 MODEL, REPLICAS = "tiny", 2  # those of `thinwire train` when nothing is said
-NAMED: Mapping[str, Callable[..., Strategy | Method]] = RECIPES | METHODS | DECOUPLED
+NAMED: Mapping[str, Callable[..., Strategy | Method]] = RECIPES | METHODS | DECOUPLED | CODISTILL
 BLOCK = re.compile(r"(<!-- (wire|measured|recipes)((?: \w+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
 CONTROL = "data_parallel"
 
@@ -203,6 +204,8 @@ def kept(name: str) -> float:
         return 16
     if isinstance(made, Decoupled):  # beside the syncer: anchor, outer state, residual and what is in the air
         return 12 + 4 * len(made.outer.init(torch.zeros(1)))
+    if isinstance(made, Pairs):  # x at the last event, and its momentum
+        return 8 if isinstance(made, AcceleratedPairs) else 4
     if not isinstance(made, Strategy):  # a log, a byte a value
         return 0
     numels = [fragment.numel for fragment in fragments(name)]

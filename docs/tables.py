@@ -215,6 +215,20 @@ def experts(result: Result) -> tuple[list[str], list[list[str]]]:
     return ["texts", "model", *result["rows"][0]["losses"], "mean", "seeds"], rows
 
 
+def codistill(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Rows of benchmarks/codistill.py: each model in each arm, and the differences to itself alone, seed by seed."""
+    rows, order = [], result["setting"]["models"]
+    for row in sorted(result["rows"], key=lambda row: order.index(row["model"])):
+        spreads = [
+            "" if spread is None else f" ± {spread:{form}}"
+            for spread, form in ((row["eval_loss_spread"], ".4f"), (row["against alone, spread"], ".2%"))
+        ]
+        against = "control" if row["arm"] == "alone" else f"{row['against alone']:+.2%}{spreads[1]}"
+        loss = f"{row['eval_loss']:.4f}{spreads[0]}"
+        rows.append([row["model"], row["arm"], loss, against, f"{row['bytes sent a step']:,.0f}", str(row["seeds"])])
+    return ["model", "arm", "evaluation loss", "against alone", "bytes sent a step", "seeds"], rows
+
+
 def attach(result: Result) -> tuple[list[str], list[list[str]]]:
     """Cases of benchmarks/attach.py."""
     rows = []
@@ -487,6 +501,25 @@ def coding(result: Result) -> tuple[list[str], list[list[str]]]:
     return ["method", *(case["case"] for case in cases)], rows
 
 
+def deadlines(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Rows of benchmarks/deadlines.py: a way a row, a trace a column; seconds stalled, utilisation, mean held-out loss."""
+    of: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for row in result["rows"]:
+        of.setdefault(row["way"], {})[row["trace"]] = row
+    traces = [*dict.fromkeys(row["trace"] for row in result["rows"])]
+    rows = [
+        [
+            f"`{re.sub(r', (scale|rounding)=[^,)]*|(scale|rounding)=[^,)]*, ', '', way)}`" if "(" in way else way,
+            *(
+                f"{one['stall_seconds']:.1f} s, {one['utilization']:.1%}, {statistics.fmean(one['losses']):.4f}"
+                for one in (found[trace] for trace in traces)
+            ),
+        ]
+        for way, found in of.items()
+    ]
+    return ["sent in", *traces], rows
+
+
 def _share(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
 
@@ -508,8 +541,10 @@ TABLES: dict[str, Callable[[Result], tuple[list[str], list[list[str]]]]] = {
     "follow": follow,
     "zoo": zoo,
     "experts": experts,
+    "codistill": codistill,
     "unequal": unequal,
     "coding": coding,
+    "deadlines": deadlines,
 }
 PICTURES: dict[str, Callable[[Result], str]] = {"family": family_picture}
 

@@ -74,9 +74,18 @@ class Checkpoint:
 
 
 def save(folder: Path, replica: Trained, notes: Mapping[str, Any], keep: int = 3) -> Path:
-    """Write `replica` and the caller's `notes` (JSON) to `folder`/step-N and drop all but the last `keep` up to it.
+    """Write `replica` and the caller's `notes` to `folder`/step-N, and delete all but the last `keep` of the checkpoints up to it.
 
-    Never waits for what is in the air. Raises `CheckpointError` if the disk does not take it; what was there stays.
+    Never waits for a round in flight. If it fails, what was there before stays.
+
+    Args:
+        folder: of this rank's checkpoints; made if it is not there.
+        replica: a `Replica`, or an attached method.
+        notes: what the caller needs to resume, for JSON.
+        keep: number of checkpoints.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be written.
     """
     tensors, facts = replica.state()
     inner, groups = _optimizer_state(replica.optimizer)
@@ -94,7 +103,7 @@ def save(folder: Path, replica: Trained, notes: Mapping[str, Any], keep: int = 3
 
 
 def write(folder: Path, manifest: dict[str, Any], contents: Sequence[Mapping[str, Tensor]], keep: int) -> Path:
-    """Write the checkpoint with this `manifest`, but for its checksums, and these `contents` of its three files. As `save`."""
+    """Write the checkpoint with this `manifest`, without its checksums, and these `contents` of its three files. As `save`."""
     final = folder / f"step-{manifest['step']:08d}"
     partial = hidden(final, "partial")
     try:
@@ -178,7 +187,15 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read(path: Path, hashes: bool = True) -> Checkpoint:
-    """Check every file of `path` against its manifest; without `hashes` only its size. Raises `CheckpointError` saying what is wrong."""
+    """Check a checkpoint's files against its manifest.
+
+    Args:
+        path: its folder, step-N.
+        hashes: whether contents are compared, or only sizes.
+
+    Raises:
+        CheckpointError: it is damaged, or of another format; the message says what is wrong.
+    """
     try:
         manifest = parsed(json.loads, contents(path / "manifest.json"))
         written = manifest.pop("sha256", None)
@@ -209,7 +226,7 @@ def found_in(folder: Path) -> list[Path]:
 
 
 def _problem(path: Path, manifest: Mapping[str, Any], hashes: bool) -> str:
-    """In what the files differ from their manifest, or that from its folder's name; empty if in nothing."""
+    """How the files differ from their manifest, or the manifest from its folder's name; empty if they do not."""
     if odd := [name for name, kind in _MANIFEST.items() if type(manifest[name]) is not kind]:
         return f"its manifest has no sound {', '.join(odd)}"
     if step_of(path) != manifest["step"]:
@@ -229,6 +246,11 @@ def newest_common(
     """The newest step of which every rank has a whole checkpoint, and what was passed over, with reasons. Collective.
 
     Where there is no such step, the reasons say what each rank has.
+
+    Args:
+        folder: of this rank's checkpoints.
+        group: the replicas.
+        site: the ranks of this replica, if it is sharded.
     """
     found, skipped = _sound(folder)
     common, held = set(found), []
@@ -285,8 +307,8 @@ def _sound(folder: Path) -> tuple[dict[int, Checkpoint], list[dict[str, str]]]:
 
 
 def set_aside_later(folder: Path, step: int) -> None:
-    """Rename what is of later steps than `step`, from which this replica goes on, to passed-over-N: it is not of this run's
-    future, and must not be taken for a part of it if another replica has a checkpoint of the same step one day.
+    """Rename checkpoints of later steps than `step`, from which this replica resumes, to passed-over-N. They belong to another
+    future of this run, and must not count if another replica writes a checkpoint of the same step.
     """
     for path in found_in(folder):
         if step_of(path) > step:
@@ -296,10 +318,14 @@ def set_aside_later(folder: Path, step: int) -> None:
 
 
 def load(checkpoint: Checkpoint, replica: Trained) -> None:
-    """Put `checkpoint` into `replica`, its model and its optimizer. Collective: flights that were in the air depart
-    again.
+    """Restore a checkpoint into `replica`, its model and its optimizer. Collective: rounds that were in flight depart again.
 
-    Raises `CheckpointError` if it was made for another model or strategy.
+    Args:
+        checkpoint: from `read` or `newest_common`.
+        replica: made with the same strategy and the same kind of model and optimizer as the saved one.
+
+    Raises:
+        CheckpointError: it was made for another model or strategy.
     """
     manifest = checkpoint.manifest
     if manifest["strategy"] != repr(replica.strategy):

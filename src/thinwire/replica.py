@@ -68,7 +68,7 @@ class Replica:
         group: the replicas of a fixed group; with FSDP2 this rank and the same ranks of the other replicas. A `Membership` makes the
             run elastic (docs/elastic.md): `step` then jumps ahead if this replica was behind.
         site: the ranks of this replica, if it has several.
-        tokens: tokens per inner step, with a `Membership` only: a delta is then weighted by its tokens. None: all deltas count alike.
+        tokens: tokens per inner step: a delta is then weighted by its tokens. None: all deltas count alike.
         reader: with a `Membership` only: where this replica reads its samples, each once an epoch in all (docs/data.md).
         buffers: what becomes of running statistics and other floating buffers: `mean`, the mean over all replicas at the end and within
             `averaged_buffers` (4 bytes a value each time, if any differ); or `local`. With a `Membership` they stay local.
@@ -145,12 +145,12 @@ class Replica:
 
     @property
     def agreed(self) -> bool:
-        """The outer weights are the same on all replicas: always, but for gossip, where each has its own until `finish`."""
+        """Whether the outer weights are the same on all replicas: always, except in gossip before `finish`."""
         return self.strategy.exchange.agrees or self._finished
 
     @property
     def seconds(self) -> float:
-        """Of the main thread in departures and landings, stalls included."""
+        """Seconds of the main thread in departures and landings, stalls included."""
         return self._inner_steps.seconds
 
     @property
@@ -188,9 +188,9 @@ class Replica:
         return anchored(self._driver)
 
     def averaged_buffers(self) -> AbstractContextManager[None]:
-        """A context: inside it the model's buffers are those that all replicas will end with, afterwards the replica's own again, bit for bit.
+        """A context in which the model has the buffers that all replicas will end with; afterwards it has its own again, bit for bit.
 
-        Collective in a fixed group with buffers="mean": all enter it after the same inner step. Else it changes nothing.
+        Collective in a fixed group with buffers="mean": all enter it after the same inner step. Otherwise it changes nothing.
         """
         return self._buffers.averaged()
 

@@ -11,17 +11,12 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch import nn
 
-from thinwire.codecs import (
-    Codec,
-    Identity,
-    Shapes,
-    in_full,
-    warm_up,
-)
+from thinwire.codecs import Codec, Identity, Shapes, in_full, warm_up
 from thinwire.errors import ConfigurationError
 from thinwire.exchange import Direct, Exchange
 from thinwire.pieces.aggregate import Aggregate, Mean
 from thinwire.pieces.feedback import Feedback
+from thinwire.pieces.guard import Guard
 from thinwire.pieces.inner_optimizers import Inner, check_momentum
 from thinwire.pieces.merge import Merge, Mix
 from thinwire.pieces.outer import Average, Outer
@@ -108,6 +103,7 @@ class Strategy:
         signal: what is exchanged: deltas after inner steps, or gradients before each.
         inner: the inner optimizer that the method needs; None: any.
         privacy: clips deltas and adds noise; None: off.
+        guard: clips a replica's own delta that is out of all proportion; None: off.
         anchors: where anchors and outer state are kept: in "host" memory, or on the model's "device".
         seed: of all random draws of codecs, a whole number.
 
@@ -137,6 +133,7 @@ class Strategy:
     signal: Deltas | Gradients = Deltas()
     inner: Inner | None = None
     privacy: Privacy | None = None
+    guard: Guard | None = Guard()
     anchors: Literal["host", "device"] = "host"
     seed: int = 0
 
@@ -145,10 +142,12 @@ class Strategy:
         protocols |= {"policy": Policy, "exchange": Exchange, "aggregate": Aggregate, "outer": Outer, "merge": Merge}
         for name, protocol in protocols.items():
             check_piece(name, getattr(self, name), protocol)
-        if not isinstance(self.signal, Deltas | Gradients):
-            raise ConfigurationError(f"signal={self.signal!r}: Deltas() or Gradients() is needed.")
-        if not isinstance(self.feedback, Feedback | None):
-            raise ConfigurationError(f"feedback={self.feedback!r}: Feedback(...) or None is needed.")
+        kinds: dict[str, Any] = {"signal": Deltas | Gradients, "feedback": Feedback | None}
+        kinds |= {"privacy": Privacy | None, "guard": Guard | None}
+        for name, kind in kinds.items():
+            if not isinstance(getattr(self, name), kind):
+                needed = " or ".join(f"{one.__name__}()" for one in kind.__args__).replace("NoneType()", "None")
+                raise ConfigurationError(f"{name}={getattr(self, name)!r}: {needed} is needed.")
         for codec in self.policy.codecs(self.codec):
             self._check_codec(codec)
         self._check_momentum()
@@ -162,19 +161,19 @@ class Strategy:
         if self.anchors not in ("host", "device"):
             raise ConfigurationError(f"anchors={self.anchors!r}: 'host' or 'device' is needed.")
         self._check_period()
-        if isinstance(self.signal, Gradients) and (self.schedule, self.outer, self.merge) != (
-            Every(1),
-            Average(),
-            Mix(),
-        ):
+        plain = (Every(1), Average(), Mix())
+        if isinstance(self.signal, Gradients) and (self.schedule, self.outer, self.merge) != plain:
             raise ConfigurationError(
                 f"Gradients() with {self.schedule!r}, {self.outer!r}, {self.merge!r}: gradients are exchanged at every step, and the inner "
                 "optimizer is the outer one; leave schedule, outer and merge at Every(1), Average() and Mix()."
             )
 
     def __repr__(self) -> str:
-        """As a dataclass has it, but for the aggregate where it is the mean: so what had no other is named as it was before there were others."""
-        named = [f.name for f in fields(self) if f.name != "aggregate" or self.aggregate != Mean()]
+        """As a dataclass has it, but for the aggregate where it is the mean, and the guard where it is the usual: so what had no other is named as
+        it was before there were others.
+        """
+        usual = {"aggregate": Mean(), "guard": Guard()}
+        named = [f.name for f in fields(self) if f.name not in usual or getattr(self, f.name) != usual[f.name]]
         return f"Strategy({', '.join(f'{name}={getattr(self, name)!r}' for name in named)})"
 
     def _check_aggregate(self) -> None:
@@ -223,8 +222,6 @@ class Strategy:
             )
 
     def _check_privacy(self) -> None:
-        if not isinstance(self.privacy, Privacy | None):
-            raise ConfigurationError(f"privacy={self.privacy!r}: Privacy(...) or None is needed.")
         reason = ""
         if self.feedback:
             reason = (
@@ -268,6 +265,11 @@ class Strategy:
                 f"{owner} with {self.outer}: momentum before the exchange and after it, one owner is needed; choose Average() or "
                 "Nesterov(lr, momentum=0.0), or take the filter out."
             )
+
+    @property
+    def guards(self) -> bool:
+        """Whether the guard looks at deltas: gradients and what gossip sends are none."""
+        return self.guard is not None and isinstance(self.signal, Deltas) and self.exchange.agrees
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -327,12 +329,8 @@ class Strategy:
     @property
     def bound(self) -> str:
         """What to say beside predicted bytes where they are a bound; empty where they are what is counted."""
-        varies = any(codec.varies for codec in self.policy.codecs(self.codec))
-        return (
-            f"sizes of {self.codec} depend on the values; bytes that are predicted are the most it sends"
-            if varies
-            else ""
-        )
+        said = f"sizes of {self.codec} depend on the values; bytes that are predicted are the most it sends"
+        return said if any(codec.varies for codec in self.policy.codecs(self.codec)) else ""
 
     def choices(self, fragments: Sequence[Shapes], size: int) -> list[str]:
         """Which exchange was chosen for fragments of tensors of such shapes, and why; empty where there is no choice."""
@@ -379,14 +377,14 @@ class Strategy:
         ]
         lines += [self.bound] if self.bound else []
         if self.aggregate != Mean():
-            lines.append(
-                f"aggregate: {self.aggregate}, of {size} replicas {self.aggregate.tolerates(size)} may send anything"
-            )
+            tolerated = self.aggregate.tolerates(size)
+            lines.append(f"aggregate: {self.aggregate}, of {size} replicas {tolerated} may send anything")
         if self.aggregate.needs_products:
             nbytes = len(fragments) * self.exchange.nbytes_products(size)
             lines.append(
                 f"aggregate: {nbytes:,} bytes of inner products sent per replica and period, beside these (predicted)"
             )
+        lines += [] if self.guards else ["guard: off" + (", which is for deltas only" if self.guard else "")]
         if self.filters:
             lines.append(f"filters: {', '.join(map(str, self.filters))}")
         if self.inner:

@@ -12,6 +12,6 @@ State = Mapping[str, Tensor]
 
 
 class Observer(Protocol):
-    """Who listens to a run: called with each event, which happened at inner step `step`."""
+    """Hears the events of a run: called with each event, which happened at inner step `step`."""
 
     def __call__(self, event: str, step: int, **fields: Any) -> None: ...

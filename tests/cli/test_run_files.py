@@ -60,7 +60,7 @@ def test_a_folder_of_an_earlier_run_is_read_as_a_new_one(capsys: Any) -> None:
     assert settings["every"] == 10 and settings["model"] == "nano" and set(settings) <= set(PART_OF)
     Path("run/run.toml").write_text(tomli_w.dumps(dict(settings)))
     assert RunRecord.load(Path("run")).settings == settings and Run.load(Path("run/run.toml")) == Run.of(
-        **settings | {"text": tuple(settings["text"]), "slow": tuple(settings["slow"])}
+        **settings | {name: tuple(settings[name]) for name in ("text", "slow", "models")}
     )
     assert main(["report", "run", "--out", "page.html"]) == 0 and "<th>every</th>" in Path("page.html").read_text()
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import transformers
 from safetensors.torch import load_file
 
@@ -181,6 +182,10 @@ def test_the_model_is_used_in_a_line(run: Path, capsys: pytest.CaptureFixture[st
 
     told(capsys, "export", run, "--to", "safetensors", "--out", "plain")
     assert Path("plain/model.safetensors").read_bytes() == (run / "model.safetensors").read_bytes()
+    fresh = {name: torch.zeros_like(value) for name, value in own.state_dict().items()}
+    told(capsys, "export", run, "--to", "dcp")
+    dcp.load({"model": fresh}, checkpoint_id=run / "exported-dcp", no_dist=True)  # by torch's own reader
+    assert all(torch.equal(value, fresh[name]) for name, value in own.state_dict().items())
     more = [
         *SMALL[2:],
         "--text",

@@ -7,7 +7,7 @@ import torch
 from pieces import CODECS
 
 import thinwire as tw
-from thinwire.codecs.base import chance, check_fit, nested
+from thinwire.codecs.base import Places, chance, check_fit, nested
 from thinwire.errors import ConfigurationError
 
 UNBIASED = tw.codecs.E3M0(rounding="stochastic")
@@ -64,6 +64,19 @@ def test_what_does_not_fit_is_refused(values, payload):
     check_fit(codec, *GOOD)
     with pytest.raises(ConfigurationError, match=r"^Levels\(bits=4, block=16\): "):
         check_fit(codec, values, payload)
+
+
+def test_the_parts_of_a_payload_are_all_of_it():
+    for row in CODECS:
+        for codec in nested(row.piece):
+            for numel in (1, 7, 64, 1000) if not codec.varies else ():
+                assert sum(part.nbytes for part in codec.layout(numel)) == codec.nbytes(numel), (codec, numel)
+
+
+def test_bits_of_a_place():
+    """As many as the last place of a chunk needs."""
+    assert [Places(64, chunk, 1).width for chunk in (1, 2, 3, 4, 5, 8, 9)] == [1, 1, 2, 2, 3, 3, 4]
+    assert [Places(numel, 4, 3).kept for numel in (4, 8, 9, 10, 11)] == [3, 6, 7, 8, 9]
 
 
 def test_bytes_by_hand():

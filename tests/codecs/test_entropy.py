@@ -179,6 +179,26 @@ def test_frames_of_gaps_that_no_encoding_makes(high):
     assert "coded places" in refused(codec, b"\1\xff" + behind_length(framed(bytes(500)))[2:], numel)
 
 
+@pytest.mark.parametrize(
+    "codec",
+    [tw.codecs.E3M0(), tw.codecs.RandomK(0.5), tw.codecs.OverSenders(tw.codecs.TopK()), tw.codecs.LowRank()],
+    ids=str,
+)
+def test_it_declares_what_the_codec_inside_does(codec):
+    outside = tw.codecs.Entropy(codec)
+    for name in ("grain", "biased", "samples", "needs_fixed_group", "needs_shapes", "sparse", "joint"):
+        assert getattr(outside, name) == getattr(codec, name), name
+    assert outside.claims == (codec.claims - {"local"}) | {"refuses"} and outside.varies and not outside.any_device
+    assert outside.forms() == tuple(map(tw.codecs.Entropy, codec.forms()))
+    assert outside.denser(0.7) == tw.codecs.Entropy(codec.denser(0.7))
+
+
+def test_a_list_of_places_for_each_matrix_comes_back():
+    each = tw.codecs.Each(TopK(0.3), rest=E3M0(8), shapes=((8, 8), (4, 16)))
+    x = gaussian(140)
+    assert same_bits(roundtrip(Entropy(each), x), roundtrip(each, x))
+
+
 def test_the_size_may_vary_outermost_only():
     for make in (
         lambda inner: Entropy(inner),

@@ -1,4 +1,4 @@
-"""What sparse codecs are without settings, claim, and can be exchanged for."""
+"""What codecs are without settings, and what sparse ones claim and can be exchanged for."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ FACTORS = (0.25, 0.5, 0.7, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0)
 
 def test_the_defaults_are_the_ones_that_pages_name():
     assert tw.codecs.TopK() == tw.codecs.TopK(0.01, tw.codecs.Cast("bf16"))
+    assert tw.codecs.DCT(tw.codecs.E3M0()) == tw.codecs.DCT(tw.codecs.E3M0(), 64, 1)
+    assert tw.codecs.RandomK() == tw.codecs.RandomK(0.1, tw.codecs.Cast("bf16"))
     assert tw.codecs.ChunkedTopK() == tw.codecs.ChunkedTopK(4096, 64, tw.codecs.Cast("bf16"))  # SparseLoCo's
 
 

@@ -23,6 +23,11 @@ def test_what_lies_on_the_levels_stays_there(bits, unit):
     torch.testing.assert_close(roundtrip(tw.codecs.Levels(bits, 256), x), x, rtol=0, atol=1e-12)
 
 
+def test_a_block_of_eight_is_the_least():
+    x = torch.arange(20.0)
+    assert roundtrip(tw.codecs.Levels(8, 8), x).sub(x).abs().max() < 7 / 255
+
+
 @pytest.mark.parametrize("block", [0, 4, 12])
 def test_such_blocks_are_refused(block):
     with pytest.raises(ConfigurationError, match=rf"Levels\(block={block}\): a multiple of 8 is needed"):

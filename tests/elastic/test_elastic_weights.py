@@ -45,6 +45,23 @@ def test_nothing_is_lost_with_weights_when_one_is_killed(tokens: float | None) -
     agree(cluster.play({name: train(cluster, book, steps=40, least=2, tokens=tokens) for name in "abc"}), book)
 
 
+@pytest.mark.parametrize("tokens", [None, 16.0])
+def test_a_delta_out_of_all_proportion_is_clipped(tokens: float | None) -> None:
+    """A replica that jumps far once takes nobody along, and goes on from near the others itself."""
+    cluster, book, far = SimulatedCluster(), Book(), 1e6
+
+    def inner(toy: Toy, fragment: int) -> Tensor:
+        return torch.full((SIZES[fragment],), far if (toy.name, toy.step) == ("b", 30) else 1.0)
+
+    results = cluster.play({name: train(cluster, book, steps=60, tokens=tokens, inner=inner) for name in "abc"})
+    clipped = [(name, fields["fragment"]) for name, event, fields in book.events if event == "clipped"]
+    assert sorted(clipped) == [("b", 0), ("b", 1)], "each fragment once"
+    assert len({toy.elastic.rounds.loop.agreed.state_digest for toy in results.values()}) == 1
+    for toy in results.values():
+        for piece, start in zip(toy.pieces, book.start):
+            assert 40 < float((piece.anchor - start).max()) <= 60, "what the others trained counts, and no more"
+
+
 def first_round(tokens: bool) -> tuple[Tensor, list[int]]:
     """Where the first round leaves its anchor, and how many values each replica had seen.
 
@@ -122,13 +139,6 @@ def test_a_checkpoint_of_the_other_way_is_refused() -> None:
     with pytest.raises(CheckpointError, match="counts the tokens behind it, here it counts 1"):
         other.load_state(tensors, facts)
     replica.close(), other.close()
-
-
-def test_a_fixed_group_counts_alike() -> None:
-    model = nn.Linear(2, 2)
-    (group,) = tw.ThreadGroup.create(1)
-    with pytest.raises(ConfigurationError, match="give a Membership"):
-        tw.Replica(tw.diloco(every=4), model, torch.optim.SGD(model.parameters(), lr=0.1), group, tokens=8)
 
 
 def test_replicas_that_count_differently_are_told() -> None:

@@ -14,6 +14,7 @@ from accelerate_loop import BATCHES, STREAMING, train
 
 import thinwire as tw
 from thinwire.integrations.accelerate import LocalSGD
+from thinwire.membership.testing.cluster import SimulatedCluster
 from thinwire.testing.toy import same_bits
 
 
@@ -31,6 +32,8 @@ def test_refused_by_name(tmp_path):
     accelerator, model = Accelerator(cpu=True), torch.nn.Linear(2, 1)
     with pytest.raises(tw.ConfigurationError, match="one of the two is needed"):
         LocalSGD(accelerator, model)
+    with pytest.raises(tw.ConfigurationError, match=r"a Membership · .*replica\.step < steps"):
+        LocalSGD(accelerator, model, 2, group=SimulatedCluster().membership("a"))
     with pytest.raises(tw.ConfigurationError, match="prepared no optimizer"), LocalSGD(accelerator, model, 2):
         pass
     train({"local_sgd_steps": 4}, save=tmp_path)

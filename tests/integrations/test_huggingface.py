@@ -10,14 +10,26 @@ from pathlib import Path
 import pytest
 import torch
 from hf_trainer import SAVED, STEPS, STREAMING, Tokens, arguments, model, refused, train, weights
-from transformers import Trainer
+from member_loop import beside, membership
+from transformers import Trainer, TrainerCallback
 
 import thinwire as tw
 from thinwire.integrations.attached import too_short
 from thinwire.integrations.huggingface import ThinwireCallback
+from thinwire.membership import Lighthouse
 from thinwire.testing.toy import same_bits
 
 AVERAGE = tw.local_sgd(every=3)
+
+
+class Then(TrainerCallback):
+    """Sets `event` after the first step."""
+
+    def __init__(self, event):
+        self.event = event
+
+    def on_step_end(self, args, state, control, **_):
+        self.event.set()
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}], ids=["plain", "accumulating"])
@@ -128,3 +140,36 @@ def test_saved_rotated_and_resumed(world):
         )
         assert "max_steps" in replica["other steps"] and replica["other steps"].startswith("DisagreementError")
     assert same_bits(zero["own data"], one["own data"]) and SAVED == 4
+
+
+def test_a_trainer_that_joins_late_goes_on_where_the_others_are(tmp_path):
+    """It takes their weights, their step and its learning rate, and trains samples that nobody else trains."""
+    facts = {"the trainer's max_steps": str(STEPS)}
+    with beside(STREAMING, model(), facts=facts, steps=STEPS, alone=6, samples=512) as (other, trained):
+        callback = ThinwireCallback(STREAMING, membership(other.address, "trainer"))
+        data = Tokens(512)
+        given = arguments(tmp_path, save_steps=5)
+        trainer = Trainer(model(), given, train_dataset=callback.share(data), callbacks=[callback, Then(other.go)])
+        trainer.train()
+        whole = torch.cat([parameter.detach().reshape(-1) for parameter in trained.result(600).parameters()])
+    steps = trainer.optimizer.optimizer.state_dict()["state"][0]["step"].item()
+    assert trainer.state.global_step == trainer.lr_scheduler.last_epoch == STEPS and 0 < steps <= STEPS - 6
+    assert same_bits(weights(trainer), whole)
+    assert not set(data.seen[: 2 * int(steps)]) & set(other.seen)
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged and all(2.5 < loss < 5 for loss in logged)  # not divided by steps that others trained
+    saved = sorted(path.name for path in (tmp_path / "trainer").glob("checkpoint-*/thinwire"))
+    assert saved and not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_what_a_member_is_refused(tmp_path):
+    lighthouse = Lighthouse("127.0.0.1", 0, 5.0, b"", lambda _: None)
+    member = membership(lighthouse.address, "a")
+    said = refused(tmp_path, ThinwireCallback(AVERAGE, member))
+    assert "training data that other members read too" in said and "callback.share(data)" in said
+    said = refused(tmp_path, ThinwireCallback(AVERAGE, member), load_best_model_at_end=True, eval_strategy="steps")
+    assert said.startswith("ConfigurationError: load_best_model_at_end")
+    with pytest.raises(tw.ConfigurationError, match="a Membership is needed"):
+        ThinwireCallback(AVERAGE).share(Tokens())
+    member.close()
+    lighthouse.close()

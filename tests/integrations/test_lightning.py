@@ -11,11 +11,14 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_trainer import EPOCH, EPOCHS, STREAMING, Module, Points, fit, weights
+from member_loop import beside, membership
 from pages import ROOT
+from torch.utils.data import DistributedSampler
 
 import thinwire as tw
 from thinwire.integrations.lightning import ThinwireCallback
 from thinwire.integrations.traffic import gradient_nbytes
+from thinwire.membership import Lighthouse
 from thinwire.testing.toy import same_bits
 
 pytestmark = [
@@ -145,3 +148,52 @@ def test_a_step_that_the_scaler_skips(tmp_path):
         tmp_path / "attached", ThinwireCallback(tw.local_sgd(every=5)), module=Poisoned(), plugins=plugin[1:]
     )
     assert plugin[1].scaler.get_scale() < 65536.0 and same_bits(weights(alone), weights(attached))
+
+
+class BySteps(Module):
+    """Its learning rate falls by steps. `events` are set after the first step."""
+
+    event = None
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.event:
+            self.event.set()
+
+
+def test_a_trainer_that_joins_late_goes_on_where_the_others_are(tmp_path):
+    """It takes their weights, their step and its learning rate, and trains samples that nobody else trains; its checkpoint says so."""
+    due = 12
+    with beside(STREAMING, Module(), facts={"max_steps": str(due)}, steps=due, alone=6, samples=512) as (
+        other,
+        trained,
+    ):
+        callback, module = ThinwireCallback(STREAMING, membership(other.address, "trainer")), BySteps()
+        module.event = other.go
+        keep = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=1, filename="{step}", save_top_k=-1)
+        fit(tmp_path, callback, count=512, module=module, keep=keep, max_steps=due, max_epochs=-1)
+        whole = weights(trained.result(600))
+    saved = torch.load(
+        max((tmp_path / "kept").glob("*.ckpt"), key=lambda path: path.stat().st_mtime), weights_only=True
+    )
+    trains = int(saved["optimizer_states"][0]["state"][0]["step"].item())
+    assert saved["global_step"] == saved["lr_schedulers"][0]["last_epoch"] == due and 0 < trains <= due - 6
+    assert same_bits(weights(module), whole)
+    assert not set(module.seen[: 2 * trains]) & set(other.seen)
+
+
+def test_what_a_member_is_refused(tmp_path):
+    lighthouse = Lighthouse("127.0.0.1", 0, 5.0, b"", lambda _: None)
+    member, given = membership(lighthouse.address, "a"), {"max_steps": 4, "max_epochs": -1}
+    with pytest.raises(tw.ConfigurationError, match=r"max_steps=-1, max_epochs=3 · .* come and go.*Trainer\(max_steps"):
+        fit(tmp_path, ThinwireCallback(STREAMING, member), module=BySteps())
+    with pytest.raises(tw.ConfigurationError, match="other members read too"):
+        fit(tmp_path, ThinwireCallback(STREAMING, member), DistributedSampler(Points(14), 1, 0), **given)
+    with pytest.raises(tw.ConfigurationError, match=r'by epochs.*"interval": "step"'):
+        fit(tmp_path, ThinwireCallback(STREAMING, member), **given)
+    member.close()
+    lighthouse.close()

@@ -13,7 +13,18 @@ from thinwire.comm import CountedGroup, Ledger
 from thinwire.pieces.gossip import AdaptThenCombine, Choco, CombineThenAdapt, NoLoCo, PushSum, Tracking
 from thinwire.testing.strategies import any_order_of_arrival, predicted_is_counted, resumed_is_never_stopped
 from thinwire.testing.toy import batch, inner_step, journey, same_bits, sgd, toy, weights
-from thinwire.topology import Complete, Exponential, Listed, OnePeerExponential, RandomPairs, Ring, Torus, spectrum
+from thinwire.topology import (
+    Complete,
+    Exponential,
+    Listed,
+    MoshpitGrid,
+    OnePeerExponential,
+    RandomGroups,
+    RandomPairs,
+    Ring,
+    Torus,
+    spectrum,
+)
 
 named = pytest.mark.parametrize("name", GOSSIP)
 SIZE = 8
@@ -75,6 +86,8 @@ def distance(x):
         gossip(ONE_WAY, PushSum()),
         gossip(OnePeerExponential(), PushSum()),
         gossip(Ring(), Tracking()),
+        gossip(MoshpitGrid(), AdaptThenCombine()),
+        gossip(RandomGroups(4), NoLoCo()),
         gossip(RandomPairs(), NoLoCo()),
     ],
     ids=lambda one: str(one.exchange),
@@ -105,9 +118,24 @@ def test_consensus_contracts_as_the_spectrum_says(topology):
         assert shrunk[-1] == pytest.approx(found.second, rel=0.05)
 
 
-def test_one_period_of_one_peer_is_the_exact_mean():
-    x, _, _, _ = apart(gossip(OnePeerExponential(), AdaptThenCombine()), SIZE, 3)
-    assert distance(x[2]) > 0.1 and distance(x[3]) < 2e-6
+@pytest.mark.parametrize(
+    ("topology", "rounds"), [(OnePeerExponential(), 3), (MoshpitGrid(2), 3), (MoshpitGrid(), 2)], ids=str
+)
+def test_one_period_is_the_exact_mean(topology, rounds):
+    x, _, _, _ = apart(gossip(topology, AdaptThenCombine()), SIZE, rounds)
+    assert distance(x[rounds - 1]) > 0.1 and distance(x[rounds]) < 2e-6
+
+
+def test_a_moshpit_group_shares_out_its_mean():
+    """2·(g − 1)/g of the weights travel, and a group of more than two holds the same bits after its round."""
+    strategy, ledgers = gossip(MoshpitGrid(), AdaptThenCombine()), [Ledger() for _ in range(SIZE)]
+    journeys = journey(strategy, SIZE, steps=1, wrap=lambda group: CountedGroup(group, ledgers[group.rank]))
+    for row in (range(4), range(4, 8)):
+        assert all(same_bits(journeys[row[0]].weights[0], journeys[other].weights[0]) for other in row)
+    assert not same_bits(journeys[0].weights[0], journeys[4].weights[0])
+    (numel,) = (fragment.numel for fragment in strategy.partition.fragments(toy()))
+    for ledger in ledgers:
+        assert ledger.sent("packet") == pytest.approx(6 * numel, abs=6 * 48 + 3 * SIZE + 12)
 
 
 def test_push_sum_is_unbiased_where_degrees_differ_and_one_way_averaging_is_not():
@@ -162,8 +190,10 @@ def test_the_mean_of_a_round_on_the_complete_graph_has_direct_s_bits(size):
 
 
 def test_one_replica_is_the_inner_optimizer_alone():
-    for rule in (AdaptThenCombine(), PushSum()):
-        (one,) = journey(gossip(Complete(), rule), 1, steps=6, optimizer=sgd)
+    """Also with rounds in the air: it keeps the steps of the flight."""
+    late = {"schedule": tw.pieces.schedule.Every(3, delay=1), "merge": tw.pieces.merge.Keep()}
+    for rule, pieces in ((AdaptThenCombine(), {}), (PushSum(), {}), (AdaptThenCombine(), late)):
+        (one,) = journey(gossip(Complete(), rule, **pieces), 1, steps=6, optimizer=sgd)
         model = toy()
         optimizer = sgd(model)
         for step in range(1, 7):

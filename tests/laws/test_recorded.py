@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from pieces import CODECS, METHODS
 
 import thinwire as tw
 from thinwire.comm import CountedGroup, Ledger
+from thinwire.pieces.guard import Guard
 from thinwire.rng import Key
 from thinwire.testing.toy import toy
 from thinwire.testing.values import encoded
@@ -80,6 +82,8 @@ RUNS = {
     n: s for n, s in METHODS.items() if portable(s) and n != "sparse_loco"
 }  # whose scales are means, by a library's sum
 
+GUARDED = ("streaming_diloco", "streaming_sign", "eager_diloco")
+
 
 @pytest.fixture(scope="module")
 def recorded() -> dict[str, dict[str, object]]:
@@ -93,6 +97,13 @@ def test_packets(recorded):
 @pytest.mark.parametrize("name", RUNS)
 def test_runs(name, recorded):
     assert run(RUNS[name]) == recorded["runs"][name]
+
+
+@pytest.mark.parametrize("name", GUARDED)
+@pytest.mark.parametrize("guard", [None, Guard(warm_up=2)])
+def test_a_guard_that_clips_nothing_changes_nothing(name, guard, recorded):
+    """Not a byte on the wire, not a bit of the weights: recorded before there were guards."""
+    assert RUNS[name].guards and run(replace(RUNS[name], guard=guard)) == recorded["runs"][name]
 
 
 if __name__ == "__main__":

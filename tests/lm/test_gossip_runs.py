@@ -113,3 +113,19 @@ def test_edges_from_a_file_travel_with_the_run(tmp_path: Path, text: str) -> Non
 def test_refused_before_anything_is_made(text: str, changes: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         small_run(text, **changes)
+
+
+def test_pairs_that_meet_are_resumed_bit_for_bit_and_save_the_mean(tmp_path: Path, text: str) -> None:
+    changes: dict[str, object] = dict(strategy="a2cid2", topology="ring", every=1, delay=None, partition=None)
+    whole = tmp_path / "whole"
+    run_in(whole, small_run(text, **changes))
+    assert [event["of"] for event in events_of(whole, "eval")] == ["own", "mean"]
+    ends = [events_of(whole, "end", rank)[-1]["summary"] for rank in range(4)]
+    assert {end["eval_of"] for end in ends} == {"mean"} and len({end["weights"] for end in ends}) == 1
+    again = tmp_path / "again"
+    shutil.copytree(whole, again)
+    (again / "model.safetensors").unlink()
+    for newer in again.glob(f"checkpoints/*/step-{STEPS:08d}"):
+        shutil.rmtree(newer)
+    run_in(again, Run.load(again / "run.toml"), resume=True)
+    assert (again / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()

@@ -35,6 +35,7 @@ SMALL = dict(steps=12, every=4, delay=2, batch=2, sequence=32, eval_batches=2, c
         'job = "/tmp/job.py"',
         'model = "/home/me/model.safetensors"',
         'model = "hf:some/model"',
+        'models = ["nano", "hf:some/model"]',
         'tokenizer = "bpe:/tmp/words.json"',
         'tokenizer = "hf:some/model"',
         'strategy = "/tmp/evil.py:Strategy()"',

@@ -296,7 +296,9 @@ def test_a_port_that_is_taken(lighthouse):
         Lighthouse("203.0.113.1", 0)
 
 
-@pytest.mark.parametrize("address", ["", ":", "host:", "host:x", "host:0", "host:65536", "host:99999999999"])
+@pytest.mark.parametrize(
+    "address", ["", ":", "host:", "host:x", "host:0", "host:65536", "host:029510", "host:99999999999"]
+)
 def test_addresses_that_cannot_be(address):
     with pytest.raises(ConfigurationError, match="HOST:PORT is needed"):
         LighthouseRendezvous(address)

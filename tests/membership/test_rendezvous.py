@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 import pytest
 import torch
 from membership_play import Log, check_one_outcome, hold_rounds
 
 from thinwire.comm import CountedGroup, Ledger, Link, LinkedGroup, gather
-from thinwire.errors import ConfigurationError, DisagreementError, LinkError, PacketError, UndecidedError
+from thinwire.errors import (
+    ConfigurationError,
+    DisagreementError,
+    LinkError,
+    PacketError,
+    PeerError,
+    UndecidedError,
+)
 from thinwire.membership import Membership, Timeouts
 from thinwire.membership.testing import SimulatedCluster
 from thinwire.membership.testing.cluster import Killed, ThreadRendezvous
 from thinwire.membership.testing.lighthouse import JOIN
+from thinwire.membership.view import Presence
+from thinwire.packet import VERSION
+from thinwire.version import __version__
 
 PHASES = ["call", "called", "connect", "put", "all", "settle", "wait", "post"]
 ROUNDS = 5
@@ -377,6 +388,77 @@ def test_two_newcomers_that_differ_both_say_so_at_once_and_neither_is_ended():
     assert told["b"][0] < 10 and "a was left out: run: that there, this here" in told["b"][1]
     assert isinstance(results["a"], DisagreementError) and ended["a"] >= 30.0
     assert finished(results["b"]) and finished(results["c"])
+
+
+def test_a_newcomer_that_differs_from_more_is_ended_before_there_is_a_group():
+    """Two that are alike are more than one, and no more than two."""
+    runs = {"a": "that", "b": "this", "c": "this", "d": "that"}
+
+    def run(name):
+        try:
+            return cluster.membership(name, facts={"run": runs[name]}, least=4).next_view({}, 20.0)
+        except (DisagreementError, LinkError) as error:
+            return type(error)
+
+    for names, ended in (("abc", "a"), ("abcd", "")):
+        cluster = SimulatedCluster()
+        results = cluster.play({name: run for name in names})
+        assert results == {name: DisagreementError if name in ended else LinkError for name in names}
+
+
+@pytest.mark.parametrize("secret", [b"", bytes(32)], ids=["open", "secret"])
+def test_one_that_holds_a_group_ends_a_newcomer_only_where_all_hold_a_secret(secret):
+    cluster = SimulatedCluster()
+
+    def run(name):
+        membership = cluster.membership(name, facts={"run": name}, least=1 if name == "a" else 2, secret=secret)
+        if name == "b":
+            membership.sleep(10.0)
+        try:
+            while cluster.time.now < 30.0:
+                membership.next_view({}, 10.0)
+                membership.sleep(1.0)
+            return "trains"
+        except (DisagreementError, LinkError) as error:
+            return type(error)
+
+    assert cluster.play({name: run for name in "ab"}) == {
+        "a": "trains",
+        "b": DisagreementError if secret else LinkError,
+    }
+
+
+def test_one_whose_status_is_refused_is_left_out_and_named_once():
+    cluster, told = SimulatedCluster(), []
+    facts = {"code version": __version__, "wire format": str(VERSION)}
+
+    def check(status, name):
+        if status["step"] > 9:
+            raise PeerError(f"{name} is at step {status['step']}")
+
+    def run(name):
+        def observe(kind, fields):
+            if kind == "retry":
+                told.append((name, fields["reason"], fields["seconds"]))
+
+        membership, views = cluster.membership(name, observe=observe), []
+        while cluster.time.now < 20.0:
+            views.append(membership.next_view({"step": 1}, 50.0, check))
+            membership.sleep(1.0)
+        assert all([member.name for member in view.members] == ["a", "c"] for view in views)
+        return {text for view in views for text in view.left_out}
+
+    def ahead(name):
+        rendezvous = ThreadRendezvous(cluster, name)
+        rendezvous.sleep(5.0)  # else it would be called alone
+        for calls in range(1, 20):
+            with suppress(LinkError):
+                rendezvous.call(Presence(name, "f" * 16, calls, facts=facts, status={"step": 10}), 2.0)
+        return "over"
+
+    said = "b is at step 10"
+    assert cluster.play({"a": run, "b": ahead, "c": run}) == {"a": {f"b: {said}"}, "b": "over", "c": {f"b: {said}"}}
+    assert sorted(one for one in told if one[1] == said) == [("a", said, 0.0), ("c", said, 0.0)]
 
 
 def test_statuses_are_told_to_all_in_rank_order():

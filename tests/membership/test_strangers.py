@@ -127,7 +127,7 @@ def test_who_does_not_hold_the_secret_is_not_heard(lit):
         "refused: somebody at 127.0.0.1 (it speaks another protocol)",
     ]
     assert sorted(line.split(" ", 2)[2] for line in told if line not in refused and "refused" not in line) == sorted(
-        f"{what}" for name in "bc" for what in (f"joined: {name} at 127.0.0.1", f"left: {name} (it said so)")
+        f"{what}" for name in "bc" for what in (f"joined: {name} at 127.0.0.1", f"left: {name} (it closed)")
     )
 
 
@@ -216,6 +216,19 @@ def test_sizes_are_bounded(lit):
         member.ask("call", 5.0, presence="x" * (3 << 20))  # its connection ends
     member.close()
     assert rounds(lighthouse, secret, lambda: None) == BOTH
+
+
+@closed
+def test_a_replica_s_oldest_connection_makes_room_for_a_fifth(lit):
+    lighthouse, secret, told = lit
+    lines = [channel(lighthouse, secret) for _ in range(5)]
+    lines[4].ask("beat")  # answered after it was taken in
+    with pytest.raises(LinkError):
+        lines[0].ask("beat")
+    assert all(line.ask("beat") == {"heartbeat_timeout": 5.0} for line in lines[1:])
+    for line in lines:
+        line.close()
+    assert [line.split(" ", 2)[2] for line in told] == ["joined: aa at 127.0.0.1"]
 
 
 @closed

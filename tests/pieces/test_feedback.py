@@ -147,6 +147,27 @@ def test_nothing_is_lost(row, codec, delay, poisoned):
             assert any(not same_bits(feedback[n], trace[-1][1][n]) for n in feedback)
 
 
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        (0.5,),
+        (2,),
+        (0, -0.1),
+        (0, 1.1),
+        (0, 0.0),
+        (0, 1.0, -0.1),
+        (0, 1.0, 1.1),
+        (0, 1.0, 1.0, 0.0),
+        (0, 1.0, 1.0, 1.1),
+    ],
+    ids=str,
+)
+def test_numbers_that_cannot_be(numbers):
+    with pytest.raises(tw.ConfigurationError, match="kappa 0 or 1, eta and beta"):
+        tw.pieces.feedback.Feedback(*numbers)
+    tw.pieces.feedback.Feedback(1, 0.0, 0.0, 1.0)
+
+
 def test_a_checkpoint_of_another_feedback_is_refused():
     (group,) = tw.ThreadGroup.create(1)
     model = nn.Linear(2, 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -87,8 +89,19 @@ def test_on_fixed_graphs_the_radius_is_that_of_the_weights():
     start = normal(size, 30)
     end, _ = last(play(NoLoCo(momentum, pull), Ring(), start, 300))
     assert spread_of(end) < 1e-6 * spread_of(start)
-    with pytest.raises(ConfigurationError, match="they diverge"):
-        NoLoCo(0.5, 4.0).weights(Complete(), 4, 0, 0, 0)
+    for diverges in (NoLoCo(0.5, 4.0), NoLoCo(0.9, 3.9)):  # by 2.3 a round, and by 1.3
+        with pytest.raises(ConfigurationError, match="they diverge"):
+            diverges.weights(Complete(), 8, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [(-0.1,), (1.0,), (0.5, 0.0), (0.5, math.inf), (0.5, 0.7, 0.0), (0.5, 0.7, math.inf), (math.nan,)],
+    ids=str,
+)
+def test_numbers_of_noloco_that_cannot_be(numbers):
+    with pytest.raises(ConfigurationError, match=r"momentum in \[0, 1\), lr and pull above 0"):
+        NoLoCo(*numbers)
 
 
 def test_noloco_with_one_partner_only_is_diloco():

@@ -111,6 +111,11 @@ def test_by_hand(text, values, due):
     assert aggregated(parse(text), torch.tensor(values)[:, None]).item() == pytest.approx(due)
 
 
+def test_of_replicas_that_say_the_same_each_is_nearest_to_itself():
+    x = torch.tensor([[0.0], [0.0], [9.0]], dtype=torch.float64)
+    assert parse("NearestNeighbourMixing(Median(), 2)").first(x @ x.T, Key()).equal(torch.eye(3, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("text", ["CenteredClipping()", "ARC(TrimmedMean(2), 2)", "Median()"])
 def test_rules_that_clip_scale_too(text):
     x, rule = drawn(3), parse(text)

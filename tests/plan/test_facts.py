@@ -116,12 +116,12 @@ def test_step_times_are_those_that_were_measured_and_scaled_for_others() -> None
     assert own.micro_seconds(tiny, 128, 8) == pytest.approx(2 * 0.05)
     assert own.micro_seconds(tiny, 128, 2) == pytest.approx(2 * 0.02)  # at the rate of the batch below
     assert not own.warnings(tiny, 128) and own.warnings(replace(tiny, layers=5), 128)
-    assert own.codec_seconds("E3M0()", 10**6, packets=2) == pytest.approx(0.01 + 0.005)
-    assert own.codec_seconds("E3M0()", 10**7, packets=0) == pytest.approx(
+    assert own.codec_seconds(["E3M0()"], 10**6, packets=2) == pytest.approx(0.01 + 0.005)
+    assert own.codec_seconds(["E3M0()"], 10**7, packets=0) == pytest.approx(
         0.1 * 2**0.5
     )  # between the two sizes that were timed
-    assert own.codec_seconds("E3M0()", 10**9, packets=0) == pytest.approx(20.0)
-    assert own.codec_seconds("Sign()", 10**6, packets=2) == 0.0
+    assert own.codec_seconds(["E3M0()"], 10**9, packets=0) == pytest.approx(20.0)
+    assert own.codec_seconds(["Each(E3M0())", "Sign()"], 10**6, packets=2) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -244,6 +244,10 @@ def test_the_command_prints_the_rule_of_each_parameter_and_refuses_a_thin_link(c
     assert main(["plan", "tp", "tiny", "--ranks", "3", "--explain"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "blocks.*.attention.qkv" in said and "each of 3 fused parts by outputs, 1 of 3 heads a rank" in said
+    assert main(["plan", "tp", "nano", "--ranks", "2"]) == 0
+    assert "heads" not in capsys.readouterr().out
+    assert main(["plan", "tp", "nano", "--ranks", "3"]) == 0  # nothing can be split: why stands there unasked
+    assert "2 heads are not divisible by 3 ranks" in " ".join(capsys.readouterr().out.split())
     assert main(["plan", "tp", "1b", "--ranks", "4", "--link", "50mbit,30ms"]) == 2
     refused = " ".join(capsys.readouterr().err.split())
     assert "98 all-reduces" in refused and "of the time would be training" in refused and "predicted" in refused

@@ -161,6 +161,15 @@ def test_a_refused_round_does_not_count_as_landed(tmp_path: Path, write_events: 
     assert replica.stall_seconds == 0.5
 
 
+def test_clipped_deltas_of_all_replicas_are_counted(tmp_path: Path, write_events: Write, start: Start) -> None:
+    clipped = event("clipped", 3.0, 2, fragment=0, round=0, norm=9.0, limit=3.0)
+    for replica in range(2):
+        events = [start(replica, 2), step(1, 0.0, 1.0), clipped]
+        write_events(tmp_path / "events" / f"replica-{replica}.jsonl", events)
+    summary = RunRecord.load(tmp_path).summary
+    assert summary.deltas_clipped == 2 and ("deltas clipped", "2") in summary.figures()
+
+
 def test_what_a_finished_run_says_of_itself_counts(tmp_path: Path, write_events: Write, start: Start) -> None:
     for replica, nbytes in enumerate((1000, 3000)):
         said = {"wire_bytes_sent": nbytes, "eval_loss": 1.25, "provenance": "measured", "strategy": "short", "steps": 3}

@@ -1,4 +1,4 @@
-"""Public docstrings have `Args:` with units, `Raises:` and an example that runs: all of them, without a gap."""
+"""Public docstrings have `Args:` with units, shapes and dtypes, `Raises:` and an example that runs: all of them, without a gap."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import ast
 import inspect
 import re
 import textwrap
+from enum import Enum
 
 import pytest
 from pages import ROOT
-from public_names import COMPOSED, DOCUMENTED, EXAMPLES
+from public_names import COMPOSED, DOCUMENTED, EXAMPLES, PUBLIC
 
 # A unit, what is counted, or the range of a plain number.
 UNIT = re.compile(
     r"seconds|bytes|\b(?:bits|tokens|columns|elements|neighbours|values|fragments|replicas|ranks|rounds)\b|inner steps?|number"
-    r"|share|factor|norm\b|learning rate|standard deviation|iterations|\d to \d|[\[(]0, 1[\])]"
+    r"|share|factor|[Rr]ank of|norm\b|learning rate|standard deviation|iterations|\d to \d|[\[(]0, 1[\])]"
 )
+
+ARRAYS = r"Tensor|NDArray|Floats|Integers|Flags|Edges|Weights"
+SHAPE = re.compile(r"\[|\b(?:flat|shape|dtype|fp32|float64|int64|uint8|boolean|elements)\b")
 
 
 def gaps(thing: object) -> set[str]:
@@ -23,17 +27,21 @@ def gaps(thing: object) -> set[str]:
 
     args     a parameter that `Args:` does not name; a class takes those with which it is made
     raises   it has a `raise`, for a class when it is made, and no `Raises:`
-    units    a parameter that is a number, and what `Args:` says of it names no unit, count or range
+    units    a parameter that is a number, and what `Args:` says of it names no unit, count or range; a seed needs none
+    shapes   a parameter that is a tensor or an array, and what `Args:` says of it names no shape or dtype
     example  no `>>>`; a Protocol and an error need none. That examples run is held by test_surface.py
     """
     text = inspect.getdoc(thing) or ""
     error = isinstance(thing, type) and issubclass(thing, BaseException)
     abstract = bool(getattr(thing, "_is_protocol", False))
     found = set()
-    if not error and not abstract and not set(parameters(thing)) <= set(described(text)):
+    if not error and not abstract and not set(parameters(thing)) <= {*described(text), *fields(thing)}:
         found.add("args")
-    if any(not UNIT.search(described(text)[name]) for name in numbers(thing) if name in described(text)):
+    said = described(text) | fields(thing)
+    if any(not UNIT.search(said[name]) for name in of_type(r"int|float", thing) if name in said and name != "seed"):
         found.add("units")
+    if any(not SHAPE.search(said[name]) for name in of_type(ARRAYS, thing) if name in said):
+        found.add("shapes")
     if not abstract and raises(thing) and not re.search(r"^Raises:\n    \S", text, re.MULTILINE):
         found.add("raises")
     if not error and not abstract and ">>> " not in text:
@@ -43,17 +51,33 @@ def gaps(thing: object) -> set[str]:
 
 def parameters(thing: object) -> list[str]:
     assert callable(thing)
+    if isinstance(thing, type) and issubclass(thing, Enum):
+        return []  # nobody makes one
     try:
-        return [name for name in inspect.signature(thing).parameters if name not in ("self", "args", "kwargs")]
+        given = inspect.signature(thing).parameters
     except ValueError:
         return []
+    return [name for name in given if name not in ("self", "args", "kwargs") and not name.startswith("_")]
 
 
-def numbers(thing: object) -> list[str]:
-    """The parameters whose type is int or float, or holds such a one."""
+def of_type(names: str, thing: object) -> list[str]:
+    """The parameters whose type has one of these names, or holds such a one."""
     assert callable(thing)
     each = inspect.signature(thing).parameters if parameters(thing) else {}
-    return [name for name in each if re.search(r"\b(?:int|float)\b", str(each[name].annotation))]
+    return [name for name in each if re.search(rf"\b(?:{names})\b", str(each[name].annotation))]
+
+
+def fields(thing: object) -> dict[str, str]:
+    """What the docstrings below its fields say, where a class explains them there, by name: those of options and run files."""
+    if not isinstance(thing, type):
+        return {}
+    (of_class,) = ast.parse(textwrap.dedent(inspect.getsource(thing))).body
+    assert isinstance(of_class, ast.ClassDef)
+    found = {}
+    for field, text in zip(of_class.body, of_class.body[1:]):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+            found[field.target.id] = str(getattr(text.value, "value", ""))
+    return found
 
 
 def described(text: str) -> dict[str, str]:
@@ -76,11 +100,19 @@ def raises(thing: object) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", DOCUMENTED)
+@pytest.mark.parametrize("name", PUBLIC)
 def test_public_docstrings_have_their_sections(name):
     elsewhere = (ROOT / EXAMPLES[name]).read_text() if name in EXAMPLES else ""
-    found = gaps(DOCUMENTED[name]) - ({"example"} if elsewhere else set())
+    shown = re.search(rf"\b{name.split('.')[-1]}\(", elsewhere)
+    found = gaps(PUBLIC[name]) - ({"example"} if shown else set())
     assert not found, f"the docstring of {name} lacks {sorted(found)}: {gaps.__doc__}"
+
+
+def test_the_public_names_are_counted():
+    """None is left out, of those that pages name, and an example elsewhere is one that a docstring lacks."""
+    assert {id(thing) for thing in DOCUMENTED.values() if callable(thing)} <= set(map(id, PUBLIC.values()))
+    assert all("example" in gaps(PUBLIC[name]) for name in EXAMPLES if name in PUBLIC)
+    assert len(PUBLIC) > 300
 
 
 @pytest.mark.parametrize("name", COMPOSED)

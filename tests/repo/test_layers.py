@@ -33,7 +33,7 @@ public
 PACKAGES = _ORDER.split()
 
 # Longer than 400 lines, with the reason and how long at most.
-LONG_FILES: dict[str, tuple[int, str]] = {}
+LONG_FILES = {"checkpoint.py": (425, "docstrings of four public functions, with arguments and errors")}
 LONG_FUNCTIONS: dict[str, str] = {}
 ENVIRONMENT = "lm/launch.py"  # what torchrun says is read there
 

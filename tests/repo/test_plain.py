@@ -1,7 +1,8 @@
-"""Pages are plain: short sentences in the order subject, verb, object, and no turns of phrase that have to be read twice."""
+"""Pages and docstrings are plain: short sentences in the order subject, verb, object, and no turns of phrase that have to be read twice."""
 
 from __future__ import annotations
 
+import ast
 import re
 import statistics
 
@@ -67,6 +68,28 @@ def test_no_sentence_is_a_puzzle(page):
         if re.search(puzzle, sentence.lower())
     ]
     assert not found, "\n".join(found)
+
+
+# Code whose docstrings are held to the same: patterns below src/thinwire.
+CODE = """
+checkpoint.py data_ledger/*.py exchange/gossip.py methods/bursty.py methods/gradient_codes.py methods/sequential_codes.py
+records/*.py simulate/*.py topology/*.py
+"""
+
+
+@pytest.mark.parametrize("pattern", CODE.split())
+def test_no_docstring_is_a_puzzle(pattern):
+    files = sorted((ROOT / "src/thinwire").glob(pattern))
+    found = [
+        f"{file.name}: {instead}: {sentence}"
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        for sentence in prose(re.split(r"\n\n(?:Args|Raises):\n", ast.get_docstring(node) or "")[0])
+        for puzzle, instead in PUZZLES.items()
+        if re.search(puzzle, sentence.lower())
+    ]
+    assert files and not found, "\n".join(found)
 
 
 def test_what_is_not_plain_would_be_found():

@@ -25,10 +25,10 @@ from thinwire.lm.run import PART_OF, PARTS, Run
 
 # Of a run: options of train and compare, and what a run file holds.
 RUN = """
-strategy replicas steps seed every delay fragments merge codec partition offsets exchange outer_lr outer_momentum anchors privacy carrier
+strategy replicas steps seed every delay fragments merge codec partition offsets exchange outer_lr outer_momentum anchors privacy guard carrier
 aggregate attack liars topology buffers
 least grace weigh evict link uplink timeout model job lora positions text own_text column tokenizer batch sequence accumulate optimizer lr warmup
-weight_decay clip precision eval_every eval_batches checkpoint_every keep publish slow
+weight_decay clip precision models eval_every eval_batches checkpoint_every keep publish slow
 """
 OPTIONS = {
     "train": "run_settings out resume from_start run elastic lighthouse name secret log json",
@@ -56,6 +56,7 @@ OPTIONS = {
     "simulate pipeline": "stages micro_batches forward_seconds backward_seconds hop_seconds links activation slower plot json",
     "simulate fabric": "leaves spines hosts flows nbytes rate failed pattern policy draws seed plot json",
     "simulate overlap": "ranks produce_seconds send_seconds nbytes link contention plot json",
+    "simulate disrupted": "topology replicas who shares data at_round rounds graphs runs json",
     "simulate stragglers": "replicas step_seconds compute_share pattern pause burst_every burst_steps recorded stragglers patience probe steps "
     "seed plot json",
     "lighthouse": "host port heartbeat_timeout secret json",

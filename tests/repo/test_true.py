@@ -80,7 +80,8 @@ def test_what_start_says_of_the_demo():
 def test_what_pages_say_of_defaults():
     strategy = thinwire.streaming_sign()
     assert f"`every={strategy.schedule.every}, delay={strategy.schedule.delay}` is the default" in page("docs/how.md")
-    bits = strategy.codec.nbytes(1 << 20) * 8 / (1 << 20)
+    codec, numel = strategy.coded(((1024, 1024),))
+    bits = codec.nbytes(numel) * 8 / numel
     every = strategy.schedule.every
     assert f"{bits:.2f} / {every} = {bits / every:.3f} bits per parameter and step (predicted)" in page("README.md")
     assert f"the default {thinwire.streaming_diloco().outer.lr}" in page("docs/measured.md")

@@ -66,6 +66,12 @@ def test_right_after_a_round_nothing_moves(name):
         assert rounds == [3] and same_bits(ended, one.final)
 
 
+def test_one_step_is_exchanged():
+    first, second = journey(tw.diloco(every=9), 2, steps=1)
+    assert same_bits(first.final, second.final)
+    torch.testing.assert_close(first.final, (first.weights[0] + second.weights[0]) / 2, rtol=1e-6, atol=1e-6)
+
+
 OUTERS = [tw.pieces.outer.Nesterov(0.7, 0.9), tw.pieces.outer.HeavyBall(0.8, 0.6), tw.pieces.outer.Average()]
 
 

@@ -115,6 +115,9 @@ def test_rows_that_a_codec_moves_though_nobody_touched_them_are_warned_of():
     assert "1 embeddings have sparse gradients" in said and "Sign(" in said and "E3M0(32)" in said
     assert heard_by(lambda: action(tw.codecs.E3M0(32))) == heard_by(lambda: action(tw.codecs.TopK(0.1))) == []
     assert moved[0] > {3, 5} and moved[1] == {3, 5}
+    assert heard_by(lambda: action(tw.codecs.OverSenders(tw.codecs.TopK(0.1)))) == [] and moved[-1] == {3, 5}
+    (said,) = heard_by(lambda: action(tw.codecs.OverSenders(tw.codecs.Sign(block=64))))
+    assert "OverSenders(" in said and moved[-1] > {3, 5}
 
 
 @pytest.mark.parametrize("steps", [0, 3])

@@ -193,7 +193,7 @@ def test_a_member_that_floods(tmp_path):
                 for _ in range(4 * 3 * BUDGET_NBYTES // frames.CHUNK_NBYTES):
                     bulk.put(frames.DATA, 0, body)
                 code, why = bulk.refusal()
-                assert code is grpc.StatusCode.INVALID_ARGUMENT and "it floods" in why
+                assert code is grpc.StatusCode.INVALID_ARGUMENT and "the sender floods" in why
                 ended.set()
 
             thread = threading.Thread(target=flood)
@@ -205,7 +205,7 @@ def test_a_member_that_floods(tmp_path):
         assert grown < 8 * BUDGET_NBYTES, (
             f"{grown:,} bytes"
         )  # of 12 that were sent; gRPC and the allocator have their part
-        assert "it floods" in (tmp_path / "hub" / "audit.txt").read_text()
+        assert "the sender floods" in (tmp_path / "hub" / "audit.txt").read_text()
     finally:
         hub.close()
 
@@ -268,7 +268,7 @@ def test_a_process_started_again_ends_the_group_of_before(hub, audit, tmp_path):
                 seen = [frames.opened(next(there.call), place, range(12)).kind for place in (1, 2)]
                 assert set(seen) >= {frames.GONE}
                 assert "another process has come as oslo" in before.refusal()[1]
-                audit.wait("gone oslo: was started anew")
+                audit.wait("gone oslo: has restarted")
                 second.process = bytes(16)
                 assert {name for name in welcomed(second.hello(2)).names} == {name for name in welcomed(stream).names}
 

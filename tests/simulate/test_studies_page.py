@@ -17,6 +17,7 @@ PAGE = (Path(__file__).parents[2] / "docs/simulate.md").read_text()
         "pipeline --stages 8 --micro-batches 32 --forward-seconds 1 --hop-seconds 1",
         "fabric --leaves 8 --spines 8 --hosts 4 --flows 3",
         "stragglers",
+        "disrupted",
         "overlap --ranks 8 --produce-seconds 1 --send-seconds 0.5",
     ],
 )

@@ -52,8 +52,10 @@ PRELOADED = (
 )
 # Tests elsewhere that try modules of a package, beside those of tests/<package>.
 ALSO = {
+    "codecs": ("laws/test_recorded.py", "pieces/test_aggregates.py", "pieces/test_pieces.py"),
     "exchange": ("laws/test_gossip.py", "pieces/test_aggregates.py"),
-    "runtime": ("laws/test_gossip.py", "laws/test_unlike_processors.py"),
+    "pieces": ("lm/test_own_pieces.py",),
+    "runtime": ("laws/test_gossip.py", "laws/test_recorded.py", "laws/test_unlike_processors.py", "test_checkpoint.py"),
 }
 EXPLAINED = TESTS / "mutants.toml"
 TOLD = os.fdopen(os.dup(1), "w", buffering=1)  # the output, also in forks that write into a log
@@ -244,25 +246,26 @@ def statement(text: str, line: int) -> range:
     return range(node.lineno, max(node.lineno + 1, body[0].lineno) if body else (node.end_lineno or node.lineno) + 1)
 
 
-def reaching(seen: dict[str, Any], path: Path, lines: range) -> tuple[set[str], bool]:
-    """The tests that reach one of these lines; whether an import does: then they are all, which may read
-    what a class declares and run no line of its module.
+def reaching(seen: dict[str, Any], path: Path, lines: range) -> tuple[set[str], set[str], bool]:
+    """The tests that reach one of these lines; those that reach any of the module; whether an import does: then the first are all, which
+    may read what a class declares and run no line of its module.
     """
     reached = seen["reached"].get(str(path.relative_to(ROOT)), {})
     ids = {i for line in lines for i in reached.get(str(line), [])}
+    near = {i for them in reached.values() for i in them} - {""}
     imported = "" in ids
-    return set(seen["seconds"]) if imported else ids - {""}, imported
+    return set(seen["seconds"]) if imported else ids - {""}, near, imported
 
 
-def ordered(seen: dict[str, Any], ids: set[str], stem: str, seconds: float) -> tuple[list[str], float]:
-    """Those of the module's own file first; of each function the quickest case, then the second of each, for at most `seconds`; and
-    how long they take.
+def ordered(seen: dict[str, Any], ids: set[str], near: set[str], stem: str, seconds: float) -> tuple[list[str], float]:
+    """Those of the module's own file first, then those `near` it; of each function the quickest case, then the second of each, for at most
+    `seconds`; and how long they take.
     """
     cases: dict[str, list[str]] = defaultdict(list)
     for name in sorted(ids, key=lambda name: seen["seconds"].get(name, 0.0)):
         cases[name.split("[")[0]].append(name)
     turns = sorted(
-        (f"/test_{stem}.py" not in name, turn, seen["seconds"].get(name, 0.0), name)
+        (f"/test_{stem}.py" not in name, name not in near, turn, seen["seconds"].get(name, 0.0), name)
         for names in cases.values()
         for turn, name in enumerate(names)
     )
@@ -312,16 +315,16 @@ def examine(module: str, options: argparse.Namespace) -> tuple[int, dict[str, st
     sample: list[Mutant] = []
     in_place = []
     whole = compiled(text, path)
-    for key, _ in places:
+    for key, line in places:
         if len(sample) == options.sample:
             break
-        if (one := mutant(path, text, key)) is None:
+        if (one := mutant(path, text, key, line)) is None:
             continue
         sample.append(one)
         if key in known and not (options.again and known[key] == "survived"):
             continue
-        ids, imported = reaching(seen, path, statement(text, one.line))
-        tests, spent = ordered(seen, ids, path.stem, options.seconds)
+        ids, near, imported = reaching(seen, path, statement(text, one.line))
+        tests, spent = ordered(seen, ids, near, path.stem, options.seconds)
         limit, now = 30.0 + 10 * spent, compiled(one.source, path)
         if not tests:
             told(one, "survived", 0.0)
@@ -371,6 +374,7 @@ def main() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     sys.modules["torch"].set_num_threads(1)
+    sys.path.append(str(ROOT))  # as `python -m pytest` does, for processes that tests start
     rows = []
     for module in options.modules or modules():
         whole, results = examine(module, options)

@@ -65,8 +65,8 @@ def places_of(text: str) -> list[tuple[str, int]]:
     return found
 
 
-def mutant(path: Path, text: str, key: str) -> Mutant | None:
-    """The mutant of one place; None where the result is no other program."""
+def mutant(path: Path, text: str, key: str, line: int) -> Mutant | None:
+    """The mutant of one place, on `line`; None where the result is no other program."""
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
@@ -77,10 +77,9 @@ def mutant(path: Path, text: str, key: str) -> Mutant | None:
         return None
     if changed is None or not compiled(changed, path):
         return None
-    lines = list(difflib.ndiff(text.splitlines(), changed.splitlines()))
-    was, now = (" ".join(line[2:].strip() for line in lines if line[0] == sign) for sign in "-+")
-    first = next(n for n, (a, b) in enumerate(zip(text.splitlines(), changed.splitlines()), 1) if a != b)
-    return Mutant(key, first, was, now, changed)
+    differ = list(difflib.ndiff(text.splitlines(), changed.splitlines()))
+    was, now = (" ".join(one[2:].strip() for one in differ if one[0] == sign and one[2:].strip()) for sign in "-+")
+    return Mutant(key, line, was, now, changed)
 
 
 def compiled(text: str, path: Path) -> CodeType | None:

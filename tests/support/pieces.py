@@ -190,6 +190,18 @@ CODECS = [
         error=1.0,
     ),
     *(
+        row(tw.codecs.Levelled(codecs, level), *claims, error=error)
+        for codecs, level, claims, error in (
+            (
+                (tw.codecs.Int(8), tw.codecs.E3M0(32)),
+                0,
+                ("odd", "contractive", "idempotent"),
+                grid_error(tw.codecs.Int(8)),
+            ),
+            ((tw.codecs.Cast(), tw.codecs.E3M0(), tw.codecs.Sign(block=64)), 2, ("contractive",), 1.0),
+        )
+    ),
+    *(
         row(tw.codecs.Entropy(inner), "refuses", *claims, error=error)
         for inner, claims, error in (
             (tw.codecs.Identity(), ("exact", "odd", "contractive", "idempotent"), 0.0),
@@ -294,7 +306,8 @@ FILTERS = [
 TOPOLOGIES = [
     *(row(tw.topology.Complete()), row(tw.topology.Ring()), row(tw.topology.Mesh()), row(tw.topology.Torus(2))),
     *(row(tw.topology.Exponential()), row(tw.topology.OnePeerExponential()), row(tw.topology.RandomPairs())),
-    *(row(tw.topology.RandomRegular(3)), row(tw.topology.ErdosRenyi(0.9))),
+    *(row(tw.topology.RandomGroups(4)), row(tw.topology.MoshpitGrid(2)), row(tw.topology.MoshpitGrid())),
+    *(row(tw.topology.RandomRegular(3)), row(tw.topology.ErdosRenyi(0.9)), row(tw.topology.BarabasiAlbert(2))),
     row(tw.topology.Listed(((0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7)))),
 ]
 RULES = [
@@ -331,7 +344,17 @@ for table, protocol in (
     table += missing(table, protocol)
 TABLE = [
     *(*POLICIES, *FEEDBACKS, *CODECS, *SCHEDULES, *PARTITIONS, *OUTERS, *MERGES, *EXCHANGES, *AGGREGATES, *SIGNALS),
-    *(*PRIVACIES, *FILTERS, *WEIGHS, *CORRECTS, row(tw.pieces.transforms.Settled()), *INNERS, *TOPOLOGIES, *RULES),
+    *(
+        row(tw.pieces.guard.Guard()),
+        *PRIVACIES,
+        *FILTERS,
+        *WEIGHS,
+        *CORRECTS,
+        row(tw.pieces.transforms.Settled()),
+        *INNERS,
+        *TOPOLOGIES,
+        *RULES,
+    ),
     row(tw.exchange.Gossip(tw.topology.Ring(), tw.pieces.gossip.AdaptThenCombine())),
 ]
 
@@ -343,6 +366,8 @@ GOSSIP: dict[str, tw.Strategy] = {
     "choco": RECIPES["choco"](codec=tw.codecs.E3M0(4)),
     "sgp": RECIPES["sgp"](),
     "gradient_tracking": RECIPES["gradient_tracking"](),
+    "moshpit": RECIPES["moshpit"](topology=tw.topology.MoshpitGrid(2)),
+    "moshpit, one row, in the air": RECIPES["moshpit"](every=3, delay=1, partition=tw.pieces.partition.BySize(2)),
     "noloco in the air, 4 bits": RECIPES["noloco"](
         every=6, delay=2, partition=tw.pieces.partition.Strided(2), codec=tw.codecs.E3M0(8)
     ),

@@ -1,14 +1,21 @@
-"""What users may lean on: what `import thinwire` gives at the top, every recipe and piece, and the protocols of pieces."""
+"""What users may lean on. `DOCUMENTED` are the names that pages must mention, `PUBLIC` all names whose docstrings are held."""
 
 from __future__ import annotations
 
+import ast
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
+
+from pages import PAGES, ROOT, blocks
 
 import thinwire as tw
 from thinwire.catalogue.parsing import PIECES, parse
 from thinwire.decoupled.method import DECOUPLED
-from thinwire.methods import METHODS
+from thinwire.methods import CODISTILL, METHODS
 from thinwire.recipes import RECIPES
 
 PROTOCOLS: dict[str, object] = {
@@ -26,7 +33,7 @@ PROTOCOLS: dict[str, object] = {
         tw.pieces.transforms.Filter,
     )
 }
-COMPOSED: dict[str, object] = RECIPES | METHODS | DECOUPLED  # what `--strategy` takes
+COMPOSED: dict[str, object] = RECIPES | METHODS | DECOUPLED | CODISTILL  # what `--strategy` takes
 BESIDE: dict[str, object] = {
     each.__name__: each for each in (tw.pieces.partition.Fragment, tw.pieces.schedule.short_first, parse)
 }
@@ -56,14 +63,76 @@ IMPORTED: dict[str, object] = {
     if module not in NEEDS or find_spec(NEEDS[module])
     for name in names.split()
 }
-# Their examples need processes or a hub: they run from these files.
-EXAMPLES = {
-    "start_torch": "examples/02_processes.py",
-    **dict.fromkeys(("Hub", "admit", "invite", "join"), "examples/12_own_loop_over_a_hub.py"),
-    "ThinwireCallback": "examples/10_hugging_face_trainer.py",
-    "LocalSGD": "docs/integrations/accelerate.md",
-    "attach": "docs/integrations/torchtitan.md",
-}
 DOCUMENTED: dict[str, object] = (
     {name: getattr(tw, name) for name in tw.__all__} | COMPOSED | PIECES | PROTOCOLS | BESIDE | IMPORTED
 )
+
+# Packages without `__all__` whose modules are all for users.
+WHOLE = ("thinwire.simulate", "thinwire.plan.sharding")
+# What a docstring cannot show in one process: a test runs the example from this file.
+EXAMPLES = {
+    "thinwire.comm.torch.start_torch": "examples/02_processes.py",
+    "thinwire.comm.secure.hub.Hub": "examples/12_own_loop_over_a_hub.py",
+    "thinwire.comm.secure.group.join": "examples/12_own_loop_over_a_hub.py",
+    "thinwire.integrations.huggingface.ThinwireCallback": "examples/10_hugging_face_trainer.py",
+    "thinwire.integrations.lightning.ThinwireCallback": "examples/11_lightning_trainer.py",
+    "thinwire.integrations.accelerate.LocalSGD": "docs/integrations/accelerate.md",
+    "thinwire.integrations.torchtitan.attach": "docs/integrations/torchtitan.md",
+    "thinwire.plan.split.split": "examples/14_tensor_parallel.py",
+    "thinwire.checkpoint.save": "docs/own-loop.md",
+    "thinwire.checkpoint.read": "docs/own-loop.md",
+    "thinwire.checkpoint.load": "docs/own-loop.md",
+    "thinwire.checkpoint.newest_common": "docs/own-loop.md",
+}
+
+
+def qualified(thing: object) -> str:
+    return f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', '')}"
+
+
+def exported() -> Iterator[object]:
+    """What packages list in `__all__`, and all that the modules of `WHOLE` define. The command line is held by test_surface.py."""
+    for _, name, is_package in pkgutil.walk_packages(tw.__path__, "thinwire."):
+        whole = name.startswith(WHOLE)
+        if (is_package or whole) and not name.startswith("thinwire.cli"):
+            module = import_module(name)
+            own = [n for n, thing in vars(module).items() if n[0] != "_" and getattr(thing, "__module__", "") == name]
+            yield from (getattr(module, each) for each in [*getattr(module, "__all__", []), *(own if whole else [])])
+
+
+def shown() -> Iterator[object]:
+    """What the code of pages and examples imports from thinwire, or reaches through it."""
+    texts = [block.text for page in PAGES if page.name != "log.md" for block in blocks(page, "python")]
+    texts += [path.read_text() for path in ROOT.glob("examples/*.py")]
+    for text in texts:
+        for node in ast.walk(ast.parse(text)):
+            if (
+                isinstance(node, ast.ImportFrom)
+                and (node.module or "").startswith("thinwire")
+                and importable(node.module)
+            ):
+                yield from (getattr(import_module(str(node.module)), alias.name) for alias in node.names)
+        for path in re.findall(r"\b(?:tw|thinwire)((?:\.\w+)+)", text):
+            thing: object = tw
+            for name in path[1:].split("."):
+                thing = getattr(thing, name, None)
+                yield thing
+
+
+def importable(module: str | None) -> bool:
+    return module not in NEEDS or find_spec(NEEDS[str(module)]) is not None
+
+
+def in_the_reference() -> Iterator[object]:
+    """The names that the site's API reference shows beside those of packages: `BESIDE` in docs/site_hooks.py."""
+    for statement in ast.parse((ROOT / "docs/site_hooks.py").read_text()).body:
+        if isinstance(statement, ast.Assign) and getattr(statement.targets[0], "id", "") == "BESIDE":
+            for module, names in ast.literal_eval(statement.value).items():
+                yield from (getattr(import_module(module), name) for name in names)
+
+
+PUBLIC: dict[str, object] = {
+    qualified(thing): thing
+    for thing in [*DOCUMENTED.values(), *exported(), *shown(), *in_the_reference()]
+    if (inspect.isclass(thing) or inspect.isfunction(thing)) and thing.__module__.startswith("thinwire")
+}

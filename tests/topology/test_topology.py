@@ -9,12 +9,15 @@ import pytest
 
 from thinwire.errors import ConfigurationError
 from thinwire.topology import (
+    BarabasiAlbert,
     Complete,
     ErdosRenyi,
     Exponential,
     Listed,
     Mesh,
+    MoshpitGrid,
     OnePeerExponential,
+    RandomGroups,
     RandomPairs,
     RandomRegular,
     Ring,
@@ -33,7 +36,13 @@ from thinwire.topology import (
 
 EVERY = [
     *(Complete(), Ring(), Mesh(), Mesh(2), Torus(), Exponential(), OnePeerExponential(), RandomPairs()),
-    *(RandomRegular(3), ErdosRenyi(0.7), Listed(((0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7), (0, 7)))),
+    *(MoshpitGrid(), MoshpitGrid(2), MoshpitGrid(3), RandomGroups(4), RandomGroups(2)),
+    *(
+        BarabasiAlbert(2),
+        RandomRegular(3),
+        ErdosRenyi(0.7),
+        Listed(((0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7), (0, 7))),
+    ),
 ]
 
 
@@ -82,17 +91,43 @@ def test_one_peer_is_exact_for_powers_of_two_only():
     assert after(6, 3) > 0.1 and after(6, 30) == pytest.approx(after(6, 3) ** 10, rel=1e-6)
 
 
-def test_random_pairs_shrink_the_variance_as_their_expectation_says():
-    """(M/2 − 1)/(M − 1) in a round, in the mean over rounds."""
-    size, rng = 8, np.random.default_rng(0)
-    ratios = []
-    for number in range(4000):
+def test_a_full_moshpit_grid_is_exact_after_one_round_along_each_axis():
+    """§m.6: 8³ exactly. A grid that is not full is not, and shrinks from round to round all the same."""
+
+    def after(topology, size, rounds):
+        product = np.eye(size)
+        for number in range(rounds):
+            product = mixing(topology, size, number) @ product
+        return contraction(product)
+
+    for topology, size, axes in ((MoshpitGrid(8), 512, 3), (MoshpitGrid(2), 16, 4), (MoshpitGrid(), 12, 2)):
+        assert topology.rounds(size) == axes
+        assert after(topology, size, axes - 1) == pytest.approx(1) and after(topology, size, axes) < 1e-12
+    assert 0 < spectrum(MoshpitGrid(), 15).second < 0.5
+    assert after(MoshpitGrid(), 15, 20) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("topology", "size", "groups", "expected"),
+    [
+        (RandomPairs(), 8, 4, 0.4286),
+        (RandomPairs(), 32, 16, 0.4839),
+        (RandomGroups(4), 64, 16, 0.2381),
+        (RandomGroups(8), 64, 8, 0.1111),
+    ],
+    ids=str,
+)
+def test_random_groups_shrink_the_variance_as_their_expectation_says(topology, size, groups, expected):
+    """(r − 1)/(M − 1) of r groups in a round, in the mean over rounds: §m.6."""
+    rng, ratios = np.random.default_rng(0), []
+    for number in range(1000):
         x = rng.normal(size=size)
         x -= x.mean()
-        mixed = mixing(RandomPairs(), size, number) @ x
+        mixed = mixing(topology, size, number) @ x
         ratios.append((mixed**2).sum() / (x**2).sum())
-    assert np.mean(ratios) == pytest.approx(3 / 7, abs=0.01)
-    assert spectrum(RandomPairs(), size).second ** 2 == pytest.approx(3 / 7)
+    assert (groups - 1) / (size - 1) == pytest.approx(expected, abs=5e-5)
+    assert np.mean(ratios) == pytest.approx(expected, abs=0.012)
+    assert spectrum(topology, size).second ** 2 == pytest.approx((groups - 1) / (size - 1))
 
 
 def test_pairs_are_drawn_from_seed_round_and_fragment():
@@ -127,6 +162,7 @@ def test_where_all_count_alike_weights_are_equal_to_the_bit():
         (Listed(((0, 1), (1, 2)), one_way=True), 3, "in 3 parts"),
         (Listed(((0, 5),)), 4, "an edge of replica 5 among 4 replicas"),
         (RandomPairs(), 5, "among 5 replicas: an even number is needed"),
+        (RandomGroups(4), 10, "by 4 is needed, 2 would be left over; give 12 replicas"),
         (RandomRegular(3), 5, "not 3 x 5"),
         (RandomRegular(8), 8, "a degree from 2 to 7"),
         (Mesh(3), 8, "a number of rows by which 8 divides is needed"),

@@ -17,6 +17,7 @@ from thinwire.codecs.cast import Cast as Cast
 from thinwire.codecs.cast import Identity as Identity
 from thinwire.codecs.codebook import Codebook as Codebook
 from thinwire.codecs.entropy import Entropy as Entropy
+from thinwire.codecs.levelled import Levelled as Levelled
 from thinwire.codecs.lowrank import LowRank as LowRank
 from thinwire.codecs.over_senders import OverSenders as OverSenders
 from thinwire.codecs.per_tensor import Each as Each
@@ -72,8 +73,11 @@ from thinwire.topology.fixed import Torus as Torus
 from thinwire.topology.fixed import Exponential as Exponential
 from thinwire.topology.drawn import OnePeerExponential as OnePeerExponential
 from thinwire.topology.drawn import RandomPairs as RandomPairs
+from thinwire.topology.drawn import RandomGroups as RandomGroups
+from thinwire.topology.fixed import MoshpitGrid as MoshpitGrid
 from thinwire.topology.drawn import RandomRegular as RandomRegular
 from thinwire.topology.drawn import ErdosRenyi as ErdosRenyi
+from thinwire.topology.drawn import BarabasiAlbert as BarabasiAlbert
 from thinwire.topology.fixed import Listed as Listed
 
 # What a replica makes of what its neighbours say.
@@ -125,7 +129,8 @@ from thinwire.pieces.inner_optimizers import AdamW as AdamW
 from thinwire.pieces.inner_optimizers import Muon as Muon
 from thinwire.pieces.inner_optimizers import SGD as SGD
 
-# What packets may tell.
+# What is not let into a packet, and what packets may tell.
+from thinwire.pieces.guard import Guard as Guard
 from thinwire.pieces.privacy import Privacy as Privacy
 
 # What is exchanged, and the whole.

@@ -50,7 +50,20 @@ _USAGE = "\n".join(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb and return the exit code: 0, 1 (it failed), 2 (asked wrongly), 130 or 143 (stopped by SIGINT or SIGTERM)."""
+    """Run one verb of the `thinwire` command.
+
+    Args:
+        arguments: the verb and its options; None: those of this process.
+
+    Returns:
+        The exit code: 0, 1 (it failed), 2 (wrong arguments), 130 or 143 (stopped by SIGINT or SIGTERM).
+
+    >>> import contextlib, io
+    >>> with contextlib.redirect_stdout(io.StringIO()) as printed:
+    ...     code = main(["--version"])
+    >>> code, printed.getvalue().strip() == __version__
+    (0, True)
+    """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_USAGE)

@@ -14,7 +14,7 @@ from thinwire.cli import options
 from thinwire.errors import ConfigurationError
 from thinwire.lm.apertus import save_as_apertus
 from thinwire.lm.ensemble import Ensemble
-from thinwire.lm.export import draft_folder, store
+from thinwire.lm.export import draft_folder, store, store_as_dcp
 from thinwire.lm.model import Transformer
 from thinwire.lm.tokenizer import keep_tokenizer
 from thinwire.lm.trained import TrainedModel, trained_model
@@ -26,11 +26,11 @@ class Options:
 
     run: tyro.conf.Positional[Path]
     """The run folder. Of a run that goes on, the newest checkpoint is taken; of an ensemble, the mean of its experts' weights."""
-    to: Literal["hf", "safetensors"] = "hf"
+    to: Literal["hf", "safetensors", "dcp"] = "hf"
     """hf: a folder for transformers' from_pretrained, model and tokenizer; a bundled model is an Apertus there. safetensors: under the
-    names that the model has here, for --model."""
+    names that the model has here, for --model. dcp: the same tensors, under `model`, for torch.distributed.checkpoint."""
     out: Path | None = None
-    """The folder to write, new or empty. Without: RUN/exported-hf or RUN/exported-safetensors."""
+    """The folder to write, new or empty. Without: RUN/exported-hf, -safetensors or -dcp."""
     json: bool = False
     """Stdout ends with one JSON object."""
 
@@ -42,8 +42,13 @@ def main(arguments: Sequence[str]) -> int:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigurationError(f"{out} is there already; choose another --out, or remove it.")
     out.mkdir(parents=True, exist_ok=True)
-    hf = asked.to == "hf" or not isinstance(trained.model, Transformer)  # a model of transformers has one form
-    if hf and isinstance(trained.model, Transformer):
+    dcp = asked.to == "dcp"
+    hf = not dcp and (
+        asked.to == "hf" or not isinstance(trained.model, Transformer)
+    )  # a model of transformers has one form
+    if dcp:
+        store_as_dcp(out, trained.spec, trained.model)
+    elif hf and isinstance(trained.model, Transformer):
         with draft_folder(out, "export") as draft:
             save_as_apertus(draft, trained.model, trained.tokenizer)
     else:
@@ -52,12 +57,12 @@ def main(arguments: Sequence[str]) -> int:
     console = options.console(asked.json)
     if trained.step is not None:
         options.advise(f"the run has not ended: this is the model of step {trained.step}")
-    use = (
-        f'AutoModelForCausalLM.from_pretrained("{out}")'
-        if hf
-        else f"thinwire train --model {out / 'model.safetensors'}"
-    )
-    console.print(f"{out}: {use}", soft_wrap=True, highlight=False)
+    uses = {
+        "hf": f'AutoModelForCausalLM.from_pretrained("{out}")',
+        "safetensors": f"thinwire train --model {out / 'model.safetensors'}",
+        "dcp": f'torch.distributed.checkpoint.load({{"model": model.state_dict()}}, checkpoint_id="{out}")',
+    }
+    console.print(f"{out}: {uses['hf' if hf else asked.to]}", soft_wrap=True, highlight=False)
     if asked.json:
         files = sorted(path.name for path in out.iterdir())
         print(json.dumps({"out": str(out), "files": files, "step": trained.step}))

@@ -139,7 +139,7 @@ def main(arguments: Sequence[str]) -> int:
     console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
     if delay:
         console.print(f"delay: {delay}", soft_wrap=True, highlight=False)
-    console.print(f"learning rate: {run.lr:g} ({run.lr_origin})", soft_wrap=True, highlight=False)
+    console.print(f"learning rate: {run.rates}", soft_wrap=True, highlight=False)
     if asked.from_start:
         launch.set_aside(folder, asked.name or "*")
     resume, stop = asked.resume and not asked.from_start, launch.Stop()
@@ -185,7 +185,8 @@ def other_number(run: Run, folder: Path) -> bool:
 
 def complete(run: Run, folder: Path) -> bool:
     """Whether `folder` holds a run with all the steps of `run`, and the model that came out."""
-    begun = (folder / "model.safetensors").exists() and any(folder.glob("events/*.jsonl"))
+    models = [folder, *folder.glob("models/*")]  # of each replica, where these are unlike
+    begun = any((one / "model.safetensors").exists() for one in models) and any(folder.glob("events/*.jsonl"))
     return begun and RunRecord.load(folder).summary.steps >= run.optimizer.steps
 
 

@@ -15,6 +15,7 @@ from thinwire.codecs.cast import Cast, Identity, in_full
 from thinwire.codecs.codebook import Codebook
 from thinwire.codecs.device import encode_from
 from thinwire.codecs.entropy import Entropy
+from thinwire.codecs.levelled import Levelled
 from thinwire.codecs.lowrank import LowRank
 from thinwire.codecs.over_senders import OverSenders, mean_over_senders
 from thinwire.codecs.per_tensor import Each
@@ -38,6 +39,7 @@ __all__ = [
     "Hadamard",
     "Identity",
     "Int",
+    "Levelled",
     "Levels",
     "LowRank",
     "OverSenders",

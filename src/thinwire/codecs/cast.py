@@ -64,7 +64,14 @@ class Dense(Codec):
 
 
 def in_full(codec: Codec) -> Identity | Dense:
-    """The fp32 codec for a round in place of `codec`."""
+    """The fp32 codec for a round in place of `codec`, which may be cut at the same places.
+
+    Args:
+        codec: the usual one.
+
+    >>> in_full(Cast("bf16"))
+    Identity()
+    """
     grain = codec.grain or 1
     return Dense(grain) if grain > 1 else Identity()
 

@@ -15,8 +15,22 @@ def runs_anywhere(codec: Codec) -> bool:
 
 
 def encode_from(x: Tensor, codec: Codec, payload: Tensor, key: Key) -> int:
-    """Encode an `x` that may be on another device than `payload`: where `x` is, if the codec can, so that only the
-    packet's bytes cross. Returns how many bytes of `payload` count.
+    """Encode values that may be on another device than the payload.
+
+    Where the codec makes the same bytes on every device it encodes where the values are, so that only the packet's bytes cross.
+
+    Args:
+        x: flat fp32, on any device.
+        codec: what they are encoded with.
+        payload: flat uint8 of `codec.nbytes(x.numel())` bytes.
+        key: of the packet.
+
+    Returns:
+        How many bytes of `payload` count.
+
+    >>> from thinwire.codecs import Identity
+    >>> encode_from(torch.ones(3), Identity(), torch.empty(12, dtype=torch.uint8), Key())
+    12
     """
     if x.device == payload.device or not runs_anywhere(codec):
         used = codec.encode(x.to(payload.device), payload, key)

@@ -48,7 +48,7 @@ class LowRank(Codec):
         iterations: number of subspace iterations.
         values: the codec of the factors.
         shapes: of the fragment's tensors; the replica sets them.
-        last: Q of the round before, if the exchange starts from it.
+        last: flat fp32, Q of the round before, if the exchange starts from it.
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.

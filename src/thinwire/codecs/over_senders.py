@@ -75,8 +75,14 @@ class OverSenders(Codec):
 
 
 def mean_over_senders(values: Iterable[tuple[Tensor, float]], numel: int) -> Tensor:
-    """Σ w·x / Σ_{x ≠ 0} w of `numel` elements of each x with its weight, in fp32 and in this order; 0 where all are 0. Leaves zeros in
-    each x.
+    """Σ w·x / Σ_{x ≠ 0} w of each element, in fp32 and in this order; 0 where all are 0.
+
+    Args:
+        values: flat fp32 values of `numel` elements each, with their weights; they are zeros afterwards.
+        numel: number of elements.
+
+    >>> mean_over_senders([(torch.tensor([2.0, 0.0]), 1.0), (torch.tensor([4.0, 6.0]), 1.0)], numel=2)
+    tensor([3., 6.])
     """
     total, counted = torch.zeros(numel), torch.zeros(numel)
     for one, weight in values:

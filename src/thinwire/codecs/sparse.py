@@ -263,8 +263,8 @@ def _index(within: Tensor, places: Places) -> Tensor:
     """The indices of the values that travel, of their places in their chunks."""
     if places.chunk >= places.numel:
         return within
-    chunks = torch.arange(places.kept, device=within.device).div(places.count, rounding_mode="floor")
-    return within + chunks.mul_(places.chunk)
+    starts = torch.arange(0, places.numel, places.chunk, device=within.device)
+    return within + starts.repeat_interleave(places.count)[: places.kept]
 
 
 def _check_ascending(index: Tensor, numel: int) -> None:

@@ -1,18 +1,18 @@
-"""Who reads which samples, and which of them are done: a value that all replicas compute alike, commit by commit. No I/O.
+"""Which replica reads which samples, and which are done: a value that all replicas compute alike, commit by commit. No I/O.
 
 Positions 0, 1, 2, ... are the samples of all epochs in their order (`Order`). A **lease** gives a replica ranges of positions, to
-be read in turn; behind them it has its part of every epoch to come (the *tail*), so that nobody waits for data. What a replica
-has read is a **count** 0, 1, 2, ... along its lease. A delta names the counts it was trained on (its **claim**), fragment by fragment.
+be read in turn. After them it reads its part of every later epoch (the *tail*), so that no replica waits for data. What a replica
+has read is a **count** 0, 1, 2, ... along its lease. A delta names the counts it was trained on (its **claim**), by fragment.
 
     read, its deltas in no fragment's anchor     in flight
     its deltas in every fragment's anchor        trained: done, exactly once
     in some anchors, and in others never         lost with the replica that had it, by name
 
-When a round commits, the claims of the deltas that it counted are landed. Who was absent from `patience` commits in a row loses its
-lease: what nobody has any of is returned, and trained by others; what is in some anchors is named as lost. When members are
-gone or new, what is left is split anew: each keeps what it may have read by the time it hears of it (`ahead` samples), the rest
-is cut into equal parts. A delta of one who had more, or who comes back after its lease was returned, is not admitted: that
-replica goes on from the anchors.
+When a round commits, the claims of the deltas that it counted have landed. A replica that was absent from `patience` commits in a
+row loses its lease: samples that are in no anchor go to other replicas; those that are in some are named as lost. When members are
+new or gone, the rest is split anew: each member keeps what it may have read by the time it hears of it (`ahead` samples), and the
+remainder is cut into equal parts. A delta of a replica that read more than that, or that comes back after its lease was returned,
+is not admitted: the replica restarts from the anchors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,15 @@ FENCES = 64  # re-splits that a claim may be behind
 
 @dataclass(frozen=True)
 class Claim:
-    """The counts behind a delta, in ascending order, read along lease `serial` as it was after `version` re-splits."""
+    """The samples behind a delta, as counts along the lease of the replica that trained on them.
+
+    Args:
+        serial, version: number of the lease, and number of its re-splits when the samples were read.
+        segments: ranges of counts, ascending.
+
+    >>> Claim(serial=0, version=0, segments=((0, 64),)).segments
+    ((0, 64),)
+    """
 
     serial: int
     version: int
@@ -41,7 +49,14 @@ class Claim:
 
 @dataclass(frozen=True)
 class ReadCount:
-    """How far a replica has read along its lease: all counts below `count`. A serial of −1: it has no lease."""
+    """How far a replica has read along its lease: all counts below `count`.
+
+    Args:
+        serial, version, count: number of the lease (−1 without one), of its re-splits, and of samples read.
+
+    >>> ReadCount().serial
+    -1
+    """
 
     serial: int = -1
     version: int = 0
@@ -50,7 +65,15 @@ class ReadCount:
 
 @dataclass(frozen=True)
 class Named:
-    """What a commit did with samples, as names and positions: who trained them, with whom they were lost, who returned them."""
+    """What a commit did with samples: (name, range of positions), by the replica whose lease had them.
+
+    Args:
+        trained: those that are now in the anchors of all fragments.
+        lost, returned: those that are in some anchors and will never be in the others; those that go to other replicas.
+
+    >>> Named(trained=(("replica-0", (0, 64)),)).lost
+    ()
+    """
 
     trained: tuple[tuple[str, Range], ...] = ()
     lost: tuple[tuple[str, Range], ...] = ()
@@ -61,13 +84,18 @@ class Named:
 class Lease:
     """What one replica reads.
 
-    serial    the number of the commit that gave it, which no other lease of that name has
-    first     the first count that is not settled
-    ranges    the positions of the counts from `first` to `tail_at`; from there on it reads its part of the tail
-    landed    for each fragment: all counts below are in its anchor, or lost to it
-    holes     counts, from `first` on, that are lost to some fragment
-    fences    the counts from which re-splits have changed what is read, the last FENCES of `version`
-    absent    commits in a row in which the replica took no part
+    Args:
+        name: of the replica.
+        serial, version: number of the commit that gave the lease, unique under that name; number of re-splits since.
+        landed: for each fragment the number of counts that are in its anchor, or lost to it.
+        first, tail_at: number of the first count that is not settled, and of the first that lies in its part of the tail.
+        ranges: ranges of the positions of the counts between these two.
+        holes: ranges of counts, from `first` on, that are lost to some fragment.
+        fences: numbers of the counts from which the last 64 re-splits changed what is read.
+        absent: number of commits in a row in which the replica took no part.
+
+    >>> Lease("replica-0", serial=0, landed=(64, 128)).high
+    128
     """
 
     name: str
@@ -83,7 +111,7 @@ class Lease:
 
     @property
     def high(self) -> int:
-        """From this count on nothing has landed in any fragment."""
+        """The count from which on nothing has landed in any fragment."""
         return max(self.first, *self.landed)
 
     def reads_alike(self, reading: ReadCount | Claim, end: int) -> bool:
@@ -105,19 +133,20 @@ class Lease:
 
 @dataclass(frozen=True)
 class DataLedger:
-    """All leases of a run, and how many samples are done; see the module.
+    """All leases of a run, and how many samples are done. Only `number`, `tail_from`, `leases`, `trained` and `lost` change during a run.
 
-    Only `number`, `tail_from`, `leases`, `trained` and `lost` change during a run.
+    Args:
+        samples, trained, lost: number of samples in an epoch; of those trained and lost so far.
+        seed: of the order; an integer number.
+        lanes, fragments: number of replicas at the start (`Order`), and of fragments of the model.
+        ahead: number of samples that a member may read between sending its status and hearing of the commit.
+        patience, number: number of commits for which a lease outlives its replica, and of commits so far.
+        tail_from: number of the position at which the tail begins.
+        leases: by name, in `in_order`.
 
-    samples    in an epoch
-    lanes      replicas at the start (`Order`)
-    fragments  of the model
-    ahead      samples that a member may read between sending its status and hearing of the commit
-    patience   commits for which a lease outlives its replica
-    number     commits so far
-    tail_from  the position at which the tail begins
-    leases     by name, in `in_order`
-    trained, lost   number of samples so far
+    >>> ledger = DataLedger(samples=10, seed=0, lanes=2, fragments=1, ahead=0, patience=2).begin(["replica-0", "replica-1"])
+    >>> ledger.positions(ledger.leases[1], begin=0, end=5)
+    ((5, 10),)
     """
 
     samples: int
@@ -146,8 +175,8 @@ class DataLedger:
         return Order(self.samples, self.seed, self.lanes)
 
     def begin(self, names: Iterable[str]) -> DataLedger:
-        """The ledger with a lease for each of `names`: an equal part of every epoch. If they are some of replica-0, replica-1, ... up to
-        the number of lanes, all of these get one, so that those who come late have theirs.
+        """The ledger with a lease for each of `names`: an equal part of every epoch. If `names` are some of replica-0, replica-1, ... up to
+        the number of lanes, all of these get a lease, so that a replica that starts late has one.
         """
         zeros, numbered = (0,) * self.fragments, {f"replica-{number}" for number in range(self.lanes)}
         names = numbered if set(names) <= numbered else names
@@ -208,7 +237,7 @@ class DataLedger:
     # ---- the parts of a commit
 
     def _settle(self, lease: Lease) -> tuple[Lease, tuple[Range, ...]]:
-        """Let go of the counts that are in all anchors, or lost; the latter."""
+        """Advance `first` past the counts that are in all anchors or lost; return the lease, and the lost counts."""
         low = min(lease.landed)
         if low <= lease.first:
             return lease, ()
@@ -220,7 +249,7 @@ class DataLedger:
     def _split(
         self, present: Mapping[str, ReadCount], dead: set[str], new: Sequence[str]
     ) -> tuple[DataLedger, tuple[tuple[str, Range], ...]]:
-        """Split what is left anew; and what the `dead` return."""
+        """Split what is left anew; return the ledger, and the ranges that the `dead` replicas return."""
         fence: dict[str, int] = {}
         for lease in self.leases:
             if lease.name in present:
@@ -252,7 +281,7 @@ class DataLedger:
         return replace(self, tail_from=tail_from, leases=ordered), tuple(back)
 
     def _next_tail(self, fence: Mapping[str, int]) -> int:
-        """Where the new tail begins: with the first epoch that nobody may be reading in yet."""
+        """Where the new tail begins: the first epoch in which no replica may be reading yet."""
         blocks = 0
         for index, lease in enumerate(self.leases):
             own, _ = self._part(index)
@@ -262,7 +291,7 @@ class DataLedger:
 
     @property
     def _block(self) -> int:
-        """Positions of the tail that are split at a time: an epoch, or as many epochs as give everybody a sample."""
+        """Positions of the tail that are split at a time: an epoch, or as many epochs as give every replica a sample."""
         return self.samples * -(-len(self.leases) // self.samples)
 
     def _part(self, index: int) -> tuple[Range, int]:
@@ -288,7 +317,10 @@ class DataLedger:
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Sort names; numbers in them count by size.
+    """Sort names without duplicates; numbers in them count by size.
+
+    Args:
+        names: of replicas.
 
     >>> in_order(["replica-10", "replica-2", "paris"])
     ['paris', 'replica-2', 'replica-10']

@@ -1,4 +1,4 @@
-"""The order of an epoch: which sample lies at each position 0, 1, 2, ... of all epochs. Computed on demand, without O(n) memory."""
+"""The order of samples: which one lies at which position of all epochs. Computed on demand, without O(n) memory."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ class Permutation:
     A Feistel network on pairs (l, r) in Z_a x Z_b with a·b just above `size`: l += F(r) mod a, r += F(l) mod b, four
     times over. Each step can be undone, so the pairs are permuted; an image ≥ `size` is sent through again until it
     falls inside ("cycle walking", Black & Rogaway 2002), which keeps it one to one.
+
+    Args:
+        size: number of indices.
+        seed: of the order; an integer number.
 
     >>> sorted(Permutation(5, seed=3)(np.arange(5)).tolist())
     [0, 1, 2, 3, 4]
@@ -54,10 +58,15 @@ class Permutation:
 
 @dataclass(frozen=True)
 class Order:
-    """Which of `samples` samples lies at a position 0, 1, 2, ...: epoch e is the positions from e·samples on, in an order of its own.
+    """Which of `samples` samples lies at position 0, 1, 2, ...; epoch e is the positions from e·samples on, in its own order.
 
     An epoch has `lanes` parts, one after the other, as many as the run had replicas at the start. Part m holds the samples m,
-    m + lanes, ..., in a seeded order: a replica that reads its part reads samples of its own, whatever part it began with.
+    m + lanes, ..., in a seeded order. So a replica that reads its part reads the same samples in every epoch, in another order.
+
+    Args:
+        samples: number of samples in an epoch.
+        seed: of the order; an integer number.
+        lanes: number of parts.
 
     >>> sorted(Order(5, seed=3, lanes=2).samples_at(np.arange(5, 10)).tolist())
     [0, 1, 2, 3, 4]
@@ -82,7 +91,12 @@ class Order:
 
 
 def part_of(whole: int, parts: int, index: int) -> tuple[int, int]:
-    """Begin and end of part `index` when `whole` is cut into `parts`, the longer ones first.
+    """Begin and end of one part when a range from 0 is cut into parts, the longer ones first.
+
+    Args:
+        whole: number of elements of the range.
+        parts: number of parts.
+        index: number of the part, from 0.
 
     >>> [part_of(7, 3, index) for index in range(3)]
     [(0, 3), (3, 5), (5, 7)]

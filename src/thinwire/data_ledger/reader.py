@@ -1,4 +1,4 @@
-"""A replica's place in the data: what it reads next, and which samples its parameters hold that no anchor has.
+"""A replica's place in the data: what it reads next, and which samples are in its parameters and in no anchor.
 
 `FixedReader` computes it from the number of the micro-batch. `LeasedReader` follows the ledger that the members of an elastic run
 agree on. Each is used by one thread only.
@@ -45,13 +45,13 @@ class Reader(Protocol):
         """The samples of micro-batch `micro`, of `number` each; they are in the parameters from now on."""
 
     def facts(self) -> dict[str, int]:
-        """What became of the samples, for a summary: in_an_epoch, trained, lost, in_flight; empty where there are none."""
+        """Counts of samples for a summary: in_an_epoch, trained, lost, in_flight; empty if nothing is counted."""
 
     def notes(self) -> dict[str, Any]:
-        """For JSON: what a checkpoint needs beside a driver's own state."""
+        """What a checkpoint needs beside a driver's own state, for JSON."""
 
     def load_notes(self, notes: Mapping[str, Any]) -> None:
-        """Go on from `notes()`. Raises `DataError`."""
+        """Restore `notes()`. Raises `DataError`."""
 
 
 class Along:
@@ -72,13 +72,18 @@ class Along:
 class LeasedReader:
     """The reader of a member of an elastic run; the driver connects it to the ledger.
 
-    samples   in an epoch; may be set later by `open`
-    seed      of the order
-    replicas  that the run begins with, replica-0 and so on
-    step      samples in an inner step
+    `count` is how far it has read along its lease. `holds` has, for each fragment, the counts that are in the parameters and not
+    in the anchor.
 
-    `count` is how far it has read along its lease; `holds` are, for each fragment, the counts that are in the parameters and not in the
-    anchor.
+    Args:
+        seed: of the order; an integer number.
+        replicas: number of replicas with which the run begins: replica-0 and so on.
+        step: number of samples in an inner step.
+        samples: number of samples in an epoch; `open` may set it later.
+
+    >>> reader = LeasedReader(seed=0, replicas=2, step=8, samples=1000)
+    >>> reader.template(fragments=4, every=30, delay=5).ahead
+    1000
     """
 
     def __init__(self, seed: int, replicas: int, step: int, samples: int | None = None) -> None:
@@ -133,7 +138,7 @@ class LeasedReader:
         self._drawn = self.count
 
     def micro_batch(self, micro: int, number: int) -> NDArray[np.int64]:
-        """The next ones; the same if asked again for the same micro-batch."""
+        """The next samples; the same again for the same micro-batch."""
         if self._last is None or self._last[0] != micro:
             self._last = micro, self.draw(number)
             self.trained(number)
@@ -166,7 +171,7 @@ class LeasedReader:
         self.holds[fragment] = ()
 
     def adopt(self, ledger: DataLedger | None) -> None:
-        """Read by `ledger` from now on, unless it gives samples that were read already to others."""
+        """Read by `ledger` from now on, unless it gives samples to other replicas that this one has read."""
         if ledger is None or (self._along and self._along.ledger is ledger):
             return
         lease = ledger.lease(self.name)
@@ -183,7 +188,7 @@ class LeasedReader:
             self._drawn = self.count
 
     def begin_again(self, ledger: DataLedger | None) -> None:
-        """Drop all that this replica has read; go on from the first of its samples that nobody has."""
+        """Discard all that this replica has read, and continue at the first of its samples that is in no anchor."""
         self.holds = [()] * len(self.holds)
         lease = ledger.lease(self.name) if ledger else None
         self._along = None
@@ -224,8 +229,8 @@ class LeasedReader:
         return {"at": [reading.serial, reading.version, reading.count], "holds": [list(held) for held in self.holds]}
 
     def load(self, state: Mapping[str, Any], saved: DataLedger | None, known: DataLedger | None) -> bool:
-        """Go on from `state()` and the ledger `saved` with it; `known` is the ledger of the others. Returns False if the lease was returned:
-        then what it had trained does not count. Raises `KeyError`, `TypeError`, `ValueError`.
+        """Restore `state()` and the ledger `saved` with it; `known` is the ledger of the other members. Returns False if the lease was
+        returned meanwhile: then what this replica had trained does not count. Raises `KeyError`, `TypeError`, `ValueError`.
         """
         serial, version, count = map(int, state["at"])
         holds = [union((int(a), int(b)) for a, b in held) for held in state["holds"]]
@@ -243,7 +248,18 @@ class LeasedReader:
 
 
 class FixedReader:
-    """The reader of a replica of a fixed group: micro-batch m, of n samples, is the counts of its lease from m·n − `offset` on."""
+    """The reader of a replica of a fixed group: micro-batch m, of n samples, begins at count m·n − `offset` of its lease.
+
+    Args:
+        seed: of the order; an integer number.
+        names: of all replicas.
+        name: of this one.
+
+    >>> reader = FixedReader(seed=0, names=["0", "1"], name="1")
+    >>> reader.open(samples=4)
+    >>> sorted([*reader.micro_batch(0, 2).tolist()])
+    [1, 3]
+    """
 
     def __init__(self, seed: int, names: Sequence[str], name: str) -> None:
         self._seed, self._names, self._name = seed, names, name
@@ -257,7 +273,7 @@ class FixedReader:
         return self.ledger.samples if self.ledger else None
 
     def facts(self) -> dict[str, int]:
-        """What became of the samples of all replicas: each has read as many since there were as many replicas."""
+        """What became of the samples of all replicas; all of them have read equally many since the group has this size."""
         if self.ledger is None or self._along is None:
             return {}
         ledger, since = self.ledger, self.count - self._along.lease.first
@@ -271,7 +287,7 @@ class FixedReader:
         return {"ledger": encoded(self.ledger).hex(), "offset": self.offset, "count": self.count} if self.ledger else {}
 
     def load_notes(self, state: Mapping[str, Any]) -> None:
-        """Go on from `notes()`. Raises `DataError`."""
+        """Restore `notes()`. Raises `DataError`."""
         if state:
             self.use(decoded(bytes.fromhex(state["ledger"])), int(state["offset"]))
             self.count = self._drawn = int(state["count"])
@@ -321,7 +337,17 @@ class FixedReader:
 
 
 def drawn_for_ever(reader: Reader) -> Iterator[int]:
-    """Yield one sample after the other for ever, from the first that is not trained."""
+    """Yield one sample after the other without end, from the first that is not trained.
+
+    Args:
+        reader: of this replica, opened.
+
+    >>> reader = FixedReader(seed=0, names=["0"], name="0")
+    >>> reader.open(samples=3)
+    >>> samples = drawn_for_ever(reader)
+    >>> sorted(next(samples) for _ in range(3))
+    [0, 1, 2]
+    """
     reader.restart()
     while True:
         yield int(reader.draw(1)[0])

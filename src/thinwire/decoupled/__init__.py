@@ -1,1 +1,1 @@
-"""Replicas of unequal speed that wait for nobody: each trains and reports at its own pace, a syncer holds rounds of what has come."""
+"""Asynchronous training: each replica trains at its own pace. A syncer holds rounds of the deltas that have arrived, or neighbours meet in pairs."""

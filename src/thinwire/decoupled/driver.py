@@ -1,4 +1,4 @@
-"""A replica that waits for nobody: what happens around its inner steps.
+"""An asynchronous replica: what happens around its inner steps.
 
 When a fragment is due, its delta goes to the syncer (a thread of replica 0), and training continues. The syncer's estimate is applied after
 the inner step during which it arrives:
@@ -71,6 +71,7 @@ class Unequal(Attached):
     two deltas.
     """
 
+    own_steps = True
     strategy: Composition  # type: ignore[assignment]  # the `Decoupled` that attached it
 
     def __init__(
@@ -253,7 +254,7 @@ class Unequal(Attached):
         heard = self._inbox.get()
         if isinstance(heard, PeerError):
             self._inbox.put(heard)  # the next call raises it again
-            raise LinkError(f"the syncer on replica {HOST} is not heard any more: {heard}") from heard
+            raise LinkError(f"the syncer on replica {HOST} is lost: {heard}") from heard
         down = self._messages.read_down(heard)
         if down.kind == END:
             self._over = not down.stop
@@ -284,7 +285,7 @@ class Unequal(Attached):
             departed = one.anchor - flight.delta if flight and counted else one.anchor
             fresh = not counted or flight is None or flight.step < self.step
             one.anchor, one.state, one.rounds = known.anchor, known.state, known.version
-            if down.kind != LAST:  # at the end all take the anchors
+            if down.kind != LAST:  # at the end all replicas take the anchors
                 if fresh:
                     one.carry_over(departed)
                 else:
@@ -301,7 +302,7 @@ class Unequal(Attached):
         self._say("land", **fields, begin=began, stall_seconds=0.0, seconds_spent=self._clock() - began)
 
     def _learn(self, down: Down) -> None:
-        """In real time: how many inner steps to take between two reports, and how much later to report so that all come together."""
+        """In real time: set the number of inner steps between two reports, and how much later to report so that all arrive together."""
         if self._line or down.kind == LAST:
             return
         own, seconds = down.each[self.group.rank], self._seconds
@@ -311,13 +312,13 @@ class Unequal(Attached):
         if own.outcome and seconds:
             self._pace.landed(down.fragment, round(own.waited / seconds))
         elif not self._known and not own.outcome and down.fragment not in self._flying:
-            self._pace.next[down.fragment] = 0  # nobody knows yet how slow this replica is: it reports at once
+            self._pace.next[down.fragment] = 0  # no replica knows this one's speed yet: it reports at once
 
     # ---- the end
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Bring what is left, hear of the last rounds, and leave the agreed weights in the model."""
+        """Send what was trained since the last deltas, apply the last rounds, and leave the agreed weights in the model."""
         if self._finished:
             return
         progress, self._finished = self.progress, True
@@ -370,7 +371,7 @@ class Unequal(Attached):
         )
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """With what is in the air, and on replica 0 what the syncer knows; see saved.py for what a resume is."""
+        """With rounds in flight, and on replica 0 the state of the syncer; saved.py says how a run resumes."""
         tensors, facts = state_of(self._states, self._flying, self.step)
         if self._host:
             with self._host.lock:

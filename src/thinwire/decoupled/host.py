@@ -1,9 +1,9 @@
-"""The syncer's thread on replica 0: it receives deltas, holds rounds, and sends estimates to all replicas. rounds.py decides when, syncer.py
-computes; here are only queues and the clock.
+"""The syncer's thread on replica 0: it receives deltas, holds rounds, and sends estimates to all replicas. rounds.py decides when,
+syncer.py computes; this module has only queues and the clock.
 
-In real time it takes messages as they arrive. In virtual time it takes them in the order of the timeline, in whatever order they arrive. The
-run ends when one replica has taken all its steps: the syncer tells the others and waits for each as long as one more delta of it should
-take, by its own arrivals. A replica that is later is left out, by name.
+In real time it handles messages as they arrive. In virtual time it handles them in the order of the timeline, whatever the order of
+arrival. When one replica has taken all its steps, the syncer tells the others and waits for each as long as one more of its deltas
+should take, by its own arrivals. A replica that is later than that is left out, by name.
 """
 
 from __future__ import annotations
@@ -63,23 +63,23 @@ class Host:
         self._thread.start()
 
     def give(self, packet: Tensor) -> None:
-        """Take a message of replica 0 itself."""
+        """Take a message of replica 0, which is in the same process."""
         self._heard.put((0, packet))
 
     def close(self) -> None:
-        """End its threads; what is under way to a peer that takes nothing ends with the group."""
+        """End its threads. A send to a peer that does not receive ends with the group."""
         self._heard.put(None)
         if self._thread.is_alive():
             self._thread.join()
         for sender in self._senders.values():
             sender.end()
         for sender in self._senders.values():
-            sender.wait(self.rounds.patience)  # one that was left out hears of the end, too, if it can
+            sender.wait(self.rounds.patience)  # a replica that was left out hears of the end too, if it can
 
     # ---- hearing
 
     def _deliver(self, peer: int, heard: Heard) -> bool:
-        """Whether this was the last of `peer`."""
+        """Queue a message of `peer`; return whether it was its last."""
         self._heard.put((peer, heard))
         if isinstance(heard, PeerError):
             return True
@@ -91,7 +91,7 @@ class Host:
         self._heard.put((peer, why))
 
     def _take(self, block: bool, until: float | None) -> int | None:
-        """Put the next message into its replica's mail: whose it is. None: nothing came until then. Raises `_Closed`."""
+        """Put the next message into its replica's mail, and return the replica; None: nothing came in time. Raises `_Closed`."""
         try:
             got = self._heard.get(block, None if until is None else max(0.0, until - self.clock()))
         except queue.Empty:
@@ -117,10 +117,10 @@ class Host:
     def _miss(self, rank: int, why: str) -> None:
         if rank in self.rounds.there and rank not in self._ended:
             self.rounds.lost(rank)
-            self.tell("warning", message=f"replica {rank} was lost, the others go on: {why}")
+            self.tell("warning", message=f"replica {rank} was lost, the others continue: {why}")
 
     def _read(self, up: Up) -> bool:
-        """Have a delta wait for its round; whether there is one."""
+        """Store a delta for its round; return whether there is one."""
         if up.stop and not self._stopped:
             self._stopped = True
             self._send(Down(END, stop=True))
@@ -197,20 +197,18 @@ class Host:
                 self._hold(held)
 
     def _last_call(self) -> float | None:
-        """Until when those are waited for who have not finished, once one has."""
+        """The time until which the syncer waits for replicas that have not finished, once one has."""
         if self._noticed is None:
             return None
         late = self.rounds.there - self._ended
         return max((self.rounds.overdue(rank, self._noticed) for rank in late), default=self._noticed)
 
     def _finished(self) -> bool:
-        """Whether all have ended, or are late."""
+        """Whether all replicas have ended, or are too late."""
         if self._noticed is not None:
             for rank in sorted(self.rounds.there - self._ended):
                 if self.rounds.overdue(rank, self._noticed) <= self.clock():
-                    self._miss(
-                        rank, "it did not finish when the others had, in twice the time that a delta of it takes"
-                    )
+                    self._miss(rank, "it did not finish within twice the time of one of its deltas after the others")
         return self.rounds.there <= self._ended
 
     def _in_virtual_time(self, timeline: Timeline) -> None:
@@ -218,7 +216,7 @@ class Host:
             moment = timeline.advance()
             for rank, _ in moment.departed:
                 up = self._next(rank)
-                if up is None or up.kind != DELTA:  # it has finished; what departs later is not of this run
+                if up is None or up.kind != DELTA:  # it has finished; later departures are not part of this run
                     if up is not None:
                         self._mail[rank].appendleft(up)
                     return
@@ -227,13 +225,13 @@ class Host:
                 self._hold(held)
 
     def _next(self, rank: int) -> Up | None:
-        """The next message of `rank`; None: it is lost."""
+        """The next message of `rank`; None if the replica is lost."""
         while not self._mail[rank] and rank in self.rounds.there:
             self._take(True, None)
         return self._mail[rank].popleft() if self._mail[rank] else None
 
     def _end(self) -> None:
-        """The rest of what all have trained, and the end of the run."""
+        """Hold the last rounds, of everything that replicas have trained, and end the run."""
         for rank in range(self.group.size):
             while rank in self.rounds.there and rank not in self._ended:
                 if (up := self._next(rank)) is not None:

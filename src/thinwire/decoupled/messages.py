@@ -1,12 +1,12 @@
 """The messages between a replica and the syncer: packets (packet.py) whose payload begins with a fixed-size record (the notes).
 
-| up    | notes, then the delta in the codec: `DELTA` when it is due, `REST` at the end; `END`: that was all   |
-| down  | notes, then the estimate in the syncer's codec: `MOVE`, at the end `LAST`; `END`: the run is over   |
+| to the syncer   | notes, then the encoded delta: `DELTA` when it is due, `REST` at the end; `END`: the replica's last message |
+| from the syncer | notes, then the encoded estimate: `MOVE`, at the end `LAST`; `END`: the run has ended                       |
 
-The flag `STOP`, in both directions: stop training. The flag `REFUSED`, up: the delta was not finite, and the replica keeps it.
-`round` is how many messages of this kind this sender has sent of the fragment (up), or the version of the fragment that the
-estimate is applied to (down). All replicas get the same bytes. A packet may be of any fragment, so both sides receive into a
-buffer for the largest and read from the header which one came; nothing is used before `open_packet` has checked it.
+The flag `STOP`, in both directions, asks to stop training. The flag `REFUSED`, to the syncer, says that the delta was not finite and
+the replica keeps it. `round` counts the messages of this kind that the sender has sent of the fragment; from the syncer it is the
+version of the fragment to which the estimate is applied. All replicas get the same bytes. A packet may be of any fragment, so both
+sides receive into a buffer for the largest and read the fragment from the header; nothing is used before `open_packet` has checked it.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ COUNTED, LEFT_OUT = 1, 2
 
 @dataclass(frozen=True)
 class Up:
-    """A delta on its way to the syncer, and its replica's own measurements.
+    """A delta on its way to the syncer, with its replica's own measurements.
 
-    base       version of the fragment's anchor that the delta starts from
+    base       version of the fragment's anchor from which the delta starts
     steps      inner steps in which the delta was trained
-    taken      inner steps of this replica in all
-    tokens     in these steps
+    taken      inner steps of this replica since the start
+    tokens     number of tokens in `steps`
     seconds    of an inner step on this replica; 0: not known
     """
 
@@ -69,11 +69,11 @@ class Up:
 
 @dataclass(frozen=True)
 class ReplicaReport:
-    """What a down message says of one replica.
+    """What a message from the syncer says about one replica.
 
-    outcome    of its delta: `COUNTED`, `LEFT_OUT`, or 0 where the round had none of it
+    outcome    of its delta: `COUNTED`, `LEFT_OUT`, or 0 if the round had no delta of it
     waited     seconds that the delta waited for the round
-    taken      inner steps of this replica in all, as far as the syncer knows
+    taken      inner steps of this replica since the start, as far as the syncer knows
     speed      inner steps per second; 0: not known
     """
 
@@ -85,7 +85,7 @@ class ReplicaReport:
 
 @dataclass(frozen=True)
 class Down:
-    """An estimate on its way to all replicas. `digest`: of the fragment's anchor and outer state before it."""
+    """An estimate on its way to all replicas. `digest` is that of the fragment's anchor and outer state before the estimate is applied."""
 
     kind: int
     fragment: int = 0
@@ -97,7 +97,7 @@ class Down:
 
 
 class SyncerMessages:
-    """Writes and reads the packets of a group of `size` replicas whose fragments have so many elements. `host` is the syncer's rank."""
+    """Writes and reads the packets of a group of `size` replicas; `numels` are the elements of each fragment, `host` is the syncer's rank."""
 
     def __init__(self, size: int, host: int, numels: Sequence[int], up: Sequence[Codec], down: Sequence[Codec]) -> None:
         self.size, self.host, self.numels, self.up, self.down = size, host, tuple(numels), tuple(up), tuple(down)
@@ -126,7 +126,7 @@ class SyncerMessages:
         return self._write(DOWN, down.kind, self.host, down.fragment, down.version, STOP * down.stop, notes, down.body)
 
     def read_up(self, packet: Tensor, sender: int) -> Up:
-        """Raises `PacketError`."""
+        """Parse a message to the syncer. Raises `PacketError`."""
         header, notes, body = self._read(UP, packet, sender, (DELTA, REST, END))
         base, steps, taken, tokens, seconds = _UP.unpack(notes)
         if not (0 <= tokens < 1e15 and 0 <= seconds < 1e9 and steps <= taken):
@@ -139,7 +139,7 @@ class SyncerMessages:
         )
 
     def read_down(self, packet: Tensor) -> Down:
-        """Raises `PacketError`."""
+        """Parse a message from the syncer. Raises `PacketError`."""
         header, notes, body = self._read(DOWN, packet, self.host, (MOVE, LAST, END))
         (digest,) = _DOWN.unpack_from(notes)
         each = tuple(

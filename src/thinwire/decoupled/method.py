@@ -1,4 +1,4 @@
-"""Methods for replicas of unequal speed, as compositions: a frozen value that says what is exchanged and how it counts."""
+"""Asynchronous methods as compositions: frozen values that say what is exchanged and how it counts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from thinwire.comm.group import Group
 from thinwire.decoupled.composition import Composition
 from thinwire.decoupled.driver import Unequal
 from thinwire.decoupled.messages import DOWN, UP, SyncerMessages
+from thinwire.decoupled.pairs import a2cid2, ad_psgd
 from thinwire.errors import ConfigurationError
-from thinwire.methods.base import silent
+from thinwire.methods.base import Method, silent
 from thinwire.pieces.inner_optimizers import AdamW
 from thinwire.pieces.outer import DelayedNesterov, Nesterov
 from thinwire.pieces.partition import Strided, Whole
@@ -47,7 +48,7 @@ class Decoupled(Composition):
         return Unequal(self, model, optimizer, group, observer, clock)
 
     def nbytes_per_period(self, numel: int, size: int, rank: int = 1, period: int = 0) -> int:
-        """Of a replica that does not host the syncer, in a period in which it reports once: predicted = counted. Replica 0 hosts it and sends each
+        """Predicted bytes in a period in which a replica reports once; they equal the counted ones. Replica 0 hosts the syncer and sends each
         round to all others.
         """
         messages = SyncerMessages(size, 0, [numel], [self.codec], [self.down])
@@ -152,4 +153,6 @@ def async_local_sgd(
     )
 
 
-DECOUPLED: dict[str, Callable[..., Decoupled]] = {f.__name__: f for f in (decoupled_diloco, async_local_sgd)}
+DECOUPLED: dict[str, Callable[..., Method]] = {
+    f.__name__: f for f in (decoupled_diloco, async_local_sgd, ad_psgd, a2cid2)
+}

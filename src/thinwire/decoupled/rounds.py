@@ -1,14 +1,14 @@
-"""When a round is held, and with whose deltas: quorum and grace. Pure: times go in, decisions come out.
+"""When a round is held, and whose deltas it has: quorum and grace. Pure: times go in, decisions come out.
 
 Deltas of a fragment wait until `quorum` replicas have sent one. Then the round waits for other replicas only if their next delta is
 expected soon:
 
-    expected(m) = when m sent this fragment last + mean of its intervals + 2 · their mean deviation
-    the round is held as soon as no expected(m) lies ahead within the grace: `grace` · mean interval of those who are there
+    expected(m) = when m last sent this fragment + mean of its intervals + 2 · their mean deviation
+    the round is held as soon as no expected(m) lies ahead within the grace: `grace` · mean interval of the replicas that have sent
 
-Both means are moving averages, as those of TCP's round-trip time, so no time is fixed. A replica that has sent nothing yet is waited
-for as long again as the first delta of the fragment took. A dead replica costs one grace, once: its expected time is in the past from
-then on. Replicas train on while a round waits.
+Both means are moving averages, as those of TCP's round-trip time, so no time is fixed. For a replica that has sent nothing yet the
+round waits as long again as the first delta of the fragment took. A dead replica costs one grace: after that its expected time lies
+in the past. Replicas train on while a round waits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Interval:
     deviation: float = 0.0
 
     def heard(self, now: float) -> None:
-        """It came again."""
+        """Record an arrival."""
         gap = now - self.last
         if self.mean is None:
             self.mean = gap
@@ -39,13 +39,13 @@ class Interval:
 
     @property
     def expected(self) -> float | None:
-        """When it comes next, at the latest; None: not known yet."""
+        """The latest time at which the next delta is expected; None: not known yet."""
         return None if self.mean is None else self.last + self.mean + 2 * self.deviation
 
 
 @dataclass(frozen=True)
 class HeldRound:
-    """A round: of which fragment, when it was decided, and whose deltas have waited for it how long."""
+    """A round: its fragment, when it was decided, and for each of its deltas the replica and the seconds that it has waited."""
 
     fragment: int
     at: float
@@ -53,7 +53,7 @@ class HeldRound:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Whose deltas count."""
+        """The replicas whose deltas it has."""
         return tuple(rank for rank, _ in self.waited)
 
 
@@ -92,21 +92,21 @@ class Quorum:
         self.waiting.setdefault(fragment, {})[rank] = now
 
     def lost(self, rank: int) -> None:
-        """`rank` is gone: no round waits for it; deltas that it has sent count."""
+        """`rank` has left: rounds no longer wait for it. Deltas that it has sent still count."""
         self.there.discard(rank)
 
     def due(self, now: float) -> list[HeldRound]:
-        """The rounds that are to be held now."""
+        """The rounds that must be held now."""
         ready = [one for one in sorted(self.waiting) if (until := self._until(one)) is not None and until <= now]
         return [self._held(fragment, now) for fragment in ready]
 
     def deadline(self) -> float | None:
-        """When `due` is to be asked again if nothing arrives before; None: not at all."""
+        """When to call `due` again if nothing arrives before; None: there is no need."""
         return min((until for one in self.waiting if (until := self._until(one)) is not None), default=None)
 
     def overdue(self, rank: int, since: float) -> float:
-        """Until when a last word of `rank` may come that was asked for at `since`: twice as long as a delta of it takes, and
-        not less than `patience`.
+        """The time until which the syncer waits for the last message of `rank`, which was asked for at `since`: twice as long as one of its
+        deltas takes, and at least `patience`.
         """
         longest = [
             one.mean + 2 * one.deviation
@@ -120,7 +120,7 @@ class Quorum:
         return HeldRound(fragment, now, tuple((rank, now - here[rank]) for rank in sorted(here)))
 
     def _until(self, fragment: int) -> float | None:
-        """When the round of `fragment` is held if nobody else comes; None: there is no quorum."""
+        """When the round of `fragment` is held if no other delta arrives; None: there is no quorum."""
         here = self.waiting[fragment]
         missing = self.there - here.keys()
         enough = max(1, min(self.quorum, len(self.there)))
@@ -142,8 +142,8 @@ class Quorum:
 
 
 def own_every(every: int, own: float, speeds: Sequence[float]) -> int:
-    """H of a replica that takes `own` inner steps a second, among those of such `speeds`: in the mean over all `every`, and as long
-    for each, so that all report equally often.
+    """H of a replica that takes `own` inner steps per second, among replicas of these `speeds`. The mean over all replicas is `every`, and a
+    period takes the same time on each, so that all report equally often.
 
     >>> [own_every(30, own, [4.0, 2.0, 1.0]) for own in (4.0, 2.0, 1.0)]
     [51, 26, 13]
@@ -152,15 +152,15 @@ def own_every(every: int, own: float, speeds: Sequence[float]) -> int:
 
 
 class ReportPace:
-    """After which of its own inner steps a replica's fragments depart: staggered at first, H steps apart; and as much later as its
-    last delta has waited for others, so that next time all come together.
+    """After which of its own inner steps a replica's fragments depart: at first staggered, H steps apart. After a round they depart later by
+    the time that the last delta waited for others, so that next time all arrive together.
     """
 
     def __init__(self, every: int, fragments: int) -> None:
         self.next = [every + place * every // fragments for place in range(fragments)]
 
     def due(self, step: int, flying: set[int]) -> list[int]:
-        """The fragments that depart after `step`. One that is in the air stays there: its progress travels with the next delta."""
+        """The fragments that depart after `step`. A fragment in flight does not depart again: its progress travels with the next delta."""
         return [fragment for fragment, at in enumerate(self.next) if at <= step and fragment not in flying]
 
     def departed(self, fragment: int, step: int, every: int) -> None:

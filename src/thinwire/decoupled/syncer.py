@@ -1,8 +1,8 @@
-"""What the syncer makes of deltas: the estimate of a round, its bytes, and what all replicas agree on after it. No I/O, no clock.
+"""How the syncer turns deltas into the estimate of a round, its bytes, and the next agreed state. No I/O, no clock.
 
 w_m  = weigh(tokens, steps, staleness);   Δ_m ← correct(Δ_m, outer momentum, staleness)
-z    = Σ w_m·Δ_m / Σ w  + what was held back          (Σ w over all replicas that are there, so that who comes late takes nothing away)
-c    = what the bytes of z say, on every replica;   held back ← z − c
+z    = Σ w_m·Δ_m / Σ w  + what was held back          (Σ w over all replicas that take part, so that a late one loses no weight)
+c    = decode(encode(z)), the same on every replica;   held back ← z − c
 anchor, outer state ← outer step on c                 (here and on every replica, the same bits)
 """
 
@@ -28,7 +28,7 @@ from thinwire.types import State
 
 @dataclass
 class AgreedFragment:
-    """A fragment as all replicas will hold it once they have heard of every round: its `version`-th."""
+    """A fragment as all replicas hold it once they have applied every round so far, `version` in number."""
 
     anchor: Tensor
     state: State
@@ -36,26 +36,26 @@ class AgreedFragment:
     residual: Tensor | None = None  # the syncer's own
 
     def step(self, outer: Outer, estimate: Tensor) -> None:
-        """On to the next version. Raises `NonFiniteError` where that would not be finite; then nothing has changed."""
+        """Apply an estimate. Raises `NonFiniteError` if the next anchor would not be finite; then nothing has changed."""
         anchor, state = outer.step(self.anchor, estimate, self.state)
         if not bool(torch.isfinite(anchor).all()):
             raise NonFiniteError("the anchor would not be finite; the round was dropped.")
         self.anchor, self.state, self.version = anchor, state, self.version + 1
 
     def digest(self) -> bytes:
-        """8 bytes: equal bits, equal digest."""
+        """8 bytes that are equal if all bits of anchor and outer state are."""
         return digest([self.anchor, *(self.state[name] for name in sorted(self.state))])[:8]
 
 
 def said_by(codec: Codec, body: Tensor, numel: int, key: Key) -> Tensor:
-    """The values of a message's body."""
+    """Decode the body of a message into fp32 values."""
     out = torch.zeros(numel)
     codec.decode_add(body, out, key)
     return out
 
 
 def hold(method: Composition, fragment: Fragment, index: int) -> FragmentState:
-    """What a replica holds for `fragment` at first."""
+    """The state of `fragment` on a replica at the start."""
     anchor = torch.cat([local(p.detach()).reshape(-1).cpu().float() for _, p in fragment.parameters])
     feedback = method.feedback.init(anchor.numel()) if method.feedback else {}
     codec = method.codec.fitted(fragment.shapes)
@@ -64,7 +64,7 @@ def hold(method: Composition, fragment: Fragment, index: int) -> FragmentState:
 
 @dataclass(frozen=True)
 class Given:
-    """A delta that waits for its round; None: it was not finite."""
+    """A delta that waits for its round; None if it was not finite."""
 
     up: Up
     delta: Tensor | None
@@ -72,7 +72,7 @@ class Given:
 
 @dataclass
 class Syncer:
-    """The deltas that wait, and what is agreed. `counted` is, by replica and fragment, the number of the next delta that is due."""
+    """The deltas that wait, and the agreed state. `counted` has, by replica and fragment, the number of the next delta that is due."""
 
     method: Composition
     agreed: list[AgreedFragment]
@@ -87,7 +87,7 @@ class Syncer:
 
     @classmethod
     def of(cls, method: Composition, states: Sequence[FragmentState], messages: SyncerMessages) -> Syncer:
-        """One that begins with what a replica holds at first."""
+        """A syncer that starts from what a replica holds at the start."""
         agreed = [
             AgreedFragment(
                 one.anchor.clone(),
@@ -100,7 +100,7 @@ class Syncer:
         return cls(method, agreed, messages.up, messages.down, messages.host)
 
     def take(self, up: Up) -> bool:
-        """Have a delta wait; whether it says anything. Raises `PacketError` if it is not the next of its replica's."""
+        """Store a delta for its round; return whether the message has one. Raises `PacketError` if it is not the next of its replica."""
         due = self.counted.get((up.sender, up.fragment), 0)
         if up.number != due or (up.kind, up.fragment, up.sender) in self.given:
             raise PacketError(
@@ -117,7 +117,7 @@ class Syncer:
         return True
 
     def hold(self, fragment: int, there: set[int], kind: int = DELTA) -> tuple[Down, dict[int, int]]:
-        """The round of all deltas of `fragment` that wait: what to tell all replicas, but for times; and what became of whose delta.
+        """Hold the round of all deltas of `fragment` that wait. Returns the message to all replicas, without times, and the outcome by replica.
 
         A replica that is `there` and has sent none counts as a zero delta with the weight of its last one.
         """
@@ -144,7 +144,7 @@ class Syncer:
         return sorted(rank for of, where, rank in self.given if (of, where) == (kind, fragment))
 
     def _estimate(self, fragment: int, given: Mapping[int, Given], there: set[int], kind: int) -> Tensor:
-        """Σ w·Δ / Σ w, added in rank order; the plain mean where all are here and count alike."""
+        """Σ w·Δ / Σ w, added in rank order; the plain mean if all replicas have sent one and the weights are equal."""
         agreed = self.agreed[fragment]
         total, weights = torch.zeros_like(agreed.anchor), dict[int, float]()
         deltas: dict[int, Tensor] = {}
@@ -167,7 +167,7 @@ class Syncer:
         return total.div_(len(deltas)) if alike and len(deltas) > 1 else total
 
     def _coded(self, fragment: int, total: Tensor, kind: int) -> tuple[Tensor, Tensor | None]:
-        """The bytes of an estimate, and what they are to say with what was held back; None: nothing is held back. Raises `NonFiniteError`."""
+        """The bytes of an estimate; and the estimate with what was held back, None without feedback. Raises `NonFiniteError`."""
         agreed, codec = self.agreed[fragment], self.down[fragment]
         if agreed.residual is not None:
             total = total + agreed.residual

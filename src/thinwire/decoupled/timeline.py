@@ -1,4 +1,4 @@
-"""Virtual time: who departs, which rounds are held and where they land, from given speeds alone. No tensors, no clock.
+"""Virtual time: which deltas depart when, which rounds are held and where they land, from given speeds. No tensors, no clock.
 
 Replica m takes its k-th inner step at k·slow[m]. A delta arrives as it departs; a round lands on a replica after the first inner
 step that ends `delay` mean inner steps after it was held, or later. Every replica computes the same timeline, and so does the
@@ -83,9 +83,8 @@ class Timeline:
         return Moment(at, tuple((rank, one) for rank, several in departs.items() for one in several), held)
 
     def done(self, rank: int, step: int) -> int:
-        """How many inner steps all have taken before `rank`, having taken `step`, could take one more."""
-        ahead = (step + 1) * self.slow[rank]
-        return sum(step if other == rank else _before(ahead, slow) for other, slow in enumerate(self.slow))
+        """See `done`."""
+        return done(self.slow, rank, step)
 
     def _hold(self, at: float) -> tuple[HeldRound, ...]:
         held = tuple(self.rounds.due(at))
@@ -112,6 +111,12 @@ class Timeline:
             self._paces[rank].departed(fragment, self.steps[rank], self.every[rank])
         self._flying[rank].update(due)
         return tuple(due)
+
+
+def done(slow: Sequence[float], rank: int, step: int) -> int:
+    """How many inner steps all have taken before `rank`, having taken `step`, could take one more."""
+    ahead = (step + 1) * slow[rank]
+    return sum(step if other == rank else _before(ahead, one) for other, one in enumerate(slow))
 
 
 def _before(time: float, slow: float) -> int:

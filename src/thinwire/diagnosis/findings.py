@@ -8,7 +8,11 @@ from typing import Any
 
 
 class Syndrome(StrEnum):
-    """C4D's four (arXiv 2406.04594, section 4)."""
+    """What is wrong: the four syndromes of C4D (arXiv 2406.04594, section 4).
+
+    >>> str(Syndrome.SLOW_LINK)
+    'communication slow'
+    """
 
     SLOW_LINK = "communication slow"
     SLOW_REPLICA = "non-communication slow"
@@ -17,7 +21,11 @@ class Syndrome(StrEnum):
 
 
 class Side(StrEnum):
-    """Where the cause is. WAY: from one replica to another, and two replicas cannot tell where on it."""
+    """Where the cause is. A `WAY` leads from one replica to another, and two replicas cannot tell where on it the cause is.
+
+    >>> str(Side.SENDER)
+    'sender side'
+    """
 
     REPLICA = "replica"
     SENDER = "sender side"
@@ -28,12 +36,21 @@ class Side(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """`who`: the replica, or sender and receiver of a link or way. `both`: the link is so in both directions.
+    """What is wrong, where, and the figures that show it.
 
-    first, last    the rounds between which it was so, counted from the first that was recorded; `rounds` of them showed it
-    seconds        how long a message took, or an inner step; of a hang, how long nothing has come
-    began          of a hang: when its round began, seconds since the replica that waits opened its log
-    usual          how long it takes otherwise
+    Args:
+        syndrome: what is wrong.
+        side: where the cause is.
+        who: the replica; or the sender and the receiver of a link or way.
+        both: whether the link is slow, or silent, in both directions.
+        first, last: number of the first and the last round in which it was so, counted from the first that was recorded.
+        seconds: seconds of a message, or of an inner step; of a hang, the seconds in which nothing has come.
+        usual: seconds that it usually takes.
+        detail: a sentence with the figures.
+        began: of a hang, when its round began: seconds since the replica that waits opened its log.
+
+    >>> print(Finding(Syndrome.SLOW_LINK, Side.SENDER, ("2",), detail="in 6 of the last 8 rounds"))
+    communication slow: the sender side of replica 2; in 6 of the last 8 rounds
     """
 
     syndrome: Syndrome

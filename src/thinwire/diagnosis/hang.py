@@ -1,7 +1,7 @@
-"""Who is missing: rounds that were begun and do not end.
+"""Hangs: rounds that were begun and do not end, and which replica or link holds them up.
 
-Rounds have numbers, so no clock is needed: at the first round that is not over everywhere, either somebody never began it, and
-the others wait for that one; or all began it, and the messages that have not come tell between whom.
+Rounds have numbers, so no clock is needed. At the first round that has not ended everywhere, either a replica never began it, and
+the others wait for it; or all began it, and the missing messages tell between which replicas.
 """
 
 from __future__ import annotations
@@ -22,13 +22,18 @@ Key = tuple[int, int]  # fragment and round
 
 @dataclass(frozen=True)
 class Seen:
-    """What is known of one replica.
+    """What is known of one replica's rounds. A round is named by its fragment and its number.
 
-    began     when it began which rounds, in order, seconds on its own clock
-    over      when which were over
-    failed    its records of rounds that failed
-    now       the time on its clock
-    ended     it has said goodbye
+    Args:
+        name: of the replica.
+        began: seconds, on the replica's own clock, at which it began each round, in order.
+        over: seconds at which each round ended.
+        failed: its records of rounds that failed.
+        now: seconds on its clock.
+        ended: whether it has ended its run.
+
+    >>> Seen("0", began={(0, 0): 1.0, (0, 1): 3.0}, over={(0, 0): 2.0}, now=9.0).waits((0, 1))
+    6.0
     """
 
     name: str
@@ -51,7 +56,15 @@ class Seen:
 
 
 def stuck(replicas: Sequence[Seen]) -> list[Finding]:
-    """What keeps the first round that is not over everywhere. Nothing, if it is only young."""
+    """What holds up the first round that has not ended everywhere; nothing if the round is young.
+
+    Args:
+        replicas: what is known of each.
+
+    >>> came = Seen("0", began={(0, 0): 1.0}, over={}, now=60.0)
+    >>> [str(finding) for finding in stuck([came, Seen("1", began={}, over={}, now=60.0)])]
+    ['non-communication hang: replica 1; round 0 of fragment 0: 1 of 2 replicas began it, this one did not']
+    """
     order = max((list(seen.began) for seen in replicas), key=len, default=[])
     for number, key in enumerate(order):
         waiting = {seen.name: wait for seen in replicas if (wait := seen.waits(key)) is not None}

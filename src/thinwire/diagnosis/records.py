@@ -36,12 +36,18 @@ def recorded(number: int) -> bool:
 class Flow:
     """The messages between this replica and one peer in one stage of a round, one way.
 
-    nbytes   of all that left, or were due
-    parts    messages that left, or were due
-    there    messages that are there; of a flow that was sent, those that could be handed over
-    begin    when the first left, or was asked for; seconds on the clock of the record
-    at       when the timed ones left, or were seen to be there
-    waited   of these, the ones that were waited for: the others may have come earlier than they were looked for
+    Args:
+        peer: name of the other replica.
+        stage: number of the stage.
+        nbytes: bytes of all messages that left, or were due.
+        parts: number of messages that left, or were due.
+        there: number of messages that have arrived; of a flow that was sent, those that could be handed over.
+        begin: seconds, on the clock of the record, at which the first left, or was asked for.
+        at: seconds at which each timed message left, or was seen to have arrived, by its number.
+        waited: numbers of the timed messages for which the replica waited; the others may have come before it looked for them.
+
+    >>> Flow("1", stage=0, nbytes=1000, parts=1, there=1, begin=0.0, at={0: 0.5}).facts()
+    ['1', 0, 1000, 1, 1, 0.0, [[0, 0.5, 0]]]
     """
 
     peer: str
@@ -73,11 +79,20 @@ class Flow:
 
 @dataclass(frozen=True)
 class Record:
-    """One round as replica `name` saw it.
+    """One round as one replica saw it.
 
-    own_seconds   what it did by itself since the departure before, per inner step; 0: unknown. What it waited is not in it
-    over          whether all that was due had come; else the round failed here
-    scheduled     it departed alone, by the schedule; else with others at once, when training ended or went on from a checkpoint
+    Args:
+        name: of the replica.
+        fragment: number of the fragment.
+        round: number of the fragment's round.
+        own_seconds: seconds of an inner step since the departure before, without what it waited for; 0: unknown.
+        over: whether all that was due has come; if not, the round failed here.
+        sent: its flows to others.
+        received: its flows from others.
+        scheduled: whether it departed alone, by the schedule; if not, it departed together with others when training ended or resumed.
+
+    >>> Record("0", fragment=1, round=7, own_seconds=0.1, over=True).key
+    (1, 7)
     """
 
     name: str
@@ -96,7 +111,7 @@ class Record:
 
     @property
     def group(self) -> set[str]:
-        """Who took part, as far as this replica's messages tell."""
+        """The replicas that took part, as far as this replica's messages tell."""
         return {self.name} | {flow.peer for flow in self.sent + self.received}
 
     def facts(self) -> dict[str, Any]:

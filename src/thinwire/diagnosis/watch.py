@@ -1,21 +1,22 @@
-"""Who is slow: round after round, from the records of all replicas.
+"""Slow replicas and links, found round after round from the records of all replicas.
 
-A way is *hot* in a round if its ratio (what it took over what it usually takes) is more than `ratio` times the median of all
-ways, its robust score more than `score`, and it is longer by `seconds` and by an inner step at least (a busy machine delays a thread
-so long by itself); *cold* if it surely is not; else this round does not tell. It counts if it was hot in `rounds` rounds or more, and
-in two thirds of the last 2 × `rounds` that told, which span `lasting` seconds at least. Then
+A way is *hot* in a round if three things hold: its ratio (the time it took over the time it usually takes) is more than `ratio`
+times the median of all ways; its robust score is more than `score`; and it is longer by `seconds` and by an inner step at least,
+because a busy machine alone delays a thread so long. It is *cold* if it surely is not hot; otherwise the round does not tell. A
+way is reported if it was hot in `rounds` rounds or more, and in two thirds of the last 2 × `rounds` that told, which span
+`lasting` seconds at least. Then
 
     all ways out of a replica, but one at most    its sender side
     all ways into it, but one at most             its receiver side
     both                                          the replica's connections
     one way                                       that link
 
-A replica is slow by itself if its own seconds an inner step (what it waits for others is not in them) stand out in the same
-manner, and their median over those rounds does. So a victim, which waits, is never blamed. Rounds that depart at once with
-others, when training ends or goes on from a checkpoint, are passed over: they share the link, and take longer.
+A replica is slow by itself if its own seconds an inner step (without its waits for others) stand out in the same manner, and so
+does their median over those rounds. So a replica that waits for others is never blamed. Rounds that depart together, when training
+ends or resumes, are skipped: they share the link, and take longer.
 
-Source: C4D (arXiv 2406.04594). *Differs*: ways are compared with their own past, not with each other, since links are not alike;
-and a message that the receiver saw late, because it looked at others before, does not count against its sender.
+Source: C4D (arXiv 2406.04594). *Differs*: ways are compared with their own past, not with each other, because links are not alike.
+A message that the receiver saw late, because it looked at others before, does not count against its sender.
 """
 
 from __future__ import annotations
@@ -119,7 +120,10 @@ class _Lasting(NamedTuple):
 
 
 class Watch:
-    """Reads one round after another. What it remembers does not grow with the run.
+    """Finds slow links and slow replicas, round after round. What it remembers does not grow with the run.
+
+    Args:
+        rules: when a finding is reported; None: the defaults.
 
     >>> watch = Watch()
     >>> watch.add([Record("0", 0, 0, 0.1, True), Record("1", 0, 0, 0.1, True)])

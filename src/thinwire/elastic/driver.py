@@ -42,10 +42,10 @@ from thinwire.runtime.driver import Driver, Training
 from thinwire.runtime.fragment_state import hold
 from thinwire.runtime.handshake import check_start, digest, introduction
 from thinwire.runtime.recovery import start_again
+from thinwire.runtime.weighing import tokens_of_step
 from thinwire.strategy import Strategy
 
 VIEWS_ALONE = 5  # views in a row that nobody else comes to, at the end of a run
-_MOST_TOKENS = 1e12  # in a step: more is no number of tokens
 
 
 class ElasticDriver(Driver):
@@ -247,6 +247,8 @@ class ElasticDriver(Driver):
         behind = self._trained - self._travelled[index]
         weight = behind if self.by_tokens else min(1.0, behind)
         delta = piece.delta(torch.empty_like(piece.anchor))
+        if self.strategy.guards:
+            self.training.guard(piece, delta, behind / (self.training.tokens or 1.0))
         claim, generation = (self._reader.claim(index), self._reader.generation) if self._reader else (None, 0)
         ready = Ready(index, delta, weight, step, piece.feedback, claim, generation)
         self._waiting[index] = ready, self._trained
@@ -349,15 +351,6 @@ def in_turn(schedule: Schedule, fragments: int) -> list[int]:
 def counts_tokens(training: Training) -> bool:
     """Whether a delta counts the tokens behind it. Raises `ConfigurationError` as `tokens_of_step`."""
     return training.tokens is not None and tokens_of_step(training.tokens) > 0
-
-
-def tokens_of_step(tokens: object) -> float:
-    """Raises `ConfigurationError` for what cannot be a number of tokens."""
-    if isinstance(tokens, bool) or not isinstance(tokens, int | float) or not 0 < tokens <= _MOST_TOKENS:
-        raise ConfigurationError(
-            f"tokens={tokens!r}: the number of tokens per inner step is needed, above 0 and at most {_MOST_TOKENS:.0e}."
-        )
-    return float(tokens)
 
 
 def check(strategy: Strategy) -> Schedule:

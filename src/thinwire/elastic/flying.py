@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor
 
 from thinwire.codecs import Codec
 from thinwire.elastic.eviction import EvictionVoter
@@ -17,6 +14,7 @@ from thinwire.membership.view import View
 from thinwire.packet import REFUSED
 from thinwire.rng import Key
 from thinwire.runtime.fragment_state import FragmentState, RoundUpdate
+from thinwire.runtime.weighing import weighed
 from thinwire.strategy import Strategy
 
 
@@ -36,13 +34,7 @@ def fly(
     outer = strategy.outer.last if plan.finished else strategy.outer
     moved = RoundUpdate(held, delta, outer, strategy.feedback if own else None, Buffers())
 
-    def signal(begin: int, end: int) -> Tensor:
-        values = moved.signal(begin, end)
-        return values if share in (0.0, 1.0) else values * share
-
-    def settle(begin: int, mean: Tensor, sent: Callable[[], Tensor]) -> None:
-        moved.settle(begin, mean, sent if share in (0.0, 1.0) else lambda: sent() / share)
-
+    signal, settle = weighed(moved, share)
     key = Key(strategy.seed, fragment, plan.round, group.rank)
     round_ = Round(context, codec, anchor.numel(), key, signal)
     with voter.watches(round_, view):

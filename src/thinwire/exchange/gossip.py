@@ -1,8 +1,8 @@
-"""Each replica to its neighbours of the round."""
+"""Gossip: each replica exchanges with its neighbours of the round."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache, partial
 from typing import Any, ClassVar
@@ -19,6 +19,7 @@ from thinwire.exchange.chunks import Message, cut, packets_nbytes
 from thinwire.exchange.decode import Decoder
 from thinwire.exchange.round import Outgoing, Round
 from thinwire.exchange.stage import Stage
+from thinwire.exchange.two_shot import Reduction, reduction_nbytes
 from thinwire.packet import REFUSED
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.gossip import GossipRule
@@ -31,7 +32,7 @@ from thinwire.types import State
 
 @dataclass(frozen=True)
 class _Said:
-    """One vector of a round: where it begins among all that are said, its messages, and its stage."""
+    """One vector of a round: its first element among all vectors of the round, its messages, and its stage."""
 
     begin: int
     codec: Codec
@@ -41,22 +42,31 @@ class _Said:
 
 
 @dataclass(frozen=True)
+class _Reduced:
+    """One vector whose mean a group takes together: where it begins among all that are said, and that mean."""
+
+    begin: int
+    mean: Reduction
+
+
+@dataclass(frozen=True)
 class _Departure:
     round: Round
-    said: list[_Said]
-    shares: Mapping[int, float] | None  # of those that are heard, by rank; None: all alike
+    said: list[_Said | _Reduced]
+    shares: Mapping[int, float] | None  # the weights of the packets, by rank; None: equal
 
 
 @dataclass(frozen=True)
 class Gossip(Exchange):
-    """Each replica talks to its neighbours of the round only: nothing waits for all, and no two replicas agree on all bits.
+    """Each replica exchanges with its neighbours of the round only. It waits for no others, and replicas do not agree on all bits.
 
-    What is handed over is the mean over a replica's neighbours and itself, weighted as the rule needs it, of each vector that the rule says; one
-    begins where the one before ends.
+    The rule names the vectors that a replica sends. For each, the exchange returns the mean over the replica's neighbours and itself, with the
+    rule's weights. The vectors follow each other in one flat estimate. A group of more than two
+    in which all weights are equal takes the mean as `TwoShot` does.
 
     Args:
         topology: who sends to whom, in every round.
-        rule: what replicas say, and what each makes of what it hears.
+        rule: which vectors replicas send, and what each does with the means.
 
     Raises:
         ConfigurationError: the rule is not sound on that topology; the message has the number.
@@ -84,11 +94,11 @@ class Gossip(Exchange):
     def check(self, codec: Codec, feedback: Feedback | None) -> None:
         if feedback:
             raise ConfigurationError(
-                f"{self} with {feedback}: what travels here is no delta of an agreed anchor; choose choco, which keeps what its codec loses."
+                f"{self} with {feedback}: gossip sends no deltas, so nothing can be held back; choose choco, which keeps what its codec loses."
             )
         if codec.joint:
             raise ConfigurationError(
-                f"{self} over {codec}: neighbours count by their weights; choose the codec inside it."
+                f"{self} over {codec}: it averages over senders, and neighbours have weights; choose the codec inside it."
             )
         self.rule.check(self.topology, codec)
 
@@ -98,7 +108,7 @@ class Gossip(Exchange):
             given = getattr(strategy, one.name)
             if one.name not in free and given != one.default:
                 raise ConfigurationError(
-                    f"{one.name}={given!r} with {self}: there is no anchor that all agree on, and the rule moves each replica's own; leave "
+                    f"{one.name}={given!r} with {self}: gossip has no agreed anchor, the rule moves each replica's own; leave "
                     f"{one.name} at {one.default!r}."
                 )
         if strategy.merge.whole_period or isinstance(strategy.schedule, Adaptive):
@@ -107,7 +117,7 @@ class Gossip(Exchange):
             )
         if self.rule.tracks and (strategy.schedule.every, strategy.schedule.delay) != (1, 0):
             raise ConfigurationError(
-                f"{strategy.schedule} with {self.rule}: it replaces every gradient, so a round follows every step; choose Every(1)."
+                f"{strategy.schedule} with {self.rule}: the rule needs a round after every step, without delay; choose Every(1)."
             )
 
     def check_size(self, size: int) -> None:
@@ -117,14 +127,23 @@ class Gossip(Exchange):
 
     def init(self, codec: Codec, numel: int, rank: int, size: int) -> State:
         self.check_size(size)
-        return self.rule.init(torch.zeros(numel))  # of the right size; what is in it depends on the start
+        return self.rule.init(torch.zeros(numel))  # only the size counts here
 
     def depart(self, round_: Round, state: State) -> _Departure:
         key, rank, size = round_.key, round_.rank, round_.size
         weights = _weights(self, size, 0 if self.topology.fixed else key.round, key.fragment, key.seed)
         sources, targets = _others(weights[rank], rank), _others(weights[:, rank], rank)
-        said, begin = [], 0
+        members = _group(self, weights, rank)
+        said: list[_Said | _Reduced] = []
+        begin = 0
         for number, (codec, numel) in enumerate(self.rule.vectors(round_.codec, round_.numel)):
+            if members:
+                mean = Reduction(round_, codec, numel, 2 * number, members=members)
+                mean.expect()
+                mean.send(partial(_shifted, round_, begin))
+                said.append(_Reduced(begin, mean))
+                begin += numel
+                continue
             stage, messages = Stage(round_, codec, number), cut(codec, 0, numel)
             stage.expect(dict.fromkeys(sources, messages))
             signal = partial(_shifted, round_, begin)
@@ -136,6 +155,10 @@ class Gossip(Exchange):
     def arrive(self, departure: _Departure, settle: Settle) -> Arrival:
         round_, flags = departure.round, [0] * departure.round.size
         for one in departure.said:
+            if isinstance(one, _Reduced):
+                flags = [a | b for a, b in zip(flags, one.mean.arrive(partial(_settled, settle, one.begin)).flags)]
+                _check_sound(flags, round_.key)
+                continue
             room = Decoder(round_, one.codec, one.messages)
             for index, message in enumerate(one.messages):
                 heard = one.stage.receive(index)
@@ -152,11 +175,21 @@ class Gossip(Exchange):
         return Arrival(tuple(flags), {})
 
     def nbytes_sent(self, codec: Codec, numel: int, size: int, rank: int | None = None) -> int:
+        """At most, where the groups of a topology have unlike sizes."""
         vectors = self.rule.vectors(codec, numel)
-        return self.most_neighbours(size, rank) * sum(packets_nbytes(cut(one, 0, n)) for one, n in vectors)
+        ranks = range(size) if rank is None else (rank,)
+        if not self.topology.grouped:
+            return self.most_neighbours(size, rank) * sum(packets_nbytes(cut(one, 0, n)) for one, n in vectors)
+        places = {self._place(size, number, one) for number in range(self.topology.rounds(size) or 1) for one in ranks}
+        return max(sum(_nbytes_in_group(one, n, size, *place) for one, n in vectors) for place in places)
+
+    def _place(self, size: int, number: int, rank: int) -> tuple[int, int]:
+        """Of a replica in its group: how large that is, and how many are before it."""
+        row = self.topology.edges(size, number)[rank]
+        return int(row.sum()) + 1, int(row[:rank].sum())
 
     def most_neighbours(self, size: int, rank: int | None = None) -> int:
-        """To how many replica `rank` sends in a round (without: the one that sends to most)."""
+        """The number of replicas to which replica `rank` sends in a round; without `rank`: the largest of all replicas."""
         sent = np.stack([self.topology.edges(size, n).sum(1) for n in range(self.topology.rounds(size) or 1)])
         return int(sent.max() if rank is None else sent[:, rank].max())
 
@@ -169,17 +202,33 @@ def _weights(gossip: Gossip, size: int, number: int, fragment: int, seed: int) -
     return gossip.rule.weights(gossip.topology, size, number, fragment, seed)
 
 
+def _group(gossip: Gossip, weights: Weights, rank: int) -> list[int]:
+    """The group of `rank`, where more than two take their mean together."""
+    members = [int(one) for one in np.flatnonzero(weights[rank])]
+    return members if gossip.topology.grouped and len(members) > 2 else []
+
+
+def _nbytes_in_group(codec: Codec, numel: int, size: int, members: int, place: int) -> int:
+    if members > 2:
+        return reduction_nbytes(codec, numel, members, place, marks=size)
+    return (members - 1) * packets_nbytes(cut(codec, 0, numel))
+
+
+def _settled(settle: Settle, first: int, begin: int, mean: Tensor, sent: Callable[[], Tensor]) -> None:
+    settle(first + begin, mean, sent)
+
+
 def _shifted(round_: Round, first: int, begin: int, end: int) -> Tensor:
     return round_.signal(first + begin, first + end)
 
 
 def _others(row: np.ndarray, rank: int) -> list[int]:
-    """The ranks with a share in `row`, but for the own."""
+    """The ranks with a share in `row`, except `rank`."""
     return [int(other) for other in np.flatnonzero(row) if other != rank]
 
 
 def _shares(row: np.ndarray, ranks: Sequence[int]) -> dict[int, float] | None:
-    """Of those that are heard; None where all count alike and add up to 1, so that the mean is divided once, as in a fixed group."""
+    """The weights of `ranks`; None if all are equal and add up to 1: then the sum is divided once, as in a fixed group."""
     alike = len({float(row[rank]) for rank in ranks}) == 1 and abs(float(row.sum()) - 1) < 1e-9
     return None if alike else {rank: float(row[rank]) for rank in ranks}
 
@@ -188,6 +237,6 @@ def _check_sound(flags: Sequence[int], key: Key) -> None:
     refused = [rank for rank, said in enumerate(flags) if said & REFUSED]
     if refused:
         raise NonFiniteError(
-            f"what replica {refused[0]} has to say in round {key.round} does not fit its codec: NaN, infinity or more than the codec can hold; "
-            "no other replica can stand in for it. Resume all from the last checkpoint with a smaller learning rate."
+            f"the values of replica {refused[0]} in round {key.round} do not fit its codec: NaN, infinity or more than the codec can hold; "
+            "no other replica has them. Resume all from the last checkpoint with a smaller learning rate."
         )

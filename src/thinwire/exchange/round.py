@@ -24,7 +24,20 @@ from thinwire.types import State
 
 
 class SendContext:
-    """What all rounds of one replica share: the group, the order in which they send, their buffers, and the group's clock."""
+    """What all rounds of one replica share: the group, the queue of what it sends, buffers, and the group's clock.
+
+    Args:
+        group: the replicas that exchange.
+        clock: seconds, monotonic.
+
+    >>> from thinwire import run_threads
+    >>> def replica(group):
+    ...     context = SendContext(group)
+    ...     context.close(wait=True)
+    ...     return context.group.size
+    >>> run_threads(2, replica)
+    [2, 2]
+    """
 
     def __init__(self, group: Group, clock: Callable[[], float] = time.monotonic) -> None:
         self.group, self.send_queue, self.buffers, self.clock = group, SendQueue(group, clock), Buffers(), clock
@@ -65,11 +78,32 @@ class Outgoing:
 
 @dataclass
 class Round:
-    """What an exchange is to do: carry `numel` elements of `signal`, coded by `codec`.
+    """What an exchange must do: carry `numel` elements of `signal`, coded by `codec`.
 
-    `key` names the own packet, `flags` go with it, `order` says whose messages leave first (`SendQueue`); `step` is the inner step after
-    which it departs, where that is the same on all replicas; `aggregate` makes one estimate of what all say, and has `remembered` something of
-    what is aggregated here; `after` is what it remembers next.
+    Args:
+        context: the group, its send queue and its buffers.
+        codec: what the packets are encoded with.
+        numel: number of elements.
+        key: of this replica's packet.
+        signal: gives the flat fp32 values from element `begin` to `end`.
+        flags: number that goes with the packet; bits of `thinwire.packet`.
+        order: messages of the smallest `order` leave first (`SendQueue`).
+        step: inner steps after which it departs, where that is the same on all replicas.
+        aggregate: makes one estimate of what all replicas sent.
+        remembered: what the aggregate remembers of the rounds before.
+        after: what it remembers next; filled by the exchange.
+        outgoing: the packets that are being sent; filled by the exchange.
+        packets: uint8 buffers that `close` gives back.
+        trace: what this replica sees of the round, for diagnosis.
+        nbytes_sent: bytes of packets sent to all peers together, headers included.
+
+    >>> from thinwire import run_threads
+    >>> from thinwire.codecs import Identity
+    >>> def replica(group):
+    ...     round_ = Round(SendContext(group), Identity(), 4, Key(sender=group.rank), lambda begin, end: None)
+    ...     return round_.peers
+    >>> run_threads(3, replica)
+    [[1, 2], [0, 2], [0, 1]]
     """
 
     context: SendContext

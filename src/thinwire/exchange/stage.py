@@ -200,8 +200,12 @@ class Stage:
         """Messages of two rounds that may be in the air together, of two stages, and of two places have tags of their
         own; where the numbers do not suffice, the order of posting tells them apart.
         """
-        key = self.round.key
-        return (key.round << 24 | (key.fragment & 0x3FF) << 14 | self.number << 9 | index & 0x1FF) % TAGS
+        return tag_of(self.round.key, self.number, index)
+
+
+def tag_of(key: Key, stage: int, index: int = 0) -> int:
+    """The tag of the message `index` of a `stage` of the round that `key` names."""
+    return (key.round << 24 | (key.fragment & 0x3FF) << 14 | stage << 9 | index & 0x1FF) % TAGS
 
 
 def heard(packet: Tensor, size: int, sender: int) -> list[int]:

@@ -18,7 +18,19 @@ from thinwire.types import State
 def once(
     exchange: Exchange, context: SendContext, codec: Codec, delta: Tensor, key: Key, state: State, flags: int = 0
 ) -> tuple[Tensor | None, Arrival]:
-    """Exchange flat fp32 `delta` with all replicas of `context`: the estimate of the mean, or None where one refused.
+    """Exchange flat fp32 `delta` with all replicas of `context`, outside of any training.
+
+    Args:
+        exchange: how the packets travel.
+        context: the group, its send queue and its buffers.
+        codec: what the packets are encoded with.
+        delta: flat fp32.
+        key: of this replica's packet.
+        state: of the exchange, as its `init` made it.
+        flags: number that goes with the packet; bits of `thinwire.packet`.
+
+    Returns:
+        The estimate of the mean, or None where a replica refused the round; and what else arrived.
 
     >>> from thinwire import run_threads
     >>> from thinwire.codecs import Identity

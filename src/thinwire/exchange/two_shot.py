@@ -72,7 +72,7 @@ class TwoShot(Exchange):
         if codec.needs_shapes:
             raise ConfigurationError(
                 f"{self} with {codec}: a codec that can encode any part of a fragment is needed, this one needs the shapes "
-                "of whole tensors; choose AllReduce() for LowRank, otherwise Direct()."
+                "of whole tensors; choose AllReduce() for LowRank, otherwise Direct(), or a codec without shapes, such as Sign(block=512)."
             )
         if any(inner.samples for inner in nested(codec)):
             raise ConfigurationError(
@@ -100,11 +100,11 @@ class TwoShot(Exchange):
         return link.seconds(self.nbytes_sent(codec, numel, size)) + link.delay_seconds if size > 1 else 0.0
 
 
-def reduction_nbytes(codec: Codec, numel: int, size: int, rank: int) -> int:
-    """Bytes that replica `rank` sends: the shards of the others, and its own mean to each of them."""
+def reduction_nbytes(codec: Codec, numel: int, size: int, rank: int, marks: int | None = None) -> int:
+    """Bytes that the member `rank` of `size` sends: the shards of the others, and its own mean to each of them, with `marks` bytes (None: `size`)."""
     messages = [cut(codec, *span) for span in shards(codec, numel, size)]
     others = sum(packets_nbytes(of) for owner, of in enumerate(messages) if owner != rank)
-    return others + (size - 1) * packets_nbytes(messages[rank], marks=size)
+    return others + (size - 1) * packets_nbytes(messages[rank], marks=size if marks is None else marks)
 
 
 def _matrix(size: int) -> Message:
@@ -118,7 +118,7 @@ def _doubles(body: Tensor) -> Tensor:
 
 
 class Reduction:
-    """The mean of a vector of `numel`, in two stages from `number` on: scatter, gather."""
+    """The mean of a vector of `numel` over `members` (ranks in order; None: all), in two stages from `number` on: scatter, gather."""
 
     def __init__(
         self,
@@ -128,10 +128,14 @@ class Reduction:
         number: int = 0,
         feedback: Feedback | None = None,
         state: State | None = None,
+        members: Sequence[int] | None = None,
     ) -> None:
         self.round, self.codec, self.numel = round_, codec, numel
         self._feedback, self._state = feedback, state or {}
-        self.messages = [cut(codec, *span) for span in shards(codec, numel, round_.size)]
+        self.members = list(range(round_.size)) if members is None else list(members)
+        self.peers = [member for member in self.members if member != round_.rank]
+        spans = shards(codec, numel, len(self.members))
+        self.messages = {member: cut(codec, *span) for member, span in zip(self.members, spans)}
         self._scatter = Stage(round_, codec, number)
         self._gather = Stage(round_, codec, number + 1, marks=round_.size)
         self._products = Stage(round_, Identity(), MOST_STAGES - 2, purpose="products")
@@ -139,16 +143,16 @@ class Reduction:
 
     def expect(self) -> None:
         """Stand ready to receive."""
-        self._scatter.expect(dict.fromkeys(self.round.peers, self.messages[self.round.rank]))
-        self._gather.expect({peer: self.messages[peer] for peer in self.round.peers})
+        self._scatter.expect(dict.fromkeys(self.peers, self.messages[self.round.rank]))
+        self._gather.expect({peer: self.messages[peer] for peer in self.peers})
         if self.round.aggregate.needs_products:
-            self._products.expect(dict.fromkeys(self.round.peers, (_matrix(self.round.size),)))
+            self._products.expect(dict.fromkeys(self.peers, (_matrix(self.round.size),)))
 
     def send(self, signal: Signal) -> None:
         """Send each owner its shard, the owners in turn, from the next rank on."""
-        rank, size = self.round.rank, self.round.size
-        owners = [(rank + step) % size for step in range(1, size + 1)]
-        for index in range(max(map(len, self.messages))):
+        rank, place = self.round.rank, self.members.index(self.round.rank) + 1
+        owners = [*self.members[place:], *self.members[:place]]
+        for index in range(max(map(len, self.messages.values()))):
             for owner in owners:
                 if index < len(self.messages[owner]):
                     message, to = self.messages[owner][index], [owner] if owner != rank else []
@@ -156,7 +160,7 @@ class Reduction:
 
     def arrive(self, settle: Settle) -> Arrival:
         """Average the own shard, then take all means."""
-        room = Decoder(self.round, self.codec, (message for of in self.messages for message in of))
+        room = Decoder(self.round, self.codec, (message for of in self.messages.values() for message in of))
         rank = self.round.rank
         owner = Owner(self._gather, self._gathered(rank), self.messages[rank], self._feedback, self._state)
         count = len(self.messages[rank])
@@ -167,9 +171,9 @@ class Reduction:
         else:
             own = [self._average(index, self._scattered_flags(index), owner, room) for index in range(count)]
         flags, void = [0] * self.round.size, False
-        for index in range(max(map(len, self.messages))):
+        for index in range(max(map(len, self.messages.values()))):
             gathered = self._gather.receive(index)
-            for sender, messages in enumerate(self.messages):
+            for sender, messages in self.messages.items():
                 if index < len(messages):
                     packet = own[index].packet if sender == rank else self._gather.packet(index, sender)
                     flags = [a | b for a, b in zip(flags, heard(packet, self.round.size, sender))]
@@ -180,14 +184,15 @@ class Reduction:
         return Arrival(tuple(flags), owner.after, void)
 
     def _scattered_flags(self, index: int) -> list[int]:
-        """Wait for one message of the own shard; what all say of theirs."""
+        """Wait for one message of the own shard; what all say of theirs, by rank."""
         said, mine = self._scatter.receive(index), self._own[self.round.rank, index]
         mine.wait()
-        return [said.get(peer, mine.flags) for peer in range(self.round.size)]
+        said[self.round.rank] = mine.flags
+        return [said.get(rank, 0) for rank in range(self.round.size)]
 
     def _packets(self, index: int) -> dict[int, Tensor]:
         own = {self.round.rank: self._own[self.round.rank, index].packet}
-        return {peer: self._scatter.packet(index, peer) for peer in self.round.peers} | own
+        return {peer: self._scatter.packet(index, peer) for peer in self.peers} | own
 
     def _multiply(self, room: Decoder, said: Sequence[Sequence[int]]) -> None:
         """Tell all the inner products over the own shard, and add up those of all owners in rank order."""
@@ -197,7 +202,7 @@ class Reduction:
             for coded in message.ranges:
                 room.measure(coded, first, self._packets(index), key, flags)
         message = _matrix(size)
-        self._products.send_bytes(message, room.products.view(torch.uint8).flatten(), self.round.peers)
+        self._products.send_bytes(message, room.products.view(torch.uint8).flatten(), self.peers)
         self._products.receive(0)
         total = torch.zeros_like(room.products)
         for owner in range(size):
@@ -208,9 +213,7 @@ class Reduction:
     def _average(self, index: int, flags: Sequence[int], owner: Owner, room: Decoder) -> Outgoing:
         """Say the mean of one message of the own shard to all."""
         packets, key = self._packets(index), self._scattered(self.round.rank)
-        return owner.say(
-            index, lambda coded: room.mean(coded, packets, key, flags=flags), flags, self.round.peers, room
-        )
+        return owner.say(index, lambda coded: room.mean(coded, packets, key, flags=flags), flags, self.peers, room)
 
     def _settle(self, owner: int, index: int, packet: Tensor, room: Decoder, settle: Settle) -> None:
         sent = self._own[owner, index]

@@ -29,6 +29,7 @@ from thinwire.comm import Group
 from thinwire.errors import CheckpointError, ConfigurationError
 from thinwire.integrations.attached import TrainableState, count_skipped, world
 from thinwire.integrations.traffic import told
+from thinwire.membership.rendezvous import Membership
 from thinwire.recipes import local_sgd
 from thinwire.replica import Replica
 from thinwire.runtime.loop_warnings import silent
@@ -76,6 +77,11 @@ class LocalSGD:
         if (local_sgd_steps is None) == (strategy is None):
             raise ConfigurationError(
                 f"local_sgd_steps={local_sgd_steps}, strategy={strategy} · one of the two is needed · give either"
+            )
+        if isinstance(group, Membership):
+            raise ConfigurationError(
+                "a Membership · replicas that come and go jump to the step of the others, which a loop over accelerate's batches does not see · "
+                "write `while replica.step < steps` around a Replica (docs/own-loop.md)"
             )
         if accelerator.distributed_type in _REFUSED:
             raise ConfigurationError(

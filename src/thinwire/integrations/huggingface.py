@@ -11,25 +11,28 @@ the processes. Training data are still divided among them. Needs the extra: pip 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, IterableDatasetShard
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
-from torch.utils.data import IterableDataset
+from accelerate.state import PartialState
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import Dataset, IterableDataset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import ExportableState
+from transformers.optimization import GreedyLR
+from transformers.trainer_callback import DefaultFlowCallback, ExportableState
 
 from thinwire import checkpoint
 from thinwire.comm import Group
 from thinwire.errors import CheckpointError, ConfigurationError
-from thinwire.integrations.attached import TrainableState, count_skipped, too_short, world
+from thinwire.integrations.attached import TrainableState, count_skipped, too_short
+from thinwire.integrations.huggingface_checks import ProcessPlace, check, check_hidden, check_member, check_share, facts
+from thinwire.integrations.members import MemberSampler, meet, refuse
 from thinwire.integrations.traffic import told
+from thinwire.membership.rendezvous import Membership
 from thinwire.pieces.partition import trainable
 from thinwire.replica import Replica
 from thinwire.runtime.handshake import compare_settings
@@ -38,10 +41,6 @@ from thinwire.strategy import Gradients, Strategy
 from thinwire.types import Observer
 
 FOLDER = "thinwire"  # within a checkpoint of the trainer
-_REFUSED = (
-    "{given} · in every process a whole model that the trainer neither shards nor wraps is needed · {advice}, and give "
-    "each replica one process"
-)
 
 
 class ThinwireCallback(TrainerCallback, ExportableState):
@@ -53,9 +52,12 @@ class ThinwireCallback(TrainerCallback, ExportableState):
 
     A step that a GradScaler skips trains nothing and counts as an inner step, so that all replicas keep to the same steps.
 
+    With a `Membership` replicas may die, return and join late. Each is started by itself, writes into `output_dir/NAME`, and goes on at
+    the step of the others: the trainer's step and learning rate move there, and what was due at the steps between is done once.
+
     Args:
         strategy: of all replicas.
-        group: the replicas that exchange; None: the launcher's processes under gloo, or one replica alone.
+        group: the replicas that exchange, or a `Membership`; None: the launcher's processes under gloo, or one replica alone.
         weights: what the trainer evaluates and saves: "anchors", on which all replicas agree, or the replica's "own".
         own_data: True: every process has training data of its own; False: all have the same, and each trains on a share.
         observer: called with each event, as that of `Replica`.
@@ -69,7 +71,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
     def __init__(
         self,
         strategy: Strategy,
-        group: Group | None = None,
+        group: Group | Membership | None = None,
         *,
         weights: Literal["anchors", "own"] = "anchors",
         own_data: bool = False,
@@ -80,23 +82,50 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         self.strategy, self.weights, self.own_data = strategy, weights, own_data
         self.replica: Replica | None = None
         self._given, self._group, self._observer = group, group, observer
-        self._place = _Place(0, 1)
+        self._member = group if isinstance(group, Membership) else None
+        self._sampler: MemberSampler | None = None
+        self._jumped = self._logged = (
+            0  # steps that were not trained since the last loss was logged, and the step of that
+        )
+        self._place = ProcessPlace(0, 1)
         self._anchored = ExitStack()
         self._ended = False
 
+    def share(self, data: Dataset[Any], *, seed: int = 0) -> IterableDataset[Any]:
+        """For `train_dataset=`, with a `Membership`: those samples of `data` that this replica trains, each once an epoch in all."""
+        if self._member is None:
+            raise ConfigurationError(
+                "share() in a fixed group · a Membership is needed · give train_dataset=data: the trainer divides it among the replicas"
+            )
+        samples: Any = data
+        self._sampler = MemberSampler(len(samples), seed, self._member, self._anchored.close)
+        return _Drawn(samples, self._sampler)
+
     def state(self) -> dict[str, Any]:
         """For `trainer_state.json`: the replica whose checkpoint it is."""
-        return {"args": {}, "attributes": {"replica": self._place.rank, "replicas": self._place.size}}
+        return {"args": {}, "attributes": self._whose()}
+
+    def _whose(self) -> dict[str, Any]:
+        if self._member:
+            return {"replica": self._member.name}
+        return {"replica": self._place.rank, "replicas": self._place.size}
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Let accelerate see one process, except where it divides the data."""
         seen = PartialState()
-        rank, size = (self._given.rank, self._given.size) if self._given else (seen.process_index, seen.num_processes)
-        self._place = _Place(rank, size, seen.local_process_index, args.save_on_each_node)
-        _check(args, size, self.own_data, self.weights)
+        rank, size = seen.process_index, seen.num_processes
+        if isinstance(self._given, Group):
+            rank, size = self._given.rank, self._given.size
+        elif self._member:
+            rank, size = 0, 1
+            check_member(args, self._member, self._sampler)
+        self._place = ProcessPlace(rank, size, seen.local_process_index, args.save_on_each_node)
+        check(args, size, self.own_data, self.weights)
         self._place.hide(shares=1 if self.own_data else size)
-        if rank:
-            args.output_dir = str(Path(str(args.output_dir)) / f"replica-{rank}")
+        if rank or self._member:
+            args.output_dir = str(
+                Path(str(args.output_dir)) / (self._member.name if self._member else f"replica-{rank}")
+            )
         if size > 1:
             args.log_on_each_node = args.average_tokens_across_devices = False
 
@@ -108,7 +137,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         **given: Any,
     ) -> None:
         """Meet the other replicas; where the trainer resumes, go on from this replica's own state."""
-        _check_hidden()
+        check_hidden()
         if state.is_hyper_param_search:
             raise ConfigurationError(
                 "a hyperparameter search · one training is needed, for all replicas · search with one process, without the callback"
@@ -120,19 +149,28 @@ class ThinwireCallback(TrainerCallback, ExportableState):
                 "fp16 with a strategy that exchanges gradients, which each replica has scaled by a number of its own · bf16, or deltas are "
                 "needed · give bf16=True, or another strategy"
             )
-        if not self.own_data:
-            _check_share(loader, place)
-        self._group = self._given or place.group(args.ddp_timeout)
-        compare_settings(self._group, _facts(state, loader, self.own_data))
-        if found:  # equal everywhere, so that no weights travel; what was saved follows
-            with torch.no_grad():
-                for _name, parameter in trainable(model):
-                    parameter.zero_()
         inner = getattr(optimizer, "optimizer", optimizer)
-        self.replica = Replica(self.strategy, model, inner, self._group, observer=self._observer)
-        self._ended = False
-        if found:
-            checkpoint.load(found, TrainableState(self.replica))
+        self._ended, self._jumped, self._logged = False, 0, state.global_step
+        if self._member:
+            self.replica = self._join(args, state, loader, model, inner)
+            joined = self.replica.step
+            if found:
+                checkpoint.load(found, TrainableState(self.replica))
+            self.replica.step = max(joined, self.replica.step)
+            self._catch_up(args, state, TrainerControl(), given["lr_scheduler"])
+        else:
+            if not self.own_data:
+                check_share(loader, place)
+            self._group = group = self._given or place.group(args.ddp_timeout)
+            assert isinstance(group, Group)
+            compare_settings(group, facts(state, loader, self.own_data))
+            if found:  # equal everywhere, so that no weights travel; what was saved follows
+                with torch.no_grad():
+                    for _name, parameter in trainable(model):
+                        parameter.zero_()
+            self.replica = Replica(self.strategy, model, inner, group, observer=self._observer)
+            if found:
+                checkpoint.load(found, TrainableState(self.replica))
         place.hide(shares=1)
         args.save_on_each_node = True  # each replica writes what is its own
         model.should_save_on_this_rank = bool  # if the trainer says so, whatever torch.distributed's rank is
@@ -142,14 +180,68 @@ class ThinwireCallback(TrainerCallback, ExportableState):
             if short := too_short(self.strategy, state.max_steps):
                 print(f"thinwire: {short}", file=sys.stderr, flush=True)
 
+    def _join(self, args: TrainingArguments, state: TrainerState, loader: Any, model: Any, optimizer: Any) -> Replica:
+        """The replica of a member, once enough others are there; `ddp_timeout` says how long it waits for them."""
+        member, sampler = self._member, self._sampler
+        assert member is not None
+        drawn = isinstance(set_ := getattr(loader, "dataset", None), _Drawn) and set_.sampler is sampler
+        unshared = {"training data that other members read too": (
+            not (self.own_data or drawn),
+            "give train_dataset=callback.share(data), or ThinwireCallback(..., own_data=True) if each has data of its own",
+        )}  # fmt: skip
+        refuse(member, unshared)
+        batch = args.train_batch_size * args.gradient_accumulation_steps
+        member.require(
+            {"the trainer's max_steps": str(state.max_steps)} | (sampler.facts(batch) if sampler and drawn else {})
+        )
+        reader = sampler.open(batch) if sampler and drawn else None
+        member.most_steps = member.most_steps or state.max_steps
+        return meet(
+            lambda: Replica(self.strategy, model, optimizer, member, reader=reader, observer=self._observer),
+            args.ddp_timeout,
+        )
+
+    def _catch_up(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, schedule: Any) -> None:
+        """Go on at the replica's step, which has jumped if the others were ahead: what the trainer does at steps between is due now."""
+        jump = self._attached().step - state.global_step
+        self._jumped += jump
+        for _ in range(jump):
+            state.global_step += 1
+            DefaultFlowCallback().on_step_end(args, state, control)
+            if not isinstance(schedule, ReduceLROnPlateau | GreedyLR):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # that no step of the optimizer came before
+                    schedule.step()
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        """Divide the sum of losses by the steps that were trained, and not by those between two jumps."""
+        logs = given["logs"]
+        if "loss" not in logs:
+            return
+        steps = state.global_step - self._logged
+        if self._jumped:
+            logs["loss"] *= steps / max(1, steps - self._jumped)
+            state.log_history[-1]["loss"] = logs["loss"]
+        self._jumped, self._logged = 0, state.global_step
+
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._anchored.close()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Let a step change nothing if others train its samples by now."""
+        sampler = self._sampler
+        if sampler and not sampler.trains(args.train_batch_size * args.gradient_accumulation_steps):
+            given["model"].zero_grad()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """Count a step that was skipped, end with the last one, and show what is to be evaluated and saved."""
         replica = self._attached()
         if replica.step < state.global_step:
             count_skipped(given["optimizer"])
+        if self._member:
+            self._catch_up(args, state, control, given["lr_scheduler"])
         if replica.step != state.global_step:
             raise ConfigurationError(
                 f"the optimizer has taken {replica.step} steps, the trainer {state.global_step} · one of each is needed · let the trainer "
@@ -167,9 +259,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         """Write this replica's state into the checkpoint that the trainer has just written."""
         self._anchored.close()
         folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / FOLDER
-        checkpoint.save(
-            folder, TrainableState(self._attached()), {"replica": self._place.rank, "replicas": self._place.size}
-        )
+        checkpoint.save(folder, TrainableState(self._attached()), self._whose())
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Leave the outer weights in the model, or the best ones if the trainer has loaded these, and leave the group."""
@@ -192,7 +282,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         if self.replica:
             self.replica.close()
         self.replica = None
-        if self._group and not self._given:
+        if isinstance(self._group, Group) and not self._given:
             self._group.close()
         self._group = self._given
 
@@ -215,118 +305,23 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         if state.global_step == 0:
             return None
         step, place = state.global_step, self._place
+        own = self._member.name if self._member else f"{place.rank} of {place.size}"
         callbacks: Any = state.stateful_callbacks or {}
         told: Any = callbacks.get(type(self).__name__)
         if not isinstance(told, Mapping) or told.get("attributes") != self.state()["attributes"]:
             whose = told.get("attributes") if isinstance(told, Mapping) else "a training without this callback"
             raise CheckpointError(
-                f"the trainer resumes at step {step} from a checkpoint of {whose} · one of replica {place.rank} of {place.size} is needed · "
+                f"the trainer resumes at step {step} from a checkpoint of {whose} · one of replica {own} is needed · "
                 f"call trainer.train(resume_from_checkpoint=True), which takes the newest in {args.output_dir}"
             )
         return checkpoint.read(Path(str(args.output_dir)) / f"checkpoint-{step}" / FOLDER / f"step-{step:08d}")
 
 
-@dataclass
-class _Place:
-    """Which replica this process is, and what accelerate and the trainer see of it."""
+class _Drawn(IterableDataset[Any]):
+    """The samples of `data` that a sampler draws."""
 
-    rank: int
-    size: int
-    local: int = 0
-    save_on_each: bool = False
+    def __init__(self, data: Any, sampler: MemberSampler) -> None:
+        self._data, self.sampler = data, sampler
 
-    def hide(self, shares: int) -> None:
-        """Nothing is distributed; training data are cut into `shares`. On every replica the trainer may write files."""
-        _seen(distributed_type=DistributedType.NO, num_processes=shares, process_index=self.rank, local_process_index=0)
-
-    def show_local(self, args: TrainingArguments) -> None:
-        """Write files only where the user has asked for them."""
-        args.save_on_each_node = self.save_on_each
-        _seen(local_process_index=self.local)
-
-    def group(self, seconds: float) -> Group:
-        return world(self.size, seconds)
-
-
-def _seen(**values: object) -> None:
-    """Change what accelerate knows of the processes; all its objects share it."""
-    for shared in (PartialState._shared_state, AcceleratorState._shared_state):
-        shared.update(values)
-
-
-def _facts(state: TrainerState, loader: Any, own_data: bool) -> dict[str, Any]:
-    """In what the trainers of all replicas must be alike."""
-    batches = len(loader) if hasattr(loader, "__len__") else None
-    facts = {"the trainer's step": state.global_step, "the trainer's max_steps": state.max_steps}
-    if own_data:
-        return facts
-    sampler = getattr(getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None), "sampler", None)
-    order = {"seed of the order of training data": getattr(sampler, "initial_seed", None)}
-    return facts | {"batches of an epoch": batches} | order
-
-
-def _check(args: TrainingArguments, size: int, own_data: bool, weights: str) -> None:
-    """Refuse what cannot work, before anything is wrapped."""
-    kind = AcceleratorState().distributed_type
-    wrappers = {
-        DistributedType.DEEPSPEED: ("DeepSpeed", "leave `deepspeed` out"),
-        DistributedType.FSDP: ("FSDP", "leave `fsdp` out"),
-        DistributedType.MEGATRON_LM: ("Megatron-LM", "leave it out"),
-        DistributedType.XLA: ("torch_xla", "train on CPUs or GPUs"),
-    }
-    if kind in wrappers:
-        given, advice = wrappers[kind]
-        raise ConfigurationError(_REFUSED.format(given=given, advice=advice))
-    if args.n_gpu > 1:
-        raise ConfigurationError(
-            _REFUSED.format(given=f"DataParallel on {args.n_gpu} GPUs", advice="start one process a GPU, by torchrun")
-        )
-    if args.parallelism_config is not None:
-        raise ConfigurationError(_REFUSED.format(given="parallelism_config", advice="leave it out"))
-    refused: dict[str, tuple[bool, str]] = {
-        "auto_find_batch_size": (args.auto_find_batch_size, "choose a batch size that fits all replicas"),
-        "restore_callback_states_from_checkpoint": (
-            args.restore_callback_states_from_checkpoint,
-            "leave it out: ThinwireCallback restores itself",
-        ),
-        "train_sampling_strategy='group_by_length'": (
-            size > 1 and not own_data and args.train_sampling_strategy == "group_by_length",
-            "choose 'random': each replica would draw groups of its own, and shares would overlap",
-        ),
-        "load_best_model_at_end": (
-            size > 1 and weights == "own" and args.load_best_model_at_end,
-            "choose weights='anchors': the best of each replica's own weights is another model on each",
-        ),
-    }
-    for name, (asked, advice) in refused.items():
-        if asked:
-            raise ConfigurationError(f"{name} · trainers that do the same on all replicas are needed · {advice}")
-
-
-def _check_hidden() -> None:
-    if PartialState().distributed_type != DistributedType.NO:
-        raise ConfigurationError(
-            "accelerate found the other processes again, after the Trainer was made, and has wrapped the model · one state for the whole "
-            "training is needed · make all TrainingArguments and Accelerators before the Trainer"
-        )
-
-
-def _check_share(loader: Any, place: _Place) -> None:
-    """Refuse data of which this replica does not read its own share."""
-    if place.size == 1:
-        return
-    if isinstance(loader, DataLoaderDispatcher):
-        raise ConfigurationError(
-            "an iterable data set that one process would read for all · each replica must read its own share · give "
-            "TrainingArguments accelerator_config={'dispatch_batches': False}"
-        )
-    cut = getattr(loader, "batch_sampler", None)
-    if not isinstance(cut, BatchSamplerShard):
-        cut = getattr(loader, "dataset", None)
-        if isinstance(cut, IterableDataset) and not isinstance(cut, IterableDatasetShard):
-            return  # of `datasets`, which cuts by its own shards
-    if (getattr(cut, "num_processes", None), getattr(cut, "process_index", None)) != (place.size, place.rank):
-        raise ConfigurationError(
-            f"training data that are not share {place.rank} of {place.size} · each replica needs a share of its own · make a new Trainer for "
-            "each training; if your own data loader cuts them, or each process has its own, say ThinwireCallback(..., own_data=True)"
-        )
+    def __iter__(self) -> Iterator[Any]:
+        return (self._data[index] for index in self.sampler)

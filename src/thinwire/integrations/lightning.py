@@ -12,27 +12,27 @@ Needs the extra: pip install thinwire[lightning].
 
 from __future__ import annotations
 
-import json
-import socket
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from pathlib import Path
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, Timer
-from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch import distributed as dist
-from torch.utils.data import Dataset, DistributedSampler
+from torch.utils.data import Dataset, DistributedSampler, Sampler
 
 from thinwire.comm import Group, ThreadGroup, TorchGroup, start_torch
-from thinwire.comm.group import gather
 from thinwire.errors import CheckpointError, ConfigurationError
-from thinwire.integrations.traffic import gradient_nbytes, told
+from thinwire.integrations.lightning_checks import batch_size, check, check_folders, check_member, check_share
+from thinwire.integrations.members import MemberSampler, meet
+from thinwire.integrations.traffic import told
+from thinwire.membership.rendezvous import Membership
 from thinwire.pieces.partition import trainable
 from thinwire.replica import Replica
 from thinwire.runtime.handshake import compare_settings
@@ -41,7 +41,6 @@ from thinwire.strategy import Gradients, Strategy
 from thinwire.types import Observer
 
 _TIMEOUT = 1800.0  # seconds, as torch.distributed's own
-_FOLDERS = 1 << 16  # bytes of one replica's list of folders
 
 
 class ThinwireCallback(Callback):
@@ -52,9 +51,12 @@ class ThinwireCallback(Callback):
 
     A step that a GradScaler skips trains nothing and counts as an inner step, so that all replicas keep to the same steps.
 
+    With a `Membership` replicas may die, return and join late. Each is started by itself, with `max_steps`, and goes on at the step of the
+    others: `trainer.global_step` and schedules by steps move there.
+
     Args:
         strategy: of all replicas; it exchanges deltas.
-        group: the replicas that exchange; None: torchrun's processes under gloo, or one replica alone.
+        group: the replicas that exchange, or a `Membership`; None: torchrun's processes under gloo, or one replica alone.
         weights: what the trainer validates and saves: "anchors", on which all replicas agree, or the replica's "own".
         own_data: True: every process has training data of its own; False: all have the same, and each trains on a share.
         observer: called with each event, as that of `Replica`.
@@ -68,7 +70,7 @@ class ThinwireCallback(Callback):
     def __init__(
         self,
         strategy: Strategy,
-        group: Group | None = None,
+        group: Group | Membership | None = None,
         *,
         weights: Literal["anchors", "own"] = "anchors",
         own_data: bool = False,
@@ -83,46 +85,55 @@ class ThinwireCallback(Callback):
             )
         self.strategy, self.weights, self.own_data = strategy, weights, own_data
         self.replica: Replica | None = None
-        self.rank, self.replicas = (group.rank, group.size) if group else _place()
-        self._given, self._group, self._observer = group, group, observer
+        self._member = group if isinstance(group, Membership) else None
+        given = group if isinstance(group, Group) else None
+        self.rank, self.replicas = (0, 1) if self._member else (given.rank, given.size) if given else _place()
+        self._given, self._group, self._observer = given, given, observer
+        self._sampler: MemberSampler | None = None
+        self._start: Callable[[], None] | None = None
+        self._batches = 0  # since the last step
         self._anchored = ExitStack()
         self._shown = self._ended = self._epoch_over = False
         self._loaded: dict[str, Any] = {}
         self._began = 0  # the trainer's steps before this replica's
 
-    def share(self, data: Dataset[Any], *, shuffle: bool = True, seed: int = 0) -> DistributedSampler[Any]:
-        """The sampler of this replica's share of `data`, for its `DataLoader`."""
+    def share(self, data: Dataset[Any], *, shuffle: bool = True, seed: int = 0) -> Sampler[int]:
+        """The sampler of this replica's share of `data`, for its `DataLoader`. With a `Membership` it has no end, and always shuffles."""
+        if self._member is not None:
+            samples: Any = data
+            self._sampler = MemberSampler(len(samples), seed, self._member, self._before_reading)
+            return self._sampler
         return DistributedSampler(data, self.replicas, self.rank, shuffle=shuffle, seed=seed)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse what cannot work, before Lightning wraps anything."""
         if stage == "fit":
-            _check(trainer, pl_module, self.replicas, self.weights)
+            check(trainer, pl_module, self.replicas, self.weights)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Meet the other replicas."""
+        if self._member is not None:
+            self._start = partial(self._begin, trainer, pl_module)
+            return
         self._group = self._given or _meet(self.rank, self.replicas)
         facts = {"max_steps": trainer.max_steps, "max_epochs": trainer.max_epochs}
         compare_settings(self._group, facts | {"accumulate_grad_batches": trainer.accumulate_grad_batches})
-        _check_folders(trainer, self._group)
+        check_folders(trainer, self._group)
         if self._loaded.get("epoch over"):  # then the data loader, which draws when it begins, comes after
             torch.set_rng_state(self._loaded["random"].cpu())
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attach, unless the first batch was read already."""
+        if self.replica is None:
+            self._begin(trainer, pl_module)
+
+    def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach; where the trainer resumes, go on from this replica's own state."""
-        assert self._group is not None
-        if not self.own_data:
-            _check_share(trainer, self.rank, self.replicas)
-        compare_settings(
-            self._group, {"batches of an epoch": str(trainer.num_training_batches), "step": trainer.global_step}
-        )
+        self._start = None
         found = self._found()
         own = {name: p.detach().clone() for name, p in trainable(pl_module)} | found.get("own", {}) if found else {}
-        with torch.no_grad():
-            for name, parameter in trainable(pl_module):
-                if name in own:  # equal everywhere, so that no weights travel; what was saved follows
-                    parameter.zero_()
-        self.replica = Replica(self.strategy, pl_module, trainer.optimizers, self._group, observer=self._observer)
+        self.replica = self._join(trainer, pl_module) if self._member else self._attach(trainer, pl_module, own)
+        joined, self._batches = self.replica.step, 0
         if found:
             with torch.no_grad():
                 for name, parameter in trainable(pl_module):
@@ -130,9 +141,57 @@ class ThinwireCallback(Callback):
             self.replica.load_state(found["tensors"], found["facts"])
             if not found["epoch over"]:
                 torch.set_rng_state(found["random"].cpu())
-        self._ended, self._loaded, self._began = False, {}, trainer.global_step - self.replica.step
+        self._ended, self._loaded = False, {}
+        if self._member:
+            self.replica.step = max(joined, self.replica.step)
+            _catch_up(trainer, self.replica.step - trainer.global_step)
+        self._began = trainer.global_step - self.replica.step
         if self.rank == 0:
             rank_zero_info(f"thinwire: {told(self.strategy, self.replica, self.replicas)}")
+
+    def _attach(self, trainer: Trainer, module: LightningModule, own: Mapping[str, Tensor]) -> Replica:
+        """One of a fixed group."""
+        assert self._group is not None
+        if not self.own_data:
+            check_share(trainer, self.rank, self.replicas)
+        facts = {"batches of an epoch": str(trainer.num_training_batches), "step": trainer.global_step}
+        compare_settings(self._group, facts)
+        with torch.no_grad():
+            for name, parameter in trainable(module):
+                if name in own:  # equal everywhere, so that no weights travel; what was saved follows
+                    parameter.zero_()
+        return Replica(self.strategy, module, trainer.optimizers, self._group, observer=self._observer)
+
+    def _join(self, trainer: Trainer, module: LightningModule) -> Replica:
+        """One of members that come and go, once enough others are there."""
+        member, sampler = self._member, self._sampler
+        assert member is not None
+        check_member(trainer, member, sampler, self.own_data)
+        member.require({"max_steps": str(trainer.max_steps)})
+        member.most_steps = member.most_steps or trainer.max_steps
+        reader = None
+        if sampler and not self.own_data:
+            batch = batch_size(trainer) * trainer.accumulate_grad_batches
+            member.require(sampler.facts(batch))
+            reader = sampler.open(batch)
+
+        def attach() -> Replica:
+            return Replica(
+                self.strategy, module, trainer.optimizers, member, reader=reader, observer=self._observer
+            )  # fmt: skip
+
+        return meet(attach, _TIMEOUT)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._batches += 1
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Let a step change nothing if others train its samples by now."""
+        if self._sampler and self._sampler.reader and not self._sampler.trains(self._batches * batch_size(trainer)):
+            optimizer.zero_grad()
+        self._batches = 0
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -143,6 +202,10 @@ class ThinwireCallback(Callback):
             for optimizer in trainer.optimizers:
                 optimizer.zero_grad()
                 optimizer.step()
+        if self._member:
+            _catch_up(trainer, replica.step - due)
+            due = replica.step
+            trainer.should_stop |= bool(self._sampler and self._sampler.ended)
         if replica.step != due:
             raise ConfigurationError(
                 f"the optimizer has taken {replica.step} steps, the trainer {due} · one of each is needed · let the trainer alone step it, and "
@@ -174,7 +237,7 @@ class ThinwireCallback(Callback):
         if shown:
             self._show()
         return {
-            "replica": self.rank,
+            "replica": self._member.name if self._member else self.rank,
             "replicas": self.replicas,
             "strategy": repr(self.strategy),
             "facts": facts,
@@ -215,6 +278,11 @@ class ThinwireCallback(Callback):
             raise ConfigurationError("no training has begun · `trainer.fit()` is needed first · call it")
         return self.replica
 
+    def _before_reading(self) -> None:
+        self._hide()
+        if self._start:
+            self._start()
+
     def _show(self) -> None:
         self._anchored.enter_context(self._attached().anchored())
         self._shown = True
@@ -226,10 +294,10 @@ class ThinwireCallback(Callback):
     def _found(self) -> Mapping[str, Any]:
         """This replica's state in the checkpoint from which the trainer resumes; empty if there is none. Raises `CheckpointError`."""
         found = self._loaded
-        told_of = (found.get("replica"), found.get("replicas"))
-        if found and told_of != (self.rank, self.replicas):
+        told_of, own = (found.get("replica"), found.get("replicas")), self._member.name if self._member else self.rank
+        if found and told_of != (own, self.replicas):
             raise CheckpointError(
-                f"a checkpoint of replica {told_of[0]} of {told_of[1]} · one of replica {self.rank} of {self.replicas} is needed · give each "
+                f"a checkpoint of replica {told_of[0]} of {told_of[1]} · one of replica {own} of {self.replicas} is needed · give each "
                 "replica the ckpt_path of its own folder"
             )
         if found and found.get("strategy") != repr(self.strategy):
@@ -262,56 +330,16 @@ def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _check(trainer: Trainer, module: LightningModule, size: int, weights: str) -> None:
-    """Refuse what cannot work with these replicas."""
-    lightnings = trainer.strategy
-    if not isinstance(lightnings, SingleDeviceStrategy):
-        nbytes = gradient_nbytes(module, trainer.world_size)
-        raise ConfigurationError(
-            f"{type(lightnings).__name__} over {trainer.world_size} processes, which sends about {nbytes:,} bytes of gradients from each at every "
-            "step · in every process a whole model that Lightning neither shards nor wraps is needed · write Trainer(devices=1, num_nodes=1), "
-            "without strategy=; on GPUs devices=[local rank]"
-        )
-    callbacks: list[Any] = list(getattr(trainer, "callbacks", []))
-    anchors = weights == "anchors"
-    bare = any(isinstance(one, ModelCheckpoint) and one.save_weights_only for one in callbacks)
-    refused = {
-        "automatic_optimization=False": (not module.automatic_optimization, "put a Replica into your own loop"),
-        "ModelCheckpoint(save_weights_only=True)": (anchors and bare, "leave it out, or choose weights='own'"),
-        "EarlyStopping with weights='own'": (
-            size > 1 and not anchors and any(isinstance(one, EarlyStopping) for one in callbacks),
-            "choose weights='anchors', and the same validation data for all",
-        ),
-        "max_time, or a Timer": (size > 1 and any(isinstance(one, Timer) for one in callbacks), "give max_steps"),
-    }
-    for name, (asked, advice) in refused.items():
-        if asked:
-            raise ConfigurationError(f"{name} · trainers that do the same on all replicas are needed · {advice}")
-
-
-def _check_folders(trainer: Trainer, group: Group) -> None:
-    """Refuse two replicas that write checkpoints into one folder. Collective."""
-    callbacks: list[Any] = list(getattr(trainer, "checkpoint_callbacks", []))
-    folders = [str(Path(one.dirpath).resolve()) for one in callbacks if getattr(one, "dirpath", None)]
-    told_of = gather(group, json.dumps([[socket.gethostname(), one] for one in folders]).encode(), _FOLDERS, "folders")
-    seen: dict[str, int] = {}
-    for rank, text in enumerate(told_of):
-        for place in map(json.dumps, json.loads(text)):
-            if seen.setdefault(place, rank) != rank:
-                raise ConfigurationError(
-                    f"replicas {seen[place]} and {rank} would write checkpoints into one folder, {json.loads(place)[1]} · each needs its own · "
-                    'write Trainer(default_root_dir=f"runs/replica-{callback.rank}"), and a dirpath likewise'
-                )
-
-
-def _check_share(trainer: Trainer, rank: int, size: int) -> None:
-    """Refuse training data of which this replica does not read its own share."""
-    if size == 1:
+def _catch_up(trainer: Trainer, jump: int) -> None:
+    """Move the trainer's step, and schedules by steps, `jump` steps on."""
+    if jump <= 0:
         return
-    for loader in CombinedLoader(trainer.train_dataloader, "min_size").flattened:
-        sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
-        if (getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)) != (size, rank):
-            raise ConfigurationError(
-                f"training data that are not share {rank} of {size} · each replica needs a share of its own · write DataLoader(data, ..., "
-                "sampler=callback.share(data)), or say ThinwireCallback(..., own_data=True) if each process has data of its own"
-            )
+    counted = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+    counted.ready += jump
+    counted.completed += jump
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no step of the optimizer came before
+        for config in trainer.lr_scheduler_configs:
+            schedule: Any = config.scheduler
+            for _ in range(0 if config.reduce_on_plateau else jump // config.frequency):
+                schedule.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from thinwire.membership.rendezvous import Membership
 from thinwire.pieces.partition import trainable
 from thinwire.replica import Replica
 from thinwire.strategy import Strategy
@@ -15,8 +16,14 @@ def gradient_nbytes(model: nn.Module, size: int) -> int:
 
 
 def told(strategy: Strategy, replica: Replica, size: int) -> str:
-    """A sentence on how much each of `size` replicas sends."""
+    """A sentence on how much each of `size` replicas sends; a member, whose number of others changes, says it for one other."""
     every = strategy.schedule.every
+    if isinstance(replica.group, Membership):
+        nbytes = strategy.nbytes_per_period([fragment.shapes for fragment in replica.fragments], 2)
+        return (
+            f"replica {replica.group.name!r} joined at step {replica.step}; it sends {nbytes / every:,.0f} bytes a step on average to each "
+            f"other ({nbytes:,} every {every} steps, {'at most, ' if strategy.bound else ''}predicted)"
+        )
     nbytes = strategy.nbytes_per_period([fragment.shapes for fragment in replica.fragments], size)
     return (
         f"{size} replica{'s' * (size > 1)}; each sends {nbytes / every:,.0f} bytes a step on average ({nbytes:,} every {every} steps, "

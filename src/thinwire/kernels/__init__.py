@@ -101,7 +101,15 @@ class Kernels(Protocol):
 
 
 def of(*tensors: Tensor) -> Kernels:
-    """The kernels for `tensors`: those of their device if all are contiguous, else the reference."""
+    """The kernels for `tensors`: those of their device if all are contiguous, else the reference.
+
+    Args:
+        tensors: on one device, of any shape and dtype.
+
+    >>> import torch
+    >>> of(torch.zeros(4)).__name__
+    'thinwire.kernels.cpu_block'
+    """
     if not all(tensor.is_contiguous() for tensor in tensors):
         return _of("")
     return _of(tensors[0].device.type)

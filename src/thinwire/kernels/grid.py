@@ -15,10 +15,19 @@ Scale = Literal["exponent", "bf16", "fp32"]
 
 @dataclass(frozen=True)
 class Grid:
-    """`mantissa` bits, the least `normal` number (a power of two), the highest magnitude's code `top`.
+    """The values of a small number format.
 
     A code is a sign (its highest bit) and a magnitude that counts upward: in even steps from zero to the least normal
     number, above it in steps that double at each power of two.
+
+    Args:
+        bits: number of bits of a code.
+        mantissa: number of bits of the mantissa.
+        normal: the least normal number, a power of two.
+        top: number of the code of the largest magnitude.
+
+    >>> Grid(bits=4, mantissa=1, normal=1.0, top=7).values[:8].tolist()  # E2M1
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     """
 
     bits: int

@@ -52,7 +52,7 @@ def attach(model: nn.Module, rank: int, seed: int) -> nn.Module:
 
 
 def adapters(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of the model's `weights` (a state dict) the adapters', under the names that peft gives them in a file."""
+    """The adapters' part of the model's `weights` (a state dict), under the names that peft gives them in a file."""
     prefix = "model." if isinstance(model, HuggingFace) else ""
     return {
         "base_model.model." + _FACTOR.sub(r".lora_\1.weight", name.removeprefix(prefix)): value.contiguous()

@@ -24,7 +24,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class CheckpointSet:
-    """What the replicas of a run have of one step. A fixed group goes on from the newest step of which each has a whole one."""
+    """The checkpoints of all replicas at one step. A fixed group resumes from the newest step of which every replica has a whole one."""
 
     step: int
     saved: tuple[Saved, ...]
@@ -88,10 +88,10 @@ def _of_replica(folder: Path, hashes: bool) -> Iterator[Saved]:
 
 
 def prune_checkpoints(folder: Path, keep: int, each: bool) -> list[Saved]:
-    """Delete all checkpoints that are older than the newest, but for the newest `keep` whole sets (of an elastic run, in which `each`
-    replica goes on from its own: the newest `keep` whole ones of each); what was deleted. Every file is hashed before.
+    """Delete old checkpoints, and return those that were deleted. Every file is hashed before.
 
-    Raises `ConfigurationError`, and deletes nothing, where there is no whole set.
+    The newest `keep` whole sets stay, and everything newer. In an elastic run `each` replica resumes from its own checkpoint, so the
+    newest `keep` whole checkpoints of each stay. Raises `ConfigurationError`, and deletes nothing, if there is no whole set.
     """
     if keep < 1:
         raise ConfigurationError(f"--prune {keep}: at least 1 is needed; 2 keeps one for when the newest is damaged.")

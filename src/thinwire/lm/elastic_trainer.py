@@ -22,7 +22,7 @@ MOST_NAMED = 1000  # ranges of samples in a summary
 
 
 class ElasticTrainer(Trainer):
-    """A member trains at a speed of its own, and goes on from its own newest checkpoint."""
+    """Trains a member of an elastic run, at its own speed, from its own newest checkpoint."""
 
     who_stops = "this replica stops"
     place: ElasticPlace
@@ -96,7 +96,7 @@ class ElasticTrainer(Trainer):
         return reader
 
     def _resume(self) -> None:
-        """Go on from the newest sound checkpoint of this replica's own, at the step where the others are."""
+        """Resume from this replica's newest whole checkpoint, at the step of the other members."""
         found, skipped = self._found, self._passed_over
         joined, number, path = self.replica.step, 0, ""
         if found is not None:

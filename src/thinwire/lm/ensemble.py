@@ -1,7 +1,7 @@
 """An ensemble of experts as a folder: ENSEMBLE/DOMAIN is the run of one expert, and has an expert.json beside its model.
 
-Nothing else names the experts. So several can be trained at once, on machines that know nothing of each other, and one that is added
-later changes no file of the others. expert.json is written last: a folder without it is no expert (yet).
+There is no list of the experts. So several can be trained at once, on machines that know nothing of each other, and adding one
+changes no file of the others. expert.json is written last: a folder without it is not an expert yet.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Expert:
         hints = get_type_hints(type(self))
         wrong = [name for name, value in vars(self).items() if not fits(value, hints[name])]
         if wrong or min(self.parameters, self.sequence) < 1 or self.tokens < 0 or not 0 <= self.flops < math.inf:
-            raise ValueError(f"{', '.join(wrong) or 'a number'} cannot be")
+            raise ValueError(f"{', '.join(wrong) or 'a number'} is out of range")
 
     @classmethod
     def read(cls, folder: Path) -> Expert:
@@ -98,18 +98,18 @@ class Ensemble:
 
     @classmethod
     def read(cls, folder: Path) -> Ensemble:
-        """What the experts in `folder` say of themselves; their models are not read. Raises `CheckpointError`."""
+        """Read the expert.json of each expert in `folder`, not its model. Raises `CheckpointError`."""
         return cls(folder, tuple(Expert.read(file.parent) for file in sorted(folder.glob(f"*/{FILE}"))))
 
     @cached_property
     def models(self) -> list[nn.Module]:
-        """All models, in the order of the experts. Raises `CheckpointError` for one that is not what its expert.json says."""
+        """All models, in the order of the experts. Raises `CheckpointError` for a model that does not match its expert.json."""
         vocabulary = self.tokenizer.vocabulary
         return [self._model(expert, vocabulary) for expert in self.experts]
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The one that all experts have. Raises `ConfigurationError` where they differ."""
+        """The tokenizer of all experts. Raises `ConfigurationError` if they differ."""
         found = {one.domain: make_tokenizer(DataSpec(), model_in(self.folder / one.domain)) for one in self.experts}
         prints = {domain: tokenizer.fingerprint for domain, tokenizer in found.items()}
         if len(set(prints.values())) > 1:
@@ -156,7 +156,7 @@ class Ensemble:
 
 
 def enter(folder: Path, run: Run, tokens: int, parent: str) -> Expert:
-    """Make the run in `folder`, which has ended, an expert for the domain of its folder's name, and say what it is."""
+    """Make the finished run in `folder` an expert for the domain that its folder is named after, and return it."""
     model = make_model(ModelSpec(model=model_in(folder)), run.data.sequence, 0, _vocabulary(folder))
     flops, parameters = tokens * flops_per_token(model, run.data.sequence), sum(p.numel() for p in model.parameters())
     expert = Expert(folder.name, sha256_of(folder), parent, parameters, run.data.sequence, tokens, float(flops))
@@ -165,7 +165,7 @@ def enter(folder: Path, run: Run, tokens: int, parent: str) -> Expert:
 
 
 def model_in(folder: Path) -> str:
-    """The model of a run that has ended, as `--model` takes it. Raises `ConfigurationError` where there is none."""
+    """The model of a finished run, as `--model` takes it. Raises `ConfigurationError` if there is none."""
     file = folder / "model.safetensors"
     if not file.exists():
         raise ConfigurationError(
@@ -175,7 +175,7 @@ def model_in(folder: Path) -> str:
 
 
 def sha256_of(folder: Path) -> str:
-    """Of the model in `folder`. Raises `CheckpointError`."""
+    """The SHA-256 of the model in `folder`. Raises `CheckpointError`."""
     try:
         with opened(folder / "model.safetensors") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -195,7 +195,7 @@ def _vocabulary(folder: Path) -> int:
 
 
 def _mean(values: Sequence[Tensor]) -> Tensor:
-    """In fp64, rounded once; what is no floating number is the first one's."""
+    """The mean in fp64, rounded once. For integer values: the first model's."""
     if not values[0].is_floating_point():
         return values[0]
     return torch.stack([value.double() for value in values]).mean(0).to(values[0].dtype)

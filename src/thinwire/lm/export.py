@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -113,6 +114,21 @@ def store(
         raise CheckpointError(
             f"the trained model cannot be written to {path}: {error}. Free some space, then resume from the last checkpoint with --resume."
         ) from error
+
+
+def store_as_dcp(folder: Path, spec: ModelSpec, model: nn.Module) -> None:
+    """Write the weights of `model` to `folder` in the format of torch.distributed.checkpoint, as {"model": state dict}; LoRA merged.
+
+    Its `.metadata` is a pickle, as torch writes it: so nothing here reads it.
+    """
+    from torch.distributed.checkpoint.state_dict_saver import save  # slow to import, and for this alone
+
+    weights = model.state_dict()
+    whole = merged(model, weights) if spec.lora else weights
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is how one process saves
+        with draft_folder(folder, "export") as draft:
+            save({"model": dict(whole)}, checkpoint_id=draft, no_dist=True)
 
 
 def _description(spec: ModelSpec, tokenizer: Tokenizer, model: nn.Module) -> dict[str, Any]:

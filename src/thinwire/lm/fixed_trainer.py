@@ -6,11 +6,11 @@ from typing import Any
 
 from thinwire import checkpoint
 from thinwire.comm import Group
-from thinwire.decoupled.driver import Unequal
 from thinwire.errors import CheckpointError, EndedError, LinkError
 from thinwire.lm.place import Place
+from thinwire.lm.text_job import TextJob, TextProbe
 from thinwire.lm.trainer import Trainer
-from thinwire.methods import Attached
+from thinwire.methods import Attached, Codistill
 from thinwire.replica import Replica
 from thinwire.runtime.handshake import compare_settings
 
@@ -28,19 +28,28 @@ class FixedTrainer(Trainer):
 
     def _attach(self, facts: dict[str, Any]) -> Replica | Attached:
         log = self.log
+        if isinstance(self.method, Codistill):
+            assert isinstance(self.job, TextJob), "`check` refuses others"
+            probe = TextProbe(self.job, self.model, self.method.probe, self.device, self.bf16)
+            talking = self.method.attach(
+                self.model, self.optimizer, self.group, probe=probe, observer=log.emit, clock=log.seconds
+            )
+            self._log_start(talking.strategy, talking.fragments)
+            return talking
         if self.method:
             attached = self.method.attach(self.model, self.optimizer, self.group, observer=log.emit, clock=log.seconds)
             self._log_start(attached.strategy, attached.fragments)
             return attached
         strategy = self.run.make_strategy()
         self._log_start(strategy, strategy.partition.fragments(self.model))  # before kernels are compiled
+        tokens = self.run.data.tokens if self.run.placement.weigh == "tokens" else None
         return Replica(
-            strategy, self.model, self.optimizer, self.group,
+            strategy, self.model, self.optimizer, self.group, tokens=tokens,
             site=self.place.site, buffers=self.run.model.buffers, observer=self._hear, clock=log.seconds,
         )  # fmt: skip
 
     def _resume(self) -> None:
-        if isinstance(self.replica, Unequal):  # each has checkpoints of steps of its own
+        if isinstance(self.replica, Attached) and self.replica.own_steps:
             found, skipped = checkpoint.newest(self.checkpoints)
         else:
             found, skipped = checkpoint.newest_common(self.checkpoints, self.group, self.place.site)
@@ -59,9 +68,8 @@ class FixedTrainer(Trainer):
         return False
 
     def _summary(self, stopped: bool) -> dict[str, Any]:
-        unequal = isinstance(
-            self.replica, Unequal
-        )  # each has read as much as it could: no one position says what all have
+        # Where each has read as much as it could, no one position says what all have.
+        unequal = isinstance(self.replica, Attached) and self.replica.own_steps
         return super()._summary(stopped) | ({"samples": {}} if unequal else {})
 
     @property

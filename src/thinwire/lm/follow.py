@@ -1,4 +1,4 @@
-"""A follower: the newest agreed weights of a run as an ordinary model folder, which is replaced whole."""
+"""A follower keeps an ordinary model folder at the newest agreed weights of a run. The folder is replaced atomically."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ MODEL, STATES = "model.safetensors", "thinwire-states.json"
 
 @dataclass(frozen=True)
 class Followed:
-    """One version that has arrived: `nbytes` were fetched for it, the list included; `full_nbytes` a full copy of its weights has.
+    """A version that has arrived. `nbytes` were fetched for it, the list included; a full copy of its weights has `full_nbytes`.
 
-    `copied`: fragments of which a full copy was fetched. `first`: none was here before.
+    `copied`: fragments that were fetched as full copies. `first`: the first version of this follower.
     """
 
     version: int
@@ -42,13 +42,14 @@ class Followed:
 
 
 class WeightsFollower:
-    """Keeps the folder `out` at the newest version that `source` has. `out` is a link to the folder of a version beside it, so that
-    it is replaced at once and as a whole; that of the version before stays until the next one, for who is reading it.
+    """Keeps the folder `out` at the newest version that `source` has.
 
-    Begun anew, it goes on from the version that it finds in `out`, and with objects that were fetched in part.
+    `out` is a symbolic link to the folder of a version beside it, so it changes atomically. The folder of the version before
+    stays until the next one, for processes that are reading it. After a restart the follower resumes from the version that it finds in
+    `out`, and from objects that were fetched in part.
 
     Raises:
-        ConfigurationError: `out` is something else.
+        ConfigurationError: `out` exists, and is no such link.
     """
 
     def __init__(self, source: Origin, out: Path) -> None:
@@ -67,10 +68,10 @@ class WeightsFollower:
         self._first = True
 
     def update(self) -> Followed | None:
-        """Fetch what is new, and replace the folder; None where nothing is.
+        """Fetch what is new, and replace the folder; None if there is nothing new.
 
-        Raises `DataError` where what the list names is gone (another update reads the list again) and `PacketError` for what is not
-        what its digest says; the folder stays as it was.
+        Raises `DataError` if an object of the list was deleted (the next update reads the list again), and `PacketError` for an object that
+        does not match its digest; the folder stays as it was.
         """
         text = self._source.newest()
         if text is None or text == self._read:
@@ -109,7 +110,7 @@ class WeightsFollower:
         return values, copied
 
     def _fetch(self, what: Resource) -> bytes:
-        """An object, whole and verified; what a cut left of it is not fetched again. Raises `PacketError`, `DataError`."""
+        """Fetch an object and verify it; a part that arrived before is not fetched again. Raises `PacketError`, `DataError`."""
         path = self._parts / what.digest
         with path.open("ab") as file:
             for chunk in self._source.read(what.digest, file.tell()) if file.tell() < what.nbytes else ():
@@ -138,7 +139,7 @@ class WeightsFollower:
         return self._layout[1:]
 
     def _find_states(self, places: Sequence[TensorPlace], fragments: int) -> None:
-        """Take the fragments of the version in the folder, as far as it has them; each state is its own hash."""
+        """Load the fragments from the version in the folder, as far as it has them; a state's name is the hash of its values."""
         model = self._out / MODEL
         if not model.is_file():
             return
@@ -158,7 +159,7 @@ class WeightsFollower:
     def _write(
         self, publication: Publication, layout: Layout, rest: dict[str, Tensor], states: dict[int, tuple[str, Bits]]
     ) -> None:
-        """The folder of this version, then the link to it."""
+        """Write the folder of this version, then replace the link."""
         tensors = dict(rest)
         for place in layout.places:
             count = int(np.prod(place.shape, dtype=np.int64))

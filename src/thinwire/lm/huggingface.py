@@ -217,8 +217,8 @@ class Pretrained:
 
 
 def _in_fp32(config: Any) -> dict[str, Any]:
-    """Let `config` name fp32, in which weights are trained, and return the same for `from_pretrained`: while it makes a model of another
-    type it changes torch's default type, for all threads.
+    """Set fp32 in `config`, and return the same as an option of `from_pretrained`. Otherwise transformers changes torch's default type
+    for all threads while it makes a model of another type.
     """
     name = "dtype" if hasattr(config, "dtype") else "torch_dtype"
     setattr(config, name, torch.float32)

@@ -13,7 +13,9 @@ from thinwire.lm.loops import check_method
 from thinwire.lm.run import Run
 from thinwire.lm.setup import learning_rate
 from thinwire.lm.text_job import TextJob
+from thinwire.methods import Codistill
 from thinwire.pieces.schedule import Calendar
+from thinwire.runtime.weighing import check_weighing
 
 
 def open_job(run: Run, folder: Path | None = None) -> Job:
@@ -27,13 +29,26 @@ def open_job(run: Run, folder: Path | None = None) -> Job:
 
 def check(run: Run, folder: Path | None = None) -> nn.Module:
     """Find what would stop every replica, before any is started: data, model, loss, fragments. Raises what it finds, returns the
-    model, whose values do not count. `folder`: the run's, if it is to go on.
+    model, whose values do not count; of unlike ones the largest. `folder`: the run's, if it is to go on.
     """
+    each = dict.fromkeys(run.of_replica(rank) for rank in range(run.placement.replicas))
+    if run.model.models:
+        told = {one.model.model: TextJob(one, folder).corpus.tokenizer.fingerprint for one in each}
+        if len(set(told.values())) > 1:
+            named = ", ".join(f"{model} {fingerprint}" for model, fingerprint in told.items())
+            raise ConfigurationError(
+                f"models={run.model.models} with unlike tokenizers ({named}): predictions are of tokens, so all need the same one; choose models "
+                "that were trained with it, or give --tokenizer."
+            )
+    return max((_check(one, folder) for one in each), key=lambda model: sum(p.numel() for p in model.parameters()))
+
+
+def _check(run: Run, folder: Path | None) -> nn.Module:
+    """Of one model."""
     placement = run.placement
-    if not placement.elastic and (placement.evict or placement.weigh != "alike" or placement.grace):
+    if not placement.elastic and (placement.evict or placement.grace):
         raise ConfigurationError(
-            f"evict={placement.evict}, weigh={placement.weigh!r}, grace={placement.grace!r} with carrier={placement.carrier!r}: these need "
-            "an elastic run; add --elastic."
+            f"evict={placement.evict}, grace={placement.grace!r} with carrier={placement.carrier!r}: these need an elastic run; add --elastic."
         )
     attack = run.method.liar()
     if run.model.job and attack and attack.flips_labels:
@@ -44,10 +59,21 @@ def check(run: Run, folder: Path | None = None) -> nn.Module:
     model = job.try_out(placement.replicas)
     if job.make_optimizer(model):
         _check_own_optimizer(run)
+    weighs = placement.weigh == "tokens" and not placement.elastic
     if method := run.make_method():
+        if weighs:
+            raise ConfigurationError(
+                f"weigh='tokens' with {run.method.label}, which weighs replicas itself: leave one of them out."
+            )
         check_method(run, method)
+        if isinstance(method, Codistill) and isinstance(job, TextJob) and method.top >= job.corpus.vocabulary:
+            raise ConfigurationError(
+                f"top={method.top} of {job.corpus.vocabulary} tokens: fewer are needed; 8 is the default."
+            )
         return model
     strategy = run.make_strategy()
+    if weighs:
+        check_weighing(strategy)
     Calendar(
         strategy.schedule, len(strategy.partition.fragments(model)), lambda step: learning_rate(run, step)
     ).departs(1)

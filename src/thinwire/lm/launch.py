@@ -135,7 +135,7 @@ def train_here(run: Run, place: Place | ElasticPlace) -> dict[str, Any]:
                 if isinstance(place, ElasticPlace):
                     trainer = ElasticTrainer(run, place, log)
                 else:
-                    trainer = FixedTrainer(run, place, log)
+                    trainer = FixedTrainer(run.of_replica(place.group.rank), place, log)
                 return trainer.train()
         except ThinwireError as error:
             log.emit("warning", trainer.replica.step if trainer else 0, message=f"{type(error).__name__}: {error}")
@@ -201,7 +201,7 @@ def run_processes(
 ) -> None:
     """One process a replica: its command, and what its environment has beside this one's. Their output goes to RUN/logs."""
     stop = stop or Stop()
-    open_job(run, folder)  # once, before all of them want its text tokenised; a mistake in it shows here
+    open_job(run.of_replica(0), folder)  # once, before all of them want its text tokenised; a mistake in it shows here
     logs = folder / "logs"
     logs.mkdir(exist_ok=True)
     processes, begins = [], []
@@ -233,7 +233,7 @@ def run_processes(
 
 
 def threads_each(replicas: int) -> int:
-    """Of `replicas` processes on this machine: what OMP_NUM_THREADS says, or their share of the cores."""
+    """Threads of each of `replicas` processes on this machine: OMP_NUM_THREADS, or an equal share of the cores."""
     return torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else max(1, (os.cpu_count() or 1) // replicas)
 
 

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 from thinwire.errors import ConfigurationError
+from thinwire.jobs.base import Job
+from thinwire.lm.place import ElasticPlace, Place
 from thinwire.lm.run import Run
 from thinwire.lm.settings import Placement
-from thinwire.methods import Attached, ControlVariates, Federated, Flasc, JustOneByte, Method, ZerothOrder
+from thinwire.methods import Attached, Codistill, ControlVariates, Flasc, JustOneByte, Method, ZerothOrder
+from thinwire.methods.codistill import Talking
 from thinwire.replica import Replica
 
 
 def check_method(run: Run, method: Method) -> None:
     """Raise `ConfigurationError` where `method` cannot serve `run`."""
+    if isinstance(method, Codistill):
+        if run.model.job:
+            raise ConfigurationError(
+                f"{run.method.label} with job={run.model.job!r}: replicas tell each other which token follows, so a language model is needed; leave "
+                "job out."
+            )
+        if method.probe % run.data.sequence:
+            raise ConfigurationError(
+                f"{run.method.label} with sequence={run.data.sequence}: the probe set is cut into such windows, and its {method.probe} positions "
+                f"of a step need to be a multiple; write codistill(probe={run.data.sequence * max(1, method.probe // run.data.sequence)})."
+            )
     if isinstance(method, ControlVariates | Flasc) and method.sampled is not None:
         _check_sampled(run.placement, run.method.label, method.sampled, method.every)
     if isinstance(method, Flasc) and method.down < 1 and run.model.lora is None:
@@ -41,15 +56,28 @@ def _check_sampled(placement: Placement, label: str, sampled: int, every: int) -
 
 def evaluated(replica: object) -> str:
     """What it holds while it is evaluated: `anchors`, which all agree on; in gossip its `own` weights, and at the end the `mean` over all
-    replicas; or only `start`, where its round began.
+    replicas; `each` where every replica has another model; or only `start`, where its round began.
     """
+    if isinstance(replica, Attached):
+        return replica.evaluated
     if isinstance(replica, Replica) and not replica.strategy.exchange.agrees:
         return "mean" if replica.agreed else "own"
-    return "anchors" if not isinstance(replica, Federated) or replica.informed else "start"
+    return "anchors"
+
+
+def model_folder(run: Run, job: Job, place: Place | ElasticPlace, replica: object) -> Path:
+    """Where the trained model goes: into the run's folder; where every replica has another model, each into a folder of its own, as a run."""
+    if not isinstance(replica, Talking) or place.alone:
+        return place.folder
+    folder = place.folder / "models" / place.name
+    folder.mkdir(parents=True, exist_ok=True)
+    run.save(folder / "run.toml")
+    job.keep(folder, place.name)
+    return folder
 
 
 def micro_batches(accumulate: int, replica: object) -> float:
-    """Of an inner step, in the mean over all replicas."""
+    """Micro-batches of an inner step, in the mean over all replicas."""
     if isinstance(replica, ZerothOrder):
         return replica.samples
     return accumulate * (replica.share if isinstance(replica, Attached) else 1.0)

@@ -1,4 +1,4 @@
-"""A replica's membership in an elastic run: who it is, how long it waits for the others, and what it reports of waiting."""
+"""A replica's membership in an elastic run: its name, its timeouts, and reports while it waits for the others."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def largest_round(strategy: Strategy, fragments: Sequence[int | Shapes], replica
 def timeouts(
     placement: Placement, strategy: Strategy, fragments: Sequence[int | Shapes], link: Link | None, step_seconds: float
 ) -> Timeouts:
-    """The one time-out model, for a run with this `placement`."""
+    """The timeouts of a run with this `placement`."""
     schedule, nbytes = strategy.schedule, largest_round(strategy, fragments, placement.replicas)
     return Timeouts.of(schedule.every, schedule.delay, step_seconds, nbytes, link, placement.grace)
 
@@ -85,9 +85,9 @@ def make_membership(
 
 
 class RetryReporter:
-    """Of what a membership tells, what keeps it from a view for longer than `QUIET_SECONDS`, as retry events: each reason once in `REPEAT_SECONDS`.
+    """Reports as retry events what keeps a membership from a view for longer than `QUIET_SECONDS`: each reason once in `REPEAT_SECONDS`.
 
-    `step` says where training is.
+    `step` returns the present inner step.
     """
 
     def __init__(self, observe: Callable[..., None]) -> None:

@@ -1,11 +1,11 @@
-"""Several language models as one: their exact mixture, weighted at each token by how well each has predicted what stands before.
+"""Several language models as one: their exact mixture. At each token an expert's weight follows from how well it predicted the text so far.
 
-Branch-Train-Merge (Li et al., arXiv 2208.03306, section 2) and HDEE (Ersoy et al., arXiv 2502.19385) infer so:
+Branch-Train-Merge (Li et al., arXiv 2208.03306, section 2) and HDEE (Ersoy et al., arXiv 2502.19385) infer in this way:
 
     l_j(t) = Σ_{u<t} log p_j(x_u | x_<u)      P(j | x_<t) = softmax_j(l_j(t) + log P(j))      p(x_t | x_<t) = Σ_j P(j | x_<t) p_j(x_t | x_<t)
 
-The posterior never sees the token that it is to predict. Probabilities are mixed, not logits nor log probabilities. From this follows,
-for every text of T tokens, in nats per token: loss of the mixture ≤ loss of any expert j + log(1 / P(j)) / T.
+The posterior never sees the token that it predicts. Probabilities are mixed, not logits and not log probabilities. So for every
+text of T tokens, in nats per token: loss of the mixture ≤ loss of any expert j + log(1 / P(j)) / T.
 
 Shapes: K experts, B batch, T positions, V vocabulary.
 """
@@ -28,8 +28,8 @@ SEQUENCES = 100  # of development text that the cached prior is made from
 class Mixture(nn.Module):
     """tokens_BT → `Output`, as a `LanguageModel`: the logits are log p of the mixture. `log_prior_K` is kept in fp64.
 
-    Where a context is cut, as `generate` cuts it, the posterior knows what is in the context and no more.
-    Raises `ConfigurationError` for no experts, vocabularies that differ, and priors that are no distribution.
+    If a context is truncated, as `generate` does, the posterior uses the truncated context only.
+    Raises `ConfigurationError` for no experts, vocabularies that differ, and a prior that is no distribution.
 
     >>> from thinwire.lm.model import Architecture, Transformer
     >>> experts = [Transformer(Architecture(layers=1, width=32, heads=1), seed) for seed in (0, 1)]
@@ -70,7 +70,7 @@ class Mixture(nn.Module):
         return torch.stack([scores_of(expert, tokens_BT, targets_BT) for expert in self.experts])
 
     def posterior(self, scores_KBT: Tensor) -> Tensor:
-        """log P(j | x_<t) for t = 0 ... T, fp64: at t the first t scores have been seen. So the first is the prior, the last knows all."""
+        """log P(j | x_<t) for t = 0 ... T, fp64: entry t has seen the first t scores, so the first entry is the prior."""
         seen = torch.cat((torch.zeros_like(scores_KBT[..., :1]), scores_KBT), -1).double().cpu().cumsum(-1)
         return (seen + self.log_prior_K[:, None, None]).log_softmax(0)
 
@@ -88,10 +88,10 @@ def scores_of(model: nn.Module, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor
 
 
 def cached_prior(mixture: Mixture, batches: Iterable[tuple[Tensor, Tensor]], decay: float = DECAY) -> list[float]:
-    """P(j) as an exponential moving average over sequences: P ← decay · P + (1 - decay) · P(j | sequence), from uniform on.
+    """P(j) as an exponential moving average over sequences: P ← decay · P + (1 − decay) · P(j | sequence), starting from the uniform prior.
 
-    Each posterior is taken under the uniform prior. The reference code takes it under the average so far, and multiplies that by
-    decay^(i+1) at sequence i, which leaves the last sequence alone. No share becomes 0. Args: decay: a share, [0, 1).
+    Each posterior is taken under the uniform prior. *Differs*: the reference code takes it under the average so far, and multiplies it
+    by decay^(i+1) at sequence i, so that only the last sequence counts. No share becomes 0. `decay` is a share, [0, 1).
     """
     count = len(mixture.experts)
     uniform = Mixture(list(mixture.experts))

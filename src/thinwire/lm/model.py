@@ -32,14 +32,18 @@ MLP_FACTOR = 4
 class Architecture:
     """The shape of a `Transformer`; it is its own configuration.
 
-    layers       blocks
-    width        D, a multiple of `heads`
-    heads        H; rotary positions need an even width per head
-    vocabulary   V; the data's tokenizer decides: `dataclasses.replace(SIZES["35m"], vocabulary=256)`
-    context      the longest sequence the model takes
-    positions    "rotary" (no parameters) or "learned" (context · D parameters)
-    tied         the output head is the embedding
-    z_loss       weight of mean(logsumexp(logits)²) in the training loss; keeps the logits from drifting
+    Args:
+        layers: number of blocks.
+        width: number D of features, a multiple of `heads`.
+        heads: number H of heads; rotary positions need an even width per head.
+        vocabulary: number V of tokens; the data's tokenizer decides: `dataclasses.replace(SIZES["35m"], vocabulary=256)`.
+        context: tokens of the longest sequence that the model takes.
+        positions: "rotary" (no parameters) or "learned" (context · D parameters).
+        tied: whether the output head is the embedding.
+        z_loss: factor of mean(logsumexp(logits)²) in the training loss, which keeps the logits from drifting.
+
+    Raises:
+        ConfigurationError: a number is out of range, or width and heads do not fit.
 
     >>> Architecture(layers=2, width=64, heads=2).parameters()
     131520
@@ -117,6 +121,7 @@ def _paper(layers: int, heads: int) -> Architecture:
 SIZES: dict[str, Architecture] = {
     "nano": Architecture(layers=3, width=64, heads=2),  # many runs in an hour on a laptop
     "tiny": Architecture(layers=4, width=96, heads=3),  # learns to spell in two minutes on one CPU core
+    "2m": Architecture(layers=6, width=160, heads=5),  # between tiny and mini
     "mini": Architecture(layers=9, width=256, heads=4),  # what the benchmarks carry
     "35m": _paper(layers=6, heads=8),
     "100m": _paper(layers=9, heads=12),
@@ -265,11 +270,13 @@ class Transformer(nn.Module):
     """tokens_BT → `Output`: logits_BTV and, with targets_BT, the loss in nats per token.
 
     In training mode the loss is cross entropy + z-loss, in evaluation mode pure cross entropy. The same seed
-    gives the same parameters, bit for bit, on every machine (see `initialise`). Works under bf16 autocast
+    gives the same parameters, bit for bit, on every machine (see `initialise`). It works under bf16 autocast
     (norms, softmax statistics and loss stay in fp32), `torch.compile`, and FSDP2's `fully_shard` on each of
-    `blocks` and then on the whole.
+    `blocks` and then on the whole. A sequence longer than the context is refused with `ConfigurationError`.
 
-    Errors: ConfigurationError for a sequence longer than the context.
+    Args:
+        architecture: the shape.
+        seed: of the parameters; an integer number.
 
     >>> model = Transformer(Architecture(layers=2, width=64, heads=2), seed=0)
     >>> tokens = torch.zeros(1, 8, dtype=torch.long)
@@ -341,13 +348,9 @@ class Transformer(nn.Module):
 def generate(
     model: LanguageModel, prompt: Sequence[int], count: int, temperature: float = 0.8, seed: int = 0
 ) -> list[int]:
-    """`count` tokens that go on from `prompt`, drawn with softmax(logits / temperature); temperature 0 takes the
-    best.
+    """Generate `count` tokens after `prompt`, drawn with softmax(logits / temperature); temperature 0 takes the most probable one.
 
-    The whole context is read again for every token: fit for looking at a model, not for serving one.
-
-    >>> len(generate(Transformer(Architecture(layers=1, width=32, heads=1)), prompt=[72, 105], count=5))
-    5
+    The whole context is read again for every token: suited to look at a model, not to serve one.
     """
     if not prompt or temperature < 0:
         raise ConfigurationError(

@@ -31,7 +31,7 @@ class Place:
 
     @property
     def name(self) -> str:
-        """Of its event file and its checkpoints."""
+        """The name of its event file and its checkpoints."""
         return f"replica-{self.group.rank}" + (f".shard-{self.shard}" if self.shards > 1 else "")
 
     @property
@@ -40,7 +40,7 @@ class Place:
         return (self.group.rank == 0 or self.alone) and self.shard == 0
 
     def share(self, seed: int, replicas: int) -> Share:
-        """Of the data."""
+        """Its share of the data."""
         return Share(seed, self.group.rank, self.group.size)
 
 
@@ -54,12 +54,13 @@ class ElasticPlace:
     gpu: int = 0
     stop: threading.Event = field(default_factory=threading.Event)
 
+    alone: ClassVar[bool] = False
     shard: ClassVar[int] = 0
     shards: ClassVar[int] = 1
 
     @property
     def name(self) -> str:
-        """Of its event file and its checkpoints."""
+        """The name of its event file and its checkpoints."""
         return self.member.name
 
     @property
@@ -68,7 +69,7 @@ class ElasticPlace:
         return True
 
     def share(self, seed: int, replicas: int) -> Share:
-        """Of the data."""
+        """Its share of the data."""
         return Share.of(seed, replicas, self.member.name)
 
 

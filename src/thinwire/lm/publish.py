@@ -1,4 +1,4 @@
-"""Publish the agreed weights of a replica, beside its training: each version as lossless changes in bf16 since the one before."""
+"""Publishes a replica's agreed weights while it trains: each version as lossless changes in bf16 from the version before."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ MODEL = "model.safetensors"
 
 
 class Publisher:
-    """Publishes what `offer` is given, on a thread of its own; what it has no time for is part of the next version.
+    """Publishes the weights given to `offer`, in its own thread; a version that it has no time for is part of the next one.
 
     Args:
-        folder: into which it publishes.
+        folder: where it publishes.
         fragments: of the model.
-        write_model: writes the model's folder, with the agreed weights of now: config, tokenizer and what is not exchanged come from it.
-        failed: is told once in a line if publishing fails; then nothing more is published.
+        write_model: writes the model's folder with the agreed weights of now; config, tokenizer and tensors that are not exchanged come from it.
+        failed: called once with a line if publishing fails; nothing more is published then.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Publisher:
         self._store.announce(made, self._layout)
 
     def _changed(self, index: int, state: Bits) -> FragmentVersion:
-        """A patch from the version before; a full copy too when patches since the last one are a quarter as long as it."""
+        """A patch from the version before. When the patches since the last full copy are a quarter of its size, a new full copy too."""
         known, now = self._versions[index], state_of(state)
         patch = self._store.put(encode_patch(self._held[index], state))
         changes, full = [*known.changes, Change(known.state, now, patch)], known.full
@@ -124,7 +124,7 @@ class Publisher:
 def publishing(
     run: Run, place: Place | ElasticPlace, job: Job, model: nn.Module, replica: Replica | Attached, log: EventLog
 ) -> Iterator[Publisher | None]:
-    """Within: what publishes the versions of `replica`, where `run` asks for it; at the end, the last one. Raises `ConfigurationError`."""
+    """Publish the versions of `replica` inside the block, if `run` asks for it; and the last one at its end. Raises `ConfigurationError`."""
     if not run.placement.publish or not place.writes_the_model or isinstance(replica, Attached):
         yield None
         return
@@ -150,7 +150,7 @@ def publishing(
 
 
 def _layout(store: Store, folder: Path, fragments: Sequence[Fragment]) -> Layout:
-    """How the model in `folder` is made of fragments. Raises `ConfigurationError` where it is not made of all of them."""
+    """How the model in `folder` is made from fragments. Raises `ConfigurationError` if a fragment's tensor is not in its file."""
     places: dict[str, tuple[int, int, tuple[int, ...]]] = {}
     for index, fragment in enumerate(fragments):
         begin = 0

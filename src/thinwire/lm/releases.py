@@ -1,4 +1,4 @@
-"""How often a replica has told something of its text: what an accountant of privacy needs to know."""
+"""Counts how often a replica has sent something derived from its text, for privacy accounting."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from thinwire.records.events import EventLog, read_events
 
 
 def releases(log: EventLog, fragments: int) -> int:
-    """Departures in all sessions of a run; never too few.
+    """An upper bound of the departures in all sessions of a run.
 
-    A round that was done again after a kill was told twice. One of each fragment may have left and not been written down before a
-    kill, and so may what the log had no room for.
+    A round that was repeated after a kill counts twice. One departure of each fragment may be missing in the log for each kill, and so may
+    the events that the log had no room for: these are added.
     """
     told = [event["event"] for event in read_events(log.path)]
     return told.count("depart") + fragments * (told.count("start") - 1) + log.lost

@@ -1,10 +1,10 @@
-"""Let a run of a fixed group go on with another number of replicas: its newest set of checkpoints, made anew for that number.
+"""Resizes a run of a fixed group: makes its newest set of checkpoints anew for another number of replicas.
 
 What replicas agree on (anchors, outer state, counts of rounds, what policies chose) is taken over bit for bit. A replica that
 stays keeps its weights, inner moments and what feedback held back. A new one begins at the anchors, with the inner moments of a
-donor: fresh ones would make the next steps as large as the first of a run, at a learning rate that is past its warm-up. Rounds
-in the air had other members, so they are dropped as a failed round is: what they carried is still in the weights of those that
-stay, and travels in the next delta.
+donor. Fresh moments would make its next steps as large as the first of a run, at a learning rate that is past its warm-up.
+Rounds in flight had other members, so they are dropped as failed rounds are: what they carried is still in the weights of the
+replicas that stay, and travels in the next delta.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _samples(found: Sequence[Checkpoint], new: int, strategy: Strategy) -> tuple
 
 
 def _landed(one: Checkpoint, strategy: Strategy) -> tuple[int, int]:
-    """Of a replica that leaves: the inner steps that are in all anchors, and those that are in any."""
+    """The number of a leaving replica's inner steps that are in all anchors, and of those in any."""
     if isinstance(strategy.signal, Gradients):
         return one.step, one.step
     if not isinstance(strategy.schedule, Schedule):

@@ -17,7 +17,7 @@ from thinwire.errors import ConfigurationError
 from thinwire.jobs.own import functions
 from thinwire.lm.model import SIZES
 from thinwire.lm.settings import OF_THE_RECIPE, DataSpec, MethodSpec, ModelSpec, OptimizerSpec, Placement, fits
-from thinwire.methods import Method
+from thinwire.methods import Codistill, Method
 from thinwire.pieces.inner_optimizers import AdamW, Inner
 from thinwire.pieces.own_files import pinned, pinned_file, taken_apart
 from thinwire.recipes import RECIPES
@@ -29,17 +29,43 @@ MAY_DIFFER = (
     *("text", "link", "uplink", "carrier", "timeout", "replicas", "strategy", "model", "job", "keep", "publish"),
     *OF_THE_RECIPE,
 )  # between replicas, as far as `Run.shared` is asked
-OF_PIECES = ("strategy", "codec", "partition", "exchange", "privacy", "aggregate", "topology", "optimizer")  # as text
+OF_PIECES = (
+    "strategy",
+    "codec",
+    "partition",
+    "exchange",
+    "privacy",
+    "guard",
+    "aggregate",
+    "topology",
+    "optimizer",
+)  # as text
 LR = 6e-3  # peak learning rate where width does not say it
 LR_AND_WIDTH = 10.24, 1.5  # of AdamW on the built-in sizes: 10.24 / width^1.5; docs/log.md has the experiment
-OF_A_CHECKPOINT = ("replicas", "seed", "model", "lora", "positions", "tokenizer", "optimizer")  # beside the strategy
+OF_A_CHECKPOINT = (
+    "replicas",
+    "seed",
+    "model",
+    "models",
+    "lora",
+    "positions",
+    "tokenizer",
+    "optimizer",
+)  # beside the strategy
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A training run. Raises `ConfigurationError` when made, if its parts do not go together.
+    """A training run: every setting, in five parts.
 
     `of`, `changed` and `settings` take and give settings by their own names, whatever part they belong to.
+
+    Raises:
+        ConfigurationError: a setting is of the wrong type or out of range, or the parts do not go together.
+
+    >>> run = Run.of(every=50, lr=0.01)
+    >>> run.method.every, run.optimizer.lr, run.placement.replicas
+    (50, 0.01, 2)
     """
 
     seed: int = 0
@@ -67,6 +93,8 @@ class Run:
             )
         if isinstance(strategy, Strategy):
             strategy.exchange.check_size(self.placement.replicas)
+        if self.model.models:
+            self._check_models(strategy)
         if self.placement.elastic:
             self.placement.check_elastic(strategy, self.method.label)
         if self.placement.publish and (
@@ -75,6 +103,17 @@ class Run:
             raise ConfigurationError(
                 f"publish with strategy={self.method.label}, lora={self.model.lora}: agreed versions of whole weights are published; "
                 "choose a strategy with rounds of deltas, and leave lora out, or leave publish out."
+            )
+
+    def _check_models(self, strategy: Strategy | Method) -> None:
+        models, replicas = self.model.models, self.placement.replicas
+        if not isinstance(strategy, Codistill):
+            raise ConfigurationError(
+                f"models={models} with strategy={self.method.label}, whose replicas hold one model; choose --strategy codistill, or give --model."
+            )
+        if len(models) != replicas:
+            raise ConfigurationError(
+                f"models={models} with replicas={replicas}: one for each is needed; give --replicas {len(models)}."
             )
 
     @classmethod
@@ -97,12 +136,20 @@ class Run:
         parts = {part: dataclasses.replace(getattr(self, part), **given) for part, given in by_part.items()}
         return dataclasses.replace(self, **own, **parts)
 
+    def of_replica(self, rank: int) -> Run:
+        """The run of one replica, where each has a model of its own; else this one.
+
+        >>> Run.of(strategy="codistill", models=("tiny", "2m")).of_replica(1).model.model
+        '2m'
+        """
+        return self.changed(model=self.model.models[rank], models=()) if self.model.models else self
+
     def settings(self) -> dict[str, Any]:
         """All settings by name."""
         return {name: getattr(getattr(self, part) if part else self, name) for name, part in PART_OF.items()}
 
     def make_inner(self) -> Inner:
-        """The inner optimizer: the one that was asked for, else the strategy's own, else AdamW."""
+        """The inner optimizer: the one that is set, otherwise the strategy's own, otherwise AdamW."""
         made = self._composition()
         own = made.inner if isinstance(made, Strategy) else None
         asked = self.optimizer.optimizer
@@ -137,9 +184,18 @@ class Run:
         default, origin = self._default_lr()
         return origin if self.lr == default else f"given; the default is {default:g}"
 
+    @property
+    def rates(self) -> str:
+        """The learning rate and where it is from, of each model where replicas have unlike ones."""
+        each = {run.model.model: run for run in map(self.of_replica, range(len(self.model.models)))}
+        of_each = [f"{model} {run.lr:g} ({run.lr_origin})" for model, run in each.items()]
+        return "; ".join(of_each) or f"{self.lr:g} ({self.lr_origin})"
+
     def _default_lr(self) -> tuple[float, str]:
         by_width = self.model.job is None and self.model.model in SIZES and self.model.lora is None
-        if by_width and self.make_method() is None and isinstance(self.make_inner(), AdamW):
+        method = self.make_method()
+        own = method is None and isinstance(self.make_inner(), AdamW)
+        if by_width and (own or isinstance(method, Codistill)):
             width, (factor, power) = SIZES[self.model.model].width, LR_AND_WIDTH
             return float(
                 f"{factor / width**power:.3g}"
@@ -173,24 +229,23 @@ class Run:
     def absolute(self) -> Run:
         """This run with the paths of text, model, tokenizer and files of pieces as they are from everywhere, and with its learning rate."""
         model, tokenizer = self.model.model, self.data.tokenizer
-        if model.endswith(".safetensors"):
-            model = str(Path(model).absolute())
         text = tuple(str(Path(path).absolute()) for path in self.data.text)
         given = self.counted_in_samples().settings()
         if given["topology"] and given["topology"].endswith(".json"):
             given["topology"] = repr(read_edges(Path(given["topology"])))
         pieces = {name: pinned(given[name]) for name in OF_PIECES if given[name] is not None}
         given |= {
-            "lr": self.lr,
+            "lr": self.optimizer.lr if self.model.models else self.lr,
             "text": text,
-            "model": _absolute(model),
+            "model": _absolute_model(model),
+            "models": tuple(map(_absolute_model, self.model.models)),
             "tokenizer": tokenizer and _absolute(tokenizer),
             **pieces,
         }
         return self.changed(**given)
 
     def counted_in_samples(self) -> Run:
-        """Of a job in a file, which is pinned: a sequence is one sample, and a batch without `collate` is one too."""
+        """This run with lengths in samples, if its job is a file: a sequence is one sample, and so is a batch without `collate`."""
         if self.model.job is None:
             return self
         job = pinned_file(self.model.job)
@@ -198,7 +253,7 @@ class Run:
 
     def made_of(self) -> dict[str, Any]:
         """What the strategy is with all that its recipe decides, and where the learning rate is from."""
-        made, lr = self._composition(), {"lr": f"{self.lr:g} ({self.lr_origin})"}
+        made, lr = self._composition(), {"lr": self.rates}
         if not isinstance(made, Strategy):
             return {"every": made.every, **lr, "composition": repr(made)}
         parts = lr | {name: repr(getattr(made, name)) for name in ("partition", "codec", "outer")}
@@ -224,7 +279,8 @@ class Run:
 
     def shared(self) -> dict[str, Any]:
         """What all replicas must have alike beside model and strategy, which `Replica` compares itself."""
-        return {name: value for name, value in self.settings().items() if name not in MAY_DIFFER} | {"lr": self.lr}
+        rate = {} if isinstance(self.make_method(), Codistill) else {"lr": self.lr}  # which goes with the model
+        return {n: value for n, value in self.settings().items() if n not in (*MAY_DIFFER, "lr")} | rate
 
     def save(self, path: Path) -> None:
         """Write a run file: a table for each part, and what the recipe decides as a comment; what is None is left out."""
@@ -289,6 +345,10 @@ def _digest(job: str | None) -> str | None:
 
 def _tables() -> str:
     return ", ".join(f"[{part}]" for part in PARTS)
+
+
+def _absolute_model(name: str) -> str:
+    return str(Path(name).absolute()) if name.endswith(".safetensors") else _absolute(name)
 
 
 def _absolute(name: str) -> str:

@@ -64,6 +64,8 @@ def run_of_hub(path: Path) -> Run:
     tokenizer = str(settings.get("tokenizer") or "bytes")
     named = [name for name in ("text", "job") if settings.get(name)]
     named += ["model"] if str(settings.get("model", "nano")) not in SIZES else []
+    models = settings.get("models") or []
+    named += ["models"] if not isinstance(models, list) or not set(map(str, models)) <= SIZES.keys() else []
     named += [] if tokenizer == "bytes" or tokenizer.removeprefix("bpe:").isdigit() else ["tokenizer"]
     for name in OF_PIECES:
         text = str(settings.get(name) or "")

@@ -19,7 +19,7 @@ from thinwire.decoupled.method import DECOUPLED
 from thinwire.elastic import driver as elastic
 from thinwire.errors import ConfigurationError
 from thinwire.membership.timeouts import grace_seconds
-from thinwire.methods import METHODS, Method
+from thinwire.methods import CODISTILL, METHODS, Method
 from thinwire.pieces.own_files import shortened, taken_apart
 from thinwire.pieces.transforms import Clip
 from thinwire.recipes import RECIPES
@@ -31,7 +31,7 @@ OF_THE_RECIPE = (
     *("every", "delay", "fragments", "merge", "codec", "partition", "offsets"),
     *("exchange", "outer_lr", "outer_momentum", "anchors", "topology"),
 )
-NAMED = RECIPES | METHODS | DECOUPLED
+NAMED = RECIPES | METHODS | DECOUPLED | CODISTILL
 
 
 class _Part:
@@ -66,8 +66,8 @@ class MethodSpec(_Part):
 
     strategy: str = "streaming_sign"
     """A recipe (data_parallel, local_sgd, diloco, streaming_diloco, streaming_sign, dgc, one_bit_adam, ...), a method with its own loop
-    (just_one_byte, fedavg, scaffold, scallion, scafcom, flasc), one for replicas of unequal speed (decoupled_diloco, async_local_sgd), or a
-    whole Strategy(...) in Python; thinwire docs strategies helps to choose."""
+    (just_one_byte, fedavg, scaffold, scallion, scafcom, flasc), one for replicas of unequal speed (decoupled_diloco, async_local_sgd, ad_psgd,
+    a2cid2) or of unlike models (codistill), or a whole Strategy(...) in Python; thinwire docs strategies helps to choose."""
     every: int | None = None
     """H: inner steps between two rounds of one fragment. Default of this and the next options: the recipe's own."""
     delay: int | None = None
@@ -94,6 +94,8 @@ class MethodSpec(_Part):
     """Gossip: who talks to whom: Ring, RandomPairs, Exponential, Torus, RandomRegular(3), ..., or a JSON file of edges (thinwire docs gossip)."""
     privacy: str | None = None
     """Clip what is sent, add noise, and report epsilon: Privacy(clip=0.5, noise=4.0)."""
+    guard: str | None = None
+    """off does not clip deltas that are out of all proportion; Guard(z=10) clips fewer of them. Default: Guard()."""
     aggregate: str | None = None
     """How the deltas of all replicas become one: Mean, or a robust rule such as TrimmedMean(2) or GeometricMedian (thinwire docs robust)."""
     attack: str | None = None
@@ -109,12 +111,15 @@ class MethodSpec(_Part):
                 raise ConfigurationError(
                     f"privacy={self.privacy!r} with {self.label}: deltas of a Strategy can be clipped and made noisy; choose a recipe."
                 )
-            if self.aggregate is not None or attack:
+            if self.aggregate is not None or self.guard is not None or attack:
                 raise ConfigurationError(
-                    f"aggregate={self.aggregate!r}, attack={self.attack!r} with {self.label}: a method with a loop of its own has neither; choose "
-                    "a recipe."
+                    f"aggregate={self.aggregate!r}, guard={self.guard!r}, attack={self.attack!r} with {self.label}: a method with a loop of its "
+                    "own has none of them; choose a recipe."
                 )
             return made
+        if self.guard is not None:
+            guard = None if self.guard == "off" else parse(self.guard, offered=("off", "Guard"))
+            made = dataclasses.replace(made, guard=guard)
         if self.aggregate is not None:
             rule = parse(
                 self.aggregate, offered=pieces_of("pieces.aggregate") + pieces_of("pieces.robust"), own_files=True
@@ -185,7 +190,7 @@ class MethodSpec(_Part):
     @property
     def label(self) -> str:
         """The strategy as a person would write it: its name and its settings."""
-        named = (*OF_THE_RECIPE, "aggregate", "attack", "liars")
+        named = (*OF_THE_RECIPE, "aggregate", "guard", "attack", "liars")
         given = [f"{name}={getattr(self, name)}" for name in named if getattr(self, name) is not None]
         return shortened(self.strategy + (f"({', '.join(given)})" if given else ""))
 
@@ -224,13 +229,22 @@ class DataSpec(_Part):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec(_Part):
-    """The model that is trained."""
+    """The model that is trained.
+
+    Raises:
+        ConfigurationError: a setting is of the wrong type or out of range, or does not go with `job`.
+
+    >>> ModelSpec(model="nano", lora=8).label
+    'nano'
+    """
 
     at_least_one: ClassVar[tuple[str, ...]] = ("lora",)
 
     model: str = "tiny"
-    """A size (nano, tiny, mini, 35m, 100m, 200m, 300m, 500m, 1b, 4b), RUN/model.safetensors to train a model further, or
+    """A size (nano, tiny, 2m, mini, 35m, 100m, 200m, 300m, 500m, 1b, 4b), RUN/model.safetensors to train a model further, or
     hf:FOLDER_OR_NAME for a Hugging Face causal LM."""
+    models: tuple[str, ...] = ()
+    """codistill: the model of each replica, such as tiny 2m mini, in place of one for all. All need the same tokenizer."""
     job: str | None = None
     """A file of your own, my_job.py, with model(), batches(share) and loss(model, batch): in place of the language model and its text."""
     lora: int | None = None
@@ -245,14 +259,16 @@ class ModelSpec(_Part):
     @property
     def label(self) -> str:
         """The model as a person would name it."""
-        return taken_apart(self.job)[0].name if self.job else self.model
+        return taken_apart(self.job)[0].name if self.job else ", ".join(self.models) or self.model
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.models and self.model != type(self).model:
+            raise ConfigurationError(f"model={self.model!r} with models={self.models}: give one of them.")
         if self.job is None:
             return
         taken_apart(self.job)
-        for name in ("model", "lora", "positions"):
+        for name in ("model", "models", "lora", "positions"):
             if (given := getattr(self, name)) != type(self).__dataclass_fields__[name].default:
                 raise ConfigurationError(
                     f"{name}={given!r} with job={self.job!r}: the job makes its own model; leave {name} out."
@@ -300,7 +316,7 @@ class Placement(_Part):
     grace: str | None = None
     """Elastic: how long a round waits for a late replica, such as 5s or '20 steps'. Default: the schedule's slack."""
     weigh: Literal["alike", "tokens"] = "alike"
-    """Elastic: all deltas count alike, or by their number of tokens if replicas differ in speed."""
+    """All deltas count alike, or by their number of tokens: if replicas differ in speed, or a job's steps in tokens."""
     evict: bool = False
     """Elastic: put out a replica that most others find to hold them up (thinwire docs diagnosis)."""
     link: str = "none"

@@ -24,7 +24,20 @@ FLOOR = 0.05  # of the peak learning rate, where the cosine ends
 
 
 def make_model(spec: ModelSpec, sequence: int, seed: int, vocabulary: int) -> nn.Module:
-    """The model for `sequence` tokens of `vocabulary` kinds; fresh weights and adapters depend on `seed` only."""
+    """The model of a run, with fresh weights or those that `spec.model` names.
+
+    Args:
+        spec: size or source, adapters, positions.
+        sequence: tokens of the longest sequence.
+        seed: of fresh weights and adapters; an integer number.
+        vocabulary: number of different tokens.
+
+    Raises:
+        ConfigurationError: the model is not known, or takes no sequence so long.
+
+    >>> type(make_model(ModelSpec(model="nano"), sequence=64, seed=0, vocabulary=256)).__name__
+    'Transformer'
+    """
     of_weights = derive(seed, "weights") % 2**31
     return _adapted(spec, sequence, seed, vocabulary, lambda source: hugging_face(source, vocabulary, of_weights))
 

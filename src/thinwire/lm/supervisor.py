@@ -1,11 +1,11 @@
-"""Start the replicas of this machine that may die and return: each a process of its own, with a name that it keeps.
+"""Starts and restarts the replicas of an elastic run on this machine, each a process with a name that it keeps.
 
     python -m thinwire.lm.supervisor FOLDER NAME INDEX begin|resume WORDS     one replica, as `train_elastic` starts it: see `meeting_of`
 
-One that dies is started again, ever later while it dies again at once, and goes on from its own newest checkpoint. One
-that ends with an error that will not be better by trying again (other settings than the others', a full disk) is given
-up. The run goes on as long as enough are left for a round. At its end one replica may keep the final state for another
-that is missing; with nobody left on this machine to wait for, it is told to end.
+A replica that dies is started again and resumes from its own newest checkpoint; if it dies again at once, the waits grow. A
+replica that ends with an error that a restart cannot cure (other settings than the others', a full disk) is given up. The run
+continues while enough replicas are left for a round. At its end one replica may keep the final state for another that is missing;
+if no replica on this machine can still come, it is told to end.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def _see_off(replicas: list[_Replica], seconds: float, say: Say) -> None:
 
 
 def _look_after(replica: _Replica, others_finished: bool, stopped: bool, say: Say) -> None:
-    """One look at a replica: whether it has ended, is to be started again, or waits for others that will not come."""
+    """Check a replica: it may have ended, need a restart, or wait for others that will not come."""
     if not replica.going:
         return
     if replica.due is not None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +15,7 @@ from thinwire.lm.export import store
 from thinwire.lm.run import Run
 from thinwire.lm.setup import make_model, outline_model
 from thinwire.lm.tokenizer import keep_tokenizer, open_corpus
+from thinwire.rng import derive
 
 
 class TextJob:
@@ -83,3 +85,30 @@ class TextJob:
 
     def store(self, folder: Path, model: nn.Module, weights: Mapping[str, Tensor], writer: str, mark: str = "") -> None:
         store(folder, self._run.model, self.corpus.tokenizer, model, weights, writer, mark)
+
+    def probe_windows(self, number: int, positions: int) -> tuple[Tensor, Tensor]:
+        """Tokens and targets of part `number` of a probe set: windows of the training text, drawn alike on all replicas."""
+        run, sequence = self._run, self._run.data.sequence
+        windows = self.corpus.windows(sequence)
+        drawn = [derive(run.seed, "probe", number, row) % windows for row in range(positions // sequence)]
+        return self.corpus.cut(np.array(drawn, dtype=np.int64), sequence)
+
+
+class TextProbe:
+    """The probe set of a run, as `codistill` asks for it, and what `model` says to it."""
+
+    def __init__(self, job: TextJob, model: nn.Module, positions: int, device: torch.device, bf16: bool) -> None:
+        self._job, self._model, self._positions, self._device, self._bf16 = job, model, positions, device, bf16
+
+    @property
+    def vocabulary(self) -> int:
+        return self._job.corpus.vocabulary
+
+    def targets(self, number: int) -> Tensor:
+        return self._job.probe_windows(number, self._positions)[1].reshape(-1)
+
+    def logits(self, number: int) -> Tensor:
+        tokens, _ = self._job.probe_windows(number, self._positions)
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._bf16):
+            said: Tensor = self._model(tokens.to(self._device)).logits
+        return said.reshape(self._positions, -1)

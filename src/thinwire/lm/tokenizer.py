@@ -40,7 +40,7 @@ def open_corpus(data: DataSpec, model: str, folder: Path | None = None) -> Corpu
 
 
 def make_tokenizer(data: DataSpec, model: str) -> Tokenizer:
-    """The tokenizer that was asked for, else the model's own, else bytes; a BPE that is named by its size is not trained yet."""
+    """The tokenizer that is set, otherwise the model's own, otherwise bytes. A BPE that is named by its size is not trained yet."""
     return _named(data.tokenizer or _own(model)[0])
 
 
@@ -58,13 +58,13 @@ def _named(asked: str) -> Tokenizer:
 
 
 def tokenizer_of(data: DataSpec, model: str, folder: Path) -> Tokenizer:
-    """The tokenizer of the run in `folder`: the one that lies there, else the model's own."""
+    """The tokenizer in the run's `folder`, otherwise the model's own."""
     return _kept(data, model, folder) or make_tokenizer(data, model)
 
 
 def keep_tokenizer(folder: Path, model: str, tokenizer: Tokenizer, writer: str) -> None:
-    """Write `tokenizer` to the run's folder, for those who use the model and for resuming; bytes need no file. Several replicas may do
-    so at once, each as a `writer` of its own name.
+    """Write `tokenizer` to the run's folder, for resuming and for users of the model; bytes need no file. Several replicas may do
+    so at once, each as a `writer` with another name.
     """
     if isinstance(tokenizer, Bytes) or (folder / FILE).exists():
         return

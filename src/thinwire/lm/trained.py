@@ -35,7 +35,7 @@ class TrainedModel:
 
 
 def trained_model(folder: Path) -> TrainedModel:
-    """The model that the run in `folder` has left; of one that goes on, or was killed, the anchors of its newest whole checkpoint.
+    """The model of the run in `folder`; if the run still trains or was killed, the anchors of its newest whole checkpoint.
 
     Raises `ConfigurationError` where there is none, `ModelError`, `CheckpointError`.
     """
@@ -55,6 +55,9 @@ def trained_model(folder: Path) -> TrainedModel:
         hf = run.model.model.startswith("hf:")
         model: nn.Module = hugging_face(folder) if hf else stored_model(file, tokenizer.vocabulary, run.data.sequence)
         return TrainedModel(model.eval(), tokenizer, spec, None)
+    if models := sorted(folder.glob("models/*/model.safetensors")):
+        named = ", ".join(str(path.parent) for path in models)
+        raise ConfigurationError(f"{folder} holds a model of each replica: give one of {named}.")
     found = [one for own in sorted(folder.glob("checkpoints/*")) if (one := newest(own)[0]) and "shard" not in own.name]
     if not found or run.make_method():
         raise ConfigurationError(
@@ -73,7 +76,7 @@ def trained_model(folder: Path) -> TrainedModel:
 
 
 def agreed_weights(run: Run, saved: Checkpoint, model: nn.Module) -> dict[str, Tensor]:
-    """Of a checkpoint, the weights that all replicas agree on, beside buffers and what is frozen; in gossip, which has none, the replica's own."""
+    """A checkpoint's agreed weights, with buffers and frozen parameters; in gossip, which has no agreed weights, the replica's own."""
     weights: dict[str, Tensor] = load_file(saved.path / "model.safetensors")
     strategy = run.make_strategy()
     if isinstance(strategy.signal, Gradients) or not strategy.exchange.agrees:  # equal everywhere, or nowhere

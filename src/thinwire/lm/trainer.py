@@ -24,7 +24,7 @@ from thinwire.data_ledger import Reader
 from thinwire.errors import CheckpointError, ConfigurationError, EndedError, LinkError, ThinwireError
 from thinwire.jobs.base import Summed, mean_of
 from thinwire.lm.job import open_job
-from thinwire.lm.loops import evaluated, micro_batches
+from thinwire.lm.loops import evaluated, micro_batches, model_folder
 from thinwire.lm.place import ElasticPlace, Place, shard
 from thinwire.lm.publish import Publisher, publishing
 from thinwire.lm.releases import releases
@@ -110,7 +110,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def _resume(self) -> None:
-        """Go on from a checkpoint."""
+        """Resume from a checkpoint."""
 
     def _after_step(self, compute_seconds: float) -> None:
         """Called after an inner step that took so long."""
@@ -214,8 +214,8 @@ class Trainer(ABC):
         return self.place.stop.is_set()
 
     def _stop(self, gone: LinkError | EndedError | None) -> ThinwireError | None:
-        """Leave what this run, or this replica, goes on from. What is to be raised: the others were not heard, or have ended without it;
-        or what was trained since the checkpoint before is lost.
+        """Save a checkpoint for a resume. Returns the error to raise, if the other replicas were lost or have ended without this one, or if
+        what was trained since the last checkpoint is lost.
         """
         replica, asked = self.replica, gone is None or self.place.stop.is_set()
         unsaved = None if isinstance(gone, EndedError) else self._save()
@@ -301,7 +301,7 @@ class Trainer(ABC):
         self.model.train()
         of = evaluated(self.replica)
         loss = next(iter(losses.values()))
-        self.losses = dict(losses) if of in ("anchors", "mean") else {}
+        self.losses = dict(losses) if of in ("anchors", "mean", "each") else {}
         self.log.emit(
             "eval",
             self.replica.step,
@@ -348,7 +348,7 @@ class Trainer(ABC):
         )
 
     def _tokens(self) -> int:
-        """Of all replicas; of an elastic member, its own."""
+        """Tokens that all replicas trained, or those of an elastic member alone."""
         steps = self.counted_steps * self.counted_replicas + self.clock.other_steps
         return round(steps * self.run.data.batch * self.run.data.sequence * self.micros)
 
@@ -382,9 +382,10 @@ class Trainer(ABC):
 
     def _export(self, mark: str = "") -> Path:
         """RUN/model.safetensors: the outer weights, which are the trained model; with a `mark`, those that may not be the last."""
-        weights, path = self.replica.export(), self.place.folder / f"model{mark}.safetensors"
-        if self.place.writes_the_model:
-            self.job.store(self.place.folder, self.model, weights, self.place.name, mark)
+        folder = model_folder(self.run, self.job, self.place, self.replica)
+        weights, path = self.replica.export(), folder / f"model{mark}.safetensors"
+        if self.place.writes_the_model or folder != self.place.folder:
+            self.job.store(folder, self.model, weights, self.place.name, mark)
         if not mark:
             path.with_name("model.stale.safetensors").unlink(missing_ok=True)
         return path

@@ -1,7 +1,7 @@
-"""What a lighthouse or a hub knows of replicas that come and go: who is heard, who calls, and what they write for each other.
+"""What a lighthouse or a hub knows of an elastic run: which replicas are alive, which call for a view, and what they write for each other.
 
-No sockets: whoever has a `MemberRegistry` says who asks. It holds nothing that a round after this one needs, so a lighthouse's is
-lost with its process: replicas that hold a group keep it and call again. A hub's is on its disk (`Kept`). For one event loop.
+It has no sockets: its owner says which replica asks. A lighthouse's registry is lost with its process, and nothing is lost with it:
+replicas that have a group keep it and call again. A hub's registry is on its disk (`Kept`). It is used from one event loop.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from thinwire.errors import PacketError
 from thinwire.membership.channel import MOST_MEMBERS, MOST_PRESENCE
 from thinwire.membership.shared_keys import NOTE, SharedKeys, TooMuchError
 
-JOIN = 0.5  # seconds from the first call, after which most are enough; the grace is the memberships' own
+JOIN = 0.5  # seconds from the first call, after which more than half are enough; memberships add their own grace
 HEARTBEAT_TIMEOUT = 5.0
-TICK = 0.05  # seconds between two looks
+TICK = 0.05  # seconds between two calls of `tick`
 _DAY = 86_400.0
 
 
 def quorum(calling: Mapping[str, float], heard: Iterable[str], previous: set[str], now: float, join: float) -> set[str]:
-    """Who is called together, of those `calling` (since when) and `heard`; nobody yet: empty. The rule of torchft 0.2.0.
+    """The incarnations of the next view, from those that are `calling` (by the time since when) and those that were `heard`; empty: not yet.
+    The rule of torchft 0.2.0.
 
-    All of the previous ones, with whoever else calls; else more than half of those heard, when all of them call or
-    the first has waited for `join`.
+    If all of the previous view call, the view is everyone who calls. If not, more than half of those heard must call, and either all of
+    them call, or the first has waited for `join` seconds.
 
     >>> heard, previous = {"a", "b", "c"}, {"a", "b", "c"}
     >>> sorted(quorum({"a": 0.0, "b": 9.0, "c": 9.0}, heard, previous, now=9.0, join=10.0))
@@ -48,36 +49,36 @@ def quorum(calling: Mapping[str, float], heard: Iterable[str], previous: set[str
 
 
 class Requester(Protocol):
-    """Who asks: a replica's name, which is known to be its own, its incarnation, and where it asks from."""
+    """A replica that asks: its name, which was authenticated, its incarnation, and its address."""
 
     name: str
     incarnation: str
     address: str
 
     async def came(self, future: asyncio.Future[Any], seconds: float) -> bool:
-        """Whether `future` is done within `seconds`. Raises, or is cancelled, if the requester goes before."""
+        """Whether `future` is done within `seconds`. Raises, or is cancelled, if the requester disconnects first."""
 
 
 class Kept(Protocol):
-    """What a registry must not forget, on a disk."""
+    """What a registry keeps on a disk."""
 
     def present(self) -> str:
-        """What `keep` has written; "" if nothing, or nobody is there."""
+        """The value that `keep` wrote; "" if there is none, or no replica is alive."""
 
     def keep(self, present: str) -> None:
-        """Write who is there; it is on the disk when this returns."""
+        """Write the replicas that are alive; it is on the disk when this returns."""
 
     def note(self, key: str) -> None:
-        """Write one of the last notes; it is on the disk when this returns."""
+        """Write a note; it is on the disk when this returns. Only the last ones are kept."""
 
     def notes(self) -> list[str]:
-        """The last ones that were written."""
+        """The notes that are kept."""
 
 
 @dataclass
 class _Replica:
-    """One incarnation of a replica that was heard. `calls`: since when it waits for the others, and what it says of itself.
-    `kept`: it was there when the process before this one ended, and was not heard since.
+    """One incarnation of a replica. `calls`: since when it has been calling for a view, and its status. `kept`: the process before this
+    one knew it as alive, and it has not been heard since.
     """
 
     name: str
@@ -89,8 +90,8 @@ class _Replica:
 
 
 class MemberRegistry:
-    """Who is there. `say` hears a line for every join and leave; `lost` the name and the incarnation of one
-    that is not heard any more.
+    """Which replicas are alive. It calls `say` with a line for every join and leave, and `lost` with the name and the incarnation of one
+    that fell silent.
     """
 
     def __init__(
@@ -103,15 +104,15 @@ class MemberRegistry:
         self._replicas: dict[str, _Replica] = {}  # by incarnation
         self._previous: set[str] = set()
         self._keys = SharedKeys()
-        self._waits: dict[asyncio.Future[None], list[str]] = {}  # for keys
+        self._waits: dict[asyncio.Future[None], list[str]] = {}  # the keys that each waits for
         self._kept: Kept | None = None
-        self._present = ""  # who is there, as it was kept last
+        self._present = ""  # the replicas that are alive, as they were kept last
 
     def remember(self, kept: Kept) -> None:
-        """Go on from what is kept, and keep what changes. Called before all else.
+        """Load what `kept` holds, and write changes to it from now on. Call it before anything else.
 
-        Who was there when the process before this one ended counts as heard now: until it is back, began anew, or was silent
-        for too long, nobody takes the others for the whole run.
+        Replicas that were alive when the process before this one ended count as heard now. Until each of them is back, has restarted, or was
+        silent for too long, the others cannot form a view as if they were the whole run.
         """
         self._kept = kept
         for key in kept.notes():
@@ -124,13 +125,13 @@ class MemberRegistry:
             self._previous = set(previous)
 
     def hear(self, requester: Requester) -> _Replica:
-        """`requester` is alive. Raises `PacketError`: its incarnation is another's, or there are too many."""
+        """Record that `requester` is alive. Raises `PacketError` if its incarnation belongs to another name, or there are too many replicas."""
         if requester.incarnation not in self._replicas and len(self._replicas) >= MOST_MEMBERS:
             raise PacketError(f"{MOST_MEMBERS} replicas are there already")
         if requester.incarnation not in self._replicas:
             for other, replica in list(self._replicas.items()):
                 if replica.kept and replica.name == requester.name:
-                    self.gone(replica.name, other, "it has begun anew")
+                    self.gone(replica.name, other, "it has restarted")
         replica = self._replicas.setdefault(requester.incarnation, _Replica(requester.name, 0.0))
         if replica.name != requester.name:
             raise PacketError(f"{requester.name} speaks as an incarnation of {replica.name}")
@@ -150,14 +151,14 @@ class MemberRegistry:
         return incarnation not in self._replicas and len(self._replicas) >= MOST_MEMBERS
 
     def gone(self, name: str, incarnation: str, why: str) -> None:
-        """Nothing more can come from this incarnation of `name`, if there is one, unless it connects again."""
+        """Remove an incarnation of `name` whose connection has ended; it may connect again."""
         if (replica := self._replicas.get(incarnation)) and replica.name == name:
             self._left(incarnation, why)
-            if replica.answer is None:  # else it may only be frozen, and still waits
+            if replica.answer is None:  # otherwise it may only be frozen, and still waits
                 del self._replicas[incarnation]
 
     def tick(self) -> None:
-        """Forget who is silent, and answer those who are called together. To be called every `TICK` seconds."""
+        """Drop replicas that are silent, and answer the calls that make a view. Call it every `TICK` seconds."""
         now = time.monotonic()
         for incarnation, replica in list(self._replicas.items()):
             if now - replica.heard >= self.heartbeat_timeout:
@@ -190,14 +191,14 @@ class MemberRegistry:
         self._previous = chosen
 
     async def answer(self, requester: Requester, said: dict[str, Any]) -> dict[str, Any]:
-        """What there is to answer to a question."""
+        """Answer one request."""
         match said:
             case {"do": "beat"}:
                 self.hear(requester)
                 return {"heartbeat_timeout": self.heartbeat_timeout}
             case {"do": "leave"}:
                 self.hear(requester)
-                self._left(requester.incarnation, "it said so")
+                self._left(requester.incarnation, "it closed")
                 del self._replicas[requester.incarnation]
             case {"do": "here", "who": str(incarnation)}:
                 return {"here": incarnation in self._replicas and not self._replicas[incarnation].silent}
@@ -214,7 +215,7 @@ class MemberRegistry:
                     if type(key) is str:
                         self._keys.forget(requester, key)
             case _:
-                return {"error": "this is not asked here; run the same version of Thinwire everywhere"}
+                return {"error": "this request is not known; run the same version of Thinwire everywhere"}
         return {}
 
     def _left(self, incarnation: str, why: str) -> None:
@@ -225,10 +226,10 @@ class MemberRegistry:
             self.lost(replica.name, incarnation)
 
     async def _call(self, requester: Requester, text: str, seconds: float) -> dict[str, Any]:
-        """Who calls with it, and what they say; none where nobody does in time."""
+        """Wait for a view; return its members with their statuses, or None if there was none in time."""
         if len(text) > MOST_PRESENCE or not text.isascii():
             return {
-                "error": f"{len(text)} bytes were said of one replica, at most {MOST_PRESENCE} are allowed, all ASCII"
+                "error": f"the status of a replica has {len(text)} bytes; at most {MOST_PRESENCE} are allowed, all ASCII"
             }
         replica, came = self.hear(requester), asyncio.get_running_loop().create_future()
         replica.calls, replica.answer = (time.monotonic(), text), came
@@ -244,7 +245,7 @@ class MemberRegistry:
             if replica.answer is came:
                 replica.answer = None
         if replica.calls:
-            replica.calls = replica.calls[0], None  # it is there, but takes no part
+            replica.calls = replica.calls[0], None  # it is alive, but not in the next view
         return {"present": None}
 
     def _write(self, requester: Requester, do: str, key: str, value: str, members: object) -> dict[str, Any]:
@@ -264,7 +265,7 @@ class MemberRegistry:
         return told
 
     async def _look_up(self, requester: Requester, keys: list[str], seconds: float) -> dict[str, Any]:
-        """What is written under `keys`, as soon as all are; none where they are not in time."""
+        """Wait until all `keys` are written; return their values, or None if they are not in time."""
         if seconds > 0 and self._keys.read(keys) is None:
             future = asyncio.get_running_loop().create_future()
             self._waits[future] = keys

@@ -171,7 +171,15 @@ def _refuse(constant: str) -> None:
 
 
 class Member(NamedTuple):
-    """A replica that takes part; `status` is what it said when it called."""
+    """A replica that takes part.
+
+    Args:
+        name: of the replica.
+        status: what it said of itself when it called for this view.
+
+    >>> Member("replica-0", {"step": 30}).status["step"]
+    30
+    """
 
     name: str
     status: Mapping[str, Any]
@@ -179,10 +187,20 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class View:
-    """Those who take part from now to the next view.
+    """The members from now to the next view.
 
-    `members` are in rank order, the same on all of them, and `group` carries bytes between just these. `id` names
-    this view and no other. `rebuilt`: the group is new. `left_out` says who was there and is no member, and why.
+    Args:
+        id: names this view and no other.
+        members: in rank order, the same on all of them.
+        group: carries bytes between just these members.
+        rebuilt: whether the group is new.
+        left_out: sentences that say which replicas were there and are no members, and why.
+        vote_store: where the members vote.
+
+    >>> from thinwire import ThreadGroup
+    >>> view = View("view 7", (Member("paris", {}),), ThreadGroup.create(1)[0], True, (), None, print, lambda: None)
+    >>> view.decide("commit round 30?", yes=True, seconds=1.0)
+    True
     """
 
     id: str

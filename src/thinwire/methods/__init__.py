@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 from thinwire.codecs import Codec, Identity, RandomK, TopK
 from thinwire.methods.base import Attached, Method
+from thinwire.methods.codistill import Codistill, Talking
 from thinwire.methods.control_rules import Averaged, Gain, Plain, Rule
 from thinwire.methods.control_variates import Controlled, ControlVariates
+from thinwire.methods.dadao import Dadao
 from thinwire.methods.flasc import Federated, Flasc
 from thinwire.methods.gradient_codes import Cyclic, Repetition
 from thinwire.methods.minmax import Extragradient, Masha1, Masha2, Saddle, Saddling, nbytes_sent
@@ -185,17 +187,63 @@ def flasc(
     return Flasc(up=up, down=down, every=every, sampled=sampled, outer_lr=outer_lr, codec=codec)
 
 
+def codistill(
+    *,
+    every: int = 10,
+    delay: int = 2,
+    probe: int = 256,
+    top: int = 8,
+    weight: float = 0.5,
+    warmup: int = 100,
+    temperature: float = 1.0,
+    sharpness: float = 5.0,
+) -> Codistill:
+    """Talking Models (arXiv 2310.03188; codistillation, arXiv 1804.03235): replicas of unlike models learn from each other's predictions.
+
+        p_j = the K most probable tokens of softmax(z_j / T) and the rest, rounded          of replica j, on a shared probe set
+        w_j = softmax_j(−s·CE_j)                                                            CE_j: of p_j on the text of the probe set
+        ∇_i = ∇ (own loss + λ·T²·Σ_{j≠i} w_j·KL(p_j ‖ q_i))                                 q_i: what replica i itself predicts there
+
+    *Differs*: predictions travel, and no learned encoding of hidden states; all replicas learn, none is a teacher; weights by quality.
+    *Wire*: at most 49 + ⌈P·K·b/8⌉ + ⌈P·6/8⌉ + ⌈P·K·7/8⌉ bytes to each other replica every H steps, for P = H·`probe` positions and b bits
+    of a token; 48 while λ is 0.
+
+    Args:
+        every: H, inner steps between two rounds.
+        delay: τ, inner steps for which a round is in flight, fewer than `every`.
+        probe: positions of the probe set that a replica predicts and learns from in each inner step.
+        top: K, number of tokens of which the probability is told.
+        weight: λ, the factor of the divergence beside the own loss after the warm-up; 0: each replica trains alone.
+        warmup: inner steps through which λ is 0; in as many more it rises to `weight`.
+        temperature: T, the number by which logits are divided; above 0.
+        sharpness: s, a number per nat, 0 or more: how much less a replica counts whose predictions are worse.
+
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed.
+
+    >>> codistill().nbytes_per_period(1_000_000, size=3)  # bytes, at most
+    80738
+    """
+    return Codistill(
+        every=every, delay=delay, probe=probe, top=top, weight=weight, warmup=warmup, temperature=temperature, sharpness=sharpness
+    )  # fmt: skip
+
+
 METHODS: dict[str, Callable[..., Method]] = {
     f.__name__: f for f in (just_one_byte, fedavg, scaffold, scallion, scafcom, flasc)
 }
+CODISTILL: dict[str, Callable[..., Codistill]] = {"codistill": codistill}  # whose replicas have unlike models
 
 __all__ = [
+    "CODISTILL",
     "METHODS",
     "Attached",
     "Averaged",
+    "Codistill",
     "ControlVariates",
     "Controlled",
     "Cyclic",
+    "Dadao",
     "Extragradient",
     "Federated",
     "Flasc",
@@ -214,7 +262,9 @@ __all__ = [
     "Saddling",
     "SelectiveRepeat",
     "Simplexes",
+    "Talking",
     "ZerothOrder",
+    "codistill",
     "fedavg",
     "flasc",
     "just_one_byte",

@@ -158,8 +158,34 @@ class Participant(ABC):
 
 
 class Attached(Participant):
-    """A method at work on a model. Here stands what a training loop may ask, as of a `Replica`."""
+    """A method attached to a model: what a training loop may ask, as of a `Replica`. `Method.attach` makes one.
 
+    Args:
+        method: the settings.
+        model, optimizer: what is trained, with the same weights on every replica.
+        group, names: the replicas that exchange, and their names in rank order; None: their ranks.
+        observer, clock: called with each event; seconds, monotonic.
+
+    >>> from thinwire import run_threads
+    >>> from thinwire.methods import scaffold
+    >>> def replica(group):
+    ...     model, method = nn.Linear(2, 1), scaffold(every=5, sampled=1)
+    ...     optimizer = method.optimizer(model, lr=0.1)
+    ...     trained = method.attach(model, optimizer, group)
+    ...     for batch in torch.ones(10, 4, 2):
+    ...         if trained.idle:  # not sampled in this round
+    ...             trained.skip()
+    ...             continue
+    ...         model(batch).sum().backward()
+    ...         optimizer.step()  # exchanges after every fifth step
+    ...         optimizer.zero_grad()
+    ...     trained.finish()
+    ...     return trained.progress
+    >>> run_threads(2, replica)
+    [10, 10]
+    """
+
+    own_steps = False  # each replica takes as many as it can, and has checkpoints of steps of its own
     idle = False  # a replica that is idle takes no part in this step's work; its loop calls `skip` instead
     share = 1.0  # of the replicas that are not idle
 
@@ -173,6 +199,11 @@ class Attached(Participant):
         self.strategy, self.model, self.optimizer = method, model, optimizer
         self.fragments: list[Fragment] = Whole().fragments(model)
         self.parameters = [parameter for _, parameter in trainable(model)]
+
+    @property
+    def evaluated(self) -> str:
+        """What the model holds in evaluations: `anchors`, `own` weights, the `mean` of all replicas', or only `start`, where a round began."""
+        return "anchors"
 
     @property
     def progress(self) -> int:

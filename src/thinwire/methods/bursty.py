@@ -12,13 +12,13 @@ Late = frozenset[int]  # the replicas whose results of a round are not waited fo
 
 @dataclass(frozen=True)
 class Bursty:
-    """(B, W, λ)-bursty stragglers: in any `window` rounds at most `stragglers` replicas are ever late, and from the first to the last
-    late round of a replica there are at most `burst`.
+    """(B, W, λ)-bursty stragglers: in any `window` rounds at most `stragglers` different replicas are late, and the late rounds of one
+    replica lie within `burst` rounds.
 
     Args:
-        burst: B, rounds.
-        window: W, rounds, more than `burst`.
-        stragglers: λ, replicas.
+        burst: number B of rounds.
+        window: number W of rounds, more than `burst`.
+        stragglers: number λ of replicas.
 
     >>> [Bursty(1, 2, 1).allows([frozenset({0}), frozenset({late})]) for late in (0, 1)]
     [False, False]
@@ -41,7 +41,7 @@ class Bursty:
             raise ConfigurationError(f"{self}: 0 <= stragglers <= {replicas}, the number of replicas, is needed.")
 
     def allows(self, late: Sequence[Late]) -> bool:
-        """Whether the last `window` of these rounds are such a pattern; so all are, if it was asked after each."""
+        """Whether the last `window` of these rounds fit the pattern. Asked after each round, it covers all rounds."""
         recent = late[-self.window :]
         if len(frozenset().union(*recent)) > self.stragglers:
             return False

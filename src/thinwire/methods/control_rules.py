@@ -36,7 +36,11 @@ class Rule(Protocol):
 
 @dataclass(frozen=True)
 class Plain:
-    """FedAvg: the mean gradient itself, and no control variates."""
+    """FedAvg: a replica sends its mean gradient, and there are no control variates.
+
+    >>> from thinwire.codecs import Identity
+    >>> Plain().check(Identity())
+    """
 
     controls = False
 
@@ -48,7 +52,17 @@ class Plain:
 
 @dataclass(frozen=True)
 class Gain:
-    """SCALLION: α·(aᵢ − c). α near 1/(1 + ω) for a codec of variance ω: 0.1 for a tenth of the values; 1 is SCAFFOLD's."""
+    """SCALLION: a replica sends α·(aᵢ − c). With α = 1 and exact values it is SCAFFOLD.
+
+    Args:
+        alpha: factor α, (0, 1]; near 1/(1 + ω) for a codec of variance ω, so 0.1 for a tenth of the values.
+
+    Raises:
+        ConfigurationError: alpha is out of range.
+
+    >>> Gain(alpha=0.1).alpha
+    0.1
+    """
 
     alpha: float = 0.1
     controls = True
@@ -68,7 +82,21 @@ class Gain:
 
 @dataclass(frozen=True)
 class Averaged:
-    """SCAFCOM: the gradient's running mean of weight β, against what the others know of it. β = 1 and exact values: SCAFFOLD."""
+    """SCAFCOM: a replica sends how far a running mean of its gradient is from what the others know of it.
+
+        vᵢ ← (1 − β)·vᵢ + β·(aᵢ + cᵢ − c),   sᵢ = vᵢ − cᵢ
+
+    With β = 1 and exact values it is SCAFFOLD.
+
+    Args:
+        beta: factor β of the newest gradient, (0, 1].
+
+    Raises:
+        ConfigurationError: beta is out of range.
+
+    >>> Averaged(beta=0.2).beta
+    0.2
+    """
 
     beta: float = 0.2
     controls = True

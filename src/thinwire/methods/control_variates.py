@@ -44,10 +44,26 @@ from thinwire.types import Observer
 
 @dataclass(frozen=True, kw_only=True)
 class ControlVariates:
-    """Local SGD whose drift is controlled, S of N replicas at a time. `every` is K, `sampled` S (None: all), `outer_lr` η_g.
+    """Local SGD whose drift is controlled, S of N replicas at a time. The inner optimizer is plain SGD.
 
-    The inner optimizer is plain SGD. *Wire*: (N−1)·(48 + nbytes(codec)) from each of the S in K steps, nothing from the
-    others. *Memory*: 12 bytes a parameter (x, c, cᵢ), 16 with SCAFCOM.
+    *Wire*: (N−1)·(48 + nbytes(codec)) bytes from each of the S replicas in K steps, nothing from the others. *Memory*: 12 bytes a
+    parameter (x, c, cᵢ), 16 with SCAFCOM.
+
+    Args:
+        rule: what a sampled replica sends.
+        codec: what it is encoded with.
+        every: inner steps K of a round.
+        sampled: number S of replicas in a round; None: all.
+        outer_lr: learning rate η_g of the outer step.
+        seed: of the draws; an integer number.
+
+    Raises:
+        ConfigurationError: a number is out of range, or the codec does not fit the rule.
+
+    >>> from thinwire.codecs import RandomK
+    >>> from thinwire.methods import Gain
+    >>> ControlVariates(rule=Gain(0.1), codec=RandomK(0.1), sampled=4).every
+    10
     """
 
     rule: Rule
@@ -92,21 +108,24 @@ class _Said(NamedTuple):
 
 
 class Controlled(Attached):
-    """`ControlVariates` at work. The loop is the usual one; one that can spare work asks `idle` first:
+    """`ControlVariates` attached to a model; `Attached` shows the loop.
 
-    ```python
-    trained = scaffold(every=10, sampled=4).attach(model, torch.optim.SGD(model.parameters(), lr=0.1), group)
-    for batch in data:
-        if trained.idle:
-            trained.skip()                       # not sampled in this round
-            continue
-        model(batch).loss.backward()
-        optimizer.step()                         # the correction before, the exchange behind every K-th
-        optimizer.zero_grad()
-    trained.finish()
-    ```
+    The `names` at the start stay the N replicas of the run. After a `LinkError` the round has not happened here; see `meet`.
 
-    `names` at the start are all N for ever. After a `LinkError` the round has not happened here; see `meet`.
+    Args:
+        method: the settings.
+        model, optimizer: plain SGD over the trained parameters.
+        group, names: the replicas that exchange, and their names in rank order; None: their ranks.
+        observer, clock: called with each event; seconds, monotonic.
+
+    Raises:
+        ConfigurationError: more replicas are sampled than there are, or the optimizer is not plain SGD.
+
+    >>> from thinwire import ThreadGroup
+    >>> from thinwire.methods import scaffold
+    >>> model, method = nn.Linear(2, 1), scaffold(every=5)
+    >>> method.attach(model, method.optimizer(model, lr=0.1), ThreadGroup.create(1)[0]).sampled
+    ('0',)
     """
 
     strategy: ControlVariates

@@ -42,12 +42,23 @@ UP, DOWN, FINAL = range(3)  # a message's part of its round
 
 @dataclass(frozen=True, kw_only=True)
 class Flasc:
-    """The method: densities, `every` inner steps a round, how many replicas a round draws (None: all), the hub's learning rate.
+    """The method: densities, inner steps a round, sampled replicas, the hub's learning rate.
 
-    *Wire*, in a round: 48 + nbytes(up) from each that is drawn, 48 + nbytes(down) to each that the next round draws, 48 to each
+    *Wire*, in a round: 48 + nbytes(up) from each replica that is drawn, 48 + nbytes(down) to each that the next round draws, 48 to each
     other; the hub's own part does not travel. At the end 48 + 4n to each. With fp32 values density·(32 + ⌈log₂ n⌉) bits a
-    parameter, so that above about 0.6 the dense form (density 1) is smaller. *Memory* beside the model: 8 bytes a trained
+    parameter, so above about 0.6 the dense form (density 1) is smaller. *Memory* beside the model: 8 bytes a trained
     parameter, on the hub 16.
+
+    Args:
+        up, down: share of the values that travel to the hub, and from it, (0, 1].
+        every: inner steps of a round.
+        sampled: number of replicas that a round draws; None: all.
+        outer_lr: learning rate of the hub's AdamW.
+        codec: for the values that travel.
+        seed: of the draws; an integer number.
+
+    Raises:
+        ConfigurationError: a number is out of range, or the codec does not fit.
 
     >>> hub, other = (Flasc(up=0.25, down=0.25).nbytes_per_period(1_000_000, size=3, rank=rank) for rank in (0, 1))
     >>> hub, other
@@ -96,23 +107,24 @@ class Flasc:
 
 
 class Federated(Attached):
-    """`Flasc` at work. The first of `names` at the start is the hub for ever; it trains like the others when it is drawn.
+    """`Flasc` attached to a model; `Attached` shows the loop. The first of `names` at the start stays the hub; it trains when it is drawn.
 
-    ```python
-    model = attach(model, rank=16, seed=0)  # adapters: see thinwire.lm.adapters
-    trained = flasc(every=10, sampled=4).attach(model, torch.optim.SGD(factors, lr=0.05, momentum=0.9), group)
-    for batch in data:
-        if trained.idle:
-            trained.skip()                       # not drawn in this round
-            continue
-        model(batch).loss.backward()
-        optimizer.step()                         # up and down behind every tenth
-        optimizer.zero_grad()
-    trained.finish()                             # all hold p
-    ```
+    Any optimizer will do; its state is cleared at the start of each round. Before the end only the hub knows p: the others hold what
+    they were last told. After a `LinkError` the round has not happened here; see `meet`.
 
-    Any optimizer will do; it begins each round without a past. Before the end only the hub knows p: the others hold what they were
-    last told. After a `LinkError` the round has not happened here; see `meet`.
+    Args:
+        method: the settings.
+        model, optimizer: the trained parameters, such as adapters (`thinwire.lm.adapters`).
+        group, names: the replicas that exchange, and their names in rank order; None: their ranks.
+        observer, clock: called with each event; seconds, monotonic.
+
+    Raises:
+        ConfigurationError: more replicas are sampled than there are.
+
+    >>> from thinwire import ThreadGroup
+    >>> model, method = nn.Linear(2, 1), Flasc(every=5)
+    >>> method.attach(model, method.optimizer(model, lr=0.1), ThreadGroup.create(1)[0]).hub
+    '0'
     """
 
     strategy: Flasc
@@ -148,6 +160,10 @@ class Federated(Attached):
     def informed(self) -> bool:
         """Whether it knows p: the hub does, at the end all do."""
         return self._finished or self.name == self.hub
+
+    @property
+    def evaluated(self) -> str:
+        return "anchors" if self.informed else "start"
 
     def skip(self) -> None:
         """A step of a replica that is idle."""

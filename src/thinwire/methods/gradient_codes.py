@@ -1,7 +1,7 @@
 """Gradient codes: any n − s of n replicas' results give the sum over all n chunks of a batch. Pure: no network, no clock.
 
 Source: Tandon, Lei, Dimakis, Karampatziakis (arXiv 1612.03301). Replica i computes the gradients of s + 1 chunks and sends one vector,
-Σ_k B_ik·g_k. Whoever has heard the replicas I finds weights a with aᵀB_I = 1ᵀ, and Σ_i a_i·(result of i) is the sum.
+Σ_k B_ik·g_k. From the results of the replicas I a receiver finds weights a with aᵀB_I = 1ᵀ; then Σ_i a_i·(result of i) is the sum.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _OFF = 1e-6  # how far from 1 the weight of a chunk may be after decoding
 
 
 class GradientCode(Protocol):
-    """Which chunks a replica computes, and how the sum over all is found without some of the replicas."""
+    """Which chunks each replica computes, and how the sum over all follows without some of the replicas."""
 
     @property
     def replicas(self) -> int:
-        """n, also the number of chunks."""
+        """n: the number of replicas, and of chunks."""
 
     @property
     def stragglers(self) -> int:
-        """s, how many replicas may be missing, whichever they are."""
+        """s: how many replicas may be missing, whichever they are."""
 
     def factors(self, replica: int) -> dict[int, float]:
         """The chunks of a replica, each with its factor B_ik."""
@@ -38,7 +38,7 @@ class GradientCode(Protocol):
         """Whether the results of these replicas suffice."""
 
     def weights(self, heard: Collection[int]) -> dict[int, float]:
-        """Factors a_i of the results of some of those that were heard. Raises `ConfigurationError` if they do not suffice."""
+        """Factors a_i of the results of some of these replicas. Raises `ConfigurationError` if they do not suffice."""
 
 
 def load(code: GradientCode) -> Fraction:
@@ -54,11 +54,12 @@ def load(code: GradientCode) -> Fraction:
 class Repetition:
     """Fractional repetition: groups of s + 1 replicas compute the same s + 1 chunks and send the plain sum; one of each group is enough.
 
-    All factors are 1, so nothing is amplified, and if the results of a group have equal bits, so has the sum, whoever is late.
+    All factors are 1, so nothing is amplified. If the results within a group have equal bits, the sum has the same bits whichever replicas
+    are late.
 
     Args:
-        replicas: n, a multiple of s + 1.
-        stragglers: s.
+        replicas: number n of replicas, and of chunks; a multiple of s + 1.
+        stragglers: number s of replicas that may be missing.
 
     Raises:
         ConfigurationError: s + 1 does not divide n.
@@ -106,9 +107,9 @@ class Cyclic:
     code's by far more (docs/methods/gradient_coding.md): encode in fp32 or fp64, never in bf16.
 
     Args:
-        replicas: n.
-        stragglers: s, less than n.
-        seed: of the drawn code.
+        replicas: number n of replicas, and of chunks.
+        stragglers: number s of replicas that may be missing, less than n.
+        seed: of the drawn code; an integer number.
 
     Raises:
         ConfigurationError: a setting cannot work.
@@ -170,7 +171,7 @@ class Cyclic:
 
 
 def gradient_code(replicas: int, stragglers: int) -> GradientCode:
-    """`Repetition` where s + 1 divides n, else `Cyclic`.
+    """`Repetition` if s + 1 divides n, otherwise `Cyclic`.
 
     >>> gradient_code(4, 1), gradient_code(5, 1)
     (Repetition(replicas=4, stragglers=1), Cyclic(replicas=5, stragglers=1, seed=0))

@@ -47,7 +47,11 @@ class Prox(Protocol):
 
 @dataclass(frozen=True)
 class Free:
-    """No constraint: h = 0."""
+    """No constraint: h = 0.
+
+    >>> Free()(torch.tensor([1.0, -2.0]))
+    tensor([ 1., -2.])
+    """
 
     def __call__(self, z: Tensor) -> Tensor:
         return z

@@ -1,6 +1,6 @@
-"""Sequential gradient coding: codes over rounds, so that bursts of stragglers cost less work than `GradientCode` alone. Pure.
+"""Sequential gradient coding: codes over several rounds, so that bursts of stragglers cost less work than with a `GradientCode`. Pure.
 
-Source: Krishnan, Ebrahimi, Khisti (arXiv 2211.13802). Job t is one batch of one model; its gradient is there by round t + T at the
+Source: Krishnan, Ebrahimi, Khisti (arXiv 2211.13802). Job t is one batch of one model; its gradient is decoded by round t + T at the
 latest. With T > 0, T + 1 independent models take turns. Rounds, jobs and replicas count from 0.
 """
 
@@ -35,14 +35,14 @@ Delivered = dict[int, set[JobPart]]  # by job
 
 
 class Scheme(Protocol):
-    """What replicas compute when, and which of them may be late."""
+    """What each replica computes in a round, and which replicas may be late."""
 
     @property
     def replicas(self) -> int: ...
 
     @property
     def delay(self) -> int:
-        """T: the gradient of job t is there after round t + T."""
+        """T: the gradient of job t is decoded by round t + T."""
 
     @property
     def load(self) -> Fraction:
@@ -56,10 +56,10 @@ class Scheme(Protocol):
         """What each replica computes in a round of a run of `jobs`."""
 
     def burden(self, round_: int, tasks: Sequence[Sequence[CodedTask]], late: Late) -> Late:
-        """Those of `late` that later rounds must make up for."""
+        """The replicas of `late` whose work later rounds must repeat."""
 
     def allows(self, burdens: Sequence[Late]) -> bool:
-        """Whether all jobs are in time after such rounds, if it was so before the last one."""
+        """Whether all jobs are decoded in time after such rounds, provided it was so before the last one."""
 
     def factors(self, part: JobPart) -> dict[int, float]:
         """The chunks of a part, each with its factor."""
@@ -118,14 +118,14 @@ class Coded:
 
 @dataclass(frozen=True)
 class SelectiveRepeat:
-    """SR-SGC: an (n, s)-gradient code with s = ⌈B·λ / (W − 1 + B)⌉, less than λ; if v > s results of a job are missing and it does not
-    decode, v − s of these replicas compute it B rounds later, in the place of the job that is then due. T = B, load (s + 1) / n.
+    """SR-SGC: an (n, s)-gradient code with s = ⌈B·λ / (W − 1 + B)⌉, less than λ. If v > s results of a job are missing and it does not
+    decode, v − s of these replicas compute it B rounds later, in place of the job that is then due. T = B, load (s + 1) / n.
 
-    A round in which nobody repeats and whose job decodes at once does not count in the pattern: it asks nothing of later rounds.
+    A round in which no replica repeats and whose job decodes at once does not count in the pattern: later rounds need not repeat anything.
 
     Args:
-        replicas: n.
-        burst, window, stragglers: B, W, λ of `Bursty`; B divides W − 1.
+        replicas: number n of replicas.
+        burst, window, stragglers: numbers B, W and λ of `Bursty`; B divides W − 1.
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.
@@ -208,14 +208,14 @@ class Multiplexed:
 
     A job has (W − 1)·n chunks of x, each of one replica alone, and B·n chunks of y = x / (λ + 1), in B groups with a code each; all
     together are the batch. In round j + k a replica computes for job j: for k < W − 1 its k-th own chunk; then, while own chunks
-    are missing, one of these; else its part of group k − W + 1. T = W − 2 + B;
+    are missing, one of these; otherwise its part of group k − W + 1. T = W − 2 + B;
     load (λ + 1)(W − 1 + B) / (n·(B + (W − 1)(λ + 1))). With λ = n there are no groups, and it is (W − 1 + B) / (n·(W − 1)).
 
     On the wire: one message a replica and round, with up to W − 1 + B vectors.
 
     Args:
-        replicas: n.
-        burst, window, stragglers: B, W, λ of `Bursty`.
+        replicas: number n of replicas.
+        burst, window, stragglers: numbers B, W and λ of `Bursty`.
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.
@@ -243,7 +243,7 @@ class Multiplexed:
 
     @cached_property
     def code(self) -> GradientCode | None:
-        """Of each group; None if no group is needed, because no chunk is computed once only."""
+        """The code of each group; None if there are no groups, because every chunk can be computed again."""
         return gradient_code(self.replicas, self.stragglers) if self.stragglers < self.replicas else None
 
     @property
@@ -315,7 +315,7 @@ class Multiplexed:
 
 
 class Master:
-    """Who assigns tasks and keeps the books of a run of `jobs`, round by round: `tasks()`, then `finish(late)`.
+    """Assigns tasks and records results in a run of `jobs`, round by round: `tasks()`, then `finish(late)`.
 
     >>> master = Master(Coded(gradient_code(4, 1)), jobs=1)
     >>> master.allows(frozenset({3})), master.allows(frozenset({2, 3}))
@@ -330,24 +330,24 @@ class Master:
 
     @property
     def rounds(self) -> int:
-        """Of the whole run."""
+        """The number of rounds of the run."""
         return self.jobs + self.scheme.delay
 
     def tasks(self) -> list[list[CodedTask]]:
-        """Of each replica, in this round."""
+        """The tasks of each replica in this round."""
         return self._tasks
 
     def burden(self, late: Late) -> Late:
-        """Those whom later rounds must make up for; whoever has no task is not late."""
+        """The replicas of `late` whose work later rounds must repeat. A replica without a task is not late."""
         busy = frozenset(replica for replica in late if self._tasks[replica])
         return self.scheme.burden(self.round, self._tasks, busy)
 
     def allows(self, late: Late) -> bool:
-        """Whether this round may end without them."""
+        """Whether this round may end without the replicas in `late`."""
         return self.scheme.allows([*self._burdens, self.burden(late)])
 
     def finish(self, late: Late) -> None:
-        """End the round: all results are there but those of `late`. Raises `ConfigurationError` if that is not allowed."""
+        """End the round with all results except those of `late`. Raises `ConfigurationError` if that is not allowed."""
         if not self.allows(late):
             raise ConfigurationError(
                 f"round {self.round} without replicas {sorted(late)}: a job would not be in time; wait for more of them."

@@ -5,14 +5,13 @@
     one byte: the sign and 7 bits of ⌊8 ln |ρ|⌉, or zero, or "no value" where a loss was not finite
     x ← x − η/√n · Σ ρ·z                over the n values of all replicas, in one order, on every replica
 
-What a run has done to x is in its `Log`, a byte a value: whoever has the weights at the start, or any snapshot, and
-the log, has the weights, bit for bit. So a replica that joins needs the log and nothing else, and an iteration that
-failed between replicas is repaired by it: if anybody has applied it, the others take it from there.
+The `Log` holds what a run has done to x, a byte a value: the weights at the start, or any snapshot, and the log give the weights now,
+bit for bit. So a replica that joins needs the log only. It also repairs an iteration that failed between replicas: if one
+replica has applied it, the others take it from its log.
 
-*Differs* from the paper's code: one byte does travel there (it sends text); everybody's own value is used as all others
-decode it; an iteration counts exactly the replicas of the group, or has not happened; no backup and no hash of rounded
-weights are needed, since x is never moved to and fro: where the loss is computed, a layer sees x ± εz in a buffer of
-its own, and x is left alone.
+*Differs* from the paper's code, which sends text: one byte travels; a replica uses its own value as all others decode it; an
+iteration counts exactly the replicas of the group, or has not happened; there is no backup and no hash of rounded weights,
+because x is never moved to and fro: where the loss is computed, a layer sees x ± εz in a buffer of its own.
 """
 
 from __future__ import annotations
@@ -96,8 +95,15 @@ class Entry(NamedTuple):
 @dataclass
 class Log:
     """All iterations of a run. Weights at the start + log = weights now, bit for bit.
-
     A byte a value, and 8 an iteration: 16,000 values of the paper's run are less than 20 kB.
+
+    Args:
+        samples: number J of values of a replica in an iteration.
+        entries: one for each iteration.
+
+    >>> log = Log(samples=1, entries=[Entry(lr=0.01, names=("0", "1"), codes=bytes([64, 192]))])
+    >>> log.chain(0) == Log(samples=4).chain()
+    True
     """
 
     samples: int
@@ -185,12 +191,19 @@ def _fp32(value: float) -> float:
 class JustOneByte:
     """Fine-tune with forward passes only, one byte a value on the wire.
 
-    `samples`: J, values of a replica in an iteration, each on its own micro-batch. `radius`: ε. The learning rate is the
-    optimizer's, which must be plain SGD; it is scaled by 1/√n as in the paper, so more replicas take longer steps.
+    The optimizer must be plain SGD; its learning rate is scaled by 1/√n as in the paper, so more replicas take longer steps.
 
     *Wire*: (M−1)·(48 + J) bytes an iteration from each replica, whatever the size of the model. *Memory*: the weights,
     the largest layer's once more, activations of a forward pass without gradients, the log. *Cost*: 2·J forward passes
     on a replica, and M·J draws of the model's size.
+
+    Args:
+        samples: number J of values of a replica in an iteration, each on its own micro-batch.
+        radius: ε, the factor of the direction z in both forward passes, (0, 1).
+        seed: of the directions; an integer number.
+
+    Raises:
+        ConfigurationError: a number is out of range.
 
     >>> JustOneByte(samples=4).nbytes_per_period(numel=7_000_000_000, size=3)
     104
@@ -222,16 +235,26 @@ class JustOneByte:
 
 
 class ZerothOrder(Attached):
-    """`JustOneByte` at work: `iterate(losses)` is one iteration.
-
-    ```python
-    tuner = JustOneByte(samples=4).attach(model, torch.optim.SGD(model.parameters(), lr=1e-3), group)
-    for step in range(1000):
-        tuner.iterate(lambda j: model(batch(step, j)).loss)     # called twice for each j, without gradients
-    ```
+    """`JustOneByte` attached to a model: `iterate(losses)` is one iteration.
 
     The loss must depend on weights and batch only: without dropout (`model.eval()`), and the same data at both calls.
     After a `LinkError` the iteration has not happened here; see `meet`.
+
+    Args:
+        method: the settings.
+        model, optimizer: plain SGD over the trained parameters.
+        group, names: the replicas that exchange, and their names in rank order; None: their ranks.
+        observer, clock: called with each event; seconds, monotonic.
+
+    >>> from thinwire import run_threads
+    >>> def replica(group):
+    ...     model, method = nn.Linear(2, 1), JustOneByte(samples=4)
+    ...     tuner = method.attach(model, method.optimizer(model, lr=1e-3), group)
+    ...     for _ in range(3):
+    ...         tuner.iterate(lambda j: model(torch.ones(2)).sum())  # called twice for each j
+    ...     return len(tuner.log.entries)
+    >>> run_threads(2, replica)
+    [3, 3]
     """
 
     strategy: JustOneByte
@@ -361,7 +384,7 @@ _APART = "replicas continued separately, or one does not continue another"
 
 
 def _tables() -> str:
-    """Names what bytes and draws decode to, so that machines on which it differs do not begin."""
+    """A digest of what bytes and draws decode to: machines on which it differs are refused."""
     return digest([torch.tensor(magnitudes()), quantiles()]).hex()
 
 

@@ -41,13 +41,14 @@ METRICS = (
         "flight",
         "gauge",
         lambda event: finite(event["end"]) - finite(event["begin"]),
-        "of a round in the air",
+        "of a round in flight",
     ),
     Metric("rounds_landed", "land", "counter", lambda event: 1.0, "rounds that took effect"),
     Metric("stall_seconds", "land", "counter", _field("stall_seconds"), "that training waited for rounds"),
     Metric(
         "rounds_refused", "refused", "counter", lambda event: 1.0, "rounds with NaN or infinity in somebody's delta"
     ),
+    Metric("deltas_clipped", "clipped", "counter", lambda event: 1.0, "of this replica, out of all proportion"),
     Metric("steps_skipped", "skip", "counter", lambda event: 1.0, "inner steps without an update"),
     Metric("members", "round", "gauge", lambda event: float(len(event["members"])), "in the view of a round (elastic)"),
     Metric("evaluation_loss", "eval", "gauge", _field("loss"), "of the anchors on what is held out"),

@@ -158,16 +158,17 @@ class NoLoCo(GossipRule):
         return radius_of_pairs(self.momentum, self.gamma)
 
     def check(self, topology: Topology, codec: Codec) -> None:
-        if topology.pairs and self.radius >= 1:
+        radius = radius_of_pairs(self.momentum, self.gamma, topology.drawn) if topology.drawn else 0.0
+        if radius >= 1:
             raise ConfigurationError(
-                f"momentum={self.momentum:g} with pull={self.gamma:g} between random pairs: the squared distance between replicas grows by "
-                f"{self.radius:.3f} in every round, and they diverge; below 1 is needed. With this momentum choose a pull (or lr) below "
-                f"{largest_pull(self.momentum):.2f}, or a momentum of 0.5 or less."
+                f"momentum={self.momentum:g} with pull={self.gamma:g} in random groups of {topology.drawn}: the squared distance between replicas "
+                f"grows by {radius:.3f} in every round, and they diverge; below 1 is needed. With this momentum choose a pull (or lr) below "
+                f"{largest_pull(self.momentum, topology.drawn):.2f}, or a momentum of 0.5 or less."
             )
 
     def weights(self, topology: Topology, size: int, number: int, fragment: int, seed: int) -> Weights:
         weights = mixing(topology, size, number, fragment, seed)
-        if number == 0 and not topology.pairs:
+        if number == 0 and not topology.drawn:
             rounds = [mixing(topology, size, one, fragment, seed) for one in range(topology.rounds(size) or 64)]
             grown = radius_of_rounds(self.momentum, self.gamma, rounds)
             if grown >= 1:

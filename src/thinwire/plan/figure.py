@@ -139,11 +139,15 @@ def _of_run(record: RunRecord, number: int) -> list[Json]:
     size, numels = record.summary.replicas, [numel for _, numel in record.fragments]
     steps = [float(np.nanmedian(r.compute_seconds)) for r in record.replicas if np.isfinite(r.compute_seconds).any()]
     step = max(steps, default=0.0)
-    shaped = any(inner.needs_shapes for inner in nested(strategy.codec))  # a log has no shapes
-    if shaped or size < 2 or not sum(numels) or not step > 0 or record.summary.steps < 1:
+    if size < 2 or not sum(numels) or not step > 0 or record.summary.steps < 1:
         return []
     coded = [strategy.coded(((numel,),)) for numel in numels]
     sent = [strategy.exchange.nbytes_sent(codec, numel, size) for codec, numel in coded]
+    if any(inner.needs_shapes for inner in nested(strategy.codec)):  # a log has no shapes: what was counted
+        first = record.replicas[0]
+        if any(not first.departed.get(p) for p in range(len(numels))):
+            return []
+        sent = [first.sent[p] // first.departed[p] for p in range(len(numels))]
     link = record.replicas[0].start["link"]
     way = float(link.get("delay_seconds") or 0.0) if isinstance(link, dict) else 0.0
     ways = [way * delays(strategy.exchange, codec, numel, size) for codec, numel in coded]

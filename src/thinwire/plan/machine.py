@@ -112,10 +112,10 @@ class Machine:
         update = self.update_seconds * shape.parameters() / self.parameters if self.parameters else 0.0
         return accumulate * self.micro_seconds(shape, sequence, share) + update / ranks
 
-    def codec_seconds(self, name: str, parameters: int, packets: int) -> float:
-        """To encode a fragment and to decode `packets` of it, at the speed between those of the sizes that were timed; nothing
-        where the codec was not."""
-        timed = self.codecs.get(name)
+    def codec_seconds(self, names: Sequence[str], parameters: int, packets: int) -> float:
+        """To encode a fragment and to decode `packets` of it, at the speed between those of the sizes that were timed. `names`: of the
+        codec and of those inside it; the first that was timed stands for all, and where none was it is nothing."""
+        timed = next((self.codecs[name] for name in names if name in self.codecs), ())
         if not timed or not parameters:
             return 0.0
         of, numels = math.log(parameters), [math.log(speed.parameters) for speed in timed]

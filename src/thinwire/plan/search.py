@@ -18,6 +18,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from thinwire.codecs import Shapes
 from thinwire.errors import ConfigurationError
 from thinwire.jobs.own import functions
 from thinwire.lm.run import Run
@@ -106,13 +107,13 @@ class _Search:
                 self.kinds.append(machine)
         kinds = [self.kinds.index(machine) for machine in task.machines]
         self.kind_of = kinds if len(kinds) > 1 else kinds * len(task.links)
-        model, numels = skeleton(task.base), dict[str, tuple[int, ...]]()
+        model, shapes = skeleton(task.base), dict[str, tuple[Shapes, ...]]()
 
         def made(run: Run) -> Candidate:
             strategy = run.make_strategy()
-            if (partition := repr(strategy.partition)) not in numels:
-                numels[partition] = tuple(fragment.numel for fragment in strategy.partition.fragments(model))
-            return Candidate(run, strategy, numels[partition])
+            if (partition := repr(strategy.partition)) not in shapes:
+                shapes[partition] = tuple(fragment.shapes for fragment in strategy.partition.fragments(model))
+            return Candidate(run, strategy, shapes[partition])
 
         self._of_many = [made(run) for run in _runs(task.base, task.methods, CODECS)]
         self._of_one = [made(run) for run in _runs(task.base, [m for m in task.methods if m == "diloco"], {})]
@@ -204,10 +205,10 @@ class _Search:
         if (key := (candidate.sends, replicas)) not in self._sent:
             exchange = candidate.strategy.exchange
             alike = {
-                numel: (exchange.nbytes_sent(codec, numel, replicas), delays(exchange, codec, numel, replicas))
-                for codec, numel in dict(zip(candidate.numels, candidate.coded)).values()
+                shapes: (exchange.nbytes_sent(codec, numel, replicas), delays(exchange, codec, numel, replicas))
+                for shapes, (codec, numel) in dict(zip(candidate.shapes, candidate.coded)).items()
             }
-            self._sent[key] = tuple(alike[numel] for numel in candidate.numels)
+            self._sent[key] = tuple(alike[shapes] for shapes in candidate.shapes)
         return self._sent[key]
 
 
@@ -309,10 +310,10 @@ class _Group:
         if self.size < 2:
             return (cost.FragmentSeconds(0.0, 0.0, 0.0, 0.0),) * len(candidate.numels)
         if candidate.sends not in self._traffic:
-            name, found = candidate.sends[1], []
+            names, found = candidate.codecs, []
             for numel, (nbytes, ways) in zip(candidate.numels, self.search.sent(candidate, self.size), strict=True):
-                encode = max(machine.codec_seconds(name, numel, 0) for machine in self.machines)
-                decode = max(machine.codec_seconds(name, numel, self.size) for machine in self.machines) - encode
+                encode = max(machine.codec_seconds(names, numel, 0) for machine in self.machines)
+                decode = max(machine.codec_seconds(names, numel, self.size) for machine in self.machines) - encode
                 wire = nbytes / (self.size - 1) * self.wire_seconds
                 found.append(cost.FragmentSeconds(encode, wire, ways * self.way_seconds, decode))
             self._traffic[candidate.sends] = tuple(found)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from thinwire.codecs import Codec
+from thinwire.codecs import Codec, Shapes, nested
 from thinwire.errors import ConfigurationError
 from thinwire.lm.run import Run
 from thinwire.plan import cost
@@ -67,17 +67,27 @@ class Candidate:
 
     run: Run
     strategy: Strategy
-    numels: tuple[int, ...]  # of the fragments
+    shapes: tuple[Shapes, ...]  # of the tensors of each fragment
 
     @cached_property
-    def sends(self) -> tuple[str, str, tuple[int, ...]]:
+    def numels(self) -> tuple[int, ...]:
+        """Of the fragments."""
+        return tuple(sum(map(math.prod, shapes)) for shapes in self.shapes)
+
+    @cached_property
+    def sends(self) -> tuple[str, str, tuple[Shapes, ...]]:
         """Candidates that have this alike send alike."""
-        return repr(self.strategy.exchange), repr(self.strategy.codec), self.numels
+        return repr(self.strategy.exchange), repr(self.strategy.codec), self.shapes
+
+    @cached_property
+    def codecs(self) -> tuple[str, ...]:
+        """The codec and those inside it, as a machine.toml may name them."""
+        return tuple(map(repr, nested(self.strategy.codec)))
 
     @cached_property
     def coded(self) -> tuple[tuple[Codec, int], ...]:
         """What each fragment is coded in, and its elements."""
-        return tuple(self.strategy.coded(((numel,),)) for numel in self.numels)
+        return tuple(map(self.strategy.coded, self.shapes))
 
     @cached_property
     def timing(self) -> tuple[int, int, int, int]:

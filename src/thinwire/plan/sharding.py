@@ -20,7 +20,16 @@ from thinwire.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes a parameter: of the weight, the gradient, and the optimizer's state (a master copy included)."""
+    """Bytes that one parameter takes.
+
+    Args:
+        weight: bytes of the weight.
+        gradient: bytes of its gradient.
+        optimizer: bytes of the optimizer's state, with a master copy if there is one.
+
+    >>> Shards(1, 1, 1).nbytes(1000, Precision(weight=2, gradient=2, optimizer=12))
+    16000
+    """
 
     weight: int
     gradient: int
@@ -34,6 +43,14 @@ MIXED = Precision(2, 2, 12)  # the papers': bf16 with an fp32 master copy
 @dataclass(frozen=True)
 class Shards:
     """Over how many ranks weights, gradients and optimizer state are spread.
+
+    Args:
+        weights: number s_w of ranks over which the weights are spread.
+        gradients: number s_g of ranks over which the gradients are spread, a multiple of s_w.
+        optimizer: number s_o of ranks over which the optimizer's state is spread, a multiple of s_g.
+
+    Raises:
+        ConfigurationError: the groups are not nested.
 
     >>> Shards(2, 8, 64).nbytes(10**9, MIXED)
     1437500000
@@ -87,7 +104,17 @@ class Shards:
 
 
 class Traffic(NamedTuple):
-    """Bytes that leave one rank in one phase of an inner step, on the level (0 is the fastest) that joins its `ranks`."""
+    """What leaves one rank in one phase of an inner step.
+
+    Args:
+        phase: what is sent.
+        ranks: number of ranks that take part.
+        level: number of the level that joins them; 0 is the fastest.
+        nbytes: bytes.
+
+    >>> traffic(Shards(8, 8, 8), 1000, 8, [8])[0].phase
+    'gather weights, forward and backward'
+    """
 
     phase: str
     ranks: int
@@ -103,11 +130,21 @@ def traffic(
     precision: Precision = FP32,
     micro_batches: int = 1,
 ) -> list[Traffic]:
-    """What one rank of a replica of `ranks` sends in an inner step.
+    """What one rank of a replica sends in an inner step, phase by phase. *Predicted*.
 
-    `levels` are the ranks that each level joins, from the fastest: (2, 8, 64) is 64 ranks in machines of 8, in pairs.
-    Gathers before forward and backward and the reduce-scatter inside s_g are paid for every micro-batch; everything
-    across s_g once a step. What is not sharded over all ranks is all-reduced over the rest (2(n−1)/n).
+    Gathers before forward and backward, and the reduce-scatter inside s_g, are paid for every micro-batch; what crosses
+    s_g once a step. What is not sharded over all ranks is all-reduced over the others (2(n−1)/n).
+
+    Args:
+        shards: over how many ranks each part is spread.
+        parameters: number N of parameters.
+        ranks: number of ranks of the replica, a multiple of s_o.
+        levels: number of ranks that each level joins, from the fastest: (2, 8, 64) is 64 ranks in machines of 8, in pairs.
+        precision: bytes of a parameter.
+        micro_batches: number of micro-batches in an inner step.
+
+    Raises:
+        ConfigurationError: ranks and levels are not multiples of one another.
 
     >>> sum(phase.nbytes for phase in traffic(Shards(8, 8, 8), 1000, 8, [8], MIXED))  # ZeRO-3: 3·(7/8)·2·N
     5250.0

@@ -35,9 +35,17 @@ _COUNTED = (  # what an attention that has some of the heads has fewer of
 
 
 def split(model: nn.Module, mesh: DeviceMesh) -> TensorParallel:
-    """Split `model` over the ranks of `mesh`, which has one dimension and lies inside a site. Returns the plan that was followed.
+    """Split `model` over the ranks of `mesh`, by a plan that is derived from its layers.
 
-    Raises `ConfigurationError` where a plan cannot be derived.
+    Args:
+        model: with the same weights on every rank; its large parameters are DTensors afterwards.
+        mesh: one dimension, inside a site.
+
+    Returns:
+        The plan that was followed.
+
+    Raises:
+        ConfigurationError: no plan can be derived.
     """
     plan = derive(layers_of(model), mesh.size())
     styles: dict[str, ParallelStyle] = {
@@ -60,7 +68,14 @@ def split(model: nn.Module, mesh: DeviceMesh) -> TensorParallel:
 
 
 def layers_of(model: nn.Module) -> list[Layer]:
-    """What `derive` asks for; `model` may be without storage."""
+    """The layers of a model, as `derive` takes them.
+
+    Args:
+        model: with or without storage.
+
+    >>> [layer.name for layer in layers_of(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)))]
+    ['0', '2']
+    """
     return list(_layers(model))
 
 

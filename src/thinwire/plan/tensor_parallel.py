@@ -149,7 +149,19 @@ def waiting(plan: TensorParallel, link: Link, tokens: int, flops_per_second: flo
 
 
 def derive(layers: Sequence[Layer], ranks: int) -> TensorParallel:
-    """The plan for `ranks` ranks. Raises `ConfigurationError` for less than one."""
+    """The tensor-parallel plan of a model: which layers are split over the ranks, how, and what stays whole.
+
+    Args:
+        layers: of the model, from `thinwire.plan.split.layers_of`.
+        ranks: number of ranks.
+
+    Raises:
+        ConfigurationError: less than one rank.
+
+    >>> plan = derive([Layer("mlp.up", "linear", (64, 256)), Layer("mlp.down", "linear", (256, 64))], ranks=2)
+    >>> [plan.choices()[name][1].split for name in ("mlp.up", "mlp.down")]
+    ['outputs', 'inputs']
+    """
     if ranks < 1:
         raise ConfigurationError(f"ranks={ranks}: at least 1 is needed.")
     vocabularies = {one.shape[0] for one in layers if one.kind == "embedding"}

@@ -11,7 +11,7 @@ from thinwire.pieces.partition import Partition, Whole
 from thinwire.pieces.schedule import Every, Staggered
 from thinwire.recipes.gradients import SGD_RATE
 from thinwire.strategy import Strategy
-from thinwire.topology import OnePeerExponential, RandomPairs, Ring, Topology
+from thinwire.topology import MoshpitGrid, OnePeerExponential, RandomPairs, Ring, Topology
 
 
 def noloco(
@@ -96,6 +96,44 @@ def d_psgd(
     """
     return Strategy(
         schedule=Staggered(every, delay), partition=partition, exchange=Gossip(topology, rule), merge=Keep()
+    )
+
+
+def moshpit(
+    *,
+    every: int = 1,
+    delay: int = 0,
+    topology: Topology = MoshpitGrid(),
+    partition: Partition = Whole(),
+) -> Strategy:
+    """Moshpit SGD (Ryabinin et al., arXiv 2103.03239): exact means in small groups, in every round along another axis of a grid.
+
+        x_i ← mean of θ_j over the row of replica i along axis k mod d,   θ_i ← x_i          d = ⌈log_side M⌉ rounds: the mean of all
+
+    *Differs*: a replica's place on the grid follows from its rank, so nobody has to find others; the group is fixed,
+    and a replica that dies ends the run.
+    *Wire*: about 8·N·(g−1)/g bytes every H steps from each replica in a group of g, for N parameters in fp32: each
+    owns a share of the mean. At the end the mean of all.
+
+    Args:
+        every: H, inner steps between two rounds of a fragment.
+        delay: τ, inner steps from departure to landing; less than `every`.
+        topology: who is in a group with whom: MoshpitGrid(side), or RandomGroups(group), drawn anew in every round.
+        partition: how the model is cut into fragments; each begins with another axis.
+
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed.
+
+    >>> moshpit().exchange.topology
+    MoshpitGrid(side=4)
+    >>> moshpit().nbytes_per_period([((1000, 1000),)], size=16)  # bytes
+    6000672
+    """
+    return Strategy(
+        schedule=Staggered(every, delay),
+        partition=partition,
+        exchange=Gossip(topology, AdaptThenCombine()),
+        merge=Keep(),
     )
 
 

@@ -58,7 +58,7 @@ class Pair:
 
 
 def agreed(bounds: Sequence[Bounds]) -> Bounds | None:
-    """What most of `bounds` have in common; None for none. Of several such stretches, the narrowest."""
+    """The interval that most of `bounds` share; the narrowest, if there are several. None if there are no bounds."""
     ends = sorted(
         [(least, 0) for least, most in bounds if least <= most] + [(m, 1) for least, m in bounds if least <= m]
     )

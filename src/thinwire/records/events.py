@@ -9,6 +9,7 @@ of its kind:
     flight      fragment round nbytes begin end queued_seconds transfer_seconds
     land        fragment round begin stall_seconds seconds_spent
     refused     fragment round by reason
+    clipped     fragment round norm limit
     wire        name fragment round own_seconds over sent received scheduled
     round       round fragment members counted committed foreseen nbytes seconds_spent reason
     given       to nbytes
@@ -30,15 +31,15 @@ of its kind:
     warning     message
     end         summary
 
-`wire` is what became of a round's messages (diagnosis/records.py). `round` to `evicted` are those of a replica that may come and
-go: rounds.py and elastic.py tell of its rounds; `keeps`, that it has ended and keeps the final state for `late`; `retry` says what
-keeps it from a round; `back`, that it went on from a checkpoint of its own, which knew `round` rounds.
+`wire` has the messages of a round (diagnosis/records.py). The kinds from `round` to `evicted` are those of an elastic run. A member
+with `keeps` has ended and keeps the final state for `late`; `retry` says what keeps it from a round; after `back` it has resumed from
+its own checkpoint, which knew `round` rounds.
 
-`read` and `data` are positions in the data (docs/data.md): what this replica has read since it said so last, as [begin, end] each; and what
-a round has settled, as [name, begin, end] each.
+`read` and `data` have positions in the data (docs/data.md): `read` those that this replica has read since the last such event, as
+[begin, end]; `data` those that a round has settled, as [name, begin, end].
 
-`nbytes` of a departure are the bytes that this replica foresees to send for it, all peers together, and those of a flight the bytes
-that it has sent: fewer where the codec's size varies, else as many. In a `round` these are `foreseen` and `nbytes`. `begin` and `end` are on the
+`nbytes` of a departure are the bytes that this replica foresees to send for it, to all peers together; `nbytes` of a flight are those
+that it has sent, fewer only if the codec's size varies. In a `round` they are `foreseen` and `nbytes`. `begin` and `end` are on the
 clock of `seconds`. NaN and the infinities, which JSON lacks, are written as the strings "NaN", "Infinity" and
 "-Infinity"; reading restores them. A process killed in the middle of a line leaves it torn; readers pass over it. A
 run that resumes appends to the same file with a new `start` and a `resume`.
@@ -74,6 +75,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "flight": ("fragment", "round", "nbytes", "begin", "end", "queued_seconds", "transfer_seconds"),
     "land": ("fragment", "round", "begin", "stall_seconds", "seconds_spent"),
     "refused": ("fragment", "round", "by", "reason"),
+    "clipped": ("fragment", "round", "norm", "limit"),
     "wire": ("name", "fragment", "round", "own_seconds", "over", "sent", "received", "scheduled"),
     "round": ("round", "fragment", "members", "counted", "committed", "foreseen", "nbytes", "seconds_spent", "reason"),
     "given": ("to", "nbytes"),
@@ -103,12 +105,22 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 class EventLog:
     """Appends events to one replica's file; safe to call from any thread.
 
-    A file has one writer at a time, so that two runs cannot share a folder. Each line is one unbuffered write, so that
-    whatever was emitted before a kill -9 is in the file. A disk that is full, or gone, never stops training: the first
-    lost event is announced on stderr, all are counted in `lost`. `clock` is monotonic time, or a simulation's.
+    A file has one writer at a time, so that two runs cannot share a folder. Each line is one unbuffered write, so whatever
+    was emitted before a kill -9 is in the file. A full or missing disk never stops training: the first lost event is
+    announced on stderr, and `lost` counts all.
 
-    >>> with EventLog(folder / "events" / "replica-0.jsonl") as log:   # doctest: +SKIP
+    Args:
+        path: the file; its folder is made.
+        clock: seconds, monotonic; or a simulation's.
+
+    Raises:
+        DataError: the file cannot be opened, or another run writes to it.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, EventLog(Path(folder, "replica-0.jsonl")) as log:
     ...     log.emit("warning", step=3, message="the link is slow")
+    ...     len(log.path.read_text().splitlines())
+    1
     """
 
     def __init__(self, path: str | Path, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,6 +1,6 @@
-"""Replicas that come and go, read from their events: who lived when, who took part, which rounds were held.
+"""The membership of an elastic run, read from its events: which replicas lived when, took part when, and which rounds were held.
 
-Three numbers that are not the same: how many are *living* (a process that trains), how many are *taking part* (members
+Three numbers differ: how many replicas are *living* (a process that trains), how many are *taking part* (members
 of a round whose deltas were counted within a cycle), and how many *rounds* were committed. A replica may live and
 train for days without taking part.
 """
@@ -48,11 +48,11 @@ class RoundSeen:
 
 
 class Steps:
-    """Inner steps of the replica `name`, from its events in their order; `trained` and `jumped` together are the step where it is.
+    """Inner steps of the replica `name`, from its events in their order; `trained` plus `jumped` is its present step.
 
-    trained   by itself; those that it did again after a restart once
-    jumped    ahead of, because the others had gone on: it went on from where they were
-    counted   of those trained, in the agreed weights: in the mean over the fragments, which travel one by one
+    trained   steps that it took itself; a step that it repeated after a restart counts once
+    jumped    steps that it skipped, because it continued at the step of the others
+    counted   trained steps that are in the agreed weights: the mean over the fragments, which travel one by one
     """
 
     def __init__(self, name: str) -> None:
@@ -97,7 +97,7 @@ class Steps:
 
 
 def text_of_steps(each: Sequence[Steps]) -> str:
-    """Of all of them together."""
+    """The sums over several replicas, as text."""
     sums = (sum(getattr(steps, name) for steps in each) for name in ("trained", "jumped", "counted"))
     return "{:,} trained, {:,} jumped, {:,} counted".format(*sums)
 
@@ -117,7 +117,7 @@ def _by_name(reason: str, members: Sequence[str]) -> str:
 
 
 class Participation:
-    """Who is there and who takes part, from rounds in their order; of `fragments` fragments."""
+    """Which replicas are members and which take part, from rounds in their order, of a model of `fragments` fragments."""
 
     def __init__(self, fragments: int) -> None:
         self.members: tuple[str, ...] = ()
@@ -127,7 +127,7 @@ class Participation:
         self._last = (-1, False)
 
     def take(self, seen: RoundSeen) -> tuple[list[str], list[str]]:
-        """Learn from a round; who joined and who left with it. A round that is known already changes nothing."""
+        """Learn from a round; return the replicas that joined and left with it. A round that is known already changes nothing."""
         if seen.place <= self._last:
             return [], []
         self._last = seen.place

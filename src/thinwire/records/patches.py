@@ -1,8 +1,8 @@
-"""What changed between two versions of bf16 weights, without loss.
+"""Patches: the lossless difference between two versions of bf16 weights.
 
-PULSE (arXiv 2602.03839) sends only what a change of the weights leaves in bf16. Here each value's pattern is put in the order of
-the numbers, so that a small change is a small difference; differences near zero of either sign become small numbers (zigzag), and their
-low and high bytes are coded apart by zlib's runs and Huffman codes. A weight that stays costs a part of a bit.
+PULSE (arXiv 2602.03839) sends only the weights whose bf16 value has changed. Here the bit patterns are mapped to integers in the order
+of the values, so a small change is a small difference. Zigzag coding makes small differences of either sign small numbers; their low
+and high bytes are coded separately by zlib (run lengths and Huffman codes). An unchanged weight costs a fraction of a bit.
 
 A patch: the bytes of the first code (uint32, little-endian), the code of the low bytes, that of the high bytes.
 """
@@ -29,7 +29,7 @@ def state_of(bits: Bits) -> str:
 
 
 def encode_patch(old: Bits, new: Bits) -> bytes:
-    """What makes `new` of `old`, which has as many values."""
+    """The patch from `old` to `new`, which has as many values."""
     difference = (_ordered(new) - _ordered(old)).view(np.int16)
     zigzag = ((difference << 1) ^ (difference >> 15)).view(np.uint16)
     low, high = (_coded((zigzag >> shift).astype(np.uint8).tobytes()) for shift in (0, 8))
@@ -37,7 +37,7 @@ def encode_patch(old: Bits, new: Bits) -> bytes:
 
 
 def apply_patch(old: Bits, patch: bytes) -> Bits:
-    """The version that `patch` was made for. Raises `PacketError`; no more is allocated than `old` has."""
+    """Apply `patch` to `old`. Raises `PacketError`; it allocates no more than `old` has."""
     if len(patch) < _HEAD.size or (split := _HEAD.size + _HEAD.unpack_from(patch)[0]) > len(patch):
         raise PacketError(f"a patch of {len(patch)} bytes is cut off; fetch it again.")
     low, high = (_decoded(code, len(old)) for code in (patch[_HEAD.size : split], patch[split:]))
@@ -47,7 +47,7 @@ def apply_patch(old: Bits, patch: bytes) -> Bits:
 
 
 def _ordered(bits: Bits) -> Bits:
-    """Numbers in the order of the values, -0.0 just below 0.0."""
+    """Integers in the order of the values, -0.0 just below 0.0."""
     return np.where(bits >> 15, ~bits, bits | 0x8000).astype(np.uint16)
 
 

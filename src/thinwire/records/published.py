@@ -4,8 +4,8 @@ and hashes, NISO Z39.99), and objects that are named by their SHA-256.
     RUN/published/replica-0/list.json       the newest version: of each fragment its state, a full copy, and changes since older states
     RUN/published/replica-0/objects/HASH    full copies, patches (records/patches.py), the layout of the model, the files beside it
 
-A fragment's state is its values in bf16, and the state's name their SHA-256: whoever holds state A can take a change from A, no matter
-which replica has made it. The list is replaced whole, and names nothing that is not there.
+A fragment's state is its values in bf16; the state's name is their SHA-256. A follower that holds state A can apply a change from A, no
+matter which replica made it. The list is replaced atomically, and names only objects that are already stored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from thinwire.records.files import contents, opened, parsed
 FORMAT = 1
 CHUNK_NBYTES = 1 << 20
 NOTHING = ""
-MOST_FOLD = 2100  # of a patch: deflate makes at most 1032 bytes of one, and half of them may be of the high bytes
+MOST_FOLD = 2100  # a fragment is smaller than so many times its full copy: deflate makes at most 1032 bytes of one
 _HASH = re.compile("[0-9a-f]{64}")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,100}")
 
@@ -41,7 +41,7 @@ class Resource:
 
 @dataclass(frozen=True)
 class Change:
-    """A patch that makes state `to` of state `base`; of `NOTHING`, which is zeros, where it is a full copy."""
+    """A patch from state `base` to state `to`. A full copy is a patch from `NOTHING`, which stands for zeros."""
 
     base: str
     to: str
@@ -50,7 +50,7 @@ class Change:
 
 @dataclass(frozen=True)
 class FragmentVersion:
-    """A fragment's newest state, which has `nbytes` in bf16; `full` is the newest full copy, `changes` are oldest first."""
+    """A fragment's newest state, of `nbytes` bytes in bf16; `full` is the newest full copy, `changes` are in order, the oldest first."""
 
     state: str
     nbytes: int
@@ -58,15 +58,15 @@ class FragmentVersion:
     changes: tuple[Change, ...]
 
     def way_from(self, held: str | None) -> list[Change]:
-        """What to fetch, in the fewest bytes, by one who holds the state `held`. A full copy comes first, if one is needed."""
+        """The changes that a follower with the state `held` must fetch, in the fewest bytes. A full copy comes first, if one is needed."""
         after = self._since(self.full.to)
         ways = [way for way in (self._since(held), None if after is None else [self.full, *after]) if way is not None]
         if not ways:
-            raise PacketError("a published list leads from no full copy to the newest state; fetch it again.")
+            raise PacketError("a published list has no way from its full copy to the newest state; fetch it again.")
         return min(ways, key=lambda way: sum(change.patch.nbytes for change in way))
 
     def _since(self, held: str | None) -> list[Change] | None:
-        """The changes from the state `held` on; None where they do not lead from there."""
+        """The changes since the state `held`; None if the list has no change from it."""
         if held == self.state:
             return []
         places = [place for place, change in enumerate(self.changes) if change.base == held]
@@ -75,7 +75,7 @@ class FragmentVersion:
 
 @dataclass(frozen=True)
 class Publication:
-    """A version of the agreed weights, after inner step `step`; `over`: the run has ended with it. `layout` is a `Layout`."""
+    """A version of the agreed weights, after inner step `step`. `over`: the run has ended with this version. `layout` is a `Layout`."""
 
     version: int
     step: int
@@ -84,12 +84,12 @@ class Publication:
     fragments: tuple[FragmentVersion, ...]
 
     def written(self) -> bytes:
-        """As JSON."""
+        """The list as JSON."""
         return json.dumps({"format": FORMAT, **asdict(self)}).encode()
 
     @classmethod
     def read(cls, text: str | bytes) -> Publication:
-        """The list that `written` wrote. Raises `PacketError`."""
+        """Parse what `written` wrote. Raises `PacketError`."""
         try:
             said = parsed(json.loads, text)
             if said["format"] != FORMAT:
@@ -114,7 +114,7 @@ class Publication:
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where a tensor of the model's file comes from: values of a fragment, from `begin` on."""
+    """The values of a tensor of the model's file: part of a fragment, starting at element `begin`."""
 
     name: str
     shape: tuple[int, ...]
@@ -124,8 +124,8 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the model's folder is made of fragments: its exchanged tensors, `rest` (a safetensors file of the others), the metadata of
-    the model's file, and the files beside it.
+    """How the model's folder is made from fragments: its exchanged tensors, `rest` (a safetensors file of the other tensors), the metadata
+    of the model's file, and the other files of the folder.
     """
 
     places: tuple[TensorPlace, ...]
@@ -134,12 +134,12 @@ class Layout:
     files: dict[str, Resource]
 
     def written(self) -> bytes:
-        """As JSON."""
+        """The layout as JSON."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def read(cls, text: str | bytes) -> Layout:
-        """What `written` wrote. Raises `PacketError`; file names lead out of no folder."""
+        """Parse what `written` wrote. Raises `PacketError`, also for a file name that would lead out of the folder."""
         try:
             said = parsed(json.loads, text)
             places = tuple(
@@ -164,14 +164,14 @@ class Origin(Protocol):
     """Where a follower reads from."""
 
     def newest(self) -> bytes | None:
-        """The newest list, as it was written; None while there is none."""
+        """The newest list, byte for byte as it was written; None if there is none yet."""
 
     def read(self, digest: str, offset: int) -> Iterator[bytes]:
-        """An object from `offset` on. Raises `DataError` where it is gone: then the list is newer."""
+        """Yield an object, starting at byte `offset`. Raises `DataError` if it was deleted: then a newer list exists."""
 
 
 class PublishedFolder:
-    """What replicas have published into a run folder: a `Origin`, of the replica that is farthest."""
+    """An `Origin` that reads a run folder, from the replica whose newest version has the highest step."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
@@ -184,7 +184,9 @@ class PublishedFolder:
                 text = contents(path).encode()
                 found.append((Publication.read(text).step, text))
             except (OSError, ValueError, PacketError) as error:
-                raise DataError(f"{path} cannot be read ({error}); look who else writes into that folder.") from None
+                raise DataError(
+                    f"{path} cannot be read ({error}); check whether another process writes into that folder."
+                ) from None
         return max(found, key=lambda one: one[0])[1] if found else None
 
     def read(self, digest: str, offset: int) -> Iterator[bytes]:
@@ -207,17 +209,17 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self._folder, self._objects = folder, folder / "objects"
         self._objects.mkdir(parents=True, exist_ok=True)
-        self._before: set[str] = set()  # what the list before named: followers may be reading it
+        self._before: set[str] = set()  # objects of the list before: followers may be reading them
 
     def put(self, data: bytes) -> Resource:
-        """Keep an object."""
+        """Store an object; one that is stored already is not written again."""
         found = Resource(hashlib.sha256(data).hexdigest(), len(data))
         if not (self._objects / found.digest).exists():
             _write(self._objects / found.digest, data)
         return found
 
     def announce(self, publication: Publication, layout: Layout) -> None:
-        """Replace the list, then delete what neither it nor the one before names."""
+        """Replace the list, then delete the objects that neither it nor the list before names."""
         _write(self._folder / "list.json", publication.written())
         named = {publication.layout.digest, layout.rest.digest, *(one.digest for one in layout.files.values())}
         for fragment in publication.fragments:

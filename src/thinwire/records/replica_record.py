@@ -63,7 +63,7 @@ class Evaluations:
 class ReplicaRecord:
     """What one replica did. Arrays over inner steps are [S]; `nbytes` is what had been sent when the step ended.
 
-    Of rounds that have not landed what they foresaw counts as sent. `foreseen` is what all did, which is a bound where sizes vary.
+    A round that has not landed counts with the bytes that it foresaw. `foreseen` adds these of all rounds, a bound if sizes vary.
     """
 
     name: str  # replica 0, or replica 0, shard 1
@@ -84,6 +84,7 @@ class ReplicaRecord:
     departed: Mapping[int, int]  # fragment -> rounds
     landed: Mapping[int, int]
     refused: Mapping[int, int]
+    clipped: int  # deltas, by the guard
     sent: Mapping[int, int]  # fragment -> bytes
     foreseen: int
     skipped: int
@@ -200,7 +201,7 @@ def smoothed(loss: Iterable[float], keep: float = 0.9) -> Floats:
 
 
 def fragments_of(start: Event) -> list[tuple[str, int]]:
-    """(name, parameters) of every fragment a `start` event lists; of more than `MOST_FRAGMENTS` the first ones."""
+    """(name, parameters) of the fragments that a `start` event lists, `MOST_FRAGMENTS` at most."""
     listed = start["fragments"][:MOST_FRAGMENTS] if isinstance(start["fragments"], list) else []
     pairs = [item if isinstance(item, dict) else {} for item in listed]
     return [(str(item.get("name", index)), whole(item.get("numel"))) for index, item in enumerate(pairs)]
@@ -249,6 +250,7 @@ def _record(called: str, joined: Joined, own_steps: Steps, damaged: int) -> Repl
         departed=_rounds(departs, names),
         landed=_rounds(landed, names),
         refused=_rounds(dropped, names),
+        clipped=len(of.get("clipped", [])),
         sent=sent_of_each(departs, names),
         foreseen=sum(whole(event["nbytes"]) for _, event in of.get("depart", [])),
         skipped=len(of.get("skip", [])),

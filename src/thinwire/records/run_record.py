@@ -30,6 +30,7 @@ from thinwire.records.units import (
     text_of_share,
     unit_of,
 )
+from thinwire.records.unlike import losses_of_each, unlike
 
 MOST_LOSSES = 32  # that an evaluation may name
 PROVENANCES = ("measured", "emulated", "simulated", "predicted")
@@ -39,7 +40,7 @@ PROVENANCES = ("measured", "emulated", "simulated", "predicted")
 class Summary:
     """The numbers of a run: bytes, utilisation and stalls are the replicas' means, wall is the slowest one's.
 
-    `tokens` are all replicas' together. The fields are the keys of an `end` event's summary and of `summary.json`. The last
+    `tokens` and `deltas_clipped` are all replicas' together. The fields are the keys of an `end` event's summary and of `summary.json`. The last
     six are of replicas that come and go (`membership.py`): means over the run, rounds, and sums over the replicas of this folder.
     """
 
@@ -56,6 +57,7 @@ class Summary:
     stall_seconds: float
     provenance: str
     wire_bytes_foreseen: int = 0
+    deltas_clipped: int = 0
     living: float | None = None
     taking_part: float | None = None
     rounds_committed: int | None = None
@@ -67,7 +69,7 @@ class Summary:
     samples_lost: int | None = None
     losses: Mapping[str, float] = field(
         default_factory=dict
-    )  # by name, the first is `eval_loss`; where a job names several
+    )  # by name, the first is `eval_loss`; where a job names several, or replicas have unlike models
 
     def figures(self) -> list[tuple[str, str]]:
         """(what, value as text), in the order in which they are shown everywhere; all of them are `provenance`."""
@@ -83,6 +85,8 @@ class Summary:
             figures[:1] = [(f"evaluation: {name}", text_of_loss(one)) for name, one in self.losses.items()]
         if self.wire_bytes_sent < self.wire_bytes_foreseen:  # sizes depend on the values
             figures.insert(len(figures) - 4, ("foreseen at most", text_of_nbytes(self.wire_bytes_foreseen)))
+        if self.deltas_clipped:
+            figures.append(("deltas clipped", f"{self.deltas_clipped:,}"))
         if self.living is not None and self.taking_part is not None:
             figures += [("living", f"{self.living:.2f}"), ("taking part", f"{self.taking_part:.2f}")]
             figures += [("rounds committed", str(self.rounds_committed)), ("steps trained", f"{self.steps_trained:,}")]
@@ -140,7 +144,7 @@ class RunRecord:
 
     @property
     def evaluations(self) -> Evaluations:
-        """Of the first replica that evaluated: the anchors are the same on all."""
+        """The evaluations of the first replica that evaluated: the anchors are the same on all."""
         return next((r.evaluations for r in self.replicas if len(r.evaluations.step)), self.replicas[0].evaluations)
 
     @property
@@ -152,12 +156,12 @@ class RunRecord:
 
     @property
     def named_samples(self) -> str:
-        """Who lost which samples, and whose others train."""
+        """Which samples were lost with which replica, and which went to others."""
         return named([replica.end["summary"] for replica in self.replicas if replica.end])
 
     @property
     def steps(self) -> list[Steps]:
-        """Of each replica, where they come and go: else every step is trained by all."""
+        """The steps of each replica of an elastic run; empty for a fixed group, in which every replica takes every step."""
         return [replica.steps for replica in self.replicas] if _elastic(self.replicas) else []
 
     @property
@@ -179,7 +183,7 @@ class RunRecord:
 
     @property
     def clocks(self) -> dict[str, Offset]:
-        """Of the replicas whose clocks their messages tell, by name: how far each is ahead of the first one's."""
+        """How far replicas' clocks are ahead of the first one's, by name. A replica whose messages do not tell is left out."""
         return {replica.called: replica.clock for replica in self.replicas if replica.clock}
 
     @property
@@ -233,7 +237,7 @@ def _elastic(replicas: Sequence[ReplicaRecord]) -> bool:
 
 
 def _membership_notes(replicas: Sequence[ReplicaRecord]) -> list[Note]:
-    """Who came and went, and which rounds were dropped, among replicas that come and go."""
+    """Notes on an elastic run: which replicas joined and left, and which rounds were dropped."""
     if not _elastic(replicas):
         return []
     notes: list[Note] = []
@@ -276,6 +280,8 @@ def _summary(folder: Path, replicas: Sequence[ReplicaRecord]) -> tuple[Summary, 
     for key in ("wire_bytes_sent", "bits_per_parameter_per_step"):
         if key in means:  # every shard of a replica sends its own
             means[key] = number(means[key]) * len(replicas) / computed.replicas
+    if unlike(replicas):
+        means["losses"] = losses_of_each(replicas)
     if elastic:  # each told of itself alone
         means |= {"tokens": computed.tokens, "steps": computed.steps}
     return _overlaid(computed, {**_summary_file(folder), **means}), []
@@ -291,7 +297,9 @@ def _overlaid(summary: Summary, said: Mapping[str, object]) -> Summary:
     changed: dict[str, Any] = {}
     for item in fields(Summary):
         value = said.get(item.name)
-        if item.name in ("living", "taking_part", "rounds_committed") or item.name.startswith(("steps_", "samples_")):
+        if item.name in ("living", "taking_part", "rounds_committed", "deltas_clipped") or item.name.startswith(
+            ("steps_", "samples_")
+        ):
             continue  # nobody can tell them alone
         if item.name == "losses":
             changed[item.name] = _named_losses(value)
@@ -336,6 +344,7 @@ def _computed(replicas: Sequence[ReplicaRecord]) -> Summary:
         eval_loss=float(evaluated[-1]) if evaluated is not None else None,
         wire_bytes_sent=round(nbytes),
         wire_bytes_foreseen=round(sum(r.foreseen for r in replicas) / count),
+        deltas_clipped=sum(r.clipped for r in replicas),
         bits_per_parameter_per_step=8 * nbytes / (parameters * steps) if parameters and steps else math.nan,
         compute_utilization=float(np.mean(used)) if used else math.nan,
         wall_seconds=max(r.wall_seconds for r in replicas),
@@ -360,7 +369,7 @@ def _membership(replicas: Sequence[ReplicaRecord]) -> dict[str, Any]:
 
 
 def provenance_of(start: Mapping[str, Any]) -> str:
-    """What the numbers of the run that began with this event are: "emulated" where its link has a set rate, else "measured"."""
+    """The provenance of a run's numbers, from its `start` event: "emulated" if its link has a set rate, otherwise "measured"."""
     link = start["link"]
     return "emulated" if isinstance(link, dict) and math.isfinite(number(link.get("bits_per_second"))) else "measured"
 
@@ -372,7 +381,7 @@ def _remarks(replicas: Sequence[ReplicaRecord]) -> list[str]:
     if math.isfinite(expected) and count < expected and not _elastic(replicas):
         remarks.append(f"{count} of {int(expected)} replicas left an event log.")
     weights = {replica.end["summary"].get("weights") for replica in replicas if replica.end and replica.stopped is None}
-    if len(weights) > 1 and len(replicas) == count:
+    if len(weights) > 1 and len(replicas) == count and not unlike(replicas):
         remarks.append("The replicas ended with different outer weights: at least one had not heard the last rounds.")
     damaged = sum(replica.damaged for replica in replicas)
     if damaged:

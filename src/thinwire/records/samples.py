@@ -28,7 +28,7 @@ def samples_of(ends: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def named(ends: Sequence[Mapping[str, Any]]) -> str:
-    """Who lost which samples, by position, and whose were trained by others; empty where there is nothing to tell."""
+    """Sentences on samples that were lost with a replica or went to others, by position; empty if there are none."""
     sentences = []
     for key, says in (("lost_with", "are lost with"), ("returned_by", "were returned, and others train them, from")):
         found: dict[tuple[str, int, int], None] = {}

@@ -50,7 +50,7 @@ class Score:
 def score_of(
     replicas: Sequence[ReplicaRecord], bits: float, taking_part: float | None, loss: float | None, best: float | None
 ) -> Score:
-    """Of a run. `bits`: per parameter and step; `taking_part`: replicas, where they come and go; `loss`: at the end; `best`: the
+    """The score of a run. `bits`: per parameter and step; `taking_part`: replicas, where they come and go; `loss`: at the end; `best`: the
     least of the runs side by side, None for a run alone.
     """
     asked = number(replicas[0].start["replicas"])

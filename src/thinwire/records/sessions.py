@@ -1,7 +1,7 @@
 """The sessions of one event file, joined.
 
-A run that was killed and resumed has written some steps twice. Of those, the lines before the resume are dropped
-(what they cost is kept as `lost`), and the sessions are laid end to end in seconds, the lost time included.
+A run that was killed and resumed has written some steps twice. The lines of these steps before the resume are dropped (what they
+cost is kept as `lost`), and the sessions follow each other in seconds, the lost time included.
 """
 
 from __future__ import annotations

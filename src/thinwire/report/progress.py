@@ -208,8 +208,12 @@ class Progress:
 
     def _troubles(self) -> str:
         refused, skipped = max(r.refused for r in self._replicas), sum(r.skipped for r in self._replicas)
-        said = (f"refused rounds: {refused}" if refused else "", f"skipped steps: {skipped}" if skipped else "")
-        return " · ".join(filter(None, said))
+        counts = {
+            "refused rounds": refused,
+            "skipped steps": skipped,
+            "clipped deltas": sum(r.clipped for r in self._replicas),
+        }
+        return " · ".join(f"{what}: {count}" for what, count in counts.items() if count)
 
     def _membership_line(self) -> str:
         """The three numbers."""

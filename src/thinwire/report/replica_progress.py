@@ -36,6 +36,7 @@ class ReplicaProgress:
     stall_seconds: float = 0.0
     nbytes: int = 0
     refused: int = 0
+    clipped: int = 0
     skipped: int = 0
     ended: str = ""
     late: int = 0
@@ -78,6 +79,8 @@ class ReplicaProgress:
                 self.nbytes += 0 if foreseen is None else whole(event["nbytes"]) - foreseen
             self.stall_seconds += number(event["stall_seconds"]) if kind == "land" else 0.0
             self.refused += kind == "refused"
+        elif kind == "clipped":
+            self.clipped += 1
         elif kind == "resume":
             self.step = whole(event["from_step"])
         elif kind in ("eval", "checkpoint"):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from thinwire.codecs import Identity
 from thinwire.comm.group import Group
+from thinwire.errors import CheckpointError, ConfigurationError
 from thinwire.pieces.outer import Average, Outer
 from thinwire.pieces.partition import Fragment
 from thinwire.runtime.driver import Driver, Training
@@ -21,6 +22,7 @@ from thinwire.runtime.flights import Flights
 from thinwire.runtime.fragment_state import DROPPED, FragmentState, RoundUpdate
 from thinwire.runtime.handshake import agree_on_resume, digest
 from thinwire.runtime.recovery import start_again
+from thinwire.runtime.weighing import tokens_of_step
 
 
 class DeltaDriver(Driver):
@@ -29,7 +31,7 @@ class DeltaDriver(Driver):
     def __init__(self, training: Training, fragments: list[Fragment], group: Group, site: Group | None) -> None:
         self.training, self._group, self._site = training, group, site
         self._flights = Flights(training, fragments, group, site)
-        self._ended = False
+        self._ended, self._by_tokens = False, training.tokens is not None
         s = training.strategy
         plain = (s.outer, s.codec, s.feedback, s.filters, s.privacy) == (Average(), Identity(), None, (), None)
         # One replica that averages with itself is the inner optimizer alone, exactly (law 2): anchor − (anchor − θ) would round.
@@ -37,6 +39,13 @@ class DeltaDriver(Driver):
 
     def after_inner_step(self) -> None:
         training = self.training
+        if (training.tokens is not None) != self._by_tokens:
+            raise ConfigurationError(
+                "tokens were set for a replica that began without them, or removed: all replicas weigh deltas in one way from the first round "
+                "on. Give Replica(tokens=...) at the start."
+            )
+        if self._by_tokens:
+            training.trained += tokens_of_step(training.tokens)
         for index in training.calendar.departs(training.step):
             self._depart(training.fragments[index], training.strategy.outer)
         for fragment in training.fragments:
@@ -66,6 +75,12 @@ class DeltaDriver(Driver):
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         training = self.training
+        if ("tokens" in facts) != self._by_tokens:
+            ways = {True: "the tokens behind it", False: "1"}
+            raise CheckpointError(
+                f"the checkpoint is of a run in which a delta counts {ways[not self._by_tokens]}, here it counts {ways[self._by_tokens]}; resume "
+                "with the run's own setting."
+            )
         training.load_state(tensors, facts)
         agree_on_resume(self._group, training.step, digest(self.anchors()))
         flights = sorted((departed, int(index), number) for index, (number, departed) in facts["flights"].items())
@@ -77,6 +92,8 @@ class DeltaDriver(Driver):
             update = fragment.begin_round(
                 training.strategy, delta, departed, self._flights.buffers, outer=outer, number=number
             )
+            if self._by_tokens:
+                update.trained = facts["tokens"][2][str(index)]
             self._flights.pipeline.launch(update, training.stall_seconds, scheduled=False)
 
     def request_stop(self) -> None:
@@ -91,12 +108,17 @@ class DeltaDriver(Driver):
         training, buffers, strategy = self.training, self._flights.buffers, self.training.strategy
         began = training.clock()
         delta = fragment.delta(buffers.like(fragment.anchor))
+        if (
+            strategy.guards and fragment.since != DROPPED and not self._alone
+        ):  # else the delta is of nobody knows how many steps
+            training.guard(fragment, delta, training.step - fragment.since)
         given = fragment.snapshot(buffers.like(fragment.anchor)) if self._alone else None
         if strategy.merge.whole_period:
             self._turn_over(fragment, delta)
         if strategy.privacy:
             strategy.privacy.apply(delta, self._group.size)
         update = fragment.begin_round(strategy, delta, training.step, buffers, outer=outer, given=given)
+        update.trained = training.trained
         self._flights.depart(update, began, scheduled=not self._ended)
         fragment.since = training.step
 
@@ -114,6 +136,7 @@ class DeltaDriver(Driver):
             if left_out:  # before the merge, which would hide what is not finite
                 start_again(training, self._site)
             update.commit()
+            fragment.counted = update.trained
             if departed is not None:
                 fragment.carry_over(departed)
             elif not merge.whole_period:

@@ -20,6 +20,7 @@ from thinwire.data_ledger import LeasedReader
 from thinwire.pieces.partition import Fragment, check_optimizer, check_sharding
 from thinwire.pieces.schedule import Calendar
 from thinwire.runtime.fragment_state import FragmentState
+from thinwire.runtime.loop_warnings import silent, warned
 from thinwire.runtime.module_state import reshard
 from thinwire.runtime.saved_state import restore, saved
 from thinwire.strategy import Strategy
@@ -39,6 +40,8 @@ class Training:
     stopping                     all replicas stop at this step
     reader                       where an elastic replica is in its data; None: it sees to its data itself
     stall_seconds                how long the main thread has waited for landings
+    trained                      tokens in all, if they are counted
+    clipped                      deltas that the guard has clipped
     """
 
     strategy: Strategy
@@ -52,7 +55,9 @@ class Training:
     step: int = 0
     stopping: bool = False
     stall_seconds: float = 0.0
+    clipped: int = 0
     reader: LeasedReader | None = None
+    trained: float = 0.0
 
     @classmethod
     def of(
@@ -80,11 +85,30 @@ class Training:
     def warn(self, message: str) -> None:
         self.observe("warning", self.step, message=message)
 
+    def guard(self, fragment: FragmentState, delta: Tensor, steps: float) -> None:
+        """Clip `delta`, which is about to depart with what so many inner steps have trained, if the strategy's guard finds it out of all
+        proportion; the first time this is said, and every time it is counted.
+        """
+        guard = self.strategy.guard
+        clipped = fragment.guarded(guard, delta, steps / self.strategy.schedule.every) if guard else None
+        if clipped is None:
+            return
+        norm, judged = clipped
+        if not self.clipped:
+            message = (
+                f"a delta of this replica had the norm {norm:.3g}, where {judged.limit:.3g} was the most to expect after those before: it is "
+                "clipped, as others like it will be (events `clipped`). Look at batch, learning rate and machine; guard=None does not clip"
+            )
+            (warned if self.observe is silent else self.observe)("warning", self.step, message=message)
+        self.clipped += 1
+        self.observe(
+            "clipped", self.step, fragment=fragment.index, round=fragment.rounds, norm=norm, limit=judged.limit
+        )
+
     def weights(self) -> list[Tensor]:
         """Each trained parameter, this rank's part of it, in the order of the fragments."""
         return [part for fragment in self.fragments for part, _ in fragment.slices(fragment.anchor)]
 
-    @torch.no_grad()
     def load_anchors(self) -> None:
         """Overwrite the model's parameters with the anchors."""
         for fragment in self.fragments:
@@ -99,6 +123,9 @@ class Training:
             "flights": {str(f.index): [f.flight.number, f.flight.departed] for f in self.fragments if f.flight},
             "calendar": self.calendar.facts(),
         }
+        if self.tokens is not None:
+            departed = {str(f.index): f.flight.trained for f in self.fragments if f.flight}
+            facts["tokens"] = [self.trained, [fragment.counted for fragment in self.fragments], departed]
         return saved(self.fragments), facts
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
@@ -106,6 +133,9 @@ class Training:
         self.step = facts["step"]
         self.calendar.load(facts["calendar"])
         restore(self.fragments, tensors, facts, self.strategy.outer)
+        self.trained, counted, _ = facts.get("tokens", (0.0, [0.0] * len(self.fragments), {}))
+        for fragment, tokens in zip(self.fragments, counted):
+            fragment.counted = tokens
 
 
 class Driver(Protocol):

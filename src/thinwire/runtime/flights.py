@@ -6,12 +6,12 @@ from collections.abc import Callable
 from functools import partial
 
 from thinwire.comm.group import Group
-from thinwire.errors import ConfigurationError
 from thinwire.pieces.partition import Fragment
 from thinwire.runtime.driver import Training
 from thinwire.runtime.fragment_state import RoundUpdate, hold
 from thinwire.runtime.handshake import agree_on_start, check_start, introduce
 from thinwire.runtime.pipeline import RoundPipeline
+from thinwire.runtime.weighing import check_weighing
 
 
 class Flights:
@@ -23,11 +23,9 @@ class Flights:
 
     def __init__(self, training: Training, fragments: list[Fragment], group: Group, site: Group | None) -> None:
         if training.tokens is not None:
-            raise ConfigurationError(
-                "tokens= with a fixed group, whose replicas take the same steps and count alike; give a Membership, or leave it out."
-            )
+            check_weighing(training.strategy)
         self.training, self.group = training, group
-        introduce(group, training.strategy, fragments)
+        introduce(group, training.strategy, fragments, {} if training.tokens is None else {"weights": "by tokens"})
         self.pipeline = RoundPipeline(training.strategy, group, site, training.clock, training.observe)
         self.buffers = self.pipeline.context.buffers
         training.fragments += [
@@ -54,6 +52,7 @@ class Flights:
         stall = training.clock() - began
         training.stall_seconds += stall
         self.heard(update)
+        self.pipeline.landed(update)
         fields = {"fragment": update.of.index, "round": update.number}
         training.observe(
             "flight", training.step, **fields, nbytes=update.nbytes_sent, begin=update.begin, end=update.end,

@@ -6,6 +6,7 @@ fragment keeps its own until `commit`. Only what a `FragmentState` offers for it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from torch import Tensor
 from thinwire.codecs import Codec, in_full
 from thinwire.exchange import Buffers
 from thinwire.pieces.feedback import Feedback
+from thinwire.pieces.guard import Guard, Judged, norm_of
 from thinwire.pieces.outer import Outer
 from thinwire.pieces.partition import Fragment, local
 from thinwire.pieces.policy import Policy
@@ -43,8 +45,10 @@ class FragmentState:
     policy: State = field(default_factory=dict)  # what the strategy's policy knows of this fragment; on the CPU
     filters: tuple[Filter, ...] = ()  # as well
     filtered: tuple[State, ...] = ()  # what each remembers; on the CPU
+    guard: State = field(default_factory=dict)  # what the strategy's guard knows of this replica's norms; on the CPU
     rounds: int = 0
     since: int = 0  # the inner step after which nothing trained has departed; DROPPED if what departed was dropped
+    counted: float = 0.0  # tokens trained when the last delta departed that counted, if they are counted
     flight: RoundUpdate | None = None
     own: Tensor | None = None  # where a round takes a whole period: the own delta that is in the air
     # eager updates only: what this replica is ahead of the anchor
@@ -63,26 +67,39 @@ class FragmentState:
         return policy.at(self.codec, self.anchor.numel(), number, self.policy)
 
     def slices(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each parameter's local part with its slice of `flat`, in the same shape."""
+        """Each parameter's local part, detached, with its slice of `flat`, in the same shape."""
         begin = 0
         for _, parameter in self.fragment.parameters:
             part = local(parameter.detach())
             yield part, flat[begin : begin + part.numel()].view(part.shape)
             begin += part.numel()
 
-    @torch.no_grad()
     def snapshot(self, into: Tensor) -> Tensor:
         """The replica's own parameters, flat, in fp32, where the anchor lives."""
         for part, slice_ in self.slices(into):
             slice_.copy_(part)
         return into
 
-    @torch.no_grad()
     def delta(self, into: Tensor) -> Tensor:
         """base − parameters, in one pass."""
         for (part, slice_), (_, base) in zip(self.slices(into), self.slices(self.base)):
             torch.sub(base, part.to(base.device), out=slice_)
         return into
+
+    @torch.no_grad()
+    def guarded(self, guard: Guard, delta: Tensor, periods: float) -> tuple[float, Judged] | None:
+        """Have `guard` judge `delta`, trained for so many `periods`. If it clips, `delta` is shorter now and the parameters have gone back along
+        it; returns the norm that it had, and what the guard said.
+        """
+        norm = norm_of(delta)
+        if not math.isfinite(norm):  # refused elsewhere
+            return None
+        judged = guard.judged(norm, periods, self.guard)
+        self.guard = judged.state
+        if judged.scale == 1:
+            return None
+        self.load_into_parameters(self.base - delta.mul_(judged.scale))
+        return norm, judged
 
     def finite(self) -> bool:
         """Whether all of the replica's own parameters are."""
@@ -119,13 +136,11 @@ class FragmentState:
         self.rounds = max(self.rounds, number + 1)
         return self.flight
 
-    @torch.no_grad()
     def load_into_parameters(self, flat: Tensor) -> None:
         """Overwrite the replica's own parameters."""
         for part, values in self.slices(flat):
             part.copy_(values)
 
-    @torch.no_grad()
     def carry_over(self, departed: Tensor, alpha: float = 0.0, kept: float = 1.0) -> None:
         """θ ← anchor + alpha·(departed − anchor) + kept·(θ − departed), where the parameters were `departed` when a round left."""
         rest = torch.lerp(self.anchor, departed, alpha) - kept * departed
@@ -171,7 +186,10 @@ def hold(strategy: Strategy, fragment: Fragment, index: int, rank: int, size: in
     filters = tuple(one.fitted(codec, anchor.numel(), size) for one in strategy.filters)
     filtered = tuple(one.init(anchor.numel()) for one in filters)
     policy, state = strategy.policy.init(codec), strategy.outer.init(anchor)
-    return FragmentState(fragment, index, anchor, state, feedback, codec, memory, aggregated, policy, filters, filtered)
+    guard = strategy.guard.init() if strategy.guard and strategy.guards else {}
+    return FragmentState(
+        fragment, index, anchor, state, feedback, codec, memory, aggregated, policy, filters, filtered, guard
+    )
 
 
 class RoundUpdate:
@@ -204,6 +222,7 @@ class RoundUpdate:
     ) -> None:
         self.of, self.delta = of, delta
         self.number, self.departed, self.lands, self.codec = number, departed, lands, codec or of.codec
+        self.trained, self.share = 0.0, 1.0  # tokens when it departed, if they are counted; by what the delta is scaled
         self.anchor = given
         self.outer: State = {}
         self.feedback: State = {}

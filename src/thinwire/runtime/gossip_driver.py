@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Identity
-from thinwire.comm.group import Group, Messages, Sized, Transfer, WrappedGroup
+from thinwire.comm.group import Group
 from thinwire.errors import ConfigurationError, ModelError, NonFiniteError
-from thinwire.exchange import Buffers, Gossip, SendContext, TwoShot, once
+from thinwire.exchange import Buffers, Gossip
 from thinwire.pieces.gossip import GossipRule
 from thinwire.pieces.partition import Fragment
 from thinwire.rng import Key
+from thinwire.runtime.consensus import mean_of_all
 from thinwire.runtime.driver import Training
 from thinwire.runtime.flights import Flights
 from thinwire.runtime.fragment_state import FragmentState, RoundUpdate
@@ -239,22 +239,4 @@ class GossipDriver:
         """Take the mean of what all replicas hold, the same bits on all."""
         key = Key(self.training.strategy.seed, fragment.index, fragment.rounds, self._group.rank)
         own = self._rule.conserved(fragment.snapshot(torch.empty_like(fragment.anchor)), fragment.exchange)
-        context = SendContext(_CountedAsMean(self._group))
-        mean, _ = once(TwoShot(), context, Identity(), own, key, {})
-        context.close(wait=True)
-        if mean is None:
-            raise NonFiniteError(
-                "some replica's weights hold NaN or infinity at the end, so there is no mean over all; resume from the last checkpoint "
-                "with a smaller learning rate."
-            )
-        fragment.anchor = mean
-
-
-class _CountedAsMean(WrappedGroup):
-    """The same group, over which the replicas take their mean at the end: the ledger has a purpose for these messages."""
-
-    def post(
-        self, tag: int, send: Messages, recv: Messages, purpose: str = "packet", sized: Sized | None = None
-    ) -> Transfer:
-        """See `Group.post`."""
-        return self.group.post(tag, send, recv, "mean", sized)
+        fragment.anchor = mean_of_all(self._group, own, key)

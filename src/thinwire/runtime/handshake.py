@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,8 +23,10 @@ from thinwire.version import __version__
 _LIMIT = 1 << 24  # bytes of one replica's introduction; a million tensors' names
 
 
-def introduce(group: Group, strategy: Strategy, fragments: Sequence[Fragment]) -> None:
-    """Compare code version, strategy and model with every other replica: about 60 bytes a tensor, once. Raises as `agree`."""
+def introduce(
+    group: Group, strategy: Strategy, fragments: Sequence[Fragment], more: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Compare code version, strategy, model and what `more` there is with every other replica: about 60 bytes a tensor, once. Raises as `agree`."""
     if max(group.size, len(fragments)) > MOST:
         raise ConfigurationError(
             f"{group.size} replicas and {len(fragments)} fragments: at most {MOST} of each fit into a packet's fields; use fewer."
@@ -34,7 +37,8 @@ def introduce(group: Group, strategy: Strategy, fragments: Sequence[Fragment]) -
         {"code version": __version__, "wire format": VERSION, "strategy": repr(strategy)}
         | {f"model, {name}": text for name, text in tensors.items()}
         | {"model, order of tensors": list(tensors)}
-        | digests(strategy),
+        | digests(strategy)
+        | dict(more),
     )
 
 

@@ -26,7 +26,8 @@ def silent(event: str, step: int, **fields: Any) -> None:
     """Observe nothing. What is said here goes to Python's `warnings` then."""
 
 
-def _warn(event: str, step: int, message: str) -> None:
+def warned(event: str, step: int, message: str) -> None:
+    """Say it by Python's `warnings`, in place of an observer."""
     warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 
@@ -36,7 +37,7 @@ class LoopWarnings:
     def __init__(
         self, owner: object, model: nn.Module, observe: Callable[..., None], codec: Codec, local: bool
     ) -> None:
-        self._observe = _warn if observe is silent else observe
+        self._observe = warned if observe is silent else observe
         self._unfinished = weakref.finalize(owner, warnings.warn, _UNFINISHED, RuntimeWarning)
         for said in (_kept_apart(model) if local else "", _moved_untouched(model, codec)):
             if said:
@@ -54,8 +55,9 @@ class LoopWarnings:
 def _moved_untouched(model: nn.Module, codec: Codec) -> str:
     """Of sparse embeddings under a codec that has no zero; empty if there are none."""
     tables = [name for name, module in model.named_modules() if getattr(module, "sparse", False) is True]
-    if not tables or codec.needs_shapes or codec.joint:
+    if not tables:
         return ""
+    codec = codec.fitted(((PROBED // 16, 16),))
     delta, back = torch.zeros(PROBED), torch.zeros(PROBED)
     delta[0] = 1.0
     payload = torch.zeros(codec.nbytes(PROBED), dtype=torch.uint8)

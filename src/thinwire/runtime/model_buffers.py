@@ -21,7 +21,6 @@ def floating(model: nn.Module) -> list[Tensor]:
     return [local(b) for name, b in model.named_buffers() if name in persistent and b.is_floating_point()]
 
 
-@torch.no_grad()
 def average(model: nn.Module, group: Group) -> None:
     """Make each floating buffer the mean of all replicas', in fp32 and in rank order, so in the same bits on all. Collective.
 

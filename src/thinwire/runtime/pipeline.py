@@ -23,12 +23,14 @@ from thinwire.errors import LinkError, PeerError
 from thinwire.exchange import Round, SendContext
 from thinwire.exchange.chunks import cut
 from thinwire.exchange.round import Outgoing
-from thinwire.exchange.stage import MOST_STAGES, Stage
+from thinwire.exchange.stage import MOST_STAGES, Stage, tag_of
 from thinwire.packet import REFUSED, STOP, payload
 from thinwire.pieces.policy import Deciding
 from thinwire.rng import Key
+from thinwire.runtime.deadlines import Deadlines
 from thinwire.runtime.fragment_state import RoundUpdate
 from thinwire.runtime.handshake import Finished
+from thinwire.runtime.weighing import TokenCount, weighed
 from thinwire.strategy import Gradients, Strategy
 
 Observe = Callable[..., None]
@@ -80,7 +82,7 @@ class RoundPipeline:
         self.finished = Finished(group)
         self._ahead = int(isinstance(strategy.signal, Gradients))  # a gradient is of the step that comes
         self.stop_requested = False
-        self._step_timer = StepTimer()
+        self._step_timer, self._deadlines = StepTimer(), Deadlines()
         self._inbound = ThreadPoolExecutor(1, "thinwire-inbound")
         self._launched = 0
 
@@ -93,11 +95,30 @@ class RoundPipeline:
         begin, group = self.clock(), self.context.group
         update.begin = begin
         update.nbytes = self.exchange.nbytes_sent(update.codec, update.delta.numel(), group.size, group.rank)
+        counts = None
+        if update.trained and group.size > 1:
+            key = Key(self.seed, update.of.index, update.number, group.rank)
+            counts = TokenCount(group, tag_of(key, MOST_STAGES - 2), update.trained - update.of.counted)
         order = (update.lands, self._launched)
         own = self._step_timer.departs(update.departed, begin - stalled)
         self._launched += 1
-        departure = self.context.send_queue.put(order, lambda: self._depart(update, order))
+        self._set_level(update, begin, (update.lands - update.departed) * own if scheduled else 0.0)
+        departure = self.context.send_queue.put(order, lambda: self._depart(update, order, counts))
         update.arrival = self._inbound.submit(self._arrive, departure, update, own, scheduled)
+
+    def _set_level(self, update: RoundUpdate, now: float, seconds: float) -> None:
+        """Of a codec with levels, take the finest with which `update` arrives within `seconds`; 0: there is no deadline."""
+        codec, numel = update.codec, update.delta.numel()
+        if not numel or codec.within(0.0, numel) is codec:
+            return
+        share = self._deadlines.share(now, update.nbytes, now + seconds) if seconds > 0 else 1.0
+        update.codec = codec.within(share, numel)
+        nbytes = sum(part.nbytes for part in update.codec.layout(numel))
+        self._deadlines.departed(now, round(update.nbytes * nbytes / codec.nbytes(numel)))
+
+    def landed(self, update: RoundUpdate) -> None:
+        """Learn from what `update` has taken: on the link where that is known, else in all."""
+        self._deadlines.landed(update.nbytes_sent, update.transfer_seconds or update.end - update.begin)
 
     def close(self) -> None:
         """Forget what has not been started; flights in progress end with the group."""
@@ -105,7 +126,15 @@ class RoundPipeline:
         self._inbound.shutdown(wait=False, cancel_futures=True)
 
     @torch.no_grad()
-    def _depart(self, update: RoundUpdate, order: tuple[int, int]) -> tuple[Round, Any, PolicyMessage | None]:
+    def _depart(
+        self, update: RoundUpdate, order: tuple[int, int], counts: TokenCount | None
+    ) -> tuple[Round, Any, PolicyMessage | None]:
+        if counts:
+            try:
+                update.share = counts.share()
+            except LinkError as error:
+                raise self.finished.explained(error, update.departed) from error
+        signal, _ = weighed(update, update.share)
         key = Key(self.seed, update.of.index, update.number, self.context.group.rank)
         flags = STOP if self.stop_requested else 0
         numel = update.delta.numel()
@@ -114,7 +143,7 @@ class RoundPipeline:
             update.codec,
             numel,
             key,
-            update.signal,
+            signal,
             flags,
             order,
             update.departed,
@@ -142,7 +171,8 @@ class RoundPipeline:
         round_, departure, notice = departed.result()
         over = False
         try:
-            arrival = self.exchange.arrive(departure, update.settle)
+            _, settle = weighed(update, update.share)
+            arrival = self.exchange.arrive(departure, settle)
             if notice and isinstance(self.policy, Deciding):
                 update.policy = self.policy.told(update.of.codec, notice.arrive())
             over = True

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-
 from thinwire.comm.group import Group
 from thinwire.runtime.driver import Training
 from thinwire.runtime.module_state import clear
 from thinwire.runtime.pipeline import WEIGHTS, or_flags
 
 
-@torch.no_grad()
 def start_again(training: Training, site: Group | None = None) -> None:
     """Go back to the anchors if own weights are not finite, and clear what is not finite in optimizer and buffers.
 

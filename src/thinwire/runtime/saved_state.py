@@ -13,9 +13,9 @@ from thinwire.runtime.fragment_state import FragmentState
 from thinwire.types import State
 
 _OUTER, _DEVIATION_OUTER, _FEEDBACK, _EXCHANGE = "outer.", "deviation_outer.", "feedback.", "exchange."
-_AGGREGATE, _FILTER, _POLICY = "aggregate.", "filter.", "policy."  # the second with its place
+_AGGREGATE, _FILTER, _POLICY, _GUARD = "aggregate.", "filter.", "policy.", "guard."  # the second with its place
 
-_PASSING = ("delta", "own", "deviation", _DEVIATION_OUTER.rstrip("."))
+_PASSING = ("delta", "own", "deviation", _DEVIATION_OUTER.rstrip("."), _GUARD.rstrip("."))
 
 
 def saved(fragments: Sequence[FragmentState]) -> dict[str, Tensor]:
@@ -32,7 +32,7 @@ def restore(
         raise CheckpointError(
             f"the checkpoint has {len(rounds)} fragments, this strategy makes {len(fragments)}; resume with the run's own strategy."
         )
-    for one, number, since in zip(fragments, rounds, facts.get("since", [0] * len(fragments))):
+    for one, number, since in zip(fragments, rounds, facts["since"]):
         _load(one, _under(f"{one.index}.", tensors), outer)
         one.rounds, one.since = number, since
 
@@ -48,6 +48,7 @@ def _tensors(fragment: FragmentState) -> dict[str, Tensor]:
     for number, state in enumerate(fragment.filtered):
         named |= {f"{_FILTER}{number}.{name}": value for name, value in state.items()}
     named |= {_POLICY + name: value for name, value in fragment.policy.items()}
+    named |= {_GUARD + name: value for name, value in fragment.guard.items()}
     if fragment.flight and fragment.flight.delta is not fragment.own:  # one tensor is saved once, as `own`
         named |= {"delta": fragment.flight.delta}
     return {name: value for name, value in named.items() if value is not None}
@@ -73,6 +74,10 @@ def _load(fragment: FragmentState, named: Mapping[str, Tensor], outer: Outer) ->
     for one, saved_state, due in zip(fragment.filters, filtered, fragment.filtered):
         _check(fragment, "memory of a filter", one, saved_state, due)
     _check(fragment, "choices of the policy", "this strategy", policy, fragment.policy)
+    guard = _under(_GUARD, named)
+    if guard:  # a checkpoint from before there were guards has none: this one begins to learn
+        _check(fragment, "norms of the guard", "this strategy", guard, fragment.guard)
+        fragment.guard = {name: value.cpu() for name, value in guard.items()}
     fragment.feedback, fragment.exchange, fragment.aggregate, fragment.policy, *filtered = (
         {name: value.cpu() for name, value in kept.items()}
         for kept in (feedback, exchange, aggregate, policy, *filtered)

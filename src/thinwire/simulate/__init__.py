@@ -1,2 +1,3 @@
-"""Who waits for whom, in virtual time: no tensors, no network, no clock. All figures of this package are *simulated*, those of
-`formulas` *predicted*."""
+"""Training over links in virtual time: no tensors, no network, no clock. All figures of this package are *simulated*, those of
+`formulas` *predicted*.
+"""

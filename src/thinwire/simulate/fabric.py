@@ -42,7 +42,21 @@ Placement = list[tuple[int, Fraction]]  # (spine, share of one flow)
 
 @dataclass(frozen=True)
 class Fabric:
-    """`leaves` with `hosts` each, `spines` of which `failed` are down, and known to be; the rate of every link between."""
+    """A leaf-spine fabric: every leaf has one link to every spine, and all these links have the same rate.
+
+    Args:
+        leaves: number of leaves (racks, sites), 2 to 4096.
+        spines: number of spines, 1 to 4096.
+        hosts: number of hosts on each leaf.
+        failed: number of spines that are down; nothing is sent over them.
+        bits_per_second: the rate of one link between a leaf and a spine, in bits per second.
+
+    Raises:
+        ConfigurationError: a number is out of range, no spine works, or the rate is not positive.
+
+    >>> Fabric(leaves=4, spines=8, failed=1).usable
+    7
+    """
 
     leaves: int
     spines: int
@@ -68,7 +82,17 @@ class Fabric:
 
 
 class Part(NamedTuple):
-    """`share` of one flow, on its way from leaf `source` over `spine` to leaf `sink`."""
+    """A share of one flow on its way over one spine.
+
+    Args:
+        source: number of the leaf that sends, from 0.
+        sink: number of the leaf that receives, from 0.
+        spine: number of the spine in between, from 0.
+        share: share of the flow, (0, 1], an exact fraction.
+
+    >>> Part(source=0, sink=1, spine=2, share=Fraction(1, 2)).spine
+    2
+    """
 
     source: int
     sink: int
@@ -78,6 +102,15 @@ class Part(NamedTuple):
 
 def place(policy: Policy, flows: int, spines: int, random: Random) -> Placement:
     """The parts of `flows` equal flows of one host to one leaf.
+
+    Args:
+        policy: how paths are chosen; the module describes each.
+        flows: number of flows.
+        spines: number of spines that work.
+        random: draws the spines, or the first of them.
+
+    Returns:
+        (spine, share of one flow) for each part.
 
     >>> [str(share) for _, share in place("split", 3, 2, Random(0))]
     ['1', '1', '1/2', '1/2']
@@ -120,7 +153,21 @@ _PLACE: dict[Policy, Callable[[int, int, Random], Placement]] = {
 
 
 def route(fabric: Fabric, policy: Policy, pattern: Pattern, flows: int, seed: int = 0) -> list[Part]:
-    """What travels when every host sends `flows` equal flows to each other leaf (all-to-all), or to the next one (ring)."""
+    """The parts of all flows when every host sends `flows` equal flows to each other leaf (all-to-all), or to the next leaf (ring).
+
+    Args:
+        fabric: the leaves and spines.
+        policy: how paths are chosen; the module describes each.
+        pattern: `all-to-all` or `ring`.
+        flows: number of flows from a host to a leaf.
+        seed: of the drawn paths; an integer number.
+
+    Raises:
+        ConfigurationError: fewer than one flow, or more than 30,000 parts of flows.
+
+    >>> len(route(Fabric(leaves=2, spines=2), "split", "ring", flows=3))
+    8
+    """
     if flows < 1:
         raise ConfigurationError(f"flows={flows}: at least 1 from a host to a leaf is needed.")
     pairs = flow_count(fabric, pattern, 1)
@@ -138,17 +185,43 @@ def route(fabric: Fabric, policy: Policy, pattern: Pattern, flows: int, seed: in
 
 
 def sinks(fabric: Fabric, pattern: Pattern) -> int:
-    """Leaves that one host sends to."""
+    """The number of leaves to which one host sends.
+
+    Args:
+        fabric: the leaves and spines.
+        pattern: `all-to-all` or `ring`.
+
+    >>> sinks(Fabric(leaves=4, spines=2), "all-to-all")
+    3
+    """
     return fabric.leaves - 1 if pattern == "all-to-all" else 1
 
 
 def flow_count(fabric: Fabric, pattern: Pattern, flows: int) -> int:
-    """Of all hosts together."""
+    """The number of flows of all hosts together.
+
+    Args:
+        fabric: the leaves and spines.
+        pattern: `all-to-all` or `ring`.
+        flows: number of flows from a host to a leaf.
+
+    >>> flow_count(Fabric(leaves=4, spines=2, hosts=8), "ring", flows=2)
+    64
+    """
     return fabric.leaves * fabric.hosts * sinks(fabric, pattern) * flows
 
 
 def even_load(fabric: Fabric, pattern: Pattern, flows: int) -> Fraction:
-    """What each link carries at best, in flows: those of a leaf, over the spines that work."""
+    """What each link carries at best, in flows: a leaf's flows divided by the spines that work.
+
+    Args:
+        fabric: the leaves and spines.
+        pattern: `all-to-all` or `ring`.
+        flows: number of flows from a host to a leaf.
+
+    >>> even_load(Fabric(leaves=4, spines=2, hosts=8), "ring", flows=1)
+    Fraction(4, 1)
+    """
     return Fraction(fabric.hosts * sinks(fabric, pattern) * flows, fabric.usable)
 
 
@@ -161,7 +234,20 @@ def _pairs(fabric: Fabric, pattern: Pattern) -> Iterator[tuple[int, int]]:
 
 
 def loads(fabric: Fabric, parts: Sequence[Part]) -> tuple[dict[tuple[int, int], Fraction], ...]:
-    """What every uplink and every downlink carries, in flows, exactly: by (leaf, spine)."""
+    """What every uplink and every downlink carries, in flows, as exact fractions.
+
+    Args:
+        fabric: the leaves and spines.
+        parts: what `route` returned.
+
+    Returns:
+        Two dictionaries by (leaf, spine): the uplinks' loads and the downlinks'.
+
+    >>> fabric = Fabric(leaves=2, spines=2)
+    >>> up, down = loads(fabric, route(fabric, "split", "ring", flows=1))
+    >>> [str(load) for load in up.values()]
+    ['1/2', '1/2', '1/2', '1/2']
+    """
     links = [(leaf, spine) for leaf in range(fabric.leaves) for spine in range(fabric.usable)]
     up, down = dict.fromkeys(links, Fraction(0)), dict.fromkeys(links, Fraction(0))
     for (source, sink, spine, share), count in Counter(parts).items():
@@ -171,14 +257,35 @@ def loads(fabric: Fabric, parts: Sequence[Part]) -> tuple[dict[tuple[int, int], 
 
 
 def most_loaded(fabric: Fabric, parts: Sequence[Part]) -> Fraction:
-    """The busiest link's load, in flows."""
+    """The load of the busiest link, in flows.
+
+    Args:
+        fabric: the leaves and spines.
+        parts: what `route` returned.
+
+    >>> fabric = Fabric(leaves=4, spines=2, hosts=8)
+    >>> most_loaded(fabric, route(fabric, "split", "ring", flows=1))
+    Fraction(4, 1)
+    """
     return max(max(side.values()) for side in loads(fabric, parts))
 
 
 def seconds(fabric: Fabric, parts: Sequence[Part], flow_nbytes: float) -> float:
-    """When the last part is there, if all share links fairly at any time (max-min), without packets and queues.
+    """Simulated seconds until the last part has arrived, when all flows share the links fairly at any time (max-min).
 
-    Cost: for every end of a part the rates of all others anew.
+    There are no packets and no queues. Cost: the rates of all parts are computed again whenever a part ends.
+
+    Args:
+        fabric: the leaves and spines.
+        parts: what `route` returned.
+        flow_nbytes: bytes of one whole flow, at most 1e18.
+
+    Raises:
+        ConfigurationError: `flow_nbytes` is not positive, or too large.
+
+    >>> fabric = Fabric(leaves=2, spines=2, bits_per_second=8e9)
+    >>> seconds(fabric, route(fabric, "split", "ring", flows=2), flow_nbytes=1e9)
+    1.0
     """
     if not (isfinite(flow_nbytes) and 0 < flow_nbytes <= 1e18):
         raise ConfigurationError(f"flow_nbytes={flow_nbytes}: a positive size, at most 1e18 bytes, is needed.")
@@ -218,10 +325,17 @@ def _fair(up: Integers, down: Integers, links: int) -> Floats:
 
 
 def expected_most(flows: int, spines: int) -> float:
-    """Predicted: the busiest of `spines` links when `flows` flows choose by chance, over an even share. Exact.
+    """Predicted: the load of the busiest of `spines` links over an even share, when each flow draws its link (`ecmp`). Exact.
 
-    E[max] = Σ_m P(max > m), and P(max ≤ m) is the coefficient of x^n in (Σ_{k≤m} x^k/k!)^s, times n!/s^n; here of
-    Poisson weights, by a Fourier transform.
+    E[max] = Σ_m P(max > m), and P(max ≤ m) is the coefficient of x^n in (Σ_{k≤m} x^k/k!)^s, times n!/s^n. It is computed
+    with Poisson weights, by a Fourier transform.
+
+    Args:
+        flows: number n of flows, 1 to 100,000.
+        spines: number s of links, 1 to 4096.
+
+    Raises:
+        ConfigurationError: a number is out of range.
 
     >>> [round(expected_most(n, s), 2) for n, s in ((8, 8), (32, 8), (64, 16))]
     [2.6, 1.76, 1.97]

@@ -27,7 +27,19 @@ MOST_FLOWS = 64  # on the fabric's axis
 
 
 def utilization_chart(study: Study, methods: tuple[str, ...] = STUDIED) -> Chart:
-    """From a third of the lowest rate at which some method computes half of the time, to thrice the highest for 99 %."""
+    """Compute utilisation against the rate of the link, a curve for each method; simulated.
+
+    The rates reach from a third of the lowest at which a method computes half of the time to three times the highest at
+    which one computes 99 % of it.
+
+    Args:
+        study: the model and how the methods are set.
+        methods: names from `thinwire.simulate.utilization.STUDIED`.
+
+    >>> from thinwire.simulate.layers import Stack
+    >>> len(utilization_chart(Study(Stack(1e9, 24, 0.1)), ("diloco",)).views[0].data)
+    1
+    """
     needed = [rate for method in methods for rate in study.rates(method)]
     rates = np.geomspace(min(needed) / 3, max(needed) * 3, POINTS)
     data = [
@@ -41,7 +53,18 @@ def utilization_chart(study: Study, methods: tuple[str, ...] = STUDIED) -> Chart
 
 
 def pipeline_chart(stages: int, micro_batches: int, forward: float, backward: float) -> Chart:
-    """Utilisation of equal stages against the time of a hop, from none to three times that of a stage's work."""
+    """Utilisation of equal pipeline stages against the time of a hop, simulated and by three closed forms.
+
+    A hop takes from 0 to three times a stage's forward and backward pass.
+
+    Args:
+        stages: number of stages.
+        micro_batches: number of micro-batches in a step.
+        forward, backward: seconds of a stage's pass over one micro-batch.
+
+    >>> [line["name"] for line in pipeline_chart(4, 8, 1.0, 2.0).views[0].data]
+    ['simulated', 'exact form', 'Pipette', 'AMP']
+    """
     computing = forward + backward
     hops = np.linspace(0, 3 * computing, 61)
     times: Mapping[str, list[float]] = {
@@ -69,7 +92,14 @@ def pipeline_chart(stages: int, micro_batches: int, forward: float, backward: fl
 
 
 def overlap_chart(ring: RingReduction) -> Chart:
-    """How many times faster than serial, against sending over computing, from a tenth to ten."""
+    """The speed-up of an overlapped ring reduction over a serial one, while sending takes a tenth to ten times the computing.
+
+    Args:
+        ring: its ranks and its contention; its times are replaced by those of the axis.
+
+    >>> [line["name"] for line in overlap_chart(RingReduction(4, 1.0, 1.0)).views[0].data]
+    ['same', 'staggered', 'staggered, predicted']
+    """
     ratios = np.geomspace(0.1, 10, 81)
     rings = [RingReduction(ring.ranks, 1.0, float(ratio), ring.contention) for ratio in ratios]
     serial = np.array([serial_seconds(each) for each in rings])
@@ -91,7 +121,16 @@ def overlap_chart(ring: RingReduction) -> Chart:
 
 
 def fabric_chart(given: Fabric, pattern: Pattern, seed: int) -> Chart:
-    """The busiest link over an even load, against the flows from a host to a leaf; means of some draws."""
+    """The load of the busiest link over an even load, against the flows from a host to a leaf; what is drawn is the mean of 8 draws.
+
+    Args:
+        given: the leaves and spines.
+        pattern: `all-to-all` or `ring`.
+        seed: of the drawn paths; an integer number.
+
+    >>> [line["name"] for line in fabric_chart(Fabric(leaves=2, spines=2), "ring", seed=0).views[0].data]
+    ['ecmp', 'round-robin', 'split', 'wrap', 'spray']
+    """
     pairs = fabric.flow_count(given, pattern, 1)
     flows = [n for n in range(1, MOST_FLOWS + 1) if pairs * max(n, given.usable) <= fabric.PARTS]
     random = Random(seed)
@@ -111,7 +150,15 @@ def fabric_chart(given: Fabric, pattern: Pattern, seed: int) -> Chart:
 
 
 def stragglers_chart(runs: Mapping[str, tuple[Sequence[float], int]]) -> Chart:
-    """Steps completed against time; `runs`: when each round ended, and how many steps there were, by name."""
+    """Completed steps against time.
+
+    Args:
+        runs: by name, the second at which each round ended and the number of steps; the first rounds of a run whose steps
+            are completed later complete none.
+
+    >>> stragglers_chart({"plain": ([1.0, 2.0], 2)}).views[0].data[0]["y"]
+    [0.0, 1.0, 2.0]
+    """
     data = [
         curve(
             np.array([0.0, *ends]),
@@ -136,7 +183,18 @@ def _busiest(given: Fabric, policy: fabric.Policy, pattern: Pattern, flows: int,
 
 
 def curve(x: Floats, y: Floats, name: str, number: int, hover: str, dashed: bool = False) -> Json:
-    """One line of a chart, in the colour of its number."""
+    """One line of a chart.
+
+    Args:
+        x, y: the points, float64 [n] each.
+        name: shown in the legend.
+        number: number of the colour.
+        hover: Plotly's template for the text at a point.
+        dashed: whether the line is dashed.
+
+    >>> curve(np.array([0.0, 1.0]), np.array([2.0, 3.0]), "loss", 0, "%{y}")["name"]
+    'loss'
+    """
     line: Json = {"color": colour(number), "width": 2} | ({"dash": "dash"} if dashed else {})
     return {
         "type": "scatter", "mode": "lines", "x": rounded(x), "y": rounded(y), "name": name, "line": line,
@@ -145,12 +203,31 @@ def curve(x: Floats, y: Floats, name: str, number: int, hover: str, dashed: bool
 
 
 def share_axis(title: str) -> Json:
-    """From 0 to 100 %."""
+    """An axis from 0 to 100 %.
+
+    Args:
+        title: of the axis.
+
+    >>> share_axis("utilisation")["tickformat"]
+    '.0%'
+    """
     return {"title": {"text": title}, "range": [0, 1.02], "tickformat": ".0%"}
 
 
 def chart(data: Sequence[Json], x: Json, y: Json, *remarks: str) -> Chart:
-    """One view, with a legend; on a logarithmic axis Plotly names 1, 2 and 5, or where that is many the powers of ten."""
+    """A chart with one view and a legend.
+
+    On a logarithmic axis Plotly names 1, 2 and 5, or the powers of ten alone where the axis spans more than three of them.
+
+    Args:
+        data: the lines, as `curve` makes them.
+        x, y: the axes, as Plotly's layout has them.
+        remarks: sentences below the chart.
+
+    >>> line = curve(np.array([0.0, 1.0]), np.array([2.0, 3.0]), "loss", 0, "%{y}")
+    >>> chart([line], {}, share_axis("utilisation"), "simulated").remarks
+    ('simulated',)
+    """
     if x.get("type") == "log" and "tickvals" not in x:
         values = [value for line in data for value in line["x"]]
         x |= {"dtick": 1 if max(values) > 1e3 * min(values) else "D2"}

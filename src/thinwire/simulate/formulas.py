@@ -1,8 +1,8 @@
-"""Closed forms beside the simulator: what they give is *predicted*, each within the range that it states.
+"""Closed forms beside the simulator. Their results are *predicted*, each within the range that it states.
 
-Throughout, `load` is c = κ·b·N / (B·T): how many steps the link needs for one exchange of the whole model, where N are
-the parameters, b the bits of one on the wire, B the rate, T the seconds of an inner step, and κ what the collective
-sends for one message (`ring_factor`, or M − 1 where everybody sends to everybody). For two replicas all κ are 1.
+In all of them `load` is c = κ·b·N / (B·T): the number of steps that the link needs for one exchange of the whole model. N are the
+parameters, b the bits of one on the wire, B the rate, T the seconds of an inner step. κ is what the collective sends for one
+message: `ring_factor`, or M − 1 if every replica sends to every other. For two replicas all κ are 1.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ BACKWARD = 1 - FORWARD  # of a step
 def ring_factor(replicas: int) -> float:
     """κ = 2·(M−1)/M: what a ring all-reduce, or a reduce-scatter and a gather, sends for one message.
 
+    Args:
+        replicas: number M of replicas.
+
     >>> ring_factor(2), ring_factor(4)
     (1.0, 1.5)
     """
@@ -25,6 +28,12 @@ def ring_factor(replicas: int) -> float:
 
 def load(parameters: float, bits_per_parameter: float, bits_per_second: float, step_seconds: float) -> float:
     """c = b·N / (B·T), κ taken into b.
+
+    Args:
+        parameters: number N of parameters.
+        bits_per_parameter: bits b of one parameter on the wire, times the collective's κ.
+        bits_per_second: rate B of the link, in bits per second.
+        step_seconds: seconds T of an inner step.
 
     >>> load(1e9, 16, bits_per_second=160e9, step_seconds=0.1)
     1.0
@@ -37,6 +46,12 @@ def floor_bits_per_second(parameters: float, bits_per_parameter: float, every: i
 
     H is the real period: where a schedule rounds it, the rounded one. With several links in parallel, their sum.
 
+    Args:
+        parameters: number N of parameters.
+        bits_per_parameter: bits b of one parameter on the wire, times the collective's κ.
+        every: inner steps H between two exchanges of a fragment.
+        step_seconds: seconds T of an inner step.
+
     >>> floor_bits_per_second(1e9, 4, every=100, step_seconds=0.1) / 1e9
     0.4
     """
@@ -44,7 +59,15 @@ def floor_bits_per_second(parameters: float, bits_per_parameter: float, every: i
 
 
 def most_utilization(load: float, every: int) -> float:
-    """U ≤ min(1, H/c): the same bound, as utilisation. Reached where the delay is long enough."""
+    """U ≤ min(1, H/c): the same bound, as utilisation. Reached where the delay is long enough.
+
+    Args:
+        load: number c of steps that the link needs for one exchange of the whole model.
+        every: inner steps H between two exchanges of a fragment.
+
+    >>> most_utilization(200.0, every=100)
+    0.5
+    """
     return min(1.0, every / load) if load > 0 else 1.0
 
 
@@ -53,6 +76,10 @@ def data_parallel_utilization(load: float, layers: int) -> float:
 
     Either the last layer to be ready travels alone after the pass (c/L), or the link is busy from the first on. Exact
     for equal layers, ⅓ of the step forward, no latency. The paper's simpler form drops ⅔/L.
+
+    Args:
+        load: number c of steps that the link needs for one exchange of the whole model.
+        layers: number L of equal layers.
 
     >>> round(data_parallel_utilization(1.0, layers=24), 4)
     0.7347
@@ -64,6 +91,11 @@ def diloco_utilization(load: float, layers: int, every: int) -> float:
     """U = H / (H + max(c/L, c − ⅔·(1 − 1/L))): one exchange in H steps, which hides behind one backward pass.
 
     Exact for equal layers, ⅓ of the step forward, no latency, delay 0, and all fragments at once.
+
+    Args:
+        load: number c of steps that the link needs for one exchange of the whole model.
+        layers: number L of equal layers.
+        every: inner steps H between two exchanges.
 
     >>> round(diloco_utilization(10.0, layers=24, every=100), 4)
     0.9144
@@ -81,6 +113,16 @@ def streaming_utilization(
     *Range*: τ < the steps between two departures, so that a flight has landed before the next one departs; there it
     is exact at any load. With a longer delay flights share the link, land later, and this is too high:
     `most_utilization` says what is left.
+
+    Args:
+        load: number c of steps that the link needs for one exchange of the whole model.
+        layers: number L of equal layers.
+        fragments: the numbers of the layers of each fragment.
+        every: inner steps H between two exchanges of a fragment.
+        delay: inner steps τ from departure to landing.
+
+    >>> streaming_utilization(10.0, layers=4, fragments=[[0, 2], [1, 3]], every=100, delay=5)
+    1.0
     """
     stalls = 0.0
     for fragment in fragments:
@@ -99,6 +141,14 @@ def flight_fits(
 
     `trips` are the collective's sequential round trips: 1 where everybody sends to everybody, 2·(M−1) for a ring.
     Necessary for full utilisation up to the slack of one step that layers have; not sufficient: see the floor.
+
+    Args:
+        load: number c of steps that the link needs for one exchange of the whole model.
+        share: share f of the model in the fragment, (0, 1].
+        delay: inner steps τ from departure to landing.
+        step_seconds: seconds T of an inner step.
+        round_trip_seconds: seconds from a message to its answer.
+        trips: number of round trips of the collective that follow each other.
 
     >>> flight_fits(2.0, share=1 / 8, delay=1, step_seconds=0.1, round_trip_seconds=0.15)
     False

@@ -1,10 +1,10 @@
-"""Inside a step: layers, forward and backward, against one link, for many rates of that link at once.
+"""Layer by layer: forward and backward passes of one replica against one link, for many rates of that link at once.
 
 The model is that of Streaming DiLoCo's study of compute utilisation (arXiv 2501.18512, §3.1 and appendix): replicas
 are alike, so one stands for all. Layers are equal; a forward pass takes a third of the step, a backward pass the rest.
-A layer that is due is sent when its backward pass ends, over a link that carries one message at a time, first in
-first out, without latency; its forward pass in step t + 1 + τ waits until it has arrived. Which fragments depart
-after which step says the strategy's own schedule, which layers they hold its own partition.
+A layer that is due is sent when its backward pass ends. The link carries one message at a time, first in first out, without
+latency. The layer's forward pass in step t + 1 + τ waits until it has arrived. The strategy's own schedule says which fragments
+depart after which step, its own partition which layers they hold.
 """
 
 from __future__ import annotations
@@ -29,7 +29,19 @@ SAME = 1e-10  # of a step: two times that are equal
 
 @dataclass(frozen=True)
 class Stack:
-    """A model as equal layers and nothing else, with the seconds that one inner step takes."""
+    """A model of equal layers, with the seconds that one inner step takes.
+
+    Args:
+        parameters: number of parameters, at most 1e18.
+        layers: number of layers.
+        step_seconds: seconds of an inner step, at most 1e9.
+
+    Raises:
+        ConfigurationError: a number is not positive or too large, or there are more layers than parameters.
+
+    >>> len(list(Stack(1e9, layers=24, step_seconds=0.1).skeleton().parameters()))
+    24
+    """
 
     parameters: float
     layers: int
@@ -66,10 +78,23 @@ class _Layer(nn.Module):
 
 
 def compute_utilization(stack: Stack, strategy: Strategy, bits_per_parameter: float, bits_per_second: Floats) -> Floats:
-    """Seconds of computing over seconds, in the long run, for each of the rates [B].
+    """Seconds in inner steps over seconds, in the long run; simulated for many rates of the link at once.
 
-    No time grows when the rate does, so utilisation never falls with it. Cost: a few operations on arrays [B] for
-    every layer that is sent, until the pattern repeats.
+    No time grows when the rate does, so utilisation never falls with it. Cost: a few operations on arrays [B] for every
+    layer that is sent, until the pattern repeats.
+
+    Args:
+        stack: the model's layers.
+        strategy: its schedule and partition say which layers are sent after which step.
+        bits_per_parameter: bits of one parameter on the wire, times what the collective sends for one message.
+        bits_per_second: rates of the link, float64 [B].
+
+    Returns:
+        Shares of the time, float64 [B].
+
+    >>> from thinwire.recipes import diloco
+    >>> compute_utilization(Stack(1e9, 24, 0.1), diloco(every=100), 16, np.array([1e9, 1e12])).round(2).tolist()
+    [0.39, 1.0]
     """
     replica = _Lockstep(stack, strategy, bits_per_parameter, bits_per_second)
     every = strategy.schedule.every
@@ -88,7 +113,22 @@ def compute_utilization(stack: Stack, strategy: Strategy, bits_per_parameter: fl
 def compute_utilization_of_run(
     stack: Stack, strategy: Strategy, bits_per_parameter: float, bits_per_second: Floats, steps: int
 ) -> Floats:
-    """As `compute_utilization`, but of a run of `steps` that begins with an idle link and ends when it is idle again."""
+    """As `compute_utilization`, but of a run that begins with an idle link and ends when the link is idle again.
+
+    Args:
+        stack: the model's layers.
+        strategy: its schedule and partition say which layers are sent after which step.
+        bits_per_parameter: bits of one parameter on the wire, times what the collective sends for one message.
+        bits_per_second: rates of the link, float64 [B].
+        steps: inner steps of the run.
+
+    Returns:
+        Shares of the time, float64 [B].
+
+    >>> from thinwire.recipes import diloco
+    >>> compute_utilization_of_run(Stack(1e9, 24, 0.1), diloco(every=100), 16, np.array([1e9]), 300).round(2).tolist()
+    [0.39]
+    """
     replica = _Lockstep(stack, strategy, bits_per_parameter, bits_per_second)
     replica.run(steps)
     return np.minimum(steps * stack.step_seconds / np.maximum(replica.clock, replica.free), 1.0)

@@ -25,9 +25,20 @@ _SAME = 1e-12  # of all the time: two events at once
 
 @dataclass(frozen=True)
 class RingReduction:
-    """N ranks that need `produce_seconds` g for a chunk each, and `send_seconds` c for a ring step.
+    """A ring reduce-scatter of N chunks over N ranks.
 
-    `contention` k: while a rank sends, computing takes 1 + k times as long, since both need the same memory and cores.
+    Args:
+        ranks: number N of ranks, 2 to 256.
+        produce_seconds: seconds g in which a rank computes one chunk.
+        send_seconds: seconds c of one ring step.
+        contention: factor k; while a rank sends, computing takes 1 + k times as long, because both need the same memory
+            and cores.
+
+    Raises:
+        ConfigurationError: a number is out of range.
+
+    >>> RingReduction(ranks=8, produce_seconds=1.0, send_seconds=0.5).work_seconds
+    8.0
     """
 
     ranks: int
@@ -61,6 +72,17 @@ def reduce_scatter(ring: RingReduction, order: Order) -> float:
 
     `serial`: nothing is sent before all is computed. `same`: all ranks compute chunks 0, 1, …, so that most wait for
     the first one they may send. `staggered`: rank r computes r, r − 1, …, which is the order in which it sends.
+
+    Args:
+        ring: the ranks and their times.
+        order: `serial`, `same` or `staggered`.
+
+    Raises:
+        ConfigurationError: the order is not known.
+
+    >>> ring = RingReduction(ranks=4, produce_seconds=1.0, send_seconds=1.0)
+    >>> [reduce_scatter(ring, order) for order in ORDERS]
+    [7.0, 7.0, 4.0]
     """
     return _Ranks(ring, order).run()
 
@@ -110,7 +132,14 @@ class _Ranks:
 
 
 def serial_seconds(ring: RingReduction) -> float:
-    """T = N·g + (N−1)·c, predicted and exact."""
+    """T = N·g + (N−1)·c, predicted and exact: all chunks are computed, then all are sent.
+
+    Args:
+        ring: the ranks and their times.
+
+    >>> serial_seconds(RingReduction(ranks=8, produce_seconds=1.0, send_seconds=0.5))
+    11.5
+    """
     return ring.work_seconds + ring.traffic_seconds
 
 
@@ -120,6 +149,9 @@ def overlapped_seconds(ring: RingReduction) -> float:
     Either the link is busy from the first chunk on, or the ranks compute all the time, and lose c·k/(1+k) for every
     message beside it. With k = 0 these are g + (N−1)·c and N·g.
 
+    Args:
+        ring: the ranks and their times.
+
     >>> [overlapped_seconds(RingReduction(8, 1.0, c)) for c in (0.5, 1.0, 2.0)]
     [8.0, 8.0, 15.0]
     """
@@ -128,7 +160,15 @@ def overlapped_seconds(ring: RingReduction) -> float:
 
 
 def hidden_share(ring: RingReduction, seconds: float) -> float:
-    """The overlap's efficiency: how much of the traffic's time hides behind the work. 0 for `serial`."""
+    """The overlap's efficiency: the share of the traffic's time that hides behind the work, [0, 1]; 0 for `serial`.
+
+    Args:
+        ring: the ranks and their times.
+        seconds: seconds that the reduction took, as `reduce_scatter` returns them.
+
+    >>> hidden_share(RingReduction(ranks=8, produce_seconds=1.0, send_seconds=1.0), seconds=8.0)
+    1.0
+    """
     return round(1 - (seconds - ring.work_seconds) / ring.traffic_seconds, 12) + 0.0  # no −0
 
 
@@ -137,6 +177,9 @@ def memory_traffic(ranks: int) -> tuple[float, float]:
 
     Written once by the product. Then, for each of the N−1 chunks that arrive: read what is there, read what arrived,
     write the sum; against one write that adds, and one read to send on. An accounting of our own, for ratios.
+
+    Args:
+        ranks: number N of ranks.
 
     >>> memory_traffic(8)
     (3.625, 2.75)

@@ -1,8 +1,8 @@
-"""A pipeline of stages over links: 1F1B, operation by operation, and the closed forms of one step beside it.
+"""Pipeline parallelism over links: 1F1B simulated operation by operation, and closed forms of one step.
 
 A stage does its passes in a fixed order: stage i of p first min(n, p − 1 − i) forward passes, then one forward, one
-backward in turn, then the backward passes that are left. Sending is asynchronous: a stage goes on at once, and what it
-sent is there `hop_seconds` later. A hop is a delay: messages on it do not queue.
+backward in turn, then the backward passes that are left. Sending is asynchronous: a stage continues at once, and what it
+sent arrives `hop_seconds` later. A hop is a delay: messages on it do not queue.
 """
 
 from __future__ import annotations
@@ -19,7 +19,21 @@ OPERATIONS = 2_000_000  # forward passes of one step that are followed: some sec
 
 @dataclass(frozen=True)
 class Pipeline:
-    """p stages and n micro-batches: seconds of a forward and a backward pass of every stage [p], and of every hop [p − 1]."""
+    """p stages in a row and n micro-batches in a step.
+
+    Args:
+        micro_batches: number n of micro-batches.
+        forward_seconds: seconds of each stage's forward pass over one micro-batch [p].
+        backward_seconds: seconds of each stage's backward pass over one micro-batch [p].
+        hop_seconds: seconds until what a stage sends is at the next one [p − 1].
+
+    Raises:
+        ConfigurationError: the lengths do not fit, a time is negative or not finite, all times are 0, or a step has more
+            than two million forward passes.
+
+    >>> Pipeline(4, (1.0, 1.0), (2.0, 2.0), (0.5,)).work_seconds
+    (12.0, 12.0)
+    """
 
     micro_batches: int
     forward_seconds: tuple[float, ...]
@@ -50,7 +64,7 @@ class Pipeline:
         cls, stages: int, micro_batches: int, forward: float, backward: float,
         hops: Sequence[float] = (0.0,), slower: Sequence[float] = (1.0,),
     ) -> Pipeline:  # fmt: skip
-        """Equal stages but for the factors `slower`; `slower` and `hops` are repeated as often as needed."""
+        """Equal stages, except for the factors `slower`. `slower` and `hops` are repeated as often as needed."""
         if not 1 <= stages <= OPERATIONS or not hops or not slower:
             raise ConfigurationError(
                 f"{stages} stages, {len(hops)} hops, {len(slower)} factors: at least 1 of each is needed."
@@ -72,13 +86,16 @@ class Pipeline:
 
     @property
     def work_seconds(self) -> tuple[float, ...]:
-        """Of each stage in a step [p]."""
+        """Seconds of work of each stage in a step [p]."""
         pairs = zip(self.forward_seconds, self.backward_seconds, strict=True)
         return tuple(self.micro_batches * (forward + backward) for forward, backward in pairs)
 
 
 def one_forward_one_backward(pipeline: Pipeline) -> float:
     """Seconds from the first forward pass to the last backward pass, simulated. Cost: 2·n·p operations.
+
+    Args:
+        pipeline: the stages and their times.
 
     >>> one_forward_one_backward(Pipeline.of(stages=8, micro_batches=32, forward=1.0, backward=2.0, hops=[1.0]))
     185.0
@@ -125,6 +142,12 @@ def pipeline_seconds(stages: int, micro_batches: int, compute_seconds: float, ho
     `hop_seconds` is c: one activation, one way. *Range*: equal stages, equal hops, p | n; there it is exact. Where p
     does not divide n the hops of the last round are counted as of a whole one, and it is too high or exact.
 
+    Args:
+        stages: number p of stages.
+        micro_batches: number n of micro-batches.
+        compute_seconds: seconds C of a stage's forward and backward pass over one micro-batch.
+        hop_seconds: seconds c of one hop.
+
     >>> pipeline_seconds(stages=8, micro_batches=32, compute_seconds=3.0, hop_seconds=1.0)
     185.0
     """
@@ -140,12 +163,32 @@ def pipeline_seconds(stages: int, micro_batches: int, compute_seconds: float, ho
 
 
 def pipette_seconds(stages: int, micro_batches: int, compute_seconds: float, hop_seconds: float) -> float:
-    """Pipette's form (arXiv 2405.18093): T = (n/p)·(p·C + 2(p−1)·c) + (p−1)·C, without the last term. Too low for p > 2."""
+    """Pipette's form (arXiv 2405.18093): T = (n/p)·(p·C + 2(p−1)·c) + (p−1)·C, without the last term. Too low for p > 2.
+
+    Args:
+        stages: number p of stages.
+        micro_batches: number n of micro-batches.
+        compute_seconds: seconds C of a stage's forward and backward pass over one micro-batch.
+        hop_seconds: seconds c of one hop.
+
+    >>> pipette_seconds(stages=8, micro_batches=32, compute_seconds=3.0, hop_seconds=1.0)
+    173.0
+    """
     if stages == 1:
         return micro_batches * compute_seconds
     return pipeline_seconds(stages, micro_batches, compute_seconds, hop_seconds) - 2 * (stages - 2) * hop_seconds
 
 
 def amp_seconds(stages: int, micro_batches: int, compute_seconds: float, hop_seconds: float) -> float:
-    """AMP's form: T = (n−1)·C + p·C + 2(p−1)·c. Hops are paid once, which is too low by far where they cost something."""
+    """AMP's form: T = (n−1)·C + p·C + 2(p−1)·c. It pays each hop once, which is far too low where hops cost something.
+
+    Args:
+        stages: number p of stages.
+        micro_batches: number n of micro-batches.
+        compute_seconds: seconds C of a stage's forward and backward pass over one micro-batch.
+        hop_seconds: seconds c of one hop.
+
+    >>> amp_seconds(stages=8, micro_batches=32, compute_seconds=3.0, hop_seconds=1.0)
+    131.0
+    """
     return (micro_batches - 1 + stages) * compute_seconds + 2 * (stages - 1) * hop_seconds

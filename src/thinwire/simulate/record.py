@@ -21,10 +21,26 @@ REPLICAS = 16  # that leave a log; the report draws eight
 
 
 class Recorder:
-    """Observes a simulation and writes `FOLDER/events/replica-*.jsonl`, a file a replica, of the first 16.
+    """Observes a simulation and writes the event logs `FOLDER/events/replica-*.jsonl` of its first 16 replicas.
 
-    `about` are the fields of a `start` event that a scenario does not know: run, strategy, parameters, fragments, machine.
-    Steps between two events share their time evenly. There is no loss.
+    Steps between two events share their time evenly. The logs hold no loss.
+
+    Args:
+        folder: of the run; made if it is not there.
+        scenario: the one that is simulated.
+        about: fields of the `start` event that a scenario does not know: run, strategy, parameters, fragments, machine.
+        tokens: number of tokens in an inner step, for the logs.
+
+    >>> import tempfile, thinwire as tw
+    >>> from thinwire.simulate.replicas import simulate
+    >>> scenario = Scenario.alike(replicas=2, step_seconds=0.1, link=tw.comm.Link(1e9))
+    >>> about = {"run": "first", "strategy": "diloco", "parameters": 1000, "fragments": [1000], "machine": {}}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with Recorder(Path(folder), scenario, about, tokens=1024) as recorder:
+    ...         outcome = simulate(tw.diloco(every=10), [1000], scenario, steps=20, observer=recorder)
+    ...         recorder.end(outcome, steps=20, summary={})
+    ...     len(list(Path(folder, "events").glob("*.jsonl")))
+    2
     """
 
     def __init__(self, folder: Path, scenario: Scenario, about: Mapping[str, Any], tokens: int) -> None:

@@ -1,16 +1,17 @@
-"""Between steps: all replicas of a run, their rounds and their wires, in virtual time.
+"""The replicas of a run, their rounds and their wires, in virtual time.
 
-The order of things is `Replica`'s, and what decides is asked of the strategy that trains: its schedule says which
-fragments depart after which inner step and how long they may fly, its exchange and codec how many bytes that is.
-Time is what the pieces leave open. An inner step takes its replica's time; a departure goes through the exchange
-thread and then over the uplink (both first in, first out; an exchange of several hops is one message of as many bytes,
-with their delays one after the other); a round is complete when the last byte of the last replica has arrived, since a
-replica also waits for its own bytes to leave; a landing waits for that, and only landings wait.
+The order of events is that of `Replica`. The strategy that trains decides: its schedule says which fragments depart after which
+inner step and how long they may fly, its exchange and codec how many bytes that is. The rest is time:
 
-All replicas take the same inner steps, so one event is handled for all of them at once, in arrays [M], in the order of
-the steps and not of time: nothing that happens later in a replica's life can change what came before, so both orders
-give the same times. Wires that are shared are the exception, and are booked in the order of time (`uplinks.send`).
-Cost: a few operations on [M] for every departure and landing, none for a step in which nothing departs or lands.
+- an inner step takes its replica's time;
+- a departure goes through the exchange thread, then over the uplink, both first in first out; an exchange of several hops is one
+  message of as many bytes, with the delays one after the other;
+- a round is complete when the last byte of the last replica has arrived, because a replica waits for its own bytes, too;
+- a landing waits for its round, and nothing else waits.
+
+All replicas take the same inner steps, so one event is handled for all of them at once, in arrays [M]. Events follow the order of
+steps and not of time. Nothing that happens later to a replica changes what came before, so both orders give the same times. Shared
+wires are the exception: they are booked in the order of time (`uplinks.send`). Cost: a few operations on [M] an event.
 """
 
 from __future__ import annotations
@@ -36,7 +37,22 @@ from thinwire.strategy import Gradients, Strategy
 
 @dataclass(eq=False)
 class SimulatedRound:
-    """One exchange of one fragment, as all replicas see it: arrays [M]."""
+    """One exchange of one fragment, as all M replicas see it.
+
+    Args:
+        fragment: number of the fragment, from 0.
+        number: number of the fragment's round.
+        step: number of the inner step after which it departed.
+        departed: seconds at which each replica's packet departed, float64 [M].
+        messages: what each replica sends.
+        further_seconds: seconds of the delays after the first, in an exchange with several hops.
+        noticed: seconds until which the round waited for packets that did not come.
+        landed: seconds at which every replica has received and decoded all packets, float64 [M]; None until then.
+
+    >>> now = np.zeros(2)
+    >>> SimulatedRound(0, 0, 30, now, Messages.of(now, nbytes=500), 0.0, 0.0).nbytes
+    500
+    """
 
     fragment: int
     number: int
@@ -56,7 +72,7 @@ class SimulationObserver(Protocol):
     """Hears what happens, as arrays [M]; `away` replicas take no part."""
 
     def stepped(self, first: int, done: Integers, begin: Floats, end: Floats) -> None:
-        """Each replica's `done` inner steps from `first` on; who died did fewer than the others, and who is away none."""
+        """Each replica has taken `done` inner steps, starting with step `first`: fewer if it died, none if it is away."""
 
     def departed(self, round_: SimulatedRound, away: Flags) -> None: ...
 
@@ -68,8 +84,22 @@ class SimulationObserver(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class SimulationResult:
-    """What came out: arrays [M], but for the wires' `busy_seconds` [W]. `events` counts departures, arrivals and
-    landings of all replicas, and their inner steps.
+    """What a simulated run of M replicas over W wires took.
+
+    Args:
+        wall_seconds: seconds of each replica, float64 [M].
+        compute_seconds: those in inner steps, float64 [M].
+        stall_seconds: those in which a landing waited for its round, float64 [M].
+        nbytes_sent: bytes that each replica sent, int64 [M].
+        steps: inner steps of each replica, int64 [M].
+        busy_seconds: seconds in which each wire carried something, float64 [W].
+        rounds: number of rounds of all fragments.
+        failures: number of deaths of replicas.
+        events: number of inner steps, departures, arrivals and landings of all replicas.
+
+    >>> times, counts = np.array([10.0, 10.0]), np.array([100, 100])
+    >>> SimulationResult(times, times / 2, times / 2, counts, counts, times, 3, 0, 212).compute_utilization
+    0.5
     """
 
     wall_seconds: Floats
@@ -96,8 +126,23 @@ def simulate(
     observer: SimulationObserver | None = None,
     rates: Rates = lambda step: 1.0,
 ) -> SimulationResult:
-    """Train for `steps` inner steps, and finish as `Replica.finish` does; `fragments` of so many elements, or of tensors of
-    such shapes, as for `Strategy.nbytes_per_period`. `rates` is the learning rate of an inner step, for a schedule that follows it.
+    """Train in virtual time, and finish as `Replica.finish` does.
+
+    Args:
+        strategy: the composition that would train; its schedule, exchange and codec are asked.
+        fragments: number of elements of each fragment, or the shapes of its tensors, as for `Strategy.nbytes_per_period`.
+        scenario: the replicas, their wires, and what goes wrong.
+        steps: inner steps of the run.
+        observer: hears of every departure and landing.
+        rates: the learning rate of an inner step, for a schedule that follows it.
+
+    Raises:
+        ConfigurationError: no step or no fragment was given.
+
+    >>> from thinwire import diloco
+    >>> result = simulate(diloco(every=10), [100_000], Scenario.alike(2, 0.1, Link(1e6)), steps=100)
+    >>> result.rounds, bool(result.compute_utilization < 0.5)
+    (10, True)
     """
     if steps < 1 or not fragments:
         raise ConfigurationError(f"steps={steps}, {len(fragments)} fragments: at least 1 of each is needed.")
@@ -107,7 +152,19 @@ def simulate(
 
 
 def delays(exchange: Exchange, codec: Codec, numel: int, size: int) -> int:
-    """How many one-way delays a round takes, one after the other: 2 for `TwoShot`. The exchange itself is asked."""
+    """How many one-way delays of the link a round takes, one after the other. The exchange itself is asked.
+
+    Args:
+        exchange: how the packets travel.
+        codec: what they are encoded with.
+        numel: number of elements.
+        size: number of replicas.
+
+    >>> from thinwire.codecs import E3M0
+    >>> from thinwire.exchange import Direct, TwoShot
+    >>> delays(Direct(), E3M0(), 1000, 4), delays(TwoShot(), E3M0(), 1000, 4)
+    (1, 2)
+    """
     return max(1, round(exchange.seconds(codec, numel, size, _INSTANT)))
 
 
@@ -139,9 +196,8 @@ class _Fleet:
         self.flying: dict[int, SimulatedRound] = {}  # by fragment
         self.waiting: list[SimulatedRound] = []  # to be settled, in order of departure
         self.rounds = [0] * len(fragments)
-        self.since = [0] * len(
-            fragments
-        )  # the inner step after which nothing trained has departed, as in `FragmentState`
+        # the inner step after which nothing trained has departed, as in `FragmentState`
+        self.since = [0] * len(fragments)
         self.events = self.failed = 0
         self.away = np.zeros(count, dtype=bool)
         self.fails_at, self.returns_at = np.full(count, np.inf), np.full(count, np.inf)
@@ -208,7 +264,7 @@ class _Fleet:
             self.observer.stepped(first, done, begin, self.clock)
 
     def _seconds(self, steps: int) -> Floats:
-        """What `steps` inner steps take: sums of independent draws, drawn at once; of pauses, all replicas' together."""
+        """Seconds of `steps` inner steps: sums of independent draws; pauses of all replicas are drawn together."""
         seconds, scenario = steps * self.step_seconds, self.scenario
         if scenario.jitter:
             variance = scenario.jitter**2
@@ -310,7 +366,7 @@ class _Fleet:
             self.observer.changed(failed, step, self.fails_at[failed], "this replica dies")
 
     def _go_on_alone(self, step: int, undone: Integers) -> None:
-        """All have died: who is back first goes on from its own checkpoint with the steps that it has not done."""
+        """All replicas have died: the first that returns continues from its own checkpoint with the steps that are not done."""
         while self.away.all():
             first = int(self.returns_at.argmin())
             now = float(self.returns_at[first])

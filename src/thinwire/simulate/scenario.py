@@ -1,4 +1,4 @@
-"""Where a strategy runs: how fast the replicas are, which wires join them, and what goes wrong."""
+"""The setting of a simulated run: how fast the replicas are, which wires join them, and what goes wrong."""
 
 from __future__ import annotations
 
@@ -20,7 +20,20 @@ LONGEST = 1e9  # seconds of a step: thirty years
 
 @dataclass(frozen=True)
 class Outages:
-    """Times in which a wire is down by chance: on average one in `every_seconds` of being up, `seconds` long (exponential)."""
+    """Drawn times in which a wire is down; both durations are exponentially distributed.
+
+    Args:
+        every_seconds: mean seconds between two outages, at least a millisecond.
+        seconds: mean seconds of an outage.
+        seed: of the draws; an integer number.
+
+    Raises:
+        ConfigurationError: a time is not positive, or outages are less than a millisecond apart.
+
+    >>> begin, end = next(iter(Outages(every_seconds=3600, seconds=30)))
+    >>> 0 < begin < end
+    True
+    """
 
     every_seconds: float
     seconds: float
@@ -43,10 +56,21 @@ class Outages:
 
 @dataclass(frozen=True)
 class Wire:
-    """An uplink: a link, the share of its bytes that is lost, and when it is down ((begin, end) in seconds, ascending).
+    """An uplink: a link, the share of its bytes that is lost, and when it is down.
 
-    Lost bytes travel again: n bytes occupy it for 8·n / (rate·(1 − loss)) seconds. Congestion control is not modelled:
-    the rate is what a stream reaches. A message on a wire that goes down goes on when it is up again.
+    Lost bytes travel again: n bytes occupy the wire for 8·n / (rate·(1 − loss)) seconds. Congestion control is not
+    modelled: the rate is what a stream reaches. A message on a wire that goes down continues when the wire is up again.
+
+    Args:
+        link: rate and delay.
+        loss: share of the bytes that is lost, [0, 1).
+        outages: pairs (begin, end) in seconds, ascending and apart; or `Outages`, which draws them.
+
+    Raises:
+        ConfigurationError: the loss is out of range, or the outages are not ascending.
+
+    >>> Wire(Link(1e8, 0.05), loss=0.01, outages=((60.0, 90.0),)).loss
+    0.01
     """
 
     link: Link
@@ -64,7 +88,18 @@ class Wire:
 
 @dataclass(frozen=True)
 class Stragglers:
-    """Pauses by chance, in inner steps: on average one in `every_seconds` of computing, `seconds` long (exponential)."""
+    """Drawn pauses in inner steps, for each replica by itself; both durations are exponentially distributed.
+
+    Args:
+        every_seconds: mean seconds of computing between two pauses.
+        seconds: mean seconds of a pause.
+
+    Raises:
+        ConfigurationError: a time is not positive.
+
+    >>> Stragglers(every_seconds=60, seconds=5).seconds
+    5
+    """
 
     every_seconds: float
     seconds: float
@@ -75,10 +110,21 @@ class Stragglers:
 
 @dataclass(frozen=True)
 class Failures:
-    """Replicas that die by chance, on average one in `every_seconds` each (exponential), and return after `repair_seconds`.
+    """Drawn deaths of replicas, each of which returns; the time between deaths is exponentially distributed.
 
-    The group is elastic: the others notice after `detect_seconds` and go on; who returns takes the anchors at the next
-    landing and trains on from there. Steps that it missed are not done by anybody.
+    The group is elastic: the others continue without the replica as soon as they have noticed. A replica that returns takes the
+    anchors at the next landing and trains on from there. No replica does the steps that it missed.
+
+    Args:
+        every_seconds: mean seconds between two deaths of one replica.
+        repair_seconds: seconds until it returns.
+        detect_seconds: seconds until the others notice.
+
+    Raises:
+        ConfigurationError: a time is not positive; `detect_seconds` may be 0.
+
+    >>> Failures(every_seconds=86400, repair_seconds=600, detect_seconds=30).repair_seconds
+    600
     """
 
     every_seconds: float
@@ -93,12 +139,26 @@ class Failures:
 
 @dataclass(frozen=True)
 class Scenario:
-    """`step_seconds` of each replica; the `wires`, and for each replica which of them it sends over.
+    """The machines and the network on which a strategy is simulated.
 
-    Replicas that name the same wire share it, first in first out. Without `shares` every replica has a wire of its
-    own: one for each is needed then. `jitter` is the coefficient of variation of a step's duration (gamma
-    distributed). `encode_seconds` and `decode_seconds` are what the exchange threads need for a parameter and packet.
-    All that is drawn depends on `seed` only.
+    Args:
+        step_seconds: seconds of an inner step of each replica [M].
+        wires: the uplinks [W].
+        shares: for each replica the number of the wire that it sends over [M]. Replicas on one wire share it, first in
+            first out. None: one wire for each replica.
+        jitter: coefficient of variation of a step's duration (gamma distributed), 0 to 10.
+        stragglers: pauses in inner steps.
+        failures: deaths and returns of replicas.
+        encode_seconds: seconds in which an exchange thread encodes one parameter.
+        decode_seconds: seconds in which it decodes one parameter of one packet.
+        seed: of all that is drawn; an integer number.
+
+    Raises:
+        ConfigurationError: a time is not positive or too long, wires and replicas do not fit, or failures are less than a
+            step apart.
+
+    >>> Scenario.alike(replicas=4, step_seconds=0.1, link=Link(1e8)).replicas
+    4
     """
 
     step_seconds: tuple[float, ...]
@@ -150,6 +210,13 @@ class Scenario:
 
 def spread(mean: float, variation: float, count: int, seed: int, purpose: str) -> tuple[float, ...]:
     """`count` lognormal draws with the given mean and coefficient of variation: speeds of machines, rates of links.
+
+    Args:
+        mean: number around which values are drawn, in any unit.
+        variation: standard deviation over mean.
+        count: number of draws.
+        seed: of the draws; an integer number.
+        purpose: what is drawn; another purpose has other draws.
 
     >>> spread(2.0, 0.0, 3, seed=0, purpose="steps")
     (2.0, 2.0, 2.0)

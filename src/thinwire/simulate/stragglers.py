@@ -1,7 +1,8 @@
-"""Who is late, and what waiting, codes and doing without them cost: rounds of gradients in virtual time.
+"""Stragglers in virtual time: what waiting for them, ignoring them, and codes cost, in rounds of gradients.
 
-In a round every replica computes its share of a batch and sends one message to all who need it; the round ends when they no longer
-wait. *Not simulated*: the wire; a late replica's work beyond the round, for it is cut off and begins the next round with the others.
+In a round every replica computes its share of a batch and sends one message to all that need it; the round ends when they stop
+waiting. *Not simulated*: the wire; a late replica's work after the round, because it stops and begins the next round with the
+others.
 """
 
 from __future__ import annotations
@@ -33,6 +34,16 @@ class Delays:
     """Seconds from the beginning of a round until each replica's result is there, if it computes 1/n of the batch [round, replica].
 
     A replica that computes the share L takes `batch_seconds`·(L − 1/n) longer (§F of arXiv 2211.13802: linear in the load).
+
+    Args:
+        seconds: float64 [round, replica].
+        batch_seconds: seconds in which one replica computes a whole batch.
+
+    Raises:
+        ConfigurationError: a time is not positive and finite, fewer than two replicas, or more than four million times.
+
+    >>> Delays(np.ones((10, 4)), batch_seconds=2.0).replicas
+    4
     """
 
     seconds: Floats
@@ -57,8 +68,24 @@ class Delays:
 def gilbert_elliott(
     rounds: int, replicas: int, step_seconds: float, pause_seconds: float, every: float, length: float, seed: int
 ) -> Floats:
-    """Bursts: a replica takes `step_seconds`, and `pause_seconds` more while it is in its bad state, which it enters once in `every` rounds
-    of its good one and leaves after `length` rounds, both on average (a Markov chain of two states, begun in its steady one).
+    """Seconds of each round and replica, with bursts: a Markov chain of two states, started from its steady state.
+
+    A replica takes `step_seconds`, and `pause_seconds` more while it is in its bad state.
+
+    Args:
+        rounds: number of rounds.
+        replicas: number of replicas.
+        step_seconds: seconds of an undisturbed round.
+        pause_seconds: seconds more in the bad state.
+        every: mean rounds in the good state, at least 1.
+        length: mean rounds in the bad state, at least 1.
+        seed: of the draws; an integer number.
+
+    Returns:
+        Float64 [round, replica].
+
+    Raises:
+        ConfigurationError: a number is out of range.
 
     >>> gilbert_elliott(3, 2, 1.0, 5.0, every=1e9, length=1, seed=0).tolist()
     [[1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]
@@ -80,7 +107,24 @@ def gilbert_elliott(
 
 
 def shifted_exponential(rounds: int, replicas: int, step_seconds: float, mean_seconds: float, seed: int) -> Floats:
-    """Every replica takes `step_seconds` and something drawn from an exponential distribution with the mean `mean_seconds`."""
+    """Seconds of each round and replica: `step_seconds` and a draw from an exponential distribution.
+
+    Args:
+        rounds: number of rounds.
+        replicas: number of replicas.
+        step_seconds: seconds of an undisturbed round.
+        mean_seconds: mean seconds of what is drawn.
+        seed: of the draws; an integer number.
+
+    Returns:
+        Float64 [round, replica].
+
+    Raises:
+        ConfigurationError: a number is out of range.
+
+    >>> shifted_exponential(2, 2, 1.0, 0.0, seed=0).tolist()
+    [[1.0, 1.0], [1.0, 1.0]]
+    """
     _check(rounds, replicas, step_seconds, mean_seconds)
     draws = np.random.default_rng(derive(seed, "exponential"))
     found: Floats = step_seconds + draws.exponential(1.0, (rounds, replicas)) * mean_seconds
@@ -104,7 +148,18 @@ def _check(rounds: int, replicas: int, step_seconds: float, more_seconds: float)
 
 @dataclass(frozen=True)
 class CodedRun:
-    """A run of `jobs` batches: when each round ended, how many results were not waited for, and the share of all batches that was lost."""
+    """A simulated run of coded gradients.
+
+    Args:
+        scheme: the code.
+        ends: seconds at which each round ended.
+        jobs: number of batches.
+        late: number of results that no round waited for.
+        lost: share of all batches that was lost, [0, 1]; 0 for codes.
+
+    >>> CodedRun(Coded(Repetition(4, 1)), ends=(1.0, 2.0), jobs=2, late=1).seconds_per_job
+    1.0
+    """
 
     scheme: Scheme
     ends: tuple[float, ...]
@@ -119,11 +174,24 @@ class CodedRun:
 
 
 def simulate(scheme: Scheme, delays: Delays, patience: float = PATIENCE) -> CodedRun:
-    """As many jobs as these rounds hold, every one of them exact.
+    """A run of as many jobs as these rounds hold, each of them decoded exactly.
 
-    The rule of arXiv 2211.13802: whoever takes more than (1 + `patience`) times as long as the first is not waited for, if the pattern
-    then is still allowed; there `patience` is 1. *Differs*: where it is not allowed, the round ends with the first further arrival that
-    makes it so, not with the last of all; and it ends at once where that costs later rounds nothing.
+    A round does not wait for a replica that takes more than (1 + `patience`) times as long as the first, if the scheme
+    allows the pattern of late replicas that follows (arXiv 2211.13802; there `patience` is 1).
+    *Differs*: where the pattern is not allowed, the round ends with the first further arrival that makes it so, not with the last of
+    all. A round ends at once where that costs later rounds nothing.
+
+    Args:
+        scheme: the code.
+        delays: seconds of each round and replica.
+        patience: how much longer than the first replica a round waits, as a share of its time.
+
+    Raises:
+        ConfigurationError: other numbers of replicas, too few rounds, or a negative patience.
+
+    >>> run = simulate(Coded(Repetition(4, 1)), Delays(np.ones((10, 4)), batch_seconds=0.0))
+    >>> run.jobs, run.seconds_per_job
+    (10, 1.0)
     """
     replicas, extra = delays.replicas, delays.batch_seconds * float(scheme.load - Fraction(1, delays.replicas))
     jobs = len(delays.seconds) - scheme.delay
@@ -170,7 +238,18 @@ def _first(most: int, enough: Callable[[int], bool]) -> int:
 
 
 def without_the_slowest(delays: Delays, stragglers: int) -> CodedRun:
-    """No code: the mean of whoever is there first, n − `stragglers` of them; what the others computed is lost."""
+    """No code: each step takes the mean of the first n − `stragglers` results; what the other replicas computed is lost.
+
+    Args:
+        delays: seconds of each round and replica.
+        stragglers: number of replicas that a round does not wait for.
+
+    Raises:
+        ConfigurationError: no replica would be left.
+
+    >>> without_the_slowest(Delays(np.array([[1.0, 1.0, 1.0, 9.0]]), batch_seconds=0.0), stragglers=1).ends
+    (1.0,)
+    """
     scheme = Coded(Repetition(delays.replicas, 0))
     if not 0 <= stragglers < delays.replicas:
         raise ConfigurationError(
@@ -188,7 +267,15 @@ FAMILIES: tuple[str, ...] = ("gradient coding", "SR-SGC", "M-SGC")
 
 
 def candidates(family: str, replicas: int) -> Iterator[Scheme]:
-    """The schemes of a family that a search tries: B < W ≤ 5, and up to 12 values of λ, or of s, from 1 to n."""
+    """The schemes of a family that a search tries: B < W ≤ 5, and up to 12 values of λ, or of s, from 1 to n.
+
+    Args:
+        family: one of `FAMILIES`.
+        replicas: number n of replicas.
+
+    >>> len(list(candidates("gradient coding", replicas=4)))
+    3
+    """
     levels = sorted({round(float(value)) for value in np.geomspace(1, replicas, min(_LEVELS, replicas))})
     for (window, burst), stragglers in product(_shapes(), levels):
         try:
@@ -208,8 +295,20 @@ def _shapes() -> list[tuple[int, int]]:
 
 
 def search(family: str, probe: Delays, patience: float = PATIENCE) -> Scheme:
-    """The scheme of a family that would have been fastest in the probed rounds, in which no code was used; of equal ones that with the
-    least load.
+    """The scheme of a family that would have been fastest in the probed rounds. If several are equally fast: the one with the least load.
+
+    No code was used in the probed rounds.
+
+    Args:
+        family: one of `FAMILIES`.
+        probe: seconds of the probed rounds and replicas.
+        patience: how much longer than the first replica a round waits, as a share of its time.
+
+    Raises:
+        ConfigurationError: the family is not known, or there are too few rounds.
+
+    >>> search("gradient coding", Delays(np.ones((12, 4)), batch_seconds=1.0)).load
+    Fraction(1, 2)
     """
     if family not in FAMILIES:
         raise ConfigurationError(f"family={family!r} is not known; there are {', '.join(FAMILIES)}.")

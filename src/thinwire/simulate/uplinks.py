@@ -1,4 +1,4 @@
-"""The wires of all replicas at once: who is sent when, first in first out, also where a wire is shared or goes down."""
+"""The wires of all replicas: which message leaves when, first in first out, also on wires that are shared or go down."""
 
 from __future__ import annotations
 
@@ -18,9 +18,18 @@ NEVER = (np.inf, 0.0)
 
 
 class Uplinks:
-    """The books of W wires, in virtual time: arrays [W]. A message occupies its wire alone, in the order of booking.
+    """The queues of W wires in virtual time. Messages on one wire follow each other in the order of booking.
 
-    `busy_seconds` is how long each was occupied (outages not counted).
+    `busy_seconds` says how long each wire carried something, without outages, float64 [W].
+
+    Args:
+        wires: the uplinks [W].
+
+    >>> from thinwire.comm import Link
+    >>> uplinks = Uplinks([Wire(Link(8.0, 0.5))])  # one byte per second
+    >>> begin, arrival = uplinks.book(np.array([0]), np.zeros(1), np.array([3.0]))
+    >>> arrival.tolist()
+    [3.5]
     """
 
     def __init__(self, wires: Sequence[Wire]) -> None:
@@ -61,7 +70,17 @@ class Uplinks:
 
 @dataclass(eq=False)
 class Messages:
-    """What every replica sends for one round: arrays [M]. NaN is not yet; a replica that is away asks at infinity."""
+    """What each of M replicas sends for one round.
+
+    Args:
+        asked: seconds at which each asked to send, float64 [M]; infinity for a replica that is away.
+        nbytes: bytes of one replica's message.
+        begin: seconds at which each first bit leaves, float64 [M]; NaN until then.
+        arrival: seconds at which each last bit arrives, float64 [M]; NaN until then.
+
+    >>> Messages.of(np.zeros(3), nbytes=100).begin.tolist()
+    [nan, nan, nan]
+    """
 
     asked: Floats
     nbytes: int
@@ -74,11 +93,23 @@ class Messages:
 
 
 def send(uplinks: Uplinks, shares: Integers, waiting: Sequence[Messages], due: Messages) -> None:
-    """Book all of `due`, and of what else is `waiting` all that was asked for before it on the same wire.
+    """Book all messages of a round that must land, and of the others those that asked for the same wire before.
 
-    Replicas that share a wire get ahead of each other by rounds, so of two requests the one known first may be for
-    the later time. But when a round is due to land, every request is known that can come before its last one: whoever
-    asks for more has landed it.
+    Replicas that share a wire may be rounds apart, so the request that is known first may be for a later time. When a
+    round must land, every request that can come before its last one is known: a replica that asks later has already
+    landed this round.
+
+    Args:
+        uplinks: the queues of the wires.
+        shares: the wire of each replica, int64 [M].
+        waiting: all rounds that are not landed, `due` among them.
+        due: the round that must land.
+
+    >>> from thinwire.comm import Link
+    >>> round_ = Messages.of(np.zeros(2), nbytes=1)
+    >>> send(Uplinks([Wire(Link(8.0))]), np.array([0, 0]), [round_], round_)
+    >>> round_.arrival.tolist()
+    [1.0, 2.0]
     """
     last = np.full(len(uplinks.delay_seconds), -np.inf)  # by wire: when the last of `due` is asked for
     np.maximum.at(last, shares, np.where(np.isfinite(due.asked), due.asked, -np.inf))

@@ -31,12 +31,25 @@ PASSES = 6  # of a search: from 14 decades to a factor of 1 + 4e-8
 
 @dataclass(frozen=True)
 class Study:
-    """A model, and how the methods are set.
+    """A model, and how the studied methods are set.
 
-    `bits_per_parameter` is what a parameter weighs in one exchange without 4-bit codes, the collective's traffic
-    included; with them it is a quarter. *Differs* from training: the paper's period is P·⌊H/P⌋ for P fragments (at
-    least P), and here so too; `Staggered` is given that period, and then keeps it exactly. Where P does not divide
-    the layers some fragments have a layer less.
+    *Differs* from training: as in the paper, the period is P·⌊H/P⌋ for P fragments, and at least P. `Staggered` is given that
+    period, and keeps it exactly. Where P does not divide the layers, some fragments have one layer less.
+
+    Args:
+        stack: the model's layers.
+        every: inner steps H between two exchanges, 1 to 10,000.
+        delay: inner steps from departure to landing.
+        fragment_layers: number of layers in a fragment.
+        bits_per_parameter: bits of a parameter in one exchange without 4-bit codes, the collective's traffic included;
+            with 4-bit codes it is a quarter.
+
+    Raises:
+        ConfigurationError: a number is out of range.
+
+    >>> study = Study(Stack(1e9, layers=24, step_seconds=0.1))
+    >>> f"{study.floor('diloco'):.2g}"  # bits per second
+    '1.6e+09'
     """
 
     stack: Stack
@@ -86,7 +99,7 @@ class Study:
         return floor_bits_per_second(self.stack.parameters, self.bits(method), every, self.stack.step_seconds)
 
     def convention(self) -> str:
-        """What the volumes mean, in words for whoever reads a figure of this study."""
+        """What the bits per parameter mean, for the caption of a figure."""
         bits = self.bits_per_parameter
         meant = {16.0: f"bf16 as it is; the paper's table follows from {PAPER_BITS:g}"}
         meant[PAPER_BITS] = "gives the paper's table, which itself names 16"
@@ -98,8 +111,8 @@ class Study:
         return compute_utilization(self.stack, self.strategy(method), self.bits(method), bits_per_second)
 
     def paper_rates(self, method: str, targets: Sequence[float] = TARGETS) -> list[float | None]:
-        """As the paper reads them: for each target the first rate of its grid that reaches it in a run of whole cycles
-        and at least 300 steps, the last transfer included; None if none does.
+        """The rates as the paper reads them: for each target the first rate of its grid that reaches it, None if none does. The run has whole
+        cycles and at least 300 steps, the last transfer included.
         """
         strategy = self.strategy(method)
         steps = -(-PAPER_STEPS // strategy.schedule.every) * strategy.schedule.every

@@ -25,7 +25,15 @@ Law = tuple[str, Callable[[], None]]
 
 @dataclass(frozen=True)
 class Checked:
-    """A piece, and the names of the laws that it keeps."""
+    """A piece, and the laws that it keeps.
+
+    Args:
+        piece: what was checked.
+        laws: the names of the laws.
+
+    >>> print(Checked("Mine()", ("is a value", "decodes alike")))
+    'Mine()' keeps 2 laws: is a value, decodes alike
+    """
 
     piece: object
     laws: tuple[str, ...]

@@ -24,6 +24,7 @@ from thinwire.testing.toy import (
     journey,
     own,
     same_bits,
+    still,
     toy,
     weighs,
     weights,
@@ -101,8 +102,8 @@ def resumed_is_never_stopped(strategy: Strategy, replicas: int = 2, steps: int =
 
 def any_order_of_arrival(strategy: Strategy, replicas: int = REPLICAS) -> None:
     """Law 7: the same bits again, and with messages late and in any order."""
-    calm = journey(strategy, replicas, steps=8)
-    for a, b in zip(calm, journey(strategy, replicas, steps=8, wrap=lambda group: Shuffled(group, 0))):
+    calm = journey(strategy, replicas, steps=8, clock=still)
+    for a, b in zip(calm, journey(strategy, replicas, steps=8, clock=still, wrap=lambda group: Shuffled(group, 0))):
         alike = all(same_bits(left, right) for left, right in zip(a.weights, b.weights, strict=True))
         law(alike and same_bits(a.final, b.final), "the order of arrival changes the weights")
 
@@ -156,7 +157,7 @@ def whole_run(strategy: Strategy, group: Group, steps: int) -> tuple[list[Saved]
     model = toy()
     optimizer = own(strategy, model)
     saved, seen, most = list[Saved](), list[Seen](), 0
-    with Replica(strategy, model, optimizer, group) as replica:
+    with Replica(strategy, model, optimizer, group, clock=still) as replica:
         saved.append(save(replica))
         seen.append(fingerprint(replica))
         for step in range(1, steps + 1):
@@ -172,7 +173,7 @@ def resumed_run(strategy: Strategy, group: Group, saved: Saved, until: int, step
     model = toy(seed=99)
     optimizer = own(strategy, model)
     seen = list[Seen]()
-    with Replica(strategy, model, optimizer, group) as replica:
+    with Replica(strategy, model, optimizer, group, clock=still) as replica:
         load(replica, saved)
         seen.append(fingerprint(replica))
         for step in range(replica.step + 1, until + 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -122,6 +123,11 @@ def agreed(replica: Replica) -> dict[str, Tensor]:
     return kept | {f"{i}.now": t.clone() for i, t in enumerate(replica.anchors())}
 
 
+def still() -> float:
+    """A clock that stands: a strategy that goes by time does the same each time."""
+    return 0.0
+
+
 @dataclass
 class Plan:
     """How `journey` trains."""
@@ -134,6 +140,7 @@ class Plan:
     before_step: Callable[[Replica, int], None] = lambda replica, step: None  # gradients are there
     seed: int = 0
     data: Callable[[int], int] = lambda rank: rank  # whose batches a replica has
+    clock: Callable[[], float] = time.monotonic
 
 
 def travel(plan: Plan, group: Group) -> Journey:
@@ -149,7 +156,7 @@ def travel(plan: Plan, group: Group) -> Journey:
 
     model = plan.model()
     optimizer = plan.optimizer(model) if plan.optimizer else own(plan.strategy, model)
-    with Replica(plan.strategy, model, optimizer, plan.wrap(group), observer=observer) as replica:
+    with Replica(plan.strategy, model, optimizer, plan.wrap(group), observer=observer, clock=plan.clock) as replica:
         for step in range(1, plan.steps + 1):
             x, y = batch(plan.seed, plan.data(group.rank), step)
             optimizer.zero_grad()

@@ -1,18 +1,31 @@
-"""Who sends to whom: graphs of replicas, how much neighbours count, and how fast that brings all together."""
+"""Topologies: which replica sends to which, with what weights, and how fast gossip over them brings replicas together."""
 
 from thinwire.topology.base import Topology, check_size, parts, spread
-from thinwire.topology.drawn import ErdosRenyi, OnePeerExponential, RandomPairs, RandomRegular
-from thinwire.topology.fixed import Complete, Exponential, Listed, Mesh, Ring, Torus, read_edges
+from thinwire.topology.clocks import Clocks, PairEvent, meeting_rates, resistances
+from thinwire.topology.drawn import (
+    BarabasiAlbert,
+    ErdosRenyi,
+    OnePeerExponential,
+    RandomGroups,
+    RandomPairs,
+    RandomRegular,
+)
+from thinwire.topology.fixed import Complete, Exponential, Listed, Mesh, MoshpitGrid, Ring, Torus, read_edges
 from thinwire.topology.spectrum import Spectrum, contraction, second, spectrum
 from thinwire.topology.weights import check_doubly, metropolis, mixing, outgoing
 
 __all__ = [
+    "BarabasiAlbert",
+    "Clocks",
     "Complete",
     "ErdosRenyi",
     "Exponential",
     "Listed",
     "Mesh",
+    "MoshpitGrid",
     "OnePeerExponential",
+    "PairEvent",
+    "RandomGroups",
     "RandomPairs",
     "RandomRegular",
     "Ring",
@@ -22,11 +35,13 @@ __all__ = [
     "check_doubly",
     "check_size",
     "contraction",
+    "meeting_rates",
     "metropolis",
     "mixing",
     "outgoing",
     "parts",
     "read_edges",
+    "resistances",
     "second",
     "spectrum",
     "spread",

@@ -1,4 +1,4 @@
-"""What a topology is: who sends to whom in a round."""
+"""The protocol of a topology: which replica sends to which in a round."""
 
 from __future__ import annotations
 
@@ -18,32 +18,49 @@ DRAWN = 64  # rounds that are looked at where a topology is drawn anew in each
 
 @runtime_checkable
 class Topology(Protocol):
-    """Who sends to whom in a round, a pure function of its arguments, so that no replica has to ask another.
+    """Which replica sends to which in a round: a pure function of its arguments, so that no replica has to ask another.
 
-    A frozen dataclass with `edges`, which declares what else is so of it.
+    A topology is a frozen dataclass with `edges`; it overrides the declarations below where they do not hold.
     """
 
     @property
     def fixed(self) -> bool:
-        """The edges are the same in every round."""
+        """Whether the edges are the same in every round."""
         return True
 
     @property
-    def pairs(self) -> bool:
-        """In every round each replica has one neighbour, drawn anew, and both send."""
-        return False
+    def drawn(self) -> int:
+        """The size of the groups into which the replicas are drawn anew in every round, in which all send to all; 0: there are none."""
+        return 0
+
+    @property
+    def grouped(self) -> bool:
+        """Whether in every round the replicas form groups in which all send to all, with equal weights."""
+        return self.drawn > 0
 
     @abstractmethod
     def edges(self, size: int, number: int = 0, fragment: int = 0, seed: int = 0) -> Edges:
-        """Of round `number` of `fragment` among `size` replicas. Raises `ConfigurationError` if `size` does not fit."""
+        """The edges of round `number` of `fragment` among `size` replicas. Raises `ConfigurationError` if `size` does not fit."""
 
     def rounds(self, size: int) -> int:
-        """After how many rounds the edges repeat; 0: they are drawn anew in every round."""
+        """The number of rounds after which the edges repeat; 0 if they are drawn anew in every round."""
         return 1
 
 
 def check_size(topology: Topology, size: int, seed: int = 0) -> None:
-    """Raise `ConfigurationError` unless what one of `size` replicas knows reaches all others in the course of a period."""
+    """Check that what one of `size` replicas knows reaches all others in the course of a period.
+
+    Args:
+        topology: who sends to whom.
+        size: number of replicas.
+        seed: of what the topology draws; an integer number.
+
+    Raises:
+        ConfigurationError: the graph falls into parts, so that the replicas would train several models.
+
+    >>> from thinwire.topology import Ring
+    >>> check_size(Ring(), size=8)
+    """
     union = np.zeros((size, size), dtype=bool)
     for number in range(topology.rounds(size) or DRAWN):
         union |= topology.edges(size, number, 0, seed)
@@ -59,7 +76,7 @@ def check_size(topology: Topology, size: int, seed: int = 0) -> None:
 
 
 def reached(edges: Edges) -> Edges:
-    """[i, j]: something of i reaches j in any number of steps; each reaches itself."""
+    """[i, j]: a path leads from replica i to replica j; every replica reaches itself."""
     near = edges | np.eye(len(edges), dtype=bool)
     for _ in range(max(1, (len(edges) - 1).bit_length())):
         near = (near.astype(np.float32) @ near.astype(np.float32)) > 0
@@ -67,14 +84,33 @@ def reached(edges: Edges) -> Edges:
 
 
 def parts(edges: Edges) -> list[list[int]]:
-    """The replicas that reach each other, part by part."""
+    """The replicas that reach each other, part by part.
+
+    Args:
+        edges: boolean [size, size]; [i, j]: replica i sends to replica j.
+
+    >>> parts(np.array([[False, True, False], [True, False, False], [False, False, False]]))
+    [[0, 1], [2]]
+    """
     near = reached(edges)
     both = near & near.T
     return [[int(j) for j in np.flatnonzero(row)] for i, row in enumerate(both) if not row[:i].any()]
 
 
 def spread(topology: Topology, size: int, number: int = 0, fragment: int = 0, seed: int = 0) -> int:
-    """How many rounds from `number` on it takes until what any replica knew reaches all."""
+    """The number of rounds, starting with round `number`, after which what any replica knew has reached all.
+
+    Args:
+        topology: who sends to whom.
+        size: number of replicas.
+        number: number of the first round.
+        fragment: number of the fragment.
+        seed: of what the topology draws; an integer number.
+
+    >>> from thinwire.topology import Complete, Ring
+    >>> spread(Complete(), size=8), spread(Ring(), size=8)
+    (1, 4)
+    """
     near, count = np.eye(size, dtype=np.float32), 0
     while not near.all():
         edges = topology.edges(size, number + count, fragment, seed) | np.eye(size, dtype=bool)

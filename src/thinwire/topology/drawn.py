@@ -1,4 +1,4 @@
-"""Graphs by chance, and graphs that change from round to round."""
+"""Random graphs, and graphs that change from round to round."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class OnePeerExponential(Topology):
 
 @dataclass(frozen=True)
 class RandomPairs(Topology):
-    """In every round the replicas are paired by chance, drawn from seed, round and fragment: every fragment has other pairs.
+    """In every round the replicas are paired at random, drawn from seed, round and fragment: every fragment has other pairs.
 
     Among M replicas the squared distance from the mean shrinks by (M/2 − 1)/(M − 1) in a round, on average.
 
@@ -48,7 +48,7 @@ class RandomPairs(Topology):
     """
 
     fixed: ClassVar[bool] = False
-    pairs: ClassVar[bool] = True
+    drawn: ClassVar[int] = 2
 
     def edges(self, size: int, number: int = 0, fragment: int = 0, seed: int = 0) -> Edges:
         if size % 2 and size > 1:
@@ -61,6 +61,50 @@ class RandomPairs(Topology):
         if size > 1:
             edges[order[::2], order[1::2]] = edges[order[1::2], order[::2]] = True
         return edges
+
+    def rounds(self, size: int) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class RandomGroups(Topology):
+    """In every round the replicas are parted by chance into groups, in which all send to all (Moshpit, Ryabinin et al., arXiv 2103.03239, §3.2).
+
+    Among M replicas in r = M / group groups the squared distance from the mean shrinks by (r − 1)/(M − 1) in a round, on average.
+
+    Args:
+        group: number of replicas in a group, at least 2; the number of replicas must divide by it.
+
+    Raises:
+        ConfigurationError: a group of that size is none.
+
+    >>> RandomGroups(4).edges(8).sum(1)
+    array([3, 3, 3, 3, 3, 3, 3, 3])
+    """
+
+    group: int = 4
+
+    fixed: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if type(self.group) is not int or self.group < 2:
+            raise ConfigurationError(f"{self}: groups of at least 2 replicas are needed.")
+
+    @property
+    def drawn(self) -> int:
+        return self.group
+
+    def edges(self, size: int, number: int = 0, fragment: int = 0, seed: int = 0) -> Edges:
+        if size % self.group:
+            raise ConfigurationError(
+                f"{self} among {size} replicas: a number that divides by {self.group} is needed, {size % self.group} would be left over; give "
+                f"{size - size % self.group + self.group} replicas, or choose MoshpitGrid({self.group})."
+            )
+        order = np.random.default_rng(derive(seed, "groups", fragment, number)).permutation(size)
+        edges = np.zeros((size, size), dtype=bool)
+        for members in order.reshape(-1, self.group):
+            edges[np.ix_(members, members)] = True
+        return edges & ~np.eye(size, dtype=bool)
 
     def rounds(self, size: int) -> int:
         return 0
@@ -123,8 +167,45 @@ class ErdosRenyi(Topology):
         return upper | upper.T
 
 
+@dataclass(frozen=True)
+class BarabasiAlbert(Topology):
+    """Replicas come one after another, and each joins `attach` that are there, with chances as many as these have neighbours: few hubs.
+
+    The first `attach` + 1 are a star (Barabási, Albert, Science 286, 1999). Always connected; drawn once for a run.
+
+    Args:
+        attach: neighbours that each one brings, at least 1.
+
+    Raises:
+        ConfigurationError: that is no number of neighbours.
+
+    >>> int(BarabasiAlbert(2).edges(10).sum()) // 2
+    16
+    """
+
+    attach: int = 2
+
+    def __post_init__(self) -> None:
+        if type(self.attach) is not int or self.attach < 1:
+            raise ConfigurationError(f"{self}: at least 1 neighbour for each that comes is needed.")
+
+    def edges(self, size: int, number: int = 0, fragment: int = 0, seed: int = 0) -> Edges:
+        if size <= self.attach:
+            raise ConfigurationError(f"{self} among {size} replicas: more than {self.attach} are needed.")
+        rng, edges = np.random.default_rng(derive(seed, "barabasi-albert")), np.zeros((size, size), dtype=bool)
+        edges[0, 1 : self.attach + 1] = edges[1 : self.attach + 1, 0] = True
+        for newcomer in range(self.attach + 1, size):
+            ends = np.repeat(np.arange(newcomer), edges[:newcomer].sum(1))  # each as often as it has neighbours
+            chosen: set[int] = set()
+            while len(chosen) < self.attach:
+                chosen.add(int(ends[rng.integers(len(ends))]))
+            for other in chosen:
+                edges[newcomer, other] = edges[other, newcomer] = True
+        return edges
+
+
 def _repaired(pairs: np.ndarray, size: int, seed: int) -> Edges | None:
-    """A simple graph of these pairs; two that are no good swap their ends with others. None where that does not end."""
+    """A simple graph from these pairs: a loop or a double edge swaps one end with another pair. None if 20 swaps per pair do not suffice."""
     rng, pairs = np.random.default_rng(seed), pairs.copy()
     for _ in range(20 * len(pairs)):
         seen: set[tuple[int, int]] = set()

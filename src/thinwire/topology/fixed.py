@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from thinwire.topology.base import Edges, Topology
 
 @dataclass(frozen=True)
 class Complete(Topology):
-    """Everybody sends to everybody. The second eigenvalue is 0: one round is the exact mean.
+    """Every replica sends to every other. The second eigenvalue is 0: one round is the exact mean.
 
     >>> int(Complete().edges(4).sum())
     12
@@ -27,7 +28,7 @@ class Complete(Topology):
 
 @dataclass(frozen=True)
 class Ring(Topology):
-    """Each replica sends to those before and behind it. Cheap, and slow to agree: the gap shrinks as 1/M².
+    """Each replica sends to the one before it and the one after it. Few bytes, slow agreement: the gap shrinks as 1/M².
 
     >>> [int(j) for j in Ring().edges(5)[0].nonzero()[0]]
     [1, 4]
@@ -89,6 +90,46 @@ class Exponential(Topology):
 
 
 @dataclass(frozen=True)
+class MoshpitGrid(Topology):
+    """Replicas on a grid of `side` cells along each of d = ⌈log_side M⌉ axes; in round k each row along axis k mod d is a group, in which all
+    send to all (Moshpit, Ryabinin et al., arXiv 2103.03239).
+
+    d rounds are the exact mean where the grid is full, as with M = side^d, or M = n·side^(d−1) with n below side. Fragments begin with
+    different axes.
+
+    Args:
+        side: cells along an axis, and so replicas in a group at most; at least 2.
+
+    Raises:
+        ConfigurationError: that is no side.
+
+    >>> [[int(j) for j in MoshpitGrid(2).edges(4, number)[0].nonzero()[0]] for number in range(2)]
+    [[1], [2]]
+    """
+
+    side: int = 4
+
+    fixed: ClassVar[bool] = False
+    grouped: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if type(self.side) is not int or self.side < 2:
+            raise ConfigurationError(f"{self}: at least 2 cells along an axis are needed.")
+
+    def edges(self, size: int, number: int = 0, fragment: int = 0, seed: int = 0) -> Edges:
+        power = self.side ** ((number + fragment) % self.rounds(size))
+        ranks = np.arange(size)
+        row = ranks - ranks // power % self.side * power  # the rank with 0 along this axis
+        return np.asarray((row[:, None] == row) & ~np.eye(size, dtype=bool))
+
+    def rounds(self, size: int) -> int:
+        count = 1
+        while self.side**count < size:
+            count += 1
+        return count
+
+
+@dataclass(frozen=True)
 class Listed(Topology):
     """Edges that are given one by one, such as `read_edges` reads from a file.
 
@@ -126,7 +167,21 @@ class Listed(Topology):
 
 
 def read_edges(path: Path) -> Listed:
-    """From JSON: `[[0, 1], [1, 2]]`, edges that go both ways; or `{"edges": [[0, 1]], "one_way": true}`. Raises `ConfigurationError`."""
+    """A topology from a JSON file: `[[0, 1], [1, 2]]`, edges that go both ways; or `{"edges": [[0, 1]], "one_way": true}`.
+
+    Args:
+        path: the file.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or holds no edges.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder, "edges.json")
+    ...     _ = path.write_text("[[0, 1], [1, 2]]")
+    ...     read_edges(path).edges(size=3).sum()
+    np.int64(4)
+    """
     try:
         text = path.read_text(encoding="utf-8")
         found = json.loads(text)

@@ -12,12 +12,18 @@ from thinwire.topology.weights import mixing
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Of a topology among `size` replicas.
+    """How fast gossip over a topology brings replicas together.
 
-    second      |λ₂|, the second largest eigenvalue of the weights by magnitude; of a time-varying topology that of a whole period, as a mean
-                per round; of one that is drawn anew √ of that of E[WᵀW]
-    factor      by which the distance from the mean shrinks at least in a period: ‖W − J‖₂, or the root of that eigenvalue
-    rounds      of a period
+    Args:
+        second: |λ₂|, a number from 0 to 1: the second largest eigenvalue of the mixing weights, by magnitude. For a topology that repeats after
+            several rounds: the geometric mean per round of that of a whole period. For one that is drawn anew in each round: the root of that of
+            E[WᵀW].
+        factor: factor by which the distance from the mean shrinks at least in a period, ‖W − J‖₂; for a drawn topology the root of that
+            eigenvalue.
+        rounds: number of rounds in a period.
+
+    >>> Spectrum(second=0.5, factor=0.5, rounds=1).halving
+    1.0
     """
 
     second: float
@@ -50,8 +56,10 @@ def spectrum(topology: Topology, size: int, seed: int = 0) -> Spectrum:
     >>> round(spectrum(Ring(), size=8).gap, 3)
     0.195
     """
-    if topology.pairs:  # W is a projection and E[WᵀW] = E[W] = ½·I + ½·(11ᵀ − I)/(M − 1)
-        root = float(np.sqrt(max(0.0, (size / 2 - 1) / (size - 1)))) if size > 1 else 0.0
+    if (
+        topology.drawn
+    ):  # W is a projection: E[WᵀW] = E[W], whose rows hold 1/g, and (g − 1)/g shared out among the others
+        root = float(np.sqrt(max(0.0, (size / topology.drawn - 1) / (size - 1)))) if size > 1 else 0.0
         return Spectrum(root, root, 1)
     matrices = [mixing(topology, size, number, 0, seed) for number in range(topology.rounds(size) or DRAWN)]
     if topology.rounds(size):
@@ -64,11 +72,25 @@ def spectrum(topology: Topology, size: int, seed: int = 0) -> Spectrum:
 
 
 def second(weights: Weights) -> float:
-    """|λ₂| of a doubly stochastic matrix; what is rounding counts as 0."""
+    """|λ₂| of doubly stochastic weights, the second largest eigenvalue by magnitude; 0 where it is rounding error (below 1e-7).
+
+    Args:
+        weights: float64 [size, size].
+
+    >>> second(np.full((4, 4), 0.25))
+    0.0
+    """
     found = float(np.abs(np.linalg.eigvals(weights - 1 / len(weights))).max())
     return 0.0 if found < 1e-7 else found
 
 
 def contraction(weights: Weights) -> float:
-    """‖W − J‖₂: what is left of the distance from the mean, at most."""
+    """‖W − J‖₂: the largest factor by which one round with these weights multiplies the distance from the mean.
+
+    Args:
+        weights: float64 [size, size].
+
+    >>> contraction(np.eye(2))
+    1.0
+    """
     return float(np.linalg.norm(weights - 1 / len(weights), 2))

@@ -1,4 +1,4 @@
-"""How much a replica counts what each of its neighbours sends: from edges to a matrix, and what is wrong with one."""
+"""Mixing weights: how much a replica counts what each of its neighbours sends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def metropolis(edges: Edges) -> Weights:
         w_ij = 1 / (1 + max(d_i, d_j)) for neighbours i and j of degree d,   w_ii = 1 − Σ_j w_ij
 
     Args:
-        edges: a boolean matrix: whether replica j sends to replica i.
+        edges: boolean [size, size]; [i, j]: replica i sends to replica j.
 
     >>> metropolis(np.array([[False, True], [True, False]])).tolist()
     [[0.5, 0.5], [0.5, 0.5]]
@@ -30,14 +30,39 @@ def metropolis(edges: Edges) -> Weights:
 
 
 def outgoing(edges: Edges) -> Weights:
-    """Each replica sends the same share 1 / (1 + out-degree) to its neighbours and to itself: columns add up to 1, on any graph."""
+    """Each replica gives the same share to its neighbours and to itself: column sums are 1 on any graph.
+
+        w_ij = 1 / (1 + out-degree of j) where j sends to i or j = i
+
+    Args:
+        edges: boolean [size, size]; [i, j]: replica i sends to replica j.
+
+    >>> outgoing(np.array([[False, True], [False, False]])).tolist()
+    [[0.5, 0.0], [0.5, 1.0]]
+    """
     shares = (edges | np.eye(len(edges), dtype=bool)).astype(np.float64)
     return np.asarray((shares / shares.sum(1, keepdims=True)).T)
 
 
 def mixing(topology: Topology, size: int, number: int = 0, fragment: int = 0, seed: int = 0) -> Weights:
-    """Doubly stochastic weights of a round: Metropolis' if all edges go both ways; `outgoing` if all replicas send to as many as they
-    hear. Raises `ConfigurationError` where neither is so.
+    """Doubly stochastic weights of a round: `metropolis` if all edges go both ways, `outgoing` if each replica sends to as many as it hears.
+
+    Args:
+        topology: who sends to whom.
+        size: number of replicas.
+        number: number of the round.
+        fragment: number of the fragment.
+        seed: of what the topology draws; an integer number.
+
+    Returns:
+        Float64 [size, size]; [i, j]: how much what j sends counts at i.
+
+    Raises:
+        ConfigurationError: the edges are one-way, and some replica sends to more than it hears, or to fewer.
+
+    >>> from thinwire.topology import Ring
+    >>> mixing(Ring(), size=4)[0].round(2).tolist()
+    [0.33, 0.33, 0.0, 0.33]
     """
     edges = topology.edges(size, number, fragment, seed)
     if (edges == edges.T).all():
@@ -48,7 +73,17 @@ def mixing(topology: Topology, size: int, number: int = 0, fragment: int = 0, se
 
 
 def check_doubly(weights: Weights, what: str) -> None:
-    """Raise `ConfigurationError` unless rows and columns of `weights` add up to 1 and none is negative."""
+    """Check that `weights` are doubly stochastic: rows and columns add up to 1, and no weight is negative.
+
+    Args:
+        weights: float64 [size, size].
+        what: what the weights are of, for the message.
+
+    Raises:
+        ConfigurationError: they are not; the mean over replicas would drift.
+
+    >>> check_doubly(np.full((2, 2), 0.5), "halves")
+    """
     columns, rows = weights.sum(0), weights.sum(1)
     worst = max(np.abs(columns - 1).max(), np.abs(rows - 1).max())
     if worst <= _EXACT and (weights >= 0).all():

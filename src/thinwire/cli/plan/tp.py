@@ -34,7 +34,7 @@ class Options:
     ranks: int = 2
     """Number of ranks of a site that share the model."""
     explain: bool = False
-    """Print the rule of each parameter."""
+    """Print the rule of each parameter, which is done anyway where nothing can be split."""
     link: str | None = None
     """The link between the ranks, such as 400gbit,5us. A link on which training would mostly wait is refused."""
     machine: Path | None = None
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     which = {"job": asked.model} if asked.model.endswith(".py") else {"model": asked.model}
     plan = derive(layers_of(skeleton(Run.of(**which))), asked.ranks)
     console, say = options.console(asked.json), options.teller(options.console(asked.json))
-    if asked.explain:
+    if asked.explain or (plan.kept == plan.numel and plan.ranks > 1):  # nothing is split: say why
         console.print(_table(plan))
     passed = len(plan.all_reduces)
     say(

@@ -14,6 +14,7 @@ STUDIES = {
     "fabric": "flows through leaves and spines: chance (ECMP), splitting, spraying, spines that fail",
     "overlap": "a reduce-scatter that begins while what it reduces is still computed (T3)",
     "stragglers": "replicas that are late now and then: waiting, ignoring them, gradient codes, sequential codes",
+    "disrupted": "hubs of a gossip graph drop out: its largest part, isolated replicas, and what they still learn",
 }
 
 _USAGE = "\n".join(

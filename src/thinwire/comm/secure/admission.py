@@ -1,4 +1,4 @@
-"""The hub's port for those who join: who shows the secret of an invitation, or the key of a name, gets a certificate."""
+"""The hub's port for joining. It issues a certificate for the secret of an invitation, or for the key that belongs to a name."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def _pinned(pem: bytes, due: bytes) -> bool:
 
 
 async def _shown(host: str, port: int) -> bytes:
-    """The certificate that whoever listens there shows. Nothing is believed of it, and nothing is said. Raises `LinkError`."""
+    """The certificate that the server at this address presents. It is not trusted, and nothing is sent. Raises `LinkError`."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # its fingerprint is compared
     context.minimum_version = ssl.TLSVersion.TLSv1_3

@@ -1,7 +1,7 @@
-"""What a hub has for followers, which receive only: the newest list of published versions, and objects by their SHA-256.
+"""What a hub serves to followers, which only receive: the newest list of published versions, and objects by their SHA-256.
 
-A question is one byte and what it is about; the answer is a stream of bytes. Who has a name that begins with `FOLLOWER` has no
-place in a group; every member may ask.
+A request is one byte and its argument; the answer is a stream of bytes. A member whose name begins with `FOLLOWER` cannot be in
+a group; every member may fetch.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""What members and hub say to each other: fixed binary headers, little-endian, checked before anything is allocated.
+"""The frames between members and hub: fixed binary headers, little-endian, checked before anything is allocated.
 
 A frame begins with
 
-| bytes | field    | meaning                                                               |
-|-------|----------|-----------------------------------------------------------------------|
-| 1     | kind     | of the frame, below                                                   |
-| 1     | version  | of these frames                                                       |
-| 2     | rank     | upwards: whom it is for; downwards: from whom, or whom it is about    |
-| 8     | sequence | 0, 1, 2, ... of all frames of this stream in this direction           |
+| bytes | field    | meaning                                                                   |
+|-------|----------|---------------------------------------------------------------------------|
+| 1     | kind     | of the frame, below                                                       |
+| 1     | version  | of this protocol                                                          |
+| 2     | rank     | to the hub: the receiver; from the hub: the sender, or the member it is about |
+| 8     | sequence | 0, 1, 2, ... of all frames of this stream in this direction               |
 
-and goes on with the fields of its kind. Control frames and messages of at most `SMALL_NBYTES` travel on the control
-stream, the chunks of longer messages on bulk streams. A receiver asks for each message (PULL) when its buffer is there:
-what nobody asked for is never sent, so nobody has to store it.
+The fields of its kind follow. Control frames and messages of at most `SMALL_NBYTES` bytes travel on the control stream, the
+chunks of longer messages on bulk streams. A receiver asks for each message (PULL) when its buffer is ready. Nothing is sent
+that was not asked for, so nobody has to store it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LEFT, REVOKED, REPLACED, LOST = range(4)  # why a member is gone
 REASONS = {
     LEFT: "closed its group",
     REVOKED: "was revoked at the hub",
-    REPLACED: "was started anew",
+    REPLACED: "has restarted",
     LOST: "has died, or its link is cut",
 }
 
@@ -100,7 +100,7 @@ def opened(raw: bytes, sequence: int, kinds: Sequence[int]) -> Frame:
     kind, version, rank, number = HEADER.unpack_from(raw)
     if version != VERSION:
         raise PacketError(
-            f"frames of version {version}; {VERSION} is spoken here. Install the same Thinwire on the hub and on all "
+            f"frames of version {version}; this side has version {VERSION}. Install the same Thinwire on the hub and on all "
             "replicas, and start them again"
         )
     if number != sequence:
@@ -118,7 +118,7 @@ def opened(raw: bytes, sequence: int, kinds: Sequence[int]) -> Frame:
 def packed_welcome(
     connection: int, group: int, rank: int, names: Sequence[str], present: Sequence[tuple[int, int]]
 ) -> bytes:
-    """The body of a WELCOME: who is in the group, then the rank and connection of each member that is connected now."""
+    """The body of a WELCOME: the names of the group's members, then the rank and connection of each member that is connected now."""
     told = b"".join(bytes([len(name)]) + name.encode() for name in names)
     there = b"".join(_RECEIVER.pack(*one) for one in present)
     return _WELCOME.pack(connection, group, rank, len(names)) + told + struct.pack("<H", len(present)) + there
@@ -136,7 +136,7 @@ class Welcome:
 
 
 def opened_welcome(body: bytes) -> Welcome:
-    """Raises `PacketError`."""
+    """Parse the body of a WELCOME. Raises `PacketError`."""
     try:
         connection, group, rank, size = _WELCOME.unpack_from(body)
         if not 0 <= rank < size <= MEMBERS:
@@ -162,7 +162,7 @@ def packed_data(offset: int, receivers: Sequence[tuple[int, int]], chunk: bytes 
 
 
 def opened_data(body: bytes) -> tuple[int, list[tuple[int, int]], memoryview]:
-    """Offset, receivers and chunk. Raises `PacketError`."""
+    """Parse a chunk sent to the hub: offset, receivers, chunk. Raises `PacketError`."""
     if len(body) < _DATA_UP.size:
         raise PacketError(f"a chunk of {len(body)} bytes with its header")
     offset, count = _DATA_UP.unpack_from(body)
@@ -179,7 +179,7 @@ def packed_passed(receive: int, offset: int, chunk: memoryview) -> bytes:
 
 
 def opened_passed(body: bytes) -> tuple[int, int, memoryview]:
-    """Receive, offset and chunk. Raises `PacketError`."""
+    """Parse a chunk sent by the hub: receive, offset, chunk. Raises `PacketError`."""
     if not _DATA_DOWN.size < len(body) <= _DATA_DOWN.size + CHUNK_NBYTES:
         raise PacketError(f"a chunk of {len(body)} bytes with its header")
     receive, offset = _DATA_DOWN.unpack_from(body)

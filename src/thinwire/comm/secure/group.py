@@ -71,7 +71,7 @@ class SecureGroup:
     """A `Group` whose replicas meet at a hub: each dials out over mutual TLS, so it may be behind any NAT. `join` makes one.
 
     A connection that breaks is made again, and a hub that was killed is waited for: messages go on where they were. Only a
-    replica that has left, was revoked or was started anew ends a transfer, or `timeout`. After a time-out the group cannot
+    replica that has left, was revoked or has restarted ends a transfer, or `timeout`. After a time-out the group cannot
     be used any more: leave it and resume from a checkpoint.
 
     Args:
@@ -230,7 +230,7 @@ def connected_group(link: HubLink, seconds: float, timeout: float, farewell: flo
 
 
 def admit(token: str, name: str, folder: Path | str = ".thinwire") -> Admitted:
-    """Join the hub of `token` as `name`, without a group: what the hub tells its members.
+    """Join the hub of `token` as `name`, without a group: the hub issues a certificate and says what it tells its members.
 
     Args:
         token, name, folder: as for `join`.
@@ -238,6 +238,15 @@ def admit(token: str, name: str, folder: Path | str = ".thinwire") -> Admitted:
     Raises:
         ConfigurationError: the token or the name is not valid.
         LinkError: the hub refuses, or does not answer.
+
+    >>> import tempfile
+    >>> from thinwire.comm.secure import Hub
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     hub = Hub(Path(folder, "hub"))
+    ...     told = admit(str(hub.invite()), "oslo", folder)
+    ...     hub.close()
+    >>> told.elastic
+    False
     """
     enrolment = Enrolment(Token.read(token), name, Path(folder))
     thread = LoopThread.shared()

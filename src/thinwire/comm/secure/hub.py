@@ -172,7 +172,7 @@ class Hub:
             await server.stop(0)
 
     def _credentials(self) -> Credentials:
-        """Of this hub, renewed now and then."""
+        """The hub's own credentials, renewed after half of their lifetime."""
         if time.monotonic() - self._made > OWN_LIFETIME.total_seconds() / 2:
             self._use(self._authorities)
         return self._own

@@ -24,6 +24,13 @@ def invite(folder: Path, uses: int = 1, seconds: float = 86_400.0, name: str | N
 
     Raises:
         ConfigurationError: there is no hub in `folder`, or a number is out of range.
+
+    >>> import tempfile
+    >>> from thinwire.comm.secure import Hub
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     Hub(Path(folder)).close()
+    ...     invite(Path(folder), uses=2).host
+    '127.0.0.1'
     """
     if uses < 1 or not seconds > 0:
         raise ConfigurationError(f"uses={uses}, seconds={seconds}: at least one use and a positive time are needed.")

@@ -162,7 +162,7 @@ class Authority:
         return Credentials(key, certificate, trusted)
 
     def own_credentials(self) -> Credentials:
-        """The authority's own certificate as that of a server: whoever has its fingerprint can check whom it talks to."""
+        """The authority's own certificate as that of a server: a member that has its fingerprint can check the server."""
         key = self._key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )

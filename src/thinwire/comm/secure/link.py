@@ -1,7 +1,7 @@
-"""A member's connection to the hub: made again whenever it breaks, with nothing lost.
+"""A member's connection to the hub. It is made again whenever it breaks, and no message is lost.
 
-One channel carries control and small messages, others the chunks of long ones; each is a TCP connection of its own, so
-that control never waits behind bulk in a socket's buffers. All of it runs in one thread (`LoopThread`).
+One channel carries control and small messages, others the chunks of long messages. Each is a TCP connection of its own, so
+control never waits behind bulk in a socket's buffers. Everything runs in one thread (`LoopThread`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from thinwire.packet import VERSION
 
 CHANNELS = 2  # for bulk
 SILENT_SECONDS = 20.0  # see `HubLink`; where the run does not say
-LATE_SECONDS = 10.0  # after which those who have asked for a packet get it without those who have not
+LATE_SECONDS = 10.0  # after which receivers that have asked for a packet get it, although others have not asked yet
 _PAUSES = (0.0, 0.1, 0.2, 0.5, 1.0)  # before the next try to connect; a hub that is back waits for `ELASTIC_PATIENCE`
 
 
@@ -36,14 +36,14 @@ class HubLink:
     """This process's connection to the hub, and the messages in flight over it.
 
     Args:
-        enrolment: who this is.
-        label: SHA-256 of what must be the same on all members of a group.
+        enrolment: this member's name and key.
+        label: SHA-256 of the settings that must be the same on all members of a group.
         size: members of the group.
-        bits_per_second: at which chunks leave at most; None: as fast as they go.
+        bits_per_second: the highest rate of chunks to the hub; None: no limit.
         advice: what to do when a member is gone.
-        place: those with smaller ones have the smaller rank; those with the same one are in the order of their names.
-        process: 16 bytes that no other process of this name has; drawn anew unless given.
-        silent: seconds within which it is noticed that nothing comes through to the hub, though no connection has ended.
+        place: ranks are in the order of places, and of names where places are equal.
+        process: 16 bytes that no other process of this name has; drawn if not given.
+        silent: seconds within which this member notices that nothing reaches the hub, although no connection has ended.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class HubLink:
         self.messages = InFlight(size, self)
         self._control: deque[tuple[int, int, bytes]] = deque()  # kind, rank, body
         self._connections: dict[int, int] = {}  # of the peers that are connected, by rank
-        self._woken = asyncio.Event()  # something may be sent
-        self._flushed = asyncio.Event()  # all that was to be sent has been written
+        self._woken = asyncio.Event()  # there may be something to send
+        self._flushed = asyncio.Event()  # everything to be sent has been written
         self._leaving = False
         self._free_at = 0.0  # when the uplink may take the next chunk
         self.state = "is connecting to the hub"
@@ -72,7 +72,7 @@ class HubLink:
         return self._enrolment.run
 
     async def begin(self) -> None:
-        """Dial, and go on until `leave`."""
+        """Connect, and stay connected until `leave`."""
         self._task = asyncio.create_task(self._serve())
 
     def place(self, seconds: float) -> Welcome:
@@ -112,7 +112,7 @@ class HubLink:
         self._woken.set()
 
     async def leave(self, seconds: float) -> None:
-        """Wait at most `seconds` until all that was asked for has arrived, then leave the group for good."""
+        """Wait at most `seconds` until everything that peers asked for has arrived, then leave the group for good."""
         try:
             async with asyncio.timeout(seconds):
                 while self._place and self._going and (self.messages.unfinished or self._control):
@@ -134,13 +134,13 @@ class HubLink:
         return self._task is not None and not self._task.done()
 
     def _lose(self, error: LinkError) -> None:
-        """The hub has said no, for good."""
+        """The hub has refused this member for good."""
         self.state = f"was refused: {error}"
         self.messages.fail(error)
         if not self._placed.done():
             self._placed.set_exception(error)
 
-    # What messages say to peers.
+    # Control messages to peers.
 
     def pull(self, peer: int, pull: Pull) -> None:
         """See `Teller`."""
@@ -155,7 +155,7 @@ class HubLink:
         self._say_to(frames.REFUSE, peer, receive, nbytes)
 
     def _say_to(self, kind: int, peer: int, *fields: int | bytes) -> None:
-        if peer in self._connections:  # else it is told when it is back
+        if peer in self._connections:  # otherwise it is told when it is back
             self._say(kind, peer, *fields)
 
     def _say(self, kind: int, peer: int, *fields: int | bytes) -> None:
@@ -165,7 +165,7 @@ class HubLink:
     # One connection.
 
     async def _connected(self) -> None:
-        """From dialling to the end. Raises `LinkError`; returns after `leave`."""
+        """One connection, from dialling to its end. Raises `LinkError`; returns after `leave`."""
         admitted = await self._enrolment.admitted()
         token, own = self._enrolment.token, admitted.credentials
         of_hub = token.host, token.port, own.authorities, own
@@ -192,7 +192,7 @@ class HubLink:
         if len(welcome.names) != self._size:
             raise Refused(f"the hub has a group of {len(welcome.names)}; {self._size} were expected")
         if self._place is not None and (welcome.group, welcome.rank) != (self._place.group, self._place.rank):
-            raise Refused("the hub has given this place in the group away; start all replicas again")
+            raise Refused("the hub has given this member's rank to another; start all replicas again")
         self._place, self.state = welcome, "is connected to the hub"
         for rank, connection in welcome.present:
             self._there(rank, connection)
@@ -222,7 +222,7 @@ class HubLink:
         self._flushed.set()
 
     def _there(self, rank: int, connection: int) -> None:
-        """A peer is connected: tell it what is awaited from it."""
+        """A peer is connected: tell it which messages this member waits for."""
         self._connections[rank] = connection
         pulls = self.messages.open_pulls(rank)
         self._say(frames.SYNC, rank, connection, len(pulls))
@@ -270,7 +270,7 @@ class HubLink:
         return self._place.names[peer] if self._place else str(peer)
 
     async def _speak(self, control: Any, bulk: list[Any]) -> None:
-        """Write what there is: control first, then chunks, in turn on the bulk streams."""
+        """Write what is to be sent: control first, then chunks, round robin over the bulk streams."""
         sequence, sequences, turn = 1, [1] * len(bulk), 0
         late_at: float | None = None
         while True:
@@ -293,7 +293,7 @@ class HubLink:
                 sequences[place] += 1
 
     async def _sleep(self, seconds: float | None) -> None:
-        """Until `wake`, or for so long."""
+        """Wait for `wake`, at most `seconds`."""
         self._woken.clear()
         self._flushed.set()
         try:
@@ -321,7 +321,7 @@ def _data(chunk: Chunk) -> bytes:
 
 
 async def _renewal(due: float) -> None:
-    """Ends the connection when its certificate is to be renewed; the next one goes on."""
+    """End the connection when its certificate must be renewed; the next connection uses the new one."""
     while (left := due - time.time()) > 0:
         await asyncio.sleep(min(left, 60.0))
     raise Broken("the certificate is being renewed")

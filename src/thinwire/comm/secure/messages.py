@@ -1,12 +1,12 @@
-"""The messages of one member that are on their way: what was posted, what was asked for, what has come. No I/O.
+"""The messages of one member that are in flight: sends that were posted, pulls from receivers, receives that are open. No I/O.
 
-A receiver numbers its receives 0, 1, 2, ... and asks each sender for its messages by these numbers (`Pull`). A sender
-pairs the pulls of a receiver under one tag with its own messages for it under that tag, both in the order of posting, and
-sends chunks from the offset that was asked for, to all receivers of a message that are at the same place at once: a packet
-goes up once, whatever the number of its receivers.
+A receiver numbers its receives 0, 1, 2, ... and asks each sender for its messages by these numbers (`Pull`). A sender pairs the
+pulls of a receiver under one tag with its own messages for it under that tag, both in the order of posting. It sends chunks from
+the offset that was asked for, to all receivers of a message that are at the same offset at once: a packet travels to the hub
+once, whatever the number of its receivers.
 
-What was on the way is lost whenever a connection breaks. Then either side says again what it still waits for: a `sync` is
-the whole list of the receives that are open. A sender goes on at the offsets in it; what is not in it has arrived.
+When a connection breaks, what was in flight is lost. Then each side says again what it waits for: a `sync` lists all receives that
+are open. The sender resumes at the offsets in it; messages that are not in it have arrived.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from thinwire.comm.secure.frames import CHUNK_NBYTES, SMALL_NBYTES
 from thinwire.comm.secure.posted import Chunk, Cursor, Posted, Pull, Receive
 from thinwire.errors import LinkError, PacketError, ThinwireError
 
-BUDGET_NBYTES = 16 << 20  # of one member's chunks that are sent and not acknowledged, over all receivers
-PULLS = 4096  # of one receiver that may wait for a message to be posted
+BUDGET_NBYTES = 16 << 20  # of one member's chunks that are sent and not acknowledged, all receivers together
+PULLS = 4096  # of one receiver that may wait until a message is posted
 
 
 def window_nbytes(size: int) -> int:
@@ -29,11 +29,11 @@ def window_nbytes(size: int) -> int:
 
 
 class InFlight:
-    """All messages of one member that are posted or asked for. Only one thread calls it.
+    """All messages of one member that are posted or asked for. Used from one thread.
 
     Args:
         size: members of the group.
-        tell: sends what peers are told at once.
+        tell: sends control messages to peers.
     """
 
     def __init__(self, size: int, tell: Teller) -> None:
@@ -51,10 +51,10 @@ class InFlight:
         self.away: set[int] = set()
         self.gone: dict[int, LinkError] = {}
 
-    # What this member does.
+    # Calls of this member.
 
     def receive(self, receive: Receive) -> None:
-        """Begin to wait for a message."""
+        """Open a receive."""
         if error := self.gone.get(receive.peer):
             receive.settled(error)
             return
@@ -77,8 +77,8 @@ class InFlight:
         self._tidy(message)
 
     def chunk(self, late: bool) -> Chunk | None:
-        """The next chunk that may be sent, those of small messages first. A message that a connected receiver has not asked for yet
-        is held back, unless the others have waited long (`late`). A call also says that the chunk before was sent.
+        """The next chunk that may be sent, those of small messages first. If a connected receiver has not asked for a message yet, the
+        message is held back, unless the other receivers have waited long (`late`). A call also means that the chunk before was sent.
         """
         leaving, self._leaving = self._leaving, []
         for message in leaving:
@@ -102,10 +102,10 @@ class InFlight:
         """Whether a receiver has asked for a message that it does not have yet."""
         return any(cursor.receive is not None for message in self._posted for cursor in message.cursors.values())
 
-    # What a peer says.
+    # Messages from peers.
 
     def sync(self, peer: int, count: int) -> None:
-        """`peer` begins to list the `count` receives that it waits for."""
+        """`peer` is about to list the `count` receives that are open."""
         for key in [key for key in self._pulls if key[0] == peer]:
             del self._pulls[key]
         self.away.discard(peer)
@@ -121,7 +121,7 @@ class InFlight:
             self._tell.refuse(peer, pull.receive, self._refused[peer][pull.receive])
         elif message is None:
             if sum(len(pulls) for (other, _), pulls in self._pulls.items() if other == peer) >= PULLS:
-                return  # nobody waits for so many
+                return  # no honest receiver waits for so many
             self._pulls.setdefault((peer, pull.tag), deque()).append(pull)
             self._pair(peer, pull.tag)
         else:
@@ -150,7 +150,7 @@ class InFlight:
         """Take a chunk that has arrived from `peer`."""
         open_one = self.receives.get(receive)
         if open_one is None or open_one.peer != peer:
-            return  # it came twice
+            return  # it arrived twice
         try:
             open_one.take(offset, data)
         except PacketError as error:
@@ -178,7 +178,7 @@ class InFlight:
             )
 
     def open_pulls(self, peer: int) -> list[Pull]:
-        """The receives that wait for `peer`, for a sync."""
+        """The open receives from `peer`, for a sync."""
         return [
             Pull(number, one.tag, one.asked, one.offset) for number, one in self.receives.items() if one.peer == peer
         ]
@@ -208,7 +208,7 @@ class InFlight:
         for peer in range(self._size):
             self.leave(peer, error)
 
-    # Within.
+    # Helpers.
 
     def _pair(self, peer: int, tag: int) -> None:
         key = peer, tag
@@ -223,7 +223,7 @@ class InFlight:
                 del keyed[key]
 
     def _seek(self, message: Posted, peer: int, pull: Pull) -> None:
-        """Go on at the offset that was asked for."""
+        """Continue at the offset that was asked for."""
         if not pull.fits(message.nbytes):
             self._refused.setdefault(peer, {})[pull.receive] = message.nbytes
             self._tell.refuse(peer, pull.receive, message.nbytes)
@@ -286,7 +286,7 @@ class InFlight:
 
 
 class Teller(Protocol):
-    """Sends what a member says to one peer."""
+    """Sends control messages to one peer."""
 
     def pull(self, peer: int, pull: Pull) -> None:
         """Ask `peer` for a message."""

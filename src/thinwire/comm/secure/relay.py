@@ -1,7 +1,7 @@
-"""One group at the hub: who is connected, and what one member says to another. No I/O.
+"""One group at the hub: which members are connected, and the frames that they send each other. No I/O.
 
-The hub looks into nothing that it passes on but its header, and keeps nothing that was not asked for: a member's frames
-for another are held until that one has taken them, and no more of them than an honest member ever has on the way.
+The hub reads only the header of what it passes on, and stores nothing that no receiver asked for. A member's frames for another wait
+until that one has taken them, and there may be no more of them than an honest member ever has in flight.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from thinwire.comm.secure.state import Grouped
 from thinwire.errors import PacketError
 
 CONTROL_NBYTES = 1 << 20  # that one member may have waiting for another
-_STUCK_NBYTES = 64 << 20  # that wait with control for one who reads nothing, before it is sent away
+_STUCK_NBYTES = 64 << 20  # of control that may wait for a member that reads nothing, before it is disconnected
 _SAID_AGAIN = (*frames.PASSED_ON, frames.DATA)
 _RESENT = 3  # windows: after a reconnect chunks are sent again while older ones still wait
 
@@ -38,13 +38,15 @@ class Pipe:
     def __init__(self) -> None:
         self._frames: deque[PassedOn] = deque()
         self._ready = asyncio.Event()
-        self._waiting: Counter[int] = Counter()  # bytes by the member from whom they are
+        self._waiting: Counter[int] = Counter()  # bytes by sender
 
     def put(self, frame: PassedOn, most: int | None = None) -> None:
         """Append a frame. Raises `PacketError` if more than `most` bytes of the member `frame.rank` would wait."""
         waiting = self._waiting[frame.rank] + len(frame.body) + frames.HEADER.size
         if most is not None and waiting > most:
-            raise PacketError(f"{waiting} bytes that wait for one receiver, at most {most} are allowed: it floods")
+            raise PacketError(
+                f"{waiting} bytes wait for one receiver, at most {most} are allowed: the sender floods the hub"
+            )
         self._waiting[frame.rank] = waiting
         self._frames.append(frame)
         self._ready.set()
@@ -78,7 +80,7 @@ class Connection:
         self.number, self.name, self.process, self.expires, self.run = number, name, process, expires, run
         self.control, self.bulk, self.end = Pipe(), Pipe(), asyncio.Event()
         self.streams = 0  # of bulk
-        self.refusal = ""  # why it must not come again
+        self.refusal = ""  # why it must not connect again
         self.relay: Relay | None = None
         self.rank = 0
 
@@ -92,7 +94,9 @@ class Relay:
         self.gone = dict(group.gone)
         self.connections: dict[int, Connection] = {}
         self.away = dict.fromkeys(range(self.size), time.monotonic())  # since when
-        self._synced: set[tuple[int, int]] = set()  # who has told whom what it waits for, since both are connected
+        self._synced: set[tuple[int, int]] = (
+            set()
+        )  # (rank, peer): rank has listed its receives to peer since both are connected
         self._most = _RESENT * window_nbytes(self.size) + frames.LIMIT_NBYTES
 
     def connect(self, rank: int, connection: Connection) -> None:
@@ -140,7 +144,7 @@ class Relay:
         self._check(rank, frame.rank)
         there = self.connections.get(frame.rank)
         if there is None:
-            return  # it will be told when that one is back
+            return  # the sender says it again when that member is back
         if frame.kind == frames.SYNC and frame.number(0) == there.number:
             self._synced.add((rank, frame.rank))
         if (rank, frame.rank) in self._synced:
@@ -163,7 +167,7 @@ class Relay:
             raise PacketError(f"a frame of member {rank} for member {other} of {self.size}")
 
     def _break_off(self, rank: int) -> None:
-        """What `rank` said to others, and they to it, is said again when both are there."""
+        """Drop the frames from and to `rank`: both sides send them again when it is back."""
         self._synced = {pair for pair in self._synced if rank not in pair}
         for connection in self.connections.values():
             connection.control.forget(rank)

@@ -42,10 +42,10 @@ class RequestHandler(Protocol):
 
     @property
     def empty(self) -> bool:
-        """Whether nobody is there, or is waited for."""
+        """Whether no replica is alive or expected."""
 
     def remember(self, kept: KeptRun) -> None:
-        """Go on from what is kept in the hub's state, and keep what changes there."""
+        """Load what the hub's state holds, and write changes to it."""
 
     def tick(self) -> None:
         """Called regularly."""

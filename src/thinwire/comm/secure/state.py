@@ -1,7 +1,7 @@
-"""What a hub must not forget: its members and their keys, invitations, who is in which group, and the elastic runs, with those that have ended.
+"""The hub's database: its members and their keys, invitations, groups, and the elastic runs, with those that have ended.
 
-One SQLite file, for its owner alone; every change is one transaction that is on the disk before anybody is told. The
-commands `thinwire hub list | invite | revoke` change it while the hub runs.
+It is one SQLite file that only its owner can read. Every change is one transaction, which is on the disk before the hub answers.
+The commands `thinwire hub list | invite | revoke` change it while the hub runs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Grouped:
-    """A group that was formed: names and processes in the order of ranks, and the reasons of those who are gone."""
+    """A group that was formed: names and processes in rank order, and why members left, by rank."""
 
     number: int
     label: bytes
@@ -117,12 +117,12 @@ class HubState:
 
     @property
     def version(self) -> int:
-        """A number that changes when another process has changed the state."""
+        """A number that changes whenever another process has changed the database."""
         (number,) = self._base.execute("pragma data_version").fetchone()
         return int(number)
 
     def meta(self, name: str) -> str | None:
-        """What `keep` has written under this name; None if nothing."""
+        """The value that `keep` wrote under this name; None if there is none."""
         found = self._base.execute("select value from meta where name = ?", (name,)).fetchone()
         return None if found is None else str(found[0])
 
@@ -137,7 +137,7 @@ class HubState:
     # Members and invitations.
 
     def invite(self, uses: int, seconds: float, name: str | None) -> tuple[bytes, bytes]:
-        """Make an invitation; return its number and its secret, of which only a hash is kept."""
+        """Make an invitation; return its number and its secret. The database has only a hash of the secret."""
         number, secret = secrets.token_bytes(8), secrets.token_bytes(16)
         digest = hashlib.sha256(secret).digest()
         self._base.execute("delete from invitation where expires < ?", (time.time(),))
@@ -204,11 +204,11 @@ class HubState:
         return [Known(name, key, bool(revoked), joined) for name, key, revoked, joined in rows]
 
     def issued(self, name: str, authority: bytes) -> None:
-        """`name` has a certificate of the authority with this fingerprint."""
+        """Record that `name` has a certificate of the authority with this fingerprint."""
         self._base.execute("insert or replace into issued values (?, ?)", (name, authority))
 
     def behind(self, authority: bytes) -> list[str]:
-        """Who may connect, and has no certificate of this authority."""
+        """The members that may connect and have no certificate of this authority."""
         rows = self._base.execute("select name from issued where authority = ?", (authority,)).fetchall()
         return [one.name for one in self.members() if not one.revoked and (one.name,) not in rows]
 
@@ -252,19 +252,19 @@ class HubState:
         return Grouped(made.lastrowid, label, members, {})
 
     def gone(self, group: int, rank: int, reason: int) -> None:
-        """The member `rank` of a group is gone for good."""
+        """Record that the member `rank` of a group has left for good."""
         row = self._base.execute("select gone from grouped where id = ?", (group,)).fetchone()
         if row is not None:
             told = json.loads(row[0]) | {str(rank): reason}
             self._base.execute("update grouped set gone = ? where id = ?", (json.dumps(told), group))
 
     def groups(self) -> list[Grouped]:
-        """Those that may go on: somebody is left in them."""
+        """The groups of which a member is left."""
         found = self._grouped("select id, label, members, gone from grouped order by id")
         return [group for group in found if len(group.gone) < len(group.members)]
 
     def why_gone(self, label: bytes, name: str, process: bytes) -> str:
-        """Why this process is gone for good from a group with this label; "" if it is not."""
+        """Why this process has left a group with this label for good; "" if it has not."""
         for group in self._grouped("select id, label, members, gone from grouped where label = ?", label):
             if (name, process) in group.members and (rank := group.members.index((name, process))) in group.gone:
                 return REASONS[group.gone[rank]]

@@ -1,4 +1,4 @@
-"""The invitation of a hub, as one word that can be pasted: where it is, by which authority to know it, and a secret."""
+"""The invitation of a hub as one word that can be pasted: the hub's address, its authority's fingerprint, and a secret."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LONGEST_HOST = 253
 
 @dataclass(frozen=True)
 class Token:
-    """An invitation. Whoever holds it can join once, or as often as it says at the hub; keep it like a password.
+    """An invitation to join a hub, once or a stated number of times. Keep it like a password.
 
     Args:
         host: where the hub is reached.

@@ -1,0 +1,89 @@
+"""`thinwire simulate disrupted`: replicas of a gossip graph drop out all at once; what is left of it, and what the others still learn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from thinwire.cli import options
+from thinwire.errors import ConfigurationError
+from thinwire.lm.settings import topology_of
+from thinwire.simulate.disrupted import Data, Disaster, Who, structure
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `thinwire simulate disrupted` takes."""
+
+    topology: str = "BarabasiAlbert(2)"
+    """The graph: BarabasiAlbert(2), Ring, Torus, RandomRegular(3), ..., or a JSON file of edges."""
+    replicas: int = 50
+    """Number of replicas."""
+    who: Who = "degree"
+    """Who is hit: those with most neighbours, those on most shortest paths (betweenness), or any (random)."""
+    shares: tuple[float, ...] = (0.1, 0.2, 0.3)
+    """Shares of the replicas that are hit; a row for each."""
+    data: Data = "everywhere"
+    """Who has data: everybody, only those who will be hit (hit), or only those who will be left (others)."""
+    at_round: int = 30
+    """After which round they drop out."""
+    rounds: int = 60
+    """Rounds in all."""
+    graphs: int = 30
+    """Graphs that are drawn; what is left of them is a mean."""
+    runs: int = 3
+    """How many of these are trained on. Accuracies are means."""
+    json: bool = False
+    """The table goes to stderr; stdout ends with one JSON object."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    description = "Replicas drop out of a gossip graph: its largest part, isolated ones, accuracy (simulated)."
+    asked = options.read(Options, "simulate disrupted", arguments, description)
+    if asked.graphs < 1 or asked.runs < 1 or not asked.shares:
+        raise ConfigurationError(
+            f"graphs={asked.graphs}, runs={asked.runs}, shares={asked.shares}: at least 1 of each is needed."
+        )
+    rows = [_row(asked, share) for share in asked.shares]
+    console = options.console(asked.json)
+    title = f"{asked.topology}, {asked.replicas} replicas, hit by {asked.who} after round {asked.at_round} of {asked.rounds}"
+    table = Table(
+        "hit", "largest part", "isolated", "before", "after", "worst tenth", "in it", "alone", "unhurt", box=None
+    )
+    table.title = f"{title} (simulated)"
+    for row in rows:
+        table.add_row(*(f"{value:.2f}" for value in row.values()))
+    console.print(table)
+    if asked.json:
+        print(json.dumps({"study": "disrupted", "provenance": "simulated", "rows": rows}))
+    return 0
+
+
+def _row(asked: Options, share: float) -> dict[str, Any]:
+    topology = topology_of(asked.topology)
+    found = structure(topology, asked.replicas, asked.who, share, asked.graphs)
+    disaster = Disaster(topology, asked.replicas, asked.who, share, asked.at_round, asked.rounds, asked.data)
+    runs = [asdict(disaster.learned(seed)) for seed in range(asked.runs)]
+    means = {name: _mean([run[name] for run in runs]) for name in runs[0]}
+    return {
+        "hit": share,
+        "giant": found.giant,
+        "isolated": found.isolated,
+        "before": means["before"],
+        "after": means["mean"],
+        "low": means["low"],
+        "in_giant": means["giant"],
+        "alone": means["isolated"],
+        "undisturbed": means["undisturbed"],
+    }
+
+
+def _mean(values: list[float]) -> float:
+    """Of those that there are."""
+    there = [value for value in values if not np.isnan(value)]
+    return float(np.mean(there)) if there else float("nan")

@@ -1,0 +1,313 @@
+"""Neighbours that meet two at a time: what happens around an inner step of one replica.
+
+Time is virtual: a mean inner step is its unit, and who meets whom and when follows from the seed (`Clocks`), so every replica knows it
+and both that meet wait for each other only. Meetings during an inner step come between its gradient and its update:
+
+    forward, backward                  the gradient is of the weights before the meetings
+    each meeting, in order of time     both flow to its time, send x, and move towards each other
+    the update                         after a flow to the end of the step; x and x̃ take the same step
+
+Events have one order on all replicas, so nobody waits in a circle. A replica that ends sends `END` in place of its next x to every
+neighbour, which then goes on without it. A stop spreads with the meetings: time is cut in windows, each as long as what one replica
+knows takes to reach all; who wants to stop says so from a window's beginning on, and all stop after its end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from thinwire.codecs import Identity
+from thinwire.comm.group import Group, gather
+from thinwire.decoupled.pair_composition import PairComposition
+from thinwire.errors import CheckpointError, NonFiniteError
+from thinwire.methods.base import TAG, Attached
+from thinwire.packet import (
+    HEADER_NBYTES,
+    STOP,
+    Header,
+    empty_packet,
+    identity,
+    open_packet,
+    payload,
+    said,
+    said_nbytes,
+    seal,
+)
+from thinwire.rng import Key
+from thinwire.runtime.consensus import mean_of_all
+from thinwire.runtime.fragment_state import FragmentState
+from thinwire.runtime.handshake import agree_on_start, check_start
+from thinwire.runtime.module_state import clear
+from thinwire.topology import Clocks, PairEvent
+from thinwire.types import Observer
+
+END = (1 << 32) - 1  # a message's part: its sender has ended
+_CODEC = identity(Identity())
+
+
+class Pairing(Attached):
+    """The loop of a method of pairs on one replica.
+
+    ```python
+    trained = a2cid2(topology=Ring()).attach(model, optimizer, group)
+    while trained.progress < steps and not trained.stopping:   # in the mean over all replicas
+        model(next(batches)).loss.backward()
+        optimizer.step()                                       # meets neighbours, and takes its step
+        optimizer.zero_grad()
+    trained.finish()                                           # all hold the mean of all
+    ```
+    """
+
+    strategy: PairComposition  # type: ignore[assignment]  # the method that attached it
+
+    def __init__(
+        self, method: PairComposition, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group,
+        observer: Observer, clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        super().__init__(method, model, optimizer, group, None, observer, clock)  # type: ignore[arg-type]
+        self.fragments = method.partition.fragments(model)
+        self._clocks: Clocks = method.clocks(group.size, len(self.fragments))
+        self._mixing = method.mixing(group.size)
+        self.own_steps = len(set(method.slow)) > 1
+        self.introduce({})
+        self._states = [_hold(fragment, index) for index, fragment in enumerate(self.fragments)]
+        if agree_on_start(group, [one.anchor for one in self._states]):
+            observer("warning", 0, message="replicas began with different weights; all start from replica 0's")
+        check_start(self.fragments, [one.anchor for one in self._states])
+        for one in self._states:
+            one.load_into_parameters(one.anchor)
+            if self._mixing.eta:
+                one.exchange = {"ahead": one.anchor.clone()}
+        self._at = [0.0] * len(self._states)  # the time to which each has flowed
+        self._took = method.step_time(group.rank, group.size)
+        self._neighbours = {int(peer) for peer in np.flatnonzero(self._clocks.rates[group.rank])}
+        self._over = dict.fromkeys(self._neighbours, 0.0)  # meetings with that one until then have been
+        self._window = (0, self._spread(0))
+        self._says_stop = self._left = self._finished = False
+        self._hooks = [
+            optimizer.register_step_pre_hook(lambda *_: self._before_step()),
+            optimizer.register_step_post_hook(lambda *_: self._after_step()),
+        ]
+
+    @property
+    def evaluated(self) -> str:
+        return "mean" if self._finished else "own"
+
+    @property
+    def progress(self) -> int:
+        """Inner steps that have been taken, in the mean over all replicas."""
+        return self.strategy.progress(self.group.rank, self.group.size, self.step)
+
+    @property
+    def now(self) -> float:
+        """When the last inner step ended."""
+        return self.step * self._took
+
+    # ---- around an inner step
+
+    @torch.no_grad()
+    def _before_step(self) -> None:
+        began, until = self._clock(), self.now + self._took
+        for unit in range(int(self.now), int(until) + 1):
+            for meeting in self._clocks.within(unit):
+                if self.now < meeting.at <= until:
+                    self._meet(meeting)
+        for one in self._states:  # the anchor is what x was before the step
+            x = self._flow(one, until)
+            if self._mixing.eta:
+                one.load_into_parameters(x)
+        self.seconds += self._clock() - began
+
+    @torch.no_grad()
+    def _after_step(self) -> None:
+        began = self._clock()
+        self.step += 1
+        if all(one.finite() for one in self._states):
+            for one in self._states if self._mixing.eta else []:
+                one.exchange["ahead"].add_(one.snapshot(torch.empty_like(one.anchor)).sub_(one.anchor))
+        else:
+            self._observe(
+                "warning", self.step, message="this step made NaN or infinity of the weights; it is taken back"
+            )
+            for one in self._states:
+                one.load_into_parameters(one.anchor)
+            clear(self.model, self.optimizer)
+        self._enter(self.now)
+        if self._says_stop and self.now >= self._window[1] and not self._left:
+            self._leave()
+            self.stopping = True
+        self.seconds += self._clock() - began
+
+    def _flow(self, one: FragmentState, at: float) -> Tensor:
+        """x at that time, also in `anchor`; x̃ has flowed as well."""
+        x = one.snapshot(one.anchor)
+        if self._mixing.eta:
+            x, ahead = self._mixing.flowed(x, one.exchange["ahead"], at - self._at[one.index])
+            self._at[one.index], one.anchor, one.exchange = at, x, {"ahead": ahead}
+        return x
+
+    # ---- a meeting
+
+    def _meet(self, meeting: PairEvent) -> None:
+        rank = self.group.rank
+        if rank not in (meeting.one, meeting.other):
+            return
+        peer = meeting.other if rank == meeting.one else meeting.one
+        if peer not in self._neighbours or meeting.at <= self._over[peer]:
+            return
+        self._enter(meeting.at)
+        one = self._states[meeting.fragment]
+        x = self._flow(one, meeting.at)
+        if not bool(torch.isfinite(x).all()):
+            raise NonFiniteError(
+                f"weights in {one.fragment.name!r} hold NaN or infinity before replica {rank} meets replica {peer}; nothing of them may leave. "
+                "Resume all from the last checkpoint, and write nothing into the model that is not finite."
+            )
+        header = self._header(meeting, rank, STOP * self._says_stop)
+        packet = empty_packet(header.nbytes)
+        payload(packet).copy_(x.view(torch.uint8))
+        seal(packet, header)
+        other = self._swap({peer: packet}, one, meeting)[peer]
+        if other is not None:
+            x, ahead = self._mixing.met(x, one.exchange.get("ahead", x), other)
+            if self._mixing.eta:
+                one.exchange = {"ahead": ahead}
+        one.load_into_parameters(x)  # which has flowed, whatever was heard
+
+    def _swap(
+        self, packets: Mapping[int, Tensor], one: FragmentState, meeting: PairEvent | None
+    ) -> dict[int, Tensor | None]:
+        """Send to each and hear its next message, x; None: it has ended. Raises `LinkError`, `PacketError`."""
+        began, number = self._clock(), one.rounds
+        one.rounds += 1
+        rooms = {peer: empty_packet(4 * max(of.anchor.numel() for of in self._states)) for peer in packets}
+        transfer = self.group.post(TAG, packets, rooms, sized=said_nbytes)
+        transfer.wait()
+        arrived, fields = self._clock(), {"fragment": one.index, "round": number}
+        heard = {peer: self._opened(peer, room, meeting) for peer, room in rooms.items()}
+        if meeting:
+            nbytes = sum(packet.numel() for packet in packets.values())
+            self._observe("depart", self.step, **fields, nbytes=nbytes, seconds_spent=0.0)
+            self._observe(
+                "flight", self.step, **fields, nbytes=nbytes, begin=began, end=arrived,
+                queued_seconds=transfer.queued_seconds, transfer_seconds=transfer.transfer_seconds,
+            )  # fmt: skip
+            waited = arrived - began
+            self.stall_seconds += waited
+            self._observe("land", self.step, **fields, begin=began, stall_seconds=waited, seconds_spent=0.0)
+        return heard
+
+    def _opened(self, peer: int, room: Tensor, meeting: PairEvent | None) -> Tensor | None:
+        """What came from `peer`; None where it has ended, or where this replica has."""
+        packet = room[: said_nbytes(room)]
+        if meeting is None or said(packet).part == END:
+            if said(packet).part == END:
+                open_packet(packet, _end(peer))
+            self._neighbours.discard(peer)
+            return None
+        self._says_stop |= bool(open_packet(packet, self._header(meeting, peer)) & STOP)
+        x = torch.empty((packet.numel() - HEADER_NBYTES) // 4)
+        x.view(torch.uint8).copy_(payload(packet))
+        return x
+
+    def _header(self, meeting: PairEvent, sender: int, flags: int = 0) -> Header:
+        numel = self._states[meeting.fragment].anchor.numel()
+        return Header(_CODEC, sender, meeting.fragment, meeting.unit, meeting.number, numel, 4 * numel, flags)
+
+    # ---- stopping, and the end
+
+    def _enter(self, at: float) -> None:
+        """The window of that time; what is wanted at its beginning is said from then on."""
+        while at >= self._window[1] and not self._says_stop:
+            self._window = (self._window[1], self._spread(self._window[1]))
+            self._says_stop = self._stop_requested
+
+    def _spread(self, unit: int) -> int:
+        """From `unit` on, the time until what any replica knew has reached all."""
+        near = np.eye(self.group.size, dtype=bool)
+        while not near.all():
+            for meeting in self._clocks.within(unit):
+                near[[meeting.one, meeting.other]] = near[meeting.one] | near[meeting.other]
+            unit += 1
+        return unit + (self.group.size == 1)
+
+    def _leave(self) -> None:
+        """Tell the neighbours that this replica meets them no more."""
+        self._left = True
+        packets = {}
+        for peer in sorted(self._neighbours):
+            packets[peer] = empty_packet(0)
+            seal(packets[peer], _end(self.group.rank))
+        if packets:
+            self._swap(packets, self._states[0], None)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Meet nobody any more, and take the mean over all replicas: 8·(M−1)/M bytes per parameter, once."""
+        if self._finished:
+            return
+        if not self._left:
+            self._leave()
+        for one in self._states:
+            own = one.snapshot(torch.empty_like(one.anchor))
+            if self._mixing.eta:
+                own = (own + one.exchange["ahead"]) / 2
+            one.anchor = mean_of_all(self.group, own, Key(self.strategy.seed, one.index, 0, self.group.rank))
+            one.load_into_parameters(one.anchor)
+        self._finished = True
+        self.close()
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    # ---- to be saved and to go on
+
+    def meet(self, group: Group, names: object = None) -> None:
+        """Refused. Raises `CheckpointError`."""
+        raise CheckpointError("replicas that meet two at a time keep their group; resume from checkpoints.")
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """x is in the model; here is x̃, and when it was so."""
+        tensors = {f"{one.index}.ahead": one.exchange["ahead"].clone() for one in self._states if one.exchange}
+        return tensors, {
+            "step": self.step,
+            "window": list(self._window),
+            "rounds": [one.rounds for one in self._states],
+        }
+
+    def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """Collective, before the first inner step. With equal speeds all go on from one step, as if never stopped; with unequal ones a meeting
+        that one of two had already is over for both. Raises `CheckpointError`, `LinkError`.
+        """
+        self.step, self._window = int(facts["step"]), (int(facts["window"][0]), int(facts["window"][1]))
+        self._at = [self.now] * len(self._states)
+        for one, rounds in zip(self._states, facts["rounds"]):
+            one.rounds = rounds
+            if one.exchange:
+                kept = tensors[f"{one.index}.ahead"]
+                if kept.numel() != one.anchor.numel():
+                    raise CheckpointError(
+                        f"fragment {one.index} has {kept.numel()} elements in the checkpoint, {one.anchor.numel()} in this model; resume with "
+                        "the run's own model."
+                    )
+                one.exchange = {"ahead": kept.clone()}
+        times = [float(json.loads(told)) for told in gather(self.group, json.dumps(self.now).encode(), 32, "resume")]
+        self._over = {peer: max(self.now, times[peer]) for peer in self._neighbours}
+
+
+def _hold(fragment: Any, index: int) -> FragmentState:
+    empty = torch.empty(fragment.numel)
+    one = FragmentState(fragment, index, empty, {}, {}, Identity())
+    one.snapshot(empty)
+    return one
+
+
+def _end(sender: int) -> Header:
+    return Header(_CODEC, sender, 0, 0, END, 0, 0)

@@ -1,0 +1,120 @@
+"""Methods in which two neighbours at a time take their mean, each pair when its clock strikes: nobody waits for a round."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from thinwire.comm.group import Group
+from thinwire.decoupled.pair_composition import Mixing, PairComposition
+from thinwire.decoupled.pair_driver import Pairing
+from thinwire.errors import ConfigurationError
+from thinwire.methods.base import silent
+from thinwire.packet import HEADER_NBYTES
+from thinwire.pieces.inner_optimizers import AdamW
+from thinwire.pieces.partition import Partition, Whole
+from thinwire.topology import Ring, Topology, resistances
+from thinwire.types import Observer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs(PairComposition):
+    """Each replica trains by itself; neighbours meet by chance, in virtual time, and take the mean of their weights (AD-PSGD).
+
+    >>> Pairs(every=5).nbytes_per_period(1_000_000, size=8)
+    4000048
+    """
+
+    def optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+        return AdamW().make(model, lr, 0.1)
+
+    def attach(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, *,
+        observer: Observer = silent, clock: Callable[[], float] = time.monotonic,
+    ) -> Pairing:  # fmt: skip
+        """Join this method with what it trains. Collective. Raises `ModelError`, `ConfigurationError`, `DisagreementError`, `LinkError`."""
+        if self.slow and len(self.slow) != group.size:
+            raise ConfigurationError(f"slow={self.slow} for {group.size} replicas: one factor for each is needed.")
+        return Pairing(self, model, optimizer, group, observer, clock)
+
+    def nbytes_per_period(self, numel: int, size: int, rank: int = 0, period: int = 0) -> int:
+        """On average: who meets whom is drawn."""
+        return HEADER_NBYTES + 4 * numel if size > 1 else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcceleratedPairs(Pairs):
+    """As `Pairs`, with a momentum whose η and α̃ follow from the graph (A²CiD²).
+
+    >>> round(AcceleratedPairs().mixing(16).eta, 4), round(AcceleratedPairs().mixing(16).pull, 3)
+    (0.1425, 1.872)
+    """
+
+    def mixing(self, size: int) -> Mixing:
+        if size < 2:
+            return Mixing()
+        chi1, chi2 = resistances(self.clocks(size).rates)
+        return Mixing(1 / (2 * math.sqrt(chi1 * chi2)), math.sqrt(chi1 / chi2) / 2)
+
+
+def ad_psgd(
+    *, every: int = 1, topology: Topology = Ring(), partition: Partition = Whole(), slow: tuple[float, ...] = ()
+) -> Pairs:
+    """AD-PSGD (Lian et al., arXiv 1710.06952): two neighbours at a time take their mean, while each computes its gradient.
+
+        replicas i and j meet:     x_i, x_j ← (x_i + x_j) / 2
+        an inner step of i ends:   x_i ← x_i − lr·g_i          g_i: from before the meetings during the step
+
+    *Differs*: who meets whom and when is drawn from the seed, by Poisson clocks in virtual time, so two that meet wait
+    for each other and nobody needs a bipartite graph; any inner optimizer.
+    *Wire*: 4·N + 48 bytes from each of two that meet, for N parameters in fp32: once in H steps of a replica, in the
+    mean; 48 to each neighbour and the mean of all at the end.
+
+    Args:
+        every: H, inner steps between two meetings of a replica over a fragment, in the mean over all replicas.
+        topology: who meets whom; the same all the time.
+        partition: how the model is cut into fragments; each has meetings of its own.
+        slow: factor of the duration of an inner step on each replica, in virtual time; (): all alike.
+
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed.
+
+    >>> ad_psgd(every=10).nbytes_per_period(1_000_000, size=8)  # bytes, on average
+    4000048
+    """
+    return Pairs(every=every, topology=topology, partition=partition, slow=slow)
+
+
+def a2cid2(
+    *, every: int = 1, topology: Topology = Ring(), partition: Partition = Whole(), slow: tuple[float, ...] = ()
+) -> AcceleratedPairs:
+    """A²CiD² (Nabli, Belilovsky, Oyallon, arXiv 2306.08289): AD-PSGD with a momentum by which replicas on a sparse graph agree sooner.
+
+        between events:            d(x, x̃)/dt = η·(x̃ − x, x − x̃)
+        an inner step of i ends:   x_i ← x_i − lr·g_i,   x̃_i ← x̃_i − lr·g_i
+        replicas i and j meet:     m = x_i − x_j,   x_i ← x_i − m/2,   x̃_i ← x̃_i − α̃·m,   the same with −m at j
+        η = 1 / (2·√(χ₁·χ₂)),   α̃ = ½·√(χ₁/χ₂)
+
+    χ₁ and χ₂ are the graph's, at its rate of meetings.
+    *Differs*: both flow before they send, the paper's code sends first; who meets whom is drawn in virtual time as in
+    `ad_psgd`; any inner optimizer's step.
+    *Wire*: as `ad_psgd`. x̃ stays where it is.
+
+    Args:
+        every: H, inner steps between two meetings of a replica over a fragment, in the mean over all replicas.
+        topology: who meets whom; the same all the time. On a complete graph there is nothing to gain.
+        partition: how the model is cut into fragments; each has meetings of its own.
+        slow: factor of the duration of an inner step on each replica, in virtual time; (): all alike.
+
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed.
+
+    >>> a2cid2().nbytes_per_period(1_000_000, size=8)  # bytes, on average
+    4000048
+    """
+    return AcceleratedPairs(every=every, topology=topology, partition=partition, slow=slow)

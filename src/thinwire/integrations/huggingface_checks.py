@@ -1,0 +1,143 @@
+"""What the bridge to transformers' `Trainer` refuses, and what accelerate sees of the processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, IterableDatasetShard
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from torch.utils.data import IterableDataset
+from transformers import TrainerState, TrainingArguments
+
+from thinwire.comm import Group
+from thinwire.errors import ConfigurationError
+from thinwire.integrations.attached import world
+from thinwire.integrations.members import MemberSampler, refuse
+from thinwire.membership.rendezvous import Membership
+
+_REFUSED = (
+    "{given} · in every process a whole model that the trainer neither shards nor wraps is needed · {advice}, and give "
+    "each replica one process"
+)
+
+
+@dataclass
+class ProcessPlace:
+    """Which replica this process is, and what accelerate and the trainer see of it."""
+
+    rank: int
+    size: int
+    local: int = 0
+    save_on_each: bool = False
+
+    def hide(self, shares: int) -> None:
+        """Nothing is distributed; training data are cut into `shares`. On every replica the trainer may write files."""
+        _seen(distributed_type=DistributedType.NO, num_processes=shares, process_index=self.rank, local_process_index=0)
+
+    def show_local(self, args: TrainingArguments) -> None:
+        """Write files only where the user has asked for them."""
+        args.save_on_each_node = self.save_on_each
+        _seen(local_process_index=self.local)
+
+    def group(self, seconds: float) -> Group:
+        return world(self.size, seconds)
+
+
+def _seen(**values: object) -> None:
+    """Change what accelerate knows of the processes; all its objects share it."""
+    for shared in (PartialState._shared_state, AcceleratorState._shared_state):
+        shared.update(values)
+
+
+def facts(state: TrainerState, loader: Any, own_data: bool) -> dict[str, Any]:
+    """In what the trainers of all replicas must be alike."""
+    batches = len(loader) if hasattr(loader, "__len__") else None
+    facts = {"the trainer's step": state.global_step, "the trainer's max_steps": state.max_steps}
+    if own_data:
+        return facts
+    sampler = getattr(getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None), "sampler", None)
+    order = {"seed of the order of training data": getattr(sampler, "initial_seed", None)}
+    return facts | {"batches of an epoch": batches} | order
+
+
+def check(args: TrainingArguments, size: int, own_data: bool, weights: str) -> None:
+    """Refuse what cannot work, before anything is wrapped."""
+    kind = AcceleratorState().distributed_type
+    wrappers = {
+        DistributedType.DEEPSPEED: ("DeepSpeed", "leave `deepspeed` out"),
+        DistributedType.FSDP: ("FSDP", "leave `fsdp` out"),
+        DistributedType.MEGATRON_LM: ("Megatron-LM", "leave it out"),
+        DistributedType.XLA: ("torch_xla", "train on CPUs or GPUs"),
+    }
+    if kind in wrappers:
+        given, advice = wrappers[kind]
+        raise ConfigurationError(_REFUSED.format(given=given, advice=advice))
+    if args.n_gpu > 1:
+        raise ConfigurationError(
+            _REFUSED.format(given=f"DataParallel on {args.n_gpu} GPUs", advice="start one process a GPU, by torchrun")
+        )
+    if args.parallelism_config is not None:
+        raise ConfigurationError(_REFUSED.format(given="parallelism_config", advice="leave it out"))
+    refused: dict[str, tuple[bool, str]] = {
+        "auto_find_batch_size": (args.auto_find_batch_size, "choose a batch size that fits all replicas"),
+        "restore_callback_states_from_checkpoint": (
+            args.restore_callback_states_from_checkpoint,
+            "leave it out: ThinwireCallback restores itself",
+        ),
+        "train_sampling_strategy='group_by_length'": (
+            size > 1 and not own_data and args.train_sampling_strategy == "group_by_length",
+            "choose 'random': each replica would draw groups of its own, and shares would overlap",
+        ),
+        "load_best_model_at_end": (
+            size > 1 and weights == "own" and args.load_best_model_at_end,
+            "choose weights='anchors': the best of each replica's own weights is another model on each",
+        ),
+    }
+    for name, (asked, advice) in refused.items():
+        if asked:
+            raise ConfigurationError(f"{name} · trainers that do the same on all replicas are needed · {advice}")
+
+
+def check_member(args: TrainingArguments, member: Membership, sampler: MemberSampler | None) -> None:
+    """Refuse what cannot work where replicas come and go."""
+    ahead = sampler is not None
+    args.ignore_data_skip |= ahead  # the ledger knows where to go on
+    refuse(
+        member,
+        {
+            "load_best_model_at_end": (args.load_best_model_at_end, "leave it out: each would have another best"),
+            "dataloader_num_workers with share()": (ahead and args.dataloader_num_workers > 0, "set it to 0"),
+            "fp16 with share() and max_grad_norm=0": (ahead and args.fp16 and not args.max_grad_norm, "give bf16=True"),
+        },
+    )
+
+
+def check_hidden() -> None:
+    if PartialState().distributed_type != DistributedType.NO:
+        raise ConfigurationError(
+            "accelerate found the other processes again, after the Trainer was made, and has wrapped the model · one state for the whole "
+            "training is needed · make all TrainingArguments and Accelerators before the Trainer"
+        )
+
+
+def check_share(loader: Any, place: ProcessPlace) -> None:
+    """Refuse data of which this replica does not read its own share."""
+    if place.size == 1:
+        return
+    if isinstance(loader, DataLoaderDispatcher):
+        raise ConfigurationError(
+            "an iterable data set that one process would read for all · each replica must read its own share · give "
+            "TrainingArguments accelerator_config={'dispatch_batches': False}"
+        )
+    cut = getattr(loader, "batch_sampler", None)
+    if not isinstance(cut, BatchSamplerShard):
+        cut = getattr(loader, "dataset", None)
+        if isinstance(cut, IterableDataset) and not isinstance(cut, IterableDatasetShard):
+            return  # of `datasets`, which cuts by its own shards
+    if (getattr(cut, "num_processes", None), getattr(cut, "process_index", None)) != (place.size, place.rank):
+        raise ConfigurationError(
+            f"training data that are not share {place.rank} of {place.size} · each replica needs a share of its own · make a new Trainer for "
+            "each training; if your own data loader cuts them, or each process has its own, say ThinwireCallback(..., own_data=True)"
+        )

@@ -1,0 +1,112 @@
+"""What the bridge to Lightning's `Trainer` refuses."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities import CombinedLoader
+
+from thinwire.comm import Group
+from thinwire.comm.group import gather
+from thinwire.errors import ConfigurationError
+from thinwire.integrations.members import MemberSampler, refuse
+from thinwire.integrations.traffic import gradient_nbytes
+from thinwire.membership.rendezvous import Membership
+
+_FOLDERS = 1 << 16  # bytes of one replica's list of folders
+
+
+def check(trainer: Trainer, module: LightningModule, size: int, weights: str) -> None:
+    """Refuse what cannot work with these replicas."""
+    lightnings = trainer.strategy
+    if not isinstance(lightnings, SingleDeviceStrategy):
+        nbytes = gradient_nbytes(module, trainer.world_size)
+        raise ConfigurationError(
+            f"{type(lightnings).__name__} over {trainer.world_size} processes, which sends about {nbytes:,} bytes of gradients from each at every "
+            "step · in every process a whole model that Lightning neither shards nor wraps is needed · write Trainer(devices=1, num_nodes=1), "
+            "without strategy=; on GPUs devices=[local rank]"
+        )
+    callbacks: list[Any] = list(getattr(trainer, "callbacks", []))
+    anchors = weights == "anchors"
+    bare = any(isinstance(one, ModelCheckpoint) and one.save_weights_only for one in callbacks)
+    refused = {
+        "automatic_optimization=False": (not module.automatic_optimization, "put a Replica into your own loop"),
+        "ModelCheckpoint(save_weights_only=True)": (anchors and bare, "leave it out, or choose weights='own'"),
+        "EarlyStopping with weights='own'": (
+            size > 1 and not anchors and any(isinstance(one, EarlyStopping) for one in callbacks),
+            "choose weights='anchors', and the same validation data for all",
+        ),
+        "max_time, or a Timer": (size > 1 and any(isinstance(one, Timer) for one in callbacks), "give max_steps"),
+    }
+    for name, (asked, advice) in refused.items():
+        if asked:
+            raise ConfigurationError(f"{name} · trainers that do the same on all replicas are needed · {advice}")
+
+
+def check_folders(trainer: Trainer, group: Group) -> None:
+    """Refuse two replicas that write checkpoints into one folder. Collective."""
+    callbacks: list[Any] = list(getattr(trainer, "checkpoint_callbacks", []))
+    folders = [str(Path(one.dirpath).resolve()) for one in callbacks if getattr(one, "dirpath", None)]
+    told_of = gather(group, json.dumps([[socket.gethostname(), one] for one in folders]).encode(), _FOLDERS, "folders")
+    seen: dict[str, int] = {}
+    for rank, text in enumerate(told_of):
+        for place in map(json.dumps, json.loads(text)):
+            if seen.setdefault(place, rank) != rank:
+                raise ConfigurationError(
+                    f"replicas {seen[place]} and {rank} would write checkpoints into one folder, {json.loads(place)[1]} · each needs its own · "
+                    'write Trainer(default_root_dir=f"runs/replica-{callback.rank}"), and a dirpath likewise'
+                )
+
+
+def check_share(trainer: Trainer, rank: int, size: int) -> None:
+    """Refuse training data of which this replica does not read its own share."""
+    if size == 1:
+        return
+    for loader in _loaders(trainer):
+        sampler = _sampler_of(loader)
+        if (getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)) != (size, rank):
+            raise ConfigurationError(
+                f"training data that are not share {rank} of {size} · each replica needs a share of its own · write DataLoader(data, ..., "
+                "sampler=callback.share(data)), or say ThinwireCallback(..., own_data=True) if each process has data of its own"
+            )
+
+
+def check_member(trainer: Trainer, member: Membership, sampler: MemberSampler | None, own_data: bool) -> None:
+    """Refuse what cannot work where replicas come and go."""
+    read = [_sampler_of(loader) for loader in _loaders(trainer)]
+    refuse(
+        member,
+        {
+            f"max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs}": (
+                trainer.max_steps < 0 or trainer.max_epochs != -1,
+                "say where the run ends by Trainer(max_steps=...) alone",
+            ),
+            "training data that other members read too": (
+                not own_data and not (len(read) == 1 and read[0] is sampler),
+                "write DataLoader(data, ..., sampler=callback.share(data)), or ThinwireCallback(..., own_data=True) if each has data of its own",
+            ),
+            "a learning rate schedule by epochs": (
+                any(one.interval != "step" for one in trainer.lr_scheduler_configs),
+                'return {"scheduler": ..., "interval": "step"} from configure_optimizers',
+            ),
+        },
+    )
+
+
+def batch_size(trainer: Trainer) -> int:
+    """Samples in a batch of the training data."""
+    return sum(int(loader.batch_size) for loader in _loaders(trainer))
+
+
+def _loaders(trainer: Trainer) -> list[Any]:
+    return list(CombinedLoader(trainer.train_dataloader, "min_size").flattened)
+
+
+def _sampler_of(loader: Any) -> Any:
+    return getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))

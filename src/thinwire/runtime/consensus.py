@@ -1,0 +1,34 @@
+"""What replicas that hear neighbours only do at the end: all take their mean, once."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from thinwire.codecs import Identity
+from thinwire.comm.group import Group, Messages, Sized, Transfer, WrappedGroup
+from thinwire.errors import NonFiniteError
+from thinwire.exchange import SendContext, TwoShot, once
+from thinwire.rng import Key
+
+
+def mean_of_all(group: Group, own: Tensor, key: Key) -> Tensor:
+    """The mean of everybody's flat fp32 `own`, the same bits on all: 8·(M−1)/M bytes per element. Raises `NonFiniteError`, `LinkError`."""
+    context = SendContext(_CountedAsMean(group))
+    mean, _ = once(TwoShot(), context, Identity(), own, key, {})
+    context.close(wait=True)
+    if mean is None:
+        raise NonFiniteError(
+            "some replica's weights hold NaN or infinity at the end, so there is no mean over all; resume from the last checkpoint "
+            "with a smaller learning rate."
+        )
+    return mean
+
+
+class _CountedAsMean(WrappedGroup):
+    """The same group, over which the replicas take their mean at the end: the ledger has a purpose for these messages."""
+
+    def post(
+        self, tag: int, send: Messages, recv: Messages, purpose: str = "packet", sized: Sized | None = None
+    ) -> Transfer:
+        """See `Group.post`."""
+        return self.group.post(tag, send, recv, "mean", sized)

@@ -1,0 +1,83 @@
+"""Deltas that count the tokens behind them: what each replica sends is scaled, so that the mean of all is the mean over tokens.
+
+    Σ_m T_m·Δ_m / Σ_m T_m = 1/M · Σ_m (M·T_m / Σ_n T_n)·Δ_m
+
+T_m is what replica m trained since its last delta of the fragment. Where steps have unlike numbers of tokens, as packed documents do, the
+plain mean of deltas weighs a token more, the fewer others are beside it.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.group import Group
+from thinwire.errors import ConfigurationError, PacketError
+from thinwire.runtime.fragment_state import RoundUpdate
+from thinwire.strategy import Gradients, Strategy
+
+_COUNT = struct.Struct("<d")
+_MOST_TOKENS = 1e12  # in a step: more is no number of tokens
+
+
+def tokens_of_step(tokens: object) -> float:
+    """Raises `ConfigurationError` for what cannot be a number of tokens."""
+    if isinstance(tokens, bool) or not isinstance(tokens, int | float) or not 0 < tokens <= _MOST_TOKENS:
+        raise ConfigurationError(
+            f"tokens={tokens!r}: the number of tokens per inner step is needed, above 0 and at most {_MOST_TOKENS:.0e}."
+        )
+    return float(tokens)
+
+
+def check_weighing(strategy: Strategy) -> None:
+    """Refuse what cannot weigh deltas in a fixed group. Raises `ConfigurationError`."""
+    refused = {
+        "Gradients(), whose replicas take one step together": isinstance(strategy.signal, Gradients),
+        f"{strategy.exchange}, whose rule weighs neighbours": not strategy.exchange.agrees,
+        f"{strategy.merge}, which counts an own delta as one of M": strategy.merge.eager,
+        f"{strategy.aggregate}, which is no mean": not strategy.aggregate.linear,
+        f"{strategy.privacy}, which bounds what a delta counts": strategy.privacy is not None,
+    }
+    for what, asked in refused.items():
+        if asked:
+            raise ConfigurationError(f"tokens= with {what}: deltas cannot be weighed there; leave it out.")
+
+
+class TokenCount:
+    """The tokens behind the delta of each replica in a round: 8 bytes to each other, posted when the delta departs."""
+
+    def __init__(self, group: Group, tag: int, tokens: float) -> None:
+        self._group = group
+        own = torch.frombuffer(bytearray(_COUNT.pack(tokens)), dtype=torch.uint8)
+        peers = [peer for peer in range(group.size) if peer != group.rank]
+        self._counts = {peer: torch.zeros(_COUNT.size, dtype=torch.uint8) for peer in peers}
+        self._transfer = group.post(tag, dict.fromkeys(peers, own), self._counts, "tokens")
+        self._own = tokens
+
+    def share(self) -> float:
+        """By how much the own delta is to be scaled; waits for the others. Raises `LinkError`, `PacketError`."""
+        self._transfer.wait()
+        counts = {peer: float(_COUNT.unpack(bytes(count.tolist()))[0]) for peer, count in self._counts.items()}
+        for peer, count in counts.items():
+            if not 0 < count < math.inf:
+                raise PacketError(f"replica {peer} says that {count} tokens are behind its delta; check that replica.")
+        return self._own * self._group.size / math.fsum((self._own, *counts.values()))
+
+
+def weighed(
+    update: RoundUpdate, share: float
+) -> tuple[Callable[[int, int], Tensor], Callable[[int, Tensor, Callable[[], Tensor]], None]]:
+    """`signal` and `settle` of `update`, whose delta is sent times `share`."""
+
+    def signal(begin: int, end: int) -> Tensor:
+        values = update.signal(begin, end)
+        return values if share in (0.0, 1.0) else values * share
+
+    def settle(begin: int, mean: Tensor, sent: Callable[[], Tensor]) -> None:
+        update.settle(begin, mean, sent if share in (0.0, 1.0) else lambda: sent() / share)
+
+    return signal, settle

@@ -1,0 +1,200 @@
+"""Replicas of a gossip graph that drop out all at once: what is left of the graph, and what those who are left still learn.
+
+After Palmieri et al., arXiv 2310.02986. Survivors keep their weights and mix with surviving neighbours only, with Metropolis weights of the
+graph that is left. What is learned is small and the same everywhere: a linear classifier of ten Gaussian classes, by gradient descent.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thinwire.errors import ConfigurationError
+from thinwire.rng import derive
+from thinwire.topology import Topology, check_size, metropolis, parts
+from thinwire.topology.base import Edges
+
+Who = Literal["degree", "betweenness", "random"]
+Data = Literal["everywhere", "hit", "others"]
+CLASSES, FEATURES, SAMPLES, RATE = 10, 20, 8, 0.5  # samples of a replica; learning rate
+
+Alive = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Left:
+    """Of a graph that was hit: shares of those who are left that are in its largest part, and that have no neighbour."""
+
+    giant: float
+    isolated: float
+
+
+@dataclass(frozen=True)
+class Learned:
+    """Accuracies on data that nobody has trained on; of the survivors at the end, but for `before`; NaN of what there is not."""
+
+    before: float
+    mean: float
+    low: float  # a tenth of the survivors are worse
+    giant: float
+    isolated: float
+    undisturbed: float  # the same replicas, if nobody had dropped out
+    alone: float  # and if nobody had ever talked
+
+
+def survivors(edges: Edges, who: Who, share: float, seed: int) -> Alive:
+    """Who is left when a `share` of the replicas is hit: those with most neighbours, those on most shortest paths, or any; ties by chance.
+
+    Raises `ConfigurationError` if nobody would be left, or nobody hit.
+    """
+    size = len(edges)
+    count = round(share * size)
+    if not 0 < count < size:
+        raise ConfigurationError(
+            f"share={share:g} of {size} replicas: that hits {count}; at least 1 must be hit and 1 be left, so give {1 / size:g} to {1 - 1 / size:g}."
+        )
+    rng = np.random.default_rng(derive(seed, "hit"))
+    chance = rng.permutation(size)
+    score = edges.sum(1) if who == "degree" else betweenness(edges) if who == "betweenness" else 0 * chance
+    alive = np.ones(size, dtype=bool)
+    alive[np.lexsort((chance, -np.asarray(score, dtype=np.float64)))[:count]] = False
+    return alive
+
+
+def left(edges: Edges, alive: Alive) -> Left:
+    """What is left of the graph.
+
+    >>> line = np.diag(np.ones(4, dtype=bool), 1)
+    >>> left(line | line.T, np.array([True, False, True, True, True]))
+    Left(giant=0.75, isolated=0.25)
+    """
+    rest = edges[np.ix_(alive, alive)]
+    return Left(max(map(len, parts(rest))) / len(rest), float((rest.sum(1) == 0).mean()))
+
+
+def betweenness(edges: Edges) -> NDArray[np.float64]:
+    """On how many shortest paths between two others each replica is (Brandes, 2001); paths of equal length share one."""
+    size, total = len(edges), np.zeros(len(edges))
+    near = [np.flatnonzero(row).tolist() for row in edges]
+    for source in range(size):
+        far, paths, order = [-1] * size, [0.0] * size, []
+        far[source], paths[source], queue = 0, 1.0, deque([source])
+        while queue:
+            one = queue.popleft()
+            order.append(one)
+            for other in near[one]:
+                if far[other] < 0:
+                    far[other] = far[one] + 1
+                    queue.append(other)
+                if far[other] == far[one] + 1:
+                    paths[other] += paths[one]
+        passing = [0.0] * size
+        for one in reversed(order):
+            for other in near[one]:
+                if far[other] == far[one] + 1:
+                    passing[one] += paths[one] / paths[other] * (1 + passing[other])
+            if one != source:
+                total[one] += passing[one]
+    return total / 2
+
+
+def structure(topology: Topology, replicas: int, who: Who, share: float, seeds: int) -> Left:
+    """Means over so many graphs. Raises `ConfigurationError`."""
+    found = []
+    for seed in range(seeds):
+        edges = _checked(topology, replicas, seed)
+        found.append(left(edges, survivors(edges, who, share, seed)))
+    return Left(float(np.mean([one.giant for one in found])), float(np.mean([one.isolated for one in found])))
+
+
+@dataclass(frozen=True)
+class Disaster:
+    """Who is hit, and when: `at_round` of `rounds`; `data`: who has any, everybody, only those who will be hit, or only the others.
+
+    Raises:
+        ConfigurationError: a setting cannot work.
+    """
+
+    topology: Topology
+    replicas: int = 50
+    who: Who = "degree"
+    share: float = 0.2
+    at_round: int = 30
+    rounds: int = 60
+    data: Data = "everywhere"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.at_round < self.rounds:
+            raise ConfigurationError(
+                f"at_round={self.at_round} of {self.rounds} rounds: 0 <= at_round < rounds is needed."
+            )
+
+    def learned(self, seed: int) -> Learned:
+        """In one run. Raises `ConfigurationError`."""
+        edges = _checked(self.topology, self.replicas, seed)
+        alive = survivors(edges, self.who, self.share, seed)
+        has = {"everywhere": alive | ~alive, "hit": ~alive, "others": alive}[self.data]
+        task = _Task(self.replicas, has, seed)
+        all_of = np.ones(self.replicas, dtype=bool)
+        start = np.zeros((self.replicas, FEATURES + 1, CLASSES))
+        middle = task.train(start, edges, all_of, self.at_round)
+        end = task.accuracy(task.train(middle, edges, alive, self.rounds - self.at_round))
+        rest = edges & alive & alive[:, None]
+        largest = max((part for part in parts(rest) if alive[part[0]]), key=len)
+        lonely = alive & (rest.sum(1) == 0)
+        apart = task.train(start, np.zeros_like(edges), all_of, self.rounds)
+        return Learned(
+            float(task.accuracy(middle)[alive].mean()),
+            float(end[alive].mean()),
+            float(np.quantile(end[alive], 0.1)),
+            float(end[largest].mean()),
+            float(end[lonely].mean()) if lonely.any() else float("nan"),
+            float(task.accuracy(task.train(middle, edges, all_of, self.rounds - self.at_round))[alive].mean()),
+            float(task.accuracy(apart)[alive & has].mean()) if (alive & has).any() else float("nan"),
+        )
+
+
+class _Task:
+    """Ten Gaussian classes; each replica that has data has a few samples of its own."""
+
+    def __init__(self, replicas: int, has: Alive, seed: int) -> None:
+        rng = np.random.default_rng(derive(seed, "classes"))
+        self.centers = rng.normal(size=(CLASSES, FEATURES))
+        labels = rng.integers(CLASSES, size=(replicas, SAMPLES))
+        self.inputs, self.targets = self._drawn(rng, labels), np.eye(CLASSES)[labels]
+        self.targets_of = has[:, None, None] / SAMPLES
+        self.asked = rng.integers(CLASSES, size=(1, 2000))
+        self.held_out = self._drawn(rng, self.asked)
+
+    def _drawn(self, rng: np.random.Generator, labels: NDArray[np.int64]) -> NDArray[np.float64]:
+        inputs = self.centers[labels] + 1.5 * rng.normal(size=(*labels.shape, FEATURES))
+        return np.concatenate([inputs, np.ones((*labels.shape, 1))], axis=-1)
+
+    def train(self, weights: NDArray[np.float64], edges: Edges, alive: Alive, rounds: int) -> NDArray[np.float64]:
+        """A step of gradient descent on the own samples, then the mean over surviving neighbours; those who are not alive stay as they are."""
+        mixed = metropolis(edges & alive & alive[:, None])
+        for _ in range(rounds):
+            scores = self.inputs @ weights
+            scores = np.exp(scores - scores.max(-1, keepdims=True))
+            wrong = (scores / scores.sum(-1, keepdims=True) - self.targets) * self.targets_of * alive[:, None, None]
+            stepped = weights - RATE * np.swapaxes(self.inputs, 1, 2) @ wrong
+            weights = np.einsum("ij,jfc->ifc", mixed, stepped)
+        return weights
+
+    def accuracy(self, weights: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Of each replica."""
+        return np.asarray(((self.held_out @ weights).argmax(-1) == self.asked).mean(-1), dtype=np.float64)
+
+
+def _checked(topology: Topology, replicas: int, seed: int) -> Edges:
+    if not topology.fixed:
+        raise ConfigurationError(
+            f"{topology}: a graph that is the same in every round is needed, of which a part is lost; choose BarabasiAlbert(2)."
+        )
+    check_size(topology, replicas, seed)
+    edges = topology.edges(replicas, seed=seed)
+    return edges | edges.T

@@ -1,0 +1,96 @@
+"""When two neighbours meet: a Poisson clock on every edge, and what its rate says of how fast all come together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from thinwire.errors import ConfigurationError
+from thinwire.rng import derive
+from thinwire.topology.base import Topology, Weights, check_size
+
+
+@dataclass(frozen=True)
+class PairEvent:
+    """Two replicas meet over a fragment: `at` that time, which is of `unit`, where it is the `number`-th of all meetings."""
+
+    at: float
+    unit: int
+    number: int
+    fragment: int
+    one: int
+    other: int
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """Independent Poisson clocks on the edges, anew for each of `fragments`; a pure function of `seed`.
+
+    `rates` is symmetric: [i, j] is how often i and j meet in a unit of time, on average.
+
+    >>> clocks = Clocks(np.array([[0.0, 2.0], [2.0, 0.0]]))
+    >>> sum(len(clocks.within(unit)) for unit in range(1000)) / 1000 > 1.8
+    True
+    """
+
+    rates: Weights
+    fragments: int = 1
+    seed: int = 0
+
+    def within(self, unit: int) -> list[PairEvent]:
+        """All meetings from time `unit` to `unit` + 1, in their order."""
+        ones, others = np.nonzero(np.triu(self.rates))
+        rates = self.rates[ones, others]
+        total, found = float(rates.sum()), []
+        for fragment in range(self.fragments if total else 0):
+            rng = np.random.default_rng(derive(self.seed, "meetings", fragment, unit))
+            count = int(rng.poisson(total))
+            edges = rng.choice(len(rates), count, p=rates / total)
+            found += [(float(at), fragment, int(edge)) for at, edge in zip(rng.random(count), edges)]
+        found.sort()
+        return [
+            PairEvent(unit + at, unit, number, fragment, int(ones[edge]), int(others[edge]))
+            for number, (at, fragment, edge) in enumerate(found)
+        ]
+
+
+def meeting_rates(topology: Topology, size: int, rate: float) -> Weights:
+    """The same rate on every edge, by which a replica has `rate` meetings in a unit of time, in the mean over all replicas.
+
+    Raises `ConfigurationError` where the graph is in parts, changes from round to round, or has an edge that goes one way only.
+    """
+    if not topology.fixed:
+        raise ConfigurationError(
+            f"{topology}: neighbours that are the same all the time are needed, two of which meet by chance; choose Ring(), Complete(), "
+            "RandomRegular(3) or another fixed graph."
+        )
+    check_size(topology, size)
+    edges = topology.edges(size)
+    if (edges != edges.T).any():
+        one, other = (int(index) for index in np.argwhere(edges & ~edges.T)[0])
+        raise ConfigurationError(
+            f"{topology}: replica {one} sends to {other}, which does not send to {one}; two that meet both send, so edges that go both ways "
+            "are needed; choose Ring(), RandomRegular(3) or the method sgp."
+        )
+    return np.asarray(edges * (rate * size / max(1, edges.sum())), dtype=np.float64)
+
+
+def resistances(rates: Weights) -> tuple[float, float]:
+    """χ₁ and χ₂ of meetings at these rates (Nabli, Oyallon, arXiv 2208.00779; Nabli et al., arXiv 2306.08289).
+
+        Λ = Σ λ_ij·(e_i − e_j)(e_i − e_j)ᵀ,   χ₁ = 1 / λ₂(Λ),   χ₂ = ½·max over edges of (e_i − e_j)ᵀ·Λ⁺·(e_i − e_j)
+
+    1 / χ₁ is how fast plain averaging brings all together; χ₂ is half of the largest resistance between neighbours.
+
+    >>> ring = np.roll(np.eye(16), 1, 1) / 2
+    >>> [round(one, 3) for one in resistances(ring + ring.T)]
+    [13.137, 0.938]
+    """
+    if len(rates) < 2:
+        return 0.0, 0.0
+    laplacian = np.diag(rates.sum(1)) - rates
+    inverse = np.linalg.pinv(laplacian, hermitian=True)
+    diagonal = np.diag(inverse)
+    between = diagonal[:, None] + diagonal - 2 * inverse
+    return float(1 / np.linalg.eigvalsh(laplacian)[1]), float(between[rates > 0].max() / 2)

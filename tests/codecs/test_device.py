@@ -1,0 +1,59 @@
+"""Where a delta is encoded, and what crosses to the host. No GPU is needed: a tensor without storage stands for one elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+import thinwire as tw
+from thinwire.codecs.base import Codec
+from thinwire.codecs.device import encode_from, runs_anywhere
+from thinwire.rng import Key
+
+SEEN: list[tuple[Tensor, Tensor]] = []
+
+
+@dataclass(frozen=True)
+class Watched(Codec):
+    """Keeps what it is given."""
+
+    any_device: bool = True
+    used: int | None = None
+
+    def nbytes(self, numel: int) -> int:
+        return numel
+
+    def encode(self, x: Tensor, payload: Tensor, key: Key) -> int | None:
+        SEEN.append((x, payload))
+        return self.used
+
+    def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
+        """Nothing: these tests encode."""
+
+
+def test_only_bytes_cross_where_the_codec_runs_anywhere() -> None:
+    here, there, payload = torch.zeros(4), torch.zeros(4, device="meta"), torch.zeros(4, dtype=torch.uint8)
+    for codec, due in ((Watched(), 4), (Watched(used=3), 3), (Watched(any_device=False), 4)):
+        SEEN.clear()
+        assert encode_from(here, codec, payload, Key()) == due
+        ((_, written),) = SEEN
+        assert written is payload, "on one device nothing is copied"
+    SEEN.clear()
+    with pytest.raises(NotImplementedError, match="meta"):  # as the bytes cross
+        encode_from(there, Watched(), payload, Key())
+    ((encoded, written),) = SEEN
+    assert encoded is there and written.device == there.device and written.shape == payload.shape
+    SEEN.clear()
+    with pytest.raises(NotImplementedError, match="meta"):  # as the values do
+        encode_from(there, Watched(any_device=False), payload, Key())
+    assert not SEEN
+
+
+def test_which_codecs_run_anywhere() -> None:
+    codecs = tw.codecs
+    anywhere = [codecs.Identity(), codecs.Cast(), codecs.Sign(), codecs.E3M0(), codecs.TopK(), codecs.RandomK()]
+    assert all(map(runs_anywhere, anywhere))
+    assert not any(map(runs_anywhere, [codecs.LowRank(), codecs.Entropy(codecs.E3M0())]))

@@ -1,0 +1,80 @@
+"""Trainers whose replicas come and go: one is killed, the other goes on, and it comes back from its trainer's own checkpoint."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from thinwire.membership import Lighthouse
+from thinwire.testing.toy import same_bits
+
+PROGRAM = Path(__file__).parents[1] / "support" / "member_process.py"
+
+
+class Trainers:
+    """Processes of `trainer` in `folder`, at a lighthouse."""
+
+    def __init__(self, trainer: str, folder: Path) -> None:
+        self.trainer, self.folder = trainer, folder
+        self.lighthouse = Lighthouse("127.0.0.1", 0, heartbeat_timeout=1.5)
+        self.running: list[subprocess.Popen[str]] = []
+
+    def start(self, name: str, *stops: int) -> subprocess.Popen[str]:
+        command = [sys.executable, str(PROGRAM), self.trainer, str(self.folder), self.lighthouse.address, name]
+        with (self.folder / f"{name}.said").open("a") as said:
+            one = subprocess.Popen([*command, *map(str, stops)], stdout=said, stderr=said, text=True,
+                                   env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
+        self.running.append(one)
+        return one
+
+    def said(self, name: str) -> str:
+        return (self.folder / f"{name}.said").read_text()
+
+    def wait_for(self, file: str, *alive: subprocess.Popen[str]) -> None:
+        until = time.monotonic() + 600
+        while not (self.folder / file).exists():
+            assert all(one.poll() is None for one in alive) and time.monotonic() < until, (
+                file,
+                {path.name: path.read_text()[-3000:] for path in self.folder.glob("*.said")},
+            )
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        for one in self.running:
+            one.kill()
+            one.wait()
+        self.lighthouse.close()
+
+
+@pytest.fixture
+def trainers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trainers]:
+    started = Trainers(request.param, tmp_path)
+    yield started
+    started.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainers", ["hugging_face", "lightning"], indirect=True)
+def test_kill_9_and_come_back(trainers: Trainers) -> None:
+    first, second = trainers.start("a", 9, 17), trainers.start("b", 9)
+    trainers.wait_for("a.at.9", first)
+    trainers.wait_for("b.at.9", first, second)
+    second.kill()
+    second.wait()
+    (trainers.folder / "a.9").touch()
+    trainers.wait_for("a.at.17", first)  # it goes on alone
+    second = trainers.start("b", 17)  # from its checkpoint of step 8, to where the other is
+    trainers.wait_for("b.at.17", first, second)
+    for name in "ab":
+        (trainers.folder / f"{name}.17").touch()
+    for name, one in (("a", first), ("b", second)):
+        assert one.wait(600) == 0, trainers.said(name)[-3000:]
+    ends = [torch.load(trainers.folder / f"{name}.pt") for name in "ab"]
+    assert ends[0]["step"] == ends[1]["step"] == 24 and same_bits(ends[0]["weights"], ends[1]["weights"])

@@ -1,0 +1,78 @@
+"""What members write for each other, and where gloo finds them: requests and responses by hand."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from thinwire.errors import LinkError
+from thinwire.membership import store as module
+from thinwire.membership.channel import Channel
+from thinwire.membership.store import AddressBook, ChannelVoteStore
+
+
+class Answers:
+    """A channel that gives these answers, and knows what was asked."""
+
+    heartbeat_timeout = 5.0
+
+    def __init__(self, *answers: dict[str, Any]) -> None:
+        self.answers, self.asked, self.closed = list(answers), list[tuple[Any, ...]](), False
+
+    def ask(self, do: str, seconds: float = 0.0, **fields: Any) -> dict[str, Any]:
+        self.asked.append((do, seconds, *fields.values()))
+        return self.answers.pop(0)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_vote_store_asks_for_what_it_says() -> None:
+    channel = Answers(
+        {}, {"values": ["1", "1"]}, {"values": None}, {"value": "no"}, {"values": ["yes"]}, {"values": None}
+    )
+    unused = list[str]()
+    votes = ChannelVoteStore(channel, unused)
+    votes.put("a/0")
+    assert votes.all(("a/0", "a/1")) is True and votes.all(["b/0"]) is False
+    assert votes.settle("a", b"yes") == b"no"
+    assert votes.wait("a", 7.0) == b"yes" and votes.wait("b", 0.0) is None
+    votes.forget(["a/0", "a/1"])
+    assert unused == ["a/0", "a/1"] and channel.asked == [
+        ("put", 0.0, "a/0", "1"),
+        ("look", 0.0, ["a/0", "a/1"]),
+        ("look", 0.0, ["b/0"]),
+        ("settle", 0.0, "a", "yes"),
+        ("look", 7.0, ["a"]),
+        ("look", 0.001, ["b"]),
+    ]
+
+
+def test_addresses_are_waited_for_until_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    found = {"values": ["YQ=="]}
+    channel = Answers({}, found, found, found, {"values": None}, {"values": ["!"]}, {"values": None})
+    book = AddressBook(cast(Channel, channel), "e", 5.0)
+    book.set("x", "a")
+    now[0] = 101.0
+    assert book.get("x") == b"a" and book.own == ["group/e/x"]
+    book.wait(["x"])
+    now[0] = 110.0
+    assert book.check(["x"]) is True
+    with pytest.raises(LinkError, match="not all members came in time"):
+        book.wait(["x", "y"])
+    with pytest.raises(LinkError, match=r"the address of a member cannot be read \(x\)"):
+        book.get("x")
+    assert book.check(["y"]) is False
+    book.close()
+    assert channel.closed and channel.asked == [
+        ("put", 0.0, "group/e/x", "YQ=="),
+        ("look", 4.0, ["group/e/x"]),
+        ("look", 4.0, ["group/e/x"]),
+        ("look", 0.0, ["group/e/x"]),
+        ("look", 0.001, ["group/e/x", "group/e/y"]),
+        ("look", 0.001, ["group/e/x"]),
+        ("look", 0.0, ["group/e/y"]),
+    ]

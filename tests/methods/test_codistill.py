@@ -1,0 +1,162 @@
+"""Replicas of unlike models that talk: what they send, that nonsense does not count, and that nothing is learned without being told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from secure_groups import run_secure
+from talking import METHOD, PROBE, VOCABULARY, ChainProbe, alone, attached, chain, go_on, model_of, talk
+
+import thinwire as tw
+from thinwire import checkpoint
+from thinwire.comm import CountedGroup, Ledger, run_threads
+from thinwire.comm.secure import Hub
+from thinwire.errors import ConfigurationError, DisagreementError
+from thinwire.methods import codistill
+from thinwire.methods.predictions import PredictionCoder
+from thinwire.packet import HEADER_NBYTES
+from thinwire.testing.toy import Shuffled, same_bits
+
+
+def test_without_weight_or_without_others_a_replica_is_itself():
+    for trip, rank in [*zip(run_threads(3, lambda group: talk(group, replace(METHOD, weight=0.0))), range(3))]:
+        assert same_bits(trip.final, alone(rank)) and trip.heard("flight")
+    assert same_bits(run_threads(1, talk)[0].final, alone(0))
+    assert not same_bits(run_threads(2, talk)[0].final, alone(0))
+
+
+def test_until_the_warm_up_is_over_it_is_itself_too():
+    trips = run_threads(2, lambda group: talk(group, replace(METHOD, warmup=24)))
+    assert [same_bits(trip.final, alone(rank)) for rank, trip in enumerate(trips)] == [True, True]
+
+
+def test_bytes_are_counted_and_at_most_as_predicted():
+    ledgers = [Ledger() for _ in range(3)]
+    trips = run_threads(3, lambda group: talk(CountedGroup(group, ledgers[group.rank]), replace(METHOD, warmup=10)))
+    most = PredictionCoder(4 * PROBE, VOCABULARY, 3).nbytes
+    for trip, ledger in zip(trips, ledgers):
+        foreseen, sent = ([event["nbytes"] for event in trip.heard(kind)] for kind in ("depart", "flight"))
+        assert foreseen == [2 * HEADER_NBYTES] + 5 * [2 * (HEADER_NBYTES + most)]  # round 1 is of no use to anybody
+        assert sent[0] == foreseen[0] and all(a < b for a, b in zip(sent[1:], foreseen[1:]))
+        assert ledger.sent("packet") == sum(sent)
+    assert sum(ledger.sent("packet") for ledger in ledgers) == sum(ledger.received("packet") for ledger in ledgers)
+    method, each = codistill(probe=10, top=4), PredictionCoder(100, 256, 4).nbytes
+    assert method.nbytes_per_period(0, 3) == 2 * (HEADER_NBYTES + each)
+    assert [method.nbytes_per_period(0, 2, period=period) for period in (7, 8)] == [48, 48 + each]
+
+
+def test_any_order_and_any_carrier_gives_the_same_bits(tmp_path: Path):
+    straight = [trip.final for trip in run_threads(3, talk)]
+    shuffled = run_threads(3, lambda group: talk(Shuffled(group, 1)))
+    hub = Hub(tmp_path / "hub")
+    try:
+        secure = run_secure(hub, 3, talk, tmp_path)
+    finally:
+        hub.close()
+    for others in (shuffled, secure):
+        assert all(same_bits(trip.final, one) for trip, one in zip(others, straight, strict=True))
+
+
+@pytest.mark.parametrize("at", [9, 11])  # with a round in the air, and with one that is learned from
+def test_save_and_resume_is_as_never_stopped(at: int, tmp_path: Path):
+    whole = run_threads(2, talk)
+
+    def first(group: tw.Group) -> None:
+        trip = go_on(attached(METHOD, group), group.rank, at)
+        assert (trip.at_work._flying is not None) == (at == 9)
+        checkpoint.save(tmp_path / str(group.rank), trip.at_work, notes={})
+        go_on(trip, group.rank, at + 3)  # lost
+
+    def second(group: tw.Group) -> torch.Tensor:
+        trip = attached(METHOD, group, seed=99)
+        found, _ = checkpoint.newest_common(tmp_path / str(group.rank), group)
+        checkpoint.load(found, trip.at_work)
+        assert trip.at_work.step == at
+        go_on(trip, group.rank, 24).at_work.finish()
+        return trip.final
+
+    run_threads(2, first)
+    assert all(same_bits(a, b.final) for a, b in zip(run_threads(2, second), whole))
+
+
+@torch.no_grad()
+def loss_of(trip) -> float:
+    tokens, targets = chain(7, 400)
+    return float(torch.nn.functional.cross_entropy(trip.model(tokens), targets))
+
+
+def test_a_replica_that_talks_nonsense_is_outweighed():
+    """It says the contrary, loudly. What the others learn is what they learn without it; if all counted alike, they would learn less."""
+
+    def contrary(rank: int, number: int, logits: torch.Tensor) -> torch.Tensor:
+        return -8 * logits if rank == 2 else logits
+
+    steps, method = 60, replace(METHOD, weight=2.0)
+    honest = run_threads(2, lambda group: talk(group, method, steps))
+    weighed = run_threads(3, lambda group: talk(group, method, steps, contrary))
+    alike = run_threads(3, lambda group: talk(group, replace(method, sharpness=0.0), steps, contrary))
+    for rank in (0, 1):
+        assert weighed[rank].at_work.weights[2] < 1e-3 < min(weighed[rank].at_work.weights[:2])
+        torch.testing.assert_close(weighed[rank].final, honest[rank].final, atol=0.05, rtol=0)
+        assert 1.1 * loss_of(weighed[rank]) < loss_of(alike[rank])
+    assert weighed[0].at_work.weights == weighed[1].at_work.weights  # all weigh alike, by the same bytes
+
+
+def test_what_is_not_finite_or_no_predictions_is_left_out(monkeypatch: pytest.MonkeyPatch):
+    """A replica whose model is broken says so, and one whose bytes are damaged is found out; the others go on as if it were not there."""
+
+    def broken(rank: int, number: int, logits: torch.Tensor) -> torch.Tensor:
+        return logits * float("nan") if rank == 1 else logits
+
+    trips = run_threads(2, lambda group: talk(group, change=broken))
+    assert same_bits(trips[0].final, alone(0)) and not same_bits(trips[1].final, alone(1))
+    assert all([event["by"] for event in trip.heard("refused")] == [[1]] * 6 for trip in trips)
+    encode = PredictionCoder.encode
+
+    monkeypatch.setattr(PredictionCoder, "encode", lambda coder, told: torch.full_like(encode(coder, told), 255))
+    trips = run_threads(2, talk)
+    assert [same_bits(trip.final, alone(rank)) for rank, trip in enumerate(trips)] == [True, True]
+    assert all("is not counted in round" in event["message"] for event in trips[0].heard("warning"))
+    assert {event["message"][:9] for event in trips[0].heard("warning")} == {"replica 0", "replica 1"}
+
+
+def test_replicas_that_cannot_talk_are_refused_by_name():
+    def other_method(group: tw.Group) -> None:
+        attached(replace(METHOD, top=3 + group.rank), group)
+
+    def other_text(group: tw.Group) -> None:
+        model = model_of(4)
+        probe = ChainProbe(model)
+        if group.rank:
+            probe.targets = lambda number: chain(5, PROBE)[1]  # type: ignore[method-assign]
+        METHOD.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), group, probe=probe)
+
+    def other_tokens(group: tw.Group) -> None:
+        model = model_of(4)
+        probe = ChainProbe(model, vocabulary=VOCABULARY + group.rank)
+        METHOD.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), group, probe=probe)
+
+    for start, told in (
+        (other_method, "strategy: "),
+        (other_text, "text of the probe"),
+        (other_tokens, "vocabulary: 13"),
+    ):
+        with pytest.raises(DisagreementError, match=told):
+            run_threads(2, start)
+    with pytest.raises(ConfigurationError, match="more tokens than top"):
+        run_threads(1, lambda group: attached(replace(METHOD, top=VOCABULARY), group))
+
+
+def test_all_stop_at_the_same_step():
+    def replica(group: tw.Group) -> int:
+        trip = attached(replace(METHOD, weight=0.0), group)
+        if group.rank == group.size - 1:
+            go_on(trip, group.rank, 5)
+            trip.at_work.request_stop()
+        return go_on(trip, group.rank, 40).at_work.step
+
+    assert run_threads(1, replica) == [6]
+    assert run_threads(2, replica) == [10, 10]  # said with round 2, after step 8, and heard two steps later

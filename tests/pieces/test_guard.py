@@ -1,0 +1,135 @@
+"""The guard's test of norms, and what it does to a replica whose delta is out of all proportion."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import thinwire as tw
+from thinwire.catalogue.parsing import parse
+from thinwire.lm.settings import MethodSpec
+from thinwire.pieces.guard import Guard, norm_of
+from thinwire.testing.strategies import all_agree
+from thinwire.testing.toy import adamw, batch, inner_step, journey, same_bits, toy
+
+FAR = 1e4
+
+
+def judged(guard: Guard, norms: list[float], periods: float = 1.0) -> list[float]:
+    """The scale of each."""
+    state, scales = guard.init(), []
+    for norm in norms:
+        _, scale, state = guard.judged(norm, periods, state)
+        scales.append(scale)
+    return scales
+
+
+def test_a_norm_is_judged_by_those_before():
+    assert judged(Guard(warm_up=3), [1.0, 1.0, 50.0, 1.0, 1.0]) == [1.0] * 5, "what is learned first is not clipped"
+    assert judged(Guard(warm_up=3), [1.0, 1.0, 1.0, 2.9, 1.0]) == [1.0] * 5, "the deviation counts half of the mean"
+    scales = judged(Guard(warm_up=3), [1.0, 1.0, 1.0, 3.1, 300.0])
+    assert scales[3] == 0.25 and 0 < scales[4] < 1 / 128, "down to the mean, by a power of two"
+    falling = [0.9**k for k in range(20)]
+    assert judged(Guard(), [*falling, 10 * falling[-1]])[-1] < 1, "it follows norms that fall"
+    assert judged(Guard(), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]) == [1.0] * 8, "and a warm-up"
+    wild = [1.0, 6.0, 0.5, 3.0, 8.0, 0.2, 5.0, 7.0, 9.0]
+    assert judged(Guard(), wild) == [1.0] * 9, "norms that differ much are let differ"
+    assert judged(Guard(), [1.0] * 5 + [10.0] * 12)[-1] == 1.0, "a lasting change is followed"
+    assert judged(Guard(), [0.0, 0.0, 0.0, 0.0, 5.0]) == [1.0] * 5, "where nothing was trained there is no proportion"
+
+
+def test_more_inner_steps_may_go_further():
+    _, _, state = Guard(warm_up=2).judged(1.0, 1.0, Guard().init())
+    _, _, state = Guard(warm_up=2).judged(3.0, 3.0, state)
+    limits = [Guard(warm_up=2).judged(1.0, periods, state).limit for periods in (0.1, 1.0, 4.0)]
+    assert limits == [3.0, 3.0, 12.0]
+
+
+def test_norms_that_overflow_in_fp32_are_norms():
+    assert norm_of(torch.full((4,), 1e30)) == pytest.approx(2e30)
+    assert not norm_of(torch.tensor([1.0, float("nan")])) < float("inf")
+
+
+@pytest.mark.parametrize("wrong", [{"z": 0.0}, {"z": float("inf")}, {"warm_up": 1}, {"warm_up": 2.5}])
+def test_settings_that_cannot_work(wrong):
+    with pytest.raises(tw.ConfigurationError, match="Guard"):
+        Guard(**wrong)
+
+
+# ---- in a run
+
+EVERY, KICKED = 2, 13
+SHORT = Guard(warm_up=2)
+RUNS = {
+    "mean": tw.local_sgd(every=EVERY),
+    "signs, feedback, kept flight": tw.streaming_sign(every=EVERY, delay=1, fragments=2),
+    "4 bits, mixed": tw.streaming_diloco(every=EVERY, delay=1, fragments=2),
+    "owners": tw.local_sgd(every=EVERY, exchange=tw.exchange.TwoShot(tw.pieces.feedback.Feedback()), codec=tw.codecs.E3M0(4)),
+    "sites": tw.local_sgd(every=EVERY, exchange=tw.exchange.Hierarchy(((0, 1), (2,)))),
+    "eager": tw.recipes.eager_diloco(every=EVERY),
+    "median": replace(tw.local_sgd(every=EVERY), aggregate=tw.pieces.robust.Median()),
+}  # fmt: skip
+
+
+def kick(replica: tw.Replica, step: int) -> None:
+    """Before step `KICKED`, replica 1 is thrown far away."""
+    if step == KICKED and replica.group.rank == 1:
+        with torch.no_grad():
+            for parameter in replica.model.parameters():
+                parameter.add_(FAR)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_spike_is_clipped(name):
+    strategy = replace(RUNS[name], guard=SHORT)
+    spiked = journey(strategy, 3, steps=20, before_step=kick)
+    all_agree(spiked)
+    heard = [one.heard("clipped") for one in spiked]
+    assert heard[1] and not heard[0] and not heard[2]
+    assert all(event["norm"] > event["limit"] > 0 and event["step"] >= KICKED for event in heard[1])
+    (warning,) = [event["message"] for event in spiked[1].heard("warning")]
+    assert "it is clipped" in warning
+    bare = journey(replace(strategy, guard=None), 3, steps=20, before_step=kick)
+    whole = journey(strategy, 3, steps=20)
+    assert not any(one.heard("clipped") for one in whole)
+    off, left = ((one[0].final - whole[0].final).norm() for one in (bare, spiked))
+    assert left < 10 and (off > 100 * left or name == "median")
+
+
+def test_it_is_saved_and_goes_on_and_an_older_checkpoint_has_none():
+    strategy = replace(tw.streaming_sign(every=EVERY, delay=1, fragments=2), guard=SHORT)
+
+    def replica(group: tw.Group) -> None:
+        model = toy()
+        with tw.Replica(strategy, model, adamw(model), group) as first:
+            for step in range(1, 12):
+                inner_step(model, first.optimizer, *batch(0, group.rank, step))
+            tensors, facts = first.state()
+            known = tensors["0.guard.norms"].clone()
+            for older in (False, True):
+                kept = {name: t.clone() for name, t in tensors.items() if not older or ".guard." not in name}
+                with tw.Replica(strategy, model, adamw(model), group) as second:
+                    second.load_state(kept, facts)
+                    now = second.state()[0]["0.guard.norms"]
+                    assert same_bits(now, torch.zeros(3, dtype=torch.float64) if older else known)
+        assert known[0] > SHORT.warm_up and known[1] > 0
+
+    tw.run_threads(2, replica, timeout=600.0)
+
+
+def test_what_is_no_delta_is_not_looked_at():
+    for strategy in (tw.recipes.power_sgd(), tw.recipes.noloco(), replace(tw.diloco(), guard=None)):
+        assert not strategy.guards and "guard: off" in strategy.describe(toy(), 2)
+    assert tw.diloco().guards and "guard" not in tw.diloco().describe(toy(), 2) + repr(tw.diloco())
+    strict = replace(tw.diloco(), guard=Guard(z=9.0))
+    assert parse(repr(strict)) == strict != tw.diloco() and parse(repr(replace(strict, guard=None))).guard is None
+
+
+def test_the_option():
+    for text, guard in ((None, Guard()), ("off", None), ("Guard(z=9)", Guard(z=9))):
+        made = MethodSpec(guard=text).composition(0.0)
+        assert isinstance(made, tw.Strategy) and made.guard == guard
+    with pytest.raises(tw.ConfigurationError, match="guard='off'"):
+        MethodSpec(strategy="just_one_byte", guard="off").composition(0.0)

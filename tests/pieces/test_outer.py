@@ -1,0 +1,36 @@
+"""Numbers of outer steps: which there may be, and what follows from them. Recursions: test_pieces.py; the penalty: runtime/test_late.py."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from thinwire.errors import ConfigurationError
+from thinwire.pieces.outer import DelayedNesterov, HeavyBall, Nesterov
+
+
+def test_a_momentum_of_0_is_none_and_1_is_too_much() -> None:
+    anchor = torch.ones(2)
+    assert Nesterov(0.5, 0.0).init(anchor) == {} and set(Nesterov(0.5, 0.9).init(anchor)) == {"momentum"}
+    assert set(DelayedNesterov(0.5, 0.0, 1).init(anchor)) == {"momentum", "sum", "count"}
+    assert set(HeavyBall(0.5, 0.0).init(anchor)) == {"momentum"}
+    for kind in (Nesterov, DelayedNesterov, HeavyBall):
+        for numbers in ((0.5, 1.0), (0.5, -0.1), (0.5, math.nan), (0.0, 0.5), (-1.0, 0.5), (math.nan, 0.5)):
+            with pytest.raises(ConfigurationError, match="lr > 0"):
+                kind(*numbers)
+    with pytest.raises(ConfigurationError, match="a whole number of updates above 0"):
+        DelayedNesterov(0.5, 0.9, 0)
+
+
+def test_a_heavy_ball_with_a_gap_of_any_size_needs_a_whole_period() -> None:
+    assert [HeavyBall(gap=gap).needs_whole_period for gap in (0.0, 0.1, 1.0)] == [False, True, True]
+    assert [HeavyBall(gap=gap, clip=clip).linear for gap, clip in ((0.0, None), (0.1, None), (0.0, 1.0))] == [
+        True,
+        False,
+        False,
+    ]
+    for numbers in ({"gap": -0.1}, {"gap": math.inf}, {"clip": 0.0}, {"clip": math.inf}, {"lr": math.inf}):
+        with pytest.raises(ConfigurationError, match="gap >= 0"):
+            HeavyBall(**numbers)

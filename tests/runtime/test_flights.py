@@ -1,0 +1,68 @@
+"""What a replica reports of its rounds in the air: times by its own clock, and why a round was refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import thinwire as tw
+from thinwire.testing.toy import adamw, batch, inner_step, journey, toy
+from thinwire.types import State
+
+
+@pytest.mark.parametrize("strategy", [tw.streaming_diloco(every=4, fragments=2, delay=1), tw.data_parallel()])
+def test_no_seconds_pass_by_a_clock_that_stands_still(strategy: tw.Strategy) -> None:
+    def replica(group: tw.Group) -> list[dict[str, Any]]:
+        heard: list[dict[str, Any]] = []
+        model = toy()
+        optimizer = adamw(model)
+        with tw.Replica(
+            strategy, model, optimizer, group, observer=lambda *_, **fields: heard.append(fields), clock=lambda: 1000.0
+        ) as attached:
+            for step in range(1, 6):
+                inner_step(model, optimizer, *batch(0, group.rank, step))
+            assert attached.step == 5
+            attached.finish()
+            assert attached.seconds == attached.stall_seconds == 0
+        return heard
+
+    for heard in tw.run_threads(2, replica, timeout=600.0):
+        seconds = {
+            name: fields[name] for fields in heard for name in fields if name in ("stall_seconds", "seconds_spent")
+        }
+        assert seconds == {"stall_seconds": 0, "seconds_spent": 0}
+        assert {fields[name] for fields in heard for name in ("begin", "end") if name in fields} == {1000.0}
+
+
+def test_rounds_before_the_end_are_scheduled() -> None:
+    """Also of gradients, which depart before their step."""
+    one, _ = journey(tw.data_parallel(), 2, steps=3)
+    assert [event["scheduled"] for event in one.heard("wire")] == [True] * 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Endless(tw.pieces.outer.Outer):
+    def step(self, anchor: Tensor, delta: Tensor, state: State) -> tuple[Tensor, State]:
+        return anchor + math.inf, state
+
+
+def test_why_a_round_was_refused():
+    """By whose delta; or by nobody's, where the outer step makes too much of a finite one."""
+
+    def poison(replica, step):
+        if step == 2 and replica.group.rank == 1:
+            replica.model.get_parameter("gain").grad = torch.tensor(math.nan)
+
+    every_second = tw.Strategy(schedule=tw.pieces.schedule.Every(2))
+    endless = dataclasses.replace(every_second, outer=Endless())
+    said = []
+    for strategy, plan in ((every_second, {"before_step": poison}), (endless, {})):
+        first, _ = journey(strategy, 2, steps=2, **plan)
+        said += [(event["step"], event["by"], event["reason"]) for event in first.heard("refused")]
+    assert said[:1] == [(2, [1], "NaN or infinity in the delta")]
+    assert said[1] == (2, [], "the anchor would not be finite")

@@ -1,0 +1,57 @@
+"""Gradients and the state beside them, in torch's own form: clipped, replaced, and made finite again."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from thinwire.runtime.module_state import clear, clip, gradient, has_sparse, put_gradient
+
+
+def with_gradients(sparse: bool) -> list[nn.Parameter]:
+    """A gradient of norm 5 in all: of a table of which row 1 was looked up, sparse or not; and none, as of what was not used."""
+    table, unused = nn.Parameter(torch.zeros(3, 2)), nn.Parameter(torch.zeros(2))
+    dense = torch.tensor([[0.0, 0.0], [3.0, 4.0], [0.0, 0.0]])
+    table.grad = dense.to_sparse(1) if sparse else dense
+    return [unused, table]
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("alike", [True, False])
+def test_gradients_are_clipped_sparse_or_not(sparse: bool, alike: bool) -> None:
+    given = with_gradients(sparse)
+    assert has_sparse(given) is sparse and not has_sparse(given[:1])
+    assert clip(given, 5.0, alike) == 5.0 and gradient(given[1])[1].tolist() == pytest.approx([3.0, 4.0], rel=1e-6)
+    assert clip(given, 1.0, alike) == pytest.approx(5.0, rel=1e-6)
+    assert gradient(given[1])[1].tolist() == pytest.approx([0.6, 0.8], rel=1e-6) and given[0].grad is None
+    assert has_sparse(given) is sparse
+
+
+def test_a_mean_takes_the_place_of_a_gradient_in_its_form() -> None:
+    mean = torch.tensor([1.0, 2.0, 0.0, 0.0, 5.0, 6.0])
+    for sparse in (True, False):
+        unused, table = with_gradients(sparse)
+        put_gradient(table, mean.view(3, 2))
+        assert table.grad is not None and table.grad.is_sparse is sparse and gradient(table).flatten().equal(mean)
+        assert not sparse or table.grad.coalesce().indices().tolist() == [[0, 2]]
+        put_gradient(unused, torch.ones(2))
+        assert unused.grad is not None and unused.grad.tolist() == [1.0, 1.0]
+
+
+def test_what_is_not_finite_becomes_zero_and_statistics_begin_anew() -> None:
+    model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.randn(8, 2)).sum().backward()
+    optimizer.step()
+    state = optimizer.state[model[0].bias]["momentum_buffer"]
+    state.copy_(torch.tensor([1.5, math.inf, -math.inf, math.nan]))
+    whole, broken = model[2].running_mean, model[1].running_mean
+    broken[2] = math.nan
+    before = whole.clone()
+    assert before.any()
+    clear(model, optimizer)
+    assert state.tolist() == [1.5, 0.0, 0.0, 0.0]
+    assert not broken.any() and whole.equal(before)

@@ -1,0 +1,107 @@
+"""Deltas of a fixed group that count the tokens behind them: the mean over tokens, and not the mean of means."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import thinwire as tw
+from thinwire.pieces.robust import Median
+from thinwire.testing.toy import same_bits
+
+VALUES = ((1.0, 1.0, 1.0, 1.0), (6.0,))  # the tokens of a step, by replica
+
+
+def mean_of_all(weighed: bool) -> list[float]:
+    """What one round makes of a model that has moved to the mean of a replica's own tokens."""
+
+    def train(group: tw.ThreadGroup) -> float:
+        model = nn.ParameterList([nn.Parameter(torch.zeros(1))])
+        own = torch.tensor(VALUES[group.rank])
+        tokens = float(len(own)) if weighed else None
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with tw.Replica(tw.local_sgd(every=1), model, optimizer, group, tokens=tokens):
+            (0.5 * (model[0] - own).square().mean()).backward()
+            optimizer.step()
+        return model[0].item()
+
+    return tw.run_threads(2, train)
+
+
+def test_the_mean_of_means_is_biased_and_the_mean_over_tokens_is_not():
+    tokens = [value for of_step in VALUES for value in of_step]
+    assert mean_of_all(weighed=True) == [sum(tokens) / len(tokens)] * 2
+    assert mean_of_all(weighed=False) == [(1.0 + 6.0) / 2] * 2 != [sum(tokens) / len(tokens)] * 2
+
+
+STRATEGIES = {
+    "streaming": replace(tw.streaming_diloco(every=4, fragments=2, delay=2), feedback=tw.pieces.feedback.Feedback()),
+    "two-shot": replace(tw.diloco(every=3), exchange=tw.exchange.TwoShot()),
+}
+
+
+def step(replica: tw.Replica, rank: int) -> None:
+    """Steps of unlike numbers of tokens, which follow from the step."""
+    at = replica.step
+    replica.tokens = 1 + (5 * at + 3 * rank) % 7
+    for parameter in replica.model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.1 * rank + 0.01 * at)
+    replica.optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+def test_a_resume_with_rounds_in_the_air(strategy):
+    """Laws 1 and 6: equal anchors, and as never stopped, bit for bit."""
+
+    def made(group: tw.ThreadGroup) -> tw.Replica:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
+        return tw.Replica(strategy, model, torch.optim.SGD(model.parameters(), lr=0.1), group, tokens=1)
+
+    def train(group: tw.ThreadGroup) -> list[torch.Tensor]:
+        ends = []
+        with made(group) as whole:
+            while whole.step < 13:
+                step(whole, group.rank)
+                if whole.step == 5:
+                    tensors, facts = whole.state()
+                    kept = {name: value.clone() for name, value in tensors.items()}
+                    own = [parameter.detach().clone() for parameter in whole.model.parameters()]
+            plain = [anchor.clone() for anchor in whole.anchors()]
+        ends.append(torch.cat([p.detach().flatten() for p in whole.model.parameters()]))
+        with made(group) as again:
+            with torch.no_grad():
+                for parameter, value in zip(again.model.parameters(), own):
+                    parameter.copy_(value)
+            again.load_state(kept, facts)
+            while again.step < 13:
+                step(again, group.rank)
+        ends.append(torch.cat([p.detach().flatten() for p in again.model.parameters()]))
+        return [*ends, *plain]
+
+    first, second = tw.run_threads(2, train)
+    assert all(same_bits(a, b) for a, b in zip(first, second)) and same_bits(first[0], first[1])
+
+
+def test_what_is_refused():
+    def train(group: tw.ThreadGroup, strategy: tw.Strategy, tokens: float | None) -> None:
+        model = nn.Linear(2, 1)
+        tw.Replica(strategy, model, torch.optim.SGD(model.parameters(), lr=0.1), group, tokens=tokens)
+
+    (alone,) = tw.ThreadGroup.create(1)
+    for strategy, says in (
+        (tw.data_parallel(), "one step together"),
+        (tw.recipes.noloco(), "weighs neighbours"),
+        (replace(tw.diloco(), aggregate=Median()), "no mean"),
+    ):
+        with pytest.raises(tw.ConfigurationError, match=says):
+            train(alone, strategy, 8.0)
+
+    def unlike(group: tw.ThreadGroup) -> None:
+        train(group, tw.local_sgd(every=2), 8.0 if group.rank else None)
+
+    with pytest.raises(tw.DisagreementError, match="weights: by tokens there, absent on replica 0"):
+        tw.run_threads(2, unlike)

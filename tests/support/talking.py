@@ -1,0 +1,114 @@
+"""Replicas of unlike small language models that talk: a chain of tokens, two models, and a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from thinwire.comm import Group
+from thinwire.methods import Codistill, codistill
+from thinwire.methods.codistill import Talking
+from thinwire.testing.toy import fill, weights
+
+VOCABULARY, PROBE = 12, 6
+METHOD = codistill(every=4, delay=2, probe=PROBE, top=3, warmup=4, weight=1.0)
+Change = Callable[[int, int, Tensor], Tensor]  # of a rank's logits of a part of the probe set
+
+
+def as_they_are(rank: int, number: int, logits: Tensor) -> Tensor:
+    return logits
+
+
+def chain(stream: int, count: int) -> tuple[Tensor, Tensor]:
+    """Tokens and what follows them: mostly 3·x + 1."""
+    generator = torch.Generator().manual_seed(stream)
+    tokens = torch.randint(0, VOCABULARY, (count,), generator=generator)
+    noise = torch.randint(0, 3, (count,), generator=generator)
+    return tokens, (3 * tokens + 1 + torch.where(noise == 0, noise + 1, 0)) % VOCABULARY
+
+
+def model_of(width: int, seed: int = 0) -> nn.Module:
+    return fill(nn.Sequential(nn.Embedding(VOCABULARY, width), nn.Linear(width, VOCABULARY)), seed)
+
+
+@dataclass
+class ChainProbe:
+    """The probe set; `change` is what a replica says in place of what its model does."""
+
+    model: nn.Module
+    rank: int = 0
+    change: Change = as_they_are
+    vocabulary: int = VOCABULARY
+
+    def targets(self, number: int) -> Tensor:
+        return chain(1000 + number, PROBE)[1]
+
+    def logits(self, number: int) -> Tensor:
+        logits: Tensor = self.model(chain(1000 + number, PROBE)[0])
+        return logits if torch.is_grad_enabled() else self.change(self.rank, number, logits)
+
+
+@dataclass
+class Trip:
+    """What a replica lived through."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    events: list[dict[str, Any]] = field(default_factory=list)
+    at_work: Talking | None = None
+
+    @property
+    def final(self) -> Tensor:
+        return weights(self.model)
+
+    def heard(self, event: str) -> list[dict[str, Any]]:
+        return [one for one in self.events if one["event"] == event]
+
+
+def attached(method: Codistill, group: Group, change: Change = as_they_are, seed: int = 0, width: int = 0) -> Trip:
+    """Replica 0 is 4 wide, replica 1 is 6, and so on, unless `width` is said."""
+    model = model_of(width or 4 + 2 * group.rank, seed)
+    trip = Trip(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+
+    def observe(event: str, step: int, **fields: Any) -> None:
+        trip.events.append({"event": event, "step": step, **fields})
+
+    probe = ChainProbe(model, group.rank, change)
+    trip.at_work = method.attach(model, trip.optimizer, group, probe=probe, observer=observe)
+    return trip
+
+
+def inner_step(trip: Trip, rank: int, step: int) -> None:
+    tokens, targets = chain(100 * step + rank, 5)
+    trip.optimizer.zero_grad()
+    F.cross_entropy(trip.model(tokens), targets).backward()
+    trip.optimizer.step()
+
+
+def go_on(trip: Trip, rank: int, until: int) -> Trip:
+    assert trip.at_work
+    while trip.at_work.step < until and not trip.at_work.stopping:
+        inner_step(trip, rank, trip.at_work.step + 1)
+    return trip
+
+
+def talk(group: Group, method: Codistill = METHOD, steps: int = 24, change: Change = as_they_are, **more: Any) -> Trip:
+    """A whole run of one replica."""
+    trip = go_on(attached(method, group, change, **more), group.rank, steps)
+    assert trip.at_work
+    trip.at_work.finish()
+    return trip
+
+
+def alone(rank: int, steps: int = 24) -> Tensor:
+    """The same replica without any method."""
+    model = model_of(4 + 2 * rank)
+    trip = Trip(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+    for step in range(1, steps + 1):
+        inner_step(trip, rank, step)
+    return trip.final
