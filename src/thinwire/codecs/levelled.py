@@ -63,7 +63,7 @@ class Levelled(Codec):
     @property
     def claims(self) -> frozenset[str]:
         every = frozenset.intersection(VALUES, *(codec.claims for codec in self.codecs))
-        return every | chance([self.codecs[self.level]])
+        return every | {"refuses"} | chance([self.codecs[self.level]])
 
     @property
     def grain(self) -> int | None:
