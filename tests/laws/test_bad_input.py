@@ -134,7 +134,8 @@ CONFIGURATIONS = {
     "a codec that no shard fits": (
         lambda: tw.Strategy(codec=tw.codecs.LowRank(), exchange=tw.exchange.TwoShot()),
         "TwoShot(feedback=None) with LowRank(rank=4, iterations=2, values=Identity(), shapes=()): a codec that can encode any part of a "
-        "fragment is needed, this one needs the shapes of whole tensors; choose AllReduce() for LowRank, otherwise Direct().",
+        "fragment is needed, this one needs the shapes of whole tensors; choose AllReduce() for LowRank, otherwise Direct(), or "
+        "a codec without shapes, such as Sign(block=512).",
     ),
     "a codec that cannot code twice": (
         lambda: tw.Strategy(codec=tw.codecs.RandomK(), exchange=tw.exchange.TwoShot()),

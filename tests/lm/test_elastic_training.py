@@ -215,7 +215,7 @@ def test_deltas_by_tokens_and_rules_for_who_holds_the_others_up(
     ended = played(cluster, run.changed(weigh="tokens", evict=True, steps=12), tmp_path / "run")
     assert len({summary["weights"] for summary in ended.values()}) == 1
     assert [(one.group.evict, one.replica.tokens) for one in seen] == [(Rules(), 32)] * 3  # type: ignore[union-attr]
-    for change in ({"evict": True}, {"weigh": "tokens"}, {"grace": "5s"}):
+    for change in ({"evict": True}, {"grace": "5s"}):
         with pytest.raises(ConfigurationError, match="add --elastic"):
             check(run.changed(carrier="threads", **change))
 

@@ -97,10 +97,14 @@ def test_runs_that_say_too_little_are_left_out(tmp_path: Path) -> None:
     record = simulated(tmp_path, "--link 2mbit")
     alone = dataclasses.replace(record, summary=dataclasses.replace(record.summary, replicas=1))
     odd = dataclasses.replace(record, settings={"strategy": "of another version"})
-    low_rank = dataclasses.replace(
-        record, settings=record.settings | {"codec": "LowRank(4)", "exchange": "AllReduce()"}
-    )
-    assert rates_of_runs([low_rank]) is None
+    shaped = record.settings | {
+        "codec": "LowRank(4)",
+        "exchange": "AllReduce()",
+    }  # bytes go by shapes: those that were counted
+    low_rank = dataclasses.replace(record, settings=shaped)
+    silent = dataclasses.replace(record.replicas[0], departed={})
+    assert rates_of_runs([low_rank]) is not None
+    assert rates_of_runs([dataclasses.replace(low_rank, replicas=(silent,))]) is None
     assert rates_of_runs([alone]) is None and rates_of_runs([odd]) is None and rates_of_runs([]) is None
     both = rates_of_runs([odd, record])
     assert both is not None and len(both.views[0].data) == 2

@@ -33,7 +33,10 @@ public
 PACKAGES = _ORDER.split()
 
 # Longer than 400 lines, with the reason and how long at most.
-LONG_FILES = {"checkpoint.py": (425, "docstrings of four public functions, with arguments and errors")}
+LONG_FILES = {
+    "checkpoint.py": (425, "docstrings of four public functions, with arguments and errors"),
+    "lm/settings.py": (405, "every option of a run, with its help and default"),
+}
 LONG_FUNCTIONS: dict[str, str] = {}
 ENVIRONMENT = "lm/launch.py"  # what torchrun says is read there
 

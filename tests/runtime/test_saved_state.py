@@ -50,4 +50,4 @@ def test_every_memory_of_every_method_is_saved_and_read_back() -> None:
         due, found = saved(one), saved(other)
         assert due.keys() == found.keys() and all(same_bits(found[name], due[name]) for name in due), strategy
         names |= {name.split(".")[1] for name in due}
-    assert names == {"anchor", "outer", "feedback", "exchange", "aggregate", "filter", "policy"}
+    assert names == {"anchor", "outer", "feedback", "exchange", "aggregate", "filter", "policy", "guard"}

@@ -38,10 +38,11 @@ def test_the_summary_has_the_keys_of_a_real_run(capsys):
     assert summary["tokens"] == 60 * 2 * 8 * 128 and summary["wall_seconds"] > 60 * 0.2
     assert summary["compute_utilization"] == pytest.approx(12 / summary["wall_seconds"], rel=1e-6)
     strategy = tw.streaming_sign(every=12, delay=3)
-    numels = [f.numel for f in strategy.partition.fragments(skeleton(Run.of(model="nano")))]
-    assert summary["parameters"] == sum(numels)
-    assert summary["wire_bytes_sent"] == pytest.approx(5 * strategy.nbytes_per_period(numels, 2), rel=0.1)
-    assert summary["floor_bits_per_second"] == 8 * strategy.nbytes_per_period(numels, 2) / (12 * 0.2)
+    fragments = strategy.partition.fragments(skeleton(Run.of(model="nano")))
+    shapes = [fragment.shapes for fragment in fragments]
+    assert summary["parameters"] == sum(fragment.numel for fragment in fragments)
+    assert summary["wire_bytes_sent"] == pytest.approx(5 * strategy.nbytes_per_period(shapes, 2), rel=0.1)
+    assert summary["floor_bits_per_second"] == 8 * strategy.nbytes_per_period(shapes, 2) / (12 * 0.2)
 
 
 def test_the_table_says_what_its_figures_are(capsys):

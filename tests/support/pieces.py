@@ -190,7 +190,7 @@ CODECS = [
         error=1.0,
     ),
     *(
-        row(tw.codecs.Levelled(codecs, level), *claims, error=error)
+        row(tw.codecs.Levelled(codecs, level), "refuses", *claims, error=error)
         for codecs, level, claims, error in (
             (
                 (tw.codecs.Int(8), tw.codecs.E3M0(32)),

@@ -382,9 +382,7 @@ def check_alone(given: str, inner: Codec) -> None:
 
 
 def warm_up(codec: Codec) -> None:
-    """Encode and decode once, so that compiled code is ready before a first round waits for it.
-
-    It takes seconds once on a machine, and milliseconds later, when the compiler's cache has the code.
+    """Encode and decode once, so that compiled code is ready before a first round waits for it: seconds once on a machine, then milliseconds.
 
     Args:
         codec: the codec of the coming rounds.
@@ -396,7 +394,7 @@ def warm_up(codec: Codec) -> None:
     x = torch.ones(1 << 16)  # so many that all ways are taken
     payload = torch.empty(codec.nbytes(x.numel()), dtype=torch.uint8)
     for eighths in range(9):
-        if eighths == 8 or codec.within(eighths / 8, x.numel()) is not codec:
-            form = codec.within(eighths / 8, x.numel())
+        form = codec.within(eighths / 8, x.numel())
+        if eighths == 8 or form is not codec:
             form.encode(x, payload, Key())
             form.decode_add(payload, x, Key())

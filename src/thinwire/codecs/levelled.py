@@ -63,7 +63,7 @@ class Levelled(Codec):
     @property
     def claims(self) -> frozenset[str]:
         every = frozenset.intersection(VALUES, *(codec.claims for codec in self.codecs))
-        return every | chance([self.codecs[self.level]])
+        return every | {"refuses"} | chance([self.codecs[self.level]])
 
     @property
     def grain(self) -> int | None:
@@ -99,7 +99,7 @@ class Levelled(Codec):
         used = 1 + self.codecs[level].nbytes(out.numel()) if level < len(self.codecs) else math.inf
         if used > len(payload):
             raise PacketError(
-                f"a payload of {len(payload)} bytes is of level {level}: there are {len(self.codecs)}, of known sizes. "
+                f"a coded payload of {len(payload)} bytes is of level {level}: there are {len(self.codecs)} levels, each of a known size. "
                 "Run the same strategy and version of Thinwire on every replica."
             )
         self.codecs[level].decode_add(payload[1 : int(used)], out, key, weight)

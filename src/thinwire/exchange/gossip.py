@@ -184,7 +184,7 @@ class Gossip(Exchange):
         return max(sum(_nbytes_in_group(one, n, size, *place) for one, n in vectors) for place in places)
 
     def _place(self, size: int, number: int, rank: int) -> tuple[int, int]:
-        """Of a replica in its group: how large that is, and how many are before it."""
+        """The size of this replica's group, and its rank in it."""
         row = self.topology.edges(size, number)[rank]
         return int(row.sum()) + 1, int(row[:rank].sum())
 

@@ -27,7 +27,7 @@ Alive = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Left:
-    """Of a graph that was hit: shares of those who are left that are in its largest part, and that have no neighbour."""
+    """The shares of surviving replicas that are in the largest component of the graph, and that have no neighbour."""
 
     giant: float
     isolated: float
@@ -35,7 +35,7 @@ class Left:
 
 @dataclass(frozen=True)
 class Learned:
-    """Accuracies on data that nobody has trained on; of the survivors at the end, but for `before`; NaN of what there is not."""
+    """Accuracies on held-out data: `before` of all replicas, the others of the survivors at the end. NaN where there is no such replica."""
 
     before: float
     mean: float
@@ -47,9 +47,9 @@ class Learned:
 
 
 def survivors(edges: Edges, who: Who, share: float, seed: int) -> Alive:
-    """Who is left when a `share` of the replicas is hit: those with most neighbours, those on most shortest paths, or any; ties by chance.
+    """The replicas that survive when a `share` of them fails: those with most neighbours, those on most shortest paths, or random ones.
 
-    Raises `ConfigurationError` if nobody would be left, or nobody hit.
+    Raises `ConfigurationError` if no replica would be left, or none would fail.
     """
     size = len(edges)
     count = round(share * size)
@@ -113,7 +113,7 @@ def structure(topology: Topology, replicas: int, who: Who, share: float, seeds: 
 
 @dataclass(frozen=True)
 class Disaster:
-    """Who is hit, and when: `at_round` of `rounds`; `data`: who has any, everybody, only those who will be hit, or only the others.
+    """Which replicas fail, and when: at `at_round` of `rounds`. `data` says which replicas have any: all, only those that fail, or only the others.
 
     Raises:
         ConfigurationError: a setting cannot work.
@@ -186,7 +186,7 @@ class _Task:
         return weights
 
     def accuracy(self, weights: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Of each replica."""
+        """The accuracy of each replica [M]."""
         return np.asarray(((self.held_out @ weights).argmax(-1) == self.asked).mean(-1), dtype=np.float64)
 
 
