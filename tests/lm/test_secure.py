@@ -181,7 +181,7 @@ def reached(folder: Path, step: int) -> None:
 @pytest.mark.skipif(shutil.which("pgrep") is None, reason="pgrep (procps) is not installed")
 def test_an_elastic_run_through_a_hub(tmp_path, capsys):
     """`thinwire hub --elastic`, three times `thinwire join`; a replica is killed and comes back, then the hub is."""
-    Run.of(**SMALL | {"steps": 1500, "replicas": 3, "checkpoint_every": 50}).save(tmp_path / "run.toml")
+    Run.of(**SMALL | {"steps": 6000, "replicas": 3, "checkpoint_every": 50}).save(tmp_path / "run.toml")
     hub = HubProcess(tmp_path / "hub", "--elastic", "--run-file", str(tmp_path / "run.toml"))
     names, processes = ["bergen", "lima", "oslo"], list[subprocess.Popen[str]]()
     try:
@@ -234,4 +234,5 @@ def rounds_of(folder: Path) -> list[dict[str, Any]]:
 def together(folder: Path, names: list[str], after: int = 0) -> None:
     """Wait until the replica in `folder` has held a round with just these, after so many."""
     while not any(event["members"] == names for event in rounds_of(folder)[after:]):
+        assert not (folder / "model.safetensors").exists(), f"{folder.name} has finished before a round with {names}"
         threading.Event().wait(0.05)
