@@ -88,12 +88,9 @@ def dialled(
     most_nbytes: int = LIMIT_NBYTES,
     silent: float | None = None,
 ) -> grpc.aio.Channel:
-    (
-        """A connection of its own to the hub, which must show a certificate of `authorities`. With `silent` it ends
-    within so many seconds when nothing comes through any more, though nobody says so.
+    """A connection of its own to the hub, which must show a certificate of `authorities`. With `silent` it ends within so many seconds
+    when nothing reaches the hub any more, although no connection was closed.
     """
-        ""
-    )
     credentials = (
         grpc.ssl_channel_credentials(authorities, own.key, own.certificate)
         if own
