@@ -7,6 +7,7 @@ import re
 import shutil
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -171,3 +172,7 @@ def test_a_run_that_waited_says_what_to_ask(make_run: Callable[..., Path], tmp_p
         told,
     )
     assert of_stalls(RunRecord.load(wide), wide) == ""
+    record = RunRecord.load(thin)
+    for strategy in ("a2cid2", "data_parallel"):  # which have no delay
+        alike = replace(record, settings=record.settings | {"strategy": strategy})
+        assert of_stalls(alike, thin) == told.partition(";")[0]

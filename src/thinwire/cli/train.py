@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import math
 import time
@@ -22,12 +23,14 @@ from thinwire.lm.job import check
 from thinwire.lm.meeting import AtLighthouse
 from thinwire.lm.resize import resize
 from thinwire.lm.run import Run
+from thinwire.lm.settings import recipe_name
 from thinwire.lm.supervisor import JoiningReplica, train_elastic
 from thinwire.lm.watch import watching
 from thinwire.membership.view import Presence
 from thinwire.metrics.follow import following
 from thinwire.metrics.sinks import named
 from thinwire.plan.delay import follows_link
+from thinwire.recipes import RECIPES
 from thinwire.records.run_record import RunRecord, explained, text_of_privacy
 from thinwire.report.progress import Progress, final_table
 from thinwire.report.terminal import waiting
@@ -307,8 +310,11 @@ def of_stalls(record: RunRecord, folder: Path) -> str:
     share = record.summary.stall_seconds / record.summary.wall_seconds if record.summary.wall_seconds else 0.0
     if not share > 0.1:
         return ""
-    advice = f"thinwire doctor {folder / 'run.toml'} says which --delay would not wait"
-    return f"replicas waited for rounds for {share:.0%} of the time ({record.summary.provenance}); {advice}"
+    told = f"replicas waited for rounds for {share:.0%} of the time ({record.summary.provenance})"
+    recipe = RECIPES.get(recipe_name(str(record.settings.get("strategy"))))
+    if recipe is None or "delay" not in inspect.signature(recipe).parameters:
+        return told
+    return f"{told}; thinwire doctor {folder / 'run.toml'} says which --delay would not wait"
 
 
 def summary_of(record: RunRecord) -> dict[str, Any]:
