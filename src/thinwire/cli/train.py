@@ -23,14 +23,13 @@ from thinwire.lm.job import check
 from thinwire.lm.meeting import AtLighthouse
 from thinwire.lm.resize import resize
 from thinwire.lm.run import Run
-from thinwire.lm.settings import recipe_name
+from thinwire.lm.settings import NAMED, recipe_name
 from thinwire.lm.supervisor import JoiningReplica, train_elastic
 from thinwire.lm.watch import watching
 from thinwire.membership.view import Presence
 from thinwire.metrics.follow import following
 from thinwire.metrics.sinks import named
 from thinwire.plan.delay import follows_link
-from thinwire.recipes import RECIPES
 from thinwire.records.run_record import RunRecord, explained, text_of_privacy
 from thinwire.report.progress import Progress, final_table
 from thinwire.report.terminal import waiting
@@ -311,8 +310,8 @@ def of_stalls(record: RunRecord, folder: Path) -> str:
     if not share > 0.1:
         return ""
     told = f"replicas waited for rounds for {share:.0%} of the time ({record.summary.provenance})"
-    recipe = RECIPES.get(recipe_name(str(record.settings.get("strategy"))))
-    if recipe is None or "delay" not in inspect.signature(recipe).parameters:
+    recipe = NAMED.get(recipe_name(str(record.settings.get("strategy"))))
+    if recipe is not None and "delay" not in inspect.signature(recipe).parameters:
         return told
     return f"{told}; thinwire doctor {folder / 'run.toml'} says which --delay would not wait"
 

@@ -196,9 +196,10 @@ class View:
         rebuilt: whether the group is new.
         left_out: sentences that say which replicas were there and are no members, and why.
         vote_store: where the members vote.
+        electorate: name, incarnation and number of calls of each member, as they are shown with each vote.
 
     >>> from thinwire import ThreadGroup
-    >>> view = View("view 7", (Member("paris", {}),), ThreadGroup.create(1)[0], True, (), None, print, lambda: None)
+    >>> view = View("view 7", (Member("paris", {}),), ThreadGroup.create(1)[0], True, (), None, (), print, lambda: None)
     >>> view.decide("commit round 30?", yes=True, seconds=1.0)
     True
     """
