@@ -70,6 +70,14 @@ class ProbeSet(Protocol):
 class Codistill:
     """Each replica has a model of its own, and learns from what the others predict on a shared probe set. See `codistill`.
 
+    Args:
+        every, delay, warmup: inner steps between two rounds, in flight, and until others are learned from.
+        probe, top: number of positions of a part of the probe set, and number of tokens told for each.
+        weight, temperature, sharpness, seed: numbers: λ, T and s of `codistill`; nothing is drawn from the seed.
+
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed.
+
     >>> Codistill(every=10, probe=128).nbytes_per_period(1_000_000, size=2)
     20209
     """
@@ -156,19 +164,23 @@ class _Heard:
 
 
 class Talking(Attached):
-    """`Codistill` at work. The loop is the usual one:
-
-    ```python
-    trained = codistill(every=10).attach(model, optimizer, group, probe=probe)
-    for batch in data:
-        model(batch).loss.backward()
-        optimizer.step()                         # what the others predict is learned before, rounds depart and land behind
-        optimizer.zero_grad()
-    trained.finish()
-    ```
+    """`Codistill` at work, in the usual loop: `optimizer.step()` learns what the others predict, then rounds depart and land. Then `finish()`.
 
     All replicas take the same number of inner steps. `weights` are what each replica counts since the last round: of all, the own
     too, in rank order; 0 for one that was refused.
+
+    Args:
+        method, model, optimizer, group, probe, observer, clock: those of `Codistill.attach`; the clock gives seconds.
+
+    Raises:
+        ConfigurationError: the probe set does not fit the method.
+
+    >>> from thinwire.comm import run_threads
+    >>> class Probe:
+    ...     vocabulary, targets = 256, staticmethod(lambda number: torch.zeros(8, dtype=torch.int64))
+    >>> method, model = Codistill(probe=8), nn.Linear(1, 1)
+    >>> run_threads(1, lambda group: method.attach(model, method.optimizer(model, 0.1), group, probe=Probe()).weights)
+    [[0.0]]
     """
 
     strategy: Codistill

@@ -100,10 +100,10 @@ class Dadao:
     Nothing here is for a network: it is what gossip without rounds can be compared with on convex problems.
 
     Args:
-        smooth: L, of every f_i.
-        convex: μ, of every f_i, above 0 and at most L.
+        smooth: L, a number, of every f_i.
+        convex: μ, a number, of every f_i, above 0 and at most L.
         topology: who meets whom; the same all the time.
-        rate: meetings on all edges together while each replica takes one gradient; None: the least that is enough.
+        rate: number of meetings on all edges together while each replica takes one gradient; None: the least that is enough.
         seed: of the clocks.
 
     Raises:

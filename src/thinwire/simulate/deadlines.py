@@ -41,6 +41,15 @@ class RateTrace:
 class Asked:
     """What is known where a round of a fragment departs: its bytes at each level, when it departs and is to land, and when the uplink
     will be free, which only an oracle knows.
+
+    Args:
+        nbytes: bytes of the round at each level, the finest first.
+        now: when it departs, in seconds.
+        deadline: when it is to land, in seconds.
+        free_at: when the uplink has sent what departed before, in seconds.
+
+    >>> fixed(1)(Asked(nbytes=(1000, 500), now=0.0, deadline=1.0, free_at=0.0))
+    1
     """
 
     nbytes: Sequence[int]
@@ -53,12 +62,26 @@ Choose = Callable[[Asked], int]
 
 
 def fixed(level: int) -> Choose:
-    """The same level always."""
+    """The same level always.
+
+    Args:
+        level: number of the level, from 0, the finest.
+
+    >>> fixed(0)(Asked(nbytes=(1000, 500), now=0.0, deadline=1.0, free_at=0.0))
+    0
+    """
     return lambda asked: level
 
 
 def oracle(trace: RateTrace) -> Choose:
-    """The finest level that will arrive in time, by what the rate will be."""
+    """The finest level that will arrive in time, by what the rate will be; the coarsest if none will.
+
+    Args:
+        trace: the uplink on which the rounds travel.
+
+    >>> oracle(RateTrace((0.0,), (4000.0,)))(Asked(nbytes=(1000, 500), now=0.0, deadline=1.0, free_at=0.0))  # 500 bytes a second
+    1
+    """
 
     def choose(asked: Asked) -> int:
         begin = max(asked.now, asked.free_at)
@@ -71,7 +94,16 @@ def oracle(trace: RateTrace) -> Choose:
 
 
 def observed(known: Deadlines) -> Choose:
-    """As a replica chooses (`RoundPipeline`)."""
+    """As a replica chooses (`RoundPipeline`): the finest level that is expected in time; the coarsest if none is.
+
+    Args:
+        known: what the rounds before have taken; it is told of each departure.
+
+    >>> known = Deadlines()
+    >>> known.landed(nbytes=1000, seconds=1.5)
+    >>> observed(known)(Asked(nbytes=(1000, 500), now=2.0, deadline=3.0, free_at=0.0))
+    1
+    """
 
     def choose(asked: Asked) -> int:
         most = known.share(asked.now, asked.nbytes[0], asked.deadline) * asked.nbytes[0]
@@ -84,7 +116,17 @@ def observed(known: Deadlines) -> Choose:
 
 @dataclass(frozen=True)
 class Played:
-    """The level of each round, by fragment and number; `stalls` in seconds, of those that landed late; `seconds` in all."""
+    """What the rounds of a run have cost.
+
+    Args:
+        levels: the level of each round, by fragment and number of the round.
+        stalls: seconds that training waited for each round that landed late.
+        seconds: of the run in all, in seconds.
+        nbytes: bytes sent.
+
+    >>> Played({(0, 0): 1}, stalls=(1.0, 1.5), seconds=10.0, nbytes=500).utilization
+    0.75
+    """
 
     levels: dict[tuple[int, int], int]
     stalls: tuple[float, ...]
@@ -117,7 +159,21 @@ def play(
     choose: Choose,
     known: Deadlines,
 ) -> Played:
-    """`steps` inner steps of `step_seconds` each, with fragments of so many `nbytes` at each level. `known` hears of landings."""
+    """`steps` inner steps of `step_seconds` each, with fragments of so many `nbytes` at each level. `known` hears of landings.
+
+    Args:
+        trace: the uplink.
+        schedule: when which fragment departs and lands.
+        nbytes: bytes of each fragment at each level, the finest first.
+        steps: number of inner steps.
+        step_seconds: seconds of one.
+        choose: the level of each round, by what is known where it departs.
+        known: what `observed` chooses by.
+
+    >>> played = play(RateTrace((0.0,), (4000.0,)), Staggered(every=2, delay=1), [(1000, 500)], 4, 1.0, fixed(0), Deadlines())
+    >>> played.stalls, played.nbytes  # a round takes 2 seconds, and 1 is left; the second has not landed
+    ((1.0,), 2000)
+    """
     now, free_at = 0.0, 0.0
     flights: list[_Flight] = []
     levels, stalls = dict[tuple[int, int], int](), list[float]()

@@ -27,7 +27,15 @@ Alive = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Left:
-    """The shares of surviving replicas that are in the largest component of the graph, and that have no neighbour."""
+    """The shares of surviving replicas that are in the largest component of the graph, and that have no neighbour.
+
+    Args:
+        giant: share in the largest component, 0 to 1.
+        isolated: share without a neighbour, 0 to 1.
+
+    >>> Left(giant=0.75, isolated=0.25).giant
+    0.75
+    """
 
     giant: float
     isolated: float
@@ -35,21 +43,46 @@ class Left:
 
 @dataclass(frozen=True)
 class Learned:
-    """Accuracies on held-out data: `before` of all replicas, the others of the survivors at the end. NaN where there is no such replica."""
+    """Accuracies on held-out data: `before` of all replicas, the others of the survivors at the end. NaN where there is no such replica.
+
+    Args:
+        before: just before the failure, 0 to 1.
+        mean: at the end, 0 to 1.
+        low: a tenth of the survivors are worse, 0 to 1.
+        giant: of those in the largest component, 0 to 1.
+        isolated: of those without a neighbour, 0 to 1.
+        undisturbed: of the survivors, if no replica had dropped out, 0 to 1.
+        alone: of the survivors that have data, if no replica had ever talked, 0 to 1.
+
+    >>> Learned(before=0.7, mean=0.8, low=0.6, giant=0.8, isolated=0.5, undisturbed=0.9, alone=0.4).low
+    0.6
+    """
 
     before: float
     mean: float
-    low: float  # a tenth of the survivors are worse
+    low: float
     giant: float
     isolated: float
-    undisturbed: float  # the same replicas, if nobody had dropped out
-    alone: float  # and if nobody had ever talked
+    undisturbed: float
+    alone: float
 
 
 def survivors(edges: Edges, who: Who, share: float, seed: int) -> Alive:
     """The replicas that survive when a `share` of them fails: those with most neighbours, those on most shortest paths, or random ones.
 
-    Raises `ConfigurationError` if no replica would be left, or none would fail.
+    Args:
+        edges: the graph, boolean [size, size], symmetric.
+        who: `degree`, `betweenness` or `random`.
+        share: share of the replicas that fail, 0 to 1.
+        seed: of the random ones, and of the order among equals.
+
+    Raises:
+        ConfigurationError: no replica would be left, or none would fail.
+
+    >>> star = np.zeros((5, 5), dtype=bool)
+    >>> star[0, 1:] = star[1:, 0] = True
+    >>> survivors(star, "degree", 0.2, seed=0).tolist()
+    [False, True, True, True, True]
     """
     size = len(edges)
     count = round(share * size)
@@ -68,6 +101,10 @@ def survivors(edges: Edges, who: Who, share: float, seed: int) -> Alive:
 def left(edges: Edges, alive: Alive) -> Left:
     """What is left of the graph.
 
+    Args:
+        edges: the graph, boolean [size, size], symmetric.
+        alive: which replicas survive, boolean [size].
+
     >>> line = np.diag(np.ones(4, dtype=bool), 1)
     >>> left(line | line.T, np.array([True, False, True, True, True]))
     Left(giant=0.75, isolated=0.25)
@@ -77,7 +114,15 @@ def left(edges: Edges, alive: Alive) -> Left:
 
 
 def betweenness(edges: Edges) -> NDArray[np.float64]:
-    """On how many shortest paths between two others each replica is (Brandes, 2001); paths of equal length share one."""
+    """On how many shortest paths between two others each replica is (Brandes, 2001); paths of equal length share one.
+
+    Args:
+        edges: the graph, boolean [size, size], symmetric.
+
+    >>> line = np.diag(np.ones(3, dtype=bool), 1)
+    >>> betweenness(line | line.T).tolist()
+    [0.0, 2.0, 2.0, 0.0]
+    """
     size, total = len(edges), np.zeros(len(edges))
     near = [np.flatnonzero(row).tolist() for row in edges]
     for source in range(size):
@@ -103,7 +148,22 @@ def betweenness(edges: Edges) -> NDArray[np.float64]:
 
 
 def structure(topology: Topology, replicas: int, who: Who, share: float, seeds: int) -> Left:
-    """Means over so many graphs. Raises `ConfigurationError`."""
+    """What is left of a graph, in the mean over so many graphs.
+
+    Args:
+        topology: one that is the same in every round.
+        replicas: number of replicas.
+        who: `degree`, `betweenness` or `random`.
+        share: share of the replicas that fail, 0 to 1.
+        seeds: number of graphs, drawn with the seeds from 0.
+
+    Raises:
+        ConfigurationError: the graph changes from round to round, does not fit the replicas, or none would fail or be left.
+
+    >>> from thinwire.topology import Ring
+    >>> structure(Ring(), 8, "degree", 0.125, seeds=2)  # a ring that loses one replica is a line
+    Left(giant=1.0, isolated=0.0)
+    """
     found = []
     for seed in range(seeds):
         edges = _checked(topology, replicas, seed)
@@ -115,8 +175,22 @@ def structure(topology: Topology, replicas: int, who: Who, share: float, seeds: 
 class Disaster:
     """Which replicas fail, and when: at `at_round` of `rounds`. `data` says which replicas have any: all, only those that fail, or only the others.
 
+    Args:
+        topology: one that is the same in every round.
+        replicas: number of replicas.
+        who: `degree`, `betweenness` or `random`.
+        share: share of the replicas that fail, 0 to 1.
+        at_round: number of rounds before the failure.
+        rounds: number of rounds in all.
+        data: `everywhere`, `hit` or `others`.
+
     Raises:
         ConfigurationError: a setting cannot work.
+
+    >>> from thinwire.topology import Ring
+    >>> learned = Disaster(Ring(), replicas=8, share=0.25, at_round=2, rounds=4).learned(seed=0)
+    >>> 0 <= learned.low <= learned.mean <= 1
+    True
     """
 
     topology: Topology

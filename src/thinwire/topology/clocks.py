@@ -13,7 +13,18 @@ from thinwire.topology.base import Topology, Weights, check_size
 
 @dataclass(frozen=True)
 class PairEvent:
-    """Two replicas meet over a fragment: `at` that time, which is of `unit`, where it is the `number`-th of all meetings."""
+    """Two replicas meet over a fragment: `at` that time, which is of `unit`, where it is the `number`-th of all meetings.
+
+    Args:
+        at: time, a number of units.
+        unit: number of the unit of time, from 0.
+        number: number of the meeting in its unit, from 0.
+        fragment: number of the fragment, from 0.
+        one, other: ranks of the two replicas.
+
+    >>> PairEvent(at=3.25, unit=3, number=0, fragment=0, one=1, other=2).unit
+    3
+    """
 
     at: float
     unit: int
@@ -27,7 +38,10 @@ class PairEvent:
 class Clocks:
     """Independent Poisson clocks on the edges, anew for each of `fragments`; a pure function of `seed`.
 
-    `rates` is symmetric: [i, j] is how often i and j meet in a unit of time, on average.
+    Args:
+        rates: [size, size], symmetric: [i, j] is how often i and j meet in a unit of time, on average.
+        fragments: number of fragments.
+        seed: of all meetings.
 
     >>> clocks = Clocks(np.array([[0.0, 2.0], [2.0, 0.0]]))
     >>> sum(len(clocks.within(unit)) for unit in range(1000)) / 1000 > 1.8
@@ -58,7 +72,17 @@ class Clocks:
 def meeting_rates(topology: Topology, size: int, rate: float) -> Weights:
     """The same rate on every edge, by which a replica has `rate` meetings in a unit of time, in the mean over all replicas.
 
-    Raises `ConfigurationError` where the graph is in parts, changes from round to round, or has an edge that goes one way only.
+    Args:
+        topology: one that is the same in every round.
+        size: number of replicas.
+        rate: number of meetings of a replica in a unit of time.
+
+    Raises:
+        ConfigurationError: the graph is in parts, changes from round to round, or has an edge that goes one way only.
+
+    >>> from thinwire.topology import Ring
+    >>> meeting_rates(Ring(), 3, rate=2.0).tolist()
+    [[0.0, 1.0, 1.0], [1.0, 0.0, 1.0], [1.0, 1.0, 0.0]]
     """
     if not topology.fixed:
         raise ConfigurationError(
@@ -82,6 +106,9 @@ def resistances(rates: Weights) -> tuple[float, float]:
         Λ = Σ λ_ij·(e_i − e_j)(e_i − e_j)ᵀ,   χ₁ = 1 / λ₂(Λ),   χ₂ = ½·max over edges of (e_i − e_j)ᵀ·Λ⁺·(e_i − e_j)
 
     1 / χ₁ is how fast plain averaging brings all together; χ₂ is half of the largest resistance between neighbours.
+
+    Args:
+        rates: [size, size], symmetric: how often two replicas meet in a unit of time.
 
     >>> ring = np.roll(np.eye(16), 1, 1) / 2
     >>> [round(one, 3) for one in resistances(ring + ring.T)]
