@@ -33,17 +33,18 @@ def test_a_vote_store_asks_for_what_it_says() -> None:
         {}, {"values": ["1", "1"]}, {"values": None}, {"value": "no"}, {"values": ["yes"]}, {"values": None}
     )
     unused = list[str]()
-    votes = ChannelVoteStore(channel, unused)
+    members = (("paris", "p-1", 1), ("lima", "l-1", 2))
+    votes = ChannelVoteStore(channel, unused).of(members)
     votes.put("a/0")
     assert votes.all(("a/0", "a/1")) is True and votes.all(["b/0"]) is False
     assert votes.settle("a", b"yes") == b"no"
     assert votes.wait("a", 7.0) == b"yes" and votes.wait("b", 0.0) is None
     votes.forget(["a/0", "a/1"])
     assert unused == ["a/0", "a/1"] and channel.asked == [
-        ("put", 0.0, "a/0", "1"),
+        ("put", 0.0, "a/0", "1", members),
         ("look", 0.0, ["a/0", "a/1"]),
         ("look", 0.0, ["b/0"]),
-        ("settle", 0.0, "a", "yes"),
+        ("settle", 0.0, "a", "yes", members),
         ("look", 7.0, ["a"]),
         ("look", 0.001, ["b"]),
     ]
@@ -68,7 +69,7 @@ def test_addresses_are_waited_for_until_one_deadline(monkeypatch: pytest.MonkeyP
     assert book.check(["y"]) is False
     book.close()
     assert channel.closed and channel.asked == [
-        ("put", 0.0, "group/e/x", "YQ=="),
+        ("put", 0.0, "group/e/x", "YQ==", []),
         ("look", 4.0, ["group/e/x"]),
         ("look", 4.0, ["group/e/x"]),
         ("look", 0.0, ["group/e/x"]),
