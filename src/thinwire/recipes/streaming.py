@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from thinwire.codecs import E3M0, Codec, Each, Sign
+from thinwire.codecs import E3M0, Codec, Sign
 from thinwire.exchange import Direct, Exchange
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.merge import Eager, Keep, Mix
@@ -80,7 +80,7 @@ def streaming_sign(
     every: int = 7,
     fragments: int | None = None,
     delay: int = 1,
-    codec: Codec = Each(Sign(block=512), Sign(block=64), least=512),
+    codec: Codec = Sign(block=512),
     feedback: Feedback | None = Feedback(),
     partition: Partition | None = None,
     offsets: tuple[int, ...] | None = None,
@@ -97,9 +97,8 @@ def streaming_sign(
 
     *Differs*: from `streaming_diloco`: one bit and feedback, H = 7, no outer momentum, and a landing keeps the
     steps of the flight.
-    Vectors and matrices of fewer than 512 values have scales of their own, one for 64.
     *Wire*: (M−1)·(b·N/8 + 48·(P + 1)) bytes every H steps from each of M replicas, for N parameters; b = 1 +
-    32/512, and 1 + 32/64 for those.
+    32/512.
 
     Args:
         every: H, inner steps between two rounds of a fragment.
