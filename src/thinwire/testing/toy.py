@@ -30,7 +30,7 @@ class Toy(nn.Module):
         self.embed = nn.Linear(3, 5)
         self.layers = nn.ModuleList(nn.Linear(5, 5, bias=i > 0) for i in range(3))
         self.head = nn.Linear(5, 1)
-        self.gain = nn.Parameter(torch.empty(()))
+        self.gain = nn.Parameter(torch.ones(()))
         self.nothing = nn.Parameter(torch.empty(0, 4))
         self.frozen = nn.Parameter(torch.ones(5), requires_grad=False)
 
